@@ -1,0 +1,245 @@
+"""The power supply of one loopback node: runs the node's SSH server, and takes everything below with it.
+
+Run as `supervise.py OWNER_PID HOSTNAME LOG COMMAND...`; needs the standard library only and ignores the site packages.
+It answers one-word requests on stdin with one line each on stdout: `freeze`, `thaw`, `off`. The first line, sent without
+being asked, says whether the node has a host name of its own (`up own` or `up shared`).
+
+Rules:
+- It is the subreaper of all that starts below, so a daemon that detaches (double fork, setsid) stays its descendant.
+- `off` stops everything first, so that nothing can fork away, then kills; again and again until nothing is left.
+- It does the same when its owner is gone, however that died: the owner's pidfd and the end of stdin say so. (The signal
+  of PR_SET_PDEATHSIG would also come when merely the *thread* ends that started us, so it is for our own child only.)
+- Processes are found by their ancestry in /proc, never by name.
+
+It does not know what an SSH server is, nor what a node does.
+Sources: prctl(2), pidfd_open(2), unshare(2), user_namespaces(7), proc(5).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+CLONE_NEWUTS = 0x04000000
+CLONE_NEWUSER = 0x10000000
+STOPPED_STATES = frozenset("TtZXD")  # D cannot stop now, and cannot fork either
+SETTLE_S = 1.0
+KILL_S = 20.0
+
+
+def descendants(root_pid: int) -> dict[int, str]:
+    """Return pid -> state letter (proc(5)) of every process below `root_pid`, without itself and without zombies."""
+    below: dict[int, list[tuple[int, str]]] = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit() and (stat := _parent_and_state(int(name))):
+            below.setdefault(stat[0], []).append((int(name), stat[1]))
+    found: dict[int, str] = {}
+    todo = [root_pid]
+    while todo:
+        for pid, state in below.get(todo.pop(), ()):
+            todo.append(pid)  # a zombie's own children have moved to us already, but a leader's threads may live on
+            if state not in "ZX":
+                found[pid] = state
+    return found
+
+
+def _parent_and_state(pid: int) -> tuple[int, str] | None:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as stat:
+            fields = stat.read().rpartition(b")")[2].split()  # the name in front may hold anything
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return int(fields[1]), fields[0].decode()
+
+
+def signal_all(pids: Iterable[int], number: int) -> None:
+    """Send a signal to each pid that still exists."""
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            pass
+
+
+def stop_all_below() -> set[int]:
+    """Stop every descendant, also those forked meanwhile, and return the pids that this call stopped."""
+    stopped: set[int] = set()
+    deadline_s = time.monotonic() + SETTLE_S
+    while True:
+        running = [pid for pid, state in descendants(os.getpid()).items() if state not in STOPPED_STATES]
+        if not running or time.monotonic() > deadline_s:
+            return stopped
+        signal_all(running, signal.SIGSTOP)
+        stopped.update(running)
+        time.sleep(0.001)
+
+
+def reap() -> bool:
+    """Collect the children that have ended; return whether any child, living or dead, is left."""
+    while True:
+        try:
+            pid, _ = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return False
+        if pid == 0:
+            return True
+
+
+def kill_all_below() -> list[int]:
+    """Kill every descendant and return the pids that would not die in time (stuck in the kernel)."""
+    deadline_s = time.monotonic() + KILL_S
+    while reap():
+        if time.monotonic() > deadline_s:
+            return sorted(descendants(os.getpid()))
+        stop_all_below()
+        signal_all(descendants(os.getpid()), signal.SIGKILL)
+        reap()
+        time.sleep(0.001)
+    return []
+
+
+def take_own_hostname(hostname: str) -> bool:
+    """Enter a UTS namespace with this host name, if the kernel lets us; return whether it did."""
+    if not _succeeds_in_a_child(lambda: _enter_uts_namespace(hostname)):
+        return False
+    _enter_uts_namespace(hostname)
+    return True
+
+
+def _succeeds_in_a_child(attempt: Callable[[], None]) -> bool:
+    # A half-made user namespace cannot be left again, so the first try is a child's.
+    pid = os.fork()
+    if pid == 0:
+        try:
+            attempt()
+        except OSError:
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def _enter_uts_namespace(hostname: str) -> None:
+    if os.geteuid() == 0:
+        _unshare(CLONE_NEWUTS)
+    else:
+        uid, gid = os.geteuid(), os.getegid()
+        _unshare(CLONE_NEWUSER | CLONE_NEWUTS)
+        _write("/proc/self/setgroups", "deny")  # user_namespaces(7): before gid_map, for the unprivileged
+        _write("/proc/self/uid_map", f"{uid} {uid} 1")
+        _write("/proc/self/gid_map", f"{gid} {gid} 1")
+    socket.sethostname(hostname)
+
+
+def _libc_call(name: str, *args: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if getattr(libc, name)(*args) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"{name}: {os.strerror(code)}")
+
+
+def _unshare(flags: int) -> None:
+    _libc_call("unshare", flags)
+
+
+def _write(path: str, text: str) -> None:
+    with open(path, "w") as file:
+        file.write(text)
+
+
+def _die_with_parent() -> None:
+    _libc_call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def start_server(command: list[str], log_path: str) -> subprocess.Popen[bytes]:
+    """Start the node's SSH server, its output appended to the log."""
+    with open(log_path, "ab") as log:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            preexec_fn=_die_with_parent,  # noqa: PLW1509 - this process has one thread
+        )
+
+
+def owner_watch(owner_pid: int) -> int | None:
+    """Return a descriptor that becomes readable when the owner is gone, or None on kernels without pidfds."""
+    try:
+        return os.pidfd_open(owner_pid)
+    except ProcessLookupError:
+        raise SystemExit("the owner is gone already") from None
+    except OSError:
+        return None  # then the end of stdin has to do
+
+
+def serve_requests(watched: list[int], wake: int) -> None:
+    """Answer requests on stdin until `off`, a signal, the end of stdin or the end of the owner."""
+    stopped: set[int] = set()
+    pending = b""
+    while True:
+        ready = select.select([0, wake, *watched], [], [])[0]
+        if wake in ready and any(number != signal.SIGCHLD for number in os.read(wake, 512)):
+            return
+        if wake in ready:
+            reap()
+        if any(fd in ready for fd in watched):
+            return
+        if 0 not in ready:
+            continue
+        data = os.read(0, 512)
+        *requests, pending = (pending + data).split(b"\n")
+        if not data or b"off" in requests:
+            return
+        for request in requests:
+            if request == b"freeze":
+                stopped |= stop_all_below()
+            elif request == b"thaw":
+                signal_all(stopped & descendants(os.getpid()).keys(), signal.SIGCONT)
+                stopped = set()
+            _say("done")
+
+
+def _say(line: str) -> None:
+    try:
+        os.write(1, line.encode() + b"\n")
+    except BrokenPipeError:
+        pass  # nobody listens any more; what has to be done is done all the same
+
+
+def _wakeup_descriptor() -> int:
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda *_: None)
+    return read_end
+
+
+def main(argv: list[str]) -> int:
+    """Run one node until it is switched off; the exit status is 0 if nothing is left of it."""
+    owner_pid, hostname, log_path, *command = argv
+    watch = owner_watch(int(owner_pid))
+    own = take_own_hostname(hostname)
+    _libc_call("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    wake = _wakeup_descriptor()
+    server = start_server(command, log_path)
+    _say("up own" if own else "up shared")
+    serve_requests([] if watch is None else [watch], wake)
+    left = kill_all_below()
+    server.returncode = -signal.SIGKILL  # reaped above
+    _say("off " + " ".join(map(str, left)))
+    return 1 if left else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,38 @@
+"""The errors that hpcsched raises, sorted by who must act.
+
+Every message reads *cannot X: why*, with the values and, where possible, what to do about it.
+"""
+
+from __future__ import annotations
+
+
+class HpcschedError(Exception):
+    """An error whose text is meant for a person: shown without a traceback."""
+
+
+class RequestError(HpcschedError):
+    """The user asked for something that cannot be: change the request."""
+
+
+class PermissionDeniedError(RequestError):
+    """The user may not do this to that object."""
+
+
+class NotFoundError(RequestError):
+    """The named job, node or partition does not exist."""
+
+
+class ConfigError(HpcschedError):
+    """The administrator must change the configuration or the installation."""
+
+
+class UnavailableError(HpcschedError):
+    """Something is not there at the moment: try again later."""
+
+
+class ProtocolError(HpcschedError):
+    """The peer broke the protocol: its message is dropped and the connection closed."""
+
+
+class InvariantError(Exception):
+    """Our own ledger is wrong. The controller stops: it does not go on with it."""

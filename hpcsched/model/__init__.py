@@ -1,0 +1,1 @@
+"""Plain frozen values that every layer shares: jobs, nodes, resources, units, host lists. Standard library only."""

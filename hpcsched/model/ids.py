@@ -1,0 +1,55 @@
+"""Identifiers, and the token that names one launch.
+
+A token is ``incarnation.job.attempt.step.node.nonce``: file-safe and never used twice. The incarnation is made with the
+database (or when it is restored from a backup), so that a job id which comes round again is still another job.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import NewType
+
+from hpcsched.errors import ProtocolError
+
+JobId = NewType("JobId", int)
+NodeName = NewType("NodeName", str)
+Epoch = NewType("Epoch", int)
+
+BATCH_STEP = "batch"
+
+NODE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}\Z")
+_TOKEN = re.compile(
+    r"([0-9a-f]{8,32})\.(\d{1,18})\.(\d{1,9})\.(batch|\d{1,9})\.([A-Za-z0-9][A-Za-z0-9_-]{0,62})\.([0-9a-f]{32})\Z"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Token:
+    """One launch of one step of one attempt on one node."""
+
+    incarnation: str
+    job_id: JobId
+    attempt: int
+    step: str  # BATCH_STEP or the step's number
+    node: NodeName
+    nonce: str  # 128 bit, hex
+
+    def __str__(self) -> str:
+        return f"{self.incarnation}.{self.job_id}.{self.attempt}.{self.step}.{self.node}.{self.nonce}"
+
+    @classmethod
+    def parse(cls, text: str) -> Token:
+        """Return the token that `text` spells. Raises ProtocolError for anything else."""
+        match = _TOKEN.match(text)
+        if match is None:
+            raise ProtocolError(f"cannot read launch token {text[:200]!r}: not incarnation.job.attempt.step.node.nonce")
+        incarnation, job, attempt, step, node, nonce = match.groups()
+        return cls(
+            incarnation=incarnation,
+            job_id=JobId(int(job)),
+            attempt=int(attempt),
+            step=step,
+            node=NodeName(node),
+            nonce=nonce,
+        )

@@ -1,0 +1,225 @@
+"""Jobs: what the user asked (`JobSpec`), and the job as the controller keeps it (`Job`).
+
+States and their short codes, and the reasons for waiting, are Slurm's (squeue(1)), because users and their tools know
+them. A job changes only in `hpcsched.lifecycle`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from hpcsched.model.ids import JobId, NodeName
+from hpcsched.model.resources import GpuRequest, Share
+
+
+class JobState(StrEnum):
+    PENDING = "PENDING"
+    CONFIGURING = "CONFIGURING"  # has its nodes; its batch step is being started
+    RUNNING = "RUNNING"
+    SUSPENDED = "SUSPENDED"
+    COMPLETING = "COMPLETING"  # has ended or is being ended; some node still has processes of it
+    COMPLETED = "COMPLETED"
+    FAILED = "FAILED"
+    CANCELLED = "CANCELLED"
+    TIMEOUT = "TIMEOUT"
+    NODE_FAIL = "NODE_FAIL"
+    OUT_OF_MEMORY = "OUT_OF_MEMORY"
+    PREEMPTED = "PREEMPTED"
+    DEADLINE = "DEADLINE"
+    BOOT_FAIL = "BOOT_FAIL"  # could not be launched
+
+
+SHORT_CODES = {
+    JobState.PENDING: "PD",
+    JobState.CONFIGURING: "CF",
+    JobState.RUNNING: "R",
+    JobState.SUSPENDED: "S",
+    JobState.COMPLETING: "CG",
+    JobState.COMPLETED: "CD",
+    JobState.FAILED: "F",
+    JobState.CANCELLED: "CA",
+    JobState.TIMEOUT: "TO",
+    JobState.NODE_FAIL: "NF",
+    JobState.OUT_OF_MEMORY: "OOM",
+    JobState.PREEMPTED: "PR",
+    JobState.DEADLINE: "DL",
+    JobState.BOOT_FAIL: "BF",
+}
+
+ACTIVE = frozenset({JobState.CONFIGURING, JobState.RUNNING, JobState.SUSPENDED, JobState.COMPLETING})
+FINAL = frozenset(JobState) - ACTIVE - {JobState.PENDING}
+
+
+class Reason(StrEnum):
+    """Why a job waits (or how it came to its end), in Slurm's words."""
+
+    NONE = "None"
+    PRIORITY = "Priority"
+    RESOURCES = "Resources"
+    DEPENDENCY = "Dependency"
+    DEPENDENCY_NEVER = "DependencyNeverSatisfied"
+    BEGIN_TIME = "BeginTime"
+    HELD_USER = "JobHeldUser"
+    HELD_ADMIN = "JobHeldAdmin"
+    ARRAY_LIMIT = "JobArrayTaskLimit"
+    RESERVATION = "Reservation"
+    PARTITION_DOWN = "PartitionDown"
+    NODES_UNAVAILABLE = "ReqNodeNotAvail"
+    LAUNCH_FAILED = "JobLaunchFailure"
+    NODE_LOST = "NodeDown"  # waits for word from a node that does not answer
+    TIME_LIMIT = "TimeLimit"
+    NONZERO_EXIT = "NonZeroExitCode"
+    RAISED_SIGNAL = "RaisedSignal"
+    OUT_OF_MEMORY = "OutOfMemory"
+
+
+class Hold(StrEnum):
+    NONE = "none"
+    USER = "user"
+    ADMIN = "admin"  # only an admin can release it
+
+
+class DependencyKind(StrEnum):
+    AFTER = "after"
+    AFTER_OK = "afterok"
+    AFTER_NOT_OK = "afternotok"
+    AFTER_ANY = "afterany"
+    AFTER_CORR = "aftercorr"
+    SINGLETON = "singleton"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dependency:
+    """One term of ``--dependency``; `job_ids` is empty for a singleton. An id may be an array's: then all its tasks."""
+
+    kind: DependencyKind
+    job_ids: tuple[int, ...] = ()
+    delay_s: int = 0  # after:12+5 means five minutes after its start
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArraySpec:
+    """``--array``: the task indices, ascending, and how many may run at once (0: no limit)."""
+
+    indices: tuple[int, ...]
+    limit: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SignalSpec:
+    """``--signal=[B:]SIG[@s]``: send `signum` `before_s` seconds before the time limit."""
+
+    signum: int
+    before_s: int = 60
+    batch_only: bool = False  # B: - to the batch shell alone, not to its children and steps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSpec:
+    """What a user asked for. Never changes after submission (but see `Job` for what an update may override)."""
+
+    name: str
+    script: str  # text with its #! line; empty: an allocation without a batch step (hrun alone)
+    work_dir: str
+    script_args: tuple[str, ...] = ()
+    env: tuple[tuple[str, str], ...] = ()  # what the job inherits of the submitter's environment
+    submit_line: str = ""
+    submit_host: str = ""
+    account: str = ""
+    partition: str = ""  # empty: the default one
+    qos: str = ""
+    comment: str = ""
+    stdout: str = ""  # file-name pattern, empty: slurm's default, slurm-%j.out / slurm-%A_%a.out
+    stderr: str = ""  # empty: to stdout's file
+    stdin: str = ""  # empty: /dev/null
+    open_mode: str = ""  # "", "append" or "truncate"; empty: truncate at first, append after a requeue
+    time_limit_s: int | None = None  # None: the partition's default
+    nodes_min: int = 1
+    nodes_max: int = 1
+    nodes_given: bool = False  # the user said --nodes
+    ntasks: int | None = None
+    ntasks_per_node: int | None = None
+    cpus_per_task: int = 1
+    cpus_per_task_given: bool = False
+    mem_per_node_mib: int | None = None  # 0: all of the node's memory
+    mem_per_cpu_mib: int | None = None
+    gpus_per_node: tuple[GpuRequest, ...] = ()
+    gpus_total: tuple[GpuRequest, ...] = ()  # --gpus
+    gpus_per_task: tuple[GpuRequest, ...] = ()
+    exclusive: bool = False
+    nodelist: tuple[NodeName, ...] = ()
+    exclude: tuple[NodeName, ...] = ()
+    constraint: str = ""  # features: a&b, a|b
+    array: ArraySpec | None = None
+    dependency: tuple[Dependency, ...] = ()
+    dependency_any: bool = False  # terms joined by "?": one of them is enough
+    begin_at_s: int | None = None  # Unix time
+    hold: bool = False
+    nice: int = 0
+    priority: int | None = None
+    requeue: bool | None = None  # None: the configuration's default
+    signal: SignalSpec | None = None
+    lease: str = "keep"  # keep | kill: what happens on a node that hears nothing of the controller
+    mail_user: str = ""
+    mail_type: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExitStatus:
+    """How a step ended: `code` 0..255, or `signal` > 0 if one killed it (then `code` is 0), as in Slurm's ``code:signal``."""
+
+    code: int
+    signal: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.code}:{self.signal}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A job, or one task of an array, as the controller keeps it. One row of the table `jobs`.
+
+    Times are Unix seconds (float). `shares` are what the current or last attempt holds or held; `held_nodes` says which of
+    them it still holds. `outcome` is the state that a COMPLETING job will end in; a job with `requeue_wanted` goes back
+    to PENDING instead, as the next attempt.
+    """
+
+    id: JobId
+    spec_id: int  # the row of the table `specs`: array tasks and same scripts share one
+    spec: JobSpec
+    uid: int
+    user: str
+    submitted_at_s: float
+    array_job_id: JobId | None = None
+    array_task_id: int | None = None
+    state: JobState = JobState.PENDING
+    reason: Reason = Reason.NONE
+    reason_detail: str = ""  # in words, for people
+    hold: Hold = Hold.NONE
+    priority_set: int | None = None  # an admin's or user's fixed priority
+    nice: int = 0
+    time_limit_s: int | None = None
+    partition: str = ""
+    eligible_at_s: float | None = None  # since when nothing but resources keeps it waiting
+    not_before_s: float | None = None  # --begin, or the pause after a requeue
+    attempt: int = 0
+    token: str = ""  # of the current attempt's batch step, "" while pending
+    shares: tuple[Share, ...] = ()
+    held_nodes: tuple[NodeName, ...] = ()
+    allocated_at_s: float | None = None
+    started_at_s: float | None = None
+    ended_at_s: float | None = None
+    exit: ExitStatus | None = None
+    outcome: JobState | None = None
+    requeue_wanted: bool = False
+    ended_by_uid: int | None = None  # who cancelled it
+    restarts: int = 0
+    expected_start_s: float | None = field(default=None, compare=False)  # the last plan's estimate; not stored
+
+    @property
+    def display_id(self) -> str:
+        """`12`, or `10_3` for a task of an array."""
+        if self.array_job_id is None:
+            return str(self.id)
+        return f"{self.array_job_id}_{self.array_task_id}"

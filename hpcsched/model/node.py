@@ -1,0 +1,85 @@
+"""Nodes and partitions: what the configuration says, what the probe found, and the state that follows from both.
+
+A node has a *link* state (does its agent answer?) and an *admin* state (drained?). What users see (`NodeState`) is
+derived from both and from what is allocated, as `sinfo` shows it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from hpcsched.model.ids import NodeName
+from hpcsched.model.resources import Gpu
+
+
+class Link(StrEnum):
+    UNKNOWN = "unknown"  # not heard of since the controller started
+    UP = "up"
+    DOWN = "down"  # has not answered for longer than the configuration allows
+
+
+class NodeState(StrEnum):
+    """Slurm's words for `sinfo`."""
+
+    UNKNOWN = "UNKNOWN"
+    IDLE = "IDLE"
+    MIXED = "MIXED"
+    ALLOCATED = "ALLOCATED"
+    DOWN = "DOWN"
+    DRAINED = "DRAINED"
+    DRAINING = "DRAINING"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSpec:
+    """A node as the configuration describes it: how it is reached and what it may give."""
+
+    name: NodeName
+    host: str
+    port: int | None = None  # None: ~/.ssh/config or 22
+    user: str | None = None
+    identity_file: str | None = None
+    host_key: str  # pinned: "ssh-ed25519 AAAA..."
+    cpus: int
+    mem_mib: int
+    gpus: tuple[Gpu, ...] = ()
+    features: tuple[str, ...] = ()
+    root: str = ""  # where the agent keeps its spool; empty: the agent's own choice
+    python: str = "python3"
+    weight: int = 1  # nodes of a lower weight are used first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """A node as the controller keeps it. One row of the table `nodes` (specs come from the configuration)."""
+
+    spec: NodeSpec
+    link: Link = Link.UNKNOWN
+    link_since_s: float = 0.0
+    link_why: str = ""
+    drained: bool = False
+    drained_why: str = ""
+    drained_by: str = ""  # user name, or "hhealth" for what the health check drained (it resumes only those)
+    drained_at_s: float | None = None
+    boot_id: str = ""
+    machine_id: str = ""  # equal on nodes that are one machine posing as several
+    agent_version: str = ""
+    root_agent: bool = False  # the agent runs as root there and can start jobs as their submitters
+
+    @property
+    def name(self) -> NodeName:
+        return self.spec.name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Partition:
+    name: str
+    nodes: tuple[NodeName, ...]
+    default: bool = False
+    up: bool = True
+    max_time_s: int | None = None  # None: no limit
+    default_time_s: int | None = None
+    priority_tier: int = 1
+    default_mem_per_cpu_mib: int | None = None  # None: an even part of the node's memory
+    max_nodes: int | None = None

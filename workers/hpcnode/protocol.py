@@ -1,0 +1,524 @@
+"""The messages between controller, agent, shepherd and the step commands: the one definition that every end uses.
+
+A frame is two big-endian 32-bit lengths, then a JSON object, then raw bytes (output, input, a script): see `Framer`.
+A message is a frozen dataclass; its JSON is its fields plus ``"type"``. Unknown types and fields, missing fields, wrong
+types, duplicate keys, NaN, too long frames and deep nesting are refused with `WireError`: a peer of another version is
+told so by `version` in `Hello` and `Welcome`, not by guessing.
+
+Rules (see LAUNCH in the design): a launch is named by its token; `Launch` may be sent again freely and is answered with the
+present state; a `Report` is repeated until its `seq` is acknowledged by `Ack`; a lower `epoch` than one seen is refused.
+
+Runs on Python 3.9 with the standard library only. Knows nothing of sockets, clocks or files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import struct
+from typing import Any, Dict, Iterator, List, Optional, Tuple, Type, TypeVar, Union, get_type_hints
+
+VERSION = 1
+MAX_JSON_BYTES = 8 << 20
+MAX_BLOB_BYTES = 8 << 20
+_HEADER = struct.Struct("!II")
+
+BATCH = "batch"
+
+# What a Report can say of a token.
+CLAIMED = "claimed"  # the spool entry exists, the program is not released yet
+STARTED = "started"
+ENDED = "ended"  # with exit status; of a batch step also: nothing of the job is left on this node
+BARRED = "barred"  # it never ran here and never will
+REFUSED = "refused"  # it could not be started; `why` says so. Final
+LOST = "lost"  # its record says started, but shepherd and processes are gone without an exit status
+
+
+class WireError(Exception):
+    """The peer sent what is not of this protocol."""
+
+
+# ----- messages: controller -> agent
+
+
+@dataclasses.dataclass(frozen=True)
+class Hello:
+    """First on a connection. The agent answers Welcome, or Goodbye (and closes) if `epoch` is lower than one it has seen."""
+
+    version: int
+    cluster: str
+    incarnation: str
+    epoch: int
+    node: str
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskSet:
+    """The tasks of a step that run on one node: ranks first_rank .. first_rank+count-1 of `total` on `nnodes` nodes."""
+
+    first_rank: int
+    count: int
+    total: int
+    node_rank: int
+    nnodes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Address:
+    """Where the output of a step goes: a stream of the agent on `node`, or of the controller itself (node "")."""
+
+    node: str
+    stream: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """Claim `token` and start its tasks here. The blob is the batch script (empty for a step that has `argv`).
+
+    `user` is the account's name, "" for whoever the agent is. `stdout`/`stderr`/`stdin` are file paths with only the
+    per-task patterns (%t %n) left to fill, relative to `work_dir`; with `stream_to`, empty ones are streams instead, and an empty
+    stdin is fed by `Input` to task 0. An empty stderr goes where stdout goes when that is a file. `gpus` are indices.
+    `limit_s` counts from the start of the program: then TERM, after `grace_s` KILL, and the report says timed_out.
+    `signum` is sent `signal_before_s` before that limit (0: none), to the batch process alone if `signal_batch_only`.
+    """
+
+    token: str
+    job_id: int
+    attempt: int
+    step: str
+    epoch: int
+    user: str
+    work_dir: str
+    argv: List[str]
+    env: Dict[str, str]
+    tasks: TaskSet
+    cpus: int
+    mem_mib: int
+    gpus: List[int]
+    stdout: str = ""
+    stderr: str = ""
+    stdin: str = ""
+    append: bool = False
+    label: bool = False
+    stream_to: Optional[Address] = None
+    limit_s: Optional[float] = None
+    grace_s: float = 30.0
+    signum: int = 0
+    signal_before_s: float = 0.0
+    signal_batch_only: bool = False
+    kill_on_bad_exit: bool = False
+    lease: str = "keep"
+    hosts: List[Tuple[str, int]] = dataclasses.field(default_factory=list)  # (node, slots) of the whole allocation
+    same_machine: bool = False  # the allocation's nodes are one machine posing as several
+
+
+@dataclasses.dataclass(frozen=True)
+class SignalStep:
+    """Send `signum` to the processes of `token`: to its tasks' process groups, or to the batch shell alone."""
+
+    token: str
+    signum: int
+    batch_only: bool = False
+    steps_too: bool = False  # of a batch token: also to every step of its job on this node
+
+
+@dataclasses.dataclass(frozen=True)
+class EndStep:
+    """Bar `token`: if it never ran here it never will; if it runs: TERM, after `grace_s` KILL, until its tree is empty.
+
+    Answered by Report ENDED, BARRED, LOST or REFUSED (again, if it had ended before).
+    """
+
+    token: str
+    grace_s: float
+    why: str  # cancelled | timeout | preempted | ...: noted in the spool for the log
+
+
+@dataclasses.dataclass(frozen=True)
+class EndJob:
+    """Leave nothing of this attempt (and of earlier ones) of the job on this node; no later launch of it may start.
+
+    Answered by JobGone.
+    """
+
+    incarnation: str
+    job_id: int
+    attempt: int
+    grace_s: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Ack:
+    """These reports are committed: they need not be repeated, and ended spool entries may go."""
+
+    seqs: List[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Probe:
+    """Look at the node again; answered by Facts with the same `request`."""
+
+    request: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadFile:
+    """Read up to `limit` bytes of `path` from `offset`, as `user`; answered by FileData with the same `request`.
+
+    A negative `offset` counts from the end.
+    """
+
+    request: int
+    user: str
+    path: str
+    offset: int
+    limit: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Input:
+    """The blob is input for task `task` of the step (-1: all tasks) at `offset`; `eof` closes it after the blob."""
+
+    token: str
+    task: int
+    offset: int
+    eof: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class OutputAck:
+    """The reader has everything of this stream before `offset`: the shepherd may forget it."""
+
+    token: str
+    task: int
+    fd: int
+    offset: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ToStream:
+    """Deliver the inner message (and the blob) to the local step command on `stream`."""
+
+    stream: int
+    message: Dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class CloseStream:
+    """Close `stream`; sent by the agent when a step command went away, by the controller when it is done with it."""
+
+    stream: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Ping:
+    request: int
+
+
+# ----- messages: agent -> controller
+
+
+@dataclasses.dataclass(frozen=True)
+class Welcome:
+    """The agent's answer to Hello: who it is and all that its spool knows (`inventory`: Report fields, seq included)."""
+
+    version: int
+    node: str
+    boot_id: str
+    agent_version: str
+    pid: int
+    epoch: int
+    inventory: List[Dict[str, Any]]
+    facts: Dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Goodbye:
+    """The connection ends here: `why` in words."""
+
+    why: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What is so of `token` on this node. `status` is one of the words above.
+
+    `seq` grows with every report of this node's spool and survives the agent. Times are this node's clock (Unix s).
+    For ENDED: `codes` and `signals` have one entry per task, in rank order (code 0..255, or signal > 0).
+    `usage`: cpu_user_s, cpu_system_s, max_rss_kib (of the whole step on this node), as far as it is known.
+    """
+
+    seq: int
+    token: str
+    status: str
+    at_s: float
+    pid: int = 0
+    started_at_s: float = 0.0
+    codes: List[int] = dataclasses.field(default_factory=list)
+    signals: List[int] = dataclasses.field(default_factory=list)
+    timed_out: bool = False
+    out_of_memory: bool = False
+    why: str = ""
+    usage: Dict[str, float] = dataclasses.field(default_factory=dict)
+    stream_to: Optional[Address] = None
+
+
+@dataclasses.dataclass(frozen=True)
+class JobGone:
+    """Nothing of the job's attempts up to `attempt` is left on this node."""
+
+    incarnation: str
+    job_id: int
+    attempt: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """Answer to Probe: see hpcnode.probe for the keys of `facts`."""
+
+    request: int
+    facts: Dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class FileData:
+    """Answer to ReadFile: the blob is the data from `offset` on; `size` is the file's; `error` in words if it failed."""
+
+    request: int
+    offset: int
+    size: int
+    error: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """The blob is output of task `task` on descriptor `fd` (1 or 2) at `offset`; `eof` after the last one."""
+
+    to: Address
+    token: str
+    task: int
+    fd: int
+    offset: int
+    eof: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class InputAck:
+    """Task `task` has taken its input before `offset`: more may be sent."""
+
+    to: Address
+    token: str
+    task: int
+    offset: int
+
+
+@dataclasses.dataclass(frozen=True)
+class FromStream:
+    """A step command on this node's `stream` says the inner message (with the blob). The agent vouches for `uid`.
+
+    `job_id` is the job whose environment the command runs in (the agent checked that it runs on this node as `uid`), 0: none.
+    """
+
+    stream: int
+    uid: int
+    job_id: int
+    attempt: int
+    message: Dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Pong:
+    request: int
+
+
+# ----- messages: step command (hrun, hrsh) <-> controller, through an agent or directly
+
+
+@dataclasses.dataclass(frozen=True)
+class StepRequest:
+    """Start a step. `job_id` 0: allocate a job for it first (hrun alone). `options` are hrun's, by long name.
+
+    Options that name resources are texts as the user typed them; the controller parses them.
+    """
+
+    version: int
+    job_id: int
+    options: Dict[str, Any]
+    argv: List[str]
+    work_dir: str
+    env: Dict[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class StepWaiting:
+    """The job or step waits: `text` is for the user."""
+
+    job_id: int
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class StepStarted:
+    """The step has its nodes. `tasks`: node, first rank, count, token for each node, in order."""
+
+    job_id: int
+    step: int
+    tasks: List[Tuple[str, int, int, str]]
+
+
+@dataclasses.dataclass(frozen=True)
+class StepSignal:
+    """From hrun: pass `signum` on to all tasks."""
+
+    signum: int
+
+
+@dataclasses.dataclass(frozen=True)
+class StepEnded:
+    """All is over: codes and signals of all tasks by rank; `error` in words if the step could not run."""
+
+    codes: List[int]
+    signals: List[int]
+    error: str = ""
+
+
+_MESSAGES = (
+    Hello, Launch, SignalStep, EndStep, EndJob, Ack, Probe, ReadFile, Input, OutputAck, ToStream, CloseStream, Ping,
+    Welcome, Goodbye, Report, JobGone, Facts, FileData, Output, InputAck, FromStream, Pong,
+    StepRequest, StepWaiting, StepStarted, StepSignal, StepEnded,
+)  # fmt: skip
+_BY_NAME: Dict[str, Type[Any]] = {cls.__name__: cls for cls in _MESSAGES}
+_HINTS: Dict[type, Dict[str, Any]] = {cls: get_type_hints(cls) for cls in (*_MESSAGES, TaskSet, Address)}
+_REQUIRED: Dict[type, Tuple[str, ...]] = {
+    cls: tuple(
+        f.name
+        for f in dataclasses.fields(cls)
+        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+    )
+    for cls in (*_MESSAGES, TaskSet, Address)
+}
+
+Message = Any  # one of _MESSAGES
+M = TypeVar("M")
+
+
+def to_json(message: Message) -> Dict[str, Any]:
+    """Return the JSON object of `message`, its type included."""
+    obj: Dict[str, Any] = {"type": type(message).__name__}
+    for name in _HINTS[type(message)]:
+        value = getattr(message, name)
+        if isinstance(value, (TaskSet, Address)):
+            value = dict(value.__dict__)
+        obj[name] = value
+    return obj
+
+
+def from_json(obj: Any) -> Message:
+    """Return the message that `obj` (parsed JSON) is. Raises WireError if it is none."""
+    if not isinstance(obj, dict):
+        raise WireError("cannot read a message: not a JSON object")
+    cls = _BY_NAME.get(obj.get("type", ""))
+    if cls is None:
+        raise WireError("cannot read a message: unknown type %.60r" % (obj.get("type"),))
+    fields = dict(obj)
+    del fields["type"]
+    return _build(cls, fields)
+
+
+def _build(cls: Type[M], fields: Dict[str, Any]) -> M:
+    hints = _HINTS[cls]
+    for name in _REQUIRED[cls]:
+        if name not in fields:
+            raise WireError("cannot read %s: it has no %s" % (cls.__name__, name))
+    for name, value in fields.items():
+        hint = hints.get(name)
+        if hint is None:
+            raise WireError("cannot read %s: unknown field %.60r" % (cls.__name__, name))
+        fields[name] = _check(cls, name, hint, value)
+    return cls(**fields)
+
+
+def _check(cls: type, name: str, hint: Any, value: Any) -> Any:
+    """Return `value` as what `hint` asks for; only the shapes that occur above are known."""
+    origin = getattr(hint, "__origin__", None)
+    if origin is Union:  # Optional[X]
+        return None if value is None else _check(cls, name, hint.__args__[0], value)
+    if hint is Any:
+        return value
+    if hint in (TaskSet, Address):
+        if not isinstance(value, dict):
+            raise WireError("cannot read %s: %s is not an object" % (cls.__name__, name))
+        return _build(hint, dict(value))
+    if hint is float and type(value) is int:
+        return float(value)
+    if origin is list:
+        if type(value) is not list:
+            raise WireError("cannot read %s: %s is not a list" % (cls.__name__, name))
+        return [_check(cls, name, hint.__args__[0], item) for item in value]
+    if origin is tuple:
+        if type(value) is not list or len(value) != len(hint.__args__):
+            raise WireError("cannot read %s: %s has not %d parts" % (cls.__name__, name, len(hint.__args__)))
+        return tuple(_check(cls, name, part, item) for part, item in zip(hint.__args__, value))
+    if origin is dict:
+        if type(value) is not dict:
+            raise WireError("cannot read %s: %s is not an object" % (cls.__name__, name))
+        return {key: _check(cls, name, hint.__args__[1], item) for key, item in value.items()}
+    if type(value) is not hint:
+        raise WireError("cannot read %s: %s is %s, not %s" % (cls.__name__, name, type(value).__name__, hint.__name__))
+    return value
+
+
+def encode(message: Message, blob: bytes = b"") -> bytes:
+    """Return the frame of `message` and `blob`. Raises WireError if it is too long to be taken by the other end."""
+    text = json.dumps(to_json(message), separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode(
+        "utf-8", "surrogateescape"
+    )
+    if len(text) > MAX_JSON_BYTES or len(blob) > MAX_BLOB_BYTES:
+        raise WireError("cannot send %s: %d + %d bytes are too many" % (type(message).__name__, len(text), len(blob)))
+    return _HEADER.pack(len(text), len(blob)) + text + blob
+
+
+def _no_duplicates(pairs: List[Tuple[str, Any]]) -> Dict[str, Any]:
+    obj = dict(pairs)
+    if len(obj) != len(pairs):
+        raise WireError("cannot read a message: duplicate keys")
+    return obj
+
+
+def _no_constant(word: str) -> Any:
+    raise WireError("cannot read a message: %s is no number" % word)
+
+
+class Framer:
+    """Turns received bytes into messages. Holds at most one frame; forgets nothing, resynchronizes never."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[Tuple[Message, bytes]]:
+        """Yield each (message, blob) that is complete after `data`. Raises WireError; the connection must then close."""
+        self._buffer += data
+        while len(self._buffer) >= _HEADER.size:
+            json_size, blob_size = _HEADER.unpack_from(self._buffer)
+            if json_size > MAX_JSON_BYTES or blob_size > MAX_BLOB_BYTES:
+                raise WireError("cannot read a frame of %d + %d bytes: too long" % (json_size, blob_size))
+            end = _HEADER.size + json_size + blob_size
+            if len(self._buffer) < end:
+                return
+            text = bytes(self._buffer[_HEADER.size : _HEADER.size + json_size])
+            blob = bytes(self._buffer[_HEADER.size + json_size : end])
+            del self._buffer[:end]
+            yield parse(text), blob
+
+
+def parse(text: bytes) -> Message:
+    """Return the message of one frame's JSON text. Raises WireError."""
+    try:
+        obj = json.loads(
+            text.decode("utf-8", "surrogateescape"), object_pairs_hook=_no_duplicates, parse_constant=_no_constant
+        )
+    except RecursionError:
+        raise WireError("cannot read a message: nested too deep") from None
+    except ValueError as error:
+        raise WireError("cannot read a message: %s" % error) from None
+    return from_json(obj)
