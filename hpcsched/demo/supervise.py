@@ -1,8 +1,8 @@
 """The power supply of one loopback node: runs the node's SSH server, and takes everything below with it.
 
 Run as `supervise.py OWNER_PID HOSTNAME LOG COMMAND...`; needs the standard library only and ignores the site packages.
-It answers one-word requests on stdin with one line each on stdout: `freeze`, `thaw`, `off`. The first line, sent without
-being asked, says whether the node has a host name of its own (`up own` or `up shared`).
+It answers one-word requests on stdin with one line each on stdout: `freeze`, `thaw`, `off`. The first line, sent
+without being asked, says whether the node has a host name of its own (`up own` or `up shared`).
 
 Rules:
 - It is the subreaper of all that starts below, so a daemon that detaches (double fork, setsid) stays its descendant.
@@ -37,7 +37,7 @@ KILL_S = 20.0
 
 
 def descendants(root_pid: int) -> dict[int, str]:
-    """Return pid -> state letter (proc(5)) of every process below `root_pid`, without itself and without zombies."""
+    """Return pid -> state letter (proc(5)) of every process below `root_pid`, zombies included, without itself."""
     below: dict[int, list[tuple[int, str]]] = {}
     for name in os.listdir("/proc"):
         if name.isdigit() and (stat := _parent_and_state(int(name))):
@@ -45,10 +45,9 @@ def descendants(root_pid: int) -> dict[int, str]:
     found: dict[int, str] = {}
     todo = [root_pid]
     while todo:
-        for pid, state in below.get(todo.pop(), ()):
-            todo.append(pid)  # a zombie's own children have moved to us already, but a leader's threads may live on
-            if state not in "ZX":
-                found[pid] = state
+        children = below.get(todo.pop(), [])
+        found.update(children)
+        todo += [pid for pid, _ in children]
     return found
 
 
@@ -101,8 +100,7 @@ def kill_all_below() -> list[int]:
         if time.monotonic() > deadline_s:
             return sorted(descendants(os.getpid()))
         stop_all_below()
-        signal_all(descendants(os.getpid()), signal.SIGKILL)
-        reap()
+        signal_all(descendants(os.getpid()), signal.SIGKILL)  # zombies too: their threads may live on
         time.sleep(0.001)
     return []
 
@@ -119,11 +117,12 @@ def _succeeds_in_a_child(attempt: Callable[[], None]) -> bool:
     # A half-made user namespace cannot be left again, so the first try is a child's.
     pid = os.fork()
     if pid == 0:
+        status = 1
         try:
             attempt()
-        except OSError:
-            os._exit(1)
-        os._exit(0)
+            status = 0
+        finally:
+            os._exit(status)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
@@ -178,8 +177,8 @@ def owner_watch(owner_pid: int) -> int | None:
         return os.pidfd_open(owner_pid)
     except ProcessLookupError:
         raise SystemExit("the owner is gone already") from None
-    except OSError:
-        return None  # then the end of stdin has to do
+    except (OSError, AttributeError):
+        return None  # an old kernel or a strict sandbox: then the end of stdin has to do
 
 
 def serve_requests(watched: list[int], wake: int) -> None:
