@@ -1,0 +1,185 @@
+"""What can happen to a job: events in the past tense, the only things that change one.
+
+`at_s` is the controller's clock (Unix seconds) when it recorded the event. Events are stored as JSON (`to_data`,
+`from_data`) in the same commit as the rows that they changed; replaying a job's events gives its row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from hpcsched.errors import InvariantError
+from hpcsched.model.ids import JobId, NodeName
+from hpcsched.model.job import ExitStatus, Hold, JobState
+from hpcsched.model.resources import Share
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    job_id: JobId
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submitted(Event):
+    """A job came in; for an array one event makes all its tasks, `job_id` being the first's (and the array's)."""
+
+    spec_id: int
+    uid: int
+    user: str
+    partition: str
+    time_limit_s: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held(Event):
+    hold: Hold
+    by_uid: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Released(Event):
+    by_uid: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changed(Event):
+    """Its owner or an admin changed what may be changed; a field that is None stays."""
+
+    by_uid: int
+    time_limit_s: int | None = None
+    partition: str | None = None
+    nice: int | None = None
+    priority_set: int | None = None
+    not_before_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allocated(Event):
+    """The attempt has its nodes, and the token of its batch step. Committed before a byte goes to a node."""
+
+    token: str
+    epoch: int
+    shares: tuple[Share, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started(Event):
+    """The batch step's program was released on its node (or an allocation without one is ready)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndRequested(Event):
+    """Somebody (or a limit) wants it ended as `outcome`; with `requeue` it goes back to the queue afterwards."""
+
+    outcome: JobState
+    by_uid: int | None
+    why: str
+    requeue: bool = False
+    not_before_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exited(Event):
+    """The batch step ended on its node, which has nothing left of the job."""
+
+    node: NodeName
+    exit: ExitStatus
+    timed_out: bool = False
+    out_of_memory: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchRefused(Event):
+    """The node could not start it, and never will: `why` in its words."""
+
+    node: NodeName
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeCleared(Event):
+    """The node says that it has nothing left of this attempt, and will not start any of it."""
+
+    node: NodeName
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeLost(Event):
+    """It is proven that the attempt cannot run on `node` any more (rebooted, record lost, fenced): not a timeout."""
+
+    node: NodeName
+    why: str
+    requeue: bool
+    not_before_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Requeued(Event):
+    """An ended job was put back into the queue on request."""
+
+    by_uid: int
+    not_before_s: float | None = None
+
+
+EVENTS: dict[str, type[Event]] = {
+    cls.__name__: cls
+    for cls in (
+        Submitted,
+        Held,
+        Released,
+        Changed,
+        Allocated,
+        Started,
+        EndRequested,
+        Exited,
+        LaunchRefused,
+        NodeCleared,
+        NodeLost,
+        Requeued,
+    )
+}
+
+
+def to_data(event: Event) -> dict[str, Any]:
+    """Return the event's own fields as JSON values (its kind, job id and time have columns of their own)."""
+    data: dict[str, Any] = {}
+    for f in fields(event):
+        value = getattr(event, f.name)
+        if f.name in ("job_id", "at_s") or value is None:
+            continue
+        if f.name == "shares":
+            value = [share_to_data(share) for share in value]
+        elif isinstance(value, ExitStatus):
+            value = [value.code, value.signal]
+        data[f.name] = value
+    return data
+
+
+def from_data(kind: str, job_id: int, at_s: float, data: dict[str, Any]) -> Event:
+    """Return the event that was stored. Raises InvariantError for a kind that does not exist."""
+    cls = EVENTS.get(kind)
+    if cls is None:
+        raise InvariantError(f"cannot read event {kind!r} of job {job_id}: no such kind")
+    values = dict(data)
+    if "shares" in values:
+        values["shares"] = tuple(share_from_data(share) for share in values["shares"])
+    if "exit" in values:
+        values["exit"] = ExitStatus(code=values["exit"][0], signal=values["exit"][1])
+    if "hold" in values:
+        values["hold"] = Hold(values["hold"])
+    if "outcome" in values:
+        values["outcome"] = JobState(values["outcome"])
+    return cls(job_id=JobId(job_id), at_s=at_s, **values)
+
+
+def share_to_data(share: Share) -> list[Any]:
+    """Return the share as a JSON list: node, cpus, mem_mib, gpus, tasks."""
+    return [share.node, share.cpus, share.mem_mib, list(share.gpus), share.tasks]
+
+
+def share_from_data(data: list[Any]) -> Share:
+    """Return the share that `share_to_data` wrote."""
+    node, cpus, mem_mib, gpus, tasks = data
+    return Share(node=NodeName(node), cpus=cpus, mem_mib=mem_mib, gpus=tuple(gpus), tasks=tasks)

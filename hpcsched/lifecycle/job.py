@@ -1,0 +1,266 @@
+"""The job's transition table: (state, event) -> job. A pair without a row raises.
+
+    PENDING -Allocated-> CONFIGURING -Started-> RUNNING -Exited-> COMPLETING -NodeCleared*-> its outcome
+       ^                                                              |
+       +------------------ the next attempt, if it is to be requeued -+
+
+A job gives its nodes back one by one; it is over when it holds none. A job that is to be requeued then goes back to
+PENDING with the next attempt number: never before every node has said, or it is proven, that nothing of the old attempt
+is left to run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from hpcsched.errors import InvariantError
+from hpcsched.lifecycle.events import (
+    Allocated,
+    Changed,
+    EndRequested,
+    Event,
+    Exited,
+    Held,
+    LaunchRefused,
+    NodeCleared,
+    NodeLost,
+    Released,
+    Requeued,
+    Started,
+    Submitted,
+)
+from hpcsched.model.ids import JobId, NodeName
+from hpcsched.model.job import FINAL, ExitStatus, Hold, Job, JobSpec, JobState, Reason
+
+PENDING = JobState.PENDING
+CONFIGURING = JobState.CONFIGURING
+RUNNING = JobState.RUNNING
+SUSPENDED = JobState.SUSPENDED
+COMPLETING = JobState.COMPLETING
+
+
+def submitted_jobs(event: Submitted, spec: JobSpec) -> tuple[Job, ...]:
+    """Return the job that `event` makes, or all tasks of its array, with consecutive ids."""
+    common = {
+        "spec_id": event.spec_id,
+        "spec": spec,
+        "uid": event.uid,
+        "user": event.user,
+        "submitted_at_s": event.at_s,
+        "hold": Hold.USER if spec.hold or spec.priority == 0 else Hold.NONE,
+        "priority_set": spec.priority or None,
+        "nice": spec.nice,
+        "partition": event.partition,
+        "time_limit_s": event.time_limit_s,
+        "not_before_s": spec.begin_at_s,
+    }
+    if spec.array is None:
+        return (Job(id=event.job_id, **common),)
+    return tuple(
+        Job(id=JobId(event.job_id + i), array_job_id=event.job_id, array_task_id=index, **common)
+        for i, index in enumerate(spec.array.indices)
+    )
+
+
+def apply(job: Job, event: Event) -> Job:
+    """Return the job as it is after `event`. Raises InvariantError if the event cannot happen in its state."""
+    transition = TABLE.get((job.state, type(event)))
+    if transition is None:
+        raise InvariantError(f"cannot apply {type(event).__name__} to job {job.id}: it is {job.state}")
+    return transition(job, event)
+
+
+def can(job: Job, event_type: type[Event]) -> bool:
+    """Return whether an event of this type can happen to the job in its present state."""
+    return (job.state, event_type) in TABLE
+
+
+def _held(job: Job, event: Held) -> Job:
+    return replace(job, hold=event.hold)
+
+
+def _released(job: Job, event: Released) -> Job:
+    return replace(job, hold=Hold.NONE)
+
+
+def _changed(job: Job, event: Changed) -> Job:
+    names = ("time_limit_s", "partition", "nice", "priority_set", "not_before_s")
+    changes = {name: getattr(event, name) for name in names if getattr(event, name) is not None}
+    return replace(job, **changes)
+
+
+def _allocated(job: Job, event: Allocated) -> Job:
+    return replace(
+        job,
+        state=CONFIGURING,
+        reason=Reason.NONE,
+        reason_detail="",
+        token=event.token,
+        shares=event.shares,
+        held_nodes=tuple(share.node for share in event.shares),
+        allocated_at_s=event.at_s,
+        started_at_s=None,
+        ended_at_s=None,
+        exit=None,
+        outcome=None,
+        requeue_wanted=False,
+        ended_by_uid=None,
+    )
+
+
+def _started(job: Job, event: Started) -> Job:
+    return replace(job, state=RUNNING, started_at_s=event.at_s)
+
+
+def _started_while_ending(job: Job, event: Started) -> Job:
+    return replace(job, started_at_s=event.at_s)
+
+
+def _cancelled_in_queue(job: Job, event: EndRequested) -> Job:
+    return replace(
+        job,
+        state=event.outcome,
+        reason_detail=event.why,
+        reason=Reason.NONE,
+        ended_at_s=event.at_s,
+        ended_by_uid=event.by_uid,
+    )
+
+
+def _end_requested(job: Job, event: EndRequested) -> Job:
+    return replace(
+        job,
+        state=COMPLETING,
+        outcome=event.outcome,
+        reason=Reason.TIME_LIMIT if event.outcome is JobState.TIMEOUT else Reason.NONE,
+        reason_detail=event.why,
+        ended_by_uid=event.by_uid,
+        requeue_wanted=event.requeue,
+        not_before_s=event.not_before_s if event.requeue else job.not_before_s,
+    )
+
+
+def _end_requested_again(job: Job, event: EndRequested) -> Job:
+    """A cancellation of a job that is on its way back into the queue keeps it from going there."""
+    if event.requeue:
+        return job
+    return replace(job, requeue_wanted=False, outcome=event.outcome, ended_by_uid=event.by_uid, reason_detail=event.why)
+
+
+def _exited(job: Job, event: Exited) -> Job:
+    if event.out_of_memory:
+        outcome, reason = JobState.OUT_OF_MEMORY, Reason.OUT_OF_MEMORY
+    elif event.timed_out:
+        outcome, reason = JobState.TIMEOUT, Reason.TIME_LIMIT
+    elif event.exit.signal:
+        outcome, reason = JobState.FAILED, Reason.RAISED_SIGNAL
+    elif event.exit.code:
+        outcome, reason = JobState.FAILED, Reason.NONZERO_EXIT
+    else:
+        outcome, reason = JobState.COMPLETED, Reason.NONE
+    ended = replace(
+        job,
+        state=COMPLETING,
+        outcome=outcome,
+        reason=reason,
+        exit=event.exit,
+        started_at_s=job.started_at_s if job.started_at_s is not None else event.at_s,
+    )
+    return _without_node(ended, event.node, event.at_s)
+
+
+def _exited_while_ending(job: Job, event: Exited) -> Job:
+    return _without_node(replace(job, exit=event.exit), event.node, event.at_s)
+
+
+def _launch_refused(job: Job, event: LaunchRefused) -> Job:
+    ended = replace(
+        job,
+        state=COMPLETING,
+        outcome=JobState.FAILED,
+        reason=Reason.LAUNCH_FAILED,
+        reason_detail=event.why,
+        exit=ExitStatus(code=1),
+    )
+    return _without_node(ended, event.node, event.at_s)
+
+
+def _node_lost(job: Job, event: NodeLost) -> Job:
+    ended = replace(
+        job,
+        state=COMPLETING,
+        outcome=JobState.NODE_FAIL,
+        reason=Reason.NONE,
+        reason_detail=event.why,
+        requeue_wanted=event.requeue,
+        not_before_s=event.not_before_s if event.requeue else job.not_before_s,
+    )
+    return _without_node(ended, event.node, event.at_s)
+
+
+def _node_cleared(job: Job, event: NodeCleared | NodeLost | LaunchRefused) -> Job:
+    return _without_node(job, event.node, event.at_s)
+
+
+def _without_node(job: Job, node: NodeName, at_s: float) -> Job:
+    """Return the COMPLETING job without `node`; if that was the last, as it is at its end or for its next attempt."""
+    held = tuple(name for name in job.held_nodes if name != node)
+    if held:
+        return replace(job, held_nodes=held)
+    if job.requeue_wanted:
+        return _back_in_queue(job, at_s)
+    if job.outcome is None:
+        raise InvariantError(f"cannot end job {job.id}: it is completing without an outcome")
+    return replace(job, held_nodes=(), state=job.outcome, ended_at_s=at_s)
+
+
+def _back_in_queue(job: Job, at_s: float) -> Job:
+    return replace(
+        job,
+        state=PENDING,
+        attempt=job.attempt + 1,
+        restarts=job.restarts + 1,
+        token="",
+        held_nodes=(),
+        ended_at_s=at_s,
+        outcome=None,
+        requeue_wanted=False,
+        eligible_at_s=None,
+        exit=None,
+        reason=Reason.NONE,
+    )
+
+
+def _requeued(job: Job, event: Requeued) -> Job:
+    return replace(_back_in_queue(job, event.at_s), not_before_s=event.not_before_s, ended_by_uid=None)
+
+
+Transition = Callable[[Job, Event], Job]
+
+
+def _table() -> dict[tuple[JobState, type[Event]], Transition]:
+    on_nodes = (CONFIGURING, RUNNING, SUSPENDED)
+    rows: list[tuple[tuple[JobState, ...], type[Event], Callable[..., Job]]] = [
+        ((PENDING,), Held, _held),
+        ((PENDING,), Released, _released),
+        ((PENDING, *on_nodes), Changed, _changed),
+        ((PENDING,), Allocated, _allocated),
+        ((CONFIGURING,), Started, _started),
+        ((COMPLETING,), Started, _started_while_ending),
+        ((PENDING,), EndRequested, _cancelled_in_queue),
+        (on_nodes, EndRequested, _end_requested),
+        ((COMPLETING,), EndRequested, _end_requested_again),
+        (on_nodes, Exited, _exited),
+        ((COMPLETING,), Exited, _exited_while_ending),
+        ((CONFIGURING,), LaunchRefused, _launch_refused),
+        ((COMPLETING,), LaunchRefused, _node_cleared),
+        ((COMPLETING,), NodeCleared, _node_cleared),
+        (on_nodes, NodeLost, _node_lost),
+        ((COMPLETING,), NodeLost, _node_cleared),
+        (tuple(FINAL), Requeued, _requeued),
+    ]
+    return {(state, event): transition for states, event, transition in rows for state in states}
+
+
+TABLE = _table()

@@ -1,0 +1,108 @@
+"""Open the database file: pragmas, migrations, the incarnation and the epoch.
+
+Sources: SQLite's documentation of WAL and of ``PRAGMA synchronous``; SQLAlchemy's notes on SQLite transactions (the driver's
+own transaction handling is off, BEGIN is ours).
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Connection, Engine, create_engine, event, select
+from sqlalchemy.dialects.sqlite import insert
+from sqlalchemy.exc import DatabaseError
+from sqlalchemy.pool import StaticPool
+
+from hpcsched.errors import ConfigError
+from hpcsched.store.migrations import MIGRATIONS
+from hpcsched.store.schema import meta
+
+APPLICATION_ID = 0x68706373  # "hpcs": tells our file from another program's
+
+
+def open_database(path: Path | None) -> Engine:
+    """Open the database at `path` (None: in memory), made and migrated as needed.
+
+    Raises ConfigError if the file is damaged, not ours, or of a newer version of hpcsched.
+    """
+    if path is not None:
+        # Private from the first byte: the file holds scripts and environments.
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+    engine = _engine(path)
+    try:
+        with engine.begin() as connection:
+            _migrate(connection, path)
+    except DatabaseError as error:
+        engine.dispose()
+        raise ConfigError(f"cannot open the database {path}: {error.orig}; restore it from a backup") from error
+    return engine
+
+
+def create_database(path: Path) -> None:
+    """Make the database at `path` if it is not there yet."""
+    open_database(path).dispose()
+
+
+def open_read_only(path: Path) -> Engine:
+    """Open an existing database for reading only, beside a running controller."""
+    engine = create_engine("sqlite+pysqlite://", creator=_creator(f"file:{path}?mode=ro"), poolclass=StaticPool)
+    _own_transactions(engine)
+    return engine
+
+
+def _engine(path: Path | None) -> Engine:
+    target = ":memory:" if path is None else f"file:{path}"
+    engine = create_engine("sqlite+pysqlite://", creator=_creator(target), poolclass=StaticPool)
+    _own_transactions(engine)
+    with engine.connect() as connection:
+        for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=OFF", "busy_timeout=5000"):
+            connection.exec_driver_sql(f"PRAGMA {pragma}")
+    return engine
+
+
+def _creator(target: str) -> Any:
+    import sqlite3
+
+    return lambda: sqlite3.connect(target, uri=True, isolation_level=None, check_same_thread=False)
+
+
+def _own_transactions(engine: Engine) -> None:
+    event.listen(engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE"))
+
+
+def _migrate(connection: Connection, path: Path | None) -> None:
+    version = connection.exec_driver_sql("PRAGMA user_version").scalar_one()
+    owner = connection.exec_driver_sql("PRAGMA application_id").scalar_one()
+    if owner not in (0, APPLICATION_ID) or (owner == 0 and version):
+        raise ConfigError(f"cannot use {path}: it is a database of another program")
+    if version > len(MIGRATIONS):
+        raise ConfigError(
+            f"cannot open the database {path}: it has schema {version}, this hpcsched knows up to {len(MIGRATIONS)}; "
+            "install the version that wrote it, or a newer one"
+        )
+    for migration in MIGRATIONS[version:]:
+        migration(connection)
+    connection.exec_driver_sql(f"PRAGMA application_id = {APPLICATION_ID}")
+    connection.exec_driver_sql(f"PRAGMA user_version = {len(MIGRATIONS)}")
+    connection.execute(
+        insert(meta).values(key="incarnation", value=secrets.token_hex(8)).on_conflict_do_nothing(),
+    )
+
+
+def incarnation(engine: Engine) -> str:
+    """Return the random id of this life of the database."""
+    with engine.connect() as connection:
+        return str(connection.execute(select(meta.c.value).where(meta.c.key == "incarnation")).scalar_one())
+
+
+def raise_epoch(engine: Engine) -> int:
+    """Begin a new term of the controller: return an epoch higher than all before, already on disk."""
+    with engine.begin() as connection:
+        old = connection.execute(select(meta.c.value).where(meta.c.key == "epoch")).scalar_one_or_none()
+        epoch = int(old or 0) + 1
+        statement = insert(meta).values(key="epoch", value=str(epoch))
+        connection.execute(statement.on_conflict_do_update(index_elements=["key"], set_={"value": str(epoch)}))
+    return epoch

@@ -1,0 +1,133 @@
+"""Jobs, nodes and steps to rows and back: the explicit mapping, column by column."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from hpcsched.lifecycle.events import share_from_data, share_to_data
+from hpcsched.model.ids import JobId, NodeName
+from hpcsched.model.job import ExitStatus, Hold, Job, JobSpec, JobState, Reason
+from hpcsched.model.node import Node
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRow:
+    """One step of one attempt, for accounting."""
+
+    job_id: int
+    attempt: int
+    step: str
+    name: str
+    nodes: tuple[str, ...]
+    ntasks: int
+    state: str
+    started_at_s: float | None = None
+    ended_at_s: float | None = None
+    exit_code: int | None = None
+    exit_signal: int | None = None
+    cpu_user_s: float | None = None
+    cpu_system_s: float | None = None
+    max_rss_kib: int | None = None
+
+
+def job_row(job: Job) -> dict[str, Any]:
+    """Return the row of table `jobs` for `job`."""
+    return {
+        "id": job.id,
+        "spec_id": job.spec_id,
+        "array_job_id": job.array_job_id,
+        "array_task_id": job.array_task_id,
+        "name": job.spec.name,
+        "uid": job.uid,
+        "user": job.user,
+        "account": job.spec.account,
+        "submitted_at_s": job.submitted_at_s,
+        "state": job.state.value,
+        "reason": job.reason.value,
+        "reason_detail": job.reason_detail,
+        "hold": job.hold.value,
+        "priority_set": job.priority_set,
+        "nice": job.nice,
+        "time_limit_s": job.time_limit_s,
+        "partition": job.partition,
+        "eligible_at_s": job.eligible_at_s,
+        "not_before_s": job.not_before_s,
+        "attempt": job.attempt,
+        "token": job.token,
+        "shares": json.dumps([share_to_data(share) for share in job.shares]) if job.shares else "[]",
+        "held_nodes": json.dumps(job.held_nodes) if job.held_nodes else "[]",
+        "allocated_at_s": job.allocated_at_s,
+        "started_at_s": job.started_at_s,
+        "ended_at_s": job.ended_at_s,
+        "exit_code": job.exit.code if job.exit else None,
+        "exit_signal": job.exit.signal if job.exit else None,
+        "outcome": job.outcome.value if job.outcome else None,
+        "requeue_wanted": int(job.requeue_wanted),
+        "ended_by_uid": job.ended_by_uid,
+        "restarts": job.restarts,
+    }
+
+
+def job_of(row: Any, spec: JobSpec) -> Job:
+    """Return the job of a row of table `jobs`."""
+    return Job(
+        id=JobId(row.id),
+        spec_id=row.spec_id,
+        spec=spec,
+        uid=row.uid,
+        user=row.user,
+        submitted_at_s=row.submitted_at_s,
+        array_job_id=None if row.array_job_id is None else JobId(row.array_job_id),
+        array_task_id=row.array_task_id,
+        state=JobState(row.state),
+        reason=Reason(row.reason),
+        reason_detail=row.reason_detail,
+        hold=Hold(row.hold),
+        priority_set=row.priority_set,
+        nice=row.nice,
+        time_limit_s=row.time_limit_s,
+        partition=row.partition,
+        eligible_at_s=row.eligible_at_s,
+        not_before_s=row.not_before_s,
+        attempt=row.attempt,
+        token=row.token,
+        shares=() if row.shares == "[]" else tuple(share_from_data(share) for share in json.loads(row.shares)),
+        held_nodes=() if row.held_nodes == "[]" else tuple(NodeName(name) for name in json.loads(row.held_nodes)),
+        allocated_at_s=row.allocated_at_s,
+        started_at_s=row.started_at_s,
+        ended_at_s=row.ended_at_s,
+        exit=None if row.exit_code is None else ExitStatus(code=row.exit_code, signal=row.exit_signal),
+        outcome=None if row.outcome is None else JobState(row.outcome),
+        requeue_wanted=bool(row.requeue_wanted),
+        ended_by_uid=row.ended_by_uid,
+        restarts=row.restarts,
+    )
+
+
+def node_row(node: Node) -> dict[str, Any]:
+    """Return the row of table `nodes`: what must outlive the controller (the spec comes from the configuration)."""
+    return {
+        "name": node.name,
+        "drained": int(node.drained),
+        "drained_why": node.drained_why,
+        "drained_by": node.drained_by,
+        "drained_at_s": node.drained_at_s,
+        "boot_id": node.boot_id,
+        "machine_id": node.machine_id,
+        "link_since_s": node.link_since_s,
+        "link_why": node.link_why,
+    }
+
+
+def step_row(step: StepRow) -> dict[str, Any]:
+    """Return the row of table `steps`."""
+    names = StepRow.__dataclass_fields__
+    return {name: getattr(step, name) for name in names} | {"nodes": json.dumps(step.nodes)}
+
+
+def step_of(row: Any) -> StepRow:
+    """Return the step of a row of table `steps`."""
+    values = {name: getattr(row, name) for name in StepRow.__dataclass_fields__}
+    return StepRow(**values | {"nodes": tuple(json.loads(row.nodes))})

@@ -1,0 +1,117 @@
+"""The tables, as SQLAlchemy Core sees them; `migrations/` makes them.
+
+Times are Unix seconds (REAL), lists and values of several parts are JSON text.
+"""
+
+from __future__ import annotations
+
+from sqlalchemy import Column, Float, Index, Integer, MetaData, Table, Text
+
+metadata = MetaData()
+
+meta = Table(
+    "meta",
+    metadata,
+    Column("key", Text, primary_key=True),
+    Column("value", Text, nullable=False),
+)
+
+specs = Table(
+    "specs",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("spec", Text, nullable=False),
+)
+
+jobs = Table(
+    "jobs",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("spec_id", Integer, nullable=False),
+    Column("array_job_id", Integer),
+    Column("array_task_id", Integer),
+    Column("name", Text, nullable=False),  # of the spec, here so that history can be searched
+    Column("uid", Integer, nullable=False),
+    Column("user", Text, nullable=False),
+    Column("account", Text, nullable=False),
+    Column("submitted_at_s", Float, nullable=False),
+    Column("state", Text, nullable=False),
+    Column("reason", Text, nullable=False),
+    Column("reason_detail", Text, nullable=False),
+    Column("hold", Text, nullable=False),
+    Column("priority_set", Integer),
+    Column("nice", Integer, nullable=False),
+    Column("time_limit_s", Integer),
+    Column("partition", Text, nullable=False),
+    Column("eligible_at_s", Float),
+    Column("not_before_s", Float),
+    Column("attempt", Integer, nullable=False),
+    Column("token", Text, nullable=False),
+    Column("shares", Text, nullable=False),
+    Column("held_nodes", Text, nullable=False),
+    Column("allocated_at_s", Float),
+    Column("started_at_s", Float),
+    Column("ended_at_s", Float),
+    Column("exit_code", Integer),
+    Column("exit_signal", Integer),
+    Column("outcome", Text),
+    Column("requeue_wanted", Integer, nullable=False),
+    Column("ended_by_uid", Integer),
+    Column("restarts", Integer, nullable=False),
+    Index("jobs_by_state", "state"),
+    Index("jobs_by_end", "ended_at_s"),
+    Index("jobs_by_array", "array_job_id"),
+)
+
+events = Table(
+    "events",
+    metadata,
+    Column("seq", Integer, primary_key=True),
+    Column("at_s", Float, nullable=False),
+    Column("job_id", Integer, nullable=False),
+    Column("kind", Text, nullable=False),
+    Column("data", Text, nullable=False),
+    Index("events_by_job", "job_id"),
+)
+
+nodes = Table(
+    "nodes",
+    metadata,
+    Column("name", Text, primary_key=True),
+    Column("drained", Integer, nullable=False),
+    Column("drained_why", Text, nullable=False),
+    Column("drained_by", Text, nullable=False),
+    Column("drained_at_s", Float),
+    Column("boot_id", Text, nullable=False),
+    Column("machine_id", Text, nullable=False),
+    Column("link_since_s", Float, nullable=False),
+    Column("link_why", Text, nullable=False),
+)
+
+steps = Table(
+    "steps",
+    metadata,
+    Column("job_id", Integer, primary_key=True),
+    Column("attempt", Integer, primary_key=True),
+    Column("step", Text, primary_key=True),  # "batch" or a number
+    Column("name", Text, nullable=False),
+    Column("nodes", Text, nullable=False),
+    Column("ntasks", Integer, nullable=False),
+    Column("started_at_s", Float),
+    Column("ended_at_s", Float),
+    Column("state", Text, nullable=False),
+    Column("exit_code", Integer),
+    Column("exit_signal", Integer),
+    Column("cpu_user_s", Float),
+    Column("cpu_system_s", Float),
+    Column("max_rss_kib", Integer),
+)
+
+requests = Table(
+    "requests",
+    metadata,
+    Column("uid", Integer, primary_key=True),
+    Column("request_id", Text, primary_key=True),
+    Column("job_ids", Text, nullable=False),
+    Column("at_s", Float, nullable=False),
+)

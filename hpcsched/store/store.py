@@ -1,0 +1,184 @@
+"""Read the controller's state and commit its changes; search the history.
+
+A `Batch` is everything that one tick changed. `commit` writes it in one transaction; when it returns, the batch is on disk,
+and when it raises, nothing of it is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from sqlalchemy import Engine, func, insert, select
+from sqlalchemy.dialects.sqlite import insert as upsert
+from sqlalchemy.exc import DBAPIError
+
+from hpcsched.errors import UnavailableError
+from hpcsched.lifecycle.events import Event, from_data, to_data
+from hpcsched.model.codec import spec_from_json, spec_to_json
+from hpcsched.model.job import FINAL, Job, JobSpec
+from hpcsched.model.node import Node
+from hpcsched.store import schema
+from hpcsched.store.rows import StepRow, job_of, job_row, node_row, step_of, step_row
+
+
+@dataclass(slots=True)
+class Batch:
+    """What one tick changed, to be committed together."""
+
+    specs: dict[int, JobSpec] = field(default_factory=dict)
+    jobs: dict[int, Job] = field(default_factory=dict)
+    events: list[Event] = field(default_factory=list)
+    nodes: dict[str, Node] = field(default_factory=dict)
+    steps: dict[tuple[int, int, str], StepRow] = field(default_factory=dict)
+    requests: list[tuple[int, str, list[int], float]] = field(default_factory=list)  # uid, request id, job ids, at_s
+
+    def __bool__(self) -> bool:
+        return bool(self.specs or self.jobs or self.events or self.nodes or self.steps or self.requests)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HistoryQuery:
+    """What `hacct` asks for; None or empty: no restriction. Times bound the job's life, as sacct's -S and -E do."""
+
+    job_ids: tuple[int, ...] = ()
+    users: tuple[str, ...] = ()
+    states: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+    start_s: float | None = None
+    end_s: float | None = None
+    limit: int = 10_000
+
+
+def _upsert(table: Any, keys: Sequence[str]) -> Any:
+    statement = upsert(table)
+    changes = {column.name: statement.excluded[column.name] for column in table.columns if column.name not in keys}
+    return statement.on_conflict_do_update(index_elements=list(keys), set_=changes)
+
+
+class Store:
+    """The database of one controller. Not for several threads at once."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._put_job = _upsert(schema.jobs, ["id"])
+        self._put_node = _upsert(schema.nodes, ["name"])
+        self._put_step = _upsert(schema.steps, ["job_id", "attempt", "step"])
+
+    def commit(self, batch: Batch) -> None:
+        """Put `batch` on disk, all or nothing. Raises UnavailableError if that cannot be done (disk full, I/O error)."""
+        try:
+            with self._engine.begin() as connection:
+                if batch.specs:
+                    rows = [
+                        {"id": key, "spec": json.dumps(spec_to_json(spec), separators=(",", ":"))}
+                        for key, spec in batch.specs.items()
+                    ]
+                    connection.execute(insert(schema.specs), rows)
+                if batch.jobs:
+                    connection.execute(self._put_job, [job_row(job) for job in batch.jobs.values()])
+                if batch.events:
+                    connection.execute(insert(schema.events), [_event_row(event) for event in batch.events])
+                if batch.nodes:
+                    connection.execute(self._put_node, [node_row(node) for node in batch.nodes.values()])
+                if batch.steps:
+                    connection.execute(self._put_step, [step_row(step) for step in batch.steps.values()])
+                if batch.requests:
+                    connection.execute(
+                        insert(schema.requests),
+                        [
+                            {"uid": uid, "request_id": request, "job_ids": json.dumps(ids), "at_s": at_s}
+                            for uid, request, ids, at_s in batch.requests
+                        ],
+                    )
+        except DBAPIError as error:
+            raise UnavailableError(
+                f"cannot write the database: {error.orig}; nothing of the request was kept"
+            ) from error
+
+    def load_jobs(self, ended_after_s: float) -> list[Job]:
+        """Return all jobs that have not ended, and those that ended after `ended_after_s`."""
+        jobs = schema.jobs.c
+        live = jobs.state.not_in([state.value for state in FINAL]) | (jobs.ended_at_s > ended_after_s)
+        return self._select_jobs(live)
+
+    def history(self, query: HistoryQuery) -> list[Job]:
+        """Return the jobs that `query` asks for, by id, at most `query.limit` of them (the newest)."""
+        jobs = schema.jobs.c
+        where: list[Any] = []
+        if query.job_ids:
+            where.append(jobs.id.in_(query.job_ids) | jobs.array_job_id.in_(query.job_ids))
+        if query.users:
+            where.append(jobs.user.in_(query.users))
+        if query.states:
+            where.append(jobs.state.in_(query.states))
+        if query.names:
+            where.append(jobs.name.in_(query.names))
+        if query.start_s is not None:
+            where.append(jobs.ended_at_s.is_(None) | (jobs.ended_at_s >= query.start_s))
+        if query.end_s is not None:
+            where.append(jobs.submitted_at_s <= query.end_s)
+        return self._select_jobs(*where, limit=query.limit)
+
+    def _select_jobs(self, *where: Any, limit: int | None = None) -> list[Job]:
+        found = select(schema.jobs).where(*where).order_by(schema.jobs.c.id.desc()).limit(limit)
+        wanted = select(schema.specs).where(schema.specs.c.id.in_(select(found.subquery().c.spec_id)))
+        with self._engine.connect() as connection:
+            specs = {row.id: spec_from_json(json.loads(row.spec)) for row in connection.execute(wanted)}
+            jobs = [job_of(row, specs[row.spec_id]) for row in connection.execute(found)]
+        jobs.reverse()
+        return jobs
+
+    def load_nodes(self) -> dict[str, Any]:
+        """Return the stored part of each node, by name (see `rows.node_row`)."""
+        with self._engine.connect() as connection:
+            return {row.name: row for row in connection.execute(select(schema.nodes))}
+
+    def load_steps(self, job_ids: Iterable[int]) -> list[StepRow]:
+        """Return the steps of these jobs, all attempts, in order."""
+        steps = schema.steps.c
+        query = select(schema.steps).where(steps.job_id.in_(list(job_ids)))
+        with self._engine.connect() as connection:
+            found = [step_of(row) for row in connection.execute(query)]
+        return sorted(found, key=lambda step: (step.job_id, step.attempt, step.step != "batch", step.step.zfill(9)))
+
+    def load_events(self, job_id: int) -> list[Event]:
+        """Return the job's events in order (for an array's task: also the array's submission)."""
+        events, jobs = schema.events.c, schema.jobs.c
+        with self._engine.connect() as connection:
+            array = connection.execute(select(jobs.array_job_id).where(jobs.id == job_id)).scalar_one_or_none()
+            own = events.job_id == job_id
+            if array is not None:
+                own = own & (events.kind != "Submitted") | (events.job_id == array) & (events.kind == "Submitted")
+            rows = connection.execute(select(schema.events).where(own).order_by(events.seq))
+            return [from_data(row.kind, row.job_id, row.at_s, json.loads(row.data)) for row in rows]
+
+    def request_jobs(self, uid: int, request_id: str) -> list[int] | None:
+        """Return the ids of the jobs that this request made, None if it has not been seen."""
+        requests = schema.requests.c
+        query = select(requests.job_ids).where(requests.uid == uid, requests.request_id == request_id)
+        with self._engine.connect() as connection:
+            found = connection.execute(query).scalar_one_or_none()
+        return None if found is None else json.loads(found)
+
+    def last_ids(self) -> tuple[int, int]:
+        """Return the highest job id and spec id ever given."""
+        with self._engine.connect() as connection:
+            job_id = connection.execute(select(func.max(schema.jobs.c.id))).scalar_one()
+            spec_id = connection.execute(select(func.max(schema.specs.c.id))).scalar_one()
+        return job_id or 0, spec_id or 0
+
+    def close(self) -> None:
+        """Close the database file."""
+        self._engine.dispose()
+
+
+def _event_row(event: Event) -> dict[str, Any]:
+    return {
+        "at_s": event.at_s,
+        "job_id": event.job_id,
+        "kind": type(event).__name__,
+        "data": json.dumps(to_data(event), separators=(",", ":")),
+    }
