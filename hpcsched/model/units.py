@@ -1,0 +1,256 @@
+"""Times, memory sizes, dates and signals in the notations of Slurm's commands, read and written.
+
+Knows no clock (`now_s` is an argument; only the local time zone is taken from the system). Every reader is linear in
+the length of its text and raises RequestError with the text, why it is refused and what would be right.
+
+Sources: sbatch(1) --time, --mem, --begin, --signal; squeue(1) %l, %M, %m; signal(7).
+"""
+
+from __future__ import annotations
+
+import re
+from datetime import datetime, timedelta
+
+from hpcsched.errors import RequestError
+from hpcsched.model.job import SignalSpec
+
+MINUTE_S = 60
+HOUR_S = 3600
+DAY_S = 86_400
+
+# A job that asked for "no limit" bears this one: longer than any machine, still a date that a calendar can show.
+UNLIMITED_S = 36_500 * DAY_S
+_UNLIMITED_WORDS = frozenset({"unlimited", "infinite", "-1"})
+
+_TIME = re.compile(r"(?:([0-9]{1,10})-)?([0-9]{1,12})(?::([0-9]{1,12}))?(?::([0-9]{1,12}))?\Z")
+_MEM = re.compile(r"([0-9]{1,18})([kmgtp]?)(i?b)?\Z")
+_MIB_SHIFT = {"k": -10, "m": 0, "g": 10, "t": 20, "p": 30}
+
+
+def parse_time_s(text: str, *, whole_minutes: bool = True) -> int | None:
+    """Return the seconds that `text` means as a time limit, None for UNLIMITED, INFINITE and -1.
+
+    ``30`` is minutes; ``M:S H:M:S D-H D-H:M D-H:M:S``; parts above 59 are taken as they are. Slurm keeps limits in whole
+    minutes and rounds up; with `whole_minutes=False` nothing is rounded (durations that are no job's limit). Raises
+    RequestError.
+    """
+    if text.strip().lower() in _UNLIMITED_WORDS:
+        return None
+    match = _TIME.match(text.strip())
+    if match is None:
+        raise RequestError(
+            f"cannot read time {_short(text)}: write minutes, M:S, H:M:S, D-H, D-H:M, D-H:M:S or UNLIMITED"
+        )
+    days, first, second, third = match.groups()
+    seconds = int(days or 0) * DAY_S + _clock_s(int(first), second, third, with_days=days is not None)
+    if seconds > UNLIMITED_S:
+        raise RequestError(f"cannot take time {_short(text)}: it is over {UNLIMITED_S // DAY_S} days; write UNLIMITED")
+    return -(-seconds // MINUTE_S) * MINUTE_S if whole_minutes else seconds
+
+
+def _clock_s(first: int, second: str | None, third: str | None, *, with_days: bool) -> int:
+    """Return the seconds of H[:M[:S]] after days; else of M, M:S or H:M:S."""
+    if with_days or third is not None:
+        return first * HOUR_S + int(second or 0) * MINUTE_S + int(third or 0)
+    return first * MINUTE_S + int(second or 0)
+
+
+def format_time_s(seconds: float | None, *, full: bool = False) -> str:
+    """Return `seconds` as squeue's %l and %M do: ``1-02:03:00``, ``2:03:00``, ``3:00``; None is UNLIMITED.
+
+    With `full` hours always show, in two digits, as in sacct's Elapsed: ``00:03:00``.
+    """
+    if seconds is None or seconds >= UNLIMITED_S:
+        return "UNLIMITED"
+    minutes, second = divmod(max(0, int(seconds)), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    if days:
+        return f"{days}-{hour:02}:{minute:02}:{second:02}"
+    if full:
+        return f"{hour:02}:{minute:02}:{second:02}"
+    return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute}:{second:02}"
+
+
+def parse_mem_mib(text: str, default_unit: str = "M") -> int:
+    """Return the MiB that `text` means, rounded up: ``4G``, ``190GB``, ``10Gb``, ``2GiB``, ``200K`` (that is 1).
+
+    K M G T P are powers of 1024 in either case, with or without B, as in Slurm; a bare number is in `default_unit`.
+    Raises RequestError.
+    """
+    match = _MEM.match(text.strip().lower())
+    if match is None or (match.group(3) == "ib" and not match.group(2)):
+        raise RequestError(f"cannot read memory size {_short(text)}: write a whole number with K, M, G or T, as 1536M")
+    shift = _MIB_SHIFT[match.group(2) or default_unit.lower()]
+    number = int(match.group(1))
+    mib = number << shift if shift >= 0 else -(-number >> -shift)
+    if mib >= 1 << 53:
+        raise RequestError(f"cannot take memory size {_short(text)}: no machine has as much")
+    return mib
+
+
+def format_mem(mib: int) -> str:
+    """Return `mib` with the largest unit that loses nothing, as squeue's %m: ``512M``, ``2G``, ``1536M``, ``0``."""
+    if mib == 0:
+        return "0"
+    units = "MGTP"
+    at = 0
+    while mib % 1024 == 0 and at < len(units) - 1:
+        mib //= 1024
+        at += 1
+    return f"{mib}{units[at]}"
+
+
+# ----- dates
+
+_RELATIVE = re.compile(r"now(?:([+-])([0-9]{1,10})\s*([a-z]*))?\Z")
+_RELATIVE_UNITS_S = {"second": 1, "minute": MINUTE_S, "hour": HOUR_S, "day": DAY_S, "week": 7 * DAY_S}
+_NAMED_HOURS = {"midnight": 0, "noon": 12, "fika": 15, "teatime": 16}
+_CLOCK = re.compile(r"([0-9]{1,2}):([0-9]{2})(?::([0-9]{2}))?(?:\.[0-9]{1,6})?([ap]m)?\Z")
+_ISO = re.compile(r"([0-9]{4})-([0-9]{1,2})-([0-9]{1,2})(?:t(.{1,20}))?\Z")
+_US_DATE = re.compile(r"([0-9]{1,2})[/.]([0-9]{1,2})(?:[/.]([0-9]{4}|[0-9]{2}))?\Z")
+_DIGITS_DATE = re.compile(r"([0-9]{2})([0-9]{2})([0-9]{2})?\Z")
+_EPOCH = re.compile(r"uts([0-9]{1,11})\Z")
+
+_Clock = tuple[int, int, int]
+_Date = tuple[int | None, int, int]  # the year may be missing
+
+
+def parse_when(text: str, now_s: float, *, past: bool = False) -> float:
+    """Return the Unix time that `text` means, as seen at `now_s`, in the local time zone.
+
+    ``now``, ``now+1hour``, ``now-2days``, ``16:00``, ``4:00PM``, ``midnight noon fika teatime``, ``today tomorrow``,
+    ``2027-01-20``, ``2027-01-20T12:34:00``, ``012027``, ``01/20/27``, ``01/20``, a time and a date with a space between,
+    ``uts1800000000``. What has no date or no year is the next such time, or with `past` (accounting) that of today or
+    this year. Raises RequestError.
+    """
+    lowered = text.strip().lower()
+    if relative := _RELATIVE.match(lowered):
+        return now_s + _relative_s(relative, text)
+    if epoch := _EPOCH.match(lowered):
+        return float(epoch.group(1))
+    now = datetime.fromtimestamp(now_s)
+    date, clock = _date_and_clock(lowered, now, text)
+    try:
+        return _resolve(date, clock, now, past=past).timestamp()
+    except (ValueError, OverflowError) as error:
+        raise RequestError(f"cannot read time {_short(text)}: {error}") from None
+
+
+def _relative_s(match: re.Match[str], text: str) -> int:
+    sign, count, unit = match.groups()
+    if sign is None:
+        return 0
+    names = [name for name in _RELATIVE_UNITS_S if name.startswith(unit.removesuffix("s") or "second")]
+    if len(names) != 1:
+        raise RequestError(f"cannot read time {_short(text)}: the unit is one of {', '.join(_RELATIVE_UNITS_S)}")
+    seconds = int(count) * _RELATIVE_UNITS_S[names[0]]
+    if seconds > UNLIMITED_S:
+        raise RequestError(f"cannot take time {_short(text)}: it is over {UNLIMITED_S // DAY_S} days from now")
+    return -seconds if sign == "-" else seconds
+
+
+def _date_and_clock(lowered: str, now: datetime, text: str) -> tuple[_Date | None, _Clock | None]:
+    """Return the date and the time of day that the words of `lowered` give, each at most once."""
+    date: _Date | None = None
+    clock: _Clock | None = None
+    words = re.sub(r"\s+([ap]m)\b", r"\1", lowered[:80]).split()  # 4:00 PM is one word
+    for word in words:
+        new_date, new_clock = _read_word(word, now)
+        if new_date is None and new_clock is None or date and new_date or clock and new_clock:
+            raise RequestError(
+                f"cannot read time {_short(text)}: write now+1hour, 16:00, tomorrow, 2027-01-20 or 2027-01-20T12:34:00"
+            )
+        date, clock = new_date or date, new_clock or clock
+    if date is None and clock is None:
+        raise RequestError("cannot read time '': it is empty")
+    return date, clock
+
+
+def _read_word(word: str, now: datetime) -> tuple[_Date | None, _Clock | None]:
+    if word in ("today", "tomorrow"):
+        day = now + timedelta(days=word == "tomorrow")
+        return (day.year, day.month, day.day), None
+    if word in _NAMED_HOURS:
+        return None, (_NAMED_HOURS[word], 0, 0)
+    if iso := _ISO.match(word):
+        clock = _read_clock(iso.group(4)) if iso.group(4) else None
+        if iso.group(4) and clock is None:
+            return None, None
+        return (int(iso.group(1)), int(iso.group(2)), int(iso.group(3))), clock
+    if short := _US_DATE.match(word) or _DIGITS_DATE.match(word):
+        month, day_of_month, year = short.groups()
+        return (_full_year(year), int(month), int(day_of_month)), None
+    return None, _read_clock(word)
+
+
+def _full_year(year: str | None) -> int | None:
+    return None if year is None else int(year) + (2000 if len(year) == 2 else 0)
+
+
+def _read_clock(word: str) -> _Clock | None:
+    match = _CLOCK.match(word)
+    if match is None:
+        return None
+    hour, minute, second = int(match.group(1)), int(match.group(2)), int(match.group(3) or 0)
+    if match.group(4):
+        if not 1 <= hour <= 12:
+            return None
+        hour = hour % 12 + (12 if match.group(4) == "pm" else 0)
+    return hour, minute, second
+
+
+def _resolve(date: _Date | None, clock: _Clock | None, now: datetime, *, past: bool) -> datetime:
+    """Return the moment; a date without a time is its midnight. Raises ValueError for a day that no calendar has."""
+    hour, minute, second = clock or (0, 0, 0)
+    if date is None:
+        at = now.replace(hour=hour, minute=minute, second=second, microsecond=0, fold=0)
+        return at if past or at > now else at + timedelta(days=1)
+    year, month, day = date
+    at = datetime(year or now.year, month, day, hour, minute, second)
+    return at if year or past or at > now else at.replace(year=now.year + 1)
+
+
+# ----- signals: Linux's numbers, whatever system the command runs on
+
+# fmt: off
+_SIGNAL_NAMES = (
+    "HUP", "INT", "QUIT", "ILL", "TRAP", "ABRT", "BUS", "FPE", "KILL", "USR1", "SEGV", "USR2", "PIPE", "ALRM", "TERM",
+    "STKFLT", "CHLD", "CONT", "STOP", "TSTP", "TTIN", "TTOU", "URG", "XCPU", "XFSZ", "VTALRM", "PROF", "WINCH", "IO",
+    "PWR", "SYS",
+)
+# fmt: on
+_SIGNALS = {name: number for number, name in enumerate(_SIGNAL_NAMES, start=1)}
+MAX_SIGNAL = 64
+_SIGNAL = re.compile(r"(?:([rbRB]{1,2}):)?([A-Za-z0-9]{1,12})(?:@([0-9]{1,6}))?\Z")
+
+
+def parse_signal(text: str) -> int:
+    """Return the number of the signal that `text` names: ``USR1``, ``SIGUSR1`` or ``10``. Raises RequestError."""
+    word = text.strip().upper().removeprefix("SIG")
+    if word in _SIGNALS:
+        return _SIGNALS[word]
+    if word.isascii() and word.isdigit() and len(word) <= 3 and 1 <= int(word) <= MAX_SIGNAL:
+        return int(word)
+    raise RequestError(f"cannot read signal {_short(text)}: write a name as USR1 or a number from 1 to {MAX_SIGNAL}")
+
+
+def signal_name(signum: int) -> str:
+    """Return the name of `signum` without SIG, or its number where it has none."""
+    return _SIGNAL_NAMES[signum - 1] if 1 <= signum <= len(_SIGNAL_NAMES) else str(signum)
+
+
+def parse_signal_spec(text: str) -> SignalSpec:
+    """Return what ``--signal=[B:]SIG[@seconds]`` asks for; unsaid, 60 seconds before the limit. Raises RequestError."""
+    match = _SIGNAL.match(text.strip())
+    if match is None:
+        raise RequestError(f"cannot read --signal={_short(text)}: write [B:]SIGNAL[@seconds], as B:USR1@120")
+    flags, name, before = match.groups()
+    before_s = 60 if before is None else int(before)
+    if before_s > 65_535:
+        raise RequestError(f"cannot send a signal {before_s} seconds before the limit: the most is 65535")
+    return SignalSpec(signum=parse_signal(name), before_s=before_s, batch_only="B" in (flags or "").upper())
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 60 else text[:57] + "...")
