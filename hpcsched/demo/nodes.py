@@ -12,6 +12,7 @@ Rules:
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pwd
 import select
@@ -33,7 +34,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from paramiko.hostkeys import HostKeyEntry
 
 from hpcsched.demo import embedded, sshd, supervise
-from hpcsched.errors import ConfigError, InvariantError, RequestError, UnavailableError
+from hpcsched.errors import ConfigError, RequestError, UnavailableError
 
 ServerKind = Literal["sshd", "embedded"]
 
@@ -126,6 +127,7 @@ class _Machine:
         self._host_key = _ensure_key(self._ssh_dir / "host_key")
         self._authorized_keys = self._ssh_dir / "authorized_keys"
         self._authorized_keys.write_text(_public_key(identity_file) + "\n")
+        self._authorized_keys.chmod(0o644)
         self._reservation = _reserve_port()
 
     @property
@@ -223,7 +225,7 @@ class _Machine:
             assert supervisor.stdout is not None
             said, _ = supervisor.communicate(timeout=SWITCH_S)
         if supervisor.returncode != 0:
-            raise InvariantError(
+            raise UnavailableError(
                 f"cannot switch node {self.name!r} off: its supervisor ended with {supervisor.returncode},"
                 f" saying {said.decode().strip()!r}; processes may be left"
             )
@@ -349,6 +351,8 @@ def _server_kind(server: Literal["auto", "sshd", "embedded"], user: str) -> Serv
 
 def _make_node_directories(root: Path, ssh_dir: Path, user: str) -> None:
     ssh_dir.mkdir(parents=True, exist_ok=True)
+    root.chmod(0o755)
+    ssh_dir.chmod(0o755)  # sshd reads the authorized keys as the user, whatever our umask
     if os.geteuid() == 0 and user != "root":
         account = pwd.getpwnam(user)
         os.chown(root, account.pw_uid, account.pw_gid)
@@ -411,9 +415,10 @@ def _ssh_problem(node: LoopbackNode) -> str | None:
 def _stop_machines(machines: list[_Machine]) -> None:
     for machine in machines:
         machine.ask_to_switch_off()
-    for machine in machines:
-        machine.power_off()
-        machine.release()
+    with contextlib.ExitStack() as todo:  # all of it, even where one fails
+        for machine in machines:
+            todo.callback(machine.release)
+            todo.callback(machine.power_off)
 
 
 def _tail(path: Path) -> str:
