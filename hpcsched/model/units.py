@@ -30,9 +30,9 @@ _MIB_SHIFT = {"k": -10, "m": 0, "g": 10, "t": 20, "p": 30}
 def parse_time_s(text: str, *, whole_minutes: bool = True) -> int | None:
     """Return the seconds that `text` means as a time limit, None for UNLIMITED, INFINITE and -1.
 
-    ``30`` is minutes; ``M:S H:M:S D-H D-H:M D-H:M:S``; parts above 59 are taken as they are. Slurm keeps limits in whole
-    minutes and rounds up; with `whole_minutes=False` nothing is rounded (durations that are no job's limit). Raises
-    RequestError.
+    ``30`` is minutes; ``M:S H:M:S D-H D-H:M D-H:M:S``; parts above 59 are taken as they are. Slurm keeps limits in
+    whole minutes and rounds up; with `whole_minutes=False` nothing is rounded (durations that are no job's limit).
+    Raises RequestError.
     """
     if text.strip().lower() in _UNLIMITED_WORDS:
         return None
@@ -120,11 +120,13 @@ def parse_when(text: str, now_s: float, *, past: bool = False) -> float:
     """Return the Unix time that `text` means, as seen at `now_s`, in the local time zone.
 
     ``now``, ``now+1hour``, ``now-2days``, ``16:00``, ``4:00PM``, ``midnight noon fika teatime``, ``today tomorrow``,
-    ``2027-01-20``, ``2027-01-20T12:34:00``, ``012027``, ``01/20/27``, ``01/20``, a time and a date with a space between,
-    ``uts1800000000``. What has no date or no year is the next such time, or with `past` (accounting) that of today or
-    this year. Raises RequestError.
+    ``2027-01-20``, ``2027-01-20T12:34:00``, ``012027``, ``01/20/27``, ``01/20``, a time and a date with a space
+    between, ``uts1800000000``. What has no date or no year is the next such time, or with `past` (accounting) that of
+    today or this year. Raises RequestError.
     """
     lowered = text.strip().lower()
+    if len(lowered) > 80:
+        raise RequestError(f"cannot read time {_short(text)}: it is too long")
     if relative := _RELATIVE.match(lowered):
         return now_s + _relative_s(relative, text)
     if epoch := _EPOCH.match(lowered):
@@ -154,7 +156,7 @@ def _date_and_clock(lowered: str, now: datetime, text: str) -> tuple[_Date | Non
     """Return the date and the time of day that the words of `lowered` give, each at most once."""
     date: _Date | None = None
     clock: _Clock | None = None
-    words = re.sub(r"\s+([ap]m)\b", r"\1", lowered[:80]).split()  # 4:00 PM is one word
+    words = re.sub(r"\s+([ap]m)\b", r"\1", lowered).split()  # 4:00 PM is one word
     for word in words:
         new_date, new_clock = _read_word(word, now)
         if new_date is None and new_clock is None or date and new_date or clock and new_clock:

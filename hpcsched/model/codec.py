@@ -1,0 +1,220 @@
+"""Job specifications to JSON values and back, strictly: what a client sends is checked field by field here.
+
+Knows nothing of JSON's text, of what values make sense (`hpcsched.jobscript.build` checks that) or of where they go.
+Rules: a field is its value, a tuple a list, an enum its value, a dataclass an object; an unknown field, a missing one
+without a default, or a value of another type is refused (`True` is no number), so that nothing is ever guessed. The
+converters of a class are made from its annotations when they are first needed, and kept.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Callable
+from enum import Enum
+from functools import cache
+from typing import Any, NewType, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from hpcsched.errors import ProtocolError
+from hpcsched.model.job import JobSpec
+
+T = TypeVar("T")
+_Read = Callable[[Any], Any]  # raises _Mismatch
+_Write = Callable[[Any], Any]
+
+
+class _Mismatch(Exception):
+    """A value is not what its annotation says; the text says where and why, innermost field last."""
+
+
+def spec_to_json(spec: JobSpec) -> dict[str, Any]:
+    """Return `spec` as an object that ``json.dumps`` takes, all fields included."""
+    return value_to_json(spec)
+
+
+def spec_from_json(obj: object) -> JobSpec:
+    """Return the specification that `obj` (parsed JSON) is. Raises ProtocolError if it is none."""
+    return value_from_json(JobSpec, obj)
+
+
+def value_to_json(value: Any) -> dict[str, Any]:
+    """Return `value`, an instance of one of the model's dataclasses, as a JSON object."""
+    return _class_converters(type(value))[1](value)
+
+
+def value_from_json(cls: type[T], obj: object) -> T:
+    """Return the value of the dataclass `cls` that `obj` (parsed JSON) is. Raises ProtocolError if it is none."""
+    try:
+        return _class_converters(cls)[0](obj)
+    except _Mismatch as error:
+        raise ProtocolError(f"cannot read {cls.__name__}: {error}") from None
+
+
+# ----- reading
+
+
+def _class_reader(cls: type, readers: dict[str, _Read]) -> _Read:
+    required = frozenset(
+        field.name
+        for field in dataclasses.fields(cls)
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    )
+
+    def read(obj: Any) -> Any:
+        if type(obj) is not dict:
+            raise _Mismatch(f"{_kind(obj)} where an object is wanted")
+        if not required <= obj.keys():
+            raise _Mismatch(f"it has no {min(required - obj.keys())!r}")
+        kwargs = {}
+        for name, value in obj.items():
+            reader = readers.get(name)
+            if reader is None:
+                raise _Mismatch(f"unknown field {str(name)[:60]!r}")
+            try:
+                kwargs[name] = reader(value)
+            except _Mismatch as error:
+                raise _Mismatch(f"{name}: {error}") from None
+        return cls(**kwargs)
+
+    return read
+
+
+def _plain_reader(kind: type) -> _Read:
+    def read(value: Any) -> Any:
+        if type(value) is not kind:
+            raise _Mismatch(f"{_kind(value)} where {_WORDS[kind]} is wanted")
+        return value
+
+    return read
+
+
+def _float_reader(value: Any) -> float:
+    if type(value) is not float and type(value) is not int:
+        raise _Mismatch(f"{_kind(value)} where a number is wanted")
+    return float(value)
+
+
+def _enum_reader(kind: type[Enum]) -> _Read:
+    members = {member.value: member for member in kind}
+
+    def read(value: Any) -> Any:
+        if type(value) is not str or value not in members:
+            raise _Mismatch(f"{str(value)[:60]!r} is none of {', '.join(members)}")
+        return members[value]
+
+    return read
+
+
+def _plain_tuple_reader(kind: type) -> _Read:
+    kinds = {kind}
+
+    def read(value: Any) -> Any:
+        if type(value) is not list or (value and set(map(type, value)) != kinds):
+            raise _Mismatch(f"{_kind(value)} where a list, each item {_WORDS[kind]}, is wanted")
+        return tuple(value)
+
+    return read
+
+
+def _tuple_reader(item: _Read) -> _Read:
+    def read(value: Any) -> Any:
+        if type(value) is not list:
+            raise _Mismatch(f"{_kind(value)} where a list is wanted")
+        return tuple(map(item, value))
+
+    return read
+
+
+def _fixed_tuple_reader(kinds: tuple[type, ...]) -> _Read:
+    def read(value: Any) -> Any:
+        if type(value) is not list or tuple(map(type, value)) != kinds:
+            raise _Mismatch(f"{_kind(value)} where a list of {' and '.join(_WORDS[kind] for kind in kinds)} is wanted")
+        return tuple(value)
+
+    return read
+
+
+def _optional_reader(inner: _Read) -> _Read:
+    return lambda value: None if value is None else inner(value)
+
+
+_WORDS = {str: "a text", int: "a whole number", bool: "true or false"}
+
+
+def _kind(value: object) -> str:
+    words = {dict: "an object", list: "a list", float: "a fraction", type(None): "null", **_WORDS}
+    return words.get(type(value), type(value).__name__)
+
+
+# ----- writing
+
+
+def _class_writer(writers: dict[str, _Write | None]) -> _Write:
+    """Return the function that writes an instance; a field whose writer is None is its own JSON value."""
+    fields = list(writers.items())
+
+    def write(value: Any) -> dict[str, Any]:
+        return {
+            name: getattr(value, name) if writer is None else writer(getattr(value, name)) for name, writer in fields
+        }
+
+    return write
+
+
+def _enum_writer(value: Enum) -> Any:
+    return value.value
+
+
+def _tuple_writer(item: _Write | None) -> _Write:
+    return list if item is None else lambda value: [item(part) for part in value]
+
+
+def _optional_writer(inner: _Write | None) -> _Write | None:
+    return None if inner is None else lambda value: None if value is None else inner(value)
+
+
+# ----- one pair of converters per annotation
+
+
+def _converters(hint: Any) -> tuple[_Read, _Write | None]:
+    """Return how a value annotated as `hint` is read and written; only the shapes that the model uses are known."""
+    if isinstance(hint, NewType):
+        return _converters(hint.__supertype__)
+    if get_origin(hint) in (Union, types.UnionType):
+        inner = [part for part in get_args(hint) if part is not type(None)]
+        if len(inner) != 1:
+            raise TypeError(f"no converter for {hint}")
+        reader, writer = _converters(inner[0])
+        return _optional_reader(reader), _optional_writer(writer)
+    if get_origin(hint) is tuple:
+        return _tuple_converters(get_args(hint))
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return _enum_reader(hint), _enum_writer
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        return _class_converters(hint)
+    if hint is float:
+        return _float_reader, None
+    if hint in _WORDS:
+        return _plain_reader(hint), None
+    raise TypeError(f"no converter for {hint}")
+
+
+def _tuple_converters(parts: tuple[Any, ...]) -> tuple[_Read, _Write]:
+    plain = tuple(part.__supertype__ if isinstance(part, NewType) else part for part in parts)
+    if plain[-1] is not Ellipsis:
+        if not set(plain) <= _WORDS.keys():
+            raise TypeError(f"no converter for a tuple of {parts}")
+        return _fixed_tuple_reader(plain), list
+    if plain[0] in _WORDS:
+        return _plain_tuple_reader(plain[0]), list
+    reader, writer = _converters(plain[0])
+    return _tuple_reader(reader), _tuple_writer(writer)
+
+
+@cache
+def _class_converters(cls: type) -> tuple[_Read, _Write]:
+    hints = get_type_hints(cls)
+    pairs = {field.name: _converters(hints[field.name]) for field in dataclasses.fields(cls)}
+    readers = {name: reader for name, (reader, _) in pairs.items()}
+    writers = {name: writer for name, (_, writer) in pairs.items()}
+    return _class_reader(cls, readers), _class_writer(writers)

@@ -1,0 +1,47 @@
+"""A job specification survives its way through JSON, whatever it holds."""
+
+from __future__ import annotations
+
+import json
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpcsched.model.codec import spec_from_json, spec_to_json, value_from_json, value_to_json
+from hpcsched.model.job import ArraySpec, Dependency, JobSpec, SignalSpec
+from hpcsched.model.resources import Share
+
+TEXT = st.text(max_size=12)
+NUMBER = st.integers(0, 2**53)
+DEPENDENCIES = st.builds(Dependency, kind=..., job_ids=st.lists(NUMBER, max_size=3).map(tuple))
+SPECS = st.builds(
+    JobSpec,
+    name=TEXT,
+    script=TEXT,
+    work_dir=TEXT,
+    script_args=st.lists(TEXT, max_size=3).map(tuple),
+    env=st.lists(st.tuples(TEXT, TEXT), max_size=3).map(tuple),
+    time_limit_s=st.none() | NUMBER,
+    gpus_per_node=...,
+    nodelist=st.lists(TEXT, max_size=3).map(tuple),
+    array=st.none() | st.builds(ArraySpec, indices=st.lists(NUMBER, max_size=4).map(tuple), limit=NUMBER),
+    dependency=st.lists(
+        st.builds(Dependency, kind=..., job_ids=st.lists(NUMBER, max_size=3).map(tuple)), max_size=2
+    ).map(tuple),
+    signal=st.none() | st.builds(SignalSpec, signum=NUMBER),
+    requeue=st.none() | st.booleans(),
+    exclusive=st.booleans(),
+    begin_at_s=st.none() | NUMBER,
+)
+
+
+@settings(max_examples=60)
+@given(SPECS)
+def test_a_spec_is_the_same_after_a_round_trip(spec: JobSpec) -> None:
+    assert spec_from_json(json.loads(json.dumps(spec_to_json(spec)))) == spec
+
+
+@settings(max_examples=30)
+@given(st.builds(Share, node=TEXT, cpus=NUMBER, mem_mib=NUMBER, gpus=st.lists(NUMBER, max_size=3).map(tuple)))
+def test_a_share_is_the_same_after_a_round_trip(share: Share) -> None:
+    assert value_from_json(Share, json.loads(json.dumps(value_to_json(share)))) == share
