@@ -1,0 +1,133 @@
+"""Writing files on a share that is only NFS, so that what a reader sees is whole.
+
+Knows nothing of checkpoints.
+Rules: a name is never used twice and is created with O_EXCL; the errors of write, fsync and close are all errors (NFS
+reports a full disk late); a file is published by `link()` to its final name, and whether that worked is asked of the
+inode, because the reply to a link may get lost and its repetition then says "exists"; the directory is fsynced.
+Sources: open(2), link(2), close(2); RFC 1813 section 4 (retransmitted requests); nfs(5), "Data and metadata coherence".
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import secrets
+from collections.abc import Iterable
+from pathlib import Path
+
+from hpctrain.errors import PublishError
+
+# File systems without hard links say one of these; then the name alone (never used twice) has to do.
+NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
+
+
+def write_new(path: Path, pieces: Iterable[bytes | memoryview]) -> int:
+    """This will create the file, write the pieces, fsync and close it, and return the bytes written.
+
+    Raises:
+        FileExistsError: the name is taken.
+        PublishError: any of write, fsync, close failed; what there is of the file is removed.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    closed = False
+    try:
+        written_bytes = sum(write_all(descriptor, piece) for piece in pieces)
+        os.fsync(descriptor)
+        closed = True  # also when close fails: the descriptor is gone then
+        os.close(descriptor)
+    except OSError as error:
+        if not closed:
+            _close_quietly(descriptor)
+        remove(path)
+        raise PublishError(f"cannot write {path}: {error.strerror or error}") from error
+    return written_bytes
+
+
+def write_all(descriptor: int, piece: bytes | memoryview) -> int:
+    """This will write every byte of `piece`, however short the single writes are."""
+    rest = memoryview(piece).cast("B")
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]
+    return len(memoryview(piece).cast("B"))
+
+
+def write_draft(path: Path, content: bytes) -> Path:
+    """This will write `content` durably beside `path` under a name of its own; `commit` then makes it appear."""
+    draft = path.with_name(f"{path.name}.{secrets.token_hex(6)}.tmp")
+    write_new(draft, [content])
+    return draft
+
+
+def commit(draft: Path, path: Path) -> None:
+    """This will give the finished draft its final name, all at once, and make that durable.
+
+    Raises:
+        PublishError: the name is taken by another file, or the share refuses.
+    """
+    try:
+        os.link(draft, path)
+    except OSError as error:
+        if error.errno in NO_LINKS:
+            _commit_by_rename(draft, path)
+            return
+        if not _same_file(draft, path):  # "exists" may be the answer to our own link, sent twice
+            raise PublishError(f"cannot publish {path}: {error.strerror}") from error
+    if not _same_file(draft, path):
+        raise PublishError(f"cannot publish {path}: after link() it is not the file that was written")
+    sync_directory(path.parent)
+    remove(draft)
+
+
+def replace_hint(path: Path, content: bytes) -> None:
+    """This will replace a small file that nothing depends on."""
+    draft = write_draft(path, content)
+    os.replace(draft, path)
+
+
+def sync_directory(path: Path) -> None:
+    """This will make the names in a directory durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # some file systems cannot, and need not
+            raise PublishError(f"cannot make the names in {path} durable: {error.strerror}") from error
+    finally:
+        os.close(descriptor)
+
+
+def remove(path: Path) -> bool:
+    """This will remove a file if it is there, and say whether it was."""
+    try:
+        path.unlink()
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def to_json(value: object) -> bytes:
+    """This will give the one way in which a value is written, so that its hash is defined."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _same_file(draft: Path, path: Path) -> bool:
+    try:
+        ours, theirs = os.stat(draft), os.stat(path)
+    except FileNotFoundError:
+        return False
+    return (ours.st_ino, ours.st_dev) == (theirs.st_ino, theirs.st_dev) and ours.st_nlink >= 2
+
+
+def _commit_by_rename(draft: Path, path: Path) -> None:
+    if path.exists():
+        raise PublishError(f"cannot publish {path}: the name is taken, and the share has no hard links")
+    os.rename(draft, path)
+    sync_directory(path.parent)
+
+
+def _close_quietly(descriptor: int) -> None:
+    try:
+        os.close(descriptor)
+    except OSError:
+        pass  # the first error is the one that is reported

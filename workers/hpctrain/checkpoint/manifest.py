@@ -1,0 +1,231 @@
+"""What a checkpoint is: the manifest, its names, and the reading of it from JSON that is not trusted.
+
+Format: man/hpcsched-checkpoint.5.  Knows no tensors and writes no files.
+Rules: a manifest bears a checksum of itself and names its parent by name and checksum, so that a chain cannot be mixed;
+an unknown version or kind is refused, an unknown field kept out of the way.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+from hpctrain.checkpoint.files import to_json
+from hpctrain.checkpoint.pack import Packing, digest
+from hpctrain.errors import DamagedError
+
+FORMAT = "hpctrain-checkpoint"
+VERSION = 1
+HASH = "blake3"
+CHUNK_BYTES = 1 << 20
+SUFFIX = ".json"
+NAME = re.compile(r"step-(\d{10,})\.a(\d{4,})")
+ITEM_BYTES = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
+    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """A piece of a tensor: its length and hash, and where its bytes are if it is not the parent's."""
+
+    bytes: int
+    hash: str
+    packing: Packing
+    at: int = 0
+    stored: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorEntry:
+    """A tensor in chunks."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def bytes(self) -> int:
+        """The length of the tensor's content."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parent:
+    """The checkpoint that an increment stands on."""
+
+    name: str
+    checksum: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """When and by whom: what a checkpoint says beside its tensors.
+
+    `state` is the trainer's own (sampler, random numbers, schedule), JSON values only.
+    """
+
+    step: int
+    attempt: int
+    generation: int
+    world: int
+    job: str | None
+    written_at_s: float
+    state: Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """One checkpoint: a base, or an increment (of a `kind`) on its parent."""
+
+    facts: Facts
+    kind: str  # "base" or "delta"; later "gradients"
+    parent: Parent | None
+    base: str
+    depth: int  # increments since the base
+    chunk_bytes: int
+    data_file: str
+    data_bytes: int
+    tensors: tuple[TensorEntry, ...]
+
+    @property
+    def name(self) -> str:
+        """The name under which it is published, without the suffix."""
+        return checkpoint_name(self.facts.step, self.facts.attempt)
+
+
+def checkpoint_name(step: int, attempt: int) -> str:
+    """This will name the checkpoint of a step by an attempt."""
+    return f"step-{step:010d}.a{attempt:04d}"
+
+
+def order_of(name: str) -> tuple[int, int] | None:
+    """This will give (step, attempt) of a checkpoint's name, None if it is no such name."""
+    match = NAME.fullmatch(name)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def to_bytes(manifest: Manifest) -> bytes:
+    """This will write a manifest as JSON with its checksum."""
+    facts = asdict(manifest.facts) | {"state": dict(manifest.facts.state)}
+    body = {
+        "format": FORMAT,
+        "version": VERSION,
+        "hash": HASH,
+        "name": manifest.name,
+        "kind": manifest.kind,
+        "parent": asdict(manifest.parent) if manifest.parent else None,
+        "base": manifest.base,
+        "depth": manifest.depth,
+        "chunk_bytes": manifest.chunk_bytes,
+        "data": {"file": manifest.data_file, "bytes": manifest.data_bytes},
+        "tensors": [_tensor_to_json(tensor) for tensor in manifest.tensors],
+        **facts,
+    }
+    return to_json(body | {"checksum": digest(to_json(body))}) + b"\n"
+
+
+def checksum_of(content: bytes) -> str:
+    """This will give the checksum that a manifest bears, after checking it.
+
+    Raises:
+        DamagedError: the content is not what it was when it was written.
+    """
+    return _checked_body(content)[1]
+
+
+def from_bytes(content: bytes) -> Manifest:
+    """This will read a manifest.
+
+    Raises:
+        DamagedError: it is cut short, altered, of an unknown version, or its parts contradict each other.
+    """
+    body, _ = _checked_body(content)
+    try:
+        manifest = _from_json(body)
+    except (KeyError, TypeError, ValueError) as error:
+        raise DamagedError(f"a field is missing or wrong ({type(error).__name__}: {error})") from error
+    for tensor in manifest.tensors:
+        if sum(chunk.bytes for chunk in tensor.chunks) != tensor.bytes:
+            raise DamagedError(f"the chunks of {tensor.name!r} do not add up to its shape {tensor.shape}")
+    return manifest
+
+
+def _checked_body(content: bytes) -> tuple[dict[str, object], str]:
+    try:
+        body = json.loads(content)
+    except ValueError as error:
+        raise DamagedError(f"it is not whole ({error})") from error
+    if not isinstance(body, dict) or body.get("format") != FORMAT:
+        raise DamagedError("it is no checkpoint manifest")
+    if body.get("version") != VERSION or body.get("hash") != HASH:
+        raise DamagedError(
+            f"it is of version {body.get('version')} with {body.get('hash')} hashes; this program reads version "
+            f"{VERSION} with {HASH}"
+        )
+    checksum = body.pop("checksum", None)
+    if not isinstance(checksum, str) or digest(to_json(body)) != checksum:
+        raise DamagedError("its checksum does not fit its content")
+    return body, checksum
+
+
+def _tensor_to_json(tensor: TensorEntry) -> dict[str, object]:
+    chunks = []
+    for chunk in tensor.chunks:
+        entry: dict[str, object] = {"bytes": chunk.bytes, "hash": chunk.hash, "as": str(chunk.packing)}
+        if chunk.packing is not Packing.SAME:
+            entry |= {"at": chunk.at, "stored": chunk.stored}
+        chunks.append(entry)
+    return {"name": tensor.name, "dtype": tensor.dtype, "shape": list(tensor.shape), "chunks": chunks}
+
+
+def _tensor_from_json(entry: dict) -> TensorEntry:
+    if entry["dtype"] not in ITEM_BYTES:
+        raise ValueError(f"unknown dtype {entry['dtype']!r}")
+    chunks = tuple(
+        Chunk(
+            bytes=int(chunk["bytes"]),
+            hash=str(chunk["hash"]),
+            packing=Packing(chunk["as"]),
+            at=int(chunk.get("at", 0)),
+            stored=int(chunk.get("stored", 0)),
+        )
+        for chunk in entry["chunks"]
+    )
+    shape = tuple(int(size) for size in entry["shape"])
+    return TensorEntry(name=str(entry["name"]), dtype=entry["dtype"], shape=shape, chunks=chunks)
+
+
+def _from_json(body: dict) -> Manifest:
+    if body["kind"] not in ("base", "delta"):
+        raise ValueError(f"unknown kind {body['kind']!r}")
+    parent = body["parent"]
+    if (body["kind"] == "base") != (parent is None):
+        raise ValueError("a base has no parent, an increment has one")
+    data_file = str(body["data"]["file"])
+    if "/" in data_file or data_file.startswith("."):
+        raise ValueError(f"data file {data_file!r} lies outside of the directory")
+    return Manifest(
+        facts=Facts(
+            step=int(body["step"]),
+            attempt=int(body["attempt"]),
+            generation=int(body["generation"]),
+            world=int(body["world"]),
+            job=body["job"],
+            written_at_s=float(body["written_at_s"]),
+            state=body["state"],
+        ),
+        kind=body["kind"],
+        parent=Parent(name=str(parent["name"]), checksum=str(parent["checksum"])) if parent else None,
+        base=str(body["base"]),
+        depth=int(body["depth"]),
+        chunk_bytes=int(body["chunk_bytes"]),
+        data_file=data_file,
+        data_bytes=int(body["data"]["bytes"]),
+        tensors=tuple(_tensor_from_json(entry) for entry in body["tensors"]),
+    )

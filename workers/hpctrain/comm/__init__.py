@@ -1,0 +1,8 @@
+"""How ranks talk: one small interface over our MPI ring, torch.distributed and a single process."""
+
+from __future__ import annotations
+
+from hpctrain.comm.base import Communicator
+from hpctrain.comm.choose import BACKENDS, connect
+
+__all__ = ["BACKENDS", "Communicator", "connect"]

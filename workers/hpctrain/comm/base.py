@@ -1,0 +1,76 @@
+"""The interface of a group of ranks, and the group of one.
+
+Rules, for every backend: collectives are called by all ranks in the same order; tensors are contiguous; after
+`all_reduce` every rank holds the same bits, so that replicas which start equal stay equal.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Protocol
+
+import torch
+
+from hpctrain.errors import TrainError
+
+
+class Communicator(Protocol):
+    """A group of ranks that compute together."""
+
+    name: str
+    rank: int
+    size: int
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Replace `tensor` by its sum over all ranks; bit-identical on all of them."""
+
+    def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
+        """Replace `tensor` on every rank by the one of `root`."""
+
+    def barrier(self) -> None:
+        """Return when every rank has come here."""
+
+    def all_gather_object(self, value: object) -> list[object]:
+        """Every rank's (small, picklable) value, by rank."""
+
+    def abort(self, code: int) -> None:
+        """End all ranks at once; does not return."""
+
+    def close(self) -> None:
+        """Leave the group in an orderly way; all ranks do so."""
+
+
+class SingleCommunicator:
+    """The group of one: nothing to send."""
+
+    name = "single"
+    rank = 0
+    size = 1
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """The sum over one rank is the tensor."""
+
+    def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
+        """The tensor of the only rank is there already."""
+
+    def barrier(self) -> None:
+        """Nobody to wait for."""
+
+    def all_gather_object(self, value: object) -> list[object]:
+        """The only value."""
+        return [value]
+
+    def abort(self, code: int) -> None:
+        """End this process."""
+        os._exit(code)
+
+    def close(self) -> None:
+        """Nothing to leave."""
+
+
+def check_contiguous(tensor: torch.Tensor) -> None:
+    """This will refuse a tensor whose elements do not lie in one piece."""
+    if not tensor.is_contiguous():
+        raise TrainError(
+            f"cannot exchange a tensor of shape {tuple(tensor.shape)}: it is not contiguous, call .contiguous()"
+        )

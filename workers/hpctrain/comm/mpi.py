@@ -1,0 +1,98 @@
+"""A group of ranks over mpi4py: our ring for tensors, MPI's own calls for the rest.
+
+Knows how to find MPI and to say what is missing.  CUDA tensors travel through a copy on the host.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from hpctrain.comm.base import check_contiguous
+from hpctrain.comm.ring import Ring
+from hpctrain.env import INSTALL_HINTS, Place
+from hpctrain.errors import MissingPackageError, TrainError
+
+# One broadcast call carries at most this much: MPI counts are 32 bit in old libraries.
+BROADCAST_BYTES = 64 << 20
+
+
+def load_mpi() -> Any:
+    """This will start MPI and return mpi4py's module.
+
+    Raises:
+        MissingPackageError: no mpi4py, or no MPI library under it.
+    """
+    try:
+        from mpi4py import MPI  # noqa: PLC0415 (importing it calls MPI_Init)
+    except ModuleNotFoundError:
+        raise MissingPackageError(
+            f"cannot use MPI: mpi4py is not installed; install with: {INSTALL_HINTS['mpi4py']}"
+        ) from None
+    except (ImportError, RuntimeError) as error:
+        raise MissingPackageError(
+            f"cannot use MPI: mpi4py finds no MPI library ({error}); install with: {INSTALL_HINTS['mpi4py']}"
+        ) from None
+    return MPI
+
+
+class MpiCommunicator:
+    """All ranks that one mpirun started."""
+
+    name = "mpi"
+
+    def __init__(self, place: Place) -> None:
+        self._mpi = load_mpi()
+        world = self._mpi.COMM_WORLD
+        if place.world > 1 and world.Get_size() != place.world:
+            library = self._mpi.Get_library_version().splitlines()[0].strip()
+            raise TrainError(
+                f"cannot use MPI: the launcher started {place.world} ranks, but the MPI library sees "
+                f"{world.Get_size()}; mpirun and mpi4py's library ({library}) are "
+                "of different MPIs: use the mpirun that lies beside python"
+            )
+        self._comm = world.Dup()
+        self.rank: int = self._comm.Get_rank()
+        self.size: int = self._comm.Get_size()
+        self._ring = Ring(self._mpi, self._comm)
+        self._closed = False
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Sum over all ranks, in place."""
+        check_contiguous(tensor)
+        if tensor.device.type == "cpu":
+            self._ring.all_reduce(tensor.detach().view(-1))
+            return
+        host = tensor.detach().cpu()
+        self._ring.all_reduce(host.view(-1))
+        tensor.copy_(host)
+
+    def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
+        """Copy the tensor of `root` to every rank."""
+        check_contiguous(tensor)
+        host = tensor.detach().cpu().view(-1)
+        for piece in host.view(torch.uint8).split(BROADCAST_BYTES):
+            self._comm.Bcast([piece.numpy(), self._mpi.BYTE], root)
+        if tensor.device.type != "cpu":
+            tensor.copy_(host.view(tensor.shape))
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        self._comm.Barrier()
+
+    def all_gather_object(self, value: object) -> list[object]:
+        """Every rank's value, by rank."""
+        return self._comm.allgather(value)
+
+    def abort(self, code: int) -> None:
+        """Take the whole job down, whatever the other ranks are waiting for."""
+        self._mpi.COMM_WORLD.Abort(code)
+        os._exit(code)
+
+    def close(self) -> None:
+        """Free the group; MPI itself ends with the process."""
+        if not self._closed:
+            self._closed = True
+            self._comm.Free()

@@ -1,0 +1,122 @@
+"""A group of ranks over torch.distributed: Gloo on CPUs, NCCL on GPUs.
+
+Rules: every group takes its own prefix in the rendezvous store, so that a restarted group never reads an address
+of the one before.  Under mpirun the store's address is handed round by MPI; else MASTER_ADDR and MASTER_PORT say it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from hpctrain.comm.base import check_contiguous
+from hpctrain.comm.mpi import load_mpi
+from hpctrain.env import Launcher, Place
+from hpctrain.errors import TrainError
+
+TIMEOUT = timedelta(minutes=10)
+
+
+class TorchCommunicator:
+    """A torch.distributed group of all ranks; without a named backend they agree: NCCL if each has a GPU of its own."""
+
+    def __init__(self, backend: str | None, place: Place, environ: Mapping[str, str]) -> None:
+        if not dist.is_available() or (backend == "nccl" and not dist.is_nccl_available()):
+            raise TrainError(f"cannot use {backend}: this build of torch ({torch.__version__}) does not have it")
+        bare_store, rank, size = _store_for(place, environ)
+        life = environ.get("TORCHELASTIC_RESTART_COUNT", "0") + "." + environ.get("HPCSCHED_ATTEMPT", "0")
+        store = dist.PrefixStore(f"hpctrain.{life}", bare_store)
+        self.name = backend or _agreed_backend(store, rank, size, place)
+        self._device = _device_for(self.name, place)
+        dist.init_process_group(self.name, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+        self.rank = rank
+        self.size = size
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Sum over all ranks, in place; the backend's ring gives every rank the same bits."""
+        check_contiguous(tensor)
+        there = tensor.detach().to(self._device)
+        dist.all_reduce(there)
+        if there.device != tensor.device:
+            tensor.copy_(there)
+
+    def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
+        """Copy the tensor of `root` to every rank."""
+        check_contiguous(tensor)
+        there = tensor.detach().to(self._device)
+        dist.broadcast(there, src=root)
+        if there.device != tensor.device:
+            tensor.copy_(there)
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        flag = torch.zeros(1, device=self._device)
+        dist.all_reduce(flag)
+        flag.item()
+
+    def all_gather_object(self, value: object) -> list[object]:
+        """Every rank's value, by rank."""
+        values: list[object] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def abort(self, code: int) -> None:
+        """End this rank; its launcher (torchrun, hrun) then ends the others."""
+        os._exit(code)
+
+    def close(self) -> None:
+        """Leave the group."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _agreed_backend(store: dist.Store, rank: int, size: int, place: Place) -> str:
+    able = dist.is_nccl_available() and place.local_rank < torch.cuda.device_count()
+    store.set(f"own-gpu/{rank}", "yes" if able else "no")
+    answers = {store.get(f"own-gpu/{r}") for r in range(size)}
+    return "nccl" if answers == {b"yes"} else "gloo"
+
+
+def _device_for(backend: str, place: Place) -> torch.device:
+    if backend != "nccl":
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if place.local_rank >= count:
+        raise TrainError(
+            f"cannot use nccl: local rank {place.local_rank} has no GPU of its own, this host shows {count}"
+        )
+    torch.cuda.set_device(place.local_rank)
+    return torch.device("cuda", place.local_rank)
+
+
+def _store_for(place: Place, environ: Mapping[str, str]) -> tuple[dist.Store, int, int]:
+    if place.launcher is Launcher.MPI:
+        return _store_over_mpi()
+    if place.launcher is Launcher.NOBODY:
+        return dist.TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=TIMEOUT), 0, 1
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
+    if missing:
+        raise TrainError(
+            f"cannot meet the other ranks: {' and '.join(missing)} not set; start under torchrun, hrun or mpirun"
+        )
+    store, rank, size = next(dist.rendezvous("env://", place.rank, place.world, timeout=TIMEOUT))
+    return store, rank, size
+
+
+def _store_over_mpi() -> tuple[dist.Store, int, int]:
+    world = load_mpi().COMM_WORLD
+    rank, size = world.Get_rank(), world.Get_size()
+    here = socket.gethostname()
+    one_host = len(set(world.allgather(here))) == 1
+    if rank == 0:
+        host = "127.0.0.1" if one_host else here
+        store = dist.TCPStore(host, 0, size, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
+        world.bcast((host, store.port))
+        return store, rank, size
+    host, port = world.bcast(None)
+    return dist.TCPStore(host, port, size, is_master=False, timeout=TIMEOUT), rank, size

