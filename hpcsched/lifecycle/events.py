@@ -56,6 +56,11 @@ class Changed(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BecameEligible(Event):
+    """From now on only other jobs and resources keep it waiting: its age counts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Allocated(Event):
     """The attempt has its nodes, and the token of its batch step. Committed before a byte goes to a node."""
 
@@ -130,6 +135,7 @@ EVENTS: dict[str, type[Event]] = {
         Held,
         Released,
         Changed,
+        BecameEligible,
         Allocated,
         Started,
         EndRequested,

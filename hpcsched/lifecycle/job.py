@@ -17,6 +17,7 @@ from dataclasses import replace
 from hpcsched.errors import InvariantError
 from hpcsched.lifecycle.events import (
     Allocated,
+    BecameEligible,
     Changed,
     EndRequested,
     Event,
@@ -54,6 +55,7 @@ def submitted_jobs(event: Submitted, spec: JobSpec) -> tuple[Job, ...]:
         "partition": event.partition,
         "time_limit_s": event.time_limit_s,
         "not_before_s": spec.begin_at_s,
+        "eligible_at_s": None if spec.hold or spec.dependency or spec.begin_at_s else event.at_s,
     }
     if spec.array is None:
         return (Job(id=event.job_id, **common),)
@@ -88,6 +90,10 @@ def _changed(job: Job, event: Changed) -> Job:
     names = ("time_limit_s", "partition", "nice", "priority_set", "not_before_s")
     changes = {name: getattr(event, name) for name in names if getattr(event, name) is not None}
     return replace(job, **changes)
+
+
+def _became_eligible(job: Job, event: BecameEligible) -> Job:
+    return replace(job, eligible_at_s=event.at_s)
 
 
 def _allocated(job: Job, event: Allocated) -> Job:
@@ -245,6 +251,7 @@ def _table() -> dict[tuple[JobState, type[Event]], Transition]:
         ((PENDING,), Held, _held),
         ((PENDING,), Released, _released),
         ((PENDING, *on_nodes), Changed, _changed),
+        ((PENDING,), BecameEligible, _became_eligible),
         ((PENDING,), Allocated, _allocated),
         ((CONFIGURING,), Started, _started),
         ((COMPLETING,), Started, _started_while_ending),

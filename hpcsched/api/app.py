@@ -1,0 +1,224 @@
+"""The HTTP routes, version 1, over the unix socket: JSON in, JSON out.
+
+Who asks is taken from the kernel. What is asked is handed to a `Backend` (the controller); this module knows HTTP, the
+shapes of requests, and how errors look: 400, 403, 404 or 503 with ``{"error": text, "kind": class}``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
+
+from aiohttp import web
+
+from hpcsched.api.identity import Asker, asker_of, peer_uid
+from hpcsched.api.views import VERSION
+from hpcsched.errors import (
+    HpcschedError,
+    NotFoundError,
+    PermissionDeniedError,
+    ProtocolError,
+    RequestError,
+    UnavailableError,
+)
+from hpcsched.model.codec import spec_from_json
+from hpcsched.model.job import JobSpec
+
+log = logging.getLogger("hpcsched.api")
+
+MAX_BODY_BYTES = 64 << 20
+LOG_CHUNK_BYTES = 1 << 20
+LOG_WAIT_S = 20.0
+
+Json = dict[str, Any]
+
+
+class LogPart(Protocol):
+    """A piece of a job's output file."""
+
+    data: bytes
+    offset: int
+    size: int
+    path: str
+    ended: bool
+
+
+class Backend(Protocol):
+    """What the routes ask of the controller. Changes are on disk when they return; all may raise HpcschedError."""
+
+    def admins(self) -> tuple[str, ...]: ...
+    def ping(self) -> Json: ...
+    async def submit(self, asker: Asker, request_id: str, specs: list[JobSpec]) -> Json: ...
+    def test(self, asker: Asker, spec: JobSpec) -> Json: ...
+    def jobs(self, asker: Asker, query: dict[str, str]) -> Json: ...
+    def job(self, asker: Asker, reference: str) -> Json: ...
+    def story(self, asker: Asker, reference: str) -> Json: ...
+    def why(self, asker: Asker, reference: str) -> Json: ...
+    async def act(self, asker: Asker, verb: str, body: Json) -> Json: ...
+    async def nodes(self, asker: Asker, probe: bool) -> Json: ...
+    async def act_on_nodes(self, asker: Asker, verb: str, body: Json) -> Json: ...
+    def partitions(self) -> Json: ...
+    def config(self, asker: Asker) -> Json: ...
+    def history(self, asker: Asker, query: dict[str, str]) -> Json: ...
+    async def log(self, asker: Asker, reference: str, stream: str, offset: int, limit: int) -> LogPart: ...
+    async def reconfigure(self, asker: Asker) -> Json: ...
+
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+STATUS: tuple[tuple[type[HpcschedError], int], ...] = (
+    (PermissionDeniedError, 403),
+    (NotFoundError, 404),
+    (RequestError, 400),
+    (ProtocolError, 400),
+    (UnavailableError, 503),
+)
+
+
+def make_app(backend: Backend) -> web.Application:
+    """Return the application that serves `backend`."""
+    app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors])
+    routes = _Routes(backend)
+    app.add_routes(
+        [
+            web.get("/v1/ping", routes.ping),
+            web.post("/v1/submit", routes.submit),
+            web.post("/v1/test", routes.test),
+            web.get("/v1/jobs", routes.jobs),
+            web.get("/v1/job/{ref}", routes.job),
+            web.get("/v1/job/{ref}/story", routes.story),
+            web.get("/v1/job/{ref}/why", routes.why),
+            web.get("/v1/nodes", routes.nodes),
+            web.post("/v1/nodes/{verb:drain|resume|fence}", routes.act_on_nodes),
+            web.get("/v1/partitions", routes.partitions),
+            web.get("/v1/config", routes.config),
+            web.get("/v1/history", routes.history),
+            web.get("/v1/log", routes.log),
+            web.post("/v1/reconfigure", routes.reconfigure),
+            web.post("/v1/{verb:cancel|hold|release|requeue|update}", routes.act),
+        ]
+    )
+    return app
+
+
+class _Routes:
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    def _asker(self, request: web.Request) -> Asker:
+        transport = request.transport
+        if transport is None:
+            raise ProtocolError("cannot tell who asks: the connection is gone")
+        return asker_of(peer_uid(transport.get_extra_info("socket")), self._backend.admins())
+
+    async def ping(self, request: web.Request) -> web.Response:
+        return answer(self._backend.ping())
+
+    async def submit(self, request: web.Request) -> web.Response:
+        body = await _body(request)
+        jobs = body.get("jobs")
+        request_id = body.get("request_id", "")
+        if not isinstance(jobs, list) or not jobs or not isinstance(request_id, str) or len(request_id) > 200:
+            raise RequestError('cannot submit: the body must be {"request_id": text, "jobs": [...]}')
+        specs = [spec_from_json(job) for job in jobs]
+        return answer(await self._backend.submit(self._asker(request), request_id, specs))
+
+    async def test(self, request: web.Request) -> web.Response:
+        spec = spec_from_json((await _body(request)).get("job"))
+        return answer(self._backend.test(self._asker(request), spec))
+
+    async def jobs(self, request: web.Request) -> web.Response:
+        return answer(self._backend.jobs(self._asker(request), dict(request.query)))
+
+    async def job(self, request: web.Request) -> web.Response:
+        return answer(self._backend.job(self._asker(request), request.match_info["ref"]))
+
+    async def story(self, request: web.Request) -> web.Response:
+        return answer(self._backend.story(self._asker(request), request.match_info["ref"]))
+
+    async def why(self, request: web.Request) -> web.Response:
+        return answer(self._backend.why(self._asker(request), request.match_info["ref"]))
+
+    async def act(self, request: web.Request) -> web.Response:
+        body = await _body(request)
+        return answer(await self._backend.act(self._asker(request), request.match_info["verb"], body))
+
+    async def nodes(self, request: web.Request) -> web.Response:
+        return answer(await self._backend.nodes(self._asker(request), request.query.get("probe") == "1"))
+
+    async def act_on_nodes(self, request: web.Request) -> web.Response:
+        body = await _body(request)
+        return answer(await self._backend.act_on_nodes(self._asker(request), request.match_info["verb"], body))
+
+    async def partitions(self, request: web.Request) -> web.Response:
+        return answer(self._backend.partitions())
+
+    async def config(self, request: web.Request) -> web.Response:
+        return answer(self._backend.config(self._asker(request)))
+
+    async def history(self, request: web.Request) -> web.Response:
+        return answer(self._backend.history(self._asker(request), dict(request.query)))
+
+    async def reconfigure(self, request: web.Request) -> web.Response:
+        return answer(await self._backend.reconfigure(self._asker(request)))
+
+    async def log(self, request: web.Request) -> web.Response:
+        """Send a part of a job's output, waiting up to `wait_s` for there to be more."""
+        query = request.query
+        asker = self._asker(request)
+        offset, limit = _number(query, "offset", 0), min(_number(query, "limit", LOG_CHUNK_BYTES), LOG_CHUNK_BYTES)
+        wait_until_s = asyncio.get_running_loop().time() + min(_number(query, "wait_s", 0), LOG_WAIT_S)
+        pause_s = 0.05
+        while True:
+            part = await self._backend.log(asker, query.get("job", ""), query.get("stream", "out"), offset, limit)
+            now_s = asyncio.get_running_loop().time()
+            if part.data or part.ended or now_s >= wait_until_s:
+                break
+            await asyncio.sleep(min(pause_s, wait_until_s - now_s))
+            pause_s = min(pause_s * 1.5, 0.5)
+        headers = {
+            "X-Offset": str(part.offset),
+            "X-Size": str(part.size),
+            "X-Path": json.dumps(part.path),
+            "X-Ended": "1" if part.ended else "0",
+        }
+        return web.Response(body=part.data, headers=headers, content_type="application/octet-stream")
+
+
+def answer(body: Json, status: int = 200) -> web.Response:
+    """Return `body` with the version as a response."""
+    text = json.dumps({"version": VERSION, **body}, separators=(",", ":"))
+    return web.Response(text=text, status=status, content_type="application/json")
+
+
+async def _body(request: web.Request) -> Json:
+    try:
+        body = json.loads(await request.read() or b"{}")
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"cannot read the request: {error}") from None
+    if not isinstance(body, dict):
+        raise RequestError("cannot read the request: not a JSON object")
+    return body
+
+
+def _number(query: Any, name: str, default: int) -> int:
+    text = query.get(name)
+    if text is None:
+        return default
+    try:
+        return int(float(text))
+    except (ValueError, OverflowError):
+        raise RequestError(f"cannot read {name}={text!r}: not a number") from None
+
+
+@web.middleware
+async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except HpcschedError as error:
+        status = next((status for kind, status in STATUS if isinstance(error, kind)), 500)
+        return answer({"error": str(error), "kind": type(error).__name__}, status)
+    except web.HTTPException as error:
+        return answer({"error": f"cannot {request.method} {request.path}: {error.reason}", "kind": "RequestError"}, error.status)

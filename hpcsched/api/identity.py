@@ -1,0 +1,63 @@
+"""Who is at the other end of the unix socket, and what they may do.
+
+Who: as the kernel says (SO_PEERCRED, unix(7)), never what the request says.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import socket
+import struct
+from dataclasses import dataclass
+
+from hpcsched.errors import PermissionDeniedError
+from hpcsched.model.job import Job
+
+_UCRED = struct.Struct("iII")  # struct ucred: pid, uid, gid
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asker:
+    """The account behind a request. `admin`: root, the account that the controller runs as, and the configured admins."""
+
+    uid: int
+    user: str
+    admin: bool
+
+    def owns(self, job: Job) -> bool:
+        """Return whether this is the asker's job, or the asker may act as its owner."""
+        return self.admin or job.uid == self.uid
+
+    def must_own(self, job: Job, what: str) -> None:
+        """Refuse to `what` somebody else's job."""
+        if not self.owns(job):
+            raise PermissionDeniedError(
+                f"cannot {what} job {job.display_id}: it belongs to {job.user}, you are {self.user}"
+            )
+
+    def must_be_admin(self, what: str) -> None:
+        """Refuse to `what` for people who are not admins."""
+        if not self.admin:
+            raise PermissionDeniedError(f"cannot {what}: only root and the configured admins may, you are {self.user}")
+
+
+def peer_uid(sock: socket.socket) -> int:
+    """Return the uid of the process that connected, as it was when it did."""
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+    _, uid, _ = _UCRED.unpack(credentials)
+    return int(uid)
+
+
+def asker_of(uid: int, admins: tuple[str, ...]) -> Asker:
+    """Return who `uid` is to us: root, the controller's own account and the configured admins may do everything."""
+    user = user_name(uid)
+    return Asker(uid=uid, user=user, admin=uid in (0, os.getuid()) or user in admins)
+
+
+def user_name(uid: int) -> str:
+    """Return the account's name, or the number where there is none."""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)

@@ -1,0 +1,245 @@
+"""How jobs, nodes and partitions look as JSON (version 1): what `--json` prints and the commands show.
+
+What only its owner and admins may see of a job (paths, command line, comment, script, environment) is null for others.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from hpcsched.api.identity import Asker
+from hpcsched.store.world import World
+from hpcsched.jobscript.dependency import dependency_text
+from hpcsched.launch.files import job_files
+from hpcsched.model.hostlist import compress_hostlist
+from hpcsched.model.ids import NodeName
+from hpcsched.model.job import ACTIVE, SHORT_CODES, Hold, Job, JobState, Reason
+from hpcsched.model.node import Link, Node, NodeState, Partition
+from hpcsched.store.rows import StepRow
+
+VERSION = 1
+
+
+def job_view(job: Job, world: World, asker: Asker, now_s: float, *, whole: bool = False) -> dict[str, Any]:
+    """Return the job as `asker` may see it; `whole` adds script and environment."""
+    spec = job.spec
+    reason, detail, expected_s = why_waiting(job, world)
+    nodes = [share.node for share in job.shares] if job.state is not JobState.PENDING else []
+    partition = world.partitions.get(job.partition)
+    view: dict[str, Any] = {
+        "id": job.id,
+        "array_job_id": job.array_job_id,
+        "array_task_id": job.array_task_id,
+        "array_limit": spec.array.limit if spec.array else None,
+        "display_id": job.display_id,
+        "name": spec.name,
+        "user": job.user,
+        "uid": job.uid,
+        "account": spec.account,
+        "partition": job.partition,
+        "qos": spec.qos,
+        "state": job.state.value,
+        "state_short": SHORT_CODES[job.state],
+        "reason": reason.value,
+        "reason_detail": detail,
+        "hold": job.hold.value,
+        "priority": job.priority_set,
+        "nice": job.nice,
+        "attempt": job.attempt,
+        "restarts": job.restarts,
+        "submitted_at_s": job.submitted_at_s,
+        "eligible_at_s": job.eligible_at_s,
+        "not_before_s": job.not_before_s,
+        "expected_start_s": expected_s,
+        "allocated_at_s": job.allocated_at_s,
+        "started_at_s": job.started_at_s if job.state is not JobState.PENDING else None,
+        "ended_at_s": job.ended_at_s if job.state is not JobState.PENDING else None,
+        "elapsed_s": elapsed_s(job, now_s),
+        "time_limit_s": job.time_limit_s,
+        "nodes": nodes,
+        "node_list": compress_hostlist(nodes),
+        "num_nodes": len(nodes) or spec.nodes_min,
+        "num_cpus": sum(share.cpus for share in job.shares) if nodes else asked_cpus(job),
+        "num_tasks": sum(share.tasks for share in job.shares) if nodes else asked_tasks(job),
+        "cpus_per_task": spec.cpus_per_task,
+        "mem_mib": sum(share.mem_mib for share in job.shares) if nodes else spec.mem_per_node_mib,
+        "gpus": sum(len(share.gpus) for share in job.shares) if nodes else asked_gpus(job),
+        "shares": [
+            {"node": s.node, "cpus": s.cpus, "mem_mib": s.mem_mib, "gpus": list(s.gpus), "tasks": s.tasks}
+            for s in (job.shares if nodes else ())
+        ],
+        "exit_code": job.exit.code if job.exit else None,
+        "exit_signal": job.exit.signal if job.exit else None,
+        "ended_by_uid": job.ended_by_uid,
+        "requeue": spec.requeue if spec.requeue is not None else world.config.controller.requeue,
+        "exclusive": spec.exclusive,
+        "constraint": spec.constraint,
+        "dependency": dependency_text(spec),
+        "priority_tier": partition.priority_tier if partition else None,
+    }
+    view |= _private(job, asker.owns(job))
+    if whole and asker.owns(job):
+        view |= {"script": spec.script, "script_args": list(spec.script_args), "env": dict(spec.env)}
+    return view
+
+
+def _private(job: Job, shown: bool) -> dict[str, Any]:
+    if not shown:
+        return dict.fromkeys(("work_dir", "stdout", "stderr", "stdin", "submit_line", "comment", "command"))
+    files = job_files(job)
+    return {
+        "work_dir": job.spec.work_dir,
+        "stdout": files.stdout,
+        "stderr": files.stderr,
+        "stdin": files.stdin,
+        "submit_line": job.spec.submit_line,
+        "comment": job.spec.comment,
+        "command": " ".join((job.spec.name, *job.spec.script_args)),
+    }
+
+
+def asked_tasks(job: Job) -> int:
+    """Return how many tasks the job will have at least."""
+    if job.spec.ntasks is not None:
+        return job.spec.ntasks
+    return job.spec.nodes_min * (job.spec.ntasks_per_node or 1)
+
+
+def asked_cpus(job: Job) -> int:
+    """Return how many cpus the job will have at least."""
+    return asked_tasks(job) * job.spec.cpus_per_task
+
+
+def asked_gpus(job: Job) -> int:
+    """Return how many GPUs the job will have at least."""
+    spec = job.spec
+    total = sum(request.count for request in spec.gpus_total)
+    per_node = sum(request.count for request in spec.gpus_per_node) * spec.nodes_min
+    per_task = sum(request.count for request in spec.gpus_per_task) * asked_tasks(job)
+    return max(total, per_node, per_task)
+
+
+def elapsed_s(job: Job, now_s: float) -> float:
+    """Return for how long the present or last attempt has run."""
+    if job.started_at_s is None or job.state is JobState.PENDING:
+        return 0.0
+    end_s = job.ended_at_s if job.ended_at_s is not None and job.state not in ACTIVE else now_s
+    return max(0.0, end_s - job.started_at_s)
+
+
+def why_waiting(job: Job, world: World) -> tuple[Reason, str, float | None]:
+    """Return the reason, a sentence for people, and the expected start of a job that waits (or limps)."""
+    if job.state is JobState.PENDING:
+        wait = world.waits.get(job.id)
+        if wait is not None:
+            return wait.reason, wait.detail, wait.expected_start_s
+        if job.hold is not Hold.NONE:
+            return (Reason.HELD_ADMIN if job.hold is Hold.ADMIN else Reason.HELD_USER), "the job is held", None
+        return Reason.NONE, "", None
+    if job.state in ACTIVE:
+        lost = [name for name in job.held_nodes if world.nodes[name].link is Link.DOWN]
+        if lost:
+            return Reason.NODE_LOST, _limbo(lost, world), None
+    return job.reason, job.reason_detail, None
+
+
+def _limbo(lost: list[NodeName], world: World) -> str:
+    node = world.nodes[lost[0]]
+    return (
+        f"node {node.name} does not answer ({node.link_why}); the job may still run there. It goes on when the node "
+        f"answers or has been rebooted, or when an admin says that it is gone: hctl fence {node.name}"
+    )
+
+
+def node_state(node: Node, cpus_alloc: int) -> NodeState:
+    """Return the state of a node in sinfo's words."""
+    if node.link is Link.DOWN:
+        return NodeState.DOWN
+    if node.drained:
+        return NodeState.DRAINING if cpus_alloc else NodeState.DRAINED
+    if node.link is Link.UNKNOWN:
+        return NodeState.UNKNOWN
+    if not cpus_alloc:
+        return NodeState.IDLE
+    return NodeState.ALLOCATED if cpus_alloc >= node.spec.cpus else NodeState.MIXED
+
+
+def node_views(world: World) -> list[dict[str, Any]]:
+    """Return all nodes, with what is allocated of each."""
+    shares = [
+        (job.id, share) for job in world.active_jobs() for share in job.shares if share.node in job.held_nodes
+    ]
+    return [_node_view(node, [item for item in shares if item[1].node == node.name], world) for node in world.nodes.values()]
+
+
+def _node_view(node: Node, shares: list[Any], world: World) -> dict[str, Any]:
+    cpus_alloc = sum(share.cpus for _, share in shares)
+    return {
+        "name": node.name,
+        "state": node_state(node, cpus_alloc).value,
+        "link": node.link.value,
+        "link_since_s": node.link_since_s,
+        "link_why": node.link_why,
+        "drained": node.drained,
+        "drained_why": node.drained_why,
+        "drained_by": node.drained_by,
+        "drained_at_s": node.drained_at_s,
+        "host": node.spec.host,
+        "port": node.spec.port,
+        "cpus": node.spec.cpus,
+        "cpus_alloc": cpus_alloc,
+        "mem_mib": node.spec.mem_mib,
+        "mem_alloc_mib": sum(share.mem_mib for _, share in shares),
+        "gpus": [{"index": gpu.index, "type": gpu.type} for gpu in node.spec.gpus],
+        "gpus_alloc": sum(len(share.gpus) for _, share in shares),
+        "features": list(node.spec.features),
+        "partitions": [p.name for p in world.partitions.values() if node.name in p.nodes],
+        "jobs": [job_id for job_id, _ in shares],
+        "boot_id": node.boot_id,
+        "agent_version": node.agent_version,
+        "weight": node.spec.weight,
+        "facts": None,
+    }
+
+
+def partition_views(world: World) -> list[dict[str, Any]]:
+    """Return all partitions, with how many of their nodes are in which state."""
+    nodes = {view["name"]: view for view in node_views(world)}
+    return [_partition_view(partition, nodes) for partition in world.partitions.values()]
+
+
+def _partition_view(partition: Partition, nodes: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    mine = [nodes[name] for name in partition.nodes if name in nodes]
+    return {
+        "name": partition.name,
+        "default": partition.default,
+        "up": partition.up,
+        "nodes": [node["name"] for node in mine],
+        "node_list": compress_hostlist(node["name"] for node in mine),
+        "max_time_s": partition.max_time_s,
+        "default_time_s": partition.default_time_s,
+        "priority_tier": partition.priority_tier,
+        "state_counts": dict(Counter(node["state"] for node in mine)),
+        "cpus": sum(node["cpus"] for node in mine),
+        "cpus_alloc": sum(node["cpus_alloc"] for node in mine),
+    }
+
+
+def step_view(step: StepRow) -> dict[str, Any]:
+    """Return a step as `hacct` shows it."""
+    return {
+        "step": step.step,
+        "attempt": step.attempt,
+        "name": step.name,
+        "nodes": list(step.nodes),
+        "ntasks": step.ntasks,
+        "state": step.state,
+        "started_at_s": step.started_at_s,
+        "ended_at_s": step.ended_at_s,
+        "exit_code": step.exit_code,
+        "exit_signal": step.exit_signal,
+        "cpu_user_s": step.cpu_user_s,
+        "cpu_system_s": step.cpu_system_s,
+        "max_rss_kib": step.max_rss_kib,
+    }

@@ -1,0 +1,206 @@
+"""The controller's state in memory, and the transaction that changes it.
+
+`World` mirrors the rows: it is loaded from the store and changed only inside a `Transaction`, which remembers what was
+before, so that a commit that fails leaves nothing behind. The tick is synchronous: nobody sees a world between the change
+and its commit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from hpcsched.config import Config
+from hpcsched.errors import InvariantError
+from hpcsched.lifecycle.events import Event, Submitted
+from hpcsched.lifecycle.job import apply, submitted_jobs
+from hpcsched.model.ids import JobId, NodeName
+from hpcsched.model.job import ACTIVE, FINAL, Job, JobSpec, JobState
+from hpcsched.model.node import Node, Partition
+from hpcsched.sched.plan import Wait
+from hpcsched.store.rows import StepRow
+from hpcsched.store.store import Batch
+
+
+@dataclass(slots=True)
+class World:
+    """Everything the controller knows. `waits` is the last plan's word on each pending job; it is not stored."""
+
+    config: Config
+    incarnation: str
+    epoch: int
+    jobs: dict[JobId, Job] = field(default_factory=dict)
+    nodes: dict[NodeName, Node] = field(default_factory=dict)
+    partitions: dict[str, Partition] = field(default_factory=dict)
+    pending: dict[JobId, None] = field(default_factory=dict)  # ids in order of their becoming pending
+    active: dict[JobId, None] = field(default_factory=dict)
+    arrays: dict[JobId, dict[JobId, None]] = field(default_factory=dict)  # array id -> ids of its tasks
+    waits: dict[JobId, Wait] = field(default_factory=dict)
+    last_job_id: int = 0
+    last_spec_id: int = 0
+
+    def put(self, job: Job) -> None:
+        """Keep `job` in place of what was known under its id."""
+        self.jobs[job.id] = job
+        if job.array_job_id is not None:
+            self.arrays.setdefault(job.array_job_id, {})[job.id] = None
+        if job.state is JobState.PENDING:
+            self.pending[job.id] = None
+        else:
+            self.pending.pop(job.id, None)
+            self.waits.pop(job.id, None)
+        if job.state in ACTIVE:
+            self.active[job.id] = None
+        else:
+            self.active.pop(job.id, None)
+
+    def drop(self, job_id: JobId) -> None:
+        """Forget the job here (its row stays in the store)."""
+        job = self.jobs.pop(job_id, None)
+        if job is not None and job.array_job_id is not None:
+            tasks = self.arrays[job.array_job_id]
+            del tasks[job_id]
+            if not tasks:
+                del self.arrays[job.array_job_id]
+        self.pending.pop(job_id, None)
+        self.active.pop(job_id, None)
+        self.waits.pop(job_id, None)
+
+    def active_jobs(self) -> list[Job]:
+        """Return the jobs that hold nodes."""
+        return [self.jobs[job_id] for job_id in self.active]
+
+    def jobs_on(self, node: NodeName) -> list[Job]:
+        """Return the jobs that hold a part of `node`."""
+        return [job for job in self.active_jobs() if node in job.held_nodes]
+
+    def numbered(self, job_id: int) -> list[Job]:
+        """Return the job of that number, or all tasks of the array of that number; empty if there is neither."""
+        tasks = self.arrays.get(JobId(job_id))
+        if tasks is not None:
+            return [self.jobs[task] for task in tasks]
+        job = self.jobs.get(JobId(job_id))
+        return [] if job is None else [job]
+
+    def depended_on(self) -> dict[JobId, Job]:
+        """Return the jobs that a waiting job depends on."""
+        numbers = {
+            number
+            for job_id in self.pending
+            for dependency in self.jobs[job_id].spec.dependency
+            for number in dependency.job_ids
+        }
+        return {job.id: job for number in numbers for job in self.numbered(number)}
+
+    def jobs_to_plan(self) -> list[Job]:
+        """Return what a plan must look at: jobs that wait, that hold nodes, and those that others depend on."""
+        wanted = [self.jobs[job_id] for job_id in (*self.active, *self.pending)]
+        others = [job for job in self.depended_on().values() if job.state in FINAL]
+        return wanted + others
+
+    def default_partition(self) -> Partition:
+        """Return the partition for jobs that name none."""
+        for partition in self.partitions.values():
+            if partition.default:
+                return partition
+        return next(iter(self.partitions.values()))
+
+    def forget_ended(self, before_s: float, keep: int = 10_000) -> None:
+        """Drop from memory the jobs that ended before `before_s` (all but the last `keep`), unless others depend on them."""
+        ended = sorted((job for job in self.jobs.values() if job.state in FINAL), key=lambda job: job.ended_at_s or 0.0)
+        needed = self.depended_on()
+        old = len(ended) - keep
+        for i, job in enumerate(ended):
+            if (i < old or (job.ended_at_s or 0.0) < before_s) and job.id not in needed:
+                self.drop(job.id)
+
+
+class Transaction:
+    """One tick's changes to the world, to be committed as one `Batch`, or undone."""
+
+    def __init__(self, world: World, now_s: float) -> None:
+        self.world = world
+        self.now_s = now_s
+        self.batch = Batch()
+        self._jobs_before: dict[JobId, Job | None] = {}
+        self._nodes_before: dict[NodeName, Node] = {}
+        self._ids_before = (world.last_job_id, world.last_spec_id)
+
+    def record(self, event: Event) -> Job:
+        """Apply `event` to its job and note both for the commit. Returns the job as it is now."""
+        job = self.world.jobs.get(event.job_id)
+        if job is None:
+            raise InvariantError(f"cannot record {type(event).__name__}: there is no job {event.job_id}")
+        changed = apply(job, event)
+        self._put(changed)
+        self.batch.events.append(event)
+        return changed
+
+    def submit(self, spec: JobSpec, *, uid: int, user: str, partition: str, time_limit_s: int | None) -> list[Job]:
+        """Make the job (or all tasks of the array) that `spec` asks for."""
+        world = self.world
+        world.last_spec_id += 1
+        event = Submitted(
+            job_id=JobId(world.last_job_id + 1),
+            at_s=self.now_s,
+            spec_id=world.last_spec_id,
+            uid=uid,
+            user=user,
+            partition=partition,
+            time_limit_s=time_limit_s,
+        )
+        jobs = submitted_jobs(event, spec)
+        world.last_job_id += len(jobs)
+        self.batch.specs[event.spec_id] = spec
+        self.batch.events.append(event)
+        for job in jobs:
+            self._put(job)
+        return list(jobs)
+
+    def set_node(self, name: NodeName, **changes: object) -> Node:
+        """Change what is kept of a node."""
+        before = self.world.nodes[name]
+        self._nodes_before.setdefault(name, before)
+        node = replace(before, **changes)  # type: ignore[arg-type]
+        self.world.nodes[name] = node
+        self.batch.nodes[name] = node
+        return node
+
+    def put_step(self, step: StepRow) -> None:
+        """Note a step's row for the commit."""
+        self.batch.steps[(step.job_id, step.attempt, step.step)] = step
+
+    def note_request(self, uid: int, request_id: str, job_ids: list[int]) -> None:
+        """Remember what a request id made, so that a repeated request gets the same jobs."""
+        self.batch.requests.append((uid, request_id, job_ids, self.now_s))
+
+    def undo(self) -> None:
+        """Put the world back as it was before this transaction."""
+        for job_id, job in self._jobs_before.items():
+            if job is None:
+                self.world.drop(job_id)
+            else:
+                self.world.put(job)
+        self.world.nodes.update(self._nodes_before)
+        self.world.last_job_id, self.world.last_spec_id = self._ids_before
+
+    def savepoint(self) -> Transaction:
+        """Return a transaction for one request: `merge` it when the request succeeded, `undo` it when it did not."""
+        return Transaction(self.world, self.now_s)
+
+    def merge(self, inner: Transaction) -> None:
+        """Take over the changes of a `savepoint`."""
+        for job_id, job in inner._jobs_before.items():
+            self._jobs_before.setdefault(job_id, job)
+        for name, node in inner._nodes_before.items():
+            self._nodes_before.setdefault(name, node)
+        self.batch.specs |= inner.batch.specs
+        self.batch.jobs |= inner.batch.jobs
+        self.batch.events += inner.batch.events
+        self.batch.nodes |= inner.batch.nodes
+        self.batch.steps |= inner.batch.steps
+        self.batch.requests += inner.batch.requests
+
+    def _put(self, job: Job) -> None:
+        self._jobs_before.setdefault(job.id, self.world.jobs.get(job.id))
+        self.world.put(job)
+        self.batch.jobs[job.id] = job
