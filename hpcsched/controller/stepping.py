@@ -1,0 +1,212 @@
+"""Joins the step service to the controller: its words become parts of the tick, what it sends waits for the commit.
+
+Requests for steps, reports on them, and jobs that begin or end run inside a tick's transaction; what the service sends
+meanwhile is kept and goes out when the commit is done. Input, acknowledgements and signals change no row: they pass at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hpcnode import protocol
+from hpcsched.api.identity import Asker, asker_of
+from hpcsched.controller import messages, requests
+from hpcsched.controller.steprequest import read_allocation
+from hpcsched.controller.steps import HEAD, Origin, StepPlan, StepPorts, StepService
+from hpcsched.controller.tick import Controller, Ports
+from hpcsched.errors import HpcschedError
+from hpcsched.launch.environment import step_environment
+from hpcsched.lifecycle.events import EndRequested
+from hpcsched.lifecycle.job import can
+from hpcsched.model.ids import JobId, NodeName, Token
+from hpcsched.model.job import ACTIVE, ExitStatus, Job, JobState
+from hpcsched.store.rows import StepRow
+from hpcsched.store.world import Transaction
+
+Send = Callable[[], None]
+
+
+class Stepping:
+    """The step service's place in the controller."""
+
+    def __init__(
+        self,
+        controller: Controller,
+        ports: Ports,
+        *,
+        clock: Callable[[], float],
+        reply_head: Callable[[int, protocol.Message, bytes], None],
+    ) -> None:
+        self._controller = controller
+        self._world = controller.world
+        self._ports = ports
+        self._clock = clock
+        self._reply_head = reply_head
+        self._tx: Transaction | None = None
+        self._outbox: list[Send] = []
+        self.service = StepService(
+            StepPorts(
+                job=lambda job_id: self._world.jobs.get(job_id),
+                send=self._send,
+                reply=self._reply,
+                allocate=self._allocate,
+                release=self._release,
+                record=self._record,
+                new_token=self._new_token,
+                environment=self._environment,
+                account=lambda job, node: messages.account(job, self._world, node),
+                hosts=messages.hosts,
+                same_machine=lambda job: messages.same_machine(job, self._world),
+                last_step=lambda job_id, attempt: controller.store.last_step(job_id, attempt),
+                is_admin=lambda uid: self._asker(uid).admin,
+                epoch=lambda: self._world.epoch,
+                now_s=clock,
+                grace_s=self._world.config.controller.kill_wait_s,
+            )
+        )
+        controller.listener = self
+
+    # ----- what comes in
+
+    def on_from_stream(self, node: NodeName, said: protocol.FromStream, blob: bytes) -> None:
+        """Take what a step command said; only a request for a step waits for the tick."""
+        if said.message.get("type") == "StepRequest":
+            self._in_tick(lambda: self.service.on_from_stream(node, said, blob))
+        else:
+            self.service.on_from_stream(node, said, blob)
+
+    def on_stream_closed(self, origin: Origin) -> None:
+        """Take note that a step command went away."""
+        self._in_tick(lambda: self.service.on_stream_closed(origin))
+
+    def on_output(self, node: NodeName, message: protocol.Output | protocol.InputAck, blob: bytes) -> None:
+        """Pass output (or word of input taken) from a node to the step command that it is for."""
+        origin = self.service.output_origin(node, message)
+        if origin is not None:
+            self._reply(origin, message, blob)
+
+    def on_report(self, node: NodeName, report: protocol.Report) -> None:
+        """Take a report on a step, and have it acknowledged once it is on disk."""
+
+        def work() -> None:
+            self.service.on_report(node, report)
+            self._send(node, protocol.Ack(seqs=[report.seq]), b"")
+
+        self._in_tick(work)
+
+    def node_welcome(self, node: NodeName, inventory: list[dict[str, Any]]) -> None:
+        """Compare the steps known here with what the node knows."""
+        self._in_tick(lambda: self.service.node_welcome(node, inventory))
+
+    def job_running(self, job: Job) -> None:
+        """Take note of a job that has its nodes: only one without a batch step was made for a step."""
+        if not job.spec.script:
+            self._in_tick(lambda: self.service.job_running(job))
+
+    def job_ended(self, job_id: JobId) -> None:
+        """Take note of a job whose attempt is over."""
+        if self.service.concerns(job_id):
+            self._in_tick(lambda: self.service.job_ended(job_id))
+
+    def _in_tick(self, work: Callable[[], None]) -> None:
+        """Run `work` in the next tick; what it sends goes out after the commit."""
+        outbox: list[Send] = []
+
+        def inside(tx: Transaction) -> None:
+            self._tx, self._outbox = tx, outbox
+            try:
+                work()
+            finally:
+                self._tx, self._outbox = None, []
+
+        def done(result: Any) -> None:
+            if isinstance(result, HpcschedError):
+                raise result  # the service refuses in words of its own: an error here is ours
+            for send in outbox:
+                send()
+
+        self._controller.ask(inside, done)
+
+    # ----- the service's ports
+
+    def _send(self, node: NodeName, message: protocol.Message, blob: bytes) -> None:
+        self._later(lambda: self._ports.send(node, message, blob))
+
+    def _reply(self, origin: Origin, message: protocol.Message, blob: bytes) -> None:
+        node, stream = origin
+        if node == HEAD:
+            self._later(lambda: self._reply_head(stream, message, blob))
+        else:
+            wrapped = protocol.ToStream(stream=stream, message=protocol.to_json(message))
+            self._later(lambda: self._ports.send(node, wrapped, blob))
+
+    def _later(self, send: Send) -> None:
+        if self._tx is None:
+            send()
+        else:
+            self._outbox.append(send)
+
+    def _allocate(self, request: protocol.StepRequest, uid: int) -> JobId:
+        assert self._tx is not None
+        spec = read_allocation(request, self._clock())
+        made = requests.submit(self._tx, self._asker(uid), "", [spec], lambda *_: None)
+        return JobId(made[0]["job_id"])
+
+    def _release(self, job_id: JobId, exit_status: ExitStatus) -> None:
+        job = self._world.jobs.get(job_id)
+        if job is None or job.state not in ACTIVE | {JobState.PENDING} or job.state is JobState.COMPLETING:
+            return
+        failed = exit_status.code or exit_status.signal
+        outcome = JobState.FAILED if failed else JobState.COMPLETED
+        if job.state is JobState.PENDING:
+            outcome = JobState.CANCELLED
+        self._record_event(
+            job, EndRequested(job_id=job_id, at_s=self._clock(), outcome=outcome, by_uid=None, why="", exit=exit_status)
+        )
+
+    def _record_event(self, job: Job, event: EndRequested) -> None:
+        if self._tx is not None:
+            self._tx.record(event)
+            return
+
+        def work(tx: Transaction) -> None:
+            if can(tx.world.jobs[job.id], EndRequested):
+                tx.record(event)
+
+        self._controller.ask(work, _ignore)
+
+    def _record(self, row: StepRow) -> None:
+        if self._tx is not None:
+            self._tx.put_step(row)
+        else:
+            self._controller.ask(lambda tx: tx.put_step(row), _ignore)
+
+    def _new_token(self, job: Job, step: str, node: NodeName) -> str:
+        return str(
+            Token(
+                incarnation=self._world.incarnation,
+                job_id=job.id,
+                attempt=job.attempt,
+                step=step,
+                node=node,
+                nonce=self._ports.nonce(),
+            )
+        )
+
+    def _environment(self, job: Job, step: StepPlan) -> Mapping[str, str]:
+        first = self._world.nodes[step.tasks[0].node]
+        return step_environment(
+            job,
+            step.number,
+            step.tasks,
+            cluster=self._world.config.name,
+            master_addr=messages.address(first),
+        )
+
+    def _asker(self, uid: int) -> Asker:
+        return asker_of(uid, self._world.config.controller.admins)
+
+
+def _ignore(result: Any) -> None:
+    """Nothing waits for this; a failed commit has been logged by the tick."""

@@ -1,0 +1,105 @@
+"""What the step service needs of the controller, and the `Launch` of a step on one of its nodes.
+
+It knows how a step's facts are put into a message, not when one is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from hpcnode import protocol
+from hpcsched.controller.steprequest import StepOptions, expand_step_pattern
+from hpcsched.controller.stepstate import Origin, Run, Step
+from hpcsched.errors import InvariantError
+from hpcsched.launch.layout import NodeTasks
+from hpcsched.model.ids import JobId, NodeName
+from hpcsched.model.job import ExitStatus, Job
+from hpcsched.store.rows import StepRow
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """What `StepPorts.environment` is told of a step that starts."""
+
+    number: int
+    tasks: tuple[NodeTasks, ...]
+    options: StepOptions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPorts:
+    """What the service needs of the controller. None of these may call the service back."""
+
+    job: Callable[[JobId], Job | None]
+    send: Callable[[NodeName, protocol.Message, bytes], None]  # to a node's agent; may be lost if the node is away
+    reply: Callable[
+        [Origin, protocol.Message, bytes], None
+    ]  # to a step command, wrapped in ToStream where it is on a node
+    allocate: Callable[
+        [protocol.StepRequest, int], JobId
+    ]  # a job without a batch step for uid; RequestError if refused
+    release: Callable[[JobId, ExitStatus], None]  # that job is over
+    record: Callable[[StepRow], None]
+    new_token: Callable[[Job, str, NodeName], str]
+    environment: Callable[[Job, StepPlan], Mapping[str, str]]
+    account: Callable[[Job, NodeName], str]  # `user` of a Launch there: "" where the agent is nobody but itself
+    hosts: Callable[[Job], list[tuple[str, int]]]  # (node, slots) of the allocation
+    same_machine: Callable[[Job], bool]
+    recorded: Callable[[JobId, int], Sequence[StepRow]]  # the rows of the job's attempt, committed or not
+    is_admin: Callable[[int], bool]
+    epoch: Callable[[], int]
+    now_s: Callable[[], float]
+    grace_s: float  # from TERM to KILL
+
+
+def launch_of(
+    ports: StepPorts,
+    step: Step,
+    run: Run,
+    node_rank: int,
+    request: protocol.StepRequest,
+    options: StepOptions,
+    env: Mapping[str, str],
+) -> protocol.Launch:
+    """Return the order to start the tasks of `step` that are `run`, on the `node_rank`-th of its nodes."""
+    job, place, origin = step.job, run.place, step.origin
+    if place is None or origin is None:
+        raise InvariantError(f"step {job.id}.{step.number} has no place or origin at its launch")
+
+    def path(pattern: str) -> str:
+        return expand_step_pattern(pattern, job=job, step=step.number, node=run.node, node_rank=node_rank)
+
+    return protocol.Launch(
+        token=run.token,
+        job_id=job.id,
+        attempt=job.attempt,
+        step=str(step.number),
+        epoch=ports.epoch(),
+        user=ports.account(job, run.node),
+        work_dir=request.work_dir,
+        argv=list(request.argv),
+        env=dict(env),
+        tasks=protocol.TaskSet(
+            first_rank=place.tasks.first_rank,
+            count=place.tasks.count,
+            total=step.ntasks,
+            node_rank=node_rank,
+            nnodes=len(step.nodes),
+        ),
+        cpus=place.cpus,
+        mem_mib=place.mem_mib,
+        gpus=list(place.gpus),
+        stdout=path(options.stdout),
+        stderr=path(options.stderr),
+        stdin=path(options.stdin),
+        append=options.append,
+        label=options.label,
+        stream_to=protocol.Address(node=origin[0], stream=origin[1]),
+        limit_s=options.limit_s,
+        grace_s=ports.grace_s,
+        kill_on_bad_exit=options.kill_on_bad_exit,
+        lease=job.spec.lease,
+        hosts=ports.hosts(job),
+        same_machine=ports.same_machine(job),
+    )

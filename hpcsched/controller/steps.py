@@ -1,0 +1,454 @@
+"""The steps of running jobs: who may start one, where its tasks go, which step waits, how it ends.
+
+`StepService` minds every step but the batch step. It does no I/O: it speaks through the callables in
+`StepPorts`. It does not know how a job gets its nodes, what a process is, or what a row looks like on disk.
+
+Rules:
+
+- A step belongs to the stream of the step command (hrun, hrsh) that asked for it: its *origin*. If that stream closes,
+  the step ends. Only the origin may feed, signal or acknowledge; only the node that a token was made for may report
+  on it.
+- Only the job's owner, root or an admin may add a step. Who asks is what the kernel said to the head, or on a node
+  the owner of the job that the agent vouches for: user numbers of another machine mean nothing here.
+- Steps of a job that need the same cpus run one after the other, in the order of their requests, except `overlap` ones.
+- Every call may be repeated. `record` is called before the `send`s that rely on it: the caller commits in between.
+- After a restart of the controller, steps are found again by what the nodes say (`node_welcome`) and by their rows: a
+  step is over when all its nodes have spoken and nothing of it runs. What it held is not known any more, so it holds
+  nothing.
+
+Sources: srun(1); the launch protocol in hpcnode.protocol.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hpcnode import protocol
+from hpcsched.controller.stepports import StepPlan, StepPorts, launch_of
+from hpcsched.controller.steprequest import Place, StepOptions, place_step, read_options
+from hpcsched.controller.stepstate import HEAD, Origin, Run, Step, no_word, row_of, step_reports, take_end
+from hpcsched.errors import HpcschedError, NotFoundError, PermissionDeniedError, ProtocolError, RequestError
+from hpcsched.model.ids import JobId, NodeName, Token
+from hpcsched.model.job import ACTIVE, ExitStatus, Job, JobState
+
+_SIGKILL = 9
+_BUSY = "step creation temporarily disabled, retrying (Requested nodes are busy)"
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    origin: Origin
+    request: protocol.StepRequest
+    options: StepOptions | None = None
+
+
+class StepService:
+    """All steps that wait or run. See the module's rules."""
+
+    def __init__(self, ports: StepPorts) -> None:
+        self._ports = ports
+        self._steps: dict[tuple[JobId, int, int], Step] = {}
+        self._by_token: dict[str, tuple[Step, Run]] = {}
+        self._by_origin: dict[Origin, Step] = {}  # kept after the end, until the stream closes: output may still come
+        self._queues: dict[JobId, deque[_Waiting]] = {}
+        self._held: dict[JobId, _Waiting] = {}  # waits for its own job to run
+        self._numbers: dict[tuple[JobId, int], int] = {}
+        self._welcomed: set[NodeName] = set()
+        self._unclaimed: set[JobId] = set()  # allocations that run, and nobody known asked for
+
+    # ----- what step commands say
+
+    def on_from_stream(self, node: NodeName, said: protocol.FromStream, blob: bytes) -> None:
+        """Act on what the step command on a stream of `node` (HEAD: of the controller) said.
+
+        A refusal is answered with StepEnded and its error; nothing is raised.
+        """
+        origin = (node, said.stream)
+        try:
+            message = protocol.from_json(said.message)
+            match message:
+                case protocol.StepRequest():
+                    self._on_request(origin, said, message)
+                case protocol.Input() | protocol.OutputAck():
+                    self._pass_on(origin, message, blob)
+                case protocol.StepSignal():
+                    self._on_signal(origin, message.signum)
+                case _:
+                    raise ProtocolError(f"cannot take {type(message).__name__} from a step command")
+        except (HpcschedError, protocol.WireError) as error:
+            self._refuse(origin, str(error))
+
+    def on_stream_closed(self, origin: Origin) -> None:
+        """End what the step command behind `origin` had asked for: it is gone."""
+        for job_id, queue in list(self._queues.items()):
+            self._set_queue(job_id, [waiting for waiting in queue if waiting.origin != origin])
+            if len(queue) != len(self._queues.get(job_id, ())):
+                self._start_waiting(job_id)
+        for job_id, waiting in list(self._held.items()):
+            if waiting.origin == origin:
+                del self._held[job_id]
+                self._ports.release(job_id, ExitStatus(code=1))
+        step = self._by_origin.pop(origin, None)
+        if step is None:
+            return
+        step.origin = None
+        if step.finished:
+            self._forget(step)
+        else:
+            self._end(step, "its step command went away", state="CANCELLED")
+
+    # ----- what nodes say
+
+    def on_report(self, node: NodeName, report: protocol.Report) -> bool:
+        """Take in a report on a step's token; return whether it is of a step known here."""
+        found = self._by_token.get(report.token)
+        if found is None or found[1].node != node:
+            return False
+        step, run = found
+        if run.ended or step.finished:
+            return True
+        if report.status in (protocol.CLAIMED, protocol.STARTED):
+            run.started = True
+            return True
+        take_end(step, run, report)
+        if step.error or (step.kill_on_bad_exit and step.went_badly()):
+            self._end(step, "failed elsewhere" if step.error else "bad exit")
+        self._finish_if_over(step)
+        self._start_waiting(step.job.id)
+        return True
+
+    def output_origin(self, node: NodeName, output: protocol.Output | protocol.InputAck) -> Origin | None:
+        """Return where `output`, which came from `node`, must go; None: nobody wants it (drop it)."""
+        found = self._by_token.get(output.token)
+        if found is None or found[1].node != node or found[0].origin is None:
+            return None
+        return found[0].origin if found[0].origin == (output.to.node, output.to.stream) else None
+
+    def node_welcome(self, node: NodeName, inventory: Iterable[Mapping[str, Any]]) -> None:
+        """Compare what `node` knows (its `Welcome.inventory`) with what is known here, after every connection.
+
+        Steps that nobody here knows are found again if their job's attempt runs, and ended if it does not. Launches
+        that did not arrive are sent again, and so are orders to end.
+        """
+        self._welcomed.add(node)
+        said = {report.token: report for report in step_reports(inventory)}
+        for report in said.values():
+            if report.token not in self._by_token:
+                self._find_again(node, report)
+            self.on_report(node, report)
+        for step in list(self._steps.values()):
+            run = step.runs.get(node)
+            if run is None or run.ended:
+                continue
+            if run.token not in said:
+                self._absent(step, run)
+            elif step.ending:
+                self._ports.send(node, self._end_step(run, "ending"), b"")
+        for step in list(self._steps.values()):
+            self._finish_if_over(step)
+        self._release_unclaimed()
+
+    # ----- what becomes of jobs
+
+    def job_running(self, job: Job) -> None:
+        """Start the step that `job` was allocated for. Call it when a job without a batch step has its nodes.
+
+        At a restart of the controller call it again for each that runs: one that nobody asks for any more is released.
+        """
+        waiting = self._held.pop(job.id, None)
+        if waiting is None:
+            self._unclaimed.add(job.id)
+            self._release_unclaimed()
+            return
+        self._ports.reply(waiting.origin, _waiting(job.id, f"job {job.id} has been allocated resources"), b"")
+        try:
+            self._enqueue(waiting.origin, waiting.request, job)
+        except HpcschedError as error:
+            self._refuse(waiting.origin, str(error))
+            self._ports.release(job.id, ExitStatus(code=1))
+
+    def job_ended(self, job_id: JobId, why: str = "") -> None:
+        """End every step of the job's attempt, waiting or not: nothing of it is left on its nodes."""
+        text = f"job {job_id} has ended" + (f": {why}" if why else "")
+        self._unclaimed.discard(job_id)
+        waiting = list(self._queues.pop(job_id, ()))
+        if job_id in self._held:
+            waiting.append(self._held.pop(job_id))
+        for each in waiting:
+            self._refuse(each.origin, text)
+        for step in [step for step in self._steps.values() if step.job.id == job_id]:
+            step.error = step.error or text
+            step.state = step.state or "CANCELLED"
+            for run in step.runs.values():
+                run.ended = True
+            self._finish(step)
+
+    def running(self, job_id: JobId) -> list[tuple[int, str, tuple[NodeName, ...]]]:
+        """Return number, name and nodes of the job's steps that run."""
+        return [(s.number, s.name, tuple(s.runs)) for s in self._steps.values() if s.job.id == job_id]
+
+    # ----- requests
+
+    def _on_request(self, origin: Origin, said: protocol.FromStream, request: protocol.StepRequest) -> None:
+        if request.version != protocol.VERSION:
+            raise RequestError(
+                f"cannot start the step: this hrun speaks version {request.version}, the controller {protocol.VERSION}"
+            )
+        if self._is_busy(origin):
+            raise ProtocolError("cannot start a second step on one connection")
+        if request.job_id:
+            self._enqueue(origin, request, self._permitted_job(origin, said, JobId(request.job_id)))
+            return
+        if origin[0] != HEAD:
+            raise RequestError("cannot allocate a job from a node: run hrun in a job, or on the head node")
+        job_id = self._ports.allocate(request, said.uid)
+        self._held[job_id] = _Waiting(origin, request)
+        self._ports.reply(origin, _waiting(job_id, f"job {job_id} queued and waiting for resources"), b"")
+
+    def _is_busy(self, origin: Origin) -> bool:
+        waiting = [each.origin for queue in self._queues.values() for each in queue]
+        return origin in self._by_origin or origin in waiting or any(w.origin == origin for w in self._held.values())
+
+    def _permitted_job(self, origin: Origin, said: protocol.FromStream, job_id: JobId) -> Job:
+        job = self._ports.job(job_id)
+        if job is None:
+            raise NotFoundError(f"cannot start a step in job {job_id}: Invalid job id specified")
+        in_job = origin[0] != HEAD and said.job_id == job_id
+        if in_job and said.attempt != job.attempt:
+            raise RequestError(f"cannot start a step in attempt {said.attempt} of job {job_id}: it is over")
+        if not in_job and not self._may_act(self._asking_uid(origin, said), job):
+            raise PermissionDeniedError(f"cannot start a step in job {job_id}: it is {job.user}'s")
+        # The node's word that the batch step has started may come after the first hrun of its script.
+        if job.state is not JobState.RUNNING and not (in_job and job.state is JobState.CONFIGURING):
+            raise RequestError(f"cannot start a step in job {job_id}: it is {job.state}, not RUNNING")
+        return job
+
+    def _asking_uid(self, origin: Origin, said: protocol.FromStream) -> int:
+        if origin[0] == HEAD:
+            return said.uid
+        home = self._ports.job(JobId(said.job_id))
+        if home is None or home.attempt != said.attempt:
+            raise PermissionDeniedError(
+                f"cannot start a step from {origin[0]}: this command runs in no job there; run it on the head node"
+            )
+        return home.uid
+
+    def _may_act(self, uid: int, job: Job) -> bool:
+        return uid in (0, job.uid) or self._ports.is_admin(uid)
+
+    def _enqueue(self, origin: Origin, request: protocol.StepRequest, job: Job) -> None:
+        options = read_options(request, job)
+        waiting = _Waiting(origin, request, options)
+        place_step(job, options, ())  # refused now rather than after a wait
+        queue = self._queues.get(job.id)
+        if not queue or options.overlap:
+            place = place_step(job, options, self._busy(job))
+            if place is not None:
+                self._start(waiting, options, job, place)
+                return
+        self._queues.setdefault(job.id, deque()).append(waiting)
+        self._ports.reply(origin, _waiting(job.id, f"job {job.id} {_BUSY}"), b"")
+
+    def _busy(self, job: Job) -> list[Place]:
+        runs = [run for step in self._steps.values() if step.job.id == job.id for run in step.runs.values()]
+        return [run.place for run in runs if run.place is not None and not run.ended]
+
+    def _start_waiting(self, job_id: JobId) -> None:
+        """Start, in their order, the waiting steps of the job that fit now."""
+        job = self._ports.job(job_id)
+        queue = self._queues.get(job_id)
+        while job is not None and queue and queue[0].options is not None:
+            place = place_step(job, queue[0].options, self._busy(job))
+            if place is None:
+                return
+            waiting = queue.popleft()
+            self._set_queue(job_id, queue)
+            assert waiting.options is not None
+            self._start(waiting, waiting.options, job, place)
+
+    def _set_queue(self, job_id: JobId, waiting: Iterable[_Waiting]) -> None:
+        queue = deque(waiting)
+        if queue:
+            self._queues[job_id] = queue
+        else:
+            self._queues.pop(job_id, None)
+
+    # ----- start and end
+
+    def _start(self, waiting: _Waiting, options: StepOptions, job: Job, places: tuple[Place, ...]) -> None:
+        step = Step(
+            job=job,
+            number=self._next_number(job),
+            origin=waiting.origin,
+            name=options.name,
+            nodes=tuple(place.tasks.node for place in places),
+            ntasks=sum(place.tasks.count for place in places),
+            started_at_s=self._ports.now_s(),
+            kill_on_bad_exit=options.kill_on_bad_exit,
+        )
+        plan = StepPlan(number=step.number, tasks=tuple(place.tasks for place in places), options=options)
+        env = {**waiting.request.env, **self._ports.environment(job, plan)}
+        for node_rank, place in enumerate(places):
+            node = place.tasks.node
+            run = Run(node=node, token=self._ports.new_token(job, str(step.number), node), place=place)
+            run.launch = launch_of(self._ports, step, run, node_rank, waiting.request, options, env)
+            step.runs[node] = run
+        self._keep(step)
+        self._ports.record(row_of(step))
+        started = [(p.tasks.node, p.tasks.first_rank, p.tasks.count, step.runs[p.tasks.node].token) for p in places]
+        self._ports.reply(
+            waiting.origin, protocol.StepStarted(job_id=job.id, step=step.number, tasks=list(started)), b""
+        )
+        for run in step.runs.values():
+            self._ports.send(run.node, run.launch, b"")
+
+    def _next_number(self, job: Job) -> int:
+        key = (job.id, job.attempt)
+        if key not in self._numbers:
+            recorded = [int(row.step) for row in self._ports.recorded(*key) if row.step.isdigit()]
+            self._numbers[key] = max(recorded, default=-1)
+        self._numbers[key] += 1
+        return self._numbers[key]
+
+    def _keep(self, step: Step) -> None:
+        self._steps[(step.job.id, step.job.attempt, step.number)] = step
+        for run in step.runs.values():
+            self._by_token[run.token] = (step, run)
+        if step.origin is not None:
+            self._by_origin[step.origin] = step
+
+    def _end(self, step: Step, why: str, *, grace_s: float | None = None, state: str = "") -> None:
+        if step.ending and grace_s is None:
+            return
+        step.ending = True
+        step.state = step.state or state
+        for run in step.runs.values():
+            if not run.ended:
+                self._ports.send(run.node, self._end_step(run, why, grace_s), b"")
+
+    def _end_step(self, run: Run, why: str, grace_s: float | None = None) -> protocol.EndStep:
+        return protocol.EndStep(token=run.token, grace_s=self._ports.grace_s if grace_s is None else grace_s, why=why)
+
+    def _finish_if_over(self, step: Step) -> None:
+        if step.finished or not all(run.ended for run in step.runs.values()):
+            return
+        if step.found and not self._welcomed.issuperset(step.nodes):
+            return
+        if len(step.runs) < len(step.nodes):
+            step.error = step.error or "the controller was restarted: how some of the tasks ended is not known"
+        self._finish(step)
+
+    def _finish(self, step: Step) -> None:
+        step.finished = True
+        self._steps.pop((step.job.id, step.job.attempt, step.number), None)
+        row = row_of(step, ended_at_s=self._ports.now_s())
+        self._ports.record(row)
+        if step.origin is None:
+            self._forget(step)
+        else:
+            runs = step.in_rank_order()
+            ended = protocol.StepEnded(
+                codes=[code for run in runs for code in run.codes],
+                signals=[signal for run in runs for signal in run.signals],
+                error=step.error,
+            )
+            self._ports.reply(step.origin, ended, b"")
+        if step.owns_job:
+            self._ports.release(step.job.id, ExitStatus(code=row.exit_code or 0, signal=row.exit_signal or 0))
+
+    def _forget(self, step: Step) -> None:
+        for run in step.runs.values():
+            self._by_token.pop(run.token, None)
+
+    def _refuse(self, origin: Origin, error: str) -> None:
+        self._ports.reply(origin, protocol.StepEnded(codes=[], signals=[], error=error), b"")
+
+    # ----- streams and signals
+
+    def _pass_on(self, origin: Origin, message: protocol.Input | protocol.OutputAck, blob: bytes) -> None:
+        found = self._by_token.get(message.token)
+        if found is None or found[0].origin != origin:
+            raise ProtocolError("cannot reach a task of another's step")
+        self._ports.send(found[1].node, message, blob)
+
+    def _on_signal(self, origin: Origin, signum: int) -> None:
+        if not 1 <= signum <= 64:
+            raise ProtocolError(f"cannot send signal {signum}: there is none of that number")
+        step = self._by_origin.get(origin)
+        if step is None or step.finished:
+            return
+        if signum == _SIGKILL:
+            self._end(step, "killed", grace_s=0.0, state="CANCELLED")
+            return
+        for run in step.runs.values():
+            if not run.ended:
+                self._ports.send(run.node, protocol.SignalStep(token=run.token, signum=signum), b"")
+
+    # ----- after a loss of connection
+
+    def _absent(self, step: Step, run: Run) -> None:
+        """Deal with a run that its node does not know: its launch was lost on the way, or its record is lost."""
+        if run.launch is not None and not run.started and not step.ending:
+            self._ports.send(run.node, run.launch, b"")
+            return
+        if not run.started:  # bars it for ever, wherever its launch may still be
+            self._ports.send(run.node, self._end_step(run, "ending"), b"")
+            return
+        no_word(step, run, f"{run.node} knows nothing of the step any more")
+        self._end(step, "lost on another node")
+
+    def _find_again(self, node: NodeName, report: protocol.Report) -> None:
+        token = Token.parse(report.token)
+        if token.node != node:
+            return
+        job = self._ports.job(token.job_id)
+        if job is None or job.attempt != token.attempt or job.state not in ACTIVE:
+            if report.status in (protocol.CLAIMED, protocol.STARTED):
+                self._ports.send(node, protocol.EndStep(report.token, self._ports.grace_s, "its job is over"), b"")
+            return
+        step = self._steps.get((job.id, job.attempt, int(token.step)))
+        if step is None and report.stream_to is None:
+            return  # nobody can be waiting for it
+        if step is None:
+            step = self._found_step(job, int(token.step), report)
+        if not step.found or node in step.runs:
+            return
+        step.runs[node] = Run(node=node, token=report.token)
+        self._keep(step)
+
+    def _found_step(self, job: Job, number: int, report: protocol.Report) -> Step:
+        assert report.stream_to is not None
+        origin = (NodeName(report.stream_to.node), report.stream_to.stream)
+        gone = origin[0] == HEAD  # connections to the head ended with the controller that held them
+        row = next((row for row in self._ports.recorded(job.id, job.attempt) if row.step == str(number)), None)
+        nodes = row.nodes if row is not None else [share.node for share in job.shares]
+        if not gone:  # an agent answers with CloseStream if that stream is no more
+            self._ports.reply(origin, _waiting(job.id, ""), b"")
+        return Step(
+            job=job,
+            number=number,
+            origin=None if gone else origin,
+            name=row.name if row is not None else "",
+            nodes=tuple(NodeName(node) for node in nodes),
+            ntasks=row.ntasks if row is not None else 0,
+            started_at_s=(row.started_at_s if row is not None else None) or report.at_s,
+            found=True,
+            ending=gone,
+            state="CANCELLED" if gone else "",
+        )
+
+    def _release_unclaimed(self) -> None:
+        for job_id in sorted(self._unclaimed):
+            job = self._ports.job(job_id)
+            if job is not None and not self._welcomed.issuperset(share.node for share in job.shares):
+                continue
+            self._unclaimed.discard(job_id)
+            if job is not None and not any(step.job.id == job_id for step in self._steps.values()):
+                self._ports.release(job_id, ExitStatus(code=1))
+
+
+def _waiting(job_id: JobId, text: str) -> protocol.StepWaiting:
+    return protocol.StepWaiting(job_id=job_id, text=text)

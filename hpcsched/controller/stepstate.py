@@ -1,0 +1,143 @@
+"""One step as the controller follows it: its part on each node, how each part ended, and the row that is kept of it.
+
+It knows neither the job's other steps nor who must be told. `StepService` alone changes these values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from hpcnode import protocol
+from hpcsched.controller.steprequest import Place
+from hpcsched.model.ids import BATCH_STEP, NodeName, Token
+from hpcsched.model.job import Job
+from hpcsched.store.rows import StepRow
+
+Origin = tuple[NodeName, int]  # (node, stream of its agent); node "": a connection to the controller itself
+HEAD = NodeName("")
+
+_UNKNOWN_CODE = 1  # for tasks of which no exit status will ever be known
+
+
+@dataclass(slots=True)
+class Run:
+    """A step on one node. `place` and `launch` are None for one that was found again after a restart."""
+
+    node: NodeName
+    token: str
+    place: Place | None = None
+    launch: protocol.Launch | None = None
+    started: bool = False
+    ended: bool = False
+    codes: list[int] = field(default_factory=list)
+    signals: list[int] = field(default_factory=list)
+    usage: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Step:
+    """A step and all its runs. `nodes` are in rank order; `runs` of a step found again may miss some of them."""
+
+    job: Job
+    number: int
+    origin: Origin | None  # None: its step command is gone
+    name: str
+    nodes: tuple[NodeName, ...]
+    ntasks: int
+    started_at_s: float
+    runs: dict[NodeName, Run] = field(default_factory=dict)
+    kill_on_bad_exit: bool = False
+    found: bool = False  # after a restart of the controller
+    ending: bool = False
+    finished: bool = False
+    error: str = ""
+    state: str = ""  # why it ends, if not by itself: a job state's name
+
+    @property
+    def owns_job(self) -> bool:
+        """Whether the job was made for this step and is over with it."""
+        return not self.job.spec.script and self.number == 0
+
+    def in_rank_order(self) -> list[Run]:
+        """Return its runs, the one with rank 0 first."""
+        return [self.runs[node] for node in self.nodes if node in self.runs]
+
+    def went_badly(self) -> bool:
+        """Return whether a task of it failed."""
+        return any(any(run.codes) or any(run.signals) for run in self.runs.values())
+
+
+def take_end(step: Step, run: Run, report: protocol.Report) -> None:
+    """Put the final `report` on `run` into it and into `step`."""
+    run.ended = True
+    match report.status:
+        case protocol.ENDED:
+            _take_codes(step, run, report)
+        case protocol.REFUSED:
+            no_word(step, run, f"cannot start the step on {run.node}: {report.why or 'refused'}")
+        case protocol.BARRED if step.ending:
+            no_word(step, run, "")
+        case protocol.BARRED:
+            no_word(step, run, f"cannot start the step on {run.node}: its job is being ended there")
+        case _:
+            no_word(step, run, f"cannot tell how the tasks on {run.node} ended: {report.why or 'their minder died'}")
+
+
+def no_word(step: Step, run: Run, why: str) -> None:
+    """Note that the tasks of `run` have no exit status, and in `step` why that is."""
+    count = run.place.tasks.count if run.place is not None else 1
+    run.ended = True
+    run.codes, run.signals = [_UNKNOWN_CODE] * count, [0] * count
+    step.error = step.error or why
+
+
+def row_of(step: Step, ended_at_s: float | None = None) -> StepRow:
+    """Return the step's row for accounting; without `ended_at_s`, of a step that runs."""
+    runs = step.in_rank_order()
+    code = max((code for run in runs for code in run.codes), default=0)
+    signal = max((signal for run in runs for signal in run.signals), default=0)
+    usages = [run.usage for run in runs if run.usage]
+    ended = ended_at_s is not None
+    return StepRow(
+        job_id=step.job.id,
+        attempt=step.job.attempt,
+        step=str(step.number),
+        name=step.name,
+        nodes=tuple(step.nodes),
+        ntasks=step.ntasks,
+        state="RUNNING" if not ended else step.state or ("FAILED" if code or signal or step.error else "COMPLETED"),
+        started_at_s=step.started_at_s,
+        ended_at_s=ended_at_s,
+        exit_code=code if ended else None,
+        exit_signal=signal if ended else None,
+        cpu_user_s=sum(usage.get("cpu_user_s", 0.0) for usage in usages) if usages else None,
+        cpu_system_s=sum(usage.get("cpu_system_s", 0.0) for usage in usages) if usages else None,
+        max_rss_kib=int(max(usage.get("max_rss_kib", 0.0) for usage in usages)) if usages else None,
+    )
+
+
+def step_reports(inventory: Iterable[Mapping[str, Any]]) -> list[protocol.Report]:
+    """Return the reports in an agent's inventory that are of steps other than the batch step.
+
+    Raises WireError or ProtocolError for what is no report.
+    """
+    reports = [protocol.from_json({**fields, "type": "Report"}) for fields in inventory]
+    return [report for report in reports if Token.parse(report.token).step != BATCH_STEP]
+
+
+def _take_codes(step: Step, run: Run, report: protocol.Report) -> None:
+    count = run.place.tasks.count if run.place is not None else len(report.codes)
+    fits = len(report.codes) == len(report.signals) == count
+    if not fits or not all(0 <= n <= 255 for n in (*report.codes, *report.signals)):
+        no_word(step, run, f"cannot tell how the {count} tasks on {run.node} ended: it sent {len(report.codes)} exit codes")
+        return
+    run.codes, run.signals = list(report.codes), list(report.signals)
+    run.usage = dict(report.usage)
+    if report.timed_out:
+        step.state = step.state or "TIMEOUT"
+        step.error = step.error or f"the step was ended on {run.node}: its time limit was reached"
+    if report.out_of_memory:
+        step.state = step.state or "OUT_OF_MEMORY"
+        step.error = step.error or f"the step was ended on {run.node}: it used more memory than it has there"
