@@ -1,0 +1,60 @@
+"""The way onto a node: the kept-open channel to its agent, and what is sent there to begin with.
+
+`make_link` is what the controller calls. link (the loop's view) - greeting (first words) - bundle, bootstrap (what is
+copied there) - ssh, sshconfig, hostkeys (over a network) - local (this machine) - environment, files, layout (what a
+job sees).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hpcsched.config import Config
+    from hpcsched.launch.bundle import Bundle
+    from hpcsched.launch.greeting import ControllerIdentity
+    from hpcsched.launch.link import LinkEvents, NodeLink
+    from hpcsched.launch.pipe import Dial
+    from hpcsched.model.node import NodeSpec
+
+
+def make_link(
+    spec: NodeSpec,
+    config: Config,
+    *,
+    bundle: Bundle,
+    identity: ControllerIdentity,
+    events: LinkEvents,
+    loop: asyncio.AbstractEventLoop,
+) -> NodeLink:
+    """Return the link to a node of the configuration, not yet started."""
+    from hpcsched.launch.link import LinkTimes, NodeLink  # hrun's layout must not load paramiko
+
+    settings = config.controller
+    times = LinkTimes(
+        connect_s=settings.connect_timeout_s,
+        heartbeat_s=settings.heartbeat_s,
+        down_after_s=settings.node_down_after_s,
+    )
+    return NodeLink(
+        spec, dial=dial_for(spec, config), bundle=bundle, identity=identity, times=times, events=events, loop=loop
+    )
+
+
+def dial_for(spec: NodeSpec, config: Config) -> Dial:
+    """Return what opens the way onto this node: SSH, or none if it is this machine."""
+    from hpcsched.config_keys import LOCAL_HOST
+    from hpcsched.launch.local import local_dial
+    from hpcsched.launch.ssh import ssh_dial
+    from hpcsched.launch.sshconfig import SshSettings
+
+    if spec.host == LOCAL_HOST:
+        return local_dial(spec)
+    settings = SshSettings(
+        config_file=config.controller.ssh_config,
+        launch_key=config.launch_key,
+        timeout_s=config.controller.connect_timeout_s,
+        down_after_s=config.controller.node_down_after_s,
+    )
+    return ssh_dial(spec, settings)

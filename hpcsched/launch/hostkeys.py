@@ -1,0 +1,110 @@
+"""Host keys: which are believed. A node's is pinned in its configuration; a jump host's is looked up in known_hosts.
+
+A key that is not exactly the one expected is refused: nothing is ever added by itself. `@cert-authority` lines are not
+believed, because paramiko does not verify host certificates.
+
+Algorithms: what Terrapin (CVE-2023-48795) breaks is never negotiated, whether or not the peer knows strict key
+exchange: no CBC, and encrypt-then-mac only with it. Nor is anything that signs or authenticates with SHA-1 or MD5.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+
+import paramiko
+
+from hpcsched.errors import ConfigError
+from hpcsched.launch.pipe import LinkError
+
+# Filters over what the installed paramiko offers: names that it does not know do no harm.
+DISABLED_ALGORITHMS = {
+    "ciphers": ["aes128-cbc", "aes192-cbc", "aes256-cbc", "3des-cbc", "blowfish-cbc", "chacha20-poly1305@openssh.com"],
+    "macs": ["hmac-sha1", "hmac-md5", "hmac-sha1-96", "hmac-md5-96", "hmac-sha1-etm@openssh.com"],
+    "kex": [
+        "diffie-hellman-group1-sha1",
+        "diffie-hellman-group14-sha1",
+        "diffie-hellman-group-exchange-sha1",
+    ],
+    "keys": ["ssh-rsa", "ssh-dss"],
+    "pubkeys": ["ssh-rsa", "ssh-dss"],
+}
+
+
+def fingerprint(key: paramiko.PKey) -> str:
+    """Return the key's fingerprint as `ssh-keygen -l` shows it: ``SHA256:...``."""
+    return fingerprint_of(key.asbytes())
+
+
+def fingerprint_of(blob: bytes) -> str:
+    """Return the fingerprint of a public key's bytes."""
+    return "SHA256:" + base64.b64encode(hashlib.sha256(blob).digest()).decode("ascii").rstrip("=")
+
+
+def spelled(key: paramiko.PKey) -> str:
+    """Return the public key as known_hosts has it, without the name: ``ssh-ed25519 AAAA...``."""
+    return f"{key.get_name()} {base64.b64encode(key.asbytes()).decode('ascii')}"
+
+
+def blob_of(pinned: str) -> bytes:
+    """Return the bytes of a key as `spelled` writes it (the configuration has checked it)."""
+    return base64.b64decode(pinned.split()[1])
+
+
+def algorithms_for(key_type: str) -> tuple[str, ...]:
+    """Return the host key algorithms with which a server can prove that it has a key of this type."""
+    return ("rsa-sha2-512", "rsa-sha2-256") if key_type == "ssh-rsa" else (key_type,)
+
+
+def check_pinned(key: paramiko.PKey, pinned: str, where: str) -> None:
+    """Raise LinkError unless `key` is the pinned one."""
+    wanted = blob_of(pinned)
+    if key.asbytes() != wanted:
+        raise LinkError(
+            f"cannot trust {where}: its host key has changed: pinned is {fingerprint_of(wanted)}, it shows "
+            f"{fingerprint(key)}; either the machine was set up anew, then remove the node and add it again, "
+            "or somebody is in between"
+        )
+
+
+def known_keys(files: Iterable[Path], host: str, port: int) -> list[paramiko.PKey]:
+    """Return the keys that known_hosts files have for this host and port."""
+    name = host if port == 22 else f"[{host}]:{port}"
+    found: list[paramiko.PKey] = []
+    for path in files:
+        keys = paramiko.HostKeys()
+        try:
+            keys.load(str(path))
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+        entry = keys.lookup(name)
+        found += entry.values() if entry is not None else []
+    return found
+
+
+def check_known(key: paramiko.PKey, known: Iterable[paramiko.PKey], where: str) -> None:
+    """Raise LinkError unless `key` is one of `known`."""
+    prints = [fingerprint_of(each.asbytes()) for each in known]
+    if not prints:
+        raise LinkError(
+            f"cannot trust {where}: no known_hosts file has a key for it (it shows {fingerprint(key)}); "
+            "log in there once with ssh, and compare the fingerprint"
+        )
+    if fingerprint(key) not in prints:
+        raise LinkError(
+            f"cannot trust {where}: it shows the host key {fingerprint(key)}, known_hosts has {', '.join(prints)}"
+        )
+
+
+def check_agreement(transport: paramiko.Transport, where: str) -> None:
+    """Raise LinkError if what was negotiated can be cut short unseen (Terrapin)."""
+    strict = getattr(transport, "agreed_on_strict_kex", False)  # paramiko 3.4
+    if not strict and "-etm@" in (transport.remote_mac or "") and "gcm" not in transport.remote_cipher:
+        raise LinkError(
+            f"cannot trust {where}: it offers encrypt-then-mac without strict key exchange (CVE-2023-48795); "
+            "update its SSH server (OpenSSH 9.6 or newer)"
+        )

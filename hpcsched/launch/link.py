@@ -1,0 +1,309 @@
+"""The kept-open connection to one node, as the controller's event loop sees it: up, messages, down, up again.
+
+All of `NodeLink` runs on the loop's thread. Each connection, or attempt at one, is a `_Session` with threads of its
+own: one dials, greets and receives, one sends. They tell the loop what happens; what an abandoned session says is
+dropped. So nothing here waits for a network, and a thread that hangs in a library costs a thread.
+
+Rules:
+- `send` refuses while the link is not up: what a node must do is asked for again after each Welcome.
+- A link that is silent is pinged; silent for too long, it is ended, with the reason in words.
+- A node that takes nothing is ended as well, once MAX_UNSENT_BYTES wait for it.
+- Reconnects come after 1 s, then twice as long each time up to 30 s, with jitter, for as long as the link is open.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from hpcnode import protocol
+from hpcsched.launch.bundle import Bundle
+from hpcsched.launch.greeting import RECEIVE_BYTES, ControllerIdentity, Greeting, greet
+from hpcsched.launch.pipe import Abort, Dial, LinkError, Pipe
+from hpcsched.model.ids import NodeName
+from hpcsched.model.node import NodeSpec
+
+MAX_UNSENT_BYTES = 64 << 20
+MAX_UNREAD_CHUNKS = 32  # received, and not yet taken by the loop: then the node has to wait
+SEND_BYTES = 1 << 20
+STEADY_S = 10.0  # a link that was up for so long counts as one that works
+
+log = logging.getLogger("hpcsched.launch")
+
+
+class LinkEvents(Protocol):
+    """Who listens to a link. Called on the loop's thread."""
+
+    def on_up(self, node: NodeName, welcome: protocol.Welcome) -> None: ...
+
+    def on_message(self, node: NodeName, message: protocol.Message, blob: bytes) -> None: ...
+
+    def on_down(self, node: NodeName, why: str) -> None:
+        """The link was lost, or could not be made; told again when the reason changes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkTimes:
+    """Seconds. `connect` bounds each stage of an attempt."""
+
+    connect_s: float = 20.0
+    heartbeat_s: float = 15.0
+    down_after_s: float = 45.0
+    retry_first_s: float = 1.0
+    retry_most_s: float = 30.0
+
+
+class NodeLink:
+    """One node's connection. `start` it, `send` through it, `close` it."""
+
+    def __init__(
+        self,
+        spec: NodeSpec,
+        *,
+        dial: Dial,
+        bundle: Bundle,
+        identity: ControllerIdentity,
+        times: LinkTimes,
+        events: LinkEvents,
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        self.spec = spec
+        self._dial, self._bundle, self._identity = dial, bundle, identity
+        self._times, self._events, self._loop = times, events, loop
+        self._session: _Session | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._failures = 0
+        self._up_since_s: float | None = None
+        self._heard_s = 0.0
+        self._watch_due_s = 0.0
+        self._pings = 0
+        self._told = ""
+        self._closed = False
+
+    @property
+    def up(self) -> bool:
+        """Whether the agent has welcomed us and nothing has gone wrong since."""
+        return self._up_since_s is not None
+
+    def start(self) -> None:
+        """Begin to connect, and keep at it until `close`."""
+        self._connect()
+
+    def retry_now(self) -> None:
+        """Cut short the pause before the next attempt."""
+        if self._session is None and not self._closed:
+            self._connect()
+
+    def send(self, message: protocol.Message, blob: bytes = b"") -> bool:
+        """Queue a message; False: the link is not up, the message is dropped. Raises WireError if it is too long."""
+        if self._session is None or self._up_since_s is None:
+            return False
+        if not self._session.queue(protocol.encode(message, blob)):
+            self._fail(f"it takes nothing: {MAX_UNSENT_BYTES >> 20} MiB wait to be sent")
+            return False
+        return True
+
+    def close(self) -> None:
+        """End the link for good; nobody is told."""
+        self._closed = True
+        self._drop_session()
+
+    # ----- what follows is called by the loop alone
+
+    def _connect(self) -> None:
+        self._drop_session()
+        session = _Session(self)
+        self._session = session
+        self._arm(self._times.connect_s, lambda: self._timed_out(session))
+        session.start()
+
+    def _drop_session(self) -> None:
+        self._disarm()
+        if self._session is not None:
+            self._session.abort.now()
+            self._session.stop_sending()
+        self._session = None
+        self._up_since_s = None
+
+    def _arm(self, delay_s: float, call: Callable[[], None]) -> None:
+        self._disarm()
+        self._timer = self._loop.call_later(delay_s, call)
+
+    def _disarm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None
+
+    def _timed_out(self, session: _Session) -> None:
+        self._fail(f"cannot reach {self.spec.name}: no answer within {self._times.connect_s:g} s while {session.stage}")
+
+    def _fail(self, why: str) -> None:
+        """The current session is over: say so, and try again after a while."""
+        was_up_s = None if self._up_since_s is None else self._loop.time() - self._up_since_s
+        self._drop_session()
+        self._failures = 1 if was_up_s is not None and was_up_s > STEADY_S else self._failures + 1
+        longest_s = min(self._times.retry_most_s, self._times.retry_first_s * 2 ** min(self._failures - 1, 10))
+        self._arm(longest_s * random.uniform(0.5, 1.0), self._connect)
+        if was_up_s is not None or why != self._told:
+            self._told = why
+            self._events.on_down(self.spec.name, why)
+
+    def _on_stage(self, session: _Session) -> None:
+        if session is self._session and self._up_since_s is None:
+            self._arm(self._times.connect_s, lambda: self._timed_out(session))
+
+    def _on_greeting(self, session: _Session, greeting: Greeting) -> None:
+        if session is not self._session:
+            return
+        self._up_since_s = self._heard_s = self._loop.time()
+        self._told = ""
+        self._plan_watch(self._times.heartbeat_s)
+        self._events.on_up(self.spec.name, greeting.welcome)
+        self._deliver(session, greeting.rest)
+
+    def _on_chunk(self, session: _Session, messages: list[tuple[protocol.Message, bytes]]) -> None:
+        session.taken()
+        if session is self._session:
+            self._heard_s = self._loop.time()
+            self._deliver(session, messages)
+
+    def _deliver(self, session: _Session, messages: list[tuple[protocol.Message, bytes]]) -> None:
+        for message, blob in messages:
+            if session is not self._session:
+                return  # a listener closed the link
+            if isinstance(message, protocol.Goodbye):
+                self._fail(f"the agent of {self.spec.name} ended the connection: {message.why}")
+            elif isinstance(message, protocol.Ping):
+                self.send(protocol.Pong(request=message.request))
+            elif not isinstance(message, protocol.Pong):
+                self._events.on_message(self.spec.name, message, blob)
+
+    def _on_end(self, session: _Session, why: str) -> None:
+        if session is self._session:
+            self._fail(why)
+
+    def _plan_watch(self, delay_s: float) -> None:
+        self._watch_due_s = self._loop.time() + delay_s
+        self._arm(delay_s, self._watch)
+
+    def _watch(self) -> None:
+        """Ping a silent link; end one that has been silent for too long."""
+        now_s = self._loop.time()
+        if now_s - self._watch_due_s > self._times.heartbeat_s / 2:
+            self._heard_s = now_s  # it was this process that stood still: what came meanwhile is not read yet
+        silent_s = now_s - self._heard_s
+        if silent_s >= self._times.down_after_s:
+            self._fail(f"{self.spec.name} does not answer: no sign of life for {silent_s:.0f} s")
+            return
+        if silent_s >= self._times.heartbeat_s * 0.9:
+            self._pings += 1
+            self.send(protocol.Ping(request=self._pings))
+        if self._session is not None:
+            self._plan_watch(min(self._times.heartbeat_s, self._times.down_after_s - silent_s))
+
+
+class _Session:
+    """One connection or attempt, from dialling to its end: two threads, and what they share with the loop."""
+
+    def __init__(self, link: NodeLink) -> None:
+        self.abort = Abort()
+        self.stage = "starting"
+        self._link = link
+        self._loop = link._loop
+        self._unread = threading.Semaphore(MAX_UNREAD_CHUNKS)
+        self._outbox: deque[bytes] = deque()
+        self._outbox_bytes = 0
+        self._wake = threading.Condition()
+        self._ended = False
+
+    def start(self) -> None:
+        self._thread("receive", self._receive_all)
+
+    def queue(self, frame: bytes) -> bool:
+        """Hand a frame to the sender; False if too much waits already."""
+        with self._wake:
+            if self._outbox_bytes + len(frame) > MAX_UNSENT_BYTES:
+                return False
+            self._outbox.append(frame)
+            self._outbox_bytes += len(frame)
+            self._wake.notify()
+        return True
+
+    def stop_sending(self) -> None:
+        """Let the threads end; what is queued is dropped."""
+        with self._wake:
+            self._ended = True
+            self._wake.notify()
+        self._unread.release()
+
+    def taken(self) -> None:
+        """The loop has taken a chunk: one more may come."""
+        self._unread.release()
+
+    def _thread(self, what: str, run: Callable[[], None]) -> None:
+        threading.Thread(target=run, name=f"{self._link.spec.name}-{what}", daemon=True).start()
+
+    def _tell(self, call: Callable[..., None], *args: Any) -> None:
+        try:
+            self._loop.call_soon_threadsafe(call, self, *args)
+        except RuntimeError:
+            self.stop_sending()  # the loop is closed: nobody listens any more
+
+    def _progress(self, stage: str) -> None:
+        self.stage = stage
+        self._tell(self._link._on_stage)
+
+    def _receive_all(self) -> None:
+        try:
+            why = self._live()
+        except (LinkError, protocol.WireError) as error:
+            why = str(error)
+        except Exception as error:  # the edge of a thread: whatever it was, the node is not reached
+            log.exception("node %s: unexpected", self._link.spec.name)
+            why = f"cannot reach {self._link.spec.name}: {type(error).__name__}: {error}"
+        self.stop_sending()
+        self._tell(self._link._on_end, why)
+
+    def _live(self) -> str:
+        """Dial, greet and receive until the end; return why it ended."""
+        link = self._link
+        pipe = link._dial(self.abort, self._progress)
+        try:
+            greeting = greet(pipe, link.spec, link._bundle, link._identity, self._progress)
+            self._tell(link._on_greeting, greeting)
+            self._thread("send", lambda: self._send_all(pipe))
+            while not self._ended and (data := pipe.receive(RECEIVE_BYTES)):
+                messages = list(greeting.framer.feed(data))
+                self._unread.acquire()
+                self._tell(link._on_chunk, messages)
+            return f"lost the agent of {link.spec.name}: {pipe.epitaph()}"
+        finally:
+            pipe.close()
+
+    def _send_all(self, pipe: Pipe) -> None:
+        while frames := self._next_frames():
+            try:
+                pipe.send_all(frames)
+            except OSError:
+                return  # the receiver finds the end too, and says why
+
+    def _next_frames(self) -> bytes:
+        """Wait for frames and return all that fit in one write; b"" at the end."""
+        with self._wake:
+            while not self._outbox and not self._ended:
+                self._wake.wait()
+            if self._ended:
+                return b""
+            frames = [self._outbox.popleft()]
+            size = len(frames[0])
+            while self._outbox and size + len(self._outbox[0]) <= SEND_BYTES:
+                frames.append(self._outbox.popleft())
+                size += len(frames[-1])
+            self._outbox_bytes -= size
+        return b"".join(frames)

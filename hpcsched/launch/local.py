@@ -1,0 +1,97 @@
+"""The way onto a node that is this very machine: the same bootstrap and agent, without SSH between.
+
+For a head that also computes (host = "local" in its file), and for tests of the controller alone. The agent runs as
+whoever the controller is, and in its own session: it outlives the controller as it does behind SSH.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+
+from hpcsched.launch.bundle import bootstrap_argv
+from hpcsched.launch.pipe import Abort, Dial, LinkError, Pipe, Progress
+from hpcsched.model.node import NodeSpec
+
+STDERR_TAIL_BYTES = 600
+EXIT_WAIT_S = 2.0
+
+
+def local_dial(spec: NodeSpec) -> Dial:
+    """Return what opens a pipe to the bootstrap on this machine, for the node `spec`."""
+
+    def dial(abort: Abort, progress: Progress) -> Pipe:
+        progress("starting Python")
+        ours, theirs = socket.socketpair()  # unlike a pipe, a shutdown wakes whoever waits on it
+        try:
+            process = subprocess.Popen(
+                bootstrap_argv(spec.python),
+                stdin=theirs,
+                stdout=theirs,
+                stderr=subprocess.PIPE,
+                start_new_session=True,  # Ctrl-C at the controller's terminal is not for it
+            )
+        except OSError as error:
+            ours.close()
+            raise LinkError(f"cannot run {spec.python} for node {spec.name}: {error.strerror}") from None
+        finally:
+            theirs.close()
+        pipe = LocalPipe(ours, process)
+        abort.also(pipe.shut_down)
+        return pipe
+
+    return dial
+
+
+class LocalPipe:
+    """A child's stdin and stdout as one socket."""
+
+    def __init__(self, sock: socket.socket, process: subprocess.Popen[bytes]) -> None:
+        assert process.stderr is not None
+        os.set_blocking(process.stderr.fileno(), False)
+        self._sock = sock
+        self._process = process
+        self._stderr = b""
+
+    def receive(self, limit: int) -> bytes:
+        try:
+            data = self._sock.recv(limit)
+        except ConnectionError:
+            data = b""  # it ended without reading all that we sent
+        self._drain_stderr()
+        return data
+
+    def send_all(self, data: bytes) -> None:
+        self._sock.sendall(data)
+
+    def epitaph(self) -> str:
+        try:
+            how = f"it ended with status {self._process.wait(EXIT_WAIT_S)}"
+        except subprocess.TimeoutExpired:
+            how = "it closed its output"
+        self._drain_stderr()
+        last = self._stderr.decode("utf-8", "replace").strip()
+        return f"{how}: {last}" if last else how
+
+    def close(self) -> None:
+        """End the child: `attach` alone, the agent that it started is in a session of its own."""
+        self.shut_down()
+        self._sock.close()
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+        assert self._process.stderr is not None
+        self._process.stderr.close()
+
+    def shut_down(self) -> None:
+        """Wake whoever waits for it."""
+        try:
+            self._sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # it is closed already
+
+    def _drain_stderr(self) -> None:
+        assert self._process.stderr is not None
+        while data := self._process.stderr.read(65536):
+            self._stderr = (self._stderr + data)[-STDERR_TAIL_BYTES:]

@@ -1,0 +1,301 @@
+"""The way onto a node through SSH: one paramiko connection, one exec channel on it.
+
+Host keys are decided in `hostkeys`, the route in `sshconfig`; this module opens sockets, logs in and runs the
+bootstrap. It does not know what travels through the channel.
+
+Rules:
+- Everything here blocks and runs in a thread that may be left behind. What bounds it is `Abort`: the shutdown of the
+  first socket wakes every call of every hop, paramiko's own waits included.
+- Once logged in, nothing polls: paramiko looks at its socket every 0.1 s by default, to notice `close()` and keepalive
+  timers; a shutdown wakes it as well, and our own pings replace the keepalive.
+
+Sources: RFC 4252, 4254; ssh_config(5); tcp(7).
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import paramiko
+
+from hpcsched.launch import hostkeys
+from hpcsched.launch.bundle import bootstrap_command
+from hpcsched.launch.pipe import Abort, Dial, LinkError, Pipe, Progress
+from hpcsched.launch.sshconfig import Hop, SshSettings, route_to
+from hpcsched.model.node import NodeSpec
+
+IDLE_POLL_S = 60.0
+STDERR_TAIL_BYTES = 600
+EXIT_STATUS_WAIT_S = 2.0
+
+
+def ssh_dial(spec: NodeSpec, settings: SshSettings) -> Dial:
+    """Return what opens a pipe to the bootstrap on the node `spec`."""
+
+    def dial(abort: Abort, progress: Progress) -> Pipe:
+        logging.getLogger("paramiko").setLevel(logging.CRITICAL)  # it logs what it also raises, with tracebacks
+        transports = connect(spec, settings, abort, progress)
+        try:
+            progress("starting Python there")
+            return _run_bootstrap(transports, spec, settings)
+        except (paramiko.SSHException, OSError, EOFError) as error:
+            _close(transports)
+            raise LinkError(f"cannot run a command on {spec.name}: {_words(error)}") from None
+
+    return dial
+
+
+def connect(spec: NodeSpec, settings: SshSettings, abort: Abort, progress: Progress) -> tuple[paramiko.Transport, ...]:
+    """Return a logged-in transport for each hop to the node, the node's own last. Raises LinkError."""
+    route = route_to(spec, settings)
+    progress(f"connecting to {route[0].host}:{route[0].port}")
+    sock: socket.socket | paramiko.Channel = _tcp_connect(route[0], settings, abort)
+    transports: list[paramiko.Transport] = []
+    try:
+        for number, hop in enumerate(route):
+            if number:
+                progress(f"going on from {route[number - 1].where} to {hop.host}:{hop.port}")
+                sock = _forward(transports[-1], route[number - 1], hop, settings)
+            progress(f"logging in to {hop.where}")
+            transports.append(_negotiate(sock, hop, settings))
+            _log_in(transports[-1], hop)
+            sock.settimeout(IDLE_POLL_S)
+    except BaseException:
+        _close(transports)
+        sock.close()
+        raise
+    return tuple(transports)
+
+
+def peek_host_key(spec: NodeSpec, settings: SshSettings, abort: Abort) -> paramiko.PKey:
+    """Return the host key that the node shows, without believing it and without logging in to it. Raises LinkError."""
+    route = route_to(spec, settings)
+    transports: list[paramiko.Transport] = []
+    sock: socket.socket | paramiko.Channel = _tcp_connect(route[0], settings, abort)
+    try:
+        for number, hop in enumerate(route):
+            if number:
+                sock = _forward(transports[-1], route[number - 1], hop, settings)
+            if number == len(route) - 1:
+                transports.append(_key_exchange(sock, hop, settings, ()))
+                return transports[-1].get_remote_server_key()
+            transports.append(_negotiate(sock, hop, settings))
+            _log_in(transports[-1], hop)
+    except paramiko.SSHException as error:
+        raise LinkError(f"cannot speak SSH with {spec.host}: {_words(error)}") from None
+    finally:
+        _close(transports)
+        sock.close()
+    raise AssertionError("a route has at least the node")
+
+
+def _tcp_connect(hop: Hop, settings: SshSettings, abort: Abort) -> socket.socket:
+    try:
+        sock = socket.create_connection((hop.host, hop.port), timeout=settings.timeout_s)
+    except socket.gaierror as error:
+        raise LinkError(f"cannot find host {hop.host!r}: {error.strerror}") from None
+    except TimeoutError:
+        raise LinkError(f"cannot reach {hop.host}:{hop.port}: no answer within {settings.timeout_s:g} s") from None
+    except OSError as error:
+        raise LinkError(f"cannot reach {hop.host}:{hop.port}: {_words(error)}") from None
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # many small frames, each of which is waited for
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(settings.down_after_s * 1000))
+    abort.also(lambda: _shut_down(sock))
+    return sock
+
+
+def _shut_down(sock: socket.socket) -> None:
+    try:
+        sock.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass  # it is closed already
+
+
+def _forward(transport: paramiko.Transport, via: Hop, to: Hop, settings: SshSettings) -> paramiko.Channel:
+    try:
+        return transport.open_channel("direct-tcpip", (to.host, to.port), ("127.0.0.1", 0), timeout=settings.timeout_s)
+    except (paramiko.SSHException, EOFError, OSError) as error:
+        raise LinkError(f"cannot reach {to.host}:{to.port} from {via.where}: {_words(error)}") from None
+
+
+def _negotiate(sock: socket.socket | paramiko.Channel, hop: Hop, settings: SshSettings) -> paramiko.Transport:
+    """Return a transport whose far end has proved to be the host that it should be."""
+    known = [] if hop.pinned else hostkeys.known_keys(hop.known_hosts, hop.known_as, hop.port)
+    key_types = (hop.pinned.split()[0],) if hop.pinned else tuple(key.get_name() for key in known)
+    transport = _key_exchange(sock, hop, settings, key_types)
+    try:
+        key = transport.get_remote_server_key()
+        if hop.pinned:
+            hostkeys.check_pinned(key, hop.pinned, hop.where)
+        else:
+            hostkeys.check_known(key, known, hop.where)
+        hostkeys.check_agreement(transport, hop.where)
+    except BaseException:
+        transport.close()
+        raise
+    return transport
+
+
+def _key_exchange(
+    sock: socket.socket | paramiko.Channel, hop: Hop, settings: SshSettings, key_types: tuple[str, ...]
+) -> paramiko.Transport:
+    transport = paramiko.Transport(sock, disabled_algorithms=hostkeys.DISABLED_ALGORITHMS)
+    transport.banner_timeout = transport.handshake_timeout = transport.auth_timeout = settings.timeout_s
+    if key_types:
+        # Ask for the kind of key that we know, or the server shows its favourite, which we could not judge.
+        wanted = {name for key_type in key_types for name in hostkeys.algorithms_for(key_type)}
+        options = transport.get_security_options()
+        options.key_types = [name for name in options.key_types if name in wanted]
+    try:
+        transport.start_client(timeout=settings.timeout_s)
+        transport.get_remote_server_key()  # raises if the time was up
+    except (paramiko.SSHException, EOFError, OSError) as error:
+        transport.close()
+        if key_types and "host key" in str(error):
+            raise LinkError(
+                f"cannot trust {hop.where}: it no longer has a host key of type {' or '.join(key_types)}, which it was "
+                "known by; if the machine was set up anew, remove the node and add it again"
+            ) from None
+        raise LinkError(f"cannot speak SSH with {hop.where}: {_words(error)}") from None
+    return transport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Identity:
+    """A private key to try, or why it cannot be tried."""
+
+    label: str
+    key: paramiko.PKey | None
+    why_not: str = ""
+
+
+def _log_in(transport: paramiko.Transport, hop: Hop) -> None:
+    """Authenticate with the first key that the server takes. Raises LinkError that says which were tried."""
+    tried: list[str] = []
+    for identity in _identities(hop):
+        if identity.key is None:
+            tried.append(f"{identity.label} ({identity.why_not})")
+            continue
+        tried.append(f"{identity.label} ({hostkeys.fingerprint(identity.key)})")
+        try:
+            more = transport.auth_publickey(hop.user, identity.key)
+        except paramiko.BadAuthenticationType as error:
+            raise LinkError(
+                f"cannot log in to {hop.where}: it takes no public keys, only {', '.join(error.allowed_types)}"
+            ) from None
+        except paramiko.AuthenticationException:
+            if transport.is_active():
+                continue
+            break
+        except (paramiko.SSHException, EOFError, OSError) as error:
+            raise LinkError(f"cannot log in to {hop.where}: {_words(error)}") from None
+        if more:
+            raise LinkError(f"cannot log in to {hop.where}: after the key it also wants {', '.join(more)}")
+        return
+    raise LinkError(
+        f"cannot log in to {hop.where}: it refused every key; tried {', '.join(tried) or 'none, for there is none'}; "
+        "add the public half of one to ~/.ssh/authorized_keys there"
+    )
+
+
+def _identities(hop: Hop) -> Iterator[_Identity]:
+    """Yield the keys to try: files first, then those that only the SSH agent has, each once."""
+    agent = paramiko.Agent()
+    try:
+        held = {bytes(key.asbytes()): key for key in agent.get_keys()}
+        seen: set[bytes] = set()
+        for path in hop.identities:
+            if path.exists():
+                identity = _from_file(path, held)
+                blob = identity.key.asbytes() if identity.key is not None else b""
+                if not blob or blob not in seen:
+                    yield identity
+                seen.add(blob)
+        for blob, key in held.items() if hop.use_agent else ():
+            if blob not in seen:
+                yield _Identity(label=f"{key.comment or 'a key'} of the SSH agent", key=key)
+    finally:
+        agent.close()
+
+
+def _from_file(path: Path, held: dict[bytes, paramiko.AgentKey]) -> _Identity:
+    try:
+        return _Identity(label=str(path), key=paramiko.PKey.from_path(path))
+    except OSError as error:
+        return _Identity(label=str(path), key=None, why_not=_words(error))
+    except (paramiko.SSHException, paramiko.pkey.UnknownKeyType, ValueError, TypeError) as error:
+        key = _held_half(path, held)  # encrypted: the agent may have it open
+        why_not = f"damaged, or encrypted and not in the SSH agent: {_words(error)}"
+        return _Identity(label=str(path), key=key, why_not="" if key else why_not)
+
+
+def _held_half(path: Path, held: dict[bytes, paramiko.AgentKey]) -> paramiko.AgentKey | None:
+    try:
+        public = path.with_name(path.name + ".pub").read_text(encoding="utf-8")
+        return held.get(hostkeys.blob_of(public))
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _run_bootstrap(transports: tuple[paramiko.Transport, ...], spec: NodeSpec, settings: SshSettings) -> Pipe:
+    channel = transports[-1].open_session(timeout=settings.timeout_s)
+    channel.exec_command(bootstrap_command(spec.python))
+    return SshPipe(transports, channel)
+
+
+class SshPipe:
+    """The channel's stdin and stdout. One thread receives, another may send."""
+
+    def __init__(self, transports: tuple[paramiko.Transport, ...], channel: paramiko.Channel) -> None:
+        self._transports = transports
+        self._channel = channel
+        self._stderr = b""
+        self._stderr_lock = threading.Lock()
+
+    def receive(self, limit: int) -> bytes:
+        data = self._channel.recv(limit)
+        self._drain_stderr()  # unread, it would use up the window that stdout shares
+        return data
+
+    def send_all(self, data: bytes) -> None:
+        self._channel.sendall(data)
+
+    def epitaph(self) -> str:
+        self._channel.status_event.wait(EXIT_STATUS_WAIT_S)
+        self._drain_stderr()
+        status = self._channel.exit_status
+        if status == -1 and not self._transports[-1].is_active():
+            how = "the connection was lost"
+        else:
+            how = "it ended without an exit status" if status == -1 else f"it ended with status {status}"
+        last = self._stderr.decode("utf-8", "replace").strip()
+        return f"{how}: {last}" if last else how
+
+    def close(self) -> None:
+        _close(self._transports)
+
+    def _drain_stderr(self) -> None:
+        with self._stderr_lock:
+            while self._channel.recv_stderr_ready():
+                self._stderr = (self._stderr + self._channel.recv_stderr(65536))[-STDERR_TAIL_BYTES:]
+
+
+def _close(transports: tuple[paramiko.Transport, ...] | list[paramiko.Transport]) -> None:
+    """Close each; the socket of the first is shut down at once, so that no thread waits for its next poll."""
+    for transport in reversed(transports):
+        if isinstance(transport.sock, socket.socket):
+            _shut_down(transport.sock)
+        transport.close()
+
+
+def _words(error: BaseException) -> str:
+    if isinstance(error, EOFError):
+        return "the other end closed the connection"
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return text or type(error).__name__

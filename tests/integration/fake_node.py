@@ -1,0 +1,79 @@
+"""A stand-in for the agent, for tests of the link alone: a bundle whose `attach` speaks the protocol and does tricks.
+
+What it does beside answering is said by the file `behaviour` in the node's root: one word a line.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import hpcnode
+from hpcnode import protocol
+from hpcsched.launch.bundle import Bundle, build_bundle
+
+MAIN = """
+import os, sys, time
+from hpcnode import protocol
+
+def main():
+    arguments = dict(zip(sys.argv[2::2], sys.argv[3::2]))
+    root = arguments["--root"]
+    try:
+        with open(os.path.join(root, "behaviour")) as file:
+            behaviour = file.read().split()
+    except FileNotFoundError:
+        behaviour = []
+    with open(os.path.join(root, "starts"), "a") as file:
+        file.write("%d %s %s\\n" % (os.getpid(), sys.flags.isolated, os.path.basename(sys.path[0])))
+    if "complain" in behaviour:
+        sys.stderr.write("the spool is on fire\\n")
+        return 3
+    framer = protocol.Framer()
+    said_hello = False
+    while True:
+        data = os.read(0, 1 << 20)
+        if not data:
+            return 0
+        for message, blob in framer.feed(data):
+            answer, back = None, b""
+            if isinstance(message, protocol.Hello):
+                if "goodbye" in behaviour:
+                    answer = protocol.Goodbye(why="epoch 1 is lower than 7")
+                elif "garbage" in behaviour:
+                    os.write(1, b"\\xff" * 64)
+                    continue
+                else:
+                    answer = protocol.Welcome(
+                        version=protocol.VERSION, node=message.node, boot_id="b", agent_version=sys.path[0],
+                        pid=os.getpid(), epoch=message.epoch, inventory=[], facts={"root": root})
+            elif isinstance(message, protocol.Ping):
+                if "mute" not in behaviour:
+                    answer = protocol.Pong(request=message.request)
+            elif isinstance(message, protocol.Probe):
+                answer = protocol.Facts(request=message.request, facts={"got": len(blob)})
+            elif isinstance(message, protocol.ReadFile):
+                sys.stderr.write("e" * message.offset)
+                sys.stderr.flush()
+                answer = protocol.FileData(request=message.request, offset=0, size=message.limit)
+                back = bytes(i % 251 for i in range(message.limit))
+            elif isinstance(message, protocol.CloseStream):
+                sys.stderr.write("told to go")
+                return 5
+            if answer is not None:
+                frame = protocol.encode(answer, back)
+                while frame:
+                    frame = frame[os.write(1, frame):]
+"""
+
+
+def fake_bundle(extra: bytes = b"") -> Bundle:
+    """Return a bundle with the stand-in; `extra` makes its hash another."""
+    assert protocol.__file__ is not None
+    assert hpcnode.__file__ is not None
+    return build_bundle(
+        {
+            "hpcnode/__init__.py": Path(hpcnode.__file__).read_bytes(),
+            "hpcnode/protocol.py": Path(protocol.__file__).read_bytes(),
+            "hpcnode/__main__.py": MAIN.encode() + extra,
+        }
+    )
