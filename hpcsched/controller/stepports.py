@@ -46,11 +46,12 @@ class StepPorts:
     account: Callable[[Job, NodeName], str]  # `user` of a Launch there: "" where the agent is nobody but itself
     hosts: Callable[[Job], list[tuple[str, int]]]  # (node, slots) of the allocation
     same_machine: Callable[[Job], bool]
-    recorded: Callable[[JobId, int], Sequence[StepRow]]  # the rows of the job's attempt, committed or not
+    last_step: Callable[[JobId, int], int]  # the highest step number of the job's attempt in the rows, -1 if none
     is_admin: Callable[[int], bool]
     epoch: Callable[[], int]
     now_s: Callable[[], float]
     grace_s: float  # from TERM to KILL
+    recorded: Callable[[JobId, int], Sequence[StepRow]] = lambda job_id, attempt: ()  # all rows of the job's attempt
 
 
 def launch_of(

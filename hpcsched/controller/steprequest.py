@@ -1,10 +1,9 @@
-"""What a step asks for: the texts of a `StepRequest` read and checked against the job, and its place beside others.
+"""What a step asks for: the texts of a `StepRequest`, read and checked; also as a job of its own, for hrun alone.
 
-It knows shares and options, but no tokens, messages to nodes or origins; it keeps nothing.
+It knows options, but neither places nor messages to nodes; it keeps nothing.
 
-Rules: the texts come from a user, so every value is checked here and refused with what was expected. Steps that run at
-the same time use no cpu twice, and no GPU twice that one of them asked for by number, unless they overlap (srun's
---overlap). A step that asks for no GPUs sees all that the job has on its nodes.
+Rules: the texts come from a user, so every value is checked here, and refused with what was expected. Options that mean
+something to hrun alone may come along and are not looked at; an unknown one is refused.
 
 Source: srun(1).
 """
@@ -12,26 +11,75 @@ Source: srun(1).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from hpcnode import protocol
 from hpcsched.errors import RequestError
-from hpcsched.launch.layout import NodeTasks, StepShape, lay_out
-from hpcsched.model.hostlist import expand_hostlist
+from hpcsched.jobscript.values import (
+    parse_count,
+    parse_gpus,
+    parse_gres,
+    parse_limit_s,
+    parse_node_memory,
+    parse_node_names,
+    parse_nodes,
+)
+from hpcsched.launch.layout import StepShape, lay_out
 from hpcsched.model.ids import NodeName
-from hpcsched.model.job import Job
-from hpcsched.model.resources import Share
-from hpcsched.model.units import parse_mem_mib, parse_time_s
+from hpcsched.model.job import Job, JobSpec
+from hpcsched.model.resources import GpuRequest
+from hpcsched.model.units import parse_mem_mib, parse_time_s, parse_when
+
+T = TypeVar("T")
 
 MAX_ENV_BYTES = 4 << 20
 _STEP_PATTERN = re.compile(r"%(\d{0,2})([A-Za-z%])")
 
-# Options that a step may bring along although they mean something only to hrun, or to the job that is made for it.
-_ELSEWHERE = {
-    "account", "chdir", "cpu-bind", "export", "immediate", "jobid", "mpi", "partition", "qos", "wait", "constraint",
-}  # fmt: skip
+# What a step's options may be; those without a reader above mean something to hrun, or to the job made for the step.
+KNOWN_OPTIONS = frozenset(
+    [
+        "account",
+        "begin",
+        "chdir",
+        "comment",
+        "constraint",
+        "cpu-bind",
+        "cpus-per-task",
+        "error",
+        "exact",
+        "exclude",
+        "exclusive",
+        "export",
+        "gpus",
+        "gpus-per-node",
+        "gpus-per-task",
+        "gres",
+        "immediate",
+        "input",
+        "job-name",
+        "jobid",
+        "kill-on-bad-exit",
+        "label",
+        "mem",
+        "mem-per-cpu",
+        "mpi",
+        "nodelist",
+        "nodes",
+        "ntasks",
+        "ntasks-per-node",
+        "open-mode",
+        "output",
+        "overcommit",
+        "overlap",
+        "partition",
+        "qos",
+        "time",
+        "unbuffered",
+        "wait",
+    ]
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,18 +103,6 @@ class StepOptions:
     kill_on_bad_exit: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """A step's part of one node; `held_*` is what it keeps from other steps meanwhile."""
-
-    tasks: NodeTasks
-    cpus: int
-    mem_mib: int
-    gpus: tuple[int, ...]
-    held_cpus: int
-    held_gpus: tuple[int, ...]
-
-
 def read_options(request: protocol.StepRequest, job: Job) -> StepOptions:
     """Return what `request` asks for as a step of `job`.
 
@@ -74,71 +110,67 @@ def read_options(request: protocol.StepRequest, job: Job) -> StepOptions:
         RequestError: unknown or unreadable options, no command, a relative directory, an environment that cannot be.
     """
     _check_command(request)
-    given = dict(request.options)
-    take = _Taker(given)
-    nodes_min, nodes_max = _node_range(take.text("nodes"))
-    shape = StepShape(
-        nodes_min=nodes_min,
-        nodes_max=nodes_max,
-        ntasks=take.number("ntasks"),
-        cpus_per_task=take.number("cpus-per-task") or _default_cpus(job),
-        ntasks_per_node=take.number("ntasks-per-node"),
-        nodelist=_names(take.text("nodelist")),
-        exclude=_names(take.text("exclude")),
-        overcommit=take.flag("overcommit"),
-    )
-    gres = _gpu_count("gres", take.text("gres"))
-    per_node = _gpu_count("gpus-per-node", take.text("gpus-per-node"))
+    given = _Given(request.options)
+    per_node = given.value("gpus-per-node", parse_gpus)
     options = StepOptions(
-        name=take.text("job-name") or request.argv[0].rsplit("/", 1)[-1][:200],
-        shape=shape,
-        overlap=take.flag("overlap"),
-        mem_mib=take.read("mem", parse_mem_mib),
-        mem_per_cpu_mib=take.read("mem-per-cpu", parse_mem_mib),
-        gpus_total=_gpu_count("gpus", take.text("gpus")),
-        gpus_per_node=gres if per_node is None else per_node,
-        gpus_per_task=_gpu_count("gpus-per-task", take.text("gpus-per-task")),
-        limit_s=take.read("time", parse_time_s),
-        stdout=take.text("output"),
-        stderr=take.text("error"),
-        stdin=take.text("input"),
-        append=take.text("open-mode") == "append",
-        label=take.flag("label"),
-        kill_on_bad_exit=take.flag("kill-on-bad-exit"),
+        name=_name(request, given),
+        shape=_shape(given, job),
+        overlap=given.flag("overlap"),
+        mem_mib=given.value("mem", parse_mem_mib),
+        mem_per_cpu_mib=given.value("mem-per-cpu", parse_mem_mib),
+        gpus_total=_count(given.value("gpus", parse_gpus)),
+        gpus_per_node=_count(given.value("gres", parse_gres) if per_node is None else per_node),
+        gpus_per_task=_count(given.value("gpus-per-task", parse_gpus)),
+        limit_s=given.value("time", parse_time_s),
+        stdout=given.text("output"),
+        stderr=given.text("error"),
+        stdin=given.text("input"),
+        append=given.text("open-mode") == "append",
+        label=given.flag("label"),
+        kill_on_bad_exit=given.flag("kill-on-bad-exit"),
     )
-    take.accept("exact", "exclusive")  # steps share a job exactly in any case
-    unknown = sorted(set(given) - take.known - _ELSEWHERE)
-    if unknown:
-        raise RequestError(f"cannot start the step: unknown option {unknown[0][:60]!r}")
-    if "cpus-per-task" not in given:
-        options = _with_fitting_cpus(options, job)
-    return options
+    return options if given.text("cpus-per-task") else _with_fitting_cpus(options, job)
 
 
-def place_step(job: Job, options: StepOptions, busy: Sequence[Place]) -> tuple[Place, ...] | None:
-    """Return the step's place in `job` beside the `busy` places of its running steps; None: it has to wait.
+def read_allocation(request: protocol.StepRequest, now_s: float) -> JobSpec:
+    """Return the job, without a batch step, that must be allocated before `request` can be a step of it.
 
     Raises:
-        RequestError: it would not fit if the job ran nothing else.
+        RequestError: as `read_options`.
     """
-    full = lay_out(job.shares, options.shape)
-    alone = _places(job.shares, full, options, {})
-    if options.overlap:
-        return alone
-    used_cpus: dict[NodeName, int] = {}
-    used_gpus: dict[NodeName, set[int]] = {}
-    for place in busy:
-        node = place.tasks.node
-        used_cpus[node] = used_cpus.get(node, 0) + place.held_cpus
-        used_gpus.setdefault(node, set()).update(place.held_gpus)
-    free = [replace(share, cpus=max(0, share.cpus - used_cpus.get(share.node, 0))) for share in job.shares]
-    try:
-        layout = lay_out(free, options.shape)
-        if sum(part.count for part in layout) != sum(part.count for part in full):
-            return None
-        return _places(job.shares, layout, options, used_gpus)
-    except RequestError:
-        return None
+    _check_command(request)
+    given = _Given(request.options)
+    nodes = given.value("nodes", parse_nodes)
+    low, high = nodes or (1, 1)
+    return JobSpec(
+        name=_name(request, given),
+        script="",
+        work_dir=request.work_dir,
+        submit_line=" ".join(("hrun", *request.argv))[:1000],
+        account=given.text("account"),
+        partition=given.text("partition"),
+        qos=given.text("qos"),
+        comment=given.text("comment"),
+        time_limit_s=given.value("time", parse_limit_s),
+        nodes_min=low,
+        nodes_max=high,
+        nodes_given=nodes is not None,
+        ntasks=given.value("ntasks", parse_count),
+        ntasks_per_node=given.value("ntasks-per-node", parse_count),
+        cpus_per_task=given.value("cpus-per-task", parse_count) or 1,
+        cpus_per_task_given=bool(given.text("cpus-per-task")),
+        mem_per_node_mib=given.value("mem", parse_node_memory),
+        mem_per_cpu_mib=given.value("mem-per-cpu", parse_mem_mib),
+        gpus_per_node=given.value("gpus-per-node", parse_gpus) or given.value("gres", parse_gres) or (),
+        gpus_total=given.value("gpus", parse_gpus) or (),
+        gpus_per_task=given.value("gpus-per-task", parse_gpus) or (),
+        exclusive=given.flag("exclusive"),
+        nodelist=given.value("nodelist", parse_node_names) or (),
+        exclude=given.value("exclude", parse_node_names) or (),
+        constraint=given.text("constraint"),
+        begin_at_s=_begin(given, now_s),
+        requeue=False,
+    )
 
 
 def expand_step_pattern(pattern: str, *, job: Job, step: int, node: NodeName, node_rank: int) -> str:
@@ -165,37 +197,28 @@ def expand_step_pattern(pattern: str, *, job: Job, step: int, node: NodeName, no
     return _STEP_PATTERN.sub(fill, pattern)
 
 
-class _Taker:
-    """Reads options by name, and remembers which names there are."""
+class _Given:
+    """The options that came, read by name."""
 
-    def __init__(self, given: Mapping[str, Any]) -> None:
-        self._given = given
-        self.known: set[str] = set()
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        unknown = sorted(set(options) - KNOWN_OPTIONS)
+        if unknown:
+            raise RequestError(f"cannot start the step: unknown option {unknown[0][:60]!r}")
+        self._options = options
 
     def text(self, name: str) -> str:
-        self.known.add(name)
-        value = self._given.get(name, "")
+        value = self._options.get(name, "")
         if not isinstance(value, str) or "\0" in value:
             raise RequestError(f"cannot read --{name}: it needs a value")
         return value
 
-    def accept(self, *names: str) -> None:
-        self.known.update(names)
-
     def flag(self, name: str) -> bool:
-        self.known.add(name)
-        value = self._given.get(name, False)
+        value = self._options.get(name, False)
         if not isinstance(value, bool):
             raise RequestError(f"cannot read --{name}: it is on or off")
         return value
 
-    def number(self, name: str) -> int | None:
-        text = self.text(name)
-        if text and not re.fullmatch(r"[0-9]{1,9}", text):
-            raise RequestError(f"cannot read --{name}={text[:60]!r}: a number is needed")
-        return int(text) if text else None
-
-    def read(self, name: str, parse: Callable[[str], int | None]) -> int | None:
+    def value(self, name: str, parse: Callable[[str], T]) -> T | None:
         text = self.text(name)
         return parse(text) if text else None
 
@@ -216,6 +239,34 @@ def _check_command(request: protocol.StepRequest) -> None:
         raise RequestError(f"cannot start a step: its environment has {size} bytes, {MAX_ENV_BYTES} are the most")
 
 
+def _name(request: protocol.StepRequest, given: _Given) -> str:
+    return given.text("job-name") or request.argv[0].rsplit("/", 1)[-1][:200]
+
+
+def _shape(given: _Given, job: Job) -> StepShape:
+    nodes_min, nodes_max = given.value("nodes", parse_nodes) or (None, None)
+    return StepShape(
+        nodes_min=nodes_min,
+        nodes_max=nodes_max,
+        ntasks=given.value("ntasks", parse_count),
+        cpus_per_task=given.value("cpus-per-task", parse_count) or _default_cpus(job),
+        ntasks_per_node=given.value("ntasks-per-node", parse_count),
+        nodelist=given.value("nodelist", parse_node_names) or (),
+        exclude=given.value("exclude", parse_node_names) or (),
+        overcommit=given.flag("overcommit"),
+    )
+
+
+def _begin(given: _Given, now_s: float) -> int | None:
+    text = given.text("begin")
+    return int(parse_when(text, now_s)) if text else None
+
+
+def _count(requests: tuple[GpuRequest, ...] | None) -> int | None:
+    """Return how many GPUs these are; their type was settled when the job got its nodes."""
+    return None if requests is None else sum(request.count for request in requests)
+
+
 def _default_cpus(job: Job) -> int:
     return job.spec.cpus_per_task if job.spec.cpus_per_task_given else 1
 
@@ -227,84 +278,3 @@ def _with_fitting_cpus(options: StepOptions, job: Job) -> StepOptions:
     except RequestError:
         return replace(options, shape=replace(options.shape, cpus_per_task=1))
     return options
-
-
-def _node_range(text: str) -> tuple[int | None, int | None]:
-    match = re.fullmatch(r"([0-9]{1,6})(?:-([0-9]{1,6}))?", text)
-    if text and match is None:
-        raise RequestError(f"cannot read --nodes={text[:60]!r}: a number or min-max is needed")
-    if match is None:
-        return None, None
-    return int(match[1]), int(match[2]) if match[2] else None
-
-
-def _names(text: str) -> tuple[NodeName, ...]:
-    return tuple(NodeName(name) for name in expand_hostlist(text)) if text else ()
-
-
-def _gpu_count(option: str, text: str) -> int | None:
-    """Return the GPUs in `2`, `a100:2`, `gpu`, `gpu:a100:2` or `none`; which type is settled with the job's nodes."""
-    if not text:
-        return None
-    if text == "none":
-        return 0
-    words = text.split(":")
-    if option == "gres" and words.pop(0) != "gpu":
-        raise RequestError(f"cannot give a step --gres={text[:60]!r}: only gpu is known")
-    count = words.pop() if words and words[-1].isdigit() else "1"
-    if len(words) > 1 or len(count) > 6 or (option != "gres" and words == [text]):
-        raise RequestError(f"cannot read --{option}={text[:60]!r}: a number or type:number is needed")
-    return int(count)
-
-
-def _places(
-    shares: Sequence[Share],
-    layout: Sequence[NodeTasks],
-    options: StepOptions,
-    used_cpus: Mapping[NodeName, int],
-    used_gpus: Mapping[NodeName, set[int]],
-) -> tuple[Place, ...]:
-    by_node = {share.node: share for share in shares}
-    places = []
-    left = options.gpus_total
-    for part in layout:
-        share = by_node[part.node]
-        cpus = min(part.count * options.shape.cpus_per_task, share.cpus)
-        free = [gpu for gpu in share.gpus if gpu not in used_gpus.get(part.node, ())]
-        wanted = _gpus_wanted(options, part.count)
-        if wanted is None and left is not None:
-            wanted = min(left, len(free))
-            left -= wanted
-        if wanted is not None and wanted > len(free):
-            raise RequestError(
-                f"cannot give the step {wanted} GPUs on {part.node}: the job has {len(share.gpus)} there"
-            )
-        places.append(
-            Place(
-                tasks=part,
-                cpus=cpus,
-                mem_mib=_memory(options, share, cpus),
-                gpus=share.gpus if wanted is None else tuple(free[:wanted]),
-                held_cpus=0 if options.overlap else cpus,
-                held_gpus=() if options.overlap or wanted is None else tuple(free[:wanted]),
-            )
-        )
-    if left:
-        held = sum(len(share.gpus) for share in shares)
-        raise RequestError(f"cannot give the step {options.gpus_total} GPUs: the job has {held}")
-    return tuple(places)
-
-
-def _gpus_wanted(options: StepOptions, count: int) -> int | None:
-    if options.gpus_per_task is not None:
-        return options.gpus_per_task * count
-    return options.gpus_per_node
-
-
-def _memory(options: StepOptions, share: Share, cpus: int) -> int:
-    wanted = options.mem_mib
-    if wanted is None and options.mem_per_cpu_mib is not None:
-        wanted = options.mem_per_cpu_mib * cpus
-    if wanted is not None and share.mem_mib and wanted > share.mem_mib:
-        raise RequestError(f"cannot give the step {wanted} MiB on {share.node}: the job has {share.mem_mib} MiB there")
-    return wanted or share.mem_mib

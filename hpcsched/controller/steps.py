@@ -27,8 +27,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpcnode import protocol
+from hpcsched.controller.stepplace import Place, place_step
 from hpcsched.controller.stepports import StepPlan, StepPorts, launch_of
-from hpcsched.controller.steprequest import Place, StepOptions, place_step, read_options
+from hpcsched.controller.steprequest import StepOptions, read_options
 from hpcsched.controller.stepstate import HEAD, Origin, Run, Step, no_word, row_of, step_reports, take_end
 from hpcsched.errors import HpcschedError, NotFoundError, PermissionDeniedError, ProtocolError, RequestError
 from hpcsched.model.ids import JobId, NodeName, Token
@@ -186,6 +187,11 @@ class StepService:
                 run.ended = True
             self._finish(step)
 
+    def concerns(self, job_id: JobId) -> bool:
+        """Return whether a step of the job waits or runs here, or one is awaited."""
+        known = job_id in self._queues or job_id in self._held or job_id in self._unclaimed
+        return known or any(step.job.id == job_id for step in self._steps.values())
+
     def running(self, job_id: JobId) -> list[tuple[int, str, tuple[NodeName, ...]]]:
         """Return number, name and nodes of the job's steps that run."""
         return [(s.number, s.name, tuple(s.runs)) for s in self._steps.values() if s.job.id == job_id]
@@ -308,8 +314,7 @@ class StepService:
     def _next_number(self, job: Job) -> int:
         key = (job.id, job.attempt)
         if key not in self._numbers:
-            recorded = [int(row.step) for row in self._ports.recorded(*key) if row.step.isdigit()]
-            self._numbers[key] = max(recorded, default=-1)
+            self._numbers[key] = self._ports.last_step(*key)
         self._numbers[key] += 1
         return self._numbers[key]
 

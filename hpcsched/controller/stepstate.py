@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hpcnode import protocol
-from hpcsched.controller.steprequest import Place
+from hpcsched.controller.stepplace import Place
+from hpcsched.errors import ProtocolError
 from hpcsched.model.ids import BATCH_STEP, NodeName, Token
 from hpcsched.model.job import Job
 from hpcsched.store.rows import StepRow
@@ -121,9 +122,12 @@ def row_of(step: Step, ended_at_s: float | None = None) -> StepRow:
 def step_reports(inventory: Iterable[Mapping[str, Any]]) -> list[protocol.Report]:
     """Return the reports in an agent's inventory that are of steps other than the batch step.
 
-    Raises WireError or ProtocolError for what is no report.
+    Raises ProtocolError for what is no report.
     """
-    reports = [protocol.from_json({**fields, "type": "Report"}) for fields in inventory]
+    try:
+        reports = [protocol.from_json({**fields, "type": "Report"}) for fields in inventory]
+    except protocol.WireError as error:
+        raise ProtocolError(str(error)) from None
     return [report for report in reports if Token.parse(report.token).step != BATCH_STEP]
 
 
@@ -131,7 +135,7 @@ def _take_codes(step: Step, run: Run, report: protocol.Report) -> None:
     count = run.place.tasks.count if run.place is not None else len(report.codes)
     fits = len(report.codes) == len(report.signals) == count
     if not fits or not all(0 <= n <= 255 for n in (*report.codes, *report.signals)):
-        no_word(step, run, f"cannot tell how the {count} tasks on {run.node} ended: it sent {len(report.codes)} exit codes")
+        no_word(step, run, f"cannot tell how {count} tasks on {run.node} ended: it sent {len(report.codes)} exit codes")
         return
     run.codes, run.signals = list(report.codes), list(report.signals)
     run.usage = dict(report.usage)
