@@ -221,4 +221,6 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         status = next((status for kind, status in STATUS if isinstance(error, kind)), 500)
         return answer({"error": str(error), "kind": type(error).__name__}, status)
     except web.HTTPException as error:
-        return answer({"error": f"cannot {request.method} {request.path}: {error.reason}", "kind": "RequestError"}, error.status)
+        return answer(
+            {"error": f"cannot {request.method} {request.path}: {error.reason}", "kind": "RequestError"}, error.status
+        )

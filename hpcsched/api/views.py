@@ -9,7 +9,6 @@ from collections import Counter
 from typing import Any
 
 from hpcsched.api.identity import Asker
-from hpcsched.store.world import World
 from hpcsched.jobscript.dependency import dependency_text
 from hpcsched.launch.files import job_files
 from hpcsched.model.hostlist import compress_hostlist
@@ -17,6 +16,7 @@ from hpcsched.model.ids import NodeName
 from hpcsched.model.job import ACTIVE, SHORT_CODES, Hold, Job, JobState, Reason
 from hpcsched.model.node import Link, Node, NodeState, Partition
 from hpcsched.store.rows import StepRow
+from hpcsched.store.world import World
 
 VERSION = 1
 
@@ -167,10 +167,10 @@ def node_state(node: Node, cpus_alloc: int) -> NodeState:
 
 def node_views(world: World) -> list[dict[str, Any]]:
     """Return all nodes, with what is allocated of each."""
-    shares = [
-        (job.id, share) for job in world.active_jobs() for share in job.shares if share.node in job.held_nodes
+    shares = [(job.id, share) for job in world.active_jobs() for share in job.shares if share.node in job.held_nodes]
+    return [
+        _node_view(node, [item for item in shares if item[1].node == node.name], world) for node in world.nodes.values()
     ]
-    return [_node_view(node, [item for item in shares if item[1].node == node.name], world) for node in world.nodes.values()]
 
 
 def _node_view(node: Node, shares: list[Any], world: World) -> dict[str, Any]:

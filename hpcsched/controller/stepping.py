@@ -1,7 +1,8 @@
 """Joins the step service to the controller: its words become parts of the tick, what it sends waits for the commit.
 
 Requests for steps, reports on them, and jobs that begin or end run inside a tick's transaction; what the service sends
-meanwhile is kept and goes out when the commit is done. Input, acknowledgements and signals change no row: they pass at once.
+meanwhile is kept and goes out when the commit is done. Input, acknowledgements and signals change no row: they pass
+at once.
 """
 
 from __future__ import annotations

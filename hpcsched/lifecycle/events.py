@@ -76,11 +76,15 @@ class Started(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndRequested(Event):
-    """Somebody (or a limit) wants it ended as `outcome`; with `requeue` it goes back to the queue afterwards."""
+    """Somebody (or a limit) wants it ended as `outcome`; with `requeue` it goes back to the queue afterwards.
+
+    `exit` is that of the one step that an allocation without a script was made for.
+    """
 
     outcome: JobState
     by_uid: int | None
     why: str
+    exit: ExitStatus | None = None
     requeue: bool = False
     not_before_s: float | None = None
 

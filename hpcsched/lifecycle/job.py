@@ -139,6 +139,7 @@ def _end_requested(job: Job, event: EndRequested) -> Job:
         job,
         state=COMPLETING,
         outcome=event.outcome,
+        exit=event.exit,
         reason=Reason.TIME_LIMIT if event.outcome is JobState.TIMEOUT else Reason.NONE,
         reason_detail=event.why,
         ended_by_uid=event.by_uid,

@@ -180,7 +180,8 @@ class ExitStatus:
 class Job:
     """A job, or one task of an array, as the controller keeps it. One row of the table `jobs`.
 
-    Times are Unix seconds (float). `shares` are what the current or last attempt holds or held; `held_nodes` says which of
+    Times are Unix seconds (float). `shares` are what the current or last attempt holds or held; `held_nodes` says
+    which of
     them it still holds. `outcome` is the state that a COMPLETING job will end in; a job with `requeue_wanted` goes back
     to PENDING instead, as the next attempt.
     """

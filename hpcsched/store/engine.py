@@ -1,7 +1,7 @@
 """Open the database file: pragmas, migrations, the incarnation and the epoch.
 
-Sources: SQLite's documentation of WAL and of ``PRAGMA synchronous``; SQLAlchemy's notes on SQLite transactions (the driver's
-own transaction handling is off, BEGIN is ours).
+Sources: SQLite's documentation of WAL and of ``PRAGMA synchronous``; SQLAlchemy's notes on SQLite transactions (the
+driver's own transaction handling is off, BEGIN is ours).
 """
 
 from __future__ import annotations

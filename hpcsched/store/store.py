@@ -144,6 +144,14 @@ class Store:
             found = [step_of(row) for row in connection.execute(query)]
         return sorted(found, key=lambda step: (step.job_id, step.attempt, step.step != "batch", step.step.zfill(9)))
 
+    def last_step(self, job_id: int, attempt: int) -> int:
+        """Return the highest step number of the attempt, -1 if it has had none."""
+        steps = schema.steps.c
+        query = select(steps.step).where(steps.job_id == job_id, steps.attempt == attempt)
+        with self._engine.connect() as connection:
+            names = [name for (name,) in connection.execute(query)]
+        return max((int(name) for name in names if name.isdigit()), default=-1)
+
     def load_events(self, job_id: int) -> list[Event]:
         """Return the job's events in order (for an array's task: also the array's submission)."""
         events, jobs = schema.events.c, schema.jobs.c

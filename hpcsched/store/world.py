@@ -1,8 +1,8 @@
 """The controller's state in memory, and the transaction that changes it.
 
 `World` mirrors the rows: it is loaded from the store and changed only inside a `Transaction`, which remembers what was
-before, so that a commit that fails leaves nothing behind. The tick is synchronous: nobody sees a world between the change
-and its commit.
+before, so that a commit that fails leaves nothing behind. The tick is synchronous: nobody sees a world between the
+change and its commit.
 """
 
 from __future__ import annotations

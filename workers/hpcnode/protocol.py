@@ -5,8 +5,10 @@ A message is a frozen dataclass; its JSON is its fields plus ``"type"``. Unknown
 types, duplicate keys, NaN, too long frames and deep nesting are refused with `WireError`: a peer of another version is
 told so by `version` in `Hello` and `Welcome`, not by guessing.
 
-Rules (see LAUNCH in the design): a launch is named by its token; `Launch` may be sent again freely and is answered with the
-present state; a `Report` is repeated until its `seq` is acknowledged by `Ack`; a lower `epoch` than one seen is refused.
+Rules (see LAUNCH in the design): a launch is named by its token; `Launch` may be sent again freely and is answered
+with the
+present state; a `Report` is repeated until its `seq` is acknowledged by `Ack`; a lower `epoch` than one seen is
+refused.
 
 Runs on Python 3.9 with the standard library only. Knows nothing of sockets, clocks or files.
 """
@@ -76,7 +78,8 @@ class Launch:
     """Claim `token` and start its tasks here. The blob is the batch script (empty for a step that has `argv`).
 
     `user` is the account's name, "" for whoever the agent is. `stdout`/`stderr`/`stdin` are file paths with only the
-    per-task patterns (%t %n) left to fill, relative to `work_dir`; with `stream_to`, empty ones are streams instead, and an empty
+    per-task patterns (%t %n) left to fill, relative to `work_dir`; with `stream_to`, empty ones are streams instead,
+    and an empty
     stdin is fed by `Input` to task 0. An empty stderr goes where stdout goes when that is a file. `gpus` are indices.
     `limit_s` counts from the start of the program: then TERM, after `grace_s` KILL, and the report says timed_out.
     `signum` is sent `signal_before_s` before that limit (0: none), to the batch process alone if `signal_batch_only`.
@@ -316,7 +319,8 @@ class InputAck:
 class FromStream:
     """A step command on this node's `stream` says the inner message (with the blob). The agent vouches for `uid`.
 
-    `job_id` is the job whose environment the command runs in (the agent checked that it runs on this node as `uid`), 0: none.
+    `job_id` is the job whose environment the command runs in (the agent checked that it runs on this node as `uid`),
+    0: none.
     """
 
     stream: int

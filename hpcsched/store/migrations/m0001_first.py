@@ -21,7 +21,8 @@ STATEMENTS = (
     "CREATE INDEX jobs_by_end ON jobs (ended_at_s)",
     "CREATE INDEX jobs_by_array ON jobs (array_job_id)",
     """CREATE TABLE events (
-        seq INTEGER PRIMARY KEY, at_s REAL NOT NULL, job_id INTEGER NOT NULL, kind TEXT NOT NULL, data TEXT NOT NULL)""",
+        seq INTEGER PRIMARY KEY, at_s REAL NOT NULL, job_id INTEGER NOT NULL, kind TEXT NOT NULL, data TEXT NOT
+        NULL)""",
     "CREATE INDEX events_by_job ON events (job_id)",
     """CREATE TABLE nodes (
         name TEXT PRIMARY KEY, drained INTEGER NOT NULL, drained_why TEXT NOT NULL, drained_by TEXT NOT NULL,

@@ -1,0 +1,358 @@
+"""What the API's routes ask, answered by the controller: reads from the ledger, changes through the tick."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import hpcsched
+from hpcnode import protocol
+from hpcsched.api.identity import Asker
+from hpcsched.api.views import job_view, node_views, partition_views, step_view, why_waiting
+from hpcsched.controller import requests
+from hpcsched.controller.fleet import Fleet
+from hpcsched.controller.references import find_jobs
+from hpcsched.controller.story import tell
+from hpcsched.controller.tick import Controller
+from hpcsched.errors import NotFoundError, RequestError, UnavailableError
+from hpcsched.launch.files import job_files
+from hpcsched.model.hostlist import compress_hostlist
+from hpcsched.model.ids import JobId
+from hpcsched.model.job import FINAL, Job, JobSpec, JobState
+from hpcsched.model.node import Link
+from hpcsched.model.units import parse_signal
+from hpcsched.sched.plan import plan
+from hpcsched.sched.snapshot import snapshot_of
+from hpcsched.store.store import HistoryQuery
+from hpcsched.store.world import Transaction
+
+Json = dict[str, Any]
+T = TypeVar("T")
+
+PROBE_TIMEOUT_S = 15.0
+READ_TIMEOUT_S = 15.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogData:
+    """A piece of a job's output; see `hpcsched.api.app.LogPart`."""
+
+    data: bytes
+    offset: int
+    size: int
+    path: str
+    ended: bool
+
+
+class ControllerBackend:
+    """`hpcsched.api.app.Backend` over a controller and its fleet of nodes."""
+
+    def __init__(
+        self,
+        controller: Controller,
+        fleet: Fleet,
+        *,
+        clock: Callable[[], float],
+        started_at_s: float,
+        apply_config: Callable[[], list[str]],
+    ) -> None:
+        self._controller = controller
+        self._world = controller.world
+        self._fleet = fleet
+        self._clock = clock
+        self._started_at_s = started_at_s
+        self._apply_config = apply_config
+
+    def admins(self) -> tuple[str, ...]:
+        return self._world.config.controller.admins
+
+    def ping(self) -> Json:
+        return {
+            "hpcsched": hpcsched.__version__,
+            "cluster": self._world.config.name,
+            "pid": os.getpid(),
+            "started_at_s": self._started_at_s,
+            "now_s": self._clock(),
+            "incarnation": self._world.incarnation,
+            "epoch": self._world.epoch,
+            "counts": dict(Counter(job.state.value for job in self._world.jobs.values())),
+            "nodes": dict(Counter(view["state"] for view in node_views(self._world))),
+        }
+
+    # ----- jobs
+
+    async def submit(self, asker: Asker, request_id: str, specs: list[JobSpec]) -> Json:
+        seen = self._controller.store.request_jobs
+        jobs = await self._change(lambda tx: requests.submit(tx, asker, request_id, specs, seen))
+        return {"jobs": jobs, "notes": []}
+
+    def test(self, asker: Asker, spec: JobSpec) -> Json:
+        """Say when the job would start if it were submitted now: a plan over the world as it is plus this job."""
+        partition = requests.check_spec(self._world, spec)
+        now_s = self._clock()
+        job = Job(
+            id=JobId(self._world.last_job_id + 1),
+            spec_id=0,
+            spec=spec,
+            uid=asker.uid,
+            user=asker.user,
+            submitted_at_s=now_s,
+            eligible_at_s=now_s,
+            partition=partition.name,
+            time_limit_s=spec.time_limit_s
+            if spec.time_limit_s is not None
+            else requests.default_limit_s(self._world, partition),
+            not_before_s=spec.begin_at_s,
+        )
+        world = self._world
+        made = plan(
+            snapshot_of([*world.jobs_to_plan(), job], world.nodes.values(), world.partitions.values(), now_s),
+            self._controller.policy,
+        )
+        for start in made.starts:
+            if start.job_id == job.id:
+                nodes = [share.node for share in start.shares]
+                text = f"would start at once on {compress_hostlist(nodes)} in partition {partition.name}"
+                return {"start_s": now_s, "nodes": nodes, "text": text}
+        wait = next(wait for wait in made.waits if wait.job_id == job.id)
+        return {
+            "start_s": wait.expected_start_s,
+            "nodes": [],
+            "text": f"would wait in partition {partition.name} ({wait.reason}): {wait.detail}",
+        }
+
+    def jobs(self, asker: Asker, query: Json) -> Json:
+        unknown = set(query) - {"state", "user", "id", "partition", "name"}
+        if unknown:
+            raise RequestError(f"cannot list jobs by {', '.join(sorted(unknown))}")
+        found = self._selected(asker, query)
+        now_s = self._clock()
+        return {"now_s": now_s, "jobs": [job_view(job, self._world, asker, now_s) for job in found]}
+
+    def _selected(self, asker: Asker, query: Json) -> list[Job]:
+        world = self._world
+        if query.get("id"):
+            found = {job.id: job for ref in _references(query["id"]) for job in find_jobs(world, ref, asker.uid)}
+            jobs = list(found.values())
+        else:
+            jobs = list(world.jobs.values())
+        states = set(query.get("state", "").upper().split(",")) - {""}
+        if states and not states & {"ALL", "ACTIVE"}:
+            unknown = states - {state.value for state in JobState}
+            if unknown:
+                raise RequestError(f"Invalid job state specified: {', '.join(sorted(unknown))}")
+            jobs = [job for job in jobs if job.state.value in states]
+        filters = {key: query[key] for key in ("user", "partition", "name") if query.get(key)}
+        return [job for job in jobs if requests.matches(job, filters)] if filters else jobs
+
+    def job(self, asker: Asker, reference: str) -> Json:
+        now_s = self._clock()
+        jobs = self._find(asker, reference)
+        return {"now_s": now_s, "jobs": [job_view(job, self._world, asker, now_s, whole=True) for job in jobs]}
+
+    def _find(self, asker: Asker, reference: str) -> list[Job]:
+        """Return the jobs that are meant, from memory, or from the store if they ended long ago."""
+        try:
+            return find_jobs(self._world, reference, asker.uid)
+        except NotFoundError:
+            if reference.isdigit():
+                old = self._controller.store.history(HistoryQuery(job_ids=(int(reference),)))
+                if old:
+                    return old
+            raise
+
+    def _one(self, asker: Asker, reference: str) -> Job:
+        jobs = self._find(asker, reference)
+        if len(jobs) > 1:
+            raise RequestError(
+                f"cannot tell which job {reference} means: it is an array of {len(jobs)} tasks; say {jobs[0].display_id}"
+            )
+        return jobs[0]
+
+    def story(self, asker: Asker, reference: str) -> Json:
+        job = self._one(asker, reference)
+        asker.must_own(job, "tell the story of")
+        events = self._controller.store.load_events(job.id)
+        return {"job_id": job.id, "events": tell(job, events)}
+
+    def why(self, asker: Asker, reference: str) -> Json:
+        job = self._find(asker, reference)[0]
+        reason, detail, expected_s = why_waiting(job, self._world)
+        ahead = sum(1 for job_id in self._world.pending if job_id < job.id) if job.state is JobState.PENDING else 0
+        text = detail or f"job {job.display_id} is {job.state}"
+        return {"text": text, "reason": reason.value, "expected_start_s": expected_s, "ahead": ahead}
+
+    async def act(self, asker: Asker, verb: str, body: Json) -> Json:
+        references = body.get("jobs", [])
+        filters = body.get("filters") or {}
+        if not _is_texts(references) or not isinstance(filters, dict) or not _is_texts(list(filters.values())):
+            raise RequestError('cannot do that: the body must be {"jobs": [references], "filters": {name: text}}')
+        if not references and not filters:
+            raise RequestError(f"cannot {verb}: no job was named")
+        if verb == "cancel" and body.get("signal"):
+            signum = parse_signal(str(body["signal"]))
+            batch, full = bool(body.get("batch")), bool(body.get("full"))
+            outcome = await self._change(
+                lambda tx: requests.signal(tx, asker, references, filters, signum, batch, full)
+            )
+            self._controller.send_signals(outcome.signals)
+            return outcome.as_json()
+        if verb == "update":
+            changes = body.get("changes")
+            if not isinstance(changes, dict):
+                raise RequestError('cannot change the job: the body must have {"changes": {name: text}}')
+            texts = {str(name): str(value) for name, value in changes.items()}
+            outcome = await self._change(lambda tx: requests.update(tx, asker, references, texts))
+        elif verb == "cancel":
+            outcome = await self._change(lambda tx: requests.cancel(tx, asker, references, filters))
+        else:
+            work = {"hold": requests.hold, "release": requests.release, "requeue": requests.requeue}[verb]
+            outcome = await self._change(lambda tx: work(tx, asker, references))
+        return outcome.as_json()
+
+    def history(self, asker: Asker, query: Json) -> Json:
+        jobs = self._controller.store.history(_history_query(query))
+        live = self._world.jobs
+        steps: dict[int, list[Json]] = {}
+        for step in self._controller.store.load_steps(job.id for job in jobs):
+            steps.setdefault(step.job_id, []).append(step_view(step))
+        now_s = self._clock()
+        return {
+            "now_s": now_s,
+            "jobs": [
+                job_view(live.get(job.id, job), self._world, asker, now_s) | {"steps": steps.get(job.id, [])}
+                for job in jobs
+            ],
+        }
+
+    async def log(self, asker: Asker, reference: str, stream: str, offset: int, limit: int) -> LogData:
+        job = self._one(asker, reference)
+        asker.must_own(job, "read the output of")
+        if stream not in ("out", "err"):
+            raise RequestError(f"cannot read stream {stream!r}: there are out and err")
+        files = job_files(job)
+        path = files.stdout if stream == "out" else files.stderr
+        if not job.shares or not job.spec.script:
+            return LogData(data=b"", offset=0, size=0, path=path, ended=job.state in FINAL)
+        over = job.state in FINAL  # asked before the read: what is written later cannot be missed
+        answer, blob = await self._fleet.call(
+            job.shares[0].node,
+            lambda request: protocol.ReadFile(
+                request=request,
+                user=job.user if self._world.nodes[job.shares[0].node].root_agent else "",
+                path=path,
+                offset=offset,
+                limit=limit,
+            ),
+            READ_TIMEOUT_S,
+        )
+        if answer.error:
+            if job.state in FINAL:
+                raise NotFoundError(f"cannot read {path} on {job.shares[0].node}: {answer.error}")
+            return LogData(data=b"", offset=0, size=0, path=path, ended=False)
+        ended = over and answer.offset + len(blob) >= answer.size
+        return LogData(data=blob, offset=answer.offset, size=answer.size, path=path, ended=ended)
+
+    # ----- nodes and the rest
+
+    async def nodes(self, asker: Asker, probe: bool) -> Json:
+        views = node_views(self._world)
+        if probe:
+            await asyncio.gather(*(self._probe(view) for view in views))
+        return {"now_s": self._clock(), "nodes": views}
+
+    async def _probe(self, view: Json) -> None:
+        if view["link"] != Link.UP:
+            return
+        asked_s = self._clock()
+        try:
+            answer, _ = await self._fleet.call(
+                view["name"], lambda request: protocol.Probe(request=request), PROBE_TIMEOUT_S
+            )
+        except UnavailableError as error:
+            view["facts_error"] = str(error)
+            return
+        answered_s = self._clock()
+        view["facts"] = answer.facts | {"asked_at_s": asked_s, "answered_at_s": answered_s}
+
+    async def act_on_nodes(self, asker: Asker, verb: str, body: Json) -> Json:
+        nodes, why, by = body.get("nodes"), str(body.get("why") or ""), str(body.get("by") or "")
+        if not isinstance(nodes, str) or not nodes:
+            raise RequestError('cannot do that: the body must have {"nodes": "n[1-2]"}')
+        if verb == "fence":
+            return (await self._change(lambda tx: requests.fence(tx, asker, nodes, why))).as_json()
+        if verb == "drain":
+            return {"nodes": await self._change(lambda tx: requests.drain(tx, asker, nodes, why, by))}
+        only_by = str(body.get("only_by") or "")
+        return {"nodes": await self._change(lambda tx: requests.resume(tx, asker, nodes, only_by))}
+
+    def partitions(self) -> Json:
+        return {"partitions": partition_views(self._world)}
+
+    def config(self, asker: Asker) -> Json:
+        config = self._world.config
+        shown = {"cluster": config.name, "share": config.share, "config_dir": str(config.config_dir)}
+        for name, value in (asdict(config.controller) | {"scheduler": asdict(config.scheduler)}).items():
+            shown[name] = str(value) if isinstance(value, Path) else value
+        return {"config": shown}
+
+    async def reconfigure(self, asker: Asker) -> Json:
+        asker.must_be_admin("reload the configuration")
+        return {"changed": self._apply_config()}
+
+    async def _change(self, work: Callable[[Transaction], T]) -> T:
+        """Have `work` done in the next tick, and return its result when it is on disk."""
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+
+        def done(result: Any) -> None:
+            if future.done():
+                return  # the client went away; what it asked for is done all the same
+            if isinstance(result, Exception):
+                future.set_exception(result)
+            else:
+                future.set_result(result)
+
+        self._controller.ask(work, done)
+        return await future
+
+
+def _is_texts(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
+def _references(text: str) -> list[str]:
+    """Return the references in a comma-separated list; a comma inside brackets separates nothing."""
+    found, depth, start = [], 0, 0
+    for i, char in enumerate(text):
+        depth += (char == "[") - (char == "]")
+        if char == "," and depth == 0:
+            found.append(text[start:i])
+            start = i + 1
+    found.append(text[start:])
+    return [reference for reference in found if reference]
+
+
+def _history_query(query: Json) -> HistoryQuery:
+    def words(name: str) -> tuple[str, ...]:
+        return tuple(word for word in query.get(name, "").split(",") if word)
+
+    unknown = set(query) - {"id", "user", "state", "name", "start_s", "end_s", "limit"}
+    if unknown:
+        raise RequestError(f"cannot search the history by {', '.join(sorted(unknown))}")
+    try:
+        return HistoryQuery(
+            job_ids=tuple(int(word.split("_")[0].split(".")[0]) for word in words("id")),
+            users=words("user"),
+            states=tuple(word.upper() for word in words("state")),
+            names=words("name"),
+            start_s=float(query["start_s"]) if query.get("start_s") else None,
+            end_s=float(query["end_s"]) if query.get("end_s") else None,
+            limit=min(int(query.get("limit") or 10_000), 100_000),
+        )
+    except ValueError as error:
+        raise RequestError(f"cannot search the history: {error}") from None

@@ -1,0 +1,56 @@
+"""One controller per state directory: a file lock, and beside it who holds it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from types import TracebackType
+
+from filelock import FileLock, Timeout
+
+from hpcsched.errors import UnavailableError
+
+LOCK_FILE = "controller.lock"
+HOLDER_FILE = "controller.json"
+
+
+class StateLock:
+    """Holds the state directory for this process until it ends or `release` is called."""
+
+    def __init__(self, state_dir: Path) -> None:
+        self._lock = FileLock(state_dir / LOCK_FILE)
+        self._holder = state_dir / HOLDER_FILE
+
+    def acquire(self, now_text: str) -> None:
+        """Take the lock. Raises UnavailableError naming who holds it."""
+        try:
+            self._lock.acquire(timeout=0)
+        except Timeout:
+            raise UnavailableError(
+                f"cannot start: {self._describe_holder()} holds {self._lock.lock_file}; stop it with 'hpcsched down'"
+            ) from None
+        holder = {"pid": os.getpid(), "since": now_text, "host": os.uname().nodename}
+        temporary = self._holder.with_suffix(".tmp")
+        temporary.write_text(json.dumps(holder) + "\n")
+        temporary.replace(self._holder)
+
+    def _describe_holder(self) -> str:
+        try:
+            holder = json.loads(self._holder.read_text())
+            return f"another hpcschedd (process {holder['pid']} on {holder['host']}, since {holder['since']})"
+        except (OSError, ValueError, KeyError):
+            return "another hpcschedd"
+
+    def release(self) -> None:
+        """Let the state directory go."""
+        self._holder.unlink(missing_ok=True)
+        self._lock.release()
+
+    def __enter__(self) -> StateLock:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()

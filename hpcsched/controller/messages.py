@@ -1,0 +1,96 @@
+"""Effects and signals as messages to nodes: what is said of a job on the wire. Pure: the world in, messages out."""
+
+from __future__ import annotations
+
+from hpcnode import protocol
+from hpcsched.launch.environment import job_environment
+from hpcsched.launch.files import job_files
+from hpcsched.lifecycle.effects import ClearNode, Effect, StartBatch
+from hpcsched.model.ids import BATCH_STEP, NodeName
+from hpcsched.model.job import Job
+from hpcsched.model.node import Node
+from hpcsched.store.world import World
+
+
+def message_for(effect: Effect, world: World) -> tuple[protocol.Message, bytes]:
+    """Return the message (and its blob) that brings `effect` about."""
+    match effect:
+        case StartBatch(node=node, job=job):
+            return launch_batch(job, world, node), job.spec.script.encode("utf-8", "surrogateescape")
+        case ClearNode(job=job):
+            message = protocol.EndJob(
+                incarnation=world.incarnation,
+                job_id=job.id,
+                attempt=job.attempt,
+                grace_s=float(world.config.controller.kill_wait_s),
+            )
+            return message, b""
+
+
+def launch_batch(job: Job, world: World, node: NodeName) -> protocol.Launch:
+    """Return the launch of the job's batch step on its first node."""
+    spec, share, files = job.spec, job.shares[0], job_files(job)
+    env = job_environment(
+        job,
+        cluster=world.config.name,
+        master_addr=address(world.nodes[node]),
+        restart_count=job.restarts,
+    )
+    return protocol.Launch(
+        token=job.token,
+        job_id=job.id,
+        attempt=job.attempt,
+        step=BATCH_STEP,
+        epoch=world.epoch,
+        user=account(job, world, node),
+        work_dir=spec.work_dir,
+        argv=list(spec.script_args),
+        env=env,
+        tasks=protocol.TaskSet(first_rank=0, count=1, total=1, node_rank=0, nnodes=1),
+        cpus=share.cpus,
+        mem_mib=share.mem_mib,
+        gpus=list(share.gpus),
+        stdout=files.stdout,
+        stderr=files.stderr,
+        stdin=files.stdin,
+        append=spec.open_mode == "append" or (spec.open_mode != "truncate" and job.restarts > 0),
+        limit_s=None if job.time_limit_s is None else float(job.time_limit_s),
+        grace_s=float(world.config.controller.kill_wait_s),
+        signum=spec.signal.signum if spec.signal else 0,
+        signal_before_s=float(spec.signal.before_s) if spec.signal else 0.0,
+        signal_batch_only=spec.signal.batch_only if spec.signal else False,
+        lease=spec.lease,
+        hosts=hosts(job),
+        same_machine=same_machine(job, world),
+    )
+
+
+def signal_messages(
+    job: Job, signum: int, batch_only: bool, steps_too: bool
+) -> list[tuple[protocol.SignalStep, NodeName]]:
+    """Return what to say to which node so that the job's processes get the signal."""
+    if not job.spec.script:
+        return []
+    node = job.shares[0].node
+    return [(protocol.SignalStep(token=job.token, signum=signum, batch_only=batch_only, steps_too=steps_too), node)]
+
+
+def account(job: Job, world: World, node: NodeName) -> str:
+    """Return the account that the job's processes run as on `node`: its submitter's, where the agent can become that."""
+    return job.user if world.nodes[node].root_agent else ""
+
+
+def hosts(job: Job) -> list[tuple[str, int]]:
+    """Return the nodes of the allocation and the MPI slots on each: as many as it has tasks there."""
+    return [(share.node, share.tasks) for share in job.shares]
+
+
+def same_machine(job: Job, world: World) -> bool:
+    """Return whether several of the job's nodes are one machine posing as several (then MPI has to be told)."""
+    machines = [world.nodes[share.node].machine_id for share in job.shares]
+    return len(machines) > len(set(machines)) and "" not in machines
+
+
+def address(node: Node) -> str:
+    """Return where other nodes reach this one."""
+    return "127.0.0.1" if node.spec.host == "local" else node.spec.host

@@ -1,0 +1,58 @@
+"""What users call a job: `12`, `10_3`, `10_[1-3,7]`, `10` for a whole array, `last`, or a unique name."""
+
+from __future__ import annotations
+
+import re
+
+from hpcsched.errors import NotFoundError, RequestError
+from hpcsched.model.job import Job
+from hpcsched.store.world import World
+
+_REFERENCE = re.compile(r"(\d+)(?:_(?:(\d+)|\[([0-9,\-]+)\]))?(?:[.+].*)?\Z")
+MAX_TASKS = 100_000
+
+
+def find_jobs(world: World, reference: str, uid: int) -> list[Job]:
+    """Return the jobs that `reference` names for user `uid`, at least one.
+
+    Raises NotFoundError (with the text that Slurm's clients look for) or RequestError.
+    """
+    match = _REFERENCE.match(reference)
+    if match is None:
+        return [_by_name(world, reference, uid)]
+    job_id, task, tasks = match.groups()
+    found = world.numbered(int(job_id))
+    if task is not None or tasks is not None:
+        wanted = {int(task)} if task is not None else _indices(tasks)
+        found = [job for job in found if job.array_job_id == int(job_id) and job.array_task_id in wanted]
+    if not found:
+        raise NotFoundError(f"Invalid job id specified: {reference}")
+    return found
+
+
+def _by_name(world: World, name: str, uid: int) -> Job:
+    mine = [job for job in world.jobs.values() if job.uid == uid]
+    if name == "last":
+        if not mine:
+            raise NotFoundError("Invalid job id specified: you have no recent job")
+        return max(mine, key=lambda job: job.id)
+    named = [job for job in mine if job.spec.name == name]
+    if not named:
+        raise NotFoundError(f"Invalid job id specified: {name}")
+    if len(named) > 1:
+        ids = " ".join(job.display_id for job in named[:10])
+        raise RequestError(f"cannot tell which job {name!r} means: you have {len(named)} of that name: {ids}")
+    return named[0]
+
+
+def _indices(text: str) -> set[int]:
+    wanted: set[int] = set()
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        if not first.isdigit() or (last and not last.isdigit()):
+            raise RequestError(f"cannot read array tasks {text!r}: write them as 1-3,7")
+        span = range(int(first), int(last or first) + 1)
+        if len(wanted) + len(span) > MAX_TASKS:
+            raise RequestError(f"cannot read array tasks {text[:40]!r}: more than {MAX_TASKS}")
+        wanted.update(span)
+    return wanted

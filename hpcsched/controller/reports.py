@@ -1,0 +1,129 @@
+"""What nodes say, each inside a transaction: matched against the ledger by token, turned into events.
+
+A report that bears another token than the job's present one, or comes from another node than it is about, changes
+nothing. `Answer` is what goes back to the node after the commit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hpcnode import protocol
+from hpcsched.controller.requests import lose_node
+from hpcsched.errors import ProtocolError
+from hpcsched.lifecycle.events import Exited, LaunchRefused, NodeCleared, Started
+from hpcsched.lifecycle.job import can
+from hpcsched.model.ids import BATCH_STEP, JobId, NodeName, Token
+from hpcsched.model.job import ExitStatus, Job, JobState
+from hpcsched.store.rows import StepRow
+from hpcsched.store.world import Transaction
+
+
+@dataclass(slots=True)
+class Answer:
+    """What the node is told after the commit: reports that are kept, and attempts that must not be there."""
+
+    acks: list[int] = field(default_factory=list)
+    steps: list[tuple[Token, protocol.Report]] = field(default_factory=list)  # for the step service
+    strays: dict[tuple[str, int], int] = field(default_factory=dict)  # (incarnation, job) -> highest attempt to end
+
+
+def read_token(report: protocol.Report, node: NodeName) -> Token:
+    """Return the report's token. Raises ProtocolError if it is none, or is about another node."""
+    token = Token.parse(report.token)
+    if token.node != node:
+        raise ProtocolError(f"cannot take a report of node {token.node} from node {node}")
+    return token
+
+
+def on_batch_report(tx: Transaction, node: NodeName, token: Token, report: protocol.Report, answer: Answer) -> None:
+    """Take what `node` says of a batch step."""
+    job = tx.world.jobs.get(token.job_id)
+    current = job is not None and job.token == report.token and token.incarnation == tx.world.incarnation
+    if not current or job is None or node not in job.held_nodes:
+        _not_ours(token, report, answer, over=current)
+        return
+    match report.status:
+        case protocol.CLAIMED:
+            return  # nothing to keep: it is repeated as STARTED or not at all
+        case protocol.STARTED:
+            if job.started_at_s is None and can(job, Started):
+                tx.put_step(_batch_row(tx.record(Started(job_id=job.id, at_s=tx.now_s)), node, None))
+        case protocol.ENDED:
+            ended = tx.record(
+                Exited(
+                    job_id=job.id,
+                    at_s=tx.now_s,
+                    node=node,
+                    exit=exit_status(report),
+                    timed_out=report.timed_out,
+                    out_of_memory=report.out_of_memory,
+                )
+            )
+            tx.put_step(_batch_row(ended, node, report))
+        case protocol.REFUSED:
+            if can(job, LaunchRefused):
+                tx.record(LaunchRefused(job_id=job.id, at_s=tx.now_s, node=node, why=report.why))
+        case protocol.LOST:
+            lose_node(tx, job, node, f"node {node} lost the job: {report.why}")
+        case protocol.BARRED:
+            pass  # JobGone follows, and releases the node
+    answer.acks.append(report.seq)
+
+
+def _not_ours(token: Token, report: protocol.Report, answer: Answer, *, over: bool) -> None:
+    """Have what is not in the ledger ended, and let its end be forgotten."""
+    if report.status in (protocol.CLAIMED, protocol.STARTED) and not over:
+        key = (token.incarnation, int(token.job_id))
+        answer.strays[key] = max(token.attempt, answer.strays.get(key, 0))
+    answer.acks.append(report.seq)
+
+
+def exit_status(report: protocol.Report) -> ExitStatus:
+    """Return how the step ended on this node: the worst of its tasks."""
+    signum = max(report.signals, default=0)
+    return ExitStatus(code=0 if signum else max(report.codes, default=0), signal=signum)
+
+
+def _batch_row(job: Job, node: NodeName, report: protocol.Report | None) -> StepRow:
+    usage: dict[str, Any] = report.usage if report is not None else {}
+    state = "RUNNING" if report is None else (job.outcome or job.state).value
+    return StepRow(
+        job_id=job.id,
+        attempt=job.attempt if job.state is not JobState.PENDING else job.attempt - 1,
+        step=BATCH_STEP,
+        name="batch",
+        nodes=(node,),
+        ntasks=1,
+        state=state,
+        started_at_s=job.started_at_s,
+        ended_at_s=None if report is None else report.at_s,
+        exit_code=None if report is None else exit_status(report).code,
+        exit_signal=None if report is None else exit_status(report).signal,
+        cpu_user_s=usage.get("cpu_user_s"),
+        cpu_system_s=usage.get("cpu_system_s"),
+        max_rss_kib=int(usage["max_rss_kib"]) if "max_rss_kib" in usage else None,
+    )
+
+
+def on_job_gone(tx: Transaction, node: NodeName, gone: protocol.JobGone) -> None:
+    """Take the word of `node` that nothing is left there of the job's attempts up to `gone.attempt`."""
+    job = tx.world.jobs.get(JobId(gone.job_id))
+    if job is None or gone.incarnation != tx.world.incarnation or gone.attempt < job.attempt:
+        return
+    if node in job.held_nodes and can(job, NodeCleared):
+        tx.record(NodeCleared(job_id=job.id, at_s=tx.now_s, node=node))
+
+
+def on_inventory(tx: Transaction, node: NodeName, rebooted: bool, tokens: set[str]) -> None:
+    """Compare the ledger with what the node has after it (re)connected; its reports have been taken already.
+
+    `rebooted`: it has another boot id than when we last heard of it, so no process of before can be left there.
+    """
+    for job in tx.world.jobs_on(node):
+        batch_here = bool(job.spec.script) and job.shares[0].node == node
+        if batch_here and job.state is JobState.RUNNING and job.token not in tokens:
+            lose_node(tx, job, node, f"node {node} has no record of the job any more")
+        elif not batch_here and rebooted and job.state is not JobState.CONFIGURING:
+            lose_node(tx, job, node, f"node {node} was rebooted")

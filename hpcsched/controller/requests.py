@@ -1,0 +1,351 @@
+"""What people ask of the controller, each request inside a transaction: checked, turned into events, answered.
+
+A function here either records events and returns the answer, or raises and leaves nothing behind (the tick undoes it).
+Signals are not events: they are returned as `Signals` to be sent after the commit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from hpcsched.api.identity import Asker
+from hpcsched.controller.references import find_jobs
+from hpcsched.errors import HpcschedError, NotFoundError, PermissionDeniedError, RequestError
+from hpcsched.lifecycle.events import Changed, EndRequested, Held, NodeLost, Released, Requeued
+from hpcsched.lifecycle.job import can
+from hpcsched.model.hostlist import expand_hostlist
+from hpcsched.model.ids import JobId, NodeName
+from hpcsched.model.job import ACTIVE, FINAL, Hold, Job, JobSpec, JobState
+from hpcsched.model.node import Partition
+from hpcsched.model.units import parse_time_s, parse_when
+from hpcsched.sched.feasible import impossible
+from hpcsched.store.world import Transaction, World
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SignalJob:
+    """To be sent to a job's processes after the commit."""
+
+    job: Job
+    signum: int
+    batch_only: bool
+    steps_too: bool
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a request for several jobs came to: the ids it took effect on, and what was refused."""
+
+    jobs: list[int] = field(default_factory=list)
+    errors: list[dict[str, str]] = field(default_factory=list)
+    signals: list[SignalJob] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the part that the asker sees."""
+        return {"jobs": self.jobs, "errors": self.errors}
+
+
+def submit(
+    tx: Transaction, asker: Asker, request_id: str, specs: list[JobSpec], seen: Callable[[int, str], list[int] | None]
+) -> list[dict[str, int]]:
+    """Queue the jobs; return for each its id and number of tasks. A request id that was seen gets its jobs again.
+
+    `seen` looks a request id up among those committed before.
+    """
+    known = seen(asker.uid, request_id) if request_id else None
+    if known is not None:
+        return [{"job_id": job_id, "tasks": 1} for job_id in known]
+    answers: list[dict[str, int]] = []
+    for spec in specs:
+        partition = check_spec(tx.world, spec)
+        limit_s = spec.time_limit_s if spec.time_limit_s is not None else default_limit_s(tx.world, partition)
+        jobs = tx.submit(spec, uid=asker.uid, user=asker.user, partition=partition.name, time_limit_s=limit_s)
+        answers.append({"job_id": jobs[0].id, "tasks": len(jobs)})
+    if request_id:
+        tx.note_request(asker.uid, request_id, [answer["job_id"] for answer in answers])
+    return answers
+
+
+def check_spec(world: World, spec: JobSpec) -> Partition:
+    """Refuse a job that can never run here. Returns the partition that it goes to."""
+    partition = find_partition(world, spec.partition)
+    if spec.array is not None and len(spec.array.indices) > world.config.scheduler.max_array_size:
+        raise RequestError(
+            f"cannot submit an array of {len(spec.array.indices)} tasks: max_array_size is {world.config.scheduler.max_array_size}"
+        )
+    waiting = len(world.pending) + len(world.active)
+    if waiting + (len(spec.array.indices) if spec.array else 1) > world.config.scheduler.max_jobs:
+        raise RequestError(
+            f"cannot submit more jobs: {waiting} are queued or running and max_jobs is {world.config.scheduler.max_jobs}"
+        )
+    for dependency in spec.dependency:
+        for job_id in dependency.job_ids:
+            if not world.numbered(job_id):
+                raise RequestError(f"cannot depend on job {job_id}: there is no such job (Job dependency problem)")
+    why = impossible(spec, [world.nodes[name] for name in partition.nodes if name in world.nodes], partition)
+    if why is not None:
+        raise RequestError(why)
+    return partition
+
+
+def find_partition(world: World, name: str) -> Partition:
+    """Return the partition of that name ("" for the default one)."""
+    if not world.partitions:
+        raise RequestError("cannot submit a job: no partition is configured; add a node with 'hpcsched node add'")
+    if not name:
+        return world.default_partition()
+    for wanted in name.split(","):  # Slurm takes several: the first that exists is ours
+        partition = world.partitions.get(wanted)
+        if partition is not None:
+            return partition
+    known = ", ".join(world.partitions)
+    raise RequestError(f"cannot submit to partition {name!r}: invalid partition name specified; there are: {known}")
+
+
+def default_limit_s(world: World, partition: Partition) -> int | None:
+    """Return the time limit of a job that names none."""
+    if partition.default_time_s is not None:
+        return partition.default_time_s
+    limits = [limit for limit in (world.config.scheduler.default_time_limit, partition.max_time_s) if limit is not None]
+    return min(limits) if limits else None
+
+
+def cancel(tx: Transaction, asker: Asker, references: Iterable[str], filters: dict[str, str]) -> Outcome:
+    """End the named jobs (or all that match the filters): waiting ones at once, running ones after their grace time."""
+
+    def one(job: Job, outcome: Outcome) -> None:
+        if job.state in FINAL:
+            raise RequestError(f"cannot cancel job {job.display_id}: it has already ended ({job.state})")
+        tx.record(
+            EndRequested(
+                job_id=job.id,
+                at_s=tx.now_s,
+                outcome=JobState.CANCELLED,
+                by_uid=asker.uid,
+                why=f"cancelled by {asker.user}",
+            )
+        )
+
+    return _each(tx, asker, references, filters, "cancel", one)
+
+
+def signal(
+    tx: Transaction,
+    asker: Asker,
+    references: Iterable[str],
+    filters: dict[str, str],
+    signum: int,
+    batch: bool,
+    full: bool,
+) -> Outcome:
+    """Send a signal to the named jobs' processes."""
+
+    def one(job: Job, outcome: Outcome) -> None:
+        if job.state not in (JobState.RUNNING, JobState.SUSPENDED, JobState.COMPLETING):
+            raise RequestError(f"cannot signal job {job.display_id}: it is {job.state}")
+        outcome.signals.append(
+            SignalJob(job=job, signum=signum, batch_only=batch and not full, steps_too=not batch or full)
+        )
+
+    return _each(tx, asker, references, filters, "signal", one)
+
+
+def hold(tx: Transaction, asker: Asker, references: Iterable[str]) -> Outcome:
+    """Keep the named waiting jobs from starting."""
+
+    def one(job: Job, outcome: Outcome) -> None:
+        if not can(job, Held):
+            raise RequestError(f"cannot hold job {job.display_id}: it is {job.state}")
+        kind = Hold.ADMIN if asker.admin and job.uid != asker.uid else Hold.USER
+        tx.record(Held(job_id=job.id, at_s=tx.now_s, hold=kind, by_uid=asker.uid))
+
+    return _each(tx, asker, references, {}, "hold", one)
+
+
+def release(tx: Transaction, asker: Asker, references: Iterable[str]) -> Outcome:
+    """Let the named held jobs go."""
+
+    def one(job: Job, outcome: Outcome) -> None:
+        if not can(job, Released):
+            raise RequestError(f"cannot release job {job.display_id}: it is {job.state}")
+        if job.hold is Hold.ADMIN and not asker.admin:
+            raise PermissionDeniedError(f"cannot release job {job.display_id}: an admin holds it")
+        tx.record(Released(job_id=job.id, at_s=tx.now_s, by_uid=asker.uid))
+
+    return _each(tx, asker, references, {}, "release", one)
+
+
+def requeue(tx: Transaction, asker: Asker, references: Iterable[str]) -> Outcome:
+    """Put the named jobs back into the queue: ended ones at once, running ones after they were ended."""
+
+    def one(job: Job, outcome: Outcome) -> None:
+        not_before_s = tx.now_s + tx.world.config.controller.requeue_delay_s
+        if job.state is JobState.PENDING:
+            raise RequestError(f"cannot requeue job {job.display_id}: it is already waiting")
+        if not job.spec.script:
+            raise RequestError(f"cannot requeue job {job.display_id}: it has no script to run again")
+        if job.state in ACTIVE:
+            tx.record(
+                EndRequested(
+                    job_id=job.id,
+                    at_s=tx.now_s,
+                    outcome=JobState.CANCELLED,
+                    by_uid=asker.uid,
+                    why=f"requeued by {asker.user}",
+                    requeue=True,
+                    not_before_s=not_before_s,
+                )
+            )
+        else:
+            tx.record(Requeued(job_id=job.id, at_s=tx.now_s, by_uid=asker.uid, not_before_s=not_before_s))
+
+    return _each(tx, asker, references, {}, "requeue", one)
+
+
+def update(tx: Transaction, asker: Asker, references: Iterable[str], changes: dict[str, str]) -> Outcome:
+    """Change what may be changed of the named jobs: time_limit, partition, nice, priority, begin."""
+    known = {"time_limit", "partition", "nice", "priority", "begin"}
+    unknown = set(changes) - known
+    if unknown or not changes:
+        raise RequestError(
+            f"cannot change {', '.join(sorted(unknown)) or 'nothing'}: can change {', '.join(sorted(known))}"
+        )
+
+    def one(job: Job, outcome: Outcome) -> None:
+        if not can(job, Changed):
+            raise RequestError(f"cannot change job {job.display_id}: it is {job.state}")
+        tx.record(_changed_event(tx, asker, job, changes))
+
+    return _each(tx, asker, references, {}, "change", one)
+
+
+def _changed_event(tx: Transaction, asker: Asker, job: Job, changes: dict[str, str]) -> Changed:
+    values: dict[str, Any] = {}
+    if "time_limit" in changes:
+        limit_s = parse_time_s(changes["time_limit"])
+        if job.state is not JobState.PENDING:
+            raise RequestError(f"cannot change the time limit of job {job.display_id}: it is {job.state}")
+        if not asker.admin and job.time_limit_s is not None and (limit_s is None or limit_s > job.time_limit_s):
+            asker.must_be_admin(f"raise the time limit of job {job.display_id}")
+        values["time_limit_s"] = limit_s
+    if "partition" in changes:
+        if job.state is not JobState.PENDING:
+            raise RequestError(f"cannot move job {job.display_id}: it is {job.state}")
+        values["partition"] = find_partition(tx.world, changes["partition"]).name
+    if "nice" in changes:
+        values["nice"] = _integer("nice", changes["nice"])
+        if values["nice"] < 0:
+            asker.must_be_admin("give a negative nice")
+    if "priority" in changes:
+        asker.must_be_admin("set a priority")
+        values["priority_set"] = _integer("priority", changes["priority"])
+    if "begin" in changes:
+        values["not_before_s"] = parse_when(changes["begin"], tx.now_s)
+    return Changed(job_id=job.id, at_s=tx.now_s, by_uid=asker.uid, **values)
+
+
+def _integer(name: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise RequestError(f"cannot set {name} to {text!r}: it is not a whole number") from None
+
+
+def _each(
+    tx: Transaction,
+    asker: Asker,
+    references: Iterable[str],
+    filters: dict[str, str],
+    what: str,
+    one: Callable[[Job, Outcome], None],
+) -> Outcome:
+    """Call `one` for each job that is meant; a job that is refused does not keep the others from it."""
+    outcome = Outcome()
+    for reference in references:
+        try:
+            for job in find_jobs(tx.world, reference, asker.uid):
+                asker.must_own(job, what)
+                if matches(job, filters):
+                    one(tx.world.jobs[job.id], outcome)
+                    outcome.jobs.append(job.id)
+        except HpcschedError as error:
+            outcome.errors.append({"job": reference, "error": str(error), "kind": type(error).__name__})
+    if filters and not list(references):
+        for job in [job for job in tx.world.jobs.values() if job.state not in FINAL and matches(job, filters)]:
+            if asker.owns(job):  # of a bulk request others' jobs are simply not meant
+                one(job, outcome)
+                outcome.jobs.append(job.id)
+    return outcome
+
+
+def matches(job: Job, filters: dict[str, str]) -> bool:
+    """Return whether the job is what the filters (user, name, state, partition: comma-separated values) ask for."""
+    values = {"user": job.user, "name": job.spec.name, "state": job.state.value, "partition": job.partition}
+    unknown = set(filters) - set(values)
+    if unknown:
+        raise RequestError(f"cannot filter by {', '.join(sorted(unknown))}: can filter by {', '.join(values)}")
+    return all(values[key] in wanted.split(",") for key, wanted in filters.items())
+
+
+# ----- nodes
+
+
+def find_nodes(world: World, text: str) -> list[NodeName]:
+    """Return the nodes that the host list names ("all": every one). Raises NotFoundError for unknown ones."""
+    if text in ("all", "ALL"):
+        return list(world.nodes)
+    names = [NodeName(name) for name in expand_hostlist(text)]
+    for name in names:
+        if name not in world.nodes:
+            raise NotFoundError(f"Invalid node name specified: {name}; there are: {', '.join(world.nodes) or 'none'}")
+    return names
+
+
+def drain(tx: Transaction, asker: Asker, nodes: str, why: str, by: str) -> list[str]:
+    """Let no new job start on these nodes; what runs there goes on."""
+    asker.must_be_admin("drain a node")
+    if not why:
+        raise RequestError("cannot drain a node: give the reason, it is what others will see")
+    names = find_nodes(tx.world, nodes)
+    for name in names:
+        if by and tx.world.nodes[name].drained:
+            continue  # a health check does not take over what a person drained
+        tx.set_node(name, drained=True, drained_why=why, drained_by=by or asker.user, drained_at_s=tx.now_s)
+    return list(names)
+
+
+def resume(tx: Transaction, asker: Asker, nodes: str, only_by: str) -> list[str]:
+    """Let jobs start on these nodes again; with `only_by`, those alone that it had drained."""
+    asker.must_be_admin("resume a node")
+    names = [name for name in find_nodes(tx.world, nodes) if not only_by or tx.world.nodes[name].drained_by == only_by]
+    for name in names:
+        tx.set_node(name, drained=False, drained_why="", drained_by="", drained_at_s=None)
+    return list(names)
+
+
+def fence(tx: Transaction, asker: Asker, nodes: str, why: str) -> Outcome:
+    """Take the admin's word that these nodes run nothing of ours any more: what waits for them goes on."""
+    asker.must_be_admin("fence a node")
+    outcome = Outcome()
+    for name in find_nodes(tx.world, nodes):
+        for job in tx.world.jobs_on(name):
+            lose_node(tx, job, name, f"node {name} was fenced by {asker.user}{': ' + why if why else ''}")
+            outcome.jobs.append(job.id)
+    return outcome
+
+
+def lose_node(tx: Transaction, job: Job, node: NodeName, why: str) -> Job:
+    """Record that the job's attempt is proven not to run on `node` any more."""
+    wanted = job.spec.requeue if job.spec.requeue is not None else tx.world.config.controller.requeue
+    return tx.record(
+        NodeLost(
+            job_id=JobId(job.id),
+            at_s=tx.now_s,
+            node=node,
+            why=why,
+            requeue=wanted and bool(job.spec.script),
+            not_before_s=tx.now_s + tx.world.config.controller.requeue_delay_s,
+        )
+    )

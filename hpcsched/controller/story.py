@@ -1,0 +1,73 @@
+"""A job's events in words: what happened to it, in order, for `hctl story`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hpcsched.lifecycle.events import (
+    Allocated,
+    BecameEligible,
+    Changed,
+    EndRequested,
+    Event,
+    Exited,
+    Held,
+    LaunchRefused,
+    NodeCleared,
+    NodeLost,
+    Released,
+    Requeued,
+    Started,
+    Submitted,
+)
+from hpcsched.model.hostlist import compress_hostlist
+from hpcsched.model.job import Job
+
+
+def tell(job: Job, events: list[Event]) -> list[dict[str, Any]]:
+    """Return the events with a sentence each."""
+    return [{"at_s": event.at_s, "kind": type(event).__name__, "text": sentence(job, event)} for event in events]
+
+
+def sentence(job: Job, event: Event) -> str:
+    """Return what `event` did to `job`, in words."""
+    match event:
+        case Submitted():
+            what = "as part of an array " if job.array_job_id is not None else ""
+            return f"submitted {what}by {event.user} to partition {event.partition}"
+        case Held():
+            return f"held by uid {event.by_uid}"
+        case Released():
+            return f"released by uid {event.by_uid}"
+        case Changed():
+            return f"changed by uid {event.by_uid}: {_changes(event)}"
+        case BecameEligible():
+            return "nothing but other jobs and resources keeps it waiting from now on"
+        case Allocated():
+            nodes = compress_hostlist(share.node for share in event.shares)
+            cpus = sum(share.cpus for share in event.shares)
+            return f"given {nodes} ({cpus} cpus); launch {event.token} in the controller's term {event.epoch}"
+        case Started():
+            return "started on its first node"
+        case EndRequested():
+            back = ", to be queued again" if event.requeue else ""
+            return f"to be ended as {event.outcome}{back}: {event.why or 'its step is over'}"
+        case Exited():
+            extra = " at its time limit" if event.timed_out else " for want of memory" if event.out_of_memory else ""
+            return f"its script ended on {event.node}{extra} with exit code {event.exit}"
+        case LaunchRefused():
+            return f"{event.node} could not start it: {event.why}"
+        case NodeCleared():
+            return f"{event.node} has nothing left of it"
+        case NodeLost():
+            back = "; it goes back to the queue" if event.requeue else ""
+            return f"lost on {event.node}: {event.why}{back}"
+        case Requeued():
+            return f"put back into the queue by uid {event.by_uid}"
+        case _:
+            return type(event).__name__
+
+
+def _changes(event: Changed) -> str:
+    names = ("time_limit_s", "partition", "nice", "priority_set", "not_before_s")
+    return ", ".join(f"{name} = {getattr(event, name)}" for name in names if getattr(event, name) is not None)

@@ -1,0 +1,331 @@
+"""The tick: everything that came in since the last one, in one transaction; then the plan; commit; answers; effects.
+
+`Controller` is synchronous and has no I/O of its own but the store's commit: what it needs of the world outside are the
+`Ports`, which a simulation replaces. The clock is read once per tick by whoever calls it.
+
+Order, and why: commit, then answer, then act. A crash after the commit loses only effects, which are derived from
+state and asked for again at the next start; a crash before it loses only what nobody was told.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from hpcnode import protocol
+from hpcsched.controller import messages, reports
+from hpcsched.controller.requests import SignalJob
+from hpcsched.errors import HpcschedError, ProtocolError, UnavailableError
+from hpcsched.lifecycle.effects import effects_of
+from hpcsched.lifecycle.events import Allocated, BecameEligible, EndRequested, Started
+from hpcsched.model.ids import BATCH_STEP, JobId, NodeName, Token
+from hpcsched.model.job import ACTIVE, Job, JobState, Reason
+from hpcsched.model.node import Link
+from hpcsched.sched.plan import Plan, plan
+from hpcsched.sched.policy import Policy
+from hpcsched.sched.snapshot import SnapshotCache, snapshot_of
+from hpcsched.store.store import Store
+from hpcsched.store.world import Transaction, World
+
+log = logging.getLogger("hpcsched.controller")
+
+ELIGIBLE = frozenset({Reason.PRIORITY, Reason.RESOURCES})
+LIMIT_SLACK_S = 15.0  # after its limit and grace, a job whose node did not end it is ended from here
+PLAN_PAUSE_MAX_S = 0.5
+PURGE_EVERY_S = 60.0
+
+Work = Callable[[Transaction], Any]
+Done = Callable[[Any], None]
+
+
+class Ports(Protocol):
+    """What the controller needs of the world."""
+
+    def send(self, node: NodeName, message: Any, blob: bytes = b"") -> None:
+        """Send to the node's agent if it is connected; else do nothing (effects are repeated when it is)."""
+
+    def wake(self, after_s: float) -> None:
+        """See to it that `tick` is called in `after_s` seconds at the latest."""
+
+    def nonce(self) -> str:
+        """Return 128 random bits in hex."""
+
+    def monotonic_s(self) -> float:
+        """Return a clock for measuring how long planning takes."""
+
+
+class Listener(Protocol):
+    """Who wants to know of jobs that began or ended (the step service)."""
+
+    def job_running(self, job: Job) -> None: ...
+
+    def job_ended(self, job_id: JobId) -> None: ...
+
+
+class Controller:
+    """The ledger and what happens to it."""
+
+    def __init__(self, world: World, store: Store, ports: Ports, policy: Policy) -> None:
+        self.world = world
+        self.store = store
+        self.policy = policy
+        self.listener: Listener | None = None
+        self.last_plan: Plan | None = None
+        self._ports = ports
+        self._views = SnapshotCache()
+        self._inbox: list[tuple[Work, Done]] = []
+        self._plan_wanted = True
+        self._next_plan_s = 0.0  # of the monotonic clock
+        self._timer_at_s: float | None = None  # when a begin time or a time limit comes round
+        self._next_purge_s = 0.0
+
+    # ----- what comes in
+
+    def ask(self, work: Work, done: Done) -> None:
+        """Have `work` done in the next tick; `done` gets its result, or its error, once it is on disk."""
+        self._inbox.append((work, done))
+        self._ports.wake(0.0)
+
+    def node_up(self, node: NodeName, welcome: protocol.Welcome, now_s: float) -> None:
+        """Take note that the node's agent answers, and of all that it knows."""
+        self.ask(lambda tx: self._on_welcome(tx, node, welcome), lambda answer: self._node_is_up(node, answer))
+
+    def node_down(self, node: NodeName, why: str) -> None:
+        """Take note that the node does not answer. Its jobs stay as they are: that is no proof of anything."""
+
+        def work(tx: Transaction) -> None:
+            if tx.world.nodes[node].link is not Link.DOWN:
+                tx.set_node(node, link=Link.DOWN, link_since_s=tx.now_s, link_why=why)
+            elif tx.world.nodes[node].link_why != why:
+                tx.set_node(node, link_why=why)
+
+        self.ask(work, _log_failure)
+
+    def node_says(self, node: NodeName, message: Any) -> None:
+        """Take a report from a node."""
+        match message:
+            case protocol.Report():
+                self.ask(lambda tx: self._on_report(tx, node, message), lambda answer: self._answer(node, answer))
+            case protocol.JobGone():
+                self.ask(lambda tx: reports.on_job_gone(tx, node, message), _log_failure)
+            case _:
+                raise ProtocolError(f"cannot take {type(message).__name__} from node {node}")
+
+    def _on_report(
+        self, tx: Transaction, node: NodeName, report: protocol.Report, answer: reports.Answer | None = None
+    ) -> reports.Answer:
+        answer = answer or reports.Answer()
+        token = reports.read_token(report, node)
+        if token.step == BATCH_STEP:
+            reports.on_batch_report(tx, node, token, report, answer)
+        else:
+            answer.steps.append((token, report))
+        return answer
+
+    def _on_welcome(self, tx: Transaction, node: NodeName, welcome: protocol.Welcome) -> reports.Answer:
+        known = tx.world.nodes[node]
+        rebooted = bool(known.boot_id) and known.boot_id != welcome.boot_id
+        tx.set_node(
+            node,
+            link=Link.UP,
+            link_since_s=tx.now_s,
+            link_why="",
+            boot_id=welcome.boot_id,
+            machine_id=str(welcome.facts.get("machine_id", "")),
+            agent_version=welcome.agent_version,
+            root_agent=bool(welcome.facts.get("is_root", False)),
+        )
+        answer = reports.Answer()
+        tokens: set[str] = set()
+        for item in welcome.inventory:
+            report = protocol.from_json({"type": "Report", **item})
+            tokens.add(report.token)
+            self._on_report(tx, node, report, answer)
+        reports.on_inventory(tx, node, rebooted, tokens)
+        return answer
+
+    # ----- what goes out
+
+    def _node_is_up(self, node: NodeName, answer: Any) -> None:
+        self._answer(node, answer)
+        for job in self.world.jobs_on(node):
+            self._perform(job, only=node)
+
+    def _answer(self, node: NodeName, answer: Any) -> None:
+        if isinstance(answer, Exception):
+            log.warning("dropped a report of node %s: %s", node, answer)
+            return
+        if answer.acks:
+            self._ports.send(node, protocol.Ack(seqs=answer.acks))
+        for (incarnation, job_id), attempt in answer.strays.items():
+            log.warning("node %s has attempt %d of job %d, which is not ours: ending it", node, attempt, job_id)
+            grace_s = self.world.config.controller.kill_wait_s
+            self._ports.send(
+                node, protocol.EndJob(incarnation=incarnation, job_id=job_id, attempt=attempt, grace_s=grace_s)
+            )
+        for token, report in answer.steps:
+            self.on_step_report(node, token, report)
+
+    def on_step_report(self, node: NodeName, token: Token, report: protocol.Report) -> None:
+        """Hand a step's report on; replaced by whoever minds the steps."""
+        self._ports.send(node, protocol.Ack(seqs=[report.seq]))
+
+    def send_signals(self, signals: list[SignalJob]) -> None:
+        """Pass signals on to the jobs' processes, on all their nodes."""
+        for item in signals:
+            for message, node in messages.signal_messages(item.job, item.signum, item.batch_only, item.steps_too):
+                self._ports.send(node, message)
+
+    def _perform(self, job: Job, only: NodeName | None = None) -> None:
+        for effect in effects_of(job):
+            if only is None or effect.node == only:
+                message, blob = messages.message_for(effect, self.world)
+                self._ports.send(effect.node, message, blob)
+
+    # ----- the tick
+
+    def tick(self, now_s: float) -> None:
+        """Do all that has come in, plan if something changed, commit, answer, and act."""
+        inbox, self._inbox = self._inbox, []
+        tx = Transaction(self.world, now_s)
+        answers: list[tuple[Done, Any]] = []
+        for work, done in inbox:
+            inner = tx.savepoint()
+            try:
+                result = work(inner)
+            except (HpcschedError, protocol.WireError) as error:
+                inner.undo()
+                result = error
+            else:
+                tx.merge(inner)
+            answers.append((done, result))
+        self._end_overdue(tx)
+        timer_rang = self._timer_at_s is not None and self._timer_at_s <= now_s
+        self._plan_wanted = self._plan_wanted or timer_rang or bool(tx.batch.jobs or tx.batch.nodes)
+        self._plan_if_due(tx)
+        if not self._commit(tx, answers):
+            return
+        for done, result in answers:
+            done(result)
+        for job in tx.batch.jobs.values():
+            self._after(self.world.jobs.get(job.id, job))
+        self._purge(now_s)
+
+    def _commit(self, tx: Transaction, answers: list[tuple[Done, Any]]) -> bool:
+        if not tx.batch:
+            return True
+        try:
+            self.store.commit(tx.batch)
+        except UnavailableError as error:
+            log.error("%s", error)
+            tx.undo()
+            self._plan_wanted = True
+            self._ports.wake(1.0)
+            for done, _ in answers:
+                done(error)
+            return False
+        return True
+
+    def _after(self, job: Job) -> None:
+        """Act on a job that has changed."""
+        self._perform(job)
+        if self.listener is not None:
+            if job.state is JobState.RUNNING:
+                self.listener.job_running(job)
+            elif job.state not in ACTIVE:
+                self.listener.job_ended(job.id)
+
+    def _end_overdue(self, tx: Transaction) -> None:
+        """End the jobs over their limit that no shepherd ends: allocations without a script, and silent nodes' jobs."""
+        for job in self.world.active_jobs():
+            due_s = self._overdue_at_s(job)
+            if due_s is not None and due_s <= tx.now_s:
+                why = "its time limit was reached"
+                tx.record(EndRequested(job_id=job.id, at_s=tx.now_s, outcome=JobState.TIMEOUT, by_uid=None, why=why))
+
+    def _overdue_at_s(self, job: Job) -> float | None:
+        if job.state is not JobState.RUNNING or job.time_limit_s is None or job.started_at_s is None:
+            return None
+        slack_s = LIMIT_SLACK_S + self.world.config.controller.kill_wait_s if job.spec.script else 0.0
+        return job.started_at_s + job.time_limit_s + slack_s
+
+    def _plan_if_due(self, tx: Transaction) -> None:
+        """Plan, unless the last plan took long and has only just ended: planning may take half of the time, no more."""
+        started_s = self._ports.monotonic_s()
+        if not self._plan_wanted:
+            return
+        if started_s < self._next_plan_s:
+            self._ports.wake(self._next_plan_s - started_s)
+            return
+        self._plan_wanted = False
+        world = self.world
+        snapshot = snapshot_of(
+            world.jobs_to_plan(), world.nodes.values(), world.partitions.values(), tx.now_s, self._views
+        )
+        self.last_plan = plan(snapshot, self.policy)
+        for start in self.last_plan.starts:
+            self._start(tx, self.world.jobs[start.job_id], start.shares)
+        self._note_waits(tx, self.last_plan)
+        took_s = self._ports.monotonic_s() - started_s
+        self._next_plan_s = started_s + took_s + min(took_s, PLAN_PAUSE_MAX_S)
+        self._wake_for_timers(tx.now_s)
+
+    def _start(self, tx: Transaction, job: Job, shares: Any) -> None:
+        token = Token(
+            incarnation=self.world.incarnation,
+            job_id=job.id,
+            attempt=job.attempt,
+            step=BATCH_STEP,
+            node=shares[0].node,
+            nonce=self._ports.nonce(),
+        )
+        job = tx.record(
+            Allocated(job_id=job.id, at_s=tx.now_s, token=str(token), epoch=self.world.epoch, shares=shares)
+        )
+        if not job.spec.script:
+            tx.record(Started(job_id=job.id, at_s=tx.now_s))
+
+    def _wake_for_timers(self, now_s: float) -> None:
+        """Ask for a tick when the next begin time or time limit comes round."""
+        jobs = self.world.jobs
+        begins = (jobs[job_id].not_before_s for job_id in self.world.pending)
+        ends = (self._overdue_at_s(job) for job in self.world.active_jobs())
+        due = [at_s for at_s in (*begins, *ends) if at_s is not None and at_s > now_s]
+        self._timer_at_s = min(due, default=None)
+        if self._timer_at_s is not None:
+            self._ports.wake(self._timer_at_s - now_s)
+
+    def _note_waits(self, tx: Transaction, made: Plan) -> None:
+        """Keep why each job waits; the age of one counts from when only other jobs and resources are in its way."""
+        self.world.waits = {wait.job_id: wait for wait in made.waits}
+        for wait in made.waits:
+            if wait.reason in ELIGIBLE and self.world.jobs[wait.job_id].eligible_at_s is None:
+                tx.record(BecameEligible(job_id=wait.job_id, at_s=tx.now_s))
+
+    def reconfigured(self) -> None:
+        """Forget what was derived from the old configuration, and plan anew."""
+        self._views = SnapshotCache()
+        self.replan()
+
+    def replan(self) -> None:
+        """Plan at the next tick even if no job changed (a node or the configuration did, or a time has come)."""
+        self._plan_wanted = True
+        self._ports.wake(0.0)
+
+    def _purge(self, now_s: float) -> None:
+        if now_s >= self._next_purge_s:
+            self._next_purge_s = now_s + PURGE_EVERY_S
+            self.world.forget_ended(now_s - self.world.config.controller.min_job_age_s)
+
+
+def _log_failure(result: Any) -> None:
+    if isinstance(result, Exception):
+        log.error("%s", result)
+
+
+def load_world(world: World, store: Store, now_s: float) -> None:
+    """Fill `world` with what the store has: recovery is this, and the ordinary ticks that follow."""
+    world.last_job_id, world.last_spec_id = store.last_ids()
+    for job in store.load_jobs(now_s - world.config.controller.min_job_age_s):
+        world.put(job)
