@@ -235,7 +235,8 @@ CONTROLLER = (
         kind=text,
         default="",
         shown='"/run/hpcsched"',
-        help="The sockets' directory. Default: /run/hpcsched, for a plain user $XDG_RUNTIME_DIR/hpcsched.",
+        help="The sockets' directory. Default: /run/hpcsched, for a plain user $XDG_RUNTIME_DIR/hpcsched; "
+        "if state_dir is set, the directory run in it.",
     ),
     Key(
         name="log_level",

@@ -1,0 +1,245 @@
+"""hpcsched.toml and nodes.d: what is read from them, and what is said about what is wrong."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcsched import config_keys
+from hpcsched.config import Config, load_config, load_node, natural_order
+from hpcsched.config_template import default_config, render_config, render_node
+from hpcsched.errors import ConfigError
+
+HOST_KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIHVZF4l5bhNmVmZVp3ym9tR0pXoV4cRyEGQf8NUZzr3H"
+
+Write = Callable[..., Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """Return what writes a configuration directory: the main file's text, and nodes by name."""
+
+    def make(main: str = "", /, **nodes: str) -> Path:
+        (tmp_path / "nodes.d").mkdir(exist_ok=True)
+        (tmp_path / "hpcsched.toml").write_text(main)
+        for name, text in nodes.items():
+            (tmp_path / "nodes.d" / f"{name}.toml").write_text(text)
+        tmp_path.chmod(0o755)
+        return tmp_path
+
+    return make
+
+
+def node(**keys: Any) -> str:
+    given = {"host": "h.example", "host_key": HOST_KEY, "cpus": 4, "memory": "8G"} | keys
+    return "".join(f"{key} = {config_keys.toml_value(value)}\n" for key, value in given.items() if value is not None)
+
+
+def load(path: Path) -> Config:
+    return load_config(path, environ={"HOME": "/home/u"})
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(path)
+    return str(caught.value)
+
+
+def test_an_empty_file_means_the_defaults(write: Write) -> None:
+    config = load(write())
+    assert config.name == "cluster"
+    assert config.controller.heartbeat_s == 15
+    assert config.controller.node_down_after_s == 45
+    assert config.controller.kill_wait_s == 30
+    assert config.controller.requeue is True
+    assert config.scheduler.policy == "easy"
+    assert config.scheduler.default_time_limit is None
+    assert config.scheduler.weights.age == 1000
+    assert [(p.name, p.default, p.nodes) for p in config.partitions] == [("main", True, ())]
+    assert config.nodes == ()
+
+
+def test_values_come_in_their_units(write: Write) -> None:
+    path = write(
+        """
+        [cluster]
+        name = "home"
+        share = "/srv/share"
+        [controller]
+        state_dir = "state"
+        admins = ["ada", "grace"]
+        heartbeat_s = 0.5
+        node_down_after_s = 2
+        [scheduler]
+        default_time_limit = "1-12"
+        weights.age = 7
+        [partitions.gpu]
+        nodes = "n[2,10]"
+        max_time = "2:00:00"
+        default_mem_per_cpu = "2G"
+        max_nodes = 3
+        [partitions.all]
+        default = true
+        """,
+        n10=node(gpus=["a100:2", "h200"], features=["fast"], memory=2000, user="me", port=2222),
+        n2=node(),
+    )
+    config = load(path)
+    assert config.controller.state_dir == path / "state"
+    assert config.controller.run_dir == path / "state" / "run"
+    assert config.api_socket == path / "state" / "run" / "api.sock"
+    assert config.controller.admins == ("ada", "grace")
+    assert config.scheduler.default_time_limit == 36 * 3600
+    assert config.scheduler.weights.age == 7
+    gpu, everything = config.partitions
+    assert gpu.nodes == ("n2", "n10")
+    assert (gpu.max_time_s, gpu.default_mem_per_cpu_mib, gpu.max_nodes) == (7200, 2048, 3)
+    assert everything.nodes == ("n2", "n10")  # 2 before 10
+    small, big = config.nodes
+    assert (small.mem_mib, small.port, small.user, small.identity_file) == (8192, None, None, None)
+    assert [(g.index, g.type) for g in big.gpus] == [(0, "a100"), (1, "a100"), (2, "h200")]
+    assert (big.mem_mib, big.port, big.user, big.features) == (2000, 2222, "me", ("fast",))
+    assert big.host_key == HOST_KEY
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[controler]\n", ["unknown table 'controler'", "did you mean controller", "cluster, controller, scheduler"]),
+        ("[controller]\nheartbeat = 1\n", ["[controller]", "'heartbeat'", "did you mean heartbeat_s", "kill_wait_s"]),
+        ("[controller]\nadmin = ['x']\n", ["did you mean admins"]),
+        ("[controller]\nadmins = 'x'\n", ["[controller] admins = 'x'", "a list of texts"]),
+        ("[controller]\nadmins = ['-x']\n", ["admins = ['-x']", "user name"]),
+        ("[controller]\nheartbeat_s = '15'\n", ["heartbeat_s = '15'", "wants seconds"]),
+        ("[controller]\nheartbeat_s = nan\n", ["wants seconds"]),
+        ("[controller]\nheartbeat_s = 30\n", ["node_down_after_s = 45 is less than twice heartbeat_s = 30"]),
+        ("[controller]\nrequeue = 1\n", ["requeue = 1", "true or false"]),
+        ("[controller]\nlog_level = 'loud'\n", ["debug, info, warning, error"]),
+        ("controller = 3\n", ["[controller] is 3", "table"]),
+        ("[cluster]\nname = 'a/b'\n", ["name = 'a/b'", "a word"]),
+        ("[cluster]\nshare = 'srv'\n", ["an absolute path"]),
+        ("[scheduler]\nweights.ages = 1\n", ["[scheduler.weights]", "'ages'", "did you mean age"]),
+        ("[scheduler]\nweights.age = -1\n", ["from 0"]),
+        ("[scheduler]\nweights.age = true\n", ["whole number"]),
+        ("[scheduler]\ndefault_time_limit = 'soon'\n", ["cannot read time 'soon'"]),
+        ("[scheduler]\ndefault_time_limit = 0\n", ["above zero"]),
+        ("[partitions.a]\ndefault = true\n[partitions.b]\ndefault = true\n", ["more than one", "a, b"]),
+        ("[partitions.a]\nnodes = 'm1'\n", ["[partitions.a]", "'m1'", "did you mean n1", "hpcsched node add"]),
+        ("[partitions.a]\nnodes = 'n1,n1'\n", ["names a node twice"]),
+        ("[partitions.a]\nnodes = 'n[0-999999999]'\n", ["cannot expand"]),
+        ("[partitions.'a b']\n", ["no partition name"]),
+        ("[partitions.a]\nmax_time = 5\ndefault_time = 6\n", ["default_time above its max_time"]),
+        ("[cluster\n", ["line 1"]),
+    ],
+)
+def test_what_is_wrong_in_the_main_file_is_named(write: Write, text: str, words: list[str]) -> None:
+    said = refusal(write(text, n1=node()))
+    assert "hpcsched.toml" in said
+    for word in words:
+        assert word in said
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (node(cpu=3), ["unknown key 'cpu'", "did you mean cpus"]),
+        (node(cpus=None), ["lacks the key 'cpus'"]),
+        (node(cpus=0), ["cpus = 0", "from 1"]),
+        (node(memory="lots"), ["cannot read memory size"]),
+        (node(host="-oProxyCommand=x"), ["host name"]),
+        (node(host="a b"), ["host name"]),
+        (node(user="-l"), ["user name"]),
+        (node(python="python3; reboot"), ["Python 3.9"]),
+        (node(port=70000), ["65535"]),
+        (node(root="relative"), ["absolute path"]),
+        (node(gpus=["a100:900"]), ["at most 256"]),
+        (node(gpus=["a100:x"]), ["GPU types"]),
+        (node(host_key=""), ["no SSH host key", "hpcsched node add"]),
+        (node(host_key="ssh-dss AAAA"), ["no SSH host key"]),
+        (node(host_key="ssh-ed25519 AAA"), ["damaged"]),
+        (node(host_key=HOST_KEY.replace("ed25519", "rsa", 1).replace("ssh-rsa", "ssh-rsa")), ["holds another"]),
+        (node(identity_file="a\nb"), ["one line"]),
+    ],
+)
+def test_what_is_wrong_in_a_node_file_is_named(write: Write, text: str, words: list[str]) -> None:
+    said = refusal(write("", n1=text))
+    assert "n1.toml" in said
+    for word in words:
+        assert word in said
+
+
+def test_a_node_file_is_named_as_a_node(write: Write) -> None:
+    path = write("")
+    (path / "nodes.d" / "a.b.toml").write_text(node())
+    assert "'a.b' is no node name" in refusal(path)
+
+
+def test_the_head_itself_needs_no_host_key(write: Write) -> None:
+    assert load(write("", n1=node(host="local", host_key=None))).nodes[0].host_key == ""
+
+
+def test_no_file_says_how_to_make_one(tmp_path: Path) -> None:
+    assert "hpcsched init" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("what", ["hpcsched.toml", "nodes.d", "nodes.d/n1.toml", "."])
+def test_what_everybody_may_write_is_not_believed(write: Write, what: str) -> None:
+    path = write("", n1=node())
+    (path / what).chmod(0o777)
+    said = refusal(path)
+    assert "everybody may write it" in said
+    assert "chmod o-w" in said
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a file away")
+def test_a_file_of_another_user_is_not_believed(write: Write) -> None:
+    path = write()
+    os.chown(path / "hpcsched.toml", 12345, -1)
+    assert "belongs to uid 12345" in refusal(path)
+
+
+def test_a_fifo_does_not_hold_us_up(write: Write) -> None:
+    path = write()
+    (path / "hpcsched.toml").unlink()
+    os.mkfifo(path / "hpcsched.toml")
+    assert "no regular file" in refusal(path)
+
+
+def test_bytes_that_are_no_text_are_refused(write: Write) -> None:
+    path = write()
+    (path / "hpcsched.toml").write_bytes(b"# \xff\n")
+    assert "not UTF-8 (byte 2)" in refusal(path)
+
+
+def test_the_template_is_the_defaults(write: Write) -> None:
+    plain = load(write(""))
+    assert load(write(default_config())) == plain
+
+
+def test_what_the_template_shows_as_default_is_the_default(write: Write) -> None:
+    """Take the comment signs away: nothing changes but the directories, whose defaults depend on who asks."""
+    shown = "".join(
+        line.removeprefix("#") if line.startswith("#") and not line.startswith("# ") and line != "#\n" else line
+        for line in default_config().splitlines(keepends=True)
+        if not line.startswith(("#state_dir", "#run_dir"))
+    )
+    assert "\nheartbeat_s = 15\n" in shown
+    assert load(write(shown)) == load(write(""))
+
+
+def test_chosen_values_come_back(write: Write) -> None:
+    text = render_config({"cluster": {"name": "x", "share": '/a "b"\\c'}, "controller": {"run_dir": "/r"}})
+    config = load(write(text))
+    assert (config.name, config.share, config.controller.run_dir) == ("x", '/a "b"\\c', Path("/r"))
+    chosen = {"host": "h", "host_key": HOST_KEY, "cpus": 3, "memory": "5M", "gpus": ["t4"], "weight": 9}
+    path = write("", n1=render_node("n1", chosen))
+    spec = load_node(path / "nodes.d" / "n1.toml")
+    assert (spec.host, spec.cpus, spec.mem_mib, spec.gpus[0].type, spec.weight) == ("h", 3, 5, "t4", 9)
+
+
+def test_numbers_in_names_count_as_numbers() -> None:
+    assert sorted(["n10", "n2", "gpu1", "n1", "n"], key=natural_order) == ["gpu1", "n", "n1", "n2", "n10"]
