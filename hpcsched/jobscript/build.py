@@ -1,0 +1,196 @@
+"""Options to a `JobSpec`: defaults, what contradicts itself, and what follows from what.
+
+Knows no cluster (whether nodes, partitions and accounts exist is for the controller to say), no files and no clock. Rules
+follow sbatch: more nodes than tasks become as many as tasks; what has no effect here is accepted and said in a note.
+"""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hpcsched.errors import RequestError
+from hpcsched.jobscript.check import check_spec
+from hpcsched.jobscript.export import Export, exported
+from hpcsched.jobscript.layers import last
+from hpcsched.jobscript.options import Use, by_name
+from hpcsched.jobscript.script import check_script
+from hpcsched.model.job import JobSpec
+from hpcsched.model.resources import GpuRequest
+from hpcsched.model.units import parse_when
+from hpcsched.sched.features import parse_features
+
+_DIRECT = {  # option: field, where the value read is the field's
+    "account": "account",
+    "array": "array",
+    "comment": "comment",
+    "constraint": "constraint",
+    "cpus-per-task": "cpus_per_task",
+    "error": "stderr",
+    "exclude": "exclude",
+    "exclusive": "exclusive",
+    "gpus": "gpus_total",
+    "gpus-per-node": "gpus_per_node",
+    "gpus-per-task": "gpus_per_task",
+    "hold": "hold",
+    "input": "stdin",
+    "job-name": "name",
+    "lease": "lease",
+    "mail-user": "mail_user",
+    "mem": "mem_per_node_mib",
+    "mem-per-cpu": "mem_per_cpu_mib",
+    "nice": "nice",
+    "nodelist": "nodelist",
+    "ntasks": "ntasks",
+    "ntasks-per-node": "ntasks_per_node",
+    "open-mode": "open_mode",
+    "output": "stdout",
+    "partition": "partition",
+    "priority": "priority",
+    "qos": "qos",
+    "requeue": "requeue",
+    "signal": "signal",
+    "time": "time_limit_s",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Built:
+    """A specification, and what the user may want to know about it."""
+
+    spec: JobSpec
+    notes: tuple[str, ...] = ()
+
+
+def build_spec(
+    options: Mapping[str, Sequence[str]],
+    *,
+    script: str | None,
+    default_name: str,
+    work_dir: str,
+    environ: Mapping[str, str],
+    now_s: float,
+    script_args: Sequence[str] = (),
+    submit_line: str = "",
+    submit_host: str = "",
+) -> Built:
+    """Return the job that `options` (merged by `merge_layers`) ask for.
+
+    `script` None is an allocation without one. `work_dir` is where the command runs: `--chdir` and relative names start
+    there. `default_name` names a job that has no name: the script's, ``wrap`` or ``sbatch``. Raises RequestError.
+    """
+    if script is not None:
+        check_script(script)
+    values = _read(options)
+    notes = [f"--{name} has no effect: {by_name()[name].help}" for name in options if by_name()[name].use is Use.NOTED]
+    env, env_notes = exported(values.get("export", Export(everything=True)), environ)
+    fields: dict[str, Any] = {field: values[name] for name, field in _DIRECT.items() if name in values}
+    fields.setdefault("name", default_name)
+    fields["cpus_per_task_given"] = "cpus-per-task" in values
+    fields["mail_type"] = tuple(dict.fromkeys(event for events in values.get("mail-type", ()) for event in events))
+    fields["work_dir"] = posixpath.join(work_dir, values["chdir"]) if "chdir" in values else work_dir
+    if "begin" in values:
+        fields["begin_at_s"] = int(parse_when(values["begin"], now_s))
+    if "dependency" in values:
+        fields["dependency"], fields["dependency_any"] = values["dependency"]
+    parse_features(values.get("constraint", ""))
+    notes += _set_nodes(fields, values)
+    _set_gpus(fields, values)
+    spec = JobSpec(
+        script=script or "",
+        script_args=tuple(script_args),
+        env=tuple(env.items()),
+        submit_line=submit_line,
+        submit_host=submit_host,
+        **fields,
+    )
+    spec = _with_gpu_parts(spec, values)
+    check_spec(spec)
+    return Built(spec=spec, notes=(*notes, *env_notes))
+
+
+def _read(options: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """Return the values of the options by their readers; of one that repeats all of them."""
+    known = by_name()
+    values: dict[str, Any] = {}
+    for name, given in options.items():
+        option = known.get(name)
+        if option is None or not given:
+            raise RequestError(f"cannot understand option --{name[:60]}")
+        values[name] = [option.parse(text) for text in given] if option.repeats else option.parse(given[-1])
+    return values
+
+
+def _set_nodes(fields: dict[str, Any], values: Mapping[str, Any]) -> list[str]:
+    """Set the counts of nodes; more nodes than tasks become as many as tasks, with a note, as sbatch does."""
+    if "nodes" not in values:
+        return []
+    low, high = values["nodes"]
+    ntasks = values.get("ntasks")
+    notes = []
+    if ntasks is not None and ntasks < low:
+        notes.append(f"{ntasks} tasks cannot run on {low} nodes: the job asks for {ntasks}")
+        low, high = ntasks, ntasks
+    fields.update(nodes_min=low, nodes_max=high, nodes_given=True)
+    return notes
+
+
+def _set_gpus(fields: dict[str, Any], values: Mapping[str, Any]) -> None:
+    """Let --gres and --gpus-per-node be two spellings of one thing."""
+    if "gres" not in values:
+        return
+    if values.get("gpus-per-node", values["gres"]) != values["gres"]:
+        raise RequestError("cannot take both --gres and --gpus-per-node: they ask for different GPUs on each node")
+    fields["gpus_per_node"] = values["gres"]
+
+
+def _with_gpu_parts(spec: JobSpec, values: Mapping[str, Any]) -> JobSpec:
+    """Return `spec` with --cpus-per-gpu and --mem-per-gpu turned into cpus for each task and memory for each node."""
+    cpus, mem_mib = values.get("cpus-per-gpu"), values.get("mem-per-gpu")
+    if cpus is not None:
+        if spec.cpus_per_task_given:
+            raise RequestError("cannot take both --cpus-per-gpu and --cpus-per-task: they exclude each other")
+        tasks = 1 if spec.gpus_per_task else _tasks_per_node(spec)
+        gpus = _gpus_per_task_or_node(spec, "cpus-per-gpu")
+        spec = replace(spec, cpus_per_task=-(-cpus * gpus // tasks), cpus_per_task_given=True)
+    if mem_mib is not None:
+        tasks = _tasks_per_node(spec) if spec.gpus_per_task else 1
+        gpus = _gpus_per_task_or_node(spec, "mem-per-gpu")
+        spec = replace(spec, mem_per_node_mib=mem_mib * gpus * tasks)
+    return spec
+
+
+def _tasks_per_node(spec: JobSpec) -> int:
+    """Return the tasks of each node, as far as the options settle it; else refuse."""
+    if spec.ntasks_per_node is not None:
+        return spec.ntasks_per_node
+    if spec.ntasks is None:
+        return 1
+    if spec.nodes_given and spec.nodes_min == spec.nodes_max and spec.ntasks % spec.nodes_min == 0:
+        return spec.ntasks // spec.nodes_min
+    raise RequestError("cannot share out what each GPU asks for: say --nodes and --ntasks-per-node as well")
+
+
+def _gpus_per_task_or_node(spec: JobSpec, option: str) -> int:
+    total = _count(spec.gpus_total)
+    if spec.gpus_per_task or spec.gpus_per_node:
+        return _count(spec.gpus_per_task or spec.gpus_per_node)
+    if total and spec.nodes_given and spec.nodes_min == spec.nodes_max and total % spec.nodes_min == 0:
+        return total // spec.nodes_min
+    if total:
+        raise RequestError(f"cannot take --{option} with --gpus={total}: say --gpus-per-node (and --nodes) instead")
+    raise RequestError(f"cannot take --{option} without GPUs: say --gpus-per-node as well")
+
+
+def _count(requests: tuple[GpuRequest, ...]) -> int:
+    return sum(request.count for request in requests)
+
+
+def script_name(options: Mapping[str, Sequence[str]], script: str | None) -> str:
+    """Return the name of a job that has been given none: of its script's file, ``wrap``, or ``sbatch`` for stdin."""
+    if last(options, "wrap") is not None:
+        return "wrap"
+    name = posixpath.basename(script or "")
+    return name if name and script not in ("/dev/stdin", "-") else "sbatch"

@@ -1,0 +1,253 @@
+"""The options of a job, in one table: what `hsub --help`, the man page, directives and the environment all go by.
+
+Knows how an option is spelled and how its value is read, not what a job becomes of it (`hpcsched.jobscript.build`). An
+option with a `variable` may also be given as ``HSUB_variable`` or ``SBATCH_variable``. Sources: sbatch(1) of Slurm
+22.05 to 25.05.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache
+from typing import Any
+
+from hpcsched.errors import RequestError
+from hpcsched.jobscript import values
+from hpcsched.jobscript.export import parse_export
+from hpcsched.model.units import parse_mem_mib, parse_signal_spec
+
+
+class Use(Enum):
+    JOB = "job"  # becomes part of the specification
+    COMMAND = "command"  # is for hsub itself; some make sense in a script as well
+    NOTED = "noted"  # accepted for Slurm's sake, has no effect here: said in a note
+    REFUSED = "refused"  # known to Slurm; without its effect the job would not be what was asked for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """One option. `metavar` "" takes no value; `bare` is the value it has without one, None where it must have one."""
+
+    name: str
+    short: str = ""
+    metavar: str = ""
+    bare: str | None = None
+    help: str = ""  # of a NOTED or REFUSED option: why
+    parse: Callable[[str], Any] = values.parse_text
+    use: Use = Use.JOB
+    variable: str = ""
+    aliases: tuple[str, ...] = ()
+    sets: str = ""  # the name of the option that this one gives `bare` to: --no-requeue sets requeue
+    repeats: bool = False  # every value counts, not only the last
+    in_script: bool = True
+
+    @property
+    def takes_value(self) -> bool:
+        return bool(self.metavar)
+
+    @property
+    def spelling(self) -> str:
+        """Return the option as a help text shows it: ``-N, --nodes=MIN[-MAX]``."""
+        value = f"={self.metavar}" if self.metavar else ""
+        value = f"[{value}]" if value and self.bare is not None else value
+        return (f"-{self.short}, " if self.short else "") + f"--{self.name}{value}"
+
+
+def _job(name: str, short: str = "", metavar: str = "", *, help: str, **more: Any) -> Option:
+    return Option(name=name, short=short, metavar=metavar, bare=None if metavar else "", help=help, **more)
+
+
+def _flag(name: str, short: str = "", *, help: str, **more: Any) -> Option:
+    more.setdefault("parse", values.parse_yes_no)
+    return Option(name=name, short=short, bare="", help=help, **more)
+
+
+def _own(name: str, short: str = "", metavar: str = "", *, help: str, **more: Any) -> Option:
+    more.setdefault("parse", values.parse_text if metavar else values.parse_yes_no)
+    bare = None if metavar else ""
+    return Option(name=name, short=short, metavar=metavar, bare=bare, help=help, use=Use.COMMAND, **more)
+
+
+# fmt: off
+_JOB_OPTIONS = (
+    _job("account", "A", "NAME", help="charge the job to this account", variable="ACCOUNT"),
+    _job("array", "a", "INDICES", help="a task for each index: 0-15, 1,3,5-7, 0-15:4; with %N behind it N at a time",
+         parse=values.parse_array, variable="ARRAY_INX"),
+    _job("begin", "b", "TIME", help="do not start before: 16:00, tomorrow, now+1hour, 2027-01-20T12:34:00"),
+    _job("chdir", "D", "DIR", help="run in this directory; default: where hsub is run", aliases=("workdir",)),
+    _job("comment", "", "TEXT", help="a text to keep with the job"),
+    _job("constraint", "C", "FEATURES", help="nodes with these features: a&b, a|b, a&(b|c)", variable="CONSTRAINT"),
+    _job("cpus-per-gpu", "", "N", help="cpus for each GPU", parse=values.parse_count, variable="CPUS_PER_GPU"),
+    _job("cpus-per-task", "c", "N", help="cpus for each task; default: 1", parse=values.parse_count),
+    _job("dependency", "d", "TERMS", help="start after others: afterok:12:13, afterany:12, afternotok:12, after:12+5, "
+         "aftercorr:12, singleton; join by ',' for all, by '?' for any", parse=values.parse_dependency),
+    _job("error", "e", "PATTERN", help="file for standard error; default: that of --output", parse=values.parse_path,
+         variable="ERROR"),
+    _job("exclude", "x", "HOSTS", help="do not use these nodes: n[1-3],m7", parse=values.parse_node_names),
+    Option(name="exclusive", metavar="user", bare="", help="share no node with other jobs", variable="EXCLUSIVE",
+           parse=values.parse_exclusive),
+    _job("export", "", "LIST", help="take along: ALL (default), NONE, or NAME,NAME=VALUE; ALL,NAME=VALUE adds",
+         parse=parse_export, variable="EXPORT"),
+    _job("gpus", "G", "[TYPE:]N", help="GPUs for the whole job", parse=values.parse_gpus, variable="GPUS"),
+    _job("gpus-per-node", "", "[TYPE:]N", help="GPUs on each node", parse=values.parse_gpus, variable="GPUS_PER_NODE"),
+    _job("gpus-per-task", "", "[TYPE:]N", help="GPUs for each task", parse=values.parse_gpus, variable="GPUS_PER_TASK"),
+    _job("gres", "", "gpu[:TYPE][:N]", help="GPUs on each node, in Slurm's other spelling", parse=values.parse_gres,
+         variable="GRES"),
+    _flag("hold", "H", help="submit the job held: it waits for hctl release"),
+    _job("input", "i", "FILE", help="file for standard input; default: /dev/null", parse=values.parse_path,
+         variable="INPUT"),
+    _job("job-name", "J", "NAME", help="name of the job; default: that of the script", variable="JOB_NAME"),
+    _job("lease", "", "keep|kill", help="what a node does with the job that no longer hears of the controller; default: "
+         "keep", parse=values.parse_lease, variable="LEASE"),
+    _job("mail-type", "", "EVENTS", help="mail at: BEGIN, END, FAIL, REQUEUE, ALL, TIME_LIMIT ...",
+         parse=values.parse_mail_types, repeats=True),
+    _job("mail-user", "", "ADDRESS", help="who gets the mail; default: the submitter"),
+    _job("mem", "", "SIZE", help="memory on each node: 4G, 1500M; 0 is all of it", parse=values.parse_node_memory,
+         variable="MEM_PER_NODE"),
+    _job("mem-per-cpu", "", "SIZE", help="memory for each cpu", parse=parse_mem_mib, variable="MEM_PER_CPU"),
+    _job("mem-per-gpu", "", "SIZE", help="memory for each GPU", parse=parse_mem_mib, variable="MEM_PER_GPU"),
+    Option(name="nice", metavar="N", bare="100", help="lower the job's priority; default of N: 100",
+           parse=values.parse_nice),
+    _flag("no-requeue", help="never start the job a second time", sets="requeue", variable="NO_REQUEUE"),
+    _job("nodelist", "w", "HOSTS", help="use these nodes, all of them: n[1-3],m7", parse=values.parse_node_names),
+    _job("nodes", "N", "MIN[-MAX]", help="number of nodes", parse=values.parse_nodes),
+    _job("ntasks", "n", "N", help="number of tasks", parse=values.parse_count, aliases=("tasks",)),
+    _job("ntasks-per-node", "", "N", help="tasks on each node", parse=values.parse_count, aliases=("tasks-per-node",)),
+    _job("open-mode", "", "append|truncate", help="what to do with output files that exist; default: truncate, "
+         "append once requeued", parse=values.parse_open_mode, variable="OPEN_MODE"),
+    _job("output", "o", "PATTERN", help="file for standard output; default: slurm-%j.out, slurm-%A_%a.out of an array",
+         parse=values.parse_path, variable="OUTPUT"),
+    _job("partition", "p", "NAME", help="partition to run in", variable="PARTITION"),
+    _job("priority", "", "N", help="a fixed priority (0 holds the job)", parse=values.parse_priority),
+    _job("qos", "q", "NAME", help="quality of service", variable="QOS"),
+    _flag("requeue", help="start the job again after the failure of a node", variable="REQUEUE"),
+    _job("signal", "", "[B:]SIG[@S]", help="send a signal S (60) seconds before the time limit; B: to the script alone",
+         parse=parse_signal_spec, variable="SIGNAL"),
+    _job("time", "t", "TIME", help="time limit: minutes, M:S, H:M:S, D-H, D-H:M, D-H:M:S, UNLIMITED",
+         parse=values.parse_limit_s, variable="TIMELIMIT"),
+)
+
+_COMMAND_OPTIONS = (
+    _own("wrap", "", "COMMAND", help="run this command of the shell instead of a script", in_script=False, parse=str),
+    _own("wait", "W", help="wait until the job is over; exit with its code", variable="WAIT"),
+    _own("parsable", help="print the job's id alone"),
+    _own("test-only", help="submit nothing; say when and where the job would start"),
+    _own("dry-run", help="submit nothing; print the request as JSON", in_script=False),
+    _own("json", help="print the answer as JSON", in_script=False),
+    _own("request-id", "", "ID", help="submit once, however often this id is sent", in_script=False),
+    _own("quiet", "Q", help="print errors only", repeats=True),
+    _own("verbose", "v", help="say more; -vv more still", repeats=True, variable="DEBUG", parse=str),
+    _own("help", "h", help="show this help", in_script=False, aliases=("usage",)),
+    _own("version", "V", help="show the version", in_script=False),
+)
+
+
+def _noted(names: str, why: str, *, value: bool | None = True) -> tuple[Option, ...]:
+    """Return options of no effect; each word of `names` is ``name``, ``name/short``; `value` None: it may have one."""
+    made = []
+    for word in names.split():
+        name, _, short = word.partition("/")
+        metavar, bare = ("" if value is False else "VALUE"), (None if value else "")
+        made.append(Option(name=name, short=short, metavar=metavar, bare=bare, help=why, use=Use.NOTED, parse=str))
+    return tuple(made)
+
+
+def _refused(names: str, why: str) -> tuple[Option, ...]:
+    made = []
+    for word in names.split():
+        name, _, short = word.partition("/")
+        made.append(Option(name=name, short=short, metavar="VALUE", bare="", help=why, use=Use.REFUSED, parse=str))
+    return tuple(made)
+
+
+_OTHER_OPTIONS = (
+    *_noted("acctg-freq batch bb bbf cpu-freq delay-boot mcs-label network power profile wckey",
+            "it has no meaning here"),
+    *_noted("cpu-bind mem-bind gpu-bind gpu-freq gres-flags hint distribution/m extra-node-info/B cores-per-socket "
+            "sockets-per-node threads-per-core ntasks-per-core ntasks-per-socket core-spec/S thread-spec mincpus",
+            "cpus of a node are not told apart"),
+    *_noted("switches", "nodes are not grouped by switch"),
+    *_noted("prefer cluster-constraint", "only --constraint decides about features"),
+    *_noted("clusters/M cluster", "there is one cluster"),
+    *_noted("kill-on-invalid-dep", "a job whose dependency can never come true waits until it is cancelled"),
+    *_noted("time-min tmp wait-all-nodes", "it is not taken into account"),
+    *_noted("propagate get-user-env no-kill/k oversubscribe/s", "it is not taken into account", value=None),
+    *_noted("contiguous ignore-pbs overcommit/O reboot share spread-job unbuffered use-min-nodes",
+            "it is not taken into account", value=False),
+    *_refused("reservation", "there are no reservations"),
+    *_refused("licenses/L", "there are no licenses to count"),
+    *_refused("deadline", "there are no deadlines: use --time and --begin"),
+    *_refused("uid gid", "a job runs as its submitter"),
+    *_refused("export-file", "use --export"),
+    *_refused("nodefile/F", "use --nodelist"),
+    *_refused("ntasks-per-gpu tres-per-task", "use --gpus-per-task"),
+    *_refused("container container-id container-image container-name container-mounts container-workdir container-save "
+              "container-entrypoint container-env container-remap-root container-writable environment",
+              "containers are started in the script: apptainer exec, podman run"),
+)
+# fmt: on
+
+OPTIONS: tuple[Option, ...] = tuple(sorted(_JOB_OPTIONS, key=lambda option: option.name)) + _COMMAND_OPTIONS
+"""What `hsub --help` and the man page show, in that order."""
+
+ALL_OPTIONS: tuple[Option, ...] = OPTIONS + _OTHER_OPTIONS
+
+
+@cache
+def by_name() -> Mapping[str, Option]:
+    """Return the options by their long names, aliases included."""
+    return {name: option for option in ALL_OPTIONS for name in (option.name, *option.aliases)}
+
+
+@cache
+def by_short() -> Mapping[str, Option]:
+    """Return the options by their letters."""
+    return {option.short: option for option in ALL_OPTIONS if option.short}
+
+
+@cache
+def by_variable() -> Mapping[str, Option]:
+    """Return the options by the variables' names, without HSUB_ or SBATCH_."""
+    return {option.variable: option for option in ALL_OPTIONS if option.variable}
+
+
+def find_option(name: str) -> Option:
+    """Return the option with the long name `name`, or with a name of which only one option has this beginning.
+
+    Raises RequestError, with the nearest known ones.
+    """
+    known = by_name()
+    if name in known:
+        return known[name]
+    if len(name) <= 40:
+        found = {known[full].name: known[full] for full in known if name and full.startswith(name)}
+        if len(found) == 1:
+            return next(iter(found.values()))
+        if found:
+            some = ", ".join(f"--{full}" for full in sorted(found)[:6])
+            raise RequestError(f"cannot tell which option --{name} is: it could be {some}")
+        offered = [full for full in known if known[full].use in (Use.JOB, Use.COMMAND)]
+        near = difflib.get_close_matches(name, offered, n=3, cutoff=0.6)
+        if near:
+            hint = " or ".join(f"--{full}" for full in near)
+            raise RequestError(f"cannot understand --{name}: no such option; did you mean {hint}?")
+    raise RequestError(f"cannot understand {values.short('--' + name)}: no such option; see hsub --help")
+
+
+def find_short(letter: str) -> Option:
+    """Return the option with this letter. Raises RequestError, with the letter in the other case if that is known."""
+    known = by_short()
+    if letter in known:
+        return known[letter]
+    other = known.get(letter.swapcase())
+    hint = f"did you mean -{other.short} (--{other.name})?" if other else "see hsub --help"
+    raise RequestError(f"cannot understand -{letter}: no such option; {hint}")
+
+
+def refuse_if_unsupported(option: Option) -> None:
+    """Raise RequestError for an option that Slurm knows and that cannot be ignored."""
+    if option.use is Use.REFUSED:
+        raise RequestError(f"cannot take --{option.name}: {option.help}")

@@ -1,0 +1,100 @@
+"""File-name patterns: ``%j`` and its like in the names of a job's output and input files.
+
+The controller fills what it knows of the job (`expand_job_pattern`); ``%t``, ``%n`` and ``%N`` differ from task to task
+and are left, with ``%%``, to the node, which fills them as `expand_task_pattern` does. Knows no files.
+
+Rules: ``%5j`` pads a number with zeros, up to ten places; a backslash anywhere takes every ``%`` as it is; an unknown
+letter stays as it is; what is filled in adds no directory (``/`` becomes ``_``) and no control character, and an empty
+value or one of dots alone is no step up the tree. Source: sbatch(1), "FILENAME PATTERN"; slurmstepd's behaviour.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+MAX_WIDTH = 10
+NO_TASK_ID = 4_294_967_294  # what Slurm fills in for %a outside of an array
+MAX_PATH = 4_096
+
+_PATTERN = re.compile(r"%([0-9]{0,6})(.)", re.DOTALL)
+_UNSAFE = re.compile(r"[/\x00-\x1f\x7f]")
+_ON_THE_NODE = "tnN"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PatternFacts:
+    """What is filled into the names of one job's files, or of a step's (`step` is its number)."""
+
+    job_id: int
+    name: str
+    user: str
+    array_job_id: int | None = None
+    array_task_id: int | None = None
+    step: int | None = None
+
+
+def default_output(facts: PatternFacts) -> str:
+    """Return the pattern of a job that named no output file, as in Slurm."""
+    return "slurm-%j.out" if facts.array_job_id is None else "slurm-%A_%a.out"
+
+
+def expand_job_pattern(pattern: str, facts: PatternFacts) -> str:
+    """Return `pattern` with all filled in but ``%t %n %N``; a ``%`` that is meant as itself is ``%%`` in it."""
+    if "\\" in pattern:
+        return pattern.replace("\\", "").replace("%", "%%")
+    array_job = facts.array_job_id if facts.array_job_id is not None else facts.job_id
+    task = facts.array_task_id if facts.array_task_id is not None else NO_TASK_ID
+    step = "" if facts.step is None else f".{facts.step}"
+    values: dict[str, int | str] = {
+        "j": facts.job_id,
+        "A": array_job,
+        "a": task,
+        "J": f"{facts.job_id}{step}",
+        "s": "batch" if facts.step is None else facts.step,
+        "u": facts.user,
+        "x": facts.name,
+    }
+    return _fill(pattern, values, keep=True)
+
+
+def expand_task_pattern(pattern: str, *, task: int, node_rank: int, node: str) -> str:
+    """Return what `expand_job_pattern` has left with the task's number, its node's rank and name filled in."""
+    return _fill(pattern, {"t": task, "n": node_rank, "N": node.partition(".")[0]}, keep=False)
+
+
+def is_per_task(pattern: str) -> bool:
+    """Say whether each task has a file of its own by `pattern` (as `expand_job_pattern` left it)."""
+    return any(match[2] in _ON_THE_NODE for match in _PATTERN.finditer(pattern))
+
+
+def _fill(pattern: str, values: Mapping[str, int | str], *, keep: bool) -> str:
+    """Return `pattern` with `values` filled in; with `keep` another pass follows: ``%%`` and its letters stay."""
+
+    def value_of(match: re.Match[str]) -> str:
+        width, letter = match.groups()
+        if letter == "%" and not width:
+            return "%%" if keep else "%"
+        if letter not in values:
+            return _kept(match[0], letter, keep)
+        value = values[letter]
+        if isinstance(value, int):
+            return str(value).zfill(min(int(width or 0), MAX_WIDTH))
+        text = safe_name(value)
+        return text.replace("%", "%%") if keep else text
+
+    return _PATTERN.sub(value_of, pattern)
+
+
+def _kept(text: str, letter: str, keep: bool) -> str:
+    """Return a pattern that nothing is filled in for: left to the next pass, or as plain text that survives it."""
+    if not keep or letter in _ON_THE_NODE:
+        return text
+    return "%" + text
+
+
+def safe_name(text: str) -> str:
+    """Return `text` as a part of a file's name: no directory, no control character, no ``.`` or ``..``."""
+    cleaned = _UNSAFE.sub("_", text)[:255]
+    return cleaned.replace(".", "_") if cleaned.strip(".") == "" else cleaned

@@ -1,0 +1,169 @@
+"""A job script's text: whether it can be one, and the options on its ``#HSUB`` and ``#SBATCH`` lines.
+
+Slurm's own rule for where these may stand: at the very beginning of a line, with or without a space behind the word, up
+to the first line that is neither blank nor a comment. Quotes may open anywhere in a word and a backslash takes the next
+character as it is; ``#`` outside of quotes ends the line; what is left over is an error. ``##SBATCH`` and ``# SBATCH``
+are comments. Both words count, in the order of the lines. Knows no files. Source: sbatch(1); sbatch's behaviour.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from hpcsched.errors import RequestError
+from hpcsched.jobscript.options import find_option
+from hpcsched.jobscript.scan import Settings, scan_options
+from hpcsched.jobscript.values import short
+
+MAX_SCRIPT_BYTES = 4 << 20
+MAX_DIRECTIVES = 1_000
+_WORDS = ("#HSUB", "#SBATCH")
+_LATE = re.compile(r"^#(?:HSUB|SBATCH)[ \t]*-", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Directives:
+    """What the lines of a script ask for; `late_lines` are the numbers of those too far down to count."""
+
+    options: Settings
+    late_lines: tuple[int, ...] = ()
+
+
+def check_script(text: str) -> None:
+    """Raise RequestError if `text` cannot be a job script, with what to do about it."""
+    if not text.strip():
+        raise RequestError("cannot submit the script: it is empty")
+    size = _size(text)
+    if size > MAX_SCRIPT_BYTES:
+        raise RequestError(f"cannot submit the script: it has {size} bytes, the most is {MAX_SCRIPT_BYTES}")
+    if not text.startswith("#!"):
+        raise RequestError(
+            "cannot submit the script: This does not look like a batch script. The first line must start with #! "
+            "followed by the path to an interpreter. For instance: #!/bin/sh"
+        )
+    if "\0" in text:
+        raise RequestError("cannot submit the script: it has a NUL character, is it a binary?")
+    if "\r\n" in text:
+        raise RequestError(
+            "cannot submit the script: Batch script contains DOS line breaks (\\r\\n) instead of expected UNIX line "
+            "breaks (\\n). Convert it: sed -i 's/\\r$//' SCRIPT"
+        )
+
+
+def _size(text: str) -> int:
+    try:
+        return len(text.encode())
+    except UnicodeEncodeError as error:
+        line = text.count("\n", 0, error.start) + 1
+        raise RequestError(
+            f"cannot submit the script: line {line} is not UTF-8. Convert it: iconv -f latin1 -t utf-8 SCRIPT"
+        ) from None
+
+
+def wrap_script(command: str) -> str:
+    """Return the script that runs `command`, for ``--wrap``."""
+    return f"#!/bin/sh\n# This script was created by hsub --wrap.\n\n{command}\n"
+
+
+def read_script(text: str) -> Directives:
+    """Return the options on the ``#HSUB`` and ``#SBATCH`` lines of `text`.
+
+    Raises RequestError with the number of the line that cannot be read.
+    """
+    settings: Settings = {}
+    for count, (number, line, _) in enumerate(_head(text), start=1):
+        if count > MAX_DIRECTIVES:
+            raise RequestError(f"cannot read the script: it has more than {MAX_DIRECTIVES} lines of options")
+        try:
+            found = _read_line(line)
+        except RequestError as error:
+            raise RequestError(f"cannot read line {number} of the script, {short(line)}: {error}") from None
+        for name, given in found.items():
+            values = settings.pop(name, [])
+            values += given
+            settings[name] = values
+    return Directives(options=settings, late_lines=_late_lines(text))
+
+
+def _head(text: str) -> Iterator[tuple[int, str, int]]:
+    """Yield number, text and end of the lines that begin with one of the words, up to the script's first command."""
+    at = number = 0
+    while at < len(text):
+        end = text.find("\n", at)
+        end = len(text) if end < 0 else end
+        number += 1
+        if text.startswith(_WORDS, at):
+            yield number, text[at:end], end
+        elif not _is_comment(text[at:end]):
+            return
+        at = end + 1
+
+
+def _is_comment(line: str) -> bool:
+    stripped = line.lstrip(" \t\v\f\r")
+    return not stripped or stripped.startswith("#")
+
+
+def _late_lines(text: str) -> tuple[int, ...]:
+    """Return the numbers of the first lines that look like directives behind the first command."""
+    last = 0
+    for _, _, end in _head(text):
+        last = end
+    lines: list[int] = []
+    number, counted = 1, 0
+    for match in _LATE.finditer(text, last):
+        number += text.count("\n", counted, match.start())
+        counted = match.start()
+        lines.append(number)
+        if len(lines) == 10:
+            break
+    return tuple(lines)
+
+
+def _read_line(line: str) -> Settings:
+    words = split_directive(line[len(next(word for word in _WORDS if line.startswith(word))) :])
+    found, end = scan_options(words)
+    if end < len(words):
+        if words[end] in ("hetjob", "packjob"):
+            raise RequestError("cannot run a heterogeneous job: submit its components as jobs of their own")
+        raise RequestError(f"cannot understand {short(words[end])}: it is neither an option nor the value of one")
+    for name in found:
+        if not find_option(name).in_script:
+            raise RequestError(f"cannot take --{name} from a script: it is for the command line")
+    return found
+
+
+def split_directive(text: str) -> list[str]:
+    """Return the words of a directive's line. Raises RequestError for a quote without its second one."""
+    words: list[str] = []
+    current: list[str] = []
+    inside = escaped = False  # inside: of a word, an empty one in quotes included
+    quote = ""
+    for char in text:
+        if escaped:
+            current.append(char)
+            escaped = False
+        elif char == "\\":
+            escaped = inside = True
+        elif quote:
+            if char == quote:
+                quote = ""
+            else:
+                current.append(char)
+        elif char in "'\"":
+            quote, inside = char, True
+        elif char == "#":
+            break
+        elif not char.isspace():
+            current.append(char)
+            inside = True
+        elif inside:
+            words.append("".join(current))
+            current, inside = [], False
+    if quote:
+        raise RequestError(f"cannot find the second {quote} of a pair")
+    if inside:
+        words.append("".join(current))
+    return words

@@ -1,0 +1,282 @@
+"""The values of single options, each read from its text: node counts, arrays, dependencies, GPUs, mail types.
+
+Every reader is linear in its text, bounded in what it makes of it, and raises RequestError with the text, why it is
+refused and what would be right. Sources: sbatch(1).
+"""
+
+from __future__ import annotations
+
+import re
+from itertools import chain
+
+from hpcsched.errors import RequestError
+from hpcsched.model.hostlist import expand_hostlist
+from hpcsched.model.ids import NODE_NAME, NodeName
+from hpcsched.model.job import ArraySpec, Dependency, DependencyKind
+from hpcsched.model.resources import ANY_GPU, GpuRequest
+from hpcsched.model.units import MINUTE_S, UNLIMITED_S, parse_mem_mib, parse_time_s
+
+MAX_COUNT = 1_000_000  # of nodes, tasks, cpus
+MAX_ARRAY_TASKS = 100_000
+MAX_ARRAY_INDEX = 4_000_000
+MAX_DEPENDENCIES = 1_000
+MAX_NICE = 2_147_483_645
+MAX_PRIORITY = 4_294_967_294
+
+_NODES = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?\Z")
+_ARRAY_PART = re.compile(r"([0-9]{1,12})(?:-([0-9]{1,12})(?::([0-9]{1,12}))?)?\Z")
+_JOB_ID = re.compile(r"([0-9]{1,18})(?:\+([0-9]{1,7}))?\Z")
+GPU_TYPE = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,62}\Z")
+_INTEGER = re.compile(r"[+-]?[0-9]{1,18}\Z")
+
+# fmt: off
+MAIL_TYPES = (
+    "NONE", "BEGIN", "END", "FAIL", "REQUEUE", "ALL", "INVALID_DEPEND", "STAGE_OUT", "TIME_LIMIT", "TIME_LIMIT_90",
+    "TIME_LIMIT_80", "TIME_LIMIT_50", "ARRAY_TASKS",
+)
+# fmt: on
+
+
+def parse_count(text: str) -> int:
+    """Return a number of tasks, cpus or the like: 1 to `MAX_COUNT`."""
+    number = parse_integer(text)
+    if not 1 <= number <= MAX_COUNT:
+        raise RequestError(f"cannot take {text.strip()}: it must be 1 to {MAX_COUNT}")
+    return number
+
+
+def parse_integer(text: str) -> int:
+    """Return the whole number that `text` is."""
+    if _INTEGER.match(text.strip()) is None:
+        raise RequestError(f"cannot read {short(text)}: it is no whole number")
+    return int(text)
+
+
+def parse_nodes(text: str) -> tuple[int, int]:
+    """Return the fewest and the most nodes of ``--nodes=4`` or ``--nodes=2-4``."""
+    match = _NODES.match(text.strip())
+    if match is None:
+        raise RequestError(f"cannot read node count {short(text)}: write 4 or 2-4")
+    low, high = int(match.group(1)), int(match.group(2) or match.group(1))
+    if not 1 <= low <= high <= MAX_COUNT:
+        raise RequestError(f"cannot give a job {text.strip()} nodes: write 4 or 2-4, from 1 up")
+    return low, high
+
+
+def parse_limit_s(text: str) -> int:
+    """Return the seconds of a job's time limit; 0 and UNLIMITED are `UNLIMITED_S`, as in Slurm."""
+    return parse_time_s(text) or UNLIMITED_S
+
+
+def parse_node_memory(text: str) -> int:
+    """Return MiB; 0 is all of a node's memory."""
+    return parse_mem_mib(text)
+
+
+def parse_node_names(text: str) -> tuple[NodeName, ...]:
+    """Return the nodes of a host list, each once. Which of them exist is for the controller to say."""
+    names = tuple(dict.fromkeys(expand_hostlist(text)))
+    for name in names:
+        if NODE_NAME.match(name) is None:
+            raise RequestError(f"cannot read node list {short(text)}: {short(name)} cannot be a node's name")
+    return tuple(NodeName(name) for name in names)
+
+
+def parse_array(text: str) -> ArraySpec:
+    """Return the tasks of ``0-15``, ``1,3,5-7``, ``0-15:4``, each with ``%2`` behind it to run two at a time.
+
+    The number of tasks is known, and refused if it is too large, before they are made.
+    """
+    indices_text, percent, limit_text = text.strip().partition("%")
+    limit = parse_integer(limit_text) if percent else 0
+    if not 0 <= limit <= MAX_COUNT:
+        raise RequestError(f"cannot run {limit} array tasks at a time: it must be 1 to {MAX_COUNT}")
+    if indices_text.startswith("[") and indices_text.endswith("]"):
+        indices_text = indices_text[1:-1]
+    if len(indices_text) > 1 << 20:
+        raise RequestError(f"cannot read array {short(text)}: it is {len(indices_text)} characters long")
+    ranges = [_array_range(part, text) for part in indices_text.split(",")]
+    count = sum(map(len, ranges))
+    if count > MAX_ARRAY_TASKS:
+        raise RequestError(f"cannot make array {short(text)}: it has {count} tasks, the most is {MAX_ARRAY_TASKS}")
+    return ArraySpec(indices=tuple(sorted(set(chain.from_iterable(ranges)))), limit=limit)
+
+
+def _array_range(part: str, text: str) -> range:
+    match = _ARRAY_PART.match(part.strip())
+    if match is None:
+        raise RequestError(f"cannot read array {short(text)}: {short(part)} is no index, write 0-15, 1,3,5 or 0-15:4%2")
+    first, last, step = match.groups()
+    low, high, stride = int(first), int(last or first), int(step or 1)
+    if high < low or stride < 1:
+        raise RequestError(f"cannot read array {short(text)}: {short(part)} has no tasks")
+    if high > MAX_ARRAY_INDEX:
+        raise RequestError(f"cannot make array {short(text)}: index {high} is above the largest, {MAX_ARRAY_INDEX}")
+    return range(low, high + 1, stride)
+
+
+def parse_dependency(text: str) -> tuple[tuple[Dependency, ...], bool]:
+    """Return the terms of ``afterok:12:13,after:14+5``, and whether one of them is enough (joined by ``?``)."""
+    any_one = "?" in text
+    if any_one and "," in text:
+        raise RequestError(f"cannot read dependency {short(text)}: join terms by ',' (all) or by '?' (any), not both")
+    terms = [term.strip() for term in text.split("?" if any_one else ",")]
+    if terms == [""]:
+        return (), False
+    if text.count(":") + len(terms) > 2 * MAX_DEPENDENCIES:
+        raise RequestError(f"cannot make a job depend on more than {MAX_DEPENDENCIES} others")
+    dependencies = [dependency for term in terms for dependency in _dependency_term(term, text)]
+    if sum(len(one.job_ids) or 1 for one in dependencies) > MAX_DEPENDENCIES:
+        raise RequestError(f"cannot make a job depend on more than {MAX_DEPENDENCIES} others")
+    return tuple(dependencies), any_one
+
+
+def _dependency_term(term: str, text: str) -> list[Dependency]:
+    """Return one term as dependencies: one for each delay that it names."""
+    word, *ids = term.split(":")
+    try:
+        kind = DependencyKind(word.strip().lower())
+    except ValueError:
+        known = ", ".join(DependencyKind)
+        raise RequestError(f"cannot read dependency {short(text)}: {short(word)} is none of {known}") from None
+    if kind is DependencyKind.SINGLETON:
+        if ids:
+            raise RequestError(f"cannot read dependency {short(text)}: singleton takes no job ids")
+        return [Dependency(kind=kind)]
+    if not ids:
+        raise RequestError(f"cannot read dependency {short(text)}: {word} needs job ids, as {word}:12:13")
+    by_delay: dict[int, list[int]] = {}
+    for word in ids:
+        job_id, delay_s = _dependency_id(word, kind, text)
+        by_delay.setdefault(delay_s, []).append(job_id)
+    return [Dependency(kind=kind, job_ids=tuple(found), delay_s=delay) for delay, found in by_delay.items()]
+
+
+def _dependency_id(word: str, kind: DependencyKind, text: str) -> tuple[int, int]:
+    match = _JOB_ID.match(word.strip())
+    if match is None and "_" in word:
+        raise RequestError(f"cannot depend on {short(word)}: name the whole array, {short(word.partition('_')[0])}")
+    if match is None or int(match.group(1)) == 0:
+        raise RequestError(f"cannot read dependency {short(text)}: {short(word)} is no job id")
+    if match.group(2) and kind is not DependencyKind.AFTER:
+        raise RequestError(f"cannot read dependency {short(text)}: only after takes +minutes")
+    return int(match.group(1)), int(match.group(2) or 0) * MINUTE_S
+
+
+def parse_gpus(text: str) -> tuple[GpuRequest, ...]:
+    """Return the GPUs of ``2``, ``a100:2``, ``a100:1,v100:2``: a count, each with its type or without."""
+    requests = []
+    for item in text.strip().split(","):
+        kind, colon, count = item.strip().rpartition(":")
+        if not colon and not count.isdigit():
+            kind, count = count, "1"
+        requests.append(_gpu_request(kind, count, text))
+    return _summed(requests, text)
+
+
+def parse_gres(text: str) -> tuple[GpuRequest, ...]:
+    """Return the GPUs that each node must give of ``gpu``, ``gpu:2``, ``gpu:a100``, ``gpu:a100:2``; ``none`` is none.
+
+    There are no other generic resources: one is refused by its name.
+    """
+    if text.strip().lower() in ("none", ""):
+        return ()
+    requests = []
+    for item in text.strip().split(","):
+        name, *parts = item.strip().removeprefix("gres/").removeprefix("gres:").split(":")
+        if name.lower() != "gpu":
+            raise RequestError(f"cannot give a job {short(item.strip())}: the only generic resource is gpu")
+        if len(parts) > 2:
+            raise RequestError(f"cannot read {short(item)}: write gpu:2, gpu:a100 or gpu:a100:2")
+        count = parts.pop() if parts and parts[-1].isdigit() else "1"
+        requests.append(_gpu_request(parts[0] if parts else ANY_GPU, count, text))
+    return _summed(requests, text)
+
+
+def _gpu_request(kind: str, count: str, text: str) -> GpuRequest:
+    if kind != ANY_GPU and GPU_TYPE.match(kind) is None:
+        raise RequestError(f"cannot read GPUs {short(text)}: {short(kind)} is no type of GPU; write 2 or a100:2")
+    if not (count.isascii() and count.isdigit()) or len(count) > 6:
+        raise RequestError(f"cannot read GPUs {short(text)}: {short(count)} is no number; write 2 or a100:2")
+    return GpuRequest(count=int(count), type=kind)
+
+
+def _summed(requests: list[GpuRequest], text: str) -> tuple[GpuRequest, ...]:
+    """Return `requests` without those for none of a type; each type may be named once."""
+    if len({request.type for request in requests}) < len(requests):
+        raise RequestError(f"cannot read GPUs {short(text)}: a type is named twice")
+    return tuple(request for request in requests if request.count)
+
+
+def parse_mail_types(text: str) -> tuple[str, ...]:
+    """Return the events of which to send mail."""
+    types = [word.strip().upper() for word in text.split(",")]
+    for word in types:
+        if word not in MAIL_TYPES:
+            raise RequestError(f"cannot send mail of {short(word)}: write one of {', '.join(MAIL_TYPES)}")
+    return tuple(dict.fromkeys(types))
+
+
+def parse_nice(text: str) -> int:
+    """Return how much to lower the priority by; without a number, 100."""
+    nice = parse_integer(text or "100")
+    if abs(nice) > MAX_NICE:
+        raise RequestError(f"cannot set nice to {nice}: it must be within +/- {MAX_NICE}")
+    return nice
+
+
+def parse_priority(text: str) -> int:
+    """Return a fixed priority, or the highest one for TOP."""
+    priority = MAX_PRIORITY if text.strip().upper() == "TOP" else parse_integer(text)
+    if not 0 <= priority <= MAX_PRIORITY:
+        raise RequestError(f"cannot set the priority to {priority}: it must be 0 to {MAX_PRIORITY}")
+    return priority
+
+
+def parse_open_mode(text: str) -> str:
+    """Return ``append`` or ``truncate``; the first letter is enough, as in Slurm."""
+    mode = {"a": "append", "t": "truncate"}.get(text.strip().lower()[:1])
+    if mode is None:
+        raise RequestError(f"cannot open output with {short(text)}: write append or truncate")
+    return mode
+
+
+def parse_exclusive(text: str) -> bool:
+    """Return True: whole nodes. ``user``, ``mcs`` and ``topo`` ask for less than that and get it as well."""
+    if text.strip().lower() not in ("", "user", "mcs", "topo"):
+        raise RequestError(f"cannot read --exclusive={short(text)}: write it without a value")
+    return True
+
+
+def parse_yes_no(text: str) -> bool:
+    """Return the truth of a flag that came as a value: empty, ``yes``, ``true`` and numbers but 0 are true."""
+    word = text.strip().lower()
+    if word in ("", "yes", "true", "on") or (word.isdigit() and word.strip("0")):
+        return True
+    if word in ("no", "false", "off") or word.isdigit():
+        return False
+    raise RequestError(f"cannot read {short(text)}: write yes or no")
+
+
+def parse_lease(text: str) -> str:
+    """Return what becomes of the job on a node that no longer hears of the controller: ``keep`` or ``kill``."""
+    if text.strip().lower() not in ("keep", "kill"):
+        raise RequestError(f"cannot read --lease={short(text)}: write keep or kill")
+    return text.strip().lower()
+
+
+def parse_path(text: str) -> str:
+    """Return a file name (or pattern); Slurm's ``none`` is /dev/null."""
+    return "/dev/null" if text.lower() == "none" else parse_text(text)
+
+
+def parse_text(text: str) -> str:
+    """Return `text` as it is, without the characters that could forge a line or a terminal's state."""
+    if any(char < " " or char == "\x7f" for char in text):
+        raise RequestError(f"cannot take {short(text)}: it has control characters")
+    return text
+
+
+def short(text: str) -> str:
+    """Return `text` quoted for a message, cut if it is long."""
+    return repr(text if len(text) <= 60 else text[:57] + "...")
