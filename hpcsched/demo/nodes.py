@@ -39,8 +39,10 @@ from hpcsched.errors import ConfigError, RequestError, UnavailableError
 ServerKind = Literal["sshd", "embedded"]
 
 READY_S = 20.0
+ANSWER_S = 5.0
 SWITCH_S = 30.0
 LOG_TAIL_BYTES = 2000
+HOPELESS = (paramiko.AuthenticationException, paramiko.BadHostKeyException)  # trying again changes nothing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -188,10 +190,10 @@ class _Machine:
         with self._lock:
             self._own_hostname = self._read_line(deadline_s) == "up own"
         while (problem := _ssh_problem(self.node)) is not None:
-            if not self.processes() or time.monotonic() > deadline_s:
+            if isinstance(problem, HOPELESS) or not self.processes() or time.monotonic() > deadline_s:
                 raise UnavailableError(
-                    f"cannot start node {self.name!r} on port {self.port}: {problem}; its log {self._log} ends:\n"
-                    + _tail(self._log)
+                    f"cannot start node {self.name!r} on port {self.port}: {type(problem).__name__}: {problem};"
+                    f" its log {self._log} ends:\n{_tail(self._log)}"
                 )
             time.sleep(0.01)
 
@@ -389,27 +391,35 @@ def _node_path() -> str:
     return f"/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin:{interpreter}"
 
 
-def _ssh_problem(node: LoopbackNode) -> str | None:
+def _ssh_problem(node: LoopbackNode) -> Exception | None:
     """Log in with the pinned host key and run a command; return what went wrong, None if nothing."""
-    client = paramiko.SSHClient()
     pin = HostKeyEntry.from_line(f"[{node.host}]:{node.port} {node.host_key}")
-    client.get_host_keys().add(pin.hostnames[0], pin.key.get_name(), pin.key)
-    try:
-        client.connect(
-            node.host,
-            node.port,
-            node.user,
-            key_filename=str(node.identity_file),
-            allow_agent=False,
-            look_for_keys=False,
-            timeout=5,
-        )
-        status = client.exec_command("exit 0", timeout=5)[1].channel.recv_exit_status()
-        return None if status == 0 else f"'exit 0' ended with {status} there"
-    except (OSError, EOFError, paramiko.SSHException) as error:
-        return f"{type(error).__name__}: {error}"
-    finally:
-        client.close()
+    with paramiko.SSHClient() as client:
+        client.get_host_keys().add(pin.hostnames[0], pin.key.get_name(), pin.key)
+        try:
+            client.connect(
+                node.host,
+                node.port,
+                node.user,
+                key_filename=str(node.identity_file),
+                allow_agent=False,
+                look_for_keys=False,
+                timeout=ANSWER_S,
+            )
+            _run_nothing(client)
+        except (OSError, EOFError, paramiko.SSHException) as error:
+            return error
+    return None
+
+
+def _run_nothing(client: paramiko.SSHClient) -> None:
+    channel = client.get_transport().open_session(timeout=ANSWER_S)
+    channel.settimeout(ANSWER_S)
+    channel.exec_command("exit 0")
+    if not channel.status_event.wait(ANSWER_S):
+        raise paramiko.SSHException("'exit 0' did not end there (does a start-up file of the account wait?)")
+    if channel.recv_exit_status() != 0:
+        raise paramiko.SSHException(f"'exit 0' ended with {channel.recv_exit_status()} there")
 
 
 def _stop_machines(machines: list[_Machine]) -> None:

@@ -12,8 +12,12 @@ import pwd
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping
 from pathlib import Path
+
+# Sessions must not run the account's real start-up files: what those do (version managers take locks in the home
+# directory, and wait for them) would be killed half-way when a node is switched off. bash reads ~/.bashrc for sshd only
+# in an outermost shell; zsh reads ~/.zshenv always, unless that lies elsewhere.
+NO_START_UP = {"SHLVL": "1", "ZDOTDIR": "/nonexistent"}
 
 RUN_DIR = Path("/run/sshd")
 SEARCH_PATH = os.pathsep.join([os.defpath, "/usr/sbin", "/usr/local/sbin", "/sbin"])
@@ -72,7 +76,7 @@ def _is_locked(user: str) -> bool:
 
 
 def write_sshd_config(
-    path: Path, *, port: int, user: str, host_key: Path, authorized_keys: Path, environment: Mapping[str, str]
+    path: Path, *, port: int, user: str, host_key: Path, authorized_keys: Path, environment: dict[str, str]
 ) -> None:
     """Write the config of one node's sshd; `environment` is added to that of every session."""
     text = CONFIG.format(
@@ -80,7 +84,7 @@ def write_sshd_config(
         user=user,
         host_key=_quoted(str(host_key)),
         authorized_keys=_quoted(str(authorized_keys).replace("%", "%%")),
-        environment=" ".join(_quoted(f"{name}={value}") for name, value in environment.items()),
+        environment=" ".join(_quoted(f"{name}={value}") for name, value in (NO_START_UP | environment).items()),
     )
     if _version() >= (9, 8):
         text += "PerSourcePenalties no\n"  # a test that is refused must not shut out the next one
