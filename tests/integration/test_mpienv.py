@@ -55,6 +55,20 @@ if world.rank == 0:
 """
 
 
+RANK = "$(( ${OMPI_COMM_WORLD_RANK:-0} + ${PMI_RANK:-0} ))"
+
+
+def when_all_are_up(state: Path, ranks: int, then: str) -> tuple[str, ...]:
+    """Return a command whose ranks wait for each other: PRRTE 3 may hang when one ends while others still start."""
+    meet = f"touch {state}/up.{RANK}; while [ $(ls {state} | grep -c ^up) -lt {ranks} ]; do sleep 0.05; done; "
+    return ("sh", "-c", meet + then)
+
+
+def said(output: str) -> list[str]:
+    """Return the ranks' lines, without PRRTE's warning of a lost race that harms nothing."""
+    return [line for line in output.splitlines() if "setpgid(" not in line]
+
+
 def mpi_bins() -> list[str]:
     listed = os.environ.get("HPCSCHED_TEST_MPI_BIN", "").split(os.pathsep)
     bins = [str(Path(sys.executable).parent), *filter(None, listed)]
@@ -170,7 +184,9 @@ def own_hostname(request: pytest.FixtureRequest) -> bool:
 
 def test_ranks_fill_every_node(bin_dir: str, state: Path, own_hostname: bool) -> None:
     job = make_job(bin_dir, state, [2, 2, 1], own_hostname=own_hostname)
-    status, output = job.run("mpirun", "sh", "-c", "echo on ${PMIX_HOSTNAME:-$PMI_HOSTNAME}")
+    status, output = job.run(
+        "mpirun", *when_all_are_up(state, 5, "echo on ${PMIX_HOSTNAME:-$PMI_HOSTNAME}")
+    )
     assert status == 0, output
     first = "n1" if own_hostname else socket.gethostname()
     on = Counter(line.split()[1] for line in output.splitlines() if line.startswith("on "))
@@ -185,32 +201,31 @@ def test_allreduce_across_nodes(bin_dir: str, state: Path, own_hostname: bool) -
     if subprocess.run([python, "-c", "import mpi4py, numpy"], stderr=subprocess.DEVNULL).returncode != 0:
         pytest.skip(f"{python} has no mpi4py and numpy")
     job = make_job(bin_dir, state, [1, 1], own_hostname=own_hostname)
-    assert job.run("mpirun", str(python), "-c", ALLREDUCE) == (0, "size 2\n")
+    status, output = job.run("mpirun", str(python), "-c", ALLREDUCE)
+    assert (status, said(output)) == (0, ["size 2"])
 
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_fewer_ranks_than_slots(bin_dir: str, state: Path, count: int) -> None:
     job = make_job(bin_dir, state, [2, 2])
-    assert job.run("mpirun", "-n", str(count), "echo", "here") == (0, "here\n" * count)
+    status, output = job.run("mpirun", "-n", str(count), *when_all_are_up(state, count, "echo here"))
+    assert (status, said(output)) == (0, ["here"] * count)
 
 
 def test_more_slots_than_cores(bin_dir: str, state: Path) -> None:
     slots = (os.cpu_count() or 1) + 1
     job = make_job(bin_dir, state, [slots])
-    assert job.run("mpirun", "echo", "here") == (0, "here\n" * slots)
+    status, output = job.run("mpirun", *when_all_are_up(state, slots, "echo here"))
+    assert (status, said(output)) == (0, ["here"] * slots)
 
 
 def test_exit_code_is_the_ranks(bin_dir: str, state: Path) -> None:
-    assert make_job(bin_dir, state, [1, 1]).run("mpirun", "sh", "-c", "exit 7")[0] == 7
-
-
-RANK = "$(( ${OMPI_COMM_WORLD_RANK:-0} + ${PMI_RANK:-0} ))"
+    assert make_job(bin_dir, state, [1, 1]).run("mpirun", *when_all_are_up(state, 2, "exit 7"))[0] == 7
 
 
 def test_killed_rank_ends_the_run(bin_dir: str, state: Path) -> None:
     job = make_job(bin_dir, state, [1, 1])
-    # exec: a shell would turn its child's death into an exit code of its own
-    status, _ = job.run("mpirun", "sh", "-c", f"[ {RANK} = 1 ] && kill -9 $$; exec sleep 60")
+    status, _ = job.run("mpirun", *when_all_are_up(state, 2, f"[ {RANK} = 1 ] && kill -9 $$; exec sleep 60"))
     assert status != 0
 
 
@@ -232,12 +247,13 @@ def test_sigterm_ends_daemons_and_ranks(bin_dir: str, state: Path) -> None:
 def test_as_a_plain_user(bin_dir: str, state: Path) -> None:
     if not reachable_by_all(Path(bin_dir)) or not reachable_by_all(Path(mpienv.__file__).parent):
         pytest.skip(f"uid 65534 cannot reach {bin_dir}")
+    state.chmod(0o777)
     job = make_job(bin_dir, state, [1, 1])
     allowed = [name for name in job.env if "ALLOW_RUN_AS_ROOT" in name]
     for name in allowed:
         del job.env[name]
     become = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
-    status, output = job.run(*become, "mpirun", "sh", "-c", "echo uid $(id -u)")
+    status, output = job.run(*become, "mpirun", *when_all_are_up(state, 2, "echo uid $(id -u)"))
     assert (status, output.count("uid 65534")) == (0, 2), output
 
 

@@ -124,13 +124,11 @@ def _open_mpi_variables(hostfile: str, hrsh: str) -> Dict[str, str]:
         "PRTE_MCA_ras": "^slurm",
         "PRTE_MCA_prte_default_hostfile": hostfile,
         "PRTE_MCA_hwloc_default_binding_policy": "none",
-        "PRTE_MCA_rmaps_default_mapping_policy": "slot",
         "OMPI_MCA_plm": "rsh",
         "OMPI_MCA_plm_rsh_agent": hrsh,
         "OMPI_MCA_ras": "^slurm",
         "OMPI_MCA_orte_default_hostfile": hostfile,
         "OMPI_MCA_hwloc_base_binding_policy": "none",
-        "OMPI_MCA_rmaps_base_mapping_policy": "slot",
     }
 
 
