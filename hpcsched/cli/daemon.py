@@ -1,0 +1,122 @@
+"""`hpcsched up`, `hpcsched down`, `hpcsched status`: the controller started in the background, stopped, described."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from hpcsched import client, paths
+from hpcsched.errors import UnavailableError
+
+START_S = 20.0
+STOP_S = 20.0
+LOG_FILE = "hpcschedd.log"
+LOG_TAIL_BYTES = 4000
+
+
+@click.command()
+def up() -> None:
+    """Start the controller in the background, and wait until it answers."""
+    running = _ping()
+    if running is not None:
+        click.echo(f"hpcschedd is running already (process {running['pid']})")
+        return
+    from hpcsched.config import load_config
+
+    config = load_config(paths.find_config_dir(os.environ, os.getuid()))
+    state_dir = config.controller.state_dir
+    state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    log = state_dir / LOG_FILE
+    with log.open("ab") as stream:
+        start = stream.tell()
+        process = subprocess.Popen(
+            [sys.executable, "-m", "hpcsched.controller", "--config", str(config.config_dir)],
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=stream,
+            start_new_session=True,
+            cwd="/",
+        )
+    _wait_until_it_answers(process, log, start)
+    click.echo(f"hpcschedd runs (process {process.pid}, log {log})")
+
+
+def _wait_until_it_answers(process: subprocess.Popen[bytes], log: Path, start: int) -> None:
+    deadline_s = time.monotonic() + START_S
+    while _ping() is None:
+        code = process.poll()
+        if code is not None:
+            raise UnavailableError(f"cannot start hpcschedd: it ended with status {code}:\n{_tail(log, start)}")
+        if time.monotonic() > deadline_s:
+            raise UnavailableError(f"cannot start hpcschedd: no answer within {START_S:g} s; see {log}")
+        time.sleep(0.05)
+
+
+def _tail(log: Path, start: int) -> str:
+    with log.open("rb") as stream:
+        stream.seek(max(start, log.stat().st_size - LOG_TAIL_BYTES))
+        return stream.read().decode("utf-8", "replace").rstrip()
+
+
+@click.command()
+def down() -> None:
+    """Stop the controller. Jobs run on, and are found again when it starts."""
+    running = _ping()
+    if running is None:
+        click.echo("hpcschedd does not run")
+        return
+    os.kill(running["pid"], signal.SIGTERM)
+    deadline_s = time.monotonic() + STOP_S
+    while _is_there(running["pid"]):
+        if time.monotonic() > deadline_s:
+            raise UnavailableError(f"cannot stop hpcschedd: process {running['pid']} has not ended within {STOP_S:g} s")
+        time.sleep(0.05)
+    click.echo(f"hpcschedd has stopped (process {running['pid']}); jobs run on")
+
+
+def _is_there(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as stream:
+            return stream.read().rpartition(b")")[2].split()[0] != b"Z"
+    except FileNotFoundError:
+        return False
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print the facts as JSON.")
+def status(as_json: bool) -> None:
+    """Say whether the controller runs, and what it has to do. Exit status 0 if it runs, 1 if not."""
+    answer = client.call("GET", "/v1/ping")
+    if as_json:
+        import json
+
+        click.echo(json.dumps(answer))
+        return
+    click.echo(f"cluster {answer['cluster']}: hpcschedd {answer['hpcsched']} runs (process {answer['pid']})")
+    click.echo(f"  up for  {_duration(answer['now_s'] - answer['started_at_s'])}, term {answer['epoch']}")
+    click.echo(f"  nodes   {_counts(answer['nodes'])}")
+    click.echo(f"  jobs    {_counts(answer['counts'])}")
+
+
+def _counts(counts: dict[str, int]) -> str:
+    return ", ".join(f"{count} {state.lower()}" for state, count in sorted(counts.items())) or "none"
+
+
+def _duration(seconds: float) -> str:
+    from hpcsched.model.units import format_time_s
+
+    return format_time_s(int(seconds))
+
+
+def _ping() -> dict[str, Any] | None:
+    try:
+        return client.call("GET", "/v1/ping")
+    except UnavailableError:
+        return None
