@@ -24,7 +24,7 @@ from waiting import wait_until
 import hpcsched
 from hpcsched.demo import sshd
 from hpcsched.demo.nodes import LoopbackNode, LoopbackNodes, start_nodes, write_ssh_config
-from hpcsched.errors import ConfigError, RequestError
+from hpcsched.errors import ConfigError, RequestError, UnavailableError
 
 MIB = 1024 * 1024
 NOBODY = 65534
@@ -478,10 +478,17 @@ def test_an_unknown_node_is_refused_with_the_known_ones(cluster: LoopbackNodes) 
         cluster.power_off("node-c")
 
 
-def test_a_server_that_does_not_start_shows_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sshd, "CONFIG", "NoSuchOption yes\n")
-    if sshd.find_sshd() is None:
-        pytest.skip("NOT TESTED: no sshd here")
-    with pytest.raises(Exception, match="(?s)cannot start node 'n1'.*NoSuchOption"):
+@pytest.mark.sshd
+@pytest.mark.skipif(sshd.why_no_sshd(_own_name()) is not None, reason="NOT TESTED: no sshd that works here")
+@pytest.mark.parametrize(
+    ("extra", "why"),
+    [("NoSuchOption yes", "NoSuchOption"), ("PubkeyAuthentication no", "BadAuthenticationType")],
+    ids=["does not start", "lets nobody in"],
+)
+def test_a_node_that_does_not_start_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, extra: str, why: str
+) -> None:
+    monkeypatch.setattr(sshd, "CONFIG", f"{extra}\n{sshd.CONFIG}")
+    with pytest.raises(UnavailableError, match=f"(?s)cannot start node 'n1' on port.*{why}"):
         start_nodes(tmp_path, ["n1"], server="sshd")
     assert _pids_that_mention(str(tmp_path)) == []
