@@ -1,0 +1,152 @@
+"""Could a job ever run here? Asked at submission: what never can is refused with the numbers.
+
+All nodes of the partition count, empty and able, whether or not they answer today.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from hpcsched.model.ids import NodeName
+from hpcsched.model.node import Node, Partition
+from hpcsched.model.resources import ANY_GPU
+from hpcsched.model.units import format_mem, format_time_s
+from hpcsched.sched.features import matches
+from hpcsched.sched.placement import Seat, choose, mem_least, seat_of
+from hpcsched.sched.request import Request, Shape, gpu_count, gpus_least
+from hpcsched.sched.snapshot import NodeView, node_view
+from hpcsched.sched.timeline import gpu_types_of, whole
+from hpcsched.sched.words import gpu_words, listed, needs, plural, spelled
+
+
+def never_fits(shape: Shape, nodes: Sequence[NodeView]) -> bool:
+    """Say whether `shape` would not fit even if all of `nodes` (those that it may use) were empty."""
+    places = {node.name: at for at, node in enumerate(nodes)}
+    required = frozenset(places.get(name, -1) for name in shape.nodelist)
+    return choose(shape, sorted(_seats(shape, nodes)), required) is None
+
+
+def impossible(request: Request, nodes: Iterable[Node | NodeView], partition: Partition) -> str | None:
+    """Return why a job that asks for `request` can never run in `partition`, in a sentence with the numbers; None: it can."""
+    names = set(partition.nodes)
+    views = [node if isinstance(node, NodeView) else node_view(node) for node in nodes if node.name in names]
+    shape = request.shape
+    return _too_long(request, partition) or _wrong_nodes(shape, views, partition) or _too_much(shape, views, partition)
+
+
+def _too_long(request: Request, partition: Partition) -> str | None:
+    limit_s, most_s = request.time_limit_s, partition.max_time_s
+    if most_s is None or (limit_s is not None and limit_s <= most_s):
+        return None
+    asked = format_time_s(limit_s)
+    return f"cannot give job time limit {asked}: partition {partition.name!r} allows {format_time_s(most_s)}"
+
+
+def _wrong_nodes(shape: Shape, nodes: list[NodeView], partition: Partition) -> str | None:
+    """Return what is wrong with how many and which nodes it wants, whatever they have."""
+    where = f"partition {partition.name!r}"
+    wanted = f"cannot give job {_count(shape.nodes_min)}"
+    if partition.max_nodes is not None and shape.nodes_min > partition.max_nodes:
+        return f"{wanted}: {where} allows {partition.max_nodes} to one job"
+    if shape.nodes_min > len(nodes):
+        return f"{wanted}: {where} has {len(nodes)}"
+    kept = [node for node in nodes if node.name not in shape.exclude]
+    if shape.nodes_min > len(kept):
+        return f"{wanted}: {where} has {len(nodes)}, and the request excludes {len(nodes) - len(kept)} of them"
+    fit = [node for node in kept if matches(shape.features, node.features)]
+    if shape.nodes_min > len(fit):
+        return f"{wanted} with feature {shape.constraint}: {where} has {len(fit)}"
+    return _wrong_list(shape, {node.name for node in nodes}, {node.name for node in fit}, where)
+
+
+def _wrong_list(shape: Shape, known: set[NodeName], fit: set[NodeName], where: str) -> str | None:
+    """Return what is wrong with its node list."""
+    if len(shape.nodelist) > shape.nodes_max:
+        return f"cannot give job {_count(shape.nodes_max)}: its node list names {len(shape.nodelist)}"
+    for name in shape.nodelist:
+        if name not in known:
+            return f"cannot give job node {name}: {where} does not have it"
+        if name in shape.exclude:
+            return f"cannot give job node {name}: the request also excludes it"
+        if name not in fit:
+            return f"cannot give job node {name}: it lacks feature {shape.constraint}"
+    return None
+
+
+def _too_much(shape: Shape, nodes: list[NodeView], partition: Partition) -> str | None:
+    """Return of what the nodes that it may use have too little."""
+    able = [node for node in nodes if node.name not in shape.exclude and matches(shape.features, node.features)]
+    if not never_fits(shape, able):
+        return None
+    where = f"partition {partition.name!r}"
+    if shape.constraint:
+        where = f"the {plural(len(able), 'node')} with feature {shape.constraint} of {where}"
+    return _one_thing(shape, able, where) or _in_all(shape, able, where)
+
+
+def _one_thing(shape: Shape, nodes: list[NodeView], where: str) -> str | None:
+    """Return the one resource of which too few nodes have enough."""
+    cpus, floors = shape.cpus_least, [mem_least(shape, node) for node in nodes]
+    most = max((node.cpus for node in nodes), default=0)
+    short = _short(shape, [node.cpus >= cpus for node in nodes], plural(cpus, "cpu"), f"more than {most}", where)
+    if short is None:
+        most = max((node.mem_mib for node in nodes), default=0)
+        enough = [node.mem_mib >= floor for node, floor in zip(nodes, floors, strict=True)]
+        asked, best = f"{format_mem(max(floors, default=0))} memory", f"more than {format_mem(most)}"
+        short = _short(shape, enough, asked, best, where)
+    for kind, count in gpus_least(shape) if short is None else ():
+        had = [len(node.gpus) if kind == ANY_GPU else _of_kind(node, kind) for node in nodes]
+        best = f"more than {max(had)}" if any(had) else f"any {kind} GPU".replace("  ", " ")
+        short = short or _short(shape, [its >= count for its in had], gpu_words(((kind, count),)), best, where)
+    return short
+
+
+def _short(shape: Shape, enough: list[bool], asked: str, best: str, where: str) -> str | None:
+    """Return the sentence for one resource if too few nodes have enough of it."""
+    if sum(enough) >= shape.nodes_min:
+        return None
+    wanted = f"cannot give job {_count(shape.nodes_min)} with {asked}{' each' if shape.nodes_min > 1 else ''}"
+    if any(enough):
+        return f"{wanted}: {where} has {sum(enough)}"
+    return f"{wanted}: no node of {where} has {best}"
+
+
+def _in_all(shape: Shape, nodes: list[NodeView], where: str) -> str:
+    """Return what is lacking taken together: each thing alone would do."""
+    seats = _seats(shape, nodes)
+    if shape.gpus_total:
+        have = sum(seat.gpus for seat in sorted(seats, key=lambda seat: -seat.gpus)[: shape.nodes_max])
+        if have < gpu_count(shape.gpus_total):
+            on = f"on {plural(shape.nodes_max, 'node')} " if shape.nodes_max < len(nodes) else ""
+            return f"cannot give job {gpu_words(shape.gpus_total)}: {where} has {have} {on}for it"
+    if shape.ntasks is not None and len(seats) >= shape.nodes_min:
+        room = sum(sorted((seat.tasks for seat in seats), reverse=True)[: shape.nodes_max])
+        if room < shape.ntasks:
+            on = f" on {plural(shape.nodes_max, 'node')}" if shape.nodes_max < len(nodes) else ""
+            return f"cannot give job {needs(shape)}: {where} has room for {room}{on}"
+    fit = {nodes[seat.node].name for seat in seats}
+    missing = [name for name in shape.nodelist if name not in fit]
+    if missing:
+        return f"cannot give job {needs(shape)}: {listed(missing)} {'has' if len(missing) == 1 else 'have'} not so much"
+    return f"cannot give job {needs(shape)}: {where} has {plural(len(seats), 'node')} with all of that"
+
+
+# ----- small pieces
+
+
+def _count(nodes: int) -> str:
+    return f"{spelled(nodes)} node{'' if nodes == 1 else 's'}"
+
+
+def _of_kind(node: NodeView, kind: str) -> int:
+    return sum(gpu.type.lower() == kind for gpu in node.gpus)
+
+
+def _seats(shape: Shape, nodes: Sequence[NodeView]) -> list[Seat]:
+    seats = []
+    for at, node in enumerate(nodes):
+        types = gpu_types_of(node)
+        seat = seat_of(shape, at, node, types, whole(node, types))
+        if seat is not None:
+            seats.append(seat)
+    return seats

@@ -1,0 +1,276 @@
+"""The plan: which waiting jobs start now and on what, and why each of the others waits.
+
+Jobs are looked at in order (see `priority`). One that fits starts. The first of a partition that does not fit is its
+*head*: it gets a reservation at the earliest time at which it will fit if every running job lasts to its limit (its *shadow
+time*). With EASY backfill a later job may start if it fits now and leaves every reservation untouched: it ends before, or
+takes what the heads do not need. On one pool of equal processors this is EASY as Lifka and Feitelson define it, job by job.
+Without backfill nothing behind a head starts on the nodes of its partition.
+
+Within one plan free resources only dwindle. So a shape that did not fit need not be tried again, and the seats
+of a shape on the nodes are kept and only mended where something started: that makes large queues cheap.
+
+Pure and deterministic: equal snapshot and policy give an equal plan.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from hpcsched.model.ids import JobId
+from hpcsched.model.job import Reason
+from hpcsched.model.node import Partition
+from hpcsched.model.resources import Share
+from hpcsched.model.units import UNLIMITED_S
+from hpcsched.sched.backfill import earliest_start
+from hpcsched.sched.eligible import Eligibility, Wait
+from hpcsched.sched.feasible import never_fits
+from hpcsched.sched.placement import Part, Seat, Seating, choose, parts_of, seat_of
+from hpcsched.sched.policy import Backfill, Policy
+from hpcsched.sched.priority import in_order, scale_of
+from hpcsched.sched.reasons import (
+    at_array_limit,
+    behind_head,
+    not_available,
+    partition_down,
+    partition_unknown,
+    shortfall,
+)
+from hpcsched.sched.request import Shape
+from hpcsched.sched.snapshot import PendingJob, Snapshot, allows
+from hpcsched.sched.timeline import Timeline
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """Start this job now with these shares (in the order of nodes)."""
+
+    job_id: JobId
+    shares: tuple[Share, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Every waiting job of the snapshot is in `starts` or has its `waits` entry. Jobs that wait alike share one `Wait`."""
+
+    starts: tuple[Start, ...]
+    waits: Mapping[JobId, Wait]
+
+
+def plan(snapshot: Snapshot, policy: Policy) -> Plan:
+    """Return what to start now, and why the rest waits."""
+    return _Planner(snapshot, policy).plan()
+
+
+class _Group:
+    """The jobs of one shape in one partition: they fit or do not fit alike."""
+
+    __slots__ = ("fails_beyond_s", "never", "nodes", "required", "seating", "seen", "shape", "window")
+
+    def __init__(self, shape: Shape, nodes: list[int], required: frozenset[int], never: Wait | None) -> None:
+        self.shape = shape
+        self.nodes = nodes  # that it may use, in this partition and answering now
+        self.required = required
+        self.never = never  # it cannot start on the nodes that answer now, whatever ends
+        self.fails_beyond_s = float("inf")  # jobs that would end later than this do not fit
+        self.seating: Seating | None = None
+        self.seen = 0  # so many of the timeline's changes are in `seating`
+        self.window = (-1, -1)  # what `seating` was made for: dips in all, dips before the job's end
+
+
+@dataclass(slots=True)
+class _Lane:
+    """One partition during one plan: its nodes that answer, and its head once there is one."""
+
+    partition: Partition
+    nodes: list[int]
+    head: PendingJob | None = None
+    behind: Wait | None = None  # what all behind the head share
+
+
+class _Planner:
+    def __init__(self, snapshot: Snapshot, policy: Policy) -> None:
+        self.snapshot = snapshot
+        self.policy = policy
+        self.timeline = Timeline(snapshot, policy)
+        self.starts: list[Start] = []
+        self.waits: dict[JobId, Wait] = {}
+        self.lanes = {name: self._lane(partition) for name, partition in snapshot.partitions.items()}
+        self.groups: dict[tuple[int, str], _Group] = {}
+        self.in_vain = 0
+        self.most_free_cpus: dict[str, tuple[int, int]] = {}
+
+    def plan(self) -> Plan:
+        queue = in_order(self._eligible(), self.snapshot.partitions, scale_of(self.snapshot), self.policy)
+        tasks = self._array_tasks()
+        behind: list[PendingJob] = []
+        for job in queue:
+            if job.array_limit and tasks.get(job.array_job_id, 0) >= job.array_limit:
+                self.waits[job.id] = at_array_limit(job.array_limit)
+            elif self._start_if_it_fits(job):
+                if job.array_limit:
+                    tasks[job.array_job_id] = tasks.get(job.array_job_id, 0) + 1
+            elif job.id not in self.waits:
+                self._queue(job, behind)
+        self._estimate(behind)
+        return Plan(starts=tuple(self.starts), waits=self.waits)
+
+    # ----- who is looked at
+
+    def _eligible(self) -> list[PendingJob]:
+        """Return the jobs that only resources (and array limits) can keep waiting; note why the others do."""
+        eligibility = Eligibility(self.snapshot)
+        closed = {name: partition_down(name) for name, part in self.snapshot.partitions.items() if not part.up}
+        found = []
+        for job in self.snapshot.pending:
+            wait = None if job.free_to_go else eligibility.why_not(job)
+            if wait is None and (job.partition in closed or job.partition not in self.lanes):
+                wait = closed.get(job.partition) or closed.setdefault(job.partition, partition_unknown(job.partition))
+            if wait is None:
+                found.append(job)
+            else:
+                self.waits[job.id] = wait
+        return found
+
+    def _array_tasks(self) -> dict[JobId | None, int]:
+        """Count the tasks of each array that run."""
+        counts: dict[JobId | None, int] = {}
+        for job in self.snapshot.running:
+            if job.array_job_id is not None:
+                counts[job.array_job_id] = counts.get(job.array_job_id, 0) + 1
+        return counts
+
+    def _lane(self, partition: Partition) -> _Lane:
+        names = set(partition.nodes)
+        nodes = [at for at, node in enumerate(self.snapshot.nodes) if node.name in names and node.usable]
+        return _Lane(partition=partition, nodes=nodes)
+
+    # ----- does it start
+
+    def _start_if_it_fits(self, job: PendingJob) -> bool:
+        lane = self.lanes[job.partition]
+        group = self._group(job)
+        end_s = self.timeline.now_s + self._limit_s(job)
+        if group.never is not None:
+            self.waits[job.id] = group.never
+            return False
+        if end_s > group.fails_beyond_s or (lane.head is not None and self._is_hopeless(job, lane)):
+            return False
+        parts = self._place(group, end_s)
+        if parts is None:
+            crossed = bisect_left(self.timeline.dips_s, end_s)
+            group.fails_beyond_s = self.timeline.dips_s[crossed - 1] if crossed else self.timeline.now_s
+            self.in_vain += lane.head is not None
+            return False
+        self.starts.append(Start(job_id=job.id, shares=tuple(self._take(part, end_s) for part in parts)))
+        return True
+
+    def _is_hopeless(self, job: PendingJob, lane: _Lane) -> bool:
+        """Say cheaply of a job behind a head that it cannot start, or that we have looked far enough."""
+        if self.policy.backfill is Backfill.NONE or 0 < self.policy.backfill_depth <= self.in_vain:
+            return True
+        known, most = self.most_free_cpus.get(job.partition, (-1, 0))
+        if known != len(self.timeline.changed):
+            most = max((self.timeline.profiles[at].rooms[0][0] for at in lane.nodes), default=0)
+            self.most_free_cpus[job.partition] = (len(self.timeline.changed), most)
+        return most < job.request.shape.cpus_least
+
+    def _group(self, job: PendingJob) -> _Group:
+        shape = job.request.shape
+        key = (id(shape), job.partition)
+        group = self.groups.get(key)
+        if group is None:
+            group = self.groups[key] = self._new_group(shape, self.lanes[job.partition])
+        return group
+
+    def _new_group(self, shape: Shape, lane: _Lane) -> _Group:
+        nodes = self.snapshot.nodes
+        allowed = [at for at in lane.nodes if allows(shape, nodes[at])]
+        required = frozenset(self.timeline.index.get(name, -1) for name in shape.nodelist)
+        never = None
+        if never_fits(shape, [nodes[at] for at in allowed]):
+            never = not_available(shape, lane.partition, nodes)
+        return _Group(shape, allowed, required, never)
+
+    def _place(self, group: _Group, end_s: float) -> list[Part] | None:
+        """Return what a job of `group` that ends by `end_s` would get now."""
+        timeline, shape = self.timeline, group.shape
+        window = (len(timeline.dips_s), bisect_left(timeline.dips_s, end_s))
+        if group.seating is None or group.window != window:
+            seats = [seat for at in group.nodes if (seat := self._seat(shape, at, end_s)) is not None]
+            group.seating, group.window = Seating(seats), window
+        else:
+            for at in timeline.changed[group.seen :]:
+                group.seating.replace(at, self._seat(shape, at, end_s))
+        group.seen = len(timeline.changed)
+        chosen = choose(shape, group.seating.ordered, group.required)
+        if chosen is None:
+            return None
+        rooms = [timeline.free_until(seat.node, end_s) for seat in chosen]
+        return parts_of(shape, chosen, timeline.nodes, timeline.types, rooms)
+
+    def _seat(self, shape: Shape, at: int, end_s: float) -> Seat | None:
+        return seat_of(shape, at, self.timeline.nodes[at], self.timeline.types[at], self.timeline.free_until(at, end_s))
+
+    def _take(self, part: Part, end_s: float) -> Share:
+        gpus = self.timeline.start(part.node, end_s, part.use)
+        name = self.snapshot.nodes[part.node].name
+        return Share(node=name, cpus=part.use[0], mem_mib=part.use[1], gpus=gpus, tasks=part.tasks)
+
+    def _limit_s(self, job: PendingJob) -> int:
+        limit_s = job.request.time_limit_s
+        return limit_s if limit_s is not None and limit_s < UNLIMITED_S else self.policy.default_time_limit_s
+
+    # ----- why it waits
+
+    def _queue(self, job: PendingJob, behind: list[PendingJob]) -> None:
+        """Note that `job` waits for resources: as its partition's head, which gets a reservation, or behind it."""
+        lane = self.lanes[job.partition]
+        if lane.head is None:
+            self._make_head(job, lane)
+        else:
+            if len(behind) < self.policy.estimate_depth:
+                behind.append(job)
+            if lane.behind is None:
+                lane.behind = behind_head(lane.head.display_id, job.partition)
+            self.waits[job.id] = lane.behind
+
+    def _make_head(self, job: PendingJob, lane: _Lane) -> None:
+        start_s = self._reserve(job)
+        group = self._group(job)
+        seats = [seat for at in group.nodes if (seat := self._seat(group.shape, at, self.timeline.now_s)) is not None]
+        missing = group.required.difference(seat.node for seat in seats)
+        names = sorted(self.snapshot.nodes[at].name for at in missing)
+        self.waits[job.id] = Wait(
+            reason=Reason.RESOURCES,
+            detail=shortfall(group.shape, seats, names),
+            expected_start_s=self._sure(start_s),
+        )
+        lane.head = job
+        if self.policy.backfill is Backfill.NONE:
+            for other in self.lanes.values():
+                if other.head is None and not set(other.nodes).isdisjoint(lane.nodes):
+                    other.head = job
+
+    def _reserve(self, job: PendingJob) -> float | None:
+        """Keep room for `job` from the earliest time at which it fits, and return that time."""
+        group = self._group(job)
+        limit_s = self._limit_s(job)
+        found = earliest_start(self.timeline, group.shape, group.nodes, group.required, limit_s)
+        if found is None:
+            return None
+        start_s, parts = found
+        for part in parts:
+            self.timeline.reserve(part.node, start_s, start_s + limit_s, part.use)
+        return start_s
+
+    def _sure(self, start_s: float | None) -> float | None:
+        return start_s if start_s is not None and start_s < self.timeline.sure_until_s else None
+
+    def _estimate(self, behind: list[PendingJob]) -> None:
+        """Give an expected start to the first jobs behind the heads, as if each had a reservation."""
+        for job in behind:
+            start_s = self._sure(self._reserve(job))
+            if start_s is not None:
+                self.waits[job.id] = replace(self.waits[job.id], expected_start_s=start_s)

@@ -1,0 +1,62 @@
+"""Why jobs wait, in Slurm's word and one sentence: made here, chosen in `plan`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hpcsched.model.job import Reason
+from hpcsched.model.node import Partition
+from hpcsched.sched.eligible import Wait
+from hpcsched.sched.placement import Seat
+from hpcsched.sched.request import Shape
+from hpcsched.sched.snapshot import NodeView, allows
+from hpcsched.sched.words import listed, needs, plural
+
+
+def partition_down(name: str) -> Wait:
+    """Return the wait of the jobs of a partition that is switched off."""
+    return Wait(reason=Reason.PARTITION_DOWN, detail=f"partition {name!r} is down")
+
+
+def partition_unknown(name: str) -> Wait:
+    """Return the wait of the jobs of a partition that was taken out of the configuration."""
+    return Wait(reason=Reason.PARTITION_DOWN, detail=f"partition {name!r} is not in the configuration any more")
+
+
+def at_array_limit(limit: int) -> Wait:
+    """Return the wait of an array task that has to wait for others of its array."""
+    return Wait(reason=Reason.ARRAY_LIMIT, detail=f"{plural(limit, 'task')} of its array run at a time, its own limit")
+
+
+def behind_head(display_id: str, partition: str) -> Wait:
+    """Return the wait that all jobs behind a head share."""
+    return Wait(reason=Reason.PRIORITY, detail=f"behind job {display_id} in partition {partition!r}")
+
+
+def shortfall(shape: Shape, seats: Sequence[Seat], missing: Sequence[str]) -> str:
+    """Return what a head needs and what is free of it: the `seats` that it could have now, the required nodes `missing`."""
+    if missing:
+        return f"needs {needs(shape)}; {listed(missing)} {'is' if len(missing) == 1 else 'are'} not free"
+    if shape.gpus_total:
+        free = sum(sorted(seat.gpus for seat in seats)[-shape.nodes_max :])
+        return f"needs {needs(shape)}; {_are(free)} free"
+    if shape.ntasks is not None and shape.ntasks > 1:
+        room = sum(sorted(seat.tasks for seat in seats)[-shape.nodes_max :])
+        if len(seats) >= shape.nodes_min:
+            return f"needs {needs(shape)}; there is room for {min(room, shape.ntasks - 1)}"
+    return f"needs {needs(shape)}; {_are(len(seats))} free"
+
+
+def not_available(shape: Shape, partition: Partition, nodes: Sequence[NodeView]) -> Wait:
+    """Return the wait of a job that could not start on the nodes that answer even if they were empty."""
+    names = set(partition.nodes)
+    its = [node for node in nodes if node.name in names]
+    away = [f"{node.name} {node.why_not}" for node in its if not node.usable and allows(shape, node)]
+    detail = f"needs {needs(shape)}; partition {partition.name!r} has {plural(len(its), 'node')}"
+    if away:
+        detail += f", of which {listed(away)}"
+    return Wait(reason=Reason.NODES_UNAVAILABLE, detail=detail)
+
+
+def _are(count: int) -> str:
+    return f"{count or 'none'} {'are' if count > 1 else 'is'}"

@@ -1,0 +1,178 @@
+"""What a job needs, normalised once: counts without options left open, the partition's defaults filled in.
+
+A `Shape` is everything but the time: jobs of equal shape fit or do not fit alike, so the planner tests each shape once. Task
+counts follow srun(1) and sbatch(1): without ``--nodes`` a job takes as many nodes as its tasks need; ``-N3 -n2`` means two
+nodes; ``--ntasks-per-node`` beside ``--ntasks`` is a maximum. Knows nothing of nodes and of what is free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from hpcsched.errors import RequestError
+from hpcsched.model.ids import NodeName
+from hpcsched.model.job import JobSpec
+from hpcsched.model.node import Partition
+from hpcsched.model.resources import ANY_GPU, GpuRequest
+from hpcsched.sched.features import Expression, parse_features
+
+GpuCounts = tuple[tuple[str, int], ...]  # (type, count) by type; ANY_GPU for those without a type
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """What a job needs of nodes, whatever its time.
+
+    `ntasks` None: every node runs `tasks_min` tasks, and more nodes (up to `nodes_max`) are welcome. Else the fewest nodes
+    that hold `ntasks` tasks, each of them at least one and at most `tasks_max` (0: no maximum). Of memory the first that is
+    given counts: all of the node's, so much a node, so much a cpu, an even part of the node's for each cpu.
+    """
+
+    nodes_min: int = 1
+    nodes_max: int = 1
+    ntasks: int | None = None
+    tasks_min: int = 1
+    tasks_max: int = 0
+    cpus_per_task: int = 1
+    mem_all: bool = False
+    mem_per_node_mib: int | None = None
+    mem_per_cpu_mib: int | None = None
+    mem_asked: bool = False  # by the user: a default gives way to all memory when the node is exclusive
+    gpus_per_node: GpuCounts = ()
+    gpus_per_task: GpuCounts = ()
+    gpus_total: GpuCounts = ()  # one type at most; each node gives at least one
+    exclusive: bool = False
+    features: Expression = ()
+    constraint: str = ""  # `features` as the user wrote it
+    nodelist: tuple[NodeName, ...] = ()
+    exclude: tuple[NodeName, ...] = ()
+
+    @property
+    def cpus_least(self) -> int:
+        """Return the cpus that each of its nodes must have at the very least."""
+        return self.tasks_min * self.cpus_per_task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A shape and for how long; `time_limit_s` None: no limit."""
+
+    shape: Shape
+    time_limit_s: int | None = None
+
+
+def request_of(spec: JobSpec, partition: Partition, *, time_limit_s: int | None = None) -> Request:
+    """Return what a job of `spec` needs in `partition`; `time_limit_s` overrides the limit in `spec`.
+
+    Raises RequestError for what contradicts itself or cannot be read; whether any node has so much is not asked here.
+    """
+    limit_s = time_limit_s if time_limit_s is not None else spec.time_limit_s
+    return Request(shape=shape_of(spec, partition), time_limit_s=time_limit_in(partition, limit_s))
+
+
+def shape_of(spec: JobSpec, partition: Partition) -> Shape:
+    """Return the shape of a job of `spec` in `partition`. Raises RequestError, see `request_of`."""
+    per_node, per_task, total = _gpus(spec.gpus_per_node), _gpus(spec.gpus_per_task), _gpus(spec.gpus_total)
+    if len(total) > 1:
+        raise RequestError("cannot spread GPUs of several types over a job: use --gpus-per-node or --gpus-per-task")
+    ntasks = _ntasks(spec, per_task, total)
+    nodes_min, nodes_max = _node_counts(spec, ntasks, per_node, per_task, total)
+    if partition.max_nodes is not None and nodes_min <= partition.max_nodes:
+        nodes_max = min(nodes_max, partition.max_nodes)
+    if ntasks is None:
+        tasks_min = tasks_max = spec.ntasks_per_node or 1
+    else:
+        tasks_min, tasks_max = 1, spec.ntasks_per_node or 0
+    asked = spec.mem_per_node_mib is not None or spec.mem_per_cpu_mib is not None
+    return Shape(
+        nodes_min=nodes_min,
+        nodes_max=nodes_max,
+        ntasks=ntasks,
+        tasks_min=tasks_min,
+        tasks_max=tasks_max,
+        cpus_per_task=spec.cpus_per_task,
+        mem_all=spec.mem_per_node_mib == 0 or spec.mem_per_cpu_mib == 0,
+        mem_per_node_mib=spec.mem_per_node_mib,
+        mem_per_cpu_mib=spec.mem_per_cpu_mib if asked else partition.default_mem_per_cpu_mib,
+        mem_asked=asked,
+        gpus_per_node=per_node,
+        gpus_per_task=per_task,
+        gpus_total=() if per_node or per_task else total,
+        exclusive=spec.exclusive,
+        features=parse_features(spec.constraint),
+        constraint=spec.constraint.strip(),
+        nodelist=tuple(dict.fromkeys(spec.nodelist)),
+        exclude=tuple(sorted(set(spec.exclude))),
+    )
+
+
+def time_limit_in(partition: Partition, limit_s: int | None) -> int | None:
+    """Return `limit_s`, or for None what the partition gives to jobs that name none: its default, else its maximum."""
+    if limit_s is not None:
+        return limit_s
+    if partition.default_time_s is None or partition.max_time_s is None:
+        return partition.default_time_s if partition.default_time_s is not None else partition.max_time_s
+    return min(partition.default_time_s, partition.max_time_s)
+
+
+def gpu_count(gpus: GpuCounts) -> int:
+    """Return how many GPUs these are, of all types."""
+    return sum(count for _, count in gpus)
+
+
+def gpus_least(shape: Shape) -> GpuCounts:
+    """Return the GPUs that each of its nodes must have at the very least."""
+    if shape.gpus_total:
+        return ((shape.gpus_total[0][0], 1),)
+    return shape.gpus_per_node or tuple((kind, count * shape.tasks_min) for kind, count in shape.gpus_per_task)
+
+
+def _gpus(requests: Iterable[GpuRequest]) -> GpuCounts:
+    """Sum by type, named types before ANY_GPU (the order in which they must be found)."""
+    counts: dict[str, int] = {}
+    for request in requests:
+        if request.count > 0:
+            kind = request.type.lower()
+            counts[kind] = counts.get(kind, 0) + request.count
+    return tuple(sorted(counts.items(), key=lambda item: (item[0] == ANY_GPU, item[0])))
+
+
+def _ntasks(spec: JobSpec, per_task: GpuCounts, total: GpuCounts) -> int | None:
+    if spec.ntasks is None and per_task and total:
+        return max(1, gpu_count(total) // gpu_count(per_task))
+    return spec.ntasks
+
+
+def _node_counts(
+    spec: JobSpec, ntasks: int | None, per_node: GpuCounts, per_task: GpuCounts, total: GpuCounts
+) -> tuple[int, int]:
+    """Return the fewest and the most nodes that the job may get."""
+    fewest = 1
+    if ntasks is not None and spec.ntasks_per_node:
+        fewest = -(-ntasks // spec.ntasks_per_node)
+    if spec.nodes_given:
+        return _given_node_counts(spec, ntasks, fewest)
+    if ntasks is not None:
+        most = ntasks
+    elif total and per_node:
+        fewest = most = -(-gpu_count(total) // gpu_count(per_node))
+    elif total and not per_task:
+        most = gpu_count(total)
+    else:
+        most = 1
+    fewest = max(fewest, len(set(spec.nodelist)))
+    return fewest, max(most, fewest)
+
+
+def _given_node_counts(spec: JobSpec, ntasks: int | None, fewest: int) -> tuple[int, int]:
+    nodes_min, nodes_max = spec.nodes_min, spec.nodes_max
+    if ntasks is None:
+        return nodes_min, nodes_max
+    if fewest > nodes_max:
+        raise RequestError(
+            f"cannot give job {ntasks} tasks: --nodes={nodes_max} with --ntasks-per-node={spec.ntasks_per_node} "
+            f"allows {nodes_max * (spec.ntasks_per_node or 1)}"
+        )
+    nodes_min = max(min(nodes_min, ntasks), fewest)  # as srun: three nodes for two tasks are two nodes
+    return nodes_min, max(min(nodes_max, ntasks), nodes_min)

@@ -1,0 +1,302 @@
+"""The world as the planner sees it: lean values made from the controller's jobs, nodes and partitions.
+
+A `SnapshotCache` keeps what was made of a job for as long as the controller holds the very same `Job` value, so that a
+snapshot of ten thousand waiting jobs costs no more than looking at each. Times are Unix seconds. No clock, no policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from hpcsched.model.ids import JobId, NodeName
+from hpcsched.model.job import ACTIVE, Dependency, DependencyKind, Hold, Job, JobSpec, JobState
+from hpcsched.model.node import Link, Node, Partition
+from hpcsched.model.resources import Gpu, Share
+from hpcsched.model.units import UNLIMITED_S
+from hpcsched.sched.features import matches
+from hpcsched.sched.request import Request, Shape, request_of, time_limit_in
+
+_ON_ITS_WAY = frozenset({JobState.CONFIGURING, JobState.RUNNING, JobState.SUSPENDED})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeView:
+    """What a node can give, and whether it may be given anything now (`why_not` empty: it may)."""
+
+    name: NodeName
+    cpus: int
+    mem_mib: int
+    gpus: tuple[Gpu, ...] = ()
+    features: frozenset[str] = frozenset()
+    weight: int = 1
+    why_not: str = ""
+
+    @property
+    def usable(self) -> bool:
+        return not self.why_not
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningJob:
+    """A job that holds nodes or counts as running; `ends_at_s` by its limit, None: it has none."""
+
+    id: JobId
+    display_id: str
+    shares: tuple[Share, ...]
+    began_at_s: float
+    ends_at_s: float | None = None
+    array_job_id: JobId | None = None
+    uid: int = 0
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PendingJob:
+    """A job that waits. `since_s`: since when its age counts, None while something other than resources kept it waiting."""
+
+    id: JobId
+    display_id: str
+    partition: str
+    request: Request
+    submitted_at_s: float
+    since_s: float | None = None
+    nice: int = 0
+    priority_set: int | None = None
+    hold: Hold = Hold.NONE
+    not_before_s: float | None = None
+    dependency: tuple[Dependency, ...] = ()
+    dependency_any: bool = False
+    array_job_id: JobId | None = None
+    array_task_id: int | None = None
+    array_limit: int = 0
+    uid: int = 0
+    name: str = ""
+    free_to_go: bool = True  # neither hold, begin time, dependency nor array limit: no need to look at them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobFact:
+    """What a dependency asks of a job."""
+
+    id: JobId
+    state: JobState
+    array_task_id: int | None = None
+    started_at_s: float | None = None
+    ended_at_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """All that a plan depends on, besides the policy. `facts` has the jobs that waiting jobs depend on, by job or array id."""
+
+    now_s: float
+    nodes: tuple[NodeView, ...]
+    partitions: Mapping[str, Partition]
+    running: tuple[RunningJob, ...] = ()
+    pending: tuple[PendingJob, ...] = ()
+    facts: Mapping[int, tuple[JobFact, ...]] = field(default_factory=lambda: MappingProxyType({}))
+
+
+class SnapshotCache:
+    """What was made of each waiting job, kept between snapshots; equal requests and shapes become one object."""
+
+    def __init__(self) -> None:
+        self.pending: dict[JobId, tuple[Job, PendingJob]] = {}
+        self._partitions: dict[str, Partition] = {}
+        self._requests: dict[tuple[int, str, int | None], Request] = {}
+        self._shapes: dict[Shape, Shape] = {}
+        self._specs: dict[int, JobSpec] = {}  # keeps them alive: their id() is the key above
+
+    def follow(self, partitions: dict[str, Partition]) -> None:
+        """Forget everything if the partitions are no longer those that it was made for."""
+        if partitions != self._partitions:
+            self._partitions = partitions
+            self.pending = {}
+            self._forget_requests()
+
+    def request(self, job: Job, partition: Partition) -> Request:
+        """Return what `job` needs, the same object for jobs that share their spec."""
+        key = (id(job.spec), partition.name, job.time_limit_s)
+        request = self._requests.get(key)
+        if request is None:
+            made = request_of(job.spec, partition, time_limit_s=job.time_limit_s)
+            shape = self._shapes.setdefault(made.shape, made.shape)
+            request = self._requests[key] = Request(shape=shape, time_limit_s=made.time_limit_s)
+            self._specs[id(job.spec)] = job.spec
+        return request
+
+    def keep_only(self, waiting: Mapping[JobId, tuple[Job, PendingJob]]) -> None:
+        """Forget all but what is waiting now, and the requests once they are many more than the jobs."""
+        self.pending = dict(waiting)
+        if len(self._requests) > 1000 + 2 * len(self.pending):
+            self._forget_requests()
+
+    def _forget_requests(self) -> None:
+        self._requests.clear()
+        self._shapes.clear()
+        self._specs.clear()
+
+
+def snapshot_of(
+    jobs: Iterable[Job],
+    nodes: Iterable[Node],
+    partitions: Iterable[Partition],
+    now_s: float,
+    cache: SnapshotCache | None = None,
+) -> Snapshot:
+    """Return the world at `now_s`.
+
+    `jobs`: all that wait or run, and of those that ended at least the ones that a waiting job depends on (a dependency
+    on a job that is not given counts as on one that is long gone).
+    """
+    cache = cache if cache is not None else SnapshotCache()
+    jobs = tuple(jobs)
+    parts = {partition.name: partition for partition in partitions}
+    default = next((part.name for part in parts.values() if part.default), "")
+    cache.follow(parts)
+    waiting: dict[JobId, tuple[Job, PendingJob]] = {}
+    running = []
+    for job in jobs:
+        if job.state is JobState.PENDING and not job.held_nodes:
+            known = cache.pending.get(job.id)
+            if known is None or known[0] is not job:
+                known = (job, pending_job(job, parts, default, cache))
+            waiting[job.id] = known
+        elif job.state in ACTIVE or job.held_nodes:
+            running.append(running_job(job, parts, default, now_s))
+    cache.keep_only(waiting)
+    pending = tuple(view for _, view in waiting.values())
+    return Snapshot(
+        now_s=now_s,
+        nodes=tuple(node_view(node) for node in nodes),
+        partitions=parts,
+        running=tuple(running),
+        pending=pending,
+        facts=_facts(jobs, pending),
+    )
+
+
+def allows(shape: Shape, node: NodeView) -> bool:
+    """Say whether `shape` may use `node` at all: not excluded, and of the right features."""
+    if shape.exclude and node.name in shape.exclude:
+        return False
+    return not shape.features or matches(shape.features, node.features)
+
+
+def node_view(node: Node) -> NodeView:
+    """Return what the planner needs to know of `node`."""
+    spec = node.spec
+    return NodeView(
+        name=spec.name,
+        cpus=spec.cpus,
+        mem_mib=spec.mem_mib,
+        gpus=spec.gpus,
+        features=frozenset(spec.features),
+        weight=spec.weight,
+        why_not=_why_not(node),
+    )
+
+
+def pending_job(job: Job, partitions: Mapping[str, Partition], default: str, cache: SnapshotCache) -> PendingJob:
+    """Return what the planner needs to know of a job that waits."""
+    name = job.partition or job.spec.partition or default
+    partition = partitions.get(name) or Partition(name=name, nodes=(), up=False)
+    array = job.spec.array
+    limit = array.limit if array is not None and job.array_job_id is not None else 0
+    return PendingJob(
+        id=job.id,
+        display_id=job.display_id,
+        partition=name,
+        request=cache.request(job, partition),
+        submitted_at_s=job.submitted_at_s,
+        since_s=job.eligible_at_s,
+        nice=job.nice,
+        priority_set=job.priority_set,
+        hold=job.hold,
+        not_before_s=_latest(job.not_before_s, job.spec.begin_at_s if job.attempt == 0 else None),
+        dependency=job.spec.dependency,
+        dependency_any=job.spec.dependency_any,
+        array_job_id=job.array_job_id,
+        array_task_id=job.array_task_id,
+        array_limit=limit,
+        uid=job.uid,
+        name=job.spec.name,
+        free_to_go=not (
+            job.hold is not Hold.NONE
+            or job.priority_set == 0
+            or job.not_before_s is not None
+            or job.spec.begin_at_s is not None
+            or job.spec.dependency
+            or limit
+        ),
+    )
+
+
+def running_job(job: Job, partitions: Mapping[str, Partition], default: str, now_s: float) -> RunningJob:
+    """Return what the planner needs to know of a job that holds nodes. One that is being ended ends now."""
+    held = set(job.held_nodes)
+    began_at_s = next((at_s for at_s in (job.started_at_s, job.allocated_at_s) if at_s is not None), now_s)
+    if job.state in _ON_ITS_WAY:
+        limit_s = job.time_limit_s if job.time_limit_s is not None else job.spec.time_limit_s
+        partition = partitions.get(job.partition or job.spec.partition or default)
+        if partition is not None:
+            limit_s = time_limit_in(partition, limit_s)
+        ends_at_s = began_at_s + limit_s if limit_s is not None and limit_s < UNLIMITED_S else None
+    else:
+        ends_at_s = now_s
+    return RunningJob(
+        id=job.id,
+        display_id=job.display_id,
+        shares=tuple(share for share in job.shares if share.node in held),
+        began_at_s=began_at_s,
+        ends_at_s=ends_at_s,
+        array_job_id=job.array_job_id,
+        uid=job.uid,
+        name=job.spec.name,
+    )
+
+
+def _why_not(node: Node) -> str:
+    if node.link is Link.DOWN:
+        return f"is down ({node.link_why})" if node.link_why else "is down"
+    if node.link is Link.UNKNOWN:
+        return "has not been heard of yet"
+    if node.drained:
+        return f"is drained ({node.drained_why})" if node.drained_why else "is drained"
+    return ""
+
+
+def _latest(*times_s: float | None) -> float | None:
+    given = [time_s for time_s in times_s if time_s is not None]
+    return max(given) if given else None
+
+
+def _facts(jobs: tuple[Job, ...], pending: tuple[PendingJob, ...]) -> dict[int, tuple[JobFact, ...]]:
+    """Return the states of the jobs that others wait for: a job under its own id, array tasks also under the array's."""
+    wanted = {
+        job_id
+        for view in pending
+        if view.dependency
+        for term in view.dependency
+        if term.kind is not DependencyKind.SINGLETON
+        for job_id in term.job_ids
+    }
+    found: dict[int, list[JobFact]] = {}
+    if not wanted:
+        return {}
+    for job in jobs:
+        for key in {int(job.id), int(job.array_job_id if job.array_job_id is not None else job.id)} & wanted:
+            found.setdefault(key, []).append(_fact(job))
+    return {key: tuple(facts) for key, facts in found.items()}
+
+
+def _fact(job: Job) -> JobFact:
+    return JobFact(
+        id=job.id,
+        state=job.state,
+        array_task_id=job.array_task_id,
+        started_at_s=job.started_at_s,
+        ended_at_s=job.ended_at_s,
+    )

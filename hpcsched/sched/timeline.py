@@ -1,0 +1,163 @@
+"""What every node has free from now on: a step function of time for each node, from the limits of what runs.
+
+Running jobs give back their shares when their limit is up; starts and reservations take theirs over an interval
+``[start, end)``. Without reservations a node only gets freer with time, so what is free now is free all along; a
+reservation makes a *dip*. Knows nothing of who comes first.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterable
+
+from hpcsched.sched.policy import Policy
+from hpcsched.sched.snapshot import NodeView, RunningJob, Snapshot
+
+Room = tuple[int, int, tuple[int, ...]]  # free (or taken) cpus, memory in MiB, GPUs by the node's types
+
+
+def gpu_types_of(node: NodeView) -> tuple[str, ...]:
+    """Return the types of the node's GPUs, each once, in the order that a `Room` counts them."""
+    return tuple(dict.fromkeys(gpu.type.lower() for gpu in node.gpus))
+
+
+def whole(node: NodeView, types: tuple[str, ...]) -> Room:
+    """Return all that the node has."""
+    counts = [0] * len(types)
+    for gpu in node.gpus:
+        counts[types.index(gpu.type.lower())] += 1
+    return node.cpus, node.mem_mib, tuple(counts)
+
+
+def less(room: Room, use: Room) -> Room:
+    return room[0] - use[0], room[1] - use[1], tuple([a - b for a, b in zip(room[2], use[2], strict=True)])
+
+
+def _more(room: Room, use: Room) -> Room:
+    return room[0] + use[0], room[1] + use[1], tuple([a + b for a, b in zip(room[2], use[2], strict=True)])
+
+
+def _least(rooms: list[Room]) -> Room:
+    if len(rooms) == 1:
+        return rooms[0]
+    return (
+        min(room[0] for room in rooms),
+        min(room[1] for room in rooms),
+        tuple([min(counts) for counts in zip(*(room[2] for room in rooms), strict=True)]),
+    )
+
+
+class Profile:
+    """One node's free resources: `rooms[i]` holds from `times_s[i]` until the next time."""
+
+    __slots__ = ("dips", "rooms", "times_s")
+
+    def __init__(self, now_s: float, room: Room) -> None:
+        self.times_s = [now_s]
+        self.rooms = [room]
+        self.dips = False
+
+    def give_back(self, at_s: float, use: Room) -> None:
+        """Make the node freer by `use` from `at_s` on; called in the order of time."""
+        if at_s == self.times_s[-1]:
+            self.rooms[-1] = _more(self.rooms[-1], use)
+        else:
+            self.times_s.append(at_s)
+            self.rooms.append(_more(self.rooms[-1], use))
+
+    def take(self, start_s: float, end_s: float, use: Room) -> None:
+        """Take `use` over ``[start_s, end_s)``."""
+        first, last = self._cut(start_s), self._cut(end_s)
+        for at in range(first, last):
+            self.rooms[at] = less(self.rooms[at], use)
+
+    def free_over(self, start_s: float, end_s: float) -> Room:
+        """Return what is free all the time in ``[start_s, end_s)``."""
+        first = bisect_right(self.times_s, start_s) - 1
+        if not self.dips:
+            return self.rooms[first]
+        return _least(self.rooms[first : max(first + 1, bisect_left(self.times_s, end_s))])
+
+    def _cut(self, at_s: float) -> int:
+        """Return the index of the step that begins at `at_s`, made if there is none."""
+        at = bisect_left(self.times_s, at_s)
+        if at == len(self.times_s) or self.times_s[at] != at_s:
+            self.times_s.insert(at, at_s)
+            self.rooms.insert(at, self.rooms[at - 1])
+        return at
+
+
+class Timeline:
+    """The profiles of all nodes, by their place in the snapshot.
+
+    `changed` lists the nodes that a start took from, in order, so that others can catch up; `dips_s` has the
+    starts of reservations, ascending: two windows from now with as many dips before their end see the same room.
+    """
+
+    def __init__(self, snapshot: Snapshot, policy: Policy) -> None:
+        self.now_s = snapshot.now_s
+        self.nodes = snapshot.nodes
+        self.types = [gpu_types_of(node) for node in snapshot.nodes]
+        self.index = {node.name: at for at, node in enumerate(snapshot.nodes)}
+        self.free_gpus = [{gpu.index: gpu.type.lower() for gpu in node.gpus} for node in snapshot.nodes]
+        self.changed: list[int] = []
+        self.dips_s: list[float] = []
+        self.sure_until_s = float("inf")  # from here on it counts on the end of a job that has no limit
+        self.profiles = self._profiles(snapshot.running, policy)
+
+    def start(self, node: int, end_s: float, use: Room) -> tuple[int, ...]:
+        """Take `use` of a node from now until `end_s` and return the indices of the GPUs that this gives."""
+        gpus: list[int] = []
+        if any(use[2]):
+            free = self.free_gpus[node]
+            for kind, count in zip(self.types[node], use[2], strict=True):
+                gpus += sorted(index for index, its in free.items() if its == kind)[:count]
+            for index in gpus:
+                del free[index]
+        self.profiles[node].take(self.now_s, end_s, use)
+        self.changed.append(node)
+        return tuple(sorted(gpus))
+
+    def reserve(self, node: int, start_s: float, end_s: float, use: Room) -> None:
+        """Take `use` of a node over an interval to come."""
+        self.profiles[node].take(start_s, end_s, use)
+        self.profiles[node].dips = True
+        if start_s not in self.dips_s:
+            insort(self.dips_s, start_s)
+
+    def free_until(self, node: int, end_s: float) -> Room:
+        """Return what a node has free from now until `end_s`."""
+        profile = self.profiles[node]
+        return profile.free_over(self.now_s, end_s) if profile.dips else profile.rooms[0]
+
+    def _profiles(self, running: Iterable[RunningJob], policy: Policy) -> list[Profile]:
+        rooms = [whole(node, types) for node, types in zip(self.nodes, self.types, strict=True)]
+        ends: list[tuple[float, int, Room]] = []
+        for job in running:
+            end_s = job.ends_at_s
+            if end_s is None:
+                end_s = max(job.began_at_s + policy.default_time_limit_s, self.now_s + policy.overdue_s)
+                self.sure_until_s = min(self.sure_until_s, end_s)
+            elif end_s <= self.now_s:
+                end_s = self.now_s + policy.overdue_s
+            for share in job.shares:
+                node = self.index.get(share.node)
+                if node is None:
+                    continue
+                use = share.cpus, share.mem_mib, self._count(node, share.gpus)
+                rooms[node] = less(rooms[node], use)
+                ends.append((end_s, node, use))
+        profiles = [Profile(self.now_s, room) for room in rooms]
+        ends.sort()
+        for end_s, node, use in ends:
+            profiles[node].give_back(end_s, use)
+        return profiles
+
+    def _count(self, node: int, gpus: tuple[int, ...]) -> tuple[int, ...]:
+        """Take the GPUs of these indices out of the free ones, and return how many they are by type."""
+        counts = [0] * len(self.types[node])
+        for index in gpus:
+            kind = self.free_gpus[node].pop(index, None)
+            if kind is not None:
+                counts[self.types[node].index(kind)] += 1
+        return tuple(counts)

@@ -1,0 +1,132 @@
+"""The sentences about what jobs need and nodes have, the same everywhere: wait details, refusals, `hwhy`. Pure text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hpcsched.model.resources import ANY_GPU
+from hpcsched.model.units import format_mem
+from hpcsched.sched.features import matches
+from hpcsched.sched.placement import gpus_taken, mem_least
+from hpcsched.sched.request import GpuCounts, Shape, gpus_least
+from hpcsched.sched.snapshot import NodeView
+from hpcsched.sched.timeline import Room
+
+_SMALL = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
+
+
+def spelled(number: int) -> str:
+    """Return a number as running text has it: ``nine``, ``13``."""
+    return _SMALL[number] if 0 <= number < len(_SMALL) else str(number)
+
+
+def plural(number: int, noun: str) -> str:
+    """Return ``1 node`` or ``3 nodes``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def listed(items: Sequence[str], most: int = 5) -> str:
+    """Return ``a, b and c``; of many the first few and how many more there are."""
+    if len(items) > most:
+        return f"{', '.join(items[:most])} and {len(items) - most} more"
+    return " and ".join([", ".join(items[:-1]), items[-1]] if len(items) > 1 else list(items))
+
+
+def gpu_words(gpus: GpuCounts) -> str:
+    """Return ``2 a100 GPUs and 1 GPU``."""
+    return listed([plural(count, "GPU" if kind == ANY_GPU else f"{kind} GPU") for kind, count in gpus])
+
+
+def needs(shape: Shape) -> str:
+    """Return what `shape` needs: ``2 nodes with 4 cpus and 8G memory each``."""
+    if shape.ntasks is not None and shape.ntasks > 1:
+        whole = _tasks(shape)
+    else:
+        whole = _nodes(shape)
+    extras = [f"in all {gpu_words(shape.gpus_total)}"] if shape.gpus_total else []
+    if shape.constraint:
+        extras.append(f"feature {shape.constraint}")
+    if shape.nodelist:
+        extras.append(f"{listed(shape.nodelist)} among them" if shape.nodes_max > 1 else f"namely {shape.nodelist[0]}")
+    return ", ".join([whole, *extras])
+
+
+def lacks(shape: Shape, node: NodeView, types: tuple[str, ...], room: Room) -> list[str]:
+    """Return what `node`, with `room` free, lacks to take one share of `shape`; empty if it can."""
+    if shape.exclude and node.name in shape.exclude:
+        return ["is excluded by the job"]
+    if shape.features and not matches(shape.features, node.features):
+        return [f"lacks feature {shape.constraint}"]
+    missing = []
+    if shape.exclusive and room[0] < node.cpus:
+        missing.append("is not empty")
+    elif room[0] < shape.cpus_least:
+        missing.append(f"{_has(node.cpus, room[0])} cpus free")
+    mem_mib = mem_least(shape, node)
+    if room[1] < mem_mib:
+        free = f"has {format_mem(max(0, room[1]))} of {format_mem(node.mem_mib)} memory free"
+        missing.append(f"{free}, not {format_mem(mem_mib)}")
+    asked = gpus_least(shape)
+    if asked and gpus_taken(asked, types, room[2]) is None:
+        missing.append(_gpus_free(asked, types, node, room))
+    return missing
+
+
+def _has(whole: int, free: int) -> str:
+    return f"has {max(0, free)} of {whole}"
+
+
+def _gpus_free(asked: GpuCounts, types: tuple[str, ...], node: NodeView, room: Room) -> str:
+    kinds = [kind for kind, _ in asked if kind != ANY_GPU]
+    for kind in kinds:
+        if kind not in types:
+            return f"has no {kind} GPU"
+    if not kinds:
+        return f"{_has(len(node.gpus), sum(room[2]))} GPUs free" if node.gpus else "has no GPU"
+    at = types.index(kinds[0])
+    return f"{_has(sum(gpu.type.lower() == kinds[0] for gpu in node.gpus), room[2][at])} {kinds[0]} GPUs free"
+
+
+def _nodes(shape: Shape) -> str:
+    parts = [plural(shape.cpus_least, "cpu"), *_memory(shape, shape.cpus_least)]
+    if gpus_least(shape) and not shape.gpus_total:
+        parts.append(gpu_words(gpus_least(shape)))
+    count = str(shape.nodes_min)
+    if shape.nodes_max > shape.nodes_min and not shape.gpus_total:
+        count += f" to {shape.nodes_max}"
+    noun = "empty node" if shape.exclusive else "node"
+    each = " each" if shape.nodes_max > 1 else ""
+    return f"{count} {noun}{'' if shape.nodes_max == 1 else 's'} with {listed(parts)}{each}"
+
+
+def _tasks(shape: Shape) -> str:
+    parts = [plural(shape.cpus_per_task, "cpu"), *(_memory(shape, shape.cpus_per_task) if not _by_node(shape) else [])]
+    if shape.gpus_per_task:
+        parts.append(gpu_words(shape.gpus_per_task))
+    per_node = [*(_memory(shape, 0) if _by_node(shape) else [])]
+    if shape.gpus_per_node:
+        per_node.append(gpu_words(shape.gpus_per_node))
+    where = f" on {_range(shape)}" if shape.nodes_max < (shape.ntasks or 0) or shape.nodes_min > 1 else ""
+    where += f" with {listed(per_node)} per node" if per_node else ""
+    return f"{shape.ntasks} tasks of {listed(parts)}{where}{' that are empty' if shape.exclusive and where else ''}"
+
+
+def _range(shape: Shape) -> str:
+    if shape.nodes_min == shape.nodes_max:
+        return plural(shape.nodes_min, "node")
+    return f"{shape.nodes_min} to {shape.nodes_max} nodes"
+
+
+def _by_node(shape: Shape) -> bool:
+    return shape.mem_all or shape.mem_per_node_mib is not None
+
+
+def _memory(shape: Shape, cpus: int) -> list[str]:
+    """Return the words for the memory that was asked for; defaults are not worth a word."""
+    if shape.mem_all:
+        return ["all memory"]
+    if not shape.mem_asked:
+        return []
+    if shape.mem_per_node_mib is not None:
+        return [f"{format_mem(shape.mem_per_node_mib)} memory"]
+    return [f"{format_mem((shape.mem_per_cpu_mib or 0) * cpus)} memory"]
