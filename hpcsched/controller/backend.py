@@ -119,7 +119,7 @@ class ControllerBackend:
                 nodes = [share.node for share in start.shares]
                 text = f"would start at once on {compress_hostlist(nodes)} in partition {partition.name}"
                 return {"start_s": now_s, "nodes": nodes, "text": text}
-        wait = next(wait for wait in made.waits if wait.job_id == job.id)
+        wait = made.waits[job.id]
         return {
             "start_s": wait.expected_start_s,
             "nodes": [],

@@ -13,6 +13,7 @@ from typing import Any
 from hpcsched.api.identity import Asker
 from hpcsched.controller.references import find_jobs
 from hpcsched.errors import HpcschedError, NotFoundError, PermissionDeniedError, RequestError
+from hpcsched.jobscript import check
 from hpcsched.lifecycle.events import Changed, EndRequested, Held, NodeLost, Released, Requeued
 from hpcsched.lifecycle.job import can
 from hpcsched.model.hostlist import expand_hostlist
@@ -21,6 +22,7 @@ from hpcsched.model.job import ACTIVE, FINAL, Hold, Job, JobSpec, JobState
 from hpcsched.model.node import Partition
 from hpcsched.model.units import parse_time_s, parse_when
 from hpcsched.sched.feasible import impossible
+from hpcsched.sched.request import request_of
 from hpcsched.store.world import Transaction, World
 
 
@@ -70,6 +72,7 @@ def submit(
 
 def check_spec(world: World, spec: JobSpec) -> Partition:
     """Refuse a job that can never run here. Returns the partition that it goes to."""
+    check.check_spec(spec)
     partition = find_partition(world, spec.partition)
     if spec.array is not None and len(spec.array.indices) > world.config.scheduler.max_array_size:
         raise RequestError(
@@ -84,7 +87,8 @@ def check_spec(world: World, spec: JobSpec) -> Partition:
         for job_id in dependency.job_ids:
             if not world.numbered(job_id):
                 raise RequestError(f"cannot depend on job {job_id}: there is no such job (Job dependency problem)")
-    why = impossible(spec, [world.nodes[name] for name in partition.nodes if name in world.nodes], partition)
+    request = request_of(spec, partition, time_limit_s=spec.time_limit_s)
+    why = impossible(request, [world.nodes[name] for name in partition.nodes if name in world.nodes], partition)
     if why is not None:
         raise RequestError(why)
     return partition

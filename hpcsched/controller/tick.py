@@ -298,10 +298,10 @@ class Controller:
 
     def _note_waits(self, tx: Transaction, made: Plan) -> None:
         """Keep why each job waits; the age of one counts from when only other jobs and resources are in its way."""
-        self.world.waits = {wait.job_id: wait for wait in made.waits}
-        for wait in made.waits:
-            if wait.reason in ELIGIBLE and self.world.jobs[wait.job_id].eligible_at_s is None:
-                tx.record(BecameEligible(job_id=wait.job_id, at_s=tx.now_s))
+        self.world.waits = dict(made.waits)
+        for job_id, wait in made.waits.items():
+            if self.world.jobs[job_id].eligible_at_s is None and wait.reason in ELIGIBLE:
+                tx.record(BecameEligible(job_id=job_id, at_s=tx.now_s))
 
     def reconfigured(self) -> None:
         """Forget what was derived from the old configuration, and plan anew."""

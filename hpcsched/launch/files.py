@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hpcsched.jobscript.patterns import expand_job_pattern
+from hpcsched.jobscript.patterns import PatternFacts, default_output, expand_job_pattern
 from hpcsched.model.job import Job
 
 
@@ -19,12 +19,18 @@ class JobFiles:
 
 def job_files(job: Job) -> JobFiles:
     """Return the files of the job's batch step."""
-    default = "slurm-%j.out" if job.array_job_id is None else "slurm-%A_%a.out"
-    stdout = _absolute(job.spec.stdout or default, job)
-    stderr = _absolute(job.spec.stderr, job) if job.spec.stderr else stdout
-    return JobFiles(stdout=stdout, stderr=stderr, stdin=_absolute(job.spec.stdin, job) if job.spec.stdin else "")
+    facts = PatternFacts(
+        job_id=job.id,
+        name=job.spec.name,
+        user=job.user,
+        array_job_id=job.array_job_id,
+        array_task_id=job.array_task_id,
+    )
 
+    def absolute(pattern: str) -> str:
+        path = expand_job_pattern(pattern, facts)
+        return path if path.startswith("/") else f"{job.spec.work_dir.rstrip('/')}/{path}"
 
-def _absolute(pattern: str, job: Job) -> str:
-    path = expand_job_pattern(pattern, job)
-    return path if path.startswith("/") else f"{job.spec.work_dir.rstrip('/')}/{path}"
+    stdout = absolute(job.spec.stdout or default_output(facts))
+    stderr = absolute(job.spec.stderr) if job.spec.stderr else stdout
+    return JobFiles(stdout=stdout, stderr=stderr, stdin=absolute(job.spec.stdin) if job.spec.stdin else "")

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import secrets
+import sqlite3
 from pathlib import Path
-from typing import Any
+from urllib.parse import quote
 
 from sqlalchemy import Connection, Engine, create_engine, event, select
 from sqlalchemy.dialects.sqlite import insert
@@ -31,12 +32,11 @@ def open_database(path: Path | None) -> Engine:
     if path is not None:
         # Private from the first byte: the file holds scripts and environments.
         os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
-    engine = _engine(path)
     try:
+        engine = _engine(path)
         with engine.begin() as connection:
             _migrate(connection, path)
     except DatabaseError as error:
-        engine.dispose()
         raise ConfigError(f"cannot open the database {path}: {error.orig}; restore it from a backup") from error
     return engine
 
@@ -48,29 +48,26 @@ def create_database(path: Path) -> None:
 
 def open_read_only(path: Path) -> Engine:
     """Open an existing database for reading only, beside a running controller."""
-    engine = create_engine("sqlite+pysqlite://", creator=_creator(f"file:{path}?mode=ro"), poolclass=StaticPool)
-    _own_transactions(engine)
-    return engine
+    return _connected(f"file:{quote(str(path))}?mode=ro", ("busy_timeout=5000",))
 
 
 def _engine(path: Path | None) -> Engine:
-    target = ":memory:" if path is None else f"file:{path}"
-    engine = create_engine("sqlite+pysqlite://", creator=_creator(target), poolclass=StaticPool)
-    _own_transactions(engine)
-    with engine.connect() as connection:
-        for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=OFF", "busy_timeout=5000"):
-            connection.exec_driver_sql(f"PRAGMA {pragma}")
+    pragmas = ("busy_timeout=5000", "journal_mode=WAL", "synchronous=FULL")
+    return _connected(":memory:" if path is None else f"file:{quote(str(path))}", pragmas)
+
+
+def _connected(target: str, pragmas: tuple[str, ...]) -> Engine:
+    """Return an engine with one connection; a transaction is begun and ended by us, not by the driver."""
+
+    def connect() -> sqlite3.Connection:
+        connection = sqlite3.connect(target, uri=True, isolation_level=None, check_same_thread=False)
+        for pragma in pragmas:
+            connection.execute(f"PRAGMA {pragma}")
+        return connection
+
+    engine = create_engine("sqlite+pysqlite://", creator=connect, poolclass=StaticPool)
+    event.listen(engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN"))
     return engine
-
-
-def _creator(target: str) -> Any:
-    import sqlite3
-
-    return lambda: sqlite3.connect(target, uri=True, isolation_level=None, check_same_thread=False)
-
-
-def _own_transactions(engine: Engine) -> None:
-    event.listen(engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE"))
 
 
 def _migrate(connection: Connection, path: Path | None) -> None:

@@ -16,7 +16,7 @@ from hpcsched.lifecycle.job import apply, submitted_jobs
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import ACTIVE, FINAL, Job, JobSpec, JobState
 from hpcsched.model.node import Node, Partition
-from hpcsched.sched.plan import Wait
+from hpcsched.sched.eligible import Wait
 from hpcsched.store.rows import StepRow
 from hpcsched.store.store import Batch
 

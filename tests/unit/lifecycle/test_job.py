@@ -1,0 +1,168 @@
+"""What may become of a job: each test is one path through the transition table."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jobs import T0, job, share, spec
+
+from hpcsched.errors import InvariantError
+from hpcsched.lifecycle.events import (
+    Allocated,
+    BecameEligible,
+    Changed,
+    EndRequested,
+    Event,
+    Exited,
+    Held,
+    LaunchRefused,
+    NodeCleared,
+    NodeLost,
+    Released,
+    Requeued,
+    Started,
+    Submitted,
+    from_data,
+    to_data,
+)
+from hpcsched.lifecycle.job import TABLE, apply, can, submitted_jobs
+from hpcsched.model.ids import JobId, NodeName
+from hpcsched.model.job import ACTIVE, FINAL, ArraySpec, ExitStatus, Hold, Job, JobState
+
+ONE = JobId(1)
+N1, N2 = NodeName("n1"), NodeName("n2")
+
+
+def allocated(*nodes: str, at_s: float = T0) -> Allocated:
+    return Allocated(job_id=ONE, at_s=at_s, token="t", epoch=1, shares=tuple(share(name) for name in nodes))
+
+
+def exited(node: NodeName = N1, code: int = 0, **fields: object) -> Exited:
+    return Exited(job_id=ONE, at_s=T0 + 9, node=node, exit=ExitStatus(code=code), **fields)  # type: ignore[arg-type]
+
+
+def end(outcome: JobState = JobState.CANCELLED, requeue: bool = False) -> EndRequested:
+    return EndRequested(job_id=ONE, at_s=T0 + 5, outcome=outcome, by_uid=7, why="because", requeue=requeue)
+
+
+STARTED = Started(job_id=ONE, at_s=T0 + 1)
+
+
+def after(*events: Event) -> Job:
+    result = job()
+    for event in events:
+        result = apply(result, event)
+    return result
+
+
+def test_a_job_on_one_node_is_over_when_its_script_has_ended() -> None:
+    done = after(allocated("n1"), STARTED, exited())
+    assert (done.state, done.held_nodes, done.ended_at_s) == (JobState.COMPLETED, (), T0 + 9)
+
+
+def test_a_job_on_two_nodes_is_over_when_the_last_node_is_clear() -> None:
+    ending = after(allocated("n1", "n2"), STARTED, exited())
+    assert (ending.state, ending.held_nodes, ending.ended_at_s) == (JobState.COMPLETING, (N2,), None)
+    done = apply(ending, NodeCleared(job_id=ONE, at_s=T0 + 20, node=N2))
+    assert (done.state, done.ended_at_s) == (JobState.COMPLETED, T0 + 20)
+
+
+@pytest.mark.parametrize(
+    ("event", "outcome"),
+    [
+        (exited(code=3), JobState.FAILED),
+        (exited(timed_out=True), JobState.TIMEOUT),
+        (exited(code=1, out_of_memory=True), JobState.OUT_OF_MEMORY),
+        (Exited(job_id=ONE, at_s=T0, node=N1, exit=ExitStatus(code=0, signal=9)), JobState.FAILED),
+        (LaunchRefused(job_id=ONE, at_s=T0, node=N1, why="no such directory"), JobState.FAILED),
+    ],
+)
+def test_how_it_ended_decides_its_state(event: Event, outcome: JobState) -> None:
+    assert after(allocated("n1"), *([] if isinstance(event, LaunchRefused) else [STARTED]), event).state is outcome
+
+
+def test_a_waiting_job_is_cancelled_at_once_and_a_running_one_when_its_nodes_are_clear() -> None:
+    assert after(end()).state is JobState.CANCELLED
+    ending = after(allocated("n1"), STARTED, end())
+    assert (ending.state, ending.outcome, ending.ended_by_uid) == (JobState.COMPLETING, JobState.CANCELLED, 7)
+    assert apply(ending, exited(code=1)).state is JobState.CANCELLED
+
+
+def test_a_lost_node_sends_the_job_back_to_the_queue_only_when_no_node_has_anything_of_it() -> None:
+    lost = NodeLost(job_id=ONE, at_s=T0 + 5, node=N2, why="rebooted", requeue=True, not_before_s=T0 + 15)
+    ending = after(allocated("n1", "n2"), STARTED, lost)
+    assert (ending.state, ending.held_nodes, ending.attempt) == (JobState.COMPLETING, (N1,), 0)
+    again = apply(ending, NodeCleared(job_id=ONE, at_s=T0 + 6, node=N1))
+    assert (again.state, again.attempt, again.restarts, again.not_before_s) == (JobState.PENDING, 1, 1, T0 + 15)
+    assert (again.token, again.exit) == ("", None)
+
+
+def test_a_lost_node_ends_a_job_that_is_not_to_be_requeued() -> None:
+    lost = NodeLost(job_id=ONE, at_s=T0 + 5, node=N1, why="rebooted", requeue=False)
+    assert after(allocated("n1"), STARTED, lost).state is JobState.NODE_FAIL
+
+
+def test_a_cancel_keeps_a_job_from_going_back_to_the_queue() -> None:
+    lost = NodeLost(job_id=ONE, at_s=T0 + 5, node=N2, why="rebooted", requeue=True)
+    cancelled = after(allocated("n1", "n2"), STARTED, lost, end())
+    assert apply(cancelled, NodeCleared(job_id=ONE, at_s=T0 + 6, node=N1)).state is JobState.CANCELLED
+
+
+def test_an_ended_job_can_be_put_back_and_nothing_else() -> None:
+    done = after(allocated("n1"), STARTED, exited(code=1))
+    assert {event for state, event in TABLE if state in FINAL} == {Requeued}
+    again = apply(done, Requeued(job_id=ONE, at_s=T0 + 50, by_uid=7))
+    assert (again.state, again.attempt) == (JobState.PENDING, 1)
+
+
+def test_what_cannot_happen_raises() -> None:
+    with pytest.raises(InvariantError, match="cannot apply Started to job 1: it is PENDING"):
+        apply(job(), STARTED)
+
+
+def test_an_array_becomes_one_job_for_each_index_with_consecutive_ids() -> None:
+    event = Submitted(
+        job_id=JobId(40), at_s=T0, spec_id=3, uid=1000, user="ann", partition="main", time_limit_s=None
+    )
+    tasks = submitted_jobs(event, spec(array=ArraySpec(indices=(1, 5, 9))))
+    assert [(task.id, task.display_id) for task in tasks] == [(40, "40_1"), (41, "40_5"), (42, "40_9")]
+
+
+ANY_EVENT = st.sampled_from(
+    [
+        Held(job_id=ONE, at_s=T0, hold=Hold.USER, by_uid=1),
+        Released(job_id=ONE, at_s=T0, by_uid=1),
+        Changed(job_id=ONE, at_s=T0, by_uid=1, nice=5),
+        BecameEligible(job_id=ONE, at_s=T0),
+        allocated("n1", "n2"),
+        STARTED,
+        end(),
+        end(requeue=True),
+        exited(N1),
+        exited(N1, code=2),
+        LaunchRefused(job_id=ONE, at_s=T0, node=N1, why="x"),
+        NodeCleared(job_id=ONE, at_s=T0, node=N1),
+        NodeCleared(job_id=ONE, at_s=T0, node=N2),
+        NodeLost(job_id=ONE, at_s=T0, node=N1, why="x", requeue=True),
+        NodeLost(job_id=ONE, at_s=T0, node=N2, why="x", requeue=False),
+        Requeued(job_id=ONE, at_s=T0, by_uid=1),
+    ]
+)
+
+
+@given(st.lists(ANY_EVENT, max_size=30))
+def test_whatever_happens_a_job_holds_nodes_exactly_while_it_is_active(events: list[Event]) -> None:
+    state = job()
+    for event in events:
+        if can(state, type(event)):
+            attempt = state.attempt
+            state = apply(state, event)
+            assert (state.state in ACTIVE) == bool(state.held_nodes)
+            assert (state.state is JobState.COMPLETING) <= (state.outcome is not None or state.requeue_wanted)
+            assert state.attempt in (attempt, attempt + 1)
+
+
+@given(ANY_EVENT)
+def test_an_event_survives_being_stored(event: Event) -> None:
+    assert from_data(type(event).__name__, event.job_id, event.at_s, to_data(event)) == event

@@ -1,0 +1,157 @@
+"""The database: what is committed is there, what is not is not, and only our own file is opened."""
+
+from __future__ import annotations
+
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from jobs import T0, job, node, share, spec
+from sqlalchemy import Engine
+
+from hpcsched.errors import ConfigError, UnavailableError
+from hpcsched.lifecycle.events import Allocated, Started, Submitted
+from hpcsched.lifecycle.job import apply, submitted_jobs
+from hpcsched.model.ids import JobId
+from hpcsched.model.job import ArraySpec, Dependency, DependencyKind, ExitStatus, Job, JobState
+from hpcsched.store.engine import incarnation, open_database, raise_epoch
+from hpcsched.store.rows import StepRow
+from hpcsched.store.store import Batch, HistoryQuery, Store
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Engine:
+    return open_database(tmp_path / "h.db")
+
+
+def batch_of(*jobs: Job) -> Batch:
+    return Batch(specs={one.spec_id: one.spec for one in jobs}, jobs={one.id: one for one in jobs})
+
+
+def test_a_job_comes_back_as_it_was(engine: Engine) -> None:
+    store = Store(engine)
+    dependency = (Dependency(kind=DependencyKind.AFTER_OK, job_ids=(1, 2)),)
+    whole = job(
+        7,
+        spec=spec(env=(("A", "b"),), array=ArraySpec(indices=(1, 2), limit=1), dependency=dependency),
+        state=JobState.RUNNING,
+        shares=(share("n1", gpus=(0, 1)), share("n2")),
+        held_nodes=("n1", "n2"),
+        exit=ExitStatus(code=1, signal=0),
+        started_at_s=T0,
+    )
+    store.commit(batch_of(whole))
+    assert store.load_jobs(ended_after_s=T0) == [whole]
+    assert store.last_ids() == (7, 7)
+
+
+def test_only_recent_ends_are_loaded_and_the_history_has_them_all(engine: Engine) -> None:
+    store = Store(engine)
+    old = job(1, state=JobState.COMPLETED, ended_at_s=T0 - 100)
+    new = job(2, state=JobState.FAILED, ended_at_s=T0 + 100)
+    store.commit(batch_of(old, new, job(3)))
+    assert [one.id for one in store.load_jobs(ended_after_s=T0)] == [2, 3]
+    assert [one.id for one in store.history(HistoryQuery())] == [1, 2, 3]
+    assert [one.id for one in store.history(HistoryQuery(states=("FAILED",)))] == [2]
+    assert [one.id for one in store.history(HistoryQuery(job_ids=(1, 3)))] == [1, 3]
+    assert [one.id for one in store.history(HistoryQuery(start_s=T0))] == [2, 3]
+
+
+def test_replaying_a_task_s_events_gives_its_row(engine: Engine) -> None:
+    store = Store(engine)
+    array = spec(array=ArraySpec(indices=(3, 4)))
+    submitted = Submitted(job_id=JobId(1), at_s=T0, spec_id=1, uid=5, user="ann", partition="main", time_limit_s=60)
+    tasks = submitted_jobs(submitted, array)
+    start = Allocated(job_id=JobId(2), at_s=T0 + 1, token="t", epoch=1, shares=(share(),))
+    second = apply(apply(tasks[1], start), Started(job_id=JobId(2), at_s=T0 + 2))
+    batch = batch_of(tasks[0], second)
+    batch.specs = {1: array}
+    batch.events = [submitted, start, Started(job_id=JobId(2), at_s=T0 + 2)]
+    store.commit(batch)
+    first, *rest = store.load_events(2)
+    assert isinstance(first, Submitted)
+    replayed = submitted_jobs(first, array)[1]
+    for event in rest:
+        replayed = apply(replayed, event)
+    assert replayed == second == store.history(HistoryQuery(job_ids=(2,)))[0]
+
+
+def test_a_repeated_request_id_finds_its_jobs_and_only_its_user_s(engine: Engine) -> None:
+    store = Store(engine)
+    store.commit(Batch(requests=[(1000, "abc", [4, 5], T0)]))
+    assert store.request_jobs(1000, "abc") == [4, 5]
+    assert store.request_jobs(1001, "abc") is None
+
+
+def test_nodes_and_steps_come_back(engine: Engine) -> None:
+    store = Store(engine)
+    step = StepRow(job_id=1, attempt=0, step="10", name="a", nodes=("n1",), ntasks=2, state="RUNNING")
+    batch = Batch(nodes={"n1": node(drained=True, drained_why="disk", boot_id="b")})
+    batch.steps = {(1, 0, "10"): step, (1, 0, "2"): StepRow(**_values(step) | {"step": "2"})}
+    store.commit(batch)
+    assert store.load_nodes()["n1"].drained_why == "disk"
+    assert [found.step for found in store.load_steps([1])] == ["2", "10"]
+    assert store.last_step(1, 0) == 10
+
+
+def _values(step: StepRow) -> dict[str, object]:
+    return {name: getattr(step, name) for name in StepRow.__dataclass_fields__}
+
+
+def test_a_full_disk_keeps_nothing_of_the_batch_and_says_so(engine: Engine) -> None:
+    store = Store(engine)
+    store.commit(batch_of(job(1)))
+    with engine.connect() as connection:
+        pages = connection.exec_driver_sql("PRAGMA page_count").scalar_one()
+        connection.exec_driver_sql(f"PRAGMA max_page_count = {pages}")
+    big = job(2, spec=spec(script="#!/bin/sh\n" + "x" * 1_000_000))
+    with pytest.raises(UnavailableError, match="cannot write the database.*full"):
+        store.commit(batch_of(big))
+    assert [one.id for one in store.history(HistoryQuery())] == [1]
+
+
+def test_the_epoch_rises_and_the_incarnation_stays(tmp_path: Path) -> None:
+    path = tmp_path / "h.db"
+    first = open_database(path)
+    name, epoch = incarnation(first), raise_epoch(first)
+    first.dispose()
+    second = open_database(path)
+    assert incarnation(second) == name
+    assert raise_epoch(second) == epoch + 1
+    assert path.stat().st_mode & 0o077 == 0
+
+
+def test_what_was_committed_survives_kill_9(tmp_path: Path) -> None:
+    code = f"""
+import os, signal, sys
+sys.path.insert(0, {str(Path(__file__).parents[2])!r})
+from pathlib import Path
+from jobs import job
+from hpcsched.store.engine import open_database
+from hpcsched.store.store import Batch, Store
+store = Store(open_database(Path({str(tmp_path / "h.db")!r})))
+store.commit(Batch(specs={{1: job(1).spec}}, jobs={{1: job(1)}}))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == -9
+    assert [one.id for one in Store(open_database(tmp_path / "h.db")).load_jobs(0.0)] == [1]
+
+
+def test_a_foreign_a_newer_and_a_damaged_file_are_refused(tmp_path: Path) -> None:
+    foreign = tmp_path / "foreign.db"
+    with sqlite3.connect(foreign) as connection:
+        connection.execute("PRAGMA user_version = 3")
+    with pytest.raises(ConfigError, match="another program"):
+        open_database(foreign)
+    newer = tmp_path / "newer.db"
+    open_database(newer).dispose()
+    with sqlite3.connect(newer) as connection:
+        connection.execute("PRAGMA user_version = 99")
+    with pytest.raises(ConfigError, match="schema 99"):
+        open_database(newer)
+    damaged = tmp_path / "damaged.db"
+    damaged.write_bytes(b"not a database at all" * 100)
+    with pytest.raises(ConfigError, match="restore it from a backup"):
+        open_database(damaged)
