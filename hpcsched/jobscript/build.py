@@ -103,6 +103,7 @@ def build_spec(
         script_args=tuple(script_args),
         env=tuple(env.items()),
         submit_line=submit_line,
+        submit_dir=work_dir,
         submit_host=submit_host,
         **fields,
     )

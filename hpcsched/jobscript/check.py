@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable
 
 from hpcsched.errors import RequestError
+from hpcsched.jobscript.dependency import MAX_DEPENDENCIES
 from hpcsched.jobscript.export import MAX_ENV_BYTES, MAX_VARIABLES, why_not_a_variable
 from hpcsched.jobscript.script import check_script
 from hpcsched.jobscript.values import (
@@ -19,7 +20,6 @@ from hpcsched.jobscript.values import (
     MAX_ARRAY_INDEX,
     MAX_ARRAY_TASKS,
     MAX_COUNT,
-    MAX_DEPENDENCIES,
     MAX_NICE,
     MAX_PRIORITY,
     short,
@@ -59,7 +59,7 @@ def check_spec(spec: JobSpec) -> None:
 
 
 def _check_texts(spec: JobSpec) -> None:
-    for field in ("name", "work_dir", "submit_line", "submit_host", "account", "partition", "qos", "comment", "stdout",
+    for field in ("name", "work_dir", "submit_line", "submit_dir", "submit_host", "account", "partition", "qos", "comment", "stdout",
                   "stderr", "stdin", "constraint", "mail_user"):  # fmt: skip
         text = getattr(spec, field)
         most = {"name": MAX_NAME, "submit_line": 1 << 20}.get(field, MAX_TEXT)

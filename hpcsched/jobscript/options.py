@@ -16,6 +16,7 @@ from typing import Any
 
 from hpcsched.errors import RequestError
 from hpcsched.jobscript import values
+from hpcsched.jobscript.dependency import parse_dependency
 from hpcsched.jobscript.export import parse_export
 from hpcsched.model.units import parse_mem_mib, parse_signal_spec
 
@@ -83,7 +84,7 @@ _JOB_OPTIONS = (
     _job("cpus-per-gpu", "", "N", help="cpus for each GPU", parse=values.parse_count, variable="CPUS_PER_GPU"),
     _job("cpus-per-task", "c", "N", help="cpus for each task; default: 1", parse=values.parse_count),
     _job("dependency", "d", "TERMS", help="start after others: afterok:12:13, afterany:12, afternotok:12, after:12+5, "
-         "aftercorr:12, singleton; join by ',' for all, by '?' for any", parse=values.parse_dependency),
+         "aftercorr:12, singleton; join by ',' for all, by '?' for any", parse=parse_dependency),
     _job("error", "e", "PATTERN", help="file for standard error; default: that of --output", parse=values.parse_path,
          variable="ERROR"),
     _job("exclude", "x", "HOSTS", help="do not use these nodes: n[1-3],m7", parse=values.parse_node_names),

@@ -1,4 +1,4 @@
-"""The values of single options, each read from its text: node counts, arrays, dependencies, GPUs, mail types.
+"""The values of single options, each read from its text: node counts, arrays, GPUs, mail types.
 
 Every reader is linear in its text, bounded in what it makes of it, and raises RequestError with the text, why it is
 refused and what would be right. Sources: sbatch(1).
@@ -12,20 +12,18 @@ from itertools import chain
 from hpcsched.errors import RequestError
 from hpcsched.model.hostlist import expand_hostlist
 from hpcsched.model.ids import NODE_NAME, NodeName
-from hpcsched.model.job import ArraySpec, Dependency, DependencyKind
+from hpcsched.model.job import ArraySpec
 from hpcsched.model.resources import ANY_GPU, GpuRequest
-from hpcsched.model.units import MINUTE_S, UNLIMITED_S, parse_mem_mib, parse_time_s
+from hpcsched.model.units import UNLIMITED_S, parse_mem_mib, parse_time_s
 
 MAX_COUNT = 1_000_000  # of nodes, tasks, cpus
 MAX_ARRAY_TASKS = 100_000
 MAX_ARRAY_INDEX = 4_000_000
-MAX_DEPENDENCIES = 1_000
 MAX_NICE = 2_147_483_645
 MAX_PRIORITY = 4_294_967_294
 
 _NODES = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?\Z")
 _ARRAY_PART = re.compile(r"([0-9]{1,12})(?:-([0-9]{1,12})(?::([0-9]{1,12}))?)?\Z")
-_JOB_ID = re.compile(r"([0-9]{1,18})(?:\+([0-9]{1,7}))?\Z")
 GPU_TYPE = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,62}\Z")
 _INTEGER = re.compile(r"[+-]?[0-9]{1,18}\Z")
 
@@ -113,54 +111,6 @@ def _array_range(part: str, text: str) -> range:
     if high > MAX_ARRAY_INDEX:
         raise RequestError(f"cannot make array {short(text)}: index {high} is above the largest, {MAX_ARRAY_INDEX}")
     return range(low, high + 1, stride)
-
-
-def parse_dependency(text: str) -> tuple[tuple[Dependency, ...], bool]:
-    """Return the terms of ``afterok:12:13,after:14+5``, and whether one of them is enough (joined by ``?``)."""
-    any_one = "?" in text
-    if any_one and "," in text:
-        raise RequestError(f"cannot read dependency {short(text)}: join terms by ',' (all) or by '?' (any), not both")
-    terms = [term.strip() for term in text.split("?" if any_one else ",")]
-    if terms == [""]:
-        return (), False
-    if text.count(":") + len(terms) > 2 * MAX_DEPENDENCIES:
-        raise RequestError(f"cannot make a job depend on more than {MAX_DEPENDENCIES} others")
-    dependencies = [dependency for term in terms for dependency in _dependency_term(term, text)]
-    if sum(len(one.job_ids) or 1 for one in dependencies) > MAX_DEPENDENCIES:
-        raise RequestError(f"cannot make a job depend on more than {MAX_DEPENDENCIES} others")
-    return tuple(dependencies), any_one
-
-
-def _dependency_term(term: str, text: str) -> list[Dependency]:
-    """Return one term as dependencies: one for each delay that it names."""
-    word, *ids = term.split(":")
-    try:
-        kind = DependencyKind(word.strip().lower())
-    except ValueError:
-        known = ", ".join(DependencyKind)
-        raise RequestError(f"cannot read dependency {short(text)}: {short(word)} is none of {known}") from None
-    if kind is DependencyKind.SINGLETON:
-        if ids:
-            raise RequestError(f"cannot read dependency {short(text)}: singleton takes no job ids")
-        return [Dependency(kind=kind)]
-    if not ids:
-        raise RequestError(f"cannot read dependency {short(text)}: {word} needs job ids, as {word}:12:13")
-    by_delay: dict[int, list[int]] = {}
-    for word in ids:
-        job_id, delay_s = _dependency_id(word, kind, text)
-        by_delay.setdefault(delay_s, []).append(job_id)
-    return [Dependency(kind=kind, job_ids=tuple(found), delay_s=delay) for delay, found in by_delay.items()]
-
-
-def _dependency_id(word: str, kind: DependencyKind, text: str) -> tuple[int, int]:
-    match = _JOB_ID.match(word.strip())
-    if match is None and "_" in word:
-        raise RequestError(f"cannot depend on {short(word)}: name the whole array, {short(word.partition('_')[0])}")
-    if match is None or int(match.group(1)) == 0:
-        raise RequestError(f"cannot read dependency {short(text)}: {short(word)} is no job id")
-    if match.group(2) and kind is not DependencyKind.AFTER:
-        raise RequestError(f"cannot read dependency {short(text)}: only after takes +minutes")
-    return int(match.group(1)), int(match.group(2) or 0) * MINUTE_S
 
 
 def parse_gpus(text: str) -> tuple[GpuRequest, ...]:

@@ -125,6 +125,7 @@ class JobSpec:
     script_args: tuple[str, ...] = ()
     env: tuple[tuple[str, str], ...] = ()  # what the job inherits of the submitter's environment
     submit_line: str = ""
+    submit_dir: str = ""  # where the submitting command ran; --chdir makes work_dir another
     submit_host: str = ""
     account: str = ""
     partition: str = ""  # empty: the default one
