@@ -6,7 +6,9 @@ whoever the controller is, and in its own session: it outlives the controller as
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
 import socket
 import subprocess
 
@@ -53,14 +55,17 @@ class LocalPipe:
         self._sock = sock
         self._process = process
         self._stderr = b""
+        self._ready = select.poll()
+        self._ready.register(sock, select.POLLIN)
+        self._ready.register(process.stderr, select.POLLIN)
 
     def receive(self, limit: int) -> bytes:
+        while not self._poll_stdout():
+            self._drain_stderr()
         try:
-            data = self._sock.recv(limit)
+            return self._sock.recv(limit)
         except ConnectionError:
-            data = b""  # it ended without reading all that we sent
-        self._drain_stderr()
-        return data
+            return b""  # it ended without reading all that we sent
 
     def send_all(self, data: bytes) -> None:
         self._sock.sendall(data)
@@ -91,7 +96,20 @@ class LocalPipe:
         except OSError:
             pass  # it is closed already
 
+    def _poll_stdout(self) -> bool:
+        """Wait until there is something to read; return whether it is on stdout."""
+        return any(fd == self._sock.fileno() for fd, _ in self._ready.poll())
+
     def _drain_stderr(self) -> None:
+        """Keep the last of stderr. Unread, it would hold up whoever writes there."""
         assert self._process.stderr is not None
-        while data := self._process.stderr.read(65536):
+        while (data := self._process.stderr.read(65536)) is not None:
+            if not data:
+                self._forget_stderr()
+                return
             self._stderr = (self._stderr + data)[-STDERR_TAIL_BYTES:]
+
+    def _forget_stderr(self) -> None:
+        assert self._process.stderr is not None
+        with contextlib.suppress(KeyError):  # it has ended before
+            self._ready.unregister(self._process.stderr)

@@ -264,7 +264,10 @@ class SshPipe:
         return data
 
     def send_all(self, data: bytes) -> None:
-        self._channel.sendall(data)
+        try:
+            self._channel.sendall(data)
+        except (paramiko.SSHException, EOFError) as error:
+            raise OSError(_words(error)) from None
 
     def epitaph(self) -> str:
         self._channel.status_event.wait(EXIT_STATUS_WAIT_S)
