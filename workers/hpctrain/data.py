@@ -1,8 +1,8 @@
 """The text that every machine has, and which sample comes when.
 
 The corpus is the source of Python's own standard library: files in a fixed order, printable ASCII as tokens.  A sample
-is addressed by (seed, epoch, global index): a keyed permutation says which window it is, so any number of ranks, before or
-after a restart, sees each sample of an epoch exactly once.  Does not know models or ranks' speeds.
+is addressed by (seed, epoch, global index): a keyed permutation says which window it is, so any number of ranks, before
+or after a restart, sees each sample of an epoch exactly once.  Does not know models or ranks' speeds.
 Rules: nothing here depends on the version of a random generator; the permutation is our own.
 Sources: Black and Rogaway, "Ciphers with arbitrary finite domains" (cycle walking on a Feistel network), 2002;
 Steele et al., "Fast splittable pseudorandom number generators" (the mixing function), 2014.
@@ -96,6 +96,10 @@ class Sampler:
     seed: int
     tokens: int
     length: int
+
+    def __post_init__(self) -> None:
+        if self.per_epoch < 1:
+            raise TrainError(f"cannot train: {self.tokens} tokens are too few for samples of {self.length}")
 
     @property
     def per_epoch(self) -> int:

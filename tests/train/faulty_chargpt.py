@@ -1,0 +1,87 @@
+"""The character GPT with one fault, at a place and not at a time.
+
+Usage: faulty_chargpt.py FAULT OPTIONS..., where FAULT is one of
+    checkpoint:N    the process is killed (SIGKILL) in the middle of writing its N-th checkpoint's data
+    rank:R:N        rank R is killed at the beginning of its step N
+    await:N         rank 0 does not begin step N before a stop signal has come
+    nan:R:N         rank R's loss is not a number at step N
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+from waiting import wait_until
+
+import hpctrain.loop
+from hpctrain.checkpoint import files
+from hpctrain.examples import chargpt_run
+from hpctrain.examples.chargpt import main
+from hpctrain.signals import StopRequest
+
+
+def die_in_data_file(number: int) -> None:
+    """Half of a piece of the n-th data file is written, then the process is gone."""
+    real_write, real_new = files.write_all, files.write_new
+    state = {"data_files": 0, "in_data_file": False}
+
+    def write_new(path, pieces):  # noqa: ANN001, ANN202
+        state["in_data_file"] = path.name.startswith("data-")
+        state["data_files"] += state["in_data_file"]
+        return real_new(path, pieces)
+
+    def write_all(descriptor: int, piece: bytes | memoryview) -> int:
+        if state["in_data_file"] and state["data_files"] == number and len(piece) > 1000:
+            real_write(descriptor, memoryview(piece)[: len(piece) // 2])
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real_write(descriptor, piece)
+
+    files.write_new, files.write_all = write_new, write_all
+
+
+def at_step(wanted_rank: int, number: int, act) -> None:  # noqa: ANN001
+    """Call `act` when a rank begins a step (from 1)."""
+    real = hpctrain.loop.seed_step
+
+    def seed_step(seed: int, step: int, rank: int) -> None:
+        if step + 1 == number and rank == wanted_rank:
+            act()
+        real(seed, step, rank)
+
+    hpctrain.loop.seed_step = seed_step
+
+
+def await_stop() -> None:
+    seen: list[int] = []
+    real = StopRequest._note
+
+    def note(self: StopRequest, number: int, frame) -> None:  # noqa: ANN001
+        seen.append(number)
+        real(self, number, frame)
+
+    StopRequest._note = note
+    at_step(0, int(arguments[0]), lambda: wait_until(lambda: seen, 30, "a stop signal"))
+
+
+def loss_is_nan() -> None:
+    rank, number = map(int, arguments)
+    real = chargpt_run.CharGpt.loss
+    poisoned: list[bool] = []
+    at_step(rank, number, lambda: poisoned.append(True))
+    chargpt_run.CharGpt.loss = lambda *of: real(*of) * (float("nan") if poisoned else 1.0)
+
+
+if __name__ == "__main__":
+    kind, *arguments = sys.argv[1].split(":")
+    match kind:
+        case "checkpoint":
+            die_in_data_file(int(arguments[0]))
+        case "rank":
+            at_step(int(arguments[0]), int(arguments[1]), lambda: os.kill(os.getpid(), signal.SIGKILL))
+        case "await":
+            await_stop()
+        case "nan":
+            loss_is_nan()
+    sys.exit(main(sys.argv[2:]))

@@ -1,0 +1,112 @@
+"""Ranks that sum: our ring against a reference, gradients against one process, errors that take all ranks down."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from ranks import HERE, finish, needs_mpi, run_mpi, run_plain, started
+
+from hpctrain.comm.choose import choose
+from hpctrain.env import Launcher, Place, job_facts, place, require
+from hpctrain.errors import MissingPackageError, TrainError
+
+
+@needs_mpi
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_the_ring_sums_any_length_and_type_to_the_same_bits_on_all_ranks(count: int) -> None:
+    ended = run_mpi(count, HERE / "check_ring.py")
+    assert ended.status == 0, ended.output
+    assert f"checked on {count}" in ended.output
+
+
+@needs_mpi
+def test_gradients_over_mpi_equal_those_of_one_process() -> None:
+    ended = run_mpi(2, HERE / "check_gradients.py", "mpi")
+    assert ended.status == 0, ended.output
+    assert "gradients equal over mpi" in ended.output
+
+
+def test_gradients_over_gloo_equal_those_of_one_process() -> None:
+    ended = run_plain(2, HERE / "check_gradients.py", "auto")
+    assert [one.status for one in ended] == [0, 0], ended
+    assert "gradients equal over gloo" in ended[0].output
+
+
+@needs_mpi
+def test_gloo_meets_under_mpirun_without_an_address() -> None:
+    ended = run_mpi(2, HERE / "check_gradients.py", "gloo")
+    assert ended.status == 0, ended.output
+    assert "gradients equal over gloo" in ended.output
+
+
+@needs_mpi
+def test_a_rank_that_raises_takes_the_others_down_and_says_why(tmp_path: Path) -> None:
+    script = tmp_path / "raises.py"
+    script.write_text(
+        "import os\n"
+        "from hpctrain.comm import connect\n"
+        "from hpctrain.outermost import all_or_none\n"
+        "comm = connect('mpi', os.environ)\n"
+        "with all_or_none(comm):\n"
+        "    if comm.rank == 1:\n"
+        "        raise ValueError('the disk is on fire')\n"
+        "    comm.barrier()\n"  # would wait for ever
+    )
+    ended = run_mpi(2, script)
+    assert ended.status != 0
+    assert "rank 1 of 2" in ended.output
+    assert "the disk is on fire" in ended.output
+
+
+def mpi_place(world: int) -> Place:
+    return Place(launcher=Launcher.MPI, rank=0, world=world, local_rank=0)
+
+
+def test_mpi_is_closer_than_an_outer_rank() -> None:
+    environ = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "RANK": "5", "WORLD_SIZE": "8"}
+    assert place(environ) == Place(launcher=Launcher.MPI, rank=1, world=2, local_rank=1)
+    open_mpi = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+    assert place(open_mpi).world == 4
+
+
+def test_rank_and_world_size_alone_are_enough() -> None:
+    here = place({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"})
+    assert (here.launcher, here.rank, here.world) == (Launcher.TORCH, 1, 2)
+    assert place({}) == Place(launcher=Launcher.NOBODY, rank=0, world=1, local_rank=0)
+
+
+@pytest.mark.parametrize("environ", [{"RANK": "2", "WORLD_SIZE": "2"}, {"RANK": "one", "WORLD_SIZE": "2"}])
+def test_a_rank_that_cannot_be_is_refused(environ: dict[str, str]) -> None:
+    with pytest.raises(TrainError, match="cannot tell which rank this is: RANK="):
+        place(environ)
+
+
+def test_job_facts_come_from_the_scheduler() -> None:
+    facts = job_facts({"HPCSCHED_JOB_ID": "17", "HPCSCHED_ATTEMPT": "2", "HPCSCHED_RESTART_COUNT": "2"})
+    assert (facts.job, facts.attempt, facts.restarts) == ("17", 2, 2)
+    assert job_facts({}).attempt is None
+
+
+def test_auto_chooses_by_the_launcher_and_single_refuses_company() -> None:
+    assert choose("auto", mpi_place(2)) == "mpi"
+    assert choose("auto", place({})) == "single"
+    with pytest.raises(TrainError, match="the launcher started 2 ranks"):
+        choose("single", mpi_place(2))
+    with pytest.raises(TrainError, match="known ones are auto, mpi, gloo"):
+        choose("carrier-pigeon", place({}))
+
+
+def test_a_missing_package_is_named_with_what_to_install() -> None:
+    with pytest.raises(MissingPackageError, match="no_such_package_x not installed .* pip install no_such_package_x"):
+        require("json", "no_such_package_x")
+
+
+def test_a_missing_mpi4py_is_named_with_what_to_install(tmp_path: Path) -> None:
+    (tmp_path / "mpi4py.py").write_text("raise ModuleNotFoundError('No module named mpi4py')\n")
+    command = [sys.executable, "-m", "hpctrain.examples.chargpt", "--backend", "mpi", "--out", tmp_path / "out"]
+    with started(command, {"PYTHONPATH": str(tmp_path)}) as process:
+        ended = finish(process)
+    assert ended.status == 1
+    assert "cannot use MPI: mpi4py is not installed; install with: pip install mpi4py" in ended.output

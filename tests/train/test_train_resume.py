@@ -1,0 +1,153 @@
+"""The whole path: ranks that train, are killed and go on to the very bits of the run that was not killed."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import HERE, Ended, finish, mpirun, needs_mpi, run_mpi, run_plain, started
+from waiting import wait_until
+
+from hpctrain.errors import EXIT_REQUEUE
+from hpctrain.metrics import MetricsFile, read_metrics
+from hpctrain.plot import read_curve
+
+STEPS = 24
+SMALL = (
+    f"--steps {STEPS} --layers 1 --width 32 --heads 2 --context 16 --batch 6 --checkpoint-every 3 --base-every 3 "
+    "--eval-every 8 --print-every 8 --sample 20"
+).split()
+FAULTY = HERE / "faulty_chargpt.py"
+WITH_WAITING = {"PYTHONPATH": str(HERE.parent)}
+CHARGPT = ("-m", "hpctrain.examples.chargpt")
+
+
+def options(out: Path, *more: str) -> list[str | Path]:
+    return ["--out", out, *SMALL, *more]
+
+
+def lines_of(out: Path) -> list[dict]:
+    path = out / "metrics.jsonl"
+    return list(read_metrics(path)) if path.exists() else []
+
+
+def weights_hash(ended: Ended) -> str:
+    found = re.search(r"weights sha256 ([0-9a-f]{64})", ended.output)
+    assert found, ended.output
+    return found[1]
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """A run of two ranks that nobody disturbs: the hash of its weights, and where it is."""
+    out = tmp_path_factory.mktemp("unbroken")
+    ended = run_mpi(2, *CHARGPT, *options(out))
+    assert ended.status == 0, ended.output
+    return weights_hash(ended), out
+
+
+@needs_mpi
+def test_a_run_tells_each_step_and_leaves_a_model(unbroken: tuple[str, Path]) -> None:
+    _, out = unbroken
+    lines = [line for line in lines_of(out) if "loss" in line]
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    assert {(line["attempt"], line["world"], line["backend"]) for line in lines} == {(0, 2, "mpi")}
+    assert [line["step"] for line in lines if "val_loss" in line] == [1, 8, 16, 24]
+    assert lines[-1]["val_loss"] < lines[0]["val_loss"]
+    weights = torch.load(out / "model.pt", weights_only=True)
+    assert weights["token.weight"].shape == (97, 32)
+
+
+@needs_mpi
+def test_a_killed_rank_takes_the_run_down_and_the_next_attempt_ends_with_the_same_bits(
+    unbroken: tuple[str, Path], tmp_path: Path
+) -> None:
+    killed = run_mpi(2, FAULTY, "rank:1:11", *options(tmp_path), extra=WITH_WAITING)
+    assert killed.status != 0
+    assert max(line["step"] for line in lines_of(tmp_path)) == 10
+    resumed = run_mpi(2, *CHARGPT, *options(tmp_path))
+    assert resumed.status == 0, resumed.output
+    assert re.search(r"attempt 1, resumed from step [69]\b", resumed.output)
+    assert weights_hash(resumed) == unbroken[0]
+
+
+@needs_mpi
+def test_a_run_killed_in_the_middle_of_a_checkpoint_ends_with_the_same_bits(
+    unbroken: tuple[str, Path], tmp_path: Path
+) -> None:
+    killed = run_mpi(2, FAULTY, "checkpoint:5", *options(tmp_path), extra=WITH_WAITING)
+    assert killed.status != 0
+    assert len(list((tmp_path / "checkpoints").glob("data-*"))) == 5
+    assert len(list((tmp_path / "checkpoints").glob("step-*.json"))) == 4
+    resumed = run_mpi(2, *CHARGPT, *options(tmp_path))
+    assert resumed.status == 0, resumed.output
+    assert "attempt 1, resumed from step 12" in resumed.output
+    assert weights_hash(resumed) == unbroken[0]
+    curve = read_curve(tmp_path / "metrics.jsonl")
+    assert curve.restarts == [(12, 1)]
+    assert [step for step, _ in curve.loss] == list(range(1, STEPS + 1))
+
+
+@needs_mpi
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_stop_signal_makes_a_checkpoint_and_asks_to_be_queued_again(
+    unbroken: tuple[str, Path], tmp_path: Path, number: signal.Signals
+) -> None:
+    command = mpirun(2, FAULTY, "await:6", *options(tmp_path, "--checkpoint-every", "1000"))
+    with started(command, WITH_WAITING) as process:
+        wait_until(lambda: len(lines_of(tmp_path)) == 5, 30, "the fifth step")
+        process.send_signal(number)
+        stopped = finish(process)
+    assert stopped.status == EXIT_REQUEUE, stopped.output
+    assert f"stopped by {number.name} at step 6, to be resumed" in stopped.output
+    resumed = run_mpi(2, *CHARGPT, *options(tmp_path))
+    assert "attempt 1, resumed from step 6" in resumed.output
+    assert weights_hash(resumed) == unbroken[0]
+
+
+@needs_mpi
+def test_a_loss_that_is_no_number_stops_all_and_names_the_rank(tmp_path: Path) -> None:
+    ended = run_mpi(2, FAULTY, "nan:1:4", *options(tmp_path), extra=WITH_WAITING)
+    assert ended.status == 1
+    assert "the loss is not finite at step 4 (samples 18 to 24) on rank 1" in ended.output
+
+
+def test_another_world_goes_on_from_the_checkpoint_of_two(tmp_path: Path) -> None:
+    first = run_plain(2, *CHARGPT, *options(tmp_path, "--steps", "6", "--share-weights", "2,1"))
+    assert [ended.status for ended in first] == [0, 0], first
+    assert "2 ranks over gloo, attempt 0, a fresh start" in first[0].output
+    with started([sys.executable, *CHARGPT, *options(tmp_path, "--threads", "1")]) as process:
+        ended = finish(process)
+    assert ended.status == 0, ended.output
+    assert "1 rank over single, attempt 1, resumed from step 6" in ended.output
+    (tmp_path / "other").mkdir()
+    with started([sys.executable, *CHARGPT, *options(tmp_path / "other", "--threads", "1")]) as process:
+        alone = finish(process)
+    assert alone.status == 0
+    together, apart = (
+        [line["loss"] for line in lines_of(out) if "loss" in line] for out in (tmp_path, tmp_path / "other")
+    )
+    assert together == pytest.approx(apart, abs=2e-4)
+    with started([sys.executable, *CHARGPT, *options(tmp_path, "--resume", "never")]) as process:
+        refused = finish(process)
+    assert refused.status == 1
+    assert "cannot start anew in" in refused.output
+    with started([sys.executable, *CHARGPT, *options(tmp_path, "--width", "64")]) as process:
+        refused = finish(process)
+    assert refused.status == 1
+    assert "holds 'model.token.weight' float32[97, 32] where this model has" in refused.output
+
+
+def test_a_line_cut_short_by_a_kill_spoils_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step":1,"loss":2.0,"attempt":0}\n{"step":2,"lo')
+    again = MetricsFile(path)
+    again.write({"step": 2, "loss": 1.5, "attempt": 1, "val_loss": None})
+    again.close()
+    assert [(line["step"], line["loss"]) for line in read_metrics(path)] == [(1, 2.0), (2, 1.5)]
+    assert json.loads(path.read_text().splitlines()[-1]) == {"step": 2, "loss": 1.5, "attempt": 1}

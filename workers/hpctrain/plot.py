@@ -1,0 +1,156 @@
+"""The loss curve of a run as a picture: `python -m hpctrain.plot OUT/metrics.jsonl -o loss.png`.
+
+Reads metrics.jsonl only; a run that goes on can be plotted too.
+Rules: a step that was done twice counts once, with the higher attempt; what was done in vain is shown faintly.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpctrain.env import require
+from hpctrain.errors import EXIT_FAILED, TrainError
+from hpctrain.metrics import read_metrics
+
+LOSS, VALIDATION, RESTART, CHECKPOINT, FAINT = "#9db8d9", "#c8482c", "#444444", "#3b7d4f", "#ececec"
+SMOOTHING = 0.8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """What the picture shows; lists of (step, value) or of steps."""
+
+    loss: list[tuple[int, float]]
+    validation: list[tuple[int, float]]
+    lost: list[list[tuple[int, float]]]  # of attempts that were killed, steps that had to be done again
+    restarts: list[tuple[int, int]]  # (step resumed from, attempt)
+    bases: list[int]
+    increments: list[int]
+    total_steps: int
+
+
+def read_curve(path: Path) -> Curve:
+    """This will read a run's metrics.
+
+    Raises:
+        TrainError: the file is missing or holds no step yet.
+    """
+    try:
+        lines = list(read_metrics(path))
+    except OSError as error:
+        raise TrainError(f"cannot plot {path}: {error.strerror}") from error
+    steps = [line for line in lines if "loss" in line]
+    if not steps:
+        raise TrainError(f"cannot plot {path}: it holds no step yet")
+    final: dict[int, dict] = {}
+    for line in steps:
+        if line["attempt"] >= final.get(line["step"], line)["attempt"]:
+            final[line["step"]] = line
+    kept = [final[step] for step in sorted(final)]
+    attempts = sorted({line["attempt"] for line in steps})
+    lost = [
+        [(line["step"], line["loss"]) for line in steps if line["attempt"] == a and final[line["step"]] is not line]
+        for a in attempts
+    ]
+    made = [line for line in lines if "checkpoint_step" in line and "checkpoint_bytes" in line]
+    return Curve(
+        loss=[(line["step"], line["loss"]) for line in kept],
+        validation=[(line["step"], line["val_loss"]) for line in kept if "val_loss" in line],
+        lost=[part for part in lost if part],
+        restarts=[(line["resumed_from"], line["attempt"]) for line in steps if line.get("resumed_from")],
+        bases=[line["checkpoint_step"] for line in made if line["checkpoint_kind"] == "base"],
+        increments=[line["checkpoint_step"] for line in made if line["checkpoint_kind"] != "base"],
+        total_steps=max(kept[-1]["step"], kept[-1].get("total_steps") or 0),
+    )
+
+
+def smooth(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    """This will average exponentially, without the bias of the start."""
+    average, weight, result = 0.0, 0.0, []
+    for step, value in points:
+        average = SMOOTHING * average + (1 - SMOOTHING) * value
+        weight = SMOOTHING * weight + (1 - SMOOTHING)
+        result.append((step, average / weight))
+    return result
+
+
+def draw(curve: Curve, path: Path, title: str) -> None:
+    """This will draw the picture into a PNG file."""
+    import matplotlib  # noqa: PLC0415 (only after the check that it is there)
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot  # noqa: PLC0415
+
+    figure, axes = pyplot.subplots(figsize=(9, 5), dpi=140)
+    axes.plot(*zip(*curve.loss, strict=True), color=LOSS, linewidth=0.8, alpha=0.7)
+    axes.plot(*zip(*smooth(curve.loss), strict=True), color="#2f5f9e", linewidth=2, label="training loss (smoothed)")
+    for number, part in enumerate(curve.lost):
+        label = "done again after a restart" if number == 0 else None
+        axes.axvspan(part[0][0] - 1, part[-1][0], color=FAINT, linewidth=0, zorder=0, label=label)
+    if curve.validation:
+        axes.plot(
+            *zip(*curve.validation, strict=True),
+            color=VALIDATION, linewidth=1.6, marker="o", markersize=4.5, markeredgecolor="white",
+            label="validation loss",
+        )  # fmt: skip
+        step, value = curve.validation[-1]
+        axes.annotate(
+            f"{value:.2f}", (step, value), xytext=(6, -2), textcoords="offset points", color=VALIDATION, weight="bold"
+        )
+    _mark_restarts(axes, curve)
+    _mark_checkpoints(axes, curve)
+    axes.set_xlim(0, curve.total_steps * 1.05)
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss (nats per character)")
+    axes.set_title(title, loc="left", fontsize=11, weight="bold")
+    axes.grid(axis="y", color="#e4e4e4", linewidth=0.8)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="upper right")
+    figure.tight_layout()
+    figure.savefig(path)
+    pyplot.close(figure)
+
+
+def _mark_restarts(axes: object, curve: Curve) -> None:
+    for step, attempt in curve.restarts:
+        axes.axvline(step, color=RESTART, linewidth=1, linestyle=(0, (4, 3)))  # type: ignore[attr-defined]
+        axes.annotate(  # type: ignore[attr-defined]
+            f" attempt {attempt} resumes\n from step {step}",
+            (step, 0.78), xycoords=("data", "axes fraction"), fontsize=8.5, color=RESTART,
+        )  # fmt: skip
+
+
+def _mark_checkpoints(axes: object, curve: Curve) -> None:
+    """Ticks along the lower edge, long ones for bases."""
+    edge = axes.get_xaxis_transform()  # type: ignore[attr-defined]
+    for steps, height, label in ((curve.bases, 0.035, "checkpoint: base"), (curve.increments, 0.018, "increment")):
+        if steps:
+            width = 2.2 if height > 0.02 else 1.4
+            axes.vlines(steps, 0, height, color=CHECKPOINT, linewidth=width, transform=edge, label=label)  # type: ignore[attr-defined]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """This will draw what the options say and return the exit status."""
+    parser = argparse.ArgumentParser(prog="hpctrain.plot", description="Draw the loss curve of a training run.")
+    parser.add_argument("metrics", type=Path, help="OUT/metrics.jsonl of the run")
+    parser.add_argument("-o", "--output", type=Path, default=Path("loss.png"), help="PNG file (%(default)s)")
+    parser.add_argument("--title", default="", help="default: what the run did")
+    options = parser.parse_args(arguments)
+    try:
+        require("matplotlib")
+        curve = read_curve(options.metrics)
+    except TrainError as error:
+        print(f"hpctrain.plot: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    restarts = len(curve.restarts)
+    told = f"{curve.loss[-1][0]} steps, {restarts} restart{'s' * (restarts != 1)}, loss {curve.loss[-1][1]:.2f}"
+    draw(curve, options.output, options.title or told)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
