@@ -12,6 +12,7 @@ from hpcnode import protocol
 from hpcsched.controller.steprequest import StepOptions, expand_step_pattern
 from hpcsched.controller.stepstate import Origin, Run, Step
 from hpcsched.errors import InvariantError
+from hpcsched.launch.environment import node_environment
 from hpcsched.launch.layout import NodeTasks
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import ExitStatus, Job
@@ -80,7 +81,7 @@ def launch_of(
         user=ports.account(job, run.node),
         work_dir=request.work_dir,
         argv=list(request.argv),
-        env=dict(env),
+        env={**env, **node_environment(place.tasks, node_rank=node_rank, cpus=place.cpus, gpus=place.gpus)},
         tasks=protocol.TaskSet(
             first_rank=place.tasks.first_rank,
             count=place.tasks.count,

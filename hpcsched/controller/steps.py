@@ -32,6 +32,7 @@ from hpcsched.controller.stepports import StepPlan, StepPorts, launch_of
 from hpcsched.controller.steprequest import StepOptions, read_options
 from hpcsched.controller.stepstate import HEAD, Origin, Run, Step, no_word, row_of, step_reports, take_end
 from hpcsched.errors import HpcschedError, NotFoundError, PermissionDeniedError, ProtocolError, RequestError
+from hpcsched.launch.environment import with_users
 from hpcsched.model.ids import JobId, NodeName, Token
 from hpcsched.model.job import ACTIVE, ExitStatus, Job, JobState
 
@@ -296,7 +297,7 @@ class StepService:
             kill_on_bad_exit=options.kill_on_bad_exit,
         )
         plan = StepPlan(number=step.number, tasks=tuple(place.tasks for place in places), options=options)
-        env = {**waiting.request.env, **self._ports.environment(job, plan)}
+        env = with_users(waiting.request.env, self._ports.environment(job, plan))
         for node_rank, place in enumerate(places):
             node = place.tasks.node
             run = Run(node=node, token=self._ports.new_token(job, str(step.number), node), place=place)

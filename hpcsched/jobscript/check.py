@@ -34,6 +34,10 @@ MAX_TEXT = 4_096
 MAX_NAME = 1_024
 MAX_ARGS_BYTES = 512 << 10
 MAX_GPUS = 100_000
+_TEXTS = (
+    "name", "work_dir", "submit_line", "submit_dir", "submit_host", "account", "partition", "qos", "comment", "stdout",
+    "stderr", "stdin", "constraint", "mail_user",
+)  # fmt: skip
 _LATEST_S = 253_402_300_799  # 9999-12-31
 _WORD_LIST = re.compile(r"[A-Za-z0-9_.,+@-]*\Z")
 
@@ -59,8 +63,7 @@ def check_spec(spec: JobSpec) -> None:
 
 
 def _check_texts(spec: JobSpec) -> None:
-    for field in ("name", "work_dir", "submit_line", "submit_dir", "submit_host", "account", "partition", "qos", "comment", "stdout",
-                  "stderr", "stdin", "constraint", "mail_user"):  # fmt: skip
+    for field in _TEXTS:
         text = getattr(spec, field)
         most = {"name": MAX_NAME, "submit_line": 1 << 20}.get(field, MAX_TEXT)
         what = "--" + {"stdout": "output", "stderr": "error", "stdin": "input"}.get(field, field.replace("_", "-"))

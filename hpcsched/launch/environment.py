@@ -116,14 +116,14 @@ def step_environment(
     return _twins(facts | meeting) | meeting | {"WORLD_SIZE": total}
 
 
-def node_environment(layout: Sequence[NodeTasks], part: NodeTasks, *, cpus: int, gpus: Sequence[int]) -> dict[str, str]:
-    """Return what a step finds on one of its nodes only: `part` of `layout` runs there, with `cpus` and `gpus` (indices).
+def node_environment(part: NodeTasks, *, node_rank: int, cpus: int, gpus: Sequence[int]) -> dict[str, str]:
+    """Return what a step finds on its `node_rank`-th node only: `part` runs there, with `cpus` and `gpus` (indices).
 
     The node itself adds what differs from task to task: PROCID, LOCALID, RANK, LOCAL_RANK, TASK_PID.
     """
     ranks = range(part.first_rank, part.first_rank + part.count)
     facts = {
-        "NODEID": str(layout.index(part)),
+        "NODEID": str(node_rank),
         "GTIDS": ",".join(map(str, ranks)),
         "CPUS_ON_NODE": str(cpus),
         **_gpus_on_node(gpus),
