@@ -90,6 +90,14 @@ class SchedulerSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NodeFile:
+    """What one file of nodes.d says."""
+
+    spec: NodeSpec
+    partitions: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """All of it. `share` is "" if there is none."""
 
@@ -128,7 +136,7 @@ def load_config(config_dir: Path, environ: Mapping[str, str] | None = None) -> C
 
 
 def build_config(
-    tables: Mapping[str, Any], nodes: Sequence[NodeSpec], *, config_dir: Path, environ: Mapping[str, str]
+    tables: Mapping[str, Any], nodes: Sequence[NodeFile], *, config_dir: Path, environ: Mapping[str, str]
 ) -> Config:
     """Return the configuration that the parsed `tables` of hpcsched.toml and `nodes` make. Raises ConfigError."""
     path = config_dir / paths.CONFIG_FILE
@@ -142,11 +150,11 @@ def build_config(
         controller=_controller(path, tables.get("controller", {}), environ),
         scheduler=_scheduler(path, tables.get("scheduler", {})),
         partitions=_partitions(path, tables.get("partitions", {}), nodes),
-        nodes=tuple(nodes),
+        nodes=tuple(node.spec for node in nodes),
     )
 
 
-def load_nodes(config_dir: Path) -> tuple[NodeSpec, ...]:
+def load_nodes(config_dir: Path) -> tuple[NodeFile, ...]:
     """Return the nodes of `config_dir`/nodes.d, by name. Raises ConfigError."""
     nodes_dir = config_dir / paths.NODES_DIR
     if not nodes_dir.is_dir():
@@ -157,12 +165,12 @@ def load_nodes(config_dir: Path) -> tuple[NodeSpec, ...]:
     )
 
 
-def load_node(path: Path) -> NodeSpec:
-    """Return the node that the file nodes.d/NAME.toml describes. Raises ConfigError."""
+def load_node(path: Path) -> NodeFile:
+    """Return what the file nodes.d/NAME.toml says. Raises ConfigError."""
     return node_from(path, _parse(path, _read_trusted(path)))
 
 
-def node_from(path: Path, table: Mapping[str, Any]) -> NodeSpec:
+def node_from(path: Path, table: Mapping[str, Any]) -> NodeFile:
     """Return the node of a parsed file, named as the file is. Raises ConfigError."""
     name = path.stem
     if not NODE_NAME.match(name):
@@ -170,7 +178,7 @@ def node_from(path: Path, table: Mapping[str, Any]) -> NodeSpec:
     values = _values(path, "the file", table, NODE)
     if values["host"] != LOCAL_HOST:
         _check_host_key(path, values["host_key"])
-    return NodeSpec(
+    spec = NodeSpec(
         name=NodeName(name),
         host=values["host"],
         port=values["port"],
@@ -185,6 +193,7 @@ def node_from(path: Path, table: Mapping[str, Any]) -> NodeSpec:
         python=values["python"],
         weight=values["weight"],
     )
+    return NodeFile(spec=spec, partitions=values["partitions"])
 
 
 def natural_order(name: str) -> tuple[str, int, str]:
@@ -225,8 +234,15 @@ def _scheduler(path: Path, table: Any) -> SchedulerSettings:
     return SchedulerSettings(weights=Weights(**_values(path, "[scheduler.weights]", weights, WEIGHTS)), **values)
 
 
-def _partitions(path: Path, tables: Any, nodes: Sequence[NodeSpec]) -> tuple[Partition, ...]:
+def _partitions(path: Path, tables: Any, nodes: Sequence[NodeFile]) -> tuple[Partition, ...]:
     tables = _table(path, "[partitions]", tables) or {"main": {"default": True}}
+    for node in nodes:
+        for name in node.partitions:
+            if name not in tables:
+                raise ConfigError(
+                    f"cannot use {path.parent / paths.NODES_DIR / node.spec.name}.toml: there is no partition {name!r}"
+                    f"{_nearest(name, tuple(tables))}; there are {', '.join(tables)}"
+                )
     partitions = [_partition(path, name, table, nodes) for name, table in tables.items()]
     defaults = [partition.name for partition in partitions if partition.default]
     if len(defaults) > 1:
@@ -234,24 +250,25 @@ def _partitions(path: Path, tables: Any, nodes: Sequence[NodeSpec]) -> tuple[Par
     return tuple(partitions)
 
 
-def _partition(path: Path, name: str, table: Any, nodes: Sequence[NodeSpec]) -> Partition:
+def _partition(path: Path, name: str, table: Any, nodes: Sequence[NodeFile]) -> Partition:
     where = f"[partitions.{name}]"
     if not NODE_NAME.match(name):
         raise ConfigError(f"cannot use {path}: {name!r} is no partition name: letters, digits, _ and -, at most 63")
     values = _values(path, where, table, PARTITION)
-    known = tuple(node.name for node in nodes)
-    wanted = known if values["nodes"] is None else values["nodes"]
-    for node in wanted:
+    known = tuple(node.spec.name for node in nodes)
+    listed = known if values["nodes"] is None else values["nodes"]
+    for node in listed:
         if node not in known:
             raise ConfigError(
                 f"cannot use {path}: {where} names the node {node!r}, which has no file in {paths.NODES_DIR}"
                 f"{_nearest(node, known)}; add it with: hpcsched node add"
             )
+    joined = (node.spec.name for node in nodes if name in node.partitions and node.spec.name not in listed)
     if values["max_time"] is not None and (values["default_time"] or 0) > values["max_time"]:
         raise ConfigError(f"cannot use {path}: {where} has a default_time above its max_time")
     return Partition(
         name=name,
-        nodes=tuple(NodeName(node) for node in wanted),
+        nodes=(*(NodeName(node) for node in listed), *joined),
         default=values["default"],
         up=values["up"],
         max_time_s=values["max_time"],

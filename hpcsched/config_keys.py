@@ -365,6 +365,12 @@ NODE = (
     Key(name="gpus", kind=gpus, default=[], help='The type of each GPU by index: ["a100", "a100"], or ["a100:2"].'),
     Key(name="features", kind=words, default=[], help="Words that --constraint can ask for."),
     Key(
+        name="partitions",
+        kind=words,
+        default=[],
+        help="Partitions that it belongs to, beside those whose `nodes` name it.",
+    ),
+    Key(
         name="root",
         kind=absolute_path,
         default="",

@@ -178,6 +178,15 @@ def test_a_node_file_is_named_as_a_node(write: Write) -> None:
     assert "'a.b' is no node name" in refusal(path)
 
 
+def test_a_node_can_join_partitions_by_itself(write: Write) -> None:
+    text = "[partitions.a]\nnodes = 'n2'\n[partitions.b]\nnodes = []\n"
+    config = load(write(text, n1=node(partitions=["a", "b"]), n2=node(partitions=["a"])))
+    assert [(p.name, p.nodes) for p in config.partitions] == [("a", ("n2", "n1")), ("b", ("n1",))]
+    assert "n1.toml: there is no partition 'aa' (did you mean a?); there are a, b" in refusal(
+        write(text, n1=node(partitions=["aa"]), n2=node())
+    )
+
+
 def test_the_head_itself_needs_no_host_key(write: Write) -> None:
     assert load(write("", n1=node(host="local", host_key=None))).nodes[0].host_key == ""
 
@@ -237,7 +246,7 @@ def test_chosen_values_come_back(write: Write) -> None:
     assert (config.name, config.share, config.controller.run_dir) == ("x", '/a "b"\\c', Path("/r"))
     chosen = {"host": "h", "host_key": HOST_KEY, "cpus": 3, "memory": "5M", "gpus": ["t4"], "weight": 9}
     path = write("", n1=render_node("n1", chosen))
-    spec = load_node(path / "nodes.d" / "n1.toml")
+    spec = load_node(path / "nodes.d" / "n1.toml").spec
     assert (spec.host, spec.cpus, spec.mem_mib, spec.gpus[0].type, spec.weight) == ("h", 3, 5, "t4", 9)
 
 
