@@ -13,6 +13,8 @@ SCRIPT = "#!/bin/sh\necho hello\n"
 
 def spec(**fields: object) -> JobSpec:
     """Return a job's specification."""
+    if "nodes_min" in fields:
+        fields = {"nodes_max": fields["nodes_min"], "nodes_given": True} | fields
     return JobSpec(**{"name": "job", "script": SCRIPT, "work_dir": "/tmp"} | fields)  # type: ignore[arg-type]
 
 

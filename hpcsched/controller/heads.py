@@ -13,7 +13,7 @@ from pathlib import Path
 from hpcnode import protocol
 from hpcsched.api.identity import peer_uid
 from hpcsched.controller.stepping import Stepping
-from hpcsched.controller.steps import HEAD
+from hpcsched.controller.stepstate import HEAD
 
 log = logging.getLogger("hpcsched.heads")
 

@@ -30,12 +30,8 @@ def message_for(effect: Effect, world: World) -> tuple[protocol.Message, bytes]:
 def launch_batch(job: Job, world: World, node: NodeName) -> protocol.Launch:
     """Return the launch of the job's batch step on its first node."""
     spec, share, files = job.spec, job.shares[0], job_files(job)
-    env = job_environment(
-        job,
-        cluster=world.config.name,
-        master_addr=address(world.nodes[node]),
-        restart_count=job.restarts,
-    )
+    where = address(world.nodes[node])
+    env = job_environment(job, cluster=world.config.name, master_addr=where, share_dir=world.config.share)
     return protocol.Launch(
         token=job.token,
         job_id=job.id,

@@ -74,15 +74,12 @@ def check_spec(world: World, spec: JobSpec) -> Partition:
     """Refuse a job that can never run here. Returns the partition that it goes to."""
     check.check_spec(spec)
     partition = find_partition(world, spec.partition)
-    if spec.array is not None and len(spec.array.indices) > world.config.scheduler.max_array_size:
-        raise RequestError(
-            f"cannot submit an array of {len(spec.array.indices)} tasks: max_array_size is {world.config.scheduler.max_array_size}"
-        )
-    waiting = len(world.pending) + len(world.active)
-    if waiting + (len(spec.array.indices) if spec.array else 1) > world.config.scheduler.max_jobs:
-        raise RequestError(
-            f"cannot submit more jobs: {waiting} are queued or running and max_jobs is {world.config.scheduler.max_jobs}"
-        )
+    limits, tasks = world.config.scheduler, len(spec.array.indices) if spec.array is not None else 1
+    if tasks > limits.max_array_size:
+        raise RequestError(f"cannot submit an array of {tasks} tasks: max_array_size is {limits.max_array_size}")
+    queued = len(world.pending) + len(world.active)
+    if queued + tasks > limits.max_jobs:
+        raise RequestError(f"cannot submit more jobs: {queued} wait or run, and max_jobs is {limits.max_jobs}")
     for dependency in spec.dependency:
         for job_id in dependency.job_ids:
             if not world.numbered(job_id):

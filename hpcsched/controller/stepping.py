@@ -13,8 +13,10 @@ from typing import Any
 from hpcnode import protocol
 from hpcsched.api.identity import Asker, asker_of
 from hpcsched.controller import messages, requests
+from hpcsched.controller.stepports import StepPlan, StepPorts
 from hpcsched.controller.steprequest import read_allocation
-from hpcsched.controller.steps import HEAD, Origin, StepPlan, StepPorts, StepService
+from hpcsched.controller.steps import StepService
+from hpcsched.controller.stepstate import HEAD, Origin
 from hpcsched.controller.tick import Controller, Ports
 from hpcsched.errors import HpcschedError
 from hpcsched.launch.environment import step_environment
@@ -63,6 +65,7 @@ class Stepping:
                 is_admin=lambda uid: self._asker(uid).admin,
                 epoch=lambda: self._world.epoch,
                 now_s=clock,
+                recorded=controller.store.attempt_steps,
                 grace_s=self._world.config.controller.kill_wait_s,
             )
         )
@@ -196,13 +199,16 @@ class Stepping:
         )
 
     def _environment(self, job: Job, step: StepPlan) -> Mapping[str, str]:
-        first = self._world.nodes[step.tasks[0].node]
+        config, options = self._world.config, step.options
         return step_environment(
             job,
             step.number,
             step.tasks,
-            cluster=self._world.config.name,
-            master_addr=messages.address(first),
+            cluster=config.name,
+            share_dir=config.share,
+            master_addr=messages.address(self._world.nodes[step.tasks[0].node]),
+            cpus_per_task=options.shape.cpus_per_task,
+            ntasks_per_node=options.shape.ntasks_per_node,
         )
 
     def _asker(self, uid: int) -> Asker:

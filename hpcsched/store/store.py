@@ -144,6 +144,10 @@ class Store:
             found = [step_of(row) for row in connection.execute(query)]
         return sorted(found, key=lambda step: (step.job_id, step.attempt, step.step != "batch", step.step.zfill(9)))
 
+    def attempt_steps(self, job_id: int, attempt: int) -> list[StepRow]:
+        """Return the steps of one attempt, in order."""
+        return [step for step in self.load_steps([job_id]) if step.attempt == attempt]
+
     def last_step(self, job_id: int, attempt: int) -> int:
         """Return the highest step number of the attempt, -1 if it has had none."""
         steps = schema.steps.c

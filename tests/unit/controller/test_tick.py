@@ -1,0 +1,251 @@
+"""The controller, tick by tick: commit before answer before action, reports matched by token, recovery by the same path."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from jobs import spec
+from world import ANN, BOB, ROOT, Cluster
+
+from hpcnode import protocol
+from hpcsched.controller import requests
+from hpcsched.controller.tick import load_world
+from hpcsched.errors import NotFoundError, PermissionDeniedError, RequestError, UnavailableError
+from hpcsched.model.ids import NodeName
+from hpcsched.model.job import ArraySpec, Hold, JobState, Reason
+from hpcsched.model.node import Link
+from hpcsched.store.store import HistoryQuery
+
+
+def test_a_job_is_queued_launched_and_over() -> None:
+    cluster = Cluster("n1")
+    job_id = cluster.submit()
+    ((to, launch),) = cluster.sent(protocol.Launch)
+    assert (to, launch.job_id, launch.attempt, launch.step) == ("n1", job_id, 0, "batch")
+    assert cluster.job(job_id).state is JobState.CONFIGURING
+    cluster.run(job_id)
+    assert cluster.job(job_id).state is JobState.RUNNING
+    cluster.end(job_id, code=3)
+    assert (cluster.job(job_id).state, str(cluster.job(job_id).exit)) == (JobState.FAILED, "3:0")
+    assert [ack.seqs for _, ack in cluster.sent(protocol.Ack)] == [[1], [1]]
+
+
+def test_the_row_is_on_disk_before_a_byte_goes_to_a_node() -> None:
+    cluster = Cluster("n1")
+    seen: list[str] = []
+    commit = cluster.store.commit
+    cluster.store.commit = lambda batch: (commit(batch), seen.append("commit"))[0]  # type: ignore[method-assign]
+    send = cluster.ports.send
+    cluster.ports.send = lambda *a: (seen.append(type(a[1]).__name__), send(*a))[1]  # type: ignore[method-assign]
+    cluster.submit()
+    assert seen == ["commit", "Launch"]
+
+
+def test_a_failed_commit_leaves_nothing_behind_and_is_answered() -> None:
+    cluster = Cluster("n1")
+
+    def fail(batch: object) -> None:
+        raise UnavailableError("cannot write the database: disk full")
+
+    commit, cluster.store.commit = cluster.store.commit, fail  # type: ignore[method-assign,assignment]
+    with pytest.raises(UnavailableError, match="disk full"):
+        cluster.submit()
+    assert not cluster.world.jobs
+    assert not cluster.sent(protocol.Launch)
+    cluster.store.commit = commit  # type: ignore[method-assign]
+    assert cluster.submit() == 1
+
+
+def test_requests_that_come_together_share_a_commit_and_one_that_is_refused_spoils_no_other() -> None:
+    cluster = Cluster("n1")
+    commits: list[int] = []
+    commit = cluster.store.commit
+    cluster.store.commit = lambda batch: (commit(batch), commits.append(1))[0]  # type: ignore[method-assign]
+    answers: list[object] = []
+    for fields in ({}, {"nodes_min": 9}, {}):
+        one = spec(**fields)
+        cluster.controller.ask(
+            lambda tx, one=one: requests.submit(tx, ANN, "", [one], cluster.store.request_jobs), answers.append
+        )
+    cluster.tick()
+    assert commits == [1]
+    assert [type(answer).__name__ for answer in answers] == ["list", "RequestError", "list"]
+    assert sorted(cluster.world.jobs) == [1, 2]
+
+
+def test_a_job_that_can_never_run_is_refused_with_the_numbers() -> None:
+    with pytest.raises(RequestError, match="nine nodes: partition 'main' has 3"):
+        Cluster("n1", "n2", "n3").submit(nodes_min=9)
+
+
+def test_the_same_request_id_gives_the_same_job() -> None:
+    cluster = Cluster("n1")
+    assert cluster.submit(request_id="r1") == cluster.submit(request_id="r1") == 1
+    assert cluster.submit(BOB, request_id="r1") == 2
+
+
+def test_a_report_with_an_old_token_changes_nothing() -> None:
+    cluster = Cluster("n1")
+    job_id = cluster.submit()
+    cluster.run(job_id)
+    old = cluster.report(job_id, protocol.ENDED, codes=[0], signals=[0])
+    cluster.ask(lambda tx: requests.requeue(tx, ROOT, [str(job_id)]))
+    cluster.gone(job_id, "n1")
+    cluster.tick(after_s=1000)
+    assert (cluster.job(job_id).state, cluster.job(job_id).attempt) == (JobState.CONFIGURING, 1)
+    cluster.sent(protocol.Ack)
+    cluster.says("n1", old)
+    assert cluster.job(job_id).state is JobState.CONFIGURING
+    assert cluster.sent(protocol.Ack) == [("n1", protocol.Ack(seqs=[1]))]
+
+
+def test_a_stray_attempt_is_ended_and_another_node_s_word_is_not_taken() -> None:
+    cluster = Cluster("n1", "n2")
+    job_id = cluster.submit()
+    started = cluster.report(job_id, protocol.STARTED)
+    cluster.says("n2", started)
+    assert cluster.job(job_id).state is JobState.CONFIGURING
+    stray = replace(started, token=started.token.replace(f".{job_id}.0.", ".77.4."))
+    cluster.says("n1", stray)
+    assert cluster.sent(protocol.EndJob)[0][1].job_id == 77
+
+
+def test_cancelling_ends_a_waiting_job_at_once_and_clears_the_nodes_of_a_running_one() -> None:
+    cluster = Cluster("n1", "n2")
+    job_id = cluster.submit(nodes_min=2)
+    waiting = cluster.submit(nodes_min=2, ntasks=4)
+    cluster.run(job_id)
+    outcome = cluster.ask(lambda tx: requests.cancel(tx, ANN, [str(job_id), str(waiting), "99"], {}))
+    assert outcome.jobs == [job_id, waiting]
+    assert outcome.errors[0]["error"] == "Invalid job id specified: 99"
+    assert cluster.job(waiting).state is JobState.CANCELLED
+    assert sorted(to for to, _ in cluster.sent(protocol.EndJob)) == ["n1", "n2"]
+    cluster.gone(job_id, "n2")
+    assert cluster.job(job_id).state is JobState.COMPLETING
+    cluster.end(job_id, code=1)
+    assert cluster.job(job_id).state is JobState.CANCELLED
+
+
+def test_people_act_on_their_own_jobs_and_admins_on_all() -> None:
+    cluster = Cluster("n1")
+    job_id = cluster.submit()
+    refused = cluster.ask(lambda tx: requests.cancel(tx, BOB, [str(job_id)], {}))
+    assert refused.errors[0]["kind"] == PermissionDeniedError.__name__
+    assert not cluster.ask(lambda tx: requests.cancel(tx, BOB, [], {"user": "ann"})).jobs
+    assert cluster.ask(lambda tx: requests.cancel(tx, ROOT, [str(job_id)], {})).jobs == [job_id]
+
+
+def test_a_hold_by_an_admin_is_not_released_by_the_user() -> None:
+    cluster = Cluster("n1")
+    job_id = cluster.submit(hold=True)
+    cluster.ask(lambda tx: requests.hold(tx, ROOT, [str(job_id)]))
+    assert cluster.job(job_id).hold is Hold.ADMIN
+    assert cluster.ask(lambda tx: requests.release(tx, ANN, [str(job_id)])).errors
+    cluster.ask(lambda tx: requests.release(tx, ROOT, [str(job_id)]))
+    assert cluster.job(job_id).state is JobState.CONFIGURING
+
+
+def test_a_node_that_does_not_answer_keeps_its_job_until_there_is_proof() -> None:
+    cluster = Cluster("n1", "n2")
+    job_id = cluster.submit()
+    cluster.run(job_id)
+    cluster.controller.node_down(NodeName("n1"), "connection lost")
+    cluster.tick(after_s=3600 * 24)
+    assert cluster.world.nodes[NodeName("n1")].link is Link.DOWN
+    assert cluster.job(job_id).state is JobState.RUNNING
+    cluster.ask(lambda tx: requests.fence(tx, ROOT, "n1", "it burnt"))
+    assert (cluster.job(job_id).state, cluster.job(job_id).attempt) == (JobState.PENDING, 1)
+    assert "it burnt" in cluster.job(job_id).reason_detail
+
+
+def test_a_rebooted_node_sends_its_job_back_to_the_queue() -> None:
+    cluster = Cluster("n1", "n2")
+    job_id = cluster.submit(nodes_min=2)
+    cluster.run(job_id)
+    cluster.welcome("n2", boot_id="boot-2")
+    assert cluster.job(job_id).state is JobState.COMPLETING
+    cluster.gone(job_id, "n1")
+    assert (cluster.job(job_id).state, cluster.job(job_id).attempt) == (JobState.PENDING, 1)
+
+
+def test_a_node_that_lost_its_record_loses_the_job_and_one_that_never_got_the_launch_gets_it_again() -> None:
+    cluster = Cluster("n1")
+    job_id = cluster.submit()
+    cluster.sent(protocol.Launch)
+    cluster.welcome("n1")
+    assert [launch.token for _, launch in cluster.sent(protocol.Launch)] == [cluster.job(job_id).token]
+    cluster.run(job_id)
+    cluster.welcome("n1")
+    assert cluster.job(job_id).attempt == 1
+    assert "no record" in cluster.job(job_id).reason_detail
+
+
+def test_after_a_restart_the_same_job_goes_on(tmp_path: Path) -> None:
+    before = Cluster("n1", path=tmp_path / "h.db")
+    running, waiting = before.submit(), before.submit(ntasks=2)
+    before.run(running)
+    report = before.report(running, protocol.STARTED)
+    before.store.close()
+    after = Cluster("n1", path=tmp_path / "h.db", up=False)
+    load_world(after.world, after.store, after.now_s)
+    assert after.job(running) == before.job(running)
+    assert after.world.epoch == before.world.epoch + 1
+    after.welcome("n1", inventory=(report,))
+    assert after.job(running).state is JobState.RUNNING
+    assert not after.sent(protocol.EndJob)
+    after.end(running)
+    assert [after.job(number).state for number in (running, waiting)] == [JobState.COMPLETED, JobState.CONFIGURING]
+
+
+def test_an_array_runs_no_more_tasks_at_once_than_it_may() -> None:
+    cluster = Cluster("n1", "n2")
+    job_id = cluster.submit(array=ArraySpec(indices=(1, 2, 3), limit=2))
+    states = [cluster.job(job_id + i).state for i in range(3)]
+    assert states == [JobState.CONFIGURING, JobState.CONFIGURING, JobState.PENDING]
+    assert cluster.world.waits[cluster.job(job_id + 2).id].reason is Reason.ARRAY_LIMIT
+
+
+def test_a_begin_time_wakes_the_planner() -> None:
+    cluster = Cluster("n1")
+    job_id = cluster.submit(begin_at_s=int(cluster.now_s) + 100)
+    assert cluster.job(job_id).state is JobState.PENDING
+    assert cluster.ports.wakes[-1] == pytest.approx(100, abs=1)
+    cluster.tick(after_s=101)
+    assert cluster.job(job_id).state is JobState.CONFIGURING
+
+
+def test_an_allocation_without_a_script_runs_at_once_and_ends_at_its_limit() -> None:
+    cluster = Cluster("n1")
+    job_id = cluster.submit(script="", time_limit_s=60)
+    assert cluster.job(job_id).state is JobState.RUNNING
+    assert not cluster.sent(protocol.Launch)
+    cluster.tick(after_s=61)
+    assert cluster.job(job_id).state is JobState.COMPLETING
+    cluster.gone(job_id, "n1")
+    assert cluster.job(job_id).state is JobState.TIMEOUT
+
+
+def test_a_drained_node_gets_no_new_job_and_a_health_check_resumes_only_its_own() -> None:
+    cluster = Cluster("n1")
+    cluster.ask(lambda tx: requests.drain(tx, ROOT, "n1", "new fan", ""))
+    job_id = cluster.submit()
+    assert cluster.job(job_id).state is JobState.PENDING
+    assert cluster.ask(lambda tx: requests.resume(tx, ROOT, "n1", "hhealth")) == []
+    cluster.ask(lambda tx: requests.resume(tx, ROOT, "n1", ""))
+    assert cluster.job(job_id).state is JobState.CONFIGURING
+    with pytest.raises(PermissionDeniedError):
+        cluster.ask(lambda tx: requests.drain(tx, ANN, "n1", "mine", ""))
+    with pytest.raises(NotFoundError, match="Invalid node name"):
+        cluster.ask(lambda tx: requests.drain(tx, ROOT, "n7", "x", ""))
+
+
+def test_old_ends_are_forgotten_in_memory_and_kept_on_disk() -> None:
+    cluster = Cluster("n1")
+    job_id = cluster.submit()
+    cluster.run(job_id)
+    cluster.end(job_id)
+    cluster.tick(after_s=100_000)
+    assert job_id not in cluster.world.jobs
+    assert cluster.store.history(HistoryQuery(job_ids=(job_id,)))[0].state is JobState.COMPLETED

@@ -1,0 +1,131 @@
+"""A controller without a network: an in-memory database, and nodes that are lists of what they were sent."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+from jobs import T0, node, partition, spec
+
+from hpcnode import protocol
+from hpcsched.api.identity import Asker
+from hpcsched.config import Config, build_config
+from hpcsched.controller import requests
+from hpcsched.controller.tick import Controller
+from hpcsched.model.ids import JobId, NodeName, Token
+from hpcsched.model.job import Job, JobSpec
+from hpcsched.sched.policy import Policy
+from hpcsched.store.engine import incarnation, open_database, raise_epoch
+from hpcsched.store.store import Store
+from hpcsched.store.world import World
+
+ANN = Asker(uid=1000, user="ann", admin=False)
+BOB = Asker(uid=1001, user="bob", admin=False)
+ROOT = Asker(uid=0, user="root", admin=True)
+
+
+class FakePorts:
+    def __init__(self) -> None:
+        self.sent: list[tuple[str, Any]] = []
+        self.wakes: list[float] = []
+        self._nonces = itertools.count(1)
+
+    def send(self, node: NodeName, message: Any, blob: bytes = b"") -> None:
+        self.sent.append((node, message))
+
+    def wake(self, after_s: float) -> None:
+        self.wakes.append(after_s)
+
+    def nonce(self) -> str:
+        return f"{next(self._nonces):032x}"
+
+    def monotonic_s(self) -> float:
+        return 0.0
+
+
+class Cluster:
+    """A controller over nodes `names` of two cpus each, all of which answer unless `up` is False."""
+
+    def __init__(self, *names: str, path: Path | None = None, up: bool = True) -> None:
+        self.now_s = T0
+        self.ports = FakePorts()
+        engine = open_database(path)
+        self.store = Store(engine)
+        self.world = World(config=config(), incarnation=incarnation(engine), epoch=raise_epoch(engine))
+        for name in names:
+            self.world.nodes[NodeName(name)] = node(name)
+        self.world.partitions = {"main": partition(*names)}
+        self.controller = Controller(self.world, self.store, self.ports, Policy())
+        if up:
+            for name in names:
+                self.welcome(name)
+
+    def ask(self, work: Any) -> Any:
+        """Do one request in a tick of its own; raise what it raised."""
+        answers: list[Any] = []
+        self.controller.ask(work, answers.append)
+        self.tick()
+        if isinstance(answers[0], Exception):
+            raise answers[0]
+        return answers[0]
+
+    def tick(self, after_s: float = 0.0) -> None:
+        self.now_s += after_s
+        self.controller.tick(self.now_s)
+
+    def submit(self, asker: Asker = ANN, request_id: str = "", **fields: object) -> JobId:
+        one: JobSpec = spec(**fields)
+        answer = self.ask(lambda tx: requests.submit(tx, asker, request_id, [one], self.store.request_jobs))
+        return JobId(answer[0]["job_id"])
+
+    def job(self, job_id: int) -> Job:
+        return self.world.jobs[JobId(job_id)]
+
+    def welcome(self, name: str, *, boot_id: str = "boot-1", inventory: tuple[protocol.Report, ...] = ()) -> None:
+        items = [{key: value for key, value in protocol.to_json(one).items() if key != "type"} for one in inventory]
+        self.controller.node_up(
+            NodeName(name),
+            protocol.Welcome(
+                version=1, node=name, boot_id=boot_id, agent_version="x", pid=1, epoch=1, inventory=items, facts={}
+            ),
+            self.now_s,
+        )
+        self.tick()
+
+    def report(self, job_id: int, status: str, **fields: Any) -> protocol.Report:
+        """Return what the first node of the job would report of its batch step."""
+        job = self.job(job_id)
+        return protocol.Report(seq=1, token=job.token, status=status, at_s=self.now_s, **fields)
+
+    def says(self, name: str, message: Any) -> None:
+        self.controller.node_says(NodeName(name), message)
+        self.tick()
+
+    def run(self, job_id: int) -> None:
+        """Have the node say that the job has started."""
+        self.says(self.job(job_id).shares[0].node, self.report(job_id, protocol.STARTED))
+
+    def end(self, job_id: int, code: int = 0) -> None:
+        """Have the node say that the job has ended."""
+        self.says(self.job(job_id).shares[0].node, self.report(job_id, protocol.ENDED, codes=[code], signals=[0]))
+
+    def gone(self, job_id: int, name: str) -> None:
+        """Have a node say that nothing is left of the job's attempt."""
+        job = self.job(job_id)
+        self.says(name, protocol.JobGone(incarnation=self.world.incarnation, job_id=job.id, attempt=job.attempt))
+
+    def sent(self, kind: type) -> list[tuple[str, Any]]:
+        """Return, and forget, what was sent of one kind of message."""
+        found = [(to, message) for to, message in self.ports.sent if isinstance(message, kind)]
+        self.ports.sent = [item for item in self.ports.sent if not isinstance(item[1], kind)]
+        return found
+
+
+def config(**controller: object) -> Config:
+    """Return a configuration without nodes."""
+    return build_config({"controller": controller}, [], config_dir=Path("/nonexistent"), environ={})
+
+
+def token_of(job: Job) -> Token:
+    return Token.parse(job.token)
