@@ -71,6 +71,7 @@ def connected(node: LoopbackNode, **changes: str) -> Iterator[paramiko.SSHClient
         client.get_host_keys().add(pin.hostnames[0], pin.key.get_name(), pin.key)
         login = {"username": node.user, "key_filename": str(node.identity_file)} | changes
         client.connect(node.host, node.port, allow_agent=False, look_for_keys=False, timeout=10, **login)
+        client.get_transport().sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         yield client
 
 
@@ -89,11 +90,17 @@ def run(node: LoopbackNode, command: str, stdin: bytes = b"") -> tuple[int, byte
     """Run one command over a connection of its own: status, stdout, stderr."""
     with connected(node) as client:
         channel = start(client, command)
-        feeder = threading.Thread(target=lambda: (channel.sendall(stdin), channel.shutdown_write()))
+        feeder = threading.Thread(target=_feed, args=(channel, stdin))
         feeder.start()
         out, err = read_all(channel.recv), read_all(channel.recv_stderr)
         feeder.join()
         return channel.recv_exit_status(), out, err
+
+
+def _feed(channel: paramiko.Channel, data: bytes) -> None:
+    for begin in range(0, len(data), MIB):  # in pieces: sendall copies all that is left for every packet
+        channel.sendall(data[begin : begin + MIB])
+    channel.shutdown_write()
 
 
 def is_running(pid: int) -> bool:
