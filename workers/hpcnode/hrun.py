@@ -1,0 +1,451 @@
+"""hrun: start tasks on the nodes of a job, be their terminal, and end as they do.
+
+In a job it asks the node's agent (`HPCSCHED_SOCKET`), elsewhere the controller's steps.sock, which allocates a job first.
+It knows options, file names and what is printed; the step itself is `StepClient`'s.
+
+Rules: the text of options goes to the controller as it is, which knows the job; the job's own numbers of nodes and tasks are
+the defaults there, so the variables that repeat them are not read here. A file that all tasks share is written by hrun,
+one per task (%t %n %N) by the node that runs it. Exit code: the highest of the tasks', 128+n for signal n.
+
+Sources: srun(1); exit codes, texts and layout as measured on Slurm 22.05.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import time
+from typing import Callable, Dict, List, Mapping, Optional, Sequence
+
+from hpcnode import headsocket, protocol, stepoptions
+from hpcnode.stepclient import ALL_TASKS, ConnectionLost, Front, StepClient, connect, is_open
+from hpcnode.streamout import LineStream, Outlet
+
+QUIET_S = 0.5  # a shorter wait is not worth a word
+AGAIN_S = 1.0  # two interrupts within this time end the step
+IMMEDIATE_S = "5"
+FORWARDED = (
+    signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM,
+    signal.SIGCONT,
+)  # fmt: skip
+_SENT = (
+    "account", "begin", "comment", "constraint", "cpus-per-task", "exact", "exclude", "exclusive", "gpus",
+    "gpus-per-node", "gpus-per-task", "gres", "job-name", "label", "mem", "mem-per-cpu", "nodelist", "nodes",
+    "ntasks", "ntasks-per-node", "open-mode", "overcommit", "overlap", "partition", "qos", "time",
+)  # fmt: skip
+_PER_TASK = re.compile(r"(?:%%|[^%])*%\d*[tnN]")
+_LETTER = re.compile(r"%(%|(\d{0,2})([jAJsxu]))")
+
+
+class HrunError(Exception):
+    """hrun cannot go on; the text is for the user."""
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    """Run hrun with these words (default: the command line's) and return its exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        values, command = stepoptions.parse(words)
+        values = stepoptions.with_defaults(values, os.environ)
+        said = _answer_at_once(values)
+        if said is not None:
+            sys.stdout.write(said)
+            return 0
+        if not command:
+            raise stepoptions.UsageError("no command given: hrun [OPTIONS] COMMAND [ARGUMENT...]")
+    except stepoptions.UsageError as error:
+        _complain(str(error))
+        return 2
+    try:
+        return Hrun(values, command, os.environ).run()
+    except (HrunError, ConnectionLost, protocol.WireError) as error:
+        _complain(str(error))
+        return 1
+
+
+class Hrun(Front):
+    """One run of hrun."""
+
+    def __init__(self, values: stepoptions.Values, command: List[str], environ: Mapping[str, str]) -> None:
+        self._values = values
+        self._command = command
+        self._environ = environ
+        self._quiet = values.get("quiet") is True
+        self._work_dir = os.path.abspath(str(values.get("chdir", "")) or os.getcwd())
+        self._job_id = _job_id(values, environ)
+        self._unsaid: List[str] = []  # what will be said of the wait if it turns out to be long
+        self._talks = False
+        self._interrupted_s: Optional[float] = None
+        self._output = _Target("output", str(values.get("output", "")))
+        self._error = _Target("error", str(values.get("error", "")))
+        self._input = _Target("input", str(values.get("input", "")))
+        if self._output.node_file and self._error.local_file:
+            raise HrunError("cannot keep --error in one file while --output is one per task: give --error a %t")
+
+    def run(self) -> int:
+        """Ask for the step, be there while it runs, return the exit code."""
+        path = _socket_path(self._environ, in_job=self._job_id != 0)
+        request = self._request()
+        self._client = StepClient(_connect(path), self)
+        self._client.catch(FORWARDED)
+        signal.signal(signal.SIGTTIN, signal.SIG_IGN)  # in the background of a terminal: no input instead of a stop
+        self._client.request(request)
+        if "immediate" in self._values:
+            limit_s = float(_number("immediate", _text(self._values["immediate"], IMMEDIATE_S)))
+            self._client.after(limit_s, self._too_late)
+        try:
+            self._client.run()
+        except ConnectionLost as error:
+            what = "the node's agent" if self._job_id else "the controller"
+            raise HrunError(
+                "lost the connection to %s: %s. The step is ended with it; it cannot be taken up again" % (what, error)
+            ) from None
+        return self._exit_code()
+
+    # ----- the request
+
+    def _request(self) -> protocol.StepRequest:
+        options: Dict[str, object] = {name: self._values[name] for name in _SENT if name in self._values}
+        if "exclusive" in options:
+            options["exclusive"] = True
+        options["kill-on-bad-exit"] = _switch(self._values.get("kill-on-bad-exit", "0"))
+        for target in (self._output, self._error, self._input):
+            if target.node_file:
+                options[target.name] = target.node_file
+        if self._input.is_default and not is_open(0):
+            options["input"] = os.devnull
+        return protocol.StepRequest(
+            version=protocol.VERSION,
+            job_id=self._job_id,
+            options=options,
+            argv=self._command,
+            work_dir=self._work_dir,
+            env=exported(_text(self._values.get("export"), "ALL"), self._environ),
+        )
+
+    # ----- what happens to the step
+
+    def on_waiting(self, said: protocol.StepWaiting) -> None:
+        if not said.text or self._quiet:
+            return
+        if self._talks:
+            _say(said.text)
+        elif not self._unsaid:
+            self._client.after(QUIET_S, self._talk)
+        self._unsaid.append(said.text)
+
+    def on_started(self, said: protocol.StepStarted) -> None:
+        self._unsaid.clear()
+        if self._values.get("verbose"):
+            nodes = " ".join("%s(%d)" % (node, count) for node, _, count, _ in said.tasks)
+            _say("step %d.%d: %d tasks on %s" % (said.job_id, said.step, sum(part[2] for part in said.tasks), nodes))
+        self._open_outputs(said)
+        self._open_input(said)
+
+    def on_task_over(self, task: int) -> None:
+        wait_s = float(_number("wait", _text(self._values.get("wait"), "0")))
+        if wait_s and len(self._client.over_tasks()) == 1:
+            self._client.after(wait_s, self._end_rest)
+
+    def on_signal(self, signum: int) -> None:
+        if self._client.started is None:
+            if signum != signal.SIGCONT:
+                self._client.give_up("cancelled by signal %d while waiting" % signum)
+        elif signum != signal.SIGINT:
+            self._client.signal_tasks(signum)
+        else:
+            self._on_interrupt(time.monotonic())
+
+    def _on_interrupt(self, now_s: float) -> None:
+        if self._interrupted_s is not None and now_s - self._interrupted_s <= AGAIN_S:
+            _say("forcing the step to end")
+            self._client.signal_tasks(signal.SIGKILL)
+            return
+        self._interrupted_s = now_s
+        _say("interrupt (one more within 1 sec to abort)")
+        started = self._client.started
+        assert started is not None
+        over = set(self._client.over_tasks())
+        running = [task for task in range(_total(started)) if task not in over]
+        for tasks, state in ((running, "running"), (sorted(over), "exited")):
+            if tasks:
+                _say("StepId=%d.%d %s: %s" % (started.job_id, started.step, _task_list(tasks), state))
+
+    def _talk(self) -> None:
+        if self._client.started is None:
+            self._talks = True
+            for text in self._unsaid:
+                _say(text)
+
+    def _too_late(self) -> None:
+        if self._client.started is None:
+            self._client.give_up("cannot start the step at once, as --immediate asks")
+
+    def _end_rest(self) -> None:
+        if not self._quiet:
+            _say("the first task ended --wait seconds ago: ending the others")
+        self._client.signal_tasks(signal.SIGKILL)
+
+    # ----- files
+
+    def _open_outputs(self, started: protocol.StepStarted) -> None:
+        opened: Dict[str, Outlet] = {}
+        out = self._outlet(self._output, 1, started, opened)
+        err = self._outlet(self._error, 2, started, opened)
+        if self._error.is_default and self._output.local_file:
+            err = out
+        if not self._output.node_file:
+            self._client.outlets[1] = self._streams(self._output, out, started)
+        if not self._error.node_file and not (self._error.is_default and self._output.node_file):
+            self._client.outlets[2] = self._streams(self._error, err, started)
+
+    def _outlet(
+        self, target: _Target, fd: int, started: protocol.StepStarted, opened: Dict[str, Outlet]
+    ) -> Optional[Outlet]:
+        if not target.local_file:
+            return Outlet(fd) if is_open(fd) else None
+        path = os.path.join(self._work_dir, self._fill(target.local_file, started))
+        if path not in opened:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
+            flags |= os.O_APPEND if self._values.get("open-mode") == "append" else os.O_TRUNC
+            opened[path] = Outlet(self._open(path, flags))
+        return opened[path]
+
+    def _streams(
+        self, target: _Target, outlet: Optional[Outlet], started: protocol.StepStarted
+    ) -> Callable[[int], Optional[LineStream]]:
+        total = _total(started)
+        width = len(str(total - 1))
+        by_line = total > 1 and not self._values.get("unbuffered")
+
+        def stream_of(task: int) -> LineStream:
+            label = b"%*d: " % (width, task) if self._values.get("label") else b""
+            wanted = target.task in (None, task)
+            return LineStream(outlet if wanted else None, label, by_line or bool(label))
+
+        return stream_of
+
+    def _open_input(self, started: protocol.StepStarted) -> None:
+        if self._input.node_file or (self._input.is_default and not is_open(0)):
+            return
+        self._client.input_task = ALL_TASKS if self._input.to_all else self._input.task or 0
+        if self._client.input_task >= _total(started):
+            raise HrunError("cannot feed task %d: the step has %d" % (self._client.input_task, _total(started)))
+        if self._input.local_file:
+            path = os.path.join(self._work_dir, self._fill(self._input.local_file, started))
+            self._client.input_fd = self._open(path, os.O_RDONLY | os.O_CLOEXEC)
+        else:
+            self._client.input_fd = 0
+
+    def _open(self, path: str, flags: int) -> int:
+        try:
+            if flags & os.O_CREAT:
+                os.makedirs(os.path.dirname(path), exist_ok=True)
+            return os.open(path, flags, 0o666)
+        except OSError as error:
+            raise HrunError("cannot open %s: %s" % (path, error.strerror)) from None
+
+    def _fill(self, pattern: str, started: protocol.StepStarted) -> str:
+        facts = {
+            "j": str(started.job_id),
+            "A": self._environ.get("SLURM_ARRAY_JOB_ID", str(started.job_id)),
+            "J": "%d.%d" % (started.job_id, started.step),
+            "s": str(started.step),
+            "x": _text(self._values.get("job-name"), self._environ.get("HPCSCHED_JOB_NAME", self._command[0])),
+            "u": self._environ.get("USER", str(os.getuid())),
+        }
+
+        def value(match: re.Match[str]) -> str:
+            if match.group(1) == "%":
+                return "%"
+            text = facts[match.group(3)].replace("/", "_")
+            return text.zfill(int(match.group(2) or 0)) if text.isdigit() else text
+
+        return _LETTER.sub(value, pattern)
+
+    # ----- the end
+
+    def _exit_code(self) -> int:
+        client = self._client
+        if client.ended is None:
+            raise HrunError(client.given_up)
+        ended = client.ended
+        if ended.error:
+            _complain(ended.error)
+        if client.given_up and not ended.error:
+            _complain(client.given_up)
+        exits = [128 + signum if signum else code for code, signum in zip(ended.codes, ended.signals)]
+        if client.started is not None and not ended.error:
+            for line in failures(client.started, ended):
+                _complain(line)
+        return max([1 if ended.error or client.given_up else 0, *exits])
+
+
+class _Target:
+    """Where one of the three streams goes: to or from hrun itself, a file of hrun's, or a file on the node."""
+
+    def __init__(self, name: str, text: str) -> None:
+        self.name = name
+        self.is_default = not text
+        self.to_all = text == "all"
+        self.task: Optional[int] = None  # the only task that takes part
+        self.node_file = ""
+        self.local_file = ""
+        if text == "none":
+            self.node_file = os.devnull
+        elif text.isdigit():
+            self.task = int(text)
+        elif _PER_TASK.match(text):
+            self.node_file = text
+        elif text and text != "all":
+            self.local_file = text
+            self.to_all = True
+
+
+def exported(text: str, environ: Mapping[str, str]) -> Dict[str, str]:
+    """Return the variables that ``--export=text`` passes on: ALL, NONE, names, NAME=VALUE.
+
+    What the scheduler set is passed on in any case.
+    """
+    words = [word for word in text.split(",") if word]
+    env = {name: value for name, value in environ.items() if name.startswith(("HPCSCHED_", "SLURM_"))}
+    if "ALL" in words or not words:
+        env = dict(environ)
+    for word in words:
+        name, equals, value = word.partition("=")
+        if equals:
+            env[name] = value
+        elif name not in ("ALL", "NONE") and name in environ:
+            env[name] = environ[name]
+    return env
+
+
+def failures(started: protocol.StepStarted, ended: protocol.StepEnded) -> List[str]:
+    """Return a line for each group of tasks of a node that failed alike."""
+    lines = []
+    for node, first, count, _ in started.tasks:
+        groups: Dict[str, List[int]] = {}
+        for task in range(first, min(first + count, len(ended.codes))):
+            code, signum = ended.codes[task], ended.signals[task]
+            if signum:
+                groups.setdefault(_signal_text(signum), []).append(task)
+            elif code:
+                groups.setdefault("Exited with exit code %d" % code, []).append(task)
+        lines += ["%s: %s: %s" % (node, _task_list(tasks, "task"), how) for how, tasks in groups.items()]
+    return lines
+
+
+def _signal_text(signum: int) -> str:
+    try:
+        return signal.strsignal(signum) or "signal %d" % signum
+    except ValueError:
+        return "signal %d" % signum
+
+
+def _task_list(tasks: List[int], word: str = "tasks") -> str:
+    spans: List[List[int]] = []
+    for task in tasks:
+        if spans and spans[-1][1] == task - 1:
+            spans[-1][1] = task
+        else:
+            spans.append([task, task])
+    text = ",".join(str(a) if a == b else "%d-%d" % (a, b) for a, b in spans)
+    return ("tasks " if len(tasks) > 1 or word == "tasks" else "task ") + text
+
+
+def _total(started: protocol.StepStarted) -> int:
+    return sum(count for _, _, count, _ in started.tasks)
+
+
+def _answer_at_once(values: stepoptions.Values) -> Optional[str]:
+    """Return what to print for options that start no step. Raises UsageError."""
+    if values.get("help"):
+        return stepoptions.usage()
+    if values.get("version"):
+        return "hpcsched %s\n" % _version()
+    mpi = _text(values.get("mpi"), "none")
+    if mpi == "list":
+        return "MPI plugin types are...\n\tnone\n"
+    if mpi != "none":
+        raise stepoptions.UsageError(
+            "cannot start tasks with --mpi=%s: only none is there. Start MPI programs with mpirun, which uses the "
+            "whole allocation" % mpi[:40]
+        )
+    for name in ("wait", "immediate"):
+        if name in values:
+            _number(name, _text(values[name], "0"))
+    _switch(values.get("kill-on-bad-exit", "0"))
+    return None
+
+
+def _version() -> str:
+    from importlib import metadata  # slow, and needed for nothing else
+
+    try:
+        return metadata.version("hpcsched")
+    except metadata.PackageNotFoundError:  # on a node
+        return "(launch protocol %d)" % protocol.VERSION
+
+
+def _job_id(values: stepoptions.Values, environ: Mapping[str, str]) -> int:
+    given = _text(values.get("jobid"), "")
+    if not given and environ.get("HPCSCHED_SOCKET"):
+        given = environ.get("HPCSCHED_JOB_ID") or environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID", "")
+    given = given or environ.get("HPCSCHED_JOB_ID", "")
+    if given and not given.isdigit():
+        raise HrunError("cannot start a step in job %r: give the job's number" % given[:40])
+    return int(given or 0)
+
+
+def _socket_path(environ: Mapping[str, str], in_job: bool) -> str:
+    if in_job and environ.get("HPCSCHED_SOCKET"):
+        return environ["HPCSCHED_SOCKET"]
+    try:
+        return headsocket.steps_socket(environ, os.getuid())
+    except headsocket.NotFound as error:
+        raise HrunError(str(error)) from None
+
+
+def _connect(path: str):  # type: ignore[no-untyped-def]  # socket.socket, whose module nobody else needs here
+    try:
+        return connect(path)
+    except OSError as error:
+        if os.path.basename(path) == headsocket.STEPS_SOCKET:
+            raise HrunError(
+                "Unable to contact hpcsched controller (%s: %s): start it with 'hpcsched up'" % (path, error.strerror)
+            ) from None
+        raise HrunError("cannot reach the node's agent (%s: %s): is the job over?" % (path, error.strerror)) from None
+
+
+def _switch(value: object) -> bool:
+    if value is True or value in ("1", "yes"):
+        return True
+    if value in ("0", "no", False):
+        return False
+    raise stepoptions.UsageError("cannot read %r: 0 or 1 is needed" % value)
+
+
+def _number(name: str, text: str) -> int:
+    if not text.isdigit() or len(text) > 9:
+        raise stepoptions.UsageError("cannot read --%s=%s: a number of seconds is needed" % (name, text[:40]))
+    return int(text)
+
+
+def _text(value: object, default: str) -> str:
+    """Return the text of an option; `default` where there is none."""
+    return value if isinstance(value, str) and value else default
+
+
+def _say(text: str) -> None:
+    sys.stderr.write("hrun: %s\n" % text)
+    sys.stderr.flush()
+
+
+def _complain(text: str) -> None:
+    _say("error: " + text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,349 @@
+"""One step as a step command sees it: its request, its streams, its signals, its end. hrun and hrsh drive it.
+
+A `StepClient` owns the connection and the one loop that waits (for the connection, for stdin, for room in the outputs, for
+signals and for deadlines; nothing is polled). It does not know options, files or what is printed: that is its `Front`.
+
+Rules: output is acknowledged when it has been written, so a slow reader slows the task down, not this memory. Bytes that
+come twice (by their offsets) are written once. Blocking flags of descriptors that are shared with others are left alone:
+a pipe is written to in pieces that fit when poll says so. If the connection breaks, that is the end: the step is ended by
+the other side, and taking it up again is not attempted.
+
+Sources: poll(2), pipe(7); the launch protocol in hpcnode.protocol.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import socket
+import time
+from typing import Callable, Dict, List, Optional, Tuple, Union
+
+from hpcnode import protocol
+from hpcnode.streamout import LineStream, Outlet
+
+INPUT_WINDOW = 256 << 10
+READ_SIZE = 64 << 10
+SEND_LIMIT = 1 << 20
+DRAIN_S = 10.0  # how long output may be silent after the end of the step before it is given up
+FAILED_DRAIN_S = 1.0  # the same for a step that went wrong: some of its tasks may never have run
+MISSING_OUTPUT = "some of the tasks' output did not arrive"
+ALL_TASKS = -1
+
+Answer = Union[protocol.StepWaiting, protocol.StepStarted]
+
+
+class ConnectionLost(Exception):
+    """The other side went away; the text says what is known."""
+
+
+class Front:
+    """What a step command does at each turn of the step; hrun and hrsh override it."""
+
+    def on_waiting(self, said: protocol.StepWaiting) -> None:
+        """The step waits."""
+
+    def on_started(self, said: protocol.StepStarted) -> None:
+        """The step runs: the client's `outlets` must now say where output goes."""
+
+    def on_signal(self, signum: int) -> None:
+        """This process got a signal."""
+
+    def on_task_over(self, task: int) -> None:
+        """A task has closed its output."""
+
+
+class StepClient:
+    """See the module. After `run` returns, `ended` says how the step ended."""
+
+    def __init__(self, sock: socket.socket, front: Front) -> None:
+        self.front = front
+        self.started: Optional[protocol.StepStarted] = None
+        self.ended: Optional[protocol.StepEnded] = None
+        self.given_up = ""  # why the client itself stopped
+        self.outlets: Dict[int, Callable[[int], Optional[LineStream]]] = {}  # by descriptor: from task to its stream
+        self.input_fd: Optional[int] = None
+        self.input_task = 0  # or ALL_TASKS
+        self._sock = sock
+        self._framer = protocol.Framer()
+        self._sending = bytearray()
+        self._selector = selectors.PollSelector()  # unlike epoll it takes regular files
+        self._streams: Dict[Tuple[int, int], LineStream] = {}
+        self._tokens: Dict[int, str] = {}
+        self._input_sent = 0
+        self._input_taken: Dict[int, int] = {}
+        self._input_over = False
+        self._over: List[int] = []
+        self._deadlines: List[Tuple[float, Callable[[], None]]] = []
+        self._signals: List[int] = []
+        self._caught: Tuple[signal.Signals, ...] = ()
+        self._wakeup, self._wakeup_in = socket.socketpair()
+
+    # ----- what fronts do
+
+    def request(self, request: protocol.StepRequest) -> None:
+        """Ask for the step."""
+        self._send(request)
+
+    def signal_tasks(self, signum: int) -> None:
+        """Pass `signum` on to all tasks; KILL ends the whole step at once."""
+        self._send(protocol.StepSignal(signum=signum))
+
+    def give_up(self, why: str) -> None:
+        """Leave: the closed connection ends whatever there is of the step."""
+        self.given_up = self.given_up or why
+
+    def after(self, delay_s: float, act: Callable[[], None]) -> None:
+        """Call `act` in the loop after `delay_s`, unless the step is over by then."""
+        self._deadlines.append((time.monotonic() + delay_s, act))
+
+    def over_tasks(self) -> List[int]:
+        """Return the tasks that have closed their output."""
+        return sorted(self._over)
+
+    def catch(self, signals: Tuple[signal.Signals, ...]) -> None:
+        """Hand these signals to the front instead of being killed by them."""
+        for each in (self._wakeup, self._wakeup_in):
+            each.setblocking(False)
+        signal.set_wakeup_fd(self._wakeup_in.fileno(), warn_on_full_buffer=False)
+        self._caught = signals
+        for signum in signals:
+            signal.signal(signum, lambda number, _frame: self._signals.append(number))
+
+    # ----- the loop
+
+    def run(self) -> None:
+        """Wait for the step's end and for all of its output. Raises ConnectionLost or WireError."""
+        self._sock.setblocking(False)
+        while not self._is_over():
+            self._register()
+            for key, events in self._selector.select(self._timeout_s()):
+                key.data(events)
+            self._take_signals()
+            self._take_deadlines()
+            self._acknowledge()
+        self._flush_rest()
+
+    def _is_over(self) -> bool:
+        if self.given_up:
+            return True
+        if self.ended is None:
+            return False
+        never_ran = bool(self.ended.error) and not self.ended.codes
+        return never_ran or all(stream.all_came for stream in self._streams.values())
+
+    def _register(self) -> None:
+        """Wait for exactly what can move now."""
+        wanted: Dict[int, Tuple[int, Callable[[int], None]]] = {}
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._sending else 0)
+        wanted[self._sock.fileno()] = (events, self._on_socket)
+        wanted[self._wakeup.fileno()] = (selectors.EVENT_READ, self._on_wakeup)
+        if self._wants_input():
+            assert self.input_fd is not None
+            wanted[self.input_fd] = (selectors.EVENT_READ, self._on_input)
+        for outlet in self._outlets():
+            if outlet.pending:
+                wanted[outlet.fd] = (selectors.EVENT_WRITE, outlet.on_writable)
+        known = self._selector.get_map()
+        for fd in [key.fd for key in known.values() if key.fd not in wanted]:
+            self._selector.unregister(fd)
+        for fd, (mask, call) in wanted.items():
+            if fd not in known:
+                self._selector.register(fd, mask, call)
+            elif known[fd].events != mask:
+                self._selector.modify(fd, mask, call)
+
+    def _outlets(self) -> List[Outlet]:
+        found = {id(stream.outlet): stream.outlet for stream in self._streams.values() if stream.outlet is not None}
+        return list(found.values())
+
+    def _timeout_s(self) -> Optional[float]:
+        if not self._deadlines:
+            return None
+        return max(0.0, min(at for at, _ in self._deadlines) - time.monotonic())
+
+    def _take_deadlines(self) -> None:
+        now_s = time.monotonic()
+        due = [act for at, act in self._deadlines if at <= now_s]
+        self._deadlines = [(at, act) for at, act in self._deadlines if at > now_s]
+        for act in due:
+            act()
+
+    def _on_wakeup(self, events: int) -> None:
+        try:
+            self._wakeup.recv(512)
+        except BlockingIOError:
+            pass
+
+    def _take_signals(self) -> None:
+        while self._signals:
+            self.front.on_signal(self._signals.pop(0))
+
+    # ----- the connection
+
+    def _send(self, message: protocol.Message, blob: bytes = b"") -> None:
+        self._sending += protocol.encode(message, blob)
+
+    def _on_socket(self, events: int) -> None:
+        if events & selectors.EVENT_WRITE and self._sending:
+            try:
+                del self._sending[: self._sock.send(self._sending)]
+            except BlockingIOError:
+                pass
+            except OSError:
+                self._sending.clear()  # it is closed; what it had said before may still wait to be read
+        if not events & selectors.EVENT_READ:
+            return
+        try:
+            data = self._sock.recv(READ_SIZE)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._lost(error.strerror or str(error))
+            return
+        if not data:
+            self._lost("it was closed")
+        for message, blob in self._framer.feed(data):
+            self._on_message(message, blob)
+
+    def _lost(self, why: str) -> None:
+        if self.ended is None:
+            raise ConnectionLost(why)
+        self.give_up(MISSING_OUTPUT)
+
+    def _on_message(self, message: protocol.Message, blob: bytes) -> None:
+        if isinstance(message, protocol.Output):
+            self._on_output(message, blob)
+        elif isinstance(message, protocol.InputAck):
+            self._input_taken[message.task] = max(message.offset, self._input_taken.get(message.task, 0))
+        elif isinstance(message, protocol.StepWaiting):
+            self.front.on_waiting(message)
+        elif isinstance(message, protocol.StepStarted):
+            self._on_started(message)
+        elif isinstance(message, protocol.StepEnded):
+            self._on_ended(message)
+        elif isinstance(message, (protocol.CloseStream, protocol.Goodbye)):
+            self._lost(getattr(message, "why", "") or "the other side closed it")
+        else:
+            raise protocol.WireError("cannot take %s from the controller" % type(message).__name__)
+
+    def _on_started(self, said: protocol.StepStarted) -> None:
+        if self.started is not None:
+            return
+        self.started = said
+        for _, first, count, token in said.tasks:
+            self._tokens.update({task: token for task in range(first, first + count)})
+        self.front.on_started(said)
+        for fd, stream_of in self.outlets.items():
+            for task in self._tokens:
+                stream = stream_of(task)
+                if stream is not None:
+                    self._streams[(task, fd)] = stream
+
+    def _on_ended(self, said: protocol.StepEnded) -> None:
+        if self.ended is None:
+            self.ended = said
+            self._watch_drain(-1)
+
+    def _watch_drain(self, seen_before: int) -> None:
+        """Give up output that never comes; called again as long as some does."""
+        seen = sum(stream.received for stream in self._streams.values())
+        assert self.ended is not None
+        if seen_before == seen and not any(outlet.pending for outlet in self._outlets()):
+            self.give_up(MISSING_OUTPUT)
+        else:
+            self.after(FAILED_DRAIN_S if self.ended.error else DRAIN_S, lambda: self._watch_drain(seen))
+
+    # ----- output
+
+    def _on_output(self, message: protocol.Output, blob: bytes) -> None:
+        stream = self._streams.get((message.task, message.fd))
+        if stream is None:
+            raise protocol.WireError("cannot take output of task %d, descriptor %d" % (message.task, message.fd))
+        if not stream.take(message.offset, blob, message.eof):
+            raise protocol.WireError("output of task %d is missing before byte %d" % (message.task, message.offset))
+        if stream.all_came and message.task not in self._over:
+            others = [each for (task, _), each in self._streams.items() if task == message.task]
+            if all(each.all_came for each in others):
+                self._over.append(message.task)
+                self.front.on_task_over(message.task)
+
+    def _acknowledge(self) -> None:
+        """Tell what was written (or dropped) since the last time."""
+        for outlet in self._outlets():
+            if outlet.broken and not outlet.reported:
+                outlet.reported = True
+                self.signal_tasks(signal.SIGPIPE)
+        for (task, fd), stream in self._streams.items():
+            offset = stream.to_acknowledge()
+            if offset is not None:
+                self._send(protocol.OutputAck(token=self._tokens[task], task=task, fd=fd, offset=offset))
+
+    def _flush_rest(self) -> None:
+        """Write what is left: the step is over, so waiting for a slow reader is all there is to do."""
+        for signum in self._caught:
+            signal.signal(signum, signal.SIG_DFL)
+        for stream in self._streams.values():
+            stream.finish()
+        for outlet in self._outlets():
+            outlet.drain()
+
+    # ----- input
+
+    def _wants_input(self) -> bool:
+        if self.input_fd is None or self._input_over or self.started is None or self.ended is not None:
+            return False
+        live = [task for task in self._input_tasks() if task not in self._over]
+        taken = min((self._input_taken.get(task, 0) for task in live), default=self._input_sent)
+        return self._input_sent - taken < INPUT_WINDOW and len(self._sending) < SEND_LIMIT
+
+    def _input_tasks(self) -> List[int]:
+        return list(self._tokens) if self.input_task == ALL_TASKS else [self.input_task]
+
+    def _on_input(self, events: int) -> None:
+        assert self.input_fd is not None
+        try:
+            data = os.read(self.input_fd, READ_SIZE)
+        except BlockingIOError:
+            return  # somebody else has made it non-blocking, and was faster
+        except OSError:
+            data = b""  # a terminal that is not ours to read, or gone: as if it had ended
+        tokens = set(self._tokens.values()) if self.input_task == ALL_TASKS else {self._tokens[self.input_task]}
+        for token in sorted(tokens):
+            self._send(protocol.Input(token=token, task=self.input_task, offset=self._input_sent, eof=not data), data)
+        self._input_sent += len(data)
+        self._input_over = not data
+
+
+def connect(path: str) -> socket.socket:
+    """Return a connection to the unix socket at `path`, however long that is. Raises OSError."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        _connect(sock, path)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def _connect(sock: socket.socket, path: str) -> None:
+    try:
+        sock.connect(path)
+    except OSError as error:
+        if "too long" not in str(error):
+            raise
+        directory = os.open(os.path.dirname(path), os.O_PATH | os.O_DIRECTORY)  # a socket's path has 107 bytes at most
+        try:
+            sock.connect("/proc/self/fd/%d/%s" % (directory, os.path.basename(path)))
+        finally:
+            os.close(directory)
+
+
+def is_open(fd: int) -> bool:
+    """Return whether `fd` is open here."""
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True

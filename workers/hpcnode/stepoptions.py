@@ -1,0 +1,195 @@
+"""The options of hrun: one table, read by the parser, by --help and by whoever compares the man page with it.
+
+The grammar is getopt_long's: options end at the first other word (the command) or at ``--``; short ones may be joined
+(``-N2 -n4``, ``-lu``), long ones cut short as long as that is unambiguous. An optional value stands after ``=`` or, for a short
+option, joined to it. What is harmless and means nothing here is accepted; anything unknown is refused with its neighbours.
+
+Sources: srun(1), getopt(3).
+"""
+
+from __future__ import annotations
+
+from typing import Dict, List, Mapping, NamedTuple, Sequence, Tuple, Union
+
+FLAG, VALUE, OPTIONAL = "flag", "value", "optional"
+
+Values = Dict[str, Union[str, bool]]
+
+
+class UsageError(Exception):
+    """The command line cannot be read."""
+
+
+class Option(NamedTuple):
+    name: str
+    short: str
+    kind: str
+    metavar: str
+    help: str
+    env: Tuple[str, ...] = ()  # variables that give its default, the first that is set
+    accepted: bool = False  # has no effect, and never will
+
+
+OPTIONS: Tuple[Option, ...] = (
+    Option("account", "A", VALUE, "NAME", "charge the job to this account"),
+    Option("begin", "b", VALUE, "TIME", "do not start the job before this time"),
+    Option("chdir", "D", VALUE, "DIR", "run the tasks in DIR; default: here"),
+    Option("comment", "", VALUE, "TEXT", "a comment on the job"),
+    Option("constraint", "C", VALUE, "FEATURES", "features that the job's nodes must have"),
+    Option("cpus-per-task", "c", VALUE, "N", "cpus for each task", ("HRUN_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK")),
+    Option("error", "e", VALUE, "PATTERN", "standard error: file pattern, none, all or a task's number"),
+    Option("exact", "", FLAG, "", "use only the cpus asked for (always so)", ("SLURM_EXACT",)),
+    Option("exclude", "x", VALUE, "NODES", "do not use these nodes"),
+    Option("exclusive", "", OPTIONAL, "", "a job of its own gets whole nodes; a step never shares its cpus"),
+    Option("export", "", VALUE, "LIST", "variables for the tasks: ALL, NONE, names, NAME=VALUE", ("SLURM_EXPORT_ENV",)),
+    Option("gpus", "G", VALUE, "[TYPE:]N", "GPUs for all tasks together"),
+    Option("gpus-per-node", "", VALUE, "[TYPE:]N", "GPUs on each node"),
+    Option("gpus-per-task", "", VALUE, "[TYPE:]N", "GPUs for each task"),
+    Option("gres", "", VALUE, "gpu[:TYPE]:N", "GPUs on each node, or none"),
+    Option("help", "h", FLAG, "", "show this and exit"),
+    Option("immediate", "I", OPTIONAL, "SECONDS", "give up if the step has not started after SECONDS (default 5)"),
+    Option("input", "i", VALUE, "PATTERN", "standard input: file pattern, none, all or a task's number; default: task 0"),
+    Option("job-name", "J", VALUE, "NAME", "name of the job and the step; default: the command's"),
+    Option("jobid", "", VALUE, "ID", "start the step in this job; default: the one that hrun runs in"),
+    Option("kill-on-bad-exit", "K", OPTIONAL, "0|1", "a task that fails ends the step", ("SLURM_KILL_BAD_EXIT",)),
+    Option("label", "l", FLAG, "", "begin each line of output with the task's number", ("SLURM_LABELIO",)),
+    Option("mem", "", VALUE, "SIZE", "memory on each node"),
+    Option("mem-per-cpu", "", VALUE, "SIZE", "memory for each cpu"),
+    Option("mpi", "", VALUE, "TYPE", "none or list: MPI programs are started with mpirun", ("SLURM_MPI_TYPE",)),
+    Option("nodelist", "w", VALUE, "NODES", "use these nodes"),
+    Option("nodes", "N", VALUE, "MIN[-MAX]", "number of nodes"),
+    Option("ntasks", "n", VALUE, "N", "number of tasks"),
+    Option("ntasks-per-node", "", VALUE, "N", "tasks on each node"),
+    Option("open-mode", "", VALUE, "MODE", "append to output files or truncate them (default)", ("SLURM_OPEN_MODE",)),
+    Option("output", "o", VALUE, "PATTERN", "standard output: file pattern, none, all or a task's number"),
+    Option("overcommit", "O", FLAG, "", "let tasks share cpus", ("SLURM_OVERCOMMIT",)),
+    Option("overlap", "", FLAG, "", "share the cpus and GPUs of other steps", ("SLURM_OVERLAP",)),
+    Option("partition", "p", VALUE, "NAME", "partition of the job"),
+    Option("qos", "q", VALUE, "NAME", "quality of service of the job"),
+    Option("quiet", "Q", FLAG, "", "say nothing but errors"),
+    Option("time", "t", VALUE, "TIME", "time limit of the step, or of the job"),
+    Option("unbuffered", "u", FLAG, "", "pass output on at once, not line by line", ("SLURM_UNBUFFEREDIO",)),
+    Option("verbose", "v", FLAG, "", "say what is done"),
+    Option("version", "V", FLAG, "", "show the version and exit"),
+    Option("wait", "W", VALUE, "SECONDS", "end the step so long after its first task ended", ("SLURM_WAIT",)),
+    Option("cpu-bind", "", OPTIONAL, "TYPE", "accepted; tasks are not bound", ("SLURM_CPU_BIND",), True),
+    Option("distribution", "m", VALUE, "TYPE", "accepted; the distribution is by blocks", (), True),
+    Option("external-launcher", "", FLAG, "", "accepted", (), True),
+    Option("hint", "", VALUE, "TYPE", "accepted", (), True),
+    Option("mem-bind", "", VALUE, "TYPE", "accepted", (), True),
+    Option("no-kill", "k", OPTIONAL, "", "accepted", (), True),
+    Option("threads-per-core", "", VALUE, "N", "accepted", (), True),
+    Option("wckey", "", VALUE, "KEY", "accepted", (), True),
+)  # fmt: skip
+
+_ALIASES = {
+    "tasks-per-node": "ntasks-per-node",
+    "cpu_bind": "cpu-bind",
+    "mem_bind": "mem-bind",
+    "kill": "kill-on-bad-exit",
+}
+_LONG = {option.name: option for option in OPTIONS}
+_SHORT = {option.short: option for option in OPTIONS if option.short}
+
+
+def parse(words: Sequence[str]) -> Tuple[Values, List[str]]:
+    """Return the options by long name (a later one wins), and the command. Raises UsageError."""
+    values: Values = {}
+    at = 0
+    while at < len(words):
+        word = words[at]
+        if word == "--":
+            at += 1
+            break
+        if word == "-" or not word.startswith("-"):
+            break
+        following = words[at + 1] if at + 1 < len(words) else None
+        at += _long(word[2:], following, values) if word.startswith("--") else _cluster(word[1:], following, values)
+    return values, list(words[at:])
+
+
+def with_defaults(values: Values, environ: Mapping[str, str]) -> Values:
+    """Return `values` completed from the environment."""
+    complete = dict(values)
+    for option in OPTIONS:
+        if option.name in complete or option.accepted:
+            continue
+        native = "HPCSCHED_" + option.env[0].split("_", 1)[1] if option.env else ""
+        found = next((environ[name] for name in (native, *option.env) if environ.get(name)), None)
+        if found is None:
+            continue
+        if option.kind == FLAG:
+            complete[option.name] = found.lower() not in ("0", "no", "false")
+        else:
+            complete[option.name] = found
+    return complete
+
+
+def usage() -> str:
+    """Return the text of --help."""
+    lines = ["Usage: hrun [OPTIONS] COMMAND [ARGUMENT...]", "", "Start tasks on the nodes of a job.", ""]
+    for option in OPTIONS:
+        if not option.accepted:
+            lines.append("  %-34s %s" % (_signature(option), option.help))
+    accepted = ", ".join("--" + option.name for option in OPTIONS if option.accepted)
+    return "\n".join([*lines, "", "Accepted without effect: " + accepted, ""])
+
+
+def _signature(option: Option) -> str:
+    short = "-%s, " % option.short if option.short else "    "
+    value = {FLAG: "", VALUE: "=" + option.metavar, OPTIONAL: "[=%s]" % option.metavar}[option.kind]
+    return short + "--" + option.name + (value if option.metavar else "")
+
+
+def _long(text: str, following: Union[str, None], values: Values) -> int:
+    """Take the option ``--text`` and return how many words that were."""
+    name, equals, value = text.partition("=")
+    option = _find(name)
+    if option.kind == FLAG:
+        if equals:
+            raise UsageError("option --%s takes no value" % option.name)
+        values[option.name] = True
+        return 1
+    if equals or option.kind == OPTIONAL:
+        values[option.name] = value if equals else True
+        return 1
+    return 1 + _following(option, "--" + option.name, following, values)
+
+
+def _cluster(letters: str, following: Union[str, None], values: Values) -> int:
+    for at, letter in enumerate(letters):
+        option = _SHORT.get(letter)
+        if option is None:
+            raise UsageError("unknown option -%s: the short options are %s" % (letter, " ".join(sorted(_SHORT))))
+        rest = letters[at + 1 :]
+        if option.kind == FLAG or (option.kind == OPTIONAL and not rest[:1].isdigit()):
+            values[option.name] = True
+            continue
+        if rest:
+            values[option.name] = rest[1:] if rest.startswith("=") else rest
+            return 1
+        return 1 + _following(option, "-" + letter, following, values)
+    return 1
+
+
+def _following(option: Option, shown: str, following: Union[str, None], values: Values) -> int:
+    if following is None:
+        raise UsageError("option %s needs a value: %s" % (shown, option.metavar))
+    values[option.name] = following
+    return 1
+
+
+def _find(name: str) -> Option:
+    exact = _LONG.get(_ALIASES.get(name, name))
+    if exact is not None:
+        return exact
+    longer = sorted(known for known in _LONG if name and known.startswith(name))
+    if len(longer) == 1:
+        return _LONG[longer[0]]
+    if longer:
+        raise UsageError("option --%s is ambiguous: --%s" % (name, " --".join(longer)))
+    import difflib  # only where somebody mistyped
+
+    near = difflib.get_close_matches(name, [*_LONG, *_ALIASES], n=3, cutoff=0.5)
+    hint = ": did you mean --%s?" % " or --".join(near) if near else ": see hrun --help"
+    raise UsageError("unknown option --%s%s" % (name[:60], hint))
