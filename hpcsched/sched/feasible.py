@@ -12,7 +12,7 @@ from hpcsched.model.node import Node, Partition
 from hpcsched.model.resources import ANY_GPU
 from hpcsched.model.units import format_mem, format_time_s
 from hpcsched.sched.features import matches
-from hpcsched.sched.placement import Seat, choose, mem_least, seat_of
+from hpcsched.sched.placement import Seat, choose, mem_least, seat_of, tasks_that_fit
 from hpcsched.sched.request import Request, Shape, gpu_count, gpus_least
 from hpcsched.sched.snapshot import NodeView, node_view
 from hpcsched.sched.timeline import gpu_types_of, whole
@@ -21,6 +21,8 @@ from hpcsched.sched.words import gpu_words, listed, needs, plural, spelled
 
 def never_fits(shape: Shape, nodes: Sequence[NodeView]) -> bool:
     """Say whether `shape` would not fit even if all of `nodes` (those that it may use) were empty."""
+    if shape.ntasks is None and not shape.gpus_total and not shape.nodelist:
+        return not _has_seats(shape, nodes, shape.nodes_min)
     places = {node.name: at for at, node in enumerate(nodes)}
     required = frozenset(places.get(name, -1) for name in shape.nodelist)
     return choose(shape, sorted(_seats(shape, nodes)), required) is None
@@ -132,6 +134,16 @@ def _in_all(shape: Shape, nodes: list[NodeView], where: str) -> str:
 
 
 # ----- small pieces
+
+
+def _has_seats(shape: Shape, nodes: Sequence[NodeView], wanted: int) -> bool:
+    """Say whether at least `wanted` of `nodes` could take a share of `shape`; stops looking when they are found."""
+    for node in nodes:
+        types = gpu_types_of(node)
+        wanted -= tasks_that_fit(shape, node, types, whole(node, types)) > 0
+        if wanted <= 0:
+            return True
+    return False
 
 
 def _count(nodes: int) -> str:

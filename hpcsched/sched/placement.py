@@ -76,7 +76,7 @@ def seat_of(shape: Shape, at: int, node: NodeView, types: tuple[str, ...], room:
         gpus = min(wanted, sum(room[2]) if kind == ANY_GPU else room[2][types.index(kind)])
     used = min(tasks, shape.ntasks) if shape.ntasks is not None else tasks
     cpus_left = node.cpus if shape.exclusive else room[0] - used * shape.cpus_per_task
-    return Seat((node.weight, sum(room[2]), cpus_left, room[1], at), at, tasks, gpus)
+    return Seat((node.weight, sum(room[2]) if room[2] else 0, cpus_left, room[1], at), at, tasks, gpus)
 
 
 def choose(shape: Shape, seats: Sequence[Seat], required: frozenset[int] = frozenset()) -> list[Seat] | None:

@@ -66,13 +66,14 @@ def plan(snapshot: Snapshot, policy: Policy) -> Plan:
 class _Group:
     """The jobs of one shape in one partition: they fit or do not fit alike."""
 
-    __slots__ = ("fails_beyond_s", "never", "nodes", "required", "seating", "seen", "shape", "window")
+    __slots__ = ("fails_beyond_s", "judged", "never", "nodes", "required", "seating", "seen", "shape", "window")
 
-    def __init__(self, shape: Shape, nodes: list[int], required: frozenset[int], never: Wait | None) -> None:
+    def __init__(self, shape: Shape, nodes: list[int], required: frozenset[int]) -> None:
         self.shape = shape
         self.nodes = nodes  # that it may use, in this partition and answering now
         self.required = required
-        self.never = never  # it cannot start on the nodes that answer now, whatever ends
+        self.judged = False
+        self.never: Wait | None = None  # once judged: it cannot start on the nodes that answer now, whatever ends
         self.fails_beyond_s = float("inf")  # jobs that would end later than this do not fit
         self.seating: Seating | None = None
         self.seen = 0  # so many of the timeline's changes are in `seating`
@@ -149,21 +150,28 @@ class _Planner:
     # ----- does it start
 
     def _start_if_it_fits(self, job: PendingJob) -> bool:
+        """Start `job` if it fits now; if it does not and never will on the nodes that answer, note that."""
         lane = self.lanes[job.partition]
-        group = self._group(job)
+        hopeless = lane.head is not None and self._is_hopeless(job, lane)
+        group = self.groups.get((id(job.request.shape), job.partition))
+        if group is None:
+            if hopeless and 0 < self.policy.backfill_depth <= len(self.groups):
+                return False
+            group = self._new_group(job.request.shape, lane)
         end_s = self.timeline.now_s + self._limit_s(job)
-        if group.never is not None:
-            self.waits[job.id] = group.never
-            return False
-        if end_s > group.fails_beyond_s or (lane.head is not None and self._is_hopeless(job, lane)):
-            return False
-        parts = self._place(group, end_s)
+        parts = None
+        if not hopeless and end_s <= group.fails_beyond_s:
+            parts = self._place(group, end_s)
+            if parts is None:
+                crossed = bisect_left(self.timeline.dips_s, end_s)
+                group.fails_beyond_s = self.timeline.dips_s[crossed - 1] if crossed else self.timeline.now_s
+                self.in_vain += lane.head is not None
         if parts is None:
-            crossed = bisect_left(self.timeline.dips_s, end_s)
-            group.fails_beyond_s = self.timeline.dips_s[crossed - 1] if crossed else self.timeline.now_s
-            self.in_vain += lane.head is not None
+            never = self._never(group, lane)
+            if never is not None:
+                self.waits[job.id] = never
             return False
-        self.starts.append(Start(job_id=job.id, shares=tuple(self._take(part, end_s) for part in parts)))
+        self.starts.append(Start(job_id=job.id, shares=tuple([self._take(part, end_s) for part in parts])))
         return True
 
     def _is_hopeless(self, job: PendingJob, lane: _Lane) -> bool:
@@ -176,22 +184,21 @@ class _Planner:
             self.most_free_cpus[job.partition] = (len(self.timeline.changed), most)
         return most < job.request.shape.cpus_least
 
-    def _group(self, job: PendingJob) -> _Group:
-        shape = job.request.shape
-        key = (id(shape), job.partition)
-        group = self.groups.get(key)
-        if group is None:
-            group = self.groups[key] = self._new_group(shape, self.lanes[job.partition])
+    def _new_group(self, shape: Shape, lane: _Lane) -> _Group:
+        nodes = lane.nodes
+        if shape.features or shape.exclude:
+            nodes = [at for at in nodes if allows(shape, self.snapshot.nodes[at])]
+        required = frozenset([self.timeline.index.get(name, -1) for name in shape.nodelist])
+        group = self.groups[id(shape), lane.partition.name] = _Group(shape, nodes, required)
         return group
 
-    def _new_group(self, shape: Shape, lane: _Lane) -> _Group:
-        nodes = self.snapshot.nodes
-        allowed = [at for at in lane.nodes if allows(shape, nodes[at])]
-        required = frozenset(self.timeline.index.get(name, -1) for name in shape.nodelist)
-        never = None
-        if never_fits(shape, [nodes[at] for at in allowed]):
-            never = not_available(shape, lane.partition, nodes)
-        return _Group(shape, allowed, required, never)
+    def _never(self, group: _Group, lane: _Lane) -> Wait | None:
+        """Return why jobs of `group` cannot start on the nodes that answer, whatever ends; None: in time they can."""
+        if not group.judged:
+            group.judged = True
+            if never_fits(group.shape, [self.snapshot.nodes[at] for at in group.nodes]):
+                group.never = not_available(group.shape, lane.partition, self.snapshot.nodes)
+        return group.never
 
     def _place(self, group: _Group, end_s: float) -> list[Part] | None:
         """Return what a job of `group` that ends by `end_s` would get now."""
@@ -211,7 +218,11 @@ class _Planner:
         return parts_of(shape, chosen, timeline.nodes, timeline.types, rooms)
 
     def _seat(self, shape: Shape, at: int, end_s: float) -> Seat | None:
-        return seat_of(shape, at, self.timeline.nodes[at], self.timeline.types[at], self.timeline.free_until(at, end_s))
+        profile = self.timeline.profiles[at]
+        if profile.rooms[0][0] < shape.cpus_per_task:
+            return None
+        room = profile.free_over(self.timeline.now_s, end_s) if profile.dips else profile.rooms[0]
+        return seat_of(shape, at, self.timeline.nodes[at], self.timeline.types[at], room)
 
     def _take(self, part: Part, end_s: float) -> Share:
         gpus = self.timeline.start(part.node, end_s, part.use)
@@ -238,7 +249,7 @@ class _Planner:
 
     def _make_head(self, job: PendingJob, lane: _Lane) -> None:
         start_s = self._reserve(job)
-        group = self._group(job)
+        group = self.groups[id(job.request.shape), job.partition]
         seats = [seat for at in group.nodes if (seat := self._seat(group.shape, at, self.timeline.now_s)) is not None]
         missing = group.required.difference(seat.node for seat in seats)
         names = sorted(self.snapshot.nodes[at].name for at in missing)
@@ -255,7 +266,7 @@ class _Planner:
 
     def _reserve(self, job: PendingJob) -> float | None:
         """Keep room for `job` from the earliest time at which it fits, and return that time."""
-        group = self._group(job)
+        group = self.groups[id(job.request.shape), job.partition]
         limit_s = self._limit_s(job)
         found = earliest_start(self.timeline, group.shape, group.nodes, group.required, limit_s)
         if found is None:
