@@ -1,9 +1,10 @@
 """What every command uses to talk to the controller: HTTP/1.1 and JSON over its unix socket.
 
 Commands must start fast, so this speaks the little of HTTP that our own server needs (RFC 9112: a request with
-Content-Length, an answer until the connection ends) instead of importing http.client, which costs as much as Python's start.
+Content-Length, an answer until the connection ends) instead of importing http.client, which costs as much as Python's
+start; for the same reason its values are plain classes (`dataclasses` is another 6 ms). Knows no routes but that of logs.
 
-The server must be root or ourselves (SO_PEERCRED): a socket that somebody else planted is not talked to.
+The server must be root or ourselves (SO_PEERCRED, unix(7)): a socket that somebody else planted is not talked to.
 """
 
 from __future__ import annotations
@@ -13,9 +14,8 @@ import os
 import socket
 import struct
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from hpcsched import errors, paths
@@ -25,17 +25,30 @@ Json = dict[str, Any]
 TIMEOUT_S = 60.0
 READ_BYTES = 256 << 10
 MAX_ANSWER_BYTES = 256 << 20
-RETRY_S = 5.0  # how long to try again while the controller restarts, for requests that may be repeated
+RETRY_S = 10.0  # how long to try again while the controller restarts, for requests that may be repeated
 _UCRED = struct.Struct("iII")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Response:
+class Response(NamedTuple):
     """An HTTP answer."""
 
     status: int
     headers: dict[str, str]  # names in lower case
     body: bytes
+
+
+class LogPart(NamedTuple):
+    """A piece of a job's output file. `ended`: the job is over and this reaches the file's end."""
+
+    data: bytes
+    offset: int  # of the first byte in the file
+    size: int  # of the file, now
+    path: str
+    ended: bool
+
+
+class BrokenConnectionError(errors.UnavailableError):
+    """The connection ended before the answer came: whether the request took effect is not known."""
 
 
 def socket_path() -> Path:
@@ -44,40 +57,72 @@ def socket_path() -> Path:
     return Path(given) if given else paths.api_socket(os.environ, os.getuid())
 
 
-def call(method: str, path: str, body: Json | None = None, *, timeout_s: float = TIMEOUT_S) -> Json:
-    """Ask the controller and return its answer.
+def call(
+    method: str, path: str, body: Json | None = None, *, timeout_s: float = TIMEOUT_S, where: Path | None = None
+) -> Json:
+    """Ask the controller (at the socket `where`, else the one that is found) and return its answer.
 
     Raises UnavailableError if there is no controller, else the error that it answered.
     """
     response = request(method, path, body, timeout_s=timeout_s)
-    try:
-        answer = json.loads(response.body)
-    except ValueError:
-        raise errors.ProtocolError(f"cannot read the controller's answer (status {response.status})") from None
     if response.status != 200:
-        raise _error(answer)
+        raise _error(response)
+    answer = _json(response)
+    if not isinstance(answer, dict):
+        raise errors.ProtocolError("cannot read the controller's answer: it is no JSON object")
     return answer
 
 
 def call_again(method: str, path: str, body: Json | None = None, *, timeout_s: float = TIMEOUT_S) -> Json:
-    """Ask as `call` does, and once more while the connection fails: for requests that are safe to repeat."""
-    deadline_s = time.monotonic() + RETRY_S
+    """Ask as `call` does, and again while the connection breaks: for requests that are safe to repeat.
+
+    Once a connection has broken, the controller may be about to start again, so that its absence is waited out as well.
+    Raises the first BrokenConnectionError if that takes too long.
+    """
+    broken: BrokenConnectionError | None = None
+    deadline_s = 0.0
     while True:
         try:
             return call(method, path, body, timeout_s=timeout_s)
-        except BrokenConnectionError:
-            if time.monotonic() > deadline_s:
+        except errors.UnavailableError as error:
+            if broken is None and not isinstance(error, BrokenConnectionError):
                 raise
+            if isinstance(error, BrokenConnectionError) and broken is None:
+                broken, deadline_s = error, time.monotonic() + RETRY_S
+            if time.monotonic() > deadline_s:
+                raise broken or error from None
             time.sleep(0.1)
 
 
-class BrokenConnectionError(errors.UnavailableError):
-    """The connection ended before the answer came: whether the request took effect is not known."""
+def fetch_log(
+    reference: str, *, stream: str = "out", offset: int = 0, limit_bytes: int | None = None, wait_s: float = 0
+) -> LogPart:
+    """Return a piece of a job's output, ``out`` or ``err``, from `offset` on; a negative one counts from the end.
+
+    Waits up to `wait_s` for data beyond `offset`. Raises as `call` does.
+    """
+    path = query("/v1/log", job=reference, stream=stream, offset=offset, limit=limit_bytes, wait_s=wait_s or None)
+    response = request("GET", path, timeout_s=TIMEOUT_S + wait_s)
+    if response.status != 200:
+        raise _error(response)
+    headers = response.headers
+    try:
+        return LogPart(
+            data=response.body,
+            offset=int(headers["x-offset"]),
+            size=int(headers["x-size"]),
+            path=str(json.loads(headers["x-path"])),
+            ended=headers["x-ended"] == "1",
+        )
+    except (KeyError, ValueError) as error:
+        raise errors.ProtocolError(f"cannot read the controller's answer: {error}") from None
 
 
-def request(method: str, path: str, body: Json | None = None, *, timeout_s: float = TIMEOUT_S) -> Response:
+def request(
+    method: str, path: str, body: Json | None = None, *, timeout_s: float = TIMEOUT_S, where: Path | None = None
+) -> Response:
     """Send one request and return the whole answer. Raises UnavailableError."""
-    where = socket_path()
+    where = where or socket_path()
     data = b"" if body is None else json.dumps(body, separators=(",", ":")).encode("utf-8", "surrogateescape")
     head = (
         f"{method} {path} HTTP/1.1\r\nHost: hpcsched\r\nConnection: close\r\n"
@@ -97,6 +142,11 @@ def query(path: str, **parameters: object) -> str:
     """Return `path` with the parameters that are not None or empty."""
     pairs = [f"{name}={quote(str(value), safe='')}" for name, value in parameters.items() if value not in (None, "")]
     return path + "?" + "&".join(pairs) if pairs else path
+
+
+def job_path(reference: str, below: str = "") -> str:
+    """Return the path of a job's page: ``/v1/job/10_3``, with `below` ``/v1/job/10_3/why``."""
+    return f"/v1/job/{quote(reference, safe='')}" + (f"/{below}" if below else "")
 
 
 def _connect(where: Path, timeout_s: float) -> socket.socket:
@@ -129,17 +179,29 @@ def _read(sock: socket.socket) -> Response:
     if not found:
         raise BrokenConnectionError("lost the connection to the hpcsched controller before it answered")
     lines = head.decode("latin-1").split("\r\n")
-    status = int(lines[0].split(" ", 2)[1])
     headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines[1:])}
-    if len(body) < int(headers.get("content-length", len(body))):
+    try:
+        status = int(lines[0].split(" ", 2)[1])
+        length = int(headers["content-length"])
+    except (IndexError, KeyError, ValueError):
+        raise errors.ProtocolError("cannot read the controller's answer: it is not the HTTP that we speak") from None
+    if len(body) < length:
         raise BrokenConnectionError("lost the connection to the hpcsched controller in the middle of its answer")
     return Response(status=status, headers=headers, body=body)
 
 
-def _error(answer: object) -> errors.HpcschedError:
+def _json(response: Response) -> object:
+    try:
+        return json.loads(response.body)
+    except (ValueError, RecursionError):
+        raise errors.ProtocolError(f"cannot read the controller's answer (status {response.status})") from None
+
+
+def _error(response: Response) -> errors.HpcschedError:
     """Return the error that the controller answered."""
+    answer = _json(response)
     if not isinstance(answer, dict):
-        return errors.ProtocolError("cannot read the controller's answer")
+        return errors.ProtocolError(f"cannot read the controller's answer (status {response.status})")
     kind = getattr(errors, str(answer.get("kind")), errors.RequestError)
     if not (isinstance(kind, type) and issubclass(kind, errors.HpcschedError)):
         kind = errors.RequestError

@@ -20,6 +20,10 @@ from hpcsched.store.rows import StepRow
 from hpcsched.store.world import Transaction
 
 
+# A job submitted with --requeue that exits so is queued again: EX_TEMPFAIL of sysexits.h, "try again later".
+REQUEUE_ME = ExitStatus(code=75)
+
+
 @dataclass(slots=True)
 class Answer:
     """What the node is told after the commit: reports that are kept, and attempts that must not be there."""
@@ -59,6 +63,7 @@ def on_batch_report(tx: Transaction, node: NodeName, token: Token, report: proto
                     exit=exit_status(report),
                     timed_out=report.timed_out,
                     out_of_memory=report.out_of_memory,
+                    requeue=job.spec.requeue is True and exit_status(report) == REQUEUE_ME,
                 )
             )
             tx.put_step(_batch_row(ended, node, report))

@@ -91,12 +91,16 @@ class EndRequested(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exited(Event):
-    """The batch step ended on its node, which has nothing left of the job."""
+    """The batch step ended on its node, which has nothing left of the job.
+
+    `requeue`: by its exit status it asked to be queued again (see `hpcsched.controller.reports`).
+    """
 
     node: NodeName
     exit: ExitStatus
     timed_out: bool = False
     out_of_memory: bool = False
+    requeue: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

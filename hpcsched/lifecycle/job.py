@@ -172,6 +172,7 @@ def _exited(job: Job, event: Exited) -> Job:
         outcome=outcome,
         reason=reason,
         exit=event.exit,
+        requeue_wanted=event.requeue,
         started_at_s=job.started_at_s if job.started_at_s is not None else event.at_s,
     )
     return _without_node(ended, event.node, event.at_s)

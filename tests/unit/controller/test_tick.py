@@ -241,6 +241,15 @@ def test_a_drained_node_gets_no_new_job_and_a_health_check_resumes_only_its_own(
         cluster.ask(lambda tx: requests.drain(tx, ROOT, "n7", "x", ""))
 
 
+def test_a_job_that_exits_with_75_is_queued_again_if_it_was_submitted_with_requeue() -> None:
+    cluster = Cluster("n1")
+    again, not_again = cluster.submit(requeue=True), cluster.submit()
+    for job_id in (again, not_again):
+        cluster.run(job_id)
+        cluster.end(job_id, code=75)
+    assert (cluster.job(again).attempt, cluster.job(not_again).state) == (1, JobState.FAILED)
+
+
 def test_old_ends_are_forgotten_in_memory_and_kept_on_disk() -> None:
     cluster = Cluster("n1")
     job_id = cluster.submit()
