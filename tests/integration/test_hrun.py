@@ -1,0 +1,569 @@
+"""hrun and hrsh as processes, against a small controller of the test's own behind a real unix socket."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+from waiting import wait_until
+
+from hpcnode import headsocket, protocol
+from hpcnode.protocol import Input, Output, OutputAck, StepEnded, StepRequest, StepSignal, StepStarted, StepWaiting
+from hpcsched import paths
+
+M = TypeVar("M")
+TIMEOUT_S = 10.0
+HERE = protocol.Address(node="", stream=1)
+
+
+class Controller:
+    """The other end: takes one connection, and says what the test tells it to say."""
+
+    def __init__(self, path: Path) -> None:
+        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.listener.bind(str(path))
+        self.listener.listen(1)
+        self.listener.settimeout(TIMEOUT_S)
+        self.path = path
+        self.connection: socket.socket | None = None
+        self._framer = protocol.Framer()
+        self._came: list[tuple[protocol.Message, bytes]] = []
+
+    def take(self, kind: type[M], wanted: Callable[[M], bool] = lambda message: True) -> tuple[M, bytes]:
+        """Return the next message of this kind (that is wanted); others that come before it are kept."""
+        deadline_s = time.monotonic() + TIMEOUT_S
+        while time.monotonic() < deadline_s:
+            for at, (message, blob) in enumerate(self._came):
+                if isinstance(message, kind) and wanted(message):
+                    del self._came[at]
+                    return message, blob
+            self._receive()
+        raise AssertionError(f"no {kind.__name__} came, but {self._came}")
+
+    def _receive(self) -> None:
+        if self.connection is None:
+            self.connection, _ = self.listener.accept()
+            self.connection.settimeout(TIMEOUT_S)
+        data = self.connection.recv(1 << 16)
+        assert data, f"the client closed the connection; still unread: {self._came}"
+        self._came += self._framer.feed(data)
+
+    def say(self, message: protocol.Message, blob: bytes = b"") -> None:
+        assert self.connection is not None
+        self.connection.sendall(protocol.encode(message, blob))
+
+    def output(self, task: int, text: bytes, *, fd: int = 1, offset: int = 0, eof: bool = False) -> None:
+        self.say(Output(to=HERE, token=f"token{task}", task=task, fd=fd, offset=offset, eof=eof), text)
+
+    def start(self, tasks: int = 2) -> StepRequest:
+        """Take the request, and start one task on each of nodes n1, n2, ..."""
+        request, _ = self.take(StepRequest)
+        self.say(StepStarted(job_id=12, step=3, tasks=[(f"n{i + 1}", i, 1, f"token{i}") for i in range(tasks)]))
+        return request
+
+    def end(self, *codes: int, signals: tuple[int, ...] = (), close: tuple[int, ...] = (1, 2)) -> None:
+        """Close the tasks' output (that nothing more was sent of) and end the step."""
+        for task in range(len(codes)):
+            for fd in close:
+                self.output(task, b"", fd=fd, offset=0, eof=True)
+        self.say(StepEnded(codes=list(codes), signals=list(signals or [0] * len(codes))))
+
+    def close(self) -> None:
+        if self.connection is not None:
+            self.connection.close()
+        self.listener.close()
+
+
+@pytest.fixture
+def controller(tmp_path: Path) -> Iterator[Controller]:
+    server = Controller(tmp_path / "agent.sock")
+    yield server
+    server.close()
+
+
+class Running:
+    """A command under test."""
+
+    def __init__(self, module: str, args: tuple[str, ...], env: dict[str, str], cwd: Path) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", module, *args],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=env,
+            cwd=cwd,
+        )
+
+    def finish(self, stdin: bytes = b"") -> tuple[int, str, str]:
+        """Wait for its end; return exit code, output, errors."""
+        out, err = self.process.communicate(stdin, timeout=TIMEOUT_S)
+        return self.process.returncode, out.decode(), err.decode()
+
+
+@pytest.fixture
+def run(controller: Controller, tmp_path: Path) -> Iterator[Callable[..., Running]]:
+    started: list[Running] = []
+
+    def start(*args: str, module: str = "hpcnode.hrun", **variables: str) -> Running:
+        env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "HPCSCHED_"))}
+        env |= {"HPCSCHED_JOB_ID": "12", "HPCSCHED_SOCKET": str(controller.path), **variables}
+        started.append(Running(module, args, env, tmp_path))
+        return started[-1]
+
+    yield start
+    for each in started:
+        if each.process.poll() is None:
+            each.process.kill()
+            each.process.communicate()
+
+
+def test_the_request_says_what_was_typed(controller: Controller, run: Callable[..., Running], tmp_path: Path) -> None:
+    hrun = run(
+        "-N2", "-n4", "-lu", "--gpus-per-task=a100:1", "--mem", "2G", "--overl", "-K", "prog", "-n", "x", FOO="1"
+    )
+    request = controller.start()
+    controller.end(0, 0)
+    assert hrun.finish()[0] == 0
+    assert request.job_id == 12
+    assert request.argv == ["prog", "-n", "x"]
+    assert request.work_dir == str(tmp_path)
+    assert request.env["FOO"] == "1"
+    assert request.options == {
+        "nodes": "2",
+        "ntasks": "4",
+        "label": True,
+        "gpus-per-task": "a100:1",
+        "mem": "2G",
+        "overlap": True,
+        "kill-on-bad-exit": True,
+    }
+
+
+def test_output_comes_in_whole_lines_each_with_its_task(controller: Controller, run: Callable[..., Running]) -> None:
+    hrun = run("-l", "prog")
+    controller.start(tasks=11)
+    controller.output(0, b"on")
+    controller.output(10, b"ten\nunfini")
+    controller.output(0, b"e\ntwo\n", offset=2)
+    controller.output(0, b"e\ntwo\n", offset=2)  # twice: shown once
+    controller.output(10, b"finished", offset=8 + 2)
+    controller.output(3, b"oops\n", fd=2)
+    for task in range(11):
+        controller.output(task, b"", offset={0: 8, 10: 18}.get(task, 0), eof=True)
+        controller.output(task, b"", fd=2, offset={3: 5}.get(task, 0), eof=True)
+    controller.say(StepEnded(codes=[0] * 11, signals=[0] * 11))
+    code, out, err = hrun.finish()
+    assert out.splitlines() == ["10: ten", " 0: one", " 0: two", "10: unfinifinished"]
+    assert err == " 3: oops\n"
+    assert code == 0
+
+
+def test_output_is_acknowledged_when_it_is_written(controller: Controller, run: Callable[..., Running]) -> None:
+    hrun = run("prog")
+    controller.start(tasks=1)
+    big = b"x" * (300 << 10)  # more than the pipe that nobody reads yet holds
+    controller.output(0, b"hello\n")
+    ack, _ = controller.take(OutputAck)
+    assert (ack.token, ack.task, ack.fd, ack.offset) == ("token0", 0, 1, 6)
+    controller.output(0, big, offset=6)
+    controller.output(0, b"e", fd=2)
+    controller.take(OutputAck, lambda ack: ack.fd == 2)  # the loop goes on although stdout is full
+    assert not [m for m, _ in controller._came if isinstance(m, OutputAck) and m.fd == 1]
+    controller.output(0, b"", offset=6 + len(big), eof=True)
+    controller.output(0, b"", fd=2, offset=1, eof=True)
+    controller.say(StepEnded(codes=[0], signals=[0]))
+    code, out, err = hrun.finish()
+    assert (code, len(out), err) == (0, 6 + len(big), "e")
+
+
+def test_output_after_the_end_of_the_step_is_waited_for(controller: Controller, run: Callable[..., Running]) -> None:
+    hrun = run("prog")
+    controller.start(tasks=1)
+    controller.say(StepEnded(codes=[0], signals=[0]))
+    controller.output(0, b"late\n", eof=True)
+    controller.output(0, b"", fd=2, eof=True)
+    assert hrun.finish() == (0, "late\n", "")
+
+
+def test_a_gap_in_the_output_is_an_error(controller: Controller, run: Callable[..., Running]) -> None:
+    hrun = run("prog")
+    controller.start(tasks=1)
+    controller.output(0, b"later", offset=10)
+    code, _, err = hrun.finish()
+    assert (code, err) == (1, "hrun: error: output of task 0 is missing before byte 10\n")
+
+
+@pytest.mark.parametrize(
+    ("codes", "signals", "code", "text"),
+    [
+        ((0, 0), (0, 0), 0, ""),
+        ((0, 7), (0, 0), 7, "hrun: error: n2: task 1: Exited with exit code 7\n"),
+        ((3, 0), (0, 9), 137, "hrun: error: n1: task 0: Exited with exit code 3\nhrun: error: n2: task 1: Killed\n"),
+        (
+            (2, 2),
+            (0, 0),
+            2,
+            "hrun: error: n1: task 0: Exited with exit code 2\nhrun: error: n2: task 1: Exited with exit code 2\n",
+        ),
+    ],
+)
+def test_the_exit_code_is_the_highest(
+    controller: Controller,
+    run: Callable[..., Running],
+    codes: tuple[int, ...],
+    signals: tuple[int, ...],
+    code: int,
+    text: str,
+) -> None:
+    hrun = run("prog")
+    controller.start()
+    controller.end(*codes, signals=signals)
+    assert hrun.finish() == (code, "", text)
+
+
+def test_stdin_goes_to_task_0_and_stops_at_the_window(controller: Controller, run: Callable[..., Running]) -> None:
+    data = bytes(range(256)) * 2048  # 512 KiB
+    hrun = run("prog")
+    controller.start()
+    assert hrun.process.stdin is not None
+    hrun.process.stdin.write(data[:300_000])  # the window takes 256 KiB of it, the rest fits into the pipe
+    hrun.process.stdin.flush()
+    got = bytearray()
+    while len(got) < 256 << 10:
+        message, blob = controller.take(Input)
+        assert (message.token, message.task, message.offset, message.eof) == ("token0", 0, len(got), False)
+        got += blob
+    assert len(got) == 256 << 10
+    controller.output(0, b"e", fd=2)
+    controller.take(OutputAck)  # hrun is awake, yet sends no more input before it is told to
+    assert not [message for message, _ in controller._came if isinstance(message, Input)]
+    controller.say(protocol.InputAck(to=HERE, token="token0", task=0, offset=len(got)))
+    while len(got) < 300_000:
+        got += controller.take(Input)[1]
+    controller.say(protocol.InputAck(to=HERE, token="token0", task=0, offset=len(got)))
+    hrun.process.stdin.write(data[300_000:])
+    hrun.process.stdin.close()
+    eof = False
+    while not eof:
+        message, blob = controller.take(Input)
+        got += blob
+        eof = message.eof
+        controller.say(protocol.InputAck(to=HERE, token="token0", task=0, offset=len(got)))
+    assert bytes(got) == data
+    controller.output(0, b"", fd=2, offset=1, eof=True)
+    controller.output(0, b"", eof=True)
+    controller.end(0, 0)
+    hrun.process.stdin = None
+    assert hrun.finish()[0] == 0
+
+
+def test_input_all_goes_to_every_node(controller: Controller, run: Callable[..., Running]) -> None:
+    hrun = run("-i", "all", "prog")
+    controller.start()
+    assert hrun.process.stdin is not None
+    hrun.process.stdin.write(b"abc")
+    hrun.process.stdin.close()
+    hrun.process.stdin = None
+    said = [controller.take(Input) for _ in range(4)]
+    assert sorted((m.token, m.task, m.offset, m.eof, blob) for m, blob in said) == [
+        ("token0", -1, 0, False, b"abc"),
+        ("token0", -1, 3, True, b""),
+        ("token1", -1, 0, False, b"abc"),
+        ("token1", -1, 3, True, b""),
+    ]
+    controller.end(0, 0)
+    assert hrun.finish()[0] == 0
+
+
+def test_files_shared_by_tasks_are_written_here_and_others_on_the_nodes(
+    controller: Controller, run: Callable[..., Running], tmp_path: Path
+) -> None:
+    hrun = run("-o", "logs/%j.%s.out", "-e", "err.%t", "-i", "none", "prog")
+    request = controller.start()
+    assert request.options["error"] == "err.%t"
+    assert request.options["input"] == "/dev/null"
+    assert "output" not in request.options
+    controller.output(0, b"a\n")
+    controller.output(1, b"b\n")
+    for task in (0, 1):
+        controller.output(task, b"", offset=2, eof=True)
+    controller.say(StepEnded(codes=[0, 0], signals=[0, 0]))
+    assert hrun.finish() == (0, "", "")
+    assert (tmp_path / "logs" / "12.3.out").read_text() == "a\nb\n"
+
+
+def test_output_of_one_task_only(controller: Controller, run: Callable[..., Running]) -> None:
+    hrun = run("-o", "1", "prog")
+    controller.start()
+    controller.output(0, b"no\n")
+    controller.output(1, b"yes\n")
+    for task, offset in ((0, 3), (1, 4)):
+        controller.output(task, b"", offset=offset, eof=True)
+        controller.output(task, b"", fd=2, eof=True)
+    controller.say(StepEnded(codes=[0, 0], signals=[0, 0]))
+    assert hrun.finish() == (0, "yes\n", "")
+
+
+def test_an_interrupt_tells_and_a_second_one_kills(controller: Controller, run: Callable[..., Running]) -> None:
+    hrun = run("prog")
+    controller.start()
+    controller.output(1, b"", eof=True)
+    controller.output(1, b"", fd=2, eof=True)
+    controller.output(0, b"go\n")
+    controller.take(OutputAck, lambda ack: ack.task == 0)  # it runs, and has seen the rest
+    hrun.process.send_signal(signal.SIGINT)
+    assert hrun.process.stderr is not None
+    told = [hrun.process.stderr.readline().decode() for _ in range(3)]
+    assert told == [
+        "hrun: interrupt (one more within 1 sec to abort)\n",
+        "hrun: StepId=12.3 tasks 0: running\n",
+        "hrun: StepId=12.3 tasks 1: exited\n",
+    ]
+    hrun.process.send_signal(signal.SIGINT)
+    message, _ = controller.take(StepSignal)
+    assert message.signum == signal.SIGKILL
+    controller.output(0, b"", offset=3, eof=True)
+    controller.output(0, b"", fd=2, eof=True)
+    controller.say(StepEnded(codes=[0, 0], signals=[9, 0]))
+    assert hrun.finish()[0] == 137
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
+def test_other_signals_are_passed_on(
+    controller: Controller, run: Callable[..., Running], signum: signal.Signals
+) -> None:
+    hrun = run("prog")
+    controller.start()
+    controller.output(0, b"go\n")
+    controller.take(OutputAck)
+    hrun.process.send_signal(signum)
+    assert controller.take(StepSignal)[0].signum == signum
+    controller.output(0, b"", offset=3, eof=True)
+    controller.output(0, b"", fd=2, eof=True)
+    controller.end(0, 0)
+    assert hrun.finish()[0] == 0
+
+
+def test_a_closed_stdout_is_told_to_the_tasks(controller: Controller, run: Callable[..., Running]) -> None:
+    hrun = run("prog")
+    controller.start(tasks=1)
+    assert hrun.process.stdout is not None
+    hrun.process.stdout.close()
+    controller.output(0, b"nobody reads this\n")
+    assert controller.take(StepSignal)[0].signum == signal.SIGPIPE
+    controller.take(OutputAck, lambda ack: ack.offset == 18)  # dropped, not kept
+    controller.output(0, b"", offset=18, eof=True)
+    controller.output(0, b"", fd=2, eof=True)
+    controller.say(StepEnded(codes=[0], signals=[13]))
+    assert hrun.process.wait(TIMEOUT_S) == 141
+
+
+def test_a_long_wait_is_told_of(controller: Controller, run: Callable[..., Running]) -> None:
+    hrun = run("prog")
+    controller.take(StepRequest)
+    controller.say(StepWaiting(job_id=12, text="job 12 queued and waiting for resources"))
+    assert hrun.process.stderr is not None
+    assert hrun.process.stderr.readline() == b"hrun: job 12 queued and waiting for resources\n"
+    controller.say(StepWaiting(job_id=12, text="job 12 has been allocated resources"))
+    assert hrun.process.stderr.readline() == b"hrun: job 12 has been allocated resources\n"
+    hrun.process.send_signal(signal.SIGINT)  # nothing runs yet: this is the end
+    code, _, err = hrun.finish()
+    assert (code, err) == (1, "hrun: error: cancelled by signal 2 while waiting\n")
+
+
+def test_a_short_wait_is_not(controller: Controller, run: Callable[..., Running]) -> None:
+    hrun = run("prog")
+    controller.take(StepRequest)
+    controller.say(StepWaiting(job_id=12, text="job 12 queued and waiting for resources"))
+    controller.say(StepStarted(job_id=12, step=0, tasks=[("n1", 0, 1, "token0")]))
+    controller.end(0)
+    assert hrun.finish() == (0, "", "")
+
+
+def test_immediate_does_not_wait(controller: Controller, run: Callable[..., Running]) -> None:
+    hrun = run("--immediate=0", "prog")
+    controller.take(StepRequest)
+    code, _, err = hrun.finish()
+    assert (code, err) == (1, "hrun: error: cannot start the step at once, as --immediate asks\n")
+
+
+def test_wait_ends_the_rest_after_the_first_task(controller: Controller, run: Callable[..., Running]) -> None:
+    hrun = run("--wait=1", "prog")
+    controller.start()
+    controller.output(0, b"", eof=True)
+    controller.output(0, b"", fd=2, eof=True)
+    assert controller.take(StepSignal)[0].signum == signal.SIGKILL
+    controller.output(1, b"", eof=True)
+    controller.output(1, b"", fd=2, eof=True)
+    controller.say(StepEnded(codes=[0, 0], signals=[0, 9]))
+    assert hrun.finish()[0] == 137
+
+
+def test_a_refusal_is_shown(controller: Controller, run: Callable[..., Running]) -> None:
+    hrun = run("-n9", "prog")
+    controller.take(StepRequest)
+    controller.say(StepEnded(codes=[], signals=[], error="cannot give the step 9 tasks: the job has 8 cpus on 2 nodes"))
+    assert hrun.finish() == (1, "", "hrun: error: cannot give the step 9 tasks: the job has 8 cpus on 2 nodes\n")
+
+
+def test_a_lost_connection_is_the_end(controller: Controller, run: Callable[..., Running]) -> None:
+    hrun = run("prog")
+    controller.start()
+    controller.close()
+    code, _, err = hrun.finish()
+    assert code == 1
+    assert err.startswith("hrun: error: lost the connection to the node's agent: ")
+    assert err.endswith("it cannot be taken up again\n")
+
+
+def test_hrun_does_not_poll(controller: Controller, run: Callable[..., Running]) -> None:
+    hrun = run("prog")
+    controller.start(tasks=1)
+    controller.output(0, b"go\n")
+    controller.take(OutputAck)
+
+    def switches() -> int:
+        text = Path(f"/proc/{hrun.process.pid}/status").read_text()
+        return sum(int(line.split()[1]) for line in text.splitlines() if "voluntary_ctxt" in line)
+
+    state = Path(f"/proc/{hrun.process.pid}/stat")
+    wait_until(lambda: state.read_text().rpartition(")")[2].split()[0] == "S", what="hrun to sleep")
+    before = switches()
+    hrun.process.poll()
+    deadline_s = time.monotonic() + 0.7
+    wait_until(lambda: time.monotonic() > deadline_s)
+    assert switches() - before <= 2
+    controller.output(0, b"", offset=3, eof=True)
+    controller.output(0, b"", fd=2, eof=True)
+    controller.say(StepEnded(codes=[0], signals=[0]))
+    assert hrun.finish()[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        (("--lable", "x"), "unknown option --lable: did you mean --label?"),
+        (("-Z", "x"), "unknown option -Z: the short options are "),
+        (("--mem",), "option --mem needs a value: SIZE"),
+        (("--ntask=2", "x"), "option --ntask is ambiguous: --ntasks --ntasks-per-node"),
+        (("--label=yes", "x"), "option --label takes no value"),
+        (("-n2",), "no command given"),
+        (("--mpi=pmix", "x"), "cannot start tasks with --mpi=pmix: only none is there. Start MPI programs with mpirun"),
+        (("--wait=soon", "x"), "cannot read --wait=soon"),
+        (("-K2", "x"), "cannot read '2': 0 or 1 is needed"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(run: Callable[..., Running], args: tuple[str, ...], text: str) -> None:
+    code, out, err = run(*args).finish()
+    assert (code, out) == (2, "")
+    assert err.startswith("hrun: error: " + text)
+
+
+def test_what_is_answered_at_once(run: Callable[..., Running]) -> None:
+    assert run("--mpi=list").finish() == (0, "MPI plugin types are...\n\tnone\n", "")
+    assert run("--version").finish()[1].startswith("hpcsched ")
+    assert "--ntasks-per-node=N" in run("--help").finish()[1]
+
+
+def test_without_a_controller_it_says_what_to_start(run: Callable[..., Running], tmp_path: Path) -> None:
+    hrun = run("x", HPCSCHED_SOCKET="", HPCSCHED_JOB_ID="", HPCSCHED_CONFIG=str(tmp_path / "conf"))
+    code, _, err = hrun.finish()
+    assert code == 1
+    path = tmp_path / "conf" / "state" / "run" / "steps.sock"
+    assert err == (
+        f"hrun: error: Unable to contact hpcsched controller ({path}: No such file or directory): "
+        "start it with 'hpcsched up'\n"
+    )
+
+
+def test_environment_gives_defaults_and_export_chooses(controller: Controller, run: Callable[..., Running]) -> None:
+    hrun = run("--export=A,B=2", "--label", "prog", A="1", C="3", SLURM_KILL_BAD_EXIT="1", HPCSCHED_OVERLAP="1")
+    request = controller.start()
+    controller.end(0, 0)
+    hrun.finish()
+    assert (request.env.get("A"), request.env.get("B"), request.env.get("C")) == ("1", "2", None)
+    assert request.env["HPCSCHED_JOB_ID"] == "12"
+    assert request.options["kill-on-bad-exit"] is True
+    assert request.options["overlap"] is True
+
+
+@pytest.mark.parametrize("toml", [None, "", '[controller]\nrun_dir = "r"\n', '[controller]\nstate_dir = "/s"\n'])
+@pytest.mark.parametrize("variables", ["config", "xdg", "home"])
+def test_the_heads_socket_is_where_the_other_commands_look(tmp_path: Path, toml: str | None, variables: str) -> None:
+    environ = {
+        "config": {"HPCSCHED_CONFIG": str(tmp_path / "c")},
+        "xdg": {"XDG_CONFIG_HOME": str(tmp_path), "XDG_RUNTIME_DIR": "/run/user/7", "HOME": "/nowhere"},
+        "home": {"HOME": str(tmp_path)},
+    }[variables]
+    config_dir = paths.own_config_dir(environ, 1000)
+    if toml is not None:
+        config_dir.mkdir(parents=True)
+        (config_dir / "hpcsched.toml").write_text(toml)
+    expected = paths.find_run_dir(environ, 1000) / paths.STEPS_SOCKET
+    assert headsocket.steps_socket(environ, 1000) == str(expected)
+
+
+# ----- hrsh
+
+
+def test_hrsh_runs_a_command_on_one_node(controller: Controller, run: Callable[..., Running]) -> None:
+    hrsh = run(
+        "-x", "-o", "BatchMode=yes", "-p", "22", "me@n2", "-q", "echo", "$HOME;", "exit 3", module="hpcnode.hrsh"
+    )
+    request, _ = controller.take(StepRequest)
+    assert request.argv == ["/bin/sh", "-c", "cd 2>/dev/null; echo $HOME; exit 3"]
+    assert (request.options["nodelist"], request.options["overlap"], request.options["ntasks"]) == ("n2", True, "1")
+    controller.say(StepStarted(job_id=12, step=0, tasks=[("n2", 0, 1, "token0")]))
+    controller.output(0, b"no newline, at once")
+    controller.take(OutputAck)
+    controller.output(0, b"", offset=19, eof=True)
+    controller.output(0, b"", fd=2, eof=True)
+    controller.say(StepEnded(codes=[3], signals=[0]))
+    assert hrsh.finish() == (3, "no newline, at once", "")
+
+
+def test_hrsh_told_to_end_ends_its_command(controller: Controller, run: Callable[..., Running]) -> None:
+    hrsh = run("-n", "n2", "sleep 60", module="hpcnode.hrsh")
+    request = controller.start(tasks=1)
+    assert request.options["input"] == "/dev/null"
+    controller.output(0, b"go")
+    controller.take(OutputAck)
+    hrsh.process.terminate()
+    assert controller.take(StepSignal)[0].signum == signal.SIGTERM
+    assert controller.take(StepSignal)[0].signum == signal.SIGKILL  # it did not end in time
+    controller.output(0, b"", offset=2, eof=True)
+    controller.output(0, b"", fd=2, eof=True)
+    controller.say(StepEnded(codes=[0], signals=[9]))
+    assert hrsh.finish()[0] == 143
+
+
+def test_hrsh_names_mpi_daemons_where_it_must(controller: Controller, run: Callable[..., Running]) -> None:
+    command = 'prted --prtemca ess "env" --prtemca x 1'
+    hrsh = run("n2", command, module="hpcnode.hrsh", HPCSCHED_MPI_NAME_DAEMONS="1")
+    request = controller.start(tasks=1)
+    assert "export SLURMD_NODENAME=n2; " in request.argv[2]
+    assert request.argv[2].endswith("prted --prtemca ess slurm --prtemca x 1")
+    controller.end(0)
+    assert hrsh.finish()[0] == 0
+
+
+@pytest.mark.parametrize("args", [(), ("n2",), ("-l", "me", "n2")])
+def test_hrsh_opens_no_login_shell(run: Callable[..., Running], args: tuple[str, ...]) -> None:
+    code, _, err = run(*args, module="hpcnode.hrsh").finish()
+    assert code == 255
+    assert err.startswith("hrsh: error: cannot open a login shell")
+
+
+def test_hrsh_fails_as_ssh_does(controller: Controller, run: Callable[..., Running]) -> None:
+    hrsh = run("n9", "true", module="hpcnode.hrsh")
+    controller.take(StepRequest)
+    controller.say(StepEnded(codes=[], signals=[], error="cannot start the step on n9: the job has n[1-2]"))
+    assert hrsh.finish() == (255, "", "hrsh: error: cannot start the step on n9: the job has n[1-2]\n")
