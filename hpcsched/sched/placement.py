@@ -213,7 +213,10 @@ def _pick(rest: list[Seat], count: int, wanted_tasks: int, wanted_gpus: int, by:
     top = sum(sizes[len(sizes) - count + 1 :]) if count > 1 else 0  # the largest count-1 that are still open
     while len(chosen) < count:
         floor = missing - top
-        at = next((at for at, seat in enumerate(open_seats) if value(seat) >= floor), None)
+        fit = (at for at, seat in enumerate(open_seats) if value(seat) >= floor)
+        if len(chosen) == count - 1:  # the last one: the tightest that has enough
+            fit = iter(sorted(fit, key=lambda at: (*open_seats[at].preference[:2], value(open_seats[at]), at)))
+        at = next(fit, None)
         if at is None:
             return chosen
         seat = open_seats.pop(at)

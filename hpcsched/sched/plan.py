@@ -153,11 +153,9 @@ class _Planner:
         """Start `job` if it fits now; if it does not and never will on the nodes that answer, note that."""
         lane = self.lanes[job.partition]
         hopeless = lane.head is not None and self._is_hopeless(job, lane)
-        group = self.groups.get((id(job.request.shape), job.partition))
-        if group is None:
-            if hopeless and 0 < self.policy.backfill_depth <= len(self.groups):
-                return False
-            group = self._new_group(job.request.shape, lane)
+        if hopeless and 0 < self.policy.backfill_depth <= len(self.groups):
+            return False
+        group = self._group(job)
         end_s = self.timeline.now_s + self._limit_s(job)
         parts = None
         if not hopeless and end_s <= group.fails_beyond_s:
@@ -184,12 +182,15 @@ class _Planner:
             self.most_free_cpus[job.partition] = (len(self.timeline.changed), most)
         return most < job.request.shape.cpus_least
 
-    def _new_group(self, shape: Shape, lane: _Lane) -> _Group:
-        nodes = lane.nodes
-        if shape.features or shape.exclude:
-            nodes = [at for at in nodes if allows(shape, self.snapshot.nodes[at])]
-        required = frozenset([self.timeline.index.get(name, -1) for name in shape.nodelist])
-        group = self.groups[id(shape), lane.partition.name] = _Group(shape, nodes, required)
+    def _group(self, job: PendingJob) -> _Group:
+        shape = job.request.shape
+        group = self.groups.get((id(shape), job.partition))
+        if group is None:
+            nodes = self.lanes[job.partition].nodes
+            if shape.features or shape.exclude:
+                nodes = [at for at in nodes if allows(shape, self.snapshot.nodes[at])]
+            required = frozenset([self.timeline.index.get(name, -1) for name in shape.nodelist])
+            group = self.groups[id(shape), job.partition] = _Group(shape, nodes, required)
         return group
 
     def _never(self, group: _Group, lane: _Lane) -> Wait | None:
@@ -249,7 +250,7 @@ class _Planner:
 
     def _make_head(self, job: PendingJob, lane: _Lane) -> None:
         start_s = self._reserve(job)
-        group = self.groups[id(job.request.shape), job.partition]
+        group = self._group(job)
         seats = [seat for at in group.nodes if (seat := self._seat(group.shape, at, self.timeline.now_s)) is not None]
         missing = group.required.difference(seat.node for seat in seats)
         names = sorted(self.snapshot.nodes[at].name for at in missing)
@@ -266,7 +267,7 @@ class _Planner:
 
     def _reserve(self, job: PendingJob) -> float | None:
         """Keep room for `job` from the earliest time at which it fits, and return that time."""
-        group = self.groups[id(job.request.shape), job.partition]
+        group = self._group(job)
         limit_s = self._limit_s(job)
         found = earliest_start(self.timeline, group.shape, group.nodes, group.required, limit_s)
         if found is None:

@@ -1,9 +1,9 @@
 """plan() replays the head of a real machine's log and starts every job at the second that the reference schedule says.
 
-The log and the reference are data of others and not part of the repository: HPCSCHED_TRACES names the directory that has them
-(KTH-SP2.pyss.swf.gz and reference/). The semantics replayed are those of the simulator that made the reference: events one at a time,
-submissions before ends of the same second; a pass at each end, and at a submission only if the job fits in what is free;
-a running job's processors are free again at start + requested time.
+The log and the reference are data of others and not part of the repository: HPCSCHED_TRACES names the directory that
+has them (KTH-SP2.pyss.swf.gz and reference/). The semantics replayed are those of the simulator that made the reference:
+events one at a time, submissions before ends of the same second; a pass at each end, and at a submission only if the job
+fits in what is free; a running job's processors are free again at start + requested time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ SUBMIT, END = 0, 1
 
 TRACES = os.environ.get("HPCSCHED_TRACES")
 needs_traces = pytest.mark.skipif(
-    not TRACES, reason="HPCSCHED_TRACES is not set: the replay of a real machine's log against its reference is NOT checked"
+    not TRACES,
+    reason="HPCSCHED_TRACES is not set: the replay of a real machine's log against its reference is NOT checked",
 )
 
 
@@ -114,6 +115,8 @@ def _pending(job_id: int, order: int, procs: int, asked_s: int) -> PendingJob:
 
 
 def test_the_replay_itself_gives_shares_of_one_pool() -> None:
-    starts = _replay([(1, 0, 50, 60, 100), (2, 1, 10, 100, 20), (3, 2, 10, 40, 40), (4, 3, 9, 40, 98)], Policy(weight_age=0))
+    starts = _replay(
+        [(1, 0, 50, 60, 100), (2, 1, 10, 100, 20), (3, 2, 10, 40, 40), (4, 3, 9, 40, 98)], Policy(weight_age=0)
+    )
     assert starts == {1: 0, 3: 2, 2: 50, 4: 60}
     assert Share(node=NodeName("m"), cpus=1, mem_mib=0).tasks == 1

@@ -46,7 +46,8 @@ class World:
     def starts(self) -> dict[int, str]:
         """Return what starts: ``{2: "n1:4 n2:4"}``, the cpus on each node."""
         return {
-            start.job_id: " ".join(f"{share.node}:{share.cpus}" for share in start.shares) for start in self.plan().starts
+            start.job_id: " ".join(f"{share.node}:{share.cpus}" for share in start.shares)
+            for start in self.plan().starts
         }
 
     def reasons(self) -> dict[int, str]:
