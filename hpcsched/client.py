@@ -64,7 +64,7 @@ def call(
 
     Raises UnavailableError if there is no controller, else the error that it answered.
     """
-    response = request(method, path, body, timeout_s=timeout_s)
+    response = request(method, path, body, timeout_s=timeout_s, where=where)
     if response.status != 200:
         raise _error(response)
     answer = _json(response)
