@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import re
 from datetime import datetime, timedelta
+from typing import TYPE_CHECKING
 
 from hpcsched.errors import RequestError
-from hpcsched.model.job import SignalSpec
+
+if TYPE_CHECKING:
+    from hpcsched.model.job import SignalSpec
 
 MINUTE_S = 60
 HOUR_S = 3600
@@ -244,6 +247,8 @@ def signal_name(signum: int) -> str:
 
 def parse_signal_spec(text: str) -> SignalSpec:
     """Return what ``--signal=[B:]SIG[@seconds]`` asks for; unsaid, 60 seconds before the limit. Raises RequestError."""
+    from hpcsched.model.job import SignalSpec  # here: it costs a command that only writes times and sizes 20 ms
+
     match = _SIGNAL.match(text.strip())
     if match is None:
         raise RequestError(f"cannot read --signal={_short(text)}: write [B:]SIGNAL[@seconds], as B:USR1@120")
