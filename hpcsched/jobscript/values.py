@@ -119,7 +119,9 @@ def parse_gpus(text: str) -> tuple[GpuRequest, ...]:
     for item in text.strip().split(","):
         kind, colon, count = item.strip().rpartition(":")
         if not colon and not count.isdigit():
-            kind, count = count, "1"
+            kind, colon, count = count, ":", "1"
+        if colon and not kind:
+            raise RequestError(f"cannot read GPUs {short(text)}: write 2, a100 or a100:2")
         requests.append(_gpu_request(kind, count, text))
     return _summed(requests, text)
 
@@ -136,9 +138,9 @@ def parse_gres(text: str) -> tuple[GpuRequest, ...]:
         name, *parts = item.strip().removeprefix("gres/").removeprefix("gres:").split(":")
         if name.lower() != "gpu":
             raise RequestError(f"cannot give a job {short(item.strip())}: the only generic resource is gpu")
-        if len(parts) > 2:
-            raise RequestError(f"cannot read {short(item)}: write gpu:2, gpu:a100 or gpu:a100:2")
         count = parts.pop() if parts and parts[-1].isdigit() else "1"
+        if len(parts) > 1 or parts == [""]:
+            raise RequestError(f"cannot read {short(item)}: write gpu:2, gpu:a100 or gpu:a100:2")
         requests.append(_gpu_request(parts[0] if parts else ANY_GPU, count, text))
     return _summed(requests, text)
 
