@@ -146,9 +146,11 @@ class LocalCluster:
 
     def api(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         """Ask the controller's API."""
-        return client.call(method, path, body, where=self._socket())
+        return client.call(method, path, body, where=self.api_socket)
 
-    def _socket(self) -> Path:
+    @property
+    def api_socket(self) -> Path:
+        """The controller's socket."""
         return paths.default_run_dir(self.config_dir, {"HOME": "/"}) / paths.API_SOCKET
 
     def run(

@@ -1,0 +1,1 @@
+"""Measurements: `make bench`. Each module has `run(quick) -> list[Figure]`; nothing here passes or fails."""

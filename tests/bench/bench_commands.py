@@ -1,0 +1,44 @@
+"""How long a person waits for a command: wall time beside that of `python3 -c pass`, in pairs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from hpcsched.demo.cluster import LocalCluster
+from tests.bench.figures import Figure, from_samples
+
+
+def run(quick: bool) -> list[Figure]:
+    """Time hsub, hqueue and the others against an idle cluster, each in turn with an empty Python."""
+    rounds = 10 if quick else 40
+    with tempfile.TemporaryDirectory() as directory, LocalCluster(Path(directory)) as cluster:
+        script = cluster.share / "job.sh"
+        script.write_text("#!/bin/sh\ntrue\n")
+        bin_dir = Path(sys.executable).parent
+        commands = {
+            "hsub of one script": [str(bin_dir / "hsub"), "--hold", str(script)],
+            "hqueue": [str(bin_dir / "hqueue")],
+            "hinfo": [str(bin_dir / "hinfo")],
+            "hcancel of one job": [str(bin_dir / "hcancel"), "last"],
+        }
+        figures = []
+        for name, command in commands.items():
+            floors, times = [], []
+            for _ in range(rounds):
+                floors.append(_wall_ms([sys.executable, "-c", "pass"], os.environ))
+                times.append(_wall_ms(command, cluster.env))
+            floor = from_samples("", floors, "ms").value
+            figures.append(from_samples(name, times, "ms", bar="<= 6x", floor=floor, floor_name="python3 -c pass"))
+        return figures
+
+
+def _wall_ms(command: Sequence[str], env: Mapping[str, str]) -> float:
+    started_s = time.perf_counter()
+    subprocess.run(command, env=env, stdout=subprocess.DEVNULL, check=True)
+    return (time.perf_counter() - started_s) * 1000

@@ -1,0 +1,136 @@
+"""The controller under load and at rest: submissions, launches, latency, idle cost."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+import time
+import uuid
+from pathlib import Path
+
+from hpcsched import client
+from hpcsched.demo.cluster import LocalCluster
+from hpcsched.model.codec import spec_to_json
+from hpcsched.model.job import JobSpec
+from tests.bench.figures import Figure, from_samples
+
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+def run(quick: bool) -> list[Figure]:
+    """Measure a cluster of three nodes."""
+    with tempfile.TemporaryDirectory() as directory, LocalCluster(Path(directory), cpus=8) as cluster:
+        return [
+            *idle(cluster, 5.0 if quick else 20.0),
+            latency(cluster, 10 if quick else 30),
+            *submissions(cluster, 400 if quick else 2000),
+            *throughput(cluster, 200 if quick else 1000),
+        ]
+
+
+def idle(cluster: LocalCluster, for_s: float) -> list[Figure]:
+    """Return the controller's share of a core and its memory while nothing happens."""
+    pid = cluster.api("GET", "/v1/ping")["pid"]
+    before = _cpu_s(pid)
+    time.sleep(for_s)
+    share = (_cpu_s(pid) - before) / for_s * 100
+    return [
+        Figure(name="idle controller, 3 nodes: CPU", value=share, unit="% of a core", bar="< 1 %"),
+        Figure(name="idle controller, 3 nodes: RSS", value=_rss_mb(pid), unit="MB", bar="< 120 MB"),
+    ]
+
+
+def latency(cluster: LocalCluster, rounds: int) -> Figure:
+    """Return the time from the call of hsub to the first line of the script, on an idle node."""
+    samples = []
+    for i in range(rounds):
+        stamp = cluster.share / f"stamp-{i}"
+        # Python's clock on one side and the file's change time on the other: one machine, one clock.
+        script = f"#!/bin/sh\n: > {stamp}\n"
+        started_s = time.time()
+        cluster.run("hsub", "-o", "/dev/null", stdin=script)
+        while not stamp.exists():
+            time.sleep(0.001)
+        samples.append((stamp.stat().st_mtime_ns / 1e9 - started_s) * 1000)
+        _wait_until_idle(cluster)
+    return from_samples("hsub called -> first line of the script, idle", samples, "ms", bar="<= 150 ms")
+
+
+def submissions(cluster: LocalCluster, count: int) -> list[Figure]:
+    """Return how many jobs a second eight clients of the API submit, each durable before it is answered."""
+    per_client = count // 8
+
+    def one_client() -> None:
+        for _ in range(per_client):
+            _submit(cluster, [_noop(cluster, hold=True)])
+
+    threads = [threading.Thread(target=one_client) for _ in range(8)]
+    started_s = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    rate = per_client * 8 / (time.perf_counter() - started_s)
+    started_s = time.perf_counter()
+    _submit(cluster, [_noop(cluster, hold=True) for _ in range(count)])
+    bulk = count / (time.perf_counter() - started_s)
+    cluster.api("POST", "/v1/cancel", {"jobs": [], "filters": {"state": "PENDING"}})
+    return [
+        Figure(name="submissions, 8 clients, durable", value=rate, unit="jobs/s", bar=">= 200 /s"),
+        Figure(name=f"submissions, {count} in one call", value=bulk, unit="jobs/s"),
+    ]
+
+
+def throughput(cluster: LocalCluster, count: int) -> list[Figure]:
+    """Return how many no-op jobs a second go from submission to their recorded end."""
+    cpu_before_s, started_s = _machine_cpu_s(), time.perf_counter()
+    _submit(cluster, [_noop(cluster) for _ in range(count)])
+    _wait_until_idle(cluster)
+    took_s = time.perf_counter() - started_s
+    cpu_ms = (_machine_cpu_s() - cpu_before_s) * 1000 / count
+    return [
+        Figure(name=f"{count} no-op jobs, submitted -> ended", value=count / took_s, unit="jobs/s", bar=">= 50 /s"),
+        Figure(name="CPU per no-op job, whole machine", value=cpu_ms, unit="ms"),
+    ]
+
+
+def _noop(cluster: LocalCluster, **fields: object) -> JobSpec:
+    return JobSpec(
+        name="noop",
+        script="#!/bin/sh\n",
+        work_dir=str(cluster.share),
+        stdout="/dev/null",
+        **fields,  # type: ignore[arg-type]
+    )
+
+
+def _submit(cluster: LocalCluster, specs: list[JobSpec]) -> None:
+    body = {"request_id": uuid.uuid4().hex, "jobs": [spec_to_json(spec) for spec in specs]}
+    client.call("POST", "/v1/submit", body, where=cluster.api_socket)
+
+
+def _wait_until_idle(cluster: LocalCluster) -> None:
+    while True:
+        counts = cluster.api("GET", "/v1/ping")["counts"]
+        if not any(counts.get(state) for state in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING")):
+            return
+        time.sleep(0.01)
+
+
+def _cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
+
+
+def _machine_cpu_s() -> float:
+    """Return the busy time of all processors."""
+    fields = [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
+    return (sum(fields) - fields[3] - fields[4]) / TICKS_PER_S
+
+
+def _rss_mb(pid: int) -> float:
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmRSS"):
+            return int(line.split()[1]) * 1024 / 1e6
+    return 0.0
