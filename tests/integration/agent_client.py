@@ -1,0 +1,240 @@
+"""A small controller for tests of the node alone: starts a real agent, speaks to its socket, remembers what it said.
+
+It acknowledges nothing by itself and keeps all messages, so that a test can say what must and must not have come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pwd
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import hpcnode
+from hpcnode import protocol
+
+PROGRAM = Path(hpcnode.__file__).parent
+PYTHON = os.environ.get("HPCSCHED_TEST_NODE_PYTHON", sys.executable)
+INCARNATION = "feedc0de"
+DEADLINE_S = 20.0
+FINAL = {protocol.ENDED, protocol.BARRED, protocol.REFUSED, protocol.LOST}
+
+
+def new_token(job: int = 1, attempt: int = 0, step: str = "batch", node: str = "n1") -> str:
+    """Return a token that was never used."""
+    return f"{INCARNATION}.{job}.{attempt}.{step}.{node}.{secrets.token_hex(16)}"
+
+
+@dataclass
+class NodeUnderTest:
+    """One node: its root directory and the agents that run there one after the other."""
+
+    root: Path
+    user: str = ""  # another account that the agent runs as; needs root
+    node: str = "n1"
+    idle_s: float = 60.0
+    environ: Mapping[str, str] = field(default_factory=dict)
+    agent: subprocess.Popen[bytes] | None = None
+    agents: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    @property
+    def socket(self) -> Path:
+        return self.root / "agent.sock"
+
+    def command(self, *words: str) -> list[str]:
+        """Return how a part of the program is run, as the node's account."""
+        argv = [PYTHON, "-I", "-S", str(PROGRAM), *words]
+        if self.user:
+            account = pwd.getpwnam(self.user)
+            argv = ["setpriv", f"--reuid={account.pw_uid}", f"--regid={account.pw_gid}", "--clear-groups", *argv]
+        return argv
+
+    def names(self) -> list[str]:
+        return ["--root", str(self.root), "--cluster", "c", "--node", self.node, "--idle-s", str(self.idle_s)]
+
+    def start(self, crash_at: str = "", **environ: str) -> None:
+        """Start an agent and wait until its socket answers (or it has crashed where it was told to)."""
+        read_end, write_end = os.pipe()
+        env = {"PATH": os.environ["PATH"], "HPCNODE_SIMULATED": "1", **self.environ, **environ}
+        if crash_at:
+            env["HPCNODE_CRASH_AT"] = crash_at
+        with open(self.root / "log", "ab") as log:
+            self.agent = subprocess.Popen(
+                self.command("agent", *self.names(), "--ready-fd", str(write_end)),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=(write_end,),
+                start_new_session=True,
+                env=env,
+            )
+        self.agents.append(self.agent)
+        os.close(write_end)
+        with os.fdopen(read_end, "rb") as file:
+            self.said = file.readline().decode()
+
+    def kill(self) -> None:
+        """Kill the agent as a power cut would, its shepherds excepted."""
+        assert self.agent is not None
+        self.agent.kill()
+        self.agent.wait(DEADLINE_S)
+
+    def shepherds(self) -> dict[str, int]:
+        """Return token -> pid of the shepherds whose start is recorded."""
+        found = {}
+        for path in (self.root / "spool").glob("*/started"):
+            found[path.parent.name] = json.loads(path.read_text())["shepherd"][0]
+        return found
+
+    def processes(self) -> list[int]:
+        """Return every process that was started for a job of this node, and every shepherd and agent."""
+        marker = f"HPCSCHED_AGENT_ROOT={self.root}".encode()
+        mine = str(self.root).encode()
+        found = []
+        for name in os.listdir("/proc"):
+            if not name.isdigit():
+                continue
+            with contextlib.suppress(OSError):
+                command = Path("/proc", name, "cmdline").read_bytes()
+                if not command:
+                    continue  # a zombie
+                if marker in Path("/proc", name, "environ").read_bytes().split(b"\0") or (
+                    mine in command.split(b"\0") and b"agent" in command.split(b"\0")
+                ):
+                    found.append(int(name))
+        return found
+
+    def stop(self) -> None:
+        """Kill everything of this node."""
+        deadline_s = time.monotonic() + DEADLINE_S
+        while self.processes() and time.monotonic() < deadline_s:
+            for pid in self.processes():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            for agent in self.agents:
+                agent.poll()
+        for agent in self.agents:
+            agent.wait(DEADLINE_S)
+
+
+class Controller:
+    """One connection to an agent."""
+
+    def __init__(self, node: NodeUnderTest, epoch: int = 1, incarnation: str = INCARNATION, greet: bool = True) -> None:
+        self.node = node
+        self.epoch = epoch
+        self.messages: list[tuple[protocol.Message, bytes]] = []
+        self.closed = False
+        self._framer = protocol.Framer()
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.connect(str(node.socket))
+        if greet:
+            self.send(protocol.Hello(protocol.VERSION, "c", incarnation, epoch, node.node))
+            self.welcome = self.wait(lambda m: isinstance(m, (protocol.Welcome, protocol.Goodbye)))
+
+    def send(self, message: protocol.Message, blob: bytes = b"") -> None:
+        self.sock.sendall(protocol.encode(message, blob))
+
+    def pump(self, timeout_s: float) -> bool:
+        """Take what has come; return whether anything came."""
+        self.sock.settimeout(max(0.001, timeout_s))
+        try:
+            data = self.sock.recv(1 << 20)
+        except (TimeoutError, BlockingIOError):
+            return False
+        except ConnectionError:
+            data = b""
+        if not data:
+            self.closed = True
+            return False
+        self.messages += list(self._framer.feed(data))
+        return True
+
+    def wait(self, wanted: Callable[[protocol.Message], bool], timeout_s: float = DEADLINE_S) -> Any:
+        """Return the first message that is wanted, of those that came and those that come."""
+        deadline_s = time.monotonic() + timeout_s
+        seen = 0
+        while True:
+            for message, _ in self.messages[seen:]:
+                if wanted(message):
+                    return message
+            seen = len(self.messages)
+            if time.monotonic() > deadline_s or self.closed:
+                log = (self.node.root / "log").read_text()[-4000:]
+                raise AssertionError(f"it did not come; what came: {self.messages[-20:]}; the agent's log: {log}")
+            self.pump(deadline_s - time.monotonic())
+
+    def reports(self, token: str) -> list[protocol.Report]:
+        return [m for m, _ in self.messages if isinstance(m, protocol.Report) and m.token == token]
+
+    def wait_status(self, token: str, *statuses: str, timeout_s: float = DEADLINE_S) -> protocol.Report:
+        """Return the first report of the token that says one of these."""
+        return self.wait(
+            lambda m: isinstance(m, protocol.Report) and m.token == token and m.status in statuses, timeout_s
+        )
+
+    def final(self, token: str, timeout_s: float = DEADLINE_S) -> protocol.Report:
+        return self.wait_status(token, *FINAL, timeout_s=timeout_s)
+
+    def ack(self, *reports: protocol.Report) -> None:
+        self.send(protocol.Ack([report.seq for report in reports]))
+
+    def launch(self, script: str = "", token: str = "", **fields: Any) -> str:
+        """Launch a batch script (or a step, when `argv` is given) and return its token."""
+        token = token or new_token(step="0" if "argv" in fields else "batch")
+        self.send(launch_of(token, epoch=self.epoch, **fields), script_of(script) if "argv" not in fields else b"")
+        return token
+
+    def close(self) -> None:
+        self.sock.close()
+
+
+def script_of(text: str) -> bytes:
+    return ("#!/bin/sh\n" + text).encode()
+
+
+def launch_of(token: str, **fields: Any) -> protocol.Launch:
+    """Return a launch for a token, with defaults for all that is not given."""
+    _, job, attempt, step, _node, _ = token.split(".")
+    base = protocol.Launch(
+        token=token,
+        job_id=int(job),
+        attempt=int(attempt),
+        step=step,
+        epoch=1,
+        user="",
+        work_dir="/tmp",
+        argv=[],
+        env={"PATH": "/usr/bin:/bin", "HPCSCHED_JOB_ID": job},
+        tasks=protocol.TaskSet(0, 1, 1, 0, 1),
+        cpus=1,
+        mem_mib=0,
+        gpus=[],
+    )
+    return replace(base, **fields)
+
+
+@contextlib.contextmanager
+def running_node(root: Path, **fields: Any) -> Iterator[NodeUnderTest]:
+    """Start a node's agent below `root`, and leave nothing of it."""
+    root.mkdir(parents=True, exist_ok=True)
+    node = NodeUnderTest(root=root, **fields)
+    if node.user:
+        account = pwd.getpwnam(node.user)
+        os.chown(root, account.pw_uid, account.pw_gid)
+    root.chmod(0o711 if os.geteuid() == 0 and not node.user else 0o700)
+    try:
+        node.start()
+        yield node
+    finally:
+        node.stop()

@@ -1,0 +1,54 @@
+"""The one program of a node: `attach`, `agent`, `probe`, and the step commands `hrun` and `hrsh`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import List
+
+if __package__ in (None, ""):  # run as a directory: `python3 .../hpcnode agent`
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+def main() -> int:
+    """Run the part of the program that the first word names."""
+    word, rest = (sys.argv[1], sys.argv[2:]) if len(sys.argv) > 1 else ("", [])
+    if word == "attach":
+        from hpcnode import attach
+
+        return attach.main(rest)
+    if word == "agent":
+        from hpcnode import agent
+
+        return agent.main(rest)
+    if word in ("hrun", "hrsh"):
+        sys.argv[:] = [word, *rest]
+        return _step_command(word)
+    if word == "probe":
+        return _probe(rest)
+    sys.stderr.write("usage: hpcnode attach|agent|probe|hrun|hrsh ...\n")
+    return 2
+
+
+def _step_command(word: str) -> int:
+    if word == "hrun":
+        from hpcnode import hrun
+
+        return hrun.main()
+    from hpcnode import hrsh
+
+    return hrsh.main()
+
+
+def _probe(argv: List[str]) -> int:
+    import json
+
+    from hpcnode import probe
+
+    root = argv[0] if argv else os.getcwd()
+    print(json.dumps(probe.facts(root, os.environ, ()), indent=2))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,64 @@
+"""Files that are there, whole, after a power failure: write beside, fsync, rename, fsync the directory.
+
+Knows nothing of what is written. An OSError (no space, an unwell disk) goes to the caller, and then the old content stands.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any, Dict, Iterable, Optional
+
+
+def write_all(fd: int, data: bytes) -> None:
+    """Write all of `data`, however many calls that takes."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def sync_folder(path: str) -> None:
+    """Make the names in a directory durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_durably(folder: str, name: str, data: bytes, parents: Iterable[str] = ()) -> None:
+    """Put a file under its name so that it is there, whole, after a power failure; its parents' names with it."""
+    temporary = os.path.join(folder, name + ".new")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        write_all(fd, data)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    os.rename(temporary, os.path.join(folder, name))
+    for path in (folder, *parents):
+        sync_folder(path)
+
+
+def write_plainly(path: str, data: bytes, mode: int) -> None:
+    """Write a new file that has to outlive this process, but not a power failure."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+    try:
+        write_all(fd, data)
+    finally:
+        os.close(fd)
+
+
+def to_bytes(obj: Dict[str, Any]) -> bytes:
+    """Return the JSON of a record."""
+    return json.dumps(obj, separators=(",", ":")).encode("utf-8", "surrogateescape")
+
+
+def read_object(path: str) -> Optional[Dict[str, Any]]:
+    """Return the JSON object in a file, None if there is no such file or it was cut off by a power failure."""
+    try:
+        with open(path, "rb") as file:
+            obj = json.loads(file.read().decode("utf-8", "surrogateescape"))
+    except (FileNotFoundError, ValueError):
+        return None
+    return obj if isinstance(obj, dict) else None

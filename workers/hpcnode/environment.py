@@ -1,0 +1,64 @@
+"""The environment of a task: the controller's, completed with what only the node knows.
+
+Computed before the change of user and handed to exec as it is; nothing of the agent's own environment goes into it.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Dict, List
+
+from hpcnode import protocol
+from hpcnode.user import Account
+
+SOCKET = "HPCSCHED_SOCKET"
+AGENT_ROOT = "HPCSCHED_AGENT_ROOT"  # which agent's job a process is
+MARKER = "HPCSCHED_TOKEN"  # how what is left of a step is known when its shepherd is gone
+DEFAULT_PATH = "/usr/local/bin:/usr/bin:/bin"
+
+
+def step_environment(
+    launch: protocol.Launch, account: Account, *, root: str, socket_path: str, has_gpus: bool
+) -> Dict[str, str]:
+    """Return what all tasks of the step share."""
+    env = dict(launch.env)
+    env["PATH"] = bin_dir(root) + ":" + env.get("PATH", DEFAULT_PATH)
+    env[AGENT_ROOT] = root
+    env[SOCKET] = socket_path
+    env[MARKER] = launch.token
+    env.update(HOME=account.home, USER=account.name, LOGNAME=account.name, SHELL=account.shell)
+    if launch.gpus or has_gpus:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(str(index) for index in launch.gpus)
+    return env
+
+
+def bin_dir(root: str) -> str:
+    """Return where the step commands lie."""
+    return os.path.join(root, "bin")
+
+
+def task_environment(shared: Dict[str, str], launch: protocol.Launch, local_rank: int) -> Dict[str, str]:
+    """Return the environment of the task with this number on this node."""
+    tasks = launch.tasks
+    rank = tasks.first_rank + local_rank
+    env = dict(shared)
+    for name, value in (("PROCID", rank), ("LOCALID", local_rank), ("NODEID", tasks.node_rank)):
+        env["HPCSCHED_" + name] = env["SLURM_" + name] = str(value)
+    env["SLURM_GTIDS"] = ",".join(str(number) for number in _ranks(tasks))
+    if launch.step != protocol.BATCH:
+        env.update(
+            RANK=str(rank),
+            LOCAL_RANK=str(local_rank),
+            WORLD_SIZE=str(tasks.total),
+            LOCAL_WORLD_SIZE=str(tasks.count),
+        )
+    return env
+
+
+def _ranks(tasks: protocol.TaskSet) -> List[int]:
+    return list(range(tasks.first_rank, tasks.first_rank + tasks.count))
+
+
+def node_has_gpus() -> bool:
+    """Return whether this node has NVIDIA GPUs that a job without any must not see."""
+    return os.path.exists("/proc/driver/nvidia/gpus") or os.path.exists("/dev/nvidia0")

@@ -1,0 +1,34 @@
+"""Crash points: where a test makes the agent or a shepherd kill itself, to see what the next one finds.
+
+`HPCNODE_CRASH_AT=point[:n]` kills (SIGKILL) the process that comes to the point for the n-th time. It is heeded only
+together with `HPCNODE_SIMULATED=1`, so that nothing in a production environment can switch it on by accident.
+The points are named where they stand: before and after each step that puts a promise on the disk.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Mapping
+
+
+class CrashPoints:
+    """Kills the process at one named point; by default nowhere."""
+
+    def __init__(self, spec: str = "") -> None:
+        self._point, _, count = spec.partition(":")
+        self._left = int(count or "1")
+
+    def reached(self, point: str) -> None:
+        """Die here if this is the point that was asked for."""
+        if point == self._point:
+            self._left -= 1
+            if self._left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+def crash_points(environ: Mapping[str, str]) -> CrashPoints:
+    """Return the crash points that the environment asks for."""
+    if environ.get("HPCNODE_SIMULATED") != "1":
+        return CrashPoints()
+    return CrashPoints(environ.get("HPCNODE_CRASH_AT", ""))

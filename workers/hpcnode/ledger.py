@@ -1,0 +1,543 @@
+"""What this node knows of every token, and what it answers: the agent's brain.
+
+It decides; it does no I/O of its own but through the spool (disk), the shepherds (`Minding`) and `send` (the controller),
+and reads no clock: time comes in as an argument. So it can be driven on simulated ones.
+
+    unknown --Launch--> claimed --shepherd--> started --> ended | lost
+       |                   +--> refused | barred
+       +--EndStep, EndJob--> barred
+
+Rules:
+- A token starts at most once: the claim is exclusive, and a shepherd is started again only when its lock is free and it had
+  put no `started` on disk, for then nothing was released.
+- A final state never changes. A batch step's end is reported when nothing else of its job is left on this node.
+- A report is repeated until its number is acknowledged; a newer one of the same token takes the place of an older one.
+- An older attempt is gone before a newer one of the same job starts here.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Protocol, Set, Tuple
+
+from hpcnode import protocol
+from hpcnode.spool import Epochs, Found, Spool, token_of
+from hpcnode.tokens import Token, read_token
+from hpcnode.user import Account, UserError
+
+FINAL = frozenset({protocol.ENDED, protocol.BARRED, protocol.REFUSED, protocol.LOST})
+MAX_STARTS = 3
+RESULT = ("codes", "signals", "timed_out", "out_of_memory", "why", "usage")
+REPEAT_S = 10.0
+FORGET_AT_ONCE = 256  # acknowledged entries that are removed with one fsync
+
+
+class Minding(Protocol):
+    """What the ledger needs of the shepherds."""
+
+    def start(self, launch: protocol.Launch, account: Account) -> None: ...
+    def adopt(self, token: str) -> None: ...
+    def is_minded(self, token: str) -> bool: ...
+    def say(self, token: str, words: List[Any], blob: bytes = b"") -> None: ...
+    def say_all(self, words: List[Any]) -> None: ...
+    def kill_remains(self, started: Dict[str, Any]) -> bool: ...
+
+
+class Entry:
+    """What is known of one token."""
+
+    __slots__ = (
+        "token",
+        "key",
+        "launch",
+        "boot_id",
+        "status",
+        "record",
+        "account",
+        "minded",
+        "starts",
+        "seq",
+        "acked",
+        "held",
+        "ending",
+    )
+
+    def __init__(self, token: str, key: Token, launch: Optional[protocol.Launch], boot_id: str) -> None:
+        self.token = token
+        self.key = key
+        self.launch = launch
+        self.boot_id = boot_id
+        self.status = protocol.CLAIMED
+        self.record: Dict[str, Any] = {}
+        self.account: Optional[Account] = None
+        self.minded = False  # a shepherd lives
+        self.starts = 0
+        self.seq = 0
+        self.acked = False
+        self.held = False  # it is over, but not to be told before the rest of its job here
+        self.ending: Optional[Tuple[float, str]] = None  # an end was asked for: grace, why
+
+    @property
+    def is_final(self) -> bool:
+        return self.status in FINAL
+
+
+class _Gone(NamedTuple):
+    """An EndJob that is not answered yet."""
+
+    job: Tuple[str, int]
+    attempt: int
+
+
+class Ledger:
+    """All tokens of this node."""
+
+    def __init__(
+        self,
+        *,
+        node: str,
+        boot_id: str,
+        spool: Spool,
+        minders: Minding,
+        send: Callable[[protocol.Message], None],
+        find_account: Callable[[str], Account],
+        log: Callable[[str], None],
+        wall_s: Callable[[], float] = time.time,
+    ) -> None:
+        self.node = node
+        self.boot_id = boot_id
+        self.entries: Dict[str, Entry] = {}
+        self.epochs = spool.epochs()
+        self._spool = spool
+        self._minders = minders
+        self._send = send
+        self._find_account = find_account
+        self._log = log
+        self._wall_s = wall_s
+        self._by_job: Dict[Tuple[str, int], Set[str]] = {}
+        self._by_seq: Dict[int, str] = {}
+        self._next_seq, self._seq_end = spool.reserve_seqs()
+        self._gone: List[_Gone] = []
+        self._to_forget: Dict[str, None] = {}
+        self._stuck: Set[str] = set()  # neither final nor minded: `tick` looks again
+        self._repeat_below = 0
+        self._unbarred: Dict[str, Dict[str, Any]] = {}  # tombstones that a full disk did not take yet
+
+    # ----- start
+
+    def recover(self) -> None:
+        """Read the spool: what an agent before this one has left."""
+        for found in self._spool.load():
+            entry = self._add(Entry(found.token, token_of(found), found.launch, found.boot_id))
+            self._learn(entry, found)
+        for entry in list(self.entries.values()):
+            if entry.minded:
+                self._minders.adopt(entry.token)
+            elif not entry.is_final:
+                self.shepherd_gone(entry.token)
+            else:
+                self._publish(entry)
+
+    def _learn(self, entry: Entry, found: Found) -> None:
+        entry.minded = found.boot_id in ("", self.boot_id) and self._minders.is_minded(entry.token)
+        if found.started is not None:
+            entry.status, entry.record = protocol.STARTED, found.started
+        # The end of a step that is still minded is told by its shepherd, when its output has gone before.
+        if found.final is not None and not entry.minded:
+            entry.status, entry.record = found.final["status"], found.final
+
+    def _add(self, entry: Entry) -> Entry:
+        self.entries[entry.token] = entry
+        self._by_job.setdefault(entry.key.job, set()).add(entry.token)
+        return entry
+
+    def _of_job(self, job: Tuple[str, int], up_to_attempt: int) -> Iterator[Entry]:
+        for token in tuple(self._by_job.get(job, ())):
+            entry = self.entries[token]
+            if entry.key.attempt <= up_to_attempt:
+                yield entry
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no step lives and nothing has to be done."""
+        return not self._gone and not any(entry.minded or not entry.is_final for entry in self.entries.values())
+
+    # ----- the controller: who it is
+
+    def hello(self, incarnation: str, epoch: int) -> str:
+        """Take a controller's term, durably; return "" or why it is refused."""
+        known = self.epochs
+        if incarnation in known.former:
+            return "this node obeys incarnation %s since; %s is of the past" % (known.incarnation, incarnation)
+        if incarnation == known.incarnation and epoch < known.epoch:
+            return "this node has seen epoch %d; %d is of the past" % (known.epoch, epoch)
+        if (incarnation, epoch) != (known.incarnation, known.epoch):
+            former = known.former
+            if known.incarnation not in ("", incarnation):
+                former = (*former, known.incarnation)
+            self._spool.store_epochs(Epochs(incarnation, epoch, former))
+            self.epochs = self._spool.epochs()
+        return ""
+
+    def inventory(self) -> List[Dict[str, Any]]:
+        """Return a report of everything that is known."""
+        reports = []
+        for entry in self.entries.values():
+            if not entry.seq:
+                self._number(entry)
+            report = protocol.to_json(self._report(entry))
+            del report["type"]
+            reports.append(report)
+        return reports
+
+    # ----- the controller: what it wants
+
+    def launch(self, launch: protocol.Launch, script: bytes) -> None:
+        """Claim the token and start it, once; answer with its present state."""
+        key = read_token(launch.token)
+        if key is None or key.node != self.node:
+            self._log("launch dropped: %.200r is no token of node %s" % (launch.token, self.node))
+            return
+        if launch.epoch < self.epochs.epoch or key.incarnation != self.epochs.incarnation:
+            self._log("launch of %s dropped: of epoch %d, now %d" % (launch.token, launch.epoch, self.epochs.epoch))
+            return
+        entry = self.entries.get(launch.token)
+        if entry is not None:
+            self._publish(entry)
+            return
+        if self._spool.done.is_over(key):
+            self._tell_over(launch.token, "it is over and was acknowledged, or its attempt is")
+            return
+        self._claim(launch, key, script)
+
+    def _claim(self, launch: protocol.Launch, key: Token, script: bytes) -> None:
+        entry = Entry(launch.token, key, launch, self.boot_id)
+        try:
+            why = _mismatch(launch, key, script)
+            account = self._find_account(launch.user)
+            entry.account = account
+        except UserError as error:
+            why, account = str(error), None
+        if why or account is None:
+            self._bar(launch.token, key, protocol.REFUSED, why)
+            return
+        try:
+            if not self._spool.claim(launch, script, self.boot_id, (account.uid, account.gid)):
+                self._learn(self._add(entry), self._spool.read(launch.token))
+                self._publish(entry)
+                return
+        except OSError as error:
+            self._add(entry)
+            self._refuse(entry, "cannot write to the spool %s: %s" % (self._spool.path, error.strerror))
+            return
+        self._add(entry)
+        self._start(entry)
+
+    def _start(self, entry: Entry) -> None:
+        """Start the shepherd of a claimed entry, once nothing of an older attempt is left."""
+        older = [e for e in self._of_job(entry.key.job, entry.key.attempt - 1) if not e.is_final]
+        for other in older:
+            self._end(other, 0.0, "attempt %d of the job starts here" % entry.key.attempt)
+        if older:
+            self._stuck.add(entry.token)
+            return
+        launch = entry.launch
+        assert launch is not None
+        try:
+            if entry.account is None:
+                entry.account = self._find_account(launch.user)
+            entry.starts += 1
+            self._minders.start(launch, entry.account)
+            entry.minded = True
+        except UserError as error:
+            self._refuse(entry, str(error))
+        except OSError as error:
+            self._refuse(entry, "cannot start a shepherd: %s" % error)
+
+    def signal_step(self, order: protocol.SignalStep) -> None:
+        """Pass a signal to a step, and to the job's other steps if it is asked for."""
+        entry = self.entries.get(order.token)
+        if entry is None:
+            return
+        self._minders.say(entry.token, ["signal", order.signum, order.batch_only])
+        if order.steps_too and not order.batch_only:
+            self.signal_steps(entry, order.signum)
+
+    def signal_steps(self, batch: Entry, signum: int) -> None:
+        """Pass a signal to the other steps of the batch step's attempt on this node."""
+        for other in self._of_job(batch.key.job, batch.key.attempt):
+            if other is not batch and other.status == protocol.STARTED:
+                self._minders.say(other.token, ["signal", signum, False])
+
+    def end_step(self, order: protocol.EndStep) -> None:
+        """Bar the token or end it; answered by its final report."""
+        key = read_token(order.token)
+        if key is None or key.node != self.node:
+            self._log("end dropped: %.200r is no token of node %s" % (order.token, self.node))
+            return
+        entry = self.entries.get(order.token)
+        if entry is None:
+            if self._spool.done.is_over(key):
+                self._tell_over(order.token, "it was over before")
+            else:
+                self._bar(order.token, key, protocol.BARRED, order.why)
+        elif entry.is_final:
+            self._minders.say(entry.token, ["end", 0.0, order.why])  # nobody waits for its output any more
+            self._publish(entry)
+        else:
+            self._end(entry, order.grace_s, order.why)
+
+    def end_job(self, order: protocol.EndJob) -> None:
+        """Leave nothing of the job's attempts up to this one; answered by JobGone."""
+        job = (order.incarnation, order.job_id)
+        self._spool.done.end_attempts(job, order.attempt)
+        for entry in self._of_job(job, order.attempt):
+            if not entry.is_final:
+                self._end(entry, order.grace_s, "the job is over")
+        self._gone.append(_Gone(job, order.attempt))
+        self._answer_gone()
+
+    def ack(self, seqs: List[int]) -> None:
+        """These reports are committed."""
+        for seq in seqs:
+            token = self._by_seq.pop(seq, None)
+            entry = self.entries.get(token) if token is not None else None
+            if entry is not None and entry.seq == seq:
+                entry.acked = True
+                if entry.is_final:
+                    self._minders.say(entry.token, ["acknowledged"])
+                    self._forget_if_over(entry)
+
+    # ----- the shepherds
+
+    def shepherd_started(self, token: str, record: Dict[str, Any]) -> None:
+        """The shepherd has released its tasks."""
+        entry = self.entries.get(token)
+        if entry is not None and entry.status == protocol.CLAIMED:
+            entry.status, entry.record = protocol.STARTED, record
+            self._publish(entry)
+
+    def shepherd_ended(self, token: str, record: Dict[str, Any]) -> None:
+        """The shepherd says how its step ended."""
+        entry = self.entries.get(token)
+        if entry is not None and not entry.is_final:
+            self._finish(entry, record)
+
+    def shepherd_gone(self, token: str) -> None:
+        """No shepherd of this token lives: find out on disk how far it came."""
+        entry = self.entries.get(token)
+        if entry is None:
+            return
+        entry.minded = False
+        if entry.is_final:
+            self._forget_if_over(entry)
+            return
+        if self._minders.is_minded(token):
+            return  # started meanwhile
+        found = self._spool.read(token)
+        if found.final is not None:
+            self._finish(entry, found.final)
+        elif found.started is not None:
+            self._lose(entry, found.started)
+        elif entry.ending is not None:
+            self._write_end(entry, protocol.BARRED, entry.ending[1])
+        elif found.launch is None or found.boot_id != self.boot_id:
+            self._write_end(entry, protocol.BARRED, "the node was rebooted before it could start")
+        elif entry.starts >= MAX_STARTS:
+            self._write_end(entry, protocol.REFUSED, "its shepherd died %d times before it could start" % entry.starts)
+        else:
+            entry.launch = found.launch
+            self._start(entry)
+
+    def _lose(self, entry: Entry, started: Dict[str, Any]) -> None:
+        entry.status, entry.record = protocol.STARTED, started
+        if not self._minders.kill_remains(dict(started, token=entry.token)):
+            self._stuck.add(entry.token)
+            return
+        rebooted = started.get("boot_id") != self.boot_id
+        why = "the node was rebooted" if rebooted else "its shepherd was killed"
+        self._write_end(entry, protocol.LOST, why, started)
+
+    # ----- time
+
+    def tick(self) -> None:
+        """Do again what could not be done: ends that wait for processes to go, or for room on the disk."""
+        for token in tuple(self._stuck):
+            self._stuck.discard(token)
+            self.shepherd_gone(token)
+        for token, record in list(self._unbarred.items()):
+            self._try_tombstone(token, record)
+
+    @property
+    def waits(self) -> bool:
+        """Whether `tick` has something to try again soon."""
+        return bool(self._stuck or self._unbarred)
+
+    def repeat(self) -> None:
+        """Send again the reports that have had no answer since the last call."""
+        for seq, token in tuple(self._by_seq.items()):
+            entry = self.entries[token]
+            if seq < self._repeat_below and not entry.held:
+                self._send(self._report(entry))
+        self._repeat_below = self._next_seq
+
+    def forget_some(self) -> None:
+        """Remove the entries that are over and acknowledged, with one fsync for all of them."""
+        tokens, self._to_forget = self._to_forget, {}
+        try:
+            self._spool.forget(tokens)
+        except OSError as error:
+            self._log("cannot note finished tokens: %s" % error)
+            self._to_forget = tokens
+            return
+        for token in tokens:
+            entry = self.entries.pop(token)
+            self._by_seq.pop(entry.seq, None)
+            siblings = self._by_job[entry.key.job]
+            siblings.discard(token)
+            if not siblings:
+                del self._by_job[entry.key.job]
+
+    @property
+    def to_forget(self) -> int:
+        """How many entries wait for `forget_some`."""
+        return len(self._to_forget)
+
+    # ----- ends
+
+    def _end(self, entry: Entry, grace_s: float, why: str) -> None:
+        entry.ending = (grace_s, why)
+        if entry.minded:
+            self._minders.say(entry.token, ["end", grace_s, why])
+        elif entry.status == protocol.CLAIMED:
+            self._write_end(entry, protocol.BARRED, why)
+
+    def _bar(self, token: str, key: Token, status: str, why: str) -> None:
+        """This token, of which there is no entry, never runs here."""
+        entry = self._add(Entry(token, key, None, self.boot_id))
+        record = self._final(status, why)
+        self._try_tombstone(token, record)
+        self._finish(entry, record)
+
+    def _try_tombstone(self, token: str, record: Dict[str, Any]) -> None:
+        try:
+            if not self._spool.bar(token, record):
+                self._spool.write_final(token, record)
+            self._unbarred.pop(token, None)
+        except OSError as error:
+            self._unbarred[token] = record  # this agent remembers it; it is tried again
+            self._log("cannot write a tombstone for %s: %s" % (token, error))
+
+    def _refuse(self, entry: Entry, why: str) -> None:
+        record = self._final(protocol.REFUSED, why)
+        self._try_tombstone(entry.token, record)
+        self._finish(entry, record)
+
+    def _write_end(self, entry: Entry, status: str, why: str, started: Optional[Dict[str, Any]] = None) -> None:
+        record = self._final(status, why)
+        if started is not None:
+            record.update({key: started[key] for key in ("pid", "started_at_s", "stream_to") if key in started})
+        try:
+            self._spool.write_final(entry.token, record)
+        except OSError as error:
+            self._log("cannot record the end of %s: %s" % (entry.token, error))
+            self._stuck.add(entry.token)
+            return
+        self._finish(entry, record)
+
+    def _final(self, status: str, why: str) -> Dict[str, Any]:
+        return {"status": status, "at_s": self._wall_s(), "why": why}
+
+    def _finish(self, entry: Entry, record: Dict[str, Any]) -> None:
+        entry.status, entry.record = record["status"], record
+        if entry.key.step == protocol.BATCH:
+            self._end_other_steps(entry)
+        self._publish(entry)
+        for other in self._of_job(entry.key.job, 1 << 62):
+            if other is entry:
+                continue
+            if other.held:
+                self._publish(other)  # a batch step that waited for us
+            elif other.status == protocol.CLAIMED and not other.minded:
+                self._start(other)  # a newer attempt that waited for us
+        self._answer_gone()
+
+    def _end_other_steps(self, batch: Entry) -> None:
+        for other in self._of_job(batch.key.job, batch.key.attempt):
+            if not other.is_final and other.ending is None:
+                grace_s = other.launch.grace_s if other.launch is not None else 0.0
+                self._end(other, grace_s, "the job's batch step is over")
+
+    def _answer_gone(self) -> None:
+        for gone in tuple(self._gone):
+            if all(entry.is_final for entry in self._of_job(gone.job, gone.attempt)):
+                self._gone.remove(gone)
+                self._send(protocol.JobGone(gone.job[0], gone.job[1], gone.attempt))
+
+    def _forget_if_over(self, entry: Entry) -> None:
+        if entry.is_final and entry.acked and not entry.minded and entry.token not in self._unbarred:
+            self._to_forget[entry.token] = None
+
+    # ----- reports
+
+    def _may_tell(self, entry: Entry) -> bool:
+        """A batch step is over for the controller when nothing else of its attempt is left here."""
+        if not entry.is_final or entry.key.step != protocol.BATCH:
+            return True
+        return all(e.is_final for e in self._of_job(entry.key.job, entry.key.attempt))
+
+    def _publish(self, entry: Entry) -> None:
+        """Report the entry's present state under a new number."""
+        entry.held = not self._may_tell(entry)
+        if not entry.held:
+            self._number(entry)
+            self._send(self._report(entry))
+
+    def _number(self, entry: Entry) -> None:
+        self._by_seq.pop(entry.seq, None)
+        entry.seq, entry.acked = self._new_seq(), False
+        self._by_seq[entry.seq] = entry.token
+
+    def _new_seq(self) -> int:
+        if self._next_seq >= self._seq_end:
+            self._next_seq, self._seq_end = self._spool.reserve_seqs(self._next_seq)
+        self._next_seq += 1
+        return self._next_seq - 1
+
+    def _tell_over(self, token: str, why: str) -> None:
+        """Answer for a token whose entry has gone: it will not run."""
+        self._send(protocol.Report(self._new_seq(), token, protocol.BARRED, self._wall_s(), why=why))
+
+    def _report(self, entry: Entry) -> protocol.Report:
+        record = entry.record
+        start = {"pid": record.get("pid", 0), "started_at_s": record.get("started_at_s", 0.0)}
+        at_s = record.get("at_s", self._wall_s())
+        if entry.held:
+            return protocol.Report(entry.seq, entry.token, protocol.STARTED, at_s, stream_to=_stream_to(entry), **start)
+        result = {key: record[key] for key in RESULT if key in record}
+        return protocol.Report(
+            entry.seq, entry.token, entry.status, at_s, stream_to=_stream_to(entry), **start, **result
+        )
+
+
+def _stream_to(entry: Entry) -> Optional[protocol.Address]:
+    stored = entry.record.get("stream_to")
+    if stored:
+        return protocol.Address(**stored)
+    return entry.launch.stream_to if entry.launch is not None else None
+
+
+def _mismatch(launch: protocol.Launch, key: Token, script: bytes) -> str:
+    """Return why the launch cannot be what its token says, or ""."""
+    if (launch.job_id, launch.attempt, launch.step) != (key.job_id, key.attempt, key.step):
+        return "the launch is of another step than its token says"
+    if launch.step == protocol.BATCH and not script.startswith(b"#!"):
+        return "cannot run the batch script: it does not begin with #!"
+    if launch.step != protocol.BATCH and not launch.argv:
+        return "cannot run the step: it has no command"
+    if not 1 <= launch.tasks.count <= 4096:
+        return "cannot run %d tasks on one node" % launch.tasks.count
+    bad = [name for name, value in launch.env.items() if not name or "=" in name or "\0" in name + value]
+    if bad:
+        return "cannot run with a variable named %.60r: names have no '=' and nothing has a NUL byte" % bad[0]
+    return ""

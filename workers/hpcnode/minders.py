@@ -1,0 +1,199 @@
+"""The agent's side of its shepherds: forks them, talks to them, finds those of an agent before it, notices their end.
+
+Rules: the lock of an entry is taken before the fork and handed to the child, so *the lock is free* means that no shepherd
+lives and nothing that it forked waits to be released. Only then is a shepherd gone.
+It does not decide anything about launches: that is the ledger's.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+from typing import Any, Callable, Dict, List, Optional
+
+from hpcnode import cgroup, local, process, protocol
+from hpcnode.environment import MARKER
+from hpcnode.faults import CrashPoints
+from hpcnode.loop import Loop, Stream
+from hpcnode.shepherd import Assignment, connect_in, shepherd_main
+from hpcnode.spool import Spool
+from hpcnode.user import Account
+
+RETRY_S = 0.02
+MAX_RETRY_S = 1.0
+
+
+class Place:
+    """What shepherds on this node have in common."""
+
+    def __init__(self, *, node: str, boot_id: str, socket_path: str) -> None:
+        self.node = node
+        self.boot_id = boot_id
+        self.socket_path = socket_path
+        self.cgroup_base: Optional[str] = None
+        self.has_gpus = False
+        self.mpi_environment: Optional[Callable[..., Dict[str, str]]] = None
+
+
+class Minders:
+    """The shepherds that live on this node."""
+
+    def __init__(self, loop: Loop, spool: Spool, place: Place, faults: CrashPoints) -> None:
+        self._loop = loop
+        self._spool = spool
+        self._place = place
+        self._faults = faults
+        self._streams: Dict[str, Stream] = {}
+        self._unsaid: Dict[str, List[bytes]] = {}  # for shepherds that we know to live but have not reached yet
+        self.on_words: Callable[[str, List[Any], bytes], None] = lambda _token, _words, _blob: None
+        self.on_gone: Callable[[str], None] = lambda _token: None
+
+    def start(self, launch: protocol.Launch, account: Account) -> None:
+        """Fork a shepherd for a claimed token. Raises OSError if the node cannot."""
+        lock_fd = self._lock(launch.token)
+        if lock_fd is None:
+            raise OSError("its spool entry is locked by another shepherd")
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        place = self._place
+        self._faults.reached("fork.before")
+        try:
+            pid = os.fork()
+        except OSError:
+            for sock in (ours, theirs):
+                sock.close()
+            os.close(lock_fd)
+            raise
+        if pid == 0:
+            job = Assignment(
+                launch=launch,
+                account=account,
+                spool=self._spool,
+                boot_id=place.boot_id,
+                node=place.node,
+                socket_path=place.socket_path,
+                cgroup_base=place.cgroup_base,
+                has_gpus=place.has_gpus,
+                lock_fd=lock_fd,
+                faults=self._faults,
+                mpi_environment=place.mpi_environment,
+            )
+            shepherd_main(job, theirs)
+        self._faults.reached("fork.after")
+        theirs.close()
+        os.close(lock_fd)
+        self._attach(launch.token, ours)
+
+    def is_minded(self, token: str) -> bool:
+        """Return whether a shepherd of this token lives, by the lock in its entry."""
+        lock_fd = self._lock(token)
+        if lock_fd is None:
+            return True
+        os.close(lock_fd)
+        return False
+
+    def adopt(self, token: str) -> None:
+        """Connect to a shepherd that an agent before us has left; it listens as soon as it has noticed."""
+        self._unsaid.setdefault(token, [])
+        self._try_adopt(token, RETRY_S)
+
+    def say(self, token: str, words: List[Any], blob: bytes = b"") -> None:
+        """Tell the shepherd of a token something, now or as soon as it is reached."""
+        frame = local.pack(words, blob)
+        if token in self._streams:
+            self._streams[token].send(frame)
+        elif token in self._unsaid:
+            self._unsaid[token].append(frame)
+
+    def say_all(self, words: List[Any]) -> None:
+        """Tell every shepherd something."""
+        for token in (*self._streams, *self._unsaid):
+            self.say(token, words)
+
+    def unsent(self, token: str) -> int:
+        """Return how many bytes wait for the shepherd to read them."""
+        stream = self._streams.get(token)
+        return stream.unsent if stream is not None else 0
+
+    def pause(self, paused: bool) -> None:
+        """Stop (or go on) listening to the shepherds: how a slow controller slows its tasks' output down."""
+        for stream in self._streams.values():
+            stream.pause(paused)
+
+    def reap(self) -> None:
+        """Collect ended children: shepherds that we forked, and orphans of those that were killed."""
+        while True:
+            try:
+                if os.waitpid(-1, os.WNOHANG)[0] == 0:
+                    return
+            except ChildProcessError:
+                return
+
+    def kill_remains(self, started: Dict[str, Any]) -> bool:
+        """Kill what is left of a step whose shepherd is gone; return whether nothing was left."""
+        if started.get("boot_id") != self._place.boot_id:
+            return True  # the node was rebooted since
+        group = started.get("cgroup")
+        if group:
+            cgroup.kill(group)
+        tasks = [process.Identity(*item) for item in started.get("tasks", ())]
+        left = process.remains_of(
+            sessions=[task.pid for task in tasks],
+            since_ticks=min((task.ticks for task in tasks), default=0),
+            uid=started.get("uid", -1),
+            marker=("%s=%s" % (MARKER, started["token"])).encode(),
+        )
+        process.signal_all(left, 9)
+        if left or (group and cgroup.is_populated(group)):
+            return False
+        if group:
+            cgroup.remove(group)
+        return True
+
+    def _lock(self, token: str) -> Optional[int]:
+        path = os.path.join(self._spool.entry(token), "lock")
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            return None
+        return fd
+
+    def _attach(self, token: str, sock: socket.socket) -> None:
+        unpacker = local.Unpacker()
+
+        def on_data(data: bytes) -> None:
+            if not data:
+                del self._streams[token]
+                self._wait_for_lock(token, RETRY_S)
+                return
+            for words, blob in unpacker.feed(data):
+                self.on_words(token, words, blob)
+
+        stream = self._streams[token] = Stream(self._loop, sock, on_data)
+        for frame in self._unsaid.pop(token, ()):
+            stream.send(frame)
+
+    def _try_adopt(self, token: str, pause_s: float) -> None:
+        try:
+            sock = connect_in(self._spool.entry(token))
+        except OSError:
+            if self.is_minded(token):
+                again_s = min(2 * pause_s, MAX_RETRY_S)
+                self._loop.later(pause_s, lambda: self._try_adopt(token, again_s))
+            else:
+                self._unsaid.pop(token, None)
+                self.on_gone(token)
+            return
+        self._attach(token, sock)
+
+    def _wait_for_lock(self, token: str, pause_s: float) -> None:
+        """Its connection ended; it is gone when its lock is free."""
+        if self.is_minded(token):
+            again_s = min(2 * pause_s, MAX_RETRY_S)
+            self._loop.later(pause_s, lambda: self._wait_for_lock(token, again_s))
+        else:
+            self.on_gone(token)
+
+

@@ -1,0 +1,151 @@
+"""What a node is and how it is: the facts that the controller asks for.
+
+    cpus mem_mib gpus disk_free_mib disk_total_mib tmp_free_mib load python kernel machine hostname machine_id boot_id
+    time_s user uid is_root leftovers root uptime_s mem_free_mib
+
+`machine_id` is equal on nodes that are one machine: the kernel's own boot id, since /etc/machine-id is equal on machines
+that were copied from one image. `gpus` is a list of {index, name, uuid, mem_mib}. `leftovers` are processes of jobs that
+are no more here: {pid, job}.
+Sizes are in MiB, times in seconds. A fact that cannot be found out is missing, never invented.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import socket
+import subprocess
+import sys
+import time
+from typing import Any, Collection, Dict, List, Mapping, Optional
+
+from hpcnode import process
+from hpcnode.environment import AGENT_ROOT as _AGENT_ROOT
+
+GPU_TIMEOUT_S = 15.0
+AGENT_ROOT = _AGENT_ROOT.encode()
+_GPU_QUERY = "index,name,uuid,memory.total"
+
+
+def facts(root: str, environ: Mapping[str, str], live_jobs: Collection[int], thorough: bool = True) -> Dict[str, Any]:
+    """Return what is known of this node; thorough: GPUs and leftovers too, which may take seconds."""
+    found: Dict[str, Any] = {
+        "cpus": len(os.sched_getaffinity(0)),
+        "python": "%d.%d.%d" % sys.version_info[:3],
+        "kernel": os.uname().release,
+        "machine": os.uname().machine,
+        "hostname": socket.gethostname(),
+        "machine_id": _first_line("/proc/sys/kernel/random/boot_id") or "",
+        "boot_id": process.boot_id(environ),
+        "time_s": time.time(),
+        "uptime_s": process.boot_clock_s(),
+        "load": list(os.getloadavg()),
+        "uid": os.geteuid(),
+        "user": _user_name(),
+        "is_root": os.geteuid() == 0,
+        "root": root,
+        "gpus": [],
+    }
+    if thorough:
+        found.update(gpus=gpus(environ), leftovers=leftovers(live_jobs, root))
+    found.update(_memory())
+    found.update(_disk("disk", root))
+    found.update(_disk("tmp", "/tmp"))
+    return found
+
+
+def has_gpu_tool(environ: Mapping[str, str]) -> bool:
+    """Return whether asking for GPUs means running a program (which may take its time)."""
+    return _find("nvidia-smi", environ.get("PATH", "/usr/bin:/bin")) is not None
+
+
+def gpus(environ: Mapping[str, str]) -> List[Dict[str, Any]]:
+    """Return the NVIDIA GPUs of this node, [] if there are none or the driver does not answer."""
+    tool = _find("nvidia-smi", environ.get("PATH", "/usr/bin:/bin"))
+    if tool is None:
+        return []
+    try:
+        done = subprocess.run(
+            [tool, "--query-gpu=" + _GPU_QUERY, "--format=csv,noheader,nounits"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=GPU_TIMEOUT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return parse_gpus(done.stdout.decode("utf-8", "replace")) if done.returncode == 0 else []
+
+
+def parse_gpus(text: str) -> List[Dict[str, Any]]:
+    """Return the GPUs that nvidia-smi's table names; lines that are none are skipped."""
+    found = []
+    for line in text.splitlines():
+        fields = [field.strip() for field in line.split(",")]
+        if len(fields) == 4 and fields[0].isdigit():
+            memory = int(fields[3]) if fields[3].isdigit() else 0
+            found.append({"index": int(fields[0]), "name": fields[1], "uuid": fields[2], "mem_mib": memory})
+    return found
+
+
+def leftovers(live_jobs: Collection[int], root: str) -> List[Dict[str, int]]:
+    """Return processes that were started for a job below this root and that is no more here."""
+    found = []
+    for pid, stat in process.all_processes().items():
+        if stat.state in "ZX" or pid == os.getpid():
+            continue
+        env = process.environment_of(pid)
+        job = env.get(b"HPCSCHED_JOB_ID", b"")
+        if env.get(AGENT_ROOT) == os.fsencode(root) and job.isdigit() and int(job) not in live_jobs:
+            found.append({"pid": pid, "job": int(job)})
+    return found
+
+
+def _memory() -> Dict[str, int]:
+    found = {}
+    try:
+        with open("/proc/meminfo") as file:
+            for line in file:
+                words = line.split()
+                if words[0] == "MemTotal:":
+                    found["mem_mib"] = int(words[1]) >> 10
+                elif words[0] == "MemAvailable:":
+                    found["mem_free_mib"] = int(words[1]) >> 10
+    except OSError:
+        pass
+    return found
+
+
+def _disk(name: str, path: str) -> Dict[str, int]:
+    try:
+        info = os.statvfs(path)
+    except OSError:
+        return {}
+    return {
+        name + "_free_mib": info.f_bavail * info.f_frsize >> 20,
+        name + "_total_mib": info.f_blocks * info.f_frsize >> 20,
+    }
+
+
+def _user_name() -> str:
+    try:
+        return pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        return "uid %d" % os.geteuid()
+
+
+def _first_line(path: str) -> Optional[str]:
+    try:
+        with open(path) as file:
+            return file.readline().strip()
+    except OSError:
+        return None
+
+
+def _find(name: str, path: str) -> Optional[str]:
+    for folder in path.split(":"):
+        candidate = os.path.join(folder or ".", name)
+        if folder and os.access(candidate, os.X_OK):
+            return candidate
+    return None

@@ -1,0 +1,692 @@
+"""The shepherd: a process that minds one step on one node, and outlives the agent, the connection and the controller.
+
+    prepare -> tasks forked, each stopped on a pipe -> who they are is durable -> released -> all over -> end durable -> told
+
+Rules:
+- Nothing is released before `started` is on disk; nothing is told before it is on disk.
+- It is the subreaper of all that starts below, so *no child is left* means that the tree is empty, whoever detached.
+- When the tasks are over, what they left behind is killed at once; if an end was asked for, after its grace.
+- The agent may go and come: then it listens in its spool entry until the next one connects.
+
+It does not know the controller, nor other steps. Sources: prctl(2) PR_SET_CHILD_SUBREAPER, wait(2), unix(7).
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import socket
+import sys
+import time
+import traceback
+from typing import Any, Callable, Dict, List, NamedTuple, NoReturn, Optional
+
+from hpcnode import cgroup, environment, files, limits, local, process, protocol, streams
+from hpcnode.faults import CrashPoints
+from hpcnode.loop import READ, WRITE, Loop, Stream, Timer, wake_on_signals
+from hpcnode.spool import Spool
+from hpcnode.task import READY, TaskPlan, run_task
+from hpcnode.user import Account
+
+LINGER_S = 600.0  # how long output waits for a reader that takes none of it
+MAX_UNSENT = 1 << 20
+RETRY_S = 1.0  # between attempts to record an end on a full disk
+SOCKET_NAME = "sock"
+
+
+class Assignment(NamedTuple):
+    """All that a shepherd has to know. `lock_fd` is locked and stays open for life."""
+
+    launch: protocol.Launch
+    account: Account
+    spool: Spool
+    boot_id: str
+    node: str
+    socket_path: str
+    cgroup_base: Optional[str]
+    has_gpus: bool
+    lock_fd: int
+    faults: CrashPoints
+    mpi_environment: Optional[Callable[..., Dict[str, str]]]
+
+
+class _Task:
+    """One task of the step."""
+
+    def __init__(self, rank: int, pid: int, status_fd: int) -> None:
+        self.rank = rank
+        self.pid = pid
+        self.status_fd = status_fd
+        self.ready = False
+        self.over = False
+        self.code = 0
+        self.signal = 0
+
+
+def shepherd_main(job: Assignment, agent: socket.socket) -> NoReturn:
+    """Mind the step and exit. To be called in a child of the agent."""
+    code = 1
+    try:
+        os.setsid()
+        process.close_all_but([job.lock_fd, agent.fileno()])
+        process.become_subreaper()
+        job.faults.reached("shepherd.begun")
+        Shepherd(job, agent).run()
+        code = 0
+    except BaseException:
+        traceback.print_exc(file=sys.stderr)  # the agent's log; what is not on disk is found by the agent
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
+
+
+class Shepherd:
+    """The state of one step on this node, and what it does about each thing that happens."""
+
+    def __init__(self, job: Assignment, agent: socket.socket) -> None:
+        self.job = job
+        self.launch = job.launch
+        self.token = job.launch.token
+        self.loop = Loop()
+        self._unpacker = local.Unpacker()
+        self._listener: Optional[socket.socket] = None
+        self._agent: Optional[Stream] = Stream(self.loop, agent, self._from_agent)
+        self._tasks: List[_Task] = []
+        self._outputs: List[streams.OutputStream] = []
+        self._inputs: List[streams.InputStream] = []
+        self._release_fd = -1
+        self._released = False
+        self._started: Dict[str, Any] = {}
+        self._final: Optional[Dict[str, Any]] = None
+        self._final_kept = False
+        self._final_told = False
+        self._acknowledged = False
+        self._cgroup: Optional[str] = None
+        self._ending_at_s: Optional[float] = None  # on the boot clock: when everything is killed
+        self._end_timer: Optional[Timer] = None
+        self._linger: Optional[Timer] = None
+        self._kill_rounds = 0
+        self._why = ""
+        self._timed_out = False
+        self._out_of_memory = False
+        self._childless = False
+
+    # ----- from the fork to the release
+
+    def run(self) -> None:
+        """Run the step to its end."""
+        wake_on_signals(
+            self.loop,
+            {signal.SIGCHLD: self._reap, signal.SIGTERM: self._told_to_stop, signal.SIGINT: _ignore, signal.SIGHUP: _ignore},
+        )
+        self._say(["here", local.VERSION, self.token])
+        try:
+            self._fork_tasks()
+        except (OSError, ValueError) as error:
+            self._refuse("cannot start the step: %s" % error)
+        self.loop.run()
+
+    def _fork_tasks(self) -> None:
+        launch, job = self.launch, self.job
+        shared = environment.step_environment(
+            launch, job.account, root=job.spool.root, socket_path=job.socket_path, has_gpus=job.has_gpus
+        )
+        shared.update(self._mpi_environment())
+        group_fd = self._make_cgroup()
+        release_read, self._release_fd = os.pipe2(os.O_CLOEXEC)
+        for local_rank in range(launch.tasks.count):
+            self._fork_task(local_rank, shared, group_fd, release_read)
+        os.close(release_read)
+        if group_fd is not None:
+            os.close(group_fd)
+        self.job.faults.reached("tasks.forked")
+
+    def _mpi_environment(self) -> Dict[str, str]:
+        """What makes plain `mpirun` use the allocation; without it the job runs all the same."""
+        launch, job = self.launch, self.job
+        if job.mpi_environment is None or not launch.hosts or launch.step != protocol.BATCH:
+            return {}
+        try:
+            return job.mpi_environment(
+                hosts=launch.hosts,
+                hrsh=os.path.join(environment.bin_dir(job.spool.root), "hrsh"),
+                state_dir=job.spool.make_job_folder(self.token),
+                same_machine=launch.same_machine,
+                as_root=job.account.uid == 0,
+            )
+        except (OSError, ValueError) as error:
+            print("no MPI environment for %s: %s" % (self.token, error), file=sys.stderr, flush=True)
+            return {}
+
+    def _make_cgroup(self) -> Optional[int]:
+        if self.job.cgroup_base is None:
+            return None
+        try:
+            self._cgroup = cgroup.make(self.job.cgroup_base, self.token.rpartition(".")[2], self.launch.mem_mib)
+            return os.open(self._cgroup + "/cgroup.procs", os.O_WRONLY | os.O_CLOEXEC)
+        except OSError:
+            self._cgroup = None  # taken away meanwhile; everything else works without
+            return None
+
+    def _fork_task(self, local_rank: int, shared: Dict[str, str], group_fd: Optional[int], release_read: int) -> None:
+        launch = self.launch
+        rank = launch.tasks.first_rank + local_rank
+        stdin_fd = self._input_pipe(rank)
+        stdout_fd = self._output_pipe(rank, 1, launch.stdout)
+        both = stdout_fd is None and launch.stderr == "" and launch.stdout != ""
+        stderr_fd = None if both else self._output_pipe(rank, 2, launch.stderr)
+        status_read, status_write = os.pipe2(os.O_CLOEXEC)
+
+        def path(pattern: str) -> str:
+            return files.fill(pattern, rank, launch.tasks.node_rank, self.job.node)
+
+        def empties(pattern: str) -> bool:
+            return not launch.append and files.truncates(pattern, local_rank, launch.tasks.node_rank)
+
+        argv = list(launch.argv)
+        is_script = launch.step == protocol.BATCH
+        if is_script:
+            argv.insert(0, os.path.join(self.job.spool.job_folder(self.token), "script"))
+        plan = TaskPlan(
+            rank=rank,
+            argv=argv,
+            is_script=is_script,
+            env=environment.task_environment(shared, launch, local_rank),
+            account=self.job.account,
+            work_dir=launch.work_dir,
+            stdin="" if launch.stdin == "all" or launch.stdin.isdigit() else path(launch.stdin),
+            stdout=path(launch.stdout),
+            stderr=path(launch.stderr) if both or launch.stderr else "/dev/null",
+            stdin_fd=stdin_fd,
+            stdout_fd=stdout_fd,
+            stderr_fd=stderr_fd,
+            truncate_stdout=empties(launch.stdout),
+            truncate_stderr=empties(launch.stderr),
+            cgroup_fd=group_fd,
+            release_fd=release_read,
+            status_fd=status_write,
+        )
+        pid = os.fork()
+        if pid == 0:
+            os.close(self._release_fd)  # or the release pipe would never end for us
+            run_task(plan)
+        for fd in (stdin_fd, stdout_fd, stderr_fd, status_write):
+            if fd is not None:
+                os.close(fd)
+        os.set_blocking(status_read, False)
+        task = _Task(rank, pid, status_read)
+        self._tasks.append(task)
+        self.loop.watch(status_read, READ, lambda _events: self._status_of(task))
+
+    def _input_pipe(self, rank: int) -> Optional[int]:
+        """Return the read end of the task's input if it is fed by messages, None if it is a file."""
+        wanted = self.launch.stdin
+        if self.launch.stream_to is None or wanted not in ("", "all", str(rank)) or (wanted == "" and rank != 0):
+            return None
+        read_end, write_end = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(write_end, False)
+        self._inputs.append(streams.InputStream(rank, write_end))
+        return read_end
+
+    def _output_pipe(self, rank: int, fd: int, path: str) -> Optional[int]:
+        """Return the write end of the task's output if it is a stream, None if it is a file."""
+        if self.launch.stream_to is None or path != "":
+            return None
+        read_end, write_end = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(read_end, False)
+        stream = streams.OutputStream(rank, fd, read_end, streams.untaken_limit(self.launch.tasks.total))
+        self._outputs.append(stream)
+        self.loop.watch(read_end, READ, lambda _events: self._output_ready(stream))
+        return write_end
+
+    def _status_of(self, task: _Task) -> None:
+        """A task says that it is ready, or why it cannot be; or that its program could not be executed."""
+        try:
+            data = os.read(task.status_fd, 4096)
+        except BlockingIOError:
+            return
+        if not data:
+            self.loop.watch(task.status_fd, 0, _nothing)
+            os.close(task.status_fd)
+            if not task.ready:
+                self._refuse("cannot start task %d: it died before it could run" % task.rank)
+            return
+        if not task.ready and data[:1] == READY:
+            task.ready, data = True, data[1:]
+            if all(other.ready for other in self._tasks) and self._final is None and self._ending_at_s is None:
+                self._release()
+        if data and not task.ready:
+            self._refuse(data.decode("utf-8", "surrogateescape"))
+        elif data and not self._why:
+            self._why = data.decode("utf-8", "surrogateescape")
+
+    def _release(self) -> None:
+        """Put on disk who runs, then let them run."""
+        who = [process.identify(task.pid, self.job.boot_id) for task in self._tasks]
+        self._started = {
+            "status": protocol.STARTED,
+            "pid": self._tasks[0].pid if self._tasks else 0,
+            "at_s": time.time(),
+            "started_at_s": time.time(),
+            "tasks": [identity for identity in who if identity is not None],
+            "shepherd": process.identify(os.getpid(), self.job.boot_id),
+            "boot_id": self.job.boot_id,
+            "uid": self.job.account.uid,
+            "cgroup": self._cgroup,
+            "stream_to": self._stream_to(),
+        }
+        try:
+            self.job.spool.write_started(self.token, self._started)
+        except OSError as error:
+            self._refuse("cannot record the start in %s: %s" % (self.job.spool.path, error.strerror))
+            return
+        self._released = True
+        os.write(self._release_fd, b"x" * len(self._tasks))
+        os.close(self._release_fd)
+        self.job.faults.reached("released")
+        self._say(["started", self._started])
+        self._set_limits()
+
+    def _stream_to(self) -> Optional[Dict[str, Any]]:
+        address = self.launch.stream_to
+        return None if address is None else {"node": address.node, "stream": address.stream}
+
+    def _refuse(self, why: str) -> None:
+        """The step cannot run; it never will under this token."""
+        if self._final is None and not self._released:
+            self._why = self._why or why
+            self._over_before_release(protocol.REFUSED)
+
+    def _over_before_release(self, status: str) -> None:
+        if self._release_fd >= 0:
+            os.close(self._release_fd)  # the tasks that wait on it end
+            self._release_fd = -1
+        for task in self._tasks:
+            if not task.over:
+                os.kill(task.pid, signal.SIGKILL)  # our own child, not yet waited for
+        self._close_with(self._record(status))
+
+    # ----- limits
+
+    def _set_limits(self) -> None:
+        launch = self.launch
+        if launch.limit_s is not None:
+            if launch.signum and launch.signal_before_s > 0:
+                self.loop.later(max(0.0, launch.limit_s - launch.signal_before_s), self._warn)
+            self.loop.later(launch.limit_s, self._limit_reached)
+        if launch.mem_mib > 0 and not (self._cgroup and cgroup.limits_memory(self._cgroup)):
+            self.loop.later(limits.WATCH_S, self._watch_memory)
+
+    def _warn(self) -> None:
+        self._signal(self.launch.signum, self.launch.signal_batch_only)
+        if self.launch.step == protocol.BATCH and not self.launch.signal_batch_only:
+            self._say(["signal_steps", self.launch.signum])
+
+    def _limit_reached(self) -> None:
+        if self._final is None:
+            self._timed_out = True
+            self._end(self.launch.grace_s, "timeout")
+
+    def _watch_memory(self) -> None:
+        if self._final is not None:
+            return
+        if limits.exceeds(os.getpid(), self.launch.mem_mib):
+            self._out_of_memory = True
+            self._end(0.0, "out of memory: more than %d MiB" % self.launch.mem_mib)
+        else:
+            self.loop.later(limits.WATCH_S, self._watch_memory)
+
+    # ----- signals and the end
+
+    def _signal(self, signum: int, batch_only: bool) -> None:
+        if not self._released or self._final is not None:
+            return
+        if self.launch.step != protocol.BATCH:
+            for task in self._tasks:
+                if not task.over:
+                    _signal_group(task.pid, signum)
+            return
+        shell = self._tasks[0]
+        pids = [] if batch_only else process.descendants([os.getpid()])
+        if batch_only or signum in (signal.SIGKILL, signal.SIGSTOP, signal.SIGCONT):
+            pids = [shell.pid, *pids] if not shell.over else pids
+        else:
+            pids = [pid for pid in pids if pid != shell.pid]
+        process.signal_all(pids, signum)
+
+    def _told_to_stop(self) -> None:
+        self._end(self.launch.grace_s, "the node told the shepherd to stop")
+
+    def _end(self, grace_s: float, why: str) -> None:
+        """TERM to everything, after the grace KILL; a second call can only shorten the grace."""
+        if self._final is not None:
+            self._drop_output()
+            return
+        self._why = self._why or why
+        if not self._released:
+            self._ending_at_s = 0.0
+            self._over_before_release(protocol.BARRED)
+            return
+        at_s = process.boot_clock_s() + grace_s
+        if self._ending_at_s is None and grace_s > 0:
+            pids = process.descendants([os.getpid()])
+            process.signal_all(pids, signal.SIGTERM)
+            process.signal_all(pids, signal.SIGCONT)
+        if self._ending_at_s is None or at_s < self._ending_at_s:
+            self._ending_at_s = at_s
+            if self._end_timer is not None:
+                self._end_timer.cancel()
+            self._end_timer = self.loop.later(grace_s, self._kill_all)
+
+    def _kill_all(self) -> None:
+        """Kill the tree, again and again until nothing is left of it."""
+        if self._final is not None or self._childless:
+            return
+        if self._cgroup is not None:
+            cgroup.kill(self._cgroup)
+        if self._kill_rounds > 0:
+            _stop_all_below()  # so that nothing forks away from the kill
+        process.signal_all(process.descendants([os.getpid()]), signal.SIGKILL)
+        self._kill_rounds += 1
+        self.loop.later(min(1.0, 0.01 * 2**self._kill_rounds), self._kill_all)
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                self._childless = True
+                break
+            if pid == 0:
+                break
+            for task in self._tasks:
+                if task.pid == pid:
+                    self._task_over(task, status)
+        self._check_over()
+
+    def _task_over(self, task: _Task, status: int) -> None:
+        task.over = True
+        if os.WIFSIGNALED(status):
+            task.signal = os.WTERMSIG(status)
+        else:
+            task.code = os.WEXITSTATUS(status)
+        failed = task.code != 0 or task.signal != 0
+        if self._released and failed and self.launch.kill_on_bad_exit:
+            self._end(self.launch.grace_s, "task %d failed" % task.rank)
+
+    def _check_over(self) -> None:
+        if not self._released or self._final is not None or not all(task.over for task in self._tasks):
+            return
+        if not self._childless:
+            if self._ending_at_s is None:
+                self._ending_at_s = 0.0
+                self._kill_all()
+            return
+        self.job.faults.reached("tasks.over")
+        for task in self._tasks:
+            self._last_status(task)
+        self._close_with(self._record(protocol.ENDED))
+
+    def _last_status(self, task: _Task) -> None:
+        """Why the program could not be executed, if the task said so just before it ended."""
+        try:
+            data = os.read(task.status_fd, 4096)
+        except OSError:
+            return
+        if data and not self._why:
+            self._why = data.decode("utf-8", "surrogateescape")
+
+    def _record(self, status: str) -> Dict[str, Any]:
+        record: Dict[str, Any] = {"status": status, "at_s": time.time(), "why": self._why, "stream_to": self._stream_to()}
+        if status == protocol.ENDED:
+            usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+            if self._cgroup is not None and cgroup.ran_out_of_memory(self._cgroup):
+                self._out_of_memory = True
+            record.update(
+                pid=self._started["pid"],
+                started_at_s=self._started["started_at_s"],
+                codes=[task.code for task in self._tasks],
+                signals=[task.signal for task in self._tasks],
+                timed_out=self._timed_out,
+                out_of_memory=self._out_of_memory,
+                usage={
+                    "cpu_user_s": usage.ru_utime,
+                    "cpu_system_s": usage.ru_stime,
+                    "max_rss_kib": float(usage.ru_maxrss),
+                },
+            )
+        return record
+
+    def _close_with(self, final: Dict[str, Any]) -> None:
+        """Put the end on disk and tell it, then go as soon as the output was taken."""
+        self._final = final
+        if self._cgroup is not None:
+            cgroup.remove(self._cgroup)
+        self._linger = self.loop.later(LINGER_S, self._drop_output)
+        self._keep_final()
+
+    def _keep_final(self) -> None:
+        """Put the end on disk; an end that is not there is not told, unless nothing ever ran."""
+        assert self._final is not None
+        try:
+            self.job.spool.write_final(self.token, self._final)
+        except OSError as error:
+            print("cannot record the end of %s: %s" % (self.token, error), file=sys.stderr, flush=True)
+            if self._released:
+                self.loop.later(RETRY_S, self._keep_final)
+                return
+        self._final_kept = True
+        if not self._released or self._ending_at_s is not None:
+            self._tell_final()
+        self._pump()
+
+    def _tell_final(self) -> None:
+        if self._final_kept and not self._final_told and self._agent is not None:
+            self._final_told = True
+            self._say(["final", self._final])
+
+    # ----- streams
+
+    def _output_ready(self, stream: streams.OutputStream) -> None:
+        before = stream.pipe
+        stream.read()
+        if stream.ended:
+            self.loop.watch(before, 0, _nothing)
+        self._pump()
+
+    def _pump(self) -> None:
+        """Send what may be sent, read where there is room, and go when there is nothing left to do."""
+        for stream in self._outputs:
+            if self._agent is not None and self._agent.unsent < MAX_UNSENT:
+                for offset, data, eof in stream.to_send():
+                    self._say(["output", stream.task, stream.fd, offset, eof], data)
+            if not stream.ended:
+                self.loop.watch(stream.pipe, READ if stream.wants_more else 0, self._reader(stream))
+        if not self._final_kept:
+            return
+        if all(stream.all_sent for stream in self._outputs):
+            self._tell_final()
+        taken = all(stream.all_taken for stream in self._outputs)
+        if not self._outputs or (taken and self._acknowledged):
+            self.loop.stopped = True
+            self._say_the_rest()
+
+    def _reader(self, stream: streams.OutputStream) -> Callable[[int], None]:
+        return lambda _events: self._output_ready(stream)
+
+    def _say_the_rest(self) -> None:
+        """The last words, to an agent that may be slow to read them; they are on disk as well."""
+        self.loop.flush()
+        while self._agent is not None and self._agent.unsent and not self._agent.closed:
+            self.loop.turn()
+
+    def _drop_output(self) -> None:
+        """Nobody takes what is left of the output: go without."""
+        for stream in self._outputs:
+            if not stream.ended:
+                self.loop.watch(stream.pipe, 0, _nothing)
+                stream.end()
+            stream.drop()
+        self._acknowledged = True
+        self._pump()
+        self.loop.stopped = True
+
+    def _feed(self, task: int, offset: int, data: bytes, eof: bool) -> None:
+        for stream in self._inputs:
+            if task in (-1, stream.task):
+                if not stream.add(offset, data, eof):
+                    self._say_taken()
+                self._push_input(stream)
+
+    def _push_input(self, stream: streams.InputStream) -> None:
+        pipe = stream.pipe
+        if pipe < 0:
+            self._say_taken()
+            return
+        moved = stream.write()
+        if stream.pipe < 0:
+            self.loop.watch(pipe, 0, _nothing)
+        else:
+            self.loop.watch(pipe, WRITE if stream.wants_to_write else 0, lambda _events: self._push_input(stream))
+        if moved:
+            self._say_taken()
+
+    def _say_taken(self) -> None:
+        for stream in self._inputs:
+            self._say(["took", stream.task, stream.taken])
+
+    # ----- the agent
+
+    def _say(self, words: List[Any], blob: bytes = b"") -> None:
+        if self._agent is not None:
+            self._agent.send(local.pack(words, blob))
+
+    def _from_agent(self, data: bytes) -> None:
+        if not data:
+            self._agent_gone()
+            return
+        for words, blob in self._unpacker.feed(data):
+            self._obey(words, blob)
+        self._pump()
+
+    def _obey(self, words: List[Any], blob: bytes) -> None:
+        word = words[0]
+        if word == "end":
+            self._end(words[1], words[2])
+        elif word == "signal":
+            self._signal(words[1], words[2])
+        elif word == "input":
+            self._feed(words[1], words[2], blob, words[3])
+        elif word == "taken":
+            self._output_taken(words[1], words[2], words[3])
+        elif word == "resend":
+            for stream in self._outputs:
+                stream.resend()
+            self._say_taken()
+        elif word == "acknowledged":
+            self._acknowledged = True
+
+    def _output_taken(self, task: int, fd: int, offset: int) -> None:
+        for stream in self._outputs:
+            if stream.task == task and stream.fd == fd:
+                stream.taken(offset)
+        if self._linger is not None:
+            self._linger.cancel()
+            self._linger = self.loop.later(LINGER_S, self._drop_output)
+
+    def _agent_gone(self) -> None:
+        """Wait for the next agent, in the spool entry."""
+        self._agent = None
+        self._final_told = False
+        self._unpacker = local.Unpacker()
+        for stream in self._outputs:
+            stream.resend()
+        self._listener = listen_in(self.job.spool.entry(self.token))
+        self.loop.watch(self._listener.fileno(), READ, lambda _events: self._agent_came())
+        self._pump()
+
+    def _agent_came(self) -> None:
+        assert self._listener is not None
+        try:
+            sock, _ = self._listener.accept()
+        except OSError:
+            return
+        self.loop.watch(self._listener.fileno(), 0, _nothing)
+        self._listener.close()
+        self._listener = None
+        os.unlink(os.path.join(self.job.spool.entry(self.token), SOCKET_NAME))
+        self._agent = Stream(self.loop, sock, self._from_agent)
+        self._say(["here", local.VERSION, self.token])
+        if self._released:
+            self._say(["started", self._started])
+        if self._ending_at_s is not None:
+            self._tell_final()
+        self._pump()
+
+
+def listen_in(folder: str) -> socket.socket:
+    """Return a listening socket in the folder, however long its path is."""
+    path = os.path.join(folder, SOCKET_NAME)
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        pass
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    with _short_way(folder) as short:
+        listener.bind(short)
+    listener.listen(1)
+    listener.setblocking(False)
+    return listener
+
+
+def connect_in(folder: str) -> socket.socket:
+    """Return a connection to the shepherd that listens in the folder. Raises OSError if none does."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        with _short_way(folder) as short:
+            sock.connect(short)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+class _short_way:
+    """The path of the socket in a folder, short enough for an address (unix(7): 108 bytes)."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+
+    def __enter__(self) -> str:
+        self._fd = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        return "/proc/self/fd/%d/%s" % (self._fd, SOCKET_NAME)
+
+    def __exit__(self, *_exc: object) -> None:
+        os.close(self._fd)
+
+
+def _stop_all_below() -> None:
+    """Stop every process below, also those that fork meanwhile, within a bounded number of rounds."""
+    seen: set[int] = set()
+    for _ in range(20):
+        pids = set(process.descendants([os.getpid()])) - seen
+        if not pids:
+            return
+        process.signal_all(pids, signal.SIGSTOP)
+        seen |= pids
+
+
+def _signal_group(pid: int, signum: int) -> None:
+    try:
+        os.killpg(pid, signum)
+    except ProcessLookupError:
+        pass
+
+
+def _ignore() -> None:
+    pass
+
+
+def _nothing(_events: int) -> None:
+    pass

@@ -1,0 +1,206 @@
+"""The node's memory of what it was asked to run: one directory for each token, on the node's own disk.
+
+    ROOT/epochs               the controllers' terms that were seen, by incarnation
+    ROOT/seq                  every report number below this may have been used
+    ROOT/spool/TOKEN/spec     the Launch; the directory itself is the claim
+                     lock     held by the shepherd (and by what it has forked but not released) as long as it lives
+                     started  who runs: written before the program is released
+                     final    how it ended, or that it never will run
+    ROOT/spool/done, done.1   tokens that are over and were acknowledged (see `done`)
+    ROOT/jobs/TOKEN/          what the job's user must be able to reach: the script, host files of MPI
+
+What is durable when, and why that is enough for *never twice*:
+- A claim need not survive a power failure by itself: until `started` is durable nothing was released, and after a power
+  failure nothing runs. So `mkdir` and `spec` are only written (they survive the agent), and the fsyncs of `started` (file,
+  entry, spool) make the claim durable with it, before the program is released. They run in the shepherds, side by side.
+- `final` is durable before it is reported. A tombstone (bar) is durable before it is reported.
+- An epoch is durable before a command of that controller is obeyed.
+- An entry goes only when its final report was acknowledged, and after `done` has it.
+
+Knows nothing of processes, sockets and clocks. Its directories are 0700 and the agent's own, `jobs` 0711: no job's user can
+make or replace a name in them, so paths are safe here.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Tuple
+
+from hpcnode import protocol
+from hpcnode.done import DoneLog
+from hpcnode.durable import read_object, sync_folder, to_bytes, write_durably, write_plainly
+from hpcnode.faults import CrashPoints
+from hpcnode.tokens import Token, read_token
+
+SEQ_BLOCK = 1_000_000
+MAX_FORMER_INCARNATIONS = 64
+
+
+class Found(NamedTuple):
+    """One entry as it is on the disk. Whatever is missing or was cut off by a power failure is None."""
+
+    token: str
+    launch: Optional[protocol.Launch]
+    boot_id: str  # of the boot in which it was claimed
+    started: Optional[Dict[str, Any]]
+    final: Optional[Dict[str, Any]]
+
+
+class Epochs(NamedTuple):
+    """Which controller this node obeys: `epoch` of `incarnation`; those in `former` never again."""
+
+    incarnation: str
+    epoch: int
+    former: Tuple[str, ...]
+
+
+class Spool:
+    """The spool below one root directory."""
+
+    def __init__(self, root: str, faults: CrashPoints) -> None:
+        self.root = root
+        self.path = os.path.join(root, "spool")
+        self.jobs = os.path.join(root, "jobs")
+        self._faults = faults
+        os.makedirs(self.path, 0o700, exist_ok=True)
+        os.makedirs(self.jobs, 0o711, exist_ok=True)
+        os.chmod(self.jobs, 0o711 if os.geteuid() == 0 else 0o700)
+        self.done = DoneLog(self.path, faults)
+
+    # ----- the node's own numbers
+
+    def epochs(self) -> Epochs:
+        """Return the stored epochs."""
+        obj = read_object(os.path.join(self.root, "epochs")) or {}
+        return Epochs(obj.get("incarnation", ""), obj.get("epoch", 0), tuple(obj.get("former", ())))
+
+    def store_epochs(self, epochs: Epochs) -> None:
+        """Make the epochs durable."""
+        self._faults.reached("epoch.before")
+        kept = epochs._replace(former=epochs.former[-MAX_FORMER_INCARNATIONS:])
+        write_durably(self.root, "epochs", to_bytes(kept._asdict()))
+        self._faults.reached("epoch.after")
+
+    def reserve_seqs(self, used_below: int = 0) -> Tuple[int, int]:
+        """Reserve numbers for reports: returns [first, end), durably ours, above all that were ever used."""
+        stored = (read_object(os.path.join(self.root, "seq")) or {}).get("end", 1)
+        first = max(stored, used_below)
+        write_durably(self.root, "seq", to_bytes({"end": first + SEQ_BLOCK}))
+        return first, first + SEQ_BLOCK
+
+    # ----- entries
+
+    def entry(self, token: str) -> str:
+        """Return the path of a token's entry."""
+        return os.path.join(self.path, token)
+
+    def job_folder(self, token: str) -> str:
+        """Return the directory where the user finds what was made for this step."""
+        return os.path.join(self.jobs, token)
+
+    def claim(self, launch: protocol.Launch, script: bytes, boot: str, owner: Tuple[int, int]) -> bool:
+        """Claim the token; False if it was claimed or barred before. The script is its user's to read and to run."""
+        entry = self.entry(launch.token)
+        self._faults.reached("claim.before")
+        try:
+            os.mkdir(entry, 0o700)
+        except FileExistsError:
+            return False
+        self._faults.reached("claim.made")
+        if script:
+            self._keep_script(launch.token, script, owner)
+        spec = dict(protocol.to_json(launch), boot_id=boot)
+        write_plainly(os.path.join(entry, "spec.new"), to_bytes(spec), 0o600)
+        os.rename(os.path.join(entry, "spec.new"), os.path.join(entry, "spec"))
+        self._faults.reached("claim.written")
+        return True
+
+    def _keep_script(self, token: str, script: bytes, owner: Tuple[int, int]) -> None:
+        folder = self.make_job_folder(token)
+        path = os.path.join(folder, "script")
+        write_plainly(path, script, 0o500)
+        if os.geteuid() == 0:
+            os.chown(path, *owner, follow_symlinks=False)
+
+    def make_job_folder(self, token: str) -> str:
+        """Make (if need be) the directory for what the user must reach, and return it."""
+        folder = self.job_folder(token)
+        try:
+            os.mkdir(folder, 0o711)
+        except FileExistsError:
+            pass
+        return folder
+
+    def bar(self, token: str, final: Dict[str, Any]) -> bool:
+        """Leave a tombstone for a token without a claim; False if there is an entry."""
+        self._faults.reached("bar.before")
+        try:
+            os.mkdir(self.entry(token), 0o700)
+        except FileExistsError:
+            return False
+        self._faults.reached("bar.made")
+        self.write_final(token, final)
+        return True
+
+    def write_started(self, token: str, record: Dict[str, Any]) -> None:
+        """Make durable who runs, and with it the claim."""
+        self._faults.reached("started.before")
+        write_durably(self.entry(token), "started", to_bytes(record), parents=(self.path,))
+        self._faults.reached("started.after")
+
+    def write_final(self, token: str, record: Dict[str, Any]) -> None:
+        """Make durable how it ended; whatever stood there first stays."""
+        self._faults.reached("final.before")
+        if read_object(os.path.join(self.entry(token), "final")) is None:
+            write_durably(self.entry(token), "final", to_bytes(record), parents=(self.path,))
+        self._faults.reached("final.after")
+
+    def read(self, token: str) -> Found:
+        """Return what the disk says of a token that has an entry."""
+        entry = self.entry(token)
+        spec = read_object(os.path.join(entry, "spec"))
+        boot = spec.pop("boot_id", "") if spec else ""
+        return Found(
+            token=token,
+            launch=_launch(spec),
+            boot_id=boot,
+            started=read_object(os.path.join(entry, "started")),
+            final=read_object(os.path.join(entry, "final")),
+        )
+
+    def load(self) -> List[Found]:
+        """Return all entries."""
+        return [self.read(name) for name in sorted(os.listdir(self.path)) if read_token(name) is not None]
+
+    def forget(self, finished: Iterable[str]) -> None:
+        """Remove the entries of acknowledged tokens, after `done` knows them."""
+        tokens = list(finished)
+        self._faults.reached("forget.before")
+        self.done.add(tokens)
+        self._faults.reached("forget.noted")
+        for token in tokens:
+            shutil.rmtree(self.job_folder(token), ignore_errors=True)
+            shutil.rmtree(self.entry(token), ignore_errors=True)
+        self._faults.reached("forget.after")
+
+    def sync(self) -> None:
+        """Make the names of all entries durable."""
+        sync_folder(self.path)
+
+
+def _launch(spec: Optional[Dict[str, Any]]) -> Optional[protocol.Launch]:
+    if spec is None:
+        return None
+    try:
+        launch = protocol.from_json(spec)
+    except protocol.WireError:
+        return None  # an agent of another version wrote it
+    return launch if isinstance(launch, protocol.Launch) else None
+
+
+def token_of(found: Found) -> Token:
+    """Return the token of an entry that `load` found."""
+    token = read_token(found.token)
+    assert token is not None
+    return token

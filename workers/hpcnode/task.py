@@ -1,0 +1,154 @@
+"""The child's side of a launch: from a fork of the shepherd to the user's program, in one order that matters.
+
+own session, own cgroup, the shepherd's settings undone, pipes in place -> become the user -> limits, directory, files, all
+as the user -> say "ready" -> wait until the shepherd has put on disk who we are -> exec.
+
+If the shepherd dies before it releases us, the pipe that we wait on ends, and so do we: without its record nothing runs.
+It never returns, raises or runs the shepherd's code.
+
+Sources: credentials(7), execve(2), signal(7).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import signal
+from typing import Dict, List, NamedTuple, NoReturn, Optional
+
+from hpcnode import files, user
+from hpcnode.process import die_with_parent
+
+READY = b"R"
+NOT_RELEASED = 127
+UMASK = 0o022
+
+
+class TaskPlan(NamedTuple):
+    """One task: what it runs, as whom, and with which files."""
+
+    rank: int
+    argv: List[str]
+    is_script: bool
+    env: Dict[str, str]
+    account: user.Account
+    work_dir: str
+    stdin: str  # a path; "" if stdin_fd is set
+    stdout: str
+    stderr: str  # a path, "" for where stdout goes
+    stdin_fd: Optional[int]
+    stdout_fd: Optional[int]
+    stderr_fd: Optional[int]
+    truncate_stdout: bool
+    truncate_stderr: bool
+    cgroup_fd: Optional[int]  # cgroup.procs, open for writing
+    release_fd: int
+    status_fd: int
+
+
+def run_task(plan: TaskPlan) -> NoReturn:
+    """Become the task. Writes READY, or why not, to the status pipe; after the release writes only if exec fails."""
+    try:
+        os.setsid()
+        if plan.cgroup_fd is not None:
+            os.write(plan.cgroup_fd, b"0")
+        _reset_signals()
+        _restore_oom_score()
+        user.become(plan.account)
+        os.umask(UMASK)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        _enter(plan.work_dir)
+        _place_files(plan)
+        die_with_parent()  # after the change of user, which would undo it
+    except (files.FilesError, user.UserError) as error:
+        _refuse(plan, str(error))
+    except OSError as error:
+        _refuse(plan, "cannot prepare the task: %s" % error)
+    os.write(plan.status_fd, READY)
+    if os.read(plan.release_fd, 1) == b"":
+        os._exit(NOT_RELEASED)
+    _execute(plan)
+
+
+def _refuse(plan: TaskPlan, why: str) -> NoReturn:
+    os.write(plan.status_fd, why.encode("utf-8", "surrogateescape")[:4000])
+    os._exit(NOT_RELEASED)
+
+
+def _reset_signals() -> None:
+    signal.set_wakeup_fd(-1)
+    for number in range(1, 32):
+        if number not in (signal.SIGKILL, signal.SIGSTOP):
+            signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+
+
+def _restore_oom_score() -> None:
+    if os.geteuid() == 0:  # a root agent protects itself and its shepherds, not the jobs
+        try:
+            with open("/proc/self/oom_score_adj", "w") as file:
+                file.write("0")
+        except OSError:
+            pass  # a container may forbid it; the score is then what the agent's is
+
+
+def _enter(work_dir: str) -> None:
+    try:
+        os.chdir(work_dir)
+    except OSError as error:
+        raise files.FilesError("cannot enter the job's directory %s: %s" % (work_dir, error.strerror)) from None
+
+
+def _place_files(plan: TaskPlan) -> None:
+    """Put the task's files at 0, 1 and 2."""
+    sources = [plan.stdin_fd, plan.stdout_fd, plan.stderr_fd]
+    if sources[0] is None:
+        sources[0] = files.open_input(_path(plan.stdin))
+    if sources[1] is None:
+        sources[1] = files.open_output(_path(plan.stdout), plan.truncate_stdout)
+    if sources[2] is None:
+        same = plan.stderr in ("", plan.stdout)
+        sources[2] = sources[1] if same else files.open_output(_path(plan.stderr), plan.truncate_stderr)
+    for number, source in enumerate(sources):
+        assert source is not None
+        os.dup2(source, number, inheritable=True)  # the sources are above 2 and close at exec
+
+
+def _path(text: str) -> str:
+    return "/dev/null" if text in ("", "none") else text
+
+
+def _execute(plan: TaskPlan) -> NoReturn:
+    env = dict(plan.env, SLURM_TASK_PID=str(os.getpid()))
+    try:
+        if plan.is_script:
+            _execute_script(plan.argv, env)
+        elif "/" in plan.argv[0]:
+            os.execve(plan.argv[0], plan.argv, env)
+        else:
+            os.execvpe(plan.argv[0], plan.argv, env)
+        code = errno.ENOEXEC
+    except (OSError, ValueError) as error:
+        code = getattr(error, "errno", None) or errno.EINVAL
+    why = "cannot execute %s: %s" % (plan.argv[0], os.strerror(code))
+    os.write(plan.status_fd, why.encode("utf-8", "surrogateescape")[:4000])
+    try:
+        os.write(2, ("hpcsched: error: %s\n" % why).encode("utf-8", "surrogateescape"))
+    except OSError:
+        pass  # nobody reads it; the report says it too
+    os._exit(min(code, 125))  # as Slurm: the error's number, 2 for a program that is not there
+
+
+def _execute_script(argv: List[str], env: Dict[str, str]) -> None:
+    try:
+        os.execve(argv[0], argv, env)
+    except PermissionError:
+        pass
+    # The spool may be on a file system mounted noexec: do as the kernel would with the script's first line.
+    with open(argv[0], "rb") as script:
+        first = script.readline(4096)
+    words = os.fsdecode(first[2:].strip()).split(None, 1) if first.startswith(b"#!") else []
+    if not words:
+        raise OSError(errno.ENOEXEC, "no #! line")
+    os.execve(words[0], words + argv, env)
