@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import sys
@@ -15,6 +16,7 @@ from waiting import wait_until
 
 from hpctrain.errors import EXIT_REQUEUE
 from hpctrain.metrics import MetricsFile, read_metrics
+from hpctrain.plot import main as plot
 from hpctrain.plot import read_curve
 
 STEPS = 24
@@ -23,7 +25,7 @@ SMALL = (
     "--eval-every 8 --print-every 8 --sample 20"
 ).split()
 FAULTY = HERE / "faulty_chargpt.py"
-WITH_WAITING = {"PYTHONPATH": str(HERE.parent)}
+WITH_WAITING = {"PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(HERE.parent)]).strip(os.pathsep)}
 CHARGPT = ("-m", "hpctrain.examples.chargpt")
 
 
@@ -151,3 +153,23 @@ def test_a_line_cut_short_by_a_kill_spoils_nothing(tmp_path: Path) -> None:
     again.close()
     assert [(line["step"], line["loss"]) for line in read_metrics(path)] == [(1, 2.0), (2, 1.5)]
     assert json.loads(path.read_text().splitlines()[-1]) == {"step": 2, "loss": 1.5, "attempt": 1}
+
+
+def test_the_curve_counts_a_step_once_and_becomes_a_picture(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = [{"step": n, "loss": 4.0 - n / 10, "attempt": 0} for n in range(1, 9)]
+    lines[4] |= {"checkpoint_step": 4, "checkpoint_bytes": 9, "checkpoint_kind": "base"}
+    lines += [{"step": n, "loss": 4.0 - n / 10, "attempt": 1} for n in range(5, 11)]
+    lines[8] |= {"resumed_from": 4}
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    curve = read_curve(path)
+    assert [step for step, _ in curve.loss] == list(range(1, 11))
+    assert [step for step, _ in curve.lost[0]] == [5, 6, 7, 8]
+    assert (curve.restarts, curve.bases) == ([(4, 1)], [4])
+    assert plot([str(path), "-o", str(tmp_path / "loss.png")]) == 0
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_of_nothing_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plot([str(tmp_path / "none.jsonl")]) == 1
+    assert "No such file" in capsys.readouterr().err
