@@ -61,7 +61,6 @@ def _places(
     shares: Sequence[Share],
     layout: Sequence[NodeTasks],
     options: StepOptions,
-    used_cpus: Mapping[NodeName, int],
     used_gpus: Mapping[NodeName, set[int]],
 ) -> tuple[Place, ...]:
     by_node = {share.node: share for share in shares}

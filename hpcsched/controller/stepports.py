@@ -34,12 +34,8 @@ class StepPorts:
 
     job: Callable[[JobId], Job | None]
     send: Callable[[NodeName, protocol.Message, bytes], None]  # to a node's agent; may be lost if the node is away
-    reply: Callable[
-        [Origin, protocol.Message, bytes], None
-    ]  # to a step command, wrapped in ToStream where it is on a node
-    allocate: Callable[
-        [protocol.StepRequest, int], JobId
-    ]  # a job without a batch step for uid; RequestError if refused
+    reply: Callable[[Origin, protocol.Message, bytes], None]  # to a step command; in ToStream where that is on a node
+    allocate: Callable[[protocol.StepRequest, int], JobId]  # a job without a batch step for uid; may raise RequestError
     release: Callable[[JobId, ExitStatus], None]  # that job is over
     record: Callable[[StepRow], None]
     new_token: Callable[[Job, str, NodeName], str]

@@ -1,0 +1,690 @@
+"""The step service in a small world: two nodes of four cpus, everything it says is collected."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from hpcnode import protocol
+from hpcsched.controller.steprequest import read_allocation
+from hpcsched.controller.steps import HEAD, Origin, StepPlan, StepPorts, StepService
+from hpcsched.errors import ProtocolError, RequestError
+from hpcsched.model.ids import JobId, NodeName, Token
+from hpcsched.model.job import ExitStatus, Job, JobSpec, JobState
+from hpcsched.model.resources import GpuRequest, Share
+from hpcsched.store.rows import StepRow
+
+N1, N2 = NodeName("n1"), NodeName("n2")
+ANN, BOB, ADMIN = 1001, 1002, 1009
+HRUN: Origin = (N1, 5)
+SECOND: Origin = (N1, 6)
+THIRD: Origin = (N1, 7)
+
+
+def a_job(job_id: int = 12, *, cpus: tuple[int, ...] = (4, 4), script: str = "#!/bin/sh\n", **changes: Any) -> Job:
+    shares = tuple(
+        Share(node=NodeName(f"n{i}"), cpus=n, mem_mib=1000, gpus=(0, 1), tasks=1) for i, n in enumerate(cpus, start=1)
+    )
+    spec = JobSpec(name="train", script=script, work_dir="/home/ann")
+    job = Job(id=JobId(job_id), spec_id=1, spec=spec, uid=ANN, user="ann", submitted_at_s=1.0, state=JobState.RUNNING)
+    return replace(job, shares=shares, **changes)
+
+
+class World:
+    """A service, and all that it said."""
+
+    def __init__(self, *jobs: Job) -> None:
+        self.jobs = {job.id: job for job in jobs or (a_job(),)}
+        self.sent: list[tuple[NodeName, Any, bytes]] = []
+        self.replies: dict[Origin, list[Any]] = {}
+        self.released: list[tuple[int, ExitStatus]] = []
+        self.rows: dict[tuple[int, int, str], StepRow] = {}
+        self.order: list[str] = []  # "row", "send", "reply": what came before what
+        self.tokens = 0
+        self.refuse_allocation = ""
+        self.seq = 0
+        self.restart()
+
+    def restart(self) -> None:
+        """A new service, as after a restart of the controller: only the rows are left."""
+        self.service = StepService(
+            StepPorts(
+                job=self.jobs.get,
+                send=self._send,
+                reply=self._reply,
+                allocate=self._allocate,
+                release=lambda job_id, exit: self.released.append((job_id, exit)),
+                record=self._record,
+                new_token=self._new_token,
+                environment=lambda job, plan: {"SLURM_STEP_ID": str(plan.number), "WINS": "scheduler"},
+                account=lambda job, node: job.user,
+                hosts=lambda job: [(share.node, share.cpus) for share in job.shares],
+                same_machine=lambda job: False,
+                last_step=lambda job_id, attempt: max((int(r.step) for r in self.rows.values()), default=-1),
+                is_admin=lambda uid: uid == ADMIN,
+                epoch=lambda: 7,
+                now_s=lambda: 100.0,
+                grace_s=30.0,
+                recorded=lambda job_id, attempt: [
+                    row for row in self.rows.values() if (row.job_id, row.attempt) == (job_id, attempt)
+                ],
+            )
+        )
+
+    def _send(self, node: NodeName, message: Any, blob: bytes) -> None:
+        self.order.append("send")
+        self.sent.append((node, message, blob))
+
+    def _reply(self, origin: Origin, message: Any, blob: bytes) -> None:
+        self.order.append("reply")
+        self.replies.setdefault(origin, []).append(message)
+
+    def _record(self, row: StepRow) -> None:
+        self.order.append("row")
+        self.rows[(row.job_id, row.attempt, row.step)] = row
+
+    def _allocate(self, request: protocol.StepRequest, uid: int) -> JobId:
+        if self.refuse_allocation:
+            raise RequestError(self.refuse_allocation)
+        return JobId(20)
+
+    def _new_token(self, job: Job, step: str, node: NodeName) -> str:
+        self.tokens += 1
+        nonce = f"{self.tokens:032x}"
+        return str(Token(incarnation="0a" * 8, job_id=job.id, attempt=job.attempt, step=step, node=node, nonce=nonce))
+
+    # what happens in it
+
+    def says(self, origin: Origin, message: Any, *, uid: int = ANN, job_id: int = 12, blob: bytes = b"") -> None:
+        said = protocol.FromStream(
+            stream=origin[1],
+            uid=uid,
+            job_id=0 if origin[0] == HEAD else job_id,
+            attempt=0,
+            message=protocol.to_json(message),
+        )
+        self.service.on_from_stream(origin[0], said, blob)
+
+    def asks(
+        self, *, origin: Origin = HRUN, uid: int = ANN, job_id: int = 12, argv: str = "prog", **options: Any
+    ) -> Any:
+        """Ask for a step, and return the last reply."""
+        request = a_request(argv=argv, job_id=job_id, **options)
+        self.says(origin, request, uid=uid, job_id=job_id)
+        return self.replies[origin][-1]
+
+    def launches(self) -> list[tuple[NodeName, protocol.Launch]]:
+        return [(node, message) for node, message, _ in self.sent if isinstance(message, protocol.Launch)]
+
+    def said_to(self, node: NodeName, kind: type) -> list[Any]:
+        return [message for to, message, _ in self.sent if to == node and isinstance(message, kind)]
+
+    def report(self, token: str, status: str = protocol.ENDED, **facts: Any) -> protocol.Report:
+        self.seq += 1
+        return protocol.Report(seq=self.seq, token=token, status=status, at_s=50.0, **facts)
+
+    def ends(self, launch: protocol.Launch, *codes: int, signals: tuple[int, ...] = (), **facts: Any) -> None:
+        report = self.report(launch.token, codes=list(codes), signals=list(signals or [0] * len(codes)), **facts)
+        self.service.on_report(Token.parse(launch.token).node, report)
+
+    def ended(self, origin: Origin = HRUN) -> protocol.StepEnded:
+        (message,) = [message for message in self.replies[origin] if isinstance(message, protocol.StepEnded)]
+        return message
+
+    def has_ended(self, origin: Origin = HRUN) -> bool:
+        return any(isinstance(message, protocol.StepEnded) for message in self.replies.get(origin, []))
+
+
+def a_request(*, argv: str = "prog", job_id: int = 12, env: dict[str, str] | None = None, **options: Any) -> Any:
+    return protocol.StepRequest(
+        version=protocol.VERSION,
+        job_id=job_id,
+        options={name.replace("_", "-"): value for name, value in options.items()},
+        argv=argv.split(),
+        work_dir="/work",
+        env=env or {"WINS": "user", "FOO": "1"},
+    )
+
+
+# ----- a step from its request to its end
+
+
+def test_a_step_is_launched_on_all_its_nodes() -> None:
+    world = World()
+    started = world.asks(ntasks="5", argv="/opt/prog -x", output="out.%j.%t", label=True)
+    (node1, first), (node2, second) = world.launches()
+    assert (node1, node2) == (N1, N2)
+    assert started == protocol.StepStarted(job_id=12, step=0, tasks=[(N1, 0, 4, first.token), (N2, 4, 1, second.token)])
+    assert first.argv == ["/opt/prog", "-x"]
+    assert (first.tasks, second.tasks) == (protocol.TaskSet(0, 4, 5, 0, 2), protocol.TaskSet(4, 1, 5, 1, 2))
+    assert (first.cpus, second.cpus, second.mem_mib, second.gpus) == (4, 1, 1000, [0, 1])
+    assert (first.user, first.epoch, first.attempt, first.step) == ("ann", 7, 0, "0")
+    assert first.stdout == "out.12.%t"
+    assert first.stream_to == protocol.Address(node="n1", stream=5)
+    assert (first.env["WINS"], first.env["FOO"], first.env["SLURM_STEP_ID"]) == ("scheduler", "1", "0")
+    assert world.order == ["row", "reply", "send", "send"]  # on disk before it starts
+
+
+def test_the_codes_of_all_ranks_come_in_order() -> None:
+    world = World()
+    world.asks(ntasks="5")
+    (_, first), (_, second) = world.launches()
+    world.ends(second, 4, usage={"cpu_user_s": 1.5, "max_rss_kib": 10.0})
+    assert not world.has_ended()
+    world.ends(first, 0, 1, 0, 0, signals=(0, 0, 9, 0), usage={"cpu_user_s": 2.0, "max_rss_kib": 30.0})
+    assert world.ended() == protocol.StepEnded(codes=[0, 1, 0, 0, 4], signals=[0, 0, 9, 0, 0])
+    row = world.rows[(12, 0, "0")]
+    assert (row.state, row.exit_code, row.exit_signal) == ("FAILED", 4, 9)
+    assert (row.name, row.nodes, row.ntasks) == ("prog", ("n1", "n2"), 5)
+    assert (row.cpu_user_s, row.max_rss_kib, row.ended_at_s) == (3.5, 30, 100.0)
+
+
+def test_a_repeated_report_changes_nothing() -> None:
+    world = World()
+    world.asks(nodes="1")
+    ((_, launch),) = world.launches()
+    world.ends(launch, 0)
+    world.ends(launch, 3)
+    assert world.ended().codes == [0]
+
+
+def test_steps_are_numbered_from_what_is_on_disk() -> None:
+    world = World()
+    world.rows[(12, 0, "4")] = StepRow(job_id=12, attempt=0, step="4", name="", nodes=(), ntasks=1, state="FAILED")
+    assert world.asks(nodes="1").step == 5
+    assert world.asks(nodes="1", origin=SECOND).step == 6
+
+
+def test_kill_on_bad_exit_ends_the_other_nodes() -> None:
+    world = World()
+    world.asks(nodes="2", kill_on_bad_exit=True)
+    (_, first), (_, second) = world.launches()
+    assert first.kill_on_bad_exit
+    world.ends(first, 1)
+    (order,) = world.said_to(N2, protocol.EndStep)
+    assert order.token == second.token
+    world.ends(second, 0, signals=(15,))
+    assert world.ended() == protocol.StepEnded(codes=[1, 0], signals=[0, 15])
+
+
+def test_without_it_the_others_go_on() -> None:
+    world = World()
+    world.asks(nodes="2")
+    world.ends(world.launches()[0][1], 1)
+    assert world.said_to(N2, protocol.EndStep) == []
+
+
+def test_a_node_that_refuses_ends_the_rest() -> None:
+    world = World()
+    world.asks(nodes="2")
+    (_, first), (_, second) = world.launches()
+    world.service.on_report(N1, world.report(first.token, protocol.REFUSED, why="cannot enter /work"))
+    assert [order.token for order in world.said_to(N2, protocol.EndStep)] == [second.token]
+    world.service.on_report(N2, world.report(second.token, protocol.BARRED))
+    assert world.ended().error == "cannot start the step on n1: cannot enter /work"
+
+
+def test_a_time_limit_is_told() -> None:
+    world = World()
+    world.asks(nodes="1", time="1")
+    ((_, launch),) = world.launches()
+    assert launch.limit_s == 60
+    world.ends(launch, 0, signals=(15,), timed_out=True)
+    assert "time limit" in world.ended().error
+    assert world.rows[(12, 0, "0")].state == "TIMEOUT"
+
+
+def test_a_report_that_cannot_be_does_not_hang_the_step() -> None:
+    world = World()
+    world.asks(nodes="1", ntasks="2")
+    ((_, launch),) = world.launches()
+    world.ends(launch, 0, 0, 0)
+    assert "it sent 3 exit codes" in world.ended().error
+
+
+# ----- who may
+
+
+@pytest.mark.parametrize("uid", [ANN, 0, ADMIN])
+def test_owner_root_and_admin_may_add_a_step_from_the_head(uid: int) -> None:
+    assert isinstance(World().asks(origin=(HEAD, 1), uid=uid), protocol.StepStarted)
+
+
+def test_others_may_not() -> None:
+    world = World()
+    assert world.asks(origin=(HEAD, 1), uid=BOB).error == "cannot start a step in job 12: it is ann's"
+    assert world.launches() == []
+
+
+def test_a_number_of_another_machines_user_is_no_proof() -> None:
+    """On a node, who asks is the owner of the job that the agent vouches for."""
+    world = World(a_job(12), replace(a_job(13), uid=BOB, user="bob"))
+    request = a_request(job_id=12)
+    world.says(HRUN, request, uid=ANN, job_id=13)  # bob's job, on a machine where his number is ann's here
+    assert world.ended().error == "cannot start a step in job 12: it is ann's"
+    world.says(SECOND, request, uid=ANN, job_id=0)
+    assert "runs in no job there" in world.ended(SECOND).error
+
+
+def test_an_old_attempt_may_not() -> None:
+    world = World(a_job(attempt=1))
+    assert world.asks().error == "cannot start a step in attempt 0 of job 12: it is over"
+
+
+def test_only_a_running_job_takes_steps_but_a_script_may_be_faster_than_its_report() -> None:
+    world = World(a_job(state=JobState.CONFIGURING))
+    assert isinstance(world.asks(), protocol.StepStarted)
+    assert world.asks(origin=(HEAD, 1)).error == "cannot start a step in job 12: it is CONFIGURING, not RUNNING"
+    assert "Invalid job id specified" in world.asks(origin=(HEAD, 2), job_id=99).error
+
+
+def test_another_stream_reaches_nothing_of_a_step() -> None:
+    world = World()
+    world.asks(nodes="1")
+    ((_, launch),) = world.launches()
+    before = len(world.sent)
+    world.says(SECOND, protocol.Input(token=launch.token, task=0, offset=0, eof=False), blob=b"evil")
+    world.says(SECOND, protocol.StepSignal(signum=9))
+    assert len(world.sent) == before
+    assert world.ended(SECOND).error == "cannot reach a task of another's step"
+
+
+def test_another_node_reports_nothing_of_a_step() -> None:
+    world = World()
+    world.asks(nodes="1")
+    ((_, launch),) = world.launches()
+    assert not world.service.on_report(N2, world.report(launch.token, codes=[0], signals=[0]))
+    assert not world.has_ended()
+
+
+# ----- streams and signals
+
+
+def test_input_acknowledgements_and_signals_go_to_the_tasks() -> None:
+    world = World()
+    world.asks(nodes="2")
+    (_, first), (_, second) = world.launches()
+    world.says(HRUN, protocol.Input(token=first.token, task=0, offset=0, eof=True), blob=b"hello")
+    assert world.sent[-1] == (N1, protocol.Input(token=first.token, task=0, offset=0, eof=True), b"hello")
+    world.says(HRUN, protocol.OutputAck(token=second.token, task=1, fd=1, offset=9))
+    assert world.sent[-1][:2] == (N2, protocol.OutputAck(token=second.token, task=1, fd=1, offset=9))
+    world.ends(first, 0)
+    world.says(HRUN, protocol.StepSignal(signum=10))
+    assert world.sent[-1][:2] == (N2, protocol.SignalStep(token=second.token, signum=10))
+    assert not world.said_to(N1, protocol.SignalStep)
+    world.says(HRUN, protocol.StepSignal(signum=9))
+    assert world.sent[-1][1] == protocol.EndStep(token=second.token, grace_s=0.0, why="killed")
+
+
+def test_output_goes_to_who_asked_also_after_the_end() -> None:
+    world = World()
+    world.asks(nodes="2")
+    (_, first), (_, second) = world.launches()
+    output = protocol.Output(
+        to=protocol.Address(node="n1", stream=5), token=second.token, task=1, fd=1, offset=0, eof=False
+    )
+    assert world.service.output_origin(N2, output) == HRUN
+    assert world.service.output_origin(N1, output) is None  # not the node that the token was made for
+    elsewhere = replace(output, to=protocol.Address(node="n1", stream=6))
+    assert world.service.output_origin(N2, elsewhere) is None
+    world.ends(first, 0)
+    world.ends(second, 0)
+    assert world.service.output_origin(N2, output) == HRUN
+    world.service.on_stream_closed(HRUN)
+    assert world.service.output_origin(N2, output) is None
+
+
+def test_a_step_command_that_goes_away_takes_its_step_along() -> None:
+    world = World()
+    world.asks(nodes="2")
+    (_, first), (_, second) = world.launches()
+    world.ends(first, 0)
+    world.service.on_stream_closed(HRUN)
+    (order,) = world.said_to(N2, protocol.EndStep)
+    assert (order.token, order.grace_s) == (second.token, 30.0)
+    assert world.said_to(N1, protocol.EndStep) == []
+    world.ends(second, 0, signals=(15,))
+    assert world.rows[(12, 0, "0")].state == "CANCELLED"
+    assert not world.has_ended()  # there is nobody to tell
+
+
+# ----- waiting for cpus
+
+
+def test_a_step_waits_for_cpus_and_starts_when_they_are_free() -> None:
+    world = World()
+    world.asks(ntasks="8")
+    waiting = world.asks(origin=SECOND, ntasks="1")
+    assert waiting.text == "job 12 step creation temporarily disabled, retrying (Requested nodes are busy)"
+    (_, first), (_, second) = world.launches()
+    world.ends(first, 0, 0, 0, 0)
+    assert isinstance(world.replies[SECOND][-1], protocol.StepStarted)  # n1 is free, though the first step goes on
+
+
+def test_waiting_steps_start_in_their_order() -> None:
+    world = World()
+    world.asks(ntasks="7")
+    world.asks(origin=SECOND, ntasks="2")
+    world.asks(origin=THIRD, ntasks="1")  # would fit, but is not its turn
+    assert len(world.launches()) == 2
+    (_, first), (_, second) = world.launches()
+    world.ends(first, 0, 0, 0, 0)
+    world.ends(second, 0, 0, 0)
+    started = [world.replies[origin][-1].step for origin in (SECOND, THIRD)]
+    assert started == [1, 2]
+
+
+def test_a_step_goes_where_there_is_room() -> None:
+    world = World()
+    world.asks(nodes="1", ntasks="4")
+    assert world.asks(origin=SECOND, nodes="1", ntasks="4").tasks[0][0] == "n2"
+
+
+def test_overlap_does_not_wait_and_does_not_hold() -> None:
+    world = World()
+    world.asks(ntasks="8")
+    assert isinstance(world.asks(origin=SECOND, ntasks="8", overlap=True), protocol.StepStarted)
+    world = World()
+    world.asks(ntasks="8", overlap=True)
+    assert isinstance(world.asks(origin=SECOND, ntasks="8"), protocol.StepStarted)
+
+
+def test_a_waiting_step_command_that_goes_away_lets_the_next_start() -> None:
+    world = World()
+    world.asks(ntasks="7")
+    world.asks(origin=SECOND, ntasks="2")
+    world.asks(origin=THIRD, ntasks="1")
+    world.service.on_stream_closed(SECOND)
+    assert isinstance(world.replies[THIRD][-1], protocol.StepStarted)
+
+
+def test_what_never_fits_is_refused_at_once() -> None:
+    world = World()
+    world.asks(ntasks="8")
+    assert world.asks(origin=SECOND, ntasks="9").error == (
+        "cannot give the step 9 tasks: the job has 8 cpus on 2 nodes"
+    )
+
+
+def test_gpus_asked_for_by_number_are_held() -> None:
+    world = World()
+    world.asks(nodes="1", ntasks="1", gpus_per_task="1")
+    world.asks(origin=SECOND, nodes="1", ntasks="1", gres="gpu:1")
+    world.asks(origin=THIRD, nodelist="n1", ntasks="1", gpus="1")
+    assert [launch.gpus for _, launch in world.launches()] == [[0], [1]]
+    assert isinstance(world.replies[THIRD][-1], protocol.StepWaiting)
+    all_of_them = world.asks(origin=(N1, 8), nodelist="n1", ntasks="1", overlap=True)
+    assert isinstance(all_of_them, protocol.StepStarted)
+    assert world.launches()[-1][1].gpus == [0, 1]
+    assert world.asks(origin=(N1, 9), gpus_per_node="3").error == (
+        "cannot give the step 3 GPUs on n1: the job has 2 there"
+    )
+
+
+def test_the_jobs_cpus_per_task_are_the_default_where_they_fit() -> None:
+    job = a_job()
+    job = replace(job, spec=replace(job.spec, cpus_per_task=2, cpus_per_task_given=True))
+    world = World(job)
+    world.asks(ntasks="2", nodes="1")
+    assert world.launches()[0][1].cpus == 4
+    world = World(job)
+    world.asks(ntasks="8")
+    assert [launch.cpus for _, launch in world.launches()] == [4, 4]
+
+
+# ----- hrun alone
+
+
+def test_hrun_alone_gets_a_job_first_and_gives_it_back() -> None:
+    world = World()
+    alone: Origin = (HEAD, 3)
+    assert world.asks(origin=alone, job_id=0, nodes="1").text == "job 20 queued and waiting for resources"
+    job = a_job(20, script="")
+    world.jobs[job.id] = job
+    world.service.job_running(job)
+    assert [type(message).__name__ for message in world.replies[alone]] == ["StepWaiting", "StepWaiting", "StepStarted"]
+    assert world.replies[alone][1].text == "job 20 has been allocated resources"
+    ((_, launch),) = world.launches()
+    assert launch.stream_to == protocol.Address(node="", stream=3)
+    world.ends(launch, 0, 7)
+    assert world.released == [(20, ExitStatus(code=7))]
+
+
+def test_an_allocation_that_is_refused_is_told() -> None:
+    world = World()
+    world.refuse_allocation = "cannot give job nine nodes: partition 'main' has 3"
+    assert world.asks(origin=(HEAD, 3), job_id=0).error == world.refuse_allocation
+
+
+def test_hrun_alone_is_for_the_head() -> None:
+    assert "run hrun in a job, or on the head node" in World().asks(job_id=0).error
+
+
+def test_hrun_alone_that_goes_away_gives_its_job_back() -> None:
+    world = World()
+    world.asks(origin=(HEAD, 3), job_id=0)
+    world.service.on_stream_closed((HEAD, 3))
+    assert world.released == [(20, ExitStatus(code=1))]
+
+
+def test_another_step_in_that_job_does_not_end_it() -> None:
+    world = World()
+    job = a_job(20, script="")
+    world.asks(origin=(HEAD, 3), job_id=0, nodes="1")
+    world.jobs[job.id] = job
+    world.service.job_running(job)
+    world.asks(origin=(HEAD, 4), job_id=20, overlap=True, nodes="1")
+    world.ends(world.launches()[1][1], 0)
+    assert world.released == []
+    world.ends(world.launches()[0][1], 0)
+    assert world.released == [(20, ExitStatus(code=0))]
+
+
+def test_the_job_that_ends_ends_all_its_steps() -> None:
+    world = World()
+    world.asks(ntasks="8")
+    world.asks(origin=SECOND)
+    world.asks(origin=(HEAD, 3), job_id=0)
+    assert world.service.concerns(JobId(12))
+    world.service.job_ended(JobId(12), "TIMEOUT")
+    assert world.ended().error == "job 12 has ended: TIMEOUT"
+    assert world.ended(SECOND).error == "job 12 has ended: TIMEOUT"
+    assert world.rows[(12, 0, "0")].state == "CANCELLED"
+    assert not world.service.concerns(JobId(12))
+    world.service.job_ended(JobId(20))
+    assert world.ended((HEAD, 3)).error == "job 20 has ended"
+
+
+def test_the_allocation_is_what_hrun_asked_for() -> None:
+    request = a_request(
+        nodes="2-3", ntasks="4", mem="2G", gpus_per_node="a100:1", time="10", partition="gpu", exclude="n[1-2]"
+    )
+    spec = read_allocation(request, 0.0)
+    assert (spec.name, spec.script, spec.work_dir) == ("prog", "", "/work")
+    assert (spec.nodes_min, spec.nodes_max, spec.nodes_given, spec.ntasks) == (2, 3, True, 4)
+    assert (spec.mem_per_node_mib, spec.time_limit_s, spec.partition) == (2048, 600, "gpu")
+    assert spec.gpus_per_node == (GpuRequest(count=1, type="a100"),)
+    assert spec.exclude == (N1, N2)
+
+
+# ----- bad requests
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"argv": []}, "it has no command"),
+        ({"argv": ["a\0b"]}, "NUL"),
+        ({"work_dir": "rel"}, "the path is not absolute"),
+        ({"env": {"A=B": "1"}}, "'A=B' cannot be a variable"),
+        ({"env": {"A": "x" * (5 << 20)}}, "its environment has"),
+        ({"options": {"bogus": "1"}}, "unknown option 'bogus'"),
+        ({"options": {"ntasks": 3}}, "cannot read --ntasks: it needs a value"),
+        ({"options": {"ntasks": "x"}}, "no whole number"),
+        ({"options": {"label": "yes"}}, "cannot read --label: it is on or off"),
+        ({"options": {"nodelist": "n[1-999999999]"}}, "cannot"),
+        ({"options": {"mem": "2G"}}, "cannot give the step 2048 MiB on n1: the job has 1000 MiB there"),
+        ({"version": 99}, "this hrun speaks version 99"),
+    ],
+)
+def test_bad_requests_are_refused_in_words(changes: dict[str, Any], text: str) -> None:
+    world = World()
+    world.says(HRUN, replace(a_request(), **changes))
+    assert text in world.ended().error
+    assert world.launches() == []
+
+
+def test_one_step_for_a_connection() -> None:
+    world = World()
+    world.asks(nodes="1")
+    assert "second step" in world.asks(nodes="1").error
+
+
+def test_nonsense_from_a_stream_is_answered() -> None:
+    world = World()
+    said = protocol.FromStream(stream=5, uid=ANN, job_id=12, attempt=0, message={"type": "Bogus"})
+    world.service.on_from_stream(N1, said, b"")
+    assert "unknown type" in world.ended().error
+    world.says(SECOND, protocol.Ping(request=1))
+    assert "cannot take Ping from a step command" in world.ended(SECOND).error
+
+
+# ----- after a lost connection or a restart
+
+
+def inventory(*reports: protocol.Report) -> list[dict[str, Any]]:
+    fields = [protocol.to_json(report) for report in reports]
+    return [{name: value for name, value in each.items() if name != "type"} for each in fields]
+
+
+def test_a_launch_that_did_not_arrive_is_sent_again() -> None:
+    world = World()
+    world.asks(nodes="2")
+    (_, first), (_, second) = world.launches()
+    world.service.node_welcome(N1, inventory(world.report(first.token, protocol.STARTED)))
+    world.service.node_welcome(N2, [])
+    assert [launch for _, launch in world.launches()] == [first, second, second]
+
+
+def test_an_order_to_end_that_did_not_arrive_is_sent_again() -> None:
+    world = World()
+    world.asks(nodes="1")
+    ((_, launch),) = world.launches()
+    world.service.on_stream_closed(HRUN)
+    world.service.node_welcome(N1, inventory(world.report(launch.token, protocol.CLAIMED)))
+    assert [order.token for order in world.said_to(N1, protocol.EndStep)] == [launch.token] * 2
+
+
+def test_a_launch_that_did_not_arrive_is_barred_once_nobody_wants_it() -> None:
+    world = World()
+    world.asks(nodes="1")
+    ((_, launch),) = world.launches()
+    world.service.on_stream_closed(HRUN)
+    world.service.node_welcome(N1, [])
+    assert len(world.launches()) == 1
+    assert [order.token for order in world.said_to(N1, protocol.EndStep)] == [launch.token] * 2
+
+
+def test_a_node_that_forgot_a_running_step_has_lost_it() -> None:
+    world = World()
+    world.asks(nodes="2")
+    (_, first), (_, second) = world.launches()
+    world.service.on_report(N1, world.report(first.token, protocol.STARTED))
+    world.service.node_welcome(N1, [])
+    assert [order.token for order in world.said_to(N2, protocol.EndStep)] == [second.token]
+    world.ends(second, 0, signals=(15,))
+    assert world.ended().error == "n1 knows nothing of the step any more"
+
+
+def restarted(world: World) -> tuple[protocol.Launch, protocol.Launch]:
+    world.asks(ntasks="5")
+    (_, first), (_, second) = world.launches()
+    world.restart()
+    world.replies.clear()
+    world.sent.clear()
+    return first, second
+
+
+def test_a_step_lives_on_after_a_restart() -> None:
+    world = World()
+    first, second = restarted(world)
+    to = first.stream_to
+    world.service.node_welcome(N2, inventory(world.report(second.token, codes=[3], signals=[0], stream_to=to)))
+    assert not world.has_ended()
+    world.service.node_welcome(N1, inventory(world.report(first.token, protocol.STARTED, stream_to=to)))
+    assert not world.has_ended()
+    output = protocol.Output(to=to, token=second.token, task=4, fd=1, offset=0, eof=False)
+    assert world.service.output_origin(N2, output) == HRUN
+    world.says(HRUN, protocol.StepSignal(signum=10))
+    assert [m.token for m in world.said_to(N1, protocol.SignalStep)] == [first.token]
+    world.ends(first, 0, 0, 0, 1)
+    assert world.ended() == protocol.StepEnded(codes=[0, 0, 0, 1, 3], signals=[0] * 5)
+    row = world.rows[(12, 0, "0")]
+    assert (row.name, row.ntasks, row.state, row.exit_code) == ("prog", 5, "FAILED", 3)
+
+
+def test_after_a_restart_an_end_that_nobody_noted_is_told() -> None:
+    world = World()
+    first, _ = restarted(world)
+    world.service.node_welcome(N1, inventory(world.report(first.token, protocol.STARTED, stream_to=first.stream_to)))
+    world.service.node_welcome(N2, [])  # its report had been acknowledged before
+    world.ends(first, 0, 0, 0, 0)
+    assert "how some of the tasks ended is not known" in world.ended().error
+
+
+def test_after_a_restart_new_steps_do_not_take_old_numbers() -> None:
+    world = World()
+    first, _ = restarted(world)
+    world.service.node_welcome(N1, inventory(world.report(first.token, protocol.STARTED, stream_to=first.stream_to)))
+    assert world.asks(origin=SECOND, nodes="1").step == 1
+
+
+def test_after_a_restart_steps_from_the_head_have_nobody_left() -> None:
+    world = World(a_job(20, script=""))
+    world.asks(origin=(HEAD, 3), job_id=0, nodes="1")
+    job = world.jobs[JobId(20)]
+    world.service.job_running(job)
+    ((_, launch),) = world.launches()
+    world.restart()
+    world.sent.clear()
+    world.service.job_running(job)  # as for every such job that runs
+    said = inventory(world.report(launch.token, protocol.STARTED, stream_to=launch.stream_to))
+    world.service.node_welcome(N1, said)
+    world.service.node_welcome(N2, [])
+    assert [order.token for order in world.said_to(N1, protocol.EndStep)] == [launch.token]
+    assert world.released == []
+    world.ends(launch, 0, signals=(15,))
+    assert [job_id for job_id, _ in world.released] == [20]
+
+
+def test_after_a_restart_an_allocation_that_nobody_claims_is_released() -> None:
+    world = World(a_job(20, script=""))
+    world.service.job_running(world.jobs[JobId(20)])
+    world.service.node_welcome(N1, [])
+    assert world.released == []
+    world.service.node_welcome(N2, [])
+    assert world.released == [(20, ExitStatus(code=1))]
+
+
+def test_a_step_of_an_old_attempt_is_ended() -> None:
+    world = World()
+    first, _ = restarted(world)
+    world.jobs[JobId(12)] = a_job(attempt=1)
+    world.service.node_welcome(N1, inventory(world.report(first.token, protocol.STARTED, stream_to=first.stream_to)))
+    assert [order.token for order in world.said_to(N1, protocol.EndStep)] == [first.token]
+
+
+def test_an_inventory_that_is_none_is_refused() -> None:
+    with pytest.raises(ProtocolError):
+        World().service.node_welcome(N1, [{"seq": "x"}])
+
+
+def test_step_plan_tells_the_environment_what_it_needs() -> None:
+    plans: list[StepPlan] = []
+    world = World()
+    world.service._ports = replace(world.service._ports, environment=lambda job, plan: plans.append(plan) or {})
+    world.asks(ntasks="5", gpus_per_task="0")
+    (plan,) = plans
+    assert (plan.number, [part.count for part in plan.tasks], plan.options.gpus_per_task) == (0, [4, 1], 0)
