@@ -267,7 +267,7 @@ def test_stdin_goes_to_task_0_and_stops_at_the_window(controller: Controller, ru
 
 def test_input_all_goes_to_every_node(controller: Controller, run: Callable[..., Running]) -> None:
     hrun = run("-i", "all", "prog")
-    controller.start()
+    assert controller.start().options["input"] == "all"
     assert hrun.process.stdin is not None
     hrun.process.stdin.write(b"abc")
     hrun.process.stdin.close()

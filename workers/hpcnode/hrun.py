@@ -116,6 +116,10 @@ class Hrun(Front):
                 options[target.name] = target.node_file
         if self._input.is_default and not is_open(0):
             options["input"] = os.devnull
+        elif self._input.to_all:
+            options["input"] = "all"
+        elif self._input.task is not None:
+            options["input"] = str(self._input.task)
         return protocol.StepRequest(
             version=protocol.VERSION,
             job_id=self._job_id,

@@ -448,7 +448,7 @@ def test_hrun_alone_gets_a_job_first_and_gives_it_back() -> None:
     assert world.replies[alone][1].text == "job 20 has been allocated resources"
     ((_, launch),) = world.launches()
     assert launch.stream_to == protocol.Address(node="", stream=3)
-    world.ends(launch, 0, 7)
+    world.ends(launch, 7)
     assert world.released == [(20, ExitStatus(code=7))]
 
 
