@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from hpcsched.launch.greeting import ControllerIdentity
     from hpcsched.launch.link import LinkEvents, NodeLink
     from hpcsched.launch.pipe import Dial
+    from hpcsched.launch.sshconfig import SshSettings
     from hpcsched.model.node import NodeSpec
 
 
@@ -47,14 +48,17 @@ def dial_for(spec: NodeSpec, config: Config) -> Dial:
     from hpcsched.config_keys import LOCAL_HOST
     from hpcsched.launch.local import local_dial
     from hpcsched.launch.ssh import ssh_dial
+
+    return local_dial(spec) if spec.host == LOCAL_HOST else ssh_dial(spec, ssh_settings(config))
+
+
+def ssh_settings(config: Config) -> SshSettings:
+    """Return what the configuration says for all connections."""
     from hpcsched.launch.sshconfig import SshSettings
 
-    if spec.host == LOCAL_HOST:
-        return local_dial(spec)
-    settings = SshSettings(
+    return SshSettings(
         config_file=config.controller.ssh_config,
         launch_key=config.launch_key,
         timeout_s=config.controller.connect_timeout_s,
         down_after_s=config.controller.node_down_after_s,
     )
-    return ssh_dial(spec, settings)

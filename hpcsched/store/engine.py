@@ -103,3 +103,10 @@ def raise_epoch(engine: Engine) -> int:
         statement = insert(meta).values(key="epoch", value=str(epoch))
         connection.execute(statement.on_conflict_do_update(index_elements=["key"], set_={"value": str(epoch)}))
     return epoch
+
+
+def current_epoch(engine: Engine) -> int:
+    """Return the epoch of the controller's present or last term, 0 before the first."""
+    with engine.connect() as connection:
+        value = connection.execute(select(meta.c.value).where(meta.c.key == "epoch")).scalar_one_or_none()
+    return int(value or 0)

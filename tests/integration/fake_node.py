@@ -50,7 +50,19 @@ def main():
                 if "mute" not in behaviour:
                     answer = protocol.Pong(request=message.request)
             elif isinstance(message, protocol.Probe):
-                answer = protocol.Facts(request=message.request, facts={"got": len(blob)})
+                facts = {"got": len(blob), "root": root, "cpus": 6, "mem_mib": 5000, "disk_free_mib": 20480,
+                         "gpus": [{"index": 0, "name": "NVIDIA A100-SXM4-80GB", "uuid": "u", "mem_mib": 81920}],
+                         "python": "3.9.2", "kernel": "6.1", "hostname": "far", "user": "me", "is_root": False,
+                         "time_s": time.time() - 100 * ("late" in behaviour)}
+                answer = protocol.Facts(request=message.request, facts=facts)
+            elif isinstance(message, protocol.ReadFile) and message.path:
+                error = ""
+                try:
+                    with open(message.path, "rb") as file:
+                        back = b"another" if "elsewhere" in behaviour else file.read(message.limit)
+                except OSError as problem:
+                    error = problem.strerror
+                answer = protocol.FileData(request=message.request, offset=0, size=len(back), error=error)
             elif isinstance(message, protocol.ReadFile):
                 sys.stderr.write("e" * message.offset)
                 sys.stderr.flush()

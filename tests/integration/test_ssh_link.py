@@ -141,7 +141,7 @@ def test_messages_and_blobs_go_both_ways_in_order(spec: NodeSpec) -> None:
                 assert link.send(protocol.Probe(request=number), bytes(size))
             for number, size in enumerate(sizes):
                 message, _ = await listener.wait_message()
-                assert (message.request, message.facts) == (number, {"got": size})
+                assert (message.request, message.facts["got"]) == (number, size)
             # What it writes to stderr meanwhile, more than any window holds, is in nobody's way.
             for number in range(8):
                 assert link.send(protocol.ReadFile(request=number, user="", path="", offset=MIB, limit=MIB))

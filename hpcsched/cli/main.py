@@ -1,0 +1,90 @@
+"""`hpcsched`: the commands that set up and run a cluster. Each is loaded when it is asked for."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+import click
+
+import hpcsched
+from hpcsched.errors import HpcschedError
+
+# name -> where it is, and what it is for (so that --help loads none of them)
+COMMANDS = {
+    "init": ("hpcsched.cli.setup:init", "Make a cluster's configuration, database and launch key."),
+    "node": ("hpcsched.cli.node:node", "Add, list and remove nodes."),
+    "up": ("hpcsched.cli.daemon:up", "Start the controller in the background."),
+    "down": ("hpcsched.cli.daemon:down", "Stop the controller; jobs run on."),
+    "status": ("hpcsched.cli.daemon:status", "Say whether the controller runs, and what it has to do."),
+    "demo": ("hpcsched.cli.demo:demo", "Show a small cluster at work on this machine, then remove it."),
+}
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are imported when they are run."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return [*COMMANDS, *super().list_commands(ctx)]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return super().get_command(ctx, cmd_name)
+        module, _, name = COMMANDS[cmd_name][0].partition(":")
+        command: click.Command = getattr(importlib.import_module(module), name)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        rows = [(name, text) for name, (_, text) in COMMANDS.items()]
+        rows += [(name, command.get_short_help_str(70)) for name, command in self.commands.items()]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            raise click.UsageError(error.message + _nearest(args[0], self.list_commands(ctx)), ctx) from None
+
+
+def _nearest(word: str, known: list[str]) -> str:
+    import difflib
+
+    near = difflib.get_close_matches(word, known, n=2, cutoff=0.5)
+    return f" Did you mean {' or '.join(near)}?" if near else f" Known are {', '.join(known)}."
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(hpcsched.__version__, "-V", "--version", message="hpcsched %(version)s")
+def hpcsched_command() -> None:
+    """Set up and run a cluster: Slurm's job model for the machines you already own."""
+
+
+@hpcsched_command.command()
+def version() -> None:
+    """Print the version."""
+    click.echo(f"hpcsched {hpcsched.__version__}")
+
+
+def run(command: click.Command, name: str, args: list[str] | None = None) -> int:
+    """Run a click command and return its exit status; errors meant for people go to stderr without a traceback."""
+    try:
+        result: Any = command.main(args, prog_name=name, standalone_mode=False)
+    except HpcschedError as error:
+        click.echo(f"{name}: {error}", err=True)
+        return 1
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        click.echo(f"{name}: interrupted", err=True)
+        return 130
+    return result if isinstance(result, int) else 0
+
+
+def main() -> None:
+    """Run `hpcsched` with the arguments of this process."""
+    sys.exit(run(hpcsched_command, "hpcsched"))

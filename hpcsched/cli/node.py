@@ -1,0 +1,159 @@
+"""`hpcsched node add | list | remove`: the machines of the cluster, one file each in nodes.d/."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import click
+
+from hpcsched import client, paths
+from hpcsched.config import Config, load_config
+from hpcsched.errors import ConfigError, NotFoundError, RequestError, UnavailableError
+
+
+@click.group()
+def node() -> None:
+    """Add, list and remove nodes."""
+
+
+@node.command()
+@click.argument("target", metavar="[USER@]HOST[:PORT]")
+@click.option("--name", metavar="NAME", help="What the node is called. Default: the host's first label.")
+@click.option("--identity", metavar="FILE", help="The private key to log in with, instead of the launch key.")
+@click.option("--cpus", metavar="N", type=click.IntRange(1), help="How many cpus jobs may have. Default: all.")
+@click.option("--memory", metavar="SIZE", help="How much memory jobs may have, as 64G. Default: all.")
+@click.option("--gpus", metavar="TYPE[:N],...", help="Its GPUs, in the order of their indices. Default: what it has.")
+@click.option("--features", metavar="WORD,...", help="Words that --constraint can ask for.")
+@click.option("--partition", metavar="NAME,...", help="Partitions to put it into, beside those that name it.")
+@click.option(
+    "--root", metavar="DIR", help="The agent's directory there, on a local disk. Default: the agent's choice."
+)
+@click.option("--python", metavar="PATH", help="The Python there, 3.9 or newer. Default: python3.")
+@click.option("--weight", metavar="N", type=click.IntRange(0), help="Nodes of a lower weight are used first.")
+@click.option("--accept-fingerprint", metavar="SHA256:...", help="Believe the host key with this fingerprint.")
+@click.option("--yes", is_flag=True, help="Believe whatever host key it shows.")
+def add(target: str, name: str | None, accept_fingerprint: str | None, yes: bool, **options: Any) -> None:
+    """Add a machine: pin its host key, look what it has, write its file, and tell the controller.
+
+    HOST may also be a Host of ~/.ssh/config, or "local" for this machine without SSH.
+    """
+    from hpcsched.cli.nodeadd import Wishes, add_node, parse_target
+
+    given = {
+        "identity_file": os.path.abspath(options["identity"]) if options["identity"] else None,
+        "cpus": options["cpus"],
+        "memory": options["memory"],
+        "gpus": _words(options["gpus"]),
+        "features": _words(options["features"]),
+        "partitions": _words(options["partition"]),
+        "root": options["root"],
+        "python": options["python"],
+        "weight": options["weight"],
+    }
+    wishes = Wishes(name=name, given=given, yes=yes, fingerprint=accept_fingerprint)
+    add_node(_config(), parse_target(target), wishes)
+    _tell_controller()
+
+
+@node.command("list")
+@click.option("--json", "as_json", is_flag=True, help="Print the nodes as JSON.")
+def list_(as_json: bool) -> None:
+    """Show the nodes of the configuration, and what the controller says of each."""
+    config = _config()
+    states = _states()
+    rows = [
+        {
+            "name": spec.name,
+            "host": spec.host,
+            "port": spec.port,
+            "user": spec.user,
+            "cpus": spec.cpus,
+            "mem_mib": spec.mem_mib,
+            "gpus": [gpu.type for gpu in spec.gpus],
+            "partitions": [partition.name for partition in config.partitions if spec.name in partition.nodes],
+            "state": states.get(spec.name, "unknown"),
+        }
+        for spec in config.nodes
+    ]
+    if as_json:
+        import json
+
+        click.echo(json.dumps({"version": 1, "nodes": rows}))
+        return
+    if not rows:
+        click.echo("There are no nodes yet; add one with: hpcsched node add user@host")
+        return
+    table = [["NAME", "HOST", "CPUS", "MEMORY", "GPUS", "PARTITIONS", "STATE"]]
+    table += [_row(row) for row in rows]
+    widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
+    for line in table:
+        click.echo("  ".join(word.ljust(width) for word, width in zip(line, widths, strict=True)).rstrip())
+
+
+@node.command()
+@click.argument("name")
+@click.option("--force", is_flag=True, help="Even if jobs run there: they are lost from sight.")
+def remove(name: str, force: bool) -> None:
+    """Take a node out of the cluster. Nothing is deleted on the machine itself."""
+    config = _config()
+    path = config.config_dir / paths.NODES_DIR / f"{name}.toml"
+    if name not in [spec.name for spec in config.nodes]:
+        raise NotFoundError(f"cannot remove {name}: there is no node of that name")
+    jobs = _jobs_on(name)
+    if jobs and not force:
+        raise RequestError(
+            f"cannot remove {name}: {len(jobs)} jobs are on it ({', '.join(map(str, jobs[:5]))}); drain it first with: "
+            f"hctl drain {name}"
+        )
+    gone = path.with_suffix(".removed")
+    os.replace(path, gone)
+    try:
+        _config()
+    except ConfigError:
+        os.replace(gone, path)  # a partition names it
+        raise
+    gone.unlink()
+    click.echo(f"removed {path}")
+    _tell_controller()
+
+
+def _config() -> Config:
+    return load_config(paths.find_config_dir(os.environ, os.getuid()))
+
+
+def _words(text: str | None) -> list[str] | None:
+    return None if text is None else [word.strip() for word in text.split(",") if word.strip()]
+
+
+def _row(row: dict[str, Any]) -> list[str]:
+    from hpcsched.model.units import format_mem
+
+    host = row["host"] if row["port"] is None else f"{row['host']}:{row['port']}"
+    where = host if row["user"] is None else f"{row['user']}@{host}"
+    words = [row["name"], where, str(row["cpus"]), format_mem(row["mem_mib"]), ",".join(row["gpus"]) or "-"]
+    return [*words, ",".join(row["partitions"]) or "-", row["state"].lower()]
+
+
+def _states() -> dict[str, str]:
+    try:
+        return {view["name"]: view["state"] for view in client.call("GET", "/v1/nodes")["nodes"]}
+    except UnavailableError:
+        return {}
+
+
+def _jobs_on(name: str) -> list[int]:
+    try:
+        views = client.call("GET", "/v1/nodes")["nodes"]
+    except UnavailableError:
+        return []
+    return [job for view in views if view["name"] == name for job in view["jobs"]]
+
+
+def _tell_controller() -> None:
+    try:
+        client.call("POST", "/v1/reconfigure", {})
+    except UnavailableError:
+        click.echo("the controller does not run; it will read this when it starts: hpcsched up")
+    else:
+        click.echo("the controller knows")

@@ -1,0 +1,236 @@
+"""What `hpcsched node add` does: meet the machine, believe its host key, look around, write its file.
+
+No node is written that could not be reached in just the way in which the controller will reach it.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from hpcsched import paths
+from hpcsched.cli.setup import DATABASE_FILE, write_file
+from hpcsched.config import Config, node_from
+from hpcsched.config_keys import LOCAL_HOST, BadValue, host, user
+from hpcsched.config_template import render_node
+from hpcsched.errors import ConfigError, RequestError, UnavailableError
+from hpcsched.launch import dial_for
+from hpcsched.launch.bundle import build_bundle
+from hpcsched.launch.greeting import ControllerIdentity
+from hpcsched.launch.visit import ShareProbe, Visit, share_probe, visit
+from hpcsched.model.ids import NODE_NAME, NodeName
+from hpcsched.model.node import NodeSpec
+from hpcsched.model.units import format_mem
+
+VISIT_S = 60.0
+CLOCK_OFF_S = 2.0
+_TARGET = re.compile(
+    r"(?:(?P<user>[^@]+)@)?(?P<host>\[[^]]+\]|[^:\[\]]+|[0-9A-Fa-f:]+:[0-9A-Fa-f:]*)(?::(?P<port>\d+))?\Z"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """``user@host:port`` in its parts."""
+
+    user: str | None
+    host: str
+    port: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wishes:
+    """What the command line said; `given` are keys of the node's file."""
+
+    name: str | None
+    given: Mapping[str, Any]
+    yes: bool
+    fingerprint: str | None
+
+
+def add_node(config: Config, target: Target, wishes: Wishes) -> Visit:
+    """Add the node, telling what is done and found. Raises HpcschedError; then nothing was written."""
+    name = wishes.name or default_name(target)
+    path = config.config_dir / paths.NODES_DIR / f"{name}.toml"
+    _refuse_double(config, target, name)
+    keys = {"host": target.host, "port": target.port, "user": target.user} | dict(wishes.given)
+    keys = {key: value for key, value in keys.items() if value not in (None, (), [])}
+    spec = _provisional(path, keys)
+    if target.host != LOCAL_HOST:
+        keys["host_key"] = _pin(config, spec, wishes)
+        spec = replace(spec, host_key=keys["host_key"])
+    found = _visit(config, spec)
+    keys = {"cpus": found.facts["cpus"], "memory": format_mem(found.facts["mem_mib"])} | keys
+    keys.setdefault("gpus", [gpu_type(gpu["name"]) for gpu in found.facts.get("gpus", [])])
+    keys["partitions"] = list(keys.get("partitions", ()))
+    text = render_node(name, {key: value for key, value in keys.items() if value not in ((), [])})
+    final = node_from(path, tomllib.loads(text))
+    _check_partitions(config, final.partitions)
+    for line in describe(final.spec, found, config.share):
+        click.echo(line)
+    write_file(path, text)
+    click.echo(f"wrote {path}")
+    return found
+
+
+def parse_target(text: str) -> Target:
+    """Return the parts of ``[user@]host[:port]``; an IPv6 address with a port stands in brackets."""
+    match = _TARGET.match(text)
+    advice = "write user@host or user@host:port, or local for this machine"
+    if match is None:
+        raise RequestError(f"cannot read {text[:100]!r}: {advice}")
+    try:
+        its_host = host(match["host"].strip("[]"))
+        its_user = user(match["user"]) if match["user"] is not None else None
+    except BadValue as error:
+        raise RequestError(f"cannot read {text[:100]!r}: it {error}; {advice}") from None
+    return Target(user=its_user, host=its_host, port=int(match["port"]) if match["port"] else None)
+
+
+def default_name(target: Target) -> str:
+    """Return the name that a node gets if none is given: the host's first label, or its address with dashes."""
+    try:
+        ipaddress.ip_address(target.host)
+        name = re.sub(r"[^0-9A-Za-z]+", "-", target.host).strip("-")
+    except ValueError:
+        name = target.host.split(".")[0]
+    if not NODE_NAME.match(name):
+        raise RequestError(f"cannot name a node {name!r}: letters, digits, _ and - only; choose one with --name")
+    return name
+
+
+def _refuse_double(config: Config, target: Target, name: str) -> None:
+    if not NODE_NAME.match(name):
+        raise RequestError(f"cannot name a node {name!r}: letters, digits, _ and -, at most 63")
+    for node in config.nodes:
+        if node.name == name:
+            raise RequestError(f"cannot add {name}: there is a node of that name ({node.host}); choose one with --name")
+        if (node.host, node.port) == (target.host, target.port) and target.host != LOCAL_HOST:
+            raise RequestError(f"cannot add {target.host} as {name}: it is the node {node.name} already")
+
+
+def _check_partitions(config: Config, names: tuple[str, ...]) -> None:
+    known = [partition.name for partition in config.partitions]
+    for name in names:
+        if name not in known:
+            raise RequestError(f"cannot add it to partition {name!r}: there are {', '.join(known)}")
+
+
+def _provisional(path: Path, keys: Mapping[str, Any]) -> NodeSpec:
+    """Return the node as far as the command line says it; what only a visit can tell is made up."""
+    spec = node_from(path, {"cpus": 1, "memory": 1} | dict(keys) | {"host": LOCAL_HOST}).spec
+    return replace(spec, host=str(keys["host"]), name=NodeName(path.stem))
+
+
+def _pin(config: Config, spec: NodeSpec, wishes: Wishes) -> str:
+    """Show the host key that the machine has, and return it if it is believed."""
+    from hpcsched.launch import ssh_settings
+    from hpcsched.launch.hostkeys import fingerprint, spelled
+    from hpcsched.launch.pipe import Abort
+    from hpcsched.launch.ssh import peek_host_key
+
+    key = peek_host_key(spec, ssh_settings(config), Abort())
+    shown = fingerprint(key)
+    click.echo(f"{spec.name} ({spec.host}) shows the host key {key.get_name()} {shown}")
+    if wishes.fingerprint is not None:
+        if wishes.fingerprint != shown:
+            raise RequestError(
+                f"cannot trust {spec.host}: its host key is {shown}, not {wishes.fingerprint} as you said"
+            )
+    elif not wishes.yes:
+        _ask(spec, key.get_name(), shown)
+    return spelled(key)
+
+
+def _ask(spec: NodeSpec, key_type: str, shown: str) -> None:
+    kind = key_type.removeprefix("ssh-").split("-")[0]
+    click.echo(f"  on that machine, this prints it: ssh-keygen -lf /etc/ssh/ssh_host_{kind}_key.pub")
+    if not sys.stdin.isatty():
+        raise RequestError(
+            f"cannot trust {spec.host} unasked: if that is its key, say so with --accept-fingerprint {shown}"
+        )
+    if not click.confirm("Is it the same?"):
+        raise RequestError(f"cannot trust {spec.host}: you said that {shown} is not its key")
+
+
+def _visit(config: Config, spec: NodeSpec) -> Visit:
+    def look(probe: ShareProbe | None) -> Visit:
+        return visit(
+            spec,
+            dial=dial_for(spec, config),
+            bundle=build_bundle(),
+            identity=identity_of(config),
+            timeout_s=VISIT_S,
+            probe=probe,
+        )
+
+    if not config.share:
+        return look(None)
+    try:
+        with share_probe(config.share) as probe:
+            return look(probe)
+    except OSError as error:
+        raise ConfigError(f"cannot write to the share {config.share}: {error.strerror}") from None
+
+
+def identity_of(config: Config) -> ControllerIdentity:
+    """Return who the cluster's controller is: as it says itself, or from its database if it does not run."""
+    from hpcsched import client
+
+    try:
+        running = client.call("GET", "/v1/ping")
+        if running["cluster"] == config.name:
+            return ControllerIdentity(cluster=config.name, incarnation=running["incarnation"], epoch=running["epoch"])
+    except UnavailableError:
+        pass
+    from hpcsched.store.engine import current_epoch, incarnation, open_read_only
+
+    path = config.controller.state_dir / DATABASE_FILE
+    if not path.exists():
+        raise ConfigError(f"cannot find the database {path}: run hpcsched init first")
+    engine = open_read_only(path)
+    try:
+        return ControllerIdentity(cluster=config.name, incarnation=incarnation(engine), epoch=current_epoch(engine))
+    finally:
+        engine.dispose()
+
+
+def describe(spec: NodeSpec, found: Visit, share: str) -> Iterator[str]:
+    """Yield what is worth knowing of a node that was visited, what is wrong with it marked by a ``!``."""
+    facts = found.facts
+    yield f"  cpus     {spec.cpus}" + _of(spec.cpus, facts["cpus"])
+    yield f"  memory   {format_mem(spec.mem_mib)}" + _of(spec.mem_mib, facts["mem_mib"], " MiB")
+    yield f"  GPUs     {', '.join(gpu.type for gpu in spec.gpus) or 'none'}"
+    yield f"  disk     {facts.get('disk_free_mib', 0) / 1024:.1f} GiB free in {facts.get('root', 'its root')}"
+    yield f"  system   {facts.get('hostname', '?')}, Linux {facts.get('kernel', '?')}, Python {facts.get('python', '?')}"
+    runs_as = "every user's jobs, as that user" if facts.get("is_root") else "all jobs as that account"
+    yield f"  account  {facts.get('user', '?')}: runs {runs_as}"
+    off_s = abs(found.clock_ahead_s)
+    mark = "!" if off_s > CLOCK_OFF_S + found.clock_error_s else " "
+    yield f"{mark} clock    {off_s:.1f} s {'ahead of' if found.clock_ahead_s > 0 else 'behind'} this machine's"
+    if share:
+        yield f"! share    {found.share_error}" if found.share_error else f"  share    {share} is the same there"
+
+
+def gpu_type(name: str) -> str:
+    """Return the short type of a GPU as people ask for it: ``a100``, ``rtx3090``, of the name that its driver gives."""
+    words = re.split(r"[^a-z0-9]+", name.lower())
+    for number, word in enumerate(words):
+        if any(char.isdigit() for char in word):
+            if word.isdigit() and number:
+                word = words[number - 1] + word  # RTX 3090
+            following = words[number + 1] if number + 1 < len(words) else ""
+            return word + (following if following in ("ti", "super") else "")
+    return "gpu"
+
+
+def _of(given: int, there: int, unit: str = "") -> str:
+    return "" if given == there else f" (it has {there}{unit})"

@@ -1,0 +1,140 @@
+"""One look at a node through its agent, from a command that waits for it: for `hpcsched node add`.
+
+The same dial, bundle and greeting as the controller's links, without an event loop: what works here works there.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hpcnode import protocol
+from hpcsched.errors import UnavailableError
+from hpcsched.launch.bundle import Bundle
+from hpcsched.launch.greeting import RECEIVE_BYTES, ControllerIdentity, Greeting, greet
+from hpcsched.launch.pipe import Abort, Dial, LinkError, Pipe
+from hpcsched.model.node import NodeSpec
+
+PROBE_PREFIX = ".hpcsched-probe-"
+PROBE_BYTES = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Visit:
+    """What was found. `share_error` is "" if the share is the same there, or none was asked about."""
+
+    welcome: protocol.Welcome
+    facts: dict[str, Any]
+    clock_ahead_s: float  # the node's clock less ours, as well as it can be told
+    clock_error_s: float  # half of the time that the question took
+    share_error: str
+
+
+@dataclass(slots=True)
+class ShareProbe:
+    """A file with random content on the share: who reads the same through the same path sees the same share."""
+
+    path: Path
+    content: bytes = field(default_factory=lambda: secrets.token_hex(PROBE_BYTES // 2).encode("ascii"))
+
+    def __enter__(self) -> ShareProbe:
+        fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        with open(fd, "wb") as file:
+            file.write(self.content)
+            file.flush()
+            os.fsync(fd)  # what is not on the server yet, another client cannot read
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.path.unlink(missing_ok=True)
+
+    def judge(self, error: str, content: bytes) -> str:
+        """Return what is wrong with what a node read, in words; "" if nothing is."""
+        if error:
+            return f"cannot read {self.path.parent} there: {error}"
+        if content != self.content:
+            return f"{self.path.parent} there is another directory than here"
+        return ""
+
+
+def share_probe(share: str) -> ShareProbe:
+    """Return a probe for the directory `share`; it is written when entered. Raises OSError there."""
+    return ShareProbe(Path(share) / (PROBE_PREFIX + secrets.token_hex(8)))
+
+
+def visit(
+    spec: NodeSpec,
+    *,
+    dial: Dial,
+    bundle: Bundle,
+    identity: ControllerIdentity,
+    timeout_s: float,
+    probe: ShareProbe | None,
+    progress: Callable[[str], None] = lambda stage: None,
+) -> Visit:
+    """Start the agent on the node, ask for its facts (and whether it can read `probe`), and leave. Raises LinkError."""
+    abort = Abort()
+    timer = threading.Timer(timeout_s, abort.now)
+    timer.daemon = True
+    stages = ["starting"]
+
+    def note(stage: str) -> None:
+        stages.append(stage)
+        progress(stage)
+
+    timer.start()
+    try:
+        pipe = dial(abort, note)
+        try:
+            greeting = greet(pipe, spec, bundle, identity, note)
+            note("looking around there")
+            return _look(pipe, greeting, spec, probe)
+        finally:
+            pipe.close()
+    except UnavailableError:
+        if timer.is_alive():
+            raise
+        raise LinkError(f"cannot reach {spec.name}: no answer within {timeout_s:g} s while {stages[-1]}") from None
+    finally:
+        timer.cancel()
+
+
+def _look(pipe: Pipe, greeting: Greeting, spec: NodeSpec, probe: ShareProbe | None) -> Visit:
+    asked_s = time.time()
+    pipe.send_all(protocol.encode(protocol.Probe(request=1)))
+    facts, _ = _answer(pipe, greeting, protocol.Facts, spec)
+    answered_s = time.time()
+    error = ""
+    if probe is not None:
+        question = protocol.ReadFile(request=2, user="", path=str(probe.path), offset=0, limit=PROBE_BYTES)
+        pipe.send_all(protocol.encode(question))
+        read, content = _answer(pipe, greeting, protocol.FileData, spec)
+        error = probe.judge(read.error, content)
+    return Visit(
+        welcome=greeting.welcome,
+        facts=facts.facts,
+        clock_ahead_s=float(facts.facts.get("time_s", asked_s)) - (asked_s + answered_s) / 2,
+        clock_error_s=(answered_s - asked_s) / 2,
+        share_error=error,
+    )
+
+
+def _answer(pipe: Pipe, greeting: Greeting, wanted: type, spec: NodeSpec) -> tuple[Any, bytes]:
+    """Return the next message of the wanted type; what else the agent says is for the controller, and waits for it."""
+    while True:
+        while greeting.rest:
+            message, blob = greeting.rest.pop(0)
+            if isinstance(message, wanted):
+                return message, blob
+            if isinstance(message, protocol.Goodbye):
+                raise LinkError(f"cannot use node {spec.name}: its agent says: {message.why}")
+        data = pipe.receive(RECEIVE_BYTES)
+        if not data:
+            raise LinkError(f"lost the agent of {spec.name}: {pipe.epitaph()}")
+        greeting.rest.extend(greeting.framer.feed(data))
