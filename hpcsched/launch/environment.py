@@ -1,12 +1,12 @@
 """What a job's programs find in their environment: the batch step's (`job_environment`), a step's (`step_environment`).
 
-Everything is set twice, as ``HPCSCHED_x`` and, so that programs written for Slurm find it, as ``SLURM_x``, with the values
-that a Slurm 22.05 sets. Pure: knows no node but by its share, and neither what the node adds itself (PATH, HOME,
-HPCSCHED_SOCKET, CUDA_VISIBLE_DEVICES, the variables of MPI, and what differs from task to task).
+Everything is set twice, as ``HPCSCHED_x`` and, so that programs written for Slurm find it, as ``SLURM_x``. Pure: knows
+no node but by its share, and neither what the node adds itself (PATH, HOME, HPCSCHED_SOCKET, CUDA_VISIBLE_DEVICES, the
+variables of MPI, and what differs from task to task).
 
-Rules: the user's variables lie underneath and never win over the scheduler's; a fact that was not asked for is not set where
-Slurm does not set it (``SLURM_NTASKS`` in a batch script makes PyTorch Lightning expect `srun`). Documented in
-man/hpcsched-env.7. Sources: sbatch(1), srun(1), "OUTPUT ENVIRONMENT VARIABLES"; recorded from Slurm 22.05.8.
+Rules: the user's variables lie underneath and never win over the scheduler's; a fact that was not asked for is not set
+where Slurm does not set it (``SLURM_NTASKS`` in a batch script makes PyTorch Lightning expect `srun`). Documented in
+man/hpcsched-env.7. Sources: the names that a Slurm 22.05.8 set in jobs, recorded; values by sbatch(1) and srun(1).
 """
 
 from __future__ import annotations

@@ -150,7 +150,8 @@ def test_gpus(text: str, gpus: tuple[GpuRequest, ...]) -> None:
     ("read", "text"),
     [
         (parse_gres, "shard:1"), (parse_gres, "gpu:a:b:1"), (parse_gres, "gpu:1,gpu:2"), (parse_gres, "gpu:-1"),
-        (parse_gres, "gpu:a100:x"), (parse_gres, "gpu:"), (parse_gpus, ""), (parse_gpus, ":2"), (parse_gpus, "a100:"), (parse_gpus, "1,2"),
+        (parse_gres, "gpu:a100:x"), (parse_gres, "gpu:"),
+        (parse_gpus, ""), (parse_gpus, ":2"), (parse_gpus, "a100:"), (parse_gpus, "1,2"),
         (parse_gpus, "9" * 7), (parse_gpus, "٤"), (parse_nodes, "0"), (parse_nodes, "4-2"), (parse_nodes, "2-"),
         (parse_nodes, "-2"), (parse_nodes, "1,2"), (parse_node_names, "-oProxyCommand=x"), (parse_node_names, "a;b"),
         (parse_node_names, "n[0-999999999]"), (parse_mail_types, "SOMETIMES"), (parse_mail_types, ""),

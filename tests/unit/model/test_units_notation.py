@@ -20,7 +20,7 @@ from hpcsched.model.units import (
     signal_name,
 )
 
-# What a Slurm 22.05.8 made of each (`sbatch -t`, `squeue -o %l`), and the same by sbatch(1).
+# The first four as recorded from a Slurm 22.05.8 (`sbatch -t`, `squeue -o %l`), the rest by sbatch(1).
 TIMES = {
     "2:30": "3:00",
     "0:45:00": "45:00",
