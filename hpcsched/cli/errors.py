@@ -1,0 +1,74 @@
+"""The outermost edge of a command: errors become one line on standard error and an exit status.
+
+Exit statuses: 0 all went well; 1 it did not; 2 the command line was not understood; 130 interrupted from the terminal.
+Knows no command. An error that is a bug of ours keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+import hpcsched
+from hpcsched.cli.options import Command, UsageError, Words, help_text, read_words
+from hpcsched.errors import HpcschedError
+
+FAILED = 1
+USAGE = 2
+INTERRUPTED = 130
+
+
+def run_command(command: Command, work: Callable[[Words], int], argv: Sequence[str] | None) -> int:
+    """Read the words of `command` (default: those of this process), do its work and return its exit status."""
+
+    def body(words: Sequence[str]) -> int:
+        read = read_words(command, words)
+        if read.has("help"):
+            sys.stdout.write(help_text(command))
+            return 0
+        if read.has("version"):
+            print_version(command.name)
+            return 0
+        return work(read)
+
+    return guarded(command.name, body, argv)
+
+
+def guarded(name: str, body: Callable[[Sequence[str]], int], argv: Sequence[str] | None) -> int:
+    """Call `body` with the words of the command line; return its status, or that of the error that it raised."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # a name that the locale has no letters for is no reason to fail
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        status = body(sys.argv[1:] if argv is None else argv)
+        sys.stdout.flush()
+        return status
+    except UsageError as error:
+        complain(name, f"{error}")
+        return USAGE
+    except HpcschedError as error:
+        complain(name, str(error))
+        return FAILED
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Who read our output has seen enough. What is still in the buffer must not fail again when Python ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+
+
+def complain(name: str, text: str) -> None:
+    """Write an error as all commands do."""
+    print(f"{name}: error: {text}", file=sys.stderr)
+
+
+def note(name: str, text: str) -> None:
+    """Write something that a person may want to know; nothing where standard error is no terminal."""
+    if sys.stderr.isatty():
+        print(f"{name}: {text}", file=sys.stderr)
+
+
+def print_version(name: str) -> None:
+    """Print the version as all commands do."""
+    print(f"{name} (hpcsched) {hpcsched.__version__}")

@@ -1,0 +1,197 @@
+"""hsub: a script (a file, standard input, or --wrap) becomes a job.
+
+Its options are those of job scripts (`hpcsched.jobscript`): command line over environment over the script's lines. Every
+submission bears a request id, so that one which is sent again after a lost connection is still one job.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hpcsched import client
+from hpcsched.cli.errors import complain, guarded, note, print_version
+from hpcsched.cli.jobfields import ENDED_STATES
+from hpcsched.cli.options import UsageError, option_lines
+from hpcsched.cli.output import clean, print_json
+from hpcsched.errors import NotFoundError, RequestError, UnavailableError
+from hpcsched.jobscript.build import Built, build_spec, script_name
+from hpcsched.jobscript.layers import environment_options, is_set, last, merge_layers
+from hpcsched.jobscript.options import OPTIONS
+from hpcsched.jobscript.scan import CommandLine, parse_command_line
+from hpcsched.jobscript.script import MAX_SCRIPT_BYTES, read_script, wrap_script
+from hpcsched.model.codec import spec_to_json
+
+NAME = "hsub"
+STDIN = ("-", "/dev/stdin")
+FIRST_POLL_S = 0.05
+LAST_POLL_S = 1.0
+
+HELP_HEAD = """\
+Usage: hsub [OPTIONS] SCRIPT [ARGUMENT...]
+       hsub [OPTIONS] < SCRIPT
+       hsub [OPTIONS] --wrap COMMAND
+
+Submit a job. The script's #HSUB and #SBATCH lines may have the same options; those of the command line win over
+HSUB_* and SBATCH_* variables, and these over the script's. What follows the script is passed to it.
+
+Options:
+"""
+HELP_TAIL = """
+File names may have %j (job id), %x (name), %u (user), %N (node), %A and %a (array and task), %t (task of a step).
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status."""
+    return guarded(NAME, _work, argv)
+
+
+def _work(argv: Sequence[str]) -> int:
+    try:
+        line = parse_command_line(argv)
+    except RequestError as error:
+        raise UsageError(str(error)) from None
+    if is_set(line.options, "help"):
+        sys.stdout.write(help_text())
+        return 0
+    if is_set(line.options, "version"):
+        print_version(NAME)
+        return 0
+    options, built = _build(line, argv)
+    if not is_set(options, "quiet"):
+        _tell(built.notes, aloud="verbose" in options)
+    job = spec_to_json(built.spec)
+    if is_set(options, "dry-run"):
+        print_json({"version": 1, "job": job, "notes": list(built.notes)})
+        return 0
+    if is_set(options, "test-only"):
+        return _test(job, options)
+    return _submit(job, options)
+
+
+def help_text() -> str:
+    """Return what ``--help`` prints."""
+    lines = [
+        line for option in OPTIONS for line in option_lines(option.spelling, option.help, indented=not option.short)
+    ]
+    return HELP_HEAD + "\n".join(lines) + "\n" + HELP_TAIL
+
+
+def _build(line: CommandLine, argv: Sequence[str]) -> tuple[Mapping[str, Sequence[str]], Built]:
+    """Return the options of all layers, and the job that they ask for."""
+    command = last(line.options, "wrap")
+    script = _read(line.script) if command is None else wrap_script(command)
+    directives = read_script(script)
+    options = merge_layers(directives.options, environment_options(os.environ), line.options)
+    try:
+        work_dir = os.getcwd()
+    except OSError as error:
+        raise RequestError(f"cannot submit from this directory: {error.strerror}") from None
+    built = build_spec(
+        options,
+        script=script,
+        default_name=script_name(line.options, line.script),
+        work_dir=work_dir,
+        environ=os.environ,
+        now_s=time.time(),
+        script_args=line.args,
+        submit_line=shlex.join([NAME, *argv]),
+        submit_host=os.uname().nodename,
+    )
+    late = tuple(
+        f"line {number} of the script is not read: it stands behind a command" for number in directives.late_lines
+    )
+    return options, Built(spec=built.spec, notes=(*built.notes, *late))
+
+
+def _read(path: str | None) -> str:
+    """Return the script's text; bytes that are no UTF-8 are kept for the check to name them."""
+    try:
+        if path is None or path in STDIN:
+            if sys.stdin.isatty():
+                note(NAME, "reading the script from the terminal; end it with Ctrl-D")
+            data = sys.stdin.buffer.read(MAX_SCRIPT_BYTES + 1)
+        else:
+            with open(path, "rb") as stream:
+                data = stream.read(MAX_SCRIPT_BYTES + 1)
+    except OSError as error:
+        raise RequestError(f"cannot read script {clean(path)}: {error.strerror}") from None
+    return data.decode("utf-8", "surrogateescape")
+
+
+def _tell(notes: Sequence[str], *, aloud: bool) -> None:
+    for text in notes:
+        if aloud:
+            print(f"{NAME}: {clean(text)}", file=sys.stderr)
+        else:
+            note(NAME, clean(text))
+
+
+def _test(job: dict[str, Any], options: Mapping[str, Sequence[str]]) -> int:
+    answer = client.call("POST", "/v1/test", {"job": job})
+    if is_set(options, "json"):
+        print_json(answer)
+    else:
+        print(f"The job {clean(answer['text'])}")
+    return 0
+
+
+def _submit(job: dict[str, Any], options: Mapping[str, Sequence[str]]) -> int:
+    request_id = last(options, "request-id") or os.urandom(16).hex()
+    try:
+        answer = client.call_again("POST", "/v1/submit", {"request_id": request_id, "jobs": [job]})
+    except client.BrokenConnectionError as error:
+        raise UnavailableError(
+            f"{error}; the job may be in the queue already: to submit it for sure and once, add --request-id={request_id}"
+        ) from None
+    job_id = answer["jobs"][0]["job_id"]
+    if is_set(options, "json"):
+        print_json(answer)
+    elif is_set(options, "parsable"):
+        print(job_id)
+    elif not is_set(options, "quiet"):
+        print(f"Submitted batch job {job_id}")
+    sys.stdout.flush()
+    _tell(answer.get("notes", ()), aloud="verbose" in options)
+    return _wait(job_id) if is_set(options, "wait") else 0
+
+
+def _wait(job_id: int) -> int:
+    """Wait until the job (of an array: all its tasks) is over; return the highest exit code."""
+    pause_s = FIRST_POLL_S
+    told = False
+    while True:
+        try:
+            jobs = _look(job_id)
+        except UnavailableError as error:  # the job goes on without the controller
+            if not told:
+                note(NAME, f"{error}; waiting for it")
+            told = True
+        else:
+            if all(job["state"] in ENDED_STATES for job in jobs):
+                return _exit_status(jobs)
+        time.sleep(pause_s)
+        pause_s = min(pause_s * 1.3, LAST_POLL_S)
+
+
+def _look(job_id: int) -> list[dict[str, Any]]:
+    try:
+        return client.call("GET", client.query("/v1/jobs", id=job_id))["jobs"]
+    except NotFoundError:  # ended a while ago: the history has it
+        return client.call("GET", client.job_path(str(job_id)))["jobs"]
+
+
+def _exit_status(jobs: Sequence[dict[str, Any]]) -> int:
+    statuses = []
+    for job in jobs:
+        status = 128 + job["exit_signal"] if job["exit_signal"] else job["exit_code"] or 0
+        if job["state"] != "COMPLETED" and status == 0:
+            complain(NAME, f"job {job['display_id']} ended as {job['state']}: {clean(job['reason_detail'])}")
+            status = 1
+        statuses.append(status)
+    return max(statuses)

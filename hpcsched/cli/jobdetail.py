@@ -1,0 +1,79 @@
+"""One job in lines for people: what it is, what it waits for, where its output is. A job is the API's JSON object."""
+
+from __future__ import annotations
+
+from hpcsched.cli.jobfields import ENDED_STATES, Job, end_s, exit_text, is_waiting, reason, why
+from hpcsched.cli.output import clean, when_text
+from hpcsched.model.units import format_mem, format_time_s
+
+
+def detail_lines(job: Job, now_s: float) -> list[str]:
+    """Return the job in lines of a name and a value each, those that say nothing left out."""
+    facts = [
+        ("state", _state(job)),
+        ("why", why(job) if why(job) != reason(job) else ""),
+        ("start", _start(job, now_s)),
+        ("end", _end(job, now_s)),
+        ("nodes", job["node_list"]),
+        ("asks for" if is_waiting(job) else "has", _resources(job)),
+        ("limit", format_time_s(job["time_limit_s"])),
+        ("partition", job["partition"]),
+        ("account", job["account"]),
+        ("depends on", job["dependency"]),
+        ("features", job["constraint"]),
+        ("submitted", when_text(job["submitted_at_s"], now_s)),
+        ("restarts", str(job["restarts"]) if job["restarts"] else ""),
+        ("command", job["submit_line"] or job["command"] or ""),
+        ("directory", job["work_dir"] or ""),
+        ("output", job["stdout"] or ""),
+        ("errors", (job["stderr"] or "") if job["stderr"] != job["stdout"] else ""),
+        ("comment", job["comment"] or ""),
+    ]
+    title = f"job {job['display_id']}  {clean(job['name'])}  of {clean(job['user'])}"
+    return [title, *(f"  {name:<10} {clean(value)}" for name, value in facts if value)]
+
+
+def _state(job: Job) -> str:
+    if job["state"] in ENDED_STATES:
+        return f"{job['state']} (exit code {exit_text(job)}{_because(job)})"
+    return job["state"] + (f" ({reason(job)})" if reason(job) != "None" else "")
+
+
+def _because(job: Job) -> str:
+    return f", {reason(job)}" if reason(job) not in ("None", "NonZeroExitCode") else ""
+
+
+def _start(job: Job, now_s: float) -> str:
+    if not is_waiting(job):
+        return when_text(job["started_at_s"], now_s) if job["started_at_s"] is not None else ""
+    expected_s = job["expected_start_s"]
+    if expected_s is None:
+        return "not known yet"
+    in_text = f" (in {format_time_s(expected_s - now_s)})" if expected_s > now_s else " (now)"
+    return f"about {when_text(expected_s, now_s)}{in_text}"
+
+
+def _end(job: Job, now_s: float) -> str:
+    if is_waiting(job) or job["started_at_s"] is None:
+        return when_text(job["ended_at_s"], now_s) if job["ended_at_s"] is not None else ""
+    ran = f"ran {format_time_s(job['elapsed_s'])}"
+    if job["ended_at_s"] is not None:
+        return f"{when_text(job['ended_at_s'], now_s)} ({ran})"
+    latest_s = end_s(job)
+    runs = f"runs for {format_time_s(job['elapsed_s'])}"
+    return f"{runs}, at the latest until {when_text(latest_s, now_s)}" if latest_s is not None else runs
+
+
+def _resources(job: Job) -> str:
+    parts = [_count(job["num_nodes"], "node"), _count(job["num_tasks"], "task"), _count(job["num_cpus"], "cpu")]
+    if job["mem_mib"]:
+        parts.append(format_mem(job["mem_mib"]) + (" on each node" if is_waiting(job) else ""))
+    if job["gpus"]:
+        parts.append(_count(job["gpus"], "GPU"))
+    if job["exclusive"]:
+        parts.append("nodes of its own")
+    return ", ".join(parts)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"

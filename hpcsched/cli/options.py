@@ -1,0 +1,203 @@
+"""A command's options in a table, read from its words as getopt_long(3) reads them, and written as its help.
+
+Options may stand behind operands, long ones may be cut where only one begins like that, letters cluster (``-hl``,
+``-o%i``), ``--`` ends them: users' fingers and the tools that call Slurm's commands rely on all of it. `hsub` has its own
+table, because its options are those of job scripts (`hpcsched.jobscript.options`).
+
+Knows no command and no value's meaning. Not click: it takes 34 ms to import (Python itself takes 8), and it knows neither
+cut options nor options with an optional value such as these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from hpcsched.errors import RequestError
+
+HELP_WIDTH = 100
+HELP_COLUMN = 28
+
+
+class UsageError(RequestError):
+    """The words of a command line cannot be understood: exit status 2."""
+
+
+class Option(NamedTuple):
+    """One option. `metavar` "" takes no value; `bare` is the value it has without one, None where it must have one."""
+
+    name: str  # long, without the dashes
+    short: str = ""
+    metavar: str = ""
+    help: str = ""
+    bare: str | None = None
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def spelling(self) -> str:
+        """The option as a help text shows it: ``-t, --states=LIST``."""
+        value = f"={self.metavar}" if self.metavar else ""
+        value = f"[{value}]" if value and self.bare is not None else value
+        return (f"-{self.short}, " if self.short else "") + f"--{self.name}{value}"
+
+
+class Command(NamedTuple):
+    """A command as its help shows it: `usage` are the words behind its name, `about` says what it will do."""
+
+    name: str
+    usage: tuple[str, ...]
+    about: str
+    options: tuple[Option, ...]
+    notes: tuple[str, ...] = ()  # paragraphs behind the options
+
+
+class Words(NamedTuple):
+    """What the words of a command line say: values by the options' names, in order (a flag's is ""), and operands."""
+
+    given: dict[str, list[str]]
+    operands: list[str]
+
+    def has(self, name: str) -> bool:
+        """Say whether the option was given."""
+        return name in self.given
+
+    def last(self, name: str, default: str = "") -> str:
+        """Return the value of an option that was given last."""
+        values = self.given.get(name)
+        return values[-1] if values else default
+
+    def listed(self, name: str) -> list[str]:
+        """Return what stands between the commas of all the option's values; no comma within brackets separates."""
+        return [word for value in self.given.get(name, ()) for word in split_list(value)]
+
+    def number(self, name: str, default: float, *, at_least: float = 0) -> float:
+        """Return the option's value as a number. Raises UsageError."""
+        text = self.last(name)
+        if not text:
+            return default
+        try:
+            value = float(text)
+        except ValueError:
+            value = float("nan")
+        if not at_least <= value < float("inf"):
+            raise UsageError(f"cannot take --{name} {text[:60]!r}: it must be a number, at least {at_least:g}")
+        return value
+
+
+HELP = Option("help", "h", help="show this help")
+HELP_LONG = Option("help", help="show this help")  # of commands whose -h is --noheader
+VERSION = Option("version", "V", help="show the version")
+
+
+def read_words(command: Command, argv: Sequence[str]) -> Words:
+    """Return what `argv` (without the command's name) says. Raises UsageError with the nearest known options."""
+    words = Words(given={}, operands=[])
+    pending = iter(argv)
+    for word in pending:
+        if word == "--":
+            words.operands.extend(pending)
+        elif word.startswith("--"):
+            _read_long(command, word[2:], pending, words)
+        elif word.startswith("-") and word != "-":
+            _read_cluster(command, word[1:], pending, words)
+        else:
+            words.operands.append(word)
+    return words
+
+
+def _read_long(command: Command, text: str, pending: Iterable[str], words: Words) -> None:
+    name, equals, value = text.partition("=")
+    option = find_option(command, name)
+    if equals and not option.metavar:
+        raise UsageError(f"cannot give --{option.name} the value {value[:60]!r}: it takes none")
+    if not equals:
+        value = _following(option, pending)
+    words.given.setdefault(option.name, []).append(value)
+
+
+def _read_cluster(command: Command, letters: str, pending: Iterable[str], words: Words) -> None:
+    for at, letter in enumerate(letters, start=1):
+        option = next((option for option in command.options if option.short == letter), None)
+        if option is None:
+            raise UsageError(_unknown_letter(command, letter))
+        rest = letters[at:]
+        if option.metavar and rest:
+            words.given.setdefault(option.name, []).append(rest)
+            return
+        words.given.setdefault(option.name, []).append(_following(option, pending))
+
+
+def _following(option: Option, pending: Iterable[str]) -> str:
+    """Return the value of an option that has none in its own word."""
+    if not option.metavar or option.bare is not None:
+        return option.bare or ""
+    value = next(iter(pending), None)
+    if value is None:
+        raise UsageError(f"cannot take --{option.name} without a value: write {option.spelling}")
+    return value
+
+
+def find_option(command: Command, name: str) -> Option:
+    """Return the option of that long name, or of a name that begins like it. Raises UsageError."""
+    for option in command.options:
+        if name == option.name or name in option.aliases:
+            return option
+    found = [option for option in command.options if name and option.name.startswith(name)]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        some = ", ".join(f"--{option.name}" for option in found)
+        raise UsageError(f"cannot tell which option --{name} is: it could be {some}")
+    near = nearest(name, [option.name for option in command.options])
+    hint = f"did you mean {' or '.join('--' + one for one in near)}?" if near else f"see {command.name} --help"
+    raise UsageError(f"cannot understand {'--' + name[:60]!r}: no such option; {hint}")
+
+
+def _unknown_letter(command: Command, letter: str) -> str:
+    other = next((option for option in command.options if option.short == letter.swapcase()), None)
+    hint = f"did you mean -{other.short} (--{other.name})?" if other else f"see {command.name} --help"
+    return f"cannot understand {'-' + letter!r}: no such option; {hint}"
+
+
+def nearest(word: str, known: Iterable[str]) -> list[str]:
+    """Return those of `known` that look like `word`, at most three."""
+    import difflib  # only ever needed for an error message
+
+    return difflib.get_close_matches(word[:60], list(known), n=3, cutoff=0.6)
+
+
+def split_list(text: str) -> list[str]:
+    """Return what stands between the commas of `text` that are not within brackets: ``a,10_[1,3]`` is two."""
+    items, depth, start = [], 0, 0
+    for at, char in enumerate(text):
+        depth += (char == "[") - (char == "]")
+        if char == "," and depth <= 0:
+            items.append(text[start:at])
+            start = at + 1
+    items.append(text[start:])
+    return [item.strip() for item in items if item.strip()]
+
+
+def help_text(command: Command) -> str:
+    """Return what ``--help`` prints."""
+    lines = [f"{'Usage:' if i == 0 else '      '} {command.name} {words}" for i, words in enumerate(command.usage)]
+    lines += ["", *_wrapped(command.about, "", ""), "", "Options:"]
+    for option in command.options:
+        lines += option_lines(option.spelling, option.help, indented=not option.short)
+    for note in command.notes:
+        lines += ["", *_wrapped(note, "", "")]
+    return "\n".join(lines) + "\n"
+
+
+def option_lines(spelling: str, text: str, *, indented: bool) -> list[str]:
+    """Return the lines of one option; those without a letter are `indented` to stand under the others' long names."""
+    head = "  " + ("    " if indented else "") + spelling
+    if len(head) + 2 > HELP_COLUMN:
+        return [head, *_wrapped(text, " " * HELP_COLUMN, " " * HELP_COLUMN)]
+    return _wrapped(text, head.ljust(HELP_COLUMN), " " * HELP_COLUMN)
+
+
+def _wrapped(text: str, first: str, later: str) -> list[str]:
+    import textwrap  # only ever needed for a help text
+
+    return textwrap.wrap(text, HELP_WIDTH, initial_indent=first, subsequent_indent=later, break_on_hyphens=False)
