@@ -224,3 +224,6 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         return answer(
             {"error": f"cannot {request.method} {request.path}: {error.reason}", "kind": "RequestError"}, error.status
         )
+    except Exception:
+        log.exception("cannot answer %s %s", request.method, request.path)
+        return answer({"error": "the controller failed at this request: see its log", "kind": "HpcschedError"}, 500)

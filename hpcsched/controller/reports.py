@@ -19,7 +19,6 @@ from hpcsched.model.job import ExitStatus, Job, JobState
 from hpcsched.store.rows import StepRow
 from hpcsched.store.world import Transaction
 
-
 # A job submitted with --requeue that exits so is queued again: EX_TEMPFAIL of sysexits.h, "try again later".
 REQUEUE_ME = ExitStatus(code=75)
 
@@ -29,7 +28,7 @@ class Answer:
     """What the node is told after the commit: reports that are kept, and attempts that must not be there."""
 
     acks: list[int] = field(default_factory=list)
-    steps: list[tuple[Token, protocol.Report]] = field(default_factory=list)  # for the step service
+    steps: list[protocol.Report] = field(default_factory=list)  # for the step service
     strays: dict[tuple[str, int], int] = field(default_factory=dict)  # (incarnation, job) -> highest attempt to end
 
 

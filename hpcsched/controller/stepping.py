@@ -90,7 +90,7 @@ class Stepping:
         if origin is not None:
             self._reply(origin, message, blob)
 
-    def on_report(self, node: NodeName, report: protocol.Report) -> None:
+    def step_reported(self, node: NodeName, report: protocol.Report) -> None:
         """Take a report on a step, and have it acknowledged once it is on disk."""
 
         def work() -> None:

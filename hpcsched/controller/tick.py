@@ -56,11 +56,16 @@ class Ports(Protocol):
 
 
 class Listener(Protocol):
-    """Who wants to know of jobs that began or ended (the step service)."""
+    """Who minds the steps (the step service): told of jobs that began or ended, and of reports on steps.
+
+    It sees to it that those are acknowledged.
+    """
 
     def job_running(self, job: Job) -> None: ...
 
     def job_ended(self, job_id: JobId) -> None: ...
+
+    def step_reported(self, node: NodeName, report: protocol.Report) -> None: ...
 
 
 class Controller:
@@ -120,7 +125,7 @@ class Controller:
         if token.step == BATCH_STEP:
             reports.on_batch_report(tx, node, token, report, answer)
         else:
-            answer.steps.append((token, report))
+            answer.steps.append(report)
         return answer
 
     def _on_welcome(self, tx: Transaction, node: NodeName, welcome: protocol.Welcome) -> reports.Answer:
@@ -164,12 +169,14 @@ class Controller:
             self._ports.send(
                 node, protocol.EndJob(incarnation=incarnation, job_id=job_id, attempt=attempt, grace_s=grace_s)
             )
-        for token, report in answer.steps:
-            self.on_step_report(node, token, report)
+        for report in answer.steps:
+            self._step_reported(node, report)
 
-    def on_step_report(self, node: NodeName, token: Token, report: protocol.Report) -> None:
-        """Hand a step's report on; replaced by whoever minds the steps."""
-        self._ports.send(node, protocol.Ack(seqs=[report.seq]))
+    def _step_reported(self, node: NodeName, report: protocol.Report) -> None:
+        if self.listener is not None:
+            self.listener.step_reported(node, report)
+        else:
+            self._ports.send(node, protocol.Ack(seqs=[report.seq]))
 
     def send_signals(self, signals: list[SignalJob]) -> None:
         """Pass signals on to the jobs' processes, on all their nodes."""

@@ -161,7 +161,7 @@ def to_data(event: Event) -> dict[str, Any]:
     data: dict[str, Any] = {}
     for f in fields(event):
         value = getattr(event, f.name)
-        if f.name in ("job_id", "at_s") or value is None:
+        if f.name in ("job_id", "at_s") or (value is None and f.default is None):
             continue
         if f.name == "shares":
             value = [share_to_data(share) for share in value]

@@ -131,6 +131,7 @@ def test_an_array_becomes_one_job_for_each_index_with_consecutive_ids() -> None:
 
 ANY_EVENT = st.sampled_from(
     [
+        EndRequested(job_id=ONE, at_s=T0, outcome=JobState.TIMEOUT, by_uid=None, why="its limit"),
         Held(job_id=ONE, at_s=T0, hold=Hold.USER, by_uid=1),
         Released(job_id=ONE, at_s=T0, by_uid=1),
         Changed(job_id=ONE, at_s=T0, by_uid=1, nice=5),
@@ -163,6 +164,9 @@ def test_whatever_happens_a_job_holds_nodes_exactly_while_it_is_active(events: l
             assert state.attempt in (attempt, attempt + 1)
 
 
-@given(ANY_EVENT)
+SUBMITTED = Submitted(job_id=ONE, at_s=T0, spec_id=1, uid=1, user="ann", partition="main", time_limit_s=None)
+
+
+@given(ANY_EVENT | st.just(SUBMITTED))
 def test_an_event_survives_being_stored(event: Event) -> None:
     assert from_data(type(event).__name__, event.job_id, event.at_s, to_data(event)) == event
