@@ -80,57 +80,57 @@ def _too_much(shape: Shape, nodes: list[NodeView], partition: Partition) -> str 
     able = [node for node in nodes if node.name not in shape.exclude and matches(shape.features, node.features)]
     if not never_fits(shape, able):
         return None
+    words = [f"with feature {shape.constraint}"] if shape.constraint else []
+    kept = f" {listed([*words, *(['not excluded'] if shape.exclude else [])])}" if words or shape.exclude else ""
     where = f"partition {partition.name!r}"
-    if shape.constraint:
-        where = f"the {plural(len(able), 'node')} with feature {shape.constraint} of {where}"
-    return _one_thing(shape, able, where) or _in_all(shape, able, where)
+    return _one_thing(shape, able, where, kept) or _in_all(shape, able, where, f" in nodes{kept}" if kept else "")
 
 
-def _one_thing(shape: Shape, nodes: list[NodeView], where: str) -> str | None:
-    """Return the one resource of which too few nodes have enough."""
+def _one_thing(shape: Shape, nodes: list[NodeView], where: str, kept: str) -> str | None:
+    """Return the one resource of which too few nodes have enough; `kept` says which nodes it may use of the partition."""
     cpus, floors = shape.cpus_least, [mem_least(shape, node) for node in nodes]
     most = max((node.cpus for node in nodes), default=0)
-    short = _short(shape, [node.cpus >= cpus for node in nodes], plural(cpus, "cpu"), f"more than {most}", where)
+    short = _short(shape, [node.cpus >= cpus for node in nodes], plural(cpus, "cpu"), f"more than {most}", where, kept)
     if short is None:
         most = max((node.mem_mib for node in nodes), default=0)
         enough = [node.mem_mib >= floor for node, floor in zip(nodes, floors, strict=True)]
         asked, best = f"{format_mem(max(floors, default=0))} memory", f"more than {format_mem(most)}"
-        short = _short(shape, enough, asked, best, where)
+        short = _short(shape, enough, asked, best, where, kept)
     for kind, count in gpus_least(shape) if short is None else ():
         had = [len(node.gpus) if kind == ANY_GPU else _of_kind(node, kind) for node in nodes]
         best = f"more than {max(had)}" if any(had) else f"any {kind} GPU".replace("  ", " ")
-        short = short or _short(shape, [its >= count for its in had], gpu_words(((kind, count),)), best, where)
+        short = short or _short(shape, [its >= count for its in had], gpu_words(((kind, count),)), best, where, kept)
     return short
 
 
-def _short(shape: Shape, enough: list[bool], asked: str, best: str, where: str) -> str | None:
+def _short(shape: Shape, enough: list[bool], asked: str, best: str, where: str, kept: str) -> str | None:
     """Return the sentence for one resource if too few nodes have enough of it."""
     if sum(enough) >= shape.nodes_min:
         return None
     wanted = f"cannot give job {_count(shape.nodes_min)} with {asked}{' each' if shape.nodes_min > 1 else ''}"
     if any(enough):
-        return f"{wanted}: {where} has {sum(enough)}"
-    return f"{wanted}: no node of {where} has {best}"
+        return f"{wanted}: {where} has {sum(enough)}{kept}"
+    return f"{wanted}: no node{kept} of {where} has {best}"
 
 
-def _in_all(shape: Shape, nodes: list[NodeView], where: str) -> str:
+def _in_all(shape: Shape, nodes: list[NodeView], where: str, among: str) -> str:
     """Return what is lacking taken together: each thing alone would do."""
     seats = _seats(shape, nodes)
     if shape.gpus_total:
         have = sum(seat.gpus for seat in sorted(seats, key=lambda seat: -seat.gpus)[: shape.nodes_max])
         if have < gpu_count(shape.gpus_total):
-            on = f"on {plural(shape.nodes_max, 'node')} " if shape.nodes_max < len(nodes) else ""
-            return f"cannot give job {gpu_words(shape.gpus_total)}: {where} has {have} {on}for it"
+            on = f" on {plural(shape.nodes_max, 'node')}" if shape.nodes_max < len(nodes) else ""
+            return f"cannot give job {gpu_words(shape.gpus_total)}: {where} has at most {have}{on}{among}"
     if shape.ntasks is not None and len(seats) >= shape.nodes_min:
         room = sum(sorted((seat.tasks for seat in seats), reverse=True)[: shape.nodes_max])
         if room < shape.ntasks:
             on = f" on {plural(shape.nodes_max, 'node')}" if shape.nodes_max < len(nodes) else ""
-            return f"cannot give job {needs(shape)}: {where} has room for {room}{on}"
+            return f"cannot give job {needs(shape)}: {where} has room for {room}{on}{among}"
     fit = {nodes[seat.node].name for seat in seats}
     missing = [name for name in shape.nodelist if name not in fit]
     if missing:
         return f"cannot give job {needs(shape)}: {listed(missing)} {'has' if len(missing) == 1 else 'have'} not so much"
-    return f"cannot give job {needs(shape)}: {where} has {plural(len(seats), 'node')} with all of that"
+    return f"cannot give job {needs(shape)}: {where} has {plural(len(seats), 'node')} with all of that{among}"
 
 
 # ----- small pieces
