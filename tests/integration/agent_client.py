@@ -190,9 +190,9 @@ class Controller:
         self.send(protocol.Ack([report.seq for report in reports]))
 
     def launch(self, script: str = "", token: str = "", **fields: Any) -> str:
-        """Launch a batch script (or a step, when `argv` is given) and return its token."""
-        token = token or new_token(step="0" if "argv" in fields else "batch")
-        self.send(launch_of(token, epoch=self.epoch, **fields), script_of(script) if "argv" not in fields else b"")
+        """Launch a batch script, or a step when only `argv` is given, and return its token."""
+        token = token or new_token(step="batch" if script else "0")
+        self.send(launch_of(token, epoch=self.epoch, **fields), script_of(script) if script else b"")
         return token
 
     def close(self) -> None:

@@ -127,9 +127,11 @@ class Spool:
         """Make (if need be) the directory for what the user must reach, and return it."""
         folder = self.job_folder(token)
         try:
-            os.mkdir(folder, 0o711)
+            os.mkdir(folder, 0o700)
         except FileExistsError:
-            pass
+            return folder
+        if os.geteuid() == 0:
+            os.chmod(folder, 0o711)  # beyond the umask: its name is the secret, not its mode
         return folder
 
     def bar(self, token: str, final: Dict[str, Any]) -> bool:

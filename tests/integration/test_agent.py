@@ -1,0 +1,436 @@
+"""A real agent on this machine, as root and as a plain user: launches, reports, refusals, epochs, its own end."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import struct
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from agent_client import INCARNATION, Controller, NodeUnderTest, launch_of, new_token, running_node, script_of
+from hpcnode import protocol
+from waiting import wait_until
+
+AS_ROOT = os.geteuid() == 0
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """A directory that every account can reach; for the node's root and for what its jobs write."""
+    path = Path(tempfile.mkdtemp(prefix="hpcnode-test-", dir="/tmp"))
+    path.chmod(0o755)
+    (path / "work").mkdir()
+    (path / "work").chmod(0o777)
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.fixture(params=["own", pytest.param("nobody", marks=pytest.mark.skipif(not AS_ROOT, reason="needs root"))])
+def node(request: pytest.FixtureRequest, place: Path) -> Iterator[NodeUnderTest]:
+    """An agent that runs as we do, and one that runs as nobody."""
+    with running_node(place / "node", user="" if request.param == "own" else "nobody") as node:
+        yield node
+
+
+@pytest.fixture
+def work(place: Path) -> Path:
+    return place / "work"
+
+
+def lines(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def test_a_script_runs_and_its_end_is_reported_until_it_is_acknowledged(node: NodeUnderTest, work: Path) -> None:
+    controller = Controller(node)
+    token = controller.launch(
+        "echo $1 from $PWD; echo bad >&2; exit 7", argv=["hello"], token=new_token(), work_dir=str(work), stdout="out"
+    )
+    started = controller.wait_status(token, protocol.STARTED)
+    ended = controller.final(token)
+    assert (ended.status, ended.codes, ended.signals, ended.timed_out) == (protocol.ENDED, [7], [0], False)
+    assert ended.seq > started.seq
+    assert ended.pid == started.pid > 0
+    assert lines(work / "out") == [f"hello from {work}", "bad"]
+    controller.close()
+    again = Controller(node)
+    assert [(r["token"], r["status"], r["codes"]) for r in again.welcome.inventory] == [(token, protocol.ENDED, [7])]
+    again.send(protocol.Ack([r["seq"] for r in again.welcome.inventory]))
+    wait_until(lambda: not (node.root / "spool" / token).exists(), what="the entry to go")
+    again.close()
+    assert Controller(node).welcome.inventory == []
+
+
+def test_a_program_killed_by_a_signal_is_reported_with_it(node: NodeUnderTest) -> None:
+    controller = Controller(node)
+    ended = controller.final(controller.launch("kill -SEGV $$"))
+    assert (ended.codes, ended.signals) == ([0], [signal.SIGSEGV])
+
+
+def test_a_token_launched_often_runs_once(node: NodeUnderTest, work: Path) -> None:
+    controller = Controller(node)
+    token = new_token()
+    launch = launch_of(token, stdout=str(work / "marker"), append=True)
+    for _ in range(5):
+        controller.send(launch, script_of("echo ran"))
+    ended = controller.final(token)
+    controller.send(launch, script_of("echo ran"))
+    assert wait_until(lambda: controller.pump(0.1) and controller.reports(token)[-1].seq > ended.seq)
+    assert controller.reports(token)[-1].status == protocol.ENDED
+    controller.ack(controller.reports(token)[-1])
+    wait_until(lambda: not (node.root / "spool" / token).exists())
+    controller.messages.clear()
+    controller.send(launch, script_of("echo ran"))
+    assert controller.final(token).status == protocol.BARRED
+    node.kill()
+    node.start()
+    late = Controller(node)
+    late.send(launch, script_of("echo ran"))
+    assert late.final(token).status == protocol.BARRED
+    assert lines(work / "marker") == ["ran"]
+
+
+def test_a_barred_token_never_runs(node: NodeUnderTest, work: Path) -> None:
+    controller = Controller(node)
+    token = new_token()
+    controller.send(protocol.EndStep(token, 1.0, "cancelled"))
+    assert controller.final(token).status == protocol.BARRED
+    controller.messages.clear()
+    controller.launch(f"echo ran >> {work}/marker", token=token)
+    assert controller.final(token).status == protocol.BARRED
+    node.kill()
+    node.start()
+    again = Controller(node)
+    assert [r["status"] for r in again.welcome.inventory] == [protocol.BARRED]
+    again.launch(f"echo ran >> {work}/marker", token=token)
+    report = again.final(token)
+    assert report.status == protocol.BARRED
+    again.ack(report)
+    wait_until(lambda: not (node.root / "spool" / token).exists())
+    again.messages.clear()
+    again.launch(f"echo ran >> {work}/marker", token=token)
+    assert again.final(token).status == protocol.BARRED
+    assert lines(work / "marker") == []
+
+
+def test_an_ended_job_leaves_nothing_and_none_of_its_launches_start_later(node: NodeUnderTest, work: Path) -> None:
+    controller = Controller(node)
+    batch = controller.launch("sleep 100", token=new_token(job=3, attempt=2))
+    step = controller.launch(argv=["sleep", "100"], token=new_token(job=3, attempt=2, step="0"))
+    other = controller.launch("sleep 100", token=new_token(job=4))
+    for token in (batch, step, other):
+        controller.wait_status(token, protocol.STARTED)
+    controller.send(protocol.EndJob(INCARNATION, 3, 2, 5.0))
+    controller.wait(lambda m: m == protocol.JobGone(INCARNATION, 3, 2))
+    assert controller.final(batch).signals == [signal.SIGTERM]
+    assert controller.final(step).signals == [signal.SIGTERM]
+    for attempt in (1, 2):
+        late = controller.launch(f"echo ran >> {work}/marker", token=new_token(job=3, attempt=attempt))
+        assert controller.final(late).status == protocol.BARRED
+    fresh = controller.launch(f"echo ran >> {work}/marker", token=new_token(job=3, attempt=3))
+    assert controller.final(fresh).status == protocol.ENDED
+    assert lines(work / "marker") == ["ran"]
+    assert controller.reports(other)[-1].status == protocol.STARTED
+
+
+def test_an_older_attempt_is_gone_before_a_newer_one_starts(node: NodeUnderTest, work: Path) -> None:
+    controller = Controller(node)
+    old = controller.launch("trap '' TERM; echo $$ > pid; sleep 100", token=new_token(job=5), work_dir=str(work))
+    controller.wait_status(old, protocol.STARTED)
+    wait_until(lambda: lines(work / "pid"))
+    new = controller.launch("kill -0 $(cat pid) && echo both", token=new_token(job=5, attempt=1), work_dir=str(work))
+    assert controller.final(new).codes != [0]
+    assert controller.final(old).signals == [signal.SIGKILL]
+
+
+def test_what_cannot_run_is_refused_with_the_reason(node: NodeUnderTest, work: Path) -> None:
+    controller = Controller(node)
+    (work / "dir").mkdir()
+    cases = {
+        "cannot enter the job's directory": {"work_dir": str(work / "missing")},
+        "cannot open output file": {"stdout": str(work / "dir")},
+        "cannot open input file": {"stdin": str(work / "no-input")},
+        "no such account": {"user": "nobody-by-this-name"},
+    }
+    if node.user:
+        cases["is not root"] = {"user": "daemon"}
+        cases["Permission denied"] = {"work_dir": "/root"}
+    for why, fields in cases.items():
+        token = controller.launch("echo ran", **fields)
+        report = controller.final(token)
+        assert (report.status, why in report.why) == (protocol.REFUSED, True), (why, report)
+        controller.messages.clear()
+        controller.launch("echo ran", token=token, stdout=str(work / "marker"))
+        assert controller.final(token).status == protocol.REFUSED
+    assert not (work / "marker").exists()
+
+
+def test_missing_programs_end_as_with_srun_and_say_so(node: NodeUnderTest, work: Path) -> None:
+    controller = Controller(node)
+    token = controller.launch(argv=["no-such-program"], stdout=str(work / "out"))
+    ended = controller.final(token)
+    assert (ended.status, ended.codes) == (protocol.ENDED, [2])
+    assert "cannot execute no-such-program" in ended.why
+    assert "cannot execute no-such-program" in lines(work / "out")[0]
+
+
+def test_output_directories_are_made_and_patterns_filled(node: NodeUnderTest, work: Path) -> None:
+    controller = Controller(node)
+    token = controller.launch(
+        argv=["sh", "-c", "echo $SLURM_PROCID $LOCAL_RANK $WORLD_SIZE $HPCSCHED_NODEID"],
+        tasks=protocol.TaskSet(first_rank=4, count=3, total=9, node_rank=1, nnodes=3),
+        work_dir=str(work),
+        stdout="new/dir/%N-%2t-%n.out",
+    )
+    assert controller.final(token).codes == [0, 0, 0]
+    assert sorted(p.name for p in (work / "new/dir").iterdir()) == ["n1-04-1.out", "n1-05-1.out", "n1-06-1.out"]
+    assert lines(work / "new/dir/n1-05-1.out") == ["5 1 9 1"]
+
+
+def test_output_is_truncated_once_or_appended_to(node: NodeUnderTest, work: Path) -> None:
+    controller = Controller(node)
+    for append, expected in ((False, 3), (True, 6), (False, 3)):
+        token = controller.launch(
+            argv=["echo", "line"],
+            tasks=protocol.TaskSet(0, 3, 3, 0, 1),
+            stdout=str(work / "out"),
+            append=append,
+        )
+        assert controller.final(token).codes == [0, 0, 0]
+        assert lines(work / "out") == ["line"] * expected
+
+
+def test_a_fifo_without_a_reader_does_not_block_the_launch(node: NodeUnderTest, work: Path) -> None:
+    os.mkfifo(work / "fifo")
+    (work / "fifo").chmod(0o666)
+    controller = Controller(node)
+    report = controller.final(controller.launch("echo hi", stdout=str(work / "fifo")))
+    assert (report.status, "fifo" in report.why) == (protocol.REFUSED, True)
+
+
+@pytest.mark.skipif(not AS_ROOT, reason="needs root")
+def test_a_root_agent_runs_jobs_as_their_user_with_no_more_rights(place: Path, work: Path) -> None:
+    with running_node(place / "node") as node:
+        controller = Controller(node)
+        token = controller.launch(
+            "cat /proc/self/status; id -G; touch made; cat $0 | head -1; ls -l /proc/self/fd",
+            user="nobody",
+            work_dir=str(work),
+            stdout="out",
+        )
+        assert controller.final(token).status == protocol.ENDED
+        text = (work / "out").read_text()
+        for line in ("Uid:\t65534\t65534\t65534\t65534", "Gid:\t65534\t65534\t65534\t65534", "NoNewPrivs:\t1"):
+            assert line in text
+        for name in ("CapInh", "CapPrm", "CapEff"):
+            assert f"{name}:\t0000000000000000" in text
+        assert "\n65534\n" in text
+        assert "#!/bin/sh" in text
+        assert [line.split()[-3] for line in text.splitlines() if " -> " in line] == ["0", "1", "2", "3"]  # 3: ls's own
+        assert (work / "made").stat().st_uid == 65534
+        assert (work / "out").stat().st_uid == 65534
+        victim = place / "victim"
+        victim.write_text("secret")
+        (work / "link").symlink_to(victim)
+        report = controller.final(
+            controller.launch("echo x", user="nobody", work_dir=str(work), stdout="link")
+        )
+        assert (report.status, victim.read_text()) == (protocol.REFUSED, "secret")
+
+
+def test_an_older_controller_is_refused_and_a_newer_one_takes_over(node: NodeUnderTest, work: Path) -> None:
+    first = Controller(node, epoch=5)
+    second = Controller(node, epoch=5)
+    assert isinstance(first.wait(lambda m: isinstance(m, protocol.Goodbye)), protocol.Goodbye)
+    stale = Controller(node, epoch=4)
+    assert isinstance(stale.welcome, protocol.Goodbye)
+    assert "epoch 5" in stale.welcome.why
+    token = new_token()
+    second.send(launch_of(token, epoch=4), script_of(f"echo ran >> {work}/marker"))  # a late command of the old one
+    second.send(protocol.Ping(1))
+    second.wait(lambda m: m == protocol.Pong(1))
+    assert second.reports(token) == []
+    node.kill()
+    node.start()
+    assert isinstance(Controller(node, epoch=4).welcome, protocol.Goodbye)
+    assert isinstance(Controller(node, epoch=6).welcome, protocol.Welcome)
+    assert not (work / "marker").exists()
+
+
+def test_a_restored_database_is_another_incarnation_and_the_old_one_is_of_the_past(node: NodeUnderTest) -> None:
+    assert isinstance(Controller(node, epoch=9).welcome, protocol.Welcome)
+    restored = secrets.token_hex(8)
+    assert isinstance(Controller(node, epoch=1, incarnation=restored).welcome, protocol.Welcome)
+    old = Controller(node, epoch=10)
+    assert isinstance(old.welcome, protocol.Goodbye)
+    assert restored in old.welcome.why
+
+
+def test_only_the_agents_own_account_may_be_its_controller(place: Path) -> None:
+    if not AS_ROOT:
+        pytest.skip("needs root")
+    with running_node(place / "node") as node:
+        said = _as_nobody(
+            node, protocol.encode(protocol.Hello(protocol.VERSION, "c", INCARNATION, 99, "n1"))
+        )
+        assert b"is not who this agent obeys" in said
+        assert isinstance(Controller(node, epoch=1).welcome, protocol.Welcome)
+
+
+def _as_nobody(node: NodeUnderTest, data: bytes) -> bytes:
+    """Say something to the agent as another user, and return its answer."""
+    read_end, write_end = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.setresuid(65534, 65534, 65534)
+        sock = socket.socket(socket.AF_UNIX)
+        sock.settimeout(10)
+        sock.connect(str(node.socket))
+        sock.sendall(data)
+        answer = b""
+        while part := sock.recv(65536):
+            answer += part
+        os.write(write_end, answer)
+        os._exit(0)
+    os.close(write_end)
+    with os.fdopen(read_end, "rb") as file:
+        answer = file.read()
+    os.waitpid(pid, 0)
+    return answer
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        struct.pack("!II", 1 << 31, 0),
+        struct.pack("!II", 0, 1 << 31),
+        struct.pack("!II", 2, 0) + b"[]",
+        struct.pack("!II", 100_000, 0) + b"[" * 100_000,
+        struct.pack("!II", 9, 0) + b'{"type":}',
+        protocol.encode(protocol.Pong(1)),
+        protocol.encode(protocol.Ack([1])),
+        struct.pack("!II", 8 << 20, 0) + b" " * (8 << 20),
+    ],
+)
+def test_what_is_not_of_the_protocol_closes_that_connection_only(bad: bytes, place: Path) -> None:
+    with running_node(place / "node") as node:
+        controller = Controller(node)
+        stranger = Controller(node, greet=False)
+        try:
+            stranger.sock.sendall(bad)
+        except OSError:
+            pass  # it was closed while we spoke
+        wait_until(lambda: stranger.pump(0.1) or stranger.closed, what="the stranger's connection to close")
+        wait_until(lambda: stranger.pump(0.1) is False and stranger.closed)
+        assert controller.final(controller.launch("true")).codes == [0]
+
+
+def test_a_bad_frame_of_the_controller_ends_its_connection_but_no_job(node: NodeUnderTest) -> None:
+    controller = Controller(node)
+    token = controller.launch("sleep 100")
+    controller.wait_status(token, protocol.STARTED)
+    controller.sock.sendall(struct.pack("!II", 2, 0) + b"[]")
+    controller.wait(lambda m: isinstance(m, protocol.Goodbye))
+    again = Controller(node)
+    assert [r["status"] for r in again.welcome.inventory] == [protocol.STARTED]
+
+
+def test_an_agent_that_nobody_needs_ends_and_one_with_a_job_stays(place: Path) -> None:
+    with running_node(place / "node", idle_s=0.3) as node:
+        controller = Controller(node)
+        token = controller.launch("sleep 1.5")
+        controller.wait_status(token, protocol.STARTED)
+        controller.close()
+        agent = node.agent
+        assert agent is not None
+        with pytest.raises(AssertionError):
+            wait_until(lambda: agent.poll() is not None, timeout_s=0.8)
+        wait_until(lambda: agent.poll() is not None, what="the agent to end")
+        assert agent.returncode == 0
+        assert not node.socket.exists()
+        node.start()
+        assert [r["status"] for r in Controller(node).welcome.inventory] == [protocol.ENDED]
+
+
+def test_one_agent_for_each_root(node: NodeUnderTest) -> None:
+    first = node.agent
+    node.start()
+    assert "another one has" in node.said
+    node.agent = first
+    assert isinstance(Controller(node).welcome, protocol.Welcome)
+
+
+def test_facts_and_files(node: NodeUnderTest, work: Path) -> None:
+    controller = Controller(node)
+    for source in (controller.welcome.facts, _facts(controller)):
+        assert source["cpus"] == len(os.sched_getaffinity(0))
+        assert source["mem_mib"] > 100
+        assert source["gpus"] == [] or source["gpus"][0]["index"] == 0
+        assert source["is_root"] == (AS_ROOT and not node.user)
+    (work / "log").write_text("0123456789")
+    asked = {
+        (0, 100): (b"0123456789", 0),
+        (4, 3): (b"456", 4),
+        (-3, 100): (b"789", 7),
+        (50, 10): (b"", 50),
+    }
+    for number, ((offset, limit), expected) in enumerate(asked.items()):
+        controller.send(protocol.ReadFile(number, "", str(work / "log"), offset, limit))
+        answer, blob = _file(controller, number)
+        assert (blob, answer.offset, answer.size, answer.error) == (*expected, 10, "")
+    for number, path in enumerate((str(work / "none"), "/dev/zero", str(work)), start=10):
+        controller.send(protocol.ReadFile(number, "", path, 0, 10))
+        assert path in _file(controller, number)[0].error
+
+
+def _facts(controller: Controller) -> dict[str, object]:
+    controller.send(protocol.Probe(77))
+    return controller.wait(lambda m: isinstance(m, protocol.Facts) and m.request == 77).facts
+
+
+def _file(controller: Controller, number: int) -> tuple[protocol.FileData, bytes]:
+    controller.wait(lambda m: isinstance(m, protocol.FileData) and m.request == number)
+    return next((m, b) for m, b in controller.messages if isinstance(m, protocol.FileData) and m.request == number)
+
+
+def test_a_launch_that_is_not_what_its_token_says_is_refused(node: NodeUnderTest) -> None:
+    controller = Controller(node)
+    token = new_token(job=8)
+    controller.send(launch_of(token, job_id=9), script_of("true"))
+    assert controller.final(token).status == protocol.REFUSED
+    for bad in ("../../etc", "x" * 300, f"{INCARNATION}.1.0.batch.other.{'0' * 32}"):
+        controller.send(replace(launch_of(new_token()), token=bad), script_of("true"))
+    no_shebang = new_token()
+    controller.send(launch_of(no_shebang), b"echo hi")
+    assert "#!" in controller.final(no_shebang).why
+    assert sorted(os.listdir(node.root)) == sorted(
+        ["agent.lock", "agent.sock", "bin", "epochs", "jobs", "log", "seq", "spool"]
+    )
+
+
+def test_the_environment_is_the_controllers_and_the_nodes(node: NodeUnderTest, work: Path) -> None:
+    controller = Controller(node)
+    token = controller.launch(
+        argv=["env"],
+        stdout=str(work / "env"),
+        env={"PATH": "/usr/bin:/bin", "MINE": "a b\nc", "HOME": "/wrong"},
+        gpus=[1, 3],
+    )
+    assert controller.final(token).codes == [0]
+    env = dict(line.split("=", 1) for line in lines(work / "env") if "=" in line)
+    assert env["MINE"] == "a b"
+    assert env["CUDA_VISIBLE_DEVICES"] == "1,3"
+    assert env["HPCSCHED_SOCKET"] == str(node.socket)
+    assert env["PATH"] == f"{node.root}/bin:/usr/bin:/bin"
+    assert env["HOME"] != "/wrong"
+    assert "HPCNODE_SIMULATED" not in env
+    assert (env["RANK"], env["WORLD_SIZE"]) == ("0", "1")
+    assert json.loads((node.root / "epochs").read_text())["epoch"] == 1
