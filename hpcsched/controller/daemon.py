@@ -15,7 +15,6 @@ from typing import Any
 
 from aiohttp import web
 
-from hpcsched import paths
 from hpcsched.api.app import make_app
 from hpcsched.config import Config, load_config
 from hpcsched.controller.backend import ControllerBackend
@@ -124,7 +123,7 @@ class Daemon:
     def _make_run_dir(self) -> int:
         """Make the directory of the sockets; return the sockets' mode: for everybody if we serve everybody."""
         run_dir = self._config.controller.run_dir
-        for_all = os.getuid() == 0 and self._config.config_dir == paths.SYSTEM_CONFIG
+        for_all = os.getuid() == 0
         run_dir.mkdir(parents=True, exist_ok=True)
         status = run_dir.stat()
         if status.st_uid != os.getuid():
