@@ -30,10 +30,15 @@ def never_fits(shape: Shape, nodes: Sequence[NodeView]) -> bool:
 
 def impossible(request: Request, nodes: Iterable[Node | NodeView], partition: Partition) -> str | None:
     """Return why a job that asks for `request` can never run in `partition`, in a sentence with the numbers; None: it can."""
+    views = [node if isinstance(node, NodeView) else node_view(node) for node in nodes]
+    return _too_long(request, partition) or impossible_shape(request.shape, views, partition)
+
+
+def impossible_shape(shape: Shape, nodes: Iterable[NodeView], partition: Partition) -> str | None:
+    """Return why no job of `shape`, however short, can ever run in `partition`; None: it can."""
     names = set(partition.nodes)
-    views = [node if isinstance(node, NodeView) else node_view(node) for node in nodes if node.name in names]
-    shape = request.shape
-    return _too_long(request, partition) or _wrong_nodes(shape, views, partition) or _too_much(shape, views, partition)
+    its = [node for node in nodes if node.name in names]
+    return _wrong_nodes(shape, its, partition) or _too_much(shape, its, partition)
 
 
 def _too_long(request: Request, partition: Partition) -> str | None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from hpcsched.model.job import Reason
 from hpcsched.model.node import Partition
 from hpcsched.sched.eligible import Wait
+from hpcsched.sched.feasible import impossible_shape
 from hpcsched.sched.placement import Seat
 from hpcsched.sched.request import Shape
 from hpcsched.sched.snapshot import NodeView, allows
@@ -49,13 +50,14 @@ def shortfall(shape: Shape, seats: Sequence[Seat], missing: Sequence[str]) -> st
 
 def not_available(shape: Shape, partition: Partition, nodes: Sequence[NodeView]) -> Wait:
     """Return the wait of a job that could not start on the nodes that answer even if they were empty."""
+    never = impossible_shape(shape, nodes, partition)
+    if never is not None:  # the configuration has changed since it was submitted
+        return Wait(reason=Reason.NODES_UNAVAILABLE, detail=never)
     names = set(partition.nodes)
     its = [node for node in nodes if node.name in names]
     away = [f"{node.name} {node.why_not}" for node in its if not node.usable and allows(shape, node)]
-    detail = f"needs {needs(shape)}; partition {partition.name!r} has {plural(len(its), 'node')}"
-    if away:
-        detail += f", of which {listed(away)}"
-    return Wait(reason=Reason.NODES_UNAVAILABLE, detail=detail)
+    of = f"of the {plural(len(its), 'node')} of partition {partition.name!r}"
+    return Wait(reason=Reason.NODES_UNAVAILABLE, detail=f"needs {needs(shape)}; {of} {listed(away)}")
 
 
 def _are(count: int) -> str:

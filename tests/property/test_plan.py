@@ -19,16 +19,17 @@ from hpcsched.sched.snapshot import NodeView, PendingJob, RunningJob, Snapshot
 
 NOW_S = 1000.0
 POLICY = Policy(weight_age=0)
-CONSTRAINTS = ("", "", "", "a", "b", "a&b", "a|b")
+X0, X1 = Gpu(index=0, type="x"), Gpu(index=1, type="x")
+CONSTRAINTS = ("", "", "", "", "a", "b", "a&b", "a|b")
 
 
 @st.composite
 def shapes(draw: st.DrawFn, *, many_nodes: bool = True) -> Shape:
-    low = draw(st.integers(1, 3)) if many_nodes else 1
-    ntasks = draw(st.none() | st.integers(low, 8))
-    per_node = draw(st.integers(1, 2)) if ntasks is None else 1
+    low = draw(st.sampled_from([1, 1, 1, 2, 3])) if many_nodes else 1
+    ntasks = draw(st.none() | st.integers(low, 6))
+    per_node = draw(st.sampled_from([1, 1, 2])) if ntasks is None else 1
     constraint = draw(st.sampled_from(CONSTRAINTS))
-    memory = draw(st.sampled_from(["default", "all", "node", "cpu"]))
+    memory = draw(st.sampled_from(["default", "default", "node", "node", "cpu", "all"]))
     gpus = draw(st.sampled_from([(), (), (), (("x", 1),), (("", 1),), (("", 2),)]))
     where = draw(st.sampled_from(["node", "task", "total"]))
     return Shape(
@@ -37,18 +38,18 @@ def shapes(draw: st.DrawFn, *, many_nodes: bool = True) -> Shape:
         ntasks=ntasks,
         tasks_min=per_node,
         tasks_max=per_node if ntasks is None else 0,
-        cpus_per_task=draw(st.integers(1, 4)),
+        cpus_per_task=draw(st.sampled_from([1, 1, 2, 3])),
         mem_all=memory == "all",
-        mem_per_node_mib=draw(st.integers(1, 1000)) if memory == "node" else None,
-        mem_per_cpu_mib=draw(st.integers(1, 300)) if memory == "cpu" else None,
+        mem_per_node_mib=draw(st.integers(1, 500)) if memory == "node" else None,
+        mem_per_cpu_mib=draw(st.integers(1, 150)) if memory == "cpu" else None,
         mem_asked=memory != "default",
         gpus_per_node=gpus if where == "node" else (),
         gpus_per_task=gpus if where == "task" else (),
         gpus_total=gpus if where == "total" and ntasks is None else (),
-        exclusive=draw(st.sampled_from([False, False, False, True])),
+        exclusive=draw(st.sampled_from([False] * 7 + [True])),
         features=parse_features(constraint),
         constraint=constraint,
-        nodelist=draw(st.sampled_from([(), (), (), (NodeName("n0"),), (NodeName("n1"),)])),
+        nodelist=draw(st.sampled_from([(), (), (), (), (), (NodeName("n0"),), (NodeName("n1"),)])),
         exclude=draw(st.sampled_from([(), (), (), (NodeName("n0"),)])),
     )
 
@@ -56,17 +57,17 @@ def shapes(draw: st.DrawFn, *, many_nodes: bool = True) -> Shape:
 @st.composite
 def worlds(draw: st.DrawFn) -> Snapshot:
     """A few nodes in one or two partitions; jobs that run were started by the planner itself, then more wait."""
-    nodes = tuple(draw(_node(at)) for at in range(draw(st.integers(1, 4))))
+    nodes = tuple(draw(_node(at)) for at in range(draw(st.integers(2, 4))))
     names = tuple(node.name for node in nodes)
     partitions = {"a": Partition(name="a", nodes=names, default=True)}
     if draw(st.booleans()):
         partitions["b"] = Partition(name="b", nodes=names[: draw(st.integers(1, len(names)))], priority_tier=2)
-    first = [_job(at, draw(shapes()), draw(st.sampled_from(sorted(partitions))), _limit(draw)) for at in range(1, 4)]
+    first = [_job(at, draw(shapes()), draw(st.sampled_from(sorted(partitions))), _limit(draw)) for at in range(1, 6)]
     empty = Snapshot(now_s=0.0, nodes=nodes, partitions=partitions, pending=tuple(first))
     running = tuple(_run(empty, plan(empty, POLICY)))
     waiting = [
         _job(at, draw(shapes()), draw(st.sampled_from(sorted(partitions))), _limit(draw), draw(st.integers(0, 3)))
-        for at in range(10, 10 + draw(st.integers(1, 6)))
+        for at in range(10, 10 + draw(st.integers(3, 8)))
     ]
     return Snapshot(now_s=NOW_S, nodes=nodes, partitions=partitions, running=running, pending=tuple(waiting))
 
@@ -75,12 +76,12 @@ def _node(at: int) -> st.SearchStrategy[NodeView]:
     return st.builds(
         NodeView,
         name=st.just(NodeName(f"n{at}")),
-        cpus=st.integers(1, 6),
+        cpus=st.integers(2, 6),
         mem_mib=st.sampled_from([400, 1000]),
-        gpus=st.sampled_from([(), (Gpu(index=0, type="x"), Gpu(index=1, type="x")), (Gpu(index=3, type="y"),)]),
-        features=st.frozensets(st.sampled_from(["a", "b"])),
+        gpus=st.sampled_from([(), (X0, X1), (X0, X1, Gpu(index=2, type="y")), (Gpu(index=3, type="y"), X0)]),
+        features=st.sampled_from([frozenset("ab"), frozenset("ab"), frozenset("a"), frozenset()]),
         weight=st.integers(1, 2),
-        why_not=st.sampled_from(["", "", "", "is down"]),
+        why_not=st.sampled_from([""] * 7 + ["is down"]),
     )
 
 

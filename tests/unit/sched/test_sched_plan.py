@@ -89,7 +89,7 @@ def test_a_node_that_is_away_is_not_used_and_named(change: dict[str, object], wo
     assert away.starts() == {2: "n1:4 n2:4"}  # the first keeps nobody waiting meanwhile
     wait = away.plan().waits[JobId(1)]
     assert wait.reason is Reason.NODES_UNAVAILABLE
-    assert wait.detail == f"needs 3 nodes with 1 cpu each; partition 'main' has 3 nodes, of which {words}"
+    assert wait.detail == f"needs 3 nodes with 1 cpu each; of the 3 nodes of partition 'main' {words}"
 
 
 def test_what_waits_for_an_absent_node_does_not_hide_behind_the_head() -> None:

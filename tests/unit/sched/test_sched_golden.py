@@ -1,0 +1,72 @@
+"""One plan of a busy little cluster, recorded word by word: a change of any decision or sentence shows in the diff.
+
+To record anew after a wanted change: HPCSCHED_RECORD=1 pytest this file, then read the diff.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from unit.sched.world import World, world
+
+from hpcsched.model.ids import JobId
+from hpcsched.model.job import ArraySpec, Dependency, DependencyKind, Hold
+from hpcsched.model.node import Link
+from hpcsched.model.resources import GpuRequest
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "sched_plan.txt"
+
+
+def busy_cluster() -> World:
+    sketch = world(
+        "3x8/16000/2xa100+fast 2x16/64000+big 1x4/4000 1x4/4000",
+        running=[
+            "1: n1,n2 8c 8000M 2g 3600s",
+            "2: n4 10c 20000M 7200s",
+            "3: n6 2c 1000M 60s",
+        ],
+        waiting=[
+            "10: 3 nodes 2g 4c 1800s",
+            "11: 1g 2c 900s",
+            "12: 1g 2c 9000s",
+            "13: 20 tasks 600s",
+            "14: 1c +fast&big 60s",
+            "15: 64c 60s",
+            "16: n7 60s",
+            "17: 1c 60s",
+            "18: 1c 60s",
+            "19: 1c 60s",
+            "20: 1-4 nodes 2c p=small 100s",
+            "21: 1c exclusive 100s",
+            "22: 1c 100s",
+            "23: 6 tasks 2 per-node 300s",
+            "24: 1c 30s",
+            "25: 1c p=closed 30s",
+            "26: 60000M 2c 30s",
+        ],
+        partitions={"main": "n1,n2,n3,n4,n5,n7", "small": "n6,n7"},
+    )
+    sketch.change_node("n7", link=Link.DOWN, link_why="no answer for 90 s")
+    for index, job in enumerate((17, 18, 19)):
+        sketch.change(job, array_job_id=JobId(17), array_task_id=index, array=ArraySpec(indices=(0, 1, 2), limit=2))
+    sketch.change(22, hold=Hold.ADMIN)
+    sketch.change(24, dependency=(Dependency(kind=DependencyKind.AFTER_OK, job_ids=(1,)),))
+    return sketch.change(13, gpus_per_task=(GpuRequest(count=1, type="h100"),))
+
+
+def test_the_plan_reads_as_recorded() -> None:
+    made = busy_cluster().plan()
+    lines = []
+    for start in made.starts:
+        shares = [
+            f"{share.node}:{share.cpus}c,{share.mem_mib}M,gpus={list(share.gpus)},tasks={share.tasks}"
+            for share in start.shares
+        ]
+        lines.append(f"start {start.job_id} {' '.join(shares)}")
+    for job_id, wait in sorted(made.waits.items()):
+        lines.append(f"wait {job_id} {wait.reason} ({wait.detail}) start={wait.expected_start_s}")
+    text = "\n".join(lines) + "\n"
+    if os.environ.get("HPCSCHED_RECORD"):
+        GOLDEN.write_text(text)
+    assert text == GOLDEN.read_text()
