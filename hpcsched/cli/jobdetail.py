@@ -13,7 +13,7 @@ def detail_lines(job: Job, now_s: float) -> list[str]:
         ("state", _state(job)),
         ("why", why(job) if why(job) != reason(job) else ""),
         ("start", _start(job, now_s)),
-        ("end", _end(job, now_s)),
+        ("end" if job["state"] in ENDED_STATES else "time", _end(job, now_s)),
         ("nodes", job["node_list"]),
         ("asks for" if is_waiting(job) else "has", _resources(job)),
         ("limit", format_time_s(job["time_limit_s"])),
@@ -60,8 +60,8 @@ def _end(job: Job, now_s: float) -> str:
     if job["ended_at_s"] is not None:
         return f"{when_text(job['ended_at_s'], now_s)} ({ran})"
     latest_s = end_s(job)
-    runs = f"runs for {format_time_s(job['elapsed_s'])}"
-    return f"{runs}, at the latest until {when_text(latest_s, now_s)}" if latest_s is not None else runs
+    runs = format_time_s(job["elapsed_s"])
+    return f"{runs}, ends at {when_text(latest_s, now_s)} at the latest" if latest_s is not None else runs
 
 
 def _resources(job: Job) -> str:

@@ -1,0 +1,210 @@
+"""hinfo: partitions and nodes: what is free, what is down, and why and since when.
+
+Rows are partitions' nodes in the same state, as in sinfo; nodes that are down or drained also by why and since when, so
+that nothing needs to be asked a second time.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hpcsched import client
+from hpcsched.cli.errors import run_command
+from hpcsched.cli.options import HELP_LONG, VERSION, Command, Option, UsageError, Words
+from hpcsched.cli.output import DIM, GREEN, RED, YELLOW, bar, clean, columns, date_text, print_json, wants_colour
+from hpcsched.errors import NotFoundError
+from hpcsched.model.hostlist import compress_hostlist, expand_hostlist
+from hpcsched.model.units import format_mem, format_time_s
+
+Node = dict[str, Any]
+Partition = dict[str, Any]
+
+COMMAND = Command(
+    "hinfo",
+    ("[OPTIONS]",),
+    "Show the partitions and their nodes: how many are in which state, and of those that are down or drained why and "
+    "since when.",
+    (
+        Option("json", help="print partitions and nodes as JSON, version 1"),
+        Option("list-reasons", "R", help="show why nodes are down or drained, who drained them, and when"),
+        Option("Node", "N", help="show each node on a line: cpus, memory and GPUs in use of those that it has"),
+        Option("noheader", "h", help="print no line of headers"),
+        Option("nodes", "n", "LIST", "show these nodes: n1,n[3-5]"),
+        Option("partition", "p", "LIST", "show these partitions"),
+        Option("states", "t", "LIST", "show nodes in these states: IDLE,MIXED,ALLOCATED,DOWN,DRAINED,DRAINING,UNKNOWN"),
+        HELP_LONG,
+        VERSION,
+    ),
+)
+
+STATES = ("IDLE", "MIXED", "ALLOCATED", "DOWN", "DRAINED", "DRAINING", "UNKNOWN")
+_STATES_BY_WORD = {
+    "mix": "MIXED", "alloc": "ALLOCATED", "drng": "DRAINING", "unk": "UNKNOWN", **{word.lower(): word for word in STATES},
+}  # fmt: skip
+_COLOURS = {"IDLE": GREEN, "MIXED": YELLOW, "ALLOCATED": YELLOW, "UNKNOWN": DIM}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status."""
+    return run_command(COMMAND, _work, argv)
+
+
+def _work(words: Words) -> int:
+    if words.operands:
+        raise UsageError(f"cannot understand {words.operands[0][:60]!r}: to see one node write -N -n NODE")
+    wanted = _wanted_states(words)
+    answer = client.call("GET", "/v1/nodes")
+    partitions = client.call("GET", "/v1/partitions")["partitions"]
+    if words.has("partition"):
+        partitions = _chosen(partitions, words.listed("partition"))
+    nodes = [node for node in answer["nodes"] if _is_shown(node, words, partitions, wanted)]
+    if words.has("json"):
+        print_json({**answer, "partitions": partitions, "nodes": nodes})
+        return 0
+    header = not words.has("noheader")
+    if words.has("list-reasons"):
+        sys.stdout.write(_reasons(nodes, header))
+    elif words.has("Node"):
+        sys.stdout.write(_by_node(nodes, header))
+    else:
+        sys.stdout.write(_by_partition(partitions, nodes, header))
+    return 0
+
+
+def _wanted_states(words: Words) -> frozenset[str]:
+    wanted = set()
+    for word in words.listed("states"):
+        state = _STATES_BY_WORD.get(word.lower())
+        if state is None and word.lower() not in ("drain", "all"):
+            raise UsageError(f"Invalid node state specified: {word[:60]}; there are {', '.join(STATES)}")
+        wanted |= {"DRAINED", "DRAINING"} if word.lower() == "drain" else {state} if state else set(STATES)
+    return frozenset(wanted or STATES)
+
+
+def _chosen(partitions: Sequence[Partition], names: Sequence[str]) -> list[Partition]:
+    known = [partition["name"] for partition in partitions]
+    for name in names:
+        if name not in known:
+            raise NotFoundError(f"cannot show partition {name[:60]!r}: there are {', '.join(known) or 'none'}")
+    return [partition for partition in partitions if partition["name"] in names]
+
+
+def _is_shown(node: Node, words: Words, partitions: Sequence[Partition], states: frozenset[str]) -> bool:
+    if words.has("nodes") and node["name"] not in expand_hostlist(",".join(words.given["nodes"])):
+        return False
+    if words.has("partition") and not any(node["name"] in partition["nodes"] for partition in partitions):
+        return False
+    return node["state"] in states
+
+
+def why_text(node: Node) -> str:
+    """Return why a node takes no jobs, and since when; "" if it does."""
+    why, since_s = _why(node)
+    return f"{why or 'no reason known'} (since {date_text(since_s, 'unknown')})" if _is_out(node) else ""
+
+
+def _why(node: Node) -> tuple[str, float | None]:
+    if node["state"] in ("DRAINED", "DRAINING"):
+        return clean(node["drained_why"]), node["drained_at_s"]
+    why = clean(node["link_why"])
+    if node["drained"]:
+        why += f"; drained: {clean(node['drained_why'])}"
+    return why, node["link_since_s"] or None
+
+
+def _is_out(node: Node) -> bool:
+    return node["state"] in ("DOWN", "DRAINED", "DRAINING")
+
+
+# ----- by partition
+
+
+def _by_partition(partitions: Sequence[Partition], nodes: Sequence[Node], header: bool) -> str:
+    by_name = {node["name"]: node for node in nodes}
+    rows: list[list[str]] = []
+    colours = []
+    for partition in partitions:
+        groups: dict[tuple[str, str], list[str]] = {}
+        for name in partition["nodes"]:
+            if name in by_name:
+                node = by_name[name]
+                groups.setdefault((node["state"], why_text(node)), []).append(name)
+        for (state, why), names in sorted(groups.items(), key=lambda item: STATES.index(item[0][0])):
+            rows.append([*_partition_cells(partition), str(len(names)), state, compress_hostlist(names), why])
+            colours.append(_COLOURS.get(state, RED))
+        if not groups:
+            rows.append([*_partition_cells(partition), "0", "n/a", "", ""])
+            colours.append(DIM)
+    headers = [
+        "PARTITION",
+        "AVAIL",
+        "TIMELIMIT",
+        "NODES",
+        "STATE",
+        "NODELIST",
+        "WHY" if any(r[-1] for r in rows) else "",
+    ]
+    return columns(headers if header else [], rows, right=(2, 3), colours=colours if wants_colour() else ())
+
+
+def _partition_cells(partition: Partition) -> list[str]:
+    limit = "infinite" if partition["max_time_s"] is None else format_time_s(partition["max_time_s"])
+    return [clean(partition["name"]) + "*" * partition["default"], "up" if partition["up"] else "down", limit]
+
+
+# ----- by node
+
+
+def _by_node(nodes: Sequence[Node], header: bool) -> str:
+    bars = wants_colour()
+    headers = [
+        "NODE",
+        "STATE",
+        "CPUS",
+        "MEMORY",
+        "GPUS",
+        "PARTITIONS",
+        "JOBS",
+        "WHY" if any(map(_is_out, nodes)) else "",
+    ]
+    rows = [
+        [
+            clean(node["name"]),
+            node["state"],
+            _use(node["cpus_alloc"], node["cpus"], str, bars),
+            _use(node["mem_alloc_mib"], node["mem_mib"], format_mem, bars),
+            _gpus(node, bars),
+            ",".join(map(clean, node["partitions"])),
+            ",".join(map(str, node["jobs"])) or "-",
+            why_text(node),
+        ]
+        for node in nodes
+    ]
+    colours = [_COLOURS.get(node["state"], RED) for node in nodes] if bars else ()
+    return columns(headers if header else [], rows, colours=colours)
+
+
+def _use(part: int, whole: int, text: Callable[[int], str], bars: bool) -> str:
+    return (f"{bar(part, whole)} " if bars else "") + f"{text(part)}/{text(whole)}"
+
+
+def _gpus(node: Node, bars: bool) -> str:
+    if not node["gpus"]:
+        return "-"
+    types = sorted({clean(gpu["type"]) for gpu in node["gpus"]})
+    return f"{_use(node['gpus_alloc'], len(node['gpus']), str, bars)} {','.join(types)}"
+
+
+# ----- reasons
+
+
+def _reasons(nodes: Sequence[Node], header: bool) -> str:
+    groups: dict[tuple[str, str, str, str], list[str]] = {}
+    for node in filter(_is_out, nodes):
+        why, since_s = _why(node)
+        by = clean(node["drained_by"]) if node["state"] != "DOWN" else "hpcsched"
+        groups.setdefault((why, by, date_text(since_s, "unknown"), node["state"]), []).append(node["name"])
+    rows = [[why, by, since, state, compress_hostlist(names)] for (why, by, since, state), names in groups.items()]
+    return columns(["REASON", "USER", "TIMESTAMP", "STATE", "NODELIST"] if header else [], rows)

@@ -1,0 +1,128 @@
+"""hlogs: a job's output, wherever it was written, as far as it has been; with -f on, as it is written, to the job's end.
+
+Bytes go through as they are. A file that became shorter (a job that was queued again and began anew) is shown from its
+beginning again.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+
+from hpcsched import client
+from hpcsched.cli.errors import note, run_command
+from hpcsched.cli.options import HELP, VERSION, Command, Option, UsageError, Words
+from hpcsched.cli.output import clean
+from hpcsched.errors import UnavailableError
+
+FOLLOW_WAIT_S = 15.0
+FAR_END_BYTES = 64 << 10
+RECONNECT_S = 1.0
+
+COMMAND = Command(
+    "hlogs",
+    ("[OPTIONS] JOB",),
+    "Print the output of a job, wherever it runs. With --follow go on until the job is over; a job that has not started "
+    "is waited for.",
+    (
+        Option("err", "e", help="print standard error instead of standard output (they are one file unless asked)"),
+        Option("follow", "f", help="go on as the job writes more, until it is over"),
+        Option("lines", "n", "N", "begin with the last N lines"),
+        HELP,
+        VERSION,
+    ),
+    ("A JOB is a number, a task of an array (10_3), the name of one of your jobs, or 'last'.",),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status."""
+    return run_command(COMMAND, _work, argv)
+
+
+def _work(words: Words) -> int:
+    if len(words.operands) != 1:
+        raise UsageError("cannot tell which output to print: name one job; see hlogs --help")
+    reference, stream = words.operands[0], "err" if words.has("err") else "out"
+    follow = words.has("follow")
+    offset = 0
+    if words.has("lines"):
+        offset = _print_last_lines(reference, stream, int(words.number("lines", 0)))
+    _print_from(reference, stream, offset, follow=follow)
+    return 0
+
+
+def _print_last_lines(reference: str, stream: str, count: int) -> int:
+    """Print the last `count` lines; return where the file ends."""
+    taken = FAR_END_BYTES
+    while True:
+        data, start, size = _far_end(reference, stream, taken)
+        if start == 0 or data.count(b"\n") > count:
+            break
+        taken *= 4
+    _write(last_lines(data, count))
+    return start + len(data)
+
+
+def _far_end(reference: str, stream: str, length: int) -> tuple[bytes, int, int]:
+    """Return the last `length` bytes of the output, where they begin, and its size."""
+    part = client.fetch_log(reference, stream=stream, offset=-length)
+    data, start, size = part.data, part.offset, part.size
+    while data and start + len(data) < size:  # longer than one answer
+        part = client.fetch_log(reference, stream=stream, offset=start + len(data))
+        if not part.data:
+            break
+        data += part.data
+    return data, start, size
+
+
+def last_lines(data: bytes, count: int) -> bytes:
+    """Return the last `count` lines of `data`; what stands behind the last newline is a line."""
+    if count <= 0:
+        return b""
+    at = len(data) - 1 if data.endswith(b"\n") else len(data)
+    for _ in range(count):
+        at = data.rfind(b"\n", 0, at)
+        if at < 0:
+            return data
+    return data[at + 1 :]
+
+
+def _print_from(reference: str, stream: str, offset: int, *, follow: bool) -> None:
+    """Print the output from `offset` on, to its end or, to `follow`, to the job's end."""
+    begun = bool(offset)
+    while True:
+        part = _part(reference, stream, offset, follow=follow, patient=follow and begun)
+        begun = True
+        if 0 < part.size < offset:  # began anew; a size of 0 may as well say that it could not be looked at just now
+            offset = 0
+            continue
+        _write(part.data)
+        offset = part.offset + len(part.data)
+        if offset >= part.size and (part.ended or not follow):
+            break
+        if not part.data and not follow:
+            break
+    if offset == 0:
+        note(COMMAND.name, f"nothing has been written to {clean(part.path)}")
+
+
+def _part(reference: str, stream: str, offset: int, *, follow: bool, patient: bool) -> client.LogPart:
+    """Return the next piece; if `patient`, wait for a controller or a node that does not answer at the moment."""
+    told = False
+    while True:
+        try:
+            return client.fetch_log(reference, stream=stream, offset=offset, wait_s=FOLLOW_WAIT_S if follow else 0)
+        except UnavailableError as error:
+            if not patient:
+                raise
+            if not told:
+                note(COMMAND.name, f"{clean(error)}; waiting for it")
+            told = True
+            time.sleep(RECONNECT_S)
+
+
+def _write(data: bytes) -> None:
+    sys.stdout.buffer.write(data)
+    sys.stdout.buffer.flush()
