@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import click
 
 import hpcsched
-from hpcsched.errors import HpcschedError
+from hpcsched.cli.errors import INTERRUPTED, guarded, print_version
 
 # name -> where it is, and what it is for (so that --help loads none of them)
 COMMANDS = {
@@ -58,7 +59,7 @@ def _nearest(word: str, known: list[str]) -> str:
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(hpcsched.__version__, "-V", "--version", message="hpcsched %(version)s")
+@click.version_option(hpcsched.__version__, "-V", "--version", message="hpcsched (hpcsched) %(version)s")
 def hpcsched_command() -> None:
     """Set up and run a cluster: Slurm's job model for the machines you already own."""
 
@@ -66,22 +67,22 @@ def hpcsched_command() -> None:
 @hpcsched_command.command()
 def version() -> None:
     """Print the version."""
-    click.echo(f"hpcsched {hpcsched.__version__}")
+    print_version("hpcsched")
 
 
-def run(command: click.Command, name: str, args: list[str] | None = None) -> int:
-    """Run a click command and return its exit status; errors meant for people go to stderr without a traceback."""
+def run(command: click.Command, name: str, argv: Sequence[str] | None = None) -> int:
+    """Run a click command as all commands are run, and return its exit status."""
+    return guarded(name, lambda words: _run_click(command, name, words), argv)
+
+
+def _run_click(command: click.Command, name: str, words: Sequence[str]) -> int:
     try:
-        result: Any = command.main(args, prog_name=name, standalone_mode=False)
-    except HpcschedError as error:
-        click.echo(f"{name}: {error}", err=True)
-        return 1
+        result: Any = command.main(list(words), prog_name=name, standalone_mode=False)
     except click.ClickException as error:
         error.show()
         return error.exit_code
-    except (click.Abort, KeyboardInterrupt):
-        click.echo(f"{name}: interrupted", err=True)
-        return 130
+    except click.Abort:
+        return INTERRUPTED
     return result if isinstance(result, int) else 0
 
 

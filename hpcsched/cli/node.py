@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from hpcsched import client, paths
+from hpcsched.cli.output import columns, print_json
 from hpcsched.config import Config, load_config
 from hpcsched.errors import ConfigError, NotFoundError, RequestError, UnavailableError
 
@@ -77,18 +78,13 @@ def list_(as_json: bool) -> None:
         for spec in config.nodes
     ]
     if as_json:
-        import json
-
-        click.echo(json.dumps({"version": 1, "nodes": rows}))
+        print_json({"version": 1, "nodes": rows})
         return
     if not rows:
         click.echo("There are no nodes yet; add one with: hpcsched node add user@host")
         return
-    table = [["NAME", "HOST", "CPUS", "MEMORY", "GPUS", "PARTITIONS", "STATE"]]
-    table += [_row(row) for row in rows]
-    widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
-    for line in table:
-        click.echo("  ".join(word.ljust(width) for word, width in zip(line, widths, strict=True)).rstrip())
+    headers = ["NAME", "HOST", "CPUS", "MEMORY", "GPUS", "PARTITIONS", "STATE"]
+    click.echo(columns(headers, [_row(row) for row in rows], right=(2, 3)), nl=False)
 
 
 @node.command()

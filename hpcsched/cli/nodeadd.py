@@ -25,10 +25,11 @@ from hpcsched.errors import ConfigError, RequestError, UnavailableError
 from hpcsched.launch import dial_for
 from hpcsched.launch.bundle import build_bundle
 from hpcsched.launch.greeting import ControllerIdentity
-from hpcsched.launch.visit import ShareProbe, Visit, share_probe, visit
+from hpcsched.launch.visit import Visit, visit
 from hpcsched.model.ids import NODE_NAME, NodeName
 from hpcsched.model.node import NodeSpec
 from hpcsched.model.units import format_mem
+from hpcsched.shareprobe import ShareProbe, share_probe
 
 VISIT_S = 60.0
 CLOCK_OFF_S = 2.0

@@ -28,6 +28,7 @@ from hpcsched.model.node import Link
 from hpcsched.model.units import parse_signal
 from hpcsched.sched.plan import plan
 from hpcsched.sched.snapshot import snapshot_of
+from hpcsched.shareprobe import PROBE_BYTES, is_probe_name
 from hpcsched.store.store import HistoryQuery
 from hpcsched.store.world import Transaction
 
@@ -260,15 +261,33 @@ class ControllerBackend:
 
     # ----- nodes and the rest
 
-    async def nodes(self, asker: Asker, probe: bool) -> Json:
+    async def nodes(self, asker: Asker, probe: bool, share_file: str = "") -> Json:
+        """Return the nodes; `probe`: after a look at each; `share_file`: with what each reads in that file of the share."""
+        if share_file and not is_probe_name(share_file):
+            raise RequestError(f"cannot have {share_file[:60]!r} read: it is no probe file of hhealth")
         views = node_views(self._world)
+        up = [view for view in views if view["link"] == Link.UP]
         if probe:
-            await asyncio.gather(*(self._probe(view) for view in views))
+            await asyncio.gather(*(self._probe(view) for view in up))
+        if share_file and self._world.config.share:
+            path = f"{self._world.config.share}/{share_file}"
+            await asyncio.gather(*(self._read_share(view, path) for view in up))
         return {"now_s": self._clock(), "nodes": views}
 
-    async def _probe(self, view: Json) -> None:
-        if view["link"] != Link.UP:
+    async def _read_share(self, view: Json, path: str) -> None:
+        view |= {"share_content": "", "share_error": ""}
+        try:
+            answer, content = await self._fleet.call(
+                view["name"],
+                lambda request: protocol.ReadFile(request=request, user="", path=path, offset=0, limit=PROBE_BYTES),
+                PROBE_TIMEOUT_S,
+            )
+        except UnavailableError as error:
+            view["share_error"] = str(error)
             return
+        view |= {"share_content": content.decode("ascii", "replace"), "share_error": answer.error}
+
+    async def _probe(self, view: Json) -> None:
         asked_s = self._clock()
         try:
             answer, _ = await self._fleet.call(

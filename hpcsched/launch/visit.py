@@ -5,13 +5,10 @@ The same dial, bundle and greeting as the controller's links, without an event l
 
 from __future__ import annotations
 
-import os
-import secrets
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 from hpcnode import protocol
@@ -20,9 +17,7 @@ from hpcsched.launch.bundle import Bundle
 from hpcsched.launch.greeting import RECEIVE_BYTES, ControllerIdentity, Greeting, greet
 from hpcsched.launch.pipe import Abort, Dial, LinkError, Pipe
 from hpcsched.model.node import NodeSpec
-
-PROBE_PREFIX = ".hpcsched-probe-"
-PROBE_BYTES = 64
+from hpcsched.shareprobe import PROBE_BYTES, ShareProbe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,38 +29,6 @@ class Visit:
     clock_ahead_s: float  # the node's clock less ours, as well as it can be told
     clock_error_s: float  # half of the time that the question took
     share_error: str
-
-
-@dataclass(slots=True)
-class ShareProbe:
-    """A file with random content on the share: who reads the same through the same path sees the same share."""
-
-    path: Path
-    content: bytes = field(default_factory=lambda: secrets.token_hex(PROBE_BYTES // 2).encode("ascii"))
-
-    def __enter__(self) -> ShareProbe:
-        fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
-        with open(fd, "wb") as file:
-            file.write(self.content)
-            file.flush()
-            os.fsync(fd)  # what is not on the server yet, another client cannot read
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.path.unlink(missing_ok=True)
-
-    def judge(self, error: str, content: bytes) -> str:
-        """Return what is wrong with what a node read, in words; "" if nothing is."""
-        if error:
-            return f"cannot read {self.path.parent} there: {error}"
-        if content != self.content:
-            return f"{self.path.parent} there is another directory than here"
-        return ""
-
-
-def share_probe(share: str) -> ShareProbe:
-    """Return a probe for the directory `share`; it is written when entered. Raises OSError there."""
-    return ShareProbe(Path(share) / (PROBE_PREFIX + secrets.token_hex(8)))
 
 
 def visit(
@@ -115,7 +78,7 @@ def _look(pipe: Pipe, greeting: Greeting, spec: NodeSpec, probe: ShareProbe | No
         question = protocol.ReadFile(request=2, user="", path=str(probe.path), offset=0, limit=PROBE_BYTES)
         pipe.send_all(protocol.encode(question))
         read, content = _answer(pipe, greeting, protocol.FileData, spec)
-        error = probe.judge(read.error, content)
+        error = probe.judge(read.error, content.decode("ascii", "replace"))
     return Visit(
         welcome=greeting.welcome,
         facts=facts.facts,

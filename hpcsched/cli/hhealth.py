@@ -1,0 +1,140 @@
+"""`hhealth`: one line per check, an exit status for cron and monitoring; drains and resumes nodes when asked to."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from hpcsched import client, paths
+from hpcsched.cli.errors import run_command
+from hpcsched.cli.options import HELP, VERSION, Command, Option, UsageError, Words
+from hpcsched.cli.output import GREEN, RED, YELLOW, clean, painted, print_json, wants_colour
+from hpcsched.errors import HpcschedError
+from hpcsched.health import head, remedy
+from hpcsched.health.nodes import check_node
+from hpcsched.health.report import Check, Status, worst
+from hpcsched.shareprobe import share_probe
+
+DATABASE_FILE = "hpcsched.db"
+JSON_VERSION = 1
+
+COMMAND = Command(
+    name="hhealth",
+    usage=("[options]",),
+    about="Check the database, the share, the clock, the controller and every node.",
+    options=(
+        Option("quiet", "q", help="print nothing that is well"),
+        Option("json", help="print everything as one JSON object"),
+        Option("drain", help="drain nodes that fail, with the reason"),
+        Option("resume", help="resume nodes that hhealth drained and that are well again"),
+        HELP,
+        VERSION,
+    ),
+    notes=("Exit status: 0 all is well; 1 a warning; 2 something is broken; 3 something could not be checked.",),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run `hhealth` and exit."""
+    sys.exit(run_command(COMMAND, _work, argv))
+
+
+def _work(words: Words) -> int:
+    if words.operands:
+        raise UsageError(f"cannot take {words.operands[0]!r}: hhealth has options only")
+    done: list[str] = []
+    try:
+        checks, views = look()
+        if words.has("drain"):
+            done += _drain(remedy.to_drain(views, checks))
+        if words.has("resume"):
+            done += _resume(remedy.to_resume(views, checks))
+    except HpcschedError as error:
+        checks = [Check(name="hhealth", status=Status.UNKNOWN, text=str(error))]
+    if words.has("json"):
+        print_json(_as_json(checks, done))
+    else:
+        _print(checks, done, quiet=words.has("quiet"))
+    return int(worst(checks))
+
+
+def look() -> tuple[list[Check], list[dict[str, Any]]]:
+    """Return all checks, and the controller's view of the nodes (empty if it does not answer)."""
+    from hpcsched.config import load_config
+
+    started = time.time(), time.monotonic()
+    config = load_config(paths.find_config_dir(os.environ, os.getuid()))
+    database = config.controller.state_dir / DATABASE_FILE
+    share = head.check_share(config.share) if config.share else None
+    controller = head.check_controller()
+    checks = [head.check_database(database), *([share] if share else []), controller]
+    views: list[dict[str, Any]] = []
+    if controller.status is Status.CRITICAL:
+        text = "cannot be asked: the controller does not answer"
+        checks += [Check(name="link", status=Status.UNKNOWN, text=text, node=spec.name) for spec in config.nodes]
+    else:
+        views = _views(config.share if share is not None and share.status is not Status.CRITICAL else "")
+        checks += [check for view in views for check in check_node(view, time.time())]
+    clock = head.check_clock(
+        wall_s=(started[0], time.time()),
+        monotonic_s=(started[1], time.monotonic()),
+        last_commit_s=head.last_change_s(database),
+    )
+    return [*checks, clock], views
+
+
+def _views(share: str) -> list[dict[str, Any]]:
+    """Have all nodes look at themselves, and at a file that was just written to the share."""
+    if not share:
+        return _ask("")
+    with share_probe(share) as probe:
+        views = _ask(probe.path.name)
+        for view in views:
+            if "share_content" in view or view.get("share_error"):
+                view["share_error"] = probe.judge(view.pop("share_error", ""), view.pop("share_content", ""))
+        return views
+
+
+def _ask(share_file: str) -> list[dict[str, Any]]:
+    answer = client.call("GET", client.query("/v1/nodes", probe=1, share_file=share_file))
+    nodes: list[dict[str, Any]] = answer["nodes"]
+    return nodes
+
+
+def _drain(nodes: dict[str, str]) -> list[str]:
+    done = []
+    for node, why in nodes.items():
+        client.call("POST", "/v1/nodes/drain", {"nodes": node, "why": why, "by": remedy.BY})
+        done.append(f"drained {node}: {why}")
+    return done
+
+
+def _resume(nodes: list[str]) -> list[str]:
+    for node in nodes:
+        client.call("POST", "/v1/nodes/resume", {"nodes": node, "only_by": remedy.BY})
+    return [f"resumed {node}" for node in nodes]
+
+
+def _as_json(checks: Sequence[Check], done: Sequence[str]) -> dict[str, Any]:
+    return {
+        "version": JSON_VERSION,
+        "status": worst(checks).name,
+        "checks": [check.as_json() for check in checks],
+        "done": list(done),
+    }
+
+
+def _print(checks: Sequence[Check], done: Sequence[str], *, quiet: bool) -> None:
+    colours = {Status.OK: GREEN, Status.WARN: YELLOW, Status.CRITICAL: RED, Status.UNKNOWN: YELLOW}
+    width = max(len(status.name) for status in Status)
+    for check in checks:
+        if quiet and check.status is Status.OK:
+            continue
+        word = check.status.name.ljust(width)
+        word = painted(word, colours[check.status]) if wants_colour() else word
+        print(f"{word} {check.subject}: {clean(check.text)}")
+    for line in done:
+        print(clean(line))
