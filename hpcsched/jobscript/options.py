@@ -7,7 +7,6 @@ option with a `variable` may also be given as ``HSUB_variable`` or ``SBATCH_vari
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -230,6 +229,8 @@ def find_option(name: str) -> Option:
         if found:
             some = ", ".join(f"--{full}" for full in sorted(found)[:6])
             raise RequestError(f"cannot tell which option --{name} is: it could be {some}")
+        import difflib  # here, because a command that is not mistyped starts faster without it
+
         offered = [full for full in known if known[full].use in (Use.JOB, Use.COMMAND)]
         near = difflib.get_close_matches(name, offered, n=3, cutoff=0.6)
         if near:
