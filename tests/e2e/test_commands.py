@@ -1,0 +1,195 @@
+"""The commands as a user types them, on three nodes behind real SSH servers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from waiting import wait_until
+
+from hpcsched.demo.cluster import LocalCluster
+
+Sub = Callable[..., int]
+Ended = Callable[..., dict[str, Any]]
+Output = Callable[[int], str]
+
+
+def test_a_script_is_submitted_run_and_accounted_for(
+    cluster: LocalCluster, ended: Ended, output: Output
+) -> None:
+    script = cluster.share / "job.sh"
+    script.write_text("#!/bin/bash\n#SBATCH --job-name=first\n#HSUB -c 2\necho args: $1 cpus: $SLURM_CPUS_PER_TASK\nexit 3\n")
+    said = cluster.run("hsub", "job.sh", "a b")
+    assert said.stderr == ""
+    words = said.stdout.split()
+    assert words[:-1] == ["Submitted", "batch", "job"]
+    job_id = int(words[-1])
+    assert (ended(job_id)["state"], ended(job_id)["exit_code"]) == ("FAILED", 3)
+    assert output(job_id) == "args: a b cpus: 2\n"
+    history = cluster.json("hacct", "-j", str(job_id), "--json")
+    assert history["version"] == 1
+    (record,) = history["jobs"]
+    assert (record["name"], record["state"], record["exit_code"]) == ("first", "FAILED", 3)
+    assert [step["step"] for step in record["steps"]] == ["batch"]
+    assert record["steps"][0]["max_rss_kib"] > 0
+
+
+def test_wrap_stdin_and_wait(cluster: LocalCluster, ended: Ended, output: Output) -> None:
+    wrapped = int(cluster.run("hsub", "--parsable", "--wrap", "echo wrapped").stdout)
+    assert ended(wrapped)["name"] == "wrap"
+    assert output(wrapped) == "wrapped\n"
+    waited = cluster.run("hsub", "--wait", stdin="#!/bin/sh\nexit 5\n", check=False)
+    assert waited.returncode == 5
+
+
+def test_the_queue_the_nodes_and_a_job_are_shown(cluster: LocalCluster, sub: Sub, running: Any) -> None:
+    job_id = sub("sleep 60", "-N2", "--job-name=shown", "--time=5")
+    running(job_id)
+    waiting = sub("true", "-N3", "--exclusive")
+    wait_until(lambda: "Resources" in cluster.run("hqueue").stdout, what="the reason to be known")
+    queue = cluster.json("hqueue", "--json")
+    assert queue["version"] == 1
+    states = {one["id"]: one["state"] for one in queue["jobs"]}
+    assert (states[job_id], states[waiting]) == ("RUNNING", "PENDING")
+    shown = cluster.json("hctl", "show", "job", str(job_id), "--json")
+    assert shown["version"] == 1
+    assert shown["jobs"][0]["node_list"] == "n[1-2]"
+    assert "JobId=" + str(job_id) in cluster.run("hctl", "show", "job", str(job_id)).stdout
+    assert "n3" in cluster.run("hinfo", "-N").stdout
+    assert "NodeName=n1" in cluster.run("hctl", "show", "node", "n1").stdout
+    assert "shown" in cluster.run("hqueue", str(job_id)).stdout
+    assert "free" in cluster.run("hwhy", str(waiting)).stdout
+    cluster.run("hcancel", str(job_id), str(waiting))
+
+
+def test_the_log_is_followed_to_its_end(cluster: LocalCluster, sub: Sub) -> None:
+    job_id = sub("for i in 1 2 3; do echo line $i; sleep 0.3; done", "-o", "deep/er/%x-%j.log", "-J", "lg")
+    followed = cluster.run("hlogs", "-f", str(job_id))
+    assert followed.stdout == "line 1\nline 2\nline 3\n"
+    assert (cluster.share / "deep" / "er" / f"lg-{job_id}.log").exists()
+
+
+def test_cancel_ends_the_whole_tree_on_all_nodes(
+    cluster: LocalCluster, sub: Sub, running: Any, ended: Ended, output: Output
+) -> None:
+    stubborn = "trap '' TERM INT; (setsid bash -c \"trap '' TERM; while :; do sleep 1; done\" &) ; "
+    job_id = sub(f"{stubborn} hrun bash -c \"trap '' TERM; echo up; while :; do sleep 1; done\"", "-N2")
+    running(job_id)
+    wait_until(lambda: output(job_id).count("up") == 2, what="the tasks to be up")
+    assert cluster.machines is not None
+    before = {name: len(cluster.machines.processes(name)) for name in ("n1", "n2")}
+    cluster.run("hcancel", str(job_id))
+    assert ended(job_id)["state"] == "CANCELLED"
+    after = {name: len(cluster.machines.processes(name)) for name in ("n1", "n2")}
+    assert all(after[name] < before[name] for name in before)
+    left = [line for name in after for line in _commands(cluster, name) if "while :" in line]
+    assert left == []
+
+
+def _commands(cluster: LocalCluster, name: str) -> list[str]:
+    assert cluster.machines is not None
+    lines = []
+    for pid in cluster.machines.processes(name):
+        try:
+            with open(f"/proc/{pid}/cmdline", "rb") as stream:
+                lines.append(stream.read().replace(b"\0", b" ").decode())
+        except FileNotFoundError:
+            continue
+    return lines
+
+
+def test_the_time_limit_and_the_signal_before_it(sub: Sub, ended: Ended, output: Output) -> None:
+    job_id = sub("trap 'echo got USR1' USR1\nfor i in $(seq 100); do sleep 0.1; done", "--signal=B:USR1@58", "--time=1")
+    text = wait_until(lambda: "got USR1" in output(job_id), 20, "the signal")
+    assert text
+    short = sub("sleep 100", "-t", "0:01")
+    assert ended(short, 90)["time_limit_s"] == 60
+    assert ended(short)["state"] == "TIMEOUT"
+
+
+def test_arrays_dependencies_and_holds(cluster: LocalCluster, sub: Sub, job: Any, ended: Ended) -> None:
+    array = sub("echo $SLURM_ARRAY_TASK_ID > task-$SLURM_ARRAY_JOB_ID-$HPCSCHED_ARRAY_TASK_ID", "--array=1-6:2%1")
+    after = sub("true", f"--dependency=afterok:{array}")
+    never = sub("true", f"--dependency=afternotok:{array}")
+    held = sub("true", "--hold")
+    assert ended(after)["state"] == "COMPLETED"
+    assert sorted(path.name for path in cluster.share.glob(f"task-{array}-*")) == [f"task-{array}-{i}" for i in (1, 3, 5)]
+    wait_until(lambda: job(never)["reason"] == "DependencyNeverSatisfied", what="the dependency to be judged")
+    assert job(held)["reason"] == "JobHeldUser"
+    cluster.run("hctl", "release", str(held))
+    assert ended(held)["state"] == "COMPLETED"
+    cluster.run("hcancel", str(never))
+
+
+def test_steps_run_on_all_nodes_in_a_job_and_alone(cluster: LocalCluster, sub: Sub, ended: Ended, output: Output) -> None:
+    job_id = sub("hrun -l hostname | sort; hrun -n1 sh -c 'exit 9'; echo code $?", "-N2", "--ntasks-per-node=2")
+    assert ended(job_id)["state"] == "COMPLETED"
+    lines = output(job_id).splitlines()
+    assert [line.split(":")[0] for line in lines[:4]] == ["0", "1", "2", "3"]
+    assert "code 9" in lines
+    alone = cluster.run("hrun", "-N2", "-n4", "sh", "-c", "echo $SLURM_PROCID of $SLURM_NTASKS on $SLURMD_NODENAME")
+    assert sorted(alone.stdout.splitlines()) == [f"{i} of 4 on n{1 + i // 2}" for i in range(4)]
+    fed = cluster.run("hrun", "-n1", "tr", "a-z", "A-Z", stdin="shout\n")
+    assert fed.stdout == "SHOUT\n"
+    failed = cluster.run("hrun", "-n2", "sh", "-c", "exit $SLURM_PROCID", check=False)
+    assert failed.returncode == 1
+    steps = cluster.json("hacct", "-j", str(job_id), "--json")["jobs"][0]["steps"]
+    assert [step["step"] for step in steps] == ["batch", "0", "1"]
+
+
+def test_a_node_is_drained_and_resumed(cluster: LocalCluster) -> None:
+    cluster.run("hctl", "drain", "n3", "--reason", "new fan")
+    shown = cluster.run("hinfo", "-R").stdout
+    assert "new fan" in shown
+    assert "n3" in shown
+    cluster.run("hctl", "resume", "n3")
+    nodes = {node["name"]: node["state"] for node in cluster.api("GET", "/v1/nodes")["nodes"]}
+    assert nodes["n3"] == "IDLE"
+
+
+@pytest.mark.parametrize(
+    ("command", "status", "says"),
+    [
+        (["hsub", "--nodse=2", "job.sh"], 2, "--nodes"),
+        (["hsub", "--wrap", "true", "--nodes=9"], 1, "nine nodes: partition 'main' has 3"),
+        (["hsub", "--wrap", "true", "-p", "nope"], 1, "main"),
+        (["hsub", "--wrap", "true", "--mem=100G"], 1, "100"),
+        (["hsub", "--wrap", "true", "--dependency=afterok:99999"], 1, "99999"),
+        (["hsub", "nosuch.sh"], 1, "nosuch.sh"),
+        (["hcancel", "99999"], 1, "Invalid job id specified"),
+        (["hqueue", "99999"], 1, "Invalid job id specified"),
+        (["hqueue", "--staes=all"], 2, "--states"),
+        (["hctl", "drain", "n9", "--reason", "x"], 1, "n9"),
+        (["hrun", "-N9", "true"], 1, "partition 'main' has 3"),
+        (["hrun", "--nodse=1", "true"], 2, "--nodes"),
+    ],
+)
+def test_bad_input_is_refused_with_what_to_do(
+    cluster: LocalCluster, command: list[str], status: int, says: str
+) -> None:
+    result = cluster.run(*command, check=False)
+    assert (result.returncode, says in result.stderr) == (status, True), result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_script_without_an_interpreter_and_an_unknown_directive_are_refused(cluster: LocalCluster) -> None:
+    refused = cluster.run("hsub", stdin="echo hello\n", check=False)
+    assert refused.returncode == 1
+    assert "#!" in refused.stderr
+    unknown = cluster.run("hsub", stdin="#!/bin/sh\n#SBATCH --tiem=5\ntrue\n", check=False)
+    assert unknown.returncode != 0
+    assert "--time" in unknown.stderr
+
+
+def test_test_only_says_when_and_submits_nothing(cluster: LocalCluster) -> None:
+    before = cluster.api("GET", "/v1/ping")["counts"]
+    said = cluster.run("hsub", "--test-only", "--wrap", "true", "-N2")
+    assert "n[1-2]" in said.stdout + said.stderr
+    assert cluster.api("GET", "/v1/ping")["counts"] == before
+
+
+def test_json_is_versioned_everywhere(cluster: LocalCluster) -> None:
+    for command in (["hqueue", "--json"], ["hacct", "--json"], ["hinfo", "--json"], ["hctl", "show", "node", "--json"]):
+        assert json.loads(cluster.run(*command).stdout)["version"] == 1
