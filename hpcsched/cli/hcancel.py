@@ -132,6 +132,6 @@ def _report(refused: Sequence[dict[str, str]], words: Words, manners: Manners) -
         of_job = refusal.get("kind") in ("NotFoundError", "RequestError")  # against: not allowed to
         if tolerated and of_job:
             continue
-        complain(COMMAND.name, f"Kill job error on job id {clean(refusal['job'])}: {clean(refusal['error'])}")
+        complain(COMMAND.name, clean(refusal["error"]))
         failed = True
     return FAILED if failed else 0

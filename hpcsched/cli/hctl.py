@@ -1,0 +1,290 @@
+"""hctl: looks at and changes what the controller has: jobs, nodes, partitions, its configuration.
+
+The grammar is scontrol's (``hctl show job 12``, ``hctl update JobId=12 TimeLimit=1:00:00``); host lists are written out
+and together without a controller. What a verb does is a function of its words here; who may do it the controller says.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hpcsched import client
+from hpcsched.cli import showtext
+from hpcsched.cli.errors import FAILED, complain, run_command
+from hpcsched.cli.options import HELP, VERSION, Command, Option, UsageError, Words, nearest, split_list
+from hpcsched.cli.output import clean, date_text, print_json
+from hpcsched.errors import NotFoundError
+from hpcsched.model.hostlist import compress_hostlist, expand_hostlist
+from hpcsched.model.units import format_time_s
+
+Json = dict[str, Any]
+
+COMMAND = Command(
+    "hctl",
+    (
+        "show job [JOB...] | node [NODES] | partition [NAME...] | config",
+        "show hostnames LIST | hostlist NAME...",
+        "hold | release | requeue JOB...",
+        "update JOB... NAME=VALUE...",
+        "story JOB",
+        "drain NODES WHY | resume NODES | fence NODES [WHY]",
+        "ping | reconfigure",
+    ),
+    "Look at jobs, nodes, partitions and the configuration, and change them. 'update' changes a job's time_limit, partition, "
+    "nice, priority or begin. 'story' tells all that happened to a job. 'drain' lets no new job start on nodes, 'resume' "
+    "does again. 'fence' is your word that a node which does not answer runs nothing any more: its jobs go on without it.",
+    (
+        Option("json", help="print as JSON, version 1"),
+        Option("oneliner", "o", help="print each record on one line"),
+        HELP,
+        VERSION,
+    ),
+    (
+        "A JOB is a number, a task of an array (10_3), some of its tasks (10_[1-3,7]), the name of one of your jobs, or "
+        "'last'. NODES is a host list as n[1-3],m7.",
+    ),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status."""
+    return run_command(COMMAND, _work, argv)
+
+
+def _work(words: Words) -> int:
+    if not words.operands:
+        raise UsageError("cannot tell what to do: see hctl --help")
+    verb, *rest = words.operands
+    work = _VERBS.get(verb.lower())
+    if work is None:
+        raise UsageError(_no_such("verb", verb, _VERBS))
+    return work(rest, words)
+
+
+def _no_such(what: str, word: str, known: Sequence[str] | dict[str, Any]) -> str:
+    near = nearest(word.lower(), known)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(known)}"
+    return f"cannot understand {word[:60]!r}: no such {what}; {hint}"
+
+
+def _needs(rest: Sequence[str], what: str) -> None:
+    if not rest:
+        raise UsageError(f"cannot do that: name {what}; see hctl --help")
+
+
+# ----- show
+
+
+def _show(rest: Sequence[str], words: Words) -> int:
+    _needs(rest, f"what to show ({', '.join(_ENTITIES)})")
+    entity = rest[0].lower()
+    found = [name for name in _ENTITIES if name.startswith(entity) or name == entity.removesuffix("s")]
+    if len(found) != 1:
+        raise UsageError(_no_such("thing to show", rest[0], _ENTITIES))
+    return _ENTITIES[found[0]](rest[1:], words)
+
+
+def _show_job(rest: Sequence[str], words: Words) -> int:
+    answers = [client.call("GET", client.job_path(reference)) for operand in rest for reference in split_list(operand)]
+    answers = answers or [client.call("GET", "/v1/jobs")]
+    answer = {**answers[0], "jobs": [job for one in answers for job in one["jobs"]]}
+    return _print_records(answer, "jobs", showtext.job_lines, words)
+
+
+def _show_node(rest: Sequence[str], words: Words) -> int:
+    answer = client.call("GET", "/v1/nodes")
+    answer["nodes"] = _chosen(answer["nodes"], expand_hostlist(",".join(rest)), "Invalid node name specified")
+    return _print_records(answer, "nodes", showtext.node_lines, words)
+
+
+def _show_partition(rest: Sequence[str], words: Words) -> int:
+    answer = client.call("GET", "/v1/partitions")
+    names = [name for word in rest for name in split_list(word)]
+    answer["partitions"] = _chosen(answer["partitions"], names, "invalid partition name specified")
+    return _print_records(answer, "partitions", showtext.partition_lines, words)
+
+
+def _chosen(records: Sequence[Json], names: Sequence[str], refusal: str) -> list[Json]:
+    by_name = {record["name"]: record for record in records}
+    for name in names:
+        if name not in by_name:
+            raise NotFoundError(f"{refusal}: {clean(name[:60])}; there are: {', '.join(by_name) or 'none'}")
+    return [by_name[name] for name in names] if names else list(records)
+
+
+def _print_records(answer: Json, key: str, lines: Callable[[Json], list[showtext.Words]], words: Words) -> int:
+    if words.has("json"):
+        print_json(answer)
+        return 0
+    one_line = words.has("oneliner")
+    print("\n".join(showtext.record_text(lines(record), one_line=one_line) for record in answer[key]))
+    return 0
+
+
+def _show_config(rest: Sequence[str], words: Words) -> int:
+    answer = client.call("GET", "/v1/config")
+    if words.has("json"):
+        print_json(answer)
+    else:
+        sys.stdout.write(showtext.config_text(answer["config"]))
+    return 0
+
+
+def _show_hostnames(rest: Sequence[str], words: Words) -> int:
+    given = ",".join(rest) or os.environ.get("SLURM_JOB_NODELIST", "") or os.environ.get("HPCSCHED_JOB_NODELIST", "")
+    _needs(given, "a host list: outside of a job there is none by itself")
+    print("\n".join(expand_hostlist(given)))
+    return 0
+
+
+def _show_hostlist(rest: Sequence[str], words: Words) -> int:
+    _needs(rest, "the hosts")
+    print(compress_hostlist(expand_hostlist(",".join(rest))))
+    return 0
+
+
+_ENTITIES: dict[str, Callable[[Sequence[str], Words], int]] = {
+    "job": _show_job,
+    "node": _show_node,
+    "partition": _show_partition,
+    "config": _show_config,
+    "hostnames": _show_hostnames,
+    "hostlist": _show_hostlist,
+}
+
+
+# ----- jobs
+
+
+def _act(verb: str) -> Callable[[Sequence[str], Words], int]:
+    def work(rest: Sequence[str], words: Words) -> int:
+        _needs(rest, "the jobs")
+        references = [reference for operand in rest for reference in split_list(operand)]
+        return _report(client.call("POST", f"/v1/{verb}", {"jobs": references}), words)
+
+    return work
+
+
+def _report(answer: Json, words: Words) -> int:
+    if words.has("json"):
+        print_json(answer)
+    for refusal in answer["errors"]:
+        complain(COMMAND.name, clean(refusal["error"]))
+    return FAILED if answer["errors"] else 0
+
+
+_CHANGES = {"timelimit": "time_limit", "starttime": "begin"}  # Slurm's names, without regard to case and _
+
+
+def _update(rest: Sequence[str], words: Words) -> int:
+    _needs(rest, "the jobs, and what to change as NAME=VALUE")
+    changes: dict[str, str] = {}
+    jobs: list[str] = []
+    for word in rest:
+        name, equals, value = word.partition("=")
+        plain = name.lower().replace("_", "").replace("-", "")
+        if not equals:
+            jobs += split_list(word)
+        elif plain in ("jobid", "job"):
+            jobs += split_list(value)
+        else:
+            changes[_CHANGES.get(plain, name.lower())] = value
+    if "nodename" in changes:
+        return _update_node(changes, words)
+    _needs(jobs, "the jobs")
+    _needs(list(changes), "what to change, as time_limit=1:00:00")
+    return _report(client.call("POST", "/v1/update", {"jobs": jobs, "changes": changes}), words)
+
+
+def _update_node(changes: dict[str, str], words: Words) -> int:
+    """Do what ``update NodeName=n1 State=DRAIN Reason=why`` asks for."""
+    nodes, state, why = (changes.pop(name, "") for name in ("nodename", "state", "reason"))
+    if changes or state.upper() not in ("DRAIN", "RESUME", "UNDRAIN"):
+        raise UsageError("cannot update a node so: write State=DRAIN with Reason=WHY, or State=RESUME")
+    return _drain([nodes, why], words) if state.upper() == "DRAIN" else _resume([nodes], words)
+
+
+def _story(rest: Sequence[str], words: Words) -> int:
+    if len(rest) != 1:
+        raise UsageError("cannot tell whose story: name one job")
+    answer = client.call("GET", client.job_path(rest[0], "story"))
+    if words.has("json"):
+        print_json(answer)
+        return 0
+    for event in answer["events"]:
+        print(f"{date_text(event['at_s'])}  {clean(event['text'])}")
+    return 0
+
+
+# ----- nodes and the controller
+
+
+def _drain(rest: Sequence[str], words: Words) -> int:
+    _needs(rest, "the nodes")
+    why = " ".join(rest[1:]).strip()
+    if not why:
+        raise UsageError(
+            "cannot drain a node: give the reason, it is what others will see: hctl drain n1 'fan is loud'"
+        )
+    return _said(client.call("POST", "/v1/nodes/drain", {"nodes": rest[0], "why": why}), "drained", words)
+
+
+def _resume(rest: Sequence[str], words: Words) -> int:
+    _needs(rest, "the nodes")
+    return _said(client.call("POST", "/v1/nodes/resume", {"nodes": ",".join(rest)}), "resumed", words)
+
+
+def _said(answer: Json, what: str, words: Words) -> int:
+    if words.has("json"):
+        print_json(answer)
+    elif answer["nodes"]:
+        print(f"{compress_hostlist(answer['nodes'])} {what}")
+    return 0
+
+
+def _fence(rest: Sequence[str], words: Words) -> int:
+    _needs(rest, "the nodes")
+    answer = client.call("POST", "/v1/nodes/fence", {"nodes": rest[0], "why": " ".join(rest[1:])})
+    if not words.has("json"):
+        jobs = ", ".join(map(str, answer["jobs"]))
+        print(f"{clean(rest[0])} fenced; {f'jobs that go on without it: {jobs}' if jobs else 'no job waited for it'}")
+    return _report(answer, words)
+
+
+def _ping(rest: Sequence[str], words: Words) -> int:
+    answer = client.call("GET", "/v1/ping")
+    if words.has("json"):
+        print_json(answer)
+        return 0
+    up = format_time_s(answer["now_s"] - answer["started_at_s"])
+    print(
+        f"hpcschedd {answer['hpcsched']} of cluster {clean(answer['cluster'])} is UP (process {answer['pid']}, for {up})"
+    )
+    return 0
+
+
+def _reconfigure(rest: Sequence[str], words: Words) -> int:
+    answer = client.call("POST", "/v1/reconfigure", {})
+    if words.has("json"):
+        print_json(answer)
+    else:
+        print("\n".join(map(clean, answer["changed"])) or "nothing has changed")
+    return 0
+
+
+_VERBS: dict[str, Callable[[Sequence[str], Words], int]] = {
+    "show": _show,
+    "hold": _act("hold"),
+    "release": _act("release"),
+    "requeue": _act("requeue"),
+    "update": _update,
+    "story": _story,
+    "drain": _drain,
+    "resume": _resume,
+    "fence": _fence,
+    "ping": _ping,
+    "reconfigure": _reconfigure,
+}

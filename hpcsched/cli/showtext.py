@@ -1,0 +1,144 @@
+"""Jobs, nodes and partitions as ``Name=value`` words, with scontrol's names and in its order.
+
+What is not known or not shown to the asker is ``(null)`` or ``N/A``, as there. The values are the API's JSON objects.
+Source: scontrol(1) "show"; its output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hpcsched.cli.jobfields import end_s, exit_text, memory_of_node, reason, start_s
+from hpcsched.cli.output import clean, date_text
+from hpcsched.model.units import format_time_s
+
+Json = dict[str, Any]
+Words = Sequence[tuple[str, object]]  # one line
+
+
+def record_text(lines: Sequence[Words], *, one_line: bool) -> str:
+    """Return the words, as lines indented under the first one, or all on one line."""
+    texts = [" ".join(f"{name}={_value(value)}" for name, value in words) for words in lines if words]
+    return " ".join(texts) if one_line else "\n   ".join(texts) + "\n"
+
+
+def _value(value: object) -> str:
+    if isinstance(value, bool):
+        return "1" if value else "0"
+    return "(null)" if value in (None, "") else clean(value)
+
+
+def job_lines(job: Json) -> list[Words]:
+    """Return a job as ``scontrol show job`` does."""
+    array: Words = ()
+    if job["array_job_id"] is not None:
+        array = [("ArrayJobId", job["array_job_id"]), ("ArrayTaskId", job["array_task_id"])]
+    nodes = job["nodes"]
+    return [
+        [("JobId", job["id"]), *array, ("JobName", job["name"])],
+        [("UserId", f"{job['user']}({job['uid']})"), ("Account", job["account"]), ("QOS", job["qos"] or "normal")],
+        [("Priority", job["priority"] or 0), ("Nice", job["nice"])],
+        [("JobState", job["state"]), ("Reason", reason(job)), ("Dependency", job["dependency"])],
+        [("ReasonText", job["reason_detail"])] if job["reason_detail"] else (),
+        [("Requeue", job["requeue"]), ("Restarts", job["restarts"]), ("ExitCode", exit_text(job))],
+        [("RunTime", format_time_s(job["elapsed_s"], full=True)), ("TimeLimit", _limit(job["time_limit_s"]))],
+        [
+            ("SubmitTime", date_text(job["submitted_at_s"])),
+            ("EligibleTime", date_text(job["eligible_at_s"], "Unknown")),
+        ],
+        [("StartTime", date_text(start_s(job), "Unknown")), ("EndTime", date_text(end_s(job), "Unknown"))],
+        [("Partition", job["partition"]), ("NodeList", job["node_list"]), ("BatchHost", nodes[0] if nodes else None)],
+        [
+            ("NumNodes", job["num_nodes"]),
+            ("NumCPUs", job["num_cpus"]),
+            ("NumTasks", job["num_tasks"]),
+            ("CPUs/Task", job["cpus_per_task"]),
+            ("MinMemoryNode", memory_of_node(job)),
+        ],
+        [("TresPerJob", f"gres/gpu:{job['gpus']}")] if job["gpus"] else (),
+        *([share] for share in map(_share, job["shares"])),
+        [("OverSubscribe", "NO" if job["exclusive"] else "OK"), ("Features", job["constraint"])],
+        [("Command", job["command"])],
+        [("WorkDir", job["work_dir"])],
+        [("Comment", job["comment"])] if job["comment"] else (),
+        [("StdErr", job["stderr"])],
+        [("StdIn", job["stdin"] or "/dev/null")],
+        [("StdOut", job["stdout"])],
+    ]
+
+
+def _share(share: Json) -> tuple[str, object]:
+    gpus = f" GRES=gpu(IDX:{','.join(map(str, share['gpus']))})" if share["gpus"] else ""
+    return "Nodes", f"{share['node']} CPUs={share['cpus']} Mem={share['mem_mib']} Tasks={share['tasks']}{gpus}"
+
+
+def _limit(seconds: float | None) -> str:
+    return format_time_s(seconds, full=True)
+
+
+def node_lines(node: Json) -> list[Words]:
+    """Return a node much as ``scontrol show node`` does."""
+    state = node["state"] + ("+DRAIN" if node["drained"] and node["state"] == "DOWN" else "")
+    gres = f"gpu:{len(node['gpus'])}" if node["gpus"] else None
+    types = ",".join(f"{gpu['index']}:{gpu['type']}" for gpu in node["gpus"])
+    lines: list[Words] = [
+        [("NodeName", node["name"]), ("State", state), ("NodeAddr", node["host"]), ("Port", node["port"] or 22)],
+        [("CPUAlloc", node["cpus_alloc"]), ("CPUTot", node["cpus"])],
+        [("RealMemory", node["mem_mib"]), ("AllocMem", node["mem_alloc_mib"])],
+        [("Gres", gres), ("GresUsed", f"gpu:{node['gpus_alloc']}"), ("GresTypes", types)] if gres else [("Gres", gres)],
+        [("AvailableFeatures", ",".join(node["features"])), ("Weight", node["weight"])],
+        [("Partitions", ",".join(node["partitions"])), ("Jobs", ",".join(map(str, node["jobs"])))],
+        [("Link", node["link"]), ("LinkSince", date_text(node["link_since_s"] or None, "Unknown"))],
+        [("BootId", node["boot_id"]), ("Version", node["agent_version"])],
+    ]
+    if node["link_why"]:
+        lines.append([("LinkReason", node["link_why"])])
+    if node["drained"]:
+        lines.append([("Reason", f"{node['drained_why']} [{node['drained_by']}@{date_text(node['drained_at_s'])}]")])
+    return lines
+
+
+def partition_lines(partition: Json) -> list[Words]:
+    """Return a partition much as ``scontrol show partition`` does."""
+    counts = ",".join(f"{state}:{count}" for state, count in sorted(partition["state_counts"].items()))
+    return [
+        [("PartitionName", partition["name"])],
+        [("Default", "YES" if partition["default"] else "NO"), ("State", "UP" if partition["up"] else "DOWN")],
+        [
+            ("MaxTime", _limit(partition["max_time_s"])),
+            ("DefaultTime", "NONE" if partition["default_time_s"] is None else _limit(partition["default_time_s"])),
+        ],
+        [("PriorityTier", partition["priority_tier"])],
+        [("Nodes", partition["node_list"])],
+        [
+            ("TotalCPUs", partition["cpus"]),
+            ("AllocCPUs", partition["cpus_alloc"]),
+            ("TotalNodes", len(partition["nodes"])),
+        ],
+        [("NodeStates", counts)],
+    ]
+
+
+def config_text(config: Json) -> str:
+    """Return the configuration as ``name = value`` lines; tables in it as ``table.name``."""
+    flat = dict(_flat(config, ""))
+    width = max(map(len, flat), default=0)
+    return "".join(f"{name:<{width}} = {clean(value)}\n" for name, value in sorted(flat.items()))
+
+
+def _flat(table: Json, prefix: str) -> list[tuple[str, object]]:
+    items: list[tuple[str, object]] = []
+    for name, value in table.items():
+        items += (
+            _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else [(prefix + name, _config_value(value))]
+        )
+    return items
+
+
+def _config_value(value: object) -> object:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "(none)"
+    return "(none)" if value in (None, "") else value
