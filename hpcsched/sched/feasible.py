@@ -43,9 +43,9 @@ def impossible_shape(shape: Shape, nodes: Iterable[NodeView], partition: Partiti
 
 def _too_long(request: Request, partition: Partition) -> str | None:
     limit_s, most_s = request.time_limit_s, partition.max_time_s
-    if most_s is None or (limit_s is not None and limit_s <= most_s):
+    if most_s is None or (limit_s is not None and 0 < limit_s <= most_s):
         return None
-    asked = format_time_s(limit_s)
+    asked = format_time_s(limit_s or None)
     return f"cannot give job time limit {asked}: partition {partition.name!r} allows {format_time_s(most_s)}"
 
 

@@ -77,7 +77,7 @@ class _Group:
         self.fails_beyond_s = float("inf")  # jobs that would end later than this do not fit
         self.seating: Seating | None = None
         self.seen = 0  # so many of the timeline's changes are in `seating`
-        self.window = (-1, -1)  # what `seating` was made for: dips in all, dips before the job's end
+        self.window = (-1, -1)  # what `seating` was made for: reservations in all, dips before the job's end
 
 
 @dataclass(slots=True)
@@ -204,7 +204,7 @@ class _Planner:
     def _place(self, group: _Group, end_s: float) -> list[Part] | None:
         """Return what a job of `group` that ends by `end_s` would get now."""
         timeline, shape = self.timeline, group.shape
-        window = (len(timeline.dips_s), bisect_left(timeline.dips_s, end_s))
+        window = (timeline.reservations, bisect_left(timeline.dips_s, end_s))
         if group.seating is None or group.window != window:
             seats = [seat for at in group.nodes if (seat := self._seat(shape, at, end_s)) is not None]
             group.seating, group.window = Seating(seats), window
@@ -232,7 +232,7 @@ class _Planner:
 
     def _limit_s(self, job: PendingJob) -> int:
         limit_s = job.request.time_limit_s
-        return limit_s if limit_s is not None and limit_s < UNLIMITED_S else self.policy.default_time_limit_s
+        return limit_s if limit_s is not None and 0 < limit_s < UNLIMITED_S else self.policy.default_time_limit_s
 
     # ----- why it waits
 

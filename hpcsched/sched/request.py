@@ -56,7 +56,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A shape and for how long; `time_limit_s` None: no limit."""
+    """A shape and for how long; `time_limit_s` None or 0: no limit."""
 
     shape: Shape
     time_limit_s: int | None = None
@@ -91,7 +91,7 @@ def shape_of(spec: JobSpec, partition: Partition) -> Shape:
         ntasks=ntasks,
         tasks_min=tasks_min,
         tasks_max=tasks_max,
-        cpus_per_task=spec.cpus_per_task,
+        cpus_per_task=max(1, spec.cpus_per_task),
         mem_all=spec.mem_per_node_mib == 0 or spec.mem_per_cpu_mib == 0,
         mem_per_node_mib=spec.mem_per_node_mib,
         mem_per_cpu_mib=spec.mem_per_cpu_mib if asked else partition.default_mem_per_cpu_mib,

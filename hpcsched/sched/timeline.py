@@ -90,8 +90,9 @@ class Profile:
 class Timeline:
     """The profiles of all nodes, by their place in the snapshot.
 
-    `changed` lists the nodes that a start took from, in order, so that others can catch up; `dips_s` has the
-    starts of reservations, ascending: two windows from now with as many dips before their end see the same room.
+    `changed` lists the nodes that a start took from, in order, so that others can catch up; `dips_s` has the starts of
+    reservations, ascending: as long as `reservations`, their number, stays the same, two windows from now with as many
+    dips before their end see the same room.
     """
 
     def __init__(self, snapshot: Snapshot, policy: Policy) -> None:
@@ -102,6 +103,7 @@ class Timeline:
         self.free_gpus = [{gpu.index: gpu.type.lower() for gpu in node.gpus} for node in snapshot.nodes]
         self.changed: list[int] = []
         self.dips_s: list[float] = []
+        self.reservations = 0
         self.sure_until_s = float("inf")  # from here on it counts on the end of a job that has no limit
         self.profiles = self._profiles(snapshot.running, policy)
 
@@ -122,6 +124,7 @@ class Timeline:
         """Take `use` of a node over an interval to come."""
         self.profiles[node].take(start_s, end_s, use)
         self.profiles[node].dips = True
+        self.reservations += 1
         if start_s not in self.dips_s:
             insort(self.dips_s, start_s)
 

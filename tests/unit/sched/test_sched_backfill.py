@@ -105,3 +105,17 @@ def test_a_shape_that_failed_for_its_length_still_fits_when_shorter() -> None:
     queue = world("3x4", running=RUNNING, waiting=[BIG, "3: 4c 9999s", "4: 4c 60s", "5: 4c 9999s", "6: 4c 3600s"])
     assert queue.starts() == {4: "n2:4", 6: "n3:4"}
     assert {wait.reason for job, wait in queue.plan().waits.items() if job != 2} == {Reason.PRIORITY}
+
+
+def test_two_heads_promised_the_same_second_are_both_kept() -> None:
+    running = ["1: n1 3c 60s", "2: n2,n3 6c 60s"]
+    waiting = ["3: 4c p=a 100s", "4: 1c p=a 999s", "5: 8c p=b 100s", "6: 1c p=a 999s", "7: 1c p=a 999s"]
+    plan = world("1x4 2x8", running, waiting, {"a": "n1,n2,n3", "b": "n1,n2,n3"})
+    assert [plan.plan().waits[JobId(job)].expected_start_s for job in (3, 5)] == [60, 60]
+    assert plan.starts() == {4: "n2:1", 6: "n2:1"}  # n3 is kept for job 5
+
+
+@pytest.mark.parametrize("limit_s", [0, UNLIMITED_S])
+def test_a_job_without_end_takes_what_it_gets(limit_s: int) -> None:
+    sketch = world("1x4", waiting=["1: 3c", "2: 3c"]).change(1, time_limit_s=limit_s).change(2, time_limit_s=limit_s)
+    assert sketch.starts() == {1: "n1:3"}
