@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hpcnode import protocol
 from hpcsched.launch.environment import job_environment
-from hpcsched.launch.files import job_files
+from hpcsched.launch.files import job_file_patterns
 from hpcsched.lifecycle.effects import ClearNode, Effect, StartBatch
 from hpcsched.model.ids import BATCH_STEP, NodeName
 from hpcsched.model.job import Job
@@ -29,7 +29,7 @@ def message_for(effect: Effect, world: World) -> tuple[protocol.Message, bytes]:
 
 def launch_batch(job: Job, world: World, node: NodeName) -> protocol.Launch:
     """Return the launch of the job's batch step on its first node."""
-    spec, share, files = job.spec, job.shares[0], job_files(job)
+    spec, share, files = job.spec, job.shares[0], job_file_patterns(job)
     where = address(world.nodes[node])
     env = job_environment(job, cluster=world.config.name, master_addr=where, share_dir=world.config.share)
     return protocol.Launch(

@@ -20,7 +20,7 @@ from hpcsched.model.hostlist import expand_hostlist
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import ACTIVE, FINAL, Hold, Job, JobSpec, JobState
 from hpcsched.model.node import Partition
-from hpcsched.model.units import parse_time_s, parse_when
+from hpcsched.model.units import UNLIMITED_S, parse_time_s, parse_when
 from hpcsched.sched.feasible import impossible
 from hpcsched.sched.request import request_of
 from hpcsched.store.world import Transaction, World
@@ -230,7 +230,7 @@ def _changed_event(tx: Transaction, asker: Asker, job: Job, changes: dict[str, s
             raise RequestError(f"cannot change the time limit of job {job.display_id}: it is {job.state}")
         if not asker.admin and job.time_limit_s is not None and (limit_s is None or limit_s > job.time_limit_s):
             asker.must_be_admin(f"raise the time limit of job {job.display_id}")
-        values["time_limit_s"] = limit_s
+        values["time_limit_s"] = UNLIMITED_S if limit_s is None else limit_s
     if "partition" in changes:
         if job.state is not JobState.PENDING:
             raise RequestError(f"cannot move job {job.display_id}: it is {job.state}")

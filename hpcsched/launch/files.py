@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hpcsched.jobscript.patterns import PatternFacts, default_output, expand_job_pattern
+from hpcsched.jobscript.patterns import PatternFacts, default_output, expand_job_pattern, expand_task_pattern
 from hpcsched.model.job import Job
 
 
@@ -17,8 +17,8 @@ class JobFiles:
     stdin: str
 
 
-def job_files(job: Job) -> JobFiles:
-    """Return the files of the job's batch step."""
+def job_file_patterns(job: Job) -> JobFiles:
+    """Return the files of the job's batch step with ``%t %n %N %%`` left in them for the node to fill."""
     facts = PatternFacts(
         job_id=job.id,
         name=job.spec.name,
@@ -34,3 +34,14 @@ def job_files(job: Job) -> JobFiles:
     stdout = absolute(job.spec.stdout or default_output(facts))
     stderr = absolute(job.spec.stderr) if job.spec.stderr else stdout
     return JobFiles(stdout=stdout, stderr=stderr, stdin=absolute(job.spec.stdin) if job.spec.stdin else "")
+
+
+def job_files(job: Job) -> JobFiles:
+    """Return the files of the job's batch step; before it has a node, its name in them is empty."""
+    node = job.shares[0].node if job.shares else ""
+    patterns = job_file_patterns(job)
+
+    def filled(pattern: str) -> str:
+        return expand_task_pattern(pattern, task=0, node_rank=0, node=node)
+
+    return JobFiles(stdout=filled(patterns.stdout), stderr=filled(patterns.stderr), stdin=filled(patterns.stdin))
