@@ -171,7 +171,7 @@ class Controller:
             seen = len(self.messages)
             if time.monotonic() > deadline_s or self.closed:
                 log = (self.node.root / "log").read_text()[-4000:]
-                raise AssertionError(f"it did not come; what came: {self.messages[-20:]}; the agent's log: {log}")
+                raise AssertionError(f"it did not come; what came: {self.messages[1:][-20:]}; the agent's log: {log}")
             self.pump(deadline_s - time.monotonic())
 
     def reports(self, token: str) -> list[protocol.Report]:

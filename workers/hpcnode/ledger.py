@@ -332,8 +332,6 @@ class Ledger:
         if entry.is_final:
             self._forget_if_over(entry)
             return
-        if self._minders.is_minded(token):
-            return  # started meanwhile
         found = self._spool.read(token)
         if found.final is not None:
             self._finish(entry, found.final)
@@ -364,7 +362,9 @@ class Ledger:
         """Do again what could not be done: ends that wait for processes to go, or for room on the disk."""
         for token in tuple(self._stuck):
             self._stuck.discard(token)
-            self.shepherd_gone(token)
+            entry = self.entries.get(token)
+            if entry is not None and not entry.minded:
+                self.shepherd_gone(token)
         for token, record in list(self._unbarred.items()):
             self._try_tombstone(token, record)
 

@@ -137,19 +137,21 @@ def quick_descendants(root: int) -> List[int]:
     found: List[int] = []
     todo = [root]
     while todo:
-        pid = todo.pop()
-        try:
-            tasks = os.listdir("/proc/%d/task" % pid)
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        for task in tasks:
-            try:
-                with open("/proc/%d/task/%s/children" % (pid, task), "rb") as file:
-                    children = [int(word) for word in file.read().split()]
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-            found += children
-            todo += children
+        children = children_of(todo.pop())
+        found += children
+        todo += children
+    return found
+
+
+def children_of(pid: int) -> List[int]:
+    """Return the children of a process, [] if it is gone."""
+    found: List[int] = []
+    try:
+        for task in os.listdir("/proc/%d/task" % pid):
+            with open("/proc/%d/task/%s/children" % (pid, task), "rb") as file:
+                found += [int(word) for word in file.read().split()]
+    except (FileNotFoundError, ProcessLookupError):
+        pass  # gone; or a kernel without these lists
     return found
 
 

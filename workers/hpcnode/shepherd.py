@@ -20,7 +20,7 @@ import socket
 import sys
 import time
 import traceback
-from typing import Any, Callable, Dict, List, NamedTuple, NoReturn, Optional
+from typing import Any, Callable, Dict, List, NamedTuple, NoReturn, Optional, Set
 
 from hpcnode import cgroup, environment, files, limits, local, process, protocol, streams
 from hpcnode.faults import CrashPoints
@@ -106,6 +106,7 @@ class Shepherd:
         self._ending_at_s: Optional[float] = None  # on the boot clock: when everything is killed
         self._end_timer: Optional[Timer] = None
         self._linger: Optional[Timer] = None
+        self._told: Set[int] = set()  # who got TERM
         self._kill_rounds = 0
         self._why = ""
         self._timed_out = False
@@ -370,14 +371,22 @@ class Shepherd:
             return
         at_s = process.boot_clock_s() + grace_s
         if self._ending_at_s is None and grace_s > 0:
-            pids = process.descendants([os.getpid()])
-            process.signal_all(pids, signal.SIGTERM)
-            process.signal_all(pids, signal.SIGCONT)
+            self._terminate(process.descendants([os.getpid()]))
         if self._ending_at_s is None or at_s < self._ending_at_s:
             self._ending_at_s = at_s
             if self._end_timer is not None:
                 self._end_timer.cancel()
             self._end_timer = self.loop.later(grace_s, self._kill_all)
+
+    def _terminate(self, pids: List[int]) -> None:
+        self._told.update(pids)
+        process.signal_all(pids, signal.SIGTERM)
+        process.signal_all(pids, signal.SIGCONT)
+
+    def _terminate_orphans(self) -> None:
+        """TERM to what was forked while the tree was told to end, and whose parent has ended since: it missed it."""
+        if self._told and self._ending_at_s is not None and process.boot_clock_s() < self._ending_at_s:
+            self._terminate([pid for pid in process.children_of(os.getpid()) if pid not in self._told])
 
     def _kill_all(self) -> None:
         """Kill the tree, again and again until nothing is left of it."""
@@ -403,6 +412,8 @@ class Shepherd:
             for task in self._tasks:
                 if task.pid == pid:
                     self._task_over(task, status)
+        if not self._childless:
+            self._terminate_orphans()
         self._check_over()
 
     def _task_over(self, task: _Task, status: int) -> None:
@@ -668,7 +679,7 @@ class _short_way:
 
 def _stop_all_below() -> None:
     """Stop every process below, also those that fork meanwhile, within a bounded number of rounds."""
-    seen: set[int] = set()
+    seen: Set[int] = set()
     for _ in range(20):
         pids = set(process.descendants([os.getpid()])) - seen
         if not pids:

@@ -114,8 +114,8 @@ def with_defaults(values: Values, environ: Mapping[str, str]) -> Values:
     for option in OPTIONS:
         if option.name in complete or option.accepted:
             continue
-        native = "HPCSCHED_" + option.env[0].split("_", 1)[1] if option.env else ""
-        found = next((environ[name] for name in (native, *option.env) if environ.get(name)), None)
+        natives = ["HPCSCHED_" + name[len("SLURM_") :] for name in option.env if name.startswith("SLURM_")]
+        found = next((environ[name] for name in (*natives, *option.env) if environ.get(name)), None)
         if found is None:
             continue
         if option.kind == FLAG:

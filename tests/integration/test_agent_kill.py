@@ -1,0 +1,285 @@
+"""Ends: limits, signals, trees that will not die, shepherds that are killed. Nothing of a step is left behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from agent_client import Controller, NodeUnderTest, new_token, running_node
+from hpcnode import process, protocol
+from waiting import wait_until
+
+AS_ROOT = os.geteuid() == 0
+STUBBORN = """
+import os, signal, sys, time
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    signal.signal(number, signal.SIG_IGN)
+for _ in range(2):              # double fork, each in a session of its own, nothing of the environment left
+    if os.fork():
+        os._exit(0) if sys.argv[1] == "detach" else time.sleep(100)
+    os.setsid()
+os.execve("/bin/sh", ["sh", "-c", "trap '' TERM INT HUP; echo $$ >> pids; while :; do sleep 1; done"], {"PATH": "/bin"})
+"""
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix="hpcnode-test-", dir="/tmp"))
+    path.chmod(0o755)
+    (path / "work").mkdir()
+    (path / "work").chmod(0o777)
+    (path / "work/stubborn.py").write_text(STUBBORN)
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.fixture(params=["own", pytest.param("nobody", marks=pytest.mark.skipif(not AS_ROOT, reason="needs root"))])
+def node(request: pytest.FixtureRequest, place: Path) -> Iterator[NodeUnderTest]:
+    """As root there are cgroups, as nobody there are none: both ways to kill a tree are tried."""
+    with running_node(place / "node", user="" if request.param == "own" else "nobody") as node:
+        yield node
+
+
+@pytest.fixture
+def work(place: Path) -> Path:
+    return place / "work"
+
+
+def pids(work: Path, count: int = 1) -> list[int]:
+    return wait_until(
+        lambda: found if (work / "pids").exists() and len(found := _pids(work)) >= count else None, what="the processes"
+    )
+
+
+def _pids(work: Path) -> list[int]:
+    return [int(word) for word in (work / "pids").read_text().split()]
+
+
+def alive(numbers: list[int]) -> list[int]:
+    found = []
+    for pid in numbers:
+        stat = process.read_stat(pid)
+        if stat is not None and stat.state not in "ZX":
+            found.append(pid)
+    return found
+
+
+def test_a_step_that_ignores_term_is_killed_after_its_grace(node: NodeUnderTest, work: Path) -> None:
+    controller = Controller(node)
+    token = controller.launch("trap '' TERM; echo $$ >> pids; while :; do sleep 1; done", work_dir=str(work))
+    mine = pids(work)
+    controller.send(protocol.EndStep(token, 0.2, "cancelled"))
+    ended = controller.final(token)
+    assert (ended.signals, ended.why) == ([signal.SIGKILL], "cancelled")
+    assert alive(mine) == []
+
+
+def test_what_detaches_itself_from_a_step_is_killed_with_it(node: NodeUnderTest, work: Path) -> None:
+    controller = Controller(node)
+    script = "python3 stubborn.py detach; python3 stubborn.py detach; echo $$ >> pids; sleep 100"
+    token = controller.launch(script, work_dir=str(work))
+    mine = pids(work, 3)
+    controller.send(protocol.EndStep(token, 0.2, "cancelled"))
+    assert controller.final(token).status == protocol.ENDED
+    assert alive(mine) == []
+
+
+def test_what_a_script_leaves_behind_is_killed_when_it_ends(node: NodeUnderTest, work: Path) -> None:
+    controller = Controller(node)
+    token = controller.launch("python3 stubborn.py detach; while [ ! -s pids ]; do sleep 0.1; done", work_dir=str(work))
+    ended = controller.final(token)
+    assert (ended.status, ended.codes) == (protocol.ENDED, [0])
+    assert alive(pids(work)) == []
+
+
+def test_a_batch_step_is_over_when_the_jobs_other_steps_are(node: NodeUnderTest, work: Path) -> None:
+    controller = Controller(node)
+    step = controller.launch(
+        argv=["sh", "-c", "trap '' TERM; echo $$ >> pids; while :; do sleep 1; done"],
+        work_dir=str(work),
+        token=new_token(job=6, step="0"),
+        grace_s=0.5,
+    )
+    mine = pids(work)
+    batch = controller.launch("exit 4", token=new_token(job=6), grace_s=0.5)
+    assert controller.final(batch).codes == [4]
+    order = [r.token for r, _ in controller.messages if isinstance(r, protocol.Report) and r.status == protocol.ENDED]
+    assert order == [step, batch]
+    assert alive(mine) == []
+
+
+def test_fork_bombs_end(node: NodeUnderTest, work: Path) -> None:
+    bomb = "import os, time\nfor i in range(4):\n    os.fork()\nfor i in range(3000):\n    os.fork() and os._exit(0)\n"
+    (work / "bomb.py").write_text(bomb)
+    controller = Controller(node)
+    token = controller.launch("echo $$ >> pids; exec python3 bomb.py", work_dir=str(work))
+    pids(work)
+    controller.send(protocol.EndStep(token, 0.0, "cancelled"))
+    assert controller.final(token).signals == [signal.SIGKILL]
+    wait_until(lambda: len(node.processes()) == 1, what="all but the agent to be gone")
+
+
+def test_the_time_limit_ends_a_step_after_a_warning(node: NodeUnderTest, work: Path) -> None:
+    controller = Controller(node)
+    token = controller.launch(
+        "trap 'echo warned >> out' USR1; trap 'echo told >> out; exit 0' TERM; while :; do sleep 0.05; done",
+        work_dir=str(work),
+        limit_s=1.0,
+        grace_s=5.0,
+        signum=signal.SIGUSR1,
+        signal_before_s=0.5,
+        signal_batch_only=True,
+    )
+    ended = controller.final(token)
+    assert (ended.timed_out, ended.why) == (True, "timeout")
+    assert (work / "out").read_text().split() == ["warned", "told"]
+
+
+def test_the_warning_reaches_steps_but_not_the_batch_shell(node: NodeUnderTest, work: Path) -> None:
+    controller = Controller(node)
+    batch = controller.launch(
+        "sh -c \"trap 'echo child >> out' USR1; while :; do sleep 0.05; done\" &\n"
+        "trap 'echo shell >> out' USR1; wait; wait",
+        token=new_token(job=7),
+        work_dir=str(work),
+        limit_s=2.0,
+        signum=signal.SIGUSR1,
+        signal_before_s=1.0,
+    )
+    step = controller.launch(
+        argv=["sh", "-c", "trap 'echo step >> out' USR1; while :; do sleep 0.05; done"],
+        token=new_token(job=7, step="0"),
+        work_dir=str(work),
+    )
+    assert controller.final(batch).timed_out
+    assert controller.final(step).status == protocol.ENDED
+    assert sorted((work / "out").read_text().split()) == ["child", "step"]
+
+
+def test_signals_go_where_they_are_sent(node: NodeUnderTest, work: Path) -> None:
+    controller = Controller(node)
+    trap = "trap 'echo {0} >> out' USR1; touch {0}; while :; do sleep 0.05; done"
+    batch = controller.launch(
+        f'sh -c "{trap.format("child")}" &\n{trap.format("shell")}', token=new_token(job=7), work_dir=str(work)
+    )
+    step = controller.launch(
+        argv=["sh", "-c", trap.format("step")], token=new_token(job=7, step="0"), work_dir=str(work)
+    )
+    wait_until(lambda: all((work / name).exists() for name in ("child", "shell", "step")))
+
+    def heard(count: int) -> list[str]:
+        out = work / "out"
+        return wait_until(lambda: (w := sorted(out.read_text().split()) if out.exists() else []) and len(w) >= count and w)
+
+    controller.send(protocol.SignalStep(batch, signal.SIGUSR1, batch_only=True))
+    assert heard(1) == ["shell"]
+    controller.send(protocol.SignalStep(batch, signal.SIGUSR1))
+    assert heard(2) == ["child", "shell"]
+    controller.send(protocol.SignalStep(batch, signal.SIGUSR1, steps_too=True))
+    assert heard(4) == ["child", "child", "shell", "step"]
+    controller.send(protocol.SignalStep(step, signal.SIGUSR1))
+    assert heard(5) == ["child", "child", "shell", "step", "step"]
+
+
+def test_one_failed_task_ends_the_others_if_that_was_asked_for(node: NodeUnderTest) -> None:
+    controller = Controller(node)
+    token = controller.launch(
+        argv=["sh", "-c", "[ $SLURM_PROCID = 1 ] && exit 9; sleep 100"],
+        tasks=protocol.TaskSet(0, 3, 3, 0, 1),
+        kill_on_bad_exit=True,
+    )
+    ended = controller.final(token)
+    assert (ended.codes, ended.signals) == ([0, 9, 0], [signal.SIGTERM, 0, signal.SIGTERM])
+
+
+def test_a_step_that_takes_too_much_memory_is_ended(node: NodeUnderTest) -> None:
+    controller = Controller(node)
+    eater = "import time; b = bytearray(200 << 20); b[::4096] = b'x' * len(b[::4096]); time.sleep(100)"
+    ended = controller.final(controller.launch(argv=["python3", "-c", eater], mem_mib=64))
+    assert ended.out_of_memory
+    assert ended.signals == [signal.SIGKILL]
+
+
+def test_a_job_is_found_again_when_the_agent_was_killed(node: NodeUnderTest, work: Path) -> None:
+    controller = Controller(node)
+    token = controller.launch("echo $$ >> pids; while [ ! -e go ]; do sleep 0.05; done; exit 5", work_dir=str(work))
+    started = controller.wait_status(token, protocol.STARTED)
+    pids(work)
+    node.kill()
+    node.start()
+    again = Controller(node)
+    assert [(r["token"], r["status"], r["pid"]) for r in again.welcome.inventory] == [(token, "started", started.pid)]
+    assert again.welcome.inventory[0]["seq"] > started.seq
+    (work / "go").touch()
+    ended = again.final(token)
+    assert (ended.codes, len(_pids(work))) == ([5], 1)
+
+
+def test_a_job_that_ended_while_there_was_no_agent_is_reported(node: NodeUnderTest, work: Path) -> None:
+    controller = Controller(node)
+    token = controller.launch("while [ ! -e go ]; do sleep 0.05; done; exit 6", work_dir=str(work))
+    controller.wait_status(token, protocol.STARTED)
+    node.kill()
+    (work / "go").touch()
+    wait_until(lambda: (node.root / "spool" / token / "final").exists(), what="the end to be on disk")
+    node.start()
+    again = Controller(node)
+    report = again.welcome.inventory[0] if again.welcome.inventory[0]["status"] == "ended" else again.final(token)
+    assert (report["codes"] if isinstance(report, dict) else report.codes) == [6]
+
+
+def test_an_end_reaches_a_shepherd_of_the_agent_before(node: NodeUnderTest, work: Path) -> None:
+    controller = Controller(node)
+    token = controller.launch("echo $$ >> pids; sleep 100", work_dir=str(work))
+    mine = pids(work)
+    node.kill()
+    node.start()
+    again = Controller(node)
+    again.send(protocol.EndStep(token, 1.0, "cancelled"))
+    assert again.final(token).signals == [signal.SIGTERM]
+    assert alive(mine) == []
+
+
+@pytest.mark.parametrize("agent_too", [False, True])
+def test_a_killed_shepherd_means_lost_and_nothing_left(node: NodeUnderTest, work: Path, agent_too: bool) -> None:
+    controller = Controller(node)
+    script = "python3 -S -c 'import os; os.setsid()' & (setsid sh -c 'trap \"\" TERM; echo $$ >> pids; sleep 100' &) \n"
+    token = controller.launch(script + "echo $$ >> pids; sleep 100", work_dir=str(work))
+    mine = pids(work, 2)
+    controller.wait_status(token, protocol.STARTED)
+    if agent_too:
+        node.kill()
+    os.kill(node.shepherds()[token], signal.SIGKILL)
+    if agent_too:
+        node.start()
+        controller = Controller(node)
+    wait_until(lambda: alive(mine) == [], what="the tree to be gone")
+    if agent_too and controller.welcome.inventory[0]["status"] == protocol.LOST:
+        lost = protocol.Report(**controller.welcome.inventory[0])
+    else:
+        lost = controller.final(token)
+    assert (lost.status, lost.why) == (protocol.LOST, "its shepherd was killed")
+    controller.ack(lost)
+    wait_until(lambda: not (node.root / "spool" / token).exists())
+    assert node.processes() == [node.agent.pid] if node.agent else False
+
+
+def test_a_rebooted_node_reports_its_jobs_lost_and_kills_no_stranger(place: Path, work: Path) -> None:
+    with running_node(place / "node", environ={"HPCNODE_BOOT_ID": "first"}) as node:
+        controller = Controller(node)
+        token = controller.launch("echo $$ >> pids; sleep 100", work_dir=str(work))
+        controller.wait_status(token, protocol.STARTED)
+        stranger = pids(work)  # to the node of the second boot it is one that got a pid of the first
+        os.kill(node.shepherds()[token], signal.SIGSTOP)
+        node.kill()
+        node.environ = {"HPCNODE_BOOT_ID": "second"}
+        node.start()
+        again = Controller(node)
+        assert [(r["status"], r["why"]) for r in again.welcome.inventory] == [("lost", "the node was rebooted")]
+        assert again.welcome.boot_id == "second"
+        assert alive(stranger) == stranger
