@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 import socket
 import struct
 import time
@@ -55,6 +56,14 @@ def socket_path() -> Path:
     """Return the path of the controller's socket: HPCSCHED_API, or what the configuration says."""
     given = os.environ.get("HPCSCHED_API", "")
     return Path(given) if given else paths.api_socket(os.environ, os.getuid())
+
+
+def my_name() -> str:
+    """Return the name of the account that asks, its number where it has none, as the controller does."""
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return str(os.getuid())
 
 
 def call(

@@ -14,10 +14,9 @@ from typing import Any
 from hpcsched import client
 from hpcsched.cli.acctfields import Column, Row, columns_of, field_names, job_rows
 from hpcsched.cli.errors import run_command
-from hpcsched.cli.hqueue import my_name
-from hpcsched.cli.jobfields import parse_states
 from hpcsched.cli.options import HELP, VERSION, Command, Option, UsageError, Words
 from hpcsched.cli.output import clean, columns, fitted, print_json
+from hpcsched.cli.states import parse_states
 from hpcsched.model.units import parse_when
 
 DEFAULT_FIELDS = "JobID,JobName,Partition,Account,AllocCPUS,State,ExitCode"
@@ -87,7 +86,7 @@ def _ask(words: Words, now_s: float) -> dict[str, Any]:
     path = client.query(
         "/v1/history",
         id=",".join(sorted({reference.partition("_")[0] for reference in wanted})),
-        user=",".join(words.listed("user") if named else [my_name()]),
+        user=",".join(words.listed("user") if named else [client.my_name()]),
         state=",".join(parse_states(words.listed("state"))),
         name=",".join(words.listed("name")),
         start_s=since_s,

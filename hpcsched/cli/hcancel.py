@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 
 from hpcsched import client
 from hpcsched.cli.errors import FAILED, complain, run_command
-from hpcsched.cli.hqueue import my_name
-from hpcsched.cli.jobfields import ENDED_STATES, parse_states
 from hpcsched.cli.options import HELP, VERSION, Command, Option, UsageError, Words, split_list
 from hpcsched.cli.output import clean
+from hpcsched.cli.states import ENDED_STATES, parse_states
 from hpcsched.errors import RequestError
 from hpcsched.model.units import parse_signal, signal_name
 
@@ -96,7 +95,7 @@ def _check(references: Sequence[str], words: Words) -> None:
 
 
 def _filters(words: Words) -> dict[str, str]:
-    users = [*words.listed("user"), *([my_name()] if words.has("me") else [])]
+    users = [*words.listed("user"), *([client.my_name()] if words.has("me") else [])]
     named = {
         "user": users,
         "name": words.listed("name"),

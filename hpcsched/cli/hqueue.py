@@ -6,8 +6,6 @@ would print for the same options is the same code with other defaults: `squeue`'
 
 from __future__ import annotations
 
-import os
-import pwd
 import sys
 import time
 from collections.abc import Sequence
@@ -17,8 +15,6 @@ from hpcsched import client
 from hpcsched.cli.errors import run_command
 from hpcsched.cli.jobdetail import detail_lines
 from hpcsched.cli.jobfields import (
-    ACTIVE_STATES,
-    ENDED_STATES,
     Cell,
     Job,
     cell_text,
@@ -26,7 +22,6 @@ from hpcsched.cli.jobfields import (
     format_lines,
     header_text,
     parse_format,
-    parse_states,
 )
 from hpcsched.cli.options import HELP_LONG, VERSION, Command, Option, UsageError, Words
 from hpcsched.cli.output import (
@@ -42,6 +37,7 @@ from hpcsched.cli.output import (
     print_json,
     wants_colour,
 )
+from hpcsched.cli.states import ACTIVE_STATES, ENDED_STATES, parse_states
 
 DEFAULT_COLUMNS = "id,partition,name,user,st,time,nodes,where"
 LONG_COLUMNS = "id,partition,name,user,state,time,limit,nodes,cpus,where"
@@ -130,7 +126,7 @@ def _ask(words: Words, states: Sequence[str]) -> dict[str, Any]:
         answer["jobs"] = [{key: job[key] for key in job if key not in hidden} for job in answer["jobs"]]
         return answer
     mine = not (named or words.has("all") or words.has("user"))
-    users = [*words.listed("user"), *([my_name()] if words.has("me") or mine else [])]
+    users = [*words.listed("user"), *([client.my_name()] if words.has("me") or mine else [])]
     path = client.query(
         "/v1/jobs",
         id=",".join(named),
@@ -146,14 +142,6 @@ def _is_about_one(words: Words) -> bool:
     """Say whether one job is named and nothing else asked: then it is shown in detail."""
     others = set(words.given) - {"watch", "json"}
     return len(words.operands) == 1 and not others
-
-
-def my_name() -> str:
-    """Return the name of the account that asks, its number where it has none, as the controller does."""
-    try:
-        return pwd.getpwuid(os.getuid()).pw_name
-    except KeyError:
-        return str(os.getuid())
 
 
 def _sort_keys(words: Words) -> list[tuple[Cell, bool]]:

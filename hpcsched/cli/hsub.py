@@ -15,9 +15,9 @@ from typing import Any
 
 from hpcsched import client
 from hpcsched.cli.errors import complain, guarded, note, print_version
-from hpcsched.cli.jobfields import ENDED_STATES
 from hpcsched.cli.options import UsageError, option_lines
 from hpcsched.cli.output import clean, print_json
+from hpcsched.cli.states import ENDED_STATES
 from hpcsched.errors import NotFoundError, RequestError, UnavailableError
 from hpcsched.jobscript.build import Built, build_spec, script_name
 from hpcsched.jobscript.layers import environment_options, is_set, last, merge_layers

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from hpcsched.cli.jobfields import ENDED_STATES, Job, end_s, exit_text, is_waiting, reason, why
+from hpcsched.cli.jobfields import Job, end_s, exit_text, is_waiting, reason, why
 from hpcsched.cli.output import clean, when_text
+from hpcsched.cli.states import ENDED_STATES
 from hpcsched.model.units import format_mem, format_time_s
 
 

@@ -12,19 +12,10 @@ from typing import Any, NamedTuple
 
 from hpcsched.cli.options import UsageError, nearest, split_list
 from hpcsched.cli.output import clean, date_text, fitted
+from hpcsched.cli.states import ENDED_STATES
 from hpcsched.model.units import format_mem, format_time_s
 
 Job = dict[str, Any]
-
-ENDED_STATES = frozenset(
-    {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "DEADLINE", "BOOT_FAIL"}
-)
-ACTIVE_STATES = frozenset({"CONFIGURING", "RUNNING", "SUSPENDED", "COMPLETING"})
-STATE_CODES = {
-    "PD": "PENDING", "CF": "CONFIGURING", "R": "RUNNING", "S": "SUSPENDED", "CG": "COMPLETING", "CD": "COMPLETED",
-    "F": "FAILED", "CA": "CANCELLED", "TO": "TIMEOUT", "NF": "NODE_FAIL", "OOM": "OUT_OF_MEMORY", "PR": "PREEMPTED",
-    "DL": "DEADLINE", "BF": "BOOT_FAIL",
-}  # fmt: skip
 
 
 class Field(NamedTuple):
@@ -262,17 +253,3 @@ def index_ranges(indices: Sequence[int]) -> str:
         else:
             spans.append([index, index])
     return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in spans)
-
-
-def parse_states(words: Sequence[str]) -> list[str]:
-    """Return the names of states given by names or short codes in either case; none for ``all``. Raises UsageError."""
-    states = []
-    for word in words:
-        state = STATE_CODES.get(word.upper(), word.upper())
-        if state == "ALL":
-            return []
-        if state not in STATE_CODES.values():
-            known = ", ".join(f"{name} ({code})" for code, name in STATE_CODES.items())
-            raise UsageError(f"Invalid job state specified: {word[:60]}; there are {known}")
-        states.append(state)
-    return states

@@ -1,0 +1,31 @@
+"""The states of jobs by name and by Slurm's short codes, and those that belong together. Source: squeue(1), job states."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hpcsched.cli.options import UsageError
+
+ENDED_STATES = frozenset(
+    {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "DEADLINE", "BOOT_FAIL"}
+)
+ACTIVE_STATES = frozenset({"CONFIGURING", "RUNNING", "SUSPENDED", "COMPLETING"})
+STATE_CODES = {
+    "PD": "PENDING", "CF": "CONFIGURING", "R": "RUNNING", "S": "SUSPENDED", "CG": "COMPLETING", "CD": "COMPLETED",
+    "F": "FAILED", "CA": "CANCELLED", "TO": "TIMEOUT", "NF": "NODE_FAIL", "OOM": "OUT_OF_MEMORY", "PR": "PREEMPTED",
+    "DL": "DEADLINE", "BF": "BOOT_FAIL",
+}  # fmt: skip
+
+
+def parse_states(words: Sequence[str]) -> list[str]:
+    """Return the names of states given by names or short codes in either case; none for ``all``. Raises UsageError."""
+    states = []
+    for word in words:
+        state = STATE_CODES.get(word.upper(), word.upper())
+        if state == "ALL":
+            return []
+        if state not in STATE_CODES.values():
+            known = ", ".join(f"{name} ({code})" for code, name in STATE_CODES.items())
+            raise UsageError(f"Invalid job state specified: {word[:60]}; there are {known}")
+        states.append(state)
+    return states
