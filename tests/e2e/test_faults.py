@@ -60,13 +60,15 @@ def test_a_job_whose_node_loses_power_waits_for_it_and_runs_again_when_it_has_bo
     assert (cluster.share / "tries").read_text() == "0\n1\n"
 
 
-def test_a_fenced_node_gives_its_job_back(cluster: LocalCluster, sub: Sub, job: Any, running: Any, ended: Ended) -> None:
+def test_a_fenced_node_gives_its_job_back(
+    cluster: LocalCluster, sub: Sub, job: Any, running: Any, ended: Ended
+) -> None:
     assert cluster.machines is not None
     job_id = sub("[ $HPCSCHED_ATTEMPT = 1 ] || sleep 100", "--requeue", "-w", "n1")
     running(job_id)
     cluster.machines.power_off("n1")
     wait_until(lambda: job(job_id)["reason"] == "NodeDown", what="the node to be missed")
-    cluster.run("hctl", "fence", "n1", "--reason", "it burnt")
+    cluster.run("hctl", "fence", "n1", "it burnt")
     assert job(job_id)["attempt"] == 1
     cluster.run("hcancel", str(job_id))
     cluster.machines.power_on("n1")
