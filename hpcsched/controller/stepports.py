@@ -66,7 +66,7 @@ def launch_of(
         raise InvariantError(f"step {job.id}.{step.number} has no place or origin at its launch")
 
     def path(pattern: str) -> str:
-        return expand_step_pattern(pattern, job=job, step=step.number, node=run.node, node_rank=node_rank)
+        return expand_step_pattern(pattern, job=job, step=step.number)
 
     return protocol.Launch(
         token=run.token,

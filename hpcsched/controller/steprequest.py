@@ -27,7 +27,6 @@ from hpcsched.jobscript.values import (
     parse_nodes,
 )
 from hpcsched.launch.layout import StepShape, lay_out
-from hpcsched.model.ids import NodeName
 from hpcsched.model.job import Job, JobSpec
 from hpcsched.model.resources import GpuRequest
 from hpcsched.model.units import parse_mem_mib, parse_time_s, parse_when
@@ -173,8 +172,8 @@ def read_allocation(request: protocol.StepRequest, now_s: float) -> JobSpec:
     )
 
 
-def expand_step_pattern(pattern: str, *, job: Job, step: int, node: NodeName, node_rank: int) -> str:
-    """Return `pattern` with all but the task's number filled in (%t stays, and so does %%)."""
+def expand_step_pattern(pattern: str, *, job: Job, step: int) -> str:
+    """Return `pattern` with all filled in but what differs by task or node (%t %n %N stay, and so does %%)."""
     facts: dict[str, str] = {
         "j": str(job.id),
         "A": str(job.array_job_id or job.id),
@@ -183,8 +182,6 @@ def expand_step_pattern(pattern: str, *, job: Job, step: int, node: NodeName, no
         "s": str(step),
         "x": job.spec.name,
         "u": job.user,
-        "N": node,
-        "n": str(node_rank),
     }
 
     def fill(match: re.Match[str]) -> str:

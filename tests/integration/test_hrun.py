@@ -485,8 +485,12 @@ def test_without_a_controller_it_says_what_to_start(run: Callable[..., Running],
 
 
 def test_environment_gives_defaults_and_export_chooses(controller: Controller, run: Callable[..., Running]) -> None:
-    hrun = run("--export=A,B=2", "--label", "prog", A="1", C="3", SLURM_KILL_BAD_EXIT="1", HPCSCHED_OVERLAP="1")
+    job_fact = {"HPCSCHED_CPUS_PER_TASK": "4", "SLURM_NTASKS": "8"}  # the controller knows the job's own numbers
+    settings = {"SLURM_KILL_BAD_EXIT": "1", "HPCSCHED_OVERLAP": "1"}
+    hrun = run("--export=A,B=2", "--label", "prog", A="1", C="3", **settings, **job_fact)
     request = controller.start()
+    assert "cpus-per-task" not in request.options
+    assert "ntasks" not in request.options
     controller.end(0, 0)
     hrun.finish()
     assert (request.env.get("A"), request.env.get("B"), request.env.get("C")) == ("1", "2", None)

@@ -35,7 +35,7 @@ _SENT = (
     "gpus-per-node", "gpus-per-task", "gres", "job-name", "label", "mem", "mem-per-cpu", "nodelist", "nodes",
     "ntasks", "ntasks-per-node", "open-mode", "overcommit", "overlap", "partition", "qos", "time",
 )  # fmt: skip
-_PER_TASK = re.compile(r"(?:%%|[^%])*%\d*[tnN]")
+_PATTERN = re.compile(r"%(%|\d*[A-Za-z])")
 _LETTER = re.compile(r"%(%|(\d{0,2})([jAJsxu]))")
 
 
@@ -301,7 +301,7 @@ class _Target:
             self.node_file = os.devnull
         elif text.isdigit():
             self.task = int(text)
-        elif _PER_TASK.match(text):
+        elif any(word[-1] in "tnN" for word in _PATTERN.findall(text)):
             self.node_file = text
         elif text and text != "all":
             self.local_file = text

@@ -153,7 +153,7 @@ def a_request(*, argv: str = "prog", job_id: int = 12, env: dict[str, str] | Non
 
 def test_a_step_is_launched_on_all_its_nodes() -> None:
     world = World()
-    started = world.asks(ntasks="5", argv="/opt/prog -x", output="out.%j.%t", label=True)
+    started = world.asks(ntasks="5", argv="/opt/prog -x", output="%x/%4s.%j.%J.%u.%t.%n.%N.%%", label=True)
     (node1, first), (node2, second) = world.launches()
     assert (node1, node2) == (N1, N2)
     assert started == protocol.StepStarted(job_id=12, step=0, tasks=[(N1, 0, 4, first.token), (N2, 4, 1, second.token)])
@@ -161,7 +161,7 @@ def test_a_step_is_launched_on_all_its_nodes() -> None:
     assert (first.tasks, second.tasks) == (protocol.TaskSet(0, 4, 5, 0, 2), protocol.TaskSet(4, 1, 5, 1, 2))
     assert (first.cpus, second.cpus, second.mem_mib, second.gpus) == (4, 1, 1000, [0, 1])
     assert (first.user, first.epoch, first.attempt, first.step) == ("ann", 7, 0, "0")
-    assert first.stdout == "out.12.%t"
+    assert first.stdout == "train/0000.12.12.0.ann.%t.%n.%N.%%"
     assert first.stream_to == protocol.Address(node="n1", stream=5)
     assert (first.env["WINS"], first.env["FOO"], first.env["SLURM_STEP_ID"]) == ("scheduler", "1", "0")
     assert world.order == ["row", "reply", "send", "send"]  # on disk before it starts
