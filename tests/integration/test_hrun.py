@@ -21,6 +21,7 @@ from hpcsched import paths
 
 M = TypeVar("M")
 TIMEOUT_S = 10.0
+PYTHON = os.environ.get("HPCSCHED_TEST_NODE_PYTHON", sys.executable)  # nodes may have one as old as 3.9
 HERE = protocol.Address(node="", stream=1)
 
 
@@ -94,7 +95,7 @@ class Running:
 
     def __init__(self, module: str, args: tuple[str, ...], env: dict[str, str], cwd: Path) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", module, *args],
+            [PYTHON, "-m", module, *args],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -114,6 +115,7 @@ def run(controller: Controller, tmp_path: Path) -> Iterator[Callable[..., Runnin
 
     def start(*args: str, module: str = "hpcnode.hrun", **variables: str) -> Running:
         env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "HPCSCHED_"))}
+        env["PYTHONPATH"] = str(Path(protocol.__file__).parents[1])
         env |= {"HPCSCHED_JOB_ID": "12", "HPCSCHED_SOCKET": str(controller.path), **variables}
         started.append(Running(module, args, env, tmp_path))
         return started[-1]
