@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hpcnode import protocol
-from hpcsched.controller.requests import lose_node
+from hpcsched.controller.requests import lose_node, miss_node
 from hpcsched.errors import ProtocolError
 from hpcsched.lifecycle.events import Exited, LaunchRefused, NodeCleared, Started
 from hpcsched.lifecycle.job import can
 from hpcsched.model.ids import BATCH_STEP, JobId, NodeName, Token
 from hpcsched.model.job import ExitStatus, Job, JobState
+from hpcsched.model.node import Link
 from hpcsched.store.rows import StepRow
 from hpcsched.store.world import Transaction
 
@@ -66,6 +67,9 @@ def on_batch_report(tx: Transaction, node: NodeName, token: Token, report: proto
                 )
             )
             tx.put_step(_batch_row(ended, node, report))
+            for other in ended.held_nodes:
+                if tx.world.nodes[other].link is Link.DOWN:
+                    miss_node(tx, tx.world.jobs[job.id], other)
         case protocol.REFUSED:
             if can(job, LaunchRefused):
                 tx.record(LaunchRefused(job_id=job.id, at_s=tx.now_s, node=node, why=report.why))

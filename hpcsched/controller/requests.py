@@ -14,10 +14,10 @@ from hpcsched.api.identity import Asker
 from hpcsched.controller.references import find_jobs
 from hpcsched.errors import HpcschedError, NotFoundError, PermissionDeniedError, RequestError
 from hpcsched.jobscript import check
-from hpcsched.lifecycle.events import Changed, EndRequested, Held, NodeLost, Released, Requeued
+from hpcsched.lifecycle.events import Changed, EndRequested, Held, NodeLost, NodeSilent, Released, Requeued
 from hpcsched.lifecycle.job import can
 from hpcsched.model.hostlist import expand_hostlist
-from hpcsched.model.ids import JobId, NodeName
+from hpcsched.model.ids import NodeName
 from hpcsched.model.job import ACTIVE, FINAL, Hold, Job, JobSpec, JobState
 from hpcsched.model.node import Partition
 from hpcsched.model.units import UNLIMITED_S, parse_time_s, parse_when
@@ -339,14 +339,23 @@ def fence(tx: Transaction, asker: Asker, nodes: str, why: str) -> Outcome:
 
 def lose_node(tx: Transaction, job: Job, node: NodeName, why: str) -> Job:
     """Record that the job's attempt is proven not to run on `node` any more."""
-    wanted = job.spec.requeue if job.spec.requeue is not None else tx.world.config.controller.requeue
+    again, not_before_s = _requeue_after_loss(tx, job)
     return tx.record(
-        NodeLost(
-            job_id=JobId(job.id),
-            at_s=tx.now_s,
-            node=node,
-            why=why,
-            requeue=wanted and bool(job.spec.script),
-            not_before_s=tx.now_s + tx.world.config.controller.requeue_delay_s,
-        )
+        NodeLost(job_id=job.id, at_s=tx.now_s, node=node, why=why, requeue=again, not_before_s=not_before_s)
     )
+
+
+def miss_node(tx: Transaction, job: Job, node: NodeName) -> None:
+    """Record that `node` does not answer, if that explains how the job's script has ended."""
+    if job.state is JobState.COMPLETING and job.outcome is JobState.FAILED and node in job.held_nodes:
+        why = f"its script failed while node {node} did not answer ({tx.world.nodes[node].link_why})"
+        again, not_before_s = _requeue_after_loss(tx, job)
+        tx.record(
+            NodeSilent(job_id=job.id, at_s=tx.now_s, node=node, why=why, requeue=again, not_before_s=not_before_s)
+        )
+
+
+def _requeue_after_loss(tx: Transaction, job: Job) -> tuple[bool, float]:
+    settings = tx.world.config.controller
+    wanted = job.spec.requeue if job.spec.requeue is not None else settings.requeue
+    return wanted and bool(job.spec.script), tx.now_s + settings.requeue_delay_s

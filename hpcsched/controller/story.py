@@ -15,6 +15,7 @@ from hpcsched.lifecycle.events import (
     LaunchRefused,
     NodeCleared,
     NodeLost,
+    NodeSilent,
     Released,
     Requeued,
     Started,
@@ -62,6 +63,9 @@ def sentence(job: Job, event: Event) -> str:
         case NodeLost():
             back = "; it goes back to the queue" if event.requeue else ""
             return f"lost on {event.node}: {event.why}{back}"
+        case NodeSilent():
+            back = "; it will go back to the queue" if event.requeue else ""
+            return f"{event.why}{back}"
         case Requeued():
             return f"put back into the queue by uid {event.by_uid}"
         case _:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from hpcnode import protocol
 from hpcsched.controller import messages, reports
-from hpcsched.controller.requests import SignalJob
+from hpcsched.controller.requests import SignalJob, miss_node
 from hpcsched.errors import HpcschedError, ProtocolError, UnavailableError
 from hpcsched.lifecycle.effects import effects_of
 from hpcsched.lifecycle.events import Allocated, BecameEligible, EndRequested, Started
@@ -104,6 +104,8 @@ class Controller:
                 tx.set_node(node, link=Link.DOWN, link_since_s=tx.now_s, link_why=why)
             elif tx.world.nodes[node].link_why != why:
                 tx.set_node(node, link_why=why)
+            for job in tx.world.jobs_on(node):
+                miss_node(tx, job, node)
 
         self.ask(work, _log_failure)
 

@@ -129,6 +129,19 @@ class NodeLost(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSilent(Event):
+    """A node that the failed attempt still holds does not answer: its loss, not the script, is taken to be the cause.
+
+    No proof that the attempt cannot run there: the job holds the node until there is.
+    """
+
+    node: NodeName
+    why: str
+    requeue: bool
+    not_before_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Requeued(Event):
     """An ended job was put back into the queue on request."""
 
@@ -151,6 +164,7 @@ EVENTS: dict[str, type[Event]] = {
         LaunchRefused,
         NodeCleared,
         NodeLost,
+        NodeSilent,
         Requeued,
     )
 }

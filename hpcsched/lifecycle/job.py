@@ -26,6 +26,7 @@ from hpcsched.lifecycle.events import (
     LaunchRefused,
     NodeCleared,
     NodeLost,
+    NodeSilent,
     Released,
     Requeued,
     Started,
@@ -207,7 +208,25 @@ def _node_lost(job: Job, event: NodeLost) -> Job:
     return _without_node(ended, event.node, event.at_s)
 
 
-def _node_cleared(job: Job, event: NodeCleared | NodeLost | LaunchRefused) -> Job:
+def _blamed_on_node(job: Job, event: NodeLost | NodeSilent) -> Job:
+    """A script that failed while a node of its job was lost did so because of it: an mpirun, say, that missed ranks."""
+    if job.outcome is not JobState.FAILED or job.reason not in (Reason.NONZERO_EXIT, Reason.RAISED_SIGNAL):
+        return job
+    return replace(
+        job,
+        outcome=JobState.NODE_FAIL,
+        reason=Reason.NONE,
+        reason_detail=event.why,
+        requeue_wanted=event.requeue,
+        not_before_s=event.not_before_s if event.requeue else job.not_before_s,
+    )
+
+
+def _lost_while_ending(job: Job, event: NodeLost) -> Job:
+    return _without_node(_blamed_on_node(job, event), event.node, event.at_s)
+
+
+def _node_cleared(job: Job, event: NodeCleared | LaunchRefused) -> Job:
     return _without_node(job, event.node, event.at_s)
 
 
@@ -266,7 +285,8 @@ def _table() -> dict[tuple[JobState, type[Event]], Transition]:
         ((COMPLETING,), LaunchRefused, _node_cleared),
         ((COMPLETING,), NodeCleared, _node_cleared),
         (on_nodes, NodeLost, _node_lost),
-        ((COMPLETING,), NodeLost, _node_cleared),
+        ((COMPLETING,), NodeLost, _lost_while_ending),
+        ((COMPLETING,), NodeSilent, _blamed_on_node),
         (tuple(FINAL), Requeued, _requeued),
     ]
     return {(state, event): transition for states, event, transition in rows for state in states}

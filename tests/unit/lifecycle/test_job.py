@@ -19,6 +19,7 @@ from hpcsched.lifecycle.events import (
     LaunchRefused,
     NodeCleared,
     NodeLost,
+    NodeSilent,
     Released,
     Requeued,
     Started,
@@ -98,6 +99,19 @@ def test_a_lost_node_sends_the_job_back_to_the_queue_only_when_no_node_has_anyth
     assert (again.token, again.exit) == ("", None)
 
 
+def test_a_script_that_fails_beside_a_lost_node_is_not_to_blame() -> None:
+    failed = after(allocated("n1", "n2"), STARTED, exited(code=1))
+    lost = NodeLost(job_id=ONE, at_s=T0 + 20, node=N2, why="rebooted", requeue=True)
+    assert (apply(failed, lost).state, apply(failed, lost).attempt) == (JobState.PENDING, 1)
+    silent = NodeSilent(job_id=ONE, at_s=T0 + 20, node=N2, why="no answer", requeue=True)
+    waiting = apply(failed, silent)
+    assert (waiting.state, waiting.held_nodes) == (JobState.COMPLETING, (N2,))
+    assert apply(waiting, NodeCleared(job_id=ONE, at_s=T0 + 30, node=N2)).attempt == 1
+    succeeded = after(allocated("n1", "n2"), STARTED, exited(code=0))
+    assert apply(succeeded, lost).state is JobState.COMPLETED
+    assert apply(after(allocated("n1", "n2"), STARTED, end(), exited(code=1)), lost).state is JobState.CANCELLED
+
+
 def test_a_lost_node_ends_a_job_that_is_not_to_be_requeued() -> None:
     lost = NodeLost(job_id=ONE, at_s=T0 + 5, node=N1, why="rebooted", requeue=False)
     assert after(allocated("n1"), STARTED, lost).state is JobState.NODE_FAIL
@@ -122,9 +136,7 @@ def test_what_cannot_happen_raises() -> None:
 
 
 def test_an_array_becomes_one_job_for_each_index_with_consecutive_ids() -> None:
-    event = Submitted(
-        job_id=JobId(40), at_s=T0, spec_id=3, uid=1000, user="ann", partition="main", time_limit_s=None
-    )
+    event = Submitted(job_id=JobId(40), at_s=T0, spec_id=3, uid=1000, user="ann", partition="main", time_limit_s=None)
     tasks = submitted_jobs(event, spec(array=ArraySpec(indices=(1, 5, 9))))
     assert [(task.id, task.display_id) for task in tasks] == [(40, "40_1"), (41, "40_5"), (42, "40_9")]
 
@@ -147,6 +159,7 @@ ANY_EVENT = st.sampled_from(
         NodeCleared(job_id=ONE, at_s=T0, node=N2),
         NodeLost(job_id=ONE, at_s=T0, node=N1, why="x", requeue=True),
         NodeLost(job_id=ONE, at_s=T0, node=N2, why="x", requeue=False),
+        NodeSilent(job_id=ONE, at_s=T0, node=N2, why="x", requeue=True),
         Requeued(job_id=ONE, at_s=T0, by_uid=1),
     ]
 )
