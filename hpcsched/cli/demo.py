@@ -1,0 +1,81 @@
+"""`hpcsched demo`: a small cluster on this machine trains a model, loses its controller and a node, and goes on."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Literal
+
+import click
+
+DEFAULT_SECONDS = 100.0
+_DIRECTORY = click.Path(file_okay=False, path_type=Path)
+
+
+@click.command()
+@click.option("--keep", is_flag=True, help="Leave the cluster up at the end, and say how to use and end it.")
+@click.option("--stop", metavar="DIR", type=_DIRECTORY, help="End the cluster that --keep left in DIR, and do no more.")
+@click.option(
+    "--dir", "directory", metavar="DIR", type=_DIRECTORY, help="The cluster's directory.  [default: a new one]"
+)
+@click.option(
+    "--server",
+    type=click.Choice(["auto", "sshd", "embedded"]),
+    default="auto",
+    show_default=True,
+    help="The nodes' SSH server: OpenSSH's sshd, or the one that hpcsched brings.",
+)
+@click.option(
+    "--seconds",
+    metavar="N",
+    type=click.FloatRange(min=1),
+    default=DEFAULT_SECONDS,
+    show_default=True,
+    help="How long the training should take.",
+)
+@click.option("--plain", is_flag=True, help="Plain lines with times, as when the output is no terminal.")
+@click.option("--training", hidden=True, default="", help="Options of the training program, in place of the demo's.")
+def demo(
+    keep: bool,
+    stop: Path | None,
+    directory: Path | None,
+    server: Literal["auto", "sshd", "embedded"],
+    seconds: float,
+    plain: bool,
+    training: str,
+) -> int:
+    """Show a small cluster at work on this machine, then remove it.
+
+    Three nodes on loopback are reached through SSH, and two of them train a model. The controller is killed in passing,
+    and half-way a node loses its power: the training goes on from its last checkpoint. This takes about three minutes.
+    What came of it is left in ./demo-out.
+    """
+    if stop is not None:
+        from hpcsched.demo.keeper import stop_kept
+
+        stop_kept(stop.absolute())
+        click.echo(f"the demo's cluster has ended, and {stop} is removed")
+        return 0
+    from hpcsched.demo.show import Wishes, perform
+
+    return perform(
+        Wishes(
+            keep=keep,
+            directory=directory,
+            server=server,
+            seconds=seconds,
+            plain=plain,
+            training=_grouped(shlex.split(training)),
+        )
+    )
+
+
+def _grouped(words: list[str]) -> tuple[str, ...]:
+    """Return options with their values, each as one text."""
+    options: list[str] = []
+    for word in words:
+        if word.startswith("--") or not options:
+            options.append(shlex.quote(word))
+        else:
+            options[-1] += " " + shlex.quote(word)
+    return tuple(options)

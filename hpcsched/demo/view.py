@@ -1,0 +1,351 @@
+"""The live view: a scene in, a picture for a terminal of some size out. Nothing else: no clock, no terminal, no reading.
+
+Wide and high terminals see all panels; where there is less room the log goes first, then the story, then the nodes'
+details. Text that came from elsewhere (logs, reasons) is shown as text, never as markup or control characters.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.layout import Layout
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from hpcsched.demo.curve import Canvas, Range, smoothed
+from hpcsched.demo.scene import Moment, Scene
+from hpcsched.demo.training import Checkpoint, Training
+
+STATE_STYLES = {
+    "IDLE": "green",
+    "MIXED": "cyan",
+    "ALLOCATED": "cyan",
+    "DOWN": "bold red",
+    "UNKNOWN": "yellow",
+    "RUNNING": "green",
+    "CONFIGURING": "yellow",
+    "COMPLETING": "yellow",
+    "PENDING": "yellow",
+    "COMPLETED": "dim",
+    "FAILED": "bold red",
+    "NODE_FAIL": "bold red",
+}
+LAYER_STYLES = {
+    "raw": "bright_black",
+    "lost": "red",
+    "loss": "bold bright_blue",
+    "validation": "bold yellow",
+    "restart": "magenta",
+}
+MOMENT_STYLES = {"act": "bold", "good": "green", "bad": "bold red", "note": ""}
+MOMENT_MARKS = {"act": "▸", "good": "✔", "bad": "✘", "note": "·"}
+BORDER = "bright_black"
+WIDE = 90  # columns from which the queue stands beside the curve
+FULL_HEIGHT = 28  # lines from which everything is shown
+QUEUE_LINES = 6
+STORY_LINES = 6
+BASE_MARK, INCREMENT_MARK = "█", "▄"
+
+
+def picture(scene: Scene, width: int, height: int) -> RenderableType:
+    """Return the scene for a terminal of `width` columns and `height` lines."""
+    layout = Layout()
+    parts = [Layout(headline(scene), size=1)]
+    body = Layout()
+    if width >= WIDE:
+        left_width = min(46, width * 45 // 100)
+        left, right = Layout(size=left_width), Layout()
+        left.split_column(
+            Layout(nodes_panel(scene, left_width - 4), size=len(scene.nodes) + 3 + _limbo_lines(scene)),
+            Layout(queue_panel(scene, left_width - 4)),
+        )
+        right.update(training_panel(scene.training, width - left_width - 4))
+        body.split_row(left, right)
+    else:
+        body.split_column(
+            Layout(nodes_panel(scene, width - 4), size=len(scene.nodes) + 3 + _limbo_lines(scene)),
+            Layout(training_panel(scene.training, width - 4)),
+        )
+    parts.append(body)
+    if height >= FULL_HEIGHT:
+        parts.append(Layout(log_panel(scene.log, width - 4), size=6))
+    parts.append(
+        Layout(
+            story_panel(scene.story, STORY_LINES if height >= FULL_HEIGHT else 3),
+            size=STORY_LINES + 2 if height >= FULL_HEIGHT else 5,
+        )
+    )
+    layout.split_column(*parts)
+    return layout
+
+
+def headline(scene: Scene) -> Text:
+    """Return the first line: what happens now, the controller, the time."""
+    text = Text(no_wrap=True, overflow="ellipsis")
+    text.append(" hpcsched demo ", style="bold reverse")
+    text.append(f" {clock(scene.elapsed_s)} ", style="bold")
+    text.append(f" {scene.title} ", style="bold cyan")
+    return text
+
+
+def nodes_panel(scene: Scene, width: int) -> Panel:
+    """Return the nodes, and the controller."""
+    table = Table.grid(padding=(0, 1))
+    for node in scene.nodes:
+        table.add_row(*_node_cells(node, stale=scene.controller is None))
+    rows: list[RenderableType] = [table]
+    for node in scene.nodes:
+        if node["state"] == "DOWN":
+            rows.append(_fitted(f"  {node['name']}: {node['link_why']}", width, "red"))
+    rows.append(_controller_line(scene))
+    return Panel(Group(*rows), title="nodes", title_align="left", border_style=BORDER, padding=(0, 1))
+
+
+def _limbo_lines(scene: Scene) -> int:
+    return sum(node["state"] == "DOWN" for node in scene.nodes)
+
+
+def _node_cells(node: Mapping[str, Any], *, stale: bool) -> list[Text]:
+    state = str(node["state"])
+    style = "dim" if stale else STATE_STYLES.get(state, "")
+    used, cpus = node["cpus_alloc"], node["cpus"]
+    jobs = Counter(node["jobs"])
+    return [
+        Text("●", style=style),
+        Text(node["name"], style="bold"),
+        Text(f"{state:<9}", style=style),
+        Text("■" * used + "□" * max(0, cpus - used) + f" {used}/{cpus} cpus", style="dim" if stale else ""),
+        Text("job " + ",".join(map(str, sorted(jobs))) if jobs else "", style="dim"),
+    ]
+
+
+def _controller_line(scene: Scene) -> Text:
+    if scene.controller is None:
+        return Text("✘ hpcschedd: dead; what is above was last seen", style="bold red")
+    up_s = scene.controller["now_s"] - scene.controller["started_at_s"]
+    line = Text("● ", style="green")
+    line.append("hpcschedd", style="bold")
+    line.append(f" pid {scene.controller['pid']}, term {scene.controller['epoch']}, up {clock(up_s)}", style="dim")
+    return line
+
+
+def queue_panel(scene: Scene, width: int) -> Panel:
+    """Return the queue: who runs where, who waits and why; arrays as one line."""
+    rows: list[RenderableType] = []
+    for row in queue_rows(scene.jobs):
+        rows.extend(_queue_lines(row, width))
+    return Panel(Group(*rows), title="queue", title_align="left", border_style=BORDER, padding=(0, 1))
+
+
+def queue_rows(jobs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return a row for each job, and one for all tasks of an array: id, name, state, where or why, detail, seconds."""
+    rows: dict[int, dict[str, Any]] = {}
+    tasks: dict[int, list[Mapping[str, Any]]] = {}
+    for job in jobs:
+        if job["array_job_id"] is not None:
+            tasks.setdefault(job["array_job_id"], []).append(job)
+        else:
+            rows[job["id"]] = _job_row(job)
+    for array_id, members in tasks.items():
+        rows[array_id] = _array_row(array_id, members)
+    return [rows[number] for number in sorted(rows)]
+
+
+def _job_row(job: Mapping[str, Any]) -> dict[str, Any]:
+    waits = job["state"] == "PENDING"
+    limbo = job["reason"] == "NodeDown"
+    return {
+        "id": str(job["display_id"]),
+        "name": job["name"],
+        "state": job["state"],
+        "where": f"({job['reason']})" if waits else job["node_list"],
+        "detail": job["reason_detail"] if limbo or (waits and job["attempt"]) else "",
+        "attempt": job["attempt"],
+        "elapsed_s": job["elapsed_s"],
+        "limbo": limbo,
+    }
+
+
+def _array_row(array_id: int, tasks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    states = Counter(task["state"] for task in tasks)
+    running = states["RUNNING"] + states["CONFIGURING"] + states["COMPLETING"]
+    done = states["COMPLETED"]
+    state = (
+        "RUNNING" if running else "PENDING" if states["PENDING"] else "COMPLETED" if done == len(tasks) else "FAILED"
+    )
+    return {
+        "id": f"{array_id}_[]",
+        "name": tasks[0]["name"],
+        "state": state,
+        "where": f"{done}/{len(tasks)} done, {running} run",
+        "detail": "",
+        "attempt": 0,
+        "elapsed_s": 0.0,
+        "limbo": False,
+    }
+
+
+def _queue_lines(row: Mapping[str, Any], width: int) -> list[Text]:
+    style = "bold red" if row["limbo"] else STATE_STYLES.get(row["state"], "")
+    line = Text(no_wrap=True, overflow="ellipsis")
+    line.append(f"{row['id']:>4} ", style="bold")
+    line.append(f"{row['name']:<8} ")
+    line.append(f"{'IN LIMBO' if row['limbo'] else row['state']:<11} ", style=style)
+    line.append(row["where"], style="dim" if row["state"] == "COMPLETED" else "")
+    if row["state"] == "RUNNING" and row["elapsed_s"]:
+        line.append(f" {clock(row['elapsed_s'])}", style="dim")
+    if row["attempt"]:
+        line.append(f" attempt {row['attempt']}", style="magenta")
+    lines = [line]
+    if row["detail"]:
+        lines += [
+            Text(f"     {part}", style="red" if row["limbo"] else "yellow")
+            for part in _wrapped(row["detail"], width - 5)
+        ]
+    return lines
+
+
+def training_panel(training: Training, width: int) -> RenderableType:
+    """Return the loss curve with its numbers and the checkpoints; it takes the height that it is given."""
+    return _TrainingPanel(training, width)
+
+
+class _TrainingPanel:
+    """Drawn when the height is known."""
+
+    def __init__(self, training: Training, width: int) -> None:
+        self._training, self._width = training, width
+
+    def __rich_console__(self, console: Any, options: Any) -> Any:
+        height = max(3, (options.height or 20) - 2 - 5)
+        training = self._training
+        parts: list[RenderableType] = [*training_lines(training, self._width)]
+        parts += curve_lines(training, self._width, height)
+        parts += checkpoint_lines(training, self._width)
+        yield Panel(
+            Group(*parts),
+            title="training",
+            title_align="left",
+            border_style=BORDER,
+            padding=(0, 1),
+            height=options.height,
+        )
+
+
+def training_lines(training: Training, width: int) -> list[Text]:
+    """Return a progress bar with the step, and the figures of the last step."""
+    if not training.points:
+        return [Text("waiting for the first step (the ranks import torch and find each other)", style="dim"), Text("")]
+    total = training.total_steps
+    label = f" step {training.step}/{total or '?'}"
+    room = max(8, width - len(label) - 1)
+    filled = round(training.done * room)
+    bar = Text("━" * filled, style="bright_blue")
+    bar.append("━" * (room - filled), style="bright_black")
+    bar.append(label, style="bold")
+    figures = Text(no_wrap=True, overflow="ellipsis")
+    kept = training.kept
+    figures.append(f"loss {smoothed([point.loss for point in kept[-60:]])[-1]:.3f}", style="bold bright_blue")
+    if training.kept_validation:
+        figures.append(f"  validation {training.kept_validation[-1].loss:.3f}", style="yellow")
+    speed = f"{training.samples_per_s:.0f} samples/s" if training.samples_per_s else ""
+    figures.append(f"  {training.world} ranks, {speed}", style="dim")
+    if training.attempt:
+        figures.append(f"  attempt {training.attempt}", style="magenta")
+    return [bar, figures]
+
+
+def curve_lines(training: Training, width: int, height: int) -> list[Text]:
+    """Return the loss curve with its scale; `height` lines."""
+    label = 5
+    if not training.points:
+        return [Text("") for _ in range(height)]
+    kept, lost, validation = training.kept, training.lost, training.kept_validation
+    values = [point.loss for point in (*kept, *lost, *validation)]
+    y = Range(low=min(values), high=max(values))
+    x = Range(low=0, high=max(training.total_steps or 0, training.points[-1].step, 20))
+    canvas = Canvas(max(10, width - label), height, x, y)
+    canvas.line([(point.step, point.loss) for point in kept], "raw")
+    for attempt in sorted({point.attempt for point in lost}):
+        canvas.line([(point.step, point.loss) for point in lost if point.attempt == attempt], "lost")
+    canvas.line(list(zip([p.step for p in kept], smoothed([p.loss for p in kept]), strict=True)), "loss")
+    canvas.marks([(point.step, point.loss) for point in validation], "validation")
+    for _, step, _ in training.resumes:
+        canvas.upright(step, "restart")
+    lines = []
+    for number, runs in enumerate(canvas.rows()):
+        shown = y.high if number == 0 else y.low if number == height - 1 else None
+        line = Text(f"{shown:4.1f} " if shown is not None else " " * label, style="dim", no_wrap=True)
+        for text, layer in runs:
+            line.append(text, style=LAYER_STYLES.get(layer, ""))
+        lines.append(line)
+    return lines
+
+
+def checkpoint_lines(training: Training, width: int) -> list[Text]:
+    """Return the checkpoints: their number, the last one, and a mark for each (high: a base, low: an increment)."""
+    made = training.checkpoints
+    if not made:
+        return [Text("no checkpoint yet", style="dim"), Text("")]
+    last = made[-1]
+    bases = sum(item.is_base for item in made)
+    line = Text(no_wrap=True, overflow="ellipsis")
+    line.append(f"{len(made)} checkpoints", style="bold")
+    line.append(f" ({bases} full, {len(made) - bases} increments); last: step {last.step}, ")
+    line.append(f"{kind_word(last)}, {size_text(last.size_bytes)}", style="green")
+    label = "saved "
+    marks = Text(label, style="dim", no_wrap=True)
+    for item in made[-(width - len(label)) :]:
+        marks.append(BASE_MARK if item.is_base else INCREMENT_MARK, style="magenta" if item.attempt else "green")
+    return [line, marks]
+
+
+def kind_word(checkpoint: Checkpoint) -> str:
+    """Return what people call this kind of checkpoint."""
+    return "full" if checkpoint.is_base else "increment"
+
+
+def log_panel(lines: Sequence[str], width: int) -> Panel:
+    """Return the end of the job's output."""
+    shown = [_fitted(line, width, "dim") for line in lines[-4:]]
+    return Panel(Group(*shown), title="hlogs -f", title_align="left", border_style=BORDER, padding=(0, 1))
+
+
+def story_panel(story: Sequence[Moment], lines: int) -> Panel:
+    """Return the last lines of the story."""
+    shown = [moment_text(moment) for moment in story[-lines:]]
+    return Panel(Group(*shown), title="story", title_align="left", border_style="cyan", padding=(0, 1))
+
+
+def moment_text(moment: Moment) -> Text:
+    """Return one line of the story."""
+    text = Text(no_wrap=True, overflow="ellipsis")
+    text.append(f"{clock(moment.at_s)} ", style="dim")
+    text.append(f"{MOMENT_MARKS[moment.kind]} {moment.text}", style=MOMENT_STYLES[moment.kind])
+    return text
+
+
+def clock(seconds: float) -> str:
+    """Return seconds as m:ss."""
+    whole = max(0, int(seconds))
+    return f"{whole // 60}:{whole % 60:02d}"
+
+
+def size_text(size_bytes: float) -> str:
+    """Return a size in MB."""
+    return f"{size_bytes / 1e6:.1f} MB"
+
+
+def _fitted(line: str, width: int, style: str) -> Text:
+    clean = "".join(char if char.isprintable() else " " for char in line)
+    return Text(clean[:width], style=style, no_wrap=True)
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    import textwrap
+
+    return textwrap.wrap(text, max(10, width))[:5]
