@@ -203,7 +203,7 @@ class Agent:
         stream.send(protocol.encode(welcome))
         self._welcomed = True
         self._clients.controller_came()
-        self._minders.say_all(["resend"])
+        self._minders.resend()
 
     def to_controller(self, message: protocol.Message, blob: bytes = b"") -> bool:
         """Send it if a controller listens; return whether one does."""
@@ -304,8 +304,6 @@ class Agent:
             self._ledger.signal_steps(self._ledger.entries[token], words[1])
         elif word in ("output", "took"):
             self._stream_word(token, words, blob)
-        elif word == "here" and self._welcomed:
-            self._minders.say(token, ["resend"])  # one of the agent before us: what it had sent may be lost
 
     def _stream_word(self, token: str, words: List[Any], blob: bytes) -> None:
         launch = self._ledger.entries[token].launch
@@ -314,7 +312,9 @@ class Agent:
             return
         message: protocol.Message
         if words[0] == "output":
-            message = protocol.Output(to, token, *words[1:])
+            if words[5] != self._minders.round:
+                return  # it was sent to the reader before; it comes again
+            message = protocol.Output(to, token, *words[1:5])
         else:
             message = protocol.InputAck(to, token, *words[1:])
         if to.node == self.node:

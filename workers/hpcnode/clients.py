@@ -139,8 +139,7 @@ class Clients:
         client = self._clients.get(number)
         if client is not None and client.stream is not None:
             client.stream.close_when_sent()
-            if client.stream.closed:
-                self._forget(client)
+            self._forget(client)
 
     def controller_came(self) -> None:
         """Say what went unsaid; let those go whose request may have been lost with the last connection."""

@@ -5,12 +5,12 @@ agent -> shepherd
     ["signal", signum, batch_only]
     ["input", task, offset, eof] + bytes
     ["taken", task, fd, offset]        the reader has the output before this offset
-    ["resend"]                         there is a new reader: send again what it has not acknowledged
+    ["resend", round]                  there is a new reader: send again what was not acknowledged, as of this round
     ["acknowledged"]                   the end is committed: go as soon as the output was taken
 shepherd -> agent
     ["here", version, token]           first on each connection
     ["started", record]  ["final", record]
-    ["output", task, fd, offset, eof] + bytes
+    ["output", task, fd, offset, eof, round] + bytes    of an earlier round it is dropped: it comes again
     ["took", task, offset]             the task has taken its input before this offset
     ["signal_steps", signum]           the time limit's warning, for the job's other steps on this node
 

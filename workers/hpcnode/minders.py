@@ -45,6 +45,7 @@ class Minders:
         self._place = place
         self._faults = faults
         self._streams: Dict[str, Stream] = {}
+        self.round = 0  # of the output's readers, see `local`
         self._unsaid: Dict[str, List[bytes]] = {}  # for shepherds that we know to live but have not reached yet
         self.on_words: Callable[[str, List[Any], bytes], None] = lambda _token, _words, _blob: None
         self.on_gone: Callable[[str], None] = lambda _token: None
@@ -75,6 +76,7 @@ class Minders:
                 cgroup_base=place.cgroup_base,
                 has_gpus=place.has_gpus,
                 lock_fd=lock_fd,
+                round=self.round,
                 faults=self._faults,
                 mpi_environment=place.mpi_environment,
             )
@@ -105,10 +107,11 @@ class Minders:
         elif token in self._unsaid:
             self._unsaid[token].append(frame)
 
-    def say_all(self, words: List[Any]) -> None:
-        """Tell every shepherd something."""
+    def resend(self) -> None:
+        """There is a new reader of all output."""
+        self.round += 1
         for token in (*self._streams, *self._unsaid):
-            self.say(token, words)
+            self.say(token, ["resend", self.round])
 
     def unsent(self, token: str) -> int:
         """Return how many bytes wait for the shepherd to read them."""
@@ -175,6 +178,10 @@ class Minders:
         for frame in self._unsaid.pop(token, ()):
             stream.send(frame)
 
+    def _adopted(self, token: str, sock: socket.socket) -> None:
+        self._attach(token, sock)
+        self.say(token, ["resend", self.round])
+
     def _try_adopt(self, token: str, pause_s: float) -> None:
         try:
             sock = connect_in(self._spool.entry(token))
@@ -186,7 +193,7 @@ class Minders:
                 self._unsaid.pop(token, None)
                 self.on_gone(token)
             return
-        self._attach(token, sock)
+        self._adopted(token, sock)
 
     def _wait_for_lock(self, token: str, pause_s: float) -> None:
         """Its connection ended; it is gone when its lock is free."""

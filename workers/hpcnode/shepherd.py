@@ -47,6 +47,7 @@ class Assignment(NamedTuple):
     cgroup_base: Optional[str]
     has_gpus: bool
     lock_fd: int
+    round: int  # of the output's readers, see `local`
     faults: CrashPoints
     mpi_environment: Optional[Callable[..., Dict[str, str]]]
 
@@ -102,6 +103,7 @@ class Shepherd:
         self._final_kept = False
         self._final_told = False
         self._acknowledged = False
+        self._round: Optional[int] = job.round
         self._cgroup: Optional[str] = None
         self._ending_at_s: Optional[float] = None  # on the boot clock: when everything is killed
         self._end_timer: Optional[Timer] = None
@@ -509,9 +511,9 @@ class Shepherd:
     def _pump(self) -> None:
         """Send what may be sent, read where there is room, and go when there is nothing left to do."""
         for stream in self._outputs:
-            if self._agent is not None and self._agent.unsent < MAX_UNSENT:
+            if self._agent is not None and self._round is not None and self._agent.unsent < MAX_UNSENT:
                 for offset, data, eof in stream.to_send():
-                    self._say(["output", stream.task, stream.fd, offset, eof], data)
+                    self._say(["output", stream.task, stream.fd, offset, eof, self._round], data)
             if not stream.ended:
                 self.loop.watch(stream.pipe, READ if stream.wants_more else 0, self._reader(stream))
         if not self._final_kept:
@@ -592,6 +594,7 @@ class Shepherd:
         elif word == "taken":
             self._output_taken(words[1], words[2], words[3])
         elif word == "resend":
+            self._round = words[1]
             for stream in self._outputs:
                 stream.resend()
             self._say_taken()
@@ -609,10 +612,9 @@ class Shepherd:
     def _agent_gone(self) -> None:
         """Wait for the next agent, in the spool entry."""
         self._agent = None
+        self._round = None  # no output before the next agent says to whom
         self._final_told = False
         self._unpacker = local.Unpacker()
-        for stream in self._outputs:
-            stream.resend()
         self._listener = listen_in(self.job.spool.entry(self.token))
         self.loop.watch(self._listener.fileno(), READ, lambda _events: self._agent_came())
         self._pump()

@@ -29,12 +29,13 @@ from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Tuple
 
 from hpcnode import protocol
 from hpcnode.done import DoneLog
-from hpcnode.durable import read_object, sync_folder, to_bytes, write_durably, write_plainly
+from hpcnode.durable import read_object, to_bytes, write_durably, write_plainly
 from hpcnode.faults import CrashPoints
 from hpcnode.tokens import Token, read_token
 
 SEQ_BLOCK = 1_000_000
 MAX_FORMER_INCARNATIONS = 64
+KEPT = frozenset({"spec", "lock", "started", "final"})
 
 
 class Found(NamedTuple):
@@ -172,8 +173,12 @@ class Spool:
         )
 
     def load(self) -> List[Found]:
-        """Return all entries."""
-        return [self.read(name) for name in sorted(os.listdir(self.path)) if read_token(name) is not None]
+        """Return all entries. One that holds nothing yet says nothing: its maker died before it had answered anybody."""
+        names = [name for name in sorted(os.listdir(self.path)) if read_token(name) is not None]
+        empty = {name for name in names if not KEPT.intersection(os.listdir(self.entry(name)))}
+        for name in empty:
+            self._remove(name)
+        return [self.read(name) for name in names if name not in empty]
 
     def forget(self, finished: Iterable[str]) -> None:
         """Remove the entries of acknowledged tokens, after `done` knows them."""
@@ -182,13 +187,12 @@ class Spool:
         self.done.add(tokens)
         self._faults.reached("forget.noted")
         for token in tokens:
-            shutil.rmtree(self.job_folder(token), ignore_errors=True)
-            shutil.rmtree(self.entry(token), ignore_errors=True)
+            self._remove(token)
         self._faults.reached("forget.after")
 
-    def sync(self) -> None:
-        """Make the names of all entries durable."""
-        sync_folder(self.path)
+    def _remove(self, token: str) -> None:
+        shutil.rmtree(self.job_folder(token), ignore_errors=True)
+        shutil.rmtree(self.entry(token), ignore_errors=True)
 
 
 def _launch(spec: Optional[Dict[str, Any]]) -> Optional[protocol.Launch]:
