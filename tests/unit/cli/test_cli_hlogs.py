@@ -1,0 +1,87 @@
+"""hlogs: all of the output, its last lines, and what is written while it looks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from fake_api import FakeApi, log_answer
+
+from hpcsched.cli import hlogs
+
+TEXT = b"".join(b"line %d\n" % i for i in range(100_000)) + b"no newline"
+
+
+def file_answer(data: bytes, *, most: int = 1000, ended: bool = True) -> Any:
+    """Return an answer that behaves as the controller does for a file of `data`, `most` bytes at a time."""
+
+    def answer(body: Any, given: dict[str, str]) -> bytes:
+        offset = int(given.get("offset", "0"))
+        start = max(0, len(data) + offset) if offset < 0 else offset
+        return log_answer(
+            data[start : start + most], offset=start, size=len(data), ended=ended and start + most >= len(data)
+        )
+
+    return answer
+
+
+def test_the_whole_output_comes_in_as_many_pieces_as_it_takes(api: FakeApi, capfdbinary: Any) -> None:
+    api.answers["GET /v1/log"] = file_answer(TEXT[:25_000])
+    assert hlogs.main(["12"]) == 0
+    assert capfdbinary.readouterr().out == TEXT[:25_000]
+    assert len(api.asked) == 25
+
+
+@pytest.mark.parametrize(
+    ("count", "last"), [(0, b""), (1, b"no newline"), (2, b"line 99999\nno newline"), (20_000, None), (10**6, TEXT)]
+)
+def test_the_last_lines_are_found_however_long_they_are(
+    count: int, last: bytes | None, api: FakeApi, capfdbinary: Any
+) -> None:
+    api.answers["GET /v1/log"] = file_answer(TEXT, most=1 << 17)
+    assert hlogs.main(["-n", str(count), "12"]) == 0
+    expected = b"\n".join(TEXT.split(b"\n")[-count:]) if last is None else last
+    assert capfdbinary.readouterr().out == expected
+
+
+def test_follow_goes_on_to_the_end_through_silence_and_a_restart(
+    api: FakeApi, capfdbinary: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(hlogs, "RECONNECT_S", 0.0)
+    api.answers["GET /v1/log"] = [
+        log_answer(b"", ended=False),
+        log_answer(b"one\n", ended=False),
+        None,  # the controller restarts
+        log_answer(b"", offset=4, size=0, ended=False),  # the file cannot be looked at just now
+        log_answer(b"two\n", offset=4),
+    ]
+    assert hlogs.main(["-f", "12"]) == 0
+    assert capfdbinary.readouterr().out == b"one\ntwo\n"
+    assert [given["offset"] for _, given, _ in api.asked] == ["0", "0", "4", "4", "4"]
+    assert float(api.parameters("GET /v1/log")["wait_s"]) > 0
+
+
+def test_a_file_that_began_anew_is_shown_from_its_beginning(api: FakeApi, capfdbinary: Any) -> None:
+    api.answers["GET /v1/log"] = [
+        log_answer(b"first try\n", ended=False),
+        log_answer(b"", offset=10, size=4, ended=False),
+        log_answer(b"two\n"),
+    ]
+    assert hlogs.main(["-f", "12"]) == 0
+    assert capfdbinary.readouterr().out == b"first try\ntwo\n"
+
+
+def test_standard_error_and_refusals(api: FakeApi, capsys: pytest.CaptureFixture[str]) -> None:
+    api.answers["GET /v1/log"] = (403, {"error": "cannot read the output of job 12", "kind": "PermissionDeniedError"})
+    assert hlogs.main(["--err", "12"]) == 1
+    assert api.parameters("GET /v1/log")["stream"] == "err"
+    assert capsys.readouterr().err == "hlogs: error: cannot read the output of job 12\n"
+    assert hlogs.main(["12", "13"]) == 2
+    assert hlogs.main(["-n", "x", "12"]) == 2
+
+
+def test_binary_output_passes_as_it_is(api: FakeApi, capfdbinary: Any) -> None:
+    data = bytes(range(256))
+    api.answers["GET /v1/log"] = file_answer(data)
+    assert hlogs.main(["last"]) == 0
+    assert capfdbinary.readouterr().out == data

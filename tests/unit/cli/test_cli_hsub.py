@@ -1,0 +1,162 @@
+"""hsub: what it sends, what it prints, how it waits and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_api import FakeApi, ended, running, task
+
+from hpcsched.cli import hsub
+from hpcsched.jobscript.options import OPTIONS
+from hpcsched.model.codec import spec_from_json
+
+SCRIPT = "#!/bin/sh\n#SBATCH --nodes=2\n#HSUB -J fromscript\ntrue\n#SBATCH --time=5\n"
+ACCEPTED = {"jobs": [{"job_id": 5, "tasks": 1}], "notes": []}
+
+
+@pytest.fixture(autouse=True)
+def _plain(api: FakeApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    api.answers["POST /v1/submit"] = ACCEPTED
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job.sh").write_text(SCRIPT)
+
+
+def sent(api: FakeApi) -> dict[str, Any]:
+    """Return the one job of the last submission."""
+    (job,) = api.requests("POST /v1/submit")[-1]["jobs"]
+    spec_from_json(job)  # must be what the controller takes
+    return job
+
+
+def test_a_script_is_sent_with_all_that_was_said(
+    api: FakeApi, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SBATCH_PARTITION", "env")
+    monkeypatch.setenv("SBATCH_ACCOUNT", "env")
+    assert hsub.main(["-A", "mine", "job.sh", "--nodes=9", "a b"]) == 0
+    assert capsys.readouterr() == ("Submitted batch job 5\n", "")
+    job = sent(api)
+    assert (job["script"], job["script_args"], job["name"]) == (SCRIPT, ["--nodes=9", "a b"], "fromscript")
+    assert (job["nodes_min"], job["partition"], job["account"]) == (2, "env", "mine")
+    assert (job["work_dir"], job["submit_line"]) == (str(tmp_path), "hsub -A mine job.sh --nodes=9 'a b'")
+    assert len(api.requests("POST /v1/submit")[0]["request_id"]) == 32
+
+
+def test_standard_input_and_wrap_make_scripts(api: FakeApi, monkeypatch: pytest.MonkeyPatch) -> None:
+    for argv in ([], ["/dev/stdin"], ["-"]):
+        stdin = io.TextIOWrapper(io.BytesIO(b"#!/bin/sh\ncat\n"))
+        monkeypatch.setattr(sys, "stdin", stdin)
+        assert hsub.main(argv) == 0
+        assert (sent(api)["script"], sent(api)["name"]) == ("#!/bin/sh\ncat\n", "sbatch")
+    assert hsub.main(["--wrap", "echo $x"]) == 0
+    assert sent(api)["name"] == "wrap"
+    assert sent(api)["script"].endswith("\necho $x\n")
+
+
+@pytest.mark.parametrize(
+    ("argv", "printed"),
+    [(["--parsable"], "5\n"), (["-Q"], ""), (["--json"], json.dumps({"version": 1, **ACCEPTED}) + "\n")],
+)
+def test_what_is_printed_can_be_chosen(argv: list[str], printed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert hsub.main([*argv, "job.sh"]) == 0
+    assert capsys.readouterr() == (printed, "")
+
+
+def test_notes_are_for_verbose_and_terminals_only(capsys: pytest.CaptureFixture[str]) -> None:
+    assert hsub.main(["-v", "--wckey=x", "job.sh"]) == 0
+    said = capsys.readouterr()
+    assert said.out == "Submitted batch job 5\n"
+    assert "--wckey has no effect" in said.err
+    assert "line 5 of the script is not read" in said.err
+
+
+def test_dry_run_sends_nothing_and_prints_the_request(api: FakeApi, capsys: pytest.CaptureFixture[str]) -> None:
+    assert hsub.main(["--dry-run", "job.sh"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["version"], shown["job"]["name"]) == (1, "fromscript")
+    assert {field.name for field in dataclasses.fields(spec_from_json(shown["job"]))} == set(shown["job"])
+    assert api.asked == []
+
+
+@pytest.mark.parametrize(
+    ("argv", "status", "says"),
+    [
+        (["--nodse=2", "job.sh"], 2, "did you mean --nodes"),
+        (["--nodes"], 2, "without a value"),
+        (["--wrap", "x", "job.sh"], 2, "beside --wrap"),
+        (["none.sh"], 1, "cannot read script none.sh: No such file or directory"),
+        (["."], 1, "cannot read script .: Is a directory"),
+        (["bad.sh"], 1, "This does not look like a batch script"),
+        (["latin.sh"], 1, "line 2 is not UTF-8"),
+        (["typo.sh"], 1, "line 2 of the script"),
+        (["huge.sh"], 1, "the most is"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_it_is_sent(
+    argv: list[str], status: int, says: str, api: FakeApi, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "bad.sh").write_text("echo hello\n")
+    (tmp_path / "latin.sh").write_bytes(b"#!/bin/sh\n# \xe9\n")
+    (tmp_path / "typo.sh").write_text("#!/bin/sh\n#SBATCH --tiem=5\n")
+    (tmp_path / "huge.sh").write_bytes(b"#!/bin/sh\n" + b"#" * (5 << 20))
+    assert hsub.main(argv) == status
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("hsub: error: ")
+    assert said.err.count("\n") == 1
+    assert says in said.err
+    assert api.asked == []
+
+
+def test_a_lost_answer_is_asked_for_again_with_the_same_id(api: FakeApi, capsys: pytest.CaptureFixture[str]) -> None:
+    api.answers["POST /v1/submit"] = [None, ACCEPTED]
+    assert hsub.main(["job.sh"]) == 0
+    assert capsys.readouterr() == ("Submitted batch job 5\n", "")
+    first, second = api.requests("POST /v1/submit")
+    assert first == second
+
+
+def test_if_no_answer_comes_the_way_to_submit_once_is_said(
+    api: FakeApi, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hpcsched.client.RETRY_S", -1.0)
+    api.answers["POST /v1/submit"] = [None]
+    assert hsub.main(["job.sh"]) == 1
+    request_id = api.requests("POST /v1/submit")[0]["request_id"]
+    assert f"add --request-id={request_id}" in capsys.readouterr().err
+    assert hsub.main(["--request-id=" + request_id, "job.sh"]) == 1
+    assert api.requests("POST /v1/submit")[-1]["request_id"] == request_id
+
+
+def test_wait_ends_with_the_job_and_its_exit_code(api: FakeApi, capsys: pytest.CaptureFixture[str]) -> None:
+    api.answers["GET /v1/jobs"] = [{"jobs": [running(5)]}, None, {"jobs": [ended(5, exit_code=7)]}]
+    assert hsub.main(["--wait", "job.sh"]) == 7
+    assert capsys.readouterr() == ("Submitted batch job 5\n", "")
+
+
+def test_wait_for_an_array_is_for_its_worst_task(api: FakeApi) -> None:
+    over = {"state": "COMPLETED", "exit_code": 0}
+    tasks = [task(5, 0, **over), task(5, 1, state="FAILED", exit_signal=9, exit_code=0), task(5, 2, **over)]
+    api.answers["GET /v1/jobs"] = (404, {"error": "Invalid job id specified: 5", "kind": "NotFoundError"})
+    api.answers["GET /v1/job/5"] = {"jobs": tasks}
+    assert hsub.main(["-W", "job.sh"]) == 137
+
+
+def test_a_job_that_ended_badly_without_a_code_fails_the_wait(api: FakeApi, capsys: pytest.CaptureFixture[str]) -> None:
+    gone = ended(5, state="CANCELLED", exit_code=None, exit_signal=None, reason_detail="cancelled by ann")
+    api.answers["GET /v1/jobs"] = {"jobs": [gone]}
+    assert hsub.main(["--wait", "job.sh"]) == 1
+    assert "job 5 ended as CANCELLED: cancelled by ann" in capsys.readouterr().err
+
+
+def test_help_has_all_options_of_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert hsub.main(["--help"]) == 0
+    text = capsys.readouterr().out
+    for option in OPTIONS:
+        assert f"  {option.spelling}" in text

@@ -1,0 +1,247 @@
+"""What hqueue, hinfo, hacct, hctl and hwhy ask for, what they refuse, and how they look on a terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from fake_api import NOW_S, FakeApi, ended, job, node, partition, running, task
+from waiting import wait_until
+
+from hpcsched import client
+from hpcsched.cli import hacct, hctl, hinfo, hqueue, hwhy
+from hpcsched.cli.jobfields import fold_arrays, index_ranges
+
+ME = client.my_name()
+
+
+@pytest.mark.parametrize(
+    ("argv", "asked"),
+    [
+        ([], {"user": ME}),
+        (["-a"], {}),
+        (["-u", "ann,bob"], {"user": "ann,bob"}),
+        (["-u", "ann", "--me"], {"user": f"ann,{ME}"}),
+        (["-j", "12,10_[1,3]", "-h"], {"id": "12,10_[1,3]"}),
+        (["12", "13"], {"id": "12,13"}),
+        (["12", "-o", "%i"], {"id": "12"}),
+        (
+            ["-t", "PD,cg", "-p", "a,b", "-n", "x"],
+            {"user": ME, "state": "PENDING,COMPLETING", "partition": "a,b", "name": "x"},
+        ),
+        (["-t", "all"], {"user": ME}),
+    ],
+)
+def test_hqueue_asks_for_the_jobs_that_are_meant(argv: list[str], asked: dict[str, str], api: FakeApi) -> None:
+    api.answers["GET /v1/jobs"] = {"now_s": NOW_S, "jobs": []}
+    assert hqueue.main(argv) == 0
+    assert api.parameters("GET /v1/jobs") == asked
+
+
+@pytest.mark.parametrize(
+    ("command", "argv", "says"),
+    [
+        (hqueue.main, ["--staes=all"], "did you mean --states?"),
+        (hqueue.main, ["-t", "XX"], "Invalid job state specified: XX"),
+        (hqueue.main, ["-o", "id,nmae"], "did you mean name?"),
+        (hqueue.main, ["-o", "%i %"], "cannot show column '%'"),
+        (hqueue.main, ["-o", "%é"], "cannot show column"),
+        (hqueue.main, ["-S", "nope"], "cannot show column 'nope'"),
+        (hqueue.main, ["--watch=0"], "at least 0.1"),
+        (hinfo.main, ["n1"], "write -N -n NODE"),
+        (hinfo.main, ["-t", "up"], "Invalid node state specified: up"),
+        (hacct.main, ["12"], "write -j JOB"),
+        (hacct.main, ["-o", "jobid,elapsd"], "did you mean elapsed"),
+        (hacct.main, ["-o", "jobid%x"], "the width must be a number"),
+        (hctl.main, [], "cannot tell what to do"),
+        (hctl.main, ["shwo", "job"], "did you mean show?"),
+        (hctl.main, ["show", "host"], "no such thing to show"),
+        (hctl.main, ["drain", "n1"], "give the reason"),
+        (hctl.main, ["update", "12"], "name what to change"),
+        (hctl.main, ["update", "NodeName=n1", "State=DOWN"], "write State=DRAIN"),
+        (hctl.main, ["hold"], "name the jobs"),
+        (hwhy.main, [], "name one"),
+    ],
+)
+def test_what_cannot_be_understood_is_refused_with_status_2(
+    command: Any, argv: list[str], says: str, api: FakeApi, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(argv) == 2
+    said = capsys.readouterr()
+    assert (said.out, said.err.count("\n")) == ("", 1)
+    assert says in said.err
+    assert api.asked == []
+
+
+def test_no_controller_is_said_by_every_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HPCSCHED_API", "/nowhere/api.sock")
+    commands = ((hqueue, []), (hinfo, []), (hacct, []), (hwhy, ["1"]), (hctl, ["ping"]), (hctl, ["show", "job"]))
+    for command, argv in commands:
+        assert command.main(argv) == 1
+        said = capsys.readouterr()
+        name = command.COMMAND.name
+        assert said.err.startswith(
+            f"{name}: error: Unable to contact hpcsched controller (/nowhere/api.sock: No such file"
+        )
+        assert "'hpcsched up'" in said.err
+
+
+def test_a_job_is_not_shown_with_its_script(api: FakeApi, capsys: pytest.CaptureFixture[str]) -> None:
+    api.answers["GET /v1/job/12"] = {"now_s": NOW_S, "jobs": [job() | {"script": "secret", "env": {"PASSWORD": "x"}}]}
+    assert hqueue.main(["12", "--json"]) == 0
+    assert "secret" not in capsys.readouterr().out
+    assert hctl.main(["show", "job", "12", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["jobs"][0]["script"] == "secret"
+
+
+def test_an_array_is_a_table_and_its_waiting_tasks_one_line(api: FakeApi, capsys: pytest.CaptureFixture[str]) -> None:
+    api.answers["GET /v1/job/20"] = {"now_s": NOW_S, "jobs": [task(20, index) for index in (1, 2, 3)]}
+    assert hqueue.main(["20"]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[0] == "20_[1-3%2]"
+
+
+def test_tasks_fold_only_where_they_are_alike() -> None:
+    tasks = [task(20, 1), task(20, 2), task(20, 3, restarts=1), task(20, 4, hold="user"), task(40, 1), running()]
+    assert [one.get("folded") or one["display_id"] for one in fold_arrays(tasks)] == [
+        "[1-2%2]",
+        "20_3",
+        "20_4",
+        "40_1",
+        "11",
+    ]
+    assert index_ranges([5, 1, 2, 3, 9, 8]) == "1-3,5,8-9"
+
+
+def test_hacct_asks_for_arrays_whole_and_keeps_the_tasks_that_are_meant(
+    api: FakeApi, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tasks = [task(20, index, state="COMPLETED") | {"steps": []} for index in (1, 2, 3, 12)]
+    api.answers["GET /v1/history"] = {"now_s": NOW_S, "jobs": tasks}
+    assert hacct.main(["-n", "-P", "-o", "jobid", "-j", "20_[2-3]", "--jobs=20_12"]) == 0
+    assert capsys.readouterr().out == "20_2\n20_3\n20_12\n"
+    assert api.parameters("GET /v1/history") == {"id": "20"}
+
+
+def test_hacct_finds_jobs_by_name_and_times_in_slurms_notations(api: FakeApi) -> None:
+    api.answers["GET /v1/jobs"] = {"now_s": NOW_S, "jobs": [job(33)]}
+    api.answers["GET /v1/history"] = {"now_s": NOW_S, "jobs": []}
+    assert hacct.main(["-j", "train", "-S", "2027-01-15T00:00:00", "-E", "uts1800000000", "-s", "CD,f"]) == 0
+    assert api.parameters("GET /v1/history") == {
+        "id": "33", "state": "COMPLETED,FAILED", "start_s": str(NOW_S - 8 * 3600), "end_s": str(NOW_S)
+    }  # fmt: skip
+    assert hacct.main([]) == 0
+    assert set(api.parameters("GET /v1/history")) == {"user", "start_s"}
+
+
+@pytest.mark.parametrize(
+    ("argv", "route", "body"),
+    [
+        (["hold", "12", "10_[1,2],x"], "POST /v1/hold", {"jobs": ["12", "10_[1,2]", "x"]}),
+        (
+            ["update", "12", "time_limit=1:00:00"],
+            "POST /v1/update",
+            {"jobs": ["12"], "changes": {"time_limit": "1:00:00"}},
+        ),
+        (
+            ["update", "JobId=12,13", "TimeLimit=5", "Nice=3", "StartTime=now"],
+            "POST /v1/update",
+            {"jobs": ["12", "13"], "changes": {"time_limit": "5", "nice": "3", "begin": "now"}},
+        ),
+        (["drain", "n[1-2]", "fan", "is loud"], "POST /v1/nodes/drain", {"nodes": "n[1-2]", "why": "fan is loud"}),
+        (["update", "NodeName=n1", "State=drain", "Reason=x"], "POST /v1/nodes/drain", {"nodes": "n1", "why": "x"}),
+        (["resume", "n1", "n2"], "POST /v1/nodes/resume", {"nodes": "n1,n2"}),
+        (["fence", "n1", "it", "burnt"], "POST /v1/nodes/fence", {"nodes": "n1", "why": "it burnt"}),
+        (["reconfigure"], "POST /v1/reconfigure", {}),
+    ],
+)
+def test_hctl_sends_what_its_words_say(argv: list[str], route: str, body: dict[str, Any], api: FakeApi) -> None:
+    api.answers[route] = {"jobs": [12], "errors": [], "nodes": ["n1"], "changed": []}
+    assert hctl.main(argv) == 0
+    assert api.requests(route) == [body]
+
+
+def test_hctl_fails_if_one_job_is_refused(api: FakeApi, capsys: pytest.CaptureFixture[str]) -> None:
+    api.answers["POST /v1/hold"] = {"jobs": [12], "errors": [{"job": "9", "error": "Invalid job id specified: 9"}]}
+    assert hctl.main(["hold", "12", "9"]) == 1
+    assert capsys.readouterr().err == "hctl: error: Invalid job id specified: 9\n"
+
+
+def test_host_lists_need_no_controller(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("HPCSCHED_API", "/nowhere")
+    assert hctl.main(["show", "hostnames", "n[01-03],m7"]) == 0
+    assert capsys.readouterr().out == "n01\nn02\nn03\nm7\n"
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
+    assert hctl.main(["show", "hostname"]) == 0
+    assert capsys.readouterr().out == "n1\nn2\n"
+    assert hctl.main(["show", "hostlist", "n1,n2", "n3"]) == 0
+    assert capsys.readouterr().out == "n[1-3]\n"
+    assert hctl.main(["show", "hostnames", "n[1-99999999]"]) == 1
+
+
+def test_names_that_there_are_not_are_refused(api: FakeApi, capsys: pytest.CaptureFixture[str]) -> None:
+    api.answers["GET /v1/nodes"] = {"now_s": NOW_S, "nodes": [node("n1")]}
+    api.answers["GET /v1/partitions"] = {"partitions": [partition("main", ["n1"])]}
+    assert hctl.main(["show", "node", "n9"]) == 1
+    assert "Invalid node name specified: n9; there are: n1" in capsys.readouterr().err
+    assert hinfo.main(["-p", "gpu"]) == 1
+    assert "there are main" in capsys.readouterr().err
+
+
+# ----- on a terminal
+
+
+def on_terminal(module: str, *argv: str, **environ: str) -> str:
+    """Return what a command writes to a terminal."""
+    control, terminal = pty.openpty()
+    clean = {name: value for name, value in os.environ.items() if name != "NO_COLOR"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"import sys; from hpcsched.cli.{module} import main; sys.exit(main())", *argv],
+        stdin=subprocess.DEVNULL, stdout=terminal, stderr=terminal, env=clean | {"TERM": "xterm"} | environ,
+    )  # fmt: skip
+    os.close(terminal)
+    said = b""
+    with open(control, "rb", buffering=0) as stream:
+        try:
+            while data := stream.read(4096):
+                said += data
+        except OSError:  # EIO: the other end is closed
+            pass
+    wait_until(lambda: process.poll() is not None, what="the command to end")
+    return said.decode().replace("\r\n", "\n")
+
+
+def test_colours_bars_and_the_line_of_others_are_for_terminals(
+    api: FakeApi, capsys: pytest.CaptureFixture[str]
+) -> None:
+    api.answers["GET /v1/jobs"] = {"now_s": NOW_S, "jobs": [running(), ended()]}
+    api.answers["GET /v1/ping"] = {"counts": {"RUNNING": 3, "PENDING": 4, "COMPLETED": 9}}
+    shown = on_terminal("hqueue")
+    assert "\x1b[32m" in shown
+    assert "others: 2 running, 4 waiting (hqueue -a)" in shown
+    plain = on_terminal("hqueue", NO_COLOR="1")
+    assert "\x1b" not in plain
+    assert hqueue.main([]) == 0
+    assert capsys.readouterr().out + "others: 2 running, 4 waiting (hqueue -a)\n" == plain
+    api.answers["GET /v1/nodes"] = {"now_s": NOW_S, "nodes": [node("n1", cpus_alloc=4, state="MIXED")]}
+    api.answers["GET /v1/partitions"] = {"partitions": []}
+    assert "[#####-----] 4/8" in on_terminal("hinfo", "-N")
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(api: FakeApi) -> None:
+    api.answers["GET /v1/jobs"] = {"now_s": NOW_S, "jobs": [job(number) for number in range(1, 3000)]}
+    command = "import sys; from hpcsched.cli.hqueue import main; sys.exit(main())"
+    process = subprocess.Popen([sys.executable, "-c", command], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    with process.stdout as stream:
+        assert b"JOBID" in stream.readline()
+    with process.stderr as stream:
+        assert stream.read() == b""
+    wait_until(lambda: process.poll() is not None, what="the command to end")
