@@ -151,7 +151,7 @@ class LocalCluster:
     @property
     def api_socket(self) -> Path:
         """The controller's socket."""
-        return paths.default_run_dir(self.config_dir, {"HOME": "/"}) / paths.API_SOCKET
+        return paths.api_socket({"HPCSCHED_CONFIG": str(self.config_dir)}, os.getuid())
 
     def run(
         self,
