@@ -32,7 +32,7 @@ def read_order():
 
     line = b""
     while not line.endswith(b"\n"):
-        part = os.read(0, 4096)
+        part = os.read(0, 1)  # what is behind the line is not ours yet
         if not part or len(line) > 65536:
             sys.exit(1)
         line += part

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Iterable
+import hmac
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import paramiko
@@ -50,7 +51,7 @@ def spelled(key: paramiko.PKey) -> str:
 
 def blob_of(pinned: str) -> bytes:
     """Return the bytes of a key as `spelled` writes it (the configuration has checked it)."""
-    return base64.b64decode(pinned.split()[1])
+    return base64.b64decode(pinned.split()[1], validate=True)
 
 
 def algorithms_for(key_type: str) -> tuple[str, ...]:
@@ -69,35 +70,60 @@ def check_pinned(key: paramiko.PKey, pinned: str, where: str) -> None:
         )
 
 
-def known_keys(files: Iterable[Path], host: str, port: int) -> list[paramiko.PKey]:
-    """Return the keys that known_hosts files have for this host and port."""
+def known_keys(files: Iterable[Path], host: str, port: int) -> list[str]:
+    """Return the keys (as `spelled`) that known_hosts files have for this host and port, less those that they revoke."""
     name = host if port == 22 else f"[{host}]:{port}"
-    found: list[paramiko.PKey] = []
+    found: list[str] = []
+    revoked: set[bytes] = set()
     for path in files:
-        keys = paramiko.HostKeys()
         try:
-            keys.load(str(path))
+            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
         except FileNotFoundError:
             continue
         except OSError as error:
             raise ConfigError(f"cannot read {path}: {error.strerror}") from None
-        entry = keys.lookup(name)
-        found += entry.values() if entry is not None else []
-    return found
+        for marker, names, key in filter(None, map(_entry, lines)):
+            if marker == "@revoked":
+                revoked.add(blob_of(key))
+            elif not marker and any(_names(listed, name) for listed in names):
+                found.append(key)
+    return [key for key in found if blob_of(key) not in revoked]
 
 
-def check_known(key: paramiko.PKey, known: Iterable[paramiko.PKey], where: str) -> None:
+def _entry(line: str) -> tuple[str, list[str], str] | None:
+    """Return a line's marker, names and key. (paramiko's reader stumbles over markers.)"""
+    words = line.split()
+    marker = words.pop(0) if words and words[0].startswith("@") else ""
+    if len(words) < 3 or words[0].startswith("#"):
+        return None
+    key = " ".join(words[1:3])
+    try:
+        blob_of(key)
+    except ValueError:
+        return None  # a damaged line says nothing for anybody
+    return marker, words[0].split(","), key
+
+
+def _names(listed: str, name: str) -> bool:
+    """Say whether a name of known_hosts, plain or hashed, is `name`."""
+    if not listed.startswith("|1|"):
+        return listed == name
+    try:
+        return hmac.compare_digest(paramiko.HostKeys.hash_host(name, listed), listed)
+    except (ValueError, AssertionError, IndexError):
+        return False
+
+
+def check_known(key: paramiko.PKey, known: Sequence[str], where: str) -> None:
     """Raise LinkError unless `key` is one of `known`."""
-    prints = [fingerprint_of(each.asbytes()) for each in known]
-    if not prints:
+    if not known:
         raise LinkError(
             f"cannot trust {where}: no known_hosts file has a key for it (it shows {fingerprint(key)}); "
             "log in there once with ssh, and compare the fingerprint"
         )
-    if fingerprint(key) not in prints:
-        raise LinkError(
-            f"cannot trust {where}: it shows the host key {fingerprint(key)}, known_hosts has {', '.join(prints)}"
-        )
+    if key.asbytes() not in map(blob_of, known):
+        prints = ", ".join(fingerprint_of(blob_of(each)) for each in known)
+        raise LinkError(f"cannot trust {where}: it shows the host key {fingerprint(key)}, known_hosts has {prints}")
 
 
 def check_agreement(transport: paramiko.Transport, where: str) -> None:

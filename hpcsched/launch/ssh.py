@@ -127,7 +127,7 @@ def _forward(transport: paramiko.Transport, via: Hop, to: Hop, settings: SshSett
 def _negotiate(sock: socket.socket | paramiko.Channel, hop: Hop, settings: SshSettings) -> paramiko.Transport:
     """Return a transport whose far end has proved to be the host that it should be."""
     known = [] if hop.pinned else hostkeys.known_keys(hop.known_hosts, hop.known_as, hop.port)
-    key_types = (hop.pinned.split()[0],) if hop.pinned else tuple(key.get_name() for key in known)
+    key_types = (hop.pinned.split()[0],) if hop.pinned else tuple(key.split()[0] for key in known)
     transport = _key_exchange(sock, hop, settings, key_types)
     try:
         key = transport.get_remote_server_key()

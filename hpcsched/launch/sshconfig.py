@@ -25,7 +25,9 @@ from hpcsched.model.node import NodeSpec
 MAX_HOPS = 8
 MAX_INCLUDES = 16
 _INCLUDE = re.compile(r"\s*include\s*[\s=]\s*(.+?)\s*\Z", re.IGNORECASE)
-_JUMP = re.compile(r"(?:(?P<user>[^@]+)@)?(?P<host>\[[^]]+\]|[^:@\[\]]+)(?::(?P<port>\d{1,5}))?\Z")
+_JUMP = re.compile(
+    r"(?:(?P<user>[A-Za-z0-9_][^@\s]*)@)?(?P<host>\[[0-9A-Fa-f:.%a-z]+\]|[A-Za-z0-9_][A-Za-z0-9_.-]*)(?::(?P<port>\d{1,5}))?\Z"
+)
 _DEFAULT_IDENTITIES = ("id_ed25519", "id_ecdsa", "id_rsa")
 
 

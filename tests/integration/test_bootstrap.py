@@ -1,0 +1,187 @@
+"""bootstrap.py as it runs on a node, under several shells and Pythons."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import socket
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcsched.launch.bundle import MARK, Bundle, bootstrap_argv, bootstrap_command, build_bundle
+
+SOURCE = files("hpcsched.launch").joinpath("bootstrap.py").read_text(encoding="utf-8")
+SAYS = b"import sys, os\n\ndef main():\n    os.write(1, (' '.join(sys.argv[1:]) + '|' + sys.stdin.read()).encode())\n"
+NOBODY = 65534
+
+
+@pytest.fixture(scope="module")
+def bundle() -> Bundle:
+    """An hpcnode that prints its arguments and what is left on stdin."""
+    return build_bundle({"hpcnode/__init__.py": b"", "hpcnode/__main__.py": SAYS})
+
+
+def order(bundle: Bundle, root: Path | str, **changes: Any) -> bytes:
+    given = {"sha256": bundle.sha256, "size": len(bundle.data), "root": str(root), "cluster": "c", "node": "n"}
+    return json.dumps(given | changes).encode() + b"\n"
+
+
+def run(argv: list[str], said: bytes, **options: Any) -> tuple[list[dict[str, Any]], bytes]:
+    """Return the lines that the bootstrap said, and all that came after its last."""
+    done = subprocess.run(argv, input=said, stdout=subprocess.PIPE, timeout=30, check=False, **options)
+    answers, rest = [], done.stdout
+    while rest.startswith(b"\n" + MARK):
+        line, _, rest = rest[1 + len(MARK) :].partition(b"\n")
+        answers.append(json.loads(line))
+    return answers, rest
+
+
+def test_it_stores_the_bundle_and_becomes_it(bundle: Bundle, tmp_path: Path) -> None:
+    root = tmp_path / "deep" / "root"
+    argv = bootstrap_argv(sys.executable)
+    answers, rest = run(argv, order(bundle, root) + bundle.data + b"what follows")
+    assert answers[0] == {"need": True}
+    assert answers[1] == {"ready": True, "root": str(root), "python": platform.python_version()}
+    assert rest == f"attach --root {root} --cluster c --node n|what follows".encode()
+    (pyz,) = root.iterdir()
+    assert (pyz.name, pyz.read_bytes()) == (f"hpcnode-{bundle.sha256[:16]}.pyz", bundle.data)
+    assert not stat.S_IMODE(root.stat().st_mode) & 0o066
+    answers, rest = run(argv, order(bundle, root) + b"at once")
+    assert [list(answer) for answer in answers] == [["ready", "root", "python"]]
+    assert rest.endswith(b"|at once")
+
+
+@pytest.mark.parametrize("shell", ["sh", "bash", "dash", "zsh", "csh", "fish"])
+def test_every_shell_runs_it(bundle: Bundle, tmp_path: Path, shell: str) -> None:
+    path = shutil.which(shell)
+    if path is None:
+        pytest.skip(f"there is no {shell} here")
+    said = order(bundle, tmp_path / "root") + bundle.data
+    answers, _ = run([path, "-c", bootstrap_command(sys.executable)], said)
+    assert answers[-1]["ready"] is True
+
+
+def test_an_old_python_is_told_apart() -> None:
+    code = f"import sys; sys.version_info = (3, 6, 9, 'final', 0); exec({SOURCE!r})"
+    answers, rest = run([sys.executable, "-c", code], b"")
+    assert answers == [{"error": f"cannot run the agent: {sys.executable} is Python 3.6.9, and it needs 3.9 or newer"}]
+    assert rest == b""
+
+
+def test_its_syntax_is_old() -> None:
+    """No Python older than 3.9 is at hand; these are the newer things that would be syntax errors there."""
+    import ast
+
+    tree = ast.parse(SOURCE, feature_version=(3, 4))
+    newer = (ast.JoinedStr, ast.AnnAssign, ast.NamedExpr, ast.AsyncFunctionDef, ast.Match, ast.Nonlocal, ast.Starred)
+    assert not [node for node in ast.walk(tree) if isinstance(node, newer)]
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    assert not [f.name for f in functions if f.returns or f.args.kwonlyargs or any(a.annotation for a in f.args.args)]
+
+
+def test_bytes_that_are_not_those_announced_are_refused(bundle: Bundle, tmp_path: Path) -> None:
+    spoilt = bundle.data[:-1] + bytes([bundle.data[-1] ^ 1])
+    answers, _ = run(bootstrap_argv(sys.executable), order(bundle, tmp_path / "root") + spoilt)
+    assert answers[1:] == [{"error": "cannot take hpcnode.pyz: what arrived is not what was announced"}]
+    assert list((tmp_path / "root").iterdir()) == []
+
+
+def test_a_connection_cut_in_the_middle_leaves_nothing(bundle: Bundle, tmp_path: Path) -> None:
+    answers, _ = run(bootstrap_argv(sys.executable), order(bundle, tmp_path / "root") + bundle.data[:100])
+    assert answers == [{"need": True}]
+    assert list((tmp_path / "root").iterdir()) == []
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o770, 0o1777])
+def test_a_root_that_others_may_write_is_refused(bundle: Bundle, tmp_path: Path, mode: int) -> None:
+    root = tmp_path / "root"
+    root.mkdir()
+    root.chmod(mode)
+    answers, _ = run(bootstrap_argv(sys.executable), order(bundle, root))
+    assert answers == [{"error": f"cannot use {root}: others may write {root} (mode {mode:o})"}]
+
+
+def test_a_root_below_what_others_may_write_is_refused(bundle: Bundle, tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    answers, _ = run(bootstrap_argv(sys.executable), order(bundle, tmp_path / "root"))
+    assert f"others may write {tmp_path} " in answers[0]["error"]
+    tmp_path.chmod(0o1777)  # as /tmp: nobody else can take the root away
+    answers, _ = run(bootstrap_argv(sys.executable), order(bundle, tmp_path / "root") + bundle.data)
+    assert answers[-1]["ready"] is True
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="acts as two users")
+def test_a_root_of_another_user_is_refused(bundle: Bundle, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    root.mkdir()
+    os.chown(root, NOBODY, NOBODY)
+    answers, _ = run(bootstrap_argv(sys.executable), order(bundle, root))
+    assert answers == [{"error": f"cannot use {root}: {root} belongs to uid {NOBODY}"}]
+
+
+@pytest.fixture
+def everybody_s_tmp() -> Iterator[Path]:
+    path = Path("/tmp") / f"hpcsched-test-{os.getpid()}"
+    path.mkdir(mode=0o755)
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+def test_a_plain_user_s_root_is_in_their_home(bundle: Bundle, everybody_s_tmp: Path) -> None:
+    home = everybody_s_tmp / "home"
+    home.mkdir()
+    os.chown(home, NOBODY, NOBODY)
+    said = order(bundle, "") + bundle.data
+    argv = ["/usr/bin/env", "-i", f"HOME={home}", *bootstrap_argv("/usr/bin/python3")]
+    answers, rest = run(argv, said, user=NOBODY, group=NOBODY, extra_groups=[], cwd="/")
+    root = home / ".local/state/hpcsched-node/c/n"
+    assert answers[-1]["root"] == str(root)
+    assert rest.startswith(b"attach --root " + str(root).encode())
+    assert stat.S_IMODE(root.stat().st_mode) == 0o700
+
+
+def bootstrap_functions() -> dict[str, Any]:
+    names: dict[str, Any] = {}
+    exec(SOURCE.replace("\nmain()\n", "\n"), names)  # noqa: S102 - our own source, which is never a module
+    return names
+
+
+def test_a_network_home_is_avoided(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = bootstrap_functions()
+    choose = names["choose_root"]
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setenv("HOME", "/home/u")
+    for kind, root in (("ext4", "/home/u/.local/state/hpcsched-node/c/n"), ("nfs4", "/var/tmp/hpcsched-node-1000/c/n")):
+        names["file_system_of"] = lambda _, kind=kind: kind
+        assert choose("", "c", "n") == root
+    assert choose("/given", "c", "n") == "/given"
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    assert choose("", "c", "n") == "/var/lib/hpcsched-node/c/n"
+
+
+def test_it_knows_file_systems() -> None:
+    kind_of = bootstrap_functions()["file_system_of"]
+    assert kind_of("/proc/self/no/such") == "proc"
+    assert kind_of("/") != ""
+
+
+def test_stdin_may_be_a_socket(bundle: Bundle, tmp_path: Path) -> None:
+    ours, theirs = socket.socketpair()
+    with ours:
+        process = subprocess.Popen(bootstrap_argv(sys.executable), stdin=theirs, stdout=theirs)
+        theirs.close()
+        ours.sendall(order(bundle, tmp_path / "root") + bundle.data)
+        ours.shutdown(socket.SHUT_WR)
+        said = b"".join(iter(lambda: ours.recv(65536), b""))
+    assert process.wait(timeout=30) == 0
+    assert said.endswith(b"--node n|")

@@ -1,0 +1,373 @@
+"""The link's state machine on a clock that only the test moves, over a pipe that only the test fills."""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from hpcnode import protocol
+from hpcsched.launch.bundle import MARK, Bundle
+from hpcsched.launch.greeting import ControllerIdentity
+from hpcsched.launch.link import MAX_UNSENT_BYTES, LinkTimes, NodeLink
+from hpcsched.launch.pipe import Abort, LinkError, Progress
+from hpcsched.model.ids import NodeName
+from hpcsched.model.node import NodeSpec
+
+PATIENCE_S = 10.0
+SPEC = NodeSpec(name=NodeName("n1"), host="h", host_key="", cpus=1, mem_mib=1)
+WELCOME = protocol.Welcome(
+    version=protocol.VERSION, node="n1", boot_id="b", agent_version="v", pid=1, epoch=1, inventory=[], facts={}
+)
+
+
+class Timer:
+    def __init__(self, due_s: float, call: Callable[[], None]) -> None:
+        self.due_s, self.call, self.cancelled = due_s, call, False
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class Loop:
+    """An event loop by hand: `settle` runs what threads asked for, `advance` moves the clock."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+        self._timers: list[Timer] = []
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+
+    def time(self) -> float:
+        return self.now_s
+
+    def call_later(self, delay_s: float, call: Callable[[], None]) -> Timer:
+        timer = Timer(self.now_s + delay_s, call)
+        self._timers.append(timer)
+        return timer
+
+    def call_soon_threadsafe(self, call: Callable[..., None], *args: Any) -> None:
+        self._calls.put(lambda: call(*args))
+
+    def settle(self, until: Callable[[], object], what: str) -> None:
+        """Run calls of threads until the condition holds."""
+        while not until():
+            try:
+                self._calls.get(timeout=PATIENCE_S)()
+            except queue.Empty:
+                raise AssertionError(f"waited {PATIENCE_S:g} s for {what}") from None
+
+    def waiting_s(self) -> list[float]:
+        """Return in how many seconds each timer is due."""
+        return [timer.due_s - self.now_s for timer in self._timers if not timer.cancelled]
+
+    def advance(self, seconds: float) -> None:
+        """Move the clock in one step, then run what is due: as a loop does that was held up."""
+        self.now_s += seconds
+        for timer in [timer for timer in self._timers if timer.due_s <= self.now_s]:
+            self._timers.remove(timer)
+            if not timer.cancelled:
+                timer.call()
+
+
+class FakePipe:
+    """A node in memory: answers the bootstrap's order and Hello by itself, the rest is the test's."""
+
+    def __init__(self, *first: Any) -> None:
+        self.first = first or (WELCOME,)
+        self.writes: queue.SimpleQueue[bytes] = queue.SimpleQueue()  # after Hello
+        self.may_write = threading.Event()
+        self.may_write.set()
+        self.closed = threading.Event()
+        self._incoming: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._greeted = 0
+
+    def say(self, *messages: Any) -> None:
+        self._incoming.put(b"".join(protocol.encode(message) for message in messages))
+
+    def end(self) -> None:
+        self._incoming.put(b"")
+        self.may_write.set()
+
+    def receive(self, limit: int) -> bytes:
+        return self._incoming.get(timeout=PATIENCE_S)
+
+    def send_all(self, data: bytes) -> None:
+        self._greeted += 1
+        if self._greeted == 1:
+            assert json.loads(data)["node"] == "n1"
+            self._incoming.put(b"noise\n" + MARK + b'{"ready": true}\n')
+        elif self._greeted == 2:
+            self.say(*self.first)
+        else:
+            self.writes.put(data)
+            self.may_write.wait(PATIENCE_S)
+
+    def epitaph(self) -> str:
+        return "it ended with status 9"
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+class World:
+    """A link, and all that was heard of it."""
+
+    def __init__(self, *dials: FakePipe | Exception | threading.Event, **times: float) -> None:
+        self.loop = Loop()
+        self.said: list[tuple[str, Any]] = []
+        self.aborts = 0
+        self._dials = list(dials)
+        self.link = NodeLink(
+            SPEC,
+            dial=self._dial,
+            bundle=Bundle(data=b"pyz", sha256="00"),
+            identity=ControllerIdentity(cluster="c", incarnation="i", epoch=1),
+            times=LinkTimes(**times),
+            events=self,
+            loop=self.loop,  # type: ignore[arg-type]
+        )
+
+    def _dial(self, abort: Abort, progress: Progress) -> FakePipe:
+        progress("knocking")
+        answer = self._dials.pop(0) if self._dials else LinkError("cannot reach it: nobody is there")
+        if isinstance(answer, threading.Event):
+            abort.also(answer.set)
+            answer.wait(PATIENCE_S)
+            self.aborts += 1
+            raise LinkError("cannot reach it: too late to matter")
+        if isinstance(answer, Exception):
+            raise answer
+        abort.also(answer.end)
+        return answer
+
+    def on_up(self, node: NodeName, welcome: protocol.Welcome) -> None:
+        self.said.append(("up", welcome.node))
+
+    def on_message(self, node: NodeName, message: Any, blob: bytes) -> None:
+        self.said.append(("message", message))
+
+    def on_down(self, node: NodeName, why: str) -> None:
+        self.said.append(("down", why))
+
+    def hear(self, count: int) -> None:
+        """Let the link work until it has said so much in all."""
+        self.loop.settle(lambda: len(self.said) >= count, f"{count} events, so far {self.said}")
+
+
+def test_up_then_what_came_with_the_welcome_then_the_rest() -> None:
+    pipe = FakePipe(WELCOME, protocol.JobGone(incarnation="i", job_id=1, attempt=0))
+    world = World(pipe)
+    world.link.start()
+    world.hear(2)
+    pipe.say(protocol.Pong(request=1), protocol.JobGone(incarnation="i", job_id=2, attempt=0))
+    world.hear(3)
+    assert [kind for kind, _ in world.said] == ["up", "message", "message"]
+    assert [message.job_id for _, message in world.said[1:]] == [1, 2]
+    world.link.close()
+    assert pipe.closed.wait(PATIENCE_S)
+
+
+def test_after_close_nobody_is_told() -> None:
+    pipe = FakePipe()
+    world = World(pipe)
+    world.link.start()
+    world.hear(1)
+    world.link.close()
+    pipe.say(protocol.JobGone(incarnation="i", job_id=2, attempt=0))
+    assert pipe.closed.wait(PATIENCE_S)
+    assert world.loop.waiting_s() == []
+    world.link.retry_now()
+    assert world.said == [("up", "n1")]
+
+
+def test_attempts_come_ever_later_up_to_a_limit() -> None:
+    world = World(retry_first_s=1, retry_most_s=30)
+    world.link.start()
+    for attempt in range(9):
+        world.loop.settle(lambda: world.link._session is None, "the attempt to fail")
+        (delay_s,) = world.loop.waiting_s()
+        longest_s = min(30, 2**attempt)
+        assert longest_s / 2 <= delay_s <= longest_s
+        world.loop.advance(delay_s)
+    assert world.said == [("down", "cannot reach it: nobody is there")]  # once for the same reason
+
+
+def test_a_new_reason_is_told() -> None:
+    world = World(LinkError("one"), LinkError("one"), LinkError("two"), RuntimeError("what is this"))
+    world.link.start()
+    for _ in range(3):
+        world.loop.settle(lambda: world.link._session is None, "the attempt to fail")
+        world.link.retry_now()
+    world.hear(3)
+    whys = [why for _, why in world.said]
+    assert whys == ["one", "two", "cannot reach n1: RuntimeError: what is this"]
+
+
+def test_an_attempt_that_hangs_is_aborted_and_its_end_is_not_heard() -> None:
+    stuck = threading.Event()
+    world = World(stuck, connect_s=20)
+    world.link.start()
+    world.loop.settle(lambda: world.link._session is not None and world.link._session.stage == "knocking", "the dial")
+    world.loop.advance(19)
+    assert world.said == []
+    world.loop.advance(2)
+    assert world.said == [("down", "cannot reach n1: no answer within 20 s while knocking")]
+    assert stuck.wait(PATIENCE_S)
+    world.loop.advance(1)  # the next attempt, which nobody answers either
+    world.hear(2)
+    assert world.said[1:] == [("down", "cannot reach it: nobody is there")]
+
+
+def test_a_silent_link_is_pinged_and_then_given_up() -> None:
+    pipe = FakePipe()
+    world = World(pipe, heartbeat_s=15, down_after_s=45)
+    world.link.start()
+    world.hear(1)
+    framer = protocol.Framer()
+    for expected in (1, 2):
+        world.loop.advance(15)
+        ((ping, _),) = framer.feed(pipe.writes.get(timeout=PATIENCE_S))
+        assert ping == protocol.Ping(request=expected)
+    world.loop.advance(15)
+    assert world.said[1:] == [("down", "n1 does not answer: no sign of life for 45 s")]
+    assert not world.link.up
+
+
+def test_an_answer_keeps_it_up() -> None:
+    pipe = FakePipe()
+    world = World(pipe, heartbeat_s=15, down_after_s=45)
+    world.link.start()
+    world.hear(1)
+    for number in range(10):
+        world.loop.advance(15)
+        pipe.writes.get(timeout=PATIENCE_S)
+        pipe.say(protocol.Pong(request=number), protocol.JobGone(incarnation="i", job_id=number, attempt=0))
+        world.hear(2 + number)
+    assert world.link.up
+
+
+def test_a_link_that_is_heard_of_is_not_pinged() -> None:
+    pipe = FakePipe()
+    world = World(pipe, heartbeat_s=15, down_after_s=45)
+    world.link.start()
+    world.hear(1)
+    world.loop.now_s += 10
+    pipe.say(protocol.JobGone(incarnation="i", job_id=1, attempt=0))
+    world.hear(2)
+    world.loop.advance(5)
+    assert pipe.writes.empty()
+
+
+def test_a_process_that_stood_still_blames_nobody() -> None:
+    pipe = FakePipe()
+    world = World(pipe, heartbeat_s=15, down_after_s=45)
+    world.link.start()
+    world.hear(1)
+    world.loop.advance(3600)
+    assert world.link.up
+    world.loop.advance(15)
+    assert pipe.writes.get(timeout=PATIENCE_S)
+    world.loop.advance(15)
+    world.loop.advance(15)
+    assert not world.link.up
+
+
+def test_what_waits_is_sent_in_one_write() -> None:
+    pipe = FakePipe()
+    world = World(pipe)
+    world.link.start()
+    world.hear(1)
+    pipe.may_write.clear()
+    assert world.link.send(protocol.Ping(request=0))
+    first = pipe.writes.get(timeout=PATIENCE_S)
+    for number in (1, 2, 3):
+        assert world.link.send(protocol.Ping(request=number))
+    pipe.may_write.set()
+    framer = protocol.Framer()
+    assert [m.request for m, _ in framer.feed(first)] == [0]
+    assert [m.request for m, _ in framer.feed(pipe.writes.get(timeout=PATIENCE_S))] == [1, 2, 3]
+
+
+def test_too_much_that_waits_ends_the_link() -> None:
+    pipe = FakePipe()
+    world = World(pipe)
+    world.link.start()
+    world.hear(1)
+    pipe.may_write.clear()
+    blob = bytes(protocol.MAX_BLOB_BYTES)
+    sent = 0
+    while world.link.send(protocol.Probe(request=1), blob):
+        sent += 1
+        assert sent < 20
+    assert sent * len(blob) <= MAX_UNSENT_BYTES + len(blob)  # one more is on its way
+    assert world.said[1][0] == "down"
+    assert "takes nothing" in world.said[1][1]
+    assert world.link.send(protocol.Ping(request=1)) is False
+
+
+def test_a_message_that_is_too_long_is_the_sender_s_fault() -> None:
+    world = World(FakePipe())
+    world.link.start()
+    world.hear(1)
+    with pytest.raises(protocol.WireError, match="too many"):
+        world.link.send(protocol.Probe(request=1), bytes(protocol.MAX_BLOB_BYTES + 1))
+    assert world.link.up
+
+
+@pytest.mark.parametrize(
+    ("first", "why"),
+    [
+        (protocol.Goodbye(why="too old"), "cannot use node n1: its agent says: too old"),
+        (protocol.Pong(request=1), "cannot understand the agent on n1: it said Pong before Welcome"),
+        (
+            protocol.Welcome(**(WELCOME.__dict__ | {"node": "n2"})),
+            "cannot use node n1: the agent there says that it is 'n2'",
+        ),
+        (
+            protocol.Welcome(**(WELCOME.__dict__ | {"version": 99})),
+            f"cannot use node n1: its agent speaks protocol 99, we speak {protocol.VERSION}",
+        ),
+    ],
+)
+def test_a_wrong_first_word(first: Any, why: str) -> None:
+    pipe = FakePipe(first)
+    world = World(pipe)
+    world.link.start()
+    world.hear(1)
+    assert world.said == [("down", why)]
+    assert pipe.closed.wait(PATIENCE_S)
+
+
+def test_the_end_of_the_pipe_is_told_with_its_epitaph_and_a_new_one_is_dialled() -> None:
+    first, second = FakePipe(), FakePipe()
+    world = World(first, second)
+    world.link.start()
+    world.hear(1)
+    first.end()
+    world.hear(2)
+    assert world.said[1] == ("down", "lost the agent of n1: it ended with status 9")
+    world.loop.advance(1)
+    world.hear(3)
+    assert world.link.up
+    second.say(protocol.Goodbye(why="I am replaced"))
+    world.hear(4)
+    assert world.said[3] == ("down", "the agent of n1 ended the connection: I am replaced")
+
+
+def test_a_link_that_was_steady_is_dialled_again_soon() -> None:
+    pipe = FakePipe()
+    world = World(LinkError("a"), LinkError("b"), LinkError("c"), LinkError("d"), pipe)
+    world.link.start()
+    for count in range(1, 5):
+        world.hear(count)
+        world.link.retry_now()
+    world.hear(5)
+    world.loop.now_s += 11
+    pipe.end()
+    world.hear(6)
+    (delay_s,) = world.loop.waiting_s()
+    assert delay_s <= 1
