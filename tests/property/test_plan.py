@@ -19,6 +19,7 @@ from hpcsched.sched.snapshot import NodeView, PendingJob, RunningJob, Snapshot
 
 NOW_S = 1000.0
 POLICY = Policy(weight_age=0)
+SMALL = Shape(mem_per_node_mib=10, mem_asked=True)
 X0, X1 = Gpu(index=0, type="x"), Gpu(index=1, type="x")
 CONSTRAINTS = ("", "", "", "", "a", "b", "a&b", "a|b")
 
@@ -62,11 +63,19 @@ def worlds(draw: st.DrawFn) -> Snapshot:
     partitions = {"a": Partition(name="a", nodes=names, default=True)}
     if draw(st.booleans()):
         partitions["b"] = Partition(name="b", nodes=names[: draw(st.integers(1, len(names)))], priority_tier=2)
-    first = [_job(at, draw(shapes()), draw(st.sampled_from(sorted(partitions))), _limit(draw)) for at in range(1, 6)]
+    first = [
+        _job(at, draw(shapes()), draw(st.sampled_from(sorted(partitions))), _limit(draw))
+        for at in range(1, draw(st.integers(1, 5)))
+    ]
     empty = Snapshot(now_s=0.0, nodes=nodes, partitions=partitions, pending=tuple(first))
     running = tuple(_run(empty, plan(empty, POLICY)))
+    pool = st.sampled_from(
+        [SMALL, *[draw(shapes()) for _ in range(draw(st.integers(0, 3)))]]
+    )  # jobs of one shape share it
     waiting = [
-        _job(at, draw(shapes()), draw(st.sampled_from(sorted(partitions))), _limit(draw), draw(st.integers(0, 3)))
+        _job(
+            at, draw(pool), draw(st.sampled_from(sorted(partitions))), _limit(draw), draw(st.sampled_from([0, 0, 1, 2]))
+        )
         for at in range(10, 10 + draw(st.integers(3, 8)))
     ]
     return Snapshot(now_s=NOW_S, nodes=nodes, partitions=partitions, running=running, pending=tuple(waiting))
