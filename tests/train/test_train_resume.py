@@ -29,6 +29,11 @@ WITH_WAITING = {"PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", ""),
 CHARGPT = ("-m", "hpctrain.examples.chargpt")
 
 
+def newest_checkpoint(out: Path) -> int:
+    """Return the step of the last checkpoint that was published."""
+    return max(int(re.findall(r"\d+", path.name)[0]) for path in (out / "checkpoints").glob("step-*.json"))
+
+
 def options(out: Path, *more: str) -> list[str | Path]:
     return ["--out", out, *SMALL, *more]
 
@@ -72,9 +77,11 @@ def test_a_killed_rank_takes_the_run_down_and_the_next_attempt_ends_with_the_sam
     killed = run_mpi(2, FAULTY, "rank:1:11", *options(tmp_path), extra=WITH_WAITING)
     assert killed.status != 0
     assert max(line["step"] for line in lines_of(tmp_path)) == 10
+    newest = newest_checkpoint(tmp_path)
+    assert 0 < newest < 11
     resumed = run_mpi(2, *CHARGPT, *options(tmp_path))
     assert resumed.status == 0, resumed.output
-    assert re.search(r"attempt 1, resumed from step [69]\b", resumed.output)
+    assert f"attempt 1, resumed from step {newest}\n" in resumed.output
     assert weights_hash(resumed) == unbroken[0]
 
 
@@ -86,9 +93,10 @@ def test_a_run_killed_in_the_middle_of_a_checkpoint_ends_with_the_same_bits(
     assert killed.status != 0
     assert len(list((tmp_path / "checkpoints").glob("data-*"))) == 5
     assert len(list((tmp_path / "checkpoints").glob("step-*.json"))) == 4
+    newest = newest_checkpoint(tmp_path)  # no more than four: on a busy machine some steps later than planned
     resumed = run_mpi(2, *CHARGPT, *options(tmp_path))
     assert resumed.status == 0, resumed.output
-    assert "attempt 1, resumed from step 12" in resumed.output
+    assert f"attempt 1, resumed from step {newest}\n" in resumed.output
     assert weights_hash(resumed) == unbroken[0]
     curve = read_curve(tmp_path / "metrics.jsonl")
     assert curve.restarts == [(12, 1)]
