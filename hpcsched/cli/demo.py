@@ -8,7 +8,7 @@ from typing import Literal
 
 import click
 
-DEFAULT_SECONDS = 100.0
+DEFAULT_SECONDS = 120.0
 _DIRECTORY = click.Path(file_okay=False, path_type=Path)
 
 
@@ -34,7 +34,7 @@ _DIRECTORY = click.Path(file_okay=False, path_type=Path)
     help="How long the training should take.",
 )
 @click.option("--plain", is_flag=True, help="Plain lines with times, as when the output is no terminal.")
-@click.option("--training", hidden=True, default="", help="Options of the training program, in place of the demo's.")
+@click.option("--training", hidden=True, default="", help="Further options of the training program.")
 def demo(
     keep: bool,
     stop: Path | None,

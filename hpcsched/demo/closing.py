@@ -11,8 +11,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.table import Table
-
 from hpcsched.demo.jobs import OUT_DIR, TRAIN_NAME
 from hpcsched.demo.scene import tail_lines
 from hpcsched.demo.story import Outcome
@@ -21,6 +19,7 @@ from hpcsched.errors import UnavailableError
 
 PLOT_TIMEOUT_S = 120.0
 SAMPLE_LINES = 14
+SAMPLE_WIDTH = 90
 SAMPLE_BEGIN, SAMPLE_END = "--- sample ---", "--- end ---"
 
 
@@ -65,17 +64,8 @@ def sample_of(log: Path) -> list[str]:
     text = lines[start:]
     if SAMPLE_END in text:
         text = text[: text.index(SAMPLE_END)]
-    return ["".join(char if char.isprintable() else " " for char in line).rstrip() for line in text][:SAMPLE_LINES]
-
-
-def closing_table(outcome: Outcome) -> Table:
-    """Return the figures of the whole story."""
-    table = Table(title="what happened", title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column()
-    for name, value in closing_rows(outcome):
-        table.add_row(name, value)
-    return table
+    clean = ["".join(char if char.isprintable() else " " for char in line[:SAMPLE_WIDTH]).rstrip() for line in text]
+    return [line for line in clean if line][:SAMPLE_LINES]
 
 
 def closing_rows(outcome: Outcome) -> list[tuple[str, str]]:
@@ -106,7 +96,7 @@ def closing_rows(outcome: Outcome) -> list[tuple[str, str]]:
         ),
         (
             "back at work",
-            f"{outcome.requeue_s:.1f} s after its power came back the job ran, {outcome.resume_s:.1f} s after it trained",
+            f"job running {outcome.requeue_s:.1f} s, first new step {outcome.resume_s:.1f} s after the power",
         ),
         ("the whole story", clock(outcome.total_s)),
     ]

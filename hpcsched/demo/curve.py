@@ -57,9 +57,10 @@ class Canvas:
     def upright(self, x: float, layer: str) -> None:
         """Draw a dotted vertical line at `x`, behind what is drawn already."""
         column, _ = self._dot(x, self._y.low)
-        for row in range(0, self._height * 4, 2):
-            if not self._layers[row // 4][column // 2]:
-                self._set(column, row, layer)
+        free = [row for row in range(self._height) if not self._layers[row][column // 2]]
+        for row in free:
+            self._set(column, row * 4, layer)
+            self._set(column, row * 4 + 2, layer)
 
     def rows(self) -> list[list[tuple[str, str]]]:
         """Return (text, layer) runs for each row, from the top."""

@@ -21,7 +21,8 @@ _TRAIN = """\
 #HSUB --requeue --open-mode=append
 #HSUB --output={log}
 
-mpirun {python} -m hpctrain.examples.chargpt --out {out} {options}
+mpirun {python} -m hpctrain.examples.chargpt --out {out} \\
+    {options}
 """
 
 
@@ -42,9 +43,14 @@ def training_script(python: str, options: Sequence[str]) -> str:
     )
 
 
-def training_options(seconds: float) -> list[str]:
-    """Return the options of a training that takes about so long."""
-    return [f"--target-seconds {seconds:g}", "--base-every 5", "--eval-every 25"]
+def training_options(seconds: float, checkpoint_every: int) -> list[str]:
+    """Return the options of a training that takes about so long, with a checkpoint every so many steps."""
+    return [
+        f"--target-seconds {seconds:g}",
+        f"--checkpoint-every {checkpoint_every}",
+        "--base-every 5",
+        "--eval-every 25",
+    ]
 
 
 def side_jobs(train_id: int, *, tasks: int) -> list[SideJob]:
@@ -57,7 +63,7 @@ def side_jobs(train_id: int, *, tasks: int) -> list[SideJob]:
                 f"#HSUB --job-name=sweep --array=1-{tasks}%2 --nodelist=n3 --time=1 --output=/dev/null\n"
                 "sleep $((3 + HPCSCHED_ARRAY_TASK_ID % 4))\n"
             ),
-            what=f"an array of {tasks} short tasks, two at a time on the third node",
+            what=f"an array of {tasks} short tasks, two at a time, on n3",
         ),
         SideJob(
             file="census.sh",
@@ -66,7 +72,7 @@ def side_jobs(train_id: int, *, tasks: int) -> list[SideJob]:
                 "#HSUB --job-name=census --nodes=3 --time=1 --nice --output=census.out\n"
                 "hrun --label hostname\n"
             ),
-            what="one that wants all three nodes and has to wait for them",
+            what="one that has to wait for all three nodes",
         ),
         SideJob(
             file="report.sh",
@@ -74,6 +80,6 @@ def side_jobs(train_id: int, *, tasks: int) -> list[SideJob]:
                 f"#!/bin/sh\n#HSUB --job-name=report --time=1 --output=report.out\ntail -n 1 {OUT_DIR}/metrics.jsonl\n"
             ),
             options=(f"--dependency=afterok:{train_id}",),
-            what="one that runs when the training is done",
+            what="one for when the training is done",
         ),
     ]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -75,6 +76,8 @@ class Keeper:
                 self._process.stdin.flush()
             except (BrokenPipeError, ValueError):
                 raise UnavailableError(f"cannot {action}: the cluster's keeper has ended (see {self._log})") from None
+            if not select.select([self._process.stdout], [], [], ANSWER_S)[0]:
+                raise UnavailableError(f"cannot {action}: no answer of the cluster's keeper within {ANSWER_S:g} s")
             line = self._process.stdout.readline()
         if not line:
             raise UnavailableError(f"cannot {action}: the cluster's keeper has ended (see {self._log})")

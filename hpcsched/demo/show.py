@@ -20,7 +20,7 @@ from typing import Literal
 
 from rich.console import Console
 
-from hpcsched.demo.closing import closing_table, failure_logs, sample_of, save_results
+from hpcsched.demo.closing import closing_rows, failure_logs, sample_of, save_results
 from hpcsched.demo.cluster import LocalCluster
 from hpcsched.demo.jobs import training_options
 from hpcsched.demo.keeper import Keeper, demo_cluster
@@ -32,7 +32,7 @@ RESULTS = Path("demo-out")
 CHECKPOINT_EVERY = 25
 PACKAGES = ("torch", "numpy", "blake3", "zstandard", "mpi4py", "matplotlib")
 SOCKET_PATH_MAX = 107  # unix(7), without the final zero
-LONGEST_BELOW = "/nodes/n1/agent/agent.sock"
+LONGEST_BELOW = "/etc/state/run/steps.sock"
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 READ_S = 4.0
 
@@ -47,7 +47,7 @@ class _Terminated(BaseException):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wishes:
-    """What the command line asked for. `training` are options of the training program that replace ours."""
+    """What the command line asked for. `training` are further options of the training program."""
 
     keep: bool
     directory: Path | None
@@ -78,6 +78,7 @@ def perform(wishes: Wishes) -> int:
             if wishes.keep:
                 keeper.keep()
                 kept = True
+                stage.heading("the cluster is up; to use it, here or in another terminal:")
                 stage.show(how_to_use(cluster))
             return 0
         except KeyboardInterrupt:
@@ -95,16 +96,23 @@ def perform(wishes: Wishes) -> int:
 
 def plan_of(wishes: Wishes, *, watched: bool) -> Plan:
     """Return what is played. `watched`: a person looks on, who wants to read."""
-    options = wishes.training or (*training_options(wishes.seconds), f"--checkpoint-every {CHECKPOINT_EVERY}")
-    every = next((int(o.split()[1]) for o in options if o.startswith("--checkpoint-every ")), CHECKPOINT_EVERY)
+    options = (*training_options(wishes.seconds, CHECKPOINT_EVERY), *wishes.training)
+    every = [option.split()[1] for option in options if option.startswith("--checkpoint-every ")]
     return Plan(
-        python=Path(sys.executable).name,
+        python=python_name(),
         training_options=options,
         side_tasks=max(4, min(40, round(wishes.seconds / 5) * 2)),
-        checkpoint_every=every,
+        checkpoint_every=int(every[-1]),
+        controller_away_s=min(4.0, wishes.seconds / 10),
         limbo_s=7.0 if watched else 3.0,
         read_s=READ_S if watched else 0.0,
     )
+
+
+def python_name() -> str:
+    """Return what this interpreter is called in a job, whose PATH begins with its directory."""
+    plain = Path(sys.executable).with_name("python3")
+    return plain.name if plain.exists() and plain.samefile(sys.executable) else Path(sys.executable).name
 
 
 def check_packages() -> None:
@@ -147,22 +155,19 @@ def make_directory(wanted: Path | None) -> Path:
 def close(stage: Stage, cluster: LocalCluster, outcome: Outcome) -> None:
     """Show what came of it: a sample, the table, where the files are."""
     kept = save_results(cluster.share, outcome.job_id, RESULTS.absolute())
-    sample = sample_of(kept["log"])
     stage.heading("what the model writes after this little training")
-    stage.show(sample)
-    stage.print("")
-    stage.print(closing_table(outcome))
-    stage.print("")
-    stage.print(f"loss curve  {kept['picture']}")
-    stage.print(f"also there  {', '.join(path.name for name, path in kept.items() if name != 'picture')}")
+    stage.show(sample_of(kept["log"]))
+    stage.heading("what happened")
+    stage.table(closing_rows(outcome))
+    stage.heading("what is left")
+    others = ", ".join(path.name for name, path in kept.items() if name != "picture")
+    stage.table([("loss curve", str(kept["picture"])), ("beside it", others)])
 
 
 def how_to_use(cluster: LocalCluster) -> Sequence[str]:
     """Return what to type next in a cluster that was kept."""
     bin_dir = Path(sys.executable).parent
     return [
-        "the cluster is up; in this or another terminal:",
-        "",
         f"export HPCSCHED_CONFIG={cluster.config_dir}",
         f"export PATH={bin_dir}:$PATH",
         f"cd {cluster.share}",

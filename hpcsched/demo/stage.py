@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.live import Live
+from rich.table import Table
 from rich.text import Text
 
 from hpcsched.demo.scene import Moment, Scene
@@ -40,8 +41,8 @@ class Stage(Protocol):
     def curtain(self) -> None:
         """End the live view; what follows is ordinary output."""
 
-    def print(self, what: RenderableType) -> None:
-        """Print something below all that."""
+    def table(self, rows: Sequence[tuple[str, str]]) -> None:
+        """Print names with what belongs to them."""
 
 
 class PlainStage:
@@ -75,8 +76,9 @@ class PlainStage:
     def curtain(self) -> None:
         pass
 
-    def print(self, what: RenderableType) -> None:
-        self._console.print(what)
+    def table(self, rows: Sequence[tuple[str, str]]) -> None:
+        for name, value in rows:
+            self._console.print(Text(f"{name:<18} {value}"), soft_wrap=True)
 
     def _line(self, at_s: float, text: str) -> None:
         self._console.print(Text(f"{clock(at_s):>5} {text}"), soft_wrap=True)
@@ -94,7 +96,7 @@ class LiveStage:
 
     def tell(self, moment: Moment) -> None:
         if self._live is None:
-            self._console.print(moment_text(moment))
+            self._console.print(moment_text(moment), soft_wrap=True)
         else:
             self._unsaid.append(moment)
 
@@ -120,11 +122,16 @@ class LiveStage:
         self._live.stop()
         self._live = None
         for moment in self._unsaid:
-            self._console.print(moment_text(moment))
+            self._console.print(moment_text(moment), soft_wrap=True)
         self._unsaid.clear()
 
-    def print(self, what: RenderableType) -> None:
-        self._console.print(what)
+    def table(self, rows: Sequence[tuple[str, str]]) -> None:
+        table = Table.grid(padding=(0, 2, 0, 0))
+        table.add_column(style="cyan", no_wrap=True)
+        table.add_column()
+        for name, value in rows:
+            table.add_row(f"  {name}", Text(value))
+        self._console.print(table)
 
 
 def loss_line(training: Training) -> str:

@@ -6,6 +6,7 @@ details. Text that came from elsewhere (logs, reasons) is shown as text, never a
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -46,8 +47,11 @@ MOMENT_MARKS = {"act": "▸", "good": "✔", "bad": "✘", "note": "·"}
 BORDER = "bright_black"
 WIDE = 90  # columns from which the queue stands beside the curve
 FULL_HEIGHT = 28  # lines from which everything is shown
-QUEUE_LINES = 6
-STORY_LINES = 6
+LOG_LINES = 4
+STORY_LINES = 7
+STORY_LINES_LOW = 3  # on terminals that are not high
+LIMBO_LINES = 7
+WHY_LINES = 2
 BASE_MARK, INCREMENT_MARK = "█", "▄"
 
 
@@ -71,14 +75,11 @@ def picture(scene: Scene, width: int, height: int) -> RenderableType:
             Layout(training_panel(scene.training, width - 4)),
         )
     parts.append(body)
-    if height >= FULL_HEIGHT:
-        parts.append(Layout(log_panel(scene.log, width - 4), size=6))
-    parts.append(
-        Layout(
-            story_panel(scene.story, STORY_LINES if height >= FULL_HEIGHT else 3),
-            size=STORY_LINES + 2 if height >= FULL_HEIGHT else 5,
-        )
-    )
+    high = height >= FULL_HEIGHT
+    if high:
+        parts.append(Layout(log_panel(scene.log, width - 4), size=LOG_LINES + 2))
+    lines = STORY_LINES if high else STORY_LINES_LOW
+    parts.append(Layout(story_panel(scene.story, lines), size=lines + 2))
     layout.split_column(*parts)
     return layout
 
@@ -89,6 +90,7 @@ def headline(scene: Scene) -> Text:
     text.append(" hpcsched demo ", style="bold reverse")
     text.append(f" {clock(scene.elapsed_s)} ", style="bold")
     text.append(f" {scene.title} ", style="bold cyan")
+    text.append("  Ctrl-C ends it", style="dim")
     return text
 
 
@@ -100,13 +102,13 @@ def nodes_panel(scene: Scene, width: int) -> Panel:
     rows: list[RenderableType] = [table]
     for node in scene.nodes:
         if node["state"] == "DOWN":
-            rows.append(_fitted(f"  {node['name']}: {node['link_why']}", width, "red"))
+            rows += [Text(f"  {part}", style="red") for part in _wrapped(node["link_why"], width - 2)[:WHY_LINES]]
     rows.append(_controller_line(scene))
     return Panel(Group(*rows), title="nodes", title_align="left", border_style=BORDER, padding=(0, 1))
 
 
 def _limbo_lines(scene: Scene) -> int:
-    return sum(node["state"] == "DOWN" for node in scene.nodes)
+    return WHY_LINES * sum(node["state"] == "DOWN" for node in scene.nodes)
 
 
 def _node_cells(node: Mapping[str, Any], *, stale: bool) -> list[Text]:
@@ -178,10 +180,10 @@ def _array_row(array_id: int, tasks: Sequence[Mapping[str, Any]]) -> dict[str, A
         "RUNNING" if running else "PENDING" if states["PENDING"] else "COMPLETED" if done == len(tasks) else "FAILED"
     )
     return {
-        "id": f"{array_id}_[]",
+        "id": str(array_id),
         "name": tasks[0]["name"],
         "state": state,
-        "where": f"{done}/{len(tasks)} done, {running} run",
+        "where": f"{done}/{len(tasks)} done",
         "detail": "",
         "attempt": 0,
         "elapsed_s": 0.0,
@@ -221,7 +223,7 @@ class _TrainingPanel:
         self._training, self._width = training, width
 
     def __rich_console__(self, console: Any, options: Any) -> Any:
-        height = max(3, (options.height or 20) - 2 - 5)
+        height = max(3, (options.height or 20) - 2 - 4)
         training = self._training
         parts: list[RenderableType] = [*training_lines(training, self._width)]
         parts += curve_lines(training, self._width, height)
@@ -252,10 +254,10 @@ def training_lines(training: Training, width: int) -> list[Text]:
     figures.append(f"loss {smoothed([point.loss for point in kept[-60:]])[-1]:.3f}", style="bold bright_blue")
     if training.kept_validation:
         figures.append(f"  validation {training.kept_validation[-1].loss:.3f}", style="yellow")
-    speed = f"{training.samples_per_s:.0f} samples/s" if training.samples_per_s else ""
-    figures.append(f"  {training.world} ranks, {speed}", style="dim")
     if training.attempt:
         figures.append(f"  attempt {training.attempt}", style="magenta")
+    if training.step_s:
+        figures.append(f"  {training.step_s * 1e3:.0f} ms a step", style="dim")
     return [bar, figures]
 
 
@@ -295,7 +297,7 @@ def checkpoint_lines(training: Training, width: int) -> list[Text]:
     bases = sum(item.is_base for item in made)
     line = Text(no_wrap=True, overflow="ellipsis")
     line.append(f"{len(made)} checkpoints", style="bold")
-    line.append(f" ({bases} full, {len(made) - bases} increments); last: step {last.step}, ")
+    line.append(f", {bases} full; last: step {last.step}, ", style="dim")
     line.append(f"{kind_word(last)}, {size_text(last.size_bytes)}", style="green")
     label = "saved "
     marks = Text(label, style="dim", no_wrap=True)
@@ -311,7 +313,7 @@ def kind_word(checkpoint: Checkpoint) -> str:
 
 def log_panel(lines: Sequence[str], width: int) -> Panel:
     """Return the end of the job's output."""
-    shown = [_fitted(line, width, "dim") for line in lines[-4:]]
+    shown = [_fitted(line, width, "dim") for line in lines[-LOG_LINES:]]
     return Panel(Group(*shown), title="hlogs -f", title_align="left", border_style=BORDER, padding=(0, 1))
 
 
@@ -341,11 +343,12 @@ def size_text(size_bytes: float) -> str:
 
 
 def _fitted(line: str, width: int, style: str) -> Text:
-    clean = "".join(char if char.isprintable() else " " for char in line)
-    return Text(clean[:width], style=style, no_wrap=True)
+    return Text(_clean(line)[:width], style=style, no_wrap=True)
 
 
 def _wrapped(text: str, width: int) -> list[str]:
-    import textwrap
+    return textwrap.wrap(_clean(text), max(10, width))[:LIMBO_LINES]
 
-    return textwrap.wrap(text, max(10, width))[:5]
+
+def _clean(text: str) -> str:
+    return "".join(char if char.isprintable() else " " for char in text)

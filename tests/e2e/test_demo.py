@@ -1,0 +1,148 @@
+"""`hpcsched demo` as a user runs it: the whole story with a small model, and Ctrl-C in the middle of it."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from waiting import wait_until
+
+SMALL = "--layers 1 --width 32 --heads 2 --context 32 --batch 8 --checkpoint-every 40 --sample 80"
+DEMO = [str(Path(sys.executable).with_name("hpcsched")), "demo", "--plain"]
+PNG = b"\x89PNG\r\n\x1a\n"
+NOBODY = 65534
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """A directory with a short path (sockets lie below it): the demo's TMPDIR is in it, and it is started there."""
+    path = Path(tempfile.mkdtemp(prefix="hd-", dir="/tmp"))
+    (path / "tmp").mkdir()
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def environment(place: Path) -> dict[str, str]:
+    """Return what the demo is started with; its directory is then below `place`, which marks all its processes."""
+    return {**os.environ, "TMPDIR": str(place / "tmp")}
+
+
+def processes_of(place: Path) -> dict[int, str]:
+    """Return pid -> command line of every process whose command line or environment names `place`."""
+    mark = str(place).encode()
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            command, environ = (entry / "cmdline").read_bytes(), (entry / "environ").read_bytes()
+        except OSError:
+            continue
+        if mark in command or mark in environ:
+            found[int(entry.name)] = command.replace(b"\0", b" ").decode(errors="replace")
+    return found
+
+
+def assert_nothing_is_left(place: Path) -> None:
+    """Fail if a process or a file of the demo is there yet."""
+    wait_until(lambda: not processes_of(place), 10, "the demo's processes to be gone")
+    assert list((place / "tmp").iterdir()) == []
+
+
+@pytest.mark.timeout(240)
+def test_the_story_survives_a_dead_controller_and_a_dead_node(place: Path) -> None:
+    done = subprocess.run(
+        [*DEMO, "--seconds", "12", "--training", SMALL],
+        cwd=place, env=environment(place), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    said = done.stdout
+    assert done.returncode == 0, said + done.stderr
+    assert "\x1b" not in said, "no escape codes where the output is no terminal"
+    assert re.search(r"^ *attempts +2 *$", said, re.MULTILINE)
+    resumed = re.search(r"resumed from the checkpoint of step (\d+)", said)
+    assert resumed is not None
+    assert int(resumed[1]) > 0
+    assert "it finds job 1 running" in said
+    assert "census: 0:" in said, "the job that waited for three nodes has run on them"
+    assert (place / "demo-out/loss.png").read_bytes().startswith(PNG)
+    assert (place / "demo-out/model.pt").stat().st_size > 0
+    assert_nothing_is_left(place)
+
+
+@pytest.mark.timeout(120)
+def test_ctrl_c_leaves_nothing_behind(place: Path) -> None:
+    with subprocess.Popen(
+        [*DEMO, "--seconds", "60", "--training", SMALL],
+        cwd=place, env=environment(place), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True,
+        stderr=subprocess.STDOUT, start_new_session=True,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        for line in process.stdout:
+            if "runs on n[1-2]" in line:
+                break
+        assert len(processes_of(place)) > 5
+        os.killpg(process.pid, signal.SIGINT)
+        rest = process.stdout.read()
+        assert process.wait(60) == 130, rest
+    assert "interrupted" in rest
+    assert_nothing_is_left(place)
+
+
+@pytest.mark.timeout(120)
+def test_a_killed_demo_takes_its_cluster_along(place: Path) -> None:
+    with subprocess.Popen(
+        [*DEMO, "--seconds", "60", "--training", SMALL],
+        cwd=place, env=environment(place), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True,
+        start_new_session=True,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        for line in process.stdout:
+            if "hpcschedd runs" in line:
+                break
+        process.kill()
+    wait_until(lambda: not processes_of(place), 60, "the keeper to end the cluster")
+    assert list((place / "tmp").iterdir()) == []
+
+
+@pytest.mark.timeout(240)
+def test_a_cluster_that_is_kept_can_be_used_and_stopped(place: Path) -> None:
+    base = place / "kept"
+    command = [*DEMO, "--seconds", "6", "--training", SMALL, "--keep", "--dir", str(base), "--server", "embedded"]
+    if os.geteuid() == 0:
+        for path in (place, place / "tmp"):
+            os.chown(path, NOBODY, NOBODY)
+        command = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", *command]
+    done = subprocess.run(
+        command, cwd=place, env=environment(place) | {"HOME": str(place)}, stdin=subprocess.DEVNULL, capture_output=True,
+        text=True, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "embedded" in done.stdout
+    env = environment(place) | {"HPCSCHED_CONFIG": str(base / "etc")}
+    bin_dir = Path(sys.executable).parent
+    queue = subprocess.run([bin_dir / "hqueue", "--json"], env=env, capture_output=True, text=True, timeout=30)
+    assert '"chargpt"' in queue.stdout, queue.stderr
+    stopped = subprocess.run([*DEMO[:2], "--stop", str(base)], env=env, capture_output=True, text=True, timeout=90)
+    assert stopped.returncode == 0, stopped.stderr
+    assert not base.exists()
+    assert_nothing_is_left(place)
+
+
+def test_a_directory_with_something_in_it_is_left_alone(place: Path) -> None:
+    (place / "precious").write_text("mine")
+    done = subprocess.run([*DEMO, "--dir", str(place)], cwd=place, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 1
+    assert "is not empty" in done.stderr
+    assert (place / "precious").read_text() == "mine"
+    stopped = subprocess.run([*DEMO[:2], "--stop", str(place)], capture_output=True, text=True, timeout=30)
+    assert stopped.returncode == 1
+    assert "there is none" in stopped.stderr
+    assert (place / "precious").exists()

@@ -1,0 +1,77 @@
+"""What a metrics file tells, read while it grows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from hpcsched.demo.training import MetricsReader
+
+
+def write(path: Path, *lines: dict[str, Any]) -> None:
+    with path.open("a") as stream:
+        stream.writelines(json.dumps(line) + "\n" for line in lines)
+
+
+def step(number: int, attempt: int = 0, **more: Any) -> dict[str, Any]:
+    return {"step": number, "total_steps": 10, "loss": 4.0 - number / 10, "attempt": attempt, "time": 7.0, **more}
+
+
+def saved(number: int, kind: str, attempt: int = 0) -> dict[str, Any]:
+    facts = {"checkpoint_step": number, "checkpoint_kind": kind, "checkpoint_bytes": 1000, "checkpoint_write_s": 0.1}
+    return facts | {"step": number, "attempt": attempt}
+
+
+def test_no_file_is_a_run_that_has_not_begun(tmp_path: Path) -> None:
+    training = MetricsReader(tmp_path / "none").read()
+    assert (training.step, training.points, training.done) == (0, (), 0.0)
+
+
+def test_half_a_line_counts_when_it_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    reader = MetricsReader(path)
+    whole = json.dumps(step(1)) + "\n"
+    path.write_text(whole[:9])
+    assert reader.read().points == ()
+    path.open("a").write(whole[9:])
+    assert reader.read().step == 1
+
+
+def test_half_a_line_of_a_killed_writer_is_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, step(1))
+    with path.open("a") as stream:
+        stream.write('{"step": 2, "lo\n')
+    write(path, step(2, 1, resumed_from=1))
+    training = MetricsReader(path).read()
+    assert [(point.step, point.attempt) for point in training.points] == [(1, 0), (2, 1)]
+
+
+def test_steps_beyond_the_checkpoint_that_was_resumed_from_are_lost(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, *(step(n) for n in range(1, 7)), saved(4, "base"))
+    reader = MetricsReader(path)
+    assert reader.read().lost == ()
+    write(path, step(5, 1, resumed_from=4), step(6, 1), step(7, 1))
+    training = reader.read()
+    assert [point.step for point in training.lost] == [5, 6]
+    assert [(point.step, point.attempt) for point in training.kept] == [
+        (1, 0), (2, 0), (3, 0), (4, 0), (5, 1), (6, 1), (7, 1),
+    ]  # fmt: skip
+    assert training.resumes == ((1, 4, 7.0),)
+    assert (training.attempt, training.done) == (1, 0.7)
+
+
+def test_an_attempt_without_a_checkpoint_to_resume_from_loses_all(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, step(1), step(2), step(1, 1))
+    training = MetricsReader(path).read()
+    assert [point.step for point in training.lost] == [1, 2]
+
+
+def test_checkpoints_that_failed_do_not_count(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, saved(2, "base"), saved(4, "delta"), saved(6, "delta") | {"checkpoint_error": "no space left"})
+    made = MetricsReader(path).read().checkpoints
+    assert [(item.step, item.is_base) for item in made] == [(2, True), (4, False)]
