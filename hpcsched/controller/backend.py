@@ -26,6 +26,7 @@ from hpcsched.model.ids import JobId
 from hpcsched.model.job import FINAL, Job, JobSpec, JobState
 from hpcsched.model.node import Link
 from hpcsched.model.units import parse_signal
+from hpcsched.sched.explain import explain, in_words
 from hpcsched.sched.plan import plan
 from hpcsched.sched.snapshot import snapshot_of
 from hpcsched.shareprobe import PROBE_BYTES, is_probe_name
@@ -182,11 +183,28 @@ class ControllerBackend:
         return {"job_id": job.id, "events": tell(job, events)}
 
     def why(self, asker: Asker, reference: str) -> Json:
+        """Say why a job waits: a fresh plan over the world as it is, explained."""
         job = self._find(asker, reference)[0]
         reason, detail, expected_s = why_waiting(job, self._world)
-        ahead = sum(1 for job_id in self._world.pending if job_id < job.id) if job.state is JobState.PENDING else 0
-        text = detail or f"job {job.display_id} is {job.state}"
-        return {"text": text, "reason": reason.value, "expected_start_s": expected_s, "ahead": ahead}
+        answer: Json = {
+            "text": detail or f"job {job.display_id} is {job.state}",
+            "reason": reason.value,
+            "expected_start_s": expected_s,
+        }
+        if job.state is JobState.PENDING:
+            world, now_s, policy = self._world, self._clock(), self._controller.policy
+            snapshot = snapshot_of(world.jobs_to_plan(), world.nodes.values(), world.partitions.values(), now_s)
+            found = explain(snapshot, policy, plan(snapshot, policy), job.id)
+            if found is not None:
+                answer |= {
+                    "lines": in_words(found, now_s).splitlines(),
+                    "needs": found.needs,
+                    "position": found.position,
+                    "ahead": list(found.ahead),
+                    "nodes": dict(found.nodes),
+                    "expected_start_s": found.expected_start_s,
+                }
+        return answer
 
     async def act(self, asker: Asker, verb: str, body: Json) -> Json:
         references = body.get("jobs", [])
