@@ -64,8 +64,8 @@ def greet(pipe: Pipe, spec: NodeSpec, bundle: Bundle, identity: ControllerIdenti
         )
         pipe.send_all(protocol.encode(hello))
         return _welcome(pipe, left, spec)
-    except OSError:
-        raise LinkError(f"cannot start the agent on {spec.name}: {pipe.epitaph()}") from None
+    except OSError:  # it ended before it took what we said
+        raise LinkError(_no_bootstrap(spec, pipe.epitaph(), b"")) from None
     except protocol.WireError as error:
         raise LinkError(f"cannot understand the agent on {spec.name}: {error}") from None
 

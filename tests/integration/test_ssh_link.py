@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import paramiko
 import pytest
 from fake_node import fake_bundle
 from link_harness import TIMES, linked, local_spec, settings_with, spec_of
@@ -254,13 +255,25 @@ def test_a_root_where_others_may_write_is_refused(spec: NodeSpec) -> None:
     assert f"cannot use {spec.root}: others may write" in asyncio.run(why_down(spec))
 
 
-def test_a_changed_host_key_is_refused_with_both_fingerprints(nodes: LoopbackNodes) -> None:
+def test_an_idle_connection_does_not_poll(nodes: LoopbackNodes) -> None:
+    """paramiko looks at its socket ten times a second unless it is told otherwise."""
+
+    async def run() -> list[float]:
+        async with linked(spec_of(nodes.nodes["a"])) as (_, listener):
+            await listener.wait_up()
+            transports = [thread for thread in threading.enumerate() if isinstance(thread, paramiko.Transport)]
+            return [transport.sock.gettimeout() for transport in transports]
+
+    assert min(asyncio.run(run())) >= 10
+
+
+def test_a_changed_host_key_is_refused_with_both_fingerprints(nodes: LoopbackNodes, tmp_path: Path) -> None:
     node = nodes.nodes["a"]
-    said = asyncio.run(why_down(spec_of(node, host_key=OTHER_KEY)))
+    said = asyncio.run(why_down(spec_of(node, host_key=OTHER_KEY, root=str(tmp_path / "root"))))
     assert "its host key has changed" in said
     assert hostkeys.fingerprint_of(hostkeys.blob_of(OTHER_KEY)) in said
     assert hostkeys.fingerprint_of(hostkeys.blob_of(node.host_key)) in said
-    assert not (node.root / "agent").exists()
+    assert not (tmp_path / "root").exists()
 
 
 def test_a_host_without_a_key_of_the_pinned_kind_is_refused(nodes: LoopbackNodes) -> None:

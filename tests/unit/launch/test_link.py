@@ -84,6 +84,8 @@ class FakePipe:
         self.closed = threading.Event()
         self._incoming: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._greeted = 0
+        self.refuses = False
+        self.last_words = "it ended with status 9"
 
     def say(self, *messages: Any) -> None:
         self._incoming.put(b"".join(protocol.encode(message) for message in messages))
@@ -96,6 +98,8 @@ class FakePipe:
         return self._incoming.get(timeout=PATIENCE_S)
 
     def send_all(self, data: bytes) -> None:
+        if self.refuses:
+            raise BrokenPipeError
         self._greeted += 1
         if self._greeted == 1:
             assert json.loads(data)["node"] == "n1"
@@ -107,7 +111,7 @@ class FakePipe:
             self.may_write.wait(PATIENCE_S)
 
     def epitaph(self) -> str:
-        return "it ended with status 9"
+        return self.last_words
 
     def close(self) -> None:
         self.closed.set()
@@ -340,6 +344,16 @@ def test_a_wrong_first_word(first: Any, why: str) -> None:
     world.hear(1)
     assert world.said == [("down", why)]
     assert pipe.closed.wait(PATIENCE_S)
+
+
+def test_a_command_that_is_gone_before_it_is_told_anything() -> None:
+    pipe = FakePipe()
+    pipe.refuses, pipe.last_words = True, "it ended with status 127: sh: python3: not found"
+    world = World(pipe)
+    world.link.start()
+    world.hear(1)
+    assert world.said[0][1].startswith("cannot start the agent on n1: it ended with status 127: sh: python3: not found")
+    assert "is there no python3?" in world.said[0][1]
 
 
 def test_the_end_of_the_pipe_is_told_with_its_epitaph_and_a_new_one_is_dialled() -> None:
