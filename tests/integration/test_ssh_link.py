@@ -7,7 +7,9 @@ import contextlib
 import functools
 import os
 import pwd
+import shutil
 import socket
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +22,7 @@ from waiting import wait_until
 
 from hpcnode import protocol
 from hpcsched.demo import sshd
-from hpcsched.demo.nodes import LoopbackNodes, start_nodes
+from hpcsched.demo.nodes import LoopbackNode, LoopbackNodes, start_nodes
 from hpcsched.launch import hostkeys
 from hpcsched.launch.keyfile import make_key
 from hpcsched.launch.link import LinkTimes
@@ -296,6 +298,77 @@ def test_a_key_that_is_not_let_in_is_named(
     assert "tried none" in said
 
 
+@pytest.fixture
+def ssh_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    if shutil.which("ssh-agent") is None:
+        pytest.skip("there is no ssh-agent here")
+    path = tmp_path / "agent.sock"
+    process = subprocess.Popen(["ssh-agent", "-D", "-a", path], stdout=subprocess.DEVNULL)
+    try:
+        wait_until(path.exists, 10, "the SSH agent")
+        monkeypatch.setenv("SSH_AUTH_SOCK", str(path))
+        yield
+    finally:
+        process.terminate()
+        process.wait()
+
+
+@pytest.mark.usefixtures("ssh_agent")
+def test_keys_of_the_ssh_agent_are_tried(nodes: LoopbackNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))  # there are no keys in it
+    node = nodes.nodes["a"]
+    spec = spec_of(node, identity_file=None)
+    assert "tried none" in asyncio.run(why_down(spec))
+    make_key(tmp_path / "other", "other")
+    for key in (tmp_path / "other", node.identity_file):
+        subprocess.run(["ssh-add", "-q", key], check=True)
+
+    async def run(spec: NodeSpec) -> None:
+        async with linked(spec) as (_, listener):
+            await listener.wait_up()
+
+    asyncio.run(run(spec))
+    # An encrypted file stands for the key that the agent has open.
+    locked = tmp_path / "locked"
+    shutil.copy(node.identity_file, locked)
+    locked.chmod(0o600)
+    subprocess.run(["ssh-keygen", "-q", "-p", "-f", locked, "-P", "", "-N", "secret"], check=True, capture_output=True)
+    public = subprocess.run(["ssh-keygen", "-y", "-f", node.identity_file], check=True, capture_output=True).stdout
+    locked.with_name("locked.pub").write_bytes(public)
+    asyncio.run(run(spec_of(node, identity_file=str(locked))))
+    subprocess.run(["ssh-add", "-q", "-D"], check=True)
+    said = asyncio.run(why_down(spec_of(node, identity_file=str(locked))))
+    assert f"tried {locked} (damaged, or encrypted and not in the SSH agent: " in said
+
+
+@pytest.mark.sshd
+def test_a_restricted_key_is_enough(tmp_path: Path) -> None:
+    with start_nodes(tmp_path / "nodes", ["a"], server=usable("sshd")) as nodes:  # type: ignore[arg-type]
+        node = nodes.nodes["a"]
+        keys = node.root / "ssh" / "authorized_keys"
+        keys.write_text("restrict " + keys.read_text())
+
+        async def run() -> None:
+            async with linked(spec_of(node)) as (_, listener):
+                await listener.wait_up()
+
+        asyncio.run(run())
+        settings = settings_with(write_jump(tmp_path, node))
+        said = asyncio.run(why_down(spec_of(node, host="target", port=node.port), settings=settings))
+        assert f"cannot reach 127.0.0.1:{node.port} from {node.user}@" in said  # it forwards no ports
+
+
+def write_jump(path: Path, gate: LoopbackNode) -> Path:
+    """Write a client configuration in which `target` is reached through `gate`, and return its path."""
+    (path / "known").write_text(f"[{gate.host}]:{gate.port} {gate.host_key}\n")
+    (path / "config").write_text(
+        f"Host target\n HostName 127.0.0.1\n ProxyJump gate\n"
+        f"Host gate\n HostName {gate.host}\n Port {gate.port}\n User {gate.user}\n"
+        f" IdentityFile {gate.identity_file}\n UserKnownHostsFile {path / 'known'}\n"
+    )
+    return path / "config"
+
+
 def test_no_server_no_route_no_name(nodes: LoopbackNodes) -> None:
     with socket.socket() as reserved:
         reserved.bind(("127.0.0.1", 0))
@@ -376,14 +449,10 @@ def test_ssh_config_says_how_to_get_there(nodes: LoopbackNodes, tmp_path: Path) 
 
 
 def jump_config(nodes: LoopbackNodes, path: Path, known_host_key: str) -> Path:
+    config = write_jump(path, nodes.nodes["b"])
     jump = nodes.nodes["b"]
     (path / "known").write_text(f"[{jump.host}]:{jump.port} {known_host_key}\n" if known_host_key else "")
-    (path / "config").write_text(
-        f"Host target\n HostName 127.0.0.1\n ProxyJump gate\n"
-        f"Host gate\n HostName {jump.host}\n Port {jump.port}\n User {jump.user}\n IdentityFile {jump.identity_file}\n"
-        f" UserKnownHostsFile {path / 'known'}\n"
-    )
-    return path / "config"
+    return config
 
 
 def test_proxy_jump(nodes: LoopbackNodes, tmp_path: Path) -> None:
