@@ -96,23 +96,24 @@ class NodeUnderTest:
             found[path.parent.name] = json.loads(path.read_text())["shepherd"][0]
         return found
 
+    def job_processes(self) -> list[int]:
+        """Return every process that was started for a job of this node."""
+        return [pid for pid, _, env in self._running() if f"HPCSCHED_AGENT_ROOT={self.root}".encode() in env]
+
     def processes(self) -> list[int]:
-        """Return every process that was started for a job of this node, and every shepherd and agent."""
-        marker = f"HPCSCHED_AGENT_ROOT={self.root}".encode()
+        """Return every process of this node: the agents, their workers, the jobs."""
         mine = str(self.root).encode()
-        found = []
+        ours = [pid for pid, command, _ in self._running() if mine in command and b"agent" in command]
+        return ours + self.job_processes()
+
+    def _running(self) -> Iterator[tuple[int, list[bytes], list[bytes]]]:
         for name in os.listdir("/proc"):
             if not name.isdigit():
                 continue
             with contextlib.suppress(OSError):
                 command = Path("/proc", name, "cmdline").read_bytes()
-                if not command:
-                    continue  # a zombie
-                if marker in Path("/proc", name, "environ").read_bytes().split(b"\0") or (
-                    mine in command.split(b"\0") and b"agent" in command.split(b"\0")
-                ):
-                    found.append(int(name))
-        return found
+                if command:  # else a zombie
+                    yield int(name), command.split(b"\0"), Path("/proc", name, "environ").read_bytes().split(b"\0")
 
     def stop(self) -> None:
         """Kill everything of this node."""

@@ -144,7 +144,7 @@ def test_a_launch_runs_once_whoever_is_killed_where(node: NodeUnderTest, place: 
     late.send(protocol.EndJob(INCARNATION, 1, 0, 1.0))
     late.wait(lambda m: isinstance(m, protocol.JobGone))
     assert (marker.read_text().split() if marker.exists() else []) == runs
-    assert [pid for pid in node.processes() if node.agent is not None and pid != node.agent.pid] == []
+    assert node.job_processes() == []
 
 
 @pytest.mark.parametrize("point", ["bar.before", "bar.made", "final.before", "final.after"])

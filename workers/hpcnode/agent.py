@@ -26,7 +26,9 @@ from hpcnode.clients import BoundedFramer, Clients, Frames, peer
 from hpcnode.faults import CrashPoints, crash_points
 from hpcnode.ledger import FORGET_AT_ONCE, REPEAT_S, Ledger
 from hpcnode.loop import READ, Loop, Stream, Timer, wake_on_signals
-from hpcnode.minders import Minders, Place
+from hpcnode.minders import Minders
+from hpcnode.mpi import MpiVariables
+from hpcnode.shepherd import Setting
 from hpcnode.spool import Spool
 
 IDLE_S = 60.0
@@ -57,8 +59,17 @@ class Agent:
         self._loop = Loop()
         self._spool = Spool(root, self._faults)
         self._socket_path = place.socket_path(root)
-        self._place = Place(node=node, boot_id=self._boot_id, socket_path=self._socket_path)
-        self._minders = Minders(self._loop, self._spool, self._place, self._faults)
+        self._protect()
+        setting = Setting(
+            spool=self._spool,
+            faults=self._faults,
+            boot_id=self._boot_id,
+            node=node,
+            socket_path=self._socket_path,
+            cgroup_base=cgroup.find_base(),
+            has_gpus=environment.node_has_gpus(),
+        )
+        self._minders = Minders(self._loop, setting, MpiVariables(root, log))
         self._ledger = Ledger(
             node=node,
             boot_id=self._boot_id,
@@ -81,8 +92,6 @@ class Agent:
 
     def run(self, ready_fd: int) -> None:
         """Serve until nobody needs us any more; a byte to `ready_fd` says that the socket answers."""
-        os.umask(0o077)
-        self._protect()
         place.write_shims(self.root)
         self._minders.on_words = self._from_shepherd
         self._minders.on_gone = self._shepherd_gone
@@ -96,6 +105,8 @@ class Agent:
             },
         )
         self._ledger.recover()
+        if self._ledger.is_idle:
+            self._minders.forget_mpi_files()
         listener = self._listen()
         if ready_fd >= 0:
             os.write(ready_fd, b"ready\n")
@@ -109,6 +120,7 @@ class Agent:
         listener.close()
 
     def _protect(self) -> None:
+        os.umask(0o077)
         process.become_subreaper()  # orphans of a killed shepherd come to us, not to init
         if os.geteuid() == 0:
             try:
@@ -116,9 +128,6 @@ class Agent:
                     file.write("-500")
             except OSError:
                 pass  # a container may forbid it
-        self._place.cgroup_base = cgroup.find_base()
-        self._place.has_gpus = environment.node_has_gpus()
-        self._place.mpi_environment = _mpi_environment()
 
     def _listen(self) -> socket.socket:
         path = self._socket_path
@@ -204,6 +213,7 @@ class Agent:
         self._welcomed = True
         self._clients.controller_came()
         self._minders.resend()
+        self._minders.keep_one_ready()
 
     def to_controller(self, message: protocol.Message, blob: bytes = b"") -> bool:
         """Send it if a controller listens; return whether one does."""
@@ -352,7 +362,7 @@ class Agent:
         if self._ledger.waits and self._tick_timer is None:
             self._tick_timer = self._loop.later(TICK_S, self._tick)
         if self._ledger.to_forget >= FORGET_AT_ONCE:
-            self._ledger.forget_some()
+            self._forget()
         elif self._ledger.to_forget and self._forget_timer is None:
             self._forget_timer = self._loop.later(FORGET_S, self._forget)
         needed = self._controller is not None or len(self._clients) > 0 or not self._ledger.is_idle
@@ -373,8 +383,12 @@ class Agent:
         self._ledger.tick()
 
     def _forget(self) -> None:
-        self._forget_timer = None
-        self._ledger.forget_some()
+        if self._forget_timer is not None:
+            self._forget_timer.cancel()
+            self._forget_timer = None
+        tokens = self._ledger.forget_some()
+        if tokens:
+            self._helpers.do(lambda: self._spool.remove(tokens))
 
     def _repeat(self) -> None:
         if self._welcomed:
@@ -384,7 +398,7 @@ class Agent:
     def _hand_over(self) -> None:
         """End; shepherds live on, and the spool says everything to the next agent."""
         if self._ledger.to_forget:
-            self._ledger.forget_some()
+            self._forget()
         self._loop.stopped = True
 
 
@@ -405,14 +419,6 @@ def take_lock(root: str, boot: str) -> int:
 def log(text: str) -> None:
     """Write a line to the agent's log (its stderr)."""
     print(time.strftime("%Y-%m-%dT%H:%M:%S"), text, file=sys.stderr, flush=True)
-
-
-def _mpi_environment() -> Optional[Any]:
-    try:
-        from hpcnode.mpienv import mpi_environment
-    except ImportError:
-        return None  # a bundle without it: jobs run, mpirun has to be told its hosts
-    return mpi_environment
 
 
 def main(argv: List[str]) -> int:

@@ -1,8 +1,10 @@
-"""Control groups (version 2), where we may make them: one for the tasks of each step.
+"""Control groups (version 2), where we may make them: one for each worker and the tasks that it minds.
 
 They make two things sure that a walk through /proc cannot: killing a tree whose shepherd is gone, and limiting memory.
 Where there are none (a plain user without delegation, an old kernel) everything else works without them.
-Rules: a group is named by its step's nonce, holds only tasks (never the shepherd), and is removed when it is empty.
+
+A worker enters its group once, and its tasks are born in it: moving a process takes the kernel some 10 ms each time. So a
+group is killed only when its worker is dead. It is removed when it is empty.
 
 Sources: Documentation/admin-guide/cgroup-v2.rst (cgroup.procs, cgroup.kill, memory.max, memory.events).
 """
@@ -14,7 +16,7 @@ from typing import List, Optional
 
 
 def find_base() -> Optional[str]:
-    """Return a directory in which this process may make groups and move its children there, or None."""
+    """Return a directory in which this process may make groups and move itself there, or None."""
     mount = _mount_point()
     if mount is None:
         return None
@@ -58,54 +60,42 @@ def _can_use(base: str) -> bool:
         return False
     child = os.fork()
     if child == 0:
-        try:
-            with open(path + "/cgroup.procs", "w") as file:
-                file.write("0")
-        except OSError:
-            os._exit(1)
-        os._exit(0)
+        os._exit(0 if _write(path + "/cgroup.procs", "0") else 1)
     entered = os.waitpid(child, 0)[1] == 0
     usable = entered and os.path.exists(path + "/cgroup.kill")
     os.rmdir(path)
     return usable
 
 
-def make(base: str, name: str, mem_mib: int) -> str:
-    """Make the group of a step and return its path; limit its memory where the kernel lets us."""
-    path = os.path.join(base, name)
+def enter_own(base: str) -> Optional[str]:
+    """Move this process into a group of its own and return the group's path, None if that does not work (any more)."""
+    path = os.path.join(base, "worker-%d-%s" % (os.getpid(), os.urandom(4).hex()))  # a pid alone comes round again
     try:
         os.mkdir(path)
-    except FileExistsError:
-        pass  # a shepherd before us died before it had started anything
+    except OSError:
+        return None
+    return path if _write(path + "/cgroup.procs", "0") else None
+
+
+def limit_memory(path: str, mem_mib: int) -> bool:
+    """Limit the group's memory (0: no more); return whether the kernel does that for us."""
     if mem_mib > 0:
-        _write(base + "/cgroup.subtree_control", "+memory")
-        if _write(path + "/memory.max", str(mem_mib << 20)):
-            _write(path + "/memory.oom.group", "1")
-    return path
+        _write(os.path.dirname(path) + "/cgroup.subtree_control", "+memory")
+    return _write(path + "/memory.max", str(mem_mib << 20) if mem_mib > 0 else "max") and mem_mib > 0
 
 
-def limits_memory(path: str) -> bool:
-    """Return whether the group has a memory limit of its own."""
-    return _read(path + "/memory.max").strip() not in ("", "max")
-
-
-def ran_out_of_memory(path: str) -> bool:
-    """Return whether the kernel killed something of the group for its memory."""
+def memory_kills(path: str) -> int:
+    """Return how often the kernel has killed something of the group for its memory."""
     for line in _read(path + "/memory.events").splitlines():
         name, _, count = line.partition(" ")
-        if name == "oom_kill" and int(count) > 0:
-            return True
-    return False
+        if name == "oom_kill":
+            return int(count)
+    return 0
 
 
 def kill(path: str) -> None:
     """Kill everything in the group, also what forks meanwhile."""
     _write(path + "/cgroup.kill", "1")
-
-
-def members(path: str) -> List[int]:
-    """Return the pids in the group, [] if it is gone."""
-    return [int(word) for word in _read(path + "/cgroup.procs").split()]
 
 
 def is_populated(path: str) -> bool:
@@ -120,7 +110,15 @@ def remove(path: str) -> None:
     try:
         os.rmdir(path)
     except OSError:
-        pass  # gone, or not empty yet: the one who cares asks again
+        pass  # gone, or not empty yet: `remove_empty` comes again
+
+
+def remove_empty(base: str) -> None:
+    """Remove the groups of workers that are gone."""
+    for name in _children(base):
+        path = os.path.join(base, name)
+        if name.startswith("worker-") and not is_populated(path):
+            remove(path)
 
 
 def _children(path: str) -> List[str]:
@@ -139,9 +137,15 @@ def _read(path: str) -> str:
 
 
 def _write(path: str, text: str) -> bool:
+    """Write to a control file that exists; return whether the kernel took it."""
     try:
-        with open(path, "w") as file:
-            file.write(text)
+        fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        os.write(fd, text.encode())
         return True
     except OSError:
         return False
+    finally:
+        os.close(fd)

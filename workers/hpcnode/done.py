@@ -70,6 +70,11 @@ class DoneLog:
             for part in (self._newer, self._older)
         )
 
+    def is_noted(self, text: str) -> bool:
+        """Return whether this very token was noted."""
+        nonce = bytes.fromhex(text.rpartition(".")[2])
+        return nonce in self._newer.nonces or nonce in self._older.nonces
+
     def add(self, tokens: Iterable[str]) -> None:
         """Note these tokens durably."""
         self._append(["t " + text for text in tokens])

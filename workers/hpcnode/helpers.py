@@ -40,6 +40,20 @@ class Helpers:
         self._running += 1
         _Child(self._loop, pid, read_end, lambda answer: self._over(answer, failed, tell))
 
+    def do(self, work: Callable[[], None]) -> None:
+        """Do `work` in a child, without an answer and without a deadline; when a child cannot be had, do it here."""
+        try:
+            pid = os.fork()
+        except OSError:
+            work()
+            return
+        if pid == 0:
+            try:
+                process.close_all_but([])
+                work()
+            finally:
+                os._exit(0)
+
     def _over(self, data: bytes, failed: Callable[[str], Answer], tell: Callable[[Answer], None]) -> None:
         self._running -= 1
         frames = list(protocol.Framer().feed(data))

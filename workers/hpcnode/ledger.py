@@ -380,15 +380,15 @@ class Ledger:
                 self._send(self._report(entry))
         self._repeat_below = self._next_seq
 
-    def forget_some(self) -> None:
-        """Remove the entries that are over and acknowledged, with one fsync for all of them."""
-        tokens, self._to_forget = self._to_forget, {}
+    def forget_some(self) -> List[str]:
+        """Forget what is over and acknowledged, with one fsync for all of it; returns the entries to be removed."""
+        tokens = list(self._to_forget)
         try:
-            self._spool.forget(tokens)
+            self._spool.note_finished(tokens)
         except OSError as error:
             self._log("cannot note finished tokens: %s" % error)
-            self._to_forget = tokens
-            return
+            return []
+        self._to_forget.clear()
         for token in tokens:
             entry = self.entries.pop(token)
             self._by_seq.pop(entry.seq, None)
@@ -396,6 +396,7 @@ class Ledger:
             siblings.discard(token)
             if not siblings:
                 del self._by_job[entry.key.job]
+        return tokens
 
     @property
     def to_forget(self) -> int:

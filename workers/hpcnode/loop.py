@@ -44,11 +44,6 @@ class Loop:
         self.stopped = False
         self.after_turn: Optional[Callable[[], None]] = None
 
-    def descriptors(self) -> List[int]:
-        """Return the loop's own descriptors (for a child that must close them)."""
-        fileno = getattr(self._selector, "fileno", None)
-        return [fileno()] if fileno else []
-
     def watch(self, fd: int, events: int, call: Callable[[int], None]) -> None:
         """Call `call(events)` whenever `fd` is ready; replaces an earlier watch; no events: stop watching."""
         registered = fd in self._selector.get_map()
@@ -73,8 +68,13 @@ class Loop:
 
     def run(self) -> None:
         """Serve until `stopped` is set."""
+        self.stopped = False
         while not self.stopped:
             self.turn()
+
+    def clear_timers(self) -> None:
+        """Forget all timers."""
+        self._timers.clear()
 
     def turn(self) -> None:
         """Wait for something and serve it."""
@@ -213,8 +213,8 @@ class Stream:
         self.on_data(b"")
 
 
-def wake_on_signals(loop: Loop, calls: Dict[int, Callable[[], None]]) -> List[int]:
-    """Call back in the loop when one of these signals came. Returns the descriptors that this needs."""
+def wake_on_signals(loop: Loop, calls: Dict[int, Callable[[], None]]) -> None:
+    """Call back in the loop when one of these signals came."""
     read_end, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def wake(_events: int) -> None:
@@ -226,4 +226,3 @@ def wake_on_signals(loop: Loop, calls: Dict[int, Callable[[], None]]) -> List[in
         signal.signal(number, lambda *_: None)
     signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
     loop.watch(read_end, READ, wake)
-    return [read_end, write_end]

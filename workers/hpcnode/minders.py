@@ -1,6 +1,6 @@
 """The agent's side of its shepherds: forks them, talks to them, finds those of an agent before it, notices their end.
 
-Rules: the lock of an entry is taken before the fork and handed to the child, so *the lock is free* means that no shepherd
+Rules: the lock of an entry is taken here and handed to the worker that will mind it, so *the lock is free* means that no shepherd
 lives and nothing that it forked waits to be released. Only then is a shepherd gone.
 It does not decide anything about launches: that is the ledger's.
 """
@@ -14,77 +14,115 @@ from typing import Any, Callable, Dict, List, Optional
 
 from hpcnode import cgroup, local, process, protocol
 from hpcnode.environment import MARKER
-from hpcnode.faults import CrashPoints
-from hpcnode.loop import Loop, Stream
-from hpcnode.shepherd import Assignment, connect_in, shepherd_main
-from hpcnode.spool import Spool
+from hpcnode.loop import READ, Loop, Stream
+from hpcnode.mpi import MpiVariables
+from hpcnode.shepherd import Setting, connect_in
 from hpcnode.user import Account
+from hpcnode.worker import Order, send_order, worker_main
 
+MAX_IDLE = 8  # workers that wait for the next short job
 RETRY_S = 0.02
 MAX_RETRY_S = 1.0
 
 
-class Place:
-    """What shepherds on this node have in common."""
+class _Worker:
+    """A process that minds steps, one at a time (see `worker`)."""
 
-    def __init__(self, *, node: str, boot_id: str, socket_path: str) -> None:
-        self.node = node
-        self.boot_id = boot_id
-        self.socket_path = socket_path
-        self.cgroup_base: Optional[str] = None
-        self.has_gpus = False
-        self.mpi_environment: Optional[Callable[..., Dict[str, str]]] = None
+    def __init__(self, control: socket.socket) -> None:
+        self.control = control
+        self.idle = True
 
 
 class Minders:
     """The shepherds that live on this node."""
 
-    def __init__(self, loop: Loop, spool: Spool, place: Place, faults: CrashPoints) -> None:
+    def __init__(self, loop: Loop, setting: Setting, mpi: MpiVariables) -> None:
         self._loop = loop
-        self._spool = spool
-        self._place = place
-        self._faults = faults
+        self._setting = setting
+        self._mpi = mpi
+        self._spool = setting.spool
+        self._workers: List[_Worker] = []
         self._streams: Dict[str, Stream] = {}
-        self.round = 0  # of the output's readers, see `local`
         self._unsaid: Dict[str, List[bytes]] = {}  # for shepherds that we know to live but have not reached yet
+        self.round = 0  # of the output's readers, see `local`
         self.on_words: Callable[[str, List[Any], bytes], None] = lambda _token, _words, _blob: None
         self.on_gone: Callable[[str], None] = lambda _token: None
 
     def start(self, launch: protocol.Launch, account: Account) -> None:
-        """Fork a shepherd for a claimed token. Raises OSError if the node cannot."""
+        """Give a claimed token to a worker. Raises OSError if the node cannot fork."""
+        order = Order(launch.token, account, self._mpi.variables(launch, account), self.round)
         lock_fd = self._lock(launch.token)
         if lock_fd is None:
             raise OSError("its spool entry is locked by another shepherd")
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        place = self._place
-        self._faults.reached("fork.before")
+        faults = self._setting.faults
+        try:
+            faults.reached("fork.before")
+            self._give(order, lock_fd, theirs)
+            faults.reached("fork.after")
+        except OSError:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+            os.close(lock_fd)
+        self._attach(launch.token, ours)
+
+    def _give(self, order: Order, lock_fd: int, talk: socket.socket) -> None:
+        for worker in [worker for worker in self._workers if worker.idle]:
+            try:
+                send_order(worker.control, order, lock_fd, talk)
+            except OSError:
+                self._drop(worker)  # somebody killed it
+                continue
+            worker.idle = False
+            return
+        worker = self._fork_worker()
+        worker.idle = False
+        send_order(worker.control, order, lock_fd, talk)
+
+    def keep_one_ready(self) -> None:
+        """Have a worker at hand, so that the next launch need not wait for a fork."""
+        if not self._workers:
+            self._fork_worker()
+
+    def forget_mpi_files(self) -> None:
+        """Remove the host files of allocations that are over; no job may be running."""
+        self._mpi.remove_files()
+
+    def _fork_worker(self) -> _Worker:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             pid = os.fork()
         except OSError:
-            for sock in (ours, theirs):
-                sock.close()
-            os.close(lock_fd)
+            ours.close()
+            theirs.close()
             raise
         if pid == 0:
-            job = Assignment(
-                launch=launch,
-                account=account,
-                spool=self._spool,
-                boot_id=place.boot_id,
-                node=place.node,
-                socket_path=place.socket_path,
-                cgroup_base=place.cgroup_base,
-                has_gpus=place.has_gpus,
-                lock_fd=lock_fd,
-                round=self.round,
-                faults=self._faults,
-                mpi_environment=place.mpi_environment,
-            )
-            shepherd_main(job, theirs)
-        self._faults.reached("fork.after")
+            worker_main(self._setting, theirs)
         theirs.close()
-        os.close(lock_fd)
-        self._attach(launch.token, ours)
+        worker = _Worker(ours)
+        self._workers.append(worker)
+        self._loop.watch(ours.fileno(), READ, lambda _events: self._heard(worker))
+        return worker
+
+    def _heard(self, worker: _Worker) -> None:
+        try:
+            said = worker.control.recv(16)
+        except OSError:
+            said = b""
+        idle = sum(other.idle for other in self._workers)
+        if not said or idle >= MAX_IDLE:
+            self._drop(worker)  # it ends when it finds us gone
+        else:
+            worker.idle = True
+
+    def _drop(self, worker: _Worker) -> None:
+        self._workers.remove(worker)
+        if self._setting.cgroup_base is not None:
+            cgroup.remove_empty(self._setting.cgroup_base)
+        self._loop.watch(worker.control.fileno(), 0, lambda _events: None)
+        worker.control.close()
 
     def is_minded(self, token: str) -> bool:
         """Return whether a shepherd of this token lives, by the lock in its entry."""
@@ -124,17 +162,18 @@ class Minders:
             stream.pause(paused)
 
     def reap(self) -> None:
-        """Collect ended children: shepherds that we forked, and orphans of those that were killed."""
+        """Collect ended children: workers, and orphans of those that were killed."""
         while True:
             try:
-                if os.waitpid(-1, os.WNOHANG)[0] == 0:
-                    return
+                pid = os.waitpid(-1, os.WNOHANG)[0]
             except ChildProcessError:
+                return
+            if pid == 0:
                 return
 
     def kill_remains(self, started: Dict[str, Any]) -> bool:
         """Kill what is left of a step whose shepherd is gone; return whether nothing was left."""
-        if started.get("boot_id") != self._place.boot_id:
+        if started.get("boot_id") != self._setting.boot_id:
             return True  # the node was rebooted since
         group = started.get("cgroup")
         if group:
@@ -202,5 +241,3 @@ class Minders:
             self._loop.later(pause_s, lambda: self._wait_for_lock(token, again_s))
         else:
             self.on_gone(token)
-
-

@@ -56,11 +56,19 @@ def boot_id(environ: Mapping[str, str]) -> str:
 def read_stat(pid: int) -> Optional[Stat]:
     """Return what /proc says of `pid`, or None if there is no such process."""
     try:
-        with open("/proc/%d/stat" % pid, "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()  # the name in front may hold anything
+        text = _read("/proc/%d/stat" % pid)
     except (FileNotFoundError, ProcessLookupError):
         return None
+    fields = text.rpartition(b")")[2].split()  # the name in front may hold anything
     return Stat(fields[0].decode(), int(fields[1]), int(fields[3]), int(fields[19]), int(fields[21]))
+
+
+def _read(path: str) -> bytes:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.read(fd, 4096)
+    finally:
+        os.close(fd)
 
 
 def identify(pid: int, boot: str) -> Optional[Identity]:

@@ -1,4 +1,4 @@
-"""The shepherd: a process that minds one step on one node, and outlives the agent, the connection and the controller.
+"""The shepherd: minds one step on one node, and outlives the agent, the connection and the controller.
 
     prepare -> tasks forked, each stopped on a pipe -> who they are is durable -> released -> all over -> end durable -> told
 
@@ -19,12 +19,11 @@ import signal
 import socket
 import sys
 import time
-import traceback
-from typing import Any, Callable, Dict, List, NamedTuple, NoReturn, Optional, Set
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Set
 
 from hpcnode import cgroup, environment, files, limits, local, process, protocol, streams
 from hpcnode.faults import CrashPoints
-from hpcnode.loop import READ, WRITE, Loop, Stream, Timer, wake_on_signals
+from hpcnode.loop import READ, WRITE, Loop, Stream, Timer
 from hpcnode.spool import Spool
 from hpcnode.task import READY, TaskPlan, run_task
 from hpcnode.user import Account
@@ -35,21 +34,46 @@ RETRY_S = 1.0  # between attempts to record an end on a full disk
 SOCKET_NAME = "sock"
 
 
-class Assignment(NamedTuple):
-    """All that a shepherd has to know. `lock_fd` is locked and stays open for life."""
+class _Usage:
+    """What all that has ended below has used."""
 
-    launch: protocol.Launch
-    account: Account
+    def __init__(self) -> None:
+        self.user_s = 0.0
+        self.system_s = 0.0
+        self.max_rss_kib = 0
+
+    def add(self, usage: resource.struct_rusage) -> None:
+        self.user_s += usage.ru_utime
+        self.system_s += usage.ru_stime
+        self.max_rss_kib = max(self.max_rss_kib, usage.ru_maxrss)
+
+    def as_dict(self) -> Dict[str, float]:
+        return {
+            "cpu_user_s": self.user_s,
+            "cpu_system_s": self.system_s,
+            "max_rss_kib": float(self.max_rss_kib),
+        }
+
+
+class Setting(NamedTuple):
+    """What all shepherds of an agent have in common."""
+
     spool: Spool
+    faults: CrashPoints
     boot_id: str
     node: str
     socket_path: str
     cgroup_base: Optional[str]
     has_gpus: bool
-    lock_fd: int
+
+
+class Assignment(NamedTuple):
+    """What a shepherd has to know of its step."""
+
+    launch: protocol.Launch
+    account: Account
+    environment: Dict[str, str]  # to be added
     round: int  # of the output's readers, see `local`
-    faults: CrashPoints
-    mpi_environment: Optional[Callable[..., Dict[str, str]]]
 
 
 class _Task:
@@ -65,31 +89,15 @@ class _Task:
         self.signal = 0
 
 
-def shepherd_main(job: Assignment, agent: socket.socket) -> NoReturn:
-    """Mind the step and exit. To be called in a child of the agent."""
-    code = 1
-    try:
-        os.setsid()
-        process.close_all_but([job.lock_fd, agent.fileno()])
-        process.become_subreaper()
-        job.faults.reached("shepherd.begun")
-        Shepherd(job, agent).run()
-        code = 0
-    except BaseException:
-        traceback.print_exc(file=sys.stderr)  # the agent's log; what is not on disk is found by the agent
-        sys.stderr.flush()
-    finally:
-        os._exit(code)
-
-
 class Shepherd:
     """The state of one step on this node, and what it does about each thing that happens."""
 
-    def __init__(self, job: Assignment, agent: socket.socket) -> None:
+    def __init__(self, setting: Setting, job: Assignment, agent: socket.socket, loop: Loop, group: Optional[str]) -> None:
+        self.setting = setting
         self.job = job
         self.launch = job.launch
         self.token = job.launch.token
-        self.loop = Loop()
+        self.loop = loop
         self._unpacker = local.Unpacker()
         self._listener: Optional[socket.socket] = None
         self._agent: Optional[Stream] = Stream(self.loop, agent, self._from_agent)
@@ -104,7 +112,9 @@ class Shepherd:
         self._final_told = False
         self._acknowledged = False
         self._round: Optional[int] = job.round
-        self._cgroup: Optional[str] = None
+        self._cgroup = group  # of this process and its tasks
+        self._kernel_limits_memory = False
+        self._memory_kills = 0
         self._ending_at_s: Optional[float] = None  # on the boot clock: when everything is killed
         self._end_timer: Optional[Timer] = None
         self._linger: Optional[Timer] = None
@@ -114,15 +124,16 @@ class Shepherd:
         self._timed_out = False
         self._out_of_memory = False
         self._childless = False
+        self._usage = _Usage()
 
     # ----- from the fork to the release
 
     def run(self) -> None:
         """Run the step to its end."""
-        wake_on_signals(
-            self.loop,
-            {signal.SIGCHLD: self._reap, signal.SIGTERM: self._told_to_stop, signal.SIGINT: _ignore, signal.SIGHUP: _ignore},
-        )
+        self.setting.faults.reached("shepherd.begun")
+        if self._cgroup is not None and self.launch.mem_mib > 0:
+            self._kernel_limits_memory = cgroup.limit_memory(self._cgroup, self.launch.mem_mib)
+            self._memory_kills = cgroup.memory_kills(self._cgroup)
         self._say(["here", local.VERSION, self.token])
         try:
             self._fork_tasks()
@@ -130,49 +141,33 @@ class Shepherd:
             self._refuse("cannot start the step: %s" % error)
         self.loop.run()
 
+    @property
+    def is_clean(self) -> bool:
+        """Whether nothing of the step is left, so that this process may mind another one."""
+        return self._childless and not self._outputs and not self._inputs and self._listener is None
+
+    def close(self) -> None:
+        """Close what the step had open."""
+        for task in self._tasks:
+            if task.status_fd >= 0:
+                self.loop.watch(task.status_fd, 0, _nothing)
+                os.close(task.status_fd)
+        if self._agent is not None:
+            self._agent.close()
+
     def _fork_tasks(self) -> None:
-        launch, job = self.launch, self.job
+        launch, job, setting = self.launch, self.job, self.setting
         shared = environment.step_environment(
-            launch, job.account, root=job.spool.root, socket_path=job.socket_path, has_gpus=job.has_gpus
+            launch, job.account, root=setting.spool.root, socket_path=setting.socket_path, has_gpus=setting.has_gpus
         )
-        shared.update(self._mpi_environment())
-        group_fd = self._make_cgroup()
+        shared.update(job.environment)
         release_read, self._release_fd = os.pipe2(os.O_CLOEXEC)
         for local_rank in range(launch.tasks.count):
-            self._fork_task(local_rank, shared, group_fd, release_read)
+            self._fork_task(local_rank, shared, release_read)
         os.close(release_read)
-        if group_fd is not None:
-            os.close(group_fd)
-        self.job.faults.reached("tasks.forked")
+        self.setting.faults.reached("tasks.forked")
 
-    def _mpi_environment(self) -> Dict[str, str]:
-        """What makes plain `mpirun` use the allocation; without it the job runs all the same."""
-        launch, job = self.launch, self.job
-        if job.mpi_environment is None or not launch.hosts or launch.step != protocol.BATCH:
-            return {}
-        try:
-            return job.mpi_environment(
-                hosts=launch.hosts,
-                hrsh=os.path.join(environment.bin_dir(job.spool.root), "hrsh"),
-                state_dir=job.spool.make_job_folder(self.token),
-                same_machine=launch.same_machine,
-                as_root=job.account.uid == 0,
-            )
-        except (OSError, ValueError) as error:
-            print("no MPI environment for %s: %s" % (self.token, error), file=sys.stderr, flush=True)
-            return {}
-
-    def _make_cgroup(self) -> Optional[int]:
-        if self.job.cgroup_base is None:
-            return None
-        try:
-            self._cgroup = cgroup.make(self.job.cgroup_base, self.token.rpartition(".")[2], self.launch.mem_mib)
-            return os.open(self._cgroup + "/cgroup.procs", os.O_WRONLY | os.O_CLOEXEC)
-        except OSError:
-            self._cgroup = None  # taken away meanwhile; everything else works without
-            return None
-
-    def _fork_task(self, local_rank: int, shared: Dict[str, str], group_fd: Optional[int], release_read: int) -> None:
+    def _fork_task(self, local_rank: int, shared: Dict[str, str], release_read: int) -> None:
         launch = self.launch
         rank = launch.tasks.first_rank + local_rank
         stdin_fd = self._input_pipe(rank)
@@ -182,7 +177,7 @@ class Shepherd:
         status_read, status_write = os.pipe2(os.O_CLOEXEC)
 
         def path(pattern: str) -> str:
-            return files.fill(pattern, rank, launch.tasks.node_rank, self.job.node)
+            return files.fill(pattern, rank, launch.tasks.node_rank, self.setting.node)
 
         def empties(pattern: str) -> bool:
             return not launch.append and files.truncates(pattern, local_rank, launch.tasks.node_rank)
@@ -190,7 +185,7 @@ class Shepherd:
         argv = list(launch.argv)
         is_script = launch.step == protocol.BATCH
         if is_script:
-            argv.insert(0, os.path.join(self.job.spool.job_folder(self.token), "script"))
+            argv.insert(0, self.setting.spool.script(self.token))
         plan = TaskPlan(
             rank=rank,
             argv=argv,
@@ -206,7 +201,6 @@ class Shepherd:
             stderr_fd=stderr_fd,
             truncate_stdout=empties(launch.stdout),
             truncate_stderr=empties(launch.stderr),
-            cgroup_fd=group_fd,
             release_fd=release_read,
             status_fd=status_write,
         )
@@ -252,6 +246,7 @@ class Shepherd:
         if not data:
             self.loop.watch(task.status_fd, 0, _nothing)
             os.close(task.status_fd)
+            task.status_fd = -1
             if not task.ready:
                 self._refuse("cannot start task %d: it died before it could run" % task.rank)
             return
@@ -266,28 +261,28 @@ class Shepherd:
 
     def _release(self) -> None:
         """Put on disk who runs, then let them run."""
-        who = [process.identify(task.pid, self.job.boot_id) for task in self._tasks]
+        who = [process.identify(task.pid, self.setting.boot_id) for task in self._tasks]
         self._started = {
             "status": protocol.STARTED,
             "pid": self._tasks[0].pid if self._tasks else 0,
             "at_s": time.time(),
             "started_at_s": time.time(),
             "tasks": [identity for identity in who if identity is not None],
-            "shepherd": process.identify(os.getpid(), self.job.boot_id),
-            "boot_id": self.job.boot_id,
+            "shepherd": process.identify(os.getpid(), self.setting.boot_id),
+            "boot_id": self.setting.boot_id,
             "uid": self.job.account.uid,
             "cgroup": self._cgroup,
             "stream_to": self._stream_to(),
         }
         try:
-            self.job.spool.write_started(self.token, self._started)
+            self.setting.spool.write_started(self.token, self._started)
         except OSError as error:
-            self._refuse("cannot record the start in %s: %s" % (self.job.spool.path, error.strerror))
+            self._refuse("cannot record the start in %s: %s" % (self.setting.spool.path, error.strerror))
             return
         self._released = True
         os.write(self._release_fd, b"x" * len(self._tasks))
         os.close(self._release_fd)
-        self.job.faults.reached("released")
+        self.setting.faults.reached("released")
         self._say(["started", self._started])
         self._set_limits()
 
@@ -318,7 +313,7 @@ class Shepherd:
             if launch.signum and launch.signal_before_s > 0:
                 self.loop.later(max(0.0, launch.limit_s - launch.signal_before_s), self._warn)
             self.loop.later(launch.limit_s, self._limit_reached)
-        if launch.mem_mib > 0 and not (self._cgroup and cgroup.limits_memory(self._cgroup)):
+        if launch.mem_mib > 0 and not self._kernel_limits_memory:
             self.loop.later(limits.WATCH_S, self._watch_memory)
 
     def _warn(self) -> None:
@@ -358,7 +353,8 @@ class Shepherd:
             pids = [pid for pid in pids if pid != shell.pid]
         process.signal_all(pids, signum)
 
-    def _told_to_stop(self) -> None:
+    def told_to_stop(self) -> None:
+        """SIGTERM: the node is going down."""
         self._end(self.launch.grace_s, "the node told the shepherd to stop")
 
     def _end(self, grace_s: float, why: str) -> None:
@@ -394,23 +390,23 @@ class Shepherd:
         """Kill the tree, again and again until nothing is left of it."""
         if self._final is not None or self._childless:
             return
-        if self._cgroup is not None:
-            cgroup.kill(self._cgroup)
         if self._kill_rounds > 0:
             _stop_all_below()  # so that nothing forks away from the kill
         process.signal_all(process.descendants([os.getpid()]), signal.SIGKILL)
         self._kill_rounds += 1
         self.loop.later(min(1.0, 0.01 * 2**self._kill_rounds), self._kill_all)
 
-    def _reap(self) -> None:
+    def reap(self) -> None:
+        """Collect whatever has ended below."""
         while True:
             try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
+                pid, status, usage = os.wait4(-1, os.WNOHANG)
             except ChildProcessError:
                 self._childless = True
                 break
             if pid == 0:
                 break
+            self._usage.add(usage)
             for task in self._tasks:
                 if task.pid == pid:
                     self._task_over(task, status)
@@ -436,16 +432,18 @@ class Shepherd:
                 self._ending_at_s = 0.0
                 self._kill_all()
             return
-        self.job.faults.reached("tasks.over")
+        self.setting.faults.reached("tasks.over")
         for task in self._tasks:
             self._last_status(task)
         self._close_with(self._record(protocol.ENDED))
 
     def _last_status(self, task: _Task) -> None:
         """Why the program could not be executed, if the task said so just before it ended."""
+        if task.status_fd < 0:
+            return
         try:
             data = os.read(task.status_fd, 4096)
-        except OSError:
+        except BlockingIOError:
             return
         if data and not self._why:
             self._why = data.decode("utf-8", "surrogateescape")
@@ -453,8 +451,7 @@ class Shepherd:
     def _record(self, status: str) -> Dict[str, Any]:
         record: Dict[str, Any] = {"status": status, "at_s": time.time(), "why": self._why, "stream_to": self._stream_to()}
         if status == protocol.ENDED:
-            usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-            if self._cgroup is not None and cgroup.ran_out_of_memory(self._cgroup):
+            if self._kernel_limits_memory and cgroup.memory_kills(self._cgroup or "") > self._memory_kills:
                 self._out_of_memory = True
             record.update(
                 pid=self._started["pid"],
@@ -463,19 +460,15 @@ class Shepherd:
                 signals=[task.signal for task in self._tasks],
                 timed_out=self._timed_out,
                 out_of_memory=self._out_of_memory,
-                usage={
-                    "cpu_user_s": usage.ru_utime,
-                    "cpu_system_s": usage.ru_stime,
-                    "max_rss_kib": float(usage.ru_maxrss),
-                },
+                usage=self._usage.as_dict(),
             )
         return record
 
     def _close_with(self, final: Dict[str, Any]) -> None:
         """Put the end on disk and tell it, then go as soon as the output was taken."""
         self._final = final
-        if self._cgroup is not None:
-            cgroup.remove(self._cgroup)
+        if self._kernel_limits_memory:
+            cgroup.limit_memory(self._cgroup or "", 0)
         self._linger = self.loop.later(LINGER_S, self._drop_output)
         self._keep_final()
 
@@ -483,7 +476,7 @@ class Shepherd:
         """Put the end on disk; an end that is not there is not told, unless nothing ever ran."""
         assert self._final is not None
         try:
-            self.job.spool.write_final(self.token, self._final)
+            self.setting.spool.write_final(self.token, self._final)
         except OSError as error:
             print("cannot record the end of %s: %s" % (self.token, error), file=sys.stderr, flush=True)
             if self._released:
@@ -615,7 +608,7 @@ class Shepherd:
         self._round = None  # no output before the next agent says to whom
         self._final_told = False
         self._unpacker = local.Unpacker()
-        self._listener = listen_in(self.job.spool.entry(self.token))
+        self._listener = listen_in(self.setting.spool.entry(self.token))
         self.loop.watch(self._listener.fileno(), READ, lambda _events: self._agent_came())
         self._pump()
 
@@ -628,7 +621,7 @@ class Shepherd:
         self.loop.watch(self._listener.fileno(), 0, _nothing)
         self._listener.close()
         self._listener = None
-        os.unlink(os.path.join(self.job.spool.entry(self.token), SOCKET_NAME))
+        os.unlink(os.path.join(self.setting.spool.entry(self.token), SOCKET_NAME))
         self._agent = Stream(self.loop, sock, self._from_agent)
         self._say(["here", local.VERSION, self.token])
         if self._released:
@@ -695,10 +688,6 @@ def _signal_group(pid: int, signum: int) -> None:
         os.killpg(pid, signum)
     except ProcessLookupError:
         pass
-
-
-def _ignore() -> None:
-    pass
 
 
 def _nothing(_events: int) -> None:

@@ -7,7 +7,7 @@
                      started  who runs: written before the program is released
                      final    how it ended, or that it never will run
     ROOT/spool/done, done.1   tokens that are over and were acknowledged (see `done`)
-    ROOT/jobs/TOKEN/          what the job's user must be able to reach: the script, host files of MPI
+    ROOT/jobs/TOKEN           the batch script, its user's to read and to run
 
 What is durable when, and why that is enough for *never twice*:
 - A claim need not survive a power failure by itself: until `started` is durable nothing was released, and after a power
@@ -24,7 +24,6 @@ make or replace a name in them, so paths are safe here.
 from __future__ import annotations
 
 import os
-import shutil
 from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Tuple
 
 from hpcnode import protocol
@@ -96,8 +95,8 @@ class Spool:
         """Return the path of a token's entry."""
         return os.path.join(self.path, token)
 
-    def job_folder(self, token: str) -> str:
-        """Return the directory where the user finds what was made for this step."""
+    def script(self, token: str) -> str:
+        """Return the path of the batch script."""
         return os.path.join(self.jobs, token)
 
     def claim(self, launch: protocol.Launch, script: bytes, boot: str, owner: Tuple[int, int]) -> bool:
@@ -118,22 +117,10 @@ class Spool:
         return True
 
     def _keep_script(self, token: str, script: bytes, owner: Tuple[int, int]) -> None:
-        folder = self.make_job_folder(token)
-        path = os.path.join(folder, "script")
+        path = self.script(token)
         write_plainly(path, script, 0o500)
         if os.geteuid() == 0:
             os.chown(path, *owner, follow_symlinks=False)
-
-    def make_job_folder(self, token: str) -> str:
-        """Make (if need be) the directory for what the user must reach, and return it."""
-        folder = self.job_folder(token)
-        try:
-            os.mkdir(folder, 0o700)
-        except FileExistsError:
-            return folder
-        if os.geteuid() == 0:
-            os.chmod(folder, 0o711)  # beyond the umask: its name is the secret, not its mode
-        return folder
 
     def bar(self, token: str, final: Dict[str, Any]) -> bool:
         """Leave a tombstone for a token without a claim; False if there is an entry."""
@@ -155,8 +142,10 @@ class Spool:
     def write_final(self, token: str, record: Dict[str, Any]) -> None:
         """Make durable how it ended; whatever stood there first stays."""
         self._faults.reached("final.before")
-        if read_object(os.path.join(self.entry(token), "final")) is None:
-            write_durably(self.entry(token), "final", to_bytes(record), parents=(self.path,))
+        entry = self.entry(token)
+        if not os.path.exists(os.path.join(entry, "final")):
+            named = os.path.exists(os.path.join(entry, "started"))  # then the entry's own name is durable already
+            write_durably(entry, "final", to_bytes(record), parents=() if named else (self.path,))
         self._faults.reached("final.after")
 
     def read(self, token: str) -> Found:
@@ -178,21 +167,33 @@ class Spool:
         empty = {name for name in names if not KEPT.intersection(os.listdir(self.entry(name)))}
         for name in empty:
             self._remove(name)
-        return [self.read(name) for name in names if name not in empty]
+        left = [name for name in names if name not in empty]
+        over = [name for name in left if self.done.is_noted(name)]
+        for name in over:
+            self._remove(name)  # an agent before us had not come to it
+        return [self.read(name) for name in left if name not in over]
 
-    def forget(self, finished: Iterable[str]) -> None:
-        """Remove the entries of acknowledged tokens, after `done` knows them."""
-        tokens = list(finished)
+    def note_finished(self, tokens: List[str]) -> None:
+        """Make durable that these acknowledged tokens are over: their entries may go."""
         self._faults.reached("forget.before")
         self.done.add(tokens)
         self._faults.reached("forget.noted")
+
+    def remove(self, tokens: Iterable[str]) -> None:
+        """Remove entries. Slow on some file systems, so the agent lets a child do it; what stays is found at its start."""
         for token in tokens:
             self._remove(token)
         self._faults.reached("forget.after")
 
     def _remove(self, token: str) -> None:
-        shutil.rmtree(self.job_folder(token), ignore_errors=True)
-        shutil.rmtree(self.entry(token), ignore_errors=True)
+        entry = self.entry(token)
+        try:
+            os.unlink(self.script(token))
+        except FileNotFoundError:
+            pass  # a step without one
+        for name in os.listdir(entry):
+            os.unlink(os.path.join(entry, name))
+        os.rmdir(entry)
 
 
 def _launch(spec: Optional[Dict[str, Any]]) -> Optional[protocol.Launch]:

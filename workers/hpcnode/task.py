@@ -1,6 +1,6 @@
 """The child's side of a launch: from a fork of the shepherd to the user's program, in one order that matters.
 
-own session, own cgroup, the shepherd's settings undone, pipes in place -> become the user -> limits, directory, files, all
+own session, the shepherd's settings undone, pipes in place -> become the user -> limits, directory, files, all
 as the user -> say "ready" -> wait until the shepherd has put on disk who we are -> exec.
 
 If the shepherd dies before it releases us, the pipe that we wait on ends, and so do we: without its record nothing runs.
@@ -42,7 +42,6 @@ class TaskPlan(NamedTuple):
     stderr_fd: Optional[int]
     truncate_stdout: bool
     truncate_stderr: bool
-    cgroup_fd: Optional[int]  # cgroup.procs, open for writing
     release_fd: int
     status_fd: int
 
@@ -51,8 +50,6 @@ def run_task(plan: TaskPlan) -> NoReturn:
     """Become the task. Writes READY, or why not, to the status pipe; after the release writes only if exec fails."""
     try:
         os.setsid()
-        if plan.cgroup_fd is not None:
-            os.write(plan.cgroup_fd, b"0")
         _reset_signals()
         _restore_oom_score()
         user.become(plan.account)
@@ -79,7 +76,7 @@ def _refuse(plan: TaskPlan, why: str) -> NoReturn:
 def _reset_signals() -> None:
     signal.set_wakeup_fd(-1)
     for number in range(1, 32):
-        if number not in (signal.SIGKILL, signal.SIGSTOP):
+        if number not in (signal.SIGKILL, signal.SIGSTOP) and signal.getsignal(number) is not signal.SIG_DFL:
             signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
 
@@ -87,8 +84,9 @@ def _reset_signals() -> None:
 def _restore_oom_score() -> None:
     if os.geteuid() == 0:  # a root agent protects itself and its shepherds, not the jobs
         try:
-            with open("/proc/self/oom_score_adj", "w") as file:
-                file.write("0")
+            fd = os.open("/proc/self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC)
+            os.write(fd, b"0")
+            os.close(fd)
         except OSError:
             pass  # a container may forbid it; the score is then what the agent's is
 
