@@ -93,14 +93,15 @@ def call_again(method: str, path: str, body: Json | None = None, *, timeout_s: f
     while True:
         try:
             return call(method, path, body, timeout_s=timeout_s)
-        except errors.UnavailableError as error:
-            if broken is None and not isinstance(error, BrokenConnectionError):
-                raise
-            if isinstance(error, BrokenConnectionError) and broken is None:
+        except BrokenConnectionError as error:
+            if broken is None:
                 broken, deadline_s = error, time.monotonic() + RETRY_S
-            if time.monotonic() > deadline_s:
-                raise broken or error from None
-            time.sleep(0.1)
+        except errors.UnavailableError:
+            if broken is None:
+                raise
+        if time.monotonic() > deadline_s:
+            raise broken
+        time.sleep(0.1)
 
 
 def fetch_log(

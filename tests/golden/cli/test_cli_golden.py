@@ -109,7 +109,7 @@ def prepare(api: FakeApi) -> None:
         "GET /v1/nodes": {**now, "nodes": NODES},
         "GET /v1/partitions": {"partitions": PARTITIONS},
         "GET /v1/history": {**now, "jobs": HISTORY},
-        "GET /v1/ping": {**now, "counts": {}, "nodes": {}},
+        "GET /v1/ping": {**now, "counts": {"RUNNING": 50}, "nodes": {}},
         "GET /v1/config": {"config": {"cluster": "lab", "share": None, "admins": [], "requeue": True, "scheduler": {"a_s": 1}}},
         "GET /v1/job/12/story": {"job_id": 12, "events": [{"at_s": NOW_S, "kind": "Submitted", "text": "submitted\nby x"}]},
         "GET /v1/job/12/why": {

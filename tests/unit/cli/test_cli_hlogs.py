@@ -69,6 +69,7 @@ def test_a_file_that_began_anew_is_shown_from_its_beginning(api: FakeApi, capfdb
     ]
     assert hlogs.main(["-f", "12"]) == 0
     assert capfdbinary.readouterr().out == b"first try\ntwo\n"
+    assert [given["offset"] for _, given, _ in api.asked] == ["0", "10", "0"]
 
 
 def test_standard_error_and_refusals(api: FakeApi, capsys: pytest.CaptureFixture[str]) -> None:

@@ -237,7 +237,10 @@ def test_colours_bars_and_the_line_of_others_are_for_terminals(
 def test_a_reader_that_has_seen_enough_is_no_error(api: FakeApi) -> None:
     api.answers["GET /v1/jobs"] = {"now_s": NOW_S, "jobs": [job(number) for number in range(1, 3000)]}
     command = "import sys; from hpcsched.cli.hqueue import main; sys.exit(main())"
-    process = subprocess.Popen([sys.executable, "-c", command], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}  # would hide the error
+    process = subprocess.Popen(
+        [sys.executable, "-c", command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environ
+    )
     assert process.stdout is not None
     assert process.stderr is not None
     with process.stdout as stream:
