@@ -70,14 +70,16 @@ def side_jobs(train_id: int, *, tasks: int) -> list[SideJob]:
             text=(
                 "#!/bin/sh\n"
                 "#HSUB --job-name=census --nodes=3 --time=1 --nice --output=census.out\n"
-                "hrun --label hostname\n"
+                "hrun --label hostname | sort\n"
             ),
             what="one that has to wait for all three nodes",
         ),
         SideJob(
             file="report.sh",
             text=(
-                f"#!/bin/sh\n#HSUB --job-name=report --time=1 --output=report.out\ntail -n 1 {OUT_DIR}/metrics.jsonl\n"
+                "#!/bin/sh\n"
+                "#HSUB --job-name=report --time=1 --output=report.out\n"
+                f"grep weights {TRAIN_NAME}-{train_id}.out\n"
             ),
             options=(f"--dependency=afterok:{train_id}",),
             what="one for when the training is done",
