@@ -72,6 +72,11 @@ def job_view(job: Job, world: World, asker: Asker, now_s: float, *, whole: bool 
         "exit_code": job.exit.code if job.exit else None,
         "exit_signal": job.exit.signal if job.exit else None,
         "ended_by_uid": job.ended_by_uid,
+        "charged": {
+            "cpu_s": job.charged_cpu_s,
+            "mem_mib_s": job.charged_mem_mib_s,
+            "gpu_s": job.charged_gpu_s,
+        },
         "requeue": spec.requeue if spec.requeue is not None else world.config.controller.requeue,
         "exclusive": spec.exclusive,
         "constraint": spec.constraint,

@@ -232,6 +232,7 @@ def _node_cleared(job: Job, event: NodeCleared | LaunchRefused) -> Job:
 
 def _without_node(job: Job, node: NodeName, at_s: float) -> Job:
     """Return the COMPLETING job without `node`; if that was the last, as it is at its end or for its next attempt."""
+    job = _charged(job, node, at_s)
     held = tuple(name for name in job.held_nodes if name != node)
     if held:
         return replace(job, held_nodes=held)
@@ -240,6 +241,21 @@ def _without_node(job: Job, node: NodeName, at_s: float) -> Job:
     if job.outcome is None:
         raise InvariantError(f"cannot end job {job.id}: it is completing without an outcome")
     return replace(job, held_nodes=(), state=job.outcome, ended_at_s=at_s)
+
+
+def _charged(job: Job, node: NodeName, at_s: float) -> Job:
+    """Return the job with what it held of `node` added to its account: a fault changes when a node is given back,
+    never that every second until then is charged."""
+    if node not in job.held_nodes or job.allocated_at_s is None:
+        return job
+    share = next(share for share in job.shares if share.node == node)
+    held_s = max(0.0, at_s - job.allocated_at_s)
+    return replace(
+        job,
+        charged_cpu_s=job.charged_cpu_s + share.cpus * held_s,
+        charged_mem_mib_s=job.charged_mem_mib_s + share.mem_mib * held_s,
+        charged_gpu_s=job.charged_gpu_s + len(share.gpus) * held_s,
+    )
 
 
 def _back_in_queue(job: Job, at_s: float) -> Job:

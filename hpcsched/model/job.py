@@ -217,6 +217,9 @@ class Job:
     requeue_wanted: bool = False
     ended_by_uid: int | None = None  # who cancelled it
     restarts: int = 0
+    charged_cpu_s: float = 0.0  # of all attempts: resources times the time that they were held, node by node
+    charged_mem_mib_s: float = 0.0
+    charged_gpu_s: float = 0.0
     expected_start_s: float | None = field(default=None, compare=False)  # the last plan's estimate; not stored
 
     @property

@@ -67,6 +67,9 @@ def job_row(job: Job) -> dict[str, Any]:
         "requeue_wanted": int(job.requeue_wanted),
         "ended_by_uid": job.ended_by_uid,
         "restarts": job.restarts,
+        "charged_cpu_s": job.charged_cpu_s,
+        "charged_mem_mib_s": job.charged_mem_mib_s,
+        "charged_gpu_s": job.charged_gpu_s,
     }
 
 
@@ -103,6 +106,9 @@ def job_of(row: Any, spec: JobSpec) -> Job:
         requeue_wanted=bool(row.requeue_wanted),
         ended_by_uid=row.ended_by_uid,
         restarts=row.restarts,
+        charged_cpu_s=row.charged_cpu_s,
+        charged_mem_mib_s=row.charged_mem_mib_s,
+        charged_gpu_s=row.charged_gpu_s,
     )
 
 

@@ -123,6 +123,15 @@ def test_a_cancel_keeps_a_job_from_going_back_to_the_queue() -> None:
     assert apply(cancelled, NodeCleared(job_id=ONE, at_s=T0 + 6, node=N1)).state is JobState.CANCELLED
 
 
+def test_every_second_that_a_part_of_a_node_was_held_is_charged_across_attempts() -> None:
+    lost = NodeLost(job_id=ONE, at_s=T0 + 100, node=N2, why="rebooted", requeue=True)
+    first = apply(after(allocated("n1", "n2"), STARTED, lost), NodeCleared(job_id=ONE, at_s=T0 + 130, node=N1))
+    assert (first.charged_cpu_s, first.charged_mem_mib_s) == (230.0, 23000.0)
+    second = apply(apply(first, allocated("n1", at_s=T0 + 200)), STARTED)
+    done = apply(second, Exited(job_id=ONE, at_s=T0 + 210, node=N1, exit=ExitStatus(code=0)))
+    assert (done.state, done.charged_cpu_s) == (JobState.COMPLETED, 240.0)
+
+
 def test_an_ended_job_can_be_put_back_and_nothing_else() -> None:
     done = after(allocated("n1"), STARTED, exited(code=1))
     assert {event for state, event in TABLE if state in FINAL} == {Requeued}
