@@ -18,6 +18,7 @@ from aiohttp import web
 from hpcsched.api.app import make_app
 from hpcsched.config import Config, load_config
 from hpcsched.controller.backend import ControllerBackend
+from hpcsched.controller.faults import CrashingStore, crash_points
 from hpcsched.controller.fleet import Fleet, monotonic_s
 from hpcsched.controller.heads import HeadStreams
 from hpcsched.controller.lock import StateLock
@@ -50,6 +51,7 @@ class Daemon:
         self._tick_timer: asyncio.TimerHandle | None = None
         self._tick_soon = False
         self._clock = time.time
+        self._faults = crash_points(os.environ)
 
     async def run(self) -> int:
         """Serve until a signal or a broken invariant; return the exit status."""
@@ -66,7 +68,7 @@ class Daemon:
 
     def _build(self, state_dir: Path) -> None:
         engine = open_database(state_dir / DATABASE_FILE)
-        store = Store(engine)
+        store = CrashingStore(engine, self._faults) if self._faults.armed else Store(engine)
         world = World(config=self._config, incarnation=incarnation(engine), epoch=raise_epoch(engine))
         stored = store.load_nodes()
         for spec in self._config.nodes:
@@ -173,6 +175,7 @@ class Daemon:
 
     def send(self, node: NodeName, message: Any, blob: bytes = b"") -> None:
         self.fleet.send(node, message, blob)
+        self._faults.queued(message)
 
     def nonce(self) -> str:
         return secrets.token_hex(16)
