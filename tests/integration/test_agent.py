@@ -16,8 +16,9 @@ from pathlib import Path
 
 import pytest
 from agent_client import INCARNATION, Controller, NodeUnderTest, launch_of, new_token, running_node, script_of
-from hpcnode import protocol
 from waiting import wait_until
+
+from hpcnode import protocol
 
 AS_ROOT = os.geteuid() == 0
 

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 from agent_client import FINAL, INCARNATION, Controller, NodeUnderTest, launch_of, new_token, running_node, script_of
-from hpcnode import protocol
 from waiting import wait_until
+
+from hpcnode import protocol
 
 # Who dies at the point, and what must be said of the token in the end.
 LAUNCH_POINTS = {

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 from agent_client import Controller, NodeUnderTest, new_token, running_node
-from hpcnode import process, protocol
 from waiting import wait_until
+
+from hpcnode import process, protocol
 
 AS_ROOT = os.geteuid() == 0
 STUBBORN = """

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 from agent_client import INCARNATION, Controller, NodeUnderTest, new_token, running_node
-from hpcnode import protocol
 from waiting import wait_until
+
+from hpcnode import protocol
 
 AS_ROOT = os.geteuid() == 0
 ELSEWHERE = protocol.Address("n2", 5)
@@ -114,7 +115,7 @@ def test_nothing_is_lost_or_doubled_when_somebody_comes_back(node: NodeUnderTest
     reader = Reader()
     for count in (1_000_000, 2_500_000, 4_000_000):
 
-        def enough(count: int = count) -> bool:
+        def enough(count: int = count, controller: Controller = controller) -> bool:
             controller.pump(0.05)
             reader.take(controller)
             return len(reader.data.get((0, 1), b"")) >= count
@@ -294,6 +295,33 @@ def test_a_command_without_an_answer_is_let_go_when_the_controller_comes_back(no
     controller.close()
     Controller(node)
     assert "ask again" in command.wait(lambda m: isinstance(m, protocol.StepEnded)).error
+
+
+def test_a_command_that_asks_while_the_controller_is_away_waits_for_it(node: NodeUnderTest) -> None:
+    Controller(node).close()
+    agent_is_alone(node)
+    command = StepCommand(node, 0)
+    assert "waits for it" in command.wait(lambda m: isinstance(m, protocol.StepWaiting)).text
+    gone = StepCommand(node, 0)
+    gone.wait(lambda m: isinstance(m, protocol.StepWaiting))
+    gone.close()
+    again = Controller(node)
+    stream = from_stream(again, protocol.StepRequest).stream
+    again.send(protocol.ToStream(stream, protocol.to_json(protocol.StepEnded([0], [0]))))
+    assert command.wait(lambda m: isinstance(m, protocol.StepEnded)).codes == [0]
+    assert len([m for m, _ in again.messages if isinstance(m, protocol.FromStream)]) == 1
+
+
+def agent_is_alone(node: NodeUnderTest) -> None:
+    """Wait until the agent has noticed that its controller went: a command that asks then is told to wait."""
+
+    def told_to_wait() -> bool:
+        command = StepCommand(node, 0)
+        command.pump(0.05)
+        command.close()
+        return any(isinstance(m, protocol.StepWaiting) for m, _ in command.messages)
+
+    wait_until(told_to_wait, what="the agent to be without a controller")
 
 
 def test_a_command_is_refused_for_a_job_that_is_not_here_or_not_its_users(node: NodeUnderTest) -> None:

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 from agent_client import Controller, NodeUnderTest, launch_of, new_token, script_of
+from waiting import wait_until
+
 from hpcnode import protocol
 from hpcsched.launch.bundle import build_bundle
-from waiting import wait_until
 
 
 @pytest.fixture

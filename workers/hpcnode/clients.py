@@ -74,6 +74,7 @@ class Client:
         self.job_id = 0
         self.attempt = 0
         self.asked = False  # it has sent its request
+        self.unsent: Optional[protocol.StepRequest] = None  # its request, which no controller has been told yet
         self.answered = False  # the controller has said something to it
         self.started = False  # it was told StepStarted, so output may come
         self.early: List[Tuple[protocol.Message, bytes]] = []
@@ -147,7 +148,10 @@ class Clients:
             self._home.to_controller(protocol.CloseStream(number))
         self._closed_unseen.clear()
         for client in tuple(self._clients.values()):
-            if client.asked and not client.answered:
+            if client.unsent is not None:
+                if self._pass_on(client, client.unsent, b""):
+                    client.unsent = None
+            elif client.asked and not client.answered:
                 why = "the connection to the controller broke before it answered: ask again"
                 self._deliver(client, protocol.StepEnded([], [], why), b"")
                 self._leave(client)
@@ -157,7 +161,7 @@ class Clients:
     def controller_went(self) -> None:
         """Listen to them again when there is one to tell."""
         for client in self._clients.values():
-            if client.asked and client.stream is not None:
+            if client.asked and client.unsent is None and client.stream is not None:
                 client.stream.pause(True)
 
     # ----- one client
@@ -217,9 +221,9 @@ class Clients:
                 return
             client.job_id, client.attempt = request.job_id, attempt
         if not self._pass_on(client, request, b""):
-            why = "cannot start a step: this node's controller is away; try again when it is back"
-            self._deliver(client, protocol.StepEnded([], [], why), b"")
-            self._leave(client)
+            client.unsent = request
+            text = "this node's controller is away: the step waits for it"
+            self._deliver(client, protocol.StepWaiting(request.job_id, text), b"")
 
     def _pass_on(self, client: Client, message: protocol.Message, blob: bytes) -> bool:
         inner = protocol.to_json(message)
@@ -252,7 +256,7 @@ class Clients:
         if client.number not in self._clients:
             return
         self._forget(client)
-        if client.asked and not self._home.to_controller(protocol.CloseStream(client.number)):
+        if client.asked and client.unsent is None and not self._home.to_controller(protocol.CloseStream(client.number)):
             self._closed_unseen.append(client.number)
 
     def _forget(self, client: Client) -> None:

@@ -54,7 +54,9 @@ class OutputStream:
         return self._eof_sent and not self._kept
 
     def read(self) -> None:
-        """Take what the pipe has now."""
+        """Take what the pipe has now, as far as there is room."""
+        if not self.wants_more:
+            return  # a read of no bytes would look like the end
         try:
             data = os.read(self.pipe, min(CHUNK, self._limit - len(self._kept)))
         except BlockingIOError:

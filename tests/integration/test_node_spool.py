@@ -1,0 +1,136 @@
+"""The spool on a real disk: claims, tombstones, the log of what is over, and files that a power failure cut off."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+
+import pytest
+
+from hpcnode import user
+from hpcnode.done import DoneLog
+from hpcnode.durable import read_object, write_durably
+from hpcnode.faults import CrashPoints, crash_points
+from hpcnode.spool import Epochs, Spool
+from hpcnode.tokens import Token, read_token
+
+
+def token(job: int = 1, attempt: int = 0, step: str = "batch") -> str:
+    return f"feedc0de.{job}.{attempt}.{step}.n1.{secrets.token_hex(16)}"
+
+
+def key(text: str) -> Token:
+    found = read_token(text)
+    assert found is not None
+    return found
+
+
+def test_what_is_over_is_known_after_a_restart(tmp_path: Path) -> None:
+    done = DoneLog(str(tmp_path), CrashPoints())
+    texts = [token(job=number, step="0") for number in range(5)]
+    done.add(texts[:3])
+    done.end_attempts(("feedc0de", 9), 4)
+    for log in (done, DoneLog(str(tmp_path), CrashPoints())):
+        assert [log.is_over(key(text)) for text in texts] == [True, True, True, False, False]
+        assert log.is_over(key(token(job=9, attempt=4, step="7")))
+        assert not log.is_over(key(token(job=9, attempt=5)))
+        assert not log.is_over(key(token(job=0, step="1")))
+
+
+def test_an_ended_batch_step_ends_its_attempt(tmp_path: Path) -> None:
+    done = DoneLog(str(tmp_path), CrashPoints())
+    done.add([token(job=3, attempt=2)])
+    assert done.is_over(key(token(job=3, attempt=2, step="5")))
+    assert done.is_over(key(token(job=3, attempt=1)))
+    assert not done.is_over(key(token(job=3, attempt=3)))
+
+
+def test_the_log_is_bounded_and_keeps_the_last_ones(tmp_path: Path) -> None:
+    done = DoneLog(str(tmp_path), CrashPoints(), lines=10)
+    texts = [token(job=number, step="0") for number in range(100)]
+    for text in texts:
+        done.add([text])
+    again = DoneLog(str(tmp_path), CrashPoints(), lines=10)
+    for log in (done, again):
+        known = [log.is_over(key(text)) for text in texts]
+        assert all(known[-10:])
+        assert sum(known) <= 20
+    assert sum(len(path.read_text()) for path in tmp_path.iterdir()) < 3000
+
+
+def test_a_line_cut_off_by_a_power_failure_says_nothing_and_spoils_nothing(tmp_path: Path) -> None:
+    first, second, third = token(step="1"), token(step="2"), token(step="3")
+    done = DoneLog(str(tmp_path), CrashPoints())
+    done.add([first, second])
+    path = tmp_path / "done"
+    path.write_bytes(path.read_bytes()[:-20])
+    again = DoneLog(str(tmp_path), CrashPoints())
+    again.add([third])
+    last = DoneLog(str(tmp_path), CrashPoints())
+    assert [last.is_over(key(text)) for text in (first, second, third)] == [True, False, True]
+
+
+def test_epochs_and_numbers_survive(tmp_path: Path) -> None:
+    spool = Spool(str(tmp_path), CrashPoints())
+    assert spool.epochs() == Epochs("", 0, ())
+    spool.store_epochs(Epochs("feedc0de", 7, ("0ld00000",)))
+    again = Spool(str(tmp_path), CrashPoints())
+    assert again.epochs() == Epochs("feedc0de", 7, ("0ld00000",))
+    first = spool.reserve_seqs()
+    second = again.reserve_seqs()
+    assert first[1] <= second[0]
+    assert again.reserve_seqs(second[1] + 5)[0] == second[1] + 5
+
+
+def test_a_tombstone_is_exclusive_with_a_claim(tmp_path: Path) -> None:
+    spool = Spool(str(tmp_path), CrashPoints())
+    text = token()
+    assert spool.bar(text, {"status": "barred"})
+    assert not spool.bar(text, {"status": "other"})
+    found = spool.read(text)
+    assert (found.final, found.launch) == ({"status": "barred"}, None)
+    spool.write_final(text, {"status": "ended"})
+    assert spool.read(text).final == {"status": "barred"}
+
+
+def test_entries_are_private_and_half_made_ones_are_cleared_away(tmp_path: Path) -> None:
+    spool = Spool(str(tmp_path), CrashPoints())
+    text, half, over = token(), token(), token()
+    spool.bar(text, {"status": "barred"})
+    os.mkdir(spool.entry(half))
+    (Path(spool.entry(half)) / "spec.new").write_text("{")
+    spool.bar(over, {"status": "ended"})
+    spool.note_finished([over])
+    assert [found.token for found in spool.load()] == [text]
+    assert sorted(os.listdir(spool.path)) == sorted([text, "done"])
+    assert os.stat(spool.path).st_mode & 0o777 == 0o700
+    assert os.stat(Path(spool.entry(text)) / "final").st_mode & 0o777 == 0o600
+
+
+def test_a_file_cut_off_is_no_record(tmp_path: Path) -> None:
+    write_durably(str(tmp_path), "record", b'{"status": "en')
+    assert read_object(str(tmp_path / "record")) is None
+    assert read_object(str(tmp_path / "missing")) is None
+
+
+def test_crash_points_need_the_test_environment() -> None:
+    crash_points({"HPCNODE_CRASH_AT": "here"}).reached("here")  # survives: not simulated
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_an_administrator_narrows_who_may_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = tmp_path / "node.json"
+    monkeypatch.setattr(user, "POLICY_PATH", str(policy))
+    assert user.find_account("nobody", 0).uid == 65534
+    policy.write_text('{"allow_root": false, "min_uid": 1000, "deny_users": ["nobody"]}')
+    for name, why in (("root", "forbids"), ("daemon", "min_uid"), ("nobody", "does not allow"), ("", "as root")):
+        with pytest.raises(user.UserError, match=why):
+            user.find_account(name, 0)
+    policy.chmod(0o666)
+    with pytest.raises(user.UserError, match="cannot trust"):
+        user.find_account("nobody", 0)
+    policy.chmod(0o600)
+    policy.write_text("not json")
+    with pytest.raises(user.UserError, match="cannot read"):
+        user.find_account("nobody", 0)

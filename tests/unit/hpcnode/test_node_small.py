@@ -1,0 +1,224 @@
+"""Small parts of the node: tokens, file patterns, streams, environments, tables, frames."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpcnode import environment, files, local, probe, protocol, streams
+from hpcnode.tokens import read_token
+from hpcnode.user import Account
+from hpcsched.errors import ProtocolError
+from hpcsched.model.ids import Token
+
+NONCE = "0123456789abcdef" * 2
+
+
+@given(
+    st.one_of(
+        st.text(max_size=80),
+        st.from_regex(r"[0-9a-f]{7,9}\.\d{1,3}\.\d\.(batch|7|x)\.[A-Za-z0-9_./-]{1,5}\.[0-9a-f]{31,33}\n?", fullmatch=True),
+    )
+)
+def test_both_ends_take_the_same_tokens(text: str) -> None:
+    try:
+        ours = Token.parse(text)
+    except ProtocolError:
+        assert read_token(text) is None
+    else:
+        theirs = read_token(text)
+        assert theirs == (ours.incarnation, ours.job_id, ours.attempt, ours.step, ours.node, ours.nonce)
+
+
+def test_a_token_is_a_file_name() -> None:
+    for bad in (f"../{NONCE}", f"feedc0de.1.0.batch.../x.{NONCE}", f"feedc0de.1.0.batch.n1.{NONCE}/", "", "."):
+        assert read_token(bad) is None
+    good = read_token(f"feedc0de.12.3.batch.n-1_a.{NONCE}")
+    assert good is not None
+    assert good.job == ("feedc0de", 12)
+
+
+def test_patterns_of_a_task_are_filled() -> None:
+    assert files.fill("o-%t-%3t-%n-%N-%%t-%x", 7, 2, "gpu1") == "o-7-007-2-gpu1-%t-%x"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "local_rank", "node_rank", "expected"),
+    [
+        ("out", 0, 0, True),
+        ("out", 1, 0, False),
+        ("out", 0, 1, False),
+        ("out-%N", 0, 1, True),
+        ("out-%n", 1, 1, False),
+        ("out-%t", 3, 2, True),
+    ],
+)
+def test_a_shared_file_is_emptied_by_one_task(pattern: str, local_rank: int, node_rank: int, expected: bool) -> None:
+    assert files.truncates(pattern, local_rank, node_rank) is expected
+
+
+class Pipe:
+    """An output stream and the end that a task writes to."""
+
+    def __init__(self, limit: int = 1 << 20) -> None:
+        read_end, self.write_end = os.pipe()
+        os.set_blocking(read_end, False)
+        self.stream = streams.OutputStream(0, 1, read_end, limit)
+
+    def write(self, data: bytes) -> None:
+        os.write(self.write_end, data)
+        self.stream.read()
+
+    def close(self) -> None:
+        os.close(self.write_end)
+        self.stream.read()
+
+
+@pytest.fixture
+def pipe() -> Iterator[Pipe]:
+    pipe = Pipe(limit=10)
+    yield pipe
+    pipe.stream.end()
+
+
+def test_output_is_sent_once_and_kept_until_it_is_taken(pipe: Pipe) -> None:
+    pipe.write(b"abcdef")
+    assert pipe.stream.to_send() == [(0, b"abcdef", False)]
+    assert pipe.stream.to_send() == []
+    pipe.stream.taken(2)
+    pipe.stream.resend()
+    assert pipe.stream.to_send() == [(2, b"cdef", False)]
+    pipe.write(b"ghijklmnop")
+    assert pipe.stream.to_send() == [(6, b"ghijkl", False)]
+    assert not pipe.stream.wants_more
+    pipe.stream.taken(12)
+    assert pipe.stream.wants_more
+    pipe.stream.read()
+    assert pipe.stream.to_send() == [(12, b"mnop", False)]
+    pipe.close()
+    assert pipe.stream.to_send() == [(16, b"", True)]
+    assert not pipe.stream.all_taken
+    pipe.stream.taken(16)
+    assert pipe.stream.all_taken
+
+
+@given(st.lists(st.tuples(st.sampled_from(["write", "send", "take", "resend"]), st.integers(1, 5000)), max_size=60))
+def test_a_reader_that_drops_what_it_has_sees_every_byte_once(moves: list[tuple[str, int]]) -> None:
+    pipe = Pipe(limit=4096)
+    written, have = bytearray(), bytearray()
+
+    def deliver() -> None:
+        for offset, data, _eof in pipe.stream.to_send():
+            assert offset <= len(have)
+            have.extend(data[len(have) - offset :])
+
+    for move, number in moves:
+        if move == "write" and pipe.stream.wants_more:
+            data = bytes((len(written) + i) % 251 for i in range(number))
+            written += data
+            pipe.write(data)
+        elif move == "send":
+            deliver()
+        elif move == "take":
+            pipe.stream.taken(min(number, len(have)))
+        elif move == "resend":
+            pipe.stream.resend()
+    os.close(pipe.write_end)
+    while not pipe.stream.all_taken:
+        if not pipe.stream.ended:
+            pipe.stream.read()
+        deliver()
+        pipe.stream.taken(len(have))
+    assert have == written
+
+
+def test_a_window_is_smaller_where_there_are_many_tasks() -> None:
+    assert streams.untaken_limit(1) == streams.MAX_UNTAKEN
+    assert streams.untaken_limit(1_000_000) == streams.CHUNK
+    assert streams.untaken_limit(64) * 64 * 2 <= streams.MAX_STEP_UNTAKEN
+
+
+def test_input_is_taken_once_in_order_and_within_its_window() -> None:
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    stream = streams.InputStream(0, write_end)
+    assert stream.add(0, b"abc", False)
+    assert stream.add(1, b"bcd", False)
+    assert not stream.add(5, b"f", False)
+    assert not stream.add(4, b"x" * (streams.INPUT_WINDOW + 1), False)
+    assert stream.taken == 0
+    assert stream.add(4, b"e", True)
+    assert stream.write()
+    assert (stream.taken, stream.pipe) == (5, -1)
+    assert os.read(read_end, 100) == b"abcde"
+    assert stream.add(5, b"more", False)
+    assert stream.taken == 9  # a program that reads no more does not block its sender
+    os.close(read_end)
+
+
+@given(st.lists(st.tuples(st.text(max_size=5), st.binary(max_size=50)), max_size=8), st.integers(1, 17))
+def test_local_frames_survive_any_cutting(messages: list[tuple[str, bytes]], size: int) -> None:
+    data = b"".join(local.pack([text, number], blob) for number, (text, blob) in enumerate(messages))
+    unpacker = local.Unpacker()
+    got = [found for at in range(0, len(data), size) for found in unpacker.feed(data[at : at + size])]
+    assert got == [([text, number], blob) for number, (text, blob) in enumerate(messages)]
+
+
+def test_the_environment_of_a_task() -> None:
+    token = f"feedc0de.1.0.3.n1.{NONCE}"
+    launch = protocol.Launch(
+        token=token,
+        job_id=1,
+        attempt=0,
+        step="3",
+        epoch=1,
+        user="ann",
+        work_dir="/",
+        argv=["true"],
+        env={"PATH": "/opt/bin", "USER": "eve", "HPCSCHED_SOCKET": "/evil", "MINE": "1"},
+        tasks=protocol.TaskSet(4, 2, 8, 2, 4),
+        cpus=1,
+        mem_mib=0,
+        gpus=[],
+    )
+    account = Account("ann", 1001, 1001, [], "/home/ann", "/bin/bash")
+    shared = environment.step_environment(launch, account, root="/r", socket_path="/r/s", has_gpus=True)
+    env = environment.task_environment(shared, launch, 1)
+    expected = {
+        "PATH": "/r/bin:/opt/bin",
+        "USER": "ann",
+        "HOME": "/home/ann",
+        "HPCSCHED_SOCKET": "/r/s",
+        "HPCSCHED_TOKEN": token,
+        "CUDA_VISIBLE_DEVICES": "",
+        "SLURM_PROCID": "5",
+        "HPCSCHED_LOCALID": "1",
+        "SLURM_NODEID": "2",
+        "SLURM_GTIDS": "4,5",
+        "RANK": "5",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "8",
+        "LOCAL_WORLD_SIZE": "2",
+        "MINE": "1",
+    }
+    assert expected.items() <= env.items()
+    batch = protocol.from_json({**protocol.to_json(launch), "step": "batch"})
+    assert "RANK" not in environment.task_environment({}, batch, 0)
+    without = environment.step_environment(launch, account, root="/r", socket_path="/r/s", has_gpus=False)
+    assert "CUDA_VISIBLE_DEVICES" not in without
+
+
+def test_the_table_of_gpus() -> None:
+    text = (
+        "0, NVIDIA H200, GPU-8a1c, 143771\n"
+        "1, NVIDIA GB10, GPU-77aa, [N/A]\n"
+        "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.\n\n"
+    )
+    assert probe.parse_gpus(text) == [
+        {"index": 0, "name": "NVIDIA H200", "uuid": "GPU-8a1c", "mem_mib": 143771},
+        {"index": 1, "name": "NVIDIA GB10", "uuid": "GPU-77aa", "mem_mib": 0},
+    ]
