@@ -1,4 +1,8 @@
-"""hwhy: in words, what a job waits for and when it is expected to start, or how it came to its end."""
+"""hwhy: in words, what a job waits for and when it is expected to start, or how it came to its end.
+
+The words are the controller's (`hpcsched.sched.explain`): of a job that waits also its place in line, and node by node
+what is lacking, for a few nodes or if asked.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,9 @@ from typing import Any
 from hpcsched import client
 from hpcsched.cli.errors import run_command
 from hpcsched.cli.options import HELP, VERSION, Command, Option, UsageError, Words
-from hpcsched.cli.output import clean, print_json, when_text
-from hpcsched.model.units import format_time_s
+from hpcsched.cli.output import clean, print_json
+
+FEW_NODES = 8
 
 COMMAND = Command(
     "hwhy",
@@ -17,6 +22,7 @@ COMMAND = Command(
     "Say what a job waits for, with the numbers, and when it is expected to start; of a job that is over, how it ended.",
     (
         Option("json", help="print the answer as JSON, version 1"),
+        Option("verbose", "v", help=f"say of every node what it lacks, also if there are more than {FEW_NODES}"),
         HELP,
         VERSION,
     ),
@@ -36,19 +42,20 @@ def _work(words: Words) -> int:
     if words.has("json"):
         print_json(answer)
         return 0
-    for line in _lines(answer, client.call("GET", "/v1/ping")["now_s"]):
-        print(line)
+    print("\n".join(map(clean, _lines(answer, all_nodes=words.has("verbose")))))
     return 0
 
 
-def _lines(answer: dict[str, Any], now_s: float) -> list[str]:
-    text = clean(answer["text"])
-    reason = answer["reason"]
-    lines = [f"{reason}: {text}" if reason and reason != "None" and not text.startswith(reason) else text]
-    if answer.get("ahead"):
-        lines.append(f"{answer['ahead']} waiting {'job is' if answer['ahead'] == 1 else 'jobs are'} older.")
-    expected_s = answer["expected_start_s"]
-    if expected_s is not None:
-        delay = f", in {format_time_s(expected_s - now_s)}" if expected_s > now_s else ""
-        lines.append(f"Expected to start about {when_text(expected_s, now_s)}{delay}, by the time limits of what runs.")
-    return lines
+def _lines(answer: dict[str, Any], *, all_nodes: bool) -> list[str]:
+    lines: list[str] = answer.get("lines") or _brief(answer)
+    nodes = answer.get("nodes") or {}
+    if all_nodes or len(nodes) <= FEW_NODES:
+        return lines
+    return [line for line in lines if not line.startswith("  ")] + [
+        f"hwhy -v tells what each of the {len(nodes)} nodes lacks."
+    ]
+
+
+def _brief(answer: dict[str, Any]) -> list[str]:
+    text, reason = answer["text"], answer["reason"]
+    return [f"{reason}: {text}" if reason and reason != "None" and not text.startswith(reason) else text]

@@ -57,6 +57,20 @@ HISTORY = [
     ended(9, state="CANCELLED", ended_by_uid=1000, exit_signal=15, exit_code=0) | {"steps": []},
 ]
 
+WHY = {
+    "text": "needs 2 nodes; 1 is free",
+    "reason": "Resources",
+    "expected_start_s": NOW_S + 1200,
+    "position": 1,
+    "ahead": [],
+    "lines": [
+        "Resources: needs 2 nodes; 1 is free.",
+        "It starts in 20:00 at the latest.",
+        "  n1 4 cpus",
+        "  n2 could take a share",
+    ],
+}
+
 CASES: dict[str, tuple[Callable[[Sequence[str]], int], list[str]]] = {
     "hqueue": (hqueue.main, []),
     "hqueue-long": (hqueue.main, ["-al"]),
@@ -92,6 +106,10 @@ CASES: dict[str, tuple[Callable[[Sequence[str]], int], list[str]]] = {
     "hctl-config": (hctl.main, ["show", "config"]),
     "hctl-story": (hctl.main, ["story", "12"]),
     "hwhy": (hwhy.main, ["12"]),
+    "hwhy-many-nodes": (hwhy.main, ["13"]),
+    "hwhy-verbose": (hwhy.main, ["-v", "13"]),
+    "hwhy-running": (hwhy.main, ["11"]),
+    "hwhy-ended": (hwhy.main, ["29"]),
     "hsub-test-only": (hsub.main, ["--test-only", "--wrap", "true"]),
 }
 
@@ -112,9 +130,10 @@ def prepare(api: FakeApi) -> None:
         "GET /v1/ping": {**now, "counts": {"RUNNING": 50}, "nodes": {}},
         "GET /v1/config": {"config": {"cluster": "lab", "share": None, "admins": [], "requeue": True, "scheduler": {"a_s": 1}}},
         "GET /v1/job/12/story": {"job_id": 12, "events": [{"at_s": NOW_S, "kind": "Submitted", "text": "submitted\nby x"}]},
-        "GET /v1/job/12/why": {
-            "text": "needs 2 nodes; 1 is free", "reason": "Resources", "expected_start_s": NOW_S + 1200, "ahead": 2
-        },
+        "GET /v1/job/12/why": WHY | {"nodes": {"n1": "4 cpus", "n2": ""}},
+        "GET /v1/job/13/why": WHY | {"nodes": {f"n{i}": "" for i in range(9)}},
+        "GET /v1/job/11/why": {"text": "job 11 is RUNNING", "reason": "None", "expected_start_s": None},
+        "GET /v1/job/29/why": {"text": "its script ended\nwith 3", "reason": "NonZeroExitCode", "expected_start_s": None},
         "POST /v1/test": {"start_s": NOW_S, "nodes": ["n1"], "text": "would start at once on n1 in partition main"},
     }  # fmt: skip
     for one in JOBS:
