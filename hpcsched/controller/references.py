@@ -8,7 +8,7 @@ from hpcsched.errors import NotFoundError, RequestError
 from hpcsched.model.job import Job
 from hpcsched.store.world import World
 
-_REFERENCE = re.compile(r"(\d+)(?:_(?:(\d+)|\[([0-9,\-]+)\]))?(?:[.+].*)?\Z")
+_REFERENCE = re.compile(r"(\d+)(?:_(?:(\d+)|\[([0-9,\-]+)\]))?(?:\+0)?\Z")
 MAX_TASKS = 100_000
 
 

@@ -44,6 +44,10 @@ class Outcome:
     errors: list[dict[str, str]] = field(default_factory=list)
     signals: list[SignalJob] = field(default_factory=list)
 
+    def refuse(self, reference: str, error: HpcschedError) -> None:
+        """Note that a reference was refused."""
+        self.errors.append({"job": reference, "error": str(error), "kind": type(error).__name__})
+
     def as_json(self) -> dict[str, Any]:
         """Return the part that the asker sees."""
         return {"jobs": self.jobs, "errors": self.errors}
@@ -266,19 +270,33 @@ def _each(
     outcome = Outcome()
     for reference in references:
         try:
-            for job in find_jobs(tx.world, reference, asker.uid):
+            jobs = [job for job in find_jobs(tx.world, reference, asker.uid) if matches(job, filters)]
+            for job in jobs:
                 asker.must_own(job, what)
-                if matches(job, filters):
-                    one(tx.world.jobs[job.id], outcome)
-                    outcome.jobs.append(job.id)
         except HpcschedError as error:
-            outcome.errors.append({"job": reference, "error": str(error), "kind": type(error).__name__})
+            outcome.refuse(reference, error)
+            continue
+        refused = _do_each(jobs, one, outcome)
+        if refused and len(refused) == len(jobs):  # of an array that is partly over, the rest is meant
+            outcome.refuse(reference, refused[0])
     if filters and not list(references):
-        for job in [job for job in tx.world.jobs.values() if job.state not in FINAL and matches(job, filters)]:
-            if asker.owns(job):  # of a bulk request others' jobs are simply not meant
-                one(job, outcome)
-                outcome.jobs.append(job.id)
+        # Of a bulk request others' jobs, and those that it cannot be done to, are simply not meant.
+        mine = [job for job in tx.world.jobs.values() if job.state not in FINAL and asker.owns(job)]
+        _do_each([job for job in mine if matches(job, filters)], one, outcome)
     return outcome
+
+
+def _do_each(jobs: Iterable[Job], one: Callable[[Job, Outcome], None], outcome: Outcome) -> list[RequestError]:
+    """Call `one` for each job and note those it took effect on; return why it was refused for the others."""
+    refused: list[RequestError] = []
+    for job in jobs:
+        try:
+            one(job, outcome)
+        except RequestError as error:
+            refused.append(error)
+        else:
+            outcome.jobs.append(job.id)
+    return refused
 
 
 def matches(job: Job, filters: dict[str, str]) -> bool:

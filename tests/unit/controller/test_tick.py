@@ -128,6 +128,17 @@ def test_cancelling_ends_a_waiting_job_at_once_and_clears_the_nodes_of_a_running
     assert cluster.job(job_id).state is JobState.CANCELLED
 
 
+def test_cancelling_an_array_that_is_partly_over_ends_the_rest() -> None:
+    cluster = Cluster("n1")
+    array = cluster.submit(array=ArraySpec(indices=(1, 2, 3), limit=1))
+    cluster.run(array)
+    cluster.end(array)
+    outcome = cluster.ask(lambda tx: requests.cancel(tx, ANN, [str(array)], {}))
+    assert (outcome.jobs, outcome.errors) == ([array + 1, array + 2], [])
+    again = cluster.ask(lambda tx: requests.cancel(tx, ANN, [f"{array}_1", f"{array}.0"], {}))
+    assert ["already ended" in again.errors[0]["error"], "Invalid job id" in again.errors[1]["error"]] == [True, True]
+
+
 def test_people_act_on_their_own_jobs_and_admins_on_all() -> None:
     cluster = Cluster("n1")
     job_id = cluster.submit()
