@@ -115,7 +115,8 @@ def test_a_batch_step_is_over_when_the_jobs_other_steps_are(node: NodeUnderTest,
 
 
 def test_fork_bombs_end(node: NodeUnderTest, work: Path) -> None:
-    bomb = "import os, time\nfor i in range(4):\n    os.fork()\nfor i in range(3000):\n    os.fork() and os._exit(0)\n"
+    bomb = "import os, time\nif os.fork():\n    time.sleep(100)\nfor i in range(4):\n    os.fork()\n"
+    bomb += "for i in range(3000):\n    os.fork() and os._exit(0)\n"  # each is gone before one can kill it
     (work / "bomb.py").write_text(bomb)
     controller = Controller(node)
     token = controller.launch("echo $$ >> pids; exec python3 bomb.py", work_dir=str(work))
