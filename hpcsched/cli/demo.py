@@ -8,7 +8,7 @@ from typing import Literal
 
 import click
 
-DEFAULT_SECONDS = 120.0
+DEFAULT_SECONDS = 100.0
 _DIRECTORY = click.Path(file_okay=False, path_type=Path)
 
 

@@ -178,10 +178,10 @@ def how_to_use(cluster: LocalCluster) -> Sequence[str]:
 
 
 def tell_failure(error: HpcschedError, cluster: LocalCluster, job_id: int) -> None:
-    """Say on stderr why the story ended early, with the ends of the logs."""
-    print(f"\nhpcsched demo: {error}", file=sys.stderr)
+    """Say on stderr why the story ended early: the ends of the logs, and then the reason."""
     for path, lines in failure_logs(cluster.base, cluster.share, job_id):
         print(f"\n{path} ends:", *lines, sep="\n  ", file=sys.stderr)
+    print(f"\nhpcsched demo: {error}", file=sys.stderr)
 
 
 def _cut_short(stage: Stage, why: str, status: int) -> int:

@@ -53,6 +53,7 @@ STORY_LINES_LOW = 3  # on terminals that are not high
 LIMBO_LINES = 7
 WHY_LINES = 2
 BASE_MARK, INCREMENT_MARK = "█", "▄"
+MARKS_LABEL = f"{BASE_MARK}full {INCREMENT_MARK}incr. "
 
 
 def picture(scene: Scene, width: int, height: int) -> RenderableType:
@@ -127,7 +128,7 @@ def _node_cells(node: Mapping[str, Any], *, stale: bool) -> list[Text]:
 
 def _controller_line(scene: Scene) -> Text:
     if scene.controller is None:
-        return Text("✘ hpcschedd: dead; what is above was last seen", style="bold red")
+        return Text("✘ hpcschedd: dead (above: as last seen)", style="bold red")
     up_s = scene.controller["now_s"] - scene.controller["started_at_s"]
     line = Text("● ", style="green")
     line.append("hpcschedd", style="bold")
@@ -196,12 +197,12 @@ def _queue_lines(row: Mapping[str, Any], width: int) -> list[Text]:
     line = Text(no_wrap=True, overflow="ellipsis")
     line.append(f"{row['id']:>4} ", style="bold")
     line.append(f"{row['name']:<8} ")
-    line.append(f"{'IN LIMBO' if row['limbo'] else row['state']:<11} ", style=style)
+    line.append(f"{'IN LIMBO' if row['limbo'] else row['state']:<10} ", style=style)
     line.append(row["where"], style="dim" if row["state"] == "COMPLETED" else "")
-    if row["state"] == "RUNNING" and row["elapsed_s"]:
-        line.append(f" {clock(row['elapsed_s'])}", style="dim")
     if row["attempt"]:
         line.append(f" attempt {row['attempt']}", style="magenta")
+    elif row["state"] == "RUNNING" and row["elapsed_s"]:
+        line.append(f" {clock(row['elapsed_s'])}", style="dim")
     lines = [line]
     if row["detail"]:
         lines += [
@@ -294,14 +295,11 @@ def checkpoint_lines(training: Training, width: int) -> list[Text]:
     if not made:
         return [Text("no checkpoint yet", style="dim"), Text("")]
     last = made[-1]
-    bases = sum(item.is_base for item in made)
-    line = Text(no_wrap=True, overflow="ellipsis")
-    line.append(f"{len(made)} checkpoints", style="bold")
-    line.append(f", {bases} full; last: step {last.step}, ", style="dim")
-    line.append(f"{kind_word(last)}, {size_text(last.size_bytes)}", style="green")
-    label = "saved "
-    marks = Text(label, style="dim", no_wrap=True)
-    for item in made[-(width - len(label)) :]:
+    line = Text(f"{len(made)} saved", style="bold", no_wrap=True, overflow="ellipsis")
+    line.append("; last: ", style="dim")
+    line.append(f"step {last.step}, {kind_word(last)}, {size_text(last.size_bytes)}", style="green")
+    marks = Text(MARKS_LABEL, style="dim", no_wrap=True)
+    for item in made[-(width - len(MARKS_LABEL)) :]:
         marks.append(BASE_MARK if item.is_base else INCREMENT_MARK, style="magenta" if item.attempt else "green")
     return [line, marks]
 

@@ -34,7 +34,13 @@ def test_a_frame_fits_its_terminal(width: int, height: int) -> None:
 
 def test_everything_is_shown_on_a_large_terminal() -> None:
     text = drawn(whole_scene())
-    for part in ("n1 ALLOCATED", "hpcschedd pid 4242, term 2", "step 300/500", "12 checkpoints", "loss 2.10"):
+    for part in (
+        "n1 ALLOCATED",
+        "hpcschedd pid 4242, term 2",
+        "step 300/500",
+        "12 saved; last: step 300, increment, 8.4 MB",
+        "loss 2.10",
+    ):
         assert part in text
     assert re.search(r"census +PENDING +\(Resources\)", text)
     assert "2/6 done" in text
@@ -80,7 +86,7 @@ def test_a_restart_is_seen_in_the_curve_and_the_lost_steps_are_kept_apart() -> N
 
 def test_checkpoint_marks_tell_bases_from_increments() -> None:
     marks = checkpoint_lines(training(), 60)[1].plain
-    assert marks == "saved █▄▄▄▄█▄▄▄▄█▄"
+    assert marks == "█full ▄incr. █▄▄▄▄█▄▄▄▄█▄"
     assert checkpoint_lines(Training(), 60)[0].plain == "no checkpoint yet"
 
 
