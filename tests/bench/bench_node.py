@@ -36,7 +36,9 @@ def cpu_of(pid: int) -> float:
 
 def shell_cost(rounds: int = 100) -> float:
     """Return the CPU seconds of forking and running a shell that does nothing, from a small process."""
-    code = f"import os\nfor i in range({rounds}):\n    os.waitpid(os.posix_spawn('/bin/sh', ['sh', '-c', ':'], {{}}), 0)\n"
+    code = (
+        f"import os\nfor i in range({rounds}):\n    os.waitpid(os.posix_spawn('/bin/sh', ['sh', '-c', ':'], {{}}), 0)\n"
+    )
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run([sys.executable, "-I", "-S", "-c", code], check=True)
     subprocess.run([sys.executable, "-I", "-S", "-c", "pass"], check=True)

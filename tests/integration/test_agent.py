@@ -241,9 +241,7 @@ def test_a_root_agent_runs_jobs_as_their_user_with_no_more_rights(place: Path, w
         victim = place / "victim"
         victim.write_text("secret")
         (work / "link").symlink_to(victim)
-        report = controller.final(
-            controller.launch("echo x", user="nobody", work_dir=str(work), stdout="link")
-        )
+        report = controller.final(controller.launch("echo x", user="nobody", work_dir=str(work), stdout="link"))
         assert (report.status, victim.read_text()) == (protocol.REFUSED, "secret")
 
 
@@ -279,9 +277,7 @@ def test_only_the_agents_own_account_may_be_its_controller(place: Path) -> None:
     if not AS_ROOT:
         pytest.skip("needs root")
     with running_node(place / "node") as node:
-        said = _as_nobody(
-            node, protocol.encode(protocol.Hello(protocol.VERSION, "c", INCARNATION, 99, "n1"))
-        )
+        said = _as_nobody(node, protocol.encode(protocol.Hello(protocol.VERSION, "c", INCARNATION, 99, "n1")))
         assert b"is not who this agent obeys" in said
         assert isinstance(Controller(node, epoch=1).welcome, protocol.Welcome)
 

@@ -106,9 +106,10 @@ class Persistent:
             controller.send(protocol.Ping(1))
             while not controller.closed and not any(isinstance(m, protocol.Pong) for m, _ in controller.messages):
                 controller.pump(1)
-            return bool(
-                wait_until(lambda: controller.closed or not self._entry(token).exists() or controller.pump(0.05))
-            ) and not self._entry(token).exists()
+            return (
+                bool(wait_until(lambda: controller.closed or not self._entry(token).exists() or controller.pump(0.05)))
+                and not self._entry(token).exists()
+            )
         except (OSError, AssertionError):
             return False
         finally:

@@ -176,7 +176,9 @@ def test_signals_go_where_they_are_sent(node: NodeUnderTest, work: Path) -> None
 
     def heard(count: int) -> list[str]:
         out = work / "out"
-        return wait_until(lambda: (w := sorted(out.read_text().split()) if out.exists() else []) and len(w) >= count and w)
+        return wait_until(
+            lambda: (w := sorted(out.read_text().split()) if out.exists() else []) and len(w) >= count and w
+        )
 
     controller.send(protocol.SignalStep(batch, signal.SIGUSR1, batch_only=True))
     assert heard(1) == ["shell"]

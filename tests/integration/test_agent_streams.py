@@ -375,9 +375,7 @@ def test_a_command_that_does_not_read_holds_up_nobody_else(node: NodeUnderTest) 
     slow = StepCommand(node, 0)
     stream = from_stream(controller, protocol.StepRequest).stream
     token = controller.launch(argv=["cat", "/dev/zero"], stream_to=protocol.Address("n1", stream))
-    controller.send(
-        protocol.ToStream(stream, protocol.to_json(protocol.StepStarted(1, 0, [("n1", 0, 1, token)])))
-    )
+    controller.send(protocol.ToStream(stream, protocol.to_json(protocol.StepStarted(1, 0, [("n1", 0, 1, token)]))))
     controller.wait_status(token, protocol.STARTED)
     assert controller.final(controller.launch("true", token=new_token(job=2))).codes == [0]
     slow.close()

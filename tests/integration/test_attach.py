@@ -96,7 +96,9 @@ def test_attach_starts_an_agent_that_outlives_it(root: Path) -> None:
 def test_an_agent_of_another_bundle_is_replaced_under_running_jobs(root: Path) -> None:
     old = Attached(root, *source())
     assert old.welcome.agent_version == "source"
-    token = old.launch("echo $$ >> $HPCSCHED_AGENT_ROOT/pids; while [ ! -e go ]; do sleep 0.05; done", work_dir=str(root))
+    token = old.launch(
+        "echo $$ >> $HPCSCHED_AGENT_ROOT/pids; while [ ! -e go ]; do sleep 0.05; done", work_dir=str(root)
+    )
     old.wait_status(token, protocol.STARTED)
     wait_until(lambda: (root / "pids").exists())
     new = Attached(root, *bundle(root))

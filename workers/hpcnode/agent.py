@@ -22,13 +22,13 @@ import time
 from typing import Any, Dict, List, Mapping, Optional, Tuple
 
 from hpcnode import cgroup, environment, helpers, place, probe, process, protocol, user
+from hpcnode.assignment import Setting
 from hpcnode.clients import BoundedFramer, Clients, Frames, peer
 from hpcnode.faults import CrashPoints, crash_points
 from hpcnode.ledger import FORGET_AT_ONCE, REPEAT_S, Ledger
 from hpcnode.loop import READ, Loop, Stream, Timer, wake_on_signals
 from hpcnode.minders import Minders
 from hpcnode.mpi import MpiVariables
-from hpcnode.shepherd import Setting
 from hpcnode.spool import Spool
 
 IDLE_S = 60.0

@@ -18,67 +18,17 @@ Rules:
 from __future__ import annotations
 
 import time
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Protocol, Set, Tuple
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Set, Tuple
 
 from hpcnode import protocol
+from hpcnode.entry import Entry, Minding, mismatch, report_of
 from hpcnode.spool import Epochs, Found, Spool, token_of
 from hpcnode.tokens import Token, read_token
 from hpcnode.user import Account, UserError
 
-FINAL = frozenset({protocol.ENDED, protocol.BARRED, protocol.REFUSED, protocol.LOST})
 MAX_STARTS = 3
-RESULT = ("codes", "signals", "timed_out", "out_of_memory", "why", "usage")
 REPEAT_S = 10.0
 FORGET_AT_ONCE = 256  # acknowledged entries that are removed with one fsync
-
-
-class Minding(Protocol):
-    """What the ledger needs of the shepherds."""
-
-    def start(self, launch: protocol.Launch, account: Account) -> None: ...
-    def adopt(self, token: str) -> None: ...
-    def is_minded(self, token: str) -> bool: ...
-    def say(self, token: str, words: List[Any], blob: bytes = b"") -> None: ...
-    def kill_remains(self, started: Dict[str, Any]) -> bool: ...
-
-
-class Entry:
-    """What is known of one token."""
-
-    __slots__ = (
-        "token",
-        "key",
-        "launch",
-        "boot_id",
-        "status",
-        "record",
-        "account",
-        "minded",
-        "starts",
-        "seq",
-        "acked",
-        "held",
-        "ending",
-    )
-
-    def __init__(self, token: str, key: Token, launch: Optional[protocol.Launch], boot_id: str) -> None:
-        self.token = token
-        self.key = key
-        self.launch = launch
-        self.boot_id = boot_id
-        self.status = protocol.CLAIMED
-        self.record: Dict[str, Any] = {}
-        self.account: Optional[Account] = None
-        self.minded = False  # a shepherd lives
-        self.starts = 0
-        self.seq = 0
-        self.acked = False
-        self.held = False  # it is over, but not to be told before the rest of its job here
-        self.ending: Optional[Tuple[float, str]] = None  # an end was asked for: grace, why
-
-    @property
-    def is_final(self) -> bool:
-        return self.status in FINAL
 
 
 class _Gone(NamedTuple):
@@ -184,7 +134,7 @@ class Ledger:
         for entry in self.entries.values():
             if not entry.seq:
                 self._number(entry)
-            report = protocol.to_json(self._report(entry))
+            report = protocol.to_json(report_of(entry, self._wall_s()))
             del report["type"]
             reports.append(report)
         return reports
@@ -212,7 +162,7 @@ class Ledger:
     def _claim(self, launch: protocol.Launch, key: Token, script: bytes) -> None:
         entry = Entry(launch.token, key, launch, self.boot_id)
         try:
-            why = _mismatch(launch, key, script)
+            why = mismatch(launch, key, script)
             account = self._find_account(launch.user)
             entry.account = account
         except UserError as error:
@@ -377,7 +327,7 @@ class Ledger:
         for seq, token in tuple(self._by_seq.items()):
             entry = self.entries[token]
             if seq < self._repeat_below and not entry.held:
-                self._send(self._report(entry))
+                self._send(report_of(entry, self._wall_s()))
         self._repeat_below = self._next_seq
 
     def forget_some(self) -> List[str]:
@@ -491,7 +441,7 @@ class Ledger:
         entry.held = not self._may_tell(entry)
         if not entry.held:
             self._number(entry)
-            self._send(self._report(entry))
+            self._send(report_of(entry, self._wall_s()))
 
     def _number(self, entry: Entry) -> None:
         self._by_seq.pop(entry.seq, None)
@@ -507,37 +457,3 @@ class Ledger:
     def _tell_over(self, token: str, why: str) -> None:
         """Answer for a token whose entry has gone: it will not run."""
         self._send(protocol.Report(self._new_seq(), token, protocol.BARRED, self._wall_s(), why=why))
-
-    def _report(self, entry: Entry) -> protocol.Report:
-        record = entry.record
-        start = {"pid": record.get("pid", 0), "started_at_s": record.get("started_at_s", 0.0)}
-        at_s = record.get("at_s", self._wall_s())
-        if entry.held:
-            return protocol.Report(entry.seq, entry.token, protocol.STARTED, at_s, stream_to=_stream_to(entry), **start)
-        result = {key: record[key] for key in RESULT if key in record}
-        return protocol.Report(
-            entry.seq, entry.token, entry.status, at_s, stream_to=_stream_to(entry), **start, **result
-        )
-
-
-def _stream_to(entry: Entry) -> Optional[protocol.Address]:
-    stored = entry.record.get("stream_to")
-    if stored:
-        return protocol.Address(**stored)
-    return entry.launch.stream_to if entry.launch is not None else None
-
-
-def _mismatch(launch: protocol.Launch, key: Token, script: bytes) -> str:
-    """Return why the launch cannot be what its token says, or ""."""
-    if (launch.job_id, launch.attempt, launch.step) != (key.job_id, key.attempt, key.step):
-        return "the launch is of another step than its token says"
-    if launch.step == protocol.BATCH and not script.startswith(b"#!"):
-        return "cannot run the batch script: it does not begin with #!"
-    if launch.step != protocol.BATCH and not launch.argv:
-        return "cannot run the step: it has no command"
-    if not 1 <= launch.tasks.count <= 4096:
-        return "cannot run %d tasks on one node" % launch.tasks.count
-    bad = [name for name, value in launch.env.items() if not name or "=" in name or "\0" in name + value]
-    if bad:
-        return "cannot run with a variable named %.60r: names have no '=' and nothing has a NUL byte" % bad[0]
-    return ""

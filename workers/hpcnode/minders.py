@@ -13,10 +13,11 @@ import socket
 from typing import Any, Callable, Dict, List, Optional
 
 from hpcnode import cgroup, local, process, protocol
+from hpcnode.assignment import Setting
 from hpcnode.environment import MARKER
 from hpcnode.loop import READ, Loop, Stream
 from hpcnode.mpi import MpiVariables
-from hpcnode.shepherd import Setting, connect_in
+from hpcnode.relay import connect_in
 from hpcnode.user import Account
 from hpcnode.worker import Order, send_order, worker_main
 

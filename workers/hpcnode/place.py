@@ -36,7 +36,9 @@ def make_socket_folder(path: str) -> None:
         pass
     info = os.lstat(folder)
     if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid() or info.st_mode & 0o022:
-        raise PermissionError("cannot use %s: it must be a directory that only uid %d may write" % (folder, os.geteuid()))
+        raise PermissionError(
+            "cannot use %s: it must be a directory that only uid %d may write" % (folder, os.geteuid())
+        )
 
 
 def program() -> str:

@@ -14,96 +14,37 @@ It does not know the controller, nor other steps. Sources: prctl(2) PR_SET_CHILD
 from __future__ import annotations
 
 import os
-import resource
 import signal
 import socket
 import sys
 import time
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Set
+from typing import Any, Dict, List, Optional, Set
 
-from hpcnode import cgroup, environment, files, limits, local, process, protocol, streams
-from hpcnode.faults import CrashPoints
-from hpcnode.loop import READ, WRITE, Loop, Stream, Timer
-from hpcnode.spool import Spool
+from hpcnode import cgroup, environment, files, limits, process, protocol
+from hpcnode.assignment import Assignment, Setting, Task, Usage
+from hpcnode.loop import READ, Loop, Timer
+from hpcnode.relay import Relay
+from hpcnode.streams import untaken_limit
 from hpcnode.task import READY, TaskPlan, run_task
-from hpcnode.user import Account
 
-LINGER_S = 600.0  # how long output waits for a reader that takes none of it
-MAX_UNSENT = 1 << 20
+LINGER_S = 3600.0  # how long output waits for a reader that takes none of it
 RETRY_S = 1.0  # between attempts to record an end on a full disk
-SOCKET_NAME = "sock"
-
-
-class _Usage:
-    """What all that has ended below has used."""
-
-    def __init__(self) -> None:
-        self.user_s = 0.0
-        self.system_s = 0.0
-        self.max_rss_kib = 0
-
-    def add(self, usage: resource.struct_rusage) -> None:
-        self.user_s += usage.ru_utime
-        self.system_s += usage.ru_stime
-        self.max_rss_kib = max(self.max_rss_kib, usage.ru_maxrss)
-
-    def as_dict(self) -> Dict[str, float]:
-        return {
-            "cpu_user_s": self.user_s,
-            "cpu_system_s": self.system_s,
-            "max_rss_kib": float(self.max_rss_kib),
-        }
-
-
-class Setting(NamedTuple):
-    """What all shepherds of an agent have in common."""
-
-    spool: Spool
-    faults: CrashPoints
-    boot_id: str
-    node: str
-    socket_path: str
-    cgroup_base: Optional[str]
-    has_gpus: bool
-
-
-class Assignment(NamedTuple):
-    """What a shepherd has to know of its step."""
-
-    launch: protocol.Launch
-    account: Account
-    environment: Dict[str, str]  # to be added
-    round: int  # of the output's readers, see `local`
-
-
-class _Task:
-    """One task of the step."""
-
-    def __init__(self, rank: int, pid: int, status_fd: int) -> None:
-        self.rank = rank
-        self.pid = pid
-        self.status_fd = status_fd
-        self.ready = False
-        self.over = False
-        self.code = 0
-        self.signal = 0
 
 
 class Shepherd:
     """The state of one step on this node, and what it does about each thing that happens."""
 
-    def __init__(self, setting: Setting, job: Assignment, agent: socket.socket, loop: Loop, group: Optional[str]) -> None:
+    def __init__(
+        self, setting: Setting, job: Assignment, agent: socket.socket, loop: Loop, group: Optional[str]
+    ) -> None:
         self.setting = setting
         self.job = job
         self.launch = job.launch
         self.token = job.launch.token
         self.loop = loop
-        self._unpacker = local.Unpacker()
-        self._listener: Optional[socket.socket] = None
-        self._agent: Optional[Stream] = Stream(self.loop, agent, self._from_agent)
-        self._tasks: List[_Task] = []
-        self._outputs: List[streams.OutputStream] = []
-        self._inputs: List[streams.InputStream] = []
+        self._relay = Relay(loop, setting.spool.entry(self.token), self.token, job.round, agent)
+        self._relay.obey, self._relay.greet, self._relay.moved = self._obey, self._greet, self._after_moves
+        self._tasks: List[Task] = []
         self._release_fd = -1
         self._released = False
         self._started: Dict[str, Any] = {}
@@ -111,20 +52,18 @@ class Shepherd:
         self._final_kept = False
         self._final_told = False
         self._acknowledged = False
-        self._round: Optional[int] = job.round
         self._cgroup = group  # of this process and its tasks
         self._kernel_limits_memory = False
         self._memory_kills = 0
         self._ending_at_s: Optional[float] = None  # on the boot clock: when everything is killed
         self._end_timer: Optional[Timer] = None
-        self._linger: Optional[Timer] = None
         self._told: Set[int] = set()  # who got TERM
         self._kill_rounds = 0
         self._why = ""
         self._timed_out = False
         self._out_of_memory = False
         self._childless = False
-        self._usage = _Usage()
+        self._usage = Usage()
 
     # ----- from the fork to the release
 
@@ -134,7 +73,7 @@ class Shepherd:
         if self._cgroup is not None and self.launch.mem_mib > 0:
             self._kernel_limits_memory = cgroup.limit_memory(self._cgroup, self.launch.mem_mib)
             self._memory_kills = cgroup.memory_kills(self._cgroup)
-        self._say(["here", local.VERSION, self.token])
+        self._relay.say_here()
         try:
             self._fork_tasks()
         except (OSError, ValueError) as error:
@@ -144,7 +83,7 @@ class Shepherd:
     @property
     def is_clean(self) -> bool:
         """Whether nothing of the step is left, so that this process may mind another one."""
-        return self._childless and not self._outputs and not self._inputs and self._listener is None
+        return self._childless and self._relay.is_unused
 
     def close(self) -> None:
         """Close what the step had open."""
@@ -152,8 +91,7 @@ class Shepherd:
             if task.status_fd >= 0:
                 self.loop.watch(task.status_fd, 0, _nothing)
                 os.close(task.status_fd)
-        if self._agent is not None:
-            self._agent.close()
+        self._relay.close()
 
     def _fork_tasks(self) -> None:
         launch, job, setting = self.launch, self.job, self.setting
@@ -212,7 +150,7 @@ class Shepherd:
             if fd is not None:
                 os.close(fd)
         os.set_blocking(status_read, False)
-        task = _Task(rank, pid, status_read)
+        task = Task(rank, pid, status_read)
         self._tasks.append(task)
         self.loop.watch(status_read, READ, lambda _events: self._status_of(task))
 
@@ -221,23 +159,15 @@ class Shepherd:
         wanted = self.launch.stdin
         if self.launch.stream_to is None or wanted not in ("", "all", str(rank)) or (wanted == "" and rank != 0):
             return None
-        read_end, write_end = os.pipe2(os.O_CLOEXEC)
-        os.set_blocking(write_end, False)
-        self._inputs.append(streams.InputStream(rank, write_end))
-        return read_end
+        return self._relay.add_input(rank)
 
     def _output_pipe(self, rank: int, fd: int, path: str) -> Optional[int]:
         """Return the write end of the task's output if it is a stream, None if it is a file."""
         if self.launch.stream_to is None or path != "":
             return None
-        read_end, write_end = os.pipe2(os.O_CLOEXEC)
-        os.set_blocking(read_end, False)
-        stream = streams.OutputStream(rank, fd, read_end, streams.untaken_limit(self.launch.tasks.total))
-        self._outputs.append(stream)
-        self.loop.watch(read_end, READ, lambda _events: self._output_ready(stream))
-        return write_end
+        return self._relay.add_output(rank, fd, untaken_limit(self.launch.tasks.total))
 
-    def _status_of(self, task: _Task) -> None:
+    def _status_of(self, task: Task) -> None:
         """A task says that it is ready, or why it cannot be; or that its program could not be executed."""
         try:
             data = os.read(task.status_fd, 4096)
@@ -283,7 +213,7 @@ class Shepherd:
         os.write(self._release_fd, b"x" * len(self._tasks))
         os.close(self._release_fd)
         self.setting.faults.reached("released")
-        self._say(["started", self._started])
+        self._relay.say(["started", self._started])
         self._set_limits()
 
     def _stream_to(self) -> Optional[Dict[str, Any]]:
@@ -319,7 +249,7 @@ class Shepherd:
     def _warn(self) -> None:
         self._signal(self.launch.signum, self.launch.signal_batch_only)
         if self.launch.step == protocol.BATCH and not self.launch.signal_batch_only:
-            self._say(["signal_steps", self.launch.signum])
+            self._relay.say(["signal_steps", self.launch.signum])
 
     def _limit_reached(self) -> None:
         if self._final is None:
@@ -414,7 +344,7 @@ class Shepherd:
             self._terminate_orphans()
         self._check_over()
 
-    def _task_over(self, task: _Task, status: int) -> None:
+    def _task_over(self, task: Task, status: int) -> None:
         task.over = True
         if os.WIFSIGNALED(status):
             task.signal = os.WTERMSIG(status)
@@ -437,7 +367,7 @@ class Shepherd:
             self._last_status(task)
         self._close_with(self._record(protocol.ENDED))
 
-    def _last_status(self, task: _Task) -> None:
+    def _last_status(self, task: Task) -> None:
         """Why the program could not be executed, if the task said so just before it ended."""
         if task.status_fd < 0:
             return
@@ -449,7 +379,12 @@ class Shepherd:
             self._why = data.decode("utf-8", "surrogateescape")
 
     def _record(self, status: str) -> Dict[str, Any]:
-        record: Dict[str, Any] = {"status": status, "at_s": time.time(), "why": self._why, "stream_to": self._stream_to()}
+        record: Dict[str, Any] = {
+            "status": status,
+            "at_s": time.time(),
+            "why": self._why,
+            "stream_to": self._stream_to(),
+        }
         if status == protocol.ENDED:
             if self._kernel_limits_memory and cgroup.memory_kills(self._cgroup or "") > self._memory_kills:
                 self._out_of_memory = True
@@ -469,7 +404,7 @@ class Shepherd:
         self._final = final
         if self._kernel_limits_memory:
             cgroup.limit_memory(self._cgroup or "", 0)
-        self._linger = self.loop.later(LINGER_S, self._drop_output)
+        self.loop.later(LINGER_S, lambda: self._linger(self._relay.taken_bytes))
         self._keep_final()
 
     def _keep_final(self) -> None:
@@ -485,191 +420,53 @@ class Shepherd:
         self._final_kept = True
         if not self._released or self._ending_at_s is not None:
             self._tell_final()
-        self._pump()
+        self._relay.pump()
 
     def _tell_final(self) -> None:
-        if self._final_kept and not self._final_told and self._agent is not None:
+        if self._final_kept and not self._final_told and self._relay.is_connected:
             self._final_told = True
-            self._say(["final", self._final])
+            self._relay.say(["final", self._final])
 
-    # ----- streams
-
-    def _output_ready(self, stream: streams.OutputStream) -> None:
-        before = stream.pipe
-        stream.read()
-        if stream.ended:
-            self.loop.watch(before, 0, _nothing)
-        self._pump()
-
-    def _pump(self) -> None:
-        """Send what may be sent, read where there is room, and go when there is nothing left to do."""
-        for stream in self._outputs:
-            if self._agent is not None and self._round is not None and self._agent.unsent < MAX_UNSENT:
-                for offset, data, eof in stream.to_send():
-                    self._say(["output", stream.task, stream.fd, offset, eof, self._round], data)
-            if not stream.ended:
-                self.loop.watch(stream.pipe, READ if stream.wants_more else 0, self._reader(stream))
+    def _after_moves(self) -> None:
+        """Tell the end when the output has gone before it, and go when there is nothing left to do."""
         if not self._final_kept:
             return
-        if all(stream.all_sent for stream in self._outputs):
+        if self._relay.all_sent:
             self._tell_final()
-        taken = all(stream.all_taken for stream in self._outputs)
-        if not self._outputs or (taken and self._acknowledged):
+        if not self._relay.has_output or (self._relay.all_taken and self._acknowledged):
             self.loop.stopped = True
-            self._say_the_rest()
+            self._relay.finish()
 
-    def _reader(self, stream: streams.OutputStream) -> Callable[[int], None]:
-        return lambda _events: self._output_ready(stream)
-
-    def _say_the_rest(self) -> None:
-        """The last words, to an agent that may be slow to read them; they are on disk as well."""
-        self.loop.flush()
-        while self._agent is not None and self._agent.unsent and not self._agent.closed:
-            self.loop.turn()
+    def _linger(self, taken_before: int) -> None:
+        taken_bytes = self._relay.taken_bytes
+        if taken_bytes == taken_before:
+            self._drop_output()
+        else:
+            self.loop.later(LINGER_S, lambda: self._linger(taken_bytes))
 
     def _drop_output(self) -> None:
-        """Nobody takes what is left of the output: go without."""
-        for stream in self._outputs:
-            if not stream.ended:
-                self.loop.watch(stream.pipe, 0, _nothing)
-                stream.end()
-            stream.drop()
+        """Nobody takes what is left of the output."""
         self._acknowledged = True
-        self._pump()
+        self._relay.drop_output()
         self.loop.stopped = True
-
-    def _feed(self, task: int, offset: int, data: bytes, eof: bool) -> None:
-        for stream in self._inputs:
-            if task in (-1, stream.task):
-                if not stream.add(offset, data, eof):
-                    self._say_taken()
-                self._push_input(stream)
-
-    def _push_input(self, stream: streams.InputStream) -> None:
-        pipe = stream.pipe
-        if pipe < 0:
-            self._say_taken()
-            return
-        moved = stream.write()
-        if stream.pipe < 0:
-            self.loop.watch(pipe, 0, _nothing)
-        else:
-            self.loop.watch(pipe, WRITE if stream.wants_to_write else 0, lambda _events: self._push_input(stream))
-        if moved:
-            self._say_taken()
-
-    def _say_taken(self) -> None:
-        for stream in self._inputs:
-            self._say(["took", stream.task, stream.taken])
 
     # ----- the agent
 
-    def _say(self, words: List[Any], blob: bytes = b"") -> None:
-        if self._agent is not None:
-            self._agent.send(local.pack(words, blob))
-
-    def _from_agent(self, data: bytes) -> None:
-        if not data:
-            self._agent_gone()
-            return
-        for words, blob in self._unpacker.feed(data):
-            self._obey(words, blob)
-        self._pump()
-
-    def _obey(self, words: List[Any], blob: bytes) -> None:
-        word = words[0]
-        if word == "end":
+    def _obey(self, words: List[Any]) -> None:
+        if words[0] == "end":
             self._end(words[1], words[2])
-        elif word == "signal":
+        elif words[0] == "signal":
             self._signal(words[1], words[2])
-        elif word == "input":
-            self._feed(words[1], words[2], blob, words[3])
-        elif word == "taken":
-            self._output_taken(words[1], words[2], words[3])
-        elif word == "resend":
-            self._round = words[1]
-            for stream in self._outputs:
-                stream.resend()
-            self._say_taken()
-        elif word == "acknowledged":
+        elif words[0] == "acknowledged":
             self._acknowledged = True
 
-    def _output_taken(self, task: int, fd: int, offset: int) -> None:
-        for stream in self._outputs:
-            if stream.task == task and stream.fd == fd:
-                stream.taken(offset)
-        if self._linger is not None:
-            self._linger.cancel()
-            self._linger = self.loop.later(LINGER_S, self._drop_output)
-
-    def _agent_gone(self) -> None:
-        """Wait for the next agent, in the spool entry."""
-        self._agent = None
-        self._round = None  # no output before the next agent says to whom
+    def _greet(self) -> None:
+        """A new agent is there."""
         self._final_told = False
-        self._unpacker = local.Unpacker()
-        self._listener = listen_in(self.setting.spool.entry(self.token))
-        self.loop.watch(self._listener.fileno(), READ, lambda _events: self._agent_came())
-        self._pump()
-
-    def _agent_came(self) -> None:
-        assert self._listener is not None
-        try:
-            sock, _ = self._listener.accept()
-        except OSError:
-            return
-        self.loop.watch(self._listener.fileno(), 0, _nothing)
-        self._listener.close()
-        self._listener = None
-        os.unlink(os.path.join(self.setting.spool.entry(self.token), SOCKET_NAME))
-        self._agent = Stream(self.loop, sock, self._from_agent)
-        self._say(["here", local.VERSION, self.token])
         if self._released:
-            self._say(["started", self._started])
+            self._relay.say(["started", self._started])
         if self._ending_at_s is not None:
             self._tell_final()
-        self._pump()
-
-
-def listen_in(folder: str) -> socket.socket:
-    """Return a listening socket in the folder, however long its path is."""
-    path = os.path.join(folder, SOCKET_NAME)
-    try:
-        os.unlink(path)
-    except FileNotFoundError:
-        pass
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    with _short_way(folder) as short:
-        listener.bind(short)
-    listener.listen(1)
-    listener.setblocking(False)
-    return listener
-
-
-def connect_in(folder: str) -> socket.socket:
-    """Return a connection to the shepherd that listens in the folder. Raises OSError if none does."""
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        with _short_way(folder) as short:
-            sock.connect(short)
-    except OSError:
-        sock.close()
-        raise
-    return sock
-
-
-class _short_way:
-    """The path of the socket in a folder, short enough for an address (unix(7): 108 bytes)."""
-
-    def __init__(self, folder: str) -> None:
-        self._folder = folder
-
-    def __enter__(self) -> str:
-        self._fd = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        return "/proc/self/fd/%d/%s" % (self._fd, SOCKET_NAME)
-
-    def __exit__(self, *_exc: object) -> None:
-        os.close(self._fd)
 
 
 def _stop_all_below() -> None:

@@ -44,6 +44,11 @@ class OutputStream:
         return not self.ended and len(self._kept) < self._limit
 
     @property
+    def taken_bytes(self) -> int:
+        """How much the reader has acknowledged (or was dropped)."""
+        return self._taken
+
+    @property
     def all_sent(self) -> bool:
         """Whether the reader was sent everything, and the end."""
         return self._eof_sent

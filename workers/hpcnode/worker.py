@@ -17,8 +17,9 @@ import traceback
 from typing import Dict, NamedTuple, NoReturn, Optional, Tuple
 
 from hpcnode import cgroup, process
+from hpcnode.assignment import Assignment, Setting
 from hpcnode.loop import Loop, wake_on_signals
-from hpcnode.shepherd import Assignment, Setting, Shepherd
+from hpcnode.shepherd import Shepherd
 from hpcnode.user import Account
 
 IDLE = b"i"

@@ -21,7 +21,9 @@ NONCE = "0123456789abcdef" * 2
 @given(
     st.one_of(
         st.text(max_size=80),
-        st.from_regex(r"[0-9a-f]{7,9}\.\d{1,3}\.\d\.(batch|7|x)\.[A-Za-z0-9_./-]{1,5}\.[0-9a-f]{31,33}\n?", fullmatch=True),
+        st.from_regex(
+            r"[0-9a-f]{7,9}\.\d{1,3}\.\d\.(batch|7|x)\.[A-Za-z0-9_./-]{1,5}\.[0-9a-f]{31,33}\n?", fullmatch=True
+        ),
     )
 )
 def test_both_ends_take_the_same_tokens(text: str) -> None:

@@ -1,0 +1,66 @@
+"""What a shepherd is given, and what it notes of its tasks. Plain values."""
+
+from __future__ import annotations
+
+import resource
+from typing import Dict, NamedTuple, Optional
+
+from hpcnode import protocol
+from hpcnode.faults import CrashPoints
+from hpcnode.spool import Spool
+from hpcnode.user import Account
+
+
+class Usage:
+    """What all that has ended below has used."""
+
+    def __init__(self) -> None:
+        self.user_s = 0.0
+        self.system_s = 0.0
+        self.max_rss_kib = 0
+
+    def add(self, usage: resource.struct_rusage) -> None:
+        self.user_s += usage.ru_utime
+        self.system_s += usage.ru_stime
+        self.max_rss_kib = max(self.max_rss_kib, usage.ru_maxrss)
+
+    def as_dict(self) -> Dict[str, float]:
+        return {
+            "cpu_user_s": self.user_s,
+            "cpu_system_s": self.system_s,
+            "max_rss_kib": float(self.max_rss_kib),
+        }
+
+
+class Setting(NamedTuple):
+    """What all shepherds of an agent have in common."""
+
+    spool: Spool
+    faults: CrashPoints
+    boot_id: str
+    node: str
+    socket_path: str
+    cgroup_base: Optional[str]
+    has_gpus: bool
+
+
+class Assignment(NamedTuple):
+    """What a shepherd has to know of its step."""
+
+    launch: protocol.Launch
+    account: Account
+    environment: Dict[str, str]  # to be added
+    round: int  # of the output's readers, see `local`
+
+
+class Task:
+    """One task of the step."""
+
+    def __init__(self, rank: int, pid: int, status_fd: int) -> None:
+        self.rank = rank
+        self.pid = pid
+        self.status_fd = status_fd
+        self.ready = False
+        self.over = False
+        self.code = 0
+        self.signal = 0

@@ -1,0 +1,95 @@
+"""One token as the ledger knows it, what the ledger needs of the shepherds, and how an entry becomes a Report. Plain code."""
+
+from __future__ import annotations
+
+from typing import Any, Dict, List, Optional, Protocol, Tuple
+
+from hpcnode import protocol
+from hpcnode.tokens import Token
+from hpcnode.user import Account
+
+FINAL = frozenset({protocol.ENDED, protocol.BARRED, protocol.REFUSED, protocol.LOST})
+RESULT = ("codes", "signals", "timed_out", "out_of_memory", "why", "usage")
+
+
+class Minding(Protocol):
+    """What the ledger needs of the shepherds."""
+
+    def start(self, launch: protocol.Launch, account: Account) -> None: ...
+    def adopt(self, token: str) -> None: ...
+    def is_minded(self, token: str) -> bool: ...
+    def say(self, token: str, words: List[Any], blob: bytes = b"") -> None: ...
+    def kill_remains(self, started: Dict[str, Any]) -> bool: ...
+
+
+class Entry:
+    """What is known of one token."""
+
+    __slots__ = (
+        "token",
+        "key",
+        "launch",
+        "boot_id",
+        "status",
+        "record",
+        "account",
+        "minded",
+        "starts",
+        "seq",
+        "acked",
+        "held",
+        "ending",
+    )
+
+    def __init__(self, token: str, key: Token, launch: Optional[protocol.Launch], boot_id: str) -> None:
+        self.token = token
+        self.key = key
+        self.launch = launch
+        self.boot_id = boot_id
+        self.status = protocol.CLAIMED
+        self.record: Dict[str, Any] = {}
+        self.account: Optional[Account] = None
+        self.minded = False  # a shepherd lives
+        self.starts = 0
+        self.seq = 0
+        self.acked = False
+        self.held = False  # it is over, but not to be told before the rest of its job here
+        self.ending: Optional[Tuple[float, str]] = None  # an end was asked for: grace, why
+
+    @property
+    def is_final(self) -> bool:
+        return self.status in FINAL
+
+
+def report_of(entry: Entry, now_s: float) -> protocol.Report:
+    """Return what is to be reported of an entry under its number; of one that is held: that it still runs."""
+    record = entry.record
+    start = {"pid": record.get("pid", 0), "started_at_s": record.get("started_at_s", 0.0)}
+    at_s = record.get("at_s", now_s)
+    if entry.held:
+        return protocol.Report(entry.seq, entry.token, protocol.STARTED, at_s, stream_to=_stream_to(entry), **start)
+    result = {key: record[key] for key in RESULT if key in record}
+    return protocol.Report(entry.seq, entry.token, entry.status, at_s, stream_to=_stream_to(entry), **start, **result)
+
+
+def _stream_to(entry: Entry) -> Optional[protocol.Address]:
+    stored = entry.record.get("stream_to")
+    if stored:
+        return protocol.Address(**stored)
+    return entry.launch.stream_to if entry.launch is not None else None
+
+
+def mismatch(launch: protocol.Launch, key: Token, script: bytes) -> str:
+    """Return why the launch cannot be what its token says, or ""."""
+    if (launch.job_id, launch.attempt, launch.step) != (key.job_id, key.attempt, key.step):
+        return "the launch is of another step than its token says"
+    if launch.step == protocol.BATCH and not script.startswith(b"#!"):
+        return "cannot run the batch script: it does not begin with #!"
+    if launch.step != protocol.BATCH and not launch.argv:
+        return "cannot run the step: it has no command"
+    if not 1 <= launch.tasks.count <= 4096:
+        return "cannot run %d tasks on one node" % launch.tasks.count
+    bad = [name for name, value in launch.env.items() if not name or "=" in name or "\0" in name + value]
+    if bad:
+        return "cannot run with a variable named %.60r: names have no '=' and nothing has a NUL byte" % bad[0]
+    return ""
