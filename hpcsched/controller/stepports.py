@@ -9,10 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hpcnode import protocol
-from hpcsched.controller.steprequest import StepOptions, expand_step_pattern
+from hpcsched.controller.steprequest import StepOptions
 from hpcsched.controller.stepstate import Origin, Run, Step
 from hpcsched.errors import InvariantError
+from hpcsched.jobscript.patterns import expand_job_pattern
 from hpcsched.launch.environment import node_environment
+from hpcsched.launch.files import pattern_facts
 from hpcsched.launch.layout import NodeTasks
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import ExitStatus, Job
@@ -65,8 +67,10 @@ def launch_of(
     if place is None or origin is None:
         raise InvariantError(f"step {job.id}.{step.number} has no place or origin at its launch")
 
+    facts = pattern_facts(job, step.number)
+
     def path(pattern: str) -> str:
-        return expand_step_pattern(pattern, job=job, step=step.number)
+        return expand_job_pattern(pattern, facts) if pattern else ""
 
     return protocol.Launch(
         token=run.token,

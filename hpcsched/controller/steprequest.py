@@ -10,7 +10,6 @@ Source: srun(1).
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -34,7 +33,6 @@ from hpcsched.model.units import parse_mem_mib, parse_time_s, parse_when
 T = TypeVar("T")
 
 MAX_ENV_BYTES = 4 << 20
-_STEP_PATTERN = re.compile(r"%(\d{0,2})([A-Za-z%])")
 
 # What a step's options may be; those without a reader above mean something to hrun, or to the job made for the step.
 KNOWN_OPTIONS = frozenset(
@@ -170,28 +168,6 @@ def read_allocation(request: protocol.StepRequest, now_s: float) -> JobSpec:
         begin_at_s=_begin(given, now_s),
         requeue=False,
     )
-
-
-def expand_step_pattern(pattern: str, *, job: Job, step: int) -> str:
-    """Return `pattern` with all filled in but what differs by task or node (%t %n %N stay, and so does %%)."""
-    facts: dict[str, str] = {
-        "j": str(job.id),
-        "A": str(job.array_job_id or job.id),
-        "a": str(job.array_task_id if job.array_task_id is not None else 4294967294),
-        "J": f"{job.id}.{step}",
-        "s": str(step),
-        "x": job.spec.name,
-        "u": job.user,
-    }
-
-    def fill(match: re.Match[str]) -> str:
-        value = facts.get(match[2])
-        if value is None:
-            return match[0]
-        value = re.sub(r"[/\x00-\x1f]", "_", value).replace("%", "%%")
-        return value.zfill(int(match[1])) if match[1] and value.isdigit() else value
-
-    return _STEP_PATTERN.sub(fill, pattern)
 
 
 class _Given:

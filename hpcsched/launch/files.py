@@ -17,15 +17,21 @@ class JobFiles:
     stdin: str
 
 
-def job_file_patterns(job: Job) -> JobFiles:
-    """Return the files of the job's batch step with ``%t %n %N %%`` left in them for the node to fill."""
-    facts = PatternFacts(
+def pattern_facts(job: Job, step: int | None = None) -> PatternFacts:
+    """Return what is filled into the names of the files of the job's batch step, or of one of its steps."""
+    return PatternFacts(
         job_id=job.id,
         name=job.spec.name,
         user=job.user,
         array_job_id=job.array_job_id,
         array_task_id=job.array_task_id,
+        step=step,
     )
+
+
+def job_file_patterns(job: Job) -> JobFiles:
+    """Return the files of the job's batch step with ``%t %n %N %%`` left in them for the node to fill."""
+    facts = pattern_facts(job)
 
     def absolute(pattern: str) -> str:
         path = expand_job_pattern(pattern, facts)
