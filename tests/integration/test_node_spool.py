@@ -7,6 +7,7 @@ import secrets
 from pathlib import Path
 
 import pytest
+from agent_client import launch_of
 
 from hpcnode import user
 from hpcnode.done import DoneLog
@@ -92,6 +93,21 @@ def test_a_tombstone_is_exclusive_with_a_claim(tmp_path: Path) -> None:
     assert (found.final, found.launch) == ({"status": "barred"}, None)
     spool.write_final(text, {"status": "ended"})
     assert spool.read(text).final == {"status": "barred"}
+
+
+def test_a_claim_is_exclusive(tmp_path: Path) -> None:
+    spool = Spool(str(tmp_path), CrashPoints())
+    text, barred = token(), token()
+    owner = (os.geteuid(), os.getegid())
+    assert spool.claim(launch_of(text, argv=["first"]), b"#!/bin/sh\n", "boot", owner)
+    assert not spool.claim(launch_of(text, argv=["second"]), b"#!/bin/other\n", "boot", owner)
+    launch = spool.read(text).launch
+    assert launch is not None
+    assert (launch.argv, Path(spool.script(text)).read_text()) == (["first"], "#!/bin/sh\n")
+    assert os.stat(spool.script(text)).st_mode & 0o777 == 0o500
+    spool.bar(barred, {"status": "barred"})
+    assert not spool.claim(launch_of(barred), b"#!/bin/sh\n", "boot", owner)
+    assert not Path(spool.script(barred)).exists()
 
 
 def test_entries_are_private_and_half_made_ones_are_cleared_away(tmp_path: Path) -> None:

@@ -60,13 +60,16 @@ class Agent:
         self._spool = Spool(root, self._faults)
         self._socket_path = place.socket_path(root)
         self._protect()
+        cgroup_base = cgroup.find_base()
+        if cgroup_base is not None:
+            cgroup.remove_empty(cgroup_base)  # of agents that were killed
         setting = Setting(
             spool=self._spool,
             faults=self._faults,
             boot_id=self._boot_id,
             node=node,
             socket_path=self._socket_path,
-            cgroup_base=cgroup.find_base(),
+            cgroup_base=cgroup_base,
             has_gpus=environment.node_has_gpus(),
         )
         self._minders = Minders(self._loop, setting, MpiVariables(root, log))
