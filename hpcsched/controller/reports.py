@@ -76,7 +76,10 @@ def on_batch_report(tx: Transaction, node: NodeName, token: Token, report: proto
         case protocol.LOST:
             lose_node(tx, job, node, f"node {node} lost the job: {report.why}")
         case protocol.BARRED:
-            pass  # JobGone follows, and releases the node
+            # Of a job that is being ended JobGone follows, and releases the node. Any other was launched and never ran:
+            # the node was rebooted in between, say. Its token never will.
+            if job.state is not JobState.COMPLETING:
+                lose_node(tx, job, node, f"node {node} did not start the job: {report.why}")
     answer.acks.append(report.seq)
 
 
