@@ -98,8 +98,9 @@ class Keeper:
         except subprocess.TimeoutExpired:
             self._process.kill()  # the nodes end with their owner
             self._process.wait()
+            end_cluster(demo_cluster(self._base))
             raise UnavailableError(
-                f"cannot tidy up {self._base}: its keeper did not end within {END_S:g} s and was killed"
+                f"cannot tidy up {self._base} in order: its keeper did not end within {END_S:g} s and was killed"
             ) from None
 
     def keep(self) -> None:
@@ -138,23 +139,31 @@ def _started(pid: int) -> str | None:
 # ----- the keeper's end
 
 
-def end_cluster(cluster: LocalCluster) -> None:
-    """Stop all of the cluster and remove its directory; what cannot be done is said on stderr."""
-    pid = _controller_pid(cluster)
+Identity = tuple[int, str | None]  # pid and start in ticks
+
+
+def end_cluster(cluster: LocalCluster, controller: Identity | None = None) -> None:
+    """Stop all of the cluster and remove its directory; what cannot be done is said on stderr.
+
+    `controller` is killed if it is there after that: it may not answer, or its files may be gone.
+    """
+    controller = _controller(cluster) or controller
     try:
         cluster.stop()
     except (HpcschedError, OSError, subprocess.TimeoutExpired) as error:
         print(f"cannot stop all of the cluster: {error}", file=sys.stderr, flush=True)
-    if pid is not None and _controller_pid(cluster) == pid:
-        os.kill(pid, signal.SIGKILL)
+    if controller is not None and _started(controller[0]) == controller[1] is not None:
+        os.kill(controller[0], signal.SIGKILL)
     shutil.rmtree(cluster.base, ignore_errors=True)
 
 
-def _controller_pid(cluster: LocalCluster) -> int | None:
+def _controller(cluster: LocalCluster) -> Identity | None:
+    """Return which process answers as the controller, None if none does."""
     try:
-        return int(cluster.api("GET", "/v1/ping")["pid"])
+        pid = int(cluster.api("GET", "/v1/ping")["pid"])
     except HpcschedError:
         return None
+    return pid, _started(pid)
 
 
 class _Service:
@@ -163,6 +172,7 @@ class _Service:
     def __init__(self, cluster: LocalCluster) -> None:
         self._cluster = cluster
         self.kept = False
+        self.controller: Identity | None = None  # the last one that was started
 
     def machines(self) -> Json:
         nodes = self._cluster.start_machines()
@@ -171,6 +181,7 @@ class _Service:
 
     def up(self) -> Json:
         self._cluster.up()
+        self.controller = _controller(self._cluster)
         return {}
 
     def connect(self) -> Json:
@@ -241,15 +252,16 @@ def main() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     settings = json.loads(sys.argv[1])
     cluster = demo_cluster(Path(settings["base"]), settings["server"])
+    service = _Service(cluster)
     try:
         mark = {"pid": os.getpid(), "started": _started(os.getpid())}
         (cluster.base / MARK).write_text(json.dumps(mark))
-        _serve(_Service(cluster))
+        _serve(service)
     except _Ended:
         pass
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        end_cluster(cluster)
+        end_cluster(cluster, service.controller)
 
 
 if __name__ == "__main__":

@@ -226,10 +226,9 @@ class Story:
         )
         self._outcome.training = scene.training
         self._watch.say("good", f"job {self.job_id} is COMPLETED, in two attempts")
-        self._watch.say("note", "what waited for it runs now: report (afterok), census (all three nodes)")
         self._watch.until_if(self._nothing_waits, AFTER_S)
-        for name in ("report", "census"):
-            self._watch.say("note", f"{name}: {self._said_by(name)}")
+        self._watch.say("note", f"report, which waited for it: {self._said_by('report')}")
+        self._watch.say("note", f"census, which waited for three nodes: {self._said_by('census')}")
         self._outcome.training = self._watch.look().training
         self._watch.act("the end")
 

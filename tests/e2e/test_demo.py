@@ -71,7 +71,7 @@ def test_the_story_survives_a_dead_controller_and_a_dead_node(place: Path) -> No
     assert resumed is not None
     assert int(resumed[1]) > 0
     assert "it finds job 1 running" in said
-    assert "census: 0:" in said, "the job that waited for three nodes has run on them"
+    assert "three nodes: 0:" in said, "the job that waited for three nodes has run on them"
     assert (place / "demo-out/loss.png").read_bytes().startswith(PNG)
     assert (place / "demo-out/model.pt").stat().st_size > 0
     assert_nothing_is_left(place)

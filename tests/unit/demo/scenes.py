@@ -40,6 +40,7 @@ def training(steps: int = 300, restart_at: int | None = None, lost: int = 13, to
         return Point(step=step, loss=1.6 + 2.6 * math.exp(-step / 60) + 0.06 * math.sin(step * 1.7), attempt=attempt)
 
     if restart_at is None:
+        back = steps
         points = [point(step, 0) for step in range(1, steps + 1)]
         resumes: tuple[tuple[int, int, float], ...] = ()
     else:
@@ -53,14 +54,14 @@ def training(steps: int = 300, restart_at: int | None = None, lost: int = 13, to
             kind="base" if step % 125 == 25 else "delta",
             size_bytes=8_400_000,
             write_s=0.05,
-            attempt=int(restart_at is not None and step > restart_at - lost),
+            attempt=int(step > back),
         )
         for step in range(25, steps + 1, 25)
     ]
     return Training(
         points=tuple(points),
         validation=tuple(
-            Point(step=s, loss=1.75 + 2.4 * math.exp(-s / 60), attempt=0) for s in range(25, steps + 1, 25)
+            Point(step=s, loss=1.75 + 2.4 * math.exp(-s / 60), attempt=int(s > back)) for s in range(25, steps + 1, 25)
         ),
         checkpoints=tuple(made),
         resumes=resumes,
