@@ -18,7 +18,10 @@ from mpi4py import MPI
 import os
 world = MPI.COMM_WORLD
 total = world.allreduce(world.rank)
-print("rank", world.rank, "of", world.size, "on", os.uname().nodename, "sum", total, flush=True)
+for rank in range(world.size):  # one after another: launchers do not keep lines of several ranks apart
+    world.Barrier()
+    if rank == world.rank:
+        print("rank", world.rank, "of", world.size, "on", os.uname().nodename, "sum", total, flush=True)
 """
 
 
