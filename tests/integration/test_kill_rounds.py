@@ -1,0 +1,155 @@
+"""The controller, agents, shepherds and whole nodes are killed while jobs flow: nothing is lost, doubled or left behind."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kill_rounds import kill_rounds
+from killable import Flow, Kill, KillableCluster
+from waiting import wait_until
+
+from hpcsched.demo.nodes import LoopbackNode
+from hpcsched.model.job import FINAL
+
+# Where the controller dies, with a job on one node and one on two in flight: before and after each commit and each send.
+CONTROLLER_POINTS = [
+    *(f"commit.{side}.{kind}" for kind in ("Submitted", "Started", "Exited") for side in ("before", "after")),
+    *(f"commit.{side}.{kind}" for kind in ("NodeCleared", "EndRequested", "Requeued") for side in ("before", "after")),
+    *(f"{how}.{kind}" for kind in ("Launch", "Ack", "EndJob") for how in ("queued", "sent")),
+]
+# Where the agent or the shepherd dies, and what becomes of the job: its state, and the attempt that came to it.
+ONCE, AGAIN, REFUSED = ("COMPLETED", 0), ("COMPLETED", 1), ("FAILED", 0)
+NODE_POINTS = {
+    "epoch.before": ONCE,
+    "epoch.after": ONCE,
+    "claim.before": ONCE,
+    "claim.made": ONCE,
+    "claim.written": ONCE,
+    "fork.before": ONCE,
+    "fork.after": ONCE,
+    "shepherd.begun": REFUSED,  # each of its shepherds dies there
+    "tasks.forked": REFUSED,
+    "started.before": REFUSED,
+    "started.after": AGAIN,  # recorded as released, though it was not: this attempt must not run any more
+    "released": AGAIN,
+    "tasks.over": AGAIN,
+    "final.before": AGAIN,
+    "final.after": ONCE,
+    "forget.before": ONCE,
+    "forget.noted": ONCE,
+    "forget.after": ONCE,
+}
+NAMES = ("n1", "n2", "n3")
+
+# The node's Python: what the next agent and its shepherds are told of crash points, one time only.
+PYTHON = """\
+#!/bin/sh
+if mv {at} {at}.used 2>/dev/null; then HPCNODE_CRASH_AT=$(cat {at}.used); export HPCNODE_CRASH_AT; fi
+exec {python} "$@"
+"""
+
+
+class CrashingCluster(KillableCluster):
+    """Its nodes' agents and shepherds can be told where to die."""
+
+    def node_values(self, node: LoopbackNode) -> dict[str, object]:
+        python = node.root / "python"
+        python.write_text(PYTHON.format(at=node.root / "crash-at", python=sys.executable))
+        python.chmod(0o755)
+        return super().node_values(node) | {"python": str(python)}
+
+    def crash_next_agent(self, node: str, point: str) -> None:
+        """End the node's agent and shepherds, and have the next agent, or a shepherd of it, die at `point`."""
+        assert self.machines is not None
+        (self.machines.nodes[node].root / "crash-at").write_text(point)
+        self.kill_agent(node)
+        wait_until(lambda: self.agent_pid(node) is None and not self.minders(node), 20, "the node to be idle")
+        (self.agent_root(node) / "log").unlink(missing_ok=True)
+
+    def has_crashed(self, node: str, point: str) -> bool:
+        """Return whether somebody on the node has died at `point`."""
+        log = self.agent_root(node) / "log"
+        said = log.read_text() if log.exists() else ""
+        return f"dying at {point.partition(':')[0]}," in said
+
+
+def new_cluster(kind: type[KillableCluster]) -> Iterator[Any]:
+    with tempfile.TemporaryDirectory(prefix="hpc") as directory:
+        Path(directory).chmod(0o755)
+        server = "sshd" if os.environ.get("CI") == "true" else "auto"
+        with kind(Path(directory), names=NAMES, server=server) as cluster:
+            yield cluster
+
+
+@pytest.fixture
+def cluster() -> Iterator[KillableCluster]:
+    yield from new_cluster(KillableCluster)
+
+
+@pytest.fixture
+def crashing() -> Iterator[CrashingCluster]:
+    yield from new_cluster(CrashingCluster)
+
+
+def explained(cluster: KillableCluster) -> None:
+    """Check that the commands tell what became of the jobs."""
+    acct = {job["id"]: job for job in cluster.json("hacct", "--json", "-S", "2020-01-01")["jobs"]}
+    for job_id in cluster.accepted.ids:
+        assert acct[job_id]["state"] in FINAL
+    worst = [job for job in acct.values() if job["attempt"] or job["state"] != "COMPLETED"][:3]
+    for job in worst or list(acct.values())[:1]:
+        story = cluster.run("hctl", "story", str(job["id"])).stdout
+        assert "submitted by" in story
+        assert not job["attempt"] or any(word in story for word in (" was ", " did not start ", "back into the queue"))
+    assert cluster.run("hqueue").returncode == 0
+
+
+def test_nothing_is_lost_doubled_or_left_behind_whatever_is_killed_whenever(cluster: KillableCluster) -> None:
+    killed = kill_rounds(cluster, 15, random.Random(20))
+    assert {"controller", "agent", "shepherd"} <= set(killed)
+    assert cluster.violations() == []
+    wait_until(lambda: not cluster.leftovers(), 20, "the nodes to be empty")
+    explained(cluster)
+
+
+def test_a_controller_that_dies_at_any_step_of_a_job_loses_and_doubles_nothing(cluster: KillableCluster) -> None:
+    with Flow(cluster, random.Random(7)):
+        for point in CONTROLLER_POINTS:
+            cluster.kill_controller()
+            cluster.start_controller(point)
+            wait_until(cluster.controller_died, 30, f"the controller to die at {point}")
+        cluster.up()
+    wait_until(cluster.all_ended, 60, "the jobs to end")
+    assert cluster.violations() == []
+    wait_until(lambda: not cluster.leftovers(), 20, "the nodes to be empty")
+
+
+def test_an_agent_or_shepherd_that_dies_at_any_step_loses_and_doubles_nothing(crashing: CrashingCluster) -> None:
+    for batch in range(0, len(NODE_POINTS), len(NAMES)):
+        points = dict(zip(NAMES, list(NODE_POINTS)[batch : batch + len(NAMES)], strict=False))
+        crashing.kill_controller()
+        for node, point in points.items():
+            crashing.crash_next_agent(node, point)
+        crashing.up()
+        jobs = {node: crashing.submit(crashing.one_task(0.1, nodelist=(node,)))[0] for node in points}
+        for node, point in points.items():
+            wait_until(lambda node=node, point=point: crashing.has_crashed(node, point), 30, f"a death at {point}")
+            crashing.kills.append(Kill(what="shepherd", node=node, at_s=time.time()))
+            if NODE_POINTS[point] == AGAIN:
+                crashing.kill_agent(node)  # or the next shepherd would die there as well
+        wait_until(crashing.all_ended, 60, f"the jobs to end after {points}")
+        for node, point in points.items():
+            job = crashing.job(jobs[node])
+            state, attempt = NODE_POINTS[point]
+            assert (point, job["state"]) == (point, state)
+            assert job["attempt"] == attempt or job["attempt"] > attempt == 1
+    assert crashing.violations() == []
+    wait_until(lambda: not crashing.leftovers(), 20, "the nodes to be empty")
