@@ -14,7 +14,8 @@ from pathlib import Path
 from hpcsched.demo.jobs import OUT_DIR, TRAIN_NAME
 from hpcsched.demo.scene import tail_lines
 from hpcsched.demo.story import Outcome
-from hpcsched.demo.view import clock, size_text
+from hpcsched.demo.trainview import size_text
+from hpcsched.demo.view import clock
 from hpcsched.errors import UnavailableError
 
 PLOT_TIMEOUT_S = 120.0

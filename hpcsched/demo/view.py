@@ -1,7 +1,7 @@
 """The live view: a scene in, a picture for a terminal of some size out. Nothing else: no clock, no terminal, no reading.
 
-Wide and high terminals see all panels; where there is less room the log goes first, then the story, then the nodes'
-details. Text that came from elsewhere (logs, reasons) is shown as text, never as markup or control characters.
+Terminals of 80 columns and 28 lines see all panels; lower ones do without the log and older lines of the story, narrower
+ones without the queue. Text that came from elsewhere (logs, reasons) is shown as text, never as markup or control characters.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from hpcsched.demo.curve import Canvas, Range, smoothed
 from hpcsched.demo.scene import Moment, Scene
-from hpcsched.demo.training import Checkpoint, Training
+from hpcsched.demo.trainview import BORDER, training_panel
 
 STATE_STYLES = {
     "IDLE": "green",
@@ -35,25 +34,15 @@ STATE_STYLES = {
     "FAILED": "bold red",
     "NODE_FAIL": "bold red",
 }
-LAYER_STYLES = {
-    "raw": "bright_black",
-    "lost": "red",
-    "loss": "bold bright_blue",
-    "validation": "bold yellow",
-    "restart": "magenta",
-}
 MOMENT_STYLES = {"act": "bold", "good": "green", "bad": "bold red", "note": ""}
 MOMENT_MARKS = {"act": "▸", "good": "✔", "bad": "✘", "note": "·"}
-BORDER = "bright_black"
-WIDE = 90  # columns from which the queue stands beside the curve
+WIDE = 78  # columns from which nodes and queue stand beside the curve; below, the queue is not shown
 FULL_HEIGHT = 28  # lines from which everything is shown
 LOG_LINES = 4
 STORY_LINES = 7
 STORY_LINES_LOW = 3  # on terminals that are not high
 LIMBO_LINES = 7
 WHY_LINES = 2
-BASE_MARK, INCREMENT_MARK = "█", "▄"
-MARKS_LABEL = f"{BASE_MARK}full {INCREMENT_MARK}incr. "
 
 
 def picture(scene: Scene, width: int, height: int) -> RenderableType:
@@ -62,7 +51,7 @@ def picture(scene: Scene, width: int, height: int) -> RenderableType:
     parts = [Layout(headline(scene), size=1)]
     body = Layout()
     if width >= WIDE:
-        left_width = min(46, width * 45 // 100)
+        left_width = min(46, max(38, width * 45 // 100))
         left, right = Layout(size=left_width), Layout()
         left.split_column(
             Layout(nodes_panel(scene, left_width - 4), size=len(scene.nodes) + 3 + _limbo_lines(scene)),
@@ -212,103 +201,6 @@ def _queue_lines(row: Mapping[str, Any], width: int) -> list[Text]:
     return lines
 
 
-def training_panel(training: Training, width: int) -> RenderableType:
-    """Return the loss curve with its numbers and the checkpoints; it takes the height that it is given."""
-    return _TrainingPanel(training, width)
-
-
-class _TrainingPanel:
-    """Drawn when the height is known."""
-
-    def __init__(self, training: Training, width: int) -> None:
-        self._training, self._width = training, width
-
-    def __rich_console__(self, console: Any, options: Any) -> Any:
-        height = max(3, (options.height or 20) - 2 - 4)
-        training = self._training
-        parts: list[RenderableType] = [*training_lines(training, self._width)]
-        parts += curve_lines(training, self._width, height)
-        parts += checkpoint_lines(training, self._width)
-        yield Panel(
-            Group(*parts),
-            title="training",
-            title_align="left",
-            border_style=BORDER,
-            padding=(0, 1),
-            height=options.height,
-        )
-
-
-def training_lines(training: Training, width: int) -> list[Text]:
-    """Return a progress bar with the step, and the figures of the last step."""
-    if not training.points:
-        return [Text("waiting for the first step (the ranks import torch and find each other)", style="dim"), Text("")]
-    total = training.total_steps
-    label = f" step {training.step}/{total or '?'}"
-    room = max(8, width - len(label) - 1)
-    filled = round(training.done * room)
-    bar = Text("━" * filled, style="bright_blue")
-    bar.append("━" * (room - filled), style="bright_black")
-    bar.append(label, style="bold")
-    figures = Text(no_wrap=True, overflow="ellipsis")
-    kept = training.kept
-    figures.append(f"loss {smoothed([point.loss for point in kept[-60:]])[-1]:.3f}", style="bold bright_blue")
-    if training.kept_validation:
-        figures.append(f"  validation {training.kept_validation[-1].loss:.3f}", style="yellow")
-    if training.attempt:
-        figures.append(f"  attempt {training.attempt}", style="magenta")
-    if training.step_s:
-        figures.append(f"  {training.step_s * 1e3:.0f} ms a step", style="dim")
-    return [bar, figures]
-
-
-def curve_lines(training: Training, width: int, height: int) -> list[Text]:
-    """Return the loss curve with its scale; `height` lines."""
-    label = 5
-    if not training.points:
-        return [Text("") for _ in range(height)]
-    kept, lost, validation = training.kept, training.lost, training.kept_validation
-    values = [point.loss for point in (*kept, *lost, *validation)]
-    y = Range(low=min(values), high=max(values))
-    x = Range(low=0, high=max(training.total_steps or 0, training.points[-1].step, 20))
-    canvas = Canvas(max(10, width - label), height, x, y)
-    canvas.line([(point.step, point.loss) for point in kept], "raw")
-    for attempt in sorted({point.attempt for point in lost}):
-        canvas.line([(point.step, point.loss) for point in lost if point.attempt == attempt], "lost")
-    canvas.line(list(zip([p.step for p in kept], smoothed([p.loss for p in kept]), strict=True)), "loss")
-    canvas.marks([(point.step, point.loss) for point in validation], "validation")
-    for _, step, _ in training.resumes:
-        canvas.upright(step, "restart")
-    lines = []
-    for number, runs in enumerate(canvas.rows()):
-        shown = y.high if number == 0 else y.low if number == height - 1 else None
-        line = Text(f"{shown:4.1f} " if shown is not None else " " * label, style="dim", no_wrap=True)
-        for text, layer in runs:
-            line.append(text, style=LAYER_STYLES.get(layer, ""))
-        lines.append(line)
-    return lines
-
-
-def checkpoint_lines(training: Training, width: int) -> list[Text]:
-    """Return the checkpoints: their number, the last one, and a mark for each (high: a base, low: an increment)."""
-    made = training.checkpoints
-    if not made:
-        return [Text("no checkpoint yet", style="dim"), Text("")]
-    last = made[-1]
-    line = Text(f"{len(made)} saved", style="bold", no_wrap=True, overflow="ellipsis")
-    line.append("; last: ", style="dim")
-    line.append(f"step {last.step}, {kind_word(last)}, {size_text(last.size_bytes)}", style="green")
-    marks = Text(MARKS_LABEL, style="dim", no_wrap=True)
-    for item in made[-(width - len(MARKS_LABEL)) :]:
-        marks.append(BASE_MARK if item.is_base else INCREMENT_MARK, style="magenta" if item.attempt else "green")
-    return [line, marks]
-
-
-def kind_word(checkpoint: Checkpoint) -> str:
-    """Return what people call this kind of checkpoint."""
-    return "full" if checkpoint.is_base else "increment"
-
-
 def log_panel(lines: Sequence[str], width: int) -> Panel:
     """Return the end of the job's output."""
     shown = [_fitted(line, width, "dim") for line in lines[-LOG_LINES:]]
@@ -333,11 +225,6 @@ def clock(seconds: float) -> str:
     """Return seconds as m:ss."""
     whole = max(0, int(seconds))
     return f"{whole // 60}:{whole % 60:02d}"
-
-
-def size_text(size_bytes: float) -> str:
-    """Return a size in MB."""
-    return f"{size_bytes / 1e6:.1f} MB"
 
 
 def _fitted(line: str, width: int, style: str) -> Text:

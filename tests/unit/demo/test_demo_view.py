@@ -12,7 +12,8 @@ from hpcsched.demo.curve import Canvas, Range, smoothed
 from hpcsched.demo.scene import Moment, Scene
 from hpcsched.demo.stage import PlainStage
 from hpcsched.demo.training import Training
-from hpcsched.demo.view import checkpoint_lines, picture, queue_rows
+from hpcsched.demo.trainview import checkpoint_lines
+from hpcsched.demo.view import picture, queue_rows
 
 LIMBO = "node n1 does not answer (connection refused); the job may still run there"
 
