@@ -18,7 +18,7 @@ from aiohttp import web
 from hpcsched.api.app import make_app
 from hpcsched.config import Config, load_config
 from hpcsched.controller.backend import ControllerBackend
-from hpcsched.controller.faults import CrashingStore, crash_points
+from hpcsched.controller.faults import crash_around_commits, crash_points
 from hpcsched.controller.fleet import Fleet, monotonic_s
 from hpcsched.controller.heads import HeadStreams
 from hpcsched.controller.lock import StateLock
@@ -68,7 +68,9 @@ class Daemon:
 
     def _build(self, state_dir: Path) -> None:
         engine = open_database(state_dir / DATABASE_FILE)
-        store = CrashingStore(engine, self._faults) if self._faults.armed else Store(engine)
+        store = Store(engine)
+        if self._faults.armed:
+            crash_around_commits(store, self._faults)
         world = World(config=self._config, incarnation=incarnation(engine), epoch=raise_epoch(engine))
         stored = store.load_nodes()
         for spec in self._config.nodes:

@@ -17,8 +17,6 @@ import signal
 from collections.abc import Mapping
 from typing import Any
 
-from sqlalchemy import Engine
-
 from hpcsched.store.store import Batch, Store
 
 SENT_AFTER_S = 0.05  # the link's own thread sends
@@ -47,20 +45,19 @@ class CrashPoints:
             asyncio.get_running_loop().call_later(SENT_AFTER_S, self.reached, f"sent.{name}")
 
 
-class CrashingStore(Store):
-    """A store with crash points around its commit."""
+def crash_around_commits(store: Store, faults: CrashPoints) -> None:
+    """Put crash points around the commits of `store`."""
+    commit = store.commit
 
-    def __init__(self, engine: Engine, faults: CrashPoints) -> None:
-        super().__init__(engine)
-        self._faults = faults
-
-    def commit(self, batch: Batch) -> None:
+    def crashing(batch: Batch) -> None:
         kinds = sorted({type(event).__name__ for event in batch.events})
         for kind in kinds:
-            self._faults.reached(f"commit.before.{kind}")
-        super().commit(batch)
+            faults.reached(f"commit.before.{kind}")
+        commit(batch)
         for kind in kinds:
-            self._faults.reached(f"commit.after.{kind}")
+            faults.reached(f"commit.after.{kind}")
+
+    store.commit = crashing  # type: ignore[method-assign]
 
 
 def crash_points(environ: Mapping[str, str]) -> CrashPoints:
