@@ -25,6 +25,11 @@ class Wait:
     expected_start_s: float | None = None
 
 
+HELD_BY_ADMIN = Wait(reason=Reason.HELD_ADMIN, detail="held by an administrator")
+HELD_BY_USER = Wait(reason=Reason.HELD_USER, detail="held by its user")
+HELD_BY_PRIORITY = Wait(reason=Reason.HELD_USER, detail="held: its priority is 0")
+
+
 class Met(Enum):
     YES = "yes"
     NOT_YET = "not yet"
@@ -45,11 +50,11 @@ class Eligibility:
         if job.free_to_go:
             return None
         if job.hold is Hold.ADMIN:
-            return Wait(reason=Reason.HELD_ADMIN, detail="held by an administrator")
+            return HELD_BY_ADMIN
         if job.hold is Hold.USER:
-            return Wait(reason=Reason.HELD_USER, detail="held by its user")
+            return HELD_BY_USER
         if job.priority_set == 0:
-            return Wait(reason=Reason.HELD_USER, detail="held: its priority is 0")
+            return HELD_BY_PRIORITY
         if job.not_before_s is not None and job.not_before_s > self._snapshot.now_s:
             detail = "its begin time has not come yet"
             return Wait(reason=Reason.BEGIN_TIME, detail=detail, expected_start_s=job.not_before_s)
