@@ -73,7 +73,7 @@ def find_run_dir(environ: Mapping[str, str], uid: int) -> Path:
         return default_run_dir(config_dir, environ)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
-    controller = _controller_table(path, text) if "run_dir" in text or "state_dir" in text else {}
+    controller = _controller_table(path, text) if _may_set_directories(text) else {}
     for key, below in (("run_dir", ""), ("state_dir", "run")):
         value = controller.get(key)
         if isinstance(value, str) and value:
@@ -90,6 +90,12 @@ def absolute(text: str, base: Path) -> Path:
     """Return the path that `text` in a file of the directory `base` means: ``~`` expanded, relative below `base`."""
     path = Path(text).expanduser()
     return path if path.is_absolute() else base / path
+
+
+def _may_set_directories(text: str) -> bool:
+    """Say whether a line of the file might set one of the directories: then it has to be parsed, which takes longer."""
+    lines = (line for line in text.splitlines() if not line.lstrip().startswith("#"))
+    return any("run_dir" in line or "state_dir" in line for line in lines)
 
 
 def _controller_table(path: Path, text: str) -> Mapping[str, object]:
