@@ -65,6 +65,7 @@ class Backend(Protocol):
     def history(self, asker: Asker, query: dict[str, str]) -> Json: ...
     async def log(self, asker: Asker, reference: str, stream: str, offset: int, limit: int) -> LogPart: ...
     async def reconfigure(self, asker: Asker) -> Json: ...
+    async def backup(self, asker: Asker, path: str) -> Json: ...
 
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -97,6 +98,7 @@ def make_app(backend: Backend) -> web.Application:
             web.get("/v1/history", routes.history),
             web.get("/v1/log", routes.log),
             web.post("/v1/reconfigure", routes.reconfigure),
+            web.post("/v1/backup", routes.backup),
             web.post("/v1/{verb:cancel|hold|release|requeue|update}", routes.act),
         ]
     )
@@ -165,6 +167,12 @@ class _Routes:
 
     async def reconfigure(self, request: web.Request) -> web.Response:
         return answer(await self._backend.reconfigure(self._asker(request)))
+
+    async def backup(self, request: web.Request) -> web.Response:
+        path = (await _body(request)).get("path")
+        if not isinstance(path, str):
+            raise RequestError('cannot back up: the body must be {"path": absolute path}')
+        return answer(await self._backend.backup(self._asker(request), path))
 
     async def log(self, request: web.Request) -> web.Response:
         """Send a part of a job's output, waiting up to `wait_s` for there to be more."""

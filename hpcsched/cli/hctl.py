@@ -31,11 +31,13 @@ COMMAND = Command(
         "update JOB... NAME=VALUE...",
         "story JOB",
         "drain NODES WHY | resume NODES | fence NODES [WHY]",
+        "backup FILE",
         "ping | reconfigure",
     ),
     "Look at jobs, nodes, partitions and the configuration, and change them. 'update' changes a job's time_limit, partition, "
     "nice, priority or begin. 'story' tells all that happened to a job. 'drain' lets no new job start on nodes, 'resume' "
-    "does again. 'fence' is your word that a node which does not answer runs nothing any more: its jobs go on without it.",
+    "does again. 'fence' is your word that a node which does not answer runs nothing any more: its jobs go on without it. "
+    "'backup' copies the database, beside all that goes on, to a new file for 'hpcsched restore'.",
     (
         Option("json", help="print as JSON, version 1"),
         Option("oneliner", "o", help="print each record on one line"),
@@ -266,6 +268,21 @@ def _ping(rest: Sequence[str], words: Words) -> int:
     return 0
 
 
+BACKUP_TIMEOUT_S = 600.0
+
+
+def _backup(rest: Sequence[str], words: Words) -> int:
+    if len(rest) != 1:
+        raise UsageError("cannot back up: name one file, which is not there yet")
+    path = os.path.abspath(rest[0])
+    answer = client.call("POST", "/v1/backup", {"path": path}, timeout_s=BACKUP_TIMEOUT_S)
+    if words.has("json"):
+        print_json(answer)
+    else:
+        print(f"{clean(answer['path'])} has the database as it was just now ({answer['size'] / (1 << 20):.1f} MiB)")
+    return 0
+
+
 def _reconfigure(rest: Sequence[str], words: Words) -> int:
     answer = client.call("POST", "/v1/reconfigure", {})
     if words.has("json"):
@@ -287,4 +304,5 @@ _VERBS: dict[str, Callable[[Sequence[str], Words], int]] = {
     "fence": _fence,
     "ping": _ping,
     "reconfigure": _reconfigure,
+    "backup": _backup,
 }

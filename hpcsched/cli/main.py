@@ -19,6 +19,7 @@ COMMANDS = {
     "up": ("hpcsched.cli.daemon:up", "Start the controller in the background."),
     "down": ("hpcsched.cli.daemon:down", "Stop the controller; jobs run on."),
     "status": ("hpcsched.cli.daemon:status", "Say whether the controller runs, and what it has to do."),
+    "restore": ("hpcsched.cli.restore:restore", "Put a backup in the place of the database."),
     "demo": ("hpcsched.cli.demo:demo", "Show a small cluster at work on this machine, then remove it."),
 }
 

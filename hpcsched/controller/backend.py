@@ -19,7 +19,7 @@ from hpcsched.controller.fleet import Fleet
 from hpcsched.controller.references import find_jobs
 from hpcsched.controller.story import tell
 from hpcsched.controller.tick import Controller
-from hpcsched.errors import NotFoundError, RequestError, UnavailableError
+from hpcsched.errors import NotFoundError, PermissionDeniedError, RequestError, UnavailableError
 from hpcsched.launch.files import job_files
 from hpcsched.model.hostlist import compress_hostlist
 from hpcsched.model.ids import JobId
@@ -30,6 +30,7 @@ from hpcsched.sched.explain import explain, in_words
 from hpcsched.sched.plan import plan
 from hpcsched.sched.snapshot import snapshot_of
 from hpcsched.shareprobe import PROBE_BYTES, is_probe_name
+from hpcsched.store.backup import back_up
 from hpcsched.store.store import HistoryQuery
 from hpcsched.store.world import Transaction
 
@@ -62,6 +63,7 @@ class ControllerBackend:
         clock: Callable[[], float],
         started_at_s: float,
         apply_config: Callable[[], list[str]],
+        database: Path,
     ) -> None:
         self._controller = controller
         self._world = controller.world
@@ -69,6 +71,7 @@ class ControllerBackend:
         self._clock = clock
         self._started_at_s = started_at_s
         self._apply_config = apply_config
+        self._database = database
 
     def admins(self) -> tuple[str, ...]:
         return self._world.config.controller.admins
@@ -84,6 +87,11 @@ class ControllerBackend:
             "epoch": self._world.epoch,
             "counts": dict(Counter(job.state.value for job in self._world.jobs.values())),
             "nodes": dict(Counter(view["state"] for view in node_views(self._world))),
+            "unseen_nodes": list(self._world.unseen_nodes()),
+            "strays": [
+                {"node": node, "incarnation": incarnation, "job_id": job_id}
+                for node, incarnation, job_id in self._controller.strays
+            ],
         }
 
     # ----- jobs
@@ -341,6 +349,20 @@ class ControllerBackend:
     async def reconfigure(self, asker: Asker) -> Json:
         asker.must_be_admin("reload the configuration")
         return {"changed": self._apply_config()}
+
+    async def backup(self, asker: Asker, path: str) -> Json:
+        """Write a copy of the database to the new file `path`, in a thread: nobody waits for it but who asked."""
+        # The controller writes with its own rights, so whoever names the file must have them as well.
+        if asker.uid not in (0, os.getuid()):
+            asker.must_be_admin("back up the database")
+            raise PermissionDeniedError(
+                f"cannot back up the database: the controller writes the file itself, and {asker.user} is neither root nor "
+                "the controller's account"
+            )
+        if not path.startswith("/"):
+            raise RequestError(f"cannot write a backup to {path[:200]!r}: the path must be absolute")
+        size = await asyncio.to_thread(back_up, self._database, Path(path))
+        return {"path": path, "size": size}
 
     async def _change(self, work: Callable[[Transaction], T]) -> T:
         """Have `work` done in the next tick, and return its result when it is on disk."""

@@ -30,7 +30,7 @@ from hpcsched.launch.greeting import ControllerIdentity
 from hpcsched.model.ids import NodeName
 from hpcsched.model.node import Link, Node, NodeSpec
 from hpcsched.sched.policy import Backfill, Policy
-from hpcsched.store.engine import incarnation, open_database, raise_epoch
+from hpcsched.store.engine import incarnation, open_database, raise_epoch, restored_last_id
 from hpcsched.store.store import Store
 from hpcsched.store.world import World
 
@@ -72,6 +72,7 @@ class Daemon:
         if self._faults.armed:
             crash_around_commits(store, self._faults)
         world = World(config=self._config, incarnation=incarnation(engine), epoch=raise_epoch(engine))
+        world.restored_last_id = restored_last_id(engine)
         stored = store.load_nodes()
         for spec in self._config.nodes:
             world.nodes[spec.name] = node_of(spec, stored.get(spec.name))
@@ -98,6 +99,7 @@ class Daemon:
             clock=self._clock,
             started_at_s=self._clock(),
             apply_config=self.apply_config,
+            database=self._config.controller.state_dir / DATABASE_FILE,
         )
         runner = web.AppRunner(make_app(backend), access_log=None, keepalive_timeout=KEEPALIVE_S)
         await runner.setup()

@@ -22,13 +22,13 @@ class StateLock:
         self._lock = FileLock(state_dir / LOCK_FILE)
         self._holder = state_dir / HOLDER_FILE
 
-    def acquire(self, now_text: str) -> None:
-        """Take the lock. Raises UnavailableError naming who holds it."""
+    def acquire(self, now_text: str, what: str = "start") -> None:
+        """Take the lock, to do `what`. Raises UnavailableError naming who holds it."""
         try:
             self._lock.acquire(timeout=0)
         except Timeout:
             raise UnavailableError(
-                f"cannot start: {self._describe_holder()} holds {self._lock.lock_file}; stop it with 'hpcsched down'"
+                f"cannot {what}: {self._describe_holder()} holds {self._lock.lock_file}; stop it with 'hpcsched down'"
             ) from None
         holder = {"pid": os.getpid(), "since": now_text, "host": os.uname().nodename}
         temporary = self._holder.with_suffix(".tmp")

@@ -6,7 +6,7 @@ from hpcnode import protocol
 from hpcsched.launch.environment import job_environment
 from hpcsched.launch.files import job_file_patterns
 from hpcsched.lifecycle.effects import ClearNode, Effect, StartBatch
-from hpcsched.model.ids import BATCH_STEP, NodeName
+from hpcsched.model.ids import BATCH_STEP, NodeName, Token
 from hpcsched.model.job import Job
 from hpcsched.model.node import Node
 from hpcsched.store.world import World
@@ -19,7 +19,7 @@ def message_for(effect: Effect, world: World) -> tuple[protocol.Message, bytes]:
             return launch_batch(job, world, node), job.spec.script.encode("utf-8", "surrogateescape")
         case ClearNode(job=job):
             message = protocol.EndJob(
-                incarnation=world.incarnation,
+                incarnation=Token.parse(job.token).incarnation if job.token else world.incarnation,
                 job_id=job.id,
                 attempt=job.attempt,
                 grace_s=float(world.config.controller.kill_wait_s),

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hpcnode import protocol
-from hpcsched.controller.requests import lose_node, miss_node
+from hpcsched.controller.requests import end_lost, lose_node, miss_node
 from hpcsched.errors import ProtocolError
 from hpcsched.lifecycle.events import Exited, LaunchRefused, NodeCleared, Started
 from hpcsched.lifecycle.job import can
@@ -22,6 +22,7 @@ from hpcsched.store.world import Transaction
 
 # A job submitted with --requeue that exits so is queued again: EX_TEMPFAIL of sysexits.h, "try again later".
 REQUEUE_ME = ExitStatus(code=75)
+_RESTORED = "the database was restored from a backup"
 
 
 @dataclass(slots=True)
@@ -44,9 +45,16 @@ def read_token(report: protocol.Report, node: NodeName) -> Token:
 def on_batch_report(tx: Transaction, node: NodeName, token: Token, report: protocol.Report, answer: Answer) -> None:
     """Take what `node` says of a batch step."""
     job = tx.world.jobs.get(token.job_id)
-    current = job is not None and job.token == report.token and token.incarnation == tx.world.incarnation
+    current = job is not None and job.token == report.token
+    # What was launched before the database was restored and runs on is ended; how it ended counts.
+    former = token.incarnation != tx.world.incarnation and report.status in (protocol.CLAIMED, protocol.STARTED)
+    if former:
+        end_stray(token, report, answer)
+        if current and job is not None and job.state is not JobState.COMPLETING and node in job.held_nodes:
+            end_lost(tx, job, f"{_RESTORED}: what node {node} runs of the job is ended")
+        return
     if not current or job is None or node not in job.held_nodes:
-        _not_ours(token, report, answer, over=current)
+        end_stray(token, report, answer, over=current)
         return
     match report.status:
         case protocol.CLAIMED:
@@ -83,7 +91,7 @@ def on_batch_report(tx: Transaction, node: NodeName, token: Token, report: proto
     answer.acks.append(report.seq)
 
 
-def _not_ours(token: Token, report: protocol.Report, answer: Answer, *, over: bool) -> None:
+def end_stray(token: Token, report: protocol.Report, answer: Answer, *, over: bool = False) -> None:
     """Have what is not in the ledger ended, and let its end be forgotten."""
     if report.status in (protocol.CLAIMED, protocol.STARTED) and not over:
         key = (token.incarnation, int(token.job_id))
@@ -121,20 +129,29 @@ def _batch_row(job: Job, node: NodeName, report: protocol.Report | None) -> Step
 def on_job_gone(tx: Transaction, node: NodeName, gone: protocol.JobGone) -> None:
     """Take the word of `node` that nothing is left there of the job's attempts up to `gone.attempt`."""
     job = tx.world.jobs.get(JobId(gone.job_id))
-    if job is None or gone.incarnation != tx.world.incarnation or gone.attempt < job.attempt:
+    if job is None or not job.token.startswith(gone.incarnation + ".") or gone.attempt < job.attempt:
         return
     if node in job.held_nodes and can(job, NodeCleared):
         tx.record(NodeCleared(job_id=job.id, at_s=tx.now_s, node=node))
+    elif node in job.held_nodes and tx.world.is_former(job):
+        lose_node(tx, job, node, f"{_RESTORED}, and what node {node} ran of the job was ended")
 
 
-def on_inventory(tx: Transaction, node: NodeName, rebooted: bool, tokens: set[str]) -> None:
+def on_inventory(
+    tx: Transaction, node: NodeName, rebooted: bool, tokens: set[str], strays: set[tuple[str, int]]
+) -> None:
     """Compare the ledger with what the node has after it (re)connected; its reports have been taken already.
 
     `rebooted`: it has another boot id than when we last heard of it, so no process of before can be left there.
+    `strays`: (incarnation, job) of what it has been told to end.
     """
     for job in tx.world.jobs_on(node):
         batch_here = bool(job.spec.script) and job.shares[0].node == node
-        if batch_here and job.state is JobState.RUNNING and job.token not in tokens:
+        if tx.world.is_former(job):
+            ending = (Token.parse(job.token).incarnation, int(job.id)) in strays
+            if batch_here and not ending and job.state is not JobState.COMPLETING:
+                lose_node(tx, job, node, f"{_RESTORED}, and node {node} has nothing of the job")
+        elif batch_here and job.state is JobState.RUNNING and job.token not in tokens:
             lose_node(tx, job, node, f"node {node} has no record of the job any more")
         elif not batch_here and rebooted and job.state is not JobState.CONFIGURING:
             lose_node(tx, job, node, f"node {node} was rebooted")

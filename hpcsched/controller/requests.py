@@ -352,6 +352,8 @@ def fence(tx: Transaction, asker: Asker, nodes: str, why: str) -> Outcome:
         for job in tx.world.jobs_on(name):
             lose_node(tx, job, name, f"node {name} was fenced by {asker.user}{': ' + why if why else ''}")
             outcome.jobs.append(job.id)
+        if name in tx.world.unseen_nodes():
+            tx.set_node(name, boot_id="fenced")  # jobs of a restored database do not wait for it any more
     return outcome
 
 
@@ -360,6 +362,22 @@ def lose_node(tx: Transaction, job: Job, node: NodeName, why: str) -> Job:
     again, not_before_s = _requeue_after_loss(tx, job)
     return tx.record(
         NodeLost(job_id=job.id, at_s=tx.now_s, node=node, why=why, requeue=again, not_before_s=not_before_s)
+    )
+
+
+def end_lost(tx: Transaction, job: Job, why: str) -> Job:
+    """Have the job's attempt ended as if its node had been lost: not for anything that it did."""
+    again, not_before_s = _requeue_after_loss(tx, job)
+    return tx.record(
+        EndRequested(
+            job_id=job.id,
+            at_s=tx.now_s,
+            outcome=JobState.NODE_FAIL,
+            by_uid=None,
+            why=why,
+            requeue=again,
+            not_before_s=not_before_s,
+        )
     )
 
 

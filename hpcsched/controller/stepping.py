@@ -101,7 +101,8 @@ class Stepping:
 
     def node_welcome(self, node: NodeName, inventory: list[dict[str, Any]]) -> None:
         """Compare the steps known here with what the node knows."""
-        self._in_tick(lambda: self.service.node_welcome(node, inventory))
+        mine = [item for item in inventory if str(item.get("token")).startswith(self._world.incarnation + ".")]
+        self._in_tick(lambda: self.service.node_welcome(node, mine))
 
     def job_running(self, job: Job) -> None:
         """Take note of a job that has its nodes: only one without a batch step was made for a step."""

@@ -17,11 +17,12 @@ from hpcnode import protocol
 from hpcsched.controller import messages, reports
 from hpcsched.controller.requests import SignalJob, miss_node
 from hpcsched.errors import HpcschedError, ProtocolError, UnavailableError
-from hpcsched.lifecycle.effects import effects_of
+from hpcsched.lifecycle.effects import StartBatch, effects_of
 from hpcsched.lifecycle.events import Allocated, BecameEligible, EndRequested, Started
 from hpcsched.model.ids import BATCH_STEP, JobId, NodeName, Token
 from hpcsched.model.job import ACTIVE, Job, JobState, Reason
 from hpcsched.model.node import Link
+from hpcsched.sched.eligible import Wait
 from hpcsched.sched.plan import Plan, plan
 from hpcsched.sched.policy import Policy
 from hpcsched.sched.snapshot import SnapshotCache, snapshot_of
@@ -79,6 +80,8 @@ class Controller:
         self.last_plan: Plan | None = None
         self._ports = ports
         self._views = SnapshotCache()
+        # (node, incarnation, job) -> the highest attempt there that is being ended
+        self.strays: dict[tuple[NodeName, str, int], int] = {}
         self._inbox: list[tuple[Work, Done]] = []
         self._plan_wanted = True
         self._next_plan_s = 0.0  # of the monotonic clock
@@ -116,6 +119,8 @@ class Controller:
                 self.ask(lambda tx: self._on_report(tx, node, message), lambda answer: self._answer(node, answer))
             case protocol.JobGone():
                 self.ask(lambda tx: reports.on_job_gone(tx, node, message), _log_failure)
+                if self.strays.pop((node, message.incarnation, message.job_id), None) is not None:
+                    self.replan()
             case _:
                 raise ProtocolError(f"cannot take {type(message).__name__} from node {node}")
 
@@ -126,8 +131,12 @@ class Controller:
         token = reports.read_token(report, node)
         if token.step == BATCH_STEP:
             reports.on_batch_report(tx, node, token, report, answer)
+        elif token.incarnation != tx.world.incarnation:
+            reports.end_stray(token, report, answer)
         else:
             answer.steps.append(report)
+        # Known before the plan of this very tick: a job that is being ended must not start elsewhere.
+        self.strays |= {(node, *key): attempt for key, attempt in answer.strays.items()}
         return answer
 
     def _on_welcome(self, tx: Transaction, node: NodeName, welcome: protocol.Welcome) -> reports.Answer:
@@ -149,7 +158,7 @@ class Controller:
             report = protocol.from_json({"type": "Report", **item})
             tokens.add(report.token)
             self._on_report(tx, node, report, answer)
-        reports.on_inventory(tx, node, rebooted, tokens)
+        reports.on_inventory(tx, node, rebooted, tokens, set(answer.strays))
         return answer
 
     # ----- what goes out
@@ -166,7 +175,8 @@ class Controller:
         if answer.acks:
             self._ports.send(node, protocol.Ack(seqs=answer.acks))
         for (incarnation, job_id), attempt in answer.strays.items():
-            log.warning("node %s has attempt %d of job %d, which is not ours: ending it", node, attempt, job_id)
+            former = f" of incarnation {incarnation}" if incarnation != self.world.incarnation else ""
+            log.warning("node %s has attempt %d of job %d%s, not ours: ending it", node, attempt, job_id, former)
             grace_s = self.world.config.controller.kill_wait_s
             self._ports.send(
                 node, protocol.EndJob(incarnation=incarnation, job_id=job_id, attempt=attempt, grace_s=grace_s)
@@ -188,6 +198,8 @@ class Controller:
 
     def _perform(self, job: Job, only: NodeName | None = None) -> None:
         for effect in effects_of(job):
+            if isinstance(effect, StartBatch) and self.world.is_former(job):
+                continue  # nothing of a former incarnation is launched
             if only is None or effect.node == only:
                 message, blob = messages.message_for(effect, self.world)
                 self._ports.send(effect.node, message, blob)
@@ -260,7 +272,7 @@ class Controller:
         return job.started_at_s + job.time_limit_s + slack_s
 
     def _plan_if_due(self, tx: Transaction) -> None:
-        """Plan, unless the last plan took long and has only just ended: planning may take half of the time, no more."""
+        """Plan, unless the last plan took long and has only just ended: planning may take a quarter of the time."""
         started_s = self._ports.monotonic_s()
         if not self._plan_wanted:
             return
@@ -269,16 +281,33 @@ class Controller:
             return
         self._plan_wanted = False
         world = self.world
-        snapshot = snapshot_of(
-            world.jobs_to_plan(), world.nodes.values(), world.partitions.values(), tx.now_s, self._views
-        )
+        held_back = self._held_back()
+        jobs = [job for job in world.jobs_to_plan() if job.id not in held_back]
+        snapshot = snapshot_of(jobs, world.nodes.values(), world.partitions.values(), tx.now_s, self._views)
         self.last_plan = plan(snapshot, self.policy)
         for start in self.last_plan.starts:
             self._start(tx, self.world.jobs[start.job_id], start.shares)
         self._note_waits(tx, self.last_plan)
+        world.waits |= held_back
         took_s = self._ports.monotonic_s() - started_s
-        self._next_plan_s = started_s + took_s + min(took_s, PLAN_PAUSE_MAX_S)
+        self._next_plan_s = started_s + took_s + min(3 * took_s, PLAN_PAUSE_MAX_S)
         self._wake_for_timers(tx.now_s)
+
+    def _held_back(self) -> dict[JobId, Wait]:
+        """Return the waiting jobs of a restored database that may still run from before, with what they wait for."""
+        world = self.world
+        if unseen := world.unseen_nodes():
+            text = (
+                f"the database was restored from a backup, and node {unseen[0]}, which has not answered since, may still "
+                f"run the job from before; it waits for the node, or for an admin's word: hctl fence {unseen[0]}"
+            )
+            restored = [job_id for job_id in world.pending if job_id <= world.restored_last_id]
+            return dict.fromkeys(restored, Wait(reason=Reason.NODE_LOST, detail=text))
+        return {
+            JobId(job_id): Wait(reason=Reason.NODE_LOST, detail=f"node {node} is ending what it ran of the job before")
+            for node, incarnation, job_id in self.strays
+            if incarnation != world.incarnation and job_id in world.pending
+        }
 
     def _start(self, tx: Transaction, job: Job, shares: Any) -> None:
         token = Token(

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from hpcsched import client
 from hpcsched.errors import HpcschedError
@@ -193,4 +193,19 @@ def check_controller() -> Check:
     jobs = sum(answer["counts"].values())
     text = f"process {answer['pid']} answers in {took_s * 1000:.0f} ms; term {answer['epoch']}, {jobs} jobs in reach"
     numbers = {"took_s": took_s, "jobs": jobs}
+    if left := _of_before(answer):
+        return Check(name="controller", status=Status.WARN, text=f"{text}; {left}", numbers=numbers)
     return Check(name="controller", status=above(took_s, SLOW_WARN_S, SLOW_CRITICAL_S), text=text, numbers=numbers)
+
+
+def _of_before(answer: dict[str, Any]) -> str:
+    """Return what may still run of jobs that are not, or no longer, in the database."""
+    strays = [f"job {each['job_id']} on {each['node']}" for each in answer.get("strays", ())]
+    unseen = answer.get("unseen_nodes", [])
+    parts = [f"ending what is not in the database: {', '.join(strays[:8])}"] if strays else []
+    if unseen:
+        parts.append(
+            f"not heard of since the database was restored, and may run jobs of before: {', '.join(unseen[:8])}"
+            " (hctl fence NODE gives your word that it does not)"
+        )
+    return "; ".join(parts)

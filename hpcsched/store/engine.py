@@ -95,6 +95,15 @@ def incarnation(engine: Engine) -> str:
         return str(connection.execute(select(meta.c.value).where(meta.c.key == "incarnation")).scalar_one())
 
 
+def restored_last_id(engine: Engine) -> int:
+    """Return the highest job id of the backup that this database was restored from, 0 if it was not."""
+    with engine.connect() as connection:
+        value = connection.execute(
+            select(meta.c.value).where(meta.c.key == "restored_last_job_id")
+        ).scalar_one_or_none()
+    return int(value or 0)
+
+
 def raise_epoch(engine: Engine) -> int:
     """Begin a new term of the controller: return an epoch higher than all before, already on disk."""
     with engine.begin() as connection:

@@ -180,7 +180,11 @@ class Store:
         with self._engine.connect() as connection:
             job_id = connection.execute(select(func.max(schema.jobs.c.id))).scalar_one()
             spec_id = connection.execute(select(func.max(schema.specs.c.id))).scalar_one()
-        return job_id or 0, spec_id or 0
+            # Of a restored database: ids that were given after the backup.
+            given = connection.execute(
+                select(schema.meta.c.value).where(schema.meta.c.key == "last_job_id")
+            ).scalar_one_or_none()
+        return max(job_id or 0, int(given or 0)), spec_id or 0
 
     def close(self) -> None:
         """Close the database file."""

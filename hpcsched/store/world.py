@@ -37,6 +37,15 @@ class World:
     waits: dict[JobId, Wait] = field(default_factory=dict)
     last_job_id: int = 0
     last_spec_id: int = 0
+    restored_last_id: int = 0  # of a database restored from a backup: the highest id in it
+
+    def is_former(self, job: Job) -> bool:
+        """Return whether the job was launched before the database was restored, and not since."""
+        return bool(job.token) and not job.token.startswith(self.incarnation + ".")
+
+    def unseen_nodes(self) -> list[NodeName]:
+        """Return the nodes that may still run what was launched before the database was restored."""
+        return [name for name, node in self.nodes.items() if not node.boot_id] if self.restored_last_id else []
 
     def put(self, job: Job) -> None:
         """Keep `job` in place of what was known under its id."""

@@ -1,0 +1,55 @@
+"""A cluster goes back to a backup while its nodes still run what was launched since."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from killable import KillableCluster
+from waiting import wait_until
+
+
+@pytest.fixture
+def cluster() -> Iterator[KillableCluster]:
+    with tempfile.TemporaryDirectory(prefix="hpc") as directory:
+        Path(directory).chmod(0o755)
+        server = "sshd" if os.environ.get("CI") == "true" else "auto"
+        with KillableCluster(Path(directory), names=("n1", "n2"), server=server) as cluster:
+            yield cluster
+
+
+def test_a_restored_cluster_ends_what_runs_from_before_and_gives_no_number_twice(cluster: KillableCluster) -> None:
+    backup = cluster.base / "backup"
+    gate = f"while [ ! -e {cluster.share}/gate ]; do sleep 0.05; done\n"
+    (running,) = cluster.submit(cluster.spec(gate))
+    (held,) = cluster.submit(cluster.one_task(0, hold=True))
+    wait_until(lambda: cluster.ran()[(running, 0)], 20, "the job to run")
+    wait_until(lambda: cluster.job(running)["state"] == "RUNNING", 20, "the controller to know it")
+    said = cluster.run("hctl", "backup", "backup", cwd=cluster.base).stdout
+    assert str(backup) in said
+    again = cluster.run("hctl", "backup", str(backup), check=False)
+    assert (again.returncode, "there already" in again.stderr) == (1, True)
+    (later,) = cluster.submit(cluster.spec(gate))
+    wait_until(lambda: cluster.ran()[(later, 0)], 20, "the later job to run")
+    refused = cluster.run("hpcsched", "restore", str(backup), check=False)
+    assert "holds" in refused.stderr
+    cluster.kill_controller()
+    refused = cluster.run("hpcsched", "restore", str(backup), check=False)
+    assert "--force sets it aside" in refused.stderr
+    cluster.run("hpcsched", "restore", "--force", str(backup))
+    cluster.up()
+    cluster.wait_for_nodes()
+    wait_until(lambda: cluster.ran()[(running, 1)], 30, "the job of the backup to run again")
+    assert "restored from a backup" in cluster.run("hctl", "story", str(running)).stdout
+    assert "not ours: ending it" in cluster.log_tail()
+    assert cluster.run("hqueue", "-j", str(later), check=False).returncode == 1
+    (new,) = cluster.submit(cluster.one_task(0))
+    assert new > later
+    cluster.ask("/v1/release", {"jobs": [str(held)]})
+    (cluster.share / "gate").touch()
+    wait_until(cluster.all_ended, 30, "all jobs to end")
+    assert cluster.ran() == {(running, 0): 1, (later, 0): 1, (running, 1): 1, (new, 0): 1, (held, 0): 1}
+    wait_until(lambda: not cluster.leftovers(), 20, "the nodes to be empty")
