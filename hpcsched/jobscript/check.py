@@ -7,7 +7,6 @@ linear in what it looks at; sizes come first.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 
 from hpcsched.errors import RequestError
@@ -27,6 +26,7 @@ from hpcsched.jobscript.values import (
 from hpcsched.model.hostlist import MAX_NAMES
 from hpcsched.model.ids import NODE_NAME
 from hpcsched.model.job import ArraySpec, Dependency, DependencyKind, JobSpec, SignalSpec
+from hpcsched.model.pattern import Pattern
 from hpcsched.model.resources import ANY_GPU, GpuRequest
 from hpcsched.model.units import MAX_SIGNAL, UNLIMITED_S
 
@@ -39,7 +39,7 @@ _TEXTS = (
     "stderr", "stdin", "constraint", "mail_user",
 )  # fmt: skip
 _LATEST_S = 253_402_300_799  # 9999-12-31
-_WORD_LIST = re.compile(r"[A-Za-z0-9_.,+@-]*\Z")
+_WORD_LIST = Pattern(r"[A-Za-z0-9_.,+@-]*\Z")
 
 
 def check_spec(spec: JobSpec) -> None:

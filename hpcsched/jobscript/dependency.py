@@ -6,16 +6,15 @@ start of 12. How many jobs are named is bounded. Source: sbatch(1), --dependency
 
 from __future__ import annotations
 
-import re
-
 from hpcsched.errors import RequestError
 from hpcsched.jobscript.values import short
 from hpcsched.model.job import Dependency, DependencyKind, JobSpec
+from hpcsched.model.pattern import Pattern
 from hpcsched.model.units import MINUTE_S
 
 MAX_DEPENDENCIES = 1_000
 
-_JOB_ID = re.compile(r"([0-9]{1,18})(?:\+([0-9]{1,7}))?\Z")
+_JOB_ID = Pattern(r"([0-9]{1,18})(?:\+([0-9]{1,7}))?\Z")
 
 
 def parse_dependency(text: str) -> tuple[tuple[Dependency, ...], bool]:

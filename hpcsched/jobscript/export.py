@@ -8,21 +8,21 @@ note. Sources: sbatch(1), --export; execve(2), "Limits".
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hpcsched.errors import RequestError
 from hpcsched.jobscript.values import short
+from hpcsched.model.pattern import Pattern
 
 MAX_VARIABLES = 10_000
 MAX_ENV_BYTES = 1 << 20
 MAX_STRING_BYTES = 128 << 10  # NAME=value and its NUL: what Linux lets one string of an environment have
 
-_NAME = re.compile(r"[^=\x00-\x20\x7f]+\Z")
+_NAME = Pattern(r"[^=\x00-\x20\x7f]+\Z")
 
 # What a job sets for itself says nothing of the jobs that are submitted from within it.
-_OF_A_JOB = re.compile(
+_OF_A_JOB = Pattern(
     r"SLURM_(?!TIME_FORMAT\Z|CONF\Z)|SLURMD_|HPCSCHED_(?!CONFIG\Z|API\Z)|SRUN_|PMIX?_|PRTE_|OMPI_|HYDRA_(?!FULL_ERROR\Z)"
 )
 # fmt: off

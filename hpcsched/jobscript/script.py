@@ -16,11 +16,12 @@ from hpcsched.errors import RequestError
 from hpcsched.jobscript.options import find_option
 from hpcsched.jobscript.scan import Settings, scan_options
 from hpcsched.jobscript.values import short
+from hpcsched.model.pattern import Pattern
 
 MAX_SCRIPT_BYTES = 4 << 20
 MAX_DIRECTIVES = 1_000
 _WORDS = ("#HSUB", "#SBATCH")
-_LATE = re.compile(r"^#(?:HSUB|SBATCH)[ \t]*-", re.MULTILINE)
+_LATE = Pattern(r"^#(?:HSUB|SBATCH)[ \t]*-", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

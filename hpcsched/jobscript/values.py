@@ -6,13 +6,13 @@ refused and what would be right. Sources: sbatch(1).
 
 from __future__ import annotations
 
-import re
 from itertools import chain
 
 from hpcsched.errors import RequestError
 from hpcsched.model.hostlist import expand_hostlist
 from hpcsched.model.ids import NODE_NAME, NodeName
 from hpcsched.model.job import ArraySpec
+from hpcsched.model.pattern import Pattern
 from hpcsched.model.resources import ANY_GPU, GpuRequest
 from hpcsched.model.units import UNLIMITED_S, parse_mem_mib, parse_time_s
 
@@ -22,10 +22,10 @@ MAX_ARRAY_INDEX = 4_000_000
 MAX_NICE = 2_147_483_645
 MAX_PRIORITY = 4_294_967_294
 
-_NODES = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?\Z")
-_ARRAY_PART = re.compile(r"([0-9]{1,12})(?:-([0-9]{1,12})(?::([0-9]{1,12}))?)?\Z")
-GPU_TYPE = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,62}\Z")
-_INTEGER = re.compile(r"[+-]?[0-9]{1,18}\Z")
+_NODES = Pattern(r"([0-9]{1,9})(?:-([0-9]{1,9}))?\Z")
+_ARRAY_PART = Pattern(r"([0-9]{1,12})(?:-([0-9]{1,12})(?::([0-9]{1,12}))?)?\Z")
+GPU_TYPE = Pattern(r"[A-Za-z][A-Za-z0-9_.-]{0,62}\Z")
+_INTEGER = Pattern(r"[+-]?[0-9]{1,18}\Z")
 
 # fmt: off
 MAIL_TYPES = (

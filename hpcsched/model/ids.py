@@ -6,21 +6,22 @@ database (or when it is restored from a backup), so that a job id which comes ro
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import NewType
 
 from hpcsched.errors import ProtocolError
+from hpcsched.model.pattern import Pattern
 
 JobId = NewType("JobId", int)
 NodeName = NewType("NodeName", str)
 Epoch = NewType("Epoch", int)
 
 BATCH_STEP = "batch"
+ALLOC_STEP = "alloc"  # the job's claim on each of its other nodes
 
-NODE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}\Z")
-_TOKEN = re.compile(
-    r"([0-9a-f]{8,32})\.(\d{1,18})\.(\d{1,9})\.(batch|\d{1,9})\.([A-Za-z0-9][A-Za-z0-9_-]{0,62})\.([0-9a-f]{32})\Z"
+NODE_NAME = Pattern(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}\Z")
+_TOKEN = Pattern(
+    r"([0-9a-f]{8,32})\.(\d{1,18})\.(\d{1,9})\.(batch|alloc|\d{1,9})\.([A-Za-z0-9][A-Za-z0-9_-]{0,62})\.([0-9a-f]{32})\Z"
 )
 
 
@@ -31,7 +32,7 @@ class Token:
     incarnation: str
     job_id: JobId
     attempt: int
-    step: str  # BATCH_STEP or the step's number
+    step: str  # BATCH_STEP, ALLOC_STEP or the step's number
     node: NodeName
     nonce: str  # 128 bit, hex
 

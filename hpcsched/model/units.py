@@ -13,6 +13,7 @@ from datetime import datetime, timedelta
 from typing import TYPE_CHECKING
 
 from hpcsched.errors import RequestError
+from hpcsched.model.pattern import Pattern
 
 if TYPE_CHECKING:
     from hpcsched.model.job import SignalSpec
@@ -25,8 +26,8 @@ DAY_S = 86_400
 UNLIMITED_S = 36_500 * DAY_S
 _UNLIMITED_WORDS = frozenset({"unlimited", "infinite", "-1"})
 
-_TIME = re.compile(r"(?:([0-9]{1,10})-)?([0-9]{1,12})(?::([0-9]{1,12}))?(?::([0-9]{1,12}))?\Z")
-_MEM = re.compile(r"([0-9]{1,18})([kmgtp]?)(i?b)?\Z")
+_TIME = Pattern(r"(?:([0-9]{1,10})-)?([0-9]{1,12})(?::([0-9]{1,12}))?(?::([0-9]{1,12}))?\Z")
+_MEM = Pattern(r"([0-9]{1,18})([kmgtp]?)(i?b)?\Z")
 _MIB_SHIFT = {"k": -10, "m": 0, "g": 10, "t": 20, "p": 30}
 
 
@@ -106,14 +107,14 @@ def format_mem(mib: int) -> str:
 
 # ----- dates
 
-_RELATIVE = re.compile(r"now(?:([+-])([0-9]{1,10})\s*([a-z]*))?\Z")
+_RELATIVE = Pattern(r"now(?:([+-])([0-9]{1,10})\s*([a-z]*))?\Z")
 _RELATIVE_UNITS_S = {"second": 1, "minute": MINUTE_S, "hour": HOUR_S, "day": DAY_S, "week": 7 * DAY_S}
 _NAMED_HOURS = {"midnight": 0, "noon": 12, "fika": 15, "teatime": 16}
-_CLOCK = re.compile(r"([0-9]{1,2}):([0-9]{2})(?::([0-9]{2}))?(?:\.[0-9]{1,6})?([ap]m)?\Z")
-_ISO = re.compile(r"([0-9]{4})-([0-9]{1,2})-([0-9]{1,2})(?:t(.{1,20}))?\Z")
-_US_DATE = re.compile(r"([0-9]{1,2})[/.]([0-9]{1,2})(?:[/.]([0-9]{4}|[0-9]{2}))?\Z")
-_DIGITS_DATE = re.compile(r"([0-9]{2})([0-9]{2})([0-9]{2})?\Z")
-_EPOCH = re.compile(r"uts([0-9]{1,11})\Z")
+_CLOCK = Pattern(r"([0-9]{1,2}):([0-9]{2})(?::([0-9]{2}))?(?:\.[0-9]{1,6})?([ap]m)?\Z")
+_ISO = Pattern(r"([0-9]{4})-([0-9]{1,2})-([0-9]{1,2})(?:t(.{1,20}))?\Z")
+_US_DATE = Pattern(r"([0-9]{1,2})[/.]([0-9]{1,2})(?:[/.]([0-9]{4}|[0-9]{2}))?\Z")
+_DIGITS_DATE = Pattern(r"([0-9]{2})([0-9]{2})([0-9]{2})?\Z")
+_EPOCH = Pattern(r"uts([0-9]{1,11})\Z")
 
 _Clock = tuple[int, int, int]
 _Date = tuple[int | None, int, int]  # the year may be missing
@@ -227,7 +228,7 @@ _SIGNAL_NAMES = (
 # fmt: on
 _SIGNALS = {name: number for number, name in enumerate(_SIGNAL_NAMES, start=1)}
 MAX_SIGNAL = 64
-_SIGNAL = re.compile(r"(?:([rbRB]{1,2}):)?([A-Za-z0-9]{1,12})(?:@([0-9]{1,6}))?\Z")
+_SIGNAL = Pattern(r"(?:([rbRB]{1,2}):)?([A-Za-z0-9]{1,12})(?:@([0-9]{1,6}))?\Z")
 
 
 def parse_signal(text: str) -> int:
