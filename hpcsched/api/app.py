@@ -25,7 +25,7 @@ from hpcsched.errors import (
     UnavailableError,
 )
 from hpcsched.model.codec import spec_from_json
-from hpcsched.model.job import JobSpec
+from hpcsched.model.spec import JobSpec
 
 log = logging.getLogger("hpcsched.api")
 

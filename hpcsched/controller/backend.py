@@ -23,8 +23,9 @@ from hpcsched.errors import NotFoundError, PermissionDeniedError, RequestError, 
 from hpcsched.launch.files import job_files
 from hpcsched.model.hostlist import compress_hostlist
 from hpcsched.model.ids import JobId
-from hpcsched.model.job import FINAL, Job, JobSpec, JobState
+from hpcsched.model.job import FINAL, Job, JobState
 from hpcsched.model.node import Link
+from hpcsched.model.spec import JobSpec
 from hpcsched.model.units import parse_signal
 from hpcsched.sched.explain import explain, in_words
 from hpcsched.sched.plan import plan

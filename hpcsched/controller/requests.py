@@ -18,8 +18,9 @@ from hpcsched.lifecycle.events import Changed, EndRequested, Held, NodeLost, Nod
 from hpcsched.lifecycle.job import can
 from hpcsched.model.hostlist import expand_hostlist
 from hpcsched.model.ids import NodeName
-from hpcsched.model.job import ACTIVE, FINAL, Hold, Job, JobSpec, JobState
+from hpcsched.model.job import ACTIVE, FINAL, Hold, Job, JobState
 from hpcsched.model.node import Partition
+from hpcsched.model.spec import JobSpec
 from hpcsched.model.units import UNLIMITED_S, parse_time_s, parse_when
 from hpcsched.sched.feasible import impossible
 from hpcsched.sched.request import request_of

@@ -26,8 +26,9 @@ from hpcsched.jobscript.values import (
     parse_nodes,
 )
 from hpcsched.launch.layout import StepShape, lay_out
-from hpcsched.model.job import Job, JobSpec
+from hpcsched.model.job import Job
 from hpcsched.model.resources import GpuRequest
+from hpcsched.model.spec import JobSpec
 from hpcsched.model.units import parse_mem_mib, parse_time_s, parse_when
 
 T = TypeVar("T")

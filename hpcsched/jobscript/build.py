@@ -17,8 +17,8 @@ from hpcsched.jobscript.export import Export, exported
 from hpcsched.jobscript.layers import last
 from hpcsched.jobscript.options import Use, by_name
 from hpcsched.jobscript.script import check_script
-from hpcsched.model.job import JobSpec
 from hpcsched.model.resources import GpuRequest
+from hpcsched.model.spec import JobSpec
 from hpcsched.model.units import parse_when
 from hpcsched.sched.features import parse_features
 

@@ -25,9 +25,9 @@ from hpcsched.jobscript.values import (
 )
 from hpcsched.model.hostlist import MAX_NAMES
 from hpcsched.model.ids import NODE_NAME
-from hpcsched.model.job import ArraySpec, Dependency, DependencyKind, JobSpec, SignalSpec
 from hpcsched.model.pattern import Pattern
 from hpcsched.model.resources import ANY_GPU, GpuRequest
+from hpcsched.model.spec import ArraySpec, Dependency, DependencyKind, JobSpec, SignalSpec
 from hpcsched.model.units import MAX_SIGNAL, UNLIMITED_S
 
 MAX_TEXT = 4_096

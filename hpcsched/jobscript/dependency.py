@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from hpcsched.errors import RequestError
 from hpcsched.jobscript.values import short
-from hpcsched.model.job import Dependency, DependencyKind, JobSpec
 from hpcsched.model.pattern import Pattern
+from hpcsched.model.spec import Dependency, DependencyKind, JobSpec
 from hpcsched.model.units import MINUTE_S
 
 MAX_DEPENDENCIES = 1_000

@@ -11,9 +11,9 @@ from itertools import chain
 from hpcsched.errors import RequestError
 from hpcsched.model.hostlist import expand_hostlist
 from hpcsched.model.ids import NODE_NAME, NodeName
-from hpcsched.model.job import ArraySpec
 from hpcsched.model.pattern import Pattern
 from hpcsched.model.resources import ANY_GPU, GpuRequest
+from hpcsched.model.spec import ArraySpec
 from hpcsched.model.units import UNLIMITED_S, parse_mem_mib, parse_time_s
 
 MAX_COUNT = 1_000_000  # of nodes, tasks, cpus

@@ -33,7 +33,8 @@ from hpcsched.lifecycle.events import (
     Submitted,
 )
 from hpcsched.model.ids import JobId, NodeName
-from hpcsched.model.job import FINAL, ExitStatus, Hold, Job, JobSpec, JobState, Reason
+from hpcsched.model.job import FINAL, ExitStatus, Hold, Job, JobState, Reason
+from hpcsched.model.spec import JobSpec
 
 PENDING = JobState.PENDING
 CONFIGURING = JobState.CONFIGURING

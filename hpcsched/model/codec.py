@@ -16,7 +16,7 @@ from functools import cache
 from typing import Any, NewType, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from hpcsched.errors import ProtocolError
-from hpcsched.model.job import JobSpec
+from hpcsched.model.spec import JobSpec
 
 T = TypeVar("T")
 _Read = Callable[[Any], Any]  # raises _Mismatch

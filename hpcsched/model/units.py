@@ -16,7 +16,7 @@ from hpcsched.errors import RequestError
 from hpcsched.model.pattern import Pattern
 
 if TYPE_CHECKING:
-    from hpcsched.model.job import SignalSpec
+    from hpcsched.model.spec import SignalSpec
 
 MINUTE_S = 60
 HOUR_S = 3600

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 from hpcsched.model.ids import JobId
-from hpcsched.model.job import ACTIVE, FINAL, Dependency, DependencyKind, Hold, JobState, Reason
+from hpcsched.model.job import ACTIVE, FINAL, Hold, JobState, Reason
+from hpcsched.model.spec import Dependency, DependencyKind
 from hpcsched.sched.snapshot import JobFact, PendingJob, Snapshot
 
 

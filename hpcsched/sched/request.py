@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from hpcsched.errors import RequestError
 from hpcsched.model.ids import NodeName
-from hpcsched.model.job import JobSpec
 from hpcsched.model.node import Partition
 from hpcsched.model.resources import ANY_GPU, GpuRequest
+from hpcsched.model.spec import JobSpec
 from hpcsched.sched.features import Expression, parse_features
 
 GpuCounts = tuple[tuple[str, int], ...]  # (type, count) by type; ANY_GPU for those without a type

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from hpcsched.model.ids import JobId, NodeName
-from hpcsched.model.job import ACTIVE, Dependency, DependencyKind, Hold, Job, JobSpec, JobState
+from hpcsched.model.job import ACTIVE, Hold, Job, JobState
 from hpcsched.model.node import Link, Node, Partition
 from hpcsched.model.resources import Gpu, Share
+from hpcsched.model.spec import Dependency, DependencyKind, JobSpec
 from hpcsched.model.units import UNLIMITED_S
 from hpcsched.sched.features import matches
 from hpcsched.sched.request import Request, Shape, request_of, time_limit_in

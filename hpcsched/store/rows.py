@@ -8,8 +8,9 @@ from typing import Any
 
 from hpcsched.lifecycle.events import share_from_data, share_to_data
 from hpcsched.model.ids import JobId, NodeName
-from hpcsched.model.job import ExitStatus, Hold, Job, JobSpec, JobState, Reason
+from hpcsched.model.job import ExitStatus, Hold, Job, JobState, Reason
 from hpcsched.model.node import Node
+from hpcsched.model.spec import JobSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,8 +18,9 @@ from sqlalchemy.exc import DBAPIError
 from hpcsched.errors import UnavailableError
 from hpcsched.lifecycle.events import Event, from_data, to_data
 from hpcsched.model.codec import spec_from_json, spec_to_json
-from hpcsched.model.job import FINAL, Job, JobSpec
+from hpcsched.model.job import FINAL, Job
 from hpcsched.model.node import Node
+from hpcsched.model.spec import JobSpec
 from hpcsched.store import schema
 from hpcsched.store.rows import StepRow, job_of, job_row, node_row, step_of, step_row
 

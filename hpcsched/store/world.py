@@ -14,8 +14,9 @@ from hpcsched.errors import InvariantError
 from hpcsched.lifecycle.events import Event, Submitted
 from hpcsched.lifecycle.job import apply, submitted_jobs
 from hpcsched.model.ids import JobId, NodeName
-from hpcsched.model.job import ACTIVE, FINAL, Job, JobSpec, JobState
+from hpcsched.model.job import ACTIVE, FINAL, Job, JobState
 from hpcsched.model.node import Node, Partition
+from hpcsched.model.spec import JobSpec
 from hpcsched.sched.eligible import Wait
 from hpcsched.store.rows import StepRow
 from hpcsched.store.store import Batch

@@ -12,7 +12,7 @@ from pathlib import Path
 from hpcsched import client
 from hpcsched.demo.cluster import LocalCluster
 from hpcsched.model.codec import spec_to_json
-from hpcsched.model.job import JobSpec
+from hpcsched.model.spec import JobSpec
 from tests.bench.figures import Figure, from_samples
 
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")

@@ -11,7 +11,7 @@ from waiting import wait_until
 
 from hpcsched.demo.cluster import LocalCluster
 from hpcsched.model.codec import spec_to_json
-from hpcsched.model.job import JobSpec
+from hpcsched.model.spec import JobSpec
 
 Sub = Callable[..., int]
 Ended = Callable[..., dict[str, Any]]

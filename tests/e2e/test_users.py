@@ -17,7 +17,7 @@ from hpcsched import client
 from hpcsched.demo.cluster import LocalCluster
 from hpcsched.errors import HpcschedError
 from hpcsched.model.codec import spec_to_json
-from hpcsched.model.job import JobSpec
+from hpcsched.model.spec import JobSpec
 
 pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="only root can serve several users")
 

@@ -30,7 +30,8 @@ from hpcsched.errors import UnavailableError
 from hpcsched.lifecycle.events import EndRequested, Event, Requeued, Submitted, from_data
 from hpcsched.lifecycle.job import apply, submitted_jobs
 from hpcsched.model.codec import spec_to_json
-from hpcsched.model.job import ACTIVE, FINAL, ArraySpec, Job, JobSpec, JobState
+from hpcsched.model.job import ACTIVE, FINAL, Job, JobState
+from hpcsched.model.spec import ArraySpec, JobSpec
 from hpcsched.store import schema
 from hpcsched.store.engine import open_read_only
 from hpcsched.store.store import HistoryQuery, Store

@@ -13,7 +13,7 @@ from hpcsched.jobscript.options import ALL_OPTIONS
 from hpcsched.jobscript.scan import parse_command_line
 from hpcsched.jobscript.script import read_script, split_directive
 from hpcsched.model.codec import spec_from_json, spec_to_json
-from hpcsched.model.job import JobSpec
+from hpcsched.model.spec import JobSpec
 
 WORDS = st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\n\0"), max_size=8), max_size=5)
 VALUES = st.sampled_from(

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpcsched.model.codec import spec_from_json, spec_to_json, value_from_json, value_to_json
-from hpcsched.model.job import ArraySpec, Dependency, JobSpec, SignalSpec
 from hpcsched.model.resources import Share
+from hpcsched.model.spec import ArraySpec, Dependency, JobSpec, SignalSpec
 
 TEXT = st.text(max_size=12)
 NUMBER = st.integers(0, 2**53)

@@ -12,8 +12,9 @@ from hpcsched.controller.steprequest import read_allocation
 from hpcsched.controller.steps import HEAD, Origin, StepPlan, StepPorts, StepService
 from hpcsched.errors import ProtocolError, RequestError
 from hpcsched.model.ids import JobId, NodeName, Token
-from hpcsched.model.job import ExitStatus, Job, JobSpec, JobState
+from hpcsched.model.job import ExitStatus, Job, JobState
 from hpcsched.model.resources import GpuRequest, Share
+from hpcsched.model.spec import JobSpec
 from hpcsched.store.rows import StepRow
 
 N1, N2 = NodeName("n1"), NodeName("n2")

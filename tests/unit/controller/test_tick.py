@@ -14,8 +14,9 @@ from hpcsched.controller import requests
 from hpcsched.controller.tick import load_world
 from hpcsched.errors import NotFoundError, PermissionDeniedError, RequestError, UnavailableError
 from hpcsched.model.ids import NodeName
-from hpcsched.model.job import ArraySpec, Hold, JobState, Reason
+from hpcsched.model.job import Hold, JobState, Reason
 from hpcsched.model.node import Link
+from hpcsched.model.spec import ArraySpec
 from hpcsched.store.store import HistoryQuery
 
 

@@ -14,7 +14,8 @@ from hpcsched.config import Config, build_config
 from hpcsched.controller import requests
 from hpcsched.controller.tick import Controller
 from hpcsched.model.ids import JobId, NodeName, Token
-from hpcsched.model.job import Job, JobSpec
+from hpcsched.model.job import Job
+from hpcsched.model.spec import JobSpec
 from hpcsched.sched.policy import Policy
 from hpcsched.store.engine import incarnation, open_database, raise_epoch
 from hpcsched.store.store import Store

@@ -26,8 +26,8 @@ from hpcsched.jobscript.values import (
     parse_priority,
     parse_yes_no,
 )
-from hpcsched.model.job import ArraySpec, Dependency, DependencyKind, JobSpec
 from hpcsched.model.resources import GpuRequest
+from hpcsched.model.spec import ArraySpec, Dependency, DependencyKind, JobSpec
 from hpcsched.model.units import UNLIMITED_S
 
 

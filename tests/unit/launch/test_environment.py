@@ -23,8 +23,9 @@ from hpcsched.launch.environment import (
 )
 from hpcsched.launch.layout import NodeTasks
 from hpcsched.model.ids import JobId, NodeName
-from hpcsched.model.job import ArraySpec, Job, JobSpec
+from hpcsched.model.job import Job
 from hpcsched.model.resources import GpuRequest, Share
+from hpcsched.model.spec import ArraySpec, JobSpec
 from hpcsched.model.units import UNLIMITED_S
 
 ROOT = Path(__file__).parents[3]

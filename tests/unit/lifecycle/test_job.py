@@ -29,7 +29,8 @@ from hpcsched.lifecycle.events import (
 )
 from hpcsched.lifecycle.job import TABLE, apply, can, submitted_jobs
 from hpcsched.model.ids import JobId, NodeName
-from hpcsched.model.job import ACTIVE, FINAL, ArraySpec, ExitStatus, Hold, Job, JobState
+from hpcsched.model.job import ACTIVE, FINAL, ExitStatus, Hold, Job, JobState
+from hpcsched.model.spec import ArraySpec
 
 ONE = JobId(1)
 N1, N2 = NodeName("n1"), NodeName("n2")

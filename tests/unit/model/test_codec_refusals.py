@@ -8,8 +8,8 @@ import pytest
 
 from hpcsched.errors import ProtocolError
 from hpcsched.model.codec import spec_from_json, spec_to_json
-from hpcsched.model.job import ArraySpec, Dependency, DependencyKind, JobSpec, SignalSpec
 from hpcsched.model.resources import GpuRequest
+from hpcsched.model.spec import ArraySpec, Dependency, DependencyKind, JobSpec, SignalSpec
 
 FULL = JobSpec(
     name="n",

@@ -7,7 +7,7 @@ from datetime import datetime
 import pytest
 
 from hpcsched.errors import RequestError
-from hpcsched.model.job import SignalSpec
+from hpcsched.model.spec import SignalSpec
 from hpcsched.model.units import (
     UNLIMITED_S,
     format_mem,

@@ -6,7 +6,8 @@ import pytest
 from unit.sched.world import World, world
 
 from hpcsched.model.ids import JobId
-from hpcsched.model.job import Dependency, DependencyKind, JobState
+from hpcsched.model.job import JobState
+from hpcsched.model.spec import Dependency, DependencyKind
 
 KIND = DependencyKind
 RUNS, DONE, FAILED, WAITS = JobState.RUNNING, JobState.COMPLETED, JobState.FAILED, JobState.PENDING

@@ -11,9 +11,10 @@ from pathlib import Path
 from unit.sched.world import World, world
 
 from hpcsched.model.ids import JobId
-from hpcsched.model.job import ArraySpec, Dependency, DependencyKind, Hold
+from hpcsched.model.job import Hold
 from hpcsched.model.node import Link
 from hpcsched.model.resources import GpuRequest
+from hpcsched.model.spec import ArraySpec, Dependency, DependencyKind
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "sched_plan.txt"
 

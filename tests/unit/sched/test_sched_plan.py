@@ -8,9 +8,10 @@ import pytest
 from unit.sched.world import world
 
 from hpcsched.model.ids import JobId, NodeName
-from hpcsched.model.job import ArraySpec, Dependency, DependencyKind, Hold, JobState, Reason
+from hpcsched.model.job import Hold, JobState, Reason
 from hpcsched.model.node import Link, Partition
 from hpcsched.model.resources import Share
+from hpcsched.model.spec import ArraySpec, Dependency, DependencyKind
 from hpcsched.sched.plan import Start
 
 

@@ -7,8 +7,9 @@ from dataclasses import replace
 from unit.sched.world import world
 
 from hpcsched.model.ids import JobId, NodeName
-from hpcsched.model.job import Dependency, DependencyKind, JobState
+from hpcsched.model.job import JobState
 from hpcsched.model.node import Partition
+from hpcsched.model.spec import Dependency, DependencyKind
 from hpcsched.sched.snapshot import SnapshotCache, snapshot_of
 
 

@@ -17,9 +17,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hpcsched.model.ids import JobId, NodeName
-from hpcsched.model.job import Job, JobSpec, JobState
+from hpcsched.model.job import Job, JobState
 from hpcsched.model.node import Link, Node, NodeSpec, Partition
 from hpcsched.model.resources import Gpu, GpuRequest, Share
+from hpcsched.model.spec import JobSpec
 from hpcsched.sched.plan import Plan, plan
 from hpcsched.sched.policy import Policy
 from hpcsched.sched.snapshot import Snapshot, snapshot_of

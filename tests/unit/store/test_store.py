@@ -15,7 +15,8 @@ from hpcsched.errors import ConfigError, UnavailableError
 from hpcsched.lifecycle.events import Allocated, Started, Submitted
 from hpcsched.lifecycle.job import apply, submitted_jobs
 from hpcsched.model.ids import JobId
-from hpcsched.model.job import ArraySpec, Dependency, DependencyKind, ExitStatus, Job, JobState
+from hpcsched.model.job import ExitStatus, Job, JobState
+from hpcsched.model.spec import ArraySpec, Dependency, DependencyKind
 from hpcsched.store.engine import incarnation, open_database, raise_epoch
 from hpcsched.store.rows import StepRow
 from hpcsched.store.store import Batch, HistoryQuery, Store

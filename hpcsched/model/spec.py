@@ -1,0 +1,98 @@
+"""What a user asks for: a job's specification, before it is a job. Never changes after submission.
+
+Apart from `hpcsched.model.job` because commands make specifications and know no jobs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from hpcsched.model.ids import NodeName
+from hpcsched.model.resources import GpuRequest
+
+
+class DependencyKind(StrEnum):
+    AFTER = "after"
+    AFTER_OK = "afterok"
+    AFTER_NOT_OK = "afternotok"
+    AFTER_ANY = "afterany"
+    AFTER_CORR = "aftercorr"
+    SINGLETON = "singleton"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dependency:
+    """One term of ``--dependency``; `job_ids` is empty for a singleton. An id may be an array's: then all its tasks."""
+
+    kind: DependencyKind
+    job_ids: tuple[int, ...] = ()
+    delay_s: int = 0  # after:12+5 means five minutes after its start
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArraySpec:
+    """``--array``: the task indices, ascending, and how many may run at once (0: no limit)."""
+
+    indices: tuple[int, ...]
+    limit: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SignalSpec:
+    """``--signal=[B:]SIG[@s]``: send `signum` `before_s` seconds before the time limit."""
+
+    signum: int
+    before_s: int = 60
+    batch_only: bool = False  # B: - to the batch shell alone, not to its children and steps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSpec:
+    """What a user asked for. Never changes after submission (but see `Job` for what an update may override)."""
+
+    name: str
+    script: str  # text with its #! line; empty: an allocation without a batch step (hrun alone)
+    work_dir: str
+    script_args: tuple[str, ...] = ()
+    env: tuple[tuple[str, str], ...] = ()  # what the job inherits of the submitter's environment
+    submit_line: str = ""
+    submit_dir: str = ""  # where the submitting command ran; --chdir makes work_dir another
+    submit_host: str = ""
+    account: str = ""
+    partition: str = ""  # empty: the default one
+    qos: str = ""
+    comment: str = ""
+    stdout: str = ""  # file-name pattern, empty: slurm's default, slurm-%j.out / slurm-%A_%a.out
+    stderr: str = ""  # empty: to stdout's file
+    stdin: str = ""  # empty: /dev/null
+    open_mode: str = ""  # "", "append" or "truncate"; empty: truncate at first, append after a requeue
+    time_limit_s: int | None = None  # None: the partition's default
+    nodes_min: int = 1
+    nodes_max: int = 1
+    nodes_given: bool = False  # the user said --nodes
+    ntasks: int | None = None
+    ntasks_per_node: int | None = None
+    cpus_per_task: int = 1
+    cpus_per_task_given: bool = False
+    mem_per_node_mib: int | None = None  # 0: all of the node's memory
+    mem_per_cpu_mib: int | None = None
+    gpus_per_node: tuple[GpuRequest, ...] = ()
+    gpus_total: tuple[GpuRequest, ...] = ()  # --gpus
+    gpus_per_task: tuple[GpuRequest, ...] = ()
+    exclusive: bool = False
+    nodelist: tuple[NodeName, ...] = ()
+    exclude: tuple[NodeName, ...] = ()
+    constraint: str = ""  # features: a&b, a|b
+    array: ArraySpec | None = None
+    dependency: tuple[Dependency, ...] = ()
+    dependency_any: bool = False  # terms joined by "?": one of them is enough
+    begin_at_s: int | None = None  # Unix time
+    hold: bool = False
+    nice: int = 0
+    priority: int | None = None
+    requeue: bool | None = None  # None: the configuration's default
+    signal: SignalSpec | None = None
+    lease: str = "keep"  # keep | kill: what happens on a node that hears nothing of the controller
+    mail_user: str = ""
+    mail_type: tuple[str, ...] = ()
