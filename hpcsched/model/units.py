@@ -248,7 +248,7 @@ def signal_name(signum: int) -> str:
 
 def parse_signal_spec(text: str) -> SignalSpec:
     """Return what ``--signal=[B:]SIG[@seconds]`` asks for; unsaid, 60 seconds before the limit. Raises RequestError."""
-    from hpcsched.model.job import SignalSpec  # here: it costs a command that only writes times and sizes 20 ms
+    from hpcsched.model.spec import SignalSpec  # here: it costs a command that only writes times and sizes 20 ms
 
     match = _SIGNAL.match(text.strip())
     if match is None:
