@@ -25,6 +25,7 @@ from hpcnode import cgroup, environment, helpers, place, probe, process, protoco
 from hpcnode.assignment import Setting
 from hpcnode.clients import BoundedFramer, Clients, Frames, peer
 from hpcnode.faults import CrashPoints, crash_points
+from hpcnode.lease import Renewals
 from hpcnode.ledger import FORGET_AT_ONCE, REPEAT_S, Ledger
 from hpcnode.loop import READ, Loop, Stream, Timer, wake_on_signals
 from hpcnode.minders import Minders
@@ -82,6 +83,7 @@ class Agent:
             find_account=self._find_account,
             log=log,
         )
+        self._renewals = Renewals(self._loop, self._ledger.leases, self.to_controller)
         self._accounts: Dict[str, Tuple[float, user.Account]] = {}
         self._helpers = helpers.Helpers(self._loop)
         self._clients = Clients(self._loop, self, self._spool.reserve_seqs()[0], log)
@@ -173,6 +175,7 @@ class Agent:
             self._controller.send(protocol.encode(protocol.Goodbye("another connection of the controller took over")))
             self._controller.close_when_sent()
         framer.limit = MAX_CONTROLLER_FRAME
+        self._end_renewals()
         self._controller, self._welcomed = stream, False
         stream.on_data = lambda data: self._received(stream, framer, data)
         self._look_then_welcome(stream)
@@ -202,6 +205,7 @@ class Agent:
             return
         facts = probe.facts(self.root, self._environ, (), thorough=False)
         facts["gpus"] = gpus
+        facts["fault"] = self._ledger.fault
         welcome = protocol.Welcome(
             version=protocol.VERSION,
             node=self.node,
@@ -242,7 +246,12 @@ class Agent:
     def _controller_gone(self, stream: Stream) -> None:
         if stream is self._controller:
             self._controller, self._welcomed = None, False
+            self._end_renewals()
             self._clients.controller_went()
+
+    def _end_renewals(self) -> None:
+        self._renewals.forget()
+        self._ledger.disconnected()
 
     def _obey(self, message: protocol.Message, blob: bytes) -> None:
         ledger = self._ledger
@@ -256,6 +265,12 @@ class Agent:
             ledger.end_job(message)
         elif isinstance(message, protocol.SignalStep):
             ledger.signal_step(message)
+        elif isinstance(message, protocol.Go):
+            ledger.go(message)
+        elif isinstance(message, protocol.Pong):
+            asked_s = self._renewals.answered(message.request)
+            if asked_s is not None:
+                ledger.renewed(asked_s)
         elif isinstance(message, protocol.Ping):
             self.to_controller(protocol.Pong(message.request))
         elif isinstance(message, protocol.Probe):
@@ -309,7 +324,9 @@ class Agent:
 
     def _from_shepherd(self, token: str, words: List[Any], blob: bytes) -> None:
         word = words[0]
-        if word == "started":
+        if word == "prepared":
+            self._ledger.shepherd_prepared(token)
+        elif word == "started":
             self._ledger.shepherd_started(token, words[1])
         elif word == "final":
             self._ledger.shepherd_ended(token, words[1])
@@ -362,6 +379,7 @@ class Agent:
     def _after_turn(self) -> None:
         """Set the timers that the turn has made necessary, and slow down or let go who writes too fast."""
         self._flow()
+        self._renewals.keep_on(self._welcomed)
         if self._ledger.waits and self._tick_timer is None:
             self._tick_timer = self._loop.later(TICK_S, self._tick)
         if self._ledger.to_forget >= FORGET_AT_ONCE:

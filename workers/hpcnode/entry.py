@@ -9,7 +9,7 @@ from hpcnode.tokens import Token
 from hpcnode.user import Account
 
 FINAL = frozenset({protocol.ENDED, protocol.BARRED, protocol.REFUSED, protocol.LOST})
-RESULT = ("codes", "signals", "timed_out", "out_of_memory", "why", "usage")
+RESULT = ("codes", "signals", "timed_out", "out_of_memory", "why", "usage", "node_fault")
 
 
 class Minding(Protocol):
@@ -39,6 +39,8 @@ class Entry:
         "acked",
         "held",
         "ending",
+        "prepared",
+        "renewed_s",
     )
 
     def __init__(self, token: str, key: Token, launch: Optional[protocol.Launch], boot_id: str) -> None:
@@ -55,10 +57,17 @@ class Entry:
         self.acked = False
         self.held = False  # it is over, but not to be told before the rest of its job here
         self.ending: Optional[Tuple[float, str]] = None  # an end was asked for: grace, why
+        self.prepared = False  # its shepherd waits for Go
+        self.renewed_s: Optional[float] = None  # its lease, on the boot clock; None: it has none yet, or needs none
 
     @property
     def is_final(self) -> bool:
         return self.status in FINAL
+
+    @property
+    def lease_s(self) -> float:
+        """How long it may run without word of the controller; 0: for ever."""
+        return self.launch.lease_s if self.launch is not None and self.launch.lease == protocol.KILL else 0.0
 
 
 def report_of(entry: Entry, now_s: float) -> protocol.Report:
@@ -69,7 +78,8 @@ def report_of(entry: Entry, now_s: float) -> protocol.Report:
     if entry.held:
         return protocol.Report(entry.seq, entry.token, protocol.STARTED, at_s, stream_to=_stream_to(entry), **start)
     result = {key: record[key] for key in RESULT if key in record}
-    return protocol.Report(entry.seq, entry.token, entry.status, at_s, stream_to=_stream_to(entry), **start, **result)
+    status = protocol.READY if entry.prepared and entry.status == protocol.CLAIMED else entry.status
+    return protocol.Report(entry.seq, entry.token, status, at_s, stream_to=_stream_to(entry), **start, **result)
 
 
 def _stream_to(entry: Entry) -> Optional[protocol.Address]:
@@ -85,7 +95,7 @@ def mismatch(launch: protocol.Launch, key: Token, script: bytes) -> str:
         return "the launch is of another step than its token says"
     if launch.step == protocol.BATCH and not script.startswith(b"#!"):
         return "cannot run the batch script: it does not begin with #!"
-    if launch.step != protocol.BATCH and not launch.argv:
+    if launch.step not in (protocol.BATCH, protocol.ALLOC) and not launch.argv:
         return "cannot run the step: it has no command"
     if not 1 <= launch.tasks.count <= 4096:
         return "cannot run %d tasks on one node" % launch.tasks.count

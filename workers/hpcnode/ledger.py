@@ -13,15 +13,20 @@ Rules:
 - A final state never changes. A batch step's end is reported when nothing else of its job is left on this node.
 - A report is repeated until its number is acknowledged; a newer one of the same token takes the place of an older one.
 - An older attempt is gone before a newer one of the same job starts here.
+- What has a lease starts only under one that was renewed on the connection that its launch came by (see `lease`).
+- A spool that cannot be written is a fault of the node, not of the job: the controller is told of it, and when it is over.
 """
 
 from __future__ import annotations
 
+import errno
 import time
 from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Set, Tuple
 
 from hpcnode import protocol
 from hpcnode.entry import Entry, Minding, mismatch, report_of
+from hpcnode.lease import Leases
+from hpcnode.process import boot_clock_s
 from hpcnode.spool import Epochs, Found, Spool, token_of
 from hpcnode.tokens import Token, read_token
 from hpcnode.user import Account, UserError
@@ -29,6 +34,7 @@ from hpcnode.user import Account, UserError
 MAX_STARTS = 3
 REPEAT_S = 10.0
 FORGET_AT_ONCE = 256  # acknowledged entries that are removed with one fsync
+DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO})
 
 
 class _Gone(NamedTuple):
@@ -52,6 +58,7 @@ class Ledger:
         find_account: Callable[[str], Account],
         log: Callable[[str], None],
         wall_s: Callable[[], float] = time.time,
+        boot_s: Callable[[], float] = boot_clock_s,
     ) -> None:
         self.node = node
         self.boot_id = boot_id
@@ -63,6 +70,8 @@ class Ledger:
         self._find_account = find_account
         self._log = log
         self._wall_s = wall_s
+        self.leases = Leases(spool, log, boot_s)
+        self.fault = ""  # why this node can take no launches
         self._by_job: Dict[Tuple[str, int], Set[str]] = {}
         self._by_seq: Dict[int, str] = {}
         self._next_seq, self._seq_end = spool.reserve_seqs()
@@ -71,6 +80,7 @@ class Ledger:
         self._stuck: Set[str] = set()  # neither final nor minded: `tick` looks again
         self._repeat_below = 0
         self._unbarred: Dict[str, Dict[str, Any]] = {}  # tombstones that a full disk did not take yet
+        self._unended: List[protocol.EndJob] = []  # the same for orders to end a job
 
     # ----- start
 
@@ -82,6 +92,8 @@ class Ledger:
         for entry in list(self.entries.values()):
             if entry.minded:
                 self._minders.adopt(entry.token)
+            elif entry.lease_s and entry.renewed_s is None and entry.status == protocol.CLAIMED:
+                self._write_end(entry, protocol.BARRED, "its lease had not begun when the agent ended")
             elif not entry.is_final:
                 self.shepherd_gone(entry.token)
             else:
@@ -91,6 +103,8 @@ class Ledger:
         entry.minded = found.boot_id in ("", self.boot_id) and self._minders.is_minded(entry.token)
         if found.started is not None:
             entry.status, entry.record = protocol.STARTED, found.started
+        if entry.lease_s:
+            entry.renewed_s = self._spool.renewed_s(entry.token)
         # The end of a step that is still minded is told by its shepherd, when its output has gone before.
         if found.final is not None and not entry.minded:
             entry.status, entry.record = found.final["status"], found.final
@@ -98,6 +112,7 @@ class Ledger:
     def _add(self, entry: Entry) -> Entry:
         self.entries[entry.token] = entry
         self._by_job.setdefault(entry.key.job, set()).add(entry.token)
+        self.leases.add(entry)
         return entry
 
     def _of_job(self, job: Tuple[str, int], up_to_attempt: int) -> Iterator[Entry]:
@@ -124,9 +139,22 @@ class Ledger:
             former = known.former
             if known.incarnation not in ("", incarnation):
                 former = (*former, known.incarnation)
-            self._spool.store_epochs(Epochs(incarnation, epoch, former))
+            try:
+                self._spool.store_epochs(Epochs(incarnation, epoch, former))
+            except OSError as error:
+                return "cannot write to the spool %s: %s" % (self._spool.path, error.strerror)
             self.epochs = self._spool.epochs()
         return ""
+
+    def renewed(self, asked_s: float) -> None:
+        """The controller has answered a question of that time (boot clock): whatever still has its lease keeps it."""
+        for entry in self.leases.renewed(asked_s):
+            self._start(entry)
+
+    def disconnected(self) -> None:
+        """The connection has ended: what waited for a lease on it gets none."""
+        for entry in self.leases.disconnected():
+            self._write_end(entry, protocol.BARRED, "the connection to the controller ended before its lease began")
 
     def inventory(self) -> List[Dict[str, Any]]:
         """Return a report of everything that is known."""
@@ -152,7 +180,8 @@ class Ledger:
             return
         entry = self.entries.get(launch.token)
         if entry is not None:
-            self._publish(entry)
+            if not (entry.key.step == protocol.ALLOC and entry.token in self._stuck):  # an older attempt is still there
+                self._publish(entry)
             return
         if self._spool.done.is_over(key):
             self._tell_over(launch.token, "it is over and was acknowledged, or its attempt is")
@@ -177,13 +206,17 @@ class Ledger:
                 return
         except OSError as error:
             self._add(entry)
-            self._refuse(entry, "cannot write to the spool %s: %s" % (self._spool.path, error.strerror))
+            why = "cannot write to the spool %s: %s" % (self._spool.path, error.strerror)
+            self._refuse(entry, why, node_fault=True)
             return
         self._add(entry)
+        self.leases.begin(entry)
         self._start(entry)
 
     def _start(self, entry: Entry) -> None:
-        """Start the shepherd of a claimed entry, once nothing of an older attempt is left."""
+        """Start the shepherd of a claimed entry, once nothing of an older attempt is left, and under its lease."""
+        if entry.lease_s and entry.renewed_s is None:
+            return  # `renewed` comes back to it
         older = [e for e in self._of_job(entry.key.job, entry.key.attempt - 1) if not e.is_final]
         for other in older:
             self._end(other, 0.0, "attempt %d of the job starts here" % entry.key.attempt)
@@ -192,16 +225,26 @@ class Ledger:
             return
         launch = entry.launch
         assert launch is not None
+        if entry.lease_s and not self.leases.holds(entry):
+            self._write_end(entry, protocol.BARRED, protocol.LEASE_OVER)
+            return
         try:
             if entry.account is None:
                 entry.account = self._find_account(launch.user)
             entry.starts += 1
+            if launch.step == protocol.ALLOC:
+                self._publish(entry)
+                return
             self._minders.start(launch, entry.account)
             entry.minded = True
         except UserError as error:
             self._refuse(entry, str(error))
         except OSError as error:
-            self._refuse(entry, "cannot start a shepherd: %s" % error)
+            self._refuse(entry, "cannot start a shepherd: %s" % error, node_fault=error.errno in DISK_ERRORS)
+
+    def go(self, order: protocol.Go) -> None:
+        """Let the tasks of a launch with `hold` go."""
+        self._minders.say(order.token, ["go"])
 
     def signal_step(self, order: protocol.SignalStep) -> None:
         """Pass a signal to a step, and to the job's other steps if it is asked for."""
@@ -239,12 +282,28 @@ class Ledger:
     def end_job(self, order: protocol.EndJob) -> None:
         """Leave nothing of the job's attempts up to this one; answered by JobGone."""
         job = (order.incarnation, order.job_id)
-        self._spool.done.end_attempts(job, order.attempt)
+        durable = self._note_ended(order)
         for entry in self._of_job(job, order.attempt):
             if not entry.is_final:
                 self._end(entry, order.grace_s, "the job is over")
-        self._gone.append(_Gone(job, order.attempt))
-        self._answer_gone()
+        if durable:
+            self._gone.append(_Gone(job, order.attempt))
+            self._answer_gone()
+
+    def _note_ended(self, order: protocol.EndJob) -> bool:
+        """Make durable that nothing of it may start; False: not yet, it is tried again and answered then."""
+        try:
+            self._spool.done.end_attempts((order.incarnation, order.job_id), order.attempt)
+        except OSError as error:
+            if order not in self._unended:
+                self._unended.append(order)
+                self._is_unwell(
+                    "cannot note in the spool %s that a job is over: %s" % (self._spool.path, error.strerror)
+                )
+            return False
+        if order in self._unended:
+            self._unended.remove(order)
+        return True
 
     def ack(self, seqs: List[int]) -> None:
         """These reports are committed."""
@@ -266,6 +325,13 @@ class Ledger:
             entry.status, entry.record = protocol.STARTED, record
             self._publish(entry)
 
+    def shepherd_prepared(self, token: str) -> None:
+        """The shepherd waits for Go."""
+        entry = self.entries.get(token)
+        if entry is not None and entry.status == protocol.CLAIMED:
+            entry.prepared = True
+            self._publish(entry)
+
     def shepherd_ended(self, token: str, record: Dict[str, Any]) -> None:
         """The shepherd says how its step ended."""
         entry = self.entries.get(token)
@@ -277,7 +343,7 @@ class Ledger:
         entry = self.entries.get(token)
         if entry is None:
             return
-        entry.minded = False
+        entry.minded = entry.prepared = False
         if entry.is_final:
             self._forget_if_over(entry)
             return
@@ -316,19 +382,39 @@ class Ledger:
                 self.shepherd_gone(token)
         for token, record in list(self._unbarred.items()):
             self._try_tombstone(token, record)
+        for order in tuple(self._unended):
+            self.end_job(order)
 
     @property
     def waits(self) -> bool:
         """Whether `tick` has something to try again soon."""
-        return bool(self._stuck or self._unbarred)
+        return bool(self._stuck or self._unbarred or self._unended)
 
     def repeat(self) -> None:
-        """Send again the reports that have had no answer since the last call."""
+        """Send again the reports that have had no answer since the last call; look whether a fault is still there."""
+        if self.fault:
+            self._look_at_disk()
         for seq, token in tuple(self._by_seq.items()):
             entry = self.entries[token]
             if seq < self._repeat_below and not entry.held:
                 self._send(report_of(entry, self._wall_s()))
         self._repeat_below = self._next_seq
+
+    def _is_unwell(self, why: str) -> None:
+        """This node can take no launches: say so."""
+        if why != self.fault:
+            self._log(why)
+        self.fault = why
+        self._send(protocol.Condition(why))
+
+    def _look_at_disk(self) -> None:
+        try:
+            self._spool.try_to_write()
+        except OSError as error:
+            self._log("the spool %s still cannot be written: %s" % (self._spool.path, error))
+            return
+        self.fault = ""
+        self._send(protocol.Condition(""))
 
     def forget_some(self) -> List[str]:
         """Forget what is over and acknowledged, with one fsync for all of it; returns the entries to be removed."""
@@ -375,11 +461,14 @@ class Ledger:
                 self._spool.write_final(token, record)
             self._unbarred.pop(token, None)
         except OSError as error:
+            if token not in self._unbarred:
+                self._is_unwell("cannot write a tombstone in the spool %s: %s" % (self._spool.path, error.strerror))
             self._unbarred[token] = record  # this agent remembers it; it is tried again
-            self._log("cannot write a tombstone for %s: %s" % (token, error))
 
-    def _refuse(self, entry: Entry, why: str) -> None:
+    def _refuse(self, entry: Entry, why: str, node_fault: bool = False) -> None:
         record = self._final(protocol.REFUSED, why)
+        if node_fault:
+            record["node_fault"] = True
         self._try_tombstone(entry.token, record)
         self._finish(entry, record)
 
@@ -400,6 +489,8 @@ class Ledger:
 
     def _finish(self, entry: Entry, record: Dict[str, Any]) -> None:
         entry.status, entry.record = record["status"], record
+        if record.get("node_fault"):
+            self._is_unwell(record["why"])
         if entry.key.step == protocol.BATCH:
             self._end_other_steps(entry)
         self._publish(entry)
@@ -408,7 +499,7 @@ class Ledger:
                 continue
             if other.held:
                 self._publish(other)  # a batch step that waited for us
-            elif other.status == protocol.CLAIMED and not other.minded:
+            elif other.status == protocol.CLAIMED and not other.minded and not _is_claim(other):
                 self._start(other)  # a newer attempt that waited for us
         self._answer_gone()
 
@@ -457,3 +548,8 @@ class Ledger:
     def _tell_over(self, token: str, why: str) -> None:
         """Answer for a token whose entry has gone: it will not run."""
         self._send(protocol.Report(self._new_seq(), token, protocol.BARRED, self._wall_s(), why=why))
+
+
+def _is_claim(entry: Entry) -> bool:
+    """Whether it is a claim that stands: there is nothing to be started."""
+    return entry.key.step == protocol.ALLOC and entry.starts > 0

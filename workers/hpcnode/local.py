@@ -6,9 +6,11 @@ agent -> shepherd
     ["input", task, offset, eof] + bytes
     ["taken", task, fd, offset]        the reader has the output before this offset
     ["resend", round]                  there is a new reader: send again what was not acknowledged, as of this round
+    ["go"]                             release the tasks of a launch with `hold`
     ["acknowledged"]                   the end is committed: go as soon as the output was taken
 shepherd -> agent
     ["here", version, token]           first on each connection
+    ["prepared"]                       of a launch with `hold`: all is ready
     ["started", record]  ["final", record]
     ["output", task, fd, offset, eof, round] + bytes    of an earlier round it is dropped: it comes again
     ["took", task, offset]             the task has taken its input before this offset

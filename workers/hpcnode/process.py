@@ -175,6 +175,25 @@ def signal_all(pids: Iterable[int], signum: int) -> int:
     return reached
 
 
+def stop_all_below_us() -> None:
+    """Stop every process below, also those that fork meanwhile, within a bounded number of rounds."""
+    seen: Set[int] = set()
+    for _ in range(20):
+        pids = set(descendants([os.getpid()])) - seen
+        if not pids:
+            return
+        signal_all(pids, signal.SIGSTOP)
+        seen |= pids
+
+
+def signal_group(pid: int, signum: int) -> None:
+    """Signal the process group, if it is there."""
+    try:
+        os.killpg(pid, signum)
+    except ProcessLookupError:
+        pass
+
+
 def remains_of(sessions: Iterable[int], since_ticks: int, uid: int, marker: bytes) -> List[int]:
     """Return what seems left of a step whose shepherd is gone: its sessions, what bears its marker, and all below.
 

@@ -26,9 +26,14 @@ MAX_BLOB_BYTES = 8 << 20
 _HEADER = struct.Struct("!II")
 
 BATCH = "batch"
+ALLOC = "alloc"  # a job's part on a node that does not run its batch step: claimed, nothing to run
+
+KEEP, KILL = "keep", "kill"  # Launch.lease
+LEASE_OVER = "its lease ran out"
 
 # What a Report can say of a token.
 CLAIMED = "claimed"  # the spool entry exists, the program is not released yet
+READY = "ready"  # of a launch with `hold`: all is prepared, it waits for Go
 STARTED = "started"
 ENDED = "ended"  # with exit status; of a batch step also: nothing of the job is left on this node
 BARRED = "barred"  # it never ran here and never will
@@ -83,6 +88,11 @@ class Launch:
     stdin is fed by `Input` to task 0. An empty stderr goes where stdout goes when that is a file. `gpus` are indices.
     `limit_s` counts from the start of the program: then TERM, after `grace_s` KILL, and the report says timed_out.
     `signum` is sent `signal_before_s` before that limit (0: none), to the batch process alone if `signal_batch_only`.
+
+    The step ALLOC has nothing to run: it is claimed for as long as the job has the node, and answered with CLAIMED. With
+    `hold` everything is prepared and answered with READY; the tasks are released by `Go`.
+    With `lease` KILL nothing of it is left on the node once it has not heard of the controller for `lease_s` (TERM comes
+    `grace_s` before that; the report is LOST, LEASE_OVER). The node counts from when it sent the last Ping that was answered.
     """
 
     token: str
@@ -110,9 +120,18 @@ class Launch:
     signal_before_s: float = 0.0
     signal_batch_only: bool = False
     kill_on_bad_exit: bool = False
-    lease: str = "keep"
+    lease: str = KEEP
+    lease_s: float = 0.0
+    hold: bool = False
     hosts: List[Tuple[str, int]] = dataclasses.field(default_factory=list)  # (node, slots) of the whole allocation
     same_machine: bool = False  # the allocation's nodes are one machine posing as several
+
+
+@dataclasses.dataclass(frozen=True)
+class Go:
+    """Release the tasks of `token`, which was launched with `hold`. May be said again, and too early."""
+
+    token: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -264,6 +283,17 @@ class Report:
     why: str = ""
     usage: Dict[str, float] = dataclasses.field(default_factory=dict)
     stream_to: Optional[Address] = None
+    node_fault: bool = False  # of REFUSED: the node is in no state to start anything (its disk is full, say)
+
+
+@dataclasses.dataclass(frozen=True)
+class Condition:
+    """Whether this node can take launches: `why` not, in words, or "". Said when that changes, and at each refusal.
+
+    The same is in `Welcome.facts` under "fault".
+    """
+
+    why: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -387,8 +417,8 @@ class StepEnded:
 
 
 _MESSAGES = (
-    Hello, Launch, SignalStep, EndStep, EndJob, Ack, Probe, ReadFile, Input, OutputAck, ToStream, CloseStream, Ping,
-    Welcome, Goodbye, Report, JobGone, Facts, FileData, Output, InputAck, FromStream, Pong,
+    Hello, Launch, Go, SignalStep, EndStep, EndJob, Ack, Probe, ReadFile, Input, OutputAck, ToStream, CloseStream, Ping,
+    Welcome, Goodbye, Report, Condition, JobGone, Facts, FileData, Output, InputAck, FromStream, Pong,
     StepRequest, StepWaiting, StepStarted, StepSignal, StepEnded,
 )  # fmt: skip
 _BY_NAME: Dict[str, Type[Any]] = {cls.__name__: cls for cls in _MESSAGES}

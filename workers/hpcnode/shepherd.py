@@ -7,6 +7,7 @@ Rules:
 - It is the subreaper of all that starts below, so *no child is left* means that the tree is empty, whoever detached.
 - When the tasks are over, what they left behind is killed at once; if an end was asked for, after its grace.
 - The agent may go and come: then it listens in its spool entry until the next one connects.
+- A step with a lease is ended here when that runs out, whether there is an agent or not.
 
 It does not know the controller, nor other steps. Sources: prctl(2) PR_SET_CHILD_SUBREAPER, wait(2), unix(7).
 """
@@ -22,6 +23,7 @@ from typing import Any, Dict, List, Optional, Set
 
 from hpcnode import cgroup, environment, files, limits, process, protocol
 from hpcnode.assignment import Assignment, Setting, Task, Usage
+from hpcnode.lease import LOOK_S, StepLease
 from hpcnode.loop import READ, Loop, Timer
 from hpcnode.relay import Relay
 from hpcnode.streams import untaken_limit
@@ -60,6 +62,10 @@ class Shepherd:
         self._told: Set[int] = set()  # who got TERM
         self._kill_rounds = 0
         self._why = ""
+        self._may_go = not self.launch.hold
+        self._lease = StepLease(self.launch, lambda: setting.spool.renewed_s(self.token))
+        self._lease_over = False
+        self._node_fault = False
         self._timed_out = False
         self._out_of_memory = False
         self._childless = False
@@ -78,6 +84,7 @@ class Shepherd:
             self._fork_tasks()
         except (OSError, ValueError) as error:
             self._refuse("cannot start the step: %s" % error)
+        self._watch_lease()
         self.loop.run()
 
     @property
@@ -182,15 +189,29 @@ class Shepherd:
             return
         if not task.ready and data[:1] == READY:
             task.ready, data = True, data[1:]
-            if all(other.ready for other in self._tasks) and self._final is None and self._ending_at_s is None:
-                self._release()
+            self._release_if_ready()
         if data and not task.ready:
             self._refuse(data.decode("utf-8", "surrogateescape"))
         elif data and not self._why:
             self._why = data.decode("utf-8", "surrogateescape")
 
+    @property
+    def _is_ready(self) -> bool:
+        """Whether nothing but the release is missing."""
+        ready = all(task.ready for task in self._tasks)
+        return ready and not self._released and self._final is None and self._ending_at_s is None
+
+    def _release_if_ready(self) -> None:
+        if self._is_ready and self._may_go:
+            self._release()
+        elif self._is_ready:
+            self._relay.say(["prepared"])
+
     def _release(self) -> None:
         """Put on disk who runs, then let them run."""
+        if not self._lease.lasts_for_ever and self._lease.left_s() <= 0:
+            self._end(0.0, protocol.LEASE_OVER)
+            return
         who = [process.identify(task.pid, self.setting.boot_id) for task in self._tasks]
         self._started = {
             "status": protocol.STARTED,
@@ -207,7 +228,8 @@ class Shepherd:
         try:
             self.setting.spool.write_started(self.token, self._started)
         except OSError as error:
-            self._refuse("cannot record the start in %s: %s" % (self.setting.spool.path, error.strerror))
+            self._node_fault = True
+            self._refuse("cannot record the start in the spool %s: %s" % (self.setting.spool.path, error.strerror))
             return
         self._released = True
         os.write(self._release_fd, b"x" * len(self._tasks))
@@ -246,6 +268,16 @@ class Shepherd:
         if launch.mem_mib > 0 and not self._kernel_limits_memory:
             self.loop.later(limits.WATCH_S, self._watch_memory)
 
+    def _watch_lease(self) -> None:
+        """End the step when its lease runs out; whatever of its grace has passed meanwhile is gone."""
+        if self._final is not None or self._lease.lasts_for_ever:
+            return
+        left_s = self._lease.left_s()
+        if left_s <= 0:
+            self._lease_over = self._lease_over or self._ending_at_s is None
+            self._end(max(0.0, left_s + self._lease.grace_s), protocol.LEASE_OVER)
+        self.loop.later(min(LOOK_S, left_s) if left_s > 0 else LOOK_S, self._watch_lease)
+
     def _warn(self) -> None:
         self._signal(self.launch.signum, self.launch.signal_batch_only)
         if self.launch.step == protocol.BATCH and not self.launch.signal_batch_only:
@@ -273,7 +305,7 @@ class Shepherd:
         if self.launch.step != protocol.BATCH:
             for task in self._tasks:
                 if not task.over:
-                    _signal_group(task.pid, signum)
+                    process.signal_group(task.pid, signum)
             return
         shell = self._tasks[0]
         pids = [] if batch_only else process.descendants([os.getpid()])
@@ -321,7 +353,7 @@ class Shepherd:
         if self._final is not None or self._childless:
             return
         if self._kill_rounds > 0:
-            _stop_all_below()  # so that nothing forks away from the kill
+            process.stop_all_below_us()  # so that nothing forks away from the kill
         process.signal_all(process.descendants([os.getpid()]), signal.SIGKILL)
         self._kill_rounds += 1
         self.loop.later(min(1.0, 0.01 * 2**self._kill_rounds), self._kill_all)
@@ -397,6 +429,10 @@ class Shepherd:
                 out_of_memory=self._out_of_memory,
                 usage=self._usage.as_dict(),
             )
+            if self._lease_over:
+                record["status"] = protocol.LOST
+        if self._node_fault and not self._released:
+            record["node_fault"] = True
         return record
 
     def _close_with(self, final: Dict[str, Any]) -> None:
@@ -457,6 +493,9 @@ class Shepherd:
             self._end(words[1], words[2])
         elif words[0] == "signal":
             self._signal(words[1], words[2])
+        elif words[0] == "go":
+            self._may_go = True
+            self._release_if_ready()
         elif words[0] == "acknowledged":
             self._acknowledged = True
 
@@ -465,26 +504,10 @@ class Shepherd:
         self._final_told = False
         if self._released:
             self._relay.say(["started", self._started])
+        else:
+            self._release_if_ready()
         if self._ending_at_s is not None:
             self._tell_final()
-
-
-def _stop_all_below() -> None:
-    """Stop every process below, also those that fork meanwhile, within a bounded number of rounds."""
-    seen: Set[int] = set()
-    for _ in range(20):
-        pids = set(process.descendants([os.getpid()])) - seen
-        if not pids:
-            return
-        process.signal_all(pids, signal.SIGSTOP)
-        seen |= pids
-
-
-def _signal_group(pid: int, signum: int) -> None:
-    try:
-        os.killpg(pid, signum)
-    except ProcessLookupError:
-        pass
 
 
 def _nothing(_events: int) -> None:

@@ -6,6 +6,7 @@
                      lock     held by the shepherd (and by what it has forked but not released) as long as it lives
                      started  who runs: written before the program is released
                      final    how it ended, or that it never will run
+                     lease    when the controller was heard of last (see `lease`)
     ROOT/spool/done, done.1   tokens that are over and were acknowledged (see `done`)
     ROOT/jobs/TOKEN           the batch script, its user's to read and to run
 
@@ -30,9 +31,11 @@ from hpcnode import protocol
 from hpcnode.done import DoneLog
 from hpcnode.durable import read_object, to_bytes, write_durably, write_plainly
 from hpcnode.faults import CrashPoints
+from hpcnode.lease import read_renewal, write_renewal
 from hpcnode.tokens import Token, read_token
 
 SEQ_BLOCK = 1_000_000
+TRY_BYTES = 64 << 10  # what an entry with a script may take
 MAX_FORMER_INCARNATIONS = 64
 KEPT = frozenset({"spec", "lock", "started", "final"})
 
@@ -147,6 +150,19 @@ class Spool:
             named = os.path.exists(os.path.join(entry, "started"))  # then the entry's own name is durable already
             write_durably(entry, "final", to_bytes(record), parents=() if named else (self.path,))
         self._faults.reached("final.after")
+
+    def renew(self, token: str, asked_s: float) -> None:
+        """Note when the step's lease was renewed last."""
+        write_renewal(self.entry(token), asked_s)
+
+    def renewed_s(self, token: str) -> Optional[float]:
+        """Return when the step's lease was renewed last, as far as that is noted."""
+        return read_renewal(self.entry(token))
+
+    def try_to_write(self) -> None:
+        """Find out whether a claim could be kept. Raises OSError if it could not."""
+        write_durably(self.path, "try", bytes(TRY_BYTES))
+        os.unlink(os.path.join(self.path, "try"))
 
     def read(self, token: str) -> Found:
         """Return what the disk says of a token that has an entry."""

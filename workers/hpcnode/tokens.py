@@ -9,7 +9,7 @@ import re
 from typing import NamedTuple, Optional, Tuple
 
 _TOKEN = re.compile(
-    r"([0-9a-f]{8,32})\.(\d{1,18})\.(\d{1,9})\.(batch|\d{1,9})\.([A-Za-z0-9][A-Za-z0-9_-]{0,62})\.([0-9a-f]{32})\Z"
+    r"([0-9a-f]{8,32})\.(\d{1,18})\.(\d{1,9})\.(batch|alloc|\d{1,9})\.([A-Za-z0-9][A-Za-z0-9_-]{0,62})\.([0-9a-f]{32})\Z"
 )
 
 
