@@ -267,7 +267,7 @@ class StepService:
         """Start, in their order, the waiting steps of the job that fit now."""
         job = self._ports.job(job_id)
         queue = self._queues.get(job_id)
-        while job is not None and queue and queue[0].options is not None:
+        while job is not None and _may_launch(job) and queue and queue[0].options is not None:
             place = place_step(job, queue[0].options, self._busy(job))
             if place is None:
                 return
@@ -397,7 +397,9 @@ class StepService:
 
     def _absent(self, step: Step, run: Run) -> None:
         """Deal with a run that its node does not know: its launch was lost on the way, or its record is lost."""
-        if run.launch is not None and not run.started and not step.ending:
+        job = self._ports.job(step.job.id)
+        held = job is not None and job.attempt == step.job.attempt and _may_launch(job, run.node)
+        if run.launch is not None and not run.started and not step.ending and held:
             self._ports.send(run.node, run.launch, b"")
             return
         if not run.started:  # bars it for ever, wherever its launch may still be
@@ -454,6 +456,12 @@ class StepService:
             self._unclaimed.discard(job_id)
             if job is not None and not any(step.job.id == job_id for step in self._steps.values()):
                 self._ports.release(job_id, ExitStatus(code=1))
+
+
+def _may_launch(job: Job, node: NodeName | None = None) -> bool:
+    """Return whether the job has its nodes (and this one), and is not on its way to its end."""
+    running = job.state in (JobState.CONFIGURING, JobState.RUNNING)
+    return running and (node is None or node in job.held_nodes)
 
 
 def _waiting(job_id: JobId, text: str) -> protocol.StepWaiting:

@@ -150,3 +150,15 @@ def test_an_administrator_narrows_who_may_run(tmp_path: Path, monkeypatch: pytes
     policy.write_text("not json")
     with pytest.raises(user.UserError, match="cannot read"):
         user.find_account("nobody", 0)
+
+
+def test_a_script_whose_entry_a_power_failure_took_goes(tmp_path: Path) -> None:
+    spool = Spool(str(tmp_path), CrashPoints())
+    lost, kept = launch_of(token(job=1)), launch_of(token(job=2))
+    for launch in (lost, kept):
+        assert spool.claim(launch, b"#!/bin/sh\n", "boot", (os.getuid(), os.getgid()))
+    for name in os.listdir(spool.entry(lost.token)):
+        os.unlink(os.path.join(spool.entry(lost.token), name))
+    os.rmdir(spool.entry(lost.token))
+    assert [found.token for found in spool.load()] == [kept.token]
+    assert os.listdir(spool.jobs) == [kept.token]

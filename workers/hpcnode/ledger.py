@@ -186,7 +186,15 @@ class Ledger:
         if self._spool.done.is_over(key):
             self._tell_over(launch.token, "it is over and was acknowledged, or its attempt is")
             return
+        if key.step != protocol.BATCH and self._batch_is_over(key):
+            self._tell_over(launch.token, "the job's batch step is over")
+            return
         self._claim(launch, key, script)
+
+    def _batch_is_over(self, key: Token) -> bool:
+        """Whether the attempt's batch step has ended here: with its report the controller takes the node back."""
+        batches = (e for e in self._of_job(key.job, 1 << 62) if e.key.step == protocol.BATCH)
+        return any(batch.is_final and batch.key.attempt >= key.attempt for batch in batches)
 
     def _claim(self, launch: protocol.Launch, key: Token, script: bytes) -> None:
         entry = Entry(launch.token, key, launch, self.boot_id)

@@ -187,6 +187,8 @@ class Spool:
         over = [name for name in left if self.done.is_noted(name)]
         for name in over:
             self._remove(name)  # an agent before us had not come to it
+        for name in set(os.listdir(self.jobs)).difference(left):
+            os.unlink(self.script(name))  # a power failure took its entry
         return [self.read(name) for name in left if name not in over]
 
     def note_finished(self, tokens: List[str]) -> None:

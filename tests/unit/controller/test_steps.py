@@ -30,7 +30,7 @@ def a_job(job_id: int = 12, *, cpus: tuple[int, ...] = (4, 4), script: str = "#!
     )
     spec = JobSpec(name="train", script=script, work_dir="/home/ann")
     job = Job(id=JobId(job_id), spec_id=1, spec=spec, uid=ANN, user="ann", submitted_at_s=1.0, state=JobState.RUNNING)
-    return replace(job, shares=shares, **changes)
+    return replace(job, shares=shares, **{"held_nodes": tuple(share.node for share in shares)} | changes)
 
 
 class World:
@@ -567,6 +567,30 @@ def test_a_launch_that_did_not_arrive_is_sent_again() -> None:
     world.service.node_welcome(N1, inventory(world.report(first.token, protocol.STARTED)))
     world.service.node_welcome(N2, [])
     assert [launch for _, launch in world.launches()] == [first, second, second]
+
+
+@pytest.mark.parametrize(
+    "changes", [{"held_nodes": (N1,)}, {"state": JobState.COMPLETING}, {"state": JobState.COMPLETED, "held_nodes": ()}]
+)
+def test_a_launch_that_did_not_arrive_is_not_sent_to_a_node_that_was_given_back(changes: dict[str, Any]) -> None:
+    world = World()
+    world.asks(ntasks="2", nodes="2")
+    world.jobs[JobId(12)] = a_job(**changes)
+    world.sent.clear()
+    world.service.node_welcome(N2, [])
+    assert world.launches() == []
+    assert world.said_to(N2, protocol.EndStep)
+
+
+def test_no_step_starts_in_a_job_that_is_being_ended() -> None:
+    world = World()
+    world.asks(ntasks="8", exclusive=True)
+    world.asks(origin=SECOND, ntasks="8", exclusive=True)
+    world.jobs[JobId(12)] = a_job(state=JobState.COMPLETING)
+    (_, first), (_, second) = world.launches()
+    world.ends(first, 0, 0, 0, 0)
+    world.ends(second, 0, 0, 0, 0)
+    assert len(world.launches()) == 2
 
 
 def test_an_order_to_end_that_did_not_arrive_is_sent_again() -> None:

@@ -101,6 +101,9 @@ class MemorySpool:
         self._write()
         self.over.update(tokens)
         for text in tokens:
+            key = read_token(text)
+            if key is not None and key.step == "batch":
+                self.end_attempts(key.job, key.attempt)
             del self.entries[text]
 
     def is_over(self, key: Token) -> bool:
@@ -384,6 +387,19 @@ def test_a_full_disk_does_not_make_an_end_be_forgotten() -> None:
     assert world.ledger.forget_some() == []
     world.spool.full = False
     assert world.ledger.forget_some() == [text]
+
+
+def test_no_step_starts_where_the_jobs_batch_step_is_over() -> None:
+    world = World()
+    batch = world.launch(token())
+    world.started(batch)
+    world.ended(batch)
+    late = world.launch(token(step="0"))
+    assert (world.statuses(late), world.shepherds.starts) == (["barred"], [batch])
+    world.ack_all()
+    assert world.statuses(world.launch(token(step="1"))) == ["barred"]
+    newer = world.launch(token(attempt=1, step="0"))
+    assert newer in world.shepherds.living
 
 
 def test_refusals_have_their_reason() -> None:
