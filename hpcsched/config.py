@@ -61,6 +61,7 @@ class ControllerSettings:
     heartbeat_s: float
     node_down_after_s: float
     kill_wait_s: float
+    lease_s: float
     min_job_age_s: float
     requeue: bool
     requeue_delay_s: float

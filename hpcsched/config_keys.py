@@ -276,6 +276,13 @@ CONTROLLER = (
         help="How long a job that is being ended has between SIGTERM and SIGKILL.",
     ),
     Key(
+        name="lease_s",
+        kind=seconds(1),
+        default=120,
+        help="A job with --lease=kill is ended by a node that has heard nothing of the controller for so long; then it may "
+        "run elsewhere. For jobs that start from now on.",
+    ),
+    Key(
         name="min_job_age_s",
         kind=seconds(),
         default=3600,

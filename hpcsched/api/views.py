@@ -5,12 +5,15 @@ What only its owner and admins may see of a job (paths, command line, comment, s
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import Any
 
 from hpcsched.api.identity import Asker
 from hpcsched.jobscript.dependency import dependency_text
 from hpcsched.launch.files import job_files
+from hpcsched.lifecycle.effects import is_gathered, unclaimed_nodes
+from hpcsched.lifecycle.job import lease_end_s
 from hpcsched.model.hostlist import compress_hostlist
 from hpcsched.model.ids import NodeName
 from hpcsched.model.job import ACTIVE, SHORT_CODES, Hold, Job, JobState, Reason
@@ -24,7 +27,7 @@ VERSION = 1
 def job_view(job: Job, world: World, asker: Asker, now_s: float, *, whole: bool = False) -> dict[str, Any]:
     """Return the job as `asker` may see it; `whole` adds script and environment."""
     spec = job.spec
-    reason, detail, expected_s = why_waiting(job, world)
+    reason, detail, expected_s = why_waiting(job, world, now_s)
     nodes = [share.node for share in job.shares] if job.state is not JobState.PENDING else []
     partition = world.partitions.get(job.partition)
     view: dict[str, Any] = {
@@ -133,7 +136,7 @@ def elapsed_s(job: Job, now_s: float) -> float:
     return max(0.0, end_s - job.started_at_s)
 
 
-def why_waiting(job: Job, world: World) -> tuple[Reason, str, float | None]:
+def why_waiting(job: Job, world: World, now_s: float) -> tuple[Reason, str, float | None]:
     """Return the reason, a sentence for people, and the expected start of a job that waits (or limps)."""
     if job.state is JobState.PENDING:
         wait = world.waits.get(job.id)
@@ -145,15 +148,32 @@ def why_waiting(job: Job, world: World) -> tuple[Reason, str, float | None]:
     if job.state in ACTIVE:
         lost = [name for name in job.held_nodes if world.nodes[name].link is Link.DOWN]
         if lost:
-            return Reason.NODE_LOST, _limbo(lost, world), None
+            return Reason.NODE_LOST, _limbo(job, lost, world, now_s), None
+        if job.state is JobState.CONFIGURING:
+            return job.reason, _starting(job), None
     return job.reason, job.reason_detail, None
 
 
-def _limbo(lost: list[NodeName], world: World) -> str:
+def _starting(job: Job) -> str:
+    unclaimed = unclaimed_nodes(job)
+    if unclaimed:
+        return f"waits for {compress_hostlist(unclaimed)} to take its part of the job"
+    return f"is being started on {job.shares[0].node}" if job.spec.script else ""
+
+
+def _limbo(job: Job, lost: list[NodeName], world: World, now_s: float) -> str:
     node = world.nodes[lost[0]]
+    silent = f"node {node.name} does not answer ({node.link_why})"
+    if not is_gathered(job):
+        return f"{silent}; the job has not been started anywhere, and goes back to the queue if the node stays away"
+    ways = "answers or has been rebooted"
+    lease_s = lease_end_s(job)
+    if lease_s is not None and node.name in world.silent_since_s and not world.is_former(job):
+        left_s = max(0.0, world.silent_since_s[node.name] + lease_s - now_s)
+        ways += f", in {math.ceil(left_s)} s when the job's lease there has run out for certain"
     return (
-        f"node {node.name} does not answer ({node.link_why}); the job may still run there. It goes on when the node "
-        f"answers or has been rebooted, or when an admin says that it is gone: hctl fence {node.name}"
+        f"{silent}; the job may still run there. It goes on when the node {ways}, "
+        f"or when an admin says that it is gone: hctl fence {node.name}"
     )
 
 

@@ -194,7 +194,7 @@ class ControllerBackend:
     def why(self, asker: Asker, reference: str) -> Json:
         """Say why a job waits: a fresh plan over the world as it is, explained."""
         job = self._find(asker, reference)[0]
-        reason, detail, expected_s = why_waiting(job, self._world)
+        reason, detail, expected_s = why_waiting(job, self._world, self._clock())
         answer: Json = {
             "text": detail or f"job {job.display_id} is {job.state}",
             "reason": reason.value,

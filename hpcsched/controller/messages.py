@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hpcnode import protocol
 from hpcsched.launch.environment import job_environment
 from hpcsched.launch.files import job_file_patterns
-from hpcsched.lifecycle.effects import ClearNode, Effect, StartBatch
-from hpcsched.model.ids import BATCH_STEP, NodeName, Token
+from hpcsched.lifecycle.effects import ClaimPart, ClearNode, Effect, StartBatch
+from hpcsched.model.ids import ALLOC_STEP, BATCH_STEP, NodeName, Token
 from hpcsched.model.job import Job
 from hpcsched.model.node import Node
 from hpcsched.store.world import World
@@ -17,6 +19,8 @@ def message_for(effect: Effect, world: World) -> tuple[protocol.Message, bytes]:
     match effect:
         case StartBatch(node=node, job=job):
             return launch_batch(job, world, node), job.spec.script.encode("utf-8", "surrogateescape")
+        case ClaimPart(node=node, job=job):
+            return claim_part(job, world, node), b""
         case ClearNode(job=job):
             message = protocol.EndJob(
                 incarnation=Token.parse(job.token).incarnation if job.token else world.incarnation,
@@ -56,9 +60,36 @@ def launch_batch(job: Job, world: World, node: NodeName) -> protocol.Launch:
         signal_before_s=float(spec.signal.before_s) if spec.signal else 0.0,
         signal_batch_only=spec.signal.batch_only if spec.signal else False,
         lease=spec.lease,
+        lease_s=job.lease_s or 0.0,
         hosts=hosts(job),
         same_machine=same_machine(job, world),
     )
+
+
+def claim_part(job: Job, world: World, node: NodeName) -> protocol.Launch:
+    """Return the claim of the job's part on one of its other nodes: it holds its place and runs nothing."""
+    rank = next(i for i, share in enumerate(job.shares) if share.node == node)
+    share = job.shares[rank]
+    return protocol.Launch(
+        token=claim_token(job, node),
+        job_id=job.id,
+        attempt=job.attempt,
+        step=ALLOC_STEP,
+        epoch=world.epoch,
+        user=account(job, world, node),
+        work_dir="/",
+        argv=[],
+        env={},
+        tasks=protocol.TaskSet(first_rank=0, count=1, total=1, node_rank=rank, nnodes=len(job.shares)),
+        cpus=share.cpus,
+        mem_mib=share.mem_mib,
+        gpus=list(share.gpus),
+    )
+
+
+def claim_token(job: Job, node: NodeName) -> str:
+    """Return the token of the claim on `node`: it follows from that of the attempt's batch step."""
+    return str(replace(Token.parse(job.token), step=ALLOC_STEP, node=node))
 
 
 def signal_messages(

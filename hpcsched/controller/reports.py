@@ -10,9 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hpcnode import protocol
-from hpcsched.controller.requests import end_lost, lose_node, miss_node
+from hpcsched.controller.messages import claim_token
+from hpcsched.controller.requests import end_lost, give_back, lose_node, miss_node, note_condition
 from hpcsched.errors import ProtocolError
-from hpcsched.lifecycle.events import Exited, LaunchRefused, NodeCleared, Started
+from hpcsched.lifecycle.effects import is_gathered, unclaimed_nodes
+from hpcsched.lifecycle.events import Claimed, Exited, LaunchRefused, NodeCleared, Started
 from hpcsched.lifecycle.job import can
 from hpcsched.model.ids import BATCH_STEP, JobId, NodeName, Token
 from hpcsched.model.job import ExitStatus, Job, JobState
@@ -79,8 +81,7 @@ def on_batch_report(tx: Transaction, node: NodeName, token: Token, report: proto
                 if tx.world.nodes[other].link is Link.DOWN:
                     miss_node(tx, tx.world.jobs[job.id], other)
         case protocol.REFUSED:
-            if can(job, LaunchRefused):
-                tx.record(LaunchRefused(job_id=job.id, at_s=tx.now_s, node=node, why=report.why))
+            _on_refusal(tx, job, node, report)
         case protocol.LOST:
             lose_node(tx, job, node, f"node {node} lost the job: {report.why}")
         case protocol.BARRED:
@@ -91,9 +92,40 @@ def on_batch_report(tx: Transaction, node: NodeName, token: Token, report: proto
     answer.acks.append(report.seq)
 
 
+def _on_refusal(tx: Transaction, job: Job, node: NodeName, report: protocol.Report) -> None:
+    """Of a refusal the job is the cause, and fails; or the node is: then it gets no more, and the job goes elsewhere."""
+    if report.node_fault:
+        note_condition(tx, node, report.why)
+        give_back(tx, job, node, f"node {node} could not start the job: {report.why}")
+    elif can(job, LaunchRefused):
+        tx.record(LaunchRefused(job_id=job.id, at_s=tx.now_s, node=node, why=report.why))
+
+
+def on_claim_report(tx: Transaction, node: NodeName, token: Token, report: protocol.Report, answer: Answer) -> None:
+    """Take what `node` says of its claim of a job's part."""
+    job = tx.world.jobs.get(token.job_id)
+    current = job is not None and bool(job.token) and claim_token(job, node) == report.token
+    if not current or job is None or node not in job.held_nodes:
+        end_stray(token, report, answer, over=current)
+        return
+    answer.acks.append(report.seq)
+    if job.state is JobState.COMPLETING:
+        return  # JobGone follows
+    match report.status:
+        case protocol.CLAIMED:
+            if node in unclaimed_nodes(job):
+                tx.record(Claimed(job_id=job.id, at_s=tx.now_s, node=node))
+        case protocol.REFUSED:
+            _on_refusal(tx, job, node, report)
+        case _ if not is_gathered(job):
+            give_back(tx, job, node, f"node {node} did not keep its part of the job: {report.why}")
+        case _:
+            lose_node(tx, job, node, f"node {node} did not keep its part of the job: {report.why}")
+
+
 def end_stray(token: Token, report: protocol.Report, answer: Answer, *, over: bool = False) -> None:
     """Have what is not in the ledger ended, and let its end be forgotten."""
-    if report.status in (protocol.CLAIMED, protocol.STARTED) and not over:
+    if report.status in (protocol.CLAIMED, protocol.READY, protocol.STARTED) and not over:
         key = (token.incarnation, int(token.job_id))
         answer.strays[key] = max(token.attempt, answer.strays.get(key, 0))
     answer.acks.append(report.seq)
@@ -147,6 +179,7 @@ def on_inventory(
     """
     for job in tx.world.jobs_on(node):
         batch_here = bool(job.spec.script) and job.shares[0].node == node
+        claimed_here = node in job.claimed_nodes and job.state is not JobState.COMPLETING
         if tx.world.is_former(job):
             ending = (Token.parse(job.token).incarnation, int(job.id)) in strays
             if batch_here and not ending and job.state is not JobState.COMPLETING:
@@ -155,3 +188,6 @@ def on_inventory(
             lose_node(tx, job, node, f"node {node} has no record of the job any more")
         elif not batch_here and rebooted and job.state is not JobState.CONFIGURING:
             lose_node(tx, job, node, f"node {node} was rebooted")
+        elif claimed_here and claim_token(job, node) not in tokens:
+            again = lose_node if is_gathered(job) else give_back
+            again(tx, job, node, f"node {node} has no record of the job any more")

@@ -26,6 +26,8 @@ from hpcsched.sched.feasible import impossible
 from hpcsched.sched.request import request_of
 from hpcsched.store.world import Transaction, World
 
+OURSELVES = "hpcschedd"  # who drains a node that says that it can take no launches
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SignalJob:
@@ -364,6 +366,27 @@ def lose_node(tx: Transaction, job: Job, node: NodeName, why: str) -> Job:
     return tx.record(
         NodeLost(job_id=job.id, at_s=tx.now_s, node=node, why=why, requeue=again, not_before_s=not_before_s)
     )
+
+
+def give_back(tx: Transaction, job: Job, node: NodeName, why: str) -> Job:
+    """Record that the job's attempt was never launched on `node`, for no fault of its own: it runs again, elsewhere."""
+    _, not_before_s = _requeue_after_loss(tx, job)
+    again = bool(job.spec.script)
+    return tx.record(
+        NodeLost(job_id=job.id, at_s=tx.now_s, node=node, why=why, requeue=again, not_before_s=not_before_s)
+    )
+
+
+def note_condition(tx: Transaction, node: NodeName, why: str) -> None:
+    """Take the node's word that it can take no launches, and why, or ("") that it can again.
+
+    What a person drained stays drained.
+    """
+    known = tx.world.nodes[node]
+    if why and (not known.drained or (known.drained_by == OURSELVES and known.drained_why != why)):
+        tx.set_node(node, drained=True, drained_why=why, drained_by=OURSELVES, drained_at_s=tx.now_s)
+    elif not why and known.drained and known.drained_by == OURSELVES:
+        tx.set_node(node, drained=False, drained_why="", drained_by="", drained_at_s=None)
 
 
 def end_lost(tx: Transaction, job: Job, why: str) -> Job:

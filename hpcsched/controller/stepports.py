@@ -102,6 +102,8 @@ def launch_of(
         grace_s=ports.grace_s,
         kill_on_bad_exit=options.kill_on_bad_exit,
         lease=job.spec.lease,
+        lease_s=job.lease_s or 0.0,
+        hold=len(step.nodes) > 1,
         hosts=ports.hosts(job),
         same_machine=ports.same_machine(job),
     )

@@ -10,6 +10,8 @@ Rules:
   on it.
 - Only the job's owner, root or an admin may add a step. Who asks is what the kernel said to the head, or on a node
   the owner of the job that the agent vouches for: user numbers of another machine mean nothing here.
+- A step on several nodes is prepared on all of them before a task starts on any: `Go` follows the last READY. If one cannot,
+  none starts.
 - Steps of a job that need the same cpus run one after the other, in the order of their requests, except `overlap` ones.
 - Every call may be repeated. `record` is called before the `send`s that rely on it: the caller commits in between.
 - After a restart of the controller, steps are found again by what the nodes say (`node_welcome`) and by their rows: a
@@ -112,8 +114,11 @@ class StepService:
         step, run = found
         if run.ended or step.finished:
             return True
-        if report.status in (protocol.CLAIMED, protocol.STARTED):
+        if report.status in (protocol.CLAIMED, protocol.READY, protocol.STARTED):
             run.started = True
+            run.ready = run.ready or report.status != protocol.CLAIMED
+            run.released = run.released or report.status == protocol.STARTED
+            self._go_if_ready(step)
             return True
         take_end(step, run, report)
         if step.error or (step.kill_on_bad_exit and step.went_badly()):
@@ -150,6 +155,7 @@ class StepService:
             elif step.ending:
                 self._ports.send(node, self._end_step(run, "ending"), b"")
         for step in list(self._steps.values()):
+            self._end_if_half_there(step)
             self._finish_if_over(step)
         self._release_unclaimed()
 
@@ -312,6 +318,23 @@ class StepService:
         for run in step.runs.values():
             self._ports.send(run.node, run.launch, b"")
 
+    def _go_if_ready(self, step: Step) -> None:
+        """Let the tasks go if all nodes are ready (or beyond that); may be said again."""
+        if step.ending or step.finished or len(step.nodes) < 2 or set(step.runs) != set(step.nodes):
+            return
+        runs = step.runs.values()
+        if all(run.ready or run.ended for run in runs):
+            for run in runs:
+                if not run.released and not run.ended:
+                    self._ports.send(run.node, protocol.Go(token=run.token), b"")
+
+    def _end_if_half_there(self, step: Step) -> None:
+        """End a step of a controller before us that is not on all its nodes, and so would wait for ever."""
+        if not step.found or len(step.runs) == len(step.nodes) or not self._welcomed.issuperset(step.nodes):
+            return
+        if any(not run.released and not run.ended for run in step.runs.values()):
+            self._end(step, "the controller was restarted before all its nodes were ready")
+
     def _next_number(self, job: Job) -> int:
         key = (job.id, job.attempt)
         if key not in self._numbers:
@@ -414,7 +437,7 @@ class StepService:
             return
         job = self._ports.job(token.job_id)
         if job is None or job.attempt != token.attempt or job.state not in ACTIVE:
-            if report.status in (protocol.CLAIMED, protocol.STARTED):
+            if report.status in (protocol.CLAIMED, protocol.READY, protocol.STARTED):
                 self._ports.send(node, protocol.EndStep(report.token, self._ports.grace_s, "its job is over"), b"")
             return
         step = self._steps.get((job.id, job.attempt, int(token.step)))

@@ -12,7 +12,7 @@ from typing import Any
 from hpcnode import protocol
 from hpcsched.controller.stepplace import Place
 from hpcsched.errors import ProtocolError
-from hpcsched.model.ids import BATCH_STEP, NodeName, Token
+from hpcsched.model.ids import ALLOC_STEP, BATCH_STEP, NodeName, Token
 from hpcsched.model.job import Job
 from hpcsched.store.rows import StepRow
 
@@ -30,7 +30,9 @@ class Run:
     token: str
     place: Place | None = None
     launch: protocol.Launch | None = None
-    started: bool = False
+    started: bool = False  # its launch has arrived
+    ready: bool = False  # waits for Go, or has had it
+    released: bool = False
     ended: bool = False
     codes: list[int] = field(default_factory=list)
     signals: list[int] = field(default_factory=list)
@@ -128,7 +130,7 @@ def step_reports(inventory: Iterable[Mapping[str, Any]]) -> list[protocol.Report
         reports = [protocol.from_json({**fields, "type": "Report"}) for fields in inventory]
     except protocol.WireError as error:
         raise ProtocolError(str(error)) from None
-    return [report for report in reports if Token.parse(report.token).step != BATCH_STEP]
+    return [report for report in reports if Token.parse(report.token).step not in (BATCH_STEP, ALLOC_STEP)]
 
 
 def _take_codes(step: Step, run: Run, report: protocol.Report) -> None:

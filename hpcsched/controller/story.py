@@ -8,6 +8,7 @@ from hpcsched.lifecycle.events import (
     Allocated,
     BecameEligible,
     Changed,
+    Claimed,
     EndRequested,
     Event,
     Exited,
@@ -48,6 +49,8 @@ def sentence(job: Job, event: Event) -> str:
             nodes = compress_hostlist(share.node for share in event.shares)
             cpus = sum(share.cpus for share in event.shares)
             return f"given {nodes} ({cpus} cpus); launch {event.token} in the controller's term {event.epoch}"
+        case Claimed():
+            return f"{event.node} has taken its part"
         case Started():
             return "started on its first node"
         case EndRequested():

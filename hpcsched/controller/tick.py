@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from hpcnode import protocol
 from hpcsched.controller import messages, reports
-from hpcsched.controller.requests import SignalJob, miss_node
+from hpcsched.controller.requests import SignalJob, miss_node, note_condition
+from hpcsched.controller.silence import Silences, end_silent
 from hpcsched.errors import HpcschedError, ProtocolError, UnavailableError
-from hpcsched.lifecycle.effects import StartBatch, effects_of
+from hpcsched.lifecycle.effects import ClaimPart, StartBatch, effects_of
 from hpcsched.lifecycle.events import Allocated, BecameEligible, EndRequested, Started
-from hpcsched.model.ids import BATCH_STEP, JobId, NodeName, Token
+from hpcsched.model.ids import ALLOC_STEP, BATCH_STEP, JobId, NodeName, Token
 from hpcsched.model.job import ACTIVE, Job, JobState, Reason
 from hpcsched.model.node import Link
 from hpcsched.sched.eligible import Wait
@@ -36,8 +37,18 @@ LIMIT_SLACK_S = 15.0  # after its limit and grace, a job whose node did not end 
 PLAN_PAUSE_MAX_S = 0.5
 PURGE_EVERY_S = 60.0
 
+RETRY_S = 1.0  # after a commit that failed
+
 Work = Callable[[Transaction], Any]
 Done = Callable[[Any], None]
+
+
+class _Item(NamedTuple):
+    """Something to be done in a tick."""
+
+    work: Work
+    done: Done
+    keep: bool
 
 
 class Ports(Protocol):
@@ -53,7 +64,7 @@ class Ports(Protocol):
         """Return 128 random bits in hex."""
 
     def monotonic_s(self) -> float:
-        """Return a clock for measuring how long planning takes."""
+        """Return a clock that knows no steps: for how long planning takes, and for how long a node is silent."""
 
 
 class Listener(Protocol):
@@ -82,7 +93,10 @@ class Controller:
         self._views = SnapshotCache()
         # (node, incarnation, job) -> the highest attempt there that is being ended
         self.strays: dict[tuple[NodeName, str, int], int] = {}
-        self._inbox: list[tuple[Work, Done]] = []
+        self._silences = Silences(ports.monotonic_s)
+        self._asked: dict[JobId, tuple[int, set[NodeName]]] = {}  # attempt, and who was asked to claim its part
+        self._inbox: list[_Item] = []
+        self._unwritable = ""  # why the last commit failed
         self._plan_wanted = True
         self._next_plan_s = 0.0  # of the monotonic clock
         self._timer_at_s: float | None = None  # when a begin time or a time limit comes round
@@ -90,17 +104,24 @@ class Controller:
 
     # ----- what comes in
 
-    def ask(self, work: Work, done: Done) -> None:
-        """Have `work` done in the next tick; `done` gets its result, or its error, once it is on disk."""
-        self._inbox.append((work, done))
+    def ask(self, work: Work, done: Done, *, keep: bool = False) -> None:
+        """Have `work` done in the next tick; `done` gets its result, or its error, once it is on disk.
+
+        If that cannot be, `done` is told so; with `keep`, for what nobody would ask again, it is tried until it can.
+        """
+        self._inbox.append(_Item(work, done, keep))
         self._ports.wake(0.0)
 
     def node_up(self, node: NodeName, welcome: protocol.Welcome, now_s: float) -> None:
         """Take note that the node's agent answers, and of all that it knows."""
-        self.ask(lambda tx: self._on_welcome(tx, node, welcome), lambda answer: self._node_is_up(node, answer))
+        self._silences.connected(node)
+        self.ask(
+            lambda tx: self._on_welcome(tx, node, welcome), lambda answer: self._node_is_up(node, answer), keep=True
+        )
 
     def node_down(self, node: NodeName, why: str) -> None:
-        """Take note that the node does not answer. Its jobs stay as they are: that is no proof of anything."""
+        """Take note that the node does not answer. Its jobs stay as they are: that is no proof of anything yet."""
+        self._silences.disconnected(node)
 
         def work(tx: Transaction) -> None:
             if tx.world.nodes[node].link is not Link.DOWN:
@@ -110,15 +131,19 @@ class Controller:
             for job in tx.world.jobs_on(node):
                 miss_node(tx, job, node)
 
-        self.ask(work, _log_failure)
+        self.ask(work, _log_failure, keep=True)
 
     def node_says(self, node: NodeName, message: Any) -> None:
         """Take a report from a node."""
         match message:
             case protocol.Report():
-                self.ask(lambda tx: self._on_report(tx, node, message), lambda answer: self._answer(node, answer))
+                self.ask(
+                    lambda tx: self._on_report(tx, node, message), lambda answer: self._answer(node, answer), keep=True
+                )
+            case protocol.Condition():
+                self.ask(lambda tx: note_condition(tx, node, message.why), _log_failure, keep=True)
             case protocol.JobGone():
-                self.ask(lambda tx: reports.on_job_gone(tx, node, message), _log_failure)
+                self.ask(lambda tx: reports.on_job_gone(tx, node, message), _log_failure, keep=True)
                 if self.strays.pop((node, message.incarnation, message.job_id), None) is not None:
                     self.replan()
             case _:
@@ -133,6 +158,8 @@ class Controller:
             reports.on_batch_report(tx, node, token, report, answer)
         elif token.incarnation != tx.world.incarnation:
             reports.end_stray(token, report, answer)
+        elif token.step == ALLOC_STEP:
+            reports.on_claim_report(tx, node, token, report, answer)
         else:
             answer.steps.append(report)
         # Known before the plan of this very tick: a job that is being ended must not start elsewhere.
@@ -152,6 +179,7 @@ class Controller:
             agent_version=welcome.agent_version,
             root_agent=bool(welcome.facts.get("is_root", False)),
         )
+        note_condition(tx, node, str(welcome.facts.get("fault", "")))
         answer = reports.Answer()
         tokens: set[str] = set()
         for item in welcome.inventory:
@@ -200,9 +228,18 @@ class Controller:
         for effect in effects_of(job):
             if isinstance(effect, StartBatch) and self.world.is_former(job):
                 continue  # nothing of a former incarnation is launched
+            if isinstance(effect, ClaimPart) and not self._is_first(effect) and only is None:
+                continue  # it was asked on this connection; each part that is claimed brings us here again
             if only is None or effect.node == only:
                 message, blob = messages.message_for(effect, self.world)
                 self._ports.send(effect.node, message, blob)
+
+    def _is_first(self, effect: ClaimPart) -> bool:
+        attempt, nodes = self._asked.get(effect.job.id, (effect.job.attempt, set()))
+        if attempt != effect.job.attempt:
+            nodes = set()
+        self._asked[effect.job.id] = (effect.job.attempt, nodes | {effect.node})
+        return effect.node not in nodes
 
     # ----- the tick
 
@@ -210,46 +247,60 @@ class Controller:
         """Do all that has come in, plan if something changed, commit, answer, and act."""
         inbox, self._inbox = self._inbox, []
         tx = Transaction(self.world, now_s)
-        answers: list[tuple[Done, Any]] = []
-        for work, done in inbox:
+        answers: list[tuple[_Item, Any]] = []
+        for item in inbox:
             inner = tx.savepoint()
             try:
-                result = work(inner)
+                result = item.work(inner)
             except (HpcschedError, protocol.WireError) as error:
                 inner.undo()
                 result = error
             else:
                 tx.merge(inner)
-            answers.append((done, result))
+            answers.append((item, result))
         self._end_overdue(tx)
+        proof_in_s = end_silent(tx, self._silences)
         timer_rang = self._timer_at_s is not None and self._timer_at_s <= now_s
         self._plan_wanted = self._plan_wanted or timer_rang or bool(tx.batch.jobs or tx.batch.nodes)
         self._plan_if_due(tx)
         if not self._commit(tx, answers):
             return
-        for done, result in answers:
-            done(result)
+        for item, result in answers:
+            item.done(result)
         for job in tx.batch.jobs.values():
             self._after(self.world.jobs.get(job.id, job))
         self._purge(now_s)
+        if proof_in_s is not None:
+            self._ports.wake(proof_in_s)
+            if self._timer_at_s is not None and self._timer_at_s > now_s:
+                self._ports.wake(self._timer_at_s - now_s)  # of two calls the earlier one takes the other's place
 
-    def _commit(self, tx: Transaction, answers: list[tuple[Done, Any]]) -> bool:
+    def _commit(self, tx: Transaction, answers: list[tuple[_Item, Any]]) -> bool:
         if not tx.batch:
             return True
         try:
             self.store.commit(tx.batch)
         except UnavailableError as error:
-            log.error("%s", error)
+            if str(error) != self._unwritable:
+                log.error("%s", error)
+            self._unwritable = str(error)
             tx.undo()
             self._plan_wanted = True
-            self._ports.wake(1.0)
-            for done, _ in answers:
-                done(error)
+            self._inbox = [item for item, _ in answers if item.keep] + self._inbox
+            self._ports.wake(RETRY_S)
+            for item, _ in answers:
+                if not item.keep:
+                    item.done(error)
             return False
+        if self._unwritable:
+            log.info("the database can be written again")
+            self._unwritable = ""
         return True
 
     def _after(self, job: Job) -> None:
         """Act on a job that has changed."""
+        if job.state is not JobState.CONFIGURING:
+            self._asked.pop(job.id, None)
         self._perform(job)
         if self.listener is not None:
             if job.state is JobState.RUNNING:
@@ -318,8 +369,16 @@ class Controller:
             node=shares[0].node,
             nonce=self._ports.nonce(),
         )
+        settings = self.world.config.controller
         job = tx.record(
-            Allocated(job_id=job.id, at_s=tx.now_s, token=str(token), epoch=self.world.epoch, shares=shares)
+            Allocated(
+                job_id=job.id,
+                at_s=tx.now_s,
+                token=str(token),
+                epoch=self.world.epoch,
+                shares=shares,
+                lease_s=settings.lease_s + settings.kill_wait_s if job.spec.lease == protocol.KILL else None,
+            )
         )
         if not job.spec.script:
             tx.record(Started(job_id=job.id, at_s=tx.now_s))

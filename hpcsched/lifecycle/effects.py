@@ -21,6 +21,14 @@ class StartBatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ClaimPart:
+    """`node`, which does not run the batch step, has claimed its part of the job: only then the batch step may start."""
+
+    node: NodeName
+    job: Job
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClearNode:
     """`node` has nothing left of the job's attempts up to this one, and starts none of them."""
 
@@ -28,15 +36,31 @@ class ClearNode:
     job: Job
 
 
-Effect = StartBatch | ClearNode
+Effect = StartBatch | ClaimPart | ClearNode
 
 
 def effects_of(job: Job) -> tuple[Effect, ...]:
     """Return what `job` needs done on its nodes now."""
     match job.state:
+        case JobState.CONFIGURING if unclaimed := unclaimed_nodes(job):
+            return tuple(ClaimPart(node=node, job=job) for node in unclaimed)
         case JobState.CONFIGURING if job.spec.script:
             return (StartBatch(node=job.shares[0].node, job=job),)
         case JobState.COMPLETING:
             return tuple(ClearNode(node=node, job=job) for node in job.held_nodes)
         case _:
             return ()
+
+
+def unclaimed_nodes(job: Job) -> tuple[NodeName, ...]:
+    """Return the nodes that must still claim their part before the job's batch step may be launched."""
+    if job.state is not JobState.CONFIGURING or not job.spec.script:
+        return ()
+    return tuple(share.node for share in job.shares[1:] if share.node not in job.claimed_nodes)
+
+
+def is_gathered(job: Job) -> bool:
+    """Return whether something of the attempt may have been launched: not before every node has claimed its part."""
+    if not job.spec.script or job.started_at_s is not None:
+        return True
+    return all(share.node in job.claimed_nodes for share in job.shares[1:])

@@ -67,6 +67,14 @@ class Allocated(Event):
     token: str
     epoch: int
     shares: tuple[Share, ...]
+    lease_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claimed(Event):
+    """A node that does not run the batch step has claimed its part: it will not be the one that keeps it from starting."""
+
+    node: NodeName
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,6 +166,7 @@ EVENTS: dict[str, type[Event]] = {
         Changed,
         BecameEligible,
         Allocated,
+        Claimed,
         Started,
         EndRequested,
         Exited,

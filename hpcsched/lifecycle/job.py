@@ -1,6 +1,6 @@
 """The job's transition table: (state, event) -> job. A pair without a row raises.
 
-    PENDING -Allocated-> CONFIGURING -Started-> RUNNING -Exited-> COMPLETING -NodeCleared*-> its outcome
+    PENDING -Allocated-> CONFIGURING -Claimed*, Started-> RUNNING -Exited-> COMPLETING -NodeCleared*-> its outcome
        ^                                                              |
        +------------------ the next attempt, if it is to be requeued -+
 
@@ -19,6 +19,7 @@ from hpcsched.lifecycle.events import (
     Allocated,
     BecameEligible,
     Changed,
+    Claimed,
     EndRequested,
     Event,
     Exited,
@@ -35,6 +36,9 @@ from hpcsched.lifecycle.events import (
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import FINAL, ExitStatus, Hold, Job, JobState, Reason
 from hpcsched.model.spec import JobSpec
+
+CLOCK_DRIFT = 1.01
+LEASE_MARGIN_S = 5.0
 
 PENDING = JobState.PENDING
 CONFIGURING = JobState.CONFIGURING
@@ -80,6 +84,14 @@ def can(job: Job, event_type: type[Event]) -> bool:
     return (job.state, event_type) in TABLE
 
 
+def lease_end_s(job: Job) -> float | None:
+    """Return after which silence of a node nothing of the job's attempt can be left there; None: it has no lease.
+
+    The margin is for clocks that run apart, and for a killed process tree to be gone.
+    """
+    return None if job.lease_s is None else job.lease_s * CLOCK_DRIFT + LEASE_MARGIN_S
+
+
 def _held(job: Job, event: Held) -> Job:
     return replace(job, hold=event.hold)
 
@@ -107,6 +119,8 @@ def _allocated(job: Job, event: Allocated) -> Job:
         token=event.token,
         shares=event.shares,
         held_nodes=tuple(share.node for share in event.shares),
+        claimed_nodes=(),
+        lease_s=event.lease_s,
         allocated_at_s=event.at_s,
         started_at_s=None,
         ended_at_s=None,
@@ -115,6 +129,10 @@ def _allocated(job: Job, event: Allocated) -> Job:
         requeue_wanted=False,
         ended_by_uid=None,
     )
+
+
+def _claimed(job: Job, event: Claimed) -> Job:
+    return replace(job, claimed_nodes=(*(name for name in job.claimed_nodes if name != event.node), event.node))
 
 
 def _started(job: Job, event: Started) -> Job:
@@ -291,6 +309,7 @@ def _table() -> dict[tuple[JobState, type[Event]], Transition]:
         ((PENDING, *on_nodes), Changed, _changed),
         ((PENDING,), BecameEligible, _became_eligible),
         ((PENDING,), Allocated, _allocated),
+        ((CONFIGURING,), Claimed, _claimed),
         ((CONFIGURING,), Started, _started),
         ((COMPLETING,), Started, _started_while_ending),
         ((PENDING,), EndRequested, _cancelled_in_queue),

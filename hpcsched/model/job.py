@@ -124,6 +124,8 @@ class Job:
     token: str = ""  # of the current attempt's batch step, "" while pending
     shares: tuple[Share, ...] = ()
     held_nodes: tuple[NodeName, ...] = ()
+    claimed_nodes: tuple[NodeName, ...] = ()  # of those without the batch step: which have taken their part
+    lease_s: float | None = None  # a node that has heard nothing for so long has nothing left of the attempt; None: keep
     allocated_at_s: float | None = None
     started_at_s: float | None = None
     ended_at_s: float | None = None

@@ -49,6 +49,8 @@ jobs = Table(
     Column("token", Text, nullable=False),
     Column("shares", Text, nullable=False),
     Column("held_nodes", Text, nullable=False),
+    Column("claimed_nodes", Text, nullable=False),
+    Column("lease_s", Float),
     Column("allocated_at_s", Float),
     Column("started_at_s", Float),
     Column("ended_at_s", Float),

@@ -38,6 +38,7 @@ class World:
     waits: dict[JobId, Wait] = field(default_factory=dict)
     last_job_id: int = 0
     last_spec_id: int = 0
+    silent_since_s: dict[NodeName, float] = field(default_factory=dict)  # of nodes that are not connected: an estimate
     restored_last_id: int = 0  # of a database restored from a backup: the highest id in it
 
     def is_former(self, job: Job) -> bool:

@@ -14,7 +14,7 @@ STATEMENTS = (
         state TEXT NOT NULL, reason TEXT NOT NULL, reason_detail TEXT NOT NULL, hold TEXT NOT NULL,
         priority_set INTEGER, nice INTEGER NOT NULL, time_limit_s INTEGER, partition TEXT NOT NULL,
         eligible_at_s REAL, not_before_s REAL, attempt INTEGER NOT NULL, token TEXT NOT NULL,
-        shares TEXT NOT NULL, held_nodes TEXT NOT NULL,
+        shares TEXT NOT NULL, held_nodes TEXT NOT NULL, claimed_nodes TEXT NOT NULL, lease_s REAL,
         allocated_at_s REAL, started_at_s REAL, ended_at_s REAL, exit_code INTEGER, exit_signal INTEGER,
         outcome TEXT, requeue_wanted INTEGER NOT NULL, ended_by_uid INTEGER, restarts INTEGER NOT NULL,
         charged_cpu_s REAL NOT NULL, charged_mem_mib_s REAL NOT NULL, charged_gpu_s REAL NOT NULL)""",
