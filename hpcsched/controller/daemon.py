@@ -209,8 +209,9 @@ class Daemon:
         self._tick_soon = False
         try:
             self.controller.tick(self._clock())
-        except InvariantError:
-            log.exception("the ledger is wrong: stopping rather than going on with it")
+        except Exception as error:  # the edge of a tick: what is in memory may not be what is on disk any more
+            wrong = "the ledger is wrong" if isinstance(error, InvariantError) else "a tick failed"
+            log.exception("%s: stopping rather than going on with it", wrong)
             self._exit_code = EXIT_INVARIANT
             self._stop.set()
 

@@ -7,6 +7,7 @@ at once.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,12 +21,14 @@ from hpcsched.controller.stepstate import HEAD, Origin
 from hpcsched.controller.tick import Controller, Ports
 from hpcsched.errors import HpcschedError
 from hpcsched.launch.environment import step_environment
-from hpcsched.lifecycle.events import EndRequested
+from hpcsched.lifecycle.events import EndRequested, Submitted
 from hpcsched.lifecycle.job import can
 from hpcsched.model.ids import JobId, NodeName, Token
 from hpcsched.model.job import ACTIVE, ExitStatus, Job, JobState
 from hpcsched.store.rows import StepRow
 from hpcsched.store.world import Transaction
+
+log = logging.getLogger("hpcsched.stepping")
 
 Send = Callable[[], None]
 
@@ -115,23 +118,45 @@ class Stepping:
             self._in_tick(lambda: self.service.job_ended(job_id))
 
     def _in_tick(self, work: Callable[[], None]) -> None:
-        """Run `work` in the next tick; what it sends goes out after the commit."""
+        """Run `work` in the next tick; what it sends goes out after the commit.
+
+        The service's own state does not go back with a commit that fails, so `work` is run once, and what it wanted to
+        be on disk is what is tried again.
+        """
         outbox: list[Send] = []
+        first: Transaction | None = None
 
         def inside(tx: Transaction) -> None:
+            nonlocal first
             self._tx, self._outbox = tx, outbox
             try:
-                work()
+                if first is None:
+                    first = tx
+                    work()
+                else:
+                    self._repeat(first, tx)
             finally:
                 self._tx, self._outbox = None, []
 
         def done(result: Any) -> None:
             if isinstance(result, HpcschedError):
-                raise result  # the service refuses in words of its own: an error here is ours
+                log.error("cannot go on with a step: %s", result)
+                return
             for send in outbox:
                 send()
 
-        self._controller.ask(inside, done)
+        self._controller.ask(inside, done, keep=True)
+
+    def _repeat(self, first: Transaction, tx: Transaction) -> None:
+        """Do to the world again what `first`, which was undone, did to it."""
+        for row in first.batch.steps.values():
+            tx.put_step(row)
+        for event in first.batch.events:
+            job = tx.world.jobs.get(event.job_id)
+            if isinstance(event, Submitted):  # its number may be another job's by now
+                self.service.job_ended(event.job_id, "it could not be written to the database; ask again")
+            elif job is not None and can(job, type(event)):
+                tx.record(event)
 
     # ----- the service's ports
 
@@ -179,13 +204,13 @@ class Stepping:
             if can(tx.world.jobs[job.id], EndRequested):
                 tx.record(event)
 
-        self._controller.ask(work, _ignore)
+        self._controller.ask(work, _ignore, keep=True)
 
     def _record(self, row: StepRow) -> None:
         if self._tx is not None:
             self._tx.put_step(row)
         else:
-            self._controller.ask(lambda tx: tx.put_step(row), _ignore)
+            self._controller.ask(lambda tx: tx.put_step(row), _ignore, keep=True)
 
     def _new_token(self, job: Job, step: str, node: NodeName) -> str:
         return str(
@@ -217,4 +242,4 @@ class Stepping:
 
 
 def _ignore(result: Any) -> None:
-    """Nothing waits for this; a failed commit has been logged by the tick."""
+    """Nothing waits for this."""

@@ -9,15 +9,17 @@ from __future__ import annotations
 import os
 import secrets
 import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import quote
 
 from sqlalchemy import Connection, Engine, create_engine, event, select
 from sqlalchemy.dialects.sqlite import insert
-from sqlalchemy.exc import DatabaseError
+from sqlalchemy.exc import DatabaseError, DBAPIError, OperationalError
 from sqlalchemy.pool import StaticPool
 
-from hpcsched.errors import ConfigError
+from hpcsched.errors import ConfigError, UnavailableError
 from hpcsched.store.migrations import MIGRATIONS
 from hpcsched.store.schema import meta
 
@@ -27,15 +29,20 @@ APPLICATION_ID = 0x68706373  # "hpcs": tells our file from another program's
 def open_database(path: Path | None) -> Engine:
     """Open the database at `path` (None: in memory), made and migrated as needed.
 
-    Raises ConfigError if the file is damaged, not ours, or of a newer version of hpcsched.
+    Raises ConfigError if the file is damaged, not ours, or of a newer version of hpcsched, UnavailableError if the disk
+    does not let us.
     """
-    if path is not None:
-        # Private from the first byte: the file holds scripts and environments.
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
     try:
+        if path is not None:
+            # Private from the first byte: the file holds scripts and environments.
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         engine = _engine(path)
         with engine.begin() as connection:
             _migrate(connection, path)
+    except OSError as error:
+        raise UnavailableError(f"cannot open the database {path}: {error.strerror}") from error
+    except OperationalError as error:  # no room, an unwell disk, somebody who locks it
+        raise UnavailableError(f"cannot open the database {path}: {error.orig}") from error
     except DatabaseError as error:
         raise ConfigError(f"cannot open the database {path}: {error.orig}; restore it from a backup") from error
     return engine
@@ -49,6 +56,26 @@ def create_database(path: Path) -> None:
 def open_read_only(path: Path) -> Engine:
     """Open an existing database for reading only, beside a running controller."""
     return _connected(f"file:{quote(str(path))}?mode=ro", ("busy_timeout=5000",))
+
+
+@contextmanager
+def writing(engine: Engine) -> Iterator[Connection]:
+    """A transaction that is on disk when the block has ended; if it cannot be, raises UnavailableError and undoes it."""
+    try:
+        with engine.begin() as connection:
+            yield connection
+    except DBAPIError as error:
+        raise UnavailableError(f"cannot write the database: {error.orig}; nothing of the request was kept") from error
+
+
+@contextmanager
+def reading(engine: Engine) -> Iterator[Connection]:
+    """A connection to read by. Raises UnavailableError if the disk does not give what is asked for."""
+    try:
+        with engine.connect() as connection:
+            yield connection
+    except DBAPIError as error:
+        raise UnavailableError(f"cannot read the database: {error.orig}") from error
 
 
 def _engine(path: Path | None) -> Engine:
@@ -106,7 +133,7 @@ def restored_last_id(engine: Engine) -> int:
 
 def raise_epoch(engine: Engine) -> int:
     """Begin a new term of the controller: return an epoch higher than all before, already on disk."""
-    with engine.begin() as connection:
+    with writing(engine) as connection:
         old = connection.execute(select(meta.c.value).where(meta.c.key == "epoch")).scalar_one_or_none()
         epoch = int(old or 0) + 1
         statement = insert(meta).values(key="epoch", value=str(epoch))

@@ -13,15 +13,14 @@ from typing import Any
 
 from sqlalchemy import Engine, func, insert, select
 from sqlalchemy.dialects.sqlite import insert as upsert
-from sqlalchemy.exc import DBAPIError
 
-from hpcsched.errors import UnavailableError
 from hpcsched.lifecycle.events import Event, from_data, to_data
 from hpcsched.model.codec import spec_from_json, spec_to_json
 from hpcsched.model.job import FINAL, Job
 from hpcsched.model.node import Node
 from hpcsched.model.spec import JobSpec
 from hpcsched.store import schema
+from hpcsched.store.engine import reading, writing
 from hpcsched.store.rows import StepRow, job_of, job_row, node_row, step_of, step_row
 
 
@@ -70,34 +69,29 @@ class Store:
 
     def commit(self, batch: Batch) -> None:
         """Put `batch` on disk, all or nothing. Raises UnavailableError if that cannot be done (disk full, I/O error)."""
-        try:
-            with self._engine.begin() as connection:
-                if batch.specs:
-                    rows = [
-                        {"id": key, "spec": json.dumps(spec_to_json(spec), separators=(",", ":"))}
-                        for key, spec in batch.specs.items()
-                    ]
-                    connection.execute(insert(schema.specs), rows)
-                if batch.jobs:
-                    connection.execute(self._put_job, [job_row(job) for job in batch.jobs.values()])
-                if batch.events:
-                    connection.execute(insert(schema.events), [_event_row(event) for event in batch.events])
-                if batch.nodes:
-                    connection.execute(self._put_node, [node_row(node) for node in batch.nodes.values()])
-                if batch.steps:
-                    connection.execute(self._put_step, [step_row(step) for step in batch.steps.values()])
-                if batch.requests:
-                    connection.execute(
-                        insert(schema.requests),
-                        [
-                            {"uid": uid, "request_id": request, "job_ids": json.dumps(ids), "at_s": at_s}
-                            for uid, request, ids, at_s in batch.requests
-                        ],
-                    )
-        except DBAPIError as error:
-            raise UnavailableError(
-                f"cannot write the database: {error.orig}; nothing of the request was kept"
-            ) from error
+        with writing(self._engine) as connection:
+            if batch.specs:
+                rows = [
+                    {"id": key, "spec": json.dumps(spec_to_json(spec), separators=(",", ":"))}
+                    for key, spec in batch.specs.items()
+                ]
+                connection.execute(insert(schema.specs), rows)
+            if batch.jobs:
+                connection.execute(self._put_job, [job_row(job) for job in batch.jobs.values()])
+            if batch.events:
+                connection.execute(insert(schema.events), [_event_row(event) for event in batch.events])
+            if batch.nodes:
+                connection.execute(self._put_node, [node_row(node) for node in batch.nodes.values()])
+            if batch.steps:
+                connection.execute(self._put_step, [step_row(step) for step in batch.steps.values()])
+            if batch.requests:
+                connection.execute(
+                    insert(schema.requests),
+                    [
+                        {"uid": uid, "request_id": request, "job_ids": json.dumps(ids), "at_s": at_s}
+                        for uid, request, ids, at_s in batch.requests
+                    ],
+                )
 
     def load_jobs(self, ended_after_s: float) -> list[Job]:
         """Return all jobs that have not ended, and those that ended after `ended_after_s`."""
@@ -126,7 +120,7 @@ class Store:
     def _select_jobs(self, *where: Any, limit: int | None = None) -> list[Job]:
         found = select(schema.jobs).where(*where).order_by(schema.jobs.c.id.desc()).limit(limit)
         wanted = select(schema.specs).where(schema.specs.c.id.in_(select(found.subquery().c.spec_id)))
-        with self._engine.connect() as connection:
+        with reading(self._engine) as connection:
             specs = {row.id: spec_from_json(json.loads(row.spec)) for row in connection.execute(wanted)}
             jobs = [job_of(row, specs[row.spec_id]) for row in connection.execute(found)]
         jobs.reverse()
@@ -134,14 +128,14 @@ class Store:
 
     def load_nodes(self) -> dict[str, Any]:
         """Return the stored part of each node, by name (see `rows.node_row`)."""
-        with self._engine.connect() as connection:
+        with reading(self._engine) as connection:
             return {row.name: row for row in connection.execute(select(schema.nodes))}
 
     def load_steps(self, job_ids: Iterable[int]) -> list[StepRow]:
         """Return the steps of these jobs, all attempts, in order."""
         steps = schema.steps.c
         query = select(schema.steps).where(steps.job_id.in_(list(job_ids)))
-        with self._engine.connect() as connection:
+        with reading(self._engine) as connection:
             found = [step_of(row) for row in connection.execute(query)]
         return sorted(found, key=lambda step: (step.job_id, step.attempt, step.step != "batch", step.step.zfill(9)))
 
@@ -153,14 +147,14 @@ class Store:
         """Return the highest step number of the attempt, -1 if it has had none."""
         steps = schema.steps.c
         query = select(steps.step).where(steps.job_id == job_id, steps.attempt == attempt)
-        with self._engine.connect() as connection:
+        with reading(self._engine) as connection:
             names = [name for (name,) in connection.execute(query)]
         return max((int(name) for name in names if name.isdigit()), default=-1)
 
     def load_events(self, job_id: int) -> list[Event]:
         """Return the job's events in order (for an array's task: also the array's submission)."""
         events, jobs = schema.events.c, schema.jobs.c
-        with self._engine.connect() as connection:
+        with reading(self._engine) as connection:
             array = connection.execute(select(jobs.array_job_id).where(jobs.id == job_id)).scalar_one_or_none()
             own = events.job_id == job_id
             if array is not None:
@@ -172,13 +166,13 @@ class Store:
         """Return the ids of the jobs that this request made, None if it has not been seen."""
         requests = schema.requests.c
         query = select(requests.job_ids).where(requests.uid == uid, requests.request_id == request_id)
-        with self._engine.connect() as connection:
+        with reading(self._engine) as connection:
             found = connection.execute(query).scalar_one_or_none()
         return None if found is None else json.loads(found)
 
     def last_ids(self) -> tuple[int, int]:
         """Return the highest job id and spec id ever given."""
-        with self._engine.connect() as connection:
+        with reading(self._engine) as connection:
             job_id = connection.execute(select(func.max(schema.jobs.c.id))).scalar_one()
             spec_id = connection.execute(select(func.max(schema.specs.c.id))).scalar_one()
             # Of a restored database: ids that were given after the backup.

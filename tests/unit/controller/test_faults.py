@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
 from world import Cluster
 
 from hpcnode import protocol
+from hpcsched.errors import UnavailableError
+from hpcsched.model.ids import NodeName
 from hpcsched.model.job import JobState
+from hpcsched.store.store import Batch
 
 
 def test_a_launch_that_its_node_barred_unasked_is_not_waited_for() -> None:
@@ -17,3 +24,38 @@ def test_a_launch_that_its_node_barred_unasked_is_not_waited_for() -> None:
     assert (cluster.job(job_id).state, cluster.job(job_id).attempt) == (JobState.CONFIGURING, 1)
     (again,) = [launch for _, launch in cluster.sent(protocol.Launch) if launch.attempt == 1]
     assert again.token != barred.token
+
+
+@contextmanager
+def full_disk(cluster: Cluster) -> Iterator[None]:
+    commit = cluster.store.commit
+
+    def fail(batch: Batch) -> None:
+        raise UnavailableError("cannot write the database: it is full")
+
+    cluster.store.commit = fail  # type: ignore[method-assign]
+    yield
+    cluster.store.commit = commit  # type: ignore[method-assign]
+
+
+def test_what_nodes_say_while_the_disk_is_full_counts_when_it_has_room_again() -> None:
+    cluster = Cluster("n1", "n2", up=False)
+    cluster.welcome("n1")
+    job_id = cluster.submit()
+    cluster.run(job_id)
+    cluster.sent(protocol.Ack)
+    with full_disk(cluster):
+        cluster.welcome("n2")
+        cluster.end(job_id)
+        with pytest.raises(UnavailableError, match="full"):
+            cluster.submit()
+        assert cluster.world.nodes[NodeName("n2")].boot_id == ""
+        assert cluster.job(job_id).state is JobState.RUNNING
+        assert cluster.sent(protocol.Ack) == []
+        assert cluster.ports.wakes[-1] > 0, "it is tried again without being asked"
+    cluster.tick(1.0)
+    assert cluster.world.nodes[NodeName("n2")].boot_id == "boot-1"
+    assert cluster.job(job_id).state is JobState.COMPLETED
+    assert [ack.seqs for _, ack in cluster.sent(protocol.Ack)] == [[1]]
+    assert cluster.job(cluster.submit()).state is JobState.CONFIGURING
+    assert len(cluster.world.jobs) == 2
