@@ -15,11 +15,12 @@ from typing import Any, NamedTuple, Protocol
 
 from hpcnode import protocol
 from hpcsched.controller import messages, reports
-from hpcsched.controller.requests import SignalJob, miss_node
+from hpcsched.controller.requests import SignalJob, miss_node, note_condition
+from hpcsched.controller.silence import Silences, end_silent
 from hpcsched.errors import HpcschedError, ProtocolError, UnavailableError
-from hpcsched.lifecycle.effects import StartBatch, effects_of
+from hpcsched.lifecycle.effects import ClaimPart, StartBatch, effects_of
 from hpcsched.lifecycle.events import Allocated, BecameEligible, EndRequested, Started
-from hpcsched.model.ids import BATCH_STEP, JobId, NodeName, Token
+from hpcsched.model.ids import ALLOC_STEP, BATCH_STEP, JobId, NodeName, Token
 from hpcsched.model.job import ACTIVE, Job, JobState, Reason
 from hpcsched.model.node import Link
 from hpcsched.sched.eligible import Wait
@@ -63,7 +64,7 @@ class Ports(Protocol):
         """Return 128 random bits in hex."""
 
     def monotonic_s(self) -> float:
-        """Return a clock for measuring how long planning takes."""
+        """Return a clock that knows no steps: for how long planning takes, and for how long a node is silent."""
 
 
 class Listener(Protocol):
@@ -92,6 +93,8 @@ class Controller:
         self._views = SnapshotCache()
         # (node, incarnation, job) -> the highest attempt there that is being ended
         self.strays: dict[tuple[NodeName, str, int], int] = {}
+        self._silences = Silences(ports.monotonic_s)
+        self._asked: dict[JobId, tuple[int, set[NodeName]]] = {}  # attempt, and who was asked to claim its part
         self._inbox: list[_Item] = []
         self._unwritable = ""  # why the last commit failed
         self._plan_wanted = True
@@ -111,12 +114,14 @@ class Controller:
 
     def node_up(self, node: NodeName, welcome: protocol.Welcome, now_s: float) -> None:
         """Take note that the node's agent answers, and of all that it knows."""
+        self._silences.connected(node)
         self.ask(
             lambda tx: self._on_welcome(tx, node, welcome), lambda answer: self._node_is_up(node, answer), keep=True
         )
 
     def node_down(self, node: NodeName, why: str) -> None:
-        """Take note that the node does not answer. Its jobs stay as they are: that is no proof of anything."""
+        """Take note that the node does not answer. Its jobs stay as they are: that is no proof of anything yet."""
+        self._silences.disconnected(node)
 
         def work(tx: Transaction) -> None:
             if tx.world.nodes[node].link is not Link.DOWN:
@@ -135,6 +140,8 @@ class Controller:
                 self.ask(
                     lambda tx: self._on_report(tx, node, message), lambda answer: self._answer(node, answer), keep=True
                 )
+            case protocol.Condition():
+                self.ask(lambda tx: note_condition(tx, node, message.why), _log_failure, keep=True)
             case protocol.JobGone():
                 self.ask(lambda tx: reports.on_job_gone(tx, node, message), _log_failure, keep=True)
                 if self.strays.pop((node, message.incarnation, message.job_id), None) is not None:
@@ -151,6 +158,8 @@ class Controller:
             reports.on_batch_report(tx, node, token, report, answer)
         elif token.incarnation != tx.world.incarnation:
             reports.end_stray(token, report, answer)
+        elif token.step == ALLOC_STEP:
+            reports.on_claim_report(tx, node, token, report, answer)
         else:
             answer.steps.append(report)
         # Known before the plan of this very tick: a job that is being ended must not start elsewhere.
@@ -170,6 +179,7 @@ class Controller:
             agent_version=welcome.agent_version,
             root_agent=bool(welcome.facts.get("is_root", False)),
         )
+        note_condition(tx, node, str(welcome.facts.get("fault", "")))
         answer = reports.Answer()
         tokens: set[str] = set()
         for item in welcome.inventory:
@@ -218,9 +228,18 @@ class Controller:
         for effect in effects_of(job):
             if isinstance(effect, StartBatch) and self.world.is_former(job):
                 continue  # nothing of a former incarnation is launched
+            if isinstance(effect, ClaimPart) and not self._is_first(effect) and only is None:
+                continue  # it was asked on this connection; each part that is claimed brings us here again
             if only is None or effect.node == only:
                 message, blob = messages.message_for(effect, self.world)
                 self._ports.send(effect.node, message, blob)
+
+    def _is_first(self, effect: ClaimPart) -> bool:
+        attempt, nodes = self._asked.get(effect.job.id, (effect.job.attempt, set()))
+        if attempt != effect.job.attempt:
+            nodes = set()
+        self._asked[effect.job.id] = (effect.job.attempt, nodes | {effect.node})
+        return effect.node not in nodes
 
     # ----- the tick
 
@@ -240,6 +259,7 @@ class Controller:
                 tx.merge(inner)
             answers.append((item, result))
         self._end_overdue(tx)
+        proof_in_s = end_silent(tx, self._silences)
         timer_rang = self._timer_at_s is not None and self._timer_at_s <= now_s
         self._plan_wanted = self._plan_wanted or timer_rang or bool(tx.batch.jobs or tx.batch.nodes)
         self._plan_if_due(tx)
@@ -250,6 +270,10 @@ class Controller:
         for job in tx.batch.jobs.values():
             self._after(self.world.jobs.get(job.id, job))
         self._purge(now_s)
+        if proof_in_s is not None:
+            self._ports.wake(proof_in_s)
+            if self._timer_at_s is not None and self._timer_at_s > now_s:
+                self._ports.wake(self._timer_at_s - now_s)  # of two calls the earlier one takes the other's place
 
     def _commit(self, tx: Transaction, answers: list[tuple[_Item, Any]]) -> bool:
         if not tx.batch:
@@ -275,6 +299,8 @@ class Controller:
 
     def _after(self, job: Job) -> None:
         """Act on a job that has changed."""
+        if job.state is not JobState.CONFIGURING:
+            self._asked.pop(job.id, None)
         self._perform(job)
         if self.listener is not None:
             if job.state is JobState.RUNNING:
@@ -343,8 +369,16 @@ class Controller:
             node=shares[0].node,
             nonce=self._ports.nonce(),
         )
+        settings = self.world.config.controller
         job = tx.record(
-            Allocated(job_id=job.id, at_s=tx.now_s, token=str(token), epoch=self.world.epoch, shares=shares)
+            Allocated(
+                job_id=job.id,
+                at_s=tx.now_s,
+                token=str(token),
+                epoch=self.world.epoch,
+                shares=shares,
+                lease_s=settings.lease_s + settings.kill_wait_s if job.spec.lease == protocol.KILL else None,
+            )
         )
         if not job.spec.script:
             tx.record(Started(job_id=job.id, at_s=tx.now_s))
