@@ -266,7 +266,7 @@ CONTROLLER = (
     Key(
         name="node_down_after_s",
         kind=seconds(0.1),
-        default=45,
+        default=40,
         help="A node that has been silent for so long is DOWN. At least twice heartbeat_s.",
     ),
     Key(

@@ -8,7 +8,8 @@ Rules:
 - `send` refuses while the link is not up: what a node must do is asked for again after each Welcome.
 - A link that is silent is pinged; silent for too long, it is ended, with the reason in words.
 - A node that takes nothing is ended as well, once MAX_UNSENT_BYTES wait for it.
-- Reconnects come after 1 s, then twice as long each time up to 30 s, with jitter, for as long as the link is open.
+- Reconnects come after 1 s, then twice as long each time, with jitter, for as long as the link is open: up to 5 s for a node
+  that was up within the last hour (it is being booted, say), then up to 30 s.
 """
 
 from __future__ import annotations
@@ -57,6 +58,8 @@ class LinkTimes:
     down_after_s: float = 45.0
     retry_first_s: float = 1.0
     retry_most_s: float = 30.0
+    retry_missed_s: float = 5.0  # the most for a node that was up, or that we began with, less than `missed_s` ago
+    missed_s: float = 3600.0
 
 
 class NodeLink:
@@ -79,6 +82,7 @@ class NodeLink:
         self._session: _Session | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._failures = 0
+        self._last_up_s = loop.time()
         self._up_since_s: float | None = None
         self._heard_s = 0.0
         self._watch_due_s = 0.0
@@ -145,10 +149,15 @@ class NodeLink:
 
     def _fail(self, why: str) -> None:
         """The current session is over: say so, and try again after a while."""
-        was_up_s = None if self._up_since_s is None else self._loop.time() - self._up_since_s
+        now_s = self._loop.time()
+        was_up_s = None if self._up_since_s is None else now_s - self._up_since_s
+        if was_up_s is not None:
+            self._last_up_s = now_s
         self._drop_session()
         self._failures = 1 if was_up_s is not None and was_up_s > STEADY_S else self._failures + 1
-        longest_s = min(self._times.retry_most_s, self._times.retry_first_s * 2 ** min(self._failures - 1, 10))
+        missed = now_s - self._last_up_s < self._times.missed_s
+        most_s = min(self._times.retry_missed_s, self._times.retry_most_s) if missed else self._times.retry_most_s
+        longest_s = min(most_s, self._times.retry_first_s * 2 ** min(self._failures - 1, 10))
         self._arm(longest_s * random.uniform(0.5, 1.0), self._connect)
         if was_up_s is not None or why != self._told:
             self._told = why

@@ -30,6 +30,7 @@ from hpcsched.launch.sshconfig import Hop, SshSettings, route_to
 from hpcsched.model.node import NodeSpec
 
 IDLE_POLL_S = 60.0
+TCP_CONNECT_S = 6.0  # a machine that boots answers the third SYN or a new one, not one that the kernel sends 8 s later
 STDERR_TAIL_BYTES = 600
 EXIT_STATUS_WAIT_S = 2.0
 
@@ -95,12 +96,13 @@ def peek_host_key(spec: NodeSpec, settings: SshSettings, abort: Abort) -> parami
 
 
 def _tcp_connect(hop: Hop, settings: SshSettings, abort: Abort) -> socket.socket:
+    timeout_s = min(settings.timeout_s, TCP_CONNECT_S)
     try:
-        sock = socket.create_connection((hop.host, hop.port), timeout=settings.timeout_s)
+        sock = socket.create_connection((hop.host, hop.port), timeout=timeout_s)
     except socket.gaierror as error:
         raise LinkError(f"cannot find host {hop.host!r}: {error.strerror}") from None
     except TimeoutError:
-        raise LinkError(f"cannot reach {hop.host}:{hop.port}: no answer within {settings.timeout_s:g} s") from None
+        raise LinkError(f"cannot reach {hop.host}:{hop.port}: no answer within {timeout_s:g} s") from None
     except OSError as error:
         raise LinkError(f"cannot reach {hop.host}:{hop.port}: {_words(error)}") from None
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # many small frames, each of which is waited for

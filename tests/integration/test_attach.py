@@ -122,6 +122,19 @@ def test_an_agent_that_hangs_is_replaced_too(root: Path) -> None:
     new.close()
 
 
+def test_an_agent_of_the_same_bundle_that_answers_nobody_is_replaced(root: Path) -> None:
+    old = Attached(root, *source())
+    token = old.launch("while [ ! -e go ]; do sleep 0.05; done", work_dir=str(root))
+    old.wait_status(token, protocol.STARTED)
+    os.kill(old.welcome.pid, signal.SIGSTOP)
+    new = Attached(root, *source())
+    assert new.welcome.pid != old.welcome.pid
+    (root / "go").touch()
+    assert new.final(token).codes == [0]
+    old.close()
+    new.close()
+
+
 def test_attach_passes_on_much_both_ways(root: Path) -> None:
     controller = Attached(root, *bundle(root))
     data = os.urandom(6_000_000)

@@ -1,7 +1,8 @@
 """The controller's foot in the door: makes sure that an agent runs, and joins stdin and stdout to its socket.
 
 It starts the agent in a session of its own, so that it outlives this connection, and replaces one of another version: that
-one is told to end (SIGTERM), which leaves its shepherds alone, and is killed if it does not.
+one is told to end (SIGTERM), which leaves its shepherds alone, and is killed if it does not. So is one that takes connections and
+answers nothing on two of them: everything that matters is on disk.
 It does not look at what it passes on.
 """
 
@@ -24,8 +25,13 @@ from hpcnode import place, process, protocol
 START_S = 20.0
 ANSWER_S = 5.0
 HAND_OVER_S = 5.0
+MAX_UNANSWERED = 2
 CHUNK = 256 << 10
 LOG_BYTES = 4 << 20
+
+
+class Unanswered(Exception):
+    """Somebody takes connections, but does not answer."""
 
 
 class AttachError(Exception):
@@ -55,11 +61,17 @@ def reach(root: str, cluster: str, node: str, idle_s: Optional[float]) -> socket
     """Return a connection to the agent of this root, started or replaced if need be. Raises AttachError."""
     deadline_s = time.monotonic() + START_S
     why = ""
+    unanswered = 0
     while time.monotonic() < deadline_s:
         running, version = who_runs(root)
-        if running is not None and version != place.version():
-            replace(running)
-        sock = answer_of(place.socket_path(root))
+        if running is not None and (version != place.version() or unanswered >= MAX_UNANSWERED):
+            replace(running, HAND_OVER_S if unanswered < MAX_UNANSWERED else 0.0)
+            unanswered = 0
+        try:
+            sock = answer_of(place.socket_path(root))
+        except Unanswered:
+            unanswered += 1
+            continue
         if sock is not None:
             return sock
         why = start(root, cluster, node, idle_s) or why
@@ -80,11 +92,11 @@ def who_runs(root: str) -> Tuple[Optional[process.Identity], str]:
     return (who if process.is_alive(who, process.boot_id(os.environ)) else None), version
 
 
-def replace(running: process.Identity) -> None:
-    """End an agent of another version; its shepherds run on."""
+def replace(running: process.Identity, wait_s: float) -> None:
+    """End an agent, which has so long to do it by itself; its shepherds run on."""
     boot = process.boot_id(os.environ)
     process.send_signal(running, boot, signal.SIGTERM)
-    deadline_s = time.monotonic() + HAND_OVER_S
+    deadline_s = time.monotonic() + wait_s
     while process.is_alive(running, boot):
         if time.monotonic() > deadline_s:
             process.send_signal(running, boot, signal.SIGKILL)  # safe: everything that matters is on disk
@@ -93,7 +105,10 @@ def replace(running: process.Identity) -> None:
 
 
 def answer_of(path: str) -> Optional[socket.socket]:
-    """Return a connection at whose other end an agent has answered, None if there is none (or it is just leaving)."""
+    """Return a connection at whose other end an agent has answered, None if there is none (or it is just leaving).
+
+    Raises Unanswered if it takes the connection and does nothing with it.
+    """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.settimeout(ANSWER_S)
     try:
@@ -108,6 +123,9 @@ def answer_of(path: str) -> Optional[socket.socket]:
             if not part:
                 raise ConnectionResetError
             answer += part
+    except socket.timeout as error:
+        sock.close()
+        raise Unanswered from error
     except OSError:
         sock.close()
         return None

@@ -53,7 +53,8 @@ def test_an_empty_file_means_the_defaults(write: Write) -> None:
     config = load(write())
     assert config.name == "cluster"
     assert config.controller.heartbeat_s == 15
-    assert config.controller.node_down_after_s == 45
+    assert config.controller.node_down_after_s == 40
+    assert config.controller.lease_s == 120
     assert config.controller.kill_wait_s == 30
     assert config.controller.requeue is True
     assert config.scheduler.policy == "easy"
@@ -116,7 +117,7 @@ def test_values_come_in_their_units(write: Write) -> None:
         ("[controller]\nadmins = ['-x']\n", ["admins = ['-x']", "user name"]),
         ("[controller]\nheartbeat_s = '15'\n", ["heartbeat_s = '15'", "wants seconds"]),
         ("[controller]\nheartbeat_s = nan\n", ["wants seconds"]),
-        ("[controller]\nheartbeat_s = 30\n", ["node_down_after_s = 45 is less than twice heartbeat_s = 30"]),
+        ("[controller]\nheartbeat_s = 30\n", ["node_down_after_s = 40 is less than twice heartbeat_s = 30"]),
         ("[controller]\nrequeue = 1\n", ["requeue = 1", "true or false"]),
         ("[controller]\nlog_level = 'loud'\n", ["debug, info, warning, error"]),
         ("controller = 3\n", ["[controller] is 3", "table"]),

@@ -188,8 +188,29 @@ def test_after_close_nobody_is_told() -> None:
     assert world.said == [("up", "n1")]
 
 
+def test_a_node_that_was_up_of_late_is_dialled_often() -> None:
+    world = World(FakePipe(), retry_first_s=1, retry_most_s=30, retry_missed_s=5, missed_s=100)
+    world.loop.now_s += 1000
+    world.link.start()
+    world.hear(1)
+    world.link._fail("it is gone")
+    longest_s = 0.0
+    for _ in range(12):
+        (delay_s,) = world.loop.waiting_s()
+        longest_s = max(longest_s, delay_s)
+        world.loop.advance(delay_s)
+        world.loop.settle(lambda: world.link._session is None, "the attempt to fail")
+    assert 2.5 <= longest_s <= 5
+    world.loop.advance(100)
+    for _ in range(4):
+        world.loop.settle(lambda: world.link._session is None, "the attempt to fail")
+        world.loop.advance(world.loop.waiting_s()[0])
+    world.loop.settle(lambda: world.link._session is None, "the attempt to fail")
+    assert world.loop.waiting_s()[0] >= 15
+
+
 def test_attempts_come_ever_later_up_to_a_limit() -> None:
-    world = World(retry_first_s=1, retry_most_s=30)
+    world = World(retry_first_s=1, retry_most_s=30, missed_s=0)
     world.link.start()
     for attempt in range(9):
         world.loop.settle(lambda: world.link._session is None, "the attempt to fail")
