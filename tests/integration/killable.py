@@ -74,7 +74,7 @@ class KillableCluster(LocalCluster):
     """Nodes n1 to n3 and a controller that this process starts and kills."""
 
     def __init__(self, base: Path, **options: Any) -> None:
-        super().__init__(base, cpus=CPUS, settings=QUICK, **options)
+        super().__init__(base, cpus=CPUS, **{"settings": QUICK, **options})
         self.kills: list[Kill] = []
         self.accepted = Accepted()
         self._controller: subprocess.Popen[bytes] | None = None
@@ -145,8 +145,12 @@ class KillableCluster(LocalCluster):
 
     def agent_pid(self, node: str) -> int | None:
         """Return the pid of the node's living agent."""
+        return self.agent_pid_at(self.agent_root(node))
+
+    def agent_pid_at(self, root: Path) -> int | None:
+        """Return the pid of the living agent of this directory."""
         try:
-            pid = int(json.loads((self.agent_root(node) / "agent.lock").read_text())["agent"][0])
+            pid = int(json.loads((root / "agent.lock").read_text())["agent"][0])
         except (OSError, ValueError, KeyError, TypeError):
             return None
         return pid if _is_program(pid) else None

@@ -28,6 +28,7 @@ from hpcnode.faults import CrashPoints, crash_points
 from hpcnode.lease import Renewals
 from hpcnode.ledger import FORGET_AT_ONCE, REPEAT_S, Ledger
 from hpcnode.loop import READ, Loop, Stream, Timer, wake_on_signals
+from hpcnode.lossy import LossyLog
 from hpcnode.minders import Minders
 from hpcnode.mpi import MpiVariables
 from hpcnode.spool import Spool
@@ -190,7 +191,10 @@ class Agent:
             return "this agent speaks protocol %d, not %d" % (protocol.VERSION, hello.version)
         if (hello.cluster, hello.node) != (self.cluster, self.node):
             return "this is node %s of cluster %s" % (self.node, self.cluster)
-        return self._ledger.hello(hello.incarnation, hello.epoch)
+        try:
+            return self._ledger.hello(hello.incarnation, hello.epoch)
+        except OSError as error:
+            return "cannot keep the controller's term in %s: %s" % (self.root, error.strerror)
 
     def _look_then_welcome(self, stream: Stream) -> None:
         """Say Welcome, after the GPUs were counted once (which may take seconds, so not here)."""
@@ -453,6 +457,7 @@ def main(argv: List[str]) -> int:
     parser.add_argument("--idle-s", type=float, default=IDLE_S)
     parser.add_argument("--ready-fd", type=int, default=-1)
     options = parser.parse_args(argv)
+    sys.stderr = LossyLog(2)
     say = functools.partial(_say_why, options.ready_fd)
     try:
         agent = Agent(
