@@ -1,0 +1,278 @@
+"""The controller's process around the real `Controller`: its database, its links to the nodes, its restarts.
+
+The database is SQLite in memory, one per operating-system process and emptied for each world. A crash loses what was in
+memory; what was committed stays, for SQLite's commit is all or nothing (that a disk keeps it is another test's subject).
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hpcnode import protocol
+from hpcsched.config import Config, build_config
+from hpcsched.controller.daemon import node_of
+from hpcsched.controller.stepping import Stepping
+from hpcsched.controller.tick import Controller, load_world
+from hpcsched.errors import HpcschedError, InvariantError, UnavailableError
+from hpcsched.model.ids import NodeName
+from hpcsched.model.node import NodeSpec, Partition
+from hpcsched.sched.policy import Policy
+from hpcsched.store.engine import incarnation, open_database, raise_epoch
+from hpcsched.store.store import Batch, Store
+from hpcsched.store.world import World as Ledger
+from simulation.agenda import Process
+from simulation.agent import SimAgent
+from simulation.machine import Machine
+from simulation.wires import Connection
+
+if TYPE_CHECKING:
+    from simulation.world import World
+
+CONNECT_TIMEOUT_S = 20.0
+
+
+class Database:
+    """The one database, as an engine; emptied by `reset`."""
+
+    def __init__(self) -> None:
+        self.engine = open_database(None)
+        self._raw: sqlite3.Connection = self.engine.raw_connection().driver_connection  # type: ignore[assignment]
+        self._empty = self._raw.serialize()
+        self.store = SimStore(self.engine)
+
+    def reset(self, incarnation_: str) -> None:
+        """Make it the empty database of that incarnation."""
+        self.restore(self._empty, incarnation_)
+
+    def backup(self) -> bytes:
+        """Return a copy of what is committed."""
+        return self._raw.serialize()
+
+    def restore(self, copy: bytes, incarnation_: str) -> None:
+        """Go back to a copy, as a new incarnation."""
+        self._raw.deserialize(copy)
+        self._raw.execute("UPDATE meta SET value = ? WHERE key = 'incarnation'", (incarnation_,))
+
+    def has_jobs(self, job_ids: list[int]) -> bool:
+        """Return whether all these jobs have a row."""
+        marks = ",".join("?" * len(job_ids))
+        found = self._raw.execute(f"SELECT count(*) FROM jobs WHERE id IN ({marks})", job_ids)  # noqa: S608
+        return bool(found.fetchone()[0] == len(job_ids)) and not self._raw.in_transaction
+
+
+class SimStore(Store):
+    """The real store with crash points around its commit, and a disk that may be full."""
+
+    world: World
+
+    def commit(self, batch: Batch) -> None:
+        kinds = "+".join(sorted({type(event).__name__ for event in batch.events})) or "nodes"
+        points = self.world.points
+        points.reached(f"before commit of {kinds}")
+        if self.world.database_full or self.world.flip(self.world.commit_fails):
+            self.world.tell(f"the commit of {kinds} fails")
+            raise UnavailableError("cannot write the database: disk is full")
+        super().commit(batch)
+        self.world.truth.committed(batch)
+        points.reached(f"after commit of {kinds}")
+
+
+class Link:
+    """The controller's side of one node, as `hpcsched.launch.link` has it: up, messages, down, up again."""
+
+    def __init__(self, head: Head, machine: Machine) -> None:
+        self.head, self.machine, self.world = head, machine, head.world
+        self.node = NodeName(machine.name)
+        self.up = False
+        self._connection: Connection | None = None
+        self._told = ""
+
+    def dial(self) -> None:
+        """Make a connection, start the agent if it is not there, and greet it."""
+        machine = self.machine
+        if not machine.power or not machine.reachable:
+            self._fail("cannot reach it")
+            return
+        if machine.agent is None:
+            agent = SimAgent(machine)
+            self.world.run(agent, agent.do, agent.start)
+        if machine.agent is None:
+            self._fail("its agent does not start")
+            return
+        self._connection = connection = self.world.wires.connect(self, machine.agent)
+        ledger = self.head.ledger
+        connection.to_agent(
+            protocol.Hello(
+                version=protocol.VERSION,
+                cluster=ledger.config.name,
+                incarnation=ledger.incarnation,
+                epoch=ledger.epoch,
+                node=machine.name,
+            )
+        )
+        self.world.agenda.later(CONNECT_TIMEOUT_S, self.head, self._timed_out, connection)
+
+    def _timed_out(self, connection: Connection) -> None:
+        if connection is self._connection and not self.up:
+            self._fail("no welcome")
+
+    def hears(self, connection: Connection, message: Any, blob: bytes) -> None:
+        """Take one frame of the agent."""
+        if connection is not self._connection:
+            return
+        if isinstance(message, protocol.Goodbye):
+            self._fail(message.why)
+        elif isinstance(message, protocol.Ping):
+            self.send(protocol.Pong(message.request), b"")
+        elif self.up:
+            self.head.heard(self.node, message)
+        elif isinstance(message, protocol.Welcome):
+            self.up, self._told = True, ""
+            self.head.controller.node_up(self.node, message, self.head.clock())
+            self.head.stepping.node_welcome(self.node, message.inventory)
+            self.world.wires.welcomed(connection)
+        else:
+            self._fail(f"it said {type(message).__name__} before Welcome")
+
+    def lost(self, connection: Connection, why: str) -> None:
+        """The connection has ended."""
+        if connection is self._connection:
+            self._fail(why)
+
+    def _fail(self, why: str) -> None:
+        was_up, self.up = self.up, False
+        if self._connection is not None:
+            self._connection.head_closed()
+            self._connection = None
+        if was_up or why != self._told:
+            self._told = why
+            self.head.controller.node_down(self.node, why)
+        self.world.agenda.later(self.world.rng.uniform(0.5, 4.0), self.head, self.dial)
+
+    def send(self, message: Any, blob: bytes) -> None:
+        """Say something to the agent if it is connected."""
+        if self.up and self._connection is not None:
+            self._connection.to_agent(message, blob)
+
+    def close(self) -> None:
+        """The controller's process has ended."""
+        if self._connection is not None:
+            self._connection.head_closed()
+
+
+class Head(Process):
+    """One life of the controller."""
+
+    kind = "head"
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.serving = False
+        self.links: dict[NodeName, Link] = {}
+        self._tick_soon = False
+        self._tick_at_s: float | None = None
+
+    def start(self) -> None:
+        """As `Daemon._build` and `_serve`."""
+        world = self.world
+        engine = world.database.engine
+        store = world.database.store
+        self.ledger = ledger = Ledger(config=CONFIG, incarnation=incarnation(engine), epoch=raise_epoch(engine))
+        world.points.reached("epoch raised")
+        stored = store.load_nodes()
+        for name, machine in world.machines.items():
+            spec = NodeSpec(name=NodeName(name), host=name, host_key="", cpus=machine.cpus, mem_mib=4000)
+            ledger.nodes[spec.name] = node_of(spec, stored.get(spec.name))
+        ledger.partitions = {"main": Partition(name="main", nodes=tuple(ledger.nodes), default=True)}
+        load_world(ledger, store, self.clock())
+        self.controller = Controller(ledger, store, self, POLICY)
+        self.stepping = Stepping(self.controller, self, clock=self.clock, reply_head=lambda *_: None)
+        world.truth.head_starts(self)
+        self.serving = True
+        for job in ledger.active_jobs():
+            self.stepping.job_running(job)
+        for machine in world.machines.values():
+            link = self.links[NodeName(machine.name)] = Link(self, machine)
+            world.agenda.at(world.soon(), self, link.dial)
+        self.wake(0.0)
+
+    def killed(self, why: str) -> None:
+        """SIGKILL."""
+        if not self.alive:
+            return
+        self.alive = self.serving = False
+        self.world.tell(f"the controller dies: {why}")
+        for link in self.links.values():
+            link.close()
+        self.world.head_died(self)
+
+    def clock(self) -> float:
+        return self.world.wall_s() + self.world.head_clock_off_s
+
+    def heard(self, node: NodeName, message: Any) -> None:
+        """As `Fleet.on_message`."""
+        try:
+            match message:
+                case protocol.Output() | protocol.InputAck():
+                    pass
+                case protocol.FromStream():
+                    self.stepping.on_from_stream(node, message, b"")
+                case protocol.CloseStream():
+                    self.stepping.on_stream_closed((node, message.stream))
+                case _:
+                    self.controller.node_says(node, message)
+        except (HpcschedError, protocol.WireError) as error:
+            self.world.tell(f"the controller drops what {node} says: {error}")
+
+    def tick(self) -> None:
+        """As `Daemon._tick`: a wrong ledger stops the controller, and the simulation."""
+        try:
+            self.controller.tick(self.clock())
+        except InvariantError as error:
+            self.world.truth.broken("ledger", str(error))
+
+    def _tick_now(self) -> None:
+        self._tick_soon = False
+        self.tick()
+
+    def _timer_rang(self, at_s: float) -> None:
+        if self._tick_at_s == at_s:
+            self._tick_at_s = None
+            self.wake(0.0)
+
+    # ----- Ports of the controller
+
+    def send(self, node: NodeName, message: Any, blob: bytes = b"") -> None:
+        kind = type(message).__name__
+        self.world.points.reached(f"before {kind} is sent")
+        self.links[node].send(message, blob)
+        self.world.points.reached(f"after {kind} was sent")
+
+    def wake(self, after_s: float) -> None:
+        agenda = self.world.agenda
+        if after_s <= 0.0:
+            if not self._tick_soon:
+                self._tick_soon = True
+                agenda.at(self.world.soon(), self, self._tick_now)
+            return
+        at_s = agenda.now_s + after_s
+        if self._tick_at_s is None or self._tick_at_s > at_s:
+            self._tick_at_s = at_s
+            agenda.at(at_s, self, self._timer_rang, at_s)
+
+    def nonce(self) -> str:
+        return f"{self.world.rng.getrandbits(128):032x}"
+
+    def monotonic_s(self) -> float:
+        return self.world.agenda.now_s
+
+
+def _config() -> Config:
+    settings = {"controller": {"kill_wait_s": 5, "requeue_delay_s": 2, "min_job_age_s": 100_000}}
+    return build_config(settings, [], config_dir=Path("/nonexistent"), environ={})
+
+
+CONFIG = _config()
+POLICY = Policy()

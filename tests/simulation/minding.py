@@ -1,0 +1,507 @@
+"""Shepherds, step by step as `hpcnode.shepherd` does it, and the agent's side of them (`hpcnode.minders`), simulated.
+
+    begun -> task forked, stopped on a pipe -> `started` durable -> released -> over -> `final` durable -> told -> gone
+
+The files are written by the real `Spool`. The task is a process of its own: it holds the entry's lock until it runs its
+program, runs it if it was released even when the shepherd dies right after that, and ends if the shepherd dies before.
+What a program does is in its launch's arguments: see `Behaviour`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hpcnode import process, protocol
+from hpcnode.environment import MARKER
+from hpcnode.lease import LOOK_S, StepLease
+from hpcnode.user import Account
+from simulation.agenda import Process
+from simulation.machine import INIT, Machine, Program
+
+if TYPE_CHECKING:
+    from simulation.agent import SimAgent
+
+RETRY_S = 1.0
+UID = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Behaviour:
+    """What a program does: its length, how it ends, and its manners."""
+
+    runs_s: float = 10.0
+    code: int = 0
+    stubborn: bool = False  # ignores TERM
+    leaves: bool = False  # leaves a process behind when it ends
+    cannot_start: bool = False
+    step: bool = False  # runs a step on all its nodes meanwhile (batch scripts alone)
+
+    def as_args(self) -> tuple[str, ...]:
+        """Return it as arguments of a job's script."""
+        words = [word for word in ("stubborn", "leaves", "cannot_start", "step") if getattr(self, word)]
+        return (str(self.runs_s), str(self.code), *words)
+
+
+def behaviour_of(launch: protocol.Launch) -> Behaviour:
+    """Return how the program of a launch behaves."""
+    args = launch.argv if launch.step == protocol.BATCH else launch.argv[1:]
+    return Behaviour(float(args[0]), int(args[1]), **{word: True for word in args[2:]})
+
+
+class Wire:
+    """The connection of one agent and one shepherd: what is said arrives in order, and then the end."""
+
+    def __init__(self, agent: SimAgent, shepherd: SimShepherd) -> None:
+        self.agent, self.shepherd = agent, shepherd
+        self.world = agent.world
+        self.open = True
+        self._down_s = self._up_s = 0.0
+
+    def down(self, words: list[Any]) -> None:
+        self._down_s = max(self._down_s, self.world.soon())
+        self.world.agenda.at(self._down_s, self.shepherd, self.shepherd.obey, self, words)
+
+    def up(self, words: list[Any]) -> None:
+        self._up_s = max(self._up_s, self.world.soon())
+        self.world.agenda.at(self._up_s, self.agent, self.agent.heard_shepherd, self.shepherd.token, words)
+
+    def shepherd_ended(self) -> None:
+        if self.open:
+            self.open = False
+            self._up_s = max(self._up_s, self.world.soon())
+            self.world.agenda.at(self._up_s, self.agent, self.agent.minders.hung_up, self.shepherd.token, self)
+
+    def agent_ended(self) -> None:
+        if self.open:
+            self.open = False
+            self._down_s = max(self._down_s, self.world.soon())
+            self.world.agenda.at(self._down_s, self.shepherd, self.shepherd.agent_gone, self)
+
+
+class Task(Process):
+    """What a shepherd forks: waits on the release pipe, then is the program."""
+
+    kind = "task"
+
+    def __init__(self, shepherd: SimShepherd) -> None:
+        self.shepherd = shepherd
+        self.machine = shepherd.machine
+        self.released = False
+        self.holds_lock = True
+        shepherd.machine.lock(shepherd.token, self)
+
+    def release(self) -> None:
+        """The byte is in the pipe: nothing keeps it from running now."""
+        self.released = True
+        self.machine.world.agenda.at(self.machine.world.soon(), self, self.run_program)
+
+    def pipe_closed(self) -> None:
+        """The shepherd is gone, or does not want it any more."""
+        if not self.released and self.alive:
+            self.alive = False
+            self.machine.unlock(self.shepherd.token, self)
+
+    def run_program(self) -> None:
+        """Exec: the lock closes by itself, and the program runs."""
+        self.machine.unlock(self.shepherd.token, self)
+        self.alive = False
+        self.shepherd.run_program()
+
+
+class SimShepherd(Process):
+    """Minds one step."""
+
+    kind = "shepherd"
+
+    def __init__(self, machine: Machine, token: str, agent: SimAgent) -> None:
+        self.machine, self.token, self.world = machine, token, machine.world
+        self.spool = agent.spool
+        self.wire: Wire | None = Wire(agent, self)
+        self.listening = False
+        self.launch: protocol.Launch | None = None
+        self.task: Task | None = None
+        self.programs: list[Program] = []
+        self.is_ready = self.released = False
+        self.started: dict[str, Any] = {}
+        self.final: dict[str, Any] | None = None
+        self.final_kept = self.final_told = False
+        self.ending_at_s: float | None = None
+        self.why = ""
+        self.may_go = True
+        self.lease: StepLease | None = None
+        self.lease_over = self.node_fault = False
+        self.timed_out = False
+        self.code = self.signal = 0
+        self.main_over = False
+
+    def __str__(self) -> str:
+        return f"the shepherd of {self.world.words(self.token)}"
+
+    def _later(self, call: Any, *args: Any) -> None:
+        self.world.agenda.at(self.world.soon(), self, call, *args)
+
+    def reached(self, point: str) -> None:
+        self.world.points.reached(point)
+
+    # ----- to the release
+
+    def begin(self) -> None:
+        self.reached("shepherd.begun")
+        self.launch = self.spool.read(self.token).launch
+        if self.launch is None:
+            self.killed("it finds no launch")
+            return
+        self.may_go = not self.launch.hold
+        self.lease = StepLease(self.launch, lambda: self.spool.renewed_s(self.token))
+        self._later(self.fork)
+        self._watch_lease()
+
+    def _watch_lease(self) -> None:
+        assert self.lease is not None
+        if self.final is None and not self.lease.lasts_for_ever:
+            left_s = self.lease.left_s()
+            if left_s <= 0:
+                self.lease_over = self.lease_over or self.ending_at_s is None
+                self.end(max(0.0, left_s + self.lease.grace_s), protocol.LEASE_OVER)
+            self.world.agenda.later(min(LOOK_S, left_s) if left_s > 0 else LOOK_S, self, self._watch_lease)
+
+    def fork(self) -> None:
+        if self.final is None:
+            self.task = Task(self)
+            self.machine.started(self.task)
+            self.reached("tasks.forked")
+            self._later(self.ready)
+
+    def ready(self) -> None:
+        assert self.launch is not None
+        if behaviour_of(self.launch).cannot_start:
+            self.refuse("cannot execute the script")
+        else:
+            self.is_ready = True
+            self.release_if_ready()
+
+    def release_if_ready(self) -> None:
+        if not self.is_ready or self.released or self.final is not None or self.ending_at_s is not None:
+            return
+        if self.may_go:
+            self.release()
+        else:
+            self.say(["prepared"])
+
+    def release(self) -> None:
+        assert self.launch is not None
+        assert self.task is not None
+        assert self.lease is not None
+        if not self.lease.lasts_for_ever and self.lease.left_s() <= 0:
+            self.end(0.0, protocol.LEASE_OVER)
+            return
+        machine, now_s = self.machine, self.machine.wall_s()
+        self.pid, self.ticks = machine.new_pid(), machine.ticks()
+        self.started = {
+            "status": protocol.STARTED,
+            "pid": self.pid,
+            "at_s": now_s,
+            "started_at_s": now_s,
+            "tasks": [process.Identity(self.pid, self.ticks, machine.boot_id)],
+            "shepherd": None,
+            "boot_id": machine.boot_id,
+            "uid": UID,
+            "cgroup": None,
+            "stream_to": self._stream_to(),
+        }
+        try:
+            self.spool.write_started(self.token, self.started)
+        except OSError as error:
+            self.node_fault = True
+            self.refuse(f"cannot record the start: {error.strerror}")
+            return
+        self.released = True
+        self.task.release()
+        self.reached("released")
+        self.say(["started", self.started])
+        if self.launch.limit_s is not None:
+            self.world.agenda.later(self.launch.limit_s, self, self.limit_reached)
+
+    def _stream_to(self) -> dict[str, Any] | None:
+        address = self.launch.stream_to if self.launch is not None else None
+        return None if address is None else {"node": address.node, "stream": address.stream}
+
+    def run_program(self) -> None:
+        """The task's exec. The shepherd itself may be dead by now."""
+        assert self.launch is not None
+        how = behaviour_of(self.launch)
+        parent = self.pid if self.alive else INIT
+        program = Program(self.launch, self.pid, self.ticks, self.pid, parent, stubborn=how.stubborn)
+        self._add(program)
+        self.world.truth.program_runs(self.machine, program)
+        self.world.agenda.later(how.runs_s, None, self._program_ends, program, how)
+        if how.step:
+            self.world.people.start_step(self.machine, self.launch)
+
+    def _add(self, program: Program) -> None:
+        program.ends = lambda code, signum: self._ended(program, code, signum)
+        self.programs.append(program)
+        self.machine.programs[program.pid] = program
+
+    def _program_ends(self, program: Program, how: Behaviour) -> None:
+        if not program.alive:
+            return
+        if how.leaves and self.launch is not None:
+            pid = self.machine.new_pid()
+            parent = program.parent
+            self._add(Program(self.launch, pid, self.machine.ticks(), program.session, parent, True, False))
+        self.machine.over(program, how.code, 0)
+
+    def _ended(self, program: Program, code: int, signum: int) -> None:
+        if self.alive:
+            self._later(self.reap, program.is_main, code, signum)
+
+    # ----- to the end
+
+    def refuse(self, why: str) -> None:
+        if self.final is None and not self.released:
+            self.why = self.why or why
+            self.over_before_release(protocol.REFUSED)
+
+    def over_before_release(self, status: str) -> None:
+        if self.task is not None:
+            self.task.pipe_closed()
+        self.close_with(self.record(status))
+
+    def limit_reached(self) -> None:
+        if self.final is None:
+            self.timed_out = True
+            assert self.launch is not None
+            self.end(self.launch.grace_s, "timeout")
+
+    def end(self, grace_s: float, why: str) -> None:
+        if self.final is not None:
+            self.exit()
+            return
+        self.why = self.why or why
+        if not self.released:
+            self.ending_at_s = 0.0
+            self.over_before_release(protocol.BARRED)
+            return
+        at_s = self.world.agenda.now_s + grace_s
+        if self.ending_at_s is None and grace_s > 0:
+            for program in [one for one in self.programs if one.alive and not one.stubborn]:
+                self.world.agenda.at(self.world.soon(), None, self.machine.kill, program, 15)
+        if self.ending_at_s is None or at_s < self.ending_at_s:
+            self.ending_at_s = at_s
+            self.world.agenda.at(at_s, self, self.kill_all)
+
+    def kill_all(self) -> None:
+        if self.final is not None:
+            return
+        living = [one for one in self.programs if one.alive]
+        for program in living:
+            self.machine.kill(program, 9)
+        if not self.main_over:
+            self.world.agenda.later(0.5, self, self.kill_all)  # also what is only about to run
+
+    def reap(self, was_main: bool, code: int, signum: int) -> None:
+        if was_main:
+            self.main_over, self.code, self.signal = True, code, signum
+        if self.final is not None or not self.main_over:
+            return
+        if any(one.alive for one in self.programs):
+            if self.ending_at_s is None:
+                self.ending_at_s = 0.0
+                self.kill_all()
+            return
+        self.reached("tasks.over")
+        self.close_with(self.record(protocol.ENDED))
+
+    def record(self, status: str) -> dict[str, Any]:
+        at_s = self.machine.wall_s()
+        record = {"status": status, "at_s": at_s, "why": self.why, "stream_to": self._stream_to()}
+        if status == protocol.ENDED:
+            assert self.launch is not None
+            count = self.launch.tasks.count
+            record |= {"codes": [self.code] * count, "signals": [self.signal] * count, "timed_out": self.timed_out}
+            if self.lease_over:
+                record["status"] = protocol.LOST
+        if self.node_fault and not self.released:
+            record["node_fault"] = True
+        return record
+
+    def close_with(self, final: dict[str, Any]) -> None:
+        self.final = final
+        self.keep_final()
+
+    def keep_final(self) -> None:
+        assert self.final is not None
+        try:
+            self.spool.write_final(self.token, self.final)
+        except OSError:
+            if self.released:
+                self.world.agenda.later(RETRY_S, self, self.keep_final)
+                return
+        self.final_kept = True
+        self.after_moves()
+
+    def tell_final(self) -> None:
+        if self.final_kept and not self.final_told and self.wire is not None:
+            self.final_told = True
+            self.say(["final", self.final])
+
+    def after_moves(self) -> None:
+        if self.final_kept:
+            self.tell_final()
+            self.exit()
+
+    def exit(self) -> None:
+        """All is done; the lock may be closed a little later than the connection."""
+        self.alive = False
+        self.machine.shepherds.pop(self.token, None)
+        if self.wire is not None:
+            self.wire.shepherd_ended()
+        self.world.agenda.at(self.world.soon(), None, self.machine.unlock, self.token, self)
+
+    def killed(self, why: str) -> None:
+        """SIGKILL: its task ends if it was not released; what runs, runs on."""
+        self.world.tell(f"{self} on {self.machine.name} dies: {why}")
+        self.alive = False
+        self.machine.shepherds.pop(self.token, None)
+        self.machine.unlock(self.token, self)
+        for program in self.programs:
+            program.parent = INIT
+        if self.task is not None:
+            self.world.agenda.at(self.world.soon(), None, self.task.pipe_closed)
+        if self.wire is not None:
+            self.wire.shepherd_ended()
+
+    # ----- the agent
+
+    def say(self, words: list[Any]) -> None:
+        if self.wire is not None:
+            self.wire.up(words)
+
+    def obey(self, wire: Wire, words: list[Any]) -> None:
+        if wire is self.wire:
+            if words[0] == "end":
+                self.end(words[1], words[2])
+            elif words[0] == "go":
+                self.may_go = True
+                self.release_if_ready()
+            elif words[0] == "signal" and self.released and self.final is None:
+                for program in [one for one in self.programs if one.alive and not one.stubborn]:
+                    self.machine.kill(program, words[1])
+
+    def agent_gone(self, wire: Wire) -> None:
+        if wire is self.wire:
+            self.wire = None
+            self.listening = True
+            self.after_moves()
+
+    def agent_came(self, agent: SimAgent) -> Wire:
+        """Accept the connection of the next agent."""
+        self.listening = False
+        self.wire = Wire(agent, self)
+        self._later(self.greet)
+        return self.wire
+
+    def greet(self) -> None:
+        self.final_told = False
+        if self.released:
+            self.say(["started", self.started])
+        else:
+            self.release_if_ready()
+        self.after_moves()
+
+
+class SimMinders:
+    """`hpcnode.entry.Minding` over simulated shepherds."""
+
+    def __init__(self, agent: SimAgent) -> None:
+        self._agent = agent
+        self._machine = agent.machine
+        self._world = agent.world
+        self._wires: dict[str, Wire] = {}
+        self._unsaid: dict[str, list[list[Any]]] = {}
+
+    def start(self, launch: protocol.Launch, account: Account) -> None:
+        """As `Minders.start`: the lock, then the fork."""
+        token, machine = launch.token, self._machine
+        if self.is_minded(token):
+            raise OSError("its spool entry is locked by another shepherd")
+        self._world.points.reached("fork.before")
+        if self._world.flip(self._world.fork_fails):
+            raise OSError(11, "Resource temporarily unavailable")
+        shepherd = SimShepherd(machine, token, self._agent)
+        machine.lock(token, shepherd)
+        machine.shepherds[token] = shepherd
+        machine.started(shepherd)
+        assert shepherd.wire is not None
+        self._wires[token] = shepherd.wire
+        self._world.agenda.at(self._world.soon(), shepherd, shepherd.begin)
+        self._world.points.reached("fork.after")
+
+    def adopt(self, token: str) -> None:
+        self._unsaid.setdefault(token, [])
+        self._try_adopt(token)
+
+    def _try_adopt(self, token: str) -> None:
+        shepherd = self._machine.shepherds.get(token)
+        if shepherd is not None and shepherd.listening:
+            wire = self._wires[token] = shepherd.agent_came(self._agent)
+            for words in self._unsaid.pop(token, ()):
+                wire.down(words)
+        elif self.is_minded(token):
+            self._world.agenda.later(0.02, self._agent, self._agent.do, self._try_adopt, token)
+        else:
+            self._unsaid.pop(token, None)
+            self._agent.ledger.shepherd_gone(token)
+
+    def is_minded(self, token: str) -> bool:
+        """As `Minders._lock`: the lock file is made if it is not there."""
+        disk = self._machine.disk
+        entry = disk.folder(["spool", token])
+        if "lock" not in entry.names:
+            disk.make_file(entry, "lock")
+        return self._machine.is_locked(token)
+
+    def say(self, token: str, words: list[Any], blob: bytes = b"") -> None:
+        if token in self._wires:
+            self._wires[token].down(words)
+        elif token in self._unsaid:
+            self._unsaid[token].append(words)
+
+    def hung_up(self, token: str, wire: Wire) -> None:
+        """The shepherd closed its connection; it is gone when its lock is free."""
+        if self._wires.get(token) is wire:
+            del self._wires[token]
+            self._agent.do(self._wait_for_lock, token)
+
+    def _wait_for_lock(self, token: str) -> None:
+        if self.is_minded(token):
+            self._world.agenda.later(0.02, self._agent, self._agent.do, self._wait_for_lock, token)
+        else:
+            self._agent.ledger.shepherd_gone(token)
+
+    def agent_died(self) -> None:
+        """Its connections end."""
+        for wire in self._wires.values():
+            wire.agent_ended()
+
+    def kill_remains(self, started: dict[str, Any]) -> bool:
+        """As `Minders.kill_remains`, by the real search."""
+        machine = self._machine
+        if started.get("boot_id") != machine.boot_id:
+            return True
+        tasks = [process.Identity(*item) for item in started.get("tasks", ())]
+        self._world.processes.machine = machine
+        left = process.remains_of(
+            sessions=[task.pid for task in tasks],
+            since_ticks=min((task.ticks for task in tasks), default=0),
+            uid=started.get("uid", -1),
+            marker=f"{MARKER}={started['token']}".encode(),
+        )
+        for pid in left:
+            program = machine.programs.get(pid)
+            if program is not None:
+                self._world.truth.killed_for(started["token"], program)
+                machine.kill(program, 9)
+        return not left

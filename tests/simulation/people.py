@@ -1,0 +1,187 @@
+"""Those who ask: they submit and cancel, wait for the answer, and ask again if none comes. And step commands on nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from hpcnode import protocol
+from hpcsched.api.identity import Asker
+from hpcsched.controller import requests
+from hpcsched.errors import HpcschedError, UnavailableError
+from hpcsched.model.ids import JobId
+from hpcsched.model.spec import JobSpec
+from simulation.machine import Machine
+
+if TYPE_CHECKING:
+    from simulation.agent import SimAgent
+    from simulation.world import World
+
+ANN = Asker(uid=1000, user="ann", admin=False)
+ROOT = Asker(uid=0, user="root", admin=True)
+PATIENCE_S = 8.0
+MAX_TRIES = 200
+
+Work = Callable[[Any, Any], Any]  # transaction, store -> answer
+Told = Callable[[Any], None]
+
+
+class People:
+    """Everybody who uses the cluster."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.answers_lost = 0.0  # how often the connection to the controller breaks before the answer
+        self.doubled = 0.0  # how often a request arrives twice
+        self.waiting = 0  # requests that are not answered yet
+        self.jobs: dict[str, list[JobId]] = {}  # by request id: what the client was told
+        self._submitting: set[str] = set()
+        self._streams = 0
+
+    # ----- requests
+
+    def submit(self, name: str, specs: list[JobSpec]) -> None:
+        """Submit the jobs under a request id."""
+
+        def work(tx: Any, store: Any) -> Any:
+            return requests.submit(tx, ANN, name, specs, store.request_jobs)
+
+        def told(answer: list[dict[str, int]]) -> None:
+            ids = [JobId(item["job_id"]) for item in answer]
+            self.world.truth.submit_acknowledged(name, ids)
+            self.jobs.setdefault(name, ids)
+
+        self._submitting.add(name)
+        self._ask(f"submit {name}", work, told)
+
+    def cancel(self, name: str, told: Told | None = None) -> None:
+        """Cancel what a request made."""
+        self._on_jobs("cancel", name, lambda tx, refs: requests.cancel(tx, ANN, refs, {}))
+
+    def requeue(self, name: str) -> None:
+        self._on_jobs("requeue", name, lambda tx, refs: requests.requeue(tx, ANN, refs))
+
+    def hold(self, name: str) -> None:
+        self._on_jobs("hold", name, lambda tx, refs: requests.hold(tx, ANN, refs))
+
+    def release(self, name: str) -> None:
+        self._on_jobs("release", name, lambda tx, refs: requests.release(tx, ANN, refs))
+
+    def signal(self, name: str, signum: int) -> None:
+        """Send a signal to the jobs' processes."""
+        self._on_jobs("signal", name, lambda tx, refs: requests.signal(tx, ANN, refs, {}, signum, False, False))
+
+    def drain(self, node: str) -> None:
+        self._ask(f"drain {node}", lambda tx, _: requests.drain(tx, ROOT, node, "test", ""), lambda _: None)
+
+    def resume(self, node: str) -> None:
+        self._ask(f"resume {node}", lambda tx, _: requests.resume(tx, ROOT, node, ""), lambda _: None)
+
+    def fence(self, node: str) -> None:
+        """Say that the node runs nothing. The node has to be off; and stays so until the answer is there."""
+        self._ask(f"fence {node}", lambda tx, _: requests.fence(tx, ROOT, node, ""), lambda _: None)
+
+    def _on_jobs(self, what: str, name: str, do: Callable[[Any, list[str]], requests.Outcome]) -> None:
+        if name not in self.jobs:
+            if name in self._submitting:
+                self.world.agenda.later(1.0, None, self._on_jobs, what, name, do)  # its numbers are not known yet
+            return
+        refs = [str(job_id) for job_id in self.jobs[name]]
+
+        def told(outcome: requests.Outcome) -> None:
+            if what == "cancel":
+                self.world.truth.cancel_acknowledged(outcome.jobs)
+            if outcome.signals:
+                head = self.world.head
+                if head is not None:
+                    head.controller.send_signals(outcome.signals)
+
+        self._ask(f"{what} {name}", lambda tx, _: do(tx, refs), told)
+
+    def _ask(self, what: str, work: Work, told: Told) -> None:
+        self.waiting += 1
+        _Request(self, what, work, told).send()
+
+    # ----- step commands
+
+    def start_step(self, machine: Machine, launch: protocol.Launch) -> None:
+        """Have the script that runs as `launch` run a step on all its nodes."""
+        agent = machine.agent
+        if agent is None:
+            return
+        self._streams += 1
+        StepCommand(self.world, agent, self._streams, launch).send()
+
+
+class _Request:
+    """One request, until it is answered."""
+
+    def __init__(self, people: People, what: str, work: Work, told: Told) -> None:
+        self._people, self._what, self._work, self._told = people, what, work, told
+        self._world = people.world
+        self._over = False
+        self._tries = 0
+
+    def send(self) -> None:
+        """Ask the controller, if one is there; look again after a while."""
+        if self._over:
+            return
+        self._tries += 1
+        world, head = self._world, self._world.head
+        if self._tries > MAX_TRIES:
+            world.truth.broken("liveness", f"nobody answers to {self._what}")
+        if head is not None and head.serving:
+            store = head.controller.store
+            for _ in range(2 if world.flip(self._people.doubled) else 1):
+                head.controller.ask(lambda tx: self._work(tx, store), self._answered)
+        world.agenda.later(PATIENCE_S, None, self.send)
+
+    def _answered(self, result: Any) -> None:
+        """The controller answers: from here on its word counts, whether it arrives or not."""
+        world = self._world
+        world.points.reached(f"before the answer to {self._what.split(' ')[0]}")
+        if isinstance(result, UnavailableError):
+            return
+        if isinstance(result, HpcschedError):
+            world.tell(f"{self._what}: {result}")
+        else:
+            self._told(result)
+        if world.flip(self._people.answers_lost):
+            world.tell(f"the answer to {self._what} is lost")
+        elif not self._over:
+            self._over = True
+            self._people.waiting -= 1
+            world.tell(f"{self._what} is answered")
+        world.points.reached(f"after the answer to {self._what.split(' ')[0]}")
+
+
+class StepCommand:
+    """An hrun in a job's script: asks for a step, and ends with its script."""
+
+    def __init__(self, world: World, agent: SimAgent, stream: int, launch: protocol.Launch) -> None:
+        self._world, self._agent, self._stream, self._launch = world, agent, stream, launch
+
+    def send(self) -> None:
+        launch = self._launch
+        request = protocol.StepRequest(
+            version=protocol.VERSION,
+            job_id=launch.job_id,
+            options={"nodes": str(len(launch.hosts)), "ntasks": str(len(launch.hosts)), "output": "/tmp/out"},
+            argv=["program", "3.0", "0"],
+            work_dir="/tmp",
+            env={},
+        )
+        self._agent.clients[self._stream] = self._heard
+        self._agent.say(
+            protocol.FromStream(
+                stream=self._stream,
+                uid=ANN.uid,
+                job_id=launch.job_id,
+                attempt=launch.attempt,
+                message=protocol.to_json(request),
+            )
+        )
+
+    def _heard(self, message: dict[str, Any]) -> None:
+        if message["type"] == "StepEnded":
+            self._agent.clients.pop(self._stream, None)

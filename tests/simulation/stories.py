@@ -1,0 +1,189 @@
+"""Small stories, each tried with every crash point in it, and every fault of every message in it, and all pairs of them.
+
+A story is first run without faults, noting every crash point that its processes pass (controller: before and after each
+commit, each send and each answer; agent, shepherd and their helper: before each change of the disk, after each fsync and
+rename, and at the points named in the code) and every frame that is sent. Then it is run again for each pair. A pair
+counts as explored when both have happened. A crash on a node is tried twice: the process is killed; the power fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from simulation.minding import Behaviour
+from simulation.truth import Violation
+from simulation.wires import DOWN, FAULTS, UP, MessageFault
+from simulation.world import Stage, World, job_spec
+
+HEAL_S = 8.0
+
+
+@dataclass(frozen=True, slots=True)
+class Story:
+    """What people and nodes do, at which times."""
+
+    name: str
+    nodes: dict[str, int]
+    acts: tuple[tuple[float, Callable[[World], None]], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Crash:
+    """Where a process dies; with `power`, its node does."""
+
+    point: str
+    count: int
+    power: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.point} #{self.count}{' (power fails)' if self.power else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Which frame is hurt, and how."""
+
+    direction: int
+    kind: str
+    count: int
+    fault: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} #{self.count} {self.fault}"
+
+
+Pair = tuple[Crash | None, Message | None]
+
+
+@dataclass(slots=True)
+class Tally:
+    """What was explored."""
+
+    runs: int = 0
+    pairs: set[tuple[str, str, str]] = field(default_factory=set)  # story, crash point, message fault
+    points: set[str] = field(default_factory=set)
+    failures: list[str] = field(default_factory=list)
+
+    def add(self, other: Tally) -> None:
+        """Take over what another one has counted."""
+        self.runs += other.runs
+        self.pairs |= other.pairs
+        self.points |= other.points
+        self.failures += other.failures
+
+    @property
+    def distinct(self) -> set[tuple[str, str]]:
+        """The (crash point, message fault) of which both happened, whatever the story."""
+        return {(point, fault) for _, point, fault in self.pairs if "None" not in (point, fault)}
+
+    def __str__(self) -> str:
+        return (
+            f"{self.runs} runs; {len(self.points)} crash points; {len(self.distinct)} distinct (crash point x message "
+            f"fault) pairs; {len(self.failures)} violations"
+        )
+
+
+def submit(*specs: Behaviour, **fields: object) -> Callable[[World], None]:
+    """Return the act of submitting jobs that behave so."""
+    return lambda world: world.people.submit("a", [job_spec(how, **fields) for how in specs])
+
+
+def power(name: str, on: bool) -> Callable[[World], None]:
+    """Return the act of switching a node."""
+    return lambda world: world.machines[name].power_on() if on else world.machines[name].power_off()
+
+
+def kill_shepherds(world: World) -> None:
+    """Kill every shepherd."""
+    for machine in world.machines.values():
+        for shepherd in list(machine.shepherds.values()):
+            shepherd.killed("by the story")
+
+
+def cancel(world: World) -> None:
+    world.people.cancel("a")
+
+
+def requeue(world: World) -> None:
+    world.people.requeue("a")
+
+
+SHORT, LONG = Behaviour(0.5), Behaviour(60.0)
+ONE, TWO = {"n1": 2}, {"n1": 2, "n2": 2}
+
+STORIES = (
+    Story("a job runs", ONE, ((1.0, submit(SHORT)),)),
+    Story("a job is cancelled", ONE, ((1.0, submit(LONG)), (2.0, cancel))),
+    Story("a job is cancelled while it starts", ONE, ((1.0, submit(SHORT)), (1.02, cancel))),
+    Story("a job is requeued", ONE, ((1.0, submit(Behaviour(1.5))), (2.0, requeue))),
+    Story("a job cannot start", ONE, ((1.0, submit(Behaviour(cannot_start=True))),)),
+    Story("a job leaves something behind", ONE, ((1.0, submit(Behaviour(0.5, 1, stubborn=True, leaves=True))),)),
+    Story("a job asks to run again", ONE, ((1.0, submit(Behaviour(0.5, 75), requeue=True)), (2.5, cancel))),
+    Story("a shepherd is killed", ONE, ((1.0, submit(Behaviour(1.5))), (2.0, kill_shepherds))),
+    Story("a node reboots", ONE, ((1.0, submit(Behaviour(1.5))), (2.0, power("n1", False)), (3.0, power("n1", True)))),
+    Story("a job has two nodes", TWO, ((1.0, submit(SHORT, nodes=2)),)),
+    Story("a job on two nodes is cancelled", TWO, ((1.0, submit(LONG, nodes=2)), (2.0, cancel))),
+    Story("a step on two nodes", TWO, ((1.0, submit(Behaviour(4.0, step=True), nodes=2)),)),
+)
+
+
+def play(on: Stage, story: Story, pair: Pair, history: list[str] | None = None) -> tuple[World, bool]:
+    """Run a story with a crash and a message fault; return the world and whether both happened. Raises Violation."""
+    world = World(on, 1, story.nodes, history=history)
+    world.wires.encoded = True
+    crash, message = pair
+    if crash is not None:
+        world.points.armed[(crash.point, crash.count)] = False
+        world.power_fails = crash.power
+    fault = None if message is None else MessageFault(message.direction, message.kind, message.count, message.fault)
+    if fault is not None:
+        world.wires.faults.append(fault)
+    _act(world, story)
+    happened = all(world.points.armed.values()) and (fault is None or fault.happened)
+    world.heal()
+    world.settle()
+    return world, happened
+
+
+def _act(world: World, story: Story) -> None:
+    for at_s, act in story.acts:
+        world.run_until(at_s)
+        act(world)
+    world.run_until(HEAL_S)
+
+
+def pairs_of(on: Stage, story: Story) -> list[Pair]:
+    """Return every pair that the story has, and every crash and every fault alone."""
+    world = World(on, 1, story.nodes)
+    world.wires.encoded = True
+    world.points.noted, world.wires.noted = [], []
+    _act(world, story)
+    crashes: list[Crash | None] = [None]
+    for point, count in dict.fromkeys(world.points.noted):
+        crashes.append(Crash(point, count))
+        if not point.startswith("head"):
+            crashes.append(Crash(point, count, power=True))
+    messages: list[Message | None] = [None]
+    for direction, kind, count in dict.fromkeys(world.wires.noted):
+        messages += [Message(direction, kind, count, fault) for fault in FAULTS]
+    return [(crash, message) for crash in crashes for message in messages]
+
+
+def explore(on: Stage, story: Story, pairs: Iterator[Pair] | list[Pair]) -> Tally:
+    """Run the story with each pair; failures are words that say how to see them."""
+    tally = Tally()
+    for crash, message in pairs:
+        tally.runs += 1
+        try:
+            _, happened = play(on, story, (crash, message))
+        except Violation as error:
+            tally.failures.append(f"{story.name}: {crash} x {message}: {error}")
+            continue
+        if happened:
+            tally.points.add(str(crash))
+            tally.pairs.add((story.name, str(crash), str(message)))
+    return tally
+
+
+__all__ = ["DOWN", "UP", "STORIES", "Story", "Tally", "explore", "pairs_of", "play"]

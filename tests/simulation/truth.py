@@ -1,0 +1,221 @@
+"""What really ran, and what must never be: the invariants, looked at whenever something that they speak of changes.
+
+    I1  a token is executed at most once
+    I2  two attempts of a job never run at the same time; what runs is of the attempt that the ledger has, on a node it holds
+    I3  a submission that was acknowledged has its row, after any crash
+    I4  a job whose cancellation was acknowledged is never given nodes again; nothing of it runs when the ledger says it is over
+    I5  a final state never changes (but by a request to queue the job again)
+    I6  what the ledger's jobs hold of a node is never more than it has
+    I7  the same request id gives the same jobs
+    I8  replaying a job's events gives its row
+    end a job that is COMPLETED has run to its end, once
+    kill  nothing is killed for a step that it is not of
+
+The programs themselves count their executions; the ledger is read from the committed batches, and at each start of a
+controller, and at the end, from the database.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hpcsched.lifecycle.events import Allocated, EndRequested, Requeued, Submitted
+from hpcsched.lifecycle.job import apply, submitted_jobs
+from hpcsched.model.ids import JobId, Token
+from hpcsched.model.job import ACTIVE, FINAL, Job, JobState
+from hpcsched.store.store import Batch
+from simulation.machine import Machine, Program
+
+if TYPE_CHECKING:
+    from simulation.head import Head
+    from simulation.world import World
+
+
+class Violation(Exception):
+    """An invariant does not hold."""
+
+    def __init__(self, invariant: str, text: str) -> None:
+        super().__init__(f"{invariant}: {text}")
+        self.invariant = invariant
+
+
+@dataclass(slots=True)
+class Execution:
+    """A program that ran, or runs."""
+
+    token: Token
+    machine: str
+    live: int = 0  # processes
+    code: int | None = None  # of the main one, if it ended by itself
+
+
+class Truth:
+    """The checker of one world."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.executions: dict[str, Execution] = {}
+        self._live: dict[str, Execution] = {}
+        self.rows: dict[JobId, Job] = {}  # as committed
+        self._acknowledged: dict[str, list[JobId]] = {}
+        self._cancelled: set[JobId] = set()  # not queued again since
+        self._ever_cancelled: set[JobId] = set()
+        self.strays: set[str] = set()  # incarnations before the present one
+
+    def broken(self, invariant: str, text: str) -> None:
+        """Raise the Violation."""
+        raise Violation(invariant, text)
+
+    # ----- programs
+
+    def program_runs(self, machine: Machine, program: Program) -> None:
+        """A program's first instruction."""
+        token = Token.parse(program.token)
+        self._world.tell(f"{self._world.words(program.token)} runs on {machine.name} (pid {program.pid})")
+        if program.token in self.executions:
+            self.broken("I1", f"{program.token} is executed a second time")
+        execution = Execution(token, machine.name, 0)
+        self.executions[program.token] = self._live[program.token] = execution
+        for other in self._live.values():
+            same = (other.token.incarnation, other.token.job_id) == (token.incarnation, token.job_id)
+            if same and other.token.attempt != token.attempt:
+                self.broken("I2", f"attempts {other.token.attempt} and {token.attempt} of job {token.job_id} run")
+        self._check_known(execution)
+
+    def program_over(self, machine: Machine, program: Program, code: int, signum: int) -> None:
+        """A program, or what it left behind, is gone."""
+        execution = self._live.get(program.token)
+        if execution is None:
+            return
+        if program.is_main:
+            how = f"signal {signum}" if signum else f"code {code}"
+            self._world.tell(f"{self._world.words(program.token)} is over on {machine.name}: {how}")
+            if not signum:
+                execution.code = code
+        if not any(one.token == program.token for one in machine.programs.values()):
+            self._live.pop(program.token)
+
+    def killed_for(self, token: str, program: Program) -> None:
+        """A program is about to be killed as what is left of `token`."""
+        if program.token != token:
+            self.broken("kill", f"{program.token} is killed as what is left of {token}")
+
+    def _check_known(self, execution: Execution) -> None:
+        token = execution.token
+        if token.incarnation in self.strays:
+            return  # of before the restore: to be ended, not to be known
+        job = self.rows.get(token.job_id)
+        if job is None or job.attempt != token.attempt or job.state not in ACTIVE:
+            what = "it has no row" if job is None else f"its job is {job.state}, attempt {job.attempt}"
+            invariant = "I4" if job is not None and job.id in self._cancelled else "I2"
+            self.broken(invariant, f"{token} runs on {execution.machine} unseen: {what}")
+        elif token.node not in job.held_nodes:
+            self.broken("I6", f"{token} runs on {token.node}, which its job does not hold any more")
+
+    # ----- the ledger
+
+    def committed(self, batch: Batch) -> None:
+        """A batch is on disk."""
+        rows = self.rows
+        for event in batch.events:
+            self._world.tell(f"recorded: job {event.job_id} {type(event).__name__}")
+            if isinstance(event, Submitted):
+                for job in submitted_jobs(event, batch.specs[event.spec_id]):
+                    rows[job.id] = job
+                continue
+            before = rows.get(event.job_id)
+            if before is None:
+                self.broken("I8", f"{type(event).__name__} of job {event.job_id}, which was never submitted")
+                return
+            if before.state in FINAL and not isinstance(event, Requeued):
+                self.broken("I5", f"job {before.id} is {before.state}, and then {type(event).__name__}")
+            if isinstance(event, Allocated) and before.id in self._cancelled:
+                self.broken("I4", f"job {before.id} was cancelled, and is given nodes")
+            if isinstance(event, Requeued):
+                self._cancelled.discard(before.id)
+            if isinstance(event, EndRequested) and event.by_uid is not None and not event.requeue:
+                self._cancelled.add(before.id)
+                self._ever_cancelled.add(before.id)
+            rows[event.job_id] = apply(before, event)
+        for job in batch.jobs.values():
+            if rows.get(job.id) != job:
+                self.broken("I8", f"job {job.id}: its events give {rows.get(job.id)}, its row is {job}")
+            if job.state is JobState.COMPLETED and job.spec.script:
+                self._check_completed(job)
+        for execution in self._live.values():
+            self._check_known(execution)
+        self._check_held()
+
+    def _check_completed(self, job: Job) -> None:
+        execution = self.executions.get(job.token)
+        if execution is None or execution.code != 0:
+            self.broken("end", f"job {job.id} is COMPLETED, but {job.token} has not run to its end")
+
+    def _check_held(self) -> None:
+        held: dict[str, int] = {}
+        for job in self.rows.values():
+            if job.state in ACTIVE:
+                for share in job.shares:
+                    if share.node in job.held_nodes:
+                        held[share.node] = held.get(share.node, 0) + share.cpus
+        for node, cpus in held.items():
+            if cpus > self._world.machines[node].cpus:
+                self.broken("I6", f"{cpus} cpus of {node} are held")
+
+    def head_starts(self, head: Head) -> None:
+        """A controller has loaded the database: it must have what was committed and acknowledged."""
+        self._check_rows(head.ledger.jobs)
+
+    def check_end(self, head: Head) -> None:
+        """Look at all that is stored, and replay every job's events."""
+        store = head.controller.store
+        stored = {job.id: job for job in store.load_jobs(-1.0)}
+        self._check_rows(stored)
+        for row in stored.values():
+            job: Job | None = None
+            for event in store.load_events(row.id):
+                if isinstance(event, Submitted):
+                    job = next(one for one in submitted_jobs(event, row.spec) if one.id == row.id)
+                elif job is not None:
+                    job = apply(job, event)
+            if job != row:
+                self.broken("I8", f"job {row.id}: its events give {job}, its row is {row}")
+
+    def _check_rows(self, stored: dict[JobId, Job]) -> None:
+        if stored != self.rows:
+            wrong = sorted(i for i in {*stored, *self.rows} if stored.get(i) != self.rows.get(i))
+            self.broken("I3", f"jobs {wrong} are not as they were committed")
+        for name, ids in self._acknowledged.items():
+            if not all(job_id in stored for job_id in ids):
+                self.broken("I3", f"submission {name} was acknowledged as {ids}, and is not there")
+
+    def restored(self, head_incarnation: str, rows: dict[JobId, Job]) -> None:
+        """The database is yesterday's: what was acknowledged since is gone, and is not held against anybody."""
+        self.strays.add(head_incarnation)
+        self.rows = rows
+        self._acknowledged = {
+            name: ids for name, ids in self._acknowledged.items() if all(job_id in rows for job_id in ids)
+        }
+        self._cancelled = {job_id for job_id in self._cancelled if job_id in rows and rows[job_id].state in FINAL}
+        self._ever_cancelled.clear()
+
+    # ----- what people were told
+
+    def submit_acknowledged(self, name: str, ids: list[JobId]) -> None:
+        """A client is told the numbers of its jobs."""
+        if not self._world.database.has_jobs(list(ids)):
+            self.broken("I3", f"submission {name} is acknowledged as {ids} before it is on disk")
+        if self._acknowledged.setdefault(name, ids) != ids:
+            self.broken("I7", f"submission {name} gave {self._acknowledged[name]}, and then {ids}")
+
+    def cancel_acknowledged(self, ids: list[int]) -> None:
+        """A client is told that these jobs are cancelled."""
+        for job_id in ids:
+            if job_id not in self._ever_cancelled:
+                self.broken("I4", f"the cancellation of job {job_id} is acknowledged before it is on disk")
+
+    @property
+    def running(self) -> list[str]:
+        """The tokens of which something runs."""
+        return list(self._live)
