@@ -179,13 +179,13 @@ class Controller:
             agent_version=welcome.agent_version,
             root_agent=bool(welcome.facts.get("is_root", False)),
         )
-        note_condition(tx, node, str(welcome.facts.get("fault", "")))
         answer = reports.Answer()
         tokens: set[str] = set()
         for item in welcome.inventory:
             report = protocol.from_json({"type": "Report", **item})
             tokens.add(report.token)
             self._on_report(tx, node, report, answer)
+        note_condition(tx, node, str(welcome.facts.get("fault", "")))  # whatever it had to refuse once
         reports.on_inventory(tx, node, rebooted, tokens, set(answer.strays))
         return answer
 

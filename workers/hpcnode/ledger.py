@@ -386,7 +386,7 @@ class Ledger:
         for token in tuple(self._stuck):
             self._stuck.discard(token)
             entry = self.entries.get(token)
-            if entry is not None and not entry.minded:
+            if entry is not None and not entry.minded and not _is_claim(entry):
                 self.shepherd_gone(token)
         for token, record in list(self._unbarred.items()):
             self._try_tombstone(token, record)
@@ -400,13 +400,13 @@ class Ledger:
 
     def repeat(self) -> None:
         """Send again the reports that have had no answer since the last call; look whether a fault is still there."""
-        if self.fault:
-            self._look_at_disk()
         for seq, token in tuple(self._by_seq.items()):
             entry = self.entries[token]
             if seq < self._repeat_below and not entry.held:
                 self._send(report_of(entry, self._wall_s()))
         self._repeat_below = self._next_seq
+        if self.fault:
+            self._look_at_disk()  # after the refusals, or one of them would be the last word
 
     def _is_unwell(self, why: str) -> None:
         """This node can take no launches: say so."""

@@ -1,0 +1,209 @@
+"""A node without a disk or processes: the ledger on a spool in memory, with shepherds that are only noted."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+from hpcnode import protocol
+from hpcnode.ledger import Ledger
+from hpcnode.spool import Epochs, Found
+from hpcnode.tokens import Token, read_token
+from hpcnode.user import Account, UserError
+
+INCARNATION = "feedc0de"
+ACCOUNT = Account("ann", 1001, 1001, [1001], "/home/ann", "/bin/sh")
+
+
+def token(job: int = 1, attempt: int = 0, step: str = "batch") -> str:
+    return f"{INCARNATION}.{job}.{attempt}.{step}.n1.{secrets.token_hex(16)}"
+
+
+def launch(text: str, epoch: int = 1, **fields: Any) -> protocol.Launch:
+    _, job, attempt, step, _, _ = text.split(".")
+    return protocol.Launch(
+        token=text,
+        job_id=int(job),
+        attempt=int(attempt),
+        step=step,
+        epoch=epoch,
+        user=fields.pop("user", "ann"),
+        work_dir="/",
+        argv=[] if step in ("batch", "alloc") else ["true"],
+        env={},
+        tasks=protocol.TaskSet(0, 1, 1, 0, 1),
+        cpus=1,
+        mem_mib=0,
+        gpus=[],
+        **fields,
+    )
+
+
+class MemorySpool:
+    """A spool that survives its agent, without a disk; `full` refuses every write."""
+
+    path = "/spool"
+
+    def __init__(self) -> None:
+        self.entries: dict[str, dict[str, Any]] = {}
+        self.known = Epochs("", 0, ())
+        self.end = 1
+        self.over: set[str] = set()
+        self.floors: dict[tuple[str, int], int] = {}
+        self.full = False
+        self.done = self
+        self.renewals: dict[str, float] = {}
+
+    def _write(self) -> None:
+        if self.full:
+            raise OSError(28, "No space left on device")
+
+    def epochs(self) -> Epochs:
+        return self.known
+
+    def store_epochs(self, epochs: Epochs) -> None:
+        self.known = epochs
+
+    def reserve_seqs(self, used_below: int = 0) -> tuple[int, int]:
+        first = max(self.end, used_below)
+        self.end = first + 100
+        return first, self.end
+
+    def claim(self, spec: protocol.Launch, script: bytes, boot: str, owner: tuple[int, int]) -> bool:
+        if spec.token in self.entries:
+            return False
+        self._write()
+        self.entries[spec.token] = {"launch": spec, "boot_id": boot}
+        return True
+
+    def bar(self, text: str, final: dict[str, Any]) -> bool:
+        self._write()
+        if text in self.entries:
+            return False
+        self.entries[text] = {"final": final}
+        return True
+
+    def write_final(self, text: str, final: dict[str, Any]) -> None:
+        self._write()
+        self.entries[text].setdefault("final", final)
+
+    def read(self, text: str) -> Found:
+        entry = self.entries[text]
+        return Found(text, entry.get("launch"), entry.get("boot_id", ""), entry.get("started"), entry.get("final"))
+
+    def renew(self, text: str, asked_s: float) -> None:
+        self.renewals[text] = asked_s
+
+    def renewed_s(self, text: str) -> float | None:
+        return self.renewals.get(text)
+
+    def try_to_write(self) -> None:
+        self._write()
+
+    def load(self) -> list[Found]:
+        return [self.read(text) for text in self.entries]
+
+    def note_finished(self, tokens: list[str]) -> None:
+        self._write()
+        self.over.update(tokens)
+        for text in tokens:
+            key = read_token(text)
+            if key is not None and key.step == "batch":
+                self.end_attempts(key.job, key.attempt)
+            del self.entries[text]
+
+    def is_over(self, key: Token) -> bool:
+        text = f"{key.incarnation}.{key.job_id}.{key.attempt}.{key.step}.{key.node}.{key.nonce}"
+        return text in self.over or key.attempt <= self.floors.get(key.job, -1)
+
+    def end_attempts(self, job: tuple[str, int], attempt: int) -> None:
+        self.floors[job] = max(attempt, self.floors.get(job, -1))
+
+
+class NotedShepherds:
+    """Shepherds that do nothing by themselves: the test moves them."""
+
+    def __init__(self) -> None:
+        self.living: set[str] = set()
+        self.starts: list[str] = []
+        self.said: list[tuple[str, list[Any]]] = []
+        self.tree_left = False
+        self.fails = False
+
+    def start(self, spec: protocol.Launch, account: Account) -> None:
+        if self.fails:
+            raise OSError("no more processes")
+        assert spec.token not in self.living
+        self.living.add(spec.token)
+        self.starts.append(spec.token)
+
+    def adopt(self, text: str) -> None:
+        assert text in self.living
+
+    def is_minded(self, text: str) -> bool:
+        return text in self.living
+
+    def say(self, text: str, words: list[Any], blob: bytes = b"") -> None:
+        self.said.append((text, words))
+
+    def kill_remains(self, started: dict[str, Any]) -> bool:
+        return not self.tree_left
+
+
+class World:
+    """One node: a spool, shepherds, and the agents that come one after the other."""
+
+    def __init__(self) -> None:
+        self.spool = MemorySpool()
+        self.shepherds = NotedShepherds()
+        self.sent: list[protocol.Message] = []
+        self.logged: list[str] = []
+        self.boot_id = "boot"
+        self.now_s = 500.0
+        self.restart()
+        assert self.ledger.hello(INCARNATION, 1) == ""
+
+    def restart(self) -> None:
+        self.ledger = Ledger(
+            node="n1",
+            boot_id=self.boot_id,
+            spool=self.spool,  # type: ignore[arg-type]
+            minders=self.shepherds,
+            send=self.sent.append,
+            find_account=self.find_account,
+            log=self.logged.append,
+            wall_s=lambda: 1000.0,
+            boot_s=lambda: self.now_s,
+        )
+        self.ledger.recover()
+
+    def find_account(self, name: str) -> Account:
+        if name != "ann":
+            raise UserError(f"cannot run as {name}: this node has no such account")
+        return ACCOUNT
+
+    def launch(self, text: str, **fields: Any) -> str:
+        self.ledger.launch(launch(text, **fields), b"#!/bin/sh\n" if ".batch." in text else b"")
+        return text
+
+    def started(self, text: str) -> None:
+        record = {"status": "started", "pid": 7, "started_at_s": 999.0, "boot_id": self.boot_id}
+        self.spool.entries[text]["started"] = record
+        self.ledger.shepherd_started(text, record)
+
+    def ended(self, text: str, code: int = 0) -> None:
+        record = {"status": "ended", "at_s": 1001.0, "codes": [code], "signals": [0], "pid": 7, "started_at_s": 999.0}
+        self.spool.entries[text]["final"] = record
+        self.ledger.shepherd_ended(text, record)
+        self.gone(text)
+
+    def gone(self, text: str) -> None:
+        self.shepherds.living.discard(text)
+        self.ledger.shepherd_gone(text)
+
+    def statuses(self, text: str) -> list[str]:
+        return [m.status for m in self.sent if isinstance(m, protocol.Report) and m.token == text]
+
+    def ack_all(self) -> None:
+        self.ledger.ack([m.seq for m in self.sent if isinstance(m, protocol.Report)])
+        self.ledger.forget_some()

@@ -1,0 +1,263 @@
+"""Leases, claims without a program, steps that wait for Go, and a disk that is full: what the ledger makes of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from nodeworld import INCARNATION, World, token
+
+from hpcnode import protocol
+from hpcnode.lease import Renewals, StepLease
+
+KILL: dict[str, Any] = {"lease": "kill", "lease_s": 60.0, "grace_s": 10.0}
+
+
+def test_what_has_a_lease_starts_when_the_controller_has_answered() -> None:
+    world = World()
+    text = world.launch(token(), **KILL)
+    assert world.shepherds.starts == []
+    assert world.ledger.leases.waiting()
+    world.ledger.renewed(499.0)
+    assert world.shepherds.starts == [text]
+    assert world.spool.renewals[text] == 499.0
+
+
+def test_a_launch_that_waits_for_its_lease_dies_with_its_connection() -> None:
+    """Its controller may have taken the node for lost since, and have started the job elsewhere."""
+    world = World()
+    text = world.launch(token(), **KILL)
+    world.ledger.disconnected()
+    assert world.statuses(text)[-1] == "barred"
+    world.ledger.renewed(501.0)
+    world.launch(text, **KILL)
+    assert world.shepherds.starts == []
+
+
+def test_it_dies_with_its_agent_too() -> None:
+    world = World()
+    text = world.launch(token(), **KILL)
+    world.restart()
+    assert world.statuses(text)[-1] == "barred"
+    world.ledger.renewed(501.0)
+    assert world.shepherds.starts == []
+
+
+def test_an_answer_of_just_before_is_enough_and_one_of_another_connection_is_not() -> None:
+    world = World()
+    world.ledger.renewed(495.0)
+    fresh = world.launch(token(job=1), **KILL)
+    world.ledger.disconnected()
+    other = world.launch(token(job=2), **KILL)
+    world.ledger.renewed(500.0)
+    world.now_s = 511.0
+    stale = world.launch(token(job=3), **KILL)
+    assert world.shepherds.starts == [fresh, other]
+    world.ledger.renewed(511.0)
+    assert world.shepherds.starts == [fresh, other, stale]
+
+
+def test_a_lease_that_ran_out_is_not_renewed() -> None:
+    world = World()
+    early, late = world.launch(token(job=1), **KILL), world.launch(token(job=2), lease="kill", lease_s=100.0)
+    world.ledger.renewed(500.0)
+    world.now_s = 560.0
+    world.ledger.renewed(559.0)
+    assert (world.spool.renewals[early], world.spool.renewals[late]) == (500.0, 559.0)
+    world.restart()
+    world.ledger.renewed(560.0)
+    assert (world.spool.renewals[early], world.spool.renewals[late]) == (500.0, 560.0)
+
+
+def test_a_shepherd_that_died_is_not_followed_by_another_when_the_lease_is_over() -> None:
+    world = World()
+    text = world.launch(token(), **KILL)
+    world.ledger.renewed(500.0)
+    world.now_s = 560.0
+    world.gone(text)
+    assert (world.statuses(text)[-1], world.sent[-1].why) == ("barred", protocol.LEASE_OVER)
+    assert world.shepherds.starts == [text]
+
+
+def test_how_often_the_controller_is_asked_follows_from_what_is_here() -> None:
+    world = World()
+    assert world.ledger.leases.renew_every_s is None
+    world.launch(token(job=1))
+    assert world.ledger.leases.renew_every_s is None
+    text = world.launch(token(job=2), **KILL)
+    assert world.ledger.leases.renew_every_s == 10.0
+    world.ledger.renewed(500.0)
+    world.started(text)
+    world.ended(text)
+    assert world.ledger.leases.renew_every_s is None
+
+
+class Timers:
+    """A loop that keeps the time that it is asked to wait."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def later(self, _delay_s: float, call: Any) -> Any:
+        self.calls.append(call)
+        return self
+
+    def cancel(self) -> None:
+        self.calls.clear()
+
+
+def test_answers_count_from_their_questions_and_not_from_an_older_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, timers = World(), Timers()
+    clock = iter([10.0, 20.0, 30.0, 40.0])
+    monkeypatch.setattr("hpcnode.lease.boot_clock_s", lambda: next(clock))
+    renewals = Renewals(timers, world.ledger.leases, world.sent.append)  # type: ignore[arg-type]
+    renewals.keep_on(True)
+    assert world.sent == []
+    world.launch(token(), **KILL)
+    renewals.keep_on(True)
+    renewals.keep_on(True)
+    timers.calls.pop()()
+    assert world.sent == [protocol.Ping(1), protocol.Ping(2)]
+    assert renewals.answered(2) == 20.0
+    assert renewals.answered(1) is None
+    assert renewals.answered(7) is None
+    renewals.keep_on(True)  # asks a third time: the launch still waits
+    renewals.forget()
+    renewals.keep_on(True)
+    assert renewals.answered(3) is None
+    assert renewals.answered(4) == 40.0
+    renewals.keep_on(False)
+    assert timers.calls == []
+
+
+def test_a_step_is_told_to_end_in_time_for_its_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, noted = [500.0], [500.0]
+    monkeypatch.setattr("hpcnode.lease.boot_clock_s", lambda: now[0])
+    world = World()
+    world.launch(text := token(), **KILL)
+    lease = StepLease(world.ledger.entries[text].launch, lambda: noted[0])  # type: ignore[arg-type]
+    assert lease.left_s() == 50.0  # and then its grace of 10
+    now[0], noted[0] = 549.0, 540.0
+    assert lease.left_s() == 1.0  # nobody looks at the file before it has to
+    now[0] = 551.0
+    assert lease.left_s() == 39.0
+    now[0] = 600.0
+    assert lease.left_s() == -10.0
+
+
+def test_a_claim_without_a_program_is_kept_and_given_back() -> None:
+    world = World()
+    text = world.launch(token(step="alloc"))
+    assert (world.statuses(text), world.shepherds.starts) == (["claimed"], [])
+    world.launch(text)
+    world.restart()
+    assert world.ledger.inventory()[0]["status"] == "claimed"
+    world.sent.clear()
+    world.ledger.end_job(protocol.EndJob(INCARNATION, 1, 0, 5.0))
+    assert world.statuses(text) == ["barred"]
+    assert protocol.JobGone(INCARNATION, 1, 0) in world.sent
+    world.launch(token(step="alloc"))
+    assert world.statuses(text)[-1] == "barred"
+
+
+def test_a_claim_is_not_told_again_by_each_step_that_ends() -> None:
+    world = World()
+    claim, step = world.launch(token(step="alloc")), world.launch(token(step="0"))
+    world.started(step)
+    world.ended(step)
+    assert world.statuses(claim) == ["claimed"]
+
+
+def test_a_claim_waits_for_what_is_left_of_an_older_attempt() -> None:
+    world = World()
+    old = world.launch(token(step="3"))
+    world.started(old)
+    claim = world.launch(token(attempt=1, step="alloc"))
+    world.launch(claim)
+    assert world.statuses(claim) == []
+    world.ended(old)
+    world.ledger.tick()
+    assert world.statuses(claim) == ["claimed"]
+
+
+def test_a_claim_does_not_outlive_the_machine() -> None:
+    world = World()
+    text = world.launch(token(step="alloc"))
+    world.boot_id = "another boot"
+    world.restart()
+    assert world.statuses(text)[-1] == "barred"
+
+
+def test_a_user_whom_the_node_does_not_know_claims_nothing() -> None:
+    world = World()
+    text = world.launch(token(step="alloc"), user="eve")
+    assert world.statuses(text) == ["refused"]
+    assert not world.sent[-1].node_fault
+
+
+def test_a_step_that_waits_for_go_is_ready_first() -> None:
+    world = World()
+    text = world.launch(token(step="0"), hold=True)
+    world.ledger.shepherd_prepared(text)
+    assert world.statuses(text) == ["ready"]
+    world.ledger.go(protocol.Go(text))
+    assert world.shepherds.said[-1] == (text, ["go"])
+    world.started(text)
+    assert world.statuses(text) == ["ready", "started"]
+
+
+def test_a_full_disk_is_the_nodes_fault_until_there_is_room() -> None:
+    world = World()
+    world.spool.full = True
+    text = world.launch(token())
+    assert world.statuses(text) == ["refused"]
+    assert world.sent[-1].node_fault
+    said = [message.why for message in world.sent if isinstance(message, protocol.Condition)]
+    assert said
+    assert all("No space left" in why for why in said)
+    world.ledger.repeat()
+    assert world.ledger.fault
+    world.spool.full = False
+    world.ledger.repeat()
+    assert (world.ledger.fault, world.sent[-1]) == ("", protocol.Condition(""))
+
+
+def test_a_start_that_the_disk_did_not_take_is_the_nodes_fault() -> None:
+    world = World()
+    text = world.launch(token())
+    record = {"status": "refused", "at_s": 1.0, "why": "cannot record the start: No space left", "node_fault": True}
+    world.spool.entries[text]["final"] = record
+    world.ledger.shepherd_ended(text, record)
+    assert world.sent[-1].node_fault
+    assert "No space left" in world.ledger.fault
+
+
+def test_a_full_disk_delays_the_word_that_a_job_is_gone_and_not_its_end() -> None:
+    world = World()
+    text = world.launch(token())
+    world.started(text)
+    noted = world.spool.end_attempts
+    world.spool.end_attempts = lambda *_: world.spool.bar("", {})  # type: ignore[method-assign,assignment]
+    world.spool.full = True
+    gone = protocol.JobGone(INCARNATION, 1, 0)
+    world.ledger.end_job(protocol.EndJob(INCARNATION, 1, 0, 5.0))
+    assert world.shepherds.said == [(text, ["end", 5.0, "the job is over"])]
+    world.ended(text)
+    world.ledger.tick()
+    assert world.ledger.waits
+    assert gone not in world.sent
+    world.spool.full, world.spool.end_attempts = False, noted  # type: ignore[method-assign]
+    world.ledger.tick()
+    assert gone in world.sent
+    assert not world.ledger.waits
+
+
+def test_a_controller_whose_term_cannot_be_noted_is_refused_in_words() -> None:
+    world = World()
+
+    def fail(_epochs: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    world.spool.store_epochs = fail  # type: ignore[method-assign]
+    assert "No space left on device" in world.ledger.hello(INCARNATION, 2)
+    assert world.ledger.epochs.epoch == 1
