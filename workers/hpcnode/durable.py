@@ -26,6 +26,19 @@ def sync_folder(path: str) -> None:
         os.close(fd)
 
 
+def sync_way_to(path: str) -> None:
+    """Make the names in a directory durable, and its own and those of all above it, as far as we may look at them."""
+    while True:
+        try:
+            sync_folder(path)
+        except PermissionError:
+            pass  # another made that one, long ago
+        above = os.path.dirname(path)
+        if above == path:
+            return
+        path = above
+
+
 def write_durably(folder: str, name: str, data: bytes, parents: Iterable[str] = ()) -> None:
     """Put a file under its name so that it is there, whole, after a power failure; its parents' names with it."""
     temporary = os.path.join(folder, name + ".new")

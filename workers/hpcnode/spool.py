@@ -29,7 +29,7 @@ from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Tuple
 
 from hpcnode import protocol
 from hpcnode.done import DoneLog
-from hpcnode.durable import read_object, to_bytes, write_durably, write_plainly
+from hpcnode.durable import read_object, sync_way_to, to_bytes, write_durably, write_plainly
 from hpcnode.faults import CrashPoints
 from hpcnode.lease import read_renewal, write_renewal
 from hpcnode.tokens import Token, read_token
@@ -68,6 +68,7 @@ class Spool:
         self._faults = faults
         os.makedirs(self.path, 0o700, exist_ok=True)
         os.makedirs(self.jobs, 0o711, exist_ok=True)
+        sync_way_to(os.path.abspath(root))  # what is durable below is only as durable as the way to it
         os.chmod(self.jobs, 0o711 if os.geteuid() == 0 else 0o700)
         self.done = DoneLog(self.path, faults)
 

@@ -1,0 +1,157 @@
+"""The node's spool on a disk that loses what was not fsynced: nothing that may have run runs again, no word is taken back."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agent_client import FINAL, INCARNATION, launch_of, new_token
+from losing_disk import LosingDisk, remains, why_not
+
+from hpcnode import protocol
+from hpcnode.faults import CrashPoints
+from hpcnode.ledger import Ledger
+from hpcnode.spool import Spool
+from hpcnode.user import find_account
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
+
+SCRIPT = b"#!/bin/sh\n"
+
+
+class Node:
+    """A node's ledger and spool; its shepherds write what real ones write, and run nothing."""
+
+    def __init__(self, root: Path, boot_id: str) -> None:
+        self.promises: list[str] = []  # said since the last look
+        self.reports: list[protocol.Report] = []
+        self.released: list[str] = []
+        self.spool = Spool(str(root), CrashPoints())
+        self.ledger = Ledger(
+            node="n1",
+            boot_id=boot_id,
+            spool=self.spool,
+            minders=self,
+            send=self._send,
+            find_account=lambda _name: find_account("", os.geteuid()),
+            log=lambda _text: None,
+        )
+        self.ledger.recover()
+
+    def _send(self, message: protocol.Message) -> None:
+        if isinstance(message, protocol.Report):
+            self.reports.append(message)
+            self.promises.append(f"said {message.token} {message.status} {message.seq}")
+        elif isinstance(message, protocol.JobGone):
+            self.promises.append(f"gone {message.job_id}")
+
+    # ----- what the ledger asks of shepherds
+
+    def start(self, launch: protocol.Launch, _account: Any) -> None:
+        boot_id = self.ledger.boot_id
+        started = {
+            "status": protocol.STARTED,
+            "pid": 1,
+            "at_s": 1.0,
+            "started_at_s": 1.0,
+            "boot_id": boot_id,
+            "tasks": [],
+        }
+        self.spool.write_started(launch.token, started)
+        self.released.append(launch.token)
+        self.promises.append(f"released {launch.token}")
+
+    def finish(self, token: str) -> None:
+        """Have the shepherd of the token record and tell its end."""
+        final = {"status": protocol.ENDED, "at_s": 2.0, "why": "", "codes": [0], "signals": [0]}
+        self.spool.write_final(token, final)
+        self.ledger.entries[token].minded = False
+        self.ledger.shepherd_ended(token, final)
+
+    def adopt(self, token: str) -> None: ...
+
+    def is_minded(self, token: str) -> bool:
+        return False
+
+    def say(self, token: str, words: list[Any], blob: bytes = b"") -> None: ...
+
+    def kill_remains(self, started: dict[str, Any]) -> bool:
+        return True
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[LosingDisk]:
+    with LosingDisk(tmp_path / "disk") as disk:
+        yield disk
+
+
+def test_nothing_runs_twice_and_no_word_is_taken_back_whenever_the_power_fails(
+    disk: LosingDisk, tmp_path: Path
+) -> None:
+    tokens = [new_token(job=job) for job in range(1, 7)]
+    ended, acknowledged, running, barred, over, later = tokens
+    node = Node(disk.path / "root", "boot-1")
+
+    def did(what: str = "") -> None:
+        for promise in [*node.promises, *([what] if what else [])]:
+            disk.mark(promise)
+        node.promises.clear()
+
+    assert node.ledger.hello(INCARNATION, 1) == ""
+    did("epoch 1")
+    for token in (ended, acknowledged, running):
+        node.ledger.launch(launch_of(token, epoch=1), SCRIPT)
+        did()
+    for token in (ended, acknowledged):
+        node.finish(token)
+        did()
+    disk.mark(f"acknowledged {acknowledged}")
+    node.ledger.ack([report.seq for report in node.reports if report.token == acknowledged])
+    node.ledger.forget_some()
+    node.ledger.end_step(protocol.EndStep(barred, 0.0, "cancelled"))
+    did()
+    node.ledger.end_job(protocol.EndJob(INCARNATION, 5, 0, 0.0))
+    did()
+    assert node.ledger.hello(INCARNATION, 2) == ""
+    did("epoch 2")
+    node.ledger.launch(launch_of(later, epoch=2), SCRIPT)
+    did()
+    log = disk.log()
+    rng = random.Random(2)
+    looks = 0
+    for end in range(1, len(log) + 1):
+        for left in ("synced", "some", "some", "all"):
+            target = tmp_path / "left"
+            marks = [mark.split() for mark in remains(log[:end], left, rng, target)]
+            check(target / "root", marks, tokens, over, f"after change {end} of {len(log)}, with {left} left")
+            shutil.rmtree(target)
+            looks += 1
+    assert looks > 200
+
+
+def check(root: Path, marks: list[list[str]], tokens: list[str], over: str, where: str) -> None:
+    """Boot the node on what is left, launch all again, and hold what happens against what was promised."""
+    root.mkdir(exist_ok=True)
+    after = Node(root, "boot-2")
+    epoch = max((int(mark[1]) for mark in marks if mark[0] == "epoch"), default=0)
+    if epoch > 1:
+        assert "of the past" in after.ledger.hello(INCARNATION, epoch - 1), where
+    assert after.ledger.hello(INCARNATION, 9) == "", where
+    for token in tokens:
+        after.ledger.launch(launch_of(token, epoch=9), SCRIPT)
+    released = {mark[1] for mark in marks if mark[0] == "released"}
+    assert not released & set(after.released), where
+    if ["gone", "5"] in marks:
+        assert over not in after.released, where
+    told = {report.token: report for report in after.reports}
+    acknowledged = {mark[1] for mark in marks if mark[0] == "acknowledged"}
+    for _, token, status, seq in (mark for mark in marks if mark[0] == "said"):
+        assert told[token].seq > int(seq), where
+        if status in FINAL:
+            assert token not in after.released, where
+            assert told[token].status == status or token in acknowledged, where
