@@ -226,13 +226,14 @@ class Controller:
 
     def _perform(self, job: Job, only: NodeName | None = None) -> None:
         for effect in effects_of(job):
+            if only is not None and effect.node != only:
+                continue
             if isinstance(effect, StartBatch) and self.world.is_former(job):
                 continue  # nothing of a former incarnation is launched
             if isinstance(effect, ClaimPart) and not self._is_first(effect) and only is None:
                 continue  # it was asked on this connection; each part that is claimed brings us here again
-            if only is None or effect.node == only:
-                message, blob = messages.message_for(effect, self.world)
-                self._ports.send(effect.node, message, blob)
+            message, blob = messages.message_for(effect, self.world)
+            self._ports.send(effect.node, message, blob)
 
     def _is_first(self, effect: ClaimPart) -> bool:
         attempt, nodes = self._asked.get(effect.job.id, (effect.job.attempt, set()))

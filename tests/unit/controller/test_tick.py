@@ -287,3 +287,13 @@ def test_old_ends_are_forgotten_in_memory_and_kept_on_disk() -> None:
     cluster.tick(after_s=100_000)
     assert job_id not in cluster.world.jobs
     assert cluster.store.history(HistoryQuery(job_ids=(job_id,)))[0].state is JobState.COMPLETED
+
+
+def test_a_job_that_gets_its_nodes_as_the_last_of_them_comes_asks_them_all_to_claim_their_part() -> None:
+    cluster = Cluster("n1", "n2")
+    cluster.controller.node_down(NodeName("n1"), "off")
+    job_id = cluster.submit(nodes_min=2)
+    assert cluster.job(job_id).state is JobState.PENDING
+    cluster.welcome("n1")
+    assert cluster.job(job_id).state is JobState.CONFIGURING
+    assert [(node, message.step) for node, message in cluster.sent(protocol.Launch)] == [("n2", "alloc")]
