@@ -1,0 +1,190 @@
+"""Leases with a real agent and real shepherds; steps that wait for Go; claims; an agent's word that its disk is full."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agent_client import INCARNATION, Controller, NodeUnderTest, new_token, running_node
+from waiting import wait_until
+
+from hpcnode import protocol
+
+KILL: dict[str, Any] = {"lease": protocol.KILL, "lease_s": 3.0, "grace_s": 0.5}
+BEAT = "trap 'echo told' TERM; while :; do date +%s.%N >> beats; sleep 0.05; done"
+
+
+@pytest.fixture
+def work() -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix="hpcnode-test-", dir="/tmp"))
+    path.chmod(0o777)
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.fixture
+def node(work: Path) -> Iterator[NodeUnderTest]:
+    with running_node(work / "node") as node:
+        yield node
+
+
+def beats(work: Path) -> int:
+    path = work / "beats"
+    return len(path.read_text().split()) if path.exists() else 0
+
+
+def answer_for(controller: Controller, seconds: float) -> None:
+    """Be there: answer what the agent asks, for so long."""
+    answered: set[int] = set()
+    deadline_s = time.monotonic() + seconds
+    while time.monotonic() < deadline_s:
+        for message, _ in controller.messages:
+            if isinstance(message, protocol.Ping) and message.request not in answered:
+                answered.add(message.request)
+                controller.send(protocol.Pong(message.request))
+        controller.pump(0.05)
+
+
+def test_a_job_with_a_lease_lives_on_the_controllers_word_alone(node: NodeUnderTest, work: Path) -> None:
+    controller = Controller(node)
+    leased = controller.launch(BEAT, work_dir=str(work), **KILL)
+    kept = controller.launch("while [ ! -e go ]; do sleep 0.05; done", new_token(job=2), work_dir=str(work))
+    answer_for(controller, 4.0)  # longer than the lease
+    assert beats(work) > 0
+    assert not [report for report in controller.reports(leased) if report.status != protocol.STARTED]
+    controller.close()
+    wait_until(lambda: (node.root / "spool" / leased / "final").exists(), what="the lease to run out")
+    seen = beats(work)
+    again = Controller(node)
+    report = next(item for item in again.welcome.inventory if item["token"] == leased)
+    assert (report["status"], report["why"], report["signals"]) == (protocol.LOST, protocol.LEASE_OVER, [9])
+    (work / "go").touch()
+    assert again.final(kept).codes == [0]
+    assert beats(work) == seen
+    again.close()
+
+
+def test_it_needs_no_agent_to_end(node: NodeUnderTest, work: Path) -> None:
+    controller = Controller(node)
+    leased = controller.launch(BEAT, work_dir=str(work), **KILL)
+    answer_for(controller, 0.5)
+    assert beats(work) > 0
+    node.kill()
+    wait_until(lambda: (node.root / "spool" / leased / "final").exists(), what="the lease to run out")
+    node.start()
+    again = Controller(node)
+    assert [item["why"] for item in again.welcome.inventory] == [protocol.LEASE_OVER]
+    again.close()
+
+
+def test_a_controller_that_does_not_answer_starts_nothing(node: NodeUnderTest, work: Path) -> None:
+    controller = Controller(node)
+    leased = controller.launch(BEAT, work_dir=str(work), **KILL)
+    controller.wait(lambda message: isinstance(message, protocol.Ping))
+    controller.send(protocol.Ping(9))
+    controller.wait(lambda message: message == protocol.Pong(9))
+    controller.close()
+    wait_until(lambda: (node.root / "spool" / leased / "final").exists(), what="the launch to be barred")
+    again = Controller(node)
+    answer_for(again, 0.3)
+    assert again.welcome.inventory[0]["status"] == protocol.BARRED
+    assert beats(work) == 0
+    again.close()
+
+
+def test_an_agent_that_took_over_renews_what_it_found(node: NodeUnderTest, work: Path) -> None:
+    controller = Controller(node)
+    leased = controller.launch(BEAT, work_dir=str(work), **KILL)
+    answer_for(controller, 0.5)
+    node.kill()
+    node.start()
+    again = Controller(node)
+    answer_for(again, 4.0)
+    assert not (node.root / "spool" / leased / "final").exists()
+    again.send(protocol.EndStep(leased, 0.0, "enough"))
+    assert again.final(leased).status == protocol.ENDED
+    again.close()
+
+
+def test_a_step_that_is_held_runs_after_go(node: NodeUnderTest, work: Path) -> None:
+    controller = Controller(node)
+    held = controller.launch(argv=["touch", "ran"], work_dir=str(work), hold=True)
+    controller.wait_status(held, protocol.READY)
+    assert not (work / "ran").exists()
+    assert not (node.root / "spool" / held / "started").exists()
+    node.kill()  # whoever was told of it may be gone: Go is said again
+    node.start()
+    again = Controller(node)
+    again.wait_status(held, protocol.READY)
+    again.send(protocol.Go(held))
+    again.send(protocol.Go(held))
+    assert again.final(held).codes == [0]
+    assert (work / "ran").exists()
+    again.close()
+
+
+def test_a_step_that_is_held_can_be_barred_and_says_early_what_it_lacks(node: NodeUnderTest, work: Path) -> None:
+    controller = Controller(node)
+    held = controller.launch(argv=["touch", "ran"], work_dir=str(work), hold=True)
+    controller.wait_status(held, protocol.READY)
+    controller.send(protocol.EndStep(held, 5.0, "another node could not"))
+    assert controller.final(held).status == protocol.BARRED
+    lacking = controller.launch(argv=["true"], token=new_token(step="1"), work_dir=str(work / "none"), hold=True)
+    assert controller.final(lacking).status == protocol.REFUSED
+    assert not (work / "ran").exists()
+    controller.close()
+
+
+def test_a_claim_holds_a_place_and_survives_its_agent(node: NodeUnderTest) -> None:
+    controller = Controller(node)
+    claim = controller.launch(token=new_token(step="alloc"))
+    controller.wait_status(claim, protocol.CLAIMED)
+    node.kill()
+    node.start()
+    again = Controller(node)
+    assert [item["status"] for item in again.welcome.inventory] == [protocol.CLAIMED]
+    again.send(protocol.EndJob(INCARNATION, 1, 0, 5.0))
+    again.wait(lambda message: message == protocol.JobGone(INCARNATION, 1, 0))
+    again.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small file system")
+def test_a_full_disk_is_told_and_so_is_its_end(work: Path) -> None:
+    root = work / "small"
+    root.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m,mode=711", "hpcnode-test", str(root)], check=True)
+    try:
+        with running_node(root) as node:
+            controller = Controller(node)
+            running = controller.launch("while [ ! -e go ]; do sleep 0.05; done", work_dir=str(work))
+            controller.wait_status(running, protocol.STARTED)
+            with open(root / "filler", "wb", buffering=0) as filler:
+                fill(filler)
+            refused = controller.final(controller.launch("true", new_token(job=2)))
+            assert (refused.status, refused.node_fault) == (protocol.REFUSED, True)
+            said = controller.wait(lambda message: isinstance(message, protocol.Condition))
+            assert "No space left on device" in said.why
+            (root / "filler").unlink()
+            controller.wait(lambda message: message == protocol.Condition(""))
+            (work / "go").touch()
+            assert controller.final(running).codes == [0]
+            assert controller.final(controller.launch("true", new_token(job=3))).codes == [0]
+            controller.close()
+    finally:
+        subprocess.run(["umount", "-l", str(root)], check=True)
+
+
+def fill(filler: Any) -> None:
+    for size in (65536, 4096, 1):
+        try:
+            while True:
+                filler.write(bytes(size))
+        except OSError:
+            continue
