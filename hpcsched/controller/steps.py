@@ -118,7 +118,7 @@ class StepService:
             run.started = True
             run.ready = run.ready or report.status != protocol.CLAIMED
             run.released = run.released or report.status == protocol.STARTED
-            self._go_if_ready(step)
+            self._go_if_ready(step, [run] if step.gone else step.runs.values())
             return True
         take_end(step, run, report)
         if step.error or (step.kill_on_bad_exit and step.went_badly()):
@@ -318,15 +318,14 @@ class StepService:
         for run in step.runs.values():
             self._ports.send(run.node, run.launch, b"")
 
-    def _go_if_ready(self, step: Step) -> None:
-        """Let the tasks go if all nodes are ready (or beyond that); may be said again."""
+    def _go_if_ready(self, step: Step, runs: Iterable[Run]) -> None:
+        """Let these tasks go if all nodes of the step are ready (or beyond that); may be said again."""
         if step.ending or step.finished or len(step.nodes) < 2 or set(step.runs) != set(step.nodes):
             return
-        runs = step.runs.values()
-        if all(run.ready or run.ended for run in runs):
-            for run in runs:
-                if not run.released and not run.ended:
-                    self._ports.send(run.node, protocol.Go(token=run.token), b"")
+        step.gone = all(run.ready or run.ended for run in step.runs.values())
+        for run in runs if step.gone else ():
+            if not run.released and not run.ended:
+                self._ports.send(run.node, protocol.Go(token=run.token), b"")
 
     def _end_if_half_there(self, step: Step) -> None:
         """End a step of a controller before us that is not on all its nodes, and so would wait for ever."""

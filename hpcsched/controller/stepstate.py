@@ -53,6 +53,7 @@ class Step:
     runs: dict[NodeName, Run] = field(default_factory=dict)
     kill_on_bad_exit: bool = False
     found: bool = False  # after a restart of the controller
+    gone: bool = False  # its tasks were let go: all nodes were ready
     ending: bool = False
     finished: bool = False
     error: str = ""

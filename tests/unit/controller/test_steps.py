@@ -713,3 +713,66 @@ def test_step_plan_tells_the_environment_what_it_needs() -> None:
     world.asks(ntasks="5", gpus_per_task="0")
     (plan,) = plans
     assert (plan.number, [part.count for part in plan.tasks], plan.options.gpus_per_task) == (0, [4, 1], 0)
+
+
+# ----- together or not at all
+
+
+def gos(world: World) -> list[NodeName]:
+    return sorted(to for to, message, _ in world.sent if isinstance(message, protocol.Go))
+
+
+def test_no_task_goes_before_all_nodes_are_ready() -> None:
+    world = World()
+    world.asks(ntasks="5")
+    (_, first), (_, second) = world.launches()
+    assert first.hold
+    world.service.on_report(N1, world.report(first.token, protocol.CLAIMED))
+    world.service.on_report(N2, world.report(second.token, protocol.READY))
+    assert gos(world) == []
+    world.service.on_report(N1, world.report(first.token, protocol.READY))
+    assert gos(world) == [N1, N2]
+    world.service.on_report(N1, world.report(first.token, protocol.STARTED))
+    world.service.on_report(N2, world.report(second.token, protocol.READY))  # it has heard nothing of it
+    assert gos(world) == [N1, N2, N2]
+
+
+def test_a_step_on_one_node_does_not_wait() -> None:
+    world = World()
+    world.asks(ntasks="1")
+    ((_, launch),) = world.launches()
+    assert not launch.hold
+    world.service.on_report(N1, world.report(launch.token, protocol.STARTED))
+    assert gos(world) == []
+
+
+def test_a_node_that_cannot_keeps_all_from_going() -> None:
+    world = World()
+    world.asks(ntasks="5")
+    (_, first), (_, second) = world.launches()
+    world.service.on_report(N2, world.report(second.token, protocol.REFUSED, why="no such directory"))
+    world.service.on_report(N1, world.report(first.token, protocol.READY))
+    assert gos(world) == []
+    assert [message.token for message in world.said_to(N1, protocol.EndStep)] == [first.token]
+    world.service.on_report(N1, world.report(first.token, protocol.BARRED))
+    assert "no such directory" in world.ended().error
+
+
+def test_after_a_restart_what_is_ready_everywhere_goes() -> None:
+    world = World()
+    first, second = restarted(world)
+    for node, launch in ((N1, first), (N2, second)):
+        assert gos(world) == []
+        ready = world.report(launch.token, protocol.READY, stream_to=launch.stream_to)
+        world.service.node_welcome(node, inventory(ready))
+    assert gos(world) == [N1, N2]
+
+
+def test_after_a_restart_what_is_not_there_everywhere_is_ended() -> None:
+    world = World()
+    first, _ = restarted(world)
+    world.service.node_welcome(N1, inventory(world.report(first.token, protocol.READY, stream_to=first.stream_to)))
+    assert world.said_to(N1, protocol.EndStep) == []
+    world.service.node_welcome(N2, [])
+    assert gos(world) == []
+    assert [message.token for message in world.said_to(N1, protocol.EndStep)] == [first.token]
