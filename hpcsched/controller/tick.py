@@ -37,6 +37,7 @@ LIMIT_SLACK_S = 15.0  # after its limit and grace, a job whose node did not end 
 PLAN_PAUSE_MAX_S = 0.5
 PURGE_EVERY_S = 60.0
 
+MANY_JOBS = 500  # changed in one tick: then the plan comes in the next
 RETRY_S = 1.0  # after a commit that failed
 
 Work = Callable[[Transaction], Any]
@@ -263,7 +264,10 @@ class Controller:
         proof_in_s = end_silent(tx, self._silences)
         timer_rang = self._timer_at_s is not None and self._timer_at_s <= now_s
         self._plan_wanted = self._plan_wanted or timer_rang or bool(tx.batch.jobs or tx.batch.nodes)
-        self._plan_if_due(tx)
+        if len(tx.batch.jobs) < MANY_JOBS:
+            self._plan_if_due(tx)
+        else:
+            self._ports.wake(0.0)  # who asked for so much need not wait for the plan as well
         if not self._commit(tx, answers):
             return
         for item, result in answers:

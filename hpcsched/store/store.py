@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
-from sqlalchemy import Engine, func, insert, select
+from sqlalchemy import Connection, Engine, func, insert, select
 from sqlalchemy.dialects.sqlite import insert as upsert
 
 from hpcsched.lifecycle.events import Event, from_data, to_data
@@ -58,12 +59,29 @@ def _upsert(table: Any, keys: Sequence[str]) -> Any:
     return statement.on_conflict_do_update(index_elements=list(keys), set_=changes)
 
 
+class _Rows:
+    """A statement for many rows, compiled once: handing each row to SQLAlchemy costs more than SQLite's own work."""
+
+    def __init__(self, engine: Engine, statement: Any, names: Iterable[str]) -> None:
+        compiled = statement.compile(dialect=engine.dialect, column_keys=list(names))
+        self._sql = str(compiled)
+        self._values = itemgetter(*compiled.positiontup)
+
+    def put(self, connection: Connection, rows: Iterable[dict[str, Any]]) -> None:
+        connection.exec_driver_sql(self._sql, [self._values(row) for row in rows])
+
+
+def _names(table: Any) -> list[str]:
+    return [column.name for column in table.columns]
+
+
 class Store:
     """The database of one controller. Not for several threads at once."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._put_job = _upsert(schema.jobs, ["id"])
+        self._put_jobs = _Rows(engine, _upsert(schema.jobs, ["id"]), _names(schema.jobs))
+        self._put_events = _Rows(engine, insert(schema.events), ("at_s", "job_id", "kind", "data"))
         self._put_node = _upsert(schema.nodes, ["name"])
         self._put_step = _upsert(schema.steps, ["job_id", "attempt", "step"])
 
@@ -77,9 +95,9 @@ class Store:
                 ]
                 connection.execute(insert(schema.specs), rows)
             if batch.jobs:
-                connection.execute(self._put_job, [job_row(job) for job in batch.jobs.values()])
+                self._put_jobs.put(connection, map(job_row, batch.jobs.values()))
             if batch.events:
-                connection.execute(insert(schema.events), [_event_row(event) for event in batch.events])
+                self._put_events.put(connection, map(_event_row, batch.events))
             if batch.nodes:
                 connection.execute(self._put_node, [node_row(node) for node in batch.nodes.values()])
             if batch.steps:

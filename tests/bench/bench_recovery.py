@@ -1,0 +1,163 @@
+"""The controller with 10,000 jobs waiting: killed and back, at rest, and asked for many things at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hpcsched import client
+from hpcsched.demo.cluster import LocalCluster
+from hpcsched.errors import UnavailableError
+from hpcsched.model.codec import spec_to_json
+from hpcsched.model.spec import ArraySpec, JobSpec
+from tests.bench.figures import Figure, from_samples
+
+CPUS = 8
+RUNNING = 20
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+def run(quick: bool) -> list[Figure]:
+    """Measure a cluster of three nodes on which 20 jobs run and many wait for them."""
+    waiting = 2_000 if quick else 10_000
+    with tempfile.TemporaryDirectory() as directory, LocalCluster(Path(directory), cpus=CPUS) as cluster:
+        _submit(cluster, [_spec(cluster, "sleep 1000") for _ in range(RUNNING)])
+        _until(lambda: _counts(cluster).get("RUNNING") == RUNNING)
+        _submit(cluster, [_spec(cluster, "true", cpus_per_task=CPUS) for _ in range(waiting)])
+        figures = [*recovery(cluster, waiting, 3 if quick else 5), *at_rest(cluster, waiting, 5.0 if quick else 20.0)]
+        figures.append(cancel_all(cluster, waiting))
+        figures.append(array(cluster, waiting, 3 if quick else 5))
+        cluster.api("POST", "/v1/cancel", {"jobs": [], "filters": {"state": "RUNNING"}})
+        return figures
+
+
+def recovery(cluster: LocalCluster, waiting: int, rounds: int) -> list[Figure]:
+    """Return how long after `kill -9` and a new start the controller lists all jobs; what runs must not notice."""
+    ready, listed = [], []
+    for _ in range(rounds):
+        before = _running(cluster)
+        pid = cluster.api("GET", "/v1/ping")["pid"]
+        os.kill(pid, signal.SIGKILL)
+        started_s = time.perf_counter()
+        _start(cluster)
+        _until(lambda: _answers(cluster))
+        ready.append(time.perf_counter() - started_s)
+        jobs = cluster.api("GET", "/v1/jobs")["jobs"]
+        listed.append(time.perf_counter() - started_s)
+        assert len(jobs) == waiting + RUNNING, len(jobs)
+        _until(lambda: all(node["link"] == "up" for node in cluster.api("GET", "/v1/nodes")["nodes"]))
+        assert _running(cluster) == before
+    return [
+        from_samples(f"kill -9 -> answers again, {waiting} waiting, {RUNNING} running", ready, "s", bar="<= 1 s"),
+        from_samples("kill -9 -> has listed all of them", listed, "s"),
+    ]
+
+
+def at_rest(cluster: LocalCluster, waiting: int, for_s: float) -> list[Figure]:
+    """Return the controller's memory and its share of a core while nothing happens."""
+    pid = cluster.api("GET", "/v1/ping")["pid"]
+    time.sleep(2.0)
+    before_s = _cpu_s(pid)
+    time.sleep(for_s)
+    share = (_cpu_s(pid) - before_s) / for_s * 100
+    return [
+        Figure(name=f"at rest, {waiting} waiting: CPU", value=share, unit="% of a core", bar="<= 2 %"),
+        Figure(name=f"{waiting} waiting: RSS", value=_rss_mb(pid), unit="MB", bar="<= 160 MB"),
+    ]
+
+
+def cancel_all(cluster: LocalCluster, waiting: int) -> Figure:
+    """Return how long one request to cancel all waiting jobs takes, durable."""
+    started_s = time.perf_counter()
+    done = cluster.api("POST", "/v1/cancel", {"jobs": [], "filters": {"state": "PENDING"}})
+    took_s = time.perf_counter() - started_s
+    assert len(done["jobs"]) == waiting
+    return Figure(name=f"cancel {waiting} waiting jobs", value=took_s, unit="s", bar="<= 1 s")
+
+
+def array(cluster: LocalCluster, tasks: int, rounds: int) -> Figure:
+    """Return how long the submission of an array takes, durable."""
+    samples = []
+    for _ in range(rounds):
+        spec = _spec(cluster, "true", cpus_per_task=CPUS, array=ArraySpec(indices=tuple(range(tasks))))
+        started_s = time.perf_counter()
+        _submit(cluster, [spec])
+        samples.append((time.perf_counter() - started_s) * 1000)
+        cluster.api("POST", "/v1/cancel", {"jobs": [], "filters": {"state": "PENDING"}})
+        time.sleep(1.0)  # the planner's pause
+    return from_samples(f"array of {tasks} tasks: submitted and acknowledged", samples, "ms", bar="<= 100 ms")
+
+
+def _start(cluster: LocalCluster) -> None:
+    with open(cluster.base / "hpcschedd.log", "ab") as log:
+        subprocess.Popen(
+            [sys.executable, "-m", "hpcsched.controller", "--config", str(cluster.config_dir)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=cluster.env,
+            cwd="/",
+            start_new_session=True,
+        )
+
+
+def _answers(cluster: LocalCluster) -> bool:
+    try:
+        cluster.api("GET", "/v1/ping")
+    except UnavailableError:
+        return False
+    return True
+
+
+def _running(cluster: LocalCluster) -> list[tuple[int, int, float]]:
+    jobs = cluster.api("GET", "/v1/jobs?state=RUNNING")["jobs"]
+    return [(job["id"], job["attempt"], job["started_at_s"]) for job in jobs]
+
+
+def _counts(cluster: LocalCluster) -> dict[str, int]:
+    counts: dict[str, int] = cluster.api("GET", "/v1/ping")["counts"]
+    return counts
+
+
+def _spec(cluster: LocalCluster, script: str, **fields: Any) -> JobSpec:
+    return JobSpec(
+        name="bench",
+        script=f"#!/bin/sh\n{script}\n",
+        work_dir=str(cluster.share),
+        stdout="/dev/null",
+        mem_per_node_mib=10,
+        **fields,
+    )
+
+
+def _submit(cluster: LocalCluster, specs: list[JobSpec]) -> None:
+    body = {"request_id": uuid.uuid4().hex, "jobs": [spec_to_json(spec) for spec in specs]}
+    client.call("POST", "/v1/submit", body, where=cluster.api_socket)
+
+
+def _until(cond: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not cond():
+        if time.monotonic() > deadline_s:
+            raise AssertionError("waited too long")
+        time.sleep(0.005)
+
+
+def _cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
+
+
+def _rss_mb(pid: int) -> float:
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmRSS"):
+            return int(line.split()[1]) * 1024 / 1e6
+    return 0.0
