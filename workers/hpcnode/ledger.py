@@ -384,14 +384,17 @@ class Ledger:
     def tick(self) -> None:
         """Do again what could not be done: ends that wait for processes to go, or for room on the disk."""
         for token in tuple(self._stuck):
-            self._stuck.discard(token)
-            entry = self.entries.get(token)
-            if entry is not None and not entry.minded and not _is_claim(entry):
-                self.shepherd_gone(token)
+            self._look_again(token)
         for token, record in list(self._unbarred.items()):
             self._try_tombstone(token, record)
         for order in tuple(self._unended):
             self.end_job(order)
+
+    def _look_again(self, token: str) -> None:
+        self._stuck.discard(token)
+        entry = self.entries.get(token)
+        if entry is not None and not entry.minded:
+            self.shepherd_gone(token)
 
     @property
     def waits(self) -> bool:
@@ -507,8 +510,8 @@ class Ledger:
                 continue
             if other.held:
                 self._publish(other)  # a batch step that waited for us
-            elif other.status == protocol.CLAIMED and not other.minded and not _is_claim(other):
-                self._start(other)  # a newer attempt that waited for us
+            elif other.token in self._stuck and other.status == protocol.CLAIMED:
+                self._look_again(other.token)  # a newer attempt that waited for us, perhaps
         self._answer_gone()
 
     def _end_other_steps(self, batch: Entry) -> None:
@@ -556,8 +559,3 @@ class Ledger:
     def _tell_over(self, token: str, why: str) -> None:
         """Answer for a token whose entry has gone: it will not run."""
         self._send(protocol.Report(self._new_seq(), token, protocol.BARRED, self._wall_s(), why=why))
-
-
-def _is_claim(entry: Entry) -> bool:
-    """Whether it is a claim that stands: there is nothing to be started."""
-    return entry.key.step == protocol.ALLOC and entry.starts > 0

@@ -100,6 +100,44 @@ def test_after_a_reboot_nothing_is_started_again(was_started: bool, expected: st
     assert world.shepherds.starts == [text]
 
 
+def test_after_a_reboot_the_end_of_one_step_starts_no_other_and_a_lost_launch_stops_nothing() -> None:
+    world = World()
+    texts = [world.launch(token(step=str(step))) for step in range(4)]
+    world.started(texts[0])
+    world.started(texts[3])
+    world.spool.entries[texts[1]]["launch"] = None  # the power failure took it
+    world.shepherds.living.clear()
+    world.boot_id = "another boot"
+    world.restart()
+    assert [r["status"] for r in world.ledger.inventory()] == ["lost", "barred", "barred", "lost"]
+    assert world.shepherds.starts == texts
+
+
+def test_an_end_that_a_full_disk_does_not_take_starts_nothing_when_another_step_ends() -> None:
+    world = World()
+    first, second = world.launch(token(step="0")), world.launch(token(step="1"))
+    world.started(first)
+    world.ledger.end_step(protocol.EndStep(second, 1.0, "cancelled"))
+    world.spool.full = True
+    world.gone(second)
+    world.ended(first)
+    assert world.shepherds.starts == [first, second]
+    world.spool.full = False
+    world.ledger.tick()
+    assert world.statuses(second) == ["barred"]
+
+
+def test_a_claim_is_ended_although_the_disk_was_full_at_first() -> None:
+    world = World()
+    claim = world.launch(token(step="alloc"))
+    world.spool.full = True
+    world.ledger.end_job(protocol.EndJob(INCARNATION, 1, 0, 1.0))
+    world.spool.full = False
+    world.ledger.tick()
+    assert world.statuses(claim) == ["claimed", "barred"]
+    assert protocol.JobGone(INCARNATION, 1, 0) in world.sent
+
+
 def test_an_end_before_the_launch_bars_it() -> None:
     world = World()
     text = token()
