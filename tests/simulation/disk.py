@@ -119,6 +119,8 @@ class _Path:
     """`os.path`, as far as the spool needs it."""
 
     join = staticmethod(os.path.join)
+    dirname = staticmethod(os.path.dirname)
+    abspath = staticmethod(os.path.abspath)
 
     def __init__(self, system: SimOs) -> None:
         self._system = system
@@ -142,8 +144,10 @@ class SimOs:
         self._last_fd = 1000
 
     def split(self, path: str) -> tuple[Disk, list[str]]:
-        """Return the disk that a path is on, and the names that lead there."""
+        """Return the disk that a path is on, and the names that lead there. Raises PermissionError for what is above."""
         parts = path.split("/")
+        if len(parts) < 3:
+            raise PermissionError(errno.EACCES, "Permission denied", path)
         return self.disks[parts[2]], parts[3:]
 
     def geteuid(self) -> int:
@@ -159,7 +163,7 @@ class SimOs:
             found = here.names.get(part)
             if found is None:
                 disk.need_room()
-                found = here.names[part] = here.synced[part] = Folder()
+                found = here.names[part] = Folder()
             assert isinstance(found, Folder)
             here = found
 

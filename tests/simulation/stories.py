@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from simulation.minding import Behaviour
-from simulation.truth import Violation
+from simulation.truth import as_violation
 from simulation.wires import DOWN, FAULTS, UP, MessageFault
 from simulation.world import Stage, World, job_spec
 
@@ -177,8 +177,8 @@ def explore(on: Stage, story: Story, pairs: Iterator[Pair] | list[Pair]) -> Tall
         tally.runs += 1
         try:
             _, happened = play(on, story, (crash, message))
-        except Violation as error:
-            tally.failures.append(f"{story.name}: {crash} x {message}: {error}")
+        except Exception as error:  # the edge of a run: whatever it is, it is a failure
+            tally.failures.append(f"{story.name}: {crash} x {message}: {as_violation(error)}")
             continue
         if happened:
             tally.points.add(str(crash))

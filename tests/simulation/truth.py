@@ -17,6 +17,7 @@ controller, and at the end, from the database.
 
 from __future__ import annotations
 
+import traceback
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -38,6 +39,14 @@ class Violation(Exception):
     def __init__(self, invariant: str, text: str) -> None:
         super().__init__(f"{invariant}: {text}")
         self.invariant = invariant
+
+
+def as_violation(error: Exception) -> Violation:
+    """Return the violation that `error` is: what production code did not expect is one as well."""
+    if isinstance(error, Violation):
+        return error
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    return Violation("crash", f"{type(error).__name__}: {error} ({where.filename.rpartition('/')[2]}:{where.lineno})")
 
 
 @dataclass(slots=True)
