@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from hpcsched.launch.bundle import Bundle
     from hpcsched.launch.greeting import ControllerIdentity
     from hpcsched.launch.link import LinkEvents, NodeLink
-    from hpcsched.launch.pipe import Dial
+    from hpcsched.launch.pipe import Abort, Dial, Pipe, Progress
     from hpcsched.launch.sshconfig import SshSettings
     from hpcsched.model.node import NodeSpec
 
@@ -47,9 +47,17 @@ def dial_for(spec: NodeSpec, config: Config) -> Dial:
     """Return what opens the way onto this node: SSH, or none if it is this machine."""
     from hpcsched.config_keys import LOCAL_HOST
     from hpcsched.launch.local import local_dial
-    from hpcsched.launch.ssh import ssh_dial
 
-    return local_dial(spec) if spec.host == LOCAL_HOST else ssh_dial(spec, ssh_settings(config))
+    if spec.host == LOCAL_HOST:
+        return local_dial(spec)
+
+    def dial(abort: Abort, progress: Progress) -> Pipe:
+        # Paramiko takes a quarter of a second to load: in the link's thread, while the controller answers already.
+        from hpcsched.launch.ssh import ssh_dial
+
+        return ssh_dial(spec, ssh_settings(config))(abort, progress)
+
+    return dial
 
 
 def ssh_settings(config: Config) -> SshSettings:
