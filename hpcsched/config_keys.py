@@ -300,9 +300,10 @@ CONTROLLER = (
 SCHEDULER = (
     Key(
         name="policy",
-        kind=one_of("easy", "fifo"),
+        kind=one_of("easy", "easy-sjbf", "conservative", "slurm-like", "fifo"),
         default="easy",
-        help="easy: a job may start ahead of its turn if it delays nobody (EASY backfill); fifo: never.",
+        help="easy: a job may start ahead of its turn if it does not delay the first in line (EASY backfill); easy-sjbf: "
+        "the same, short limits first; slurm-like, conservative: nor the first 100, or 1000, in line; fifo: never.",
     ),
     Key(
         name="default_time_limit",

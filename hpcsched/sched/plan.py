@@ -4,6 +4,7 @@ Jobs are looked at in order (see `priority`). One that fits starts. The first of
 *head*: it gets a reservation at the earliest time at which it will fit if every running job lasts to its limit (its *shadow
 time*). With EASY backfill a later job may start if it fits now and leaves every reservation untouched: it ends before, or
 takes what the heads do not need. On one pool of equal processors this is EASY as Lifka and Feitelson define it, job by job.
+`easy-sjbf` tries the later ones shortest first; `conservative` and `slurm-like` reserve for more than the heads.
 Without backfill nothing behind a head starts on the nodes of its partition.
 
 Within one plan free resources only dwindle. So a shape that did not fit need not be tried again, and the seats
@@ -87,6 +88,7 @@ class _Lane:
     partition: Partition
     nodes: list[int]
     head: PendingJob | None = None
+    promised: int = 0  # so many of its jobs that wait have a promised start
     behind: Wait | None = None  # what all behind the head share
 
 
@@ -100,22 +102,37 @@ class _Planner:
         self.lanes = {name: self._lane(partition) for name, partition in snapshot.partitions.items()}
         self.groups: dict[tuple[int, str], _Group] = {}
         self.in_vain = 0
+        self.shortest_first = policy.backfill is Backfill.EASY_SJBF
+        # So many jobs of each partition are promised a start: the head, and with some policies more.
+        self.promises = {Backfill.CONSERVATIVE: policy.conservative_depth, Backfill.SLURM_LIKE: policy.promises}.get(
+            policy.backfill, 1
+        )
         self.most_free_cpus: dict[str, tuple[int, int]] = {}
 
     def plan(self) -> Plan:
         queue = in_order(self._eligible(), self.snapshot.partitions, scale_of(self.snapshot), self.policy)
         tasks = self._array_tasks()
         behind: list[PendingJob] = []
+        later: list[PendingJob] = []
         for job in queue:
-            if job.array_limit and tasks.get(job.array_job_id, 0) >= job.array_limit:
-                self.waits[job.id] = at_array_limit(job.array_limit)
-            elif self._start_if_it_fits(job):
-                if job.array_limit:
-                    tasks[job.array_job_id] = tasks.get(job.array_job_id, 0) + 1
-            elif job.id not in self.waits:
-                self._queue(job, behind)
+            if self.shortest_first and self.lanes[job.partition].head is not None:
+                later.append(job)
+            else:
+                self._look_at(job, tasks, behind)
+        for job in sorted(later, key=self._limit_s):  # stable: equals stay in their order
+            self._look_at(job, tasks, behind)
         self._estimate(behind)
         return Plan(starts=tuple(self.starts), waits=self.waits)
+
+    def _look_at(self, job: PendingJob, tasks: dict[JobId | None, int], behind: list[PendingJob]) -> None:
+        """Start `job`, or note why it waits."""
+        if job.array_limit and tasks.get(job.array_job_id, 0) >= job.array_limit:
+            self.waits[job.id] = at_array_limit(job.array_limit)
+        elif self._start_if_it_fits(job):
+            if job.array_limit:
+                tasks[job.array_job_id] = tasks.get(job.array_job_id, 0) + 1
+        elif job.id not in self.waits:
+            self._queue(job, behind)
 
     # ----- who is looked at
 
@@ -241,12 +258,15 @@ class _Planner:
         lane = self.lanes[job.partition]
         if lane.head is None:
             self._make_head(job, lane)
-        else:
-            if len(behind) < self.policy.estimate_depth:
-                behind.append(job)
-            if lane.behind is None:
-                lane.behind = behind_head(lane.head.display_id, job.partition)
-            self.waits[job.id] = lane.behind
+            return
+        if lane.behind is None:
+            lane.behind = behind_head(lane.head.display_id, job.partition)
+        self.waits[job.id] = lane.behind
+        if lane.promised < self.promises:
+            lane.promised += 1
+            self._expect(job)
+        elif len(behind) < self.policy.estimate_depth:
+            behind.append(job)
 
     def _make_head(self, job: PendingJob, lane: _Lane) -> None:
         start_s = self._reserve(job)
@@ -260,6 +280,7 @@ class _Planner:
             expected_start_s=self._sure(start_s),
         )
         lane.head = job
+        lane.promised = 1
         if self.policy.backfill is Backfill.NONE:
             for other in self.lanes.values():
                 if other.head is None and not set(other.nodes).isdisjoint(lane.nodes):
@@ -283,6 +304,10 @@ class _Planner:
     def _estimate(self, behind: list[PendingJob]) -> None:
         """Give an expected start to the first jobs behind the heads, as if each had a reservation."""
         for job in behind:
-            start_s = self._sure(self._reserve(job))
-            if start_s is not None:
-                self.waits[job.id] = replace(self.waits[job.id], expected_start_s=start_s)
+            self._expect(job)
+
+    def _expect(self, job: PendingJob) -> None:
+        """Keep room for `job`, which waits behind a head, and note when it is expected to start."""
+        start_s = self._sure(self._reserve(job))
+        if start_s is not None:
+            self.waits[job.id] = replace(self.waits[job.id], expected_start_s=start_s)

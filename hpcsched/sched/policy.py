@@ -9,6 +9,22 @@ from enum import StrEnum
 class Backfill(StrEnum):
     NONE = "none"  # strict order: nothing starts behind a job that cannot
     EASY = "easy"  # a later job may start now if the first waiting job of each partition starts no later for it
+    EASY_SJBF = "easy-sjbf"  # the same, and of the later jobs those with the shortest time limits are tried first
+    CONSERVATIVE = "conservative"  # every job that is looked at is promised a start, and none may delay another's
+    SLURM_LIKE = "slurm-like"  # the first few that wait are promised a start; later ones start if they touch no promise
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Guard:
+    """How our own policy keeps old jobs from being overtaken too long; see `guarded`. One set for all machines."""
+
+    part: float = 0.36  # of plain EASY's longest wait: who has waited longer is old
+    old_s: float = 43200.0  # nobody is old before this
+    most_old: int = 50  # so many at a time, the oldest
+    promises: int = 3  # so many of them that do not fit are promised a start
+    long_s: float = 14400.0  # expected run times beyond this count as this
+    learning_s: float = 14 * 86400.0  # so long a machine's history says too little
+    learning_old_s: float = 500_000.0  # and nobody is old before this
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,4 +45,6 @@ class Policy:
     default_time_limit_s: int = 365 * 86400  # what a job without any limit is taken to need
     overdue_s: float = 30.0  # what is past its limit, or is being ended, is taken to end this much later
     backfill_depth: int = 1_000  # so many shapes of jobs are tried in vain behind the first one that waits; 0: all
+    promises: int = 100  # so many waiting jobs of each partition are promised a start with "slurm-like"
+    conservative_depth: int = 1_000  # and so many with "conservative"; those behind them wait
     estimate_depth: int = 10  # so many waiting jobs of the queue's front get an expected start

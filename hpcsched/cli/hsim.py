@@ -1,0 +1,158 @@
+"""hsim: replay a machine's log with the scheduler's policies, and compare what they do."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hpcsched.cli.errors import note, run_command
+from hpcsched.cli.options import HELP, VERSION, Command, Option, UsageError, Words
+from hpcsched.cli.output import columns, print_json
+from hpcsched.errors import RequestError
+from hpcsched.sim.metrics import json_of
+from hpcsched.sim.policies import POLICIES, Simulation, simulate
+from hpcsched.sim.swf import read_trace
+
+if TYPE_CHECKING:
+    from hpcsched.sim.swf import Trace
+
+COMMAND = Command(
+    "hsim",
+    ("run [OPTIONS] TRACE", "compare [OPTIONS] TRACE POLICY..."),
+    "Replay the log of a machine (Standard Workload Format, also gzip'ed) with a policy of the scheduler: run prints how "
+    "it went, compare sets policies side by side.",
+    (
+        Option("policy", "p", "POLICY", "follow this policy (run); default without it"),
+        Option("nodes", "N", "COUNT", "let the machine have this many nodes instead of what the trace says"),
+        Option("cpus", "c", "COUNT", "let each of these nodes have this many processors; 1 without it"),
+        Option("schedule-out", "", "FILE", "write job_id,submit,start,end of every job to this file (run)"),
+        Option("plot", "", "BASE", "draw utilization, waits and the first policy's schedule to BASE.png and BASE.svg"),
+        Option("json", help="print the figures as JSON"),
+        HELP,
+        VERSION,
+    ),
+    ("Policies: " + "; ".join(f"{name} ({says})" for name, (_, says) in POLICIES.items()) + ".",),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status."""
+    return run_command(COMMAND, _work, argv)
+
+
+def _work(words: Words) -> int:
+    what, *rest = words.operands or [""]
+    if what == "run":
+        return _run(words, rest)
+    if what == "compare":
+        return _compare(words, rest)
+    raise UsageError(f"cannot tell what to do: begin with run or compare, not {what[:60]!r}; see hsim --help")
+
+
+def _run(words: Words, operands: Sequence[str]) -> int:
+    if len(operands) != 1:
+        raise UsageError("cannot tell which trace: hsim run wants one; see hsim --help")
+    policy = _policy(words.last("policy", "default"))
+    done = simulate(_trace(operands[0]), policy, _procs(words))
+    _tell_left_out(done)
+    if words.has("schedule-out"):
+        write_schedule(done, Path(words.last("schedule-out")))
+    if words.has("plot"):
+        _draw([done], Path(words.last("plot")))
+    if words.has("json"):
+        print_json(_json(done))
+    else:
+        print("\n".join(f"{name:<26}{value}" for name, value in _json(done).items() if not isinstance(value, list)))
+    return 0
+
+
+def _compare(words: Words, operands: Sequence[str]) -> int:
+    if len(operands) < 2:
+        raise UsageError("cannot compare: hsim compare wants a trace and policies; see hsim --help")
+    for option in ("policy", "schedule-out"):
+        if words.has(option):
+            raise UsageError(f"cannot use --{option} with compare: it is for run")
+    policies = [_policy(name) for name in operands[1:]]
+    trace, procs = _trace(operands[0]), _procs(words)
+    done = [simulate(trace, policy, procs) for policy in policies]
+    _tell_left_out(done[0])
+    if words.has("plot"):
+        _draw(done, Path(words.last("plot")))
+    if words.has("json"):
+        print_json({"trace": trace.name, "policies": [_json(one) for one in done]})
+    else:
+        print(_table(done), end="")
+    return 0
+
+
+def write_schedule(done: Simulation, path: Path) -> None:
+    """Write when each job was submitted, started and ended, in the order of submission. Raises RequestError."""
+    try:
+        with path.open("w", newline="") as file:
+            out = csv.writer(file, lineterminator="\n")
+            out.writerow(("job_id", "submit", "start", "end"))
+            for job, start_s in zip(done.jobs, done.starts_s, strict=True):
+                out.writerow((job.id, job.submit_s, start_s, start_s + job.run_s))
+    except OSError as error:
+        raise RequestError(f"cannot write the schedule to {str(path)!r}: {error.strerror}") from error
+
+
+def _policy(name: str) -> str:
+    if name not in POLICIES:
+        raise UsageError(f"cannot follow policy {name[:60]!r}: known are {', '.join(POLICIES)}")
+    return name
+
+
+def _trace(name: str) -> Trace:
+    return read_trace(Path(name))
+
+
+def _procs(words: Words) -> int:
+    """Return the size of the machine that was asked for; 0: none was."""
+    if words.has("cpus") and not words.has("nodes"):
+        raise UsageError("cannot take --cpus alone: say with --nodes how many nodes have them")
+    return int(words.number("nodes", 0, at_least=1)) * int(words.number("cpus", 1, at_least=1))
+
+
+def _tell_left_out(done: Simulation) -> None:
+    if done.too_big:
+        note("hsim", f"left out {done.too_big} jobs that need more than {done.procs} processors")
+
+
+def _draw(done: Sequence[Simulation], base: Path) -> None:
+    from hpcsched.sim.plot import draw  # only this needs matplotlib
+
+    try:
+        draw(done, base)
+    except OSError as error:
+        raise RequestError(f"cannot write the picture to {str(base)!r}: {error.strerror}") from error
+
+
+def _json(done: Simulation) -> dict[str, Any]:
+    return {
+        "policy": done.policy,
+        "procs": done.procs,
+        **json_of(done.metrics),
+        "left_out_too_big": done.too_big,
+        "simulated_jobs_per_s": round(done.jobs_per_s, 1),
+    }
+
+
+def _table(done: Sequence[Simulation]) -> str:
+    headers = ("POLICY", "SLOWDOWN", "WAIT_MEAN", "WAIT_P95", "WAIT_MAX", "UTILIZATION", "FAIRNESS", "JOBS/S")
+    rows = [
+        (
+            one.policy,
+            f"{one.metrics.bounded_slowdown_mean:.2f}",
+            f"{one.metrics.wait_mean_s:.0f}",
+            f"{one.metrics.wait_p95_s:.0f}",
+            f"{one.metrics.wait_max_s:.0f}",
+            f"{one.metrics.utilization * 100:.2f}%",
+            f"{one.metrics.user_fairness_jain:.3f}",
+            f"{one.jobs_per_s:.0f}",
+        )
+        for one in done
+    ]
+    return columns(headers, rows, right=range(1, 8))

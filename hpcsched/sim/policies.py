@@ -1,0 +1,85 @@
+"""The policies that a simulation can follow, by name; each is the planner's own (`hpcsched.sched`)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from hpcsched.errors import RequestError
+from hpcsched.sched.guarded import GuardedPool
+from hpcsched.sched.policy import Guard
+from hpcsched.sched.pool import EasyPool, Pool, ShortestPool
+from hpcsched.sched.promises import ConservativePool, PromisedPool
+from hpcsched.sim.metrics import Metrics, metrics_of
+from hpcsched.sim.swf import Trace, TraceJob
+from hpcsched.sim.world import Line, replay
+
+SLURM_DEPTH = 100  # bf_max_job_test as Slurm has it
+
+Make = Callable[[int, Sequence[int], Sequence[float], Sequence[int]], Line]
+
+POLICIES: dict[str, tuple[Make, str]] = {
+    "fcfs": (lambda size, procs, limits_s, users: Pool(size, procs, limits_s), "first come, first served"),
+    "easy": (lambda size, procs, limits_s, users: EasyPool(size, procs, limits_s), "EASY backfill"),
+    "easy-sjbf": (
+        lambda size, procs, limits_s, users: ShortestPool(size, procs, limits_s),
+        "EASY backfill, shortest time limit first",
+    ),
+    "conservative": (
+        lambda size, procs, limits_s, users: ConservativePool(size, procs, limits_s),
+        "every job is promised a start",
+    ),
+    "slurm-like": (
+        lambda size, procs, limits_s, users: PromisedPool(size, procs, limits_s, SLURM_DEPTH),
+        f"the first {SLURM_DEPTH} that wait are promised a start, anew each time",
+    ),
+    "default": (
+        lambda size, procs, limits_s, users: GuardedPool(size, procs, limits_s, users, Guard()),
+        "short jobs first by prediction, old ones guarded",
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simulation:
+    """What a policy did with a trace on `procs` processors; `starts_s` in the order of `jobs`."""
+
+    policy: str
+    procs: int
+    jobs: tuple[TraceJob, ...]
+    starts_s: tuple[float, ...]
+    metrics: Metrics
+    took_s: float
+    too_big: int = 0  # jobs left out: they never fit
+
+    @property
+    def jobs_per_s(self) -> float:
+        return len(self.jobs) / self.took_s if self.took_s > 0 else 0.0
+
+
+def simulate(trace: Trace, policy: str, procs: int = 0) -> Simulation:
+    """Return what `policy` does with `trace` on `procs` processors (0: as many as the trace says). Raises RequestError."""
+    if policy not in POLICIES:
+        raise RequestError(f"cannot follow policy {policy!r}: known are {', '.join(POLICIES)}")
+    size = procs or trace.procs
+    if size <= 0:
+        raise RequestError(
+            f"cannot tell the size of the machine: {trace.name} has no MaxProcs; give --nodes and --cpus"
+        )
+    jobs = tuple(job for job in trace.jobs if job.procs <= size)
+    line = POLICIES[policy][0](
+        size, [job.procs for job in jobs], [job.asked_s for job in jobs], [job.user for job in jobs]
+    )
+    began_s = time.perf_counter()
+    starts_s = replay(jobs, line)
+    took_s = time.perf_counter() - began_s
+    return Simulation(
+        policy=policy,
+        procs=size,
+        jobs=jobs,
+        starts_s=tuple(starts_s),
+        metrics=metrics_of(jobs, starts_s, size),
+        took_s=took_s,
+        too_big=len(trace.jobs) - len(jobs),
+    )

@@ -1,0 +1,134 @@
+"""Each policy on small traces checked by hand, and against the planner's general way on drawn ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from unit.sim.traces import PROCS, SMALL, PlanLine, job, traces
+
+from hpcsched.errors import RequestError
+from hpcsched.sched.policy import Backfill
+from hpcsched.sched.promises import ConservativePool
+from hpcsched.sched.rehearsal import Rehearsal
+from hpcsched.sim.policies import POLICIES, simulate
+from hpcsched.sim.swf import Trace, TraceJob, trace_of
+from hpcsched.sim.world import replay
+
+
+def starts(policy: str, jobs: Sequence[TraceJob]) -> list[float]:
+    return list(simulate(Trace(name="t", jobs=tuple(jobs), procs=PROCS), policy).starts_s)
+
+
+@pytest.mark.parametrize(
+    ("policy", "at_s"),
+    [
+        ("fcfs", [0, 60, 60, 80, 110]),
+        ("easy", [0, 60, 2, 3, 110]),
+        ("easy-sjbf", [0, 60, 2, 3, 110]),
+        ("conservative", [0, 60, 2, 3, 110]),
+        ("slurm-like", [0, 60, 2, 3, 110]),
+    ],
+)
+def test_the_small_trace_goes_as_worked_out_by_hand(policy: str, at_s: list[float]) -> None:
+    assert list(simulate(trace_of(SMALL.splitlines(), "small"), policy).starts_s) == at_s
+
+
+def test_sjbf_prefers_the_shorter_of_two_that_fit() -> None:
+    longer_first = [job(1, 0, 10, 8), job(2, 0, 50, 2), job(3, 1, 50, 10), job(4, 2, 30, 8), job(5, 3, 10, 8)]
+    assert starts("easy", longer_first) == [0, 0, 50, 10, 40]
+    assert starts("easy-sjbf", longer_first) == [0, 0, 50, 20, 10]
+
+
+def test_default_lets_the_user_of_short_jobs_go_first() -> None:
+    # Both ask for 100 s; the second user's jobs have always been short.
+    jobs = [job(1, 0, 2, 10, 100, 2), job(2, 10, 90, 10, 100, 1), job(3, 11, 90, 10, 100, 1), job(4, 12, 2, 10, 100, 2)]
+    assert starts("easy", jobs) == [0, 10, 100, 190]
+    assert starts("default", jobs) == [0, 10, 102, 100]
+
+
+@given(traces())
+@settings(max_examples=150, deadline=None)
+def test_the_quick_way_decides_as_the_planner_does(jobs: list[TraceJob]) -> None:
+    kinds = {
+        "fcfs": Backfill.NONE,
+        "easy": Backfill.EASY,
+        "easy-sjbf": Backfill.EASY_SJBF,
+        "slurm-like": Backfill.SLURM_LIKE,
+    }
+    for policy, kind in kinds.items():
+        assert starts(policy, jobs) == replay(jobs, PlanLine(jobs, kind)), policy
+
+
+@given(traces())
+@settings(max_examples=100, deadline=None)
+def test_no_policy_gives_a_processor_twice_or_forgets_a_job(jobs: list[TraceJob]) -> None:
+    for policy in POLICIES:
+        at_s = starts(policy, jobs)
+        assert all(start_s >= one.submit_s for one, start_s in zip(jobs, at_s, strict=True))
+        for moment_s in at_s:
+            held = sum(
+                one.procs for one, start_s in zip(jobs, at_s, strict=True) if start_s <= moment_s < start_s + one.run_s
+            )
+            assert held <= PROCS, policy
+
+
+class Watched(ConservativePool):
+    """Writes down what was promised to each job first, and that no promise is worse than the one before."""
+
+    def __init__(self, jobs: Sequence[TraceJob]) -> None:
+        super().__init__(PROCS, [one.procs for one in jobs], [one.asked_s for one in jobs])
+        self.first_s: dict[int, float] = {}
+
+    def submit(self, at: int, now_s: float) -> Sequence[int]:
+        started = super().submit(at, now_s)
+        self.first_s[at] = now_s if started else self.promises[at]
+        return started
+
+
+@given(traces())
+@settings(max_examples=200, deadline=None)
+def test_no_promised_start_slips(jobs: list[TraceJob]) -> None:
+    line = Watched(jobs)
+    at_s = replay(jobs, line)
+    assert all(start_s <= line.first_s[at] for at, start_s in enumerate(at_s))
+
+
+@given(traces(most=40))
+@settings(max_examples=150, deadline=None)
+def test_the_rehearsal_never_claims_more_than_easy_did_and_in_the_end_as_much(jobs: list[TraceJob]) -> None:
+    truth_s = max(start_s - one.submit_s for one, start_s in zip(jobs, starts("easy", jobs), strict=True))
+    procs, limits_s = [one.procs for one in jobs], [one.asked_s for one in jobs]
+    rehearsal = Rehearsal(PROCS, procs, limits_s)
+
+    class Heard(ConservativePool):
+        def submit(self, at: int, now_s: float) -> Sequence[int]:
+            rehearsal.submitted(now_s)
+            rehearsal.go_on(now_s, more_may_come=True)
+            return self.heard(super().submit(at, now_s), now_s)
+
+        def end(self, at: int, now_s: float) -> Sequence[int]:
+            rehearsal.ended(at, now_s)
+            rehearsal.go_on(now_s, more_may_come=False)
+            assert rehearsal.longest_wait_s <= truth_s
+            return self.heard(super().end(at, now_s), now_s)
+
+        def heard(self, started: Sequence[int], now_s: float) -> Sequence[int]:
+            for at in started:
+                rehearsal.started(at, now_s)
+            return started
+
+    replay(jobs, Heard(PROCS, procs, limits_s))
+    rehearsal.go_on(1e9, more_may_come=False)
+    assert rehearsal.longest_wait_s == truth_s
+
+
+def test_what_is_too_big_or_unknown_is_told() -> None:
+    trace = Trace(name="t", jobs=(job(1, 0, 5, 11), job(2, 0, 5, 1)), procs=PROCS)
+    assert simulate(trace, "easy").too_big == 1
+    assert simulate(trace, "easy", procs=11).too_big == 0
+    with pytest.raises(RequestError, match="known are fcfs, easy"):
+        simulate(trace, "magic")
+    with pytest.raises(RequestError, match="no MaxProcs"):
+        simulate(Trace(name="t", jobs=(), procs=0), "easy")
