@@ -123,8 +123,12 @@ class Ledger:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no step lives and nothing has to be done."""
-        return not self._gone and not any(entry.minded or not entry.is_final for entry in self.entries.values())
+        """Whether no step lives and nothing has to be done; a claim alone needs no agent."""
+        if self._gone or self.waits:
+            return False
+        return not any(
+            entry.minded or not (entry.is_final or entry.key.step == protocol.ALLOC) for entry in self.entries.values()
+        )
 
     # ----- the controller: who it is
 

@@ -151,6 +151,7 @@ def test_a_claim_without_a_program_is_kept_and_given_back() -> None:
     assert (world.statuses(text), world.shepherds.starts) == (["claimed"], [])
     world.launch(text)
     world.restart()
+    assert world.ledger.is_idle
     assert world.ledger.inventory()[0]["status"] == "claimed"
     world.sent.clear()
     world.ledger.end_job(protocol.EndJob(INCARNATION, 1, 0, 5.0))
