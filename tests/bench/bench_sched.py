@@ -1,0 +1,129 @@
+"""The scheduler: logs of real machines replayed, and one plan of a large world, its growth with the queue.
+
+Of the logs in HPCSCHED_TRACES (see tests/unit/sim/test_sim_traces.py) each is replayed with each policy; without it only the
+plans are measured. Starts that differ from the reference schedules are counted for the policies that have one.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import os
+import random
+import time
+from pathlib import Path
+
+from hpcsched.model.ids import JobId, NodeName
+from hpcsched.model.node import Partition
+from hpcsched.model.resources import Gpu, Share
+from hpcsched.sched.plan import plan
+from hpcsched.sched.policy import Backfill, Policy
+from hpcsched.sched.request import Request, Shape
+from hpcsched.sched.snapshot import NodeView, PendingJob, RunningJob, Snapshot
+from hpcsched.sim.policies import simulate
+from hpcsched.sim.swf import read_trace
+from tests.bench.figures import Figure, from_samples
+
+LOGS = ("KTH-SP2", "SDSC-SP2", "CTC-SP2")
+REFERENCES = {"fcfs": "fcfs", "easy": "easy", "easy-sjbf": "easy_sjbf"}
+BARS = {
+    "easy": (">= 40k, reach 80k", ">= 20k, reach 37k", ">= 20k, reach 40k"),
+    "conservative": (">= 12k, reach 23k", ">= 6k, reach 15k", ">= 3k, reach 6k"),
+}
+
+
+def run(quick: bool) -> list[Figure]:
+    """Replay the logs and plan for large worlds."""
+    return [*_replays(1 if quick else 3), *_plans(quick)]
+
+
+def _replays(rounds: int) -> list[Figure]:
+    there = os.environ.get("HPCSCHED_TRACES")
+    if not there:
+        print("HPCSCHED_TRACES is not set: no log is replayed")
+        return []
+    figures = []
+    for at, log in enumerate(LOGS):
+        trace = read_trace(Path(there) / f"{log}.pyss.swf.gz")
+        for policy in ("fcfs", "easy", "easy-sjbf", "conservative", "slurm-like", "default"):
+            done = [simulate(trace, policy) for _ in range(rounds)]
+            bar = BARS[policy][at] if policy in BARS else ""
+            figures.append(from_samples(f"{log} {policy}", [one.jobs_per_s for one in done], "jobs/s", bar=bar))
+            slowdown = done[0].metrics.bounded_slowdown_mean
+            figures.append(Figure(name=f"{log} {policy}: mean bounded slowdown", value=slowdown, unit=""))
+            for name in ("wait_mean_s", "wait_max_s"):
+                figures.append(
+                    Figure(name=f"{log} {policy}: {name}", value=round(getattr(done[0].metrics, name)), unit="s")
+                )
+            if policy in REFERENCES:
+                wrong = _differ(Path(there) / "reference" / f"{log}.pyss.{REFERENCES[policy]}.csv.gz", done[0])
+                figures.append(Figure(name=f"{log} {policy}: differ", value=wrong, unit="starts", bar="0"))
+    return figures
+
+
+def _differ(path: Path, done: object) -> int:
+    with gzip.open(path, "rt") as lines:
+        reference = {int(row["job_id"]): int(row["start"]) for row in csv.DictReader(lines)}
+    return sum(reference[job.id] != at_s for job, at_s in zip(done.jobs, done.starts_s, strict=True))  # type: ignore[attr-defined]
+
+
+def large_world(waiting: int, nodes: int, seed: int = 1) -> Snapshot:
+    """Return nodes of 64 cpus and 8 GPUs, half of the GPUs busy, and jobs of all sizes that wait."""
+    chance = random.Random(seed)
+    views = tuple(
+        NodeView(
+            name=NodeName(f"n{at}"),
+            cpus=64,
+            mem_mib=512_000,
+            gpus=tuple(Gpu(index=gpu, type="a100") for gpu in range(8)),
+        )
+        for at in range(nodes)
+    )
+    running = tuple(
+        RunningJob(
+            id=JobId(1_000_000 + at),
+            display_id=str(at),
+            shares=(Share(node=node.name, cpus=32, mem_mib=256_000, gpus=(0, 1, 2, 3)),),
+            began_at_s=0.0,
+            ends_at_s=1000.0 + chance.randrange(1, 200) * 600,
+        )
+        for at, node in enumerate(views)
+    )
+    shapes = [
+        Shape(nodes_min=count, nodes_max=count, cpus_per_task=8 * gpus, mem_per_node_mib=1000, gpus_per_node=(("", gpus),))
+        for count in (1, 2, 4, 8, 16, 64)
+        for gpus in (1, 2, 4, 8)
+    ]
+    pending = tuple(
+        PendingJob(
+            id=JobId(at),
+            display_id=str(at),
+            partition="main",
+            request=Request(shape=chance.choice(shapes), time_limit_s=chance.randrange(1, 48) * 1800),
+            submitted_at_s=float(at) / waiting,
+        )
+        for at in range(waiting)
+    )
+    names = tuple(node.name for node in views)
+    return Snapshot(
+        now_s=1000.0,
+        nodes=views,
+        partitions={"main": Partition(name="main", nodes=names, default=True)},
+        running=running,
+        pending=pending,
+    )
+
+
+def _plans(quick: bool) -> list[Figure]:
+    figures = []
+    policy = Policy(backfill=Backfill.CONSERVATIVE, conservative_depth=1000)
+    for waiting in (1_000, 10_000) if quick else (1_000, 10_000, 100_000):
+        world = large_world(waiting, 1_000)
+        samples = []
+        for _ in range(1 if quick else 3):
+            began_s = time.perf_counter()
+            plan(world, policy)
+            samples.append(time.perf_counter() - began_s)
+        bar = "<= 1 s, reach 0.2" if waiting == 10_000 else ""
+        figures.append(from_samples(f"plan, 1,000 nodes, depth 1,000, {waiting:,} waiting", samples, "s", bar=bar))
+    return figures
