@@ -6,6 +6,7 @@ What only its owner and admins may see of a job (paths, command line, comment, s
 from __future__ import annotations
 
 import math
+import signal
 from collections import Counter
 from typing import Any
 
@@ -18,6 +19,7 @@ from hpcsched.model.hostlist import compress_hostlist
 from hpcsched.model.ids import NodeName
 from hpcsched.model.job import ACTIVE, SHORT_CODES, Hold, Job, JobState, Reason
 from hpcsched.model.node import Link, Node, NodeState, Partition
+from hpcsched.model.units import format_mem, format_time_s
 from hpcsched.store.rows import StepRow
 from hpcsched.store.world import World
 
@@ -152,6 +154,27 @@ def why_waiting(job: Job, world: World, now_s: float) -> tuple[Reason, str, floa
         if job.state is JobState.CONFIGURING:
             return job.reason, _starting(job), None
     return job.reason, job.reason_detail, None
+
+
+def how_it_ended(job: Job) -> str:
+    """Return the end of a sentence that tells with what numbers a job ended; "" where its state says it all."""
+    if job.state is JobState.TIMEOUT:
+        return f": its time limit of {format_time_s(job.time_limit_s)} was reached"
+    if job.state is JobState.OUT_OF_MEMORY:
+        given = ", ".join(sorted({format_mem(share.mem_mib) for share in job.shares}))
+        return f": it took more memory than the {given} that it was given on each node; see --mem, and MaxRSS in hacct"
+    if job.state is not JobState.FAILED or job.exit is None:
+        return ""
+    if job.exit.signal:
+        return f": its script was ended by {_signal_name(job.exit.signal)}"
+    return f": its script ended with exit code {job.exit.code}" if job.spec.script else ""
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def _starting(job: Job) -> str:

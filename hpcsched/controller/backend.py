@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import hpcsched
 from hpcnode import protocol
 from hpcsched.api.identity import Asker
-from hpcsched.api.views import job_view, node_views, partition_views, step_view, why_waiting
+from hpcsched.api.views import how_it_ended, job_view, node_views, partition_views, step_view, why_waiting
 from hpcsched.controller import requests
 from hpcsched.controller.fleet import Fleet
 from hpcsched.controller.references import find_jobs
@@ -23,7 +23,7 @@ from hpcsched.errors import NotFoundError, PermissionDeniedError, RequestError, 
 from hpcsched.launch.files import job_files
 from hpcsched.model.hostlist import compress_hostlist
 from hpcsched.model.ids import JobId
-from hpcsched.model.job import FINAL, Job, JobState
+from hpcsched.model.job import FINAL, Job, JobState, Reason
 from hpcsched.model.node import Link
 from hpcsched.model.spec import JobSpec
 from hpcsched.model.units import parse_signal
@@ -196,7 +196,7 @@ class ControllerBackend:
         job = self._find(asker, reference)[0]
         reason, detail, expected_s = why_waiting(job, self._world, self._clock())
         answer: Json = {
-            "text": detail or f"job {job.display_id} is {job.state}",
+            "text": detail or f"job {job.display_id} is {job.state}{how_it_ended(job)}",
             "reason": reason.value,
             "expected_start_s": expected_s,
         }
@@ -281,7 +281,8 @@ class ControllerBackend:
         )
         if answer.error:
             if job.state in FINAL:
-                raise NotFoundError(f"cannot read {path} on {job.shares[0].node}: {answer.error}")
+                why = job.reason_detail if job.reason is Reason.LAUNCH_FAILED else answer.error
+                raise NotFoundError(f"cannot show the output of job {job.display_id} on {job.shares[0].node}: {why}")
             return LogData(data=b"", offset=0, size=0, path=path, ended=False)
         ended = over and answer.offset + len(blob) >= answer.size
         return LogData(data=blob, offset=answer.offset, size=answer.size, path=path, ended=ended)

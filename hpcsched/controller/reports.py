@@ -71,12 +71,13 @@ def on_batch_report(tx: Transaction, node: NodeName, token: Token, report: proto
                     at_s=tx.now_s,
                     node=node,
                     exit=exit_status(report),
+                    ran_s=report.at_s - report.started_at_s if report.started_at_s else None,
                     timed_out=report.timed_out,
                     out_of_memory=report.out_of_memory,
                     requeue=job.spec.requeue is True and exit_status(report) == REQUEUE_ME,
                 )
             )
-            tx.put_step(_batch_row(ended, node, report))
+            tx.put_step(_batch_row(ended, node, report, outcome=job.outcome))
             for other in ended.held_nodes:
                 if tx.world.nodes[other].link is Link.DOWN:
                     miss_node(tx, tx.world.jobs[job.id], other)
@@ -137,19 +138,21 @@ def exit_status(report: protocol.Report) -> ExitStatus:
     return ExitStatus(code=0 if signum else max(report.codes, default=0), signal=signum)
 
 
-def _batch_row(job: Job, node: NodeName, report: protocol.Report | None) -> StepRow:
+def _batch_row(job: Job, node: NodeName, report: protocol.Report | None, *, outcome: JobState | None = None) -> StepRow:
+    """Return the row of the job's script; `outcome`: what the job was to end as before it did."""
     usage: dict[str, Any] = report.usage if report is not None else {}
-    state = "RUNNING" if report is None else (job.outcome or job.state).value
+    again = job.state is JobState.PENDING  # this attempt is over, and the job waits for its next
+    state = "RUNNING" if report is None else (outcome or JobState.FAILED if again else job.outcome or job.state).value
     return StepRow(
         job_id=job.id,
-        attempt=job.attempt if job.state is not JobState.PENDING else job.attempt - 1,
+        attempt=job.attempt - 1 if again else job.attempt,
         step=BATCH_STEP,
         name="batch",
         nodes=(node,),
         ntasks=1,
         state=state,
         started_at_s=job.started_at_s,
-        ended_at_s=None if report is None else report.at_s,
+        ended_at_s=None if report is None else job.ended_at_s,
         exit_code=None if report is None else exit_status(report).code,
         exit_signal=None if report is None else exit_status(report).signal,
         cpu_user_s=usage.get("cpu_user_s"),

@@ -68,6 +68,7 @@ def submit(
         return [{"job_id": job_id, "tasks": 1} for job_id in known]
     answers: list[dict[str, int]] = []
     for spec in specs:
+        _check_rank(asker, spec.nice, spec.priority)
         partition = check_spec(tx.world, spec)
         limit_s = spec.time_limit_s if spec.time_limit_s is not None else default_limit_s(tx.world, partition)
         jobs = tx.submit(spec, uid=asker.uid, user=asker.user, partition=partition.name, time_limit_s=limit_s)
@@ -75,6 +76,14 @@ def submit(
     if request_id:
         tx.note_request(asker.uid, request_id, [answer["job_id"] for answer in answers])
     return answers
+
+
+def _check_rank(asker: Asker, nice: int, priority: int | None) -> None:
+    """Refuse what would put a job before other people's; a priority of 0 only holds it."""
+    if nice < 0:
+        asker.must_be_admin("give a negative nice")
+    if priority:
+        asker.must_be_admin("set a priority")
 
 
 def check_spec(world: World, spec: JobSpec) -> Partition:
@@ -244,8 +253,7 @@ def _changed_event(tx: Transaction, asker: Asker, job: Job, changes: dict[str, s
         values["partition"] = find_partition(tx.world, changes["partition"]).name
     if "nice" in changes:
         values["nice"] = _integer("nice", changes["nice"])
-        if values["nice"] < 0:
-            asker.must_be_admin("give a negative nice")
+        _check_rank(asker, values["nice"], None)
     if "priority" in changes:
         asker.must_be_admin("set a priority")
         values["priority_set"] = _integer("priority", changes["priority"])

@@ -102,10 +102,12 @@ class Exited(Event):
     """The batch step ended on its node, which has nothing left of the job.
 
     `requeue`: by its exit status it asked to be queued again (see `hpcsched.controller.reports`).
+    `ran_s`: how long it ran by the node's clock; the report of it may come much later. None: not known.
     """
 
     node: NodeName
     exit: ExitStatus
+    ran_s: float | None = None
     timed_out: bool = False
     out_of_memory: bool = False
     requeue: bool = False

@@ -193,13 +193,22 @@ def _exited(job: Job, event: Exited) -> Job:
         reason=reason,
         exit=event.exit,
         requeue_wanted=event.requeue,
-        started_at_s=job.started_at_s if job.started_at_s is not None else event.at_s,
     )
-    return _without_node(ended, event.node, event.at_s)
+    return _without_node(_ran(ended, event), event.node, event.at_s)
 
 
 def _exited_while_ending(job: Job, event: Exited) -> Job:
-    return _without_node(replace(job, exit=event.exit), event.node, event.at_s)
+    return _without_node(_ran(replace(job, exit=event.exit), event), event.node, event.at_s)
+
+
+def _ran(job: Job, event: Exited) -> Job:
+    """Return the job with its start and end on our clock. Only durations are taken from the node's."""
+    ran_s = max(0.0, event.ran_s or 0.0)
+    started_at_s = job.started_at_s
+    if started_at_s is None:  # we never heard of its start
+        started_at_s = max(event.at_s - ran_s, job.allocated_at_s or event.at_s)
+    ended_at_s = event.at_s if event.ran_s is None else min(started_at_s + ran_s, event.at_s)
+    return replace(job, started_at_s=started_at_s, ended_at_s=ended_at_s)
 
 
 def _launch_refused(job: Job, event: LaunchRefused) -> Job:
@@ -259,7 +268,7 @@ def _without_node(job: Job, node: NodeName, at_s: float) -> Job:
         return _back_in_queue(job, at_s)
     if job.outcome is None:
         raise InvariantError(f"cannot end job {job.id}: it is completing without an outcome")
-    return replace(job, held_nodes=(), state=job.outcome, ended_at_s=at_s)
+    return replace(job, held_nodes=(), state=job.outcome, ended_at_s=at_s if job.ended_at_s is None else job.ended_at_s)
 
 
 def _charged(job: Job, node: NodeName, at_s: float) -> Job:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from jobs import spec
 from world import ANN, BOB, ROOT, Cluster
 
 from hpcnode import protocol
+from hpcsched.api.views import how_it_ended
 from hpcsched.controller import requests
 from hpcsched.controller.tick import load_world
 from hpcsched.errors import NotFoundError, PermissionDeniedError, RequestError, UnavailableError
@@ -147,6 +149,15 @@ def test_people_act_on_their_own_jobs_and_admins_on_all() -> None:
     assert refused.errors[0]["kind"] == PermissionDeniedError.__name__
     assert not cluster.ask(lambda tx: requests.cancel(tx, BOB, [], {"user": "ann"})).jobs
     assert cluster.ask(lambda tx: requests.cancel(tx, ROOT, [str(job_id)], {})).jobs == [job_id]
+
+
+@pytest.mark.parametrize("fields", [{"priority": 1_000_000}, {"nice": -1}])
+def test_only_admins_put_a_job_before_those_of_others(fields: dict[str, int]) -> None:
+    cluster = Cluster("n1")
+    with pytest.raises(PermissionDeniedError, match="only root and the configured admins may, you are ann"):
+        cluster.submit(**fields)
+    assert cluster.submit(ROOT, **fields) == 1
+    assert cluster.submit(nice=5, priority=0) == 2
 
 
 def test_a_hold_by_an_admin_is_not_released_by_the_user() -> None:
@@ -297,3 +308,32 @@ def test_a_job_that_gets_its_nodes_as_the_last_of_them_comes_asks_them_all_to_cl
     cluster.welcome("n1")
     assert cluster.job(job_id).state is JobState.CONFIGURING
     assert [(node, message.step) for node, message in cluster.sent(protocol.Launch)] == [("n2", "alloc")]
+
+
+def test_the_script_of_an_attempt_that_is_queued_again_has_ended_in_its_row() -> None:
+    cluster = Cluster("n1")
+    job_id = cluster.submit()
+    cluster.run(job_id)
+    cluster.ask(lambda tx: requests.requeue(tx, ROOT, [str(job_id)]))
+    cluster.end(job_id)
+    assert cluster.job(job_id).state is JobState.PENDING
+    assert [(step.attempt, step.state) for step in cluster.store.load_steps([job_id])] == [(0, "CANCELLED")]
+
+
+@pytest.mark.parametrize(
+    ("report", "text"),
+    [
+        ({"codes": [7], "signals": [0]}, ": its script ended with exit code 7"),
+        ({"codes": [0], "signals": [9]}, ": its script was ended by SIGKILL"),
+        ({"codes": [0], "signals": [15], "timed_out": True}, ": its time limit of 1:00 was reached"),
+        ({"codes": [0], "signals": [9], "out_of_memory": True}, ": it took more memory than the 100M"),
+        ({"codes": [0], "signals": [0]}, ""),
+    ],
+)
+def test_how_a_job_ended_is_told_with_its_numbers(report: dict[str, Any], text: str) -> None:
+    cluster = Cluster("n1")
+    job_id = cluster.submit(time_limit_s=60, mem_per_node_mib=100)
+    cluster.run(job_id)
+    cluster.says("n1", cluster.report(job_id, protocol.ENDED, **report))
+    told = how_it_ended(cluster.job(job_id))
+    assert told[: len(text) or None] == text

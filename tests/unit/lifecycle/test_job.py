@@ -63,11 +63,11 @@ def test_a_job_on_one_node_is_over_when_its_script_has_ended() -> None:
     assert (done.state, done.held_nodes, done.ended_at_s) == (JobState.COMPLETED, (), T0 + 9)
 
 
-def test_a_job_on_two_nodes_is_over_when_the_last_node_is_clear() -> None:
+def test_a_job_on_two_nodes_is_over_when_the_last_node_is_clear_and_ended_with_its_script() -> None:
     ending = after(allocated("n1", "n2"), STARTED, exited())
-    assert (ending.state, ending.held_nodes, ending.ended_at_s) == (JobState.COMPLETING, (N2,), None)
+    assert (ending.state, ending.held_nodes) == (JobState.COMPLETING, (N2,))
     done = apply(ending, NodeCleared(job_id=ONE, at_s=T0 + 20, node=N2))
-    assert (done.state, done.ended_at_s) == (JobState.COMPLETED, T0 + 20)
+    assert (done.state, done.ended_at_s) == (JobState.COMPLETED, T0 + 9)
 
 
 @pytest.mark.parametrize(
@@ -193,3 +193,17 @@ SUBMITTED = Submitted(job_id=ONE, at_s=T0, spec_id=1, uid=1, user="ann", partiti
 @given(ANY_EVENT | st.just(SUBMITTED))
 def test_an_event_survives_being_stored(event: Event) -> None:
     assert from_data(type(event).__name__, event.job_id, event.at_s, to_data(event)) == event
+
+
+def test_a_job_ends_when_its_script_did_however_late_we_hear_of_it() -> None:
+    late = Exited(job_id=ONE, at_s=T0 + 3600, node=N1, exit=ExitStatus(code=0), ran_s=3.0)
+    done = after(allocated("n1"), STARTED, late)
+    assert (done.started_at_s, done.ended_at_s) == (T0 + 1, T0 + 4)
+    unheard = after(allocated("n1"), late)  # nor of its start
+    assert (unheard.started_at_s, unheard.ended_at_s) == (T0 + 3597, T0 + 3600)
+
+
+@pytest.mark.parametrize("ran_s", [-100.0, 1e9])
+def test_a_clock_that_jumps_on_the_node_ends_no_job_before_it_began_or_in_the_future(ran_s: float) -> None:
+    done = after(allocated("n1"), STARTED, exited(ran_s=ran_s))
+    assert T0 + 1 <= (done.ended_at_s or 0) <= T0 + 9
