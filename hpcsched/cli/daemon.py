@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from hpcsched import client, paths
-from hpcsched.errors import UnavailableError
+from hpcsched.errors import PermissionDeniedError, UnavailableError
 
 START_S = 20.0
 STOP_S = 20.0
@@ -72,7 +72,10 @@ def down() -> None:
     if running is None:
         click.echo("hpcschedd does not run")
         return
-    os.kill(running["pid"], signal.SIGTERM)
+    try:
+        os.kill(running["pid"], signal.SIGTERM)
+    except PermissionError:
+        raise PermissionDeniedError(f"cannot stop hpcschedd: process {running['pid']} is not yours") from None
     deadline_s = time.monotonic() + STOP_S
     while _is_there(running["pid"]):
         if time.monotonic() > deadline_s:

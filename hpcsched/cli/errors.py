@@ -50,6 +50,9 @@ def guarded(name: str, body: Callable[[Sequence[str]], int], argv: Sequence[str]
     except HpcschedError as error:
         complain(name, str(error))
         return FAILED
+    except PermissionError as error:  # of a file of the cluster: of its configuration, say
+        complain(name, f"cannot use {error.filename}: {error.strerror}; only its owner and root may")
+        return FAILED
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:

@@ -191,7 +191,8 @@ def _exit_status(jobs: Sequence[dict[str, Any]]) -> int:
     for job in jobs:
         status = 128 + job["exit_signal"] if job["exit_signal"] else job["exit_code"] or 0
         if job["state"] != "COMPLETED" and status == 0:
-            complain(NAME, f"job {job['display_id']} ended as {job['state']}: {clean(job['reason_detail'])}")
+            why = f": {clean(job['reason_detail'])}" if job["reason_detail"] else ""
+            complain(NAME, f"job {job['display_id']} ended as {job['state']}{why}")
             status = 1
         statuses.append(status)
     return max(statuses)

@@ -39,9 +39,9 @@ SANE_AFTER_S = 1_735_689_600  # 2025: a clock that says less was never set
 
 def check_database(path: Path) -> Check:
     """Return whether SQLite finds the database whole, and whether it has room to grow."""
-    if not path.exists():
-        return Check(name="database", status=Status.CRITICAL, text=f"{path} is not there; hpcsched init makes it")
     try:
+        if not path.exists():
+            return Check(name="database", status=Status.CRITICAL, text=f"{path} is not there; hpcsched init makes it")
         found = _quick_check(path)
         space = os.statvfs(path.parent)
     except (sqlite3.Error, OSError) as error:

@@ -14,8 +14,12 @@ import pytest
 from waiting import wait_until
 
 from hpcsched import client
+from hpcsched.cli import daemon
+from hpcsched.cli.errors import FAILED
+from hpcsched.cli.main import hpcsched_command, run
 from hpcsched.demo.cluster import LocalCluster
 from hpcsched.errors import HpcschedError
+from hpcsched.health.head import check_database
 from hpcsched.model.codec import spec_to_json
 from hpcsched.model.spec import JobSpec
 
@@ -136,3 +140,14 @@ def test_what_the_daemon_keeps_is_private(cluster: LocalCluster) -> None:
     state = cluster.config_dir / "state"
     assert state.stat().st_mode & 0o077 == 0
     assert all(path.stat().st_mode & 0o077 == 0 for path in state.glob("hpcsched.db*"))
+
+
+def test_what_others_may_not_do_is_refused_in_words(cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HPCSCHED_CONFIG", str(cluster.config_dir))
+    assert "cannot stop hpcschedd" in as_user(BOB, lambda: daemon.down.callback())
+    node_file = cluster.config_dir / "nodes.d" / "n1.toml"
+    remove = ["node", "remove", "n1", "--force"]
+    assert as_user(BOB, lambda: run(hpcsched_command, "hpcsched", remove)) == FAILED
+    assert node_file.exists()
+    database = cluster.config_dir / "state" / "hpcsched.db"
+    assert as_user(BOB, lambda: check_database(database).status.name) == "UNKNOWN"

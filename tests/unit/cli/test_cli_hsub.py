@@ -153,6 +153,9 @@ def test_a_job_that_ended_badly_without_a_code_fails_the_wait(api: FakeApi, caps
     api.answers["GET /v1/jobs"] = {"jobs": [gone]}
     assert hsub.main(["--wait", "job.sh"]) == 1
     assert "job 5 ended as CANCELLED: cancelled by ann" in capsys.readouterr().err
+    api.answers["GET /v1/jobs"] = {"jobs": [gone | {"state": "TIMEOUT", "reason_detail": ""}]}
+    assert hsub.main(["--wait", "job.sh"]) == 1
+    assert capsys.readouterr().err.endswith("job 5 ended as TIMEOUT\n")
 
 
 def test_help_has_all_options_of_the_table(capsys: pytest.CaptureFixture[str]) -> None:
