@@ -47,6 +47,8 @@ NODE_POINTS = {
     "forget.noted": ONCE,
     "forget.after": ONCE,
 }
+# The events that bring a job to its next attempt.
+AGAIN_BY = {"NodeLost", "NodeSilent", "Requeued", "EndRequested"}
 NAMES = ("n1", "n2", "n3")
 
 # The node's Python: what the next agent and its shepherds are told of crash points, one time only.
@@ -106,9 +108,9 @@ def explained(cluster: KillableCluster) -> None:
         assert acct[job_id]["state"] in FINAL
     worst = [job for job in acct.values() if job["attempt"] or job["state"] != "COMPLETED"][:3]
     for job in worst or list(acct.values())[:1]:
-        story = cluster.run("hctl", "story", str(job["id"])).stdout
-        assert "submitted by" in story
-        assert not job["attempt"] or any(word in story for word in (" was ", " did not start ", "back into the queue"))
+        story = cluster.json("hctl", "story", "--json", str(job["id"]))["events"]
+        assert story[0]["text"].startswith("submitted by")
+        assert not job["attempt"] or AGAIN_BY & {event["kind"] for event in story}, story
     assert cluster.run("hqueue").returncode == 0
 
 
