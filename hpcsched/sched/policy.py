@@ -19,7 +19,7 @@ class Guard:
     """How our own policy keeps old jobs from being overtaken too long; see `guarded`. One set for all machines."""
 
     part: float = 0.36  # of plain EASY's longest wait: who has waited longer is old
-    old_s: float = 43200.0  # nobody is old before this
+    old_s: float = 3600.0  # nobody is old before this
     most_old: int = 50  # so many at a time, the oldest
     promises: int = 3  # so many of them that do not fit are promised a start
     long_s: float = 14400.0  # expected run times beyond this count as this
