@@ -125,7 +125,9 @@ class Job:
     shares: tuple[Share, ...] = ()
     held_nodes: tuple[NodeName, ...] = ()
     claimed_nodes: tuple[NodeName, ...] = ()  # of those without the batch step: which have taken their part
-    lease_s: float | None = None  # a node that has heard nothing for so long has nothing left of the attempt; None: keep
+    lease_s: float | None = (
+        None  # a node that has heard nothing for so long has nothing left of the attempt; None: keep
+    )
     allocated_at_s: float | None = None
     started_at_s: float | None = None
     ended_at_s: float | None = None

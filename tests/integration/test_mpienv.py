@@ -184,9 +184,7 @@ def own_hostname(request: pytest.FixtureRequest) -> bool:
 
 def test_ranks_fill_every_node(bin_dir: str, state: Path, own_hostname: bool) -> None:
     job = make_job(bin_dir, state, [2, 2, 1], own_hostname=own_hostname)
-    status, output = job.run(
-        "mpirun", *when_all_are_up(state, 5, "echo on ${PMIX_HOSTNAME:-$PMI_HOSTNAME}")
-    )
+    status, output = job.run("mpirun", *when_all_are_up(state, 5, "echo on ${PMIX_HOSTNAME:-$PMI_HOSTNAME}"))
     assert status == 0, output
     first = "n1" if own_hostname else socket.gethostname()
     on = Counter(line.split()[1] for line in output.splitlines() if line.startswith("on "))
