@@ -1,4 +1,4 @@
-"""The policies that a simulation can follow, by name; each is the planner's own (`hpcsched.sched`)."""
+"""The policies that a simulation can follow, by name, on one pool of processors; `sched.pool` says how near `plan` they are."""
 
 from __future__ import annotations
 
