@@ -99,7 +99,9 @@ class Timeline:
         self.now_s = snapshot.now_s
         self.nodes = snapshot.nodes
         self.types = [gpu_types_of(node) for node in snapshot.nodes]
-        kinds: dict[tuple[int, int, tuple[str, ...]], int] = {}  # nodes of one kind differ in nothing that a share needs
+        kinds: dict[
+            tuple[int, int, tuple[str, ...]], int
+        ] = {}  # nodes of one kind differ in nothing that a share needs
         self.kinds = [
             kinds.setdefault((node.cpus, node.mem_mib, types), len(kinds))
             for node, types in zip(self.nodes, self.types, strict=True)

@@ -90,7 +90,9 @@ def large_world(waiting: int, nodes: int, seed: int = 1) -> Snapshot:
         for at, node in enumerate(views)
     )
     shapes = [
-        Shape(nodes_min=count, nodes_max=count, cpus_per_task=8 * gpus, mem_per_node_mib=1000, gpus_per_node=(("", gpus),))
+        Shape(
+            nodes_min=count, nodes_max=count, cpus_per_task=8 * gpus, mem_per_node_mib=1000, gpus_per_node=(("", gpus),)
+        )
         for count in (1, 2, 4, 8, 16, 64)
         for gpus in (1, 2, 4, 8)
     ]
