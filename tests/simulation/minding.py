@@ -164,7 +164,10 @@ class SimShepherd(Process):
             if left_s <= 0:
                 self.lease_over = self.lease_over or self.ending_at_s is None
                 self.end(max(0.0, left_s + self.lease.grace_s), protocol.LEASE_OVER)
-            self.world.agenda.later(min(LOOK_S, left_s) if left_s > 0 else LOOK_S, self, self._watch_lease)
+            pause_s = (
+                min(LOOK_S, max(0.001, left_s)) if left_s > 0 else LOOK_S
+            )  # simulated time passes only between steps
+            self.world.agenda.later(pause_s, self, self._watch_lease)
 
     def fork(self) -> None:
         if self.final is None:

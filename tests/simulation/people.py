@@ -10,6 +10,7 @@ from hpcsched.api.identity import Asker
 from hpcsched.controller import requests
 from hpcsched.errors import HpcschedError, UnavailableError
 from hpcsched.model.ids import JobId
+from hpcsched.model.job import Hold, JobState
 from hpcsched.model.spec import JobSpec
 from simulation.machine import Machine
 
@@ -33,6 +34,7 @@ class People:
         self.world = world
         self.answers_lost = 0.0  # how often the connection to the controller breaks before the answer
         self.doubled = 0.0  # how often a request arrives twice
+        self.gives_up = False
         self.waiting = 0  # requests that are not answered yet
         self.jobs: dict[str, list[JobId]] = {}  # by request id: what the client was told
         self._submitting: set[str] = set()
@@ -77,9 +79,9 @@ class People:
     def resume(self, node: str) -> None:
         self._ask(f"resume {node}", lambda tx, _: requests.resume(tx, ROOT, node, ""), lambda _: None)
 
-    def fence(self, node: str) -> None:
-        """Say that the node runs nothing. The node has to be off; and stays so until the answer is there."""
-        self._ask(f"fence {node}", lambda tx, _: requests.fence(tx, ROOT, node, ""), lambda _: None)
+    def fence(self, node: str, heard: Callable[[], None]) -> None:
+        """Say that the node runs nothing: it has to be off, until `heard` is called."""
+        self._ask(f"fence {node}", lambda tx, _: requests.fence(tx, ROOT, node, ""), lambda _: None, heard)
 
     def _on_jobs(self, what: str, name: str, do: Callable[[Any, list[str]], requests.Outcome]) -> None:
         if name not in self.jobs:
@@ -98,9 +100,17 @@ class People:
 
         self._ask(f"{what} {name}", lambda tx, _: do(tx, refs), told)
 
-    def _ask(self, what: str, work: Work, told: Told) -> None:
+    def release_all(self) -> None:
+        """Release every held job, and give up whatever would keep jobs or nodes from their work."""
+        self.gives_up = True
+        for job in self.world.truth.rows.values():
+            if job.hold is Hold.USER and job.state is JobState.PENDING:
+                ref = str(job.id)
+                self._ask(f"release {ref}", lambda tx, _, ref=ref: requests.release(tx, ANN, [ref]), lambda _: None)
+
+    def _ask(self, what: str, work: Work, told: Told, heard: Callable[[], None] = lambda: None) -> None:
         self.waiting += 1
-        _Request(self, what, work, told).send()
+        _Request(self, what, work, told, heard).send()
 
     # ----- step commands
 
@@ -116,8 +126,8 @@ class People:
 class _Request:
     """One request, until it is answered."""
 
-    def __init__(self, people: People, what: str, work: Work, told: Told) -> None:
-        self._people, self._what, self._work, self._told = people, what, work, told
+    def __init__(self, people: People, what: str, work: Work, told: Told, heard: Callable[[], None]) -> None:
+        self._people, self._what, self._work, self._told, self._heard = people, what, work, told, heard
         self._world = people.world
         self._over = False
         self._tries = 0
@@ -125,6 +135,10 @@ class _Request:
     def send(self) -> None:
         """Ask the controller, if one is there; look again after a while."""
         if self._over:
+            return
+        if self._people.gives_up and self._what.startswith(("drain", "hold")):
+            self._over = True
+            self._people.waiting -= 1
             return
         self._tries += 1
         world, head = self._world, self._world.head
@@ -152,6 +166,7 @@ class _Request:
             self._over = True
             self._people.waiting -= 1
             world.tell(f"{self._what} is answered")
+            self._heard()
         world.points.reached(f"after the answer to {self._what.split(' ')[0]}")
 
 

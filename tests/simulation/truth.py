@@ -37,8 +37,11 @@ class Violation(Exception):
     """An invariant does not hold."""
 
     def __init__(self, invariant: str, text: str) -> None:
-        super().__init__(f"{invariant}: {text}")
+        super().__init__(invariant, text)
         self.invariant = invariant
+
+    def __str__(self) -> str:
+        return ": ".join(self.args)
 
 
 def as_violation(error: Exception) -> Violation:

@@ -70,8 +70,11 @@ class Connection:
             kind = type(message).__name__
             self.world.tell(f"{kind} {'to' if way == DOWN else 'of'} {self.machine.name}: {fault}")
         if fault in (LOST, DELAYED, HALF, REORDERED):
+            broken = self._sent[way] >= self._lost_from[way]
             self.break_off(way, self._sent[way])
-            if fault == HALF:
+            if broken:
+                pass  # nothing of it leaves
+            elif fault == HALF:
                 self._half(way, message, blob)
             elif fault != LOST:
                 self.wires.late[self.machine.name].append((way, (message, blob), fault == REORDERED))

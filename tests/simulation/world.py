@@ -14,7 +14,7 @@ from typing import Any
 
 from hpcnode.tokens import read_token
 from hpcsched.model.ids import NodeName
-from hpcsched.model.job import FINAL, Hold
+from hpcsched.model.job import FINAL
 from hpcsched.model.node import Link
 from hpcsched.model.spec import JobSpec
 from simulation.agenda import Agenda, Crash, Process
@@ -30,7 +30,7 @@ from simulation.wires import Wires
 
 T0 = 1_000_000_000.0
 SETTLE_S = 7200.0
-MAX_STEPS = 60_000
+MAX_STEPS = 40_000
 
 
 class Stage:
@@ -78,6 +78,7 @@ class World:
         on.disks.disks = {name: machine.disk for name, machine in self.machines.items()}
         self.truth = Truth(self)
         self.people = People(self)
+        self._backup: bytes | None = None
         self.incarnations = 0
         self.database.reset(self.new_incarnation())
         self.head: Head | None = None
@@ -174,6 +175,23 @@ class World:
                 self.truth.broken("liveness", f"no end after {MAX_STEPS} steps")
         agenda.now_s = at_s
 
+    def back_up(self) -> None:
+        """Keep a copy of the database, as `hctl backup` does."""
+        self.tell("the database is backed up")
+        self._backup = self.database.backup()
+
+    def restore(self) -> None:
+        """Stop the controller and go back to the copy, as `hpcsched restore` does."""
+        if self._backup is None:
+            return
+        if self.head is not None:
+            self.head.killed("to restore the database")
+        self.tell("the database is restored")
+        former = self.database.incarnation
+        self.database.restore(self._backup, self.new_incarnation(), self.wall_s())
+        rows = self.database.store.load_jobs(-1.0)
+        self.truth.restored(former, {job.id: job for job in rows})
+
     def heal(self) -> None:
         """No more faults: everything is on, connected, and has room."""
         self.tell("--- the faults stop")
@@ -188,9 +206,7 @@ class World:
             machine.reachable = True
             machine.power_on()
             self.people.resume(machine.name)
-        for name, ids in self.people.jobs.items():
-            if any(job_id in self.truth.rows and self.truth.rows[job_id].hold is Hold.USER for job_id in ids):
-                self.people.release(name)
+        self.people.release_all()
 
     def settle(self) -> None:
         """Run until everything is over. Raises Violation (liveness) if that does not come."""

@@ -1,0 +1,124 @@
+"""`python -m simulation`: run seeds, replay one in words, or run the stories. See `make sim`."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Iterable
+
+from simulation import chaos, stories
+from simulation.stories import Tally
+from simulation.world import Stage, stage
+
+_STAGE: list[Stage] = []  # of a worker process, made once in it
+_OPEN = contextlib.ExitStack()
+CHUNK = 20
+
+
+def main() -> int:
+    """Do what the command line asks; return the exit status."""
+    parser = argparse.ArgumentParser(prog="simulation", description=__doc__)
+    parser.add_argument("--seeds", type=int, default=1000, help="how many random worlds (default %(default)s)")
+    parser.add_argument("--first", type=int, default=0, help="the first seed (default %(default)s)")
+    parser.add_argument("--seed", type=int, help="run this one seed, in words")
+    parser.add_argument("--stories", action="store_true", help="run every pair of every story instead")
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes (default: cores)")
+    args = parser.parse_args()
+    if os.environ.get("PYTHONHASHSEED") != "0":  # the order of sets is to be the same each time
+        os.execve(
+            sys.executable, [sys.executable, "-m", "simulation", *sys.argv[1:]], {**os.environ, "PYTHONHASHSEED": "0"}
+        )
+    if args.seed is not None:
+        return _replay(args.seed)
+    if args.stories:
+        return _all_stories(args.jobs)
+    return _many(range(args.first, args.first + args.seeds), args.jobs)
+
+
+def _begin() -> None:
+    _STAGE.append(_OPEN.enter_context(stage()))
+
+
+def _world(seed: int) -> chaos.Outcome:
+    return chaos.play(_STAGE[0], chaos.script_of(seed))
+
+
+def _many(seeds: Iterable[int], jobs: int) -> int:
+    began_s = time.monotonic()
+    count = steps = executions = 0
+    fewest = sys.maxsize
+    failed: list[chaos.Outcome] = []
+    with multiprocessing.get_context("fork").Pool(jobs, _begin) as pool:
+        for outcome in pool.imap_unordered(_world, seeds, chunksize=CHUNK):
+            count, steps, executions = count + 1, steps + outcome.steps, executions + outcome.executions
+            fewest = min(fewest, outcome.steps)
+            if outcome.violation is not None:
+                failed.append(outcome)
+                print(f"seed {outcome.seed}: {outcome.violation}", flush=True)
+    took_s = time.monotonic() - began_s
+    print(
+        f"{count} worlds, {steps} events (at least {fewest} each), {executions} executions, "
+        f"{len(failed)} violations; {took_s:.0f} s, {count / took_s:.1f} worlds/s"
+    )
+    if failed:
+        _explain(min(outcome.seed for outcome in failed))
+    return 1 if failed else 0
+
+
+def _replay(seed: int) -> int:
+    with stage() as on:
+        outcome = chaos.play(on, chaos.script_of(seed), in_words=True)
+    print("\n".join(outcome.history))
+    print(f"seed {seed}: {outcome.steps} events, {outcome.jobs} jobs, {outcome.executions} executions")
+    if outcome.violation is None:
+        return 0
+    print(f"seed {seed}: {outcome.violation}")
+    _explain(seed)
+    return 1
+
+
+def _explain(seed: int) -> None:
+    """Print the command that replays a seed, and the shortest history found that fails in the same way."""
+    script = chaos.script_of(seed)
+    with stage() as on:
+        first = chaos.play(on, script).violation
+        if first is None:
+            return
+        script = chaos.shrink(script, lambda one: _same(chaos.play(on, one).violation, first.invariant))
+        last = chaos.play(on, script, in_words=True)
+    print(f"\nTo see it again: make sim SEED={seed}\nThe shortest history found that fails in the same way:")
+    print(f"nodes {script.nodes}, rates {script.rates}")
+    print("\n".join(last.history))
+    print(f"seed {seed}: {last.violation}")
+
+
+def _same(violation: chaos.Violation | None, invariant: str) -> bool:
+    return violation is not None and violation.invariant == invariant
+
+
+def _some_pairs(work: tuple[int, int, int]) -> Tally:
+    story, start, step = work
+    pairs = stories.pairs_of(_STAGE[0], stories.STORIES[story])
+    return stories.explore(_STAGE[0], stories.STORIES[story], pairs[start::step])
+
+
+def _all_stories(jobs: int) -> int:
+    total = Tally()
+    work = [(story, start, 64) for story in range(len(stories.STORIES)) for start in range(64)]
+    with multiprocessing.get_context("fork").Pool(jobs, _begin) as pool:
+        for done, tally in enumerate(pool.imap_unordered(_some_pairs, work), start=1):
+            total.add(tally)
+            for failure in tally.failures:
+                print(failure, flush=True)
+            if done % 64 == 0:
+                print(f"{100 * done // len(work)} %: {total}", flush=True)
+    print(total)
+    return 1 if total.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
