@@ -324,7 +324,7 @@ class Ledger:
             entry = self.entries.get(token) if token is not None else None
             if entry is not None and entry.seq == seq:
                 entry.acked = True
-                if entry.is_final:
+                if entry.is_final and not entry.held:  # of one that is held it was the start that is acknowledged
                     self._minders.say(entry.token, ["acknowledged"])
                     self._forget_if_over(entry)
 
@@ -531,7 +531,8 @@ class Ledger:
                 self._send(protocol.JobGone(gone.job[0], gone.job[1], gone.attempt))
 
     def _forget_if_over(self, entry: Entry) -> None:
-        if entry.is_final and entry.acked and not entry.minded and entry.token not in self._unbarred:
+        told = entry.is_final and entry.acked and not entry.held
+        if told and not entry.minded and entry.token not in self._unbarred:
             self._to_forget[entry.token] = None
 
     # ----- reports

@@ -171,6 +171,25 @@ def test_a_batch_step_is_over_only_with_the_rest_of_its_job() -> None:
     assert world.statuses(batch) == ["started", "ended"]
 
 
+@pytest.mark.parametrize("acknowledged", ["before", "after"])
+def test_the_end_of_a_batch_step_is_not_acknowledged_by_the_word_that_its_start_is(acknowledged: str) -> None:
+    world = World()
+    batch, step = world.launch(token()), world.launch(token(step="0"))
+    world.started(batch)
+    world.started(step)
+    if acknowledged == "before":
+        world.ack_all()
+    world.ended(batch, code=2)
+    world.ack_all()
+    world.ended(step)
+    assert world.statuses(batch)[-1] == "ended"
+    world.ledger.forget_some()
+    world.restart()
+    assert batch in world.ledger.entries
+    world.ack_all()
+    assert batch not in world.ledger.entries
+
+
 def test_an_ended_job_is_answered_when_all_of_it_is_gone() -> None:
     world = World()
     first, second = world.launch(token(attempt=1)), world.launch(token(attempt=1, step="3"))
