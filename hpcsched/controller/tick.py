@@ -182,6 +182,8 @@ class Controller:
         )
         answer = reports.Answer()
         tokens: set[str] = set()
+        # What is left of them is in the inventory; word of what has gone may have been lost with the last connection.
+        self.strays = {key: attempt for key, attempt in self.strays.items() if key[0] != node}
         for item in welcome.inventory:
             report = protocol.from_json({"type": "Report", **item})
             tokens.add(report.token)

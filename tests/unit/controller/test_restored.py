@@ -135,6 +135,19 @@ def test_a_waiting_job_that_may_have_been_started_since_waits_until_every_node_h
     assert after.job(held).state is JobState.CONFIGURING
 
 
+def test_a_node_that_comes_back_without_what_ran_there_is_not_waited_for(restored: Restored) -> None:
+    held = restored.before.submit(hold=True)
+    after = restored.restore()
+    after.ask(lambda tx: requests.release(tx, ROOT, [str(held)]))
+    token = f"{restored.before.world.incarnation}.{held}.0.batch.n2.{'f' * 32}"
+    running = protocol.Report(seq=1, token=token, status=protocol.STARTED, at_s=after.now_s)
+    after.welcome("n1")
+    after.welcome("n2", inventory=(running,))
+    assert after.job(held).state is JobState.PENDING
+    after.welcome("n2")  # JobGone was lost with the connection
+    assert after.job(held).state is JobState.CONFIGURING
+
+
 def test_a_fenced_node_is_not_waited_for(restored: Restored) -> None:
     held = restored.before.submit(hold=True)
     after = restored.restore()
