@@ -63,7 +63,9 @@ def submit(
 
     `seen` looks a request id up among those committed before.
     """
-    known = seen(asker.uid, request_id) if request_id else None
+    known = None
+    if request_id:
+        known = tx.requested(asker.uid, request_id) or seen(asker.uid, request_id)
     if known is not None:
         return [{"job_id": job_id, "tasks": 1} for job_id in known]
     answers: list[dict[str, int]] = []

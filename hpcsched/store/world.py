@@ -128,9 +128,10 @@ class World:
 class Transaction:
     """One tick's changes to the world, to be committed as one `Batch`, or undone."""
 
-    def __init__(self, world: World, now_s: float) -> None:
+    def __init__(self, world: World, now_s: float, within: Transaction | None = None) -> None:
         self.world = world
         self.now_s = now_s
+        self._within = within
         self.batch = Batch()
         self._jobs_before: dict[JobId, Job | None] = {}
         self._nodes_before: dict[NodeName, Node] = {}
@@ -184,6 +185,13 @@ class Transaction:
         """Remember what a request id made, so that a repeated request gets the same jobs."""
         self.batch.requests.append((uid, request_id, job_ids, self.now_s))
 
+    def requested(self, uid: int, request_id: str) -> list[int] | None:
+        """Return what a request id has made in this very transaction, which no store knows yet; None: nothing."""
+        for noted_uid, noted_id, job_ids, _ in self.batch.requests:
+            if (noted_uid, noted_id) == (uid, request_id):
+                return job_ids
+        return None if self._within is None else self._within.requested(uid, request_id)
+
     def undo(self) -> None:
         """Put the world back as it was before this transaction."""
         for job_id, job in self._jobs_before.items():
@@ -196,7 +204,7 @@ class Transaction:
 
     def savepoint(self) -> Transaction:
         """Return a transaction for one request: `merge` it when the request succeeded, `undo` it when it did not."""
-        return Transaction(self.world, self.now_s)
+        return Transaction(self.world, self.now_s, self)
 
     def merge(self, inner: Transaction) -> None:
         """Take over the changes of a `savepoint`."""

@@ -20,6 +20,7 @@ from hpcsched.model.job import Hold, JobState, Reason
 from hpcsched.model.node import Link
 from hpcsched.model.spec import ArraySpec
 from hpcsched.store.store import HistoryQuery
+from hpcsched.store.world import Transaction
 
 
 def test_a_job_is_queued_launched_and_over() -> None:
@@ -81,6 +82,20 @@ def test_requests_that_come_together_share_a_commit_and_one_that_is_refused_spoi
 def test_a_job_that_can_never_run_is_refused_with_the_numbers() -> None:
     with pytest.raises(RequestError, match="nine nodes: partition 'main' has 3"):
         Cluster("n1", "n2", "n3").submit(nodes_min=9)
+
+
+def test_a_request_that_comes_twice_at_once_makes_one_job_and_hinders_nobody() -> None:
+    cluster = Cluster("n1")
+    answers: list[Any] = []
+    for request_id in ("r1", "r1", "r2"):
+
+        def work(tx: Transaction, request_id: str = request_id) -> Any:
+            return requests.submit(tx, ANN, request_id, [spec()], cluster.store.request_jobs)
+
+        cluster.controller.ask(work, answers.append)
+    cluster.tick()
+    assert [answer[0]["job_id"] for answer in answers] == [1, 1, 2]
+    assert cluster.submit(request_id="r1") == 1
 
 
 def test_the_same_request_id_gives_the_same_job() -> None:
