@@ -56,7 +56,7 @@ def on_batch_report(tx: Transaction, node: NodeName, token: Token, report: proto
             end_lost(tx, job, f"{_RESTORED}: what node {node} runs of the job is ended")
         return
     if not current or job is None or node not in job.held_nodes:
-        end_stray(token, report, answer, over=current)
+        end_stray(token, report, answer)
         return
     match report.status:
         case protocol.CLAIMED:
@@ -107,7 +107,7 @@ def on_claim_report(tx: Transaction, node: NodeName, token: Token, report: proto
     job = tx.world.jobs.get(token.job_id)
     current = job is not None and bool(job.token) and claim_token(job, node) == report.token
     if not current or job is None or node not in job.held_nodes:
-        end_stray(token, report, answer, over=current)
+        end_stray(token, report, answer)
         return
     answer.acks.append(report.seq)
     if job.state is JobState.COMPLETING:
@@ -124,9 +124,9 @@ def on_claim_report(tx: Transaction, node: NodeName, token: Token, report: proto
             lose_node(tx, job, node, f"node {node} did not keep its part of the job: {report.why}")
 
 
-def end_stray(token: Token, report: protocol.Report, answer: Answer, *, over: bool = False) -> None:
-    """Have what is not in the ledger ended, and let its end be forgotten."""
-    if report.status in (protocol.CLAIMED, protocol.READY, protocol.STARTED) and not over:
+def end_stray(token: Token, report: protocol.Report, answer: Answer) -> None:
+    """Have what is not in the ledger (any more, on this node) ended, and let its end be forgotten."""
+    if report.status in (protocol.CLAIMED, protocol.READY, protocol.STARTED):
         key = (token.incarnation, int(token.job_id))
         answer.strays[key] = max(token.attempt, answer.strays.get(key, 0))
     answer.acks.append(report.seq)

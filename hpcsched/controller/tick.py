@@ -279,8 +279,8 @@ class Controller:
         self._purge(now_s)
         if proof_in_s is not None:
             self._ports.wake(proof_in_s)
-            if self._timer_at_s is not None and self._timer_at_s > now_s:
-                self._ports.wake(self._timer_at_s - now_s)  # of two calls the earlier one takes the other's place
+        if self._timer_at_s is not None and self._timer_at_s > now_s:
+            self._ports.wake(self._timer_at_s - now_s)  # again: the clock may have been set back since
 
     def _commit(self, tx: Transaction, answers: list[tuple[_Item, Any]]) -> bool:
         if not tx.batch:

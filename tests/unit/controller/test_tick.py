@@ -352,3 +352,25 @@ def test_how_a_job_ended_is_told_with_its_numbers(report: dict[str, Any], text: 
     cluster.says("n1", cluster.report(job_id, protocol.ENDED, **report))
     told = how_it_ended(cluster.job(job_id))
     assert told[: len(text) or None] == text
+
+
+def test_a_begin_time_comes_although_the_clock_was_set_back() -> None:
+    cluster = Cluster("n1")
+    job_id = cluster.submit(begin_at_s=int(cluster.now_s) + 10)
+    cluster.now_s -= 100.0
+    cluster.ports.wakes.clear()
+    cluster.tick(10.0)  # the timer of before rings
+    assert cluster.ports.wakes == [100.0]
+    cluster.tick(100.0)
+    assert cluster.job(job_id).state is JobState.CONFIGURING
+
+
+def test_what_runs_on_a_node_that_the_job_does_not_hold_any_more_is_ended() -> None:
+    cluster = Cluster("n1")
+    job_id = cluster.submit(requeue=False)
+    cluster.run(job_id)
+    running = cluster.report(job_id, protocol.STARTED)
+    cluster.ask(lambda tx: requests.fence(tx, ROOT, "n1", "burnt, they say"))
+    assert cluster.job(job_id).state is JobState.NODE_FAIL
+    cluster.welcome("n1", inventory=(running,))
+    assert [(to, order.job_id) for to, order in cluster.sent(protocol.EndJob)] == [("n1", job_id)]
