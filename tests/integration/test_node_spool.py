@@ -162,3 +162,13 @@ def test_a_script_whose_entry_a_power_failure_took_goes(tmp_path: Path) -> None:
     os.rmdir(spool.entry(lost.token))
     assert [found.token for found in spool.load()] == [kept.token]
     assert os.listdir(spool.jobs) == [kept.token]
+
+
+def test_an_entry_whose_launch_was_taken_back_starts_nothing(tmp_path: Path) -> None:
+    spool = Spool(str(tmp_path), CrashPoints())
+    launch = launch_of(token())
+    spool.void(launch.token)
+    assert spool.claim(launch, b"#!/bin/sh\n", "boot", (os.getuid(), os.getgid()))
+    spool.void(launch.token)
+    assert spool.read(launch.token).launch is None
+    assert not spool.claim(launch, b"#!/bin/sh\n", "boot", (os.getuid(), os.getgid()))

@@ -48,6 +48,7 @@ class Disk:
         self.root = Folder()
         self.full = False
         self.fail_in: int | None = None  # writes until one fails for want of room
+        self.full_in: int | None = None  # writes until it is full
         self._reached = reached
 
     # ----- names
@@ -80,6 +81,10 @@ class Disk:
             if self.fail_in < 0:
                 self.fail_in = None
                 raise OSError(errno.ENOSPC, "No space left on device")
+        if self.full_in is not None:
+            self.full_in -= 1
+            if self.full_in < 0:
+                self.full_in, self.full = None, True
         if self.full:
             raise OSError(errno.ENOSPC, "No space left on device")
 

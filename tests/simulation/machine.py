@@ -54,7 +54,7 @@ class Machine:
         self.root = ROOT + name
         self.disk = Disk(world.points.reached)
         self.power = True
-        self.fenced = False  # an admin says that it is off, and has not been heard yet
+        self.fences = 0  # admins who say that it is off, and have not been heard yet
         self.reachable = True
         self.boots = 1
         self.booted_at_s = 0.0
@@ -150,7 +150,7 @@ class Machine:
 
     def power_on(self) -> None:
         """Boot."""
-        if self.power or self.fenced:
+        if self.power or self.fences:
             return
         self.power = True
         self.boots += 1

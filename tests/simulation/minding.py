@@ -254,7 +254,8 @@ class SimShepherd(Process):
             pid = self.machine.new_pid()
             parent = program.parent
             self._add(Program(self.launch, pid, self.machine.ticks(), program.session, parent, True, False))
-        self.machine.over(program, how.code, 0)
+        again = how.code == 75 and self.world.healed  # who asked to run again and again is content then
+        self.machine.over(program, 0 if again else how.code, 0)
 
     def _ended(self, program: Program, code: int, signum: int) -> None:
         if self.alive:

@@ -101,6 +101,38 @@ def kill_shepherds(world: World) -> None:
             shepherd.killed("by the story")
 
 
+def kill_agents(world: World) -> None:
+    """Kill every agent."""
+    for machine in world.machines.values():
+        if machine.agent is not None:
+            machine.agent.killed("by the story")
+
+
+def fill_disk(name: str, after: int) -> Callable[[World], None]:
+    """Return the act of filling a node's disk, after that many more writes."""
+    return lambda world: setattr(world.machines[name].disk, "full_in", after)
+
+
+def free_disk(name: str) -> Callable[[World], None]:
+    """Return the act of making room on a node's disk."""
+
+    def free(world: World) -> None:
+        world.machines[name].disk.full, world.machines[name].disk.full_in = False, None
+
+    return free
+
+
+def full_disk(after: int) -> Story:
+    """A job starts on a disk that gets full after some writes; the agent dies before there is room again."""
+    acts = (
+        (1.0, fill_disk("n1", after)),
+        (1.0, submit(Behaviour(1.5))),
+        (2.0, kill_agents),
+        (2.2, free_disk("n1")),
+    )
+    return Story(f"the disk is full after {after} writes", TWO, acts)
+
+
 def cancel(world: World) -> None:
     world.people.cancel("a")
 
@@ -124,6 +156,7 @@ STORIES = (
     Story("a node reboots", ONE, ((1.0, submit(Behaviour(1.5))), (2.0, power("n1", False)), (3.0, power("n1", True)))),
     Story("a job has two nodes", TWO, ((1.0, submit(SHORT, nodes=2)),)),
     Story("a job on two nodes is cancelled", TWO, ((1.0, submit(LONG, nodes=2)), (2.0, cancel))),
+    *(full_disk(after) for after in range(8)),
     Story("a step on two nodes", TWO, ((1.0, submit(Behaviour(4.0, step=True), nodes=2)),)),
 )
 

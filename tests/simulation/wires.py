@@ -2,7 +2,8 @@
 
 Within a connection order is kept, as TCP does. A connection can break at any frame, in both directions, without either end
 knowing at once or what of its frames has arrived. As attacks, frames also come twice, late on a later connection, and there in
-another order.
+another order; but none comes late over a reboot of its node, and none that an agent said over the end of that agent: a full
+disk can make the next one forget what it was refused, and then only the order of TCP keeps an old refusal from being believed.
 """
 
 from __future__ import annotations
@@ -34,6 +35,16 @@ class MessageFault:
     count: int
     fault: str
     happened: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Late:
+    """A frame that comes on a later connection, at once or after the next one there."""
+
+    agent: SimAgent  # whose connection it was sent on
+    way: int
+    frame: Frame
+    after_next: bool
 
 
 class Connection:
@@ -77,7 +88,8 @@ class Connection:
             elif fault == HALF:
                 self._half(way, message, blob)
             elif fault != LOST:
-                self.wires.late[self.machine.name].append((way, (message, blob), fault == REORDERED))
+                late = Late(self.agent, way, (message, blob), fault == REORDERED)
+                self.wires.late[self.machine.name].append(late)
             return
         self._schedule(way, self._sent[way], (message, blob))
         if fault == DOUBLED:
@@ -163,8 +175,7 @@ class Wires:
         self.fault_rate = 0.0
         self.faults: list[MessageFault] = []
         self.noted: list[tuple[int, str, int]] | None = None  # if wanted: every frame that was sent
-        self.late: dict[str, list[tuple[int, Frame, bool]]] = {}
-        self.history: dict[str, list[tuple[int, Frame]]] = {}
+        self.late: dict[str, list[Late]] = {}
         self._counts: dict[tuple[int, str], int] = {}
         self._open: list[Connection] = []
 
@@ -178,8 +189,9 @@ class Wires:
     def welcomed(self, connection: Connection) -> None:
         """The connection is up: what was delayed comes now."""
         late, self.late[connection.machine.name] = self.late[connection.machine.name], []
-        for way, frame, after_next in late:
-            connection.say_late(way, frame, after_next)
+        for one in late:
+            if one.way == DOWN or one.agent.alive:
+                connection.say_late(one.way, one.frame, one.after_next)
 
     def fault_of(self, way: int, message: Any) -> str | None:
         """Return what is to happen to this frame, None for nothing."""
@@ -197,11 +209,12 @@ class Wires:
         return None
 
     def node_died(self, machine: Machine) -> None:
-        """All its connections break."""
-        for connection in self._open:
-            if connection.machine is machine:
-                connection.break_off()
+        """All its connections break, and what is late comes never: nothing that it knew of them is left."""
+        self.cut(machine)
+        self.late[machine.name].clear()
 
     def cut(self, machine: Machine) -> None:
         """Its cable is pulled."""
-        self.node_died(machine)
+        for connection in self._open:
+            if connection.machine is machine:
+                connection.break_off()

@@ -67,6 +67,7 @@ class World:
         self.processes.agenda = self.agenda
         self.history = history
         self.head_clock_off_s = 0.0
+        self.healed = False
         self.database_full = False
         self.commit_fails = 0.0
         self.fork_fails = 0.0
@@ -195,6 +196,7 @@ class World:
     def heal(self) -> None:
         """No more faults: everything is on, connected, and has room."""
         self.tell("--- the faults stop")
+        self.healed = True
         self.points.armed.clear()
         self.points.countdowns.clear()
         self.wires.faults.clear()
@@ -202,7 +204,7 @@ class World:
         self.people.answers_lost = self.people.doubled = 0.0
         self.database_full = False
         for machine in self.machines.values():
-            machine.disk.full, machine.disk.fail_in = False, None
+            machine.disk.full, machine.disk.fail_in, machine.disk.full_in = False, None, None
             machine.reachable = True
             machine.power_on()
             self.people.resume(machine.name)

@@ -347,7 +347,11 @@ class Ledger:
     def shepherd_ended(self, token: str, record: Dict[str, Any]) -> None:
         """The shepherd says how its step ended."""
         entry = self.entries.get(token)
-        if entry is not None and not entry.is_final:
+        if entry is None or entry.is_final:
+            return
+        if record["status"] in (protocol.REFUSED, protocol.BARRED):
+            self._finish_unstarted(entry, record)  # a full disk may have kept the shepherd from recording it
+        else:
             self._finish(entry, record)
 
     def shepherd_gone(self, token: str) -> None:
@@ -484,7 +488,20 @@ class Ledger:
         record = self._final(protocol.REFUSED, why)
         if node_fault:
             record["node_fault"] = True
+        self._finish_unstarted(entry, record)
+
+    def _finish_unstarted(self, entry: Entry, record: Dict[str, Any]) -> None:
+        """Say that it never runs, once no later agent would start it."""
         self._try_tombstone(entry.token, record)
+        if entry.token in self._unbarred:
+            try:
+                self._spool.void(entry.token)
+            except OSError as error:
+                self._log("cannot take back the claim of %s: %s" % (entry.token, error))
+                del self._unbarred[entry.token]
+                entry.ending = (0.0, record["why"])
+                self._stuck.add(entry.token)  # not told before it is kept
+                return
         self._finish(entry, record)
 
     def _write_end(self, entry: Entry, status: str, why: str, started: Optional[Dict[str, Any]] = None) -> None:

@@ -14,7 +14,8 @@ What is durable when, and why that is enough for *never twice*:
 - A claim need not survive a power failure by itself: until `started` is durable nothing was released, and after a power
   failure nothing runs. So `mkdir` and `spec` are only written (they survive the agent), and the fsyncs of `started` (file,
   entry, spool) make the claim durable with it, before the program is released. They run in the shepherds, side by side.
-- `final` is durable before it is reported. A tombstone (bar) is durable before it is reported.
+- `final` is durable before it is reported. A tombstone (bar) is durable before it is reported; on a full disk, instead of it,
+  that the entry has no `spec` any more (`void`).
 - An epoch is durable before a command of that controller is obeyed.
 - An entry goes only when its final report was acknowledged, and after `done` has it.
 
@@ -29,7 +30,7 @@ from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Tuple
 
 from hpcnode import protocol
 from hpcnode.done import DoneLog
-from hpcnode.durable import read_object, sync_way_to, to_bytes, write_durably, write_plainly
+from hpcnode.durable import read_object, sync_folder, sync_way_to, to_bytes, write_durably, write_plainly
 from hpcnode.faults import CrashPoints
 from hpcnode.lease import read_renewal, write_renewal
 from hpcnode.tokens import Token, read_token
@@ -136,6 +137,15 @@ class Spool:
         self._faults.reached("bar.made")
         self.write_final(token, final)
         return True
+
+    def void(self, token: str) -> None:
+        """Take the launch out of an entry, durably, so that no later agent starts it. Needs no room on the disk."""
+        entry = self.entry(token)
+        try:
+            os.unlink(os.path.join(entry, "spec"))
+        except FileNotFoundError:
+            return  # it never had one, or is no entry at all
+        sync_folder(entry)
 
     def write_started(self, token: str, record: Dict[str, Any]) -> None:
         """Make durable who runs, and with it the claim."""

@@ -87,6 +87,10 @@ class MemorySpool:
         self._write()
         self.entries[text].setdefault("final", final)
 
+    def void(self, text: str) -> None:
+        if text in self.entries:
+            self.entries[text]["launch"] = None
+
     def read(self, text: str) -> Found:
         entry = self.entries[text]
         return Found(text, entry.get("launch"), entry.get("boot_id", ""), entry.get("started"), entry.get("final"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -243,6 +245,31 @@ def test_a_full_disk_starts_nothing_and_is_said() -> None:
     assert world.shepherds.starts == []
     world.ledger.tick()
     assert world.spool.entries[text]["final"]["status"] == "refused"
+
+
+@pytest.mark.parametrize("by", ["agent", "shepherd"])
+def test_what_was_refused_on_a_full_disk_is_not_started_by_the_next_agent(by: str) -> None:
+    world = World()
+    world.shepherds.fails = by == "agent"
+    take = world.spool.claim
+
+    def claim(*args: Any) -> bool:
+        claimed = take(*args)
+        world.spool.full = True
+        return claimed
+
+    world.spool.claim = claim  # type: ignore[method-assign]
+    text = world.launch(token())
+    if by == "shepherd":
+        world.ledger.shepherd_ended(text, {"status": "refused", "at_s": 1.0, "why": "cannot record the start"})
+        world.gone(text)
+    assert world.statuses(text) == ["refused"]
+    starts = len(world.shepherds.starts)
+    world.spool.full = world.shepherds.fails = False
+    world.restart()
+    world.ledger.tick()
+    assert len(world.shepherds.starts) == starts
+    assert world.statuses(text)[-1] == "barred"
 
 
 def test_a_full_disk_does_not_make_an_end_be_forgotten() -> None:
