@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import difflib
 import os
 import stat
 import struct
@@ -21,20 +20,20 @@ from pathlib import Path
 from typing import Any
 
 from hpcsched import paths
+from hpcsched.config_account_keys import ALL_PARTITION, ALL_WEIGHTS
+from hpcsched.config_accounts import TABLES, accounting_of, limits_from
 from hpcsched.config_keys import (
     CLUSTER,
     CONTROLLER,
     LOCAL_HOST,
     NODE,
-    PARTITION,
-    REQUIRED,
     SCHEDULER,
-    WEIGHTS,
-    BadValue,
-    Key,
 )
+from hpcsched.config_tables import refuse_unknown, table_of, values_of
 from hpcsched.errors import ConfigError
+from hpcsched.model.accounting import Accounting
 from hpcsched.model.ids import NODE_NAME, NodeName
+from hpcsched.model.nearest import nearest
 from hpcsched.model.node import NodeSpec, Partition
 from hpcsched.model.resources import Gpu
 
@@ -76,6 +75,8 @@ class Weights:
     size: int
     fairshare: int
     qos: int
+    assoc: int
+    tres: tuple[tuple[str, float], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +109,7 @@ class Config:
     controller: ControllerSettings
     scheduler: SchedulerSettings
     partitions: tuple[Partition, ...]
+    accounting: Accounting
     nodes: tuple[NodeSpec, ...]
 
     @property
@@ -141,9 +143,9 @@ def build_config(
 ) -> Config:
     """Return the configuration that the parsed `tables` of hpcsched.toml and `nodes` make. Raises ConfigError."""
     path = config_dir / paths.CONFIG_FILE
-    known = ("cluster", "controller", "scheduler", "partitions")
-    _refuse_unknown(path, "the file", tables, known, kind="table")
-    cluster = _values(path, "[cluster]", tables.get("cluster", {}), CLUSTER)
+    known = ("cluster", "controller", "scheduler", "partitions", *TABLES)
+    refuse_unknown(path, "the file", tables, known, kind="table")
+    cluster = values_of(path, "[cluster]", tables.get("cluster", {}), CLUSTER)
     return Config(
         config_dir=config_dir,
         name=cluster["name"],
@@ -151,6 +153,7 @@ def build_config(
         controller=_controller(path, tables.get("controller", {}), environ),
         scheduler=_scheduler(path, tables.get("scheduler", {})),
         partitions=_partitions(path, tables.get("partitions", {}), nodes),
+        accounting=accounting_of(path, tables),
         nodes=tuple(node.spec for node in nodes),
     )
 
@@ -176,7 +179,7 @@ def node_from(path: Path, table: Mapping[str, Any]) -> NodeFile:
     name = path.stem
     if not NODE_NAME.match(name):
         raise ConfigError(f"cannot use {path}: {name!r} is no node name: letters, digits, _ and -, at most 63")
-    values = _values(path, "the file", table, NODE)
+    values = values_of(path, "the file", table, NODE)
     if values["host"] != LOCAL_HOST:
         _check_host_key(path, values["host_key"])
     spec = NodeSpec(
@@ -205,7 +208,7 @@ def natural_order(name: str) -> tuple[str, int, str]:
 
 
 def _controller(path: Path, table: Any, environ: Mapping[str, str]) -> ControllerSettings:
-    values = _values(path, "[controller]", table, CONTROLLER)
+    values = values_of(path, "[controller]", table, CONTROLLER)
     config_dir = path.parent
     if values["state_dir"]:
         state_dir = paths.absolute(values["state_dir"], config_dir)
@@ -229,20 +232,20 @@ def _controller(path: Path, table: Any, environ: Mapping[str, str]) -> Controlle
 
 
 def _scheduler(path: Path, table: Any) -> SchedulerSettings:
-    table = dict(_table(path, "[scheduler]", table))
+    table = dict(table_of(path, "[scheduler]", table))
     weights = table.pop("weights", {})
-    values = _values(path, "[scheduler]", table, SCHEDULER, also=("weights",))
-    return SchedulerSettings(weights=Weights(**_values(path, "[scheduler.weights]", weights, WEIGHTS)), **values)
+    values = values_of(path, "[scheduler]", table, SCHEDULER, also=("weights",))
+    return SchedulerSettings(weights=Weights(**values_of(path, "[scheduler.weights]", weights, ALL_WEIGHTS)), **values)
 
 
 def _partitions(path: Path, tables: Any, nodes: Sequence[NodeFile]) -> tuple[Partition, ...]:
-    tables = _table(path, "[partitions]", tables) or {"main": {"default": True}}
+    tables = table_of(path, "[partitions]", tables) or {"main": {"default": True}}
     for node in nodes:
         for name in node.partitions:
             if name not in tables:
                 raise ConfigError(
                     f"cannot use {path.parent / paths.NODES_DIR / node.spec.name}.toml: there is no partition {name!r}"
-                    f"{_nearest(name, tuple(tables))}; there are {', '.join(tables)}"
+                    f"{nearest(name, tuple(tables))}; there are {', '.join(tables)}"
                 )
     partitions = [_partition(path, name, table, nodes) for name, table in tables.items()]
     defaults = [partition.name for partition in partitions if partition.default]
@@ -255,14 +258,14 @@ def _partition(path: Path, name: str, table: Any, nodes: Sequence[NodeFile]) -> 
     where = f"[partitions.{name}]"
     if not NODE_NAME.match(name):
         raise ConfigError(f"cannot use {path}: {name!r} is no partition name: letters, digits, _ and -, at most 63")
-    values = _values(path, where, table, PARTITION)
+    values = values_of(path, where, table, ALL_PARTITION)
     known = tuple(node.spec.name for node in nodes)
     listed = known if values["nodes"] is None else values["nodes"]
     for node in listed:
         if node not in known:
             raise ConfigError(
                 f"cannot use {path}: {where} names the node {node!r}, which has no file in {paths.NODES_DIR}"
-                f"{_nearest(node, known)}; add it with: hpcsched node add"
+                f"{nearest(node, known)}; add it with: hpcsched node add"
             )
     joined = (node.spec.name for node in nodes if name in node.partitions and node.spec.name not in listed)
     if values["max_time"] is not None and (values["default_time"] or 0) > values["max_time"]:
@@ -277,43 +280,9 @@ def _partition(path: Path, name: str, table: Any, nodes: Sequence[NodeFile]) -> 
         priority_tier=values["priority_tier"],
         default_mem_per_cpu_mib=values["default_mem_per_cpu"],
         max_nodes=values["max_nodes"],
+        billing=values["billing"],
+        limits=limits_from(values),
     )
-
-
-def _values(path: Path, where: str, table: Any, keys: Sequence[Key], also: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the value of every key of `keys`, from `table` or by default."""
-    table = _table(path, where, table)
-    _refuse_unknown(path, where, table, (*(key.name for key in keys), *also), kind="key")
-    values = {}
-    for key in keys:
-        given = table.get(key.name, key.default)
-        if given is REQUIRED:
-            raise ConfigError(f"cannot use {path}: {where} lacks the key {key.name!r}: {key.help}")
-        try:
-            values[key.name] = key.kind(given)
-        except BadValue as error:
-            raise ConfigError(f"cannot use {path}: {where} {key.name} = {given!r}: {error}") from None
-    return values
-
-
-def _table(path: Path, where: str, table: Any) -> Mapping[str, Any]:
-    if not isinstance(table, dict):
-        raise ConfigError(f"cannot use {path}: {where} is {table!r}, and should be a table")
-    return table
-
-
-def _refuse_unknown(path: Path, where: str, table: Mapping[str, Any], known: Sequence[str], *, kind: str) -> None:
-    for name in table:
-        if name not in known:
-            raise ConfigError(
-                f"cannot use {path}: {where} has the unknown {kind} {name!r}{_nearest(name, known)}; "
-                f"known are {', '.join(known)}"
-            )
-
-
-def _nearest(name: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=2, cutoff=0.5)
-    return f" (did you mean {' or '.join(near)}?)" if near else ""
 
 
 def _check_host_key(path: Path, text: str) -> None:

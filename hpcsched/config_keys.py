@@ -320,8 +320,9 @@ WEIGHTS = (
     Key(name="age", kind=whole(0), default=1000, help="Weight of the time a job has waited (as a part of age_max_s)."),
     Key(name="partition", kind=whole(0), default=1000, help="Weight of the partition's priority_tier."),
     Key(name="size", kind=whole(0), default=0, help="Weight of the part of the cluster that a job asks for."),
-    Key(name="fairshare", kind=whole(0), default=0, help="Weight of how little the user has had of late."),
-    Key(name="qos", kind=whole(0), default=0, help="Weight of the quality of service."),
+    Key(name="fairshare", kind=whole(0), default=10000, help="Weight of how little the user has had of late."),
+    Key(name="qos", kind=whole(0), default=10000, help="Weight of the priority of the job's quality of service."),
+    Key(name="assoc", kind=whole(0), default=1000, help="Weight of the priority of the user or the account."),
 )
 
 PARTITION = (

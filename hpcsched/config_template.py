@@ -8,7 +8,8 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 
-from hpcsched.config_keys import NODE, PARTITION, SECTIONS, Key, toml_value
+from hpcsched.config_account_keys import ACCOUNT, ALL_PARTITION, ALL_SECTIONS, QOS, USER
+from hpcsched.config_keys import NODE, Key, toml_value
 
 _HEAD = """\
 # The configuration of hpcsched: see hpcsched.toml(5). Nodes have files of their own in nodes.d/.
@@ -19,6 +20,17 @@ _HEAD = """\
 _PARTITION_HEAD = """
 # Partitions: [partitions.NAME] for each. Without any there is one, "main", with all nodes.
 """
+_ACCOUNT_HEAD = """
+# Accounts, users, QOS and licences: [accounts.NAME], [users.NAME], [qos.NAME] for each, and [licenses]. Without any
+# everyone has an equal share and no limits. To set one, take the "# " away.
+#
+"""
+_NAMED = {"accounts.physics": ACCOUNT, "users.anna": USER, "qos.high": QOS}
+_LICENSES = """
+[licenses]
+# How many of each licence all jobs may have at once, as hsub --licenses asks for them: NAME = COUNT.
+#matlab = 4
+"""
 _NODE_HEAD = """\
 # The node {name} of hpcsched: see hpcsched.toml(5). What is commented out need not be there.
 
@@ -28,11 +40,21 @@ _NODE_HEAD = """\
 def render_config(chosen: Mapping[str, Mapping[str, object]]) -> str:
     """Return hpcsched.toml with the `chosen` values set (section -> key -> value) and all others as comments."""
     parts = [_HEAD]
-    for section, keys in SECTIONS.items():
+    for section, keys in ALL_SECTIONS.items():
         parts.append(f"\n[{section}]\n" + "\n".join(_entries(keys, chosen.get(section, {}))))
     parts.append(_PARTITION_HEAD)
-    parts.append("[partitions.main]\n" + "\n".join(_entries(PARTITION, chosen.get("partitions.main", {}))))
+    parts.append("[partitions.main]\n" + "\n".join(_entries(ALL_PARTITION, chosen.get("partitions.main", {}))))
+    parts.append(_ACCOUNT_HEAD + "\n".join(_commented(_section(*item)) for item in _NAMED.items()))
+    parts.append(_commented(_LICENSES))
     return "".join(parts)
+
+
+def _section(name: str, keys: Sequence[Key]) -> str:
+    return f"[{name}]\n" + "\n".join(_entries(keys, {}))
+
+
+def _commented(text: str) -> str:
+    return "".join(f"# {line}".rstrip() + "\n" for line in text.splitlines())
 
 
 def default_config() -> str:

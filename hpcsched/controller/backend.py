@@ -15,6 +15,7 @@ from hpcnode import protocol
 from hpcsched.api.identity import Asker
 from hpcsched.api.views import how_it_ended, job_view, node_views, partition_views, step_view, why_waiting
 from hpcsched.controller import requests
+from hpcsched.controller.admission import settle
 from hpcsched.controller.fleet import Fleet
 from hpcsched.controller.references import find_jobs
 from hpcsched.controller.story import tell
@@ -104,6 +105,7 @@ class ControllerBackend:
 
     def test(self, asker: Asker, spec: JobSpec) -> Json:
         """Say when the job would start if it were submitted now: a plan over the world as it is plus this job."""
+        spec = settle(self._world, asker.user, spec)
         partition = requests.check_spec(self._world, spec)
         now_s = self._clock()
         job = Job(

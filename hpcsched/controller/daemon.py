@@ -176,6 +176,8 @@ class Daemon:
         partitions = {partition.name: partition for partition in config.partitions}
         if partitions != world.partitions:
             changed.append("partitions: " + ", ".join(partitions))
+        if config.accounting != world.config.accounting:
+            changed.append("accounts, QOS, licences or fair share")
         world.partitions = partitions
         world.config = self._config = config
         self.controller.policy = policy_of(config)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hpcsched.api.identity import Asker
+from hpcsched.controller.admission import settle
 from hpcsched.controller.references import find_jobs
 from hpcsched.errors import HpcschedError, NotFoundError, PermissionDeniedError, RequestError
 from hpcsched.jobscript import check
@@ -71,6 +72,7 @@ def submit(
     answers: list[dict[str, int]] = []
     for spec in specs:
         _check_rank(asker, spec.nice, spec.priority)
+        spec = settle(tx.world, asker.user, spec)
         partition = check_spec(tx.world, spec)
         limit_s = spec.time_limit_s if spec.time_limit_s is not None else default_limit_s(tx.world, partition)
         jobs = tx.submit(spec, uid=asker.uid, user=asker.user, partition=partition.name, time_limit_s=limit_s)

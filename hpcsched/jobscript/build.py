@@ -38,6 +38,7 @@ _DIRECT = {  # option: field, where the value read is the field's
     "input": "stdin",
     "job-name": "name",
     "lease": "lease",
+    "licenses": "licenses",
     "mail-user": "mail_user",
     "mem": "mem_per_node_mib",
     "mem-per-cpu": "mem_per_cpu_mib",

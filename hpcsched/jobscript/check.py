@@ -19,6 +19,7 @@ from hpcsched.jobscript.values import (
     MAX_ARRAY_INDEX,
     MAX_ARRAY_TASKS,
     MAX_COUNT,
+    MAX_LICENSES,
     MAX_NICE,
     MAX_PRIORITY,
     short,
@@ -58,6 +59,7 @@ def check_spec(spec: JobSpec) -> None:
     if spec.array is not None:
         _check_array(spec.array)
     _check_dependencies(spec.dependency)
+    _check_licenses(spec.licenses)
     if spec.signal is not None:
         _check_signal(spec.signal)
 
@@ -98,6 +100,15 @@ def _is_utf8(text: str) -> bool:
 def _check_word(option: str, word: str, known: Iterable[str]) -> None:
     if word not in known:
         raise RequestError(f"cannot take --{option} {short(word)}: write {' or '.join(filter(None, known))}")
+
+
+def _check_licenses(licenses: tuple[tuple[str, int], ...]) -> None:
+    if len(licenses) > MAX_LICENSES or len(dict(licenses)) < len(licenses):
+        raise RequestError(f"cannot take --licenses: write each once, and at most {MAX_LICENSES}")
+    for name, count in licenses:
+        if NODE_NAME.match(name) is None:
+            raise RequestError(f"cannot take --licenses {short(name)}: it cannot be such a name")
+        _check_range("licenses", count, 1, MAX_COUNT)
 
 
 def _check_args(args: tuple[str, ...]) -> None:

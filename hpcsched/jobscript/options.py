@@ -102,6 +102,8 @@ _JOB_OPTIONS = (
     _job("job-name", "J", "NAME", help="name of the job; default: that of the script", variable="JOB_NAME"),
     _job("lease", "", "keep|kill", help="what a node does with the job that no longer hears of the controller; default: "
          "keep", parse=values.parse_lease, variable="LEASE"),
+    _job("licenses", "L", "NAME[:N],...", help="licences for the whole job, of those that the cluster has: matlab:2",
+         parse=values.parse_licenses),
     _job("mail-type", "", "EVENTS", help="mail at: BEGIN, END, FAIL, REQUEUE, ALL, TIME_LIMIT ...",
          parse=values.parse_mail_types, repeats=True),
     _job("mail-user", "", "ADDRESS", help="who gets the mail; default: the submitter"),
@@ -178,7 +180,6 @@ _OTHER_OPTIONS = (
     *_noted("contiguous ignore-pbs overcommit/O reboot share spread-job unbuffered use-min-nodes",
             "it is not taken into account", value=False),
     *_refused("reservation", "there are no reservations"),
-    *_refused("licenses/L", "there are no licenses to count"),
     *_refused("deadline", "there are no deadlines: use --time and --begin"),
     *_refused("uid gid", "a job runs as its submitter"),
     *_refused("export-file", "use --export"),

@@ -19,12 +19,14 @@ from hpcsched.model.units import UNLIMITED_S, parse_mem_mib, parse_time_s
 MAX_COUNT = 1_000_000  # of nodes, tasks, cpus
 MAX_ARRAY_TASKS = 100_000
 MAX_ARRAY_INDEX = 4_000_000
+MAX_LICENSES = 100
 MAX_NICE = 2_147_483_645
 MAX_PRIORITY = 4_294_967_294
 
 _NODES = Pattern(r"([0-9]{1,9})(?:-([0-9]{1,9}))?\Z")
 _ARRAY_PART = Pattern(r"([0-9]{1,12})(?:-([0-9]{1,12})(?::([0-9]{1,12}))?)?\Z")
 GPU_TYPE = Pattern(r"[A-Za-z][A-Za-z0-9_.-]{0,62}\Z")
+_LICENSE = Pattern(r"([A-Za-z0-9][A-Za-z0-9_-]{0,62})(?::([0-9]{1,9}))?\Z")
 _INTEGER = Pattern(r"[+-]?[0-9]{1,18}\Z")
 
 # fmt: off
@@ -158,6 +160,20 @@ def _summed(requests: list[GpuRequest], text: str) -> tuple[GpuRequest, ...]:
     if len({request.type for request in requests}) < len(requests):
         raise RequestError(f"cannot read GPUs {short(text)}: a type is named twice")
     return tuple(request for request in requests if request.count)
+
+
+def parse_licenses(text: str) -> tuple[tuple[str, int], ...]:
+    """Return the licences of ``--licenses=matlab:2,stata``: each with its count, 1 where none is said."""
+    found: dict[str, int] = {}
+    for part in text.split(","):
+        match = _LICENSE.match(part.strip())
+        if match is None or len(found) >= MAX_LICENSES:
+            raise RequestError(f"cannot read --licenses={short(text)}: write NAME or NAME:COUNT, joined by commas")
+        name, count = match.group(1), parse_count(match.group(2) or "1")
+        if name in found:
+            raise RequestError(f"cannot read --licenses={short(text)}: it names {name} twice")
+        found[name] = count
+    return tuple(found.items())
 
 
 def parse_mail_types(text: str) -> tuple[str, ...]:

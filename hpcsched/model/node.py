@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from hpcsched.model.accounting import NO_LIMITS, Limits
 from hpcsched.model.ids import NodeName
 from hpcsched.model.resources import Gpu
 
@@ -83,3 +84,5 @@ class Partition:
     priority_tier: int = 1
     default_mem_per_cpu_mib: int | None = None  # None: an even part of the node's memory
     max_nodes: int | None = None
+    limits: Limits = NO_LIMITS
+    billing: tuple[tuple[str, float], ...] = ()  # see `Accounting.billing`; empty: as there

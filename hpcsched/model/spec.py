@@ -94,5 +94,6 @@ class JobSpec:
     requeue: bool | None = None  # None: the configuration's default
     signal: SignalSpec | None = None
     lease: str = "keep"  # keep | kill: what happens on a node that hears nothing of the controller
+    licenses: tuple[tuple[str, int], ...] = ()  # name and count, of the whole cluster's
     mail_user: str = ""
     mail_type: tuple[str, ...] = ()

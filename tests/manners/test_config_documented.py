@@ -13,12 +13,16 @@ from hpcsched.cli.hhealth import COMMAND as HHEALTH
 from hpcsched.cli.main import COMMANDS, hpcsched_command
 from hpcsched.cli.node import node
 from hpcsched.cli.setup import init
-from hpcsched.config_keys import NODE, PARTITION, REQUIRED, SECTIONS, Key
+from hpcsched.config_account_keys import ACCOUNT, ALL_PARTITION, ALL_SECTIONS, QOS, USER
+from hpcsched.config_keys import NODE, REQUIRED, Key
 from hpcsched.config_template import default_config
 
 REPOSITORY = Path(hpcsched.__file__).parent.parent
-SECTIONS_IN_PAGE = {f"[{name}]": keys for name, keys in SECTIONS.items()} | {
-    "[partitions.NAME]": PARTITION,
+SECTIONS_IN_PAGE = {f"[{name}]": keys for name, keys in ALL_SECTIONS.items()} | {
+    "[partitions.NAME]": ALL_PARTITION,
+    "[accounts.NAME]": ACCOUNT,
+    "[users.NAME]": USER,
+    "[qos.NAME]": QOS,
     "NODES.D/NAME.TOML": NODE,
 }
 

@@ -1,0 +1,197 @@
+"""Accounts, their users, qualities of service, limits and licences, as the configuration describes them.
+
+An *association* is a user in an account: what fair share and limits are about. Accounts form a tree below an unnamed root.
+Where none is configured everyone is an association of the root itself, with equal shares, and a job's account is no more
+than a label. Knows nothing of what has been used (`hpcsched.sched.usage`) or of what runs (`hpcsched.sched.limits`).
+
+*TRES* (trackable resources) are counted under Slurm's names: cpu, mem (MiB), node, gres/gpu, gres/gpu:TYPE, billing,
+license/NAME. Sources: sacctmgr(1), tres.html and qos.html of Slurm's documentation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from hpcsched.errors import RequestError
+from hpcsched.model.nearest import nearest
+
+Tres = tuple[tuple[str, int], ...]  # resource and count, each resource once
+Association = tuple[str, str]  # account ("": the root) and user
+
+EVERYBODY = "*"  # in an account's users: whoever no account names
+NORMAL = "normal"  # the QOS of jobs that name none, if it is configured
+CPU, MEM, NODE, GPU, BILLING, LICENSE = "cpu", "mem", "node", "gres/gpu", "billing", "license/"
+
+
+class Fairness(StrEnum):
+    """How fair-share factors are made of shares and usage."""
+
+    FAIR_TREE = "fair-tree"
+    CLASSIC = "classic"
+
+
+class PreemptMode(StrEnum):
+    """What is done to a job that must make room."""
+
+    OFF = "off"
+    REQUEUE = "requeue"
+    CANCEL = "cancel"
+    CHECKPOINT = "checkpoint"  # signal, grace time, then requeue
+    SUSPEND = "suspend"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What may not be exceeded; None or empty: no limit. ``max_``: each user or each job. ``grp_``: all of them together.
+
+    Of an account: its users' jobs there, and for ``grp_`` those of its subaccounts too. Of a user: in all accounts.
+    """
+
+    max_jobs: int | None = None  # of a user, running
+    max_submit_jobs: int | None = None  # of a user, waiting and running
+    max_wall_s: int | None = None  # the time limit of a job
+    max_tres_per_job: Tres = ()
+    max_tres_per_user: Tres = ()  # held at once
+    max_tres_mins_per_job: Tres = ()  # with the time limit
+    grp_jobs: int | None = None
+    grp_submit_jobs: int | None = None
+    grp_tres: Tres = ()
+    grp_tres_mins: Tres = ()  # used of late (it decays) and promised to what runs
+
+
+NO_LIMITS = Limits()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Account:
+    """[accounts.NAME]. `parent` "": directly below the root."""
+
+    name: str
+    parent: str = ""
+    shares: int = 1
+    users: tuple[str, ...] = ()
+    priority: int = 0
+    qos: tuple[str, ...] = ()  # that may be used; empty: as the parent says, in the end any
+    default_qos: str = ""
+    limits: Limits = NO_LIMITS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UserRules:
+    """[users.NAME]: what differs from the defaults. `account_shares` has the shares in single accounts."""
+
+    name: str
+    default_account: str = ""
+    shares: int = 1
+    account_shares: tuple[tuple[str, int], ...] = ()
+    priority: int | None = None  # None: the account's
+    qos: tuple[str, ...] = ()
+    default_qos: str = ""
+    limits: Limits = NO_LIMITS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Qos:
+    """[qos.NAME]. Its jobs may preempt those of the QOS in `preempt`; the rest of the preempt keys is about being preempted."""
+
+    name: str
+    priority: int = 0
+    usage_factor: float = 1.0
+    preempt: tuple[str, ...] = ()
+    preempt_mode: PreemptMode | None = None  # None: as the cluster's
+    grace_time_s: float = 0.0
+    exempt_time_s: float = 0.0
+    limits: Limits = NO_LIMITS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accounting:
+    """All of it. `billing` has what a second of each resource (of memory: of a GiB) costs, where a partition does not say."""
+
+    accounts: tuple[Account, ...] = ()
+    users: tuple[UserRules, ...] = ()
+    qos: tuple[Qos, ...] = ()
+    licenses: tuple[tuple[str, int], ...] = ()
+    billing: tuple[tuple[str, float], ...] = ((CPU, 1.0),)
+    fairness: Fairness = Fairness.FAIR_TREE
+    half_life_s: float | None = 7 * 86400.0  # None: usage does not decay
+    damping: float = 1.0  # of the classic formula
+
+    def account(self, name: str) -> Account | None:
+        return next((account for account in self.accounts if account.name == name), None)
+
+    def rules(self, user: str) -> UserRules | None:
+        return next((rules for rules in self.users if rules.name == user), None)
+
+    def quality(self, name: str) -> Qos | None:
+        return next((qos for qos in self.qos if qos.name == name), None)
+
+    def lineage(self, name: str) -> Iterator[Account]:
+        """Yield the account and its ancestors, nearest first."""
+        account = self.account(name)
+        while account is not None:
+            yield account
+            account = self.account(account.parent)
+
+    def accounts_of(self, user: str) -> list[str]:
+        """Return the accounts that `user` belongs to, in the order of the configuration."""
+        named = [account.name for account in self.accounts if user in account.users]
+        return named or [account.name for account in self.accounts if EVERYBODY in account.users]
+
+    def default_account(self, user: str) -> str:
+        """Return the account of a job of `user` that names none; "" if there is none."""
+        rules = self.rules(user)
+        if rules is not None and rules.default_account:
+            return rules.default_account
+        return next(iter(self.accounts_of(user)), "")
+
+    def shares_of(self, user: str, account: str) -> int:
+        """Return the raw shares of an association."""
+        rules = self.rules(user)
+        return 1 if rules is None else dict(rules.account_shares).get(account, rules.shares)
+
+    def association_of(self, user: str, account: str) -> Association:
+        """Return whom what a job uses is charged to."""
+        return (account if self.accounts else "", user)
+
+
+NO_ACCOUNTING = Accounting()
+
+
+def resolve(accounting: Accounting, user: str, account: str, qos: str) -> tuple[str, str]:
+    """Return the account and the QOS of a job of `user` that asks for these ("" for the default ones).
+
+    Where no accounts, or no QOS, are configured any name is taken as it is. Raises RequestError.
+    """
+    if accounting.accounts:
+        account = _account(accounting, user, account)
+    return account, _qos(accounting, user, account, qos) if accounting.qos else qos
+
+
+def _account(accounting: Accounting, user: str, account: str) -> str:
+    own = accounting.accounts_of(user)
+    account = account or accounting.default_account(user)
+    if account in own:
+        return account
+    why = "Invalid account or account/partition combination specified"
+    if not account:
+        raise RequestError(f"cannot submit a job: {why}: {user} is in no account; ask an admin")
+    known = f"{user} is in {', '.join(own) or 'none'}{nearest(account, own)}"
+    raise RequestError(f"cannot charge account {account[:63]!r}: {why}: {known}")
+
+
+def _qos(accounting: Accounting, user: str, account: str, qos: str) -> str:
+    rules = accounting.rules(user)
+    lines = list(accounting.lineage(account))
+    names = [known.name for known in accounting.qos]
+    allowed = next((own for own in (rules.qos if rules else (), *(line.qos for line in lines)) if own), tuple(names))
+    if not qos:
+        defaults = (rules.default_qos if rules else "", *(line.default_qos for line in lines))
+        return next((own for own in defaults if own), NORMAL if NORMAL in allowed else "")
+    if qos in allowed and qos in names:
+        return qos
+    raise RequestError(
+        f"cannot use QOS {qos[:63]!r}: Invalid qos specification: {user} may use {', '.join(allowed)}{nearest(qos, allowed)}"
+    )
