@@ -11,7 +11,7 @@ from collections import Counter
 from typing import Any
 
 from hpcsched.api.identity import Asker
-from hpcsched.jobscript.dependency import dependency_text
+from hpcsched.jobscript.dependency import terms_text
 from hpcsched.launch.files import job_files
 from hpcsched.lifecycle.effects import is_gathered, unclaimed_nodes
 from hpcsched.lifecycle.job import lease_end_s
@@ -31,12 +31,12 @@ def job_view(job: Job, world: World, asker: Asker, now_s: float, *, whole: bool 
     spec = job.spec
     reason, detail, expected_s = why_waiting(job, world, now_s)
     nodes = [share.node for share in job.shares] if job.state is not JobState.PENDING else []
-    partition = world.partitions.get(job.partition)
+    partitions = [world.partitions[name] for name in job.partition.split(",") if name in world.partitions]
     view: dict[str, Any] = {
         "id": job.id,
         "array_job_id": job.array_job_id,
         "array_task_id": job.array_task_id,
-        "array_limit": spec.array.limit if spec.array else None,
+        "array_limit": job.array_limit if spec.array else None,
         "display_id": job.display_id,
         "name": spec.name,
         "user": job.user,
@@ -85,8 +85,10 @@ def job_view(job: Job, world: World, asker: Asker, now_s: float, *, whole: bool 
         "requeue": spec.requeue if spec.requeue is not None else world.config.controller.requeue,
         "exclusive": spec.exclusive,
         "constraint": spec.constraint,
-        "dependency": dependency_text(spec),
-        "priority_tier": partition.priority_tier if partition else None,
+        "dependency": terms_text(job.dependency, any_one=job.dependency_any),
+        "deadline_at_s": job.deadline_at_s,
+        "reservation": job.reservation,
+        "priority_tier": max((partition.priority_tier for partition in partitions), default=None),
     }
     view |= _private(job, asker.owns(job))
     if whole and asker.owns(job):

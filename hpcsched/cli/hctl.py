@@ -35,9 +35,10 @@ COMMAND = Command(
         "ping | reconfigure",
     ),
     "Look at jobs, nodes, partitions and the configuration, and change them. 'update' changes a job's time_limit, partition, "
-    "nice, priority or begin. 'story' tells all that happened to a job. 'drain' lets no new job start on nodes, 'resume' "
-    "does again. 'fence' is your word that a node which does not answer runs nothing any more: its jobs go on without it. "
-    "'backup' copies the database, beside all that goes on, to a new file for 'hpcsched restore'.",
+    "nice, priority, begin, deadline, dependency or array_task_throttle. 'story' tells all that happened to a job. 'drain' "
+    "lets no new job start on nodes, 'resume' does again. 'fence' is your word that a node which does not answer runs nothing "
+    "any more: its jobs go on without it. 'backup' copies the database, beside all that goes on, to a new file for 'hpcsched "
+    "restore'.",
     (
         Option("json", help="print as JSON, version 1"),
         Option("oneliner", "o", help="print each record on one line"),
@@ -178,7 +179,11 @@ def _report(answer: Json, words: Words) -> int:
     return FAILED if answer["errors"] else 0
 
 
-_CHANGES = {"timelimit": "time_limit", "starttime": "begin"}  # Slurm's names, without regard to case and _
+_CHANGES = {  # Slurm's names, without regard to case and _
+    "timelimit": "time_limit",
+    "starttime": "begin",
+    "arraytaskthrottle": "array_task_throttle",
+}
 
 
 def _update(rest: Sequence[str], words: Words) -> int:

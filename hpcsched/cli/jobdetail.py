@@ -21,6 +21,8 @@ def detail_lines(job: Job, now_s: float) -> list[str]:
         ("partition", job["partition"]),
         ("account", job["account"]),
         ("depends on", job["dependency"]),
+        ("deadline", when_text(job["deadline_at_s"], now_s) if job.get("deadline_at_s") else ""),
+        ("in", f"reservation {job['reservation']}" if job.get("reservation") else ""),
         ("features", job["constraint"]),
         ("submitted", when_text(job["submitted_at_s"], now_s)),
         ("restarts", str(job["restarts"]) if job["restarts"] else ""),

@@ -47,7 +47,12 @@ def job_lines(job: Json) -> list[Words]:
             ("SubmitTime", date_text(job["submitted_at_s"])),
             ("EligibleTime", date_text(job["eligible_at_s"], "Unknown")),
         ],
-        [("StartTime", date_text(start_s(job), "Unknown")), ("EndTime", date_text(end_s(job), "Unknown"))],
+        [
+            ("StartTime", date_text(start_s(job), "Unknown")),
+            ("EndTime", date_text(end_s(job), "Unknown")),
+            ("Deadline", date_text(job.get("deadline_at_s"), "N/A")),
+        ],
+        [("Reservation", job["reservation"])] if job.get("reservation") else (),
         [("Partition", job["partition"]), ("NodeList", job["node_list"]), ("BatchHost", nodes[0] if nodes else None)],
         [
             ("NumNodes", job["num_nodes"]),

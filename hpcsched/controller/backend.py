@@ -20,6 +20,7 @@ from hpcsched.controller.fleet import Fleet
 from hpcsched.controller.references import find_jobs
 from hpcsched.controller.story import tell
 from hpcsched.controller.tick import Controller
+from hpcsched.controller.update import update
 from hpcsched.errors import NotFoundError, PermissionDeniedError, RequestError, UnavailableError
 from hpcsched.launch.files import job_files
 from hpcsched.model.hostlist import compress_hostlist
@@ -106,8 +107,8 @@ class ControllerBackend:
     def test(self, asker: Asker, spec: JobSpec) -> Json:
         """Say when the job would start if it were submitted now: a plan over the world as it is plus this job."""
         spec = settle(self._world, asker.user, spec)
-        partition = requests.check_spec(self._world, spec)
         now_s = self._clock()
+        partitions = requests.check_spec(self._world, spec, now_s)
         job = Job(
             id=JobId(self._world.last_job_id + 1),
             spec_id=0,
@@ -116,10 +117,8 @@ class ControllerBackend:
             user=asker.user,
             submitted_at_s=now_s,
             eligible_at_s=now_s,
-            partition=partition.name,
-            time_limit_s=spec.time_limit_s
-            if spec.time_limit_s is not None
-            else requests.default_limit_s(self._world, partition),
+            partition=",".join(partition.name for partition in partitions),
+            time_limit_s=requests.time_limit_s(self._world, spec, partitions),
             not_before_s=spec.begin_at_s,
         )
         world = self._world
@@ -130,13 +129,13 @@ class ControllerBackend:
         for start in made.starts:
             if start.job_id == job.id:
                 nodes = [share.node for share in start.shares]
-                text = f"would start at once on {compress_hostlist(nodes)} in partition {partition.name}"
+                text = f"would start at once on {compress_hostlist(nodes)} in partition {start.partition}"
                 return {"start_s": now_s, "nodes": nodes, "text": text}
         wait = made.waits[job.id]
         return {
             "start_s": wait.expected_start_s,
             "nodes": [],
-            "text": f"would wait in partition {partition.name} ({wait.reason}): {wait.detail}",
+            "text": f"would wait in partition {job.partition} ({wait.reason}): {wait.detail}",
         }
 
     def jobs(self, asker: Asker, query: Json) -> Json:
@@ -237,7 +236,7 @@ class ControllerBackend:
             if not isinstance(changes, dict):
                 raise RequestError('cannot change the job: the body must have {"changes": {name: text}}')
             texts = {str(name): str(value) for name, value in changes.items()}
-            outcome = await self._change(lambda tx: requests.update(tx, asker, references, texts))
+            outcome = await self._change(lambda tx: update(tx, asker, references, texts))
         elif verb == "cancel":
             outcome = await self._change(lambda tx: requests.cancel(tx, asker, references, filters))
         else:

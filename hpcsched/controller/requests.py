@@ -6,23 +6,23 @@ Signals are not events: they are returned as `Signals` to be sent after the comm
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from hpcsched.api.identity import Asker
 from hpcsched.controller.admission import settle
+from hpcsched.controller.dependencies import check_deadline, check_dependency
 from hpcsched.controller.references import find_jobs
 from hpcsched.errors import HpcschedError, NotFoundError, PermissionDeniedError, RequestError
 from hpcsched.jobscript import check
-from hpcsched.lifecycle.events import Changed, EndRequested, Held, NodeLost, NodeSilent, Released, Requeued
+from hpcsched.lifecycle.events import EndRequested, Held, NodeLost, NodeSilent, Released, Requeued
 from hpcsched.lifecycle.job import can
 from hpcsched.model.hostlist import expand_hostlist
 from hpcsched.model.ids import NodeName
 from hpcsched.model.job import ACTIVE, FINAL, Hold, Job, JobState
 from hpcsched.model.node import Partition
 from hpcsched.model.spec import JobSpec
-from hpcsched.model.units import UNLIMITED_S, parse_time_s, parse_when
 from hpcsched.sched.feasible import impossible
 from hpcsched.sched.request import request_of
 from hpcsched.store.world import Transaction, World
@@ -71,18 +71,19 @@ def submit(
         return [{"job_id": job_id, "tasks": 1} for job_id in known]
     answers: list[dict[str, int]] = []
     for spec in specs:
-        _check_rank(asker, spec.nice, spec.priority)
+        check_rank(asker, spec.nice, spec.priority)
         spec = settle(tx.world, asker.user, spec)
-        partition = check_spec(tx.world, spec)
-        limit_s = spec.time_limit_s if spec.time_limit_s is not None else default_limit_s(tx.world, partition)
-        jobs = tx.submit(spec, uid=asker.uid, user=asker.user, partition=partition.name, time_limit_s=limit_s)
+        partitions = check_spec(tx.world, spec, tx.now_s)
+        limit_s = time_limit_s(tx.world, spec, partitions)
+        names = ",".join(partition.name for partition in partitions)
+        jobs = tx.submit(spec, uid=asker.uid, user=asker.user, partition=names, time_limit_s=limit_s)
         answers.append({"job_id": jobs[0].id, "tasks": len(jobs)})
     if request_id:
         tx.note_request(asker.uid, request_id, [answer["job_id"] for answer in answers])
     return answers
 
 
-def _check_rank(asker: Asker, nice: int, priority: int | None) -> None:
+def check_rank(asker: Asker, nice: int, priority: int | None) -> None:
     """Refuse what would put a job before other people's; a priority of 0 only holds it."""
     if nice < 0:
         asker.must_be_admin("give a negative nice")
@@ -90,39 +91,61 @@ def _check_rank(asker: Asker, nice: int, priority: int | None) -> None:
         asker.must_be_admin("set a priority")
 
 
-def check_spec(world: World, spec: JobSpec) -> Partition:
-    """Refuse a job that can never run here. Returns the partition that it goes to."""
+def check_spec(world: World, spec: JobSpec, now_s: float) -> list[Partition]:
+    """Refuse a job that can never run here. Returns the partitions, of those that it asks for, in which it can."""
     check.check_spec(spec)
-    partition = find_partition(world, spec.partition)
+    partitions = find_partitions(world, spec.partition)
     limits, tasks = world.config.scheduler, len(spec.array.indices) if spec.array is not None else 1
     if tasks > limits.max_array_size:
         raise RequestError(f"cannot submit an array of {tasks} tasks: max_array_size is {limits.max_array_size}")
     queued = len(world.pending) + len(world.active)
     if queued + tasks > limits.max_jobs:
         raise RequestError(f"cannot submit more jobs: {queued} wait or run, and max_jobs is {limits.max_jobs}")
-    for dependency in spec.dependency:
-        for job_id in dependency.job_ids:
-            if not world.numbered(job_id):
-                raise RequestError(f"cannot depend on job {job_id}: there is no such job (Job dependency problem)")
-    request = request_of(spec, partition, time_limit_s=spec.time_limit_s)
-    why = impossible(request, [world.nodes[name] for name in partition.nodes if name in world.nodes], partition)
-    if why is not None:
-        raise RequestError(why)
-    return partition
+    if spec.reservation:
+        raise RequestError(f"cannot run in reservation {spec.reservation!r}: Requested reservation is invalid")
+    check_dependency(world, spec.dependency)
+    if spec.deadline_at_s is not None:
+        check_deadline(spec.deadline_at_s, time_limit_s(world, spec, partitions), max(now_s, spec.begin_at_s or 0))
+    return possible_partitions(world, spec, partitions, spec.time_limit_s)
 
 
-def find_partition(world: World, name: str) -> Partition:
-    """Return the partition of that name ("" for the default one)."""
+def possible_partitions(
+    world: World, spec: JobSpec, partitions: Sequence[Partition], limit_s: int | None
+) -> list[Partition]:
+    """Return those of `partitions` in which a job of `spec` can run; if there is none, refuse it with the first one's why."""
+    refused: list[str] = []
+    found = []
+    for partition in partitions:
+        request = request_of(spec, partition, time_limit_s=limit_s)
+        nodes = [world.nodes[name] for name in partition.nodes if name in world.nodes]
+        why = impossible(request, nodes, partition)
+        refused += [why] if why is not None else []
+        found += [partition] if why is None else []
+    if not found:
+        raise RequestError(refused[0])
+    return found
+
+
+def find_partitions(world: World, names: str) -> list[Partition]:
+    """Return the partitions of these names (``a,b``; "": the default one)."""
     if not world.partitions:
         raise RequestError("cannot submit a job: no partition is configured; add a node with 'hpcsched node add'")
-    if not name:
-        return world.default_partition()
-    for wanted in name.split(","):  # Slurm takes several: the first that exists is ours
-        partition = world.partitions.get(wanted)
-        if partition is not None:
-            return partition
-    known = ", ".join(world.partitions)
-    raise RequestError(f"cannot submit to partition {name!r}: invalid partition name specified; there are: {known}")
+    wanted = list(dict.fromkeys(filter(None, names.split(","))))
+    for name in wanted:
+        if name not in world.partitions:
+            known = ", ".join(world.partitions)
+            raise RequestError(
+                f"cannot submit to partition {name!r}: invalid partition name specified; there are: {known}"
+            )
+    return [world.partitions[name] for name in wanted] or [world.default_partition()]
+
+
+def time_limit_s(world: World, spec: JobSpec, partitions: Sequence[Partition]) -> int | None:
+    """Return the time limit of a job of `spec`: its own, else the shortest that its partitions give by default."""
+    if spec.time_limit_s is not None:
+        return spec.time_limit_s
+    limits = [limit_s for partition in partitions if (limit_s := default_limit_s(world, partition)) is not None]
+    return min(limits, default=None)
 
 
 def default_limit_s(world: World, partition: Partition) -> int | None:
@@ -149,7 +172,7 @@ def cancel(tx: Transaction, asker: Asker, references: Iterable[str], filters: di
             )
         )
 
-    return _each(tx, asker, references, filters, "cancel", one)
+    return each_job(tx, asker, references, filters, "cancel", one)
 
 
 def signal(
@@ -170,7 +193,7 @@ def signal(
             SignalJob(job=job, signum=signum, batch_only=batch and not full, steps_too=not batch or full)
         )
 
-    return _each(tx, asker, references, filters, "signal", one)
+    return each_job(tx, asker, references, filters, "signal", one)
 
 
 def hold(tx: Transaction, asker: Asker, references: Iterable[str]) -> Outcome:
@@ -182,7 +205,7 @@ def hold(tx: Transaction, asker: Asker, references: Iterable[str]) -> Outcome:
         kind = Hold.ADMIN if asker.admin and job.uid != asker.uid else Hold.USER
         tx.record(Held(job_id=job.id, at_s=tx.now_s, hold=kind, by_uid=asker.uid))
 
-    return _each(tx, asker, references, {}, "hold", one)
+    return each_job(tx, asker, references, {}, "hold", one)
 
 
 def release(tx: Transaction, asker: Asker, references: Iterable[str]) -> Outcome:
@@ -195,7 +218,7 @@ def release(tx: Transaction, asker: Asker, references: Iterable[str]) -> Outcome
             raise PermissionDeniedError(f"cannot release job {job.display_id}: an admin holds it")
         tx.record(Released(job_id=job.id, at_s=tx.now_s, by_uid=asker.uid))
 
-    return _each(tx, asker, references, {}, "release", one)
+    return each_job(tx, asker, references, {}, "release", one)
 
 
 def requeue(tx: Transaction, asker: Asker, references: Iterable[str]) -> Outcome:
@@ -222,58 +245,10 @@ def requeue(tx: Transaction, asker: Asker, references: Iterable[str]) -> Outcome
         else:
             tx.record(Requeued(job_id=job.id, at_s=tx.now_s, by_uid=asker.uid, not_before_s=not_before_s))
 
-    return _each(tx, asker, references, {}, "requeue", one)
+    return each_job(tx, asker, references, {}, "requeue", one)
 
 
-def update(tx: Transaction, asker: Asker, references: Iterable[str], changes: dict[str, str]) -> Outcome:
-    """Change what may be changed of the named jobs: time_limit, partition, nice, priority, begin."""
-    known = {"time_limit", "partition", "nice", "priority", "begin"}
-    unknown = set(changes) - known
-    if unknown or not changes:
-        raise RequestError(
-            f"cannot change {', '.join(sorted(unknown)) or 'nothing'}: can change {', '.join(sorted(known))}"
-        )
-
-    def one(job: Job, outcome: Outcome) -> None:
-        if not can(job, Changed):
-            raise RequestError(f"cannot change job {job.display_id}: it is {job.state}")
-        tx.record(_changed_event(tx, asker, job, changes))
-
-    return _each(tx, asker, references, {}, "change", one)
-
-
-def _changed_event(tx: Transaction, asker: Asker, job: Job, changes: dict[str, str]) -> Changed:
-    values: dict[str, Any] = {}
-    if "time_limit" in changes:
-        limit_s = parse_time_s(changes["time_limit"])
-        if job.state is not JobState.PENDING:
-            raise RequestError(f"cannot change the time limit of job {job.display_id}: it is {job.state}")
-        if not asker.admin and job.time_limit_s is not None and (limit_s is None or limit_s > job.time_limit_s):
-            asker.must_be_admin(f"raise the time limit of job {job.display_id}")
-        values["time_limit_s"] = UNLIMITED_S if limit_s is None else limit_s
-    if "partition" in changes:
-        if job.state is not JobState.PENDING:
-            raise RequestError(f"cannot move job {job.display_id}: it is {job.state}")
-        values["partition"] = find_partition(tx.world, changes["partition"]).name
-    if "nice" in changes:
-        values["nice"] = _integer("nice", changes["nice"])
-        _check_rank(asker, values["nice"], None)
-    if "priority" in changes:
-        asker.must_be_admin("set a priority")
-        values["priority_set"] = _integer("priority", changes["priority"])
-    if "begin" in changes:
-        values["not_before_s"] = parse_when(changes["begin"], tx.now_s)
-    return Changed(job_id=job.id, at_s=tx.now_s, by_uid=asker.uid, **values)
-
-
-def _integer(name: str, text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise RequestError(f"cannot set {name} to {text!r}: it is not a whole number") from None
-
-
-def _each(
+def each_job(
     tx: Transaction,
     asker: Asker,
     references: Iterable[str],
@@ -291,17 +266,17 @@ def _each(
         except HpcschedError as error:
             outcome.refuse(reference, error)
             continue
-        refused = _do_each(jobs, one, outcome)
+        refused = _doeach_job(jobs, one, outcome)
         if refused and len(refused) == len(jobs):  # of an array that is partly over, the rest is meant
             outcome.refuse(reference, refused[0])
     if filters and not list(references):
         # Of a bulk request others' jobs, and those that it cannot be done to, are simply not meant.
         mine = [job for job in tx.world.jobs.values() if job.state not in FINAL and asker.owns(job)]
-        _do_each([job for job in mine if matches(job, filters)], one, outcome)
+        _doeach_job([job for job in mine if matches(job, filters)], one, outcome)
     return outcome
 
 
-def _do_each(jobs: Iterable[Job], one: Callable[[Job, Outcome], None], outcome: Outcome) -> list[RequestError]:
+def _doeach_job(jobs: Iterable[Job], one: Callable[[Job, Outcome], None], outcome: Outcome) -> list[RequestError]:
     """Call `one` for each job and note those it took effect on; return why it was refused for the others."""
     refused: list[RequestError] = []
     for job in jobs:
@@ -320,7 +295,7 @@ def matches(job: Job, filters: dict[str, str]) -> bool:
     unknown = set(filters) - set(values)
     if unknown:
         raise RequestError(f"cannot filter by {', '.join(sorted(unknown))}: can filter by {', '.join(values)}")
-    return all(values[key] in wanted.split(",") for key, wanted in filters.items())
+    return all(not set(wanted.split(",")).isdisjoint(values[key].split(",")) for key, wanted in filters.items())
 
 
 # ----- nodes

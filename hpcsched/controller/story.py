@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from hpcsched.jobscript.dependency import terms_text
 from hpcsched.lifecycle.events import (
     Allocated,
     BecameEligible,
@@ -22,6 +23,7 @@ from hpcsched.lifecycle.events import (
     Started,
     Submitted,
 )
+from hpcsched.lifecycle.job import CHANGEABLE
 from hpcsched.model.hostlist import compress_hostlist
 from hpcsched.model.job import Job
 
@@ -76,5 +78,7 @@ def sentence(job: Job, event: Event) -> str:
 
 
 def _changes(event: Changed) -> str:
-    names = ("time_limit_s", "partition", "nice", "priority_set", "not_before_s")
-    return ", ".join(f"{name} = {getattr(event, name)}" for name in names if getattr(event, name) is not None)
+    values = {name: getattr(event, name) for name in CHANGEABLE if name not in ("dependency", "dependency_any")}
+    if event.dependency is not None:
+        values["dependency"] = terms_text(event.dependency, any_one=bool(event.dependency_any)) or "none"
+    return ", ".join(f"{name} = {value}" for name, value in values.items() if value is not None)

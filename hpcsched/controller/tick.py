@@ -24,7 +24,7 @@ from hpcsched.model.ids import ALLOC_STEP, BATCH_STEP, JobId, NodeName, Token
 from hpcsched.model.job import ACTIVE, Job, JobState, Reason
 from hpcsched.model.node import Link
 from hpcsched.sched.eligible import Wait
-from hpcsched.sched.plan import Plan, plan
+from hpcsched.sched.plan import Plan, Start, plan
 from hpcsched.sched.policy import Policy
 from hpcsched.sched.snapshot import SnapshotCache, snapshot_of
 from hpcsched.store.store import Store
@@ -33,6 +33,7 @@ from hpcsched.store.world import Transaction, World
 log = logging.getLogger("hpcsched.controller")
 
 ELIGIBLE = frozenset({Reason.PRIORITY, Reason.RESOURCES})
+TIMED = frozenset({Reason.DEPENDENCY, Reason.RESERVATION})  # waits whose expected start is a time to plan again
 LIMIT_SLACK_S = 15.0  # after its limit and grace, a job whose node did not end it is ended from here
 PLAN_PAUSE_MAX_S = 0.5
 PURGE_EVERY_S = 60.0
@@ -344,7 +345,7 @@ class Controller:
         snapshot = snapshot_of(jobs, world.nodes.values(), world.partitions.values(), tx.now_s, self._views)
         self.last_plan = plan(snapshot, self.policy)
         for start in self.last_plan.starts:
-            self._start(tx, self.world.jobs[start.job_id], start.shares)
+            self._start(tx, self.world.jobs[start.job_id], start)
         self._note_waits(tx, self.last_plan)
         world.waits |= held_back
         took_s = self._ports.monotonic_s() - started_s
@@ -367,7 +368,8 @@ class Controller:
             if incarnation != world.incarnation and job_id in world.pending
         }
 
-    def _start(self, tx: Transaction, job: Job, shares: Any) -> None:
+    def _start(self, tx: Transaction, job: Job, start: Start) -> None:
+        shares = start.shares
         token = Token(
             incarnation=self.world.incarnation,
             job_id=job.id,
@@ -385,26 +387,36 @@ class Controller:
                 epoch=self.world.epoch,
                 shares=shares,
                 lease_s=settings.lease_s + settings.kill_wait_s if job.spec.lease == protocol.KILL else None,
+                partition=start.partition if start.partition != job.partition else None,
             )
         )
         if not job.spec.script:
             tx.record(Started(job_id=job.id, at_s=tx.now_s))
 
     def _wake_for_timers(self, now_s: float) -> None:
-        """Ask for a tick when the next begin time or time limit comes round."""
-        jobs = self.world.jobs
-        begins = (jobs[job_id].not_before_s for job_id in self.world.pending)
+        """Ask for a tick when the next begin time, time limit or last moment to make a deadline comes round."""
+        waiting = [self.world.jobs[job_id] for job_id in self.world.pending]
+        begins = (job.not_before_s for job in waiting)
         ends = (self._overdue_at_s(job) for job in self.world.active_jobs())
-        due = [at_s for at_s in (*begins, *ends) if at_s is not None and at_s > now_s]
+        lasts = (_too_late_at_s(job) for job in waiting)
+        turns = (wait.expected_start_s for wait in self.world.waits.values() if wait.reason in TIMED)
+        due = [at_s for at_s in (*begins, *ends, *lasts, *turns) if at_s is not None and at_s > now_s]
         self._timer_at_s = min(due, default=None)
         if self._timer_at_s is not None:
             self._ports.wake(self._timer_at_s - now_s)
 
     def _note_waits(self, tx: Transaction, made: Plan) -> None:
-        """Keep why each job waits; the age of one counts from when only other jobs and resources are in its way."""
+        """Keep why each job waits; the age of one counts from when only other jobs and resources are in its way.
+
+        What can never start any more ends: past its last moment to make its deadline, or, if it says so, with a dependency that
+        can never come true.
+        """
         self.world.waits = dict(made.waits)
         for job_id, wait in made.waits.items():
-            if self.world.jobs[job_id].eligible_at_s is None and wait.reason in ELIGIBLE:
+            if outcome := _end_of(self.world.jobs[job_id], wait):
+                tx.record(EndRequested(job_id=job_id, at_s=tx.now_s, outcome=outcome, by_uid=None, why=wait.detail))
+                self.replan()  # others may have waited for its end
+            elif self.world.jobs[job_id].eligible_at_s is None and wait.reason in ELIGIBLE:
                 tx.record(BecameEligible(job_id=job_id, at_s=tx.now_s))
 
     def reconfigured(self) -> None:
@@ -421,6 +433,19 @@ class Controller:
         if now_s >= self._next_purge_s:
             self._next_purge_s = now_s + PURGE_EVERY_S
             self.world.forget_ended(now_s - self.world.config.controller.min_job_age_s)
+
+
+def _too_late_at_s(job: Job) -> float | None:
+    """Return from when on the waiting job cannot end by its deadline any more; None: it has none."""
+    return None if job.deadline_at_s is None else job.deadline_at_s - (job.time_limit_s or 0) + 0.001
+
+
+def _end_of(job: Job, wait: Wait) -> JobState | None:
+    """Return as what a job that waits so is to end; None: it is not."""
+    if wait.reason is Reason.DEADLINE:
+        return JobState.DEADLINE
+    hopeless = wait.reason is Reason.DEPENDENCY_NEVER and job.spec.kill_on_invalid_dep
+    return JobState.CANCELLED if hopeless else None
 
 
 def _log_failure(result: Any) -> None:

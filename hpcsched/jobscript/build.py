@@ -37,6 +37,7 @@ _DIRECT = {  # option: field, where the value read is the field's
     "hold": "hold",
     "input": "stdin",
     "job-name": "name",
+    "kill-on-invalid-dep": "kill_on_invalid_dep",
     "lease": "lease",
     "licenses": "licenses",
     "mail-user": "mail_user",
@@ -52,6 +53,7 @@ _DIRECT = {  # option: field, where the value read is the field's
     "priority": "priority",
     "qos": "qos",
     "requeue": "requeue",
+    "reservation": "reservation",
     "signal": "signal",
     "time": "time_limit_s",
 }
@@ -94,6 +96,8 @@ def build_spec(
     fields["work_dir"] = posixpath.join(work_dir, values["chdir"]) if "chdir" in values else work_dir
     if "begin" in values:
         fields["begin_at_s"] = int(parse_when(values["begin"], now_s))
+    if "deadline" in values:
+        fields["deadline_at_s"] = int(parse_when(values["deadline"], now_s))
     if "dependency" in values:
         fields["dependency"], fields["dependency_any"] = values["dependency"]
     parse_features(values.get("constraint", ""))

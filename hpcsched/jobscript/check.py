@@ -36,8 +36,8 @@ MAX_NAME = 1_024
 MAX_ARGS_BYTES = 512 << 10
 MAX_GPUS = 100_000
 _TEXTS = (
-    "name", "work_dir", "submit_line", "submit_dir", "submit_host", "account", "partition", "qos", "comment", "stdout",
-    "stderr", "stdin", "constraint", "mail_user",
+    "name", "work_dir", "submit_line", "submit_dir", "submit_host", "account", "partition", "qos", "reservation", "comment",
+    "stdout", "stderr", "stdin", "constraint", "mail_user",
 )  # fmt: skip
 _LATEST_S = 253_402_300_799  # 9999-12-31
 _WORD_LIST = Pattern(r"[A-Za-z0-9_.,+@-]*\Z")
@@ -79,7 +79,7 @@ def _check_texts(spec: JobSpec) -> None:
         raise RequestError("cannot submit a job without a name")
     if not spec.work_dir.startswith("/"):
         raise RequestError(f"cannot run in {short(spec.work_dir)}: the directory must be an absolute path")
-    for field in ("account", "partition", "qos", "mail_user"):
+    for field in ("account", "partition", "qos", "reservation", "mail_user"):
         text = getattr(spec, field)
         if _WORD_LIST.match(text) is None or text.startswith("-"):
             raise RequestError(f"cannot take --{field.replace('_', '-')} {short(text)}: it cannot be such a name")
@@ -145,6 +145,7 @@ def _check_numbers(spec: JobSpec) -> None:
         ("mem-per-cpu", spec.mem_per_cpu_mib, 0, 1 << 53),
         ("time", spec.time_limit_s, 1, UNLIMITED_S),
         ("begin", spec.begin_at_s, 0, _LATEST_S),
+        ("deadline", spec.deadline_at_s, 1, _LATEST_S),
         ("priority", spec.priority, 0, MAX_PRIORITY),
     ):
         if value is not None:
@@ -216,6 +217,8 @@ def _check_dependencies(dependencies: tuple[Dependency, ...]) -> None:
         if one.delay_s and one.kind is not DependencyKind.AFTER:
             raise RequestError(f"cannot read dependency {one.kind.value}: only after takes +minutes")
         _check_range("dependency", one.delay_s, 0, UNLIMITED_S)
+        if one.task is not None:
+            _check_range("dependency", one.task, 0, MAX_ARRAY_INDEX)
 
 
 def _check_signal(signal: SignalSpec) -> None:

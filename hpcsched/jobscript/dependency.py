@@ -1,10 +1,13 @@
 """``--dependency``: after what a job may start, read from its text and written back.
 
 Knows no jobs. Rules: terms joined by ``,`` must all come true, by ``?`` one of them; ``after:12+5`` is five minutes after the
-start of 12. How many jobs are named is bounded. Source: sbatch(1), --dependency.
+start of 12, ``afterok:12_3`` is about that task of array 12 alone. How many jobs are named is bounded. Source: sbatch(1),
+--dependency.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 from hpcsched.errors import RequestError
 from hpcsched.jobscript.values import short
@@ -14,7 +17,7 @@ from hpcsched.model.units import MINUTE_S
 
 MAX_DEPENDENCIES = 1_000
 
-_JOB_ID = Pattern(r"([0-9]{1,18})(?:\+([0-9]{1,7}))?\Z")
+_JOB_ID = Pattern(r"([0-9]{1,18})(?:_([0-9]{1,9}))?(?:\+([0-9]{1,7}))?\Z")
 
 
 def parse_dependency(text: str) -> tuple[tuple[Dependency, ...], bool]:
@@ -34,7 +37,7 @@ def parse_dependency(text: str) -> tuple[tuple[Dependency, ...], bool]:
 
 
 def _dependency_term(term: str, text: str) -> list[Dependency]:
-    """Return one term as dependencies: one for each delay that it names."""
+    """Return one term as dependencies: one for each delay and task that it names."""
     word, *ids = term.split(":")
     try:
         kind = DependencyKind(word.strip().lower())
@@ -47,29 +50,37 @@ def _dependency_term(term: str, text: str) -> list[Dependency]:
         return [Dependency(kind=kind)]
     if not ids:
         raise RequestError(f"cannot read dependency {short(text)}: {word} needs job ids, as {word}:12:13")
-    by_delay: dict[int, list[int]] = {}
+    alike: dict[tuple[int, int | None], list[int]] = {}
     for word in ids:
-        job_id, delay_s = _dependency_id(word, kind, text)
-        by_delay.setdefault(delay_s, []).append(job_id)
-    return [Dependency(kind=kind, job_ids=tuple(found), delay_s=delay) for delay, found in by_delay.items()]
+        job_id, task, delay_s = _dependency_id(word, kind, text)
+        alike.setdefault((delay_s, task), []).append(job_id)
+    return [
+        Dependency(kind=kind, job_ids=tuple(found), delay_s=delay, task=task) for (delay, task), found in alike.items()
+    ]
 
 
-def _dependency_id(word: str, kind: DependencyKind, text: str) -> tuple[int, int]:
+def _dependency_id(word: str, kind: DependencyKind, text: str) -> tuple[int, int | None, int]:
+    """Return job (or array) id, task and delay of ``12_3+5``."""
     match = _JOB_ID.match(word.strip())
-    if match is None and "_" in word:
-        raise RequestError(f"cannot depend on {short(word)}: name the whole array, {short(word.partition('_')[0])}")
     if match is None or int(match.group(1)) == 0:
-        raise RequestError(f"cannot read dependency {short(text)}: {short(word)} is no job id")
-    if match.group(2) and kind is not DependencyKind.AFTER:
+        raise RequestError(f"cannot read dependency {short(text)}: {short(word)} is no job id, as 12 or 12_3")
+    if match.group(3) and kind is not DependencyKind.AFTER:
         raise RequestError(f"cannot read dependency {short(text)}: only after takes +minutes")
-    return int(match.group(1)), int(match.group(2) or 0) * MINUTE_S
+    task = int(match.group(2)) if match.group(2) else None
+    return int(match.group(1)), task, int(match.group(3) or 0) * MINUTE_S
 
 
 def dependency_text(spec: JobSpec) -> str:
     """Return the dependencies of `spec` as squeue's %E shows them: ``afterok:12:13,after:14+5``; "" for none."""
-    return ("?" if spec.dependency_any else ",").join(map(_term_text, spec.dependency))
+    return terms_text(spec.dependency, any_one=spec.dependency_any)
+
+
+def terms_text(terms: Iterable[Dependency], *, any_one: bool) -> str:
+    """Return the terms as they are written: joined by ``?`` if any one of them is enough."""
+    return ("?" if any_one else ",").join(map(_term_text, terms))
 
 
 def _term_text(one: Dependency) -> str:
+    task = f"_{one.task}" if one.task is not None else ""
     delay = f"+{one.delay_s // MINUTE_S}" if one.delay_s else ""
-    return ":".join([one.kind.value, *(f"{job_id}{delay}" for job_id in one.job_ids)])
+    return ":".join([one.kind.value, *(f"{job_id}{task}{delay}" for job_id in one.job_ids)])

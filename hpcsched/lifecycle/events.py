@@ -13,6 +13,7 @@ from hpcsched.errors import InvariantError
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import ExitStatus, Hold, JobState
 from hpcsched.model.resources import Share
+from hpcsched.model.spec import Dependency, DependencyKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +54,11 @@ class Changed(Event):
     nice: int | None = None
     priority_set: int | None = None
     not_before_s: float | None = None
+    dependency: tuple[Dependency, ...] | None = None
+    dependency_any: bool | None = None
+    array_limit: int | None = None
+    deadline_at_s: int | None = None  # 0: none
+    reservation: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +74,7 @@ class Allocated(Event):
     epoch: int
     shares: tuple[Share, ...]
     lease_s: float | None = None
+    partition: str | None = None  # of several that it asked for, the one that it got
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,6 +199,8 @@ def to_data(event: Event) -> dict[str, Any]:
             value = [share_to_data(share) for share in value]
         elif isinstance(value, ExitStatus):
             value = [value.code, value.signal]
+        elif f.name == "dependency":
+            value = dependency_to_data(value)
         data[f.name] = value
     return data
 
@@ -210,6 +219,8 @@ def from_data(kind: str, job_id: int, at_s: float, data: dict[str, Any]) -> Even
         values["hold"] = Hold(values["hold"])
     if "outcome" in values:
         values["outcome"] = JobState(values["outcome"])
+    if "dependency" in values:
+        values["dependency"] = dependency_from_data(values["dependency"])
     return cls(job_id=JobId(job_id), at_s=at_s, **values)
 
 
@@ -222,3 +233,16 @@ def share_from_data(data: list[Any]) -> Share:
     """Return the share that `share_to_data` wrote."""
     node, cpus, mem_mib, gpus, tasks = data
     return Share(node=NodeName(node), cpus=cpus, mem_mib=mem_mib, gpus=tuple(gpus), tasks=tasks)
+
+
+def dependency_to_data(terms: tuple[Dependency, ...]) -> list[list[Any]]:
+    """Return the terms of a dependency as JSON lists: kind, job ids, delay, task."""
+    return [[term.kind.value, list(term.job_ids), term.delay_s, term.task] for term in terms]
+
+
+def dependency_from_data(data: list[list[Any]]) -> tuple[Dependency, ...]:
+    """Return the terms that `dependency_to_data` wrote."""
+    return tuple(
+        Dependency(kind=DependencyKind(kind), job_ids=tuple(ids), delay_s=delay_s, task=task)
+        for kind, ids, delay_s, task in data
+    )

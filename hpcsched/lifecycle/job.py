@@ -37,6 +37,19 @@ from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import FINAL, ExitStatus, Hold, Job, JobState, Reason
 from hpcsched.model.spec import JobSpec
 
+CHANGEABLE = {  # field of `Changed`: field of `Job`
+    "time_limit_s": "time_limit_s",
+    "partition": "partition",
+    "nice": "nice",
+    "priority_set": "priority_set",
+    "not_before_s": "not_before_s",
+    "dependency": "dependency_set",
+    "dependency_any": "dependency_any_set",
+    "array_limit": "array_limit_set",
+    "deadline_at_s": "deadline_set_s",
+    "reservation": "reservation_set",
+}
+
 CLOCK_DRIFT = 1.01
 LEASE_MARGIN_S = 5.0
 
@@ -101,8 +114,9 @@ def _released(job: Job, event: Released) -> Job:
 
 
 def _changed(job: Job, event: Changed) -> Job:
-    names = ("time_limit_s", "partition", "nice", "priority_set", "not_before_s")
-    changes = {name: getattr(event, name) for name in names if getattr(event, name) is not None}
+    changes = {field: value for name, field in CHANGEABLE.items() if (value := getattr(event, name)) is not None}
+    if event.dependency is not None:  # others count from here on: it is eligible when they let it
+        changes["eligible_at_s"] = None
     return replace(job, **changes)
 
 
@@ -128,6 +142,8 @@ def _allocated(job: Job, event: Allocated) -> Job:
         outcome=None,
         requeue_wanted=False,
         ended_by_uid=None,
+        partition=event.partition or job.partition,
+        partition_asked=job.partition if event.partition and event.partition != job.partition else "",
     )
 
 
@@ -300,6 +316,8 @@ def _back_in_queue(job: Job, at_s: float) -> Job:
         eligible_at_s=None,
         exit=None,
         reason=Reason.NONE,
+        partition=job.partition_asked or job.partition,
+        partition_asked="",
     )
 
 

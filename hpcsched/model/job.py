@@ -11,7 +11,7 @@ from enum import StrEnum
 
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.resources import Share
-from hpcsched.model.spec import JobSpec
+from hpcsched.model.spec import Dependency, JobSpec
 
 
 class JobState(StrEnum):
@@ -65,6 +65,8 @@ class Reason(StrEnum):
     HELD_ADMIN = "JobHeldAdmin"
     ARRAY_LIMIT = "JobArrayTaskLimit"
     RESERVATION = "Reservation"
+    RESERVATION_DELETED = "ReservationDeleted"
+    DEADLINE = "DeadLine"
     PARTITION_DOWN = "PartitionDown"
     NODES_UNAVAILABLE = "ReqNodeNotAvail"
     LAUNCH_FAILED = "JobLaunchFailure"
@@ -117,7 +119,10 @@ class Job:
     priority_set: int | None = None  # an admin's or user's fixed priority
     nice: int = 0
     time_limit_s: int | None = None
-    partition: str = ""
+    partition: str = ""  # while it waits it may be several: a,b
+    partition_asked: str = (
+        ""  # of a job that holds nodes: the several that it was given this one of; "": this one alone
+    )
     eligible_at_s: float | None = None  # since when nothing but resources keeps it waiting
     not_before_s: float | None = None  # --begin, or the pause after a requeue
     attempt: int = 0
@@ -139,6 +144,12 @@ class Job:
     charged_cpu_s: float = 0.0  # of all attempts: resources times the time that they were held, node by node
     charged_mem_mib_s: float = 0.0
     charged_gpu_s: float = 0.0
+    # What was changed since submission; None: as the spec has it.
+    dependency_set: tuple[Dependency, ...] | None = None
+    dependency_any_set: bool = False
+    array_limit_set: int | None = None
+    deadline_set_s: int | None = None  # 0: none any more
+    reservation_set: str | None = None
     expected_start_s: float | None = field(default=None, compare=False)  # the last plan's estimate; not stored
 
     @property
@@ -147,3 +158,30 @@ class Job:
         if self.array_job_id is None:
             return str(self.id)
         return f"{self.array_job_id}_{self.array_task_id}"
+
+    @property
+    def dependency(self) -> tuple[Dependency, ...]:
+        """What it waits for."""
+        return self.spec.dependency if self.dependency_set is None else self.dependency_set
+
+    @property
+    def dependency_any(self) -> bool:
+        """Whether one of `dependency` is enough."""
+        return self.spec.dependency_any if self.dependency_set is None else self.dependency_any_set
+
+    @property
+    def array_limit(self) -> int:
+        """How many tasks of its array may run at once, 0: as many as can."""
+        if self.array_limit_set is not None:
+            return self.array_limit_set
+        return self.spec.array.limit if self.spec.array is not None and self.array_job_id is not None else 0
+
+    @property
+    def deadline_at_s(self) -> int | None:
+        """When it must have ended."""
+        return self.spec.deadline_at_s if self.deadline_set_s is None else self.deadline_set_s or None
+
+    @property
+    def reservation(self) -> str:
+        """The reservation that it runs in, "" for none."""
+        return self.spec.reservation if self.reservation_set is None else self.reservation_set

@@ -28,6 +28,7 @@ class Dependency:
     kind: DependencyKind
     job_ids: tuple[int, ...] = ()
     delay_s: int = 0  # after:12+5 means five minutes after its start
+    task: int | None = None  # afterok:12_3: of these arrays this task alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +88,10 @@ class JobSpec:
     array: ArraySpec | None = None
     dependency: tuple[Dependency, ...] = ()
     dependency_any: bool = False  # terms joined by "?": one of them is enough
+    kill_on_invalid_dep: bool = False  # a dependency that can never come true cancels it
     begin_at_s: int | None = None  # Unix time
+    deadline_at_s: int | None = None  # Unix time: over if it cannot end before
+    reservation: str = ""
     hold: bool = False
     nice: int = 0
     priority: int | None = None

@@ -1,8 +1,9 @@
 """May a job start at all, whatever is free? Holds, begin times, dependencies, singletons.
 
 Dependencies follow sbatch(1). On an array: `afterok` wants all its tasks completed, `afternotok` all ended and not all
-completed, `afterany` all ended, `aftercorr` the task of the same number. A job that is not known any more counts as
-ended long ago; how it ended nobody can say, so `afterok`, `afternotok` and `aftercorr` on it are never satisfied.
+completed, `afterany` all ended, `aftercorr` the task of the same number; ``12_3`` is about that task alone. A job that is not
+known any more counts as ended long ago; how it ended nobody can say, so `afterok`, `afternotok` and `aftercorr` on it are never
+satisfied. A job that has a deadline and could not end by it even if it started now will never start: its end is near.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from enum import Enum
 from hpcsched.model.ids import JobId
 from hpcsched.model.job import ACTIVE, FINAL, Hold, JobState, Reason
 from hpcsched.model.spec import Dependency, DependencyKind
+from hpcsched.model.units import format_time_s
 from hpcsched.sched.snapshot import JobFact, PendingJob, Snapshot
 
 
@@ -50,6 +52,8 @@ class Eligibility:
         """Return why `job` may not start whatever is free, or None if only resources (and array limits) decide."""
         if job.free_to_go:
             return None
+        if job.deadline_at_s is not None and (wait := self._too_late(job, job.deadline_at_s)) is not None:
+            return wait
         if job.hold is Hold.ADMIN:
             return HELD_BY_ADMIN
         if job.hold is Hold.USER:
@@ -61,33 +65,59 @@ class Eligibility:
             return Wait(reason=Reason.BEGIN_TIME, detail=detail, expected_start_s=job.not_before_s)
         return self._unmet(job) if job.dependency else None
 
+    def _too_late(self, job: PendingJob, deadline_at_s: float) -> Wait | None:
+        """Return the wait of a job that could not end by its deadline if it started now."""
+        limit_s, left_s = job.request.time_limit_s or 0, deadline_at_s - self._snapshot.now_s
+        if limit_s <= left_s:
+            return None
+        left = f"{format_time_s(int(left_s))} is left" if left_s > 0 else "it has passed"
+        return Wait(
+            reason=Reason.DEADLINE,
+            detail=f"it cannot end by its deadline any more: its time limit is {format_time_s(limit_s)}, and {left}",
+        )
+
     def _unmet(self, job: PendingJob) -> Wait | None:
-        """Judge all terms: one of them is enough with `dependency_any`, else each is needed."""
-        verdicts = [self._term(term, job) for term in job.dependency]
+        """Judge all that it depends on: one is enough with `dependency_any`, else each is needed."""
+        verdicts = [verdict for term in job.dependency for verdict in self._term(term, job)]
         found = {met for met, _ in verdicts}
         if Met.YES in found if job.dependency_any else found == {Met.YES}:
             return None
         never = found == {Met.NEVER} if job.dependency_any else Met.NEVER in found
         telling = Met.NEVER if never else Met.NOT_YET
         why = next(words for met, words in verdicts if met is telling)
-        return Wait(reason=Reason.DEPENDENCY_NEVER if never else Reason.DEPENDENCY, detail=why)
+        if never:
+            return Wait(reason=Reason.DEPENDENCY_NEVER, detail=why)
+        return Wait(reason=Reason.DEPENDENCY, detail=why, expected_start_s=self._due_s(job))
 
-    def _term(self, term: Dependency, job: PendingJob) -> tuple[Met, str]:
+    def _term(self, term: Dependency, job: PendingJob) -> list[tuple[Met, str]]:
+        """Judge each job that `term` names."""
         if term.kind is DependencyKind.SINGLETON:
             first = self._first_named(job)
             if first < job.id:
-                return Met.NOT_YET, f"waits until job {first}, of the same name and user, has ended"
-            return Met.YES, ""
-        worst, words = Met.YES, ""
-        for job_id in term.job_ids:
-            met = self._verdict(term, job_id, job)
-            if met is Met.NEVER or (met is Met.NOT_YET and worst is Met.YES):
-                worst, words = met, _words(term, job_id, met)
-        return worst, words
+                return [(Met.NOT_YET, f"waits until job {first}, of the same name and user, has ended")]
+            return [(Met.YES, "")]
+        met = [(job_id, self._verdict(term, job_id, job)) for job_id in term.job_ids]
+        return [(verdict, "" if verdict is Met.YES else _words(term, job_id, verdict)) for job_id, verdict in met]
+
+    def _due_s(self, job: PendingJob) -> float | None:
+        """Return when the delays (``after:12+5``) of jobs that have begun are over: when to look again."""
+        due = [
+            since_s + term.delay_s
+            for term in job.dependency
+            if term.delay_s
+            for job_id in term.job_ids
+            for fact in self._facts(term, job_id)
+            if _is_begun(fact) and (since_s := _began_at_s(fact)) is not None
+        ]
+        return min((at_s for at_s in due if at_s > self._snapshot.now_s), default=None)
+
+    def _facts(self, term: Dependency, job_id: int) -> Sequence[JobFact]:
+        facts = self._snapshot.facts.get(job_id, ())
+        return facts if term.task is None else [fact for fact in facts if fact.array_task_id == term.task]
 
     def _verdict(self, term: Dependency, job_id: int, job: PendingJob) -> Met:
-        facts = self._snapshot.facts.get(job_id, ())
-        if term.kind is DependencyKind.AFTER_CORR and job.array_task_id is not None:
+        facts = self._facts(term, job_id)
+        if term.kind is DependencyKind.AFTER_CORR and job.array_task_id is not None and term.task is None:
             by_task = self._by_task.get(job_id)
             if by_task is None:
                 by_task = self._by_task[job_id] = {fact.array_task_id: fact for fact in facts}
@@ -127,9 +157,16 @@ def _judge(term: Dependency, facts: Sequence[JobFact], now_s: float) -> Met:
 
 def _begun(fact: JobFact, delay_s: int, now_s: float) -> bool:
     """Say whether the job started (or ended without) at least `delay_s` ago."""
-    began = fact.state in FINAL or (fact.state in ACTIVE and fact.started_at_s is not None)
-    since_s = fact.started_at_s if fact.started_at_s is not None else fact.ended_at_s
-    return began and (since_s is None or now_s >= since_s + delay_s)
+    since_s = _began_at_s(fact)
+    return _is_begun(fact) and (since_s is None or now_s >= since_s + delay_s)
+
+
+def _is_begun(fact: JobFact) -> bool:
+    return fact.state in FINAL or (fact.state in ACTIVE and fact.started_at_s is not None)
+
+
+def _began_at_s(fact: JobFact) -> float | None:
+    return fact.started_at_s if fact.started_at_s is not None else fact.ended_at_s
 
 
 _GOALS = {
@@ -143,8 +180,9 @@ _GOALS = {
 
 def _words(term: Dependency, job_id: int, met: Met) -> str:
     goal = _GOALS[term.kind]
+    which = f"{job_id}_{term.task}" if term.task is not None else f"{job_id}"
     if met is Met.NEVER:
-        return f"waits until job {job_id} {goal}, which cannot happen any more"
+        return f"waits until job {which} {goal}, which cannot happen any more"
     if term.kind is DependencyKind.AFTER and term.delay_s:
-        return f"waits until {term.delay_s // 60} min after job {job_id} {goal}"
-    return f"waits until job {job_id} {goal}"
+        return f"waits until {term.delay_s // 60} min after job {which} {goal}"
+    return f"waits until job {which} {goal}"

@@ -49,6 +49,7 @@ class Start:
 
     job_id: JobId
     shares: tuple[Share, ...]
+    partition: str = ""  # the one that it got, of those that it asked for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +108,8 @@ class _Planner:
         self.promises = {Backfill.CONSERVATIVE: policy.conservative_depth, Backfill.SLURM_LIKE: policy.promises}.get(
             policy.backfill, 1
         )
+        self.several = {job.id for job in snapshot.pending if job.others}
+        self.placed: set[JobId] = set()  # of these, those that have been started
         self.most_free_cpus: dict[str, tuple[int, int]] = {}
 
     def plan(self) -> Plan:
@@ -125,7 +128,25 @@ class _Planner:
         return Plan(starts=tuple(self.starts), waits=self.waits)
 
     def _look_at(self, job: PendingJob, tasks: dict[JobId | None, int], behind: list[PendingJob]) -> None:
-        """Start `job`, or note why it waits."""
+        """Start `job`, or note why it waits. One that asked for several partitions is looked at in each."""
+        if self.several and job.id in self.several:
+            self._look_again(job, tasks, behind)
+        else:
+            self._look_once(job, tasks, behind)
+
+    def _look_again(self, job: PendingJob, tasks: dict[JobId | None, int], behind: list[PendingJob]) -> None:
+        """Look at a job in one of its partitions; of two waits the one that ends earlier is kept."""
+        if job.id in self.placed:
+            return
+        before = self.waits.pop(job.id, None)
+        self._look_once(job, tasks, behind)
+        after = self.waits.get(job.id)
+        if after is None:
+            self.placed.add(job.id)
+        elif before is not None:
+            self.waits[job.id] = min(before, after, key=_hope)
+
+    def _look_once(self, job: PendingJob, tasks: dict[JobId | None, int], behind: list[PendingJob]) -> None:
         if job.array_limit and tasks.get(job.array_job_id, 0) >= job.array_limit:
             self.waits[job.id] = at_array_limit(job.array_limit)
         elif self._start_if_it_fits(job):
@@ -143,12 +164,15 @@ class _Planner:
         found = []
         for job in self.snapshot.pending:
             wait = None if job.free_to_go else eligibility.why_not(job)
-            if wait is None and (job.partition in closed or job.partition not in self.lanes):
-                wait = closed.get(job.partition) or closed.setdefault(job.partition, partition_unknown(job.partition))
-            if wait is None:
-                found.append(job)
-            else:
+            if wait is not None:
                 self.waits[job.id] = wait
+                continue
+            views = (job, *job.others) if job.others else (job,)
+            opened = [view for view in views if view.partition in self.lanes and view.partition not in closed]
+            found += opened
+            if not opened:
+                name = job.partition
+                self.waits[job.id] = closed.get(name) or closed.setdefault(name, partition_unknown(name))
         return found
 
     def _array_tasks(self) -> dict[JobId | None, int]:
@@ -186,7 +210,8 @@ class _Planner:
             if never is not None:
                 self.waits[job.id] = never
             return False
-        self.starts.append(Start(job_id=job.id, shares=tuple([self._take(part, end_s) for part in parts])))
+        shares = tuple([self._take(part, end_s) for part in parts])
+        self.starts.append(Start(job_id=job.id, shares=shares, partition=job.partition))
         return True
 
     def _is_hopeless(self, job: PendingJob, lane: _Lane) -> bool:
@@ -309,5 +334,12 @@ class _Planner:
     def _expect(self, job: PendingJob) -> None:
         """Keep room for `job`, which waits behind a head, and note when it is expected to start."""
         start_s = self._sure(self._reserve(job))
-        if start_s is not None:
-            self.waits[job.id] = replace(self.waits[job.id], expected_start_s=start_s)
+        known = self.waits.get(job.id)
+        if start_s is not None and known is not None:
+            self.waits[job.id] = min(known, replace(known, expected_start_s=start_s), key=_hope)
+
+
+def _hope(wait: Wait) -> tuple[bool, float]:
+    """Order waits of one job: those that will end first, the earlier ones of them first."""
+    for_good = wait.reason in (Reason.NODES_UNAVAILABLE, Reason.PARTITION_DOWN)
+    return for_good, wait.expected_start_s if wait.expected_start_s is not None else float("inf")

@@ -7,7 +7,7 @@ snapshot of ten thousand waiting jobs costs no more than looking at each. Times 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from hpcsched.model.ids import JobId, NodeName
@@ -74,6 +74,9 @@ class PendingJob:
     array_limit: int = 0
     uid: int = 0
     name: str = ""
+    deadline_at_s: float | None = None
+    reservation: str = ""
+    others: tuple[PendingJob, ...] = ()  # the same job in the other partitions that it asked for
     free_to_go: bool = True  # neither hold, begin time, dependency nor array limit: no need to look at them
 
 
@@ -202,10 +205,14 @@ def node_view(node: Node) -> NodeView:
 
 def pending_job(job: Job, partitions: Mapping[str, Partition], default: str, cache: SnapshotCache) -> PendingJob:
     """Return what the planner needs to know of a job that waits."""
-    name = job.partition or job.spec.partition or default
+    names = (job.partition or job.spec.partition or default).split(",")
+    views = [_pending_in(job, partitions, name, cache) for name in names]
+    return views[0] if len(views) == 1 else replace(views[0], others=tuple(views[1:]))
+
+
+def _pending_in(job: Job, partitions: Mapping[str, Partition], name: str, cache: SnapshotCache) -> PendingJob:
+    """Return what the planner needs to know of a job that waits for a place in partition `name`."""
     partition = partitions.get(name) or Partition(name=name, nodes=(), up=False)
-    array = job.spec.array
-    limit = array.limit if array is not None and job.array_job_id is not None else 0
     return PendingJob(
         id=job.id,
         display_id=job.display_id,
@@ -217,20 +224,23 @@ def pending_job(job: Job, partitions: Mapping[str, Partition], default: str, cac
         priority_set=job.priority_set,
         hold=job.hold,
         not_before_s=_latest(job.not_before_s, job.spec.begin_at_s if job.attempt == 0 else None),
-        dependency=job.spec.dependency,
-        dependency_any=job.spec.dependency_any,
+        dependency=job.dependency,
+        dependency_any=job.dependency_any,
         array_job_id=job.array_job_id,
         array_task_id=job.array_task_id,
-        array_limit=limit,
+        array_limit=job.array_limit,
         uid=job.uid,
         name=job.spec.name,
+        deadline_at_s=job.deadline_at_s,
+        reservation=job.reservation,
         free_to_go=not (
             job.hold is not Hold.NONE
             or job.priority_set == 0
             or job.not_before_s is not None
             or job.spec.begin_at_s is not None
-            or job.spec.dependency
-            or limit
+            or job.dependency
+            or job.array_limit
+            or job.deadline_at_s is not None
         ),
     )
 

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from hpcsched.lifecycle.events import share_from_data, share_to_data
+from hpcsched.lifecycle.events import dependency_from_data, dependency_to_data, share_from_data, share_to_data
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import ExitStatus, Hold, Job, JobState, Reason
 from hpcsched.model.node import Node
@@ -53,6 +53,7 @@ def job_row(job: Job) -> dict[str, Any]:
         "nice": job.nice,
         "time_limit_s": job.time_limit_s,
         "partition": job.partition,
+        "partition_asked": job.partition_asked,
         "eligible_at_s": job.eligible_at_s,
         "not_before_s": job.not_before_s,
         "attempt": job.attempt,
@@ -73,11 +74,22 @@ def job_row(job: Job) -> dict[str, Any]:
         "charged_cpu_s": job.charged_cpu_s,
         "charged_mem_mib_s": job.charged_mem_mib_s,
         "charged_gpu_s": job.charged_gpu_s,
+        "dependency_set": _dependency_text(job),
+        "array_limit_set": job.array_limit_set,
+        "deadline_set_s": job.deadline_set_s,
+        "reservation_set": job.reservation_set,
     }
+
+
+def _dependency_text(job: Job) -> str | None:
+    if job.dependency_set is None:
+        return None
+    return json.dumps([job.dependency_any_set, dependency_to_data(job.dependency_set)], separators=(",", ":"))
 
 
 def job_of(row: Any, spec: JobSpec) -> Job:
     """Return the job of a row of table `jobs`."""
+    any_set, terms_set = (False, None) if row.dependency_set is None else json.loads(row.dependency_set)
     return Job(
         id=JobId(row.id),
         spec_id=row.spec_id,
@@ -95,6 +107,7 @@ def job_of(row: Any, spec: JobSpec) -> Job:
         nice=row.nice,
         time_limit_s=row.time_limit_s,
         partition=row.partition,
+        partition_asked=row.partition_asked,
         eligible_at_s=row.eligible_at_s,
         not_before_s=row.not_before_s,
         attempt=row.attempt,
@@ -114,6 +127,11 @@ def job_of(row: Any, spec: JobSpec) -> Job:
         charged_cpu_s=row.charged_cpu_s,
         charged_mem_mib_s=row.charged_mem_mib_s,
         charged_gpu_s=row.charged_gpu_s,
+        dependency_set=None if terms_set is None else dependency_from_data(terms_set),
+        dependency_any_set=any_set,
+        array_limit_set=row.array_limit_set,
+        deadline_set_s=row.deadline_set_s,
+        reservation_set=row.reservation_set,
     )
 
 

@@ -63,6 +63,12 @@ jobs = Table(
     Column("charged_cpu_s", Float, nullable=False),
     Column("charged_mem_mib_s", Float, nullable=False),
     Column("charged_gpu_s", Float, nullable=False),
+    # What was changed since submission; NULL: as the spec has it.
+    Column("partition_asked", Text, nullable=False),
+    Column("dependency_set", Text),
+    Column("array_limit_set", Integer),
+    Column("deadline_set_s", Integer),
+    Column("reservation_set", Text),
     Index("jobs_by_state", "state"),
     Index("jobs_by_end", "ended_at_s"),
     Index("jobs_by_array", "array_job_id"),

@@ -97,7 +97,7 @@ class World:
         numbers = {
             number
             for job_id in self.pending
-            for dependency in self.jobs[job_id].spec.dependency
+            for dependency in self.jobs[job_id].dependency
             for number in dependency.job_ids
         }
         return {job.id: job for number in numbers for job in self.numbered(number)}

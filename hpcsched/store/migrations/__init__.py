@@ -9,6 +9,6 @@ from collections.abc import Callable
 
 from sqlalchemy import Connection
 
-from hpcsched.store.migrations import m0001_first
+from hpcsched.store.migrations import m0001_first, m0002_changes
 
-MIGRATIONS: tuple[Callable[[Connection], None], ...] = (m0001_first.upgrade,)
+MIGRATIONS: tuple[Callable[[Connection], None], ...] = (m0001_first.upgrade, m0002_changes.upgrade)

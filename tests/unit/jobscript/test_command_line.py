@@ -58,7 +58,7 @@ def test_of_requeue_and_its_opposite_the_last_wins() -> None:
         (["-Nt"], "cannot read node count 't'"),
         (["-N"], "cannot take -N without a value"),
         (["--hold=yes"], "cannot give --hold the value 'yes'"),
-        (["--reservation=x"], "there are no reservations"),
+        (["--uid=x"], "a job runs as its submitter"),
         (["-L", "x:0"], "it must be 1 to"),
         (["-L", "x,x:2"], "names x twice"),
         (["-L", "a/b"], "write NAME or NAME:COUNT"),

@@ -69,6 +69,8 @@ AFTER_OK = Dependency(kind=DependencyKind.AFTER_OK, job_ids=(12, 13))
         ("afterok:12:13,singleton", (AFTER_OK, Dependency(kind=DependencyKind.SINGLETON)), False),
         ("afterok:12:13?afterany:5", (AFTER_OK, Dependency(kind=DependencyKind.AFTER_ANY, job_ids=(5,))), True),
         ("after:14+5", (Dependency(kind=DependencyKind.AFTER, job_ids=(14,), delay_s=300),), False),
+        ("afterok:12_3", (Dependency(kind=DependencyKind.AFTER_OK, job_ids=(12,), task=3),), False),
+        ("after:12_0+5", (Dependency(kind=DependencyKind.AFTER, job_ids=(12,), task=0, delay_s=300),), False),
         (
             "after:1:2+1:3",
             (
@@ -99,7 +101,8 @@ def test_a_dependency_is_shown_as_it_is_written() -> None:
         ("afterok:", "'' is no job id"),
         ("afterok:0", "no job id"),
         ("afterok:x", "'x' is no job id"),
-        ("afterok:12_3", "name the whole array, '12'"),
+        ("afterok:12_", "'12_' is no job id, as 12 or 12_3"),
+        ("afterok:12_x", "no job id"),
         ("afterok:1+5", "only after takes +minutes"),
         ("singleton:1", "takes no job ids"),
         ("afterok:1,afterany:2?after:3", "not both"),

@@ -27,7 +27,7 @@ def test_every_field_is_written_and_a_tuple_is_a_list() -> None:
     obj = spec_to_json(FULL)
     assert set(obj) == {field.name for field in dataclasses.fields(JobSpec)}
     assert obj["env"] == [["A", "1"]]
-    assert obj["dependency"] == [{"kind": "afterok", "job_ids": [3], "delay_s": 0}]
+    assert obj["dependency"] == [{"kind": "afterok", "job_ids": [3], "delay_s": 0, "task": None}]
     assert type(obj["dependency"][0]["kind"]) is str
     assert spec_from_json(obj) == FULL
 

@@ -70,6 +70,50 @@ def test_after_with_a_delay() -> None:
     assert verdict(sketch) == "starts"
 
 
+def test_a_task_of_an_array_is_waited_for_alone() -> None:
+    def tasks(*states: JobState, wanted: int = 1) -> World:
+        term = Dependency(kind=KIND.AFTER_OK, job_ids=(1,), task=wanted)
+        sketch = dependent(term, j1=states[0], j2=states[1])
+        sketch.change(1, array_job_id=JobId(1), array_task_id=0)
+        return sketch.change(2, array_job_id=JobId(1), array_task_id=1)
+
+    assert verdict(tasks(RUNS, DONE)) == "starts"
+    assert verdict(tasks(DONE, RUNS)) == "Dependency"
+    assert verdict(tasks(DONE, FAILED)) == "DependencyNeverSatisfied"
+    assert verdict(tasks(RUNS, DONE, wanted=0)) == "Dependency"  # number 1 is the array and its first task alike
+    assert tasks(DONE, RUNS).plan().waits[JobId(9)].detail == "waits until job 1_1 has completed"
+
+
+def test_each_job_of_a_term_counts_by_itself_where_one_is_enough() -> None:
+    term = Dependency(kind=KIND.AFTER_OK, job_ids=(1, 2))
+    assert verdict(dependent(term, any_of=True, j1=FAILED, j2=DONE)) == "starts"
+    assert verdict(dependent(term, any_of=True, j1=FAILED, j2=RUNS)) == "Dependency"
+
+
+def test_a_delay_says_when_to_look_again() -> None:
+    sketch = dependent(Dependency(kind=KIND.AFTER, job_ids=(1,), delay_s=300), j1=RUNS)
+    assert sketch.plan().waits[JobId(9)].expected_start_s == 300.0
+
+
+def test_what_depends_on_can_be_changed() -> None:
+    sketch = dependent(Dependency(kind=KIND.AFTER_OK, job_ids=(1,)), j1=RUNS)
+    assert verdict(sketch.change(9, dependency_set=())) == "starts"
+    term = Dependency(kind=KIND.AFTER, job_ids=(1,))
+    assert verdict(sketch.change(9, dependency_set=(term,))) == "starts"
+
+
+def test_a_job_is_too_late_for_its_deadline_when_its_limit_reaches_beyond() -> None:
+    sketch = world("1x4", waiting=["1: 1c 60s"]).change(1, deadline_at_s=100)
+    sketch.now_s = 40.0
+    assert sketch.starts() == {1: "n1:1"}
+    sketch.now_s = 41.0
+    wait = sketch.plan().waits[JobId(1)]
+    assert str(wait.reason) == "DeadLine"
+    assert wait.detail == "it cannot end by its deadline any more: its time limit is 1:00, and 0:59 is left"
+    held = sketch.change(1, priority_set=0)
+    assert held.reasons() == {1: "DeadLine"}
+
+
 def test_all_terms_or_one_of_them() -> None:
     ok, after = Dependency(kind=KIND.AFTER_OK, job_ids=(1,)), Dependency(kind=KIND.AFTER_ANY, job_ids=(2,))
     assert verdict(dependent(ok, after, j1=DONE, j2=RUNS)) == "Dependency"

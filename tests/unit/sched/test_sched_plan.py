@@ -18,7 +18,7 @@ from hpcsched.sched.plan import Start
 def test_a_job_that_fits_starts() -> None:
     plan = world("3x4", waiting=["1: 2 nodes 4c 60s"]).plan()
     shares = tuple(Share(node=NodeName(name), cpus=4, mem_mib=1000) for name in ("n1", "n2"))
-    assert plan.starts == (Start(job_id=JobId(1), shares=shares),)
+    assert plan.starts == (Start(job_id=JobId(1), shares=shares, partition="main"),)
     assert plan.waits == {}
 
 
@@ -133,6 +133,32 @@ def test_a_task_over_its_arrays_limit_keeps_nobody_waiting() -> None:
     tasks.change(11, array_job_id=JobId(10), array_task_id=1, array=ArraySpec(indices=(0, 1), limit=1))
     tasks.change(10, array_job_id=JobId(10), array_task_id=0)
     assert tasks.starts() == {12: "n1:1"}
+
+
+def test_a_job_of_two_partitions_starts_in_the_one_that_has_room() -> None:
+    two = {"a": "n1", "b": "n2"}
+    assert world("2x4", waiting=["1: 4c 60s p=a,b"], partitions=two).plan().starts[0].partition == "a"
+    busy = world("2x4", running=["9: n1 4c 500s"], waiting=["1: 4c 60s p=a,b"], partitions=two)
+    (start,) = busy.plan().starts
+    assert (start.partition, start.shares[0].node) == ("b", "n2")
+
+
+def test_a_job_of_two_partitions_is_expected_where_it_can_start_first_and_waits_once() -> None:
+    two = {"a": "n1", "b": "n2"}
+    full = world("2x4", ["8: n1 4c 500s", "9: n2 4c 100s"], ["1: 4c 60s p=a,b", "2: 4c 60s p=b"], two)
+    made = full.plan()
+    assert made.starts == ()
+    assert made.waits[JobId(1)].expected_start_s == 100.0
+    assert made.waits[JobId(2)].reason == "Priority"
+
+
+def test_a_job_of_two_partitions_of_which_one_is_down_waits_for_the_other() -> None:
+    parts = [Partition(name="a", nodes=("n1",), up=False), Partition(name="b", nodes=("n2",), default=True)]
+    assert world("2x4", waiting=["1: 4c 60s p=a,b"], partitions=parts).starts() == {1: "n2:4"}
+    full = world("2x4", ["9: n2 4c 100s"], ["1: 4c 60s p=a,b"], parts)
+    assert full.plan().waits[JobId(1)].expected_start_s == 100.0
+    closed = [replace(part, up=False) for part in parts]
+    assert world("2x4", waiting=["1: 4c 60s p=a,b"], partitions=closed).reasons() == {1: "PartitionDown"}
 
 
 def test_a_job_whose_dependency_is_not_met_keeps_nobody_waiting() -> None:

@@ -4,7 +4,7 @@
 
 A node group is ``COUNTxCPUS[/MEM_MIB][/GPUSxTYPE][+feature...]``; nodes are called n1, n2, ... Time is 0. A job is a job id, a
 colon and words: ``2 nodes``, ``2-4 nodes``, ``5 tasks``, ``2 per-node``, ``4c`` (cpus per task), ``100M`` (memory per node),
-``2g``, ``2g:a100`` (GPUs per node), ``60s`` (limit), ``n1,n2`` (node list, or where it runs), ``p=NAME`` (partition),
+``2g``, ``2g:a100`` (GPUs per node), ``60s`` (limit), ``n1,n2`` (node list, or where it runs), ``p=a`` or ``p=a,b`` (partition),
 ``+feature`` (constraint), ``exclusive``, ``nice=5``. Running jobs began at 0 and hold their cpus, memory and GPUs on each
 of their nodes.
 """
@@ -159,7 +159,7 @@ _WORDS: tuple[tuple[str, Any], ...] = (
     (r"(\d+)g(?::(\w+))?", lambda m: {"gpus_per_node": (GpuRequest(count=int(m[1]), type=m[2] or ""),)}),
     (r"(\d+)s", lambda m: {"time_limit_s": int(m[1])}),
     (r"(n\d+(?:,n\d+)*)", lambda m: {"nodelist": tuple(NodeName(name) for name in m[1].split(","))}),
-    (r"p=(\w+)", lambda m: {"partition": m[1]}),
+    (r"p=([\w,]+)", lambda m: {"partition": m[1]}),
     (r"\+(\S+)", lambda m: {"constraint": m[1]}),
     (r"exclusive", lambda m: {"exclusive": True}),
     (r"nice=-?\d+", lambda m: {}),

@@ -1,0 +1,109 @@
+"""What may be changed of jobs after their submission: ``hctl update``, each change checked and turned into one event."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from hpcsched.api.identity import Asker
+from hpcsched.controller.dependencies import check_deadline, check_dependency, dependency_circle
+from hpcsched.controller.requests import Outcome, check_rank, each_job, find_partitions, possible_partitions
+from hpcsched.errors import RequestError
+from hpcsched.jobscript.dependency import parse_dependency
+from hpcsched.jobscript.values import MAX_COUNT
+from hpcsched.lifecycle.events import Changed
+from hpcsched.lifecycle.job import can
+from hpcsched.model.job import Job, JobState
+from hpcsched.model.units import UNLIMITED_S, parse_time_s, parse_when
+from hpcsched.store.world import Transaction, World
+
+CHANGES = frozenset(
+    {"time_limit", "partition", "nice", "priority", "begin", "array_task_throttle", "dependency", "deadline"}
+)
+
+
+def update(tx: Transaction, asker: Asker, references: Iterable[str], changes: dict[str, str]) -> Outcome:
+    """Change what may be changed of the named jobs: see `CHANGES`."""
+    unknown = set(changes) - CHANGES
+    if unknown or not changes:
+        raise RequestError(
+            f"cannot change {', '.join(sorted(unknown)) or 'nothing'}: can change {', '.join(sorted(CHANGES))}"
+        )
+
+    def one(job: Job, outcome: Outcome) -> None:
+        if not can(job, Changed):
+            raise RequestError(f"cannot change job {job.display_id}: it is {job.state}")
+        tx.record(_changed_event(tx, asker, job, changes))
+
+    return each_job(tx, asker, references, {}, "change", one)
+
+
+def _changed_event(tx: Transaction, asker: Asker, job: Job, changes: dict[str, str]) -> Changed:
+    values: dict[str, Any] = {}
+    if "time_limit" in changes:
+        limit_s = parse_time_s(changes["time_limit"])
+        if job.state is not JobState.PENDING:
+            raise RequestError(f"cannot change the time limit of job {job.display_id}: it is {job.state}")
+        if not asker.admin and job.time_limit_s is not None and (limit_s is None or limit_s > job.time_limit_s):
+            asker.must_be_admin(f"raise the time limit of job {job.display_id}")
+        values["time_limit_s"] = UNLIMITED_S if limit_s is None else limit_s
+    if "partition" in changes:
+        if job.state is not JobState.PENDING:
+            raise RequestError(f"cannot move job {job.display_id}: it is {job.state}")
+        found = possible_partitions(
+            tx.world, job.spec, find_partitions(tx.world, changes["partition"]), job.time_limit_s
+        )
+        values["partition"] = ",".join(partition.name for partition in found)
+    if "nice" in changes:
+        values["nice"] = _integer("nice", changes["nice"])
+        check_rank(asker, values["nice"], None)
+    if "priority" in changes:
+        asker.must_be_admin("set a priority")
+        values["priority_set"] = _integer("priority", changes["priority"])
+    if "begin" in changes:
+        values["not_before_s"] = parse_when(changes["begin"], tx.now_s)
+    if "array_task_throttle" in changes:
+        if job.array_job_id is None:
+            raise RequestError(f"cannot throttle job {job.display_id}: it is no array")
+        values["array_limit"] = _integer("array_task_throttle", changes["array_task_throttle"], at_least=0)
+    if "dependency" in changes:
+        values |= _new_dependency(tx.world, job, changes["dependency"])
+    if "deadline" in changes:
+        values["deadline_at_s"] = _new_deadline(tx, job, changes["deadline"])
+    return Changed(job_id=job.id, at_s=tx.now_s, by_uid=asker.uid, **values)
+
+
+def _new_dependency(world: World, job: Job, text: str) -> dict[str, Any]:
+    _must_wait(job, "change the dependency of")
+    terms, any_one = parse_dependency(text)
+    check_dependency(world, terms)
+    circle = dependency_circle(world, job, terms)
+    if circle:
+        way = " which waits for ".join(f"job {one.display_id}" for one in circle)
+        raise RequestError(f"cannot have job {job.display_id} wait for {way}: that is a circle, none could ever start")
+    return {"dependency": terms, "dependency_any": any_one}
+
+
+def _new_deadline(tx: Transaction, job: Job, text: str) -> int:
+    """Return the new deadline of a job; 0, for ``none``, if it is to have none any more."""
+    _must_wait(job, "change the deadline of")
+    if text.lower() in ("", "none", "0"):
+        return 0
+    deadline_s = int(parse_when(text, tx.now_s))
+    check_deadline(deadline_s, job.time_limit_s, max(tx.now_s, job.not_before_s or 0))
+    return deadline_s
+
+
+def _must_wait(job: Job, what: str) -> None:
+    if job.state is not JobState.PENDING:
+        raise RequestError(f"cannot {what} job {job.display_id}: it is {job.state}")
+
+
+def _integer(name: str, text: str, *, at_least: int | None = None) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        raise RequestError(f"cannot set {name} to {text!r}: it is not a whole number") from None
+    if at_least is not None and not at_least <= number <= MAX_COUNT:
+        raise RequestError(f"cannot set {name} to {number}: it must be {at_least} to {MAX_COUNT}")
+    return number

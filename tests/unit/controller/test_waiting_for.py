@@ -1,0 +1,188 @@
+"""Dependencies, deadlines and several partitions in the controller: checked when asked for, followed to their ends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jobs import partition
+from world import ANN, Cluster
+
+from hpcsched.controller.tick import load_world
+from hpcsched.controller.update import update
+from hpcsched.errors import RequestError
+from hpcsched.model.ids import JobId
+from hpcsched.model.job import Job, JobState, Reason
+from hpcsched.model.spec import ArraySpec, Dependency, DependencyKind
+
+KIND = DependencyKind
+
+
+def after(*job_ids: int, kind: DependencyKind = KIND.AFTER_OK, **more: Any) -> tuple[Dependency, ...]:
+    return (Dependency(kind=kind, job_ids=job_ids, **more),)
+
+
+def change(cluster: Cluster, reference: str, **changes: str) -> Job:
+    """Change a job as its owner; raise what was refused."""
+    outcome = cluster.ask(lambda tx: update(tx, ANN, [reference], changes))
+    if outcome.errors:
+        raise RequestError(outcome.errors[0]["error"])
+    return cluster.job(outcome.jobs[0])
+
+
+def finish(cluster: Cluster, job_id: int, code: int = 0) -> None:
+    cluster.run(job_id)
+    cluster.end(job_id, code)
+
+
+def reason(cluster: Cluster, job_id: int) -> Reason:
+    return cluster.world.waits[JobId(job_id)].reason
+
+
+def test_a_dependency_on_a_task_starts_when_that_task_has_completed() -> None:
+    cluster = Cluster("n1")
+    array = cluster.submit(array=ArraySpec(indices=(3, 4)))
+    last = cluster.submit(dependency=after(array, task=4))
+    assert reason(cluster, last) is Reason.DEPENDENCY
+    finish(cluster, array)
+    assert reason(cluster, last) is Reason.DEPENDENCY
+    finish(cluster, array + 1)
+    assert cluster.job(last).state is JobState.CONFIGURING
+
+
+def test_a_dependency_on_what_there_is_not_is_refused() -> None:
+    cluster = Cluster("n1")
+    array = cluster.submit(array=ArraySpec(indices=(3, 4)))
+    with pytest.raises(RequestError, match="there is no such job"):
+        cluster.submit(dependency=after(77))
+    with pytest.raises(RequestError, match=f"cannot depend on job {array}_5: job {array} has no such task"):
+        cluster.submit(dependency=after(array, task=5))
+    assert len(cluster.world.jobs) == 2
+
+
+def test_a_delay_after_a_start_wakes_the_planner() -> None:
+    cluster = Cluster("n1")
+    first = cluster.submit()
+    second = cluster.submit(dependency=after(first, kind=KIND.AFTER, delay_s=300))
+    cluster.run(first)
+    cluster.tick(100.0)
+    assert cluster.job(second).state is JobState.PENDING
+    assert 200.0 in cluster.ports.wakes
+    cluster.tick(200.0)
+    assert cluster.job(second).state is JobState.CONFIGURING
+
+
+def test_a_changed_dependency_holds_and_outlives_a_restart(tmp_path: Path) -> None:
+    cluster = Cluster("n1", path=tmp_path / "h.db")
+    first, second = cluster.submit(), cluster.submit(hold=True)
+    third = cluster.submit(dependency=after(first))
+    change(cluster, str(third), dependency=f"afterany:{second}?singleton")
+    expected = (Dependency(kind=KIND.AFTER_ANY, job_ids=(second,)), Dependency(kind=KIND.SINGLETON))
+    assert (cluster.job(third).dependency, cluster.job(third).dependency_any) == (expected, True)
+    again = Cluster("n1", path=tmp_path / "h.db", up=False)
+    load_world(again.world, again.store, again.now_s)
+    assert again.world.jobs[third] == cluster.job(third)
+    change(cluster, str(third), dependency="")
+    assert cluster.job(third).state is JobState.CONFIGURING
+
+
+def test_a_circle_is_refused_with_the_way_round() -> None:
+    cluster = Cluster("n1")
+    first = cluster.submit(hold=True)
+    second = cluster.submit(dependency=after(first))
+    third = cluster.submit(dependency=after(second))
+    with pytest.raises(
+        RequestError, match=f"wait for job {third} which waits for job {second} which waits for job {first}"
+    ):
+        change(cluster, str(first), dependency=f"afterok:{third}")
+    with pytest.raises(RequestError, match="circle"):
+        change(cluster, str(first), dependency=f"afterok:{first}")
+    assert cluster.job(first).dependency == ()
+    change(cluster, str(third), dependency=f"afterok:{first}")
+
+
+def test_of_a_task_only_the_jobs_that_wait_for_that_task_make_a_circle() -> None:
+    cluster = Cluster("n1")
+    array = cluster.submit(array=ArraySpec(indices=(0, 1)), hold=True)
+    second = cluster.submit(dependency=after(array, task=1))
+    change(cluster, f"{array}_0", dependency=f"afterok:{second}")
+    with pytest.raises(RequestError, match="circle"):
+        change(cluster, f"{array}_1", dependency=f"afterok:{second}")
+
+
+@pytest.mark.parametrize(("kill", "state"), [(True, JobState.CANCELLED), (False, JobState.PENDING)])
+def test_a_dependency_that_can_never_come_true_ends_the_job_that_says_so(kill: bool, state: JobState) -> None:
+    cluster = Cluster("n1")
+    first = cluster.submit()
+    second = cluster.submit(dependency=after(first), kill_on_invalid_dep=kill)
+    third = cluster.submit(dependency=after(second, kind=KIND.AFTER_ANY))
+    finish(cluster, first, code=1)
+    assert cluster.job(second).state is state
+    cluster.tick()
+    assert cluster.job(third).state is (JobState.CONFIGURING if kill else JobState.PENDING)
+    if kill:
+        assert "cannot happen any more" in cluster.job(second).reason_detail
+
+
+def test_a_job_that_waits_too_long_for_its_deadline_ends() -> None:
+    cluster = Cluster("n1")
+    cluster.submit(cpus_per_task=2)
+    job_id = cluster.submit(time_limit_s=60, deadline_at_s=int(cluster.now_s) + 100)
+    cluster.tick(39.0)
+    assert cluster.job(job_id).state is JobState.PENDING
+    assert any(1.0 <= wake < 1.1 for wake in cluster.ports.wakes)
+    cluster.tick(1.1)
+    assert cluster.job(job_id).state is JobState.DEADLINE
+    assert "cannot end by its deadline" in cluster.job(job_id).reason_detail
+
+
+def test_a_deadline_that_cannot_be_kept_is_refused_and_one_can_be_taken_back() -> None:
+    cluster = Cluster("n1")
+    now_s = int(cluster.now_s)
+    with pytest.raises(RequestError, match="may run for 1:00, and 0:50 is left"):
+        cluster.submit(time_limit_s=60, deadline_at_s=now_s + 50)
+    with pytest.raises(RequestError, match="and 0:50 is left"):
+        cluster.submit(time_limit_s=60, deadline_at_s=now_s + 100, begin_at_s=now_s + 50)
+    with pytest.raises(RequestError, match="without a time limit"):
+        cluster.submit(deadline_at_s=now_s + 50)
+    cluster.submit(cpus_per_task=2)
+    job_id = cluster.submit(time_limit_s=60, deadline_at_s=now_s + 100)
+    assert change(cluster, str(job_id), deadline="none").deadline_at_s is None
+    cluster.tick(500.0)
+    assert cluster.job(job_id).state is JobState.PENDING
+
+
+def test_a_throttle_is_changed_while_the_array_runs() -> None:
+    cluster = Cluster("n1")
+    array = cluster.submit(array=ArraySpec(indices=(0, 1, 2), limit=1))
+    assert [cluster.job(array + i).state.value for i in range(2)] == ["CONFIGURING", "PENDING"]
+    change(cluster, str(array), array_task_throttle="2")
+    assert cluster.job(array + 1).state is JobState.CONFIGURING
+    with pytest.raises(RequestError, match="must be 0 to"):
+        change(cluster, str(array), array_task_throttle="-1")
+    with pytest.raises(RequestError, match="it is no array"):
+        change(cluster, str(cluster.submit()), array_task_throttle="1")
+
+
+def test_a_job_of_two_partitions_has_one_while_it_runs_and_both_again_when_it_is_requeued() -> None:
+    cluster = Cluster("n1", "n2")
+    cluster.world.partitions = {"a": partition("n1", name="a"), "b": partition("n2", name="b", default=False)}
+    cluster.controller.reconfigured()
+    cluster.submit(partition="a", cpus_per_task=2)
+    job_id = cluster.submit(partition="a,b", requeue=True)
+    assert (cluster.job(job_id).partition, cluster.job(job_id).partition_asked) == ("b", "a,b")
+    cluster.run(job_id)
+    cluster.welcome("n2", boot_id="boot-2")
+    assert (cluster.job(job_id).state, cluster.job(job_id).partition) == (JobState.PENDING, "a,b")
+
+
+def test_of_two_partitions_only_those_count_that_can_run_the_job_at_all() -> None:
+    cluster = Cluster("n1", "n2")
+    cluster.world.partitions = {"a": partition("n1", name="a"), "b": partition("n1", "n2", name="b", default=False)}
+    cluster.controller.reconfigured()
+    assert cluster.job(cluster.submit(partition="a,b", nodes_min=2)).partition == "b"
+    with pytest.raises(RequestError, match="partition 'a' has 1"):
+        cluster.submit(partition="a,b", nodes_min=3)
+    with pytest.raises(RequestError, match="cannot submit to partition 'c': invalid partition name specified"):
+        cluster.submit(partition="a,c")
