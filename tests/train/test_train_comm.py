@@ -9,6 +9,7 @@ import pytest
 from ranks import HERE, finish, needs_mpi, run_mpi, run_plain, started
 
 from hpctrain.comm.choose import choose
+from hpctrain.comm.hosts import best_ring
 from hpctrain.env import Launcher, Place, job_facts, place, require
 from hpctrain.errors import MissingPackageError, TrainError
 
@@ -19,6 +20,30 @@ def test_the_ring_sums_any_length_and_type_to_the_same_bits_on_all_ranks(count: 
     ended = run_mpi(count, HERE / "check_ring.py")
     assert ended.status == 0, ended.output
     assert f"checked on {count}" in ended.output
+
+
+@needs_mpi
+@pytest.mark.parametrize(
+    ("count", "hosts", "ways"),
+    [
+        (2, 1, "window mpi shared"),
+        (3, 1, "window mpi shared"),
+        (3, 2, "two levels mpi"),
+        (4, 2, "two levels mpi"),
+        (4, 4, "ring gather mpi"),
+    ],
+)
+def test_every_way_to_sum_gives_the_same_bits_on_all_ranks(count: int, hosts: int, ways: str) -> None:
+    ended = run_mpi(count, HERE / "check_ways.py", str(hosts))
+    assert ended.status == 0, ended.output
+    assert f"checked {ways} on {count}" in ended.output
+
+
+def test_hosts_stand_in_the_ring_so_that_its_slowest_link_is_fast() -> None:
+    rooms = [[0.0, 1.0, 9.0, 9.0], [1.0, 0.0, 9.0, 9.0], [9.0, 9.0, 0.0, 1.0], [9.0, 9.0, 1.0, 0.0]]
+    assert best_ring(rooms) == [0, 2, 1, 3]
+    alike = [[9.0 + (a + b) % 3 for b in range(4)] for a in range(4)]
+    assert best_ring(alike) == [0, 1, 2, 3]
 
 
 @needs_mpi

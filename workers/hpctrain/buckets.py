@@ -32,7 +32,7 @@ class GradientBuckets:
     ) -> None:
         self._comm = comm
         self._groups = _group(list(parameters), bucket_bytes)
-        self.flats = [_flatten(group) for group in self._groups]
+        self.flats = [_flatten(group, comm) for group in self._groups]
         self._waiting = [len(group) for group in self._groups]
         self._launched = 0
         self._futures: list[Future[float]] = []
@@ -104,8 +104,12 @@ def _group(parameters: list[torch.nn.Parameter], bucket_bytes: int) -> list[list
     return groups
 
 
-def _flatten(group: list[torch.nn.Parameter]) -> torch.Tensor:
-    flat = torch.zeros(sum(p.numel() for p in group), dtype=group[0].dtype, device=group[0].device)
+def _flatten(group: list[torch.nn.Parameter], comm: Communicator) -> torch.Tensor:
+    length, like = sum(p.numel() for p in group), group[0]
+    if like.device.type == "cpu":
+        flat = comm.empty(length, like.dtype).zero_()
+    else:
+        flat = torch.zeros(length, dtype=like.dtype, device=like.device)
     low = 0
     for parameter in group:
         parameter.grad = flat[low : low + parameter.numel()].view_as(parameter)

@@ -24,6 +24,12 @@ class Communicator(Protocol):
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Replace `tensor` by its sum over all ranks; bit-identical on all of them."""
 
+    def empty(self, length: int, dtype: torch.dtype) -> torch.Tensor:
+        """A flat CPU tensor that is quick to exchange; all ranks call it with the same values."""
+
+    def describe(self) -> list[str]:
+        """How ranks exchange, in words: a few lines for a log."""
+
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
         """Replace `tensor` on every rank by the one of `root`."""
 
@@ -49,6 +55,14 @@ class SingleCommunicator:
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """The sum over one rank is the tensor."""
+
+    def empty(self, length: int, dtype: torch.dtype) -> torch.Tensor:
+        """Plain memory."""
+        return torch.empty(length, dtype=dtype)
+
+    def describe(self) -> list[str]:
+        """Nothing is exchanged."""
+        return ["one rank"]
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
         """The tensor of the only rank is there already."""

@@ -1,4 +1,4 @@
-"""A group of ranks over mpi4py: our ring for tensors, MPI's own calls for the rest.
+"""A group of ranks over mpi4py: our window and ring for tensors, MPI's own calls for the rest.
 
 Knows how to find MPI and to say what is missing.  CUDA tensors travel through a copy on the host.
 """
@@ -11,7 +11,9 @@ from typing import Any
 import torch
 
 from hpctrain.comm.base import check_contiguous
-from hpctrain.comm.ring import Ring
+from hpctrain.comm.hosts import Hosts
+from hpctrain.comm.ways import Choice, Way, choose, pick, ways_for
+from hpctrain.comm.window import Window
 from hpctrain.env import INSTALL_HINTS, Place
 from hpctrain.errors import MissingPackageError, TrainError
 
@@ -56,18 +58,36 @@ class MpiCommunicator:
         self._comm = world.Dup()
         self.rank: int = self._comm.Get_rank()
         self.size: int = self._comm.Get_size()
-        self._ring = Ring(self._mpi, self._comm)
         self._closed = False
+        self._hosts = Hosts(self._mpi, self._comm)
+        self._window = Window(self._mpi, self._hosts.here) if self._hosts.here.Get_size() > 1 else None
+        self._ways: dict[str, Way] = {}
+        self.choices: list[Choice] = []
+        if self.size > 1:
+            self._ways = ways_for(self._mpi, self._comm, self._hosts, self._window)
+            self.choices = choose(self._mpi, self._comm, self._ways)
+        self._usual = next(iter(self._ways), "")
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sum over all ranks, in place."""
         check_contiguous(tensor)
-        if tensor.device.type == "cpu":
-            self._ring.all_reduce(tensor.detach().view(-1))
+        if self.size == 1 or tensor.numel() == 0:
             return
-        host = tensor.detach().cpu()
-        self._ring.all_reduce(host.view(-1))
-        tensor.copy_(host)
+        host = tensor.detach().cpu()  # the tensor itself if it is there already
+        flat_L = host.view(-1)
+        self._ways[pick(self.choices, flat_L, self._usual)].all_reduce(flat_L)
+        if host.device != tensor.device:
+            tensor.copy_(host)
+
+    def empty(self, length: int, dtype: torch.dtype) -> torch.Tensor:
+        """A flat tensor whose sum needs no copy: shared by the ranks of a host."""
+        return torch.empty(length, dtype=dtype) if self._window is None else self._window.empty(length, dtype)
+
+    def describe(self) -> list[str]:
+        """How messages of which size are summed, and who is where, in words."""
+        where = f"{self.size} ranks on {self._hosts.count} host{'s' * (self._hosts.count != 1)}"
+        order = f", ring of hosts {' '.join(map(str, self._hosts.order))}" if self._hosts.count > 2 else ""
+        return [where + order, *map(str, self.choices)]
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
         """Copy the tensor of `root` to every rank."""
@@ -95,4 +115,7 @@ class MpiCommunicator:
         """Free the group; MPI itself ends with the process."""
         if not self._closed:
             self._closed = True
+            if self._window is not None:
+                self._window.free()
+            self._hosts.free()
             self._comm.Free()

@@ -45,6 +45,14 @@ class TorchCommunicator:
         if there.device != tensor.device:
             tensor.copy_(there)
 
+    def empty(self, length: int, dtype: torch.dtype) -> torch.Tensor:
+        """Plain memory: the backend has its own."""
+        return torch.empty(length, dtype=dtype)
+
+    def describe(self) -> list[str]:
+        """The backend."""
+        return [f"{self.size} ranks over {self.name}"]
+
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
         """Copy the tensor of `root` to every rank."""
         check_contiguous(tensor)

@@ -96,6 +96,9 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--backend", choices=("auto", "mpi", "gloo", "nccl", "single"), default="auto", help="(%(default)s)"
     )
+    group.add_argument(
+        "-v", "--verbose", action="store_true", help="say how ranks exchange, by size, with what was measured"
+    )
     group.add_argument("--overlap", action="store_true", help="exchange gradients beside backward, in a thread")
     group.add_argument("--threads", type=_positive, help="of torch per rank (default: 1 under several ranks)")
 

@@ -94,6 +94,8 @@ def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
         print(f"chargpt: {error}", file=sys.stderr)
         return EXIT_FAILED
     with all_or_none(comm), StopRequest() as stop:
+        if options.verbose and comm.rank == 0:
+            print("\n".join(f"exchange: {line}" for line in comm.describe()), flush=True)
         if options.threads or comm.size > 1:
             torch.set_num_threads(options.threads or 1)
         device = torch.device("cuda") if comm.name == "nccl" or torch.cuda.is_available() else torch.device("cpu")
