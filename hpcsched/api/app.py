@@ -99,7 +99,7 @@ def make_app(backend: Backend) -> web.Application:
             web.get("/v1/log", routes.log),
             web.post("/v1/reconfigure", routes.reconfigure),
             web.post("/v1/backup", routes.backup),
-            web.post("/v1/{verb:cancel|hold|release|requeue|update}", routes.act),
+            web.post("/v1/{verb:cancel|hold|release|requeue|suspend|resume|update}", routes.act),
         ]
     )
     return app

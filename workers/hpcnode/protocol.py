@@ -434,8 +434,8 @@ class StepEnded:
 
 
 _MESSAGES = (
-    Hello, Launch, Go, SignalStep, EndStep, EndJob, SuspendJob, Ack, Probe, ReadFile, Input, OutputAck, ToStream, CloseStream, Ping,
-    Welcome, Goodbye, Report, Condition, JobGone, Facts, FileData, Output, InputAck, FromStream, Pong,
+    Hello, Launch, Go, SignalStep, EndStep, EndJob, SuspendJob, Ack, Probe, ReadFile, Input, OutputAck, ToStream, CloseStream,
+    Ping, Welcome, Goodbye, Report, Condition, JobGone, Facts, FileData, Output, InputAck, FromStream, Pong,
     StepRequest, StepWaiting, StepStarted, StepSignal, StepEnded,
 )  # fmt: skip
 _BY_NAME: Dict[str, Type[Any]] = {cls.__name__: cls for cls in _MESSAGES}
