@@ -9,11 +9,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
-from aiohttp import web
-
+from hpcsched.api import web
 from hpcsched.api.identity import Asker, asker_of, peer_uid
 from hpcsched.api.views import VERSION
 from hpcsched.errors import (
@@ -29,7 +27,6 @@ from hpcsched.model.spec import JobSpec
 
 log = logging.getLogger("hpcsched.api")
 
-MAX_BODY_BYTES = 64 << 20
 LOG_CHUNK_BYTES = 1 << 20
 LOG_WAIT_S = 20.0
 
@@ -68,7 +65,6 @@ class Backend(Protocol):
     async def backup(self, asker: Asker, path: str) -> Json: ...
 
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 STATUS: tuple[tuple[type[HpcschedError], int], ...] = (
     (PermissionDeniedError, 403),
     (NotFoundError, 404),
@@ -78,31 +74,28 @@ STATUS: tuple[tuple[type[HpcschedError], int], ...] = (
 )
 
 
-def make_app(backend: Backend) -> web.Application:
-    """Return the application that serves `backend`."""
-    app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors])
+def make_server(backend: Backend) -> web.Server:
+    """Return the server that answers from `backend`."""
     routes = _Routes(backend)
-    app.add_routes(
-        [
-            web.get("/v1/ping", routes.ping),
-            web.post("/v1/submit", routes.submit),
-            web.post("/v1/test", routes.test),
-            web.get("/v1/jobs", routes.jobs),
-            web.get("/v1/job/{ref}", routes.job),
-            web.get("/v1/job/{ref}/story", routes.story),
-            web.get("/v1/job/{ref}/why", routes.why),
-            web.get("/v1/nodes", routes.nodes),
-            web.post("/v1/nodes/{verb:drain|resume|fence}", routes.act_on_nodes),
-            web.get("/v1/partitions", routes.partitions),
-            web.get("/v1/config", routes.config),
-            web.get("/v1/history", routes.history),
-            web.get("/v1/log", routes.log),
-            web.post("/v1/reconfigure", routes.reconfigure),
-            web.post("/v1/backup", routes.backup),
-            web.post("/v1/{verb:cancel|hold|release|requeue|suspend|resume|update}", routes.act),
-        ]
-    )
-    return app
+    found = [
+        web.get("/v1/ping", routes.ping),
+        web.post("/v1/submit", routes.submit),
+        web.post("/v1/test", routes.test),
+        web.get("/v1/jobs", routes.jobs),
+        web.get("/v1/job/{ref}", routes.job),
+        web.get("/v1/job/{ref}/story", routes.story),
+        web.get("/v1/job/{ref}/why", routes.why),
+        web.get("/v1/nodes", routes.nodes),
+        web.post("/v1/nodes/{verb:drain|resume|fence}", routes.act_on_nodes),
+        web.get("/v1/partitions", routes.partitions),
+        web.get("/v1/config", routes.config),
+        web.get("/v1/history", routes.history),
+        web.get("/v1/log", routes.log),
+        web.post("/v1/reconfigure", routes.reconfigure),
+        web.post("/v1/backup", routes.backup),
+        web.post("/v1/{verb:cancel|hold|release|requeue|update}", routes.act),
+    ]
+    return web.Server(web.Router(web.Route(one.method, one.path, _with_errors(one.handler)) for one in found), _refusal)
 
 
 class _Routes:
@@ -110,10 +103,7 @@ class _Routes:
         self._backend = backend
 
     def _asker(self, request: web.Request) -> Asker:
-        transport = request.transport
-        if transport is None:
-            raise ProtocolError("cannot tell who asks: the connection is gone")
-        return asker_of(peer_uid(transport.get_extra_info("socket")), self._backend.admins())
+        return asker_of(peer_uid(request.peer), self._backend.admins())
 
     async def ping(self, request: web.Request) -> web.Response:
         return answer(self._backend.ping())
@@ -132,7 +122,7 @@ class _Routes:
         return answer(self._backend.test(self._asker(request), spec))
 
     async def jobs(self, request: web.Request) -> web.Response:
-        return answer(self._backend.jobs(self._asker(request), dict(request.query)))
+        return answer(self._backend.jobs(self._asker(request), request.query))
 
     async def job(self, request: web.Request) -> web.Response:
         return answer(self._backend.job(self._asker(request), request.match_info["ref"]))
@@ -163,7 +153,7 @@ class _Routes:
         return answer(self._backend.config(self._asker(request)))
 
     async def history(self, request: web.Request) -> web.Response:
-        return answer(self._backend.history(self._asker(request), dict(request.query)))
+        return answer(self._backend.history(self._asker(request), request.query))
 
     async def reconfigure(self, request: web.Request) -> web.Response:
         return answer(await self._backend.reconfigure(self._asker(request)))
@@ -194,18 +184,21 @@ class _Routes:
             "X-Path": json.dumps(part.path),
             "X-Ended": "1" if part.ended else "0",
         }
-        return web.Response(body=part.data, headers=headers, content_type="application/octet-stream")
+        return web.Response(part.data, headers=headers, content_type="application/octet-stream")
 
 
 def answer(body: Json, status: int = 200) -> web.Response:
     """Return `body` with the version as a response."""
-    text = json.dumps({"version": VERSION, **body}, separators=(",", ":"))
-    return web.Response(text=text, status=status, content_type="application/json")
+    return web.Response(_JSON.encode({"version": VERSION, **body}).encode(), status)
+
+
+# The values are made for the answer: they hold no circles that it would have to look for.
+_JSON = json.JSONEncoder(separators=(",", ":"), check_circular=False)
 
 
 async def _body(request: web.Request) -> Json:
     try:
-        body = json.loads(await request.read() or b"{}")
+        body = json.loads(request.body or b"{}")
     except (ValueError, RecursionError) as error:
         raise RequestError(f"cannot read the request: {error}") from None
     if not isinstance(body, dict):
@@ -223,17 +216,19 @@ def _number(query: Any, name: str, default: int) -> int:
         raise RequestError(f"cannot read {name}={text!r}: not a number") from None
 
 
-@web.middleware
-async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    try:
-        return await handler(request)
-    except HpcschedError as error:
-        status = next((status for kind, status in STATUS if isinstance(error, kind)), 500)
-        return answer({"error": str(error), "kind": type(error).__name__}, status)
-    except web.HTTPException as error:
-        return answer(
-            {"error": f"cannot {request.method} {request.path}: {error.reason}", "kind": "RequestError"}, error.status
-        )
-    except Exception:
-        log.exception("cannot answer %s %s", request.method, request.path)
-        return answer({"error": "the controller failed at this request: see its log", "kind": "HpcschedError"}, 500)
+def _with_errors(handler: web.Handler) -> web.Handler:
+    """Return `handler` with its errors turned into answers."""
+
+    async def handle(request: web.Request) -> web.Response:
+        try:
+            return await handler(request)
+        except HpcschedError as error:
+            status = next((status for kind, status in STATUS if isinstance(error, kind)), 500)
+            return answer({"error": str(error), "kind": type(error).__name__}, status)
+
+    return handle
+
+
+def _refusal(status: int, why: str) -> web.Response:
+    """Return the answer to a request that no handler has answered."""
+    return answer({"error": why, "kind": "HpcschedError" if status == 500 else "RequestError"}, status)

@@ -32,7 +32,6 @@ def command(config_dir: Path | None, log_level: str | None) -> None:
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         stream=sys.stderr,
     )
-    logging.getLogger("aiohttp.access").setLevel(logging.WARNING)
     sys.exit(asyncio.run(_serve(config)))
 
 

@@ -8,15 +8,14 @@ import logging
 import os
 import secrets
 import signal
+import socket
 import time
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from aiohttp import web
-
-from hpcsched.api.app import make_app
+from hpcsched.api.app import make_server
 from hpcsched.config import Config, load_config
 from hpcsched.controller.backend import ControllerBackend
 from hpcsched.controller.faults import crash_around_commits, crash_points
@@ -39,7 +38,9 @@ log = logging.getLogger("hpcsched.daemon")
 
 EXIT_INVARIANT = 70  # EX_SOFTWARE of sysexits.h: our own ledger is wrong
 DATABASE_FILE = "hpcsched.db"
-KEEPALIVE_S = 30.0
+# Who has waited for our start is answered before the connections to the nodes and the first plan take the processor.
+FIRST_ANSWERS_S = 0.05
+BACKLOG = 1024
 # The ledger is many thousands of values without cycles: looking through them all for garbage was half of the time that
 # a request for 10,000 jobs took.
 GC_THRESHOLD = (100_000, 20, 50)
@@ -63,10 +64,14 @@ class Daemon:
         make_private_dir(settings.state_dir)
         lock = StateLock(settings.state_dir)
         lock.acquire(datetime.fromtimestamp(self._clock()).isoformat(sep=" ", timespec="seconds"))
+        mode = self._make_run_dir()
+        listener = listening_socket(self._config.api_socket, mode)
         try:
             self._build(settings.state_dir)
-            await self._serve()
+            await self._serve(listener, mode)
         finally:
+            self._config.api_socket.unlink(missing_ok=True)
+            listener.close()
             lock.release()
         return self._exit_code
 
@@ -95,12 +100,11 @@ class Daemon:
         gc.enable()
         log.info("term %d of cluster %s, %d jobs known", world.epoch, self._config.name, len(world.jobs))
 
-    async def _serve(self) -> None:
+    async def _serve(self, listener: socket.socket, mode: int) -> None:
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, self._stop.set)
         loop.add_signal_handler(signal.SIGHUP, self._reload)
-        mode = self._make_run_dir()
         backend = ControllerBackend(
             self.controller,
             self.fleet,
@@ -109,30 +113,24 @@ class Daemon:
             apply_config=self.apply_config,
             database=self._config.controller.state_dir / DATABASE_FILE,
         )
-        runner = web.AppRunner(make_app(backend), access_log=None, keepalive_timeout=KEEPALIVE_S)
-        await runner.setup()
+        server = make_server(backend)
         try:
-            await self._listen(runner, self._config.api_socket, mode)
+            await server.serve(listener)
             await self.heads.serve(self._config.steps_socket, mode)
+            log.info("ready at %s", self._config.api_socket)
+            await asyncio.sleep(FIRST_ANSWERS_S)
             self.fleet.configure(self._config)
             for job in self.controller.world.active_jobs():
                 self.stepping.job_running(job)
             self.wake(0.0)
-            log.info("ready at %s", self._config.api_socket)
             await self._stop.wait()
             log.info("stopping; jobs run on")
         finally:
-            for path in (self._config.api_socket, self._config.steps_socket):
-                path.unlink(missing_ok=True)
+            self._config.steps_socket.unlink(missing_ok=True)
             await self.heads.close()
             self.fleet.close()
-            await runner.cleanup()
+            await server.close()
             self.store.close()
-
-    async def _listen(self, runner: web.AppRunner, path: Path, mode: int) -> None:
-        path.unlink(missing_ok=True)
-        await web.UnixSite(runner, str(path)).start()
-        path.chmod(mode)
 
     def _make_run_dir(self) -> int:
         """Make the directory of the sockets; return the sockets' mode: for everybody if we serve everybody."""
@@ -224,6 +222,20 @@ class Daemon:
             log.exception("%s: stopping rather than going on with it", wrong)
             self._exit_code = EXIT_INVARIANT
             self._stop.set()
+
+
+def listening_socket(path: Path, mode: int) -> socket.socket:
+    """Return the API's socket: whoever connects to it while the database is read waits, rather than being refused."""
+    path.unlink(missing_ok=True)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(str(path))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"cannot serve at {path}: {error.strerror or error}") from None
+    path.chmod(mode)
+    listener.listen(BACKLOG)
+    return listener
 
 
 def make_private_dir(path: Path) -> None:

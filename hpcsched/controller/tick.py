@@ -18,7 +18,6 @@ from hpcsched.controller import messages, reports
 from hpcsched.controller.requests import SignalJob, miss_node, note_condition
 from hpcsched.controller.silence import Silences, end_silent
 from hpcsched.errors import HpcschedError, ProtocolError, UnavailableError
-from hpcsched.lifecycle.clocks import limit_at_s
 from hpcsched.lifecycle.effects import ClaimPart, StartBatch, effects_of
 from hpcsched.lifecycle.events import Allocated, BecameEligible, EndRequested, Started
 from hpcsched.model.ids import ALLOC_STEP, BATCH_STEP, JobId, NodeName, Token
@@ -268,14 +267,15 @@ class Controller:
         proof_in_s = end_silent(tx, self._silences)
         timer_rang = self._timer_at_s is not None and self._timer_at_s <= now_s
         self._plan_wanted = self._plan_wanted or timer_rang or bool(tx.batch.jobs or tx.batch.nodes)
-        if len(tx.batch.jobs) < MANY_JOBS:
+        many = len(tx.batch.jobs) >= MANY_JOBS
+        if not many:
             self._plan_if_due(tx)
-        else:
-            self._ports.wake(0.0)  # who asked for so much need not wait for the plan as well
         if not self._commit(tx, answers):
             return
         for item, result in answers:
             item.done(result)
+        if many:  # who asked for so much need not wait for the plan as well: it comes behind the answer
+            self._ports.wake(0.0)
         for job in tx.batch.jobs.values():
             self._after(self.world.jobs.get(job.id, job))
         self._purge(now_s)
@@ -308,6 +308,8 @@ class Controller:
 
     def _after(self, job: Job) -> None:
         """Act on a job that has changed."""
+        if job.state is JobState.PENDING and not job.attempt:
+            return  # nobody has heard of it yet
         if job.state is not JobState.CONFIGURING:
             self._asked.pop(job.id, None)
         self._perform(job)
@@ -326,11 +328,10 @@ class Controller:
                 tx.record(EndRequested(job_id=job.id, at_s=tx.now_s, outcome=JobState.TIMEOUT, by_uid=None, why=why))
 
     def _overdue_at_s(self, job: Job) -> float | None:
-        due_s = limit_at_s(job) if job.state is JobState.RUNNING else None
-        if due_s is None:
+        if job.state is not JobState.RUNNING or job.time_limit_s is None or job.started_at_s is None:
             return None
         slack_s = LIMIT_SLACK_S + self.world.config.controller.kill_wait_s if job.spec.script else 0.0
-        return due_s + slack_s
+        return job.started_at_s + job.time_limit_s + slack_s
 
     def _plan_if_due(self, tx: Transaction) -> None:
         """Plan, unless the last plan took long and has only just ended: planning may take a quarter of the time."""

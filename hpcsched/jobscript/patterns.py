@@ -73,6 +73,8 @@ def is_per_task(pattern: str) -> bool:
 
 def _fill(pattern: str, values: Mapping[str, int | str], *, keep: bool) -> str:
     """Return `pattern` with `values` filled in; with `keep` another pass follows: ``%%`` and its letters stay."""
+    if "%" not in pattern:  # of most names, and there are three for each job of a list
+        return pattern
 
     def value_of(match: re.Match[str]) -> str:
         width, letter = match.groups()

@@ -7,6 +7,7 @@ and when it raises, nothing of it is.
 from __future__ import annotations
 
 import json
+from collections import namedtuple
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -31,6 +32,7 @@ class Batch:
 
     specs: dict[int, JobSpec] = field(default_factory=dict)
     jobs: dict[int, Job] = field(default_factory=dict)
+    arrays: list[tuple[Job, ...]] = field(default_factory=list)  # all tasks, as they were when they came in
     events: list[Event] = field(default_factory=list)
     nodes: dict[str, Node] = field(default_factory=dict)
     steps: dict[tuple[int, int, str], StepRow] = field(default_factory=dict)
@@ -95,7 +97,7 @@ class Store:
                 ]
                 connection.execute(insert(schema.specs), rows)
             if batch.jobs:
-                self._put_jobs.put(connection, map(job_row, batch.jobs.values()))
+                self._put_batch_jobs(connection, batch)
             if batch.events:
                 self._put_events.put(connection, map(_event_row, batch.events))
             if batch.nodes:
@@ -110,6 +112,19 @@ class Store:
                         for uid, request, ids, at_s in batch.requests
                     ],
                 )
+
+    def _put_batch_jobs(self, connection: Connection, batch: Batch) -> None:
+        made = {job.id: job for tasks in batch.arrays for job in tasks}
+        for tasks in batch.arrays:
+            self._put_array(connection, tasks)
+        changed = [job for job in batch.jobs.values() if made.get(job.id) is not job]
+        if changed:
+            self._put_jobs.put(connection, map(job_row, changed))
+
+    def _put_array(self, connection: Connection, tasks: tuple[Job, ...]) -> None:
+        """Write the tasks of a new array, which differ in two columns: SQLite makes their rows of one, six times as fast."""
+        row = job_row(tasks[0]) | {"tasks": json.dumps([task.array_task_id for task in tasks])}
+        connection.exec_driver_sql(_ARRAY_SQL, row)
 
     def load_jobs(self, ended_after_s: float) -> list[Job]:
         """Return all jobs that have not ended, and those that ended after `ended_after_s`."""
@@ -139,8 +154,8 @@ class Store:
         found = select(schema.jobs).where(*where).order_by(schema.jobs.c.id.desc()).limit(limit)
         wanted = select(schema.specs).where(schema.specs.c.id.in_(select(found.subquery().c.spec_id)))
         with reading(self._engine) as connection:
-            specs = {row.id: spec_from_json(json.loads(row.spec)) for row in connection.execute(wanted)}
-            jobs = [job_of(row, specs[row.spec_id]) for row in connection.execute(found)]
+            specs = _specs_of((row.id, row.spec) for row in connection.execute(wanted))
+            jobs = [job_of(row, specs[row.spec_id]) for row in map(_JobRow._make, connection.execute(found))]
         jobs.reverse()
         return jobs
 
@@ -202,6 +217,26 @@ class Store:
     def close(self) -> None:
         """Close the database file."""
         self._engine.dispose()
+
+
+_ARRAY_COLUMNS = {"id": ":id + key", "array_task_id": "value"}
+_ARRAY_SQL = "INSERT INTO jobs ({}) SELECT {} FROM json_each(:tasks)".format(  # noqa: S608 -- names of our own columns
+    ", ".join(_names(schema.jobs)), ", ".join(_ARRAY_COLUMNS.get(name, f":{name}") for name in _names(schema.jobs))
+)
+# Attributes of SQLAlchemy's own rows cost more than making a job of them.
+_JobRow = namedtuple("_JobRow", _names(schema.jobs))
+
+
+def _specs_of(rows: Iterable[tuple[int, str]]) -> dict[int, JobSpec]:
+    """Return the specifications by their ids; equal ones, as of a script that is submitted again and again, are one."""
+    by_text: dict[str, JobSpec] = {}
+    specs = {}
+    for spec_id, text in rows:
+        spec = by_text.get(text)
+        if spec is None:
+            spec = by_text[text] = spec_from_json(json.loads(text))
+        specs[spec_id] = spec
+    return specs
 
 
 def _event_row(event: Event) -> dict[str, Any]:

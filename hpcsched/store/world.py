@@ -164,6 +164,8 @@ class Transaction:
         world.last_job_id += len(jobs)
         self.batch.specs[event.spec_id] = spec
         self.batch.events.append(event)
+        if spec.array is not None:
+            self.batch.arrays.append(jobs)
         for job in jobs:
             self._put(job)
         return list(jobs)
@@ -214,6 +216,7 @@ class Transaction:
             self._nodes_before.setdefault(name, node)
         self.batch.specs |= inner.batch.specs
         self.batch.jobs |= inner.batch.jobs
+        self.batch.arrays += inner.batch.arrays
         self.batch.events += inner.batch.events
         self.batch.nodes |= inner.batch.nodes
         self.batch.steps |= inner.batch.steps

@@ -79,6 +79,27 @@ def test_replaying_a_task_s_events_gives_its_row(engine: Engine) -> None:
     assert replayed == second == store.history(HistoryQuery(job_ids=(2,)))[0]
 
 
+def test_a_new_array_comes_back_as_its_tasks_and_with_what_happened_to_them_at_once(engine: Engine) -> None:
+    store = Store(engine)
+    array = spec(array=ArraySpec(indices=(0, 7, 3), limit=1), begin_at_s=int(T0) + 9, priority=5, account="physics")
+    submitted = Submitted(job_id=JobId(11), at_s=T0, spec_id=1, uid=5, user="ann", partition="main", time_limit_s=60)
+    tasks = submitted_jobs(submitted, array)
+    start = Allocated(job_id=JobId(12), at_s=T0 + 1, token="t", epoch=1, shares=(share(),))
+    started = apply(tasks[1], start)
+    batch = batch_of(tasks[0], started, tasks[2])
+    batch.arrays = [tasks]
+    store.commit(batch)
+    assert store.load_jobs(ended_after_s=T0) == [tasks[0], started, tasks[2]]
+
+
+def test_equal_specifications_are_one_value_after_loading(engine: Engine) -> None:
+    store = Store(engine)
+    store.commit(batch_of(job(1, spec=spec(name="same")), job(2, spec=spec(name="same")), job(3, spec=spec(name="no"))))
+    first, second, third = store.load_jobs(ended_after_s=T0)
+    assert first.spec is second.spec
+    assert (first.spec.name, third.spec.name) == ("same", "no")
+
+
 def test_a_repeated_request_id_finds_its_jobs_and_only_its_user_s(engine: Engine) -> None:
     store = Store(engine)
     store.commit(Batch(requests=[(1000, "abc", [4, 5], T0)]))

@@ -1,0 +1,317 @@
+"""HTTP/1.1 over a unix socket, as much of it as our own API needs: a server, routes, requests and responses.
+
+A framework would cost a tenth of a second whenever the controller starts, while people wait for it, and most of what a
+small request costs. Spoken here: Content-Length bodies, connections that are kept or closed, pipelined requests (answered
+one after the other), ``Expect: 100-continue`` (curl sends it with large bodies). Not spoken: chunked requests, TLS, other
+than unix sockets. Knows nothing of what is asked: handlers do, and they turn their own errors into responses.
+
+Source: RFC 9112 (messages), RFC 9110 (status codes).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import NamedTuple
+from urllib.parse import parse_qsl, unquote
+
+log = logging.getLogger("hpcsched.api")
+
+MAX_HEAD_BYTES = 64 << 10
+MAX_BODY_BYTES = 64 << 20
+IDLE_S = 30.0
+BACKLOG = 1024
+
+
+class BadRequestError(Exception):
+    """What came is no request that we speak; the connection ends after the answer."""
+
+    def __init__(self, status: int, why: str) -> None:
+        super().__init__(why)
+        self.status = status
+
+
+@dataclass(slots=True)
+class Request:
+    """One request. `peer`: the socket that it came by. `match_info`: the parts of the path that its route names."""
+
+    method: str
+    path: str
+    query: dict[str, str]
+    headers: dict[str, str]  # names in lower case
+    body: bytes
+    peer: socket.socket
+    match_info: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """What is answered."""
+
+    body: bytes
+    status: int = 200
+    content_type: str = "application/json"
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+Handler = Callable[[Request], Awaitable[Response]]
+Refusal = Callable[[int, str], Response]
+
+
+class Route(NamedTuple):
+    """Who answers a method and path; a part ``{name}`` of the path takes anything, ``{name:a|b}`` one of these."""
+
+    method: str
+    path: str
+    handler: Handler
+
+
+def get(path: str, handler: Handler) -> Route:
+    return Route("GET", path, handler)
+
+
+def post(path: str, handler: Handler) -> Route:
+    return Route("POST", path, handler)
+
+
+class Router:
+    """Finds the handler of a request: the first route that takes its path and method."""
+
+    def __init__(self, routes: Iterable[Route]) -> None:
+        self._exact: dict[tuple[str, str], Handler] = {}
+        self._patterns: list[tuple[str, tuple[_Part, ...], Handler]] = []
+        for route in routes:
+            if "{" in route.path:
+                self._patterns.append((route.method, _parts(route.path), route.handler))
+            else:
+                self._exact[route.method, route.path] = route.handler
+
+    def find(self, request: Request) -> Handler:
+        """Return the handler, and note what the path names in `request`. Raises BadRequestError: 404, 405."""
+        method, path = request.method, request.path
+        handler = self._exact.get((method, path))
+        if handler is not None:
+            return handler
+        words = path.split("/")
+        other_method = any(known == path for _, known in self._exact)
+        for known, parts, handler in self._patterns:
+            found = _matched(parts, words)
+            if found is not None:
+                if known == method:
+                    request.match_info = found
+                    return handler
+                other_method = True
+        status = 405 if other_method else 404
+        raise BadRequestError(status, HTTPStatus(status).phrase)
+
+
+class _Part(NamedTuple):
+    """One part of a route's path: the text itself, or a name for what stands there."""
+
+    text: str
+    name: str
+    choices: frozenset[str]  # empty: anything
+
+
+def _parts(path: str) -> tuple[_Part, ...]:
+    parts = []
+    for word in path.split("/"):
+        if word.startswith("{"):
+            name, _, choices = word[1:-1].partition(":")
+            parts.append(_Part("", name, frozenset(choices.split("|")) if choices else frozenset()))
+        else:
+            parts.append(_Part(word, "", frozenset()))
+    return tuple(parts)
+
+
+def _matched(parts: tuple[_Part, ...], words: list[str]) -> dict[str, str] | None:
+    if len(parts) != len(words):
+        return None
+    found = {}
+    for part, word in zip(parts, words, strict=True):
+        if not part.name:
+            if part.text != word:
+                return None
+            continue
+        value = unquote(word)
+        if not value or (part.choices and value not in part.choices):
+            return None
+        found[part.name] = value
+    return found
+
+
+class Server:
+    """Serves an application, a `Router` and how refusals look, until it is closed."""
+
+    def __init__(self, router: Router, refusal: Refusal) -> None:
+        self.router = router
+        self.refusal = refusal
+        self.connections: set[Connection] = set()
+        self._server: asyncio.Server | None = None
+
+    async def serve(self, listener: socket.socket) -> None:
+        """Answer those who connect to the listening unix socket."""
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_unix_server(lambda: Connection(self), sock=listener, backlog=BACKLOG)
+
+    async def close(self) -> None:
+        """Take no more requests, and end all connections."""
+        if self._server is not None:
+            self._server.close()
+        tasks = [connection.close() for connection in list(self.connections)]
+        await asyncio.gather(*(task for task in tasks if task is not None), return_exceptions=True)
+
+
+class Connection(asyncio.Protocol):
+    """One client: its requests are answered in order, the next one only when the one before it has been."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._data = bytearray()
+        self._head: tuple[Request, int] | None = None  # of a request whose body is coming, and the body's length
+        self._task: asyncio.Task[None] | None = None
+        self._heard_s = 0.0
+        self._asks_no_more = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._loop = asyncio.get_running_loop()
+        self._peer: socket.socket = transport.get_extra_info("socket")
+        self._server.connections.add(self)
+        self._heard_s = self._loop.time()
+        self._idle_timer = self._loop.call_later(IDLE_S, self._look_idle)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._idle_timer.cancel()
+        self._server.connections.discard(self)
+        # What it asked for is done all the same: the task ends by itself.
+
+    def close(self) -> asyncio.Task[None] | None:
+        """End the connection now; return what still works for it, cancelled."""
+        self._transport.abort()
+        if self._task is not None:
+            self._task.cancel()
+        return self._task
+
+    def data_received(self, data: bytes) -> None:
+        self._heard_s = self._loop.time()
+        self._data += data
+        if self._task is None:
+            self._next()
+        elif len(self._data) > MAX_HEAD_BYTES:
+            self._transport.pause_reading()  # it sends ahead of its answers: they come first
+
+    def eof_received(self) -> bool:
+        """The client sends no more, and may still read: what it has asked for is answered before the connection ends."""
+        self._asks_no_more = True
+        return self._task is not None
+
+    def _look_idle(self) -> None:
+        quiet_s = self._loop.time() - self._heard_s
+        if self._task is None and quiet_s >= IDLE_S:
+            self._transport.close()
+            return
+        self._idle_timer = self._loop.call_later(max(1.0, IDLE_S - quiet_s), self._look_idle)
+
+    def _next(self) -> None:
+        """Begin to answer the next request if all of it is there."""
+        try:
+            request = self._take()
+        except BadRequestError as error:
+            self._send(self._server.refusal(error.status, str(error)), keep=False)
+            return
+        if request is not None:
+            self._task = self._loop.create_task(self._answer(request))
+
+    async def _answer(self, request: Request) -> None:
+        keep = request.headers.get("connection", "").lower() != "close"
+        try:
+            response = await self._server.router.find(request)(request)
+        except BadRequestError as error:
+            response = self._server.refusal(error.status, f"cannot {request.method} {request.path}: {error}")
+        except Exception:  # handlers answer for their errors; this is one that did not
+            log.exception("cannot answer %s %s", request.method, request.path)
+            response = self._server.refusal(500, "the controller failed at this request: see its log")
+        self._task = None
+        self._send(response, keep=keep)
+        if keep and not self._transport.is_closing():
+            self._heard_s = self._loop.time()
+            self._transport.resume_reading()
+            self._next()
+            if self._asks_no_more and self._task is None:
+                self._transport.close()
+
+    def _send(self, response: Response, *, keep: bool) -> None:
+        if self._transport.is_closing():
+            return
+        lines = [
+            f"HTTP/1.1 {response.status} {HTTPStatus(response.status).phrase}",
+            f"Content-Type: {response.content_type}",
+            f"Content-Length: {len(response.body)}",
+            *(f"{name}: {value}" for name, value in response.headers.items()),
+        ]
+        if not keep:
+            lines.append("Connection: close")
+        head = ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1", "replace")
+        if len(response.body) < MAX_HEAD_BYTES:
+            self._transport.write(head + response.body)
+        else:
+            self._transport.write(head)
+            self._transport.write(response.body)
+        if not keep:
+            self._transport.close()
+
+    # ----- reading
+
+    def _take(self) -> Request | None:
+        """Return the next request, None while parts of it are missing. Raises BadRequestError."""
+        if self._head is None:
+            end = self._data.find(b"\r\n\r\n")
+            if max(end, len(self._data) if end < 0 else 0) > MAX_HEAD_BYTES:
+                raise BadRequestError(431, "cannot read the request: its head is too long")
+            if end < 0:
+                return None
+            head = bytes(self._data[:end])
+            del self._data[: end + 4]
+            self._head = _parse_head(head, self._peer)
+            if self._head[0].headers.get("expect", "").lower() == "100-continue" and not self._data:
+                self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        request, length = self._head
+        if len(self._data) < length:
+            return None
+        request.body = bytes(self._data[:length])
+        del self._data[:length]
+        self._head = None
+        return request
+
+
+def _parse_head(head: bytes, peer: socket.socket) -> tuple[Request, int]:
+    """Return the request that `head` begins, and how long its body is. Raises BadRequestError."""
+    first, *lines = head.decode("latin-1").split("\r\n")
+    words = first.split(" ")
+    if len(words) != 3 or not words[2].startswith("HTTP/1."):
+        raise BadRequestError(400, "cannot read the request: it is not HTTP/1.1")
+    headers: dict[str, str] = {}
+    for line in lines:
+        name, colon, value = line.partition(":")
+        if not colon or not name or name != name.strip():
+            raise BadRequestError(400, f"cannot read the request: a header line without a name: {line[:60]!r}")
+        headers[name.lower()] = value.strip()
+    if words[2] == "HTTP/1.0" and headers.get("connection", "").lower() != "keep-alive":
+        headers["connection"] = "close"
+    if "transfer-encoding" in headers:
+        raise BadRequestError(411, "cannot read the request: it has no Content-Length")
+    text = headers.get("content-length", "0")
+    if not (text.isascii() and text.isdigit()):
+        raise BadRequestError(400, f"cannot read the request: its Content-Length is {text[:20]!r}")
+    length = int(text[:20])
+    if length > MAX_BODY_BYTES:
+        raise BadRequestError(413, f"cannot read the request: its body has more than {MAX_BODY_BYTES} bytes")
+    path, _, query = words[1].partition("?")
+    values = dict(parse_qsl(query, keep_blank_values=True, errors="surrogateescape")) if query else {}
+    return Request(method=words[0], path=path, query=values, headers=headers, body=b"", peer=peer), length

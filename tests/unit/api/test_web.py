@@ -1,0 +1,165 @@
+"""The HTTP that we speak, over a socket pair: what is answered to which bytes, however they arrive."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpcsched.api import web
+
+
+async def _echo(request: web.Request) -> web.Response:
+    told = {
+        "method": request.method,
+        "path": request.path,
+        "query": request.query,
+        "found": request.match_info,
+        "body": request.body.decode(),
+    }
+    return web.Response(json.dumps(told).encode())
+
+
+async def _fail(request: web.Request) -> web.Response:
+    raise ValueError("a fault of ours")
+
+
+async def _slow(request: web.Request) -> web.Response:
+    for _ in range(5):
+        await asyncio.sleep(0)
+    return web.Response(b'"slow"')
+
+
+ROUTES = (
+    web.get("/echo", _echo),
+    web.post("/echo", _echo),
+    web.get("/fail", _fail),
+    web.get("/slow", _slow),
+    web.get("/job/{ref}/why", _echo),
+    web.post("/{verb:hold|release}", _echo),
+)
+
+
+def _refusal(status: int, why: str) -> web.Response:
+    return web.Response(json.dumps({"error": why}).encode(), status)
+
+
+async def _answers(pieces: Sequence[bytes]) -> bytes:
+    """Return all that a server says to these bytes, sent one piece after the other, until it has nothing more to say."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        server = web.Server(web.Router(ROUTES), _refusal)
+        loop = asyncio.get_running_loop()
+        await loop.connect_accepted_socket(lambda: web.Connection(server), theirs)
+        ours.setblocking(False)
+        for piece in pieces:
+            await loop.sock_sendall(ours, piece)
+            for _ in range(4):  # turns of the loop, in which the server reads it
+                await asyncio.sleep(0)
+        ours.shutdown(socket.SHUT_WR)
+        said = b""
+        while data := await loop.sock_recv(ours, 1 << 16):
+            said += data
+        await server.close()
+        return said
+
+
+def _ask(*pieces: bytes) -> list[tuple[int, dict[str, object]]]:
+    """Return status and body of each answer."""
+    rest, found = asyncio.run(_answers(pieces)), []
+    while rest:
+        head, _, rest = rest.partition(b"\r\n\r\n")
+        status = int(head.split()[1])
+        if status == 100:
+            continue
+        length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
+        found.append((status, json.loads(rest[:length])))
+        rest = rest[length:]
+    return found
+
+
+def _post(path: str, body: bytes, *headers: str) -> bytes:
+    lines = [f"POST {path} HTTP/1.1", f"Content-Length: {len(body)}", *headers]
+    return ("\r\n".join(lines) + "\r\n\r\n").encode() + body
+
+
+def test_a_request_reaches_its_handler_with_its_query_and_body() -> None:
+    [(status, told)] = _ask(_post("/echo?name=a%20b+c&empty=&name2=%25", b"hello"))
+    assert status == 200
+    assert told["query"] == {"name": "a b c", "empty": "", "name2": "%"}
+    assert (told["method"], told["path"], told["body"]) == ("POST", "/echo", "hello")
+
+
+def test_what_a_route_names_is_found_in_the_path() -> None:
+    assert _ask(b"GET /job/10_%5B1-3%5D/why HTTP/1.1\r\n\r\n")[0][1]["found"] == {"ref": "10_[1-3]"}
+    assert _ask(_post("/hold", b""))[0][1]["found"] == {"verb": "hold"}
+
+
+@pytest.mark.parametrize(
+    ("line", "status"),
+    [
+        ("GET /nosuch", 404),
+        ("GET /hold", 405),
+        ("POST /slow", 405),
+        ("POST /burn", 404),
+        ("GET /job//why", 404),
+        ("GET /job/1/2/why", 404),
+    ],
+)
+def test_what_no_route_takes_is_refused_and_the_connection_goes_on(line: str, status: int) -> None:
+    first, second = _ask(f"{line} HTTP/1.1\r\n\r\nGET /echo HTTP/1.1\r\n\r\n".encode())
+    assert first[0] == status
+    assert str(first[1]["error"]).startswith(f"cannot {line}")
+    assert second[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "status"),
+    [
+        (b"nonsense\r\n\r\n", 400),
+        (b"GET /echo HTTP/2\r\n\r\n", 400),
+        (b"GET /echo HTTP/1.1\r\nno colon\r\n\r\n", 400),
+        (b"POST /echo HTTP/1.1\r\nContent-Length: -1\r\n\r\n", 400),
+        (b"POST /echo HTTP/1.1\r\nContent-Length: 99999999999999\r\n\r\n", 413),
+        (b"POST /echo HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n", 411),
+        (b"GET /echo HTTP/1.1\r\nX: " + b"x" * 70_000, 431),
+    ],
+)
+def test_what_is_no_request_ends_the_connection_with_an_answer(request_bytes: bytes, status: int) -> None:
+    [(found, told)] = _ask(request_bytes + b"\r\n\r\nGET /echo HTTP/1.1\r\n\r\n")
+    assert found == status
+    assert str(told["error"]).startswith("cannot read the request")
+
+
+def test_a_fault_of_a_handler_is_answered() -> None:
+    [(status, told)] = _ask(b"GET /fail HTTP/1.1\r\n\r\n")
+    assert status == 500
+    assert "see its log" in str(told["error"])
+
+
+def test_a_client_may_have_the_connection_closed() -> None:
+    assert len(_ask(b"GET /echo HTTP/1.1\r\nConnection: close\r\n\r\nGET /echo HTTP/1.1\r\n\r\n")) == 1
+    assert len(_ask(b"GET /echo HTTP/1.0\r\n\r\nGET /echo HTTP/1.1\r\n\r\n")) == 1
+
+
+def test_a_client_that_waits_for_leave_to_send_its_body_gets_it() -> None:
+    head, body = _post("/echo", b"{}", "Expect: 100-continue").split(b"{}")[0], b"{}"
+    said = asyncio.run(_answers([head, body]))
+    assert said.startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK")
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_requests_are_answered_in_order_however_their_bytes_arrive(data: st.DataObject) -> None:
+    bodies = data.draw(st.lists(st.text(alphabet="ab\r\n ", max_size=6), min_size=1, max_size=3))
+    sent = b"GET /slow HTTP/1.1\r\n\r\n" + b"".join(_post("/echo", body.encode()) for body in bodies)
+    cuts = sorted(data.draw(st.sets(st.integers(1, len(sent) - 1), max_size=6)))
+    pieces = [sent[a:b] for a, b in zip([0, *cuts], [*cuts, len(sent)], strict=True)]
+    first, *others = _ask(*pieces)
+    assert first == (200, "slow")
+    assert [told["body"] for _, told in others] == bodies
