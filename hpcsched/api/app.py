@@ -93,7 +93,7 @@ def make_server(backend: Backend) -> web.Server:
         web.get("/v1/log", routes.log),
         web.post("/v1/reconfigure", routes.reconfigure),
         web.post("/v1/backup", routes.backup),
-        web.post("/v1/{verb:cancel|hold|release|requeue|update}", routes.act),
+        web.post("/v1/{verb:cancel|hold|release|requeue|suspend|resume|update}", routes.act),
     ]
     return web.Server(web.Router(web.Route(one.method, one.path, _with_errors(one.handler)) for one in found), _refusal)
 

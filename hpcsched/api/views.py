@@ -13,6 +13,7 @@ from typing import Any
 from hpcsched.api.identity import Asker
 from hpcsched.jobscript.dependency import terms_text
 from hpcsched.launch.files import job_files
+from hpcsched.lifecycle.clocks import ran_s, suspended_s
 from hpcsched.lifecycle.effects import is_gathered, unclaimed_nodes
 from hpcsched.lifecycle.job import lease_end_s
 from hpcsched.model.hostlist import compress_hostlist
@@ -61,6 +62,9 @@ def job_view(job: Job, world: World, asker: Asker, now_s: float, *, whole: bool 
         "started_at_s": job.started_at_s if job.state is not JobState.PENDING else None,
         "ended_at_s": job.ended_at_s if job.state is not JobState.PENDING else None,
         "elapsed_s": elapsed_s(job, now_s),
+        "suspended_s": suspended_s(job, now_s),
+        "suspended_for": job.suspended_for,
+        "preempted_by": job.preempted_by,
         "time_limit_s": job.time_limit_s,
         "nodes": nodes,
         "node_list": compress_hostlist(nodes),
@@ -133,11 +137,10 @@ def asked_gpus(job: Job) -> int:
 
 
 def elapsed_s(job: Job, now_s: float) -> float:
-    """Return for how long the present or last attempt has run."""
-    if job.started_at_s is None or job.state is JobState.PENDING:
+    """Return for how long the present or last attempt has run, without the time that it was suspended."""
+    if job.state is JobState.PENDING:
         return 0.0
-    end_s = job.ended_at_s if job.ended_at_s is not None and job.state not in ACTIVE else now_s
-    return max(0.0, end_s - job.started_at_s)
+    return ran_s(job, job.ended_at_s if job.ended_at_s is not None and job.state not in ACTIVE else now_s)
 
 
 def why_waiting(job: Job, world: World, now_s: float) -> tuple[Reason, str, float | None]:
@@ -155,6 +158,8 @@ def why_waiting(job: Job, world: World, now_s: float) -> tuple[Reason, str, floa
             return Reason.NODE_LOST, _limbo(job, lost, world, now_s), None
         if job.state is JobState.CONFIGURING:
             return job.reason, _starting(job), None
+        if job.state is JobState.SUSPENDED:
+            return job.reason, _standing_still(job), None
     return job.reason, job.reason_detail, None
 
 
@@ -184,6 +189,12 @@ def _starting(job: Job) -> str:
     if unclaimed:
         return f"waits for {compress_hostlist(unclaimed)} to take its part of the job"
     return f"is being started on {job.shares[0].node}" if job.spec.script else ""
+
+
+def _standing_still(job: Job) -> str:
+    if job.suspended_for is None:
+        return "is suspended until somebody resumes it: hctl resume " + job.display_id
+    return f"is suspended: job {job.suspended_for} has its cpus, it goes on when they are free"
 
 
 def _limbo(job: Job, lost: list[NodeName], world: World, now_s: float) -> str:

@@ -196,6 +196,9 @@ _COLUMNS = (
     Column("State", _state, True),
     Column("Submit", lambda row: date_text(row.job["submitted_at_s"], "Unknown"), True),
     Column("SubmitLine", _only_job("submit_line"), True),
+    Column(
+        "Suspended", lambda row: "" if row.step else format_time_s(row.job.get("suspended_s", 0.0), full=True), True
+    ),
     Column("SystemCPU", lambda row: _cpu_text(_cpu_s(row, "cpu_system_s")), True),
     Column("Timelimit", lambda row: "" if row.step else format_time_s(row.job["time_limit_s"], full=True), True),
     Column("TotalCPU", lambda row: _cpu_text(_cpu_s(row, "cpu_user_s", "cpu_system_s")), True),

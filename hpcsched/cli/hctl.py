@@ -27,7 +27,7 @@ COMMAND = Command(
     (
         "show job [JOB...] | node [NODES] | partition [NAME...] | config",
         "show hostnames LIST | hostlist NAME...",
-        "hold | release | requeue JOB...",
+        "hold | release | requeue | suspend | resume JOB...",
         "update JOB... NAME=VALUE...",
         "story JOB",
         "drain NODES WHY | resume NODES | fence NODES [WHY]",
@@ -35,10 +35,10 @@ COMMAND = Command(
         "ping | reconfigure",
     ),
     "Look at jobs, nodes, partitions and the configuration, and change them. 'update' changes a job's time_limit, partition, "
-    "nice, priority, begin, deadline, dependency or array_task_throttle. 'story' tells all that happened to a job. 'drain' "
-    "lets no new job start on nodes, 'resume' does again. 'fence' is your word that a node which does not answer runs nothing "
-    "any more: its jobs go on without it. 'backup' copies the database, beside all that goes on, to a new file for 'hpcsched "
-    "restore'.",
+    "nice, priority, begin, deadline, dependency or array_task_throttle. 'story' tells all that happened to a job. 'suspend' "
+    "has a running job stand still, with all that it holds, until 'resume JOB'. 'drain' lets no new job start on nodes, "
+    "'resume NODES' does again. 'fence' is your word that a node which does not answer runs nothing any more: its jobs go on "
+    "without it. 'backup' copies the database, beside all that goes on, to a new file for 'hpcsched restore'.",
     (
         Option("json", help="print as JSON, version 1"),
         Option("oneliner", "o", help="print each record on one line"),
@@ -252,6 +252,14 @@ def _said(answer: Json, what: str, words: Words) -> int:
     return 0
 
 
+def _resume_jobs_or_nodes(rest: Sequence[str], words: Words) -> int:
+    """Resume jobs where the operands are their numbers, else nodes: no node is called 12 or 10_3."""
+    _needs(rest, "the jobs or nodes")
+    if all(part[:1].isdigit() or part == "last" for operand in rest for part in split_list(operand)):
+        return _act("resume")(rest, words)
+    return _resume(rest, words)
+
+
 def _fence(rest: Sequence[str], words: Words) -> int:
     _needs(rest, "the nodes")
     answer = client.call("POST", "/v1/nodes/fence", {"nodes": rest[0], "why": " ".join(rest[1:])})
@@ -302,10 +310,11 @@ _VERBS: dict[str, Callable[[Sequence[str], Words], int]] = {
     "hold": _act("hold"),
     "release": _act("release"),
     "requeue": _act("requeue"),
+    "suspend": _act("suspend"),
     "update": _update,
     "story": _story,
     "drain": _drain,
-    "resume": _resume,
+    "resume": _resume_jobs_or_nodes,
     "fence": _fence,
     "ping": _ping,
     "reconfigure": _reconfigure,

@@ -81,7 +81,7 @@ def end_s(job: Job) -> float | None:
     """Return when the job has ended, or when its time limit ends it."""
     if job["ended_at_s"] is not None or job["started_at_s"] is None or job["time_limit_s"] is None:
         return job["ended_at_s"]
-    return job["started_at_s"] + job["time_limit_s"]
+    return job["started_at_s"] + job.get("suspended_s", 0.0) + job["time_limit_s"]
 
 
 def _time_left(job: Job) -> str:

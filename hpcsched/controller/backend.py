@@ -14,7 +14,7 @@ import hpcsched
 from hpcnode import protocol
 from hpcsched.api.identity import Asker
 from hpcsched.api.views import how_it_ended, job_view, node_views, partition_views, step_view, why_waiting
-from hpcsched.controller import requests
+from hpcsched.controller import requests, suspension
 from hpcsched.controller.admission import settle
 from hpcsched.controller.fleet import Fleet
 from hpcsched.controller.references import find_jobs
@@ -240,7 +240,7 @@ class ControllerBackend:
         elif verb == "cancel":
             outcome = await self._change(lambda tx: requests.cancel(tx, asker, references, filters))
         else:
-            work = {"hold": requests.hold, "release": requests.release, "requeue": requests.requeue}[verb]
+            work = _WORK[verb]
             outcome = await self._change(lambda tx: work(tx, asker, references))
         return outcome.as_json()
 
@@ -381,6 +381,15 @@ class ControllerBackend:
 
         self._controller.ask(work, done)
         return await future
+
+
+_WORK = {
+    "hold": requests.hold,
+    "release": requests.release,
+    "requeue": requests.requeue,
+    "suspend": suspension.suspend,
+    "resume": suspension.resume,
+}
 
 
 def _is_texts(value: object) -> bool:

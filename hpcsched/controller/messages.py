@@ -7,7 +7,7 @@ from dataclasses import replace
 from hpcnode import protocol
 from hpcsched.launch.environment import job_environment
 from hpcsched.launch.files import job_file_patterns
-from hpcsched.lifecycle.effects import ClaimPart, ClearNode, Effect, StartBatch
+from hpcsched.lifecycle.effects import ClaimPart, ClearNode, Effect, GoOn, Halt, StartBatch
 from hpcsched.model.ids import ALLOC_STEP, BATCH_STEP, NodeName, Token
 from hpcsched.model.job import Job
 from hpcsched.model.node import Node
@@ -22,13 +22,29 @@ def message_for(effect: Effect, world: World) -> tuple[protocol.Message, bytes]:
         case ClaimPart(node=node, job=job):
             return claim_part(job, world, node), b""
         case ClearNode(job=job):
-            message = protocol.EndJob(
-                incarnation=Token.parse(job.token).incarnation if job.token else world.incarnation,
-                job_id=job.id,
-                attempt=job.attempt,
-                grace_s=float(world.config.controller.kill_wait_s),
-            )
-            return message, b""
+            return end_job(job, world), b""
+        case Halt(job=job) | GoOn(job=job):
+            return protocol.SuspendJob(_incarnation(job, world), job.id, job.attempt, isinstance(effect, Halt)), b""
+
+
+def end_job(job: Job, world: World) -> protocol.EndJob:
+    """Return the order to end the job's attempt; while it may still save what it has, by its own signal (``--signal``)."""
+    order = protocol.EndJob(
+        incarnation=_incarnation(job, world),
+        job_id=job.id,
+        attempt=job.attempt,
+        grace_s=float(world.config.controller.kill_wait_s),
+    )
+    if job.save_s is None:
+        return order
+    wanted = job.spec.signal
+    if wanted is None:
+        return replace(order, grace_s=job.save_s)
+    return replace(order, grace_s=job.save_s, signum=wanted.signum, batch_only=wanted.batch_only)
+
+
+def _incarnation(job: Job, world: World) -> str:
+    return Token.parse(job.token).incarnation if job.token else world.incarnation
 
 
 def launch_batch(job: Job, world: World, node: NodeName) -> protocol.Launch:

@@ -187,7 +187,7 @@ def on_inventory(
             ending = (Token.parse(job.token).incarnation, int(job.id)) in strays
             if batch_here and not ending and job.state is not JobState.COMPLETING:
                 lose_node(tx, job, node, f"{_RESTORED}, and node {node} has nothing of the job")
-        elif batch_here and job.state is JobState.RUNNING and job.token not in tokens:
+        elif batch_here and job.state in (JobState.RUNNING, JobState.SUSPENDED) and job.token not in tokens:
             lose_node(tx, job, node, f"node {node} has no record of the job any more")
         elif not batch_here and rebooted and job.state is not JobState.CONFIGURING:
             lose_node(tx, job, node, f"node {node} was rebooted")

@@ -235,7 +235,8 @@ class StepService:
         if not in_job and not self._may_act(self._asking_uid(origin, said), job):
             raise PermissionDeniedError(f"cannot start a step in job {job_id}: it is {job.user}'s")
         # The node's word that the batch step has started may come after the first hrun of its script.
-        if job.state is not JobState.RUNNING and not (in_job and job.state is JobState.CONFIGURING):
+        # And a script may ask just when it is suspended: then its nodes prepare the step, and let it go with the rest.
+        if job.state is not JobState.RUNNING and not (in_job and _may_launch(job)):
             raise RequestError(f"cannot start a step in job {job_id}: it is {job.state}, not RUNNING")
         return job
 
@@ -482,7 +483,7 @@ class StepService:
 
 def _may_launch(job: Job, node: NodeName | None = None) -> bool:
     """Return whether the job has its nodes (and this one), and is not on its way to its end."""
-    running = job.state in (JobState.CONFIGURING, JobState.RUNNING)
+    running = job.state in (JobState.CONFIGURING, JobState.RUNNING, JobState.SUSPENDED)
     return running and (node is None or node in job.held_nodes)
 
 

@@ -17,11 +17,15 @@ from hpcsched.lifecycle.events import (
     LaunchRefused,
     NodeCleared,
     NodeLost,
+    NodesGivenUp,
     NodeSilent,
+    NodesKept,
     Released,
     Requeued,
+    Resumed,
     Started,
     Submitted,
+    Suspended,
 )
 from hpcsched.lifecycle.job import CHANGEABLE
 from hpcsched.model.hostlist import compress_hostlist
@@ -55,9 +59,20 @@ def sentence(job: Job, event: Event) -> str:
             return f"{event.node} has taken its part"
         case Started():
             return "started on its first node"
+        case Suspended():
+            who = f"by uid {event.by_uid}" if event.for_job is None else f"so that job {event.for_job} has its cpus"
+            return f"suspended {who}"
+        case Resumed():
+            return "goes on" if event.by_uid is None else f"goes on: resumed by uid {event.by_uid}"
+        case NodesKept():
+            nodes = compress_hostlist(share.node for share in event.shares)
+            return f"{nodes} is kept for it: what it needs there is being freed"
+        case NodesGivenUp():
+            return f"nothing is kept for it any more: {event.why}"
         case EndRequested():
             back = ", to be queued again" if event.requeue else ""
-            return f"to be ended as {event.outcome}{back}: {event.why or 'its step is over'}"
+            save = "" if event.save_s is None else f"; it has {event.save_s:g} s to save what it has"
+            return f"to be ended as {event.outcome}{back}: {event.why or 'its step is over'}{save}"
         case Exited():
             extra = " at its time limit" if event.timed_out else " for want of memory" if event.out_of_memory else ""
             return f"its script ended on {event.node}{extra} with exit code {event.exit}"

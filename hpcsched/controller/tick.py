@@ -18,6 +18,7 @@ from hpcsched.controller import messages, reports
 from hpcsched.controller.requests import SignalJob, miss_node, note_condition
 from hpcsched.controller.silence import Silences, end_silent
 from hpcsched.errors import HpcschedError, ProtocolError, UnavailableError
+from hpcsched.lifecycle.clocks import limit_at_s
 from hpcsched.lifecycle.effects import ClaimPart, StartBatch, effects_of
 from hpcsched.lifecycle.events import Allocated, BecameEligible, EndRequested, Started
 from hpcsched.model.ids import ALLOC_STEP, BATCH_STEP, JobId, NodeName, Token
@@ -328,10 +329,11 @@ class Controller:
                 tx.record(EndRequested(job_id=job.id, at_s=tx.now_s, outcome=JobState.TIMEOUT, by_uid=None, why=why))
 
     def _overdue_at_s(self, job: Job) -> float | None:
-        if job.state is not JobState.RUNNING or job.time_limit_s is None or job.started_at_s is None:
+        due_s = limit_at_s(job) if job.state is JobState.RUNNING else None
+        if due_s is None:
             return None
         slack_s = LIMIT_SLACK_S + self.world.config.controller.kill_wait_s if job.spec.script else 0.0
-        return job.started_at_s + job.time_limit_s + slack_s
+        return due_s + slack_s
 
     def _plan_if_due(self, tx: Transaction) -> None:
         """Plan, unless the last plan took long and has only just ended: planning may take a quarter of the time."""

@@ -36,7 +36,23 @@ class ClearNode:
     job: Job
 
 
-Effect = StartBatch | ClaimPart | ClearNode
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Halt:
+    """What `node` runs of the job stands still."""
+
+    node: NodeName
+    job: Job
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GoOn:
+    """What `node` runs of the job, which has been suspended before, runs."""
+
+    node: NodeName
+    job: Job
+
+
+Effect = StartBatch | ClaimPart | ClearNode | Halt | GoOn
 
 
 def effects_of(job: Job) -> tuple[Effect, ...]:
@@ -46,6 +62,10 @@ def effects_of(job: Job) -> tuple[Effect, ...]:
             return tuple(ClaimPart(node=node, job=job) for node in unclaimed)
         case JobState.CONFIGURING if job.spec.script:
             return (StartBatch(node=job.shares[0].node, job=job),)
+        case JobState.SUSPENDED:
+            return tuple(Halt(node=node, job=job) for node in job.held_nodes)
+        case JobState.RUNNING if job.suspended_s is not None:
+            return tuple(GoOn(node=node, job=job) for node in job.held_nodes)
         case JobState.COMPLETING:
             return tuple(ClearNode(node=node, job=job) for node in job.held_nodes)
         case _:

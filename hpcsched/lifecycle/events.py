@@ -90,10 +90,26 @@ class Started(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Suspended(Event):
+    """It is to stand still: somebody (`by_uid`) wants that, or `for_job` is to have its cpus meanwhile."""
+
+    by_uid: int | None
+    for_job: JobId | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumed(Event):
+    """It is to go on."""
+
+    by_uid: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EndRequested(Event):
     """Somebody (or a limit) wants it ended as `outcome`; with `requeue` it goes back to the queue afterwards.
 
-    `exit` is that of the one step that an allocation without a script was made for.
+    `exit` is that of the one step that an allocation without a script was made for. With `for_job` it is preempted: that
+    job is to have its nodes. With `save_s` it is ended by a signal that lets it save what it has, for so long.
     """
 
     outcome: JobState
@@ -102,6 +118,22 @@ class EndRequested(Event):
     exit: ExitStatus | None = None
     requeue: bool = False
     not_before_s: float | None = None
+    for_job: JobId | None = None
+    save_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodesKept(Event):
+    """Others are being ended or suspended so that this waiting job starts on these shares; nobody else gets them meanwhile."""
+
+    shares: tuple[Share, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodesGivenUp(Event):
+    """Nothing is kept for this waiting job any more."""
+
+    why: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,7 +209,11 @@ EVENTS: dict[str, type[Event]] = {
         Allocated,
         Claimed,
         Started,
+        Suspended,
+        Resumed,
         EndRequested,
+        NodesKept,
+        NodesGivenUp,
         Exited,
         LaunchRefused,
         NodeCleared,
@@ -217,6 +253,8 @@ def from_data(kind: str, job_id: int, at_s: float, data: dict[str, Any]) -> Even
         values["exit"] = ExitStatus(code=values["exit"][0], signal=values["exit"][1])
     if "hold" in values:
         values["hold"] = Hold(values["hold"])
+    if values.get("for_job") is not None:
+        values["for_job"] = JobId(values["for_job"])
     if "outcome" in values:
         values["outcome"] = JobState(values["outcome"])
     if "dependency" in values:

@@ -1,7 +1,8 @@
 """The job's transition table: (state, event) -> job. A pair without a row raises.
 
     PENDING -Allocated-> CONFIGURING -Claimed*, Started-> RUNNING -Exited-> COMPLETING -NodeCleared*-> its outcome
-       ^                                                              |
+       ^                                Suspended | ^ Resumed         |
+       |                                          SUSPENDED           |
        +------------------ the next attempt, if it is to be requeued -+
 
 A job gives its nodes back one by one; it is over when it holds none. A job that is to be requeued then goes back to
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from hpcsched.errors import InvariantError
+from hpcsched.lifecycle.clocks import charged, going_on, stopped
 from hpcsched.lifecycle.events import (
     Allocated,
     BecameEligible,
@@ -27,11 +29,15 @@ from hpcsched.lifecycle.events import (
     LaunchRefused,
     NodeCleared,
     NodeLost,
+    NodesGivenUp,
     NodeSilent,
+    NodesKept,
     Released,
     Requeued,
+    Resumed,
     Started,
     Submitted,
+    Suspended,
 )
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import FINAL, ExitStatus, Hold, Job, JobState, Reason
@@ -52,6 +58,7 @@ CHANGEABLE = {  # field of `Changed`: field of `Job`
 
 CLOCK_DRIFT = 1.01
 LEASE_MARGIN_S = 5.0
+DONE = ExitStatus(code=0)
 
 PENDING = JobState.PENDING
 CONFIGURING = JobState.CONFIGURING
@@ -136,6 +143,11 @@ def _allocated(job: Job, event: Allocated) -> Job:
         claimed_nodes=(),
         lease_s=event.lease_s,
         allocated_at_s=event.at_s,
+        charged_until_s=None,
+        suspended_s=None,
+        preempted_by=None,
+        save_s=None,
+        kept_shares=(),
         started_at_s=None,
         ended_at_s=None,
         exit=None,
@@ -159,6 +171,22 @@ def _started_while_ending(job: Job, event: Started) -> Job:
     return replace(job, started_at_s=event.at_s)
 
 
+def _suspended(job: Job, event: Suspended) -> Job:
+    return replace(stopped(job, event.at_s), state=SUSPENDED, suspended_for=event.for_job)
+
+
+def _resumed(job: Job, event: Resumed) -> Job:
+    return replace(going_on(job, event.at_s), state=RUNNING)
+
+
+def _nodes_kept(job: Job, event: NodesKept) -> Job:
+    return replace(job, kept_shares=event.shares)
+
+
+def _nodes_given_up(job: Job, event: NodesGivenUp) -> Job:
+    return replace(job, kept_shares=())
+
+
 def _cancelled_in_queue(job: Job, event: EndRequested) -> Job:
     return replace(
         job,
@@ -167,12 +195,13 @@ def _cancelled_in_queue(job: Job, event: EndRequested) -> Job:
         reason=Reason.NONE,
         ended_at_s=event.at_s,
         ended_by_uid=event.by_uid,
+        kept_shares=(),
     )
 
 
 def _end_requested(job: Job, event: EndRequested) -> Job:
     return replace(
-        job,
+        going_on(job, event.at_s),
         state=COMPLETING,
         outcome=event.outcome,
         exit=event.exit,
@@ -181,6 +210,8 @@ def _end_requested(job: Job, event: EndRequested) -> Job:
         ended_by_uid=event.by_uid,
         requeue_wanted=event.requeue,
         not_before_s=event.not_before_s if event.requeue else job.not_before_s,
+        preempted_by=event.for_job,
+        save_s=event.save_s,
     )
 
 
@@ -188,7 +219,15 @@ def _end_requested_again(job: Job, event: EndRequested) -> Job:
     """A cancellation of a job that is on its way back into the queue keeps it from going there."""
     if event.requeue:
         return job
-    return replace(job, requeue_wanted=False, outcome=event.outcome, ended_by_uid=event.by_uid, reason_detail=event.why)
+    return replace(
+        job,
+        requeue_wanted=False,
+        outcome=event.outcome,
+        ended_by_uid=event.by_uid,
+        reason_detail=event.why,
+        preempted_by=None,
+        save_s=None,
+    )
 
 
 def _exited(job: Job, event: Exited) -> Job:
@@ -203,7 +242,7 @@ def _exited(job: Job, event: Exited) -> Job:
     else:
         outcome, reason = JobState.COMPLETED, Reason.NONE
     ended = replace(
-        job,
+        going_on(job, event.at_s),
         state=COMPLETING,
         outcome=outcome,
         reason=reason,
@@ -214,7 +253,9 @@ def _exited(job: Job, event: Exited) -> Job:
 
 
 def _exited_while_ending(job: Job, event: Exited) -> Job:
-    return _without_node(_ran(replace(job, exit=event.exit), event), event.node, event.at_s)
+    if job.save_s is not None and event.exit == DONE:  # what it was to save in time was its result
+        job = replace(job, outcome=JobState.COMPLETED, requeue_wanted=False, reason_detail="", preempted_by=None)
+    return _without_node(_ran(replace(job, exit=event.exit, save_s=None), event), event.node, event.at_s)
 
 
 def _ran(job: Job, event: Exited) -> Job:
@@ -241,7 +282,7 @@ def _launch_refused(job: Job, event: LaunchRefused) -> Job:
 
 def _node_lost(job: Job, event: NodeLost) -> Job:
     ended = replace(
-        job,
+        going_on(job, event.at_s),
         state=COMPLETING,
         outcome=JobState.NODE_FAIL,
         reason=Reason.NONE,
@@ -276,7 +317,7 @@ def _node_cleared(job: Job, event: NodeCleared | LaunchRefused) -> Job:
 
 def _without_node(job: Job, node: NodeName, at_s: float) -> Job:
     """Return the COMPLETING job without `node`; if that was the last, as it is at its end or for its next attempt."""
-    job = _charged(job, node, at_s)
+    job = charged(job, node, at_s)
     held = tuple(name for name in job.held_nodes if name != node)
     if held:
         return replace(job, held_nodes=held)
@@ -285,21 +326,6 @@ def _without_node(job: Job, node: NodeName, at_s: float) -> Job:
     if job.outcome is None:
         raise InvariantError(f"cannot end job {job.id}: it is completing without an outcome")
     return replace(job, held_nodes=(), state=job.outcome, ended_at_s=at_s if job.ended_at_s is None else job.ended_at_s)
-
-
-def _charged(job: Job, node: NodeName, at_s: float) -> Job:
-    """Return the job with what it held of `node` added to its account: a fault changes when a node is given back,
-    never that every second until then is charged."""
-    if node not in job.held_nodes or job.allocated_at_s is None:
-        return job
-    share = next(share for share in job.shares if share.node == node)
-    held_s = max(0.0, at_s - job.allocated_at_s)
-    return replace(
-        job,
-        charged_cpu_s=job.charged_cpu_s + share.cpus * held_s,
-        charged_mem_mib_s=job.charged_mem_mib_s + share.mem_mib * held_s,
-        charged_gpu_s=job.charged_gpu_s + len(share.gpus) * held_s,
-    )
 
 
 def _back_in_queue(job: Job, at_s: float) -> Job:
@@ -340,6 +366,10 @@ def _table() -> dict[tuple[JobState, type[Event]], Transition]:
         ((CONFIGURING,), Started, _started),
         ((COMPLETING,), Started, _started_while_ending),
         ((PENDING,), EndRequested, _cancelled_in_queue),
+        ((RUNNING,), Suspended, _suspended),
+        ((SUSPENDED,), Resumed, _resumed),
+        ((PENDING,), NodesKept, _nodes_kept),
+        ((PENDING,), NodesGivenUp, _nodes_given_up),
         (on_nodes, EndRequested, _end_requested),
         ((COMPLETING,), EndRequested, _end_requested_again),
         (on_nodes, Exited, _exited),

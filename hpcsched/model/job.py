@@ -141,6 +141,13 @@ class Job:
     requeue_wanted: bool = False
     ended_by_uid: int | None = None  # who cancelled it
     restarts: int = 0
+    suspended_at_s: float | None = None  # since when the attempt stands still
+    suspended_s: float | None = None  # for how long it did before that; None: it never has
+    suspended_for: JobId | None = None  # the job that has its cpus meanwhile; None: a person suspended it
+    preempted_by: JobId | None = None  # for which job the present attempt is being ended, or the last one was
+    save_s: float | None = None  # it is being ended by the signal that lets it save what it has: so long it may take
+    kept_shares: tuple[Share, ...] = ()  # of a waiting job: others are being ended so that it starts on these
+    charged_until_s: float | None = None  # what it holds has been charged up to then; None: nothing yet
     charged_cpu_s: float = 0.0  # of all attempts: resources times the time that they were held, node by node
     charged_mem_mib_s: float = 0.0
     charged_gpu_s: float = 0.0

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
+from hpcsched.lifecycle.clocks import suspended_s
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import ACTIVE, Hold, Job, JobState
 from hpcsched.model.node import Link, Node, Partition
@@ -254,7 +255,11 @@ def running_job(job: Job, partitions: Mapping[str, Partition], default: str, now
         partition = partitions.get(job.partition or job.spec.partition or default)
         if partition is not None:
             limit_s = time_limit_in(partition, limit_s)
-        ends_at_s = began_at_s + limit_s if limit_s is not None and 0 < limit_s < UNLIMITED_S else None
+        ends_at_s = (
+            began_at_s + suspended_s(job, now_s) + limit_s
+            if limit_s is not None and 0 < limit_s < UNLIMITED_S
+            else None
+        )
     else:
         ends_at_s = now_s
     return RunningJob(

@@ -267,6 +267,8 @@ class Agent:
             ledger.end_step(message)
         elif isinstance(message, protocol.EndJob):
             ledger.end_job(message)
+        elif isinstance(message, protocol.SuspendJob):
+            ledger.suspend_job(message)
         elif isinstance(message, protocol.SignalStep):
             ledger.signal_step(message)
         elif isinstance(message, protocol.Go):

@@ -6,13 +6,17 @@ Where there are none (a plain user without delegation, an old kernel) everything
 A worker enters its group once, and its tasks are born in it: moving a process takes the kernel some 10 ms each time. So a
 group is killed only when its worker is dead. It is removed when it is empty.
 
-Sources: Documentation/admin-guide/cgroup-v2.rst (cgroup.procs, cgroup.kill, memory.max, memory.events).
+Sources: Documentation/admin-guide/cgroup-v2.rst (cgroup.procs, cgroup.kill, cgroup.freeze, memory.max,
+memory.events).
 """
 
 from __future__ import annotations
 
 import os
 from typing import List, Optional
+
+STILL = "still"  # of a worker's group: where its tasks are while they are suspended
+MAX_ROUNDS = 20
 
 
 def find_base() -> Optional[str]:
@@ -96,6 +100,35 @@ def memory_kills(path: str) -> int:
 def kill(path: str) -> None:
     """Kill everything in the group, also what forks meanwhile."""
     _write(path + "/cgroup.kill", "1")
+
+
+def freeze_others(path: str) -> bool:
+    """Freeze everything in the group but this process; return whether the kernel did. What forks meanwhile is frozen too.
+
+    A frozen group freezes all below it, so the others are moved to one beside us, which is frozen already.
+    """
+    still = os.path.join(path, STILL)
+    try:
+        os.makedirs(still, exist_ok=True)
+    except OSError:
+        return False
+    if not all([_write(os.path.join(path, name, "cgroup.freeze"), "1") for name in _children(path)]):
+        thaw_others(path)
+        return False
+    for _ in range(MAX_ROUNDS):
+        others = [pid for pid in _read(path + "/cgroup.procs").split() if int(pid) != os.getpid()]
+        if not others:
+            return True
+        for pid in others:
+            _write(still + "/cgroup.procs", pid)  # one that has ended meanwhile is none the next time
+    thaw_others(path)
+    return False
+
+
+def thaw_others(path: str) -> None:
+    """Let what `freeze_others` has frozen go on."""
+    for name in _children(path):
+        _write(os.path.join(path, name, "cgroup.freeze"), "0")
 
 
 def is_populated(path: str) -> bool:

@@ -39,6 +39,7 @@ class Entry:
         "acked",
         "held",
         "ending",
+        "saving",
         "prepared",
         "renewed_s",
     )
@@ -57,6 +58,7 @@ class Entry:
         self.acked = False
         self.held = False  # it is over, but not to be told before the rest of its job here
         self.ending: Optional[Tuple[float, str]] = None  # an end was asked for: grace, why
+        self.saving = False  # that end was a signal to save what it has: TERM has not been sent yet
         self.prepared = False  # its shepherd waits for Go
         self.renewed_s: Optional[float] = None  # its lease, on the boot clock; None: it has none yet, or needs none
 

@@ -76,6 +76,7 @@ class Ledger:
         self._by_seq: Dict[int, str] = {}
         self._next_seq, self._seq_end = spool.reserve_seqs()
         self._gone: List[_Gone] = []
+        self._suspended: Dict[Tuple[str, int], int] = {}  # job -> its attempt that stands still, as this agent was told
         self._to_forget: Dict[str, None] = {}
         self._stuck: Set[str] = set()  # neither final nor minded: `tick` looks again
         self._repeat_below = 0
@@ -249,6 +250,8 @@ class Ledger:
                 return
             self._minders.start(launch, entry.account)
             entry.minded = True
+            if self._suspended.get(entry.key.job) == entry.key.attempt:
+                self._minders.say(entry.token, ["suspend", True])
         except UserError as error:
             self._refuse(entry, str(error))
         except OSError as error:
@@ -295,12 +298,24 @@ class Ledger:
         """Leave nothing of the job's attempts up to this one; answered by JobGone."""
         job = (order.incarnation, order.job_id)
         durable = self._note_ended(order)
+        self._suspended.pop(job, None)
         for entry in self._of_job(job, order.attempt):
             if not entry.is_final:
-                self._end(entry, order.grace_s, "the job is over")
+                self._end(entry, order.grace_s, "the job is over", order.signum, order.batch_only)
         if durable:
             self._gone.append(_Gone(job, order.attempt))
             self._answer_gone()
+
+    def suspend_job(self, order: protocol.SuspendJob) -> None:
+        """Have the job's attempt stand still here, or go on; what of it is launched later as well."""
+        job = (order.incarnation, order.job_id)
+        if order.on:
+            self._suspended[job] = order.attempt
+        elif self._suspended.get(job) == order.attempt:
+            del self._suspended[job]
+        for entry in self._of_job(job, order.attempt):
+            if entry.key.attempt == order.attempt and not entry.is_final:
+                self._minders.say(entry.token, ["suspend", order.on])
 
     def _note_ended(self, order: protocol.EndJob) -> bool:
         """Make durable that nothing of it may start; False: not yet, it is tried again and answered then."""
@@ -460,10 +475,10 @@ class Ledger:
 
     # ----- ends
 
-    def _end(self, entry: Entry, grace_s: float, why: str) -> None:
-        entry.ending = (grace_s, why)
+    def _end(self, entry: Entry, grace_s: float, why: str, signum: int = 0, batch_only: bool = False) -> None:
+        entry.ending, entry.saving = (grace_s, why), signum != 0
         if entry.minded:
-            self._minders.say(entry.token, ["end", grace_s, why])
+            self._minders.say(entry.token, ["end", grace_s, why, *([signum, batch_only] if signum else [])])
         elif entry.status == protocol.CLAIMED:
             self._write_end(entry, protocol.BARRED, why)
 
@@ -537,7 +552,7 @@ class Ledger:
 
     def _end_other_steps(self, batch: Entry) -> None:
         for other in self._of_job(batch.key.job, batch.key.attempt):
-            if not other.is_final and other.ending is None:
+            if not other.is_final and (other.ending is None or other.saving):
                 grace_s = other.launch.grace_s if other.launch is not None else 0.0
                 self._end(other, grace_s, "the job's batch step is over")
 

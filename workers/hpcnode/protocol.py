@@ -160,13 +160,30 @@ class EndStep:
 class EndJob:
     """Leave nothing of this attempt (and of earlier ones) of the job on this node; no later launch of it may start.
 
-    Answered by JobGone.
+    With `signum` that is what its processes get instead of TERM at first (only its batch shell if `batch_only`), so that it
+    can save what it has; after `grace_s` comes KILL. Answered by JobGone.
     """
 
     incarnation: str
     job_id: int
     attempt: int
     grace_s: float
+    signum: int = 0
+    batch_only: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class SuspendJob:
+    """Have all processes of the job's attempt on this node stand still, or (`on` false) go on.
+
+    What is launched of it meanwhile is prepared and not released. Time limits do not run. Not answered; said again on
+    every connection. An attempt that is being ended goes on.
+    """
+
+    incarnation: str
+    job_id: int
+    attempt: int
+    on: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -417,8 +434,8 @@ class StepEnded:
 
 
 _MESSAGES = (
-    Hello, Launch, Go, SignalStep, EndStep, EndJob, Ack, Probe, ReadFile, Input, OutputAck, ToStream, CloseStream, Ping,
-    Welcome, Goodbye, Report, Condition, JobGone, Facts, FileData, Output, InputAck, FromStream, Pong,
+    Hello, Launch, Go, SignalStep, EndStep, EndJob, SuspendJob, Ack, Probe, ReadFile, Input, OutputAck, ToStream, CloseStream,
+    Ping, Welcome, Goodbye, Report, Condition, JobGone, Facts, FileData, Output, InputAck, FromStream, Pong,
     StepRequest, StepWaiting, StepStarted, StepSignal, StepEnded,
 )  # fmt: skip
 _BY_NAME: Dict[str, Type[Any]] = {cls.__name__: cls for cls in _MESSAGES}

@@ -27,6 +27,7 @@ from hpcnode.lease import LOOK_S, StepLease
 from hpcnode.loop import READ, Loop, Timer
 from hpcnode.relay import Relay
 from hpcnode.streams import untaken_limit
+from hpcnode.suspension import Suspension
 from hpcnode.task import READY, TaskPlan, run_task
 
 LINGER_S = 3600.0  # how long output waits for a reader that takes none of it
@@ -55,10 +56,12 @@ class Shepherd:
         self._final_told = False
         self._acknowledged = False
         self._cgroup = group  # of this process and its tasks
+        self._suspension = Suspension(loop, group)
         self._kernel_limits_memory = False
         self._memory_kills = 0
         self._ending_at_s: Optional[float] = None  # on the boot clock: when everything is killed
         self._end_timer: Optional[Timer] = None
+        self._told_to_end = False
         self._told: Set[int] = set()  # who got TERM
         self._kill_rounds = 0
         self._why = ""
@@ -199,7 +202,8 @@ class Shepherd:
     def _is_ready(self) -> bool:
         """Whether nothing but the release is missing."""
         ready = all(task.ready for task in self._tasks)
-        return ready and not self._released and self._final is None and self._ending_at_s is None
+        unhindered = not self._released and not self._suspension.on
+        return ready and unhindered and self._final is None and self._ending_at_s is None
 
     def _release_if_ready(self) -> None:
         if self._is_ready and self._may_go:
@@ -236,6 +240,7 @@ class Shepherd:
         os.close(self._release_fd)
         self.setting.faults.reached("released")
         self._relay.say(["started", self._started])
+        self._suspension.begin()
         self._set_limits()
 
     def _stream_to(self) -> Optional[Dict[str, Any]]:
@@ -263,8 +268,8 @@ class Shepherd:
         launch = self.launch
         if launch.limit_s is not None:
             if launch.signum and launch.signal_before_s > 0:
-                self.loop.later(max(0.0, launch.limit_s - launch.signal_before_s), self._warn)
-            self.loop.later(launch.limit_s, self._limit_reached)
+                self._suspension.after_run(max(0.0, launch.limit_s - launch.signal_before_s), self._warn)
+            self._suspension.after_run(launch.limit_s, self._limit_reached)
         if launch.mem_mib > 0 and not self._kernel_limits_memory:
             self.loop.later(limits.WATCH_S, self._watch_memory)
 
@@ -319,8 +324,15 @@ class Shepherd:
         """SIGTERM: the node is going down."""
         self._end(self.launch.grace_s, "the node told the shepherd to stop")
 
-    def _end(self, grace_s: float, why: str) -> None:
-        """TERM to everything, after the grace KILL; a second call can only shorten the grace."""
+    def _suspend(self, on: bool) -> None:
+        if not on:
+            self._suspension.go_on()
+            self._release_if_ready()
+        elif self._final is None and self._ending_at_s is None:
+            self._suspension.stop()
+
+    def _end(self, grace_s: float, why: str, signum: int = 0, batch_only: bool = False) -> None:
+        """TERM to everything (or `signum`, as `_signal`), after the grace KILL; a second call can only shorten the grace."""
         if self._final is not None:
             self._drop_output()
             return
@@ -329,9 +341,13 @@ class Shepherd:
             self._ending_at_s = 0.0
             self._over_before_release(protocol.BARRED)
             return
+        self._suspension.go_on()
         at_s = process.boot_clock_s() + grace_s
-        if self._ending_at_s is None and grace_s > 0:
+        if grace_s > 0 and not signum and not self._told_to_end:
+            self._told_to_end = True
             self._terminate(process.descendants([os.getpid()]))
+        elif signum and self._ending_at_s is None and (not batch_only or self.launch.step == protocol.BATCH):
+            self._signal(signum, batch_only)
         if self._ending_at_s is None or at_s < self._ending_at_s:
             self._ending_at_s = at_s
             if self._end_timer is not None:
@@ -490,9 +506,11 @@ class Shepherd:
 
     def _obey(self, words: List[Any]) -> None:
         if words[0] == "end":
-            self._end(words[1], words[2])
+            self._end(*words[1:5])
         elif words[0] == "signal":
             self._signal(words[1], words[2])
+        elif words[0] == "suspend":
+            self._suspend(words[1])
         elif words[0] == "go":
             self._may_go = True
             self._release_if_ready()

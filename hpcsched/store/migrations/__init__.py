@@ -9,6 +9,10 @@ from collections.abc import Callable
 
 from sqlalchemy import Connection
 
-from hpcsched.store.migrations import m0001_first, m0002_changes
+from hpcsched.store.migrations import m0001_first, m0002_changes, m0003_suspension
 
-MIGRATIONS: tuple[Callable[[Connection], None], ...] = (m0001_first.upgrade, m0002_changes.upgrade)
+MIGRATIONS: tuple[Callable[[Connection], None], ...] = (
+    m0001_first.upgrade,
+    m0002_changes.upgrade,
+    m0003_suspension.upgrade,
+)

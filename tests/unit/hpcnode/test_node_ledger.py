@@ -357,3 +357,29 @@ def test_whatever_happens_a_token_is_released_once_and_a_final_state_stays(moves
             if isinstance(message, protocol.Report) and message.status in ("ended", "lost", "refused"):
                 assert finals.setdefault(message.token, message.status) == message.status
     assert len(released) == len(set(released))
+
+
+def test_a_suspended_job_s_steps_are_all_told_also_those_that_come_later() -> None:
+    world = World()
+    first, other = world.launch(token(step="0")), world.launch(token(job=2, step="0"))
+    world.ledger.suspend_job(protocol.SuspendJob(INCARNATION, 1, 0, True))
+    second, newer = world.launch(token(step="1")), world.launch(token(job=3, attempt=1, step="0"))
+    assert world.shepherds.said == [(first, ["suspend", True]), (second, ["suspend", True])]
+    world.ledger.suspend_job(protocol.SuspendJob(INCARNATION, 1, 0, False))
+    world.launch(token(step="2"))
+    assert sorted(world.shepherds.said[2:]) == sorted([(first, ["suspend", False]), (second, ["suspend", False])])
+    assert {other, newer}.isdisjoint(text for text, _ in world.shepherds.said)
+
+
+def test_steps_that_were_to_save_what_they_have_are_ended_with_their_batch_step() -> None:
+    world = World()
+    batch, step = world.launch(token()), world.launch(token(step="0"), grace_s=7.0)
+    world.started(batch)
+    world.started(step)
+    world.ledger.end_job(protocol.EndJob(INCARNATION, 1, 0, 60.0, 10, True))
+    assert {(text, tuple(words)) for text, words in world.shepherds.said} == {
+        (batch, ("end", 60.0, "the job is over", 10, True)),
+        (step, ("end", 60.0, "the job is over", 10, True)),
+    }
+    world.ended(batch, code=75)
+    assert world.shepherds.said[2:] == [(step, ["end", 7.0, "the job's batch step is over"])]

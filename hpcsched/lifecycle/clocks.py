@@ -1,0 +1,71 @@
+"""What a job's clocks show: for how long an attempt has run, when its limit is up, what it is charged.
+
+Rules: time suspended counts against no limit and is charged to nobody, as in Slurm (scontrol(1): "The time a job is
+suspended will not count against a job's time limit"). What a job holds is charged node by node, from `Job.charged_until_s`
+(the allocation, if that is None) until the node is given back: so whoever changes what a job holds, or stops it,
+settles first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hpcsched.model.ids import NodeName
+from hpcsched.model.job import Job
+
+
+def suspended_s(job: Job, now_s: float) -> float:
+    """Return for how long the attempt has been suspended in all."""
+    before_s = job.suspended_s or 0.0
+    return before_s if job.suspended_at_s is None else before_s + max(0.0, now_s - job.suspended_at_s)
+
+
+def ran_s(job: Job, now_s: float) -> float:
+    """Return for how long the attempt has run until `now_s` (or had, when it ended), without the time it was suspended."""
+    if job.started_at_s is None:
+        return 0.0
+    return max(0.0, now_s - job.started_at_s - suspended_s(job, now_s))
+
+
+def limit_at_s(job: Job) -> float | None:
+    """Return when the attempt's time limit is up; None: it has none, or does not run now."""
+    if job.started_at_s is None or job.time_limit_s is None or job.suspended_at_s is not None:
+        return None
+    return job.started_at_s + (job.suspended_s or 0.0) + job.time_limit_s
+
+
+def stopped(job: Job, at_s: float) -> Job:
+    """Return the job with what it has run charged, and its clocks standing still."""
+    return replace(settled(job, at_s), suspended_at_s=at_s)
+
+
+def going_on(job: Job, at_s: float) -> Job:
+    """Return the job with its clocks going again; one that was not suspended stays as it is."""
+    if job.suspended_at_s is None:
+        return job
+    return replace(
+        job, suspended_s=suspended_s(job, at_s), suspended_at_s=None, suspended_for=None, charged_until_s=at_s
+    )
+
+
+def settled(job: Job, at_s: float) -> Job:
+    """Return the job with all that it holds charged until `at_s`."""
+    for node in job.held_nodes:
+        job = charged(job, node, at_s)
+    return replace(job, charged_until_s=at_s)
+
+
+def charged(job: Job, node: NodeName, at_s: float) -> Job:
+    """Return the job with what it holds of `node` charged until `at_s`: a fault changes when a node is given back,
+    never that every second until then is charged."""
+    since_s = job.charged_until_s if job.charged_until_s is not None else job.allocated_at_s
+    if node not in job.held_nodes or since_s is None or job.suspended_at_s is not None:
+        return job
+    share = next(share for share in job.shares if share.node == node)
+    held_s = max(0.0, at_s - since_s)
+    return replace(
+        job,
+        charged_cpu_s=job.charged_cpu_s + share.cpus * held_s,
+        charged_mem_mib_s=job.charged_mem_mib_s + share.mem_mib * held_s,
+        charged_gpu_s=job.charged_gpu_s + len(share.gpus) * held_s,
+    )

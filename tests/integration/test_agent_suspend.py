@@ -1,0 +1,162 @@
+"""Suspended steps: they stand still, their limit does not run, and they can be ended, also by an agent that came later."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from agent_client import INCARNATION, Controller, NodeUnderTest, new_token, running_node
+from waiting import wait_until
+
+from hpcnode import process, protocol
+
+AS_ROOT = os.geteuid() == 0
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix="hpcnode-test-", dir="/tmp"))
+    path.chmod(0o755)
+    (path / "work").mkdir()
+    (path / "work").chmod(0o777)
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.fixture(params=["own", pytest.param("nobody", marks=pytest.mark.skipif(not AS_ROOT, reason="needs root"))])
+def node(request: pytest.FixtureRequest, place: Path) -> Iterator[NodeUnderTest]:
+    """As root there are cgroups, as nobody there are none: both ways to stop a tree are tried."""
+    with running_node(place / "node", user="" if request.param == "own" else "nobody") as node:
+        yield node
+
+
+@pytest.fixture
+def work(place: Path) -> Path:
+    return place / "work"
+
+
+def suspend(controller: Controller, job: int, on: bool = True) -> None:
+    controller.send(protocol.SuspendJob(INCARNATION, job, 0, on))
+
+
+def pids(work: Path, count: int) -> list[int]:
+    def found() -> list[int] | None:
+        numbers = [int(word) for word in (work / "pids").read_text().split()] if (work / "pids").exists() else []
+        return numbers if len(numbers) >= count else None
+
+    return wait_until(found, what="the processes")
+
+
+def stands_still(pid: int) -> bool:
+    stat = process.read_stat(pid)
+    assert stat is not None
+    if stat.state == "T":
+        return True
+    groups = [line[3:] for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines() if line.startswith("0::")]
+    mounts = [line.split()[1] for line in Path("/proc/mounts").read_text().splitlines() if " cgroup2 " in line]
+    events = [Path(mounts[0] + group) / "cgroup.events" for group in groups if mounts and group != "/"]
+    return any("frozen 1" in path.read_text() for path in events)
+
+
+# Two processes, one of which detached itself; each can be seen to run by the file that it makes when it is asked to.
+SCRIPT = """
+setsid sh -c 'echo $$ >> pids; while [ ! -e ask ]; do sleep 0.02; done; touch other; sleep 100' &
+echo $$ >> pids; while [ ! -e ask ]; do sleep 0.02; done; touch shell; wait
+"""
+
+
+def test_a_suspended_job_stands_still_and_goes_on(node: NodeUnderTest, work: Path) -> None:
+    controller = Controller(node)
+    controller.launch(SCRIPT, token=new_token(job=3), work_dir=str(work))
+    both = pids(work, 2)
+    suspend(controller, 3)
+    wait_until(lambda: all(map(stands_still, both)), what="both to stand still")
+    suspend(controller, 3)
+    suspend(controller, 3, on=False)
+    wait_until(lambda: not any(map(stands_still, both)), what="both to go on")
+    (work / "ask").touch()
+    wait_until(lambda: (work / "shell").exists() and (work / "other").exists())
+
+
+def test_it_stands_still_for_as_long_as_it_takes_the_agent_notwithstanding(node: NodeUnderTest, work: Path) -> None:
+    controller = Controller(node)
+    token = controller.launch(SCRIPT, token=new_token(job=3), work_dir=str(work))
+    controller.wait_status(token, protocol.STARTED)
+    both = pids(work, 2)
+    suspend(controller, 3)
+    wait_until(lambda: all(map(stands_still, both)))
+    node.kill()
+    node.start()
+    again = Controller(node)
+    assert [report["status"] for report in again.welcome.inventory] == ["started"]
+    assert all(map(stands_still, both))
+    suspend(again, 3, on=False)
+    wait_until(lambda: not any(map(stands_still, both)), what="both to go on")
+
+
+def test_the_time_limit_does_not_run_meanwhile(node: NodeUnderTest, work: Path) -> None:
+    controller = Controller(node)
+    token = controller.launch(SCRIPT, token=new_token(job=3), work_dir=str(work), limit_s=1.0, grace_s=0.5)
+    both = pids(work, 2)
+    suspend(controller, 3)
+    wait_until(lambda: all(map(stands_still, both)))
+    clock = controller.launch(argv=["sleep", "100"], token=new_token(job=4, step="0"), limit_s=1.5, grace_s=0.5)
+    assert controller.final(clock).timed_out
+    assert [report.status for report in controller.reports(token)] == [protocol.STARTED]
+    suspend(controller, 3, on=False)
+    assert controller.final(token).timed_out
+
+
+def test_what_is_launched_in_a_suspended_job_waits_for_it(node: NodeUnderTest, work: Path) -> None:
+    controller = Controller(node)
+    controller.launch(SCRIPT, token=new_token(job=3), work_dir=str(work))
+    both = pids(work, 2)
+    suspend(controller, 3)
+    wait_until(lambda: all(map(stands_still, both)))
+    step = controller.launch(argv=["true"], token=new_token(job=3, step="0"), work_dir=str(work))
+    other = controller.launch(argv=["true"], token=new_token(job=4, step="0"))
+    assert controller.final(other).status == protocol.ENDED
+    assert [report.status for report in controller.reports(step)] == []
+    suspend(controller, 3, on=False)
+    assert controller.final(step).codes == [0]
+
+
+def test_a_suspended_job_that_is_ended_has_its_grace(node: NodeUnderTest, work: Path) -> None:
+    controller = Controller(node)
+    token = controller.launch(
+        "trap 'echo told >> out; exit 3' TERM; echo $$ >> pids; while :; do sleep 0.02; done",
+        token=new_token(job=3),
+        work_dir=str(work),
+    )
+    mine = pids(work, 1)
+    suspend(controller, 3)
+    wait_until(lambda: stands_still(mine[0]))
+    controller.send(protocol.EndJob(INCARNATION, 3, 0, 20.0))
+    assert controller.final(token).codes == [3]
+    assert (work / "out").read_text().split() == ["told"]
+
+
+@pytest.mark.parametrize("batch_only", [False, True])
+def test_a_job_is_ended_by_the_signal_that_lets_it_save_what_it_has(
+    node: NodeUnderTest, work: Path, batch_only: bool
+) -> None:
+    controller = Controller(node)
+    trap = "trap 'echo {0} >> out; exit 75' USR1; touch {0}; while :; do sleep 0.02; done"
+    batch = controller.launch(trap.format("shell"), token=new_token(job=3), work_dir=str(work))
+    step = controller.launch(
+        argv=["sh", "-c", trap.format("step")], token=new_token(job=3, step="0"), work_dir=str(work), grace_s=0.2
+    )
+    wait_until(lambda: (work / "shell").exists() and (work / "step").exists())
+    order = protocol.EndJob(INCARNATION, 3, 0, 20.0 if batch_only else 2.0, signal.SIGUSR1, batch_only)
+    controller.send(order)
+    ended = controller.final(batch)
+    if batch_only:  # the step is told when the script is over, as ever
+        assert (ended.codes, (work / "out").read_text().split()) == ([75], ["shell"])
+    else:  # the shell does not get it, its steps and children do; then KILL
+        assert (ended.signals, (work / "out").read_text().split()) == ([signal.SIGKILL], ["step"])
+        assert controller.final(step).codes == [75]
