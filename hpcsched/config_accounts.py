@@ -99,12 +99,12 @@ def _check_accounts(path: Path, accounting: Accounting) -> None:
         where = f"[accounts.{account.name}]"
         if account.parent:
             _must_be(path, f"{where} parent", account.parent, names, "account")
-        seen = {account.name}
+        seen = [account.name]
         above = accounting.account(account.parent)
         while above is not None:
             if above.name in seen:
                 raise ConfigError(f"cannot use {path}: {where} is its own ancestor: {' in '.join([*seen, above.name])}")
-            seen.add(above.name)
+            seen.append(above.name)
             above = accounting.account(above.parent)
 
 

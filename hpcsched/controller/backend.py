@@ -31,7 +31,6 @@ from hpcsched.model.spec import JobSpec
 from hpcsched.model.units import parse_signal
 from hpcsched.sched.explain import explain, in_words
 from hpcsched.sched.plan import plan
-from hpcsched.sched.snapshot import snapshot_of
 from hpcsched.shareprobe import PROBE_BYTES, is_probe_name
 from hpcsched.store.backup import back_up
 from hpcsched.store.store import HistoryQuery
@@ -123,7 +122,7 @@ class ControllerBackend:
         )
         world = self._world
         made = plan(
-            snapshot_of([*world.jobs_to_plan(), job], world.nodes.values(), world.partitions.values(), now_s),
+            self._controller.snapshot([*world.jobs_to_plan(), job], now_s),
             self._controller.policy,
         )
         for start in made.starts:
@@ -203,7 +202,7 @@ class ControllerBackend:
         }
         if job.state is JobState.PENDING:
             world, now_s, policy = self._world, self._clock(), self._controller.policy
-            snapshot = snapshot_of(world.jobs_to_plan(), world.nodes.values(), world.partitions.values(), now_s)
+            snapshot = self._controller.snapshot(world.jobs_to_plan(), now_s)
             found = explain(snapshot, policy, plan(snapshot, policy), job.id)
             if found is not None:
                 answer |= {

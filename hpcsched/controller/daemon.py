@@ -272,5 +272,9 @@ def policy_of(config: Config) -> Policy:
         weight_age=scheduler.weights.age,
         weight_partition=scheduler.weights.partition,
         weight_size=scheduler.weights.size,
+        weight_fairshare=scheduler.weights.fairshare,
+        weight_qos=scheduler.weights.qos,
+        weight_assoc=scheduler.weights.assoc,
+        weights_tres=scheduler.weights.tres,
         age_max_s=scheduler.age_max_s,
     )

@@ -10,11 +10,12 @@ state and asked for again at the next start; a crash before it loses only what n
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
 
 from hpcnode import protocol
 from hpcsched.controller import messages, reports
+from hpcsched.controller.books import Books
 from hpcsched.controller.requests import SignalJob, miss_node, note_condition
 from hpcsched.controller.silence import Silences, end_silent
 from hpcsched.errors import HpcschedError, ProtocolError, UnavailableError
@@ -27,7 +28,7 @@ from hpcsched.model.node import Link
 from hpcsched.sched.eligible import Wait
 from hpcsched.sched.plan import Plan, Start, plan
 from hpcsched.sched.policy import Policy
-from hpcsched.sched.snapshot import SnapshotCache, snapshot_of
+from hpcsched.sched.snapshot import Snapshot, SnapshotCache, snapshot_of
 from hpcsched.store.store import Store
 from hpcsched.store.world import Transaction, World
 
@@ -94,6 +95,7 @@ class Controller:
         self.last_plan: Plan | None = None
         self._ports = ports
         self._views = SnapshotCache()
+        self._books = Books(world)
         # (node, incarnation, job) -> the highest attempt there that is being ended
         self.strays: dict[tuple[NodeName, str, int], int] = {}
         self._silences = Silences(ports.monotonic_s)
@@ -347,8 +349,7 @@ class Controller:
         world = self.world
         held_back = self._held_back()
         jobs = [job for job in world.jobs_to_plan() if job.id not in held_back]
-        snapshot = snapshot_of(jobs, world.nodes.values(), world.partitions.values(), tx.now_s, self._views)
-        self.last_plan = plan(snapshot, self.policy)
+        self.last_plan = plan(self.snapshot(jobs, tx.now_s, self._views), self.policy)
         for start in self.last_plan.starts:
             self._start(tx, self.world.jobs[start.job_id], start)
         self._note_waits(tx, self.last_plan)
@@ -424,9 +425,16 @@ class Controller:
             elif self.world.jobs[job_id].eligible_at_s is None and wait.reason in ELIGIBLE:
                 tx.record(BecameEligible(job_id=job_id, at_s=tx.now_s))
 
+    def snapshot(self, jobs: Iterable[Job], now_s: float, cache: SnapshotCache | None = None) -> Snapshot:
+        """Return the world with these `jobs` as a plan sees it."""
+        world = self.world
+        ledger = self._books.ledger(now_s, fairshare=bool(self.policy.weight_fairshare))
+        return snapshot_of(jobs, world.nodes.values(), world.partitions.values(), now_s, cache, ledger)
+
     def reconfigured(self) -> None:
         """Forget what was derived from the old configuration, and plan anew."""
         self._views = SnapshotCache()
+        self._books.forget()
         self.replan()
 
     def replan(self) -> None:
@@ -463,3 +471,4 @@ def load_world(world: World, store: Store, now_s: float) -> None:
     world.last_job_id, world.last_spec_id = store.last_ids()
     for job in store.load_jobs(now_s - world.config.controller.min_job_age_s):
         world.put(job)
+    world.usage = {used.key: used for used in store.load_usage()}

@@ -40,6 +40,10 @@ class Policy:
     weight_age: int = 1_000
     weight_partition: int = 1_000
     weight_size: int = 0
+    weight_fairshare: int = 0
+    weight_qos: int = 0
+    weight_assoc: int = 0
+    weights_tres: tuple[tuple[str, float], ...] = ()
     favor_small: bool = False  # the size factor grows as the job gets smaller
     age_max_s: float = 7 * 86400.0  # waiting longer than this adds nothing
     default_time_limit_s: int = 365 * 86400  # what a job without any limit is taken to need

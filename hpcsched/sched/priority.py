@@ -1,18 +1,27 @@
 """The order in which waiting jobs are looked at: partition tier, priority, submit time, id.
 
-The priority has the shape of Slurm's multifactor plugin: an integer, the sum of weighted factors in 0..1 minus nice. Age,
-partition and size count today; `Breakdown` has a place for the others. A fixed priority replaces the sum, 0 holds the job.
-Source: priority_multifactor.html of Slurm's documentation.
+The priority is that of Slurm's multifactor plugin: an integer, the sum of weighted factors in 0..1 minus nice.
+
+    age         how long only other jobs were in its way, of age_max_s      fair-share  see `fairshare`
+    size        the part of all cpus that it asks for                      partition   its tier, of the highest
+    QOS         its priority, of the highest                               association that of the user or account, alike
+    TRES        for each resource with a weight the part of all that it asks for
+    site        the same for all
+
+A fixed priority replaces the sum, 0 holds the job. Source: priority_multifactor.html of Slurm's documentation.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from operator import itemgetter
 
+from hpcsched.model.accounting import NO_ACCOUNTING, Accounting, Association
 from hpcsched.model.node import Partition
 from hpcsched.sched.policy import Policy
 from hpcsched.sched.snapshot import PendingJob, Snapshot
+from hpcsched.sched.tres import all_of, least_of
 
 HIGHEST = 2**32 - 1
 
@@ -31,16 +40,20 @@ class Breakdown:
     qos: int = 0
     tres: int = 0
     nice: int = 0
+    factors: tuple[tuple[str, float], ...] = ()  # as they were before their weights, 0..1, by the names above
     fixed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """What the factors are measured against: the machine's size and the highest tier of a partition."""
+    """What the factors are measured against: the machine's size, the highest tier of a partition, the ledger."""
 
     now_s: float
     cpus: int
     highest_tier: int
+    whole: Mapping[str, float] = field(default_factory=dict)
+    fairshare: Mapping[Association, float] = field(default_factory=dict)
+    accounting: Accounting = NO_ACCOUNTING
 
 
 def scale_of(snapshot: Snapshot) -> Scale:
@@ -49,21 +62,43 @@ def scale_of(snapshot: Snapshot) -> Scale:
         now_s=snapshot.now_s,
         cpus=max(1, sum(node.cpus for node in snapshot.nodes)),
         highest_tier=max((part.priority_tier for part in snapshot.partitions.values()), default=1) or 1,
+        whole=all_of(snapshot.nodes),
+        fairshare=dict(snapshot.ledger.fairshare),
+        accounting=snapshot.ledger.accounting,
     )
 
 
 def breakdown_of(job: PendingJob, partition: Partition | None, scale: Scale, policy: Policy) -> Breakdown:
     """Return the priority of `job` and what it is made of."""
+    since_s = job.since_s if job.since_s is not None else waiting_since_s(job)
+    tres = _tres(job, scale, policy)
+    factors = {
+        "age": min(1.0, max(0.0, scale.now_s - since_s) / policy.age_max_s),
+        "partition": max(0, partition.priority_tier if partition is not None else 0) / scale.highest_tier,
+        "size": _size(job, scale, policy),
+        "fairshare": _fairshare(job, scale),
+        "qos": _qos(job, scale),
+        "assoc": _assoc(job, scale),
+        **{name: part for name, _, part in tres},
+    }
     if job.priority_set is not None:
         return Breakdown(total=job.priority_set, fixed=True)
-    since_s = job.since_s if job.since_s is not None else waiting_since_s(job)
-    age = int(policy.weight_age * min(1.0, max(0.0, scale.now_s - since_s) / policy.age_max_s))
-    tier = partition.priority_tier if partition is not None else 0
-    part = int(policy.weight_partition * max(0, tier) / scale.highest_tier)
-    size = int(policy.weight_size * _size(job, scale, policy)) if policy.weight_size else 0
-    total = policy.weight_site + age + part + size - job.nice
+    parts = {
+        "age": int(policy.weight_age * factors["age"]),
+        "partition": int(policy.weight_partition * factors["partition"]),
+        "size": int(policy.weight_size * factors["size"]),
+        "fairshare": int(policy.weight_fairshare * factors["fairshare"]),
+        "qos": int(policy.weight_qos * factors["qos"]),
+        "assoc": int(policy.weight_assoc * factors["assoc"]),
+        "tres": sum(int(weight * part) for _, weight, part in tres),
+    }
+    total = policy.weight_site + sum(parts.values()) - job.nice
     return Breakdown(
-        total=min(HIGHEST, max(1, total)), site=policy.weight_site, age=age, partition=part, size=size, nice=job.nice
+        total=min(HIGHEST, max(1, total)),
+        site=policy.weight_site,
+        nice=job.nice,
+        factors=tuple(factors.items()),
+        **parts,
     )
 
 
@@ -75,7 +110,7 @@ def waiting_since_s(job: PendingJob) -> float:
 
 
 def priority_of(job: PendingJob, part: int, scale: Scale, policy: Policy) -> int:
-    """Return `breakdown_of(...).total`, quicker: `part` is the weighted factor of the job's partition."""
+    """Return `breakdown_of(...).total`, quicker: `part` has the weighted factors of partition and ledger (see `_shared`)."""
     if job.priority_set is not None:
         return job.priority_set
     since_s = job.since_s
@@ -85,6 +120,8 @@ def priority_of(job: PendingJob, part: int, scale: Scale, policy: Policy) -> int
     total = policy.weight_site + int(policy.weight_age * (0.0 if age < 0.0 else 1.0 if age > 1.0 else age)) + part
     if policy.weight_size:
         total += int(policy.weight_size * _size(job, scale, policy))
+    if policy.weights_tres:
+        total += sum(int(weight * part) for _, weight, part in _tres(job, scale, policy))
     total -= job.nice
     return HIGHEST if total > HIGHEST else 1 if total < 1 else total
 
@@ -94,19 +131,70 @@ def in_order(
 ) -> list[PendingJob]:
     """Return `jobs` in the order in which they are looked at."""
     tiers = {name: part.priority_tier for name, part in partitions.items()}
-    parts = {name: int(policy.weight_partition * max(0, tier) / scale.highest_tier) for name, tier in tiers.items()}
-    keyed = [
-        (
-            -tiers.get(job.partition, 0),
-            -priority_of(job, parts.get(job.partition, 0), scale, policy),
-            job.submitted_at_s,
-            job.id,
-            job,
-        )
-        for job in jobs
-    ]
-    keyed.sort(key=lambda item: item[:4])
+    shared: dict[tuple[str, str, str, str], int] = {}
+    keyed = []
+    for job in jobs:
+        whose = (job.partition, job.account, job.user, job.qos)
+        part = shared.get(whose)
+        if part is None:
+            part = shared[whose] = _shared(job, tiers.get(job.partition, 0), scale, policy)
+        rank = -priority_of(job, part, scale, policy)
+        keyed.append((-tiers.get(job.partition, 0), rank, job.submitted_at_s, job.id, job))
+    keyed.sort(key=_ORDER)
     return [item[4] for item in keyed]
+
+
+_ORDER = itemgetter(0, 1, 2, 3)
+
+
+def _shared(job: PendingJob, tier: int, scale: Scale, policy: Policy) -> int:
+    """Return the weighted factors that all jobs of one user, account, QOS and partition have alike."""
+    part = int(policy.weight_partition * (max(0, tier) / scale.highest_tier))
+    if policy.weight_fairshare:
+        part += int(policy.weight_fairshare * _fairshare(job, scale))
+    if policy.weight_qos:
+        part += int(policy.weight_qos * _qos(job, scale))
+    if policy.weight_assoc:
+        part += int(policy.weight_assoc * _assoc(job, scale))
+    return part
+
+
+def _fairshare(job: PendingJob, scale: Scale) -> float:
+    """Return the association's factor; who has not been seen yet has used nothing."""
+    if not scale.fairshare:
+        return 0.0
+    return scale.fairshare.get(scale.accounting.association_of(job.user, job.account), 1.0)
+
+
+def _qos(job: PendingJob, scale: Scale) -> float:
+    qos = scale.accounting.quality(job.qos)
+    highest = max((each.priority for each in scale.accounting.qos), default=0)
+    return qos.priority / highest if qos is not None and highest else 0.0
+
+
+def _assoc(job: PendingJob, scale: Scale) -> float:
+    """Return the priority of the user, else of the account, as a part of the highest that there is."""
+    accounting = scale.accounting
+    rules, account = accounting.rules(job.user), accounting.account(job.account)
+    own = account.priority if account is not None else 0
+    if rules is not None and rules.priority is not None:
+        own = rules.priority
+    highest = max(
+        max((each.priority for each in accounting.accounts), default=0),
+        max((each.priority or 0 for each in accounting.users), default=0),
+    )
+    return own / highest if highest else 0.0
+
+
+def _tres(job: PendingJob, scale: Scale, policy: Policy) -> list[tuple[str, float, float]]:
+    """Return the resources with a weight: name, weight, and the part of the cluster's that the job asks for."""
+    if not policy.weights_tres:
+        return []
+    asked = least_of(job.request.shape)
+    return [
+        (name, weight, min(1.0, asked.get(name, 0) / scale.whole[name]) if scale.whole.get(name) else 0.0)
+        for name, weight in policy.weights_tres
+    ]
 
 
 def _size(job: PendingJob, scale: Scale, policy: Policy) -> float:

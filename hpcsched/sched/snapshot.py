@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from hpcsched.lifecycle.clocks import suspended_s
+from hpcsched.model.accounting import NO_ACCOUNTING, Accounting, Association
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import ACTIVE, Hold, Job, JobState
 from hpcsched.model.node import Link, Node, Partition
@@ -19,6 +20,7 @@ from hpcsched.model.spec import Dependency, DependencyKind, JobSpec
 from hpcsched.model.units import UNLIMITED_S
 from hpcsched.sched.features import matches
 from hpcsched.sched.request import Request, Shape, request_of, time_limit_in
+from hpcsched.sched.usage import Used
 
 _ON_ITS_WAY = frozenset({JobState.CONFIGURING, JobState.RUNNING, JobState.SUSPENDED})
 
@@ -52,6 +54,11 @@ class RunningJob:
     array_job_id: JobId | None = None
     uid: int = 0
     name: str = ""
+    user: str = ""
+    account: str = ""
+    qos: str = ""
+    partition: str = ""
+    licenses: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +85,10 @@ class PendingJob:
     deadline_at_s: float | None = None
     reservation: str = ""
     others: tuple[PendingJob, ...] = ()  # the same job in the other partitions that it asked for
+    user: str = ""
+    account: str = ""
+    qos: str = ""
+    licenses: tuple[tuple[str, int], ...] = ()
     free_to_go: bool = True  # neither hold, begin time, dependency nor array limit: no need to look at them
 
 
@@ -93,6 +104,21 @@ class JobFact:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Ledger:
+    """Accounts, limits and licences, and what has been used. `fairshare` has the associations' factors, 0..1, best first.
+
+    `used`: what was given back, as it counts now; what runs is not in it.
+    """
+
+    accounting: Accounting = NO_ACCOUNTING
+    fairshare: tuple[tuple[Association, float], ...] = ()
+    used: tuple[Used, ...] = ()
+
+
+NO_LEDGER = Ledger()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
     """All that a plan depends on, besides the policy. `facts` has the jobs that waiting jobs depend on, by job or array id."""
 
@@ -102,6 +128,7 @@ class Snapshot:
     running: tuple[RunningJob, ...] = ()
     pending: tuple[PendingJob, ...] = ()
     facts: Mapping[int, tuple[JobFact, ...]] = field(default_factory=lambda: MappingProxyType({}))
+    ledger: Ledger = NO_LEDGER
 
 
 class SnapshotCache:
@@ -150,6 +177,7 @@ def snapshot_of(
     partitions: Iterable[Partition],
     now_s: float,
     cache: SnapshotCache | None = None,
+    ledger: Ledger = NO_LEDGER,
 ) -> Snapshot:
     """Return the world at `now_s`.
 
@@ -180,6 +208,7 @@ def snapshot_of(
         running=tuple(running),
         pending=pending,
         facts=_facts(jobs, pending),
+        ledger=ledger,
     )
 
 
@@ -234,6 +263,10 @@ def _pending_in(job: Job, partitions: Mapping[str, Partition], name: str, cache:
         name=job.spec.name,
         deadline_at_s=job.deadline_at_s,
         reservation=job.reservation,
+        user=job.user,
+        account=job.spec.account,
+        qos=job.spec.qos,
+        licenses=job.spec.licenses,
         free_to_go=not (
             job.hold is not Hold.NONE
             or job.priority_set == 0
@@ -271,6 +304,11 @@ def running_job(job: Job, partitions: Mapping[str, Partition], default: str, now
         array_job_id=job.array_job_id,
         uid=job.uid,
         name=job.spec.name,
+        user=job.user,
+        account=job.spec.account,
+        qos=job.spec.qos,
+        partition=job.partition or job.spec.partition or default,
+        licenses=job.spec.licenses,
     )
 
 

@@ -11,6 +11,7 @@ from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import ExitStatus, Hold, Job, JobState, Reason
 from hpcsched.model.node import Node
 from hpcsched.model.spec import JobSpec
+from hpcsched.sched.usage import Used
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,3 +175,20 @@ def step_of(row: Any) -> StepRow:
     """Return the step of a row of table `steps`."""
     values = {name: getattr(row, name) for name in StepRow.__dataclass_fields__}
     return StepRow(**values | {"nodes": tuple(json.loads(row.nodes))})
+
+
+def usage_row(used: Used) -> dict[str, Any]:
+    """Return the row of table `usage`."""
+    return {
+        "account": used.account,
+        "user": used.user,
+        "qos": used.qos,
+        "at_s": used.at_s,
+        "amounts": json.dumps(dict(used.amounts)),
+    }
+
+
+def used_of(row: Any) -> Used:
+    """Return what a row of table `usage` says."""
+    amounts = tuple((name, float(amount)) for name, amount in json.loads(row.amounts).items())
+    return Used(account=row.account, user=row.user, qos=row.qos, at_s=row.at_s, amounts=amounts)

@@ -133,3 +133,13 @@ requests = Table(
     Column("job_ids", Text, nullable=False),
     Column("at_s", Float, nullable=False),
 )
+
+usage = Table(
+    "usage",
+    metadata,
+    Column("account", Text, primary_key=True),
+    Column("user", Text, primary_key=True),
+    Column("qos", Text, primary_key=True),
+    Column("at_s", Float, nullable=False),
+    Column("amounts", Text, nullable=False),
+)

@@ -21,9 +21,10 @@ from hpcsched.model.codec import spec_from_json, spec_to_json
 from hpcsched.model.job import FINAL, Job
 from hpcsched.model.node import Node
 from hpcsched.model.spec import JobSpec
+from hpcsched.sched.usage import Used
 from hpcsched.store import schema
 from hpcsched.store.engine import reading, writing
-from hpcsched.store.rows import StepRow, job_of, job_row, node_row, step_of, step_row
+from hpcsched.store.rows import StepRow, job_of, job_row, node_row, step_of, step_row, usage_row, used_of
 
 
 @dataclass(slots=True)
@@ -36,10 +37,12 @@ class Batch:
     events: list[Event] = field(default_factory=list)
     nodes: dict[str, Node] = field(default_factory=dict)
     steps: dict[tuple[int, int, str], StepRow] = field(default_factory=dict)
+    usage: dict[tuple[str, str, str], Used] = field(default_factory=dict)
     requests: list[tuple[int, str, list[int], float]] = field(default_factory=list)  # uid, request id, job ids, at_s
 
     def __bool__(self) -> bool:
-        return bool(self.specs or self.jobs or self.events or self.nodes or self.steps or self.requests)
+        changed = self.specs or self.jobs or self.events or self.nodes or self.steps or self.usage or self.requests
+        return bool(changed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +88,7 @@ class Store:
         self._put_jobs = _Rows(engine, _upsert(schema.jobs, ["id"]), _names(schema.jobs))
         self._put_events = _Rows(engine, insert(schema.events), ("at_s", "job_id", "kind", "data"))
         self._put_node = _upsert(schema.nodes, ["name"])
+        self._put_usage = _upsert(schema.usage, ["account", "user", "qos"])
         self._put_step = _upsert(schema.steps, ["job_id", "attempt", "step"])
 
     def commit(self, batch: Batch) -> None:
@@ -104,6 +108,8 @@ class Store:
                 connection.execute(self._put_node, [node_row(node) for node in batch.nodes.values()])
             if batch.steps:
                 connection.execute(self._put_step, [step_row(step) for step in batch.steps.values()])
+            if batch.usage:
+                connection.execute(self._put_usage, [usage_row(used) for used in batch.usage.values()])
             if batch.requests:
                 connection.execute(
                     insert(schema.requests),
@@ -163,6 +169,11 @@ class Store:
         """Return the stored part of each node, by name (see `rows.node_row`)."""
         with reading(self._engine) as connection:
             return {row.name: row for row in connection.execute(select(schema.nodes))}
+
+    def load_usage(self) -> list[Used]:
+        """Return what has been charged so far."""
+        with reading(self._engine) as connection:
+            return [used_of(row) for row in connection.execute(select(schema.usage))]
 
     def load_steps(self, job_ids: Iterable[int]) -> list[StepRow]:
         """Return the steps of these jobs, all attempts, in order."""

@@ -18,6 +18,7 @@ from hpcsched.model.job import ACTIVE, FINAL, Job, JobState
 from hpcsched.model.node import Node, Partition
 from hpcsched.model.spec import JobSpec
 from hpcsched.sched.eligible import Wait
+from hpcsched.sched.usage import Used, at, charge_of, plus, weights_of
 from hpcsched.store.rows import StepRow
 from hpcsched.store.store import Batch
 
@@ -38,8 +39,14 @@ class World:
     waits: dict[JobId, Wait] = field(default_factory=dict)
     last_job_id: int = 0
     last_spec_id: int = 0
+    usage: dict[tuple[str, str, str], Used] = field(default_factory=dict)  # what was given back, charged
     silent_since_s: dict[NodeName, float] = field(default_factory=dict)  # of nodes that are not connected: an estimate
     restored_last_id: int = 0  # of a database restored from a backup: the highest id in it
+
+    def gpu_types(self, job: Job) -> dict[NodeName, dict[int, str]]:
+        """Return the types of the GPUs of the nodes where `job` has some, by index."""
+        nodes = [self.nodes[share.node] for share in job.shares if share.gpus and share.node in self.nodes]
+        return {node.name: {gpu.index: gpu.type for gpu in node.spec.gpus} for node in nodes}
 
     def is_former(self, job: Job) -> bool:
         """Return whether the job was launched before the database was restored, and not since."""
@@ -135,6 +142,7 @@ class Transaction:
         self.batch = Batch()
         self._jobs_before: dict[JobId, Job | None] = {}
         self._nodes_before: dict[NodeName, Node] = {}
+        self._usage_before: dict[tuple[str, str, str], Used | None] = {}
         self._ids_before = (world.last_job_id, world.last_spec_id)
 
     def record(self, event: Event) -> Job:
@@ -143,6 +151,7 @@ class Transaction:
         if job is None:
             raise InvariantError(f"cannot record {type(event).__name__}: there is no job {event.job_id}")
         changed = apply(job, event)
+        self._charge(job, changed, event.at_s)
         self._put(changed)
         self.batch.events.append(event)
         return changed
@@ -202,6 +211,11 @@ class Transaction:
             else:
                 self.world.put(job)
         self.world.nodes.update(self._nodes_before)
+        for key, used in self._usage_before.items():
+            if used is None:
+                del self.world.usage[key]
+            else:
+                self.world.usage[key] = used
         self.world.last_job_id, self.world.last_spec_id = self._ids_before
 
     def savepoint(self) -> Transaction:
@@ -214,6 +228,9 @@ class Transaction:
             self._jobs_before.setdefault(job_id, job)
         for name, node in inner._nodes_before.items():
             self._nodes_before.setdefault(name, node)
+        for key, used in inner._usage_before.items():
+            self._usage_before.setdefault(key, used)
+        self.batch.usage |= inner.batch.usage
         self.batch.specs |= inner.batch.specs
         self.batch.jobs |= inner.batch.jobs
         self.batch.arrays += inner.batch.arrays
@@ -221,6 +238,20 @@ class Transaction:
         self.batch.nodes |= inner.batch.nodes
         self.batch.steps |= inner.batch.steps
         self.batch.requests += inner.batch.requests
+
+    def _charge(self, before: Job, after: Job, at_s: float) -> None:
+        """Charge what the job gave back, if it did, to its user, account and QOS: in this very commit, so once."""
+        if after.charged_cpu_s == before.charged_cpu_s and after.charged_mem_mib_s == before.charged_mem_mib_s:
+            return
+        world, accounting = self.world, self.world.config.accounting
+        weights = weights_of(accounting, world.partitions.get(before.partition))
+        amounts = charge_of(before, after, at_s, accounting, weights, world.gpu_types(before))
+        account, user = accounting.association_of(before.user, before.spec.account)
+        key = (account, user, before.spec.qos)
+        known = world.usage.get(key)
+        self._usage_before.setdefault(key, known)
+        used = known or Used(account=account, user=user, qos=before.spec.qos, at_s=at_s)
+        world.usage[key] = self.batch.usage[key] = plus(at(used, at_s, accounting.half_life_s), amounts)
 
     def _put(self, job: Job) -> None:
         self._jobs_before.setdefault(job.id, self.world.jobs.get(job.id))

@@ -1,0 +1,88 @@
+"""Jobs' resources in Slurm's names (TRES): what a request asks for at the least, what shares hold, what there is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from hpcsched.model.accounting import BILLING, CPU, GPU, LICENSE, MEM, NODE
+from hpcsched.model.ids import NodeName
+from hpcsched.model.resources import ANY_GPU, Share
+from hpcsched.sched.request import GpuCounts, Shape
+from hpcsched.sched.snapshot import NodeView
+
+MIB_PER_GIB = 1024
+Held = dict[str, float]
+Licenses = tuple[tuple[str, int], ...]
+
+
+def least_of(shape: Shape, licenses: Licenses = ()) -> Held:
+    """Return what a job of `shape` will have at the very least."""
+    tasks = shape.ntasks if shape.ntasks is not None else shape.tasks_min * shape.nodes_min
+    cpus = tasks * shape.cpus_per_task
+    held: Held = {NODE: shape.nodes_min, CPU: cpus, MEM: 0.0}
+    if shape.mem_per_node_mib is not None:
+        held[MEM] = shape.mem_per_node_mib * shape.nodes_min
+    elif shape.mem_per_cpu_mib is not None:
+        held[MEM] = shape.mem_per_cpu_mib * cpus
+    _add_gpus(held, shape.gpus_per_node, shape.nodes_min)
+    if not shape.gpus_per_node:
+        _add_gpus(held, shape.gpus_per_task, tasks)
+        if not shape.gpus_per_task:
+            _add_gpus(held, shape.gpus_total, 1)
+    _add_licenses(held, licenses)
+    return held
+
+
+def held_by(shares: Iterable[Share], nodes: Mapping[NodeName, NodeView], licenses: Licenses = ()) -> Held:
+    """Return what a job with these shares has; of nodes that are not known the GPUs have no type."""
+    held: Held = {NODE: 0, CPU: 0, MEM: 0}
+    for share in shares:
+        held[NODE] += 1
+        held[CPU] += share.cpus
+        held[MEM] += share.mem_mib
+        if share.gpus:
+            held[GPU] = held.get(GPU, 0) + len(share.gpus)
+            node = nodes.get(share.node)
+            for gpu in node.gpus if node is not None else ():
+                if gpu.index in share.gpus:
+                    name = f"{GPU}:{gpu.type.lower()}"
+                    held[name] = held.get(name, 0) + 1
+    _add_licenses(held, licenses)
+    return held
+
+
+def all_of(nodes: Iterable[NodeView]) -> Held:
+    """Return what the nodes have together."""
+    nodes = tuple(nodes)
+    whole: Held = {NODE: len(nodes), CPU: sum(n.cpus for n in nodes), MEM: sum(n.mem_mib for n in nodes)}
+    for node in nodes:
+        for gpu in node.gpus:
+            for name in (GPU, f"{GPU}:{gpu.type.lower()}"):
+                whole[name] = whole.get(name, 0) + 1
+    return whole
+
+
+def billing_of(held: Mapping[str, float], weights: Mapping[str, float]) -> float:
+    """Return what a second of `held` is charged."""
+    total = held.get(CPU, 0) * weights.get(CPU, 0.0) + held.get(MEM, 0) / MIB_PER_GIB * weights.get(MEM, 0.0)
+    typed = {name: weight for name, weight in weights.items() if name.startswith(GPU + ":")}
+    plain = held.get(GPU, 0) - sum(held.get(name, 0) for name in typed)
+    return total + plain * weights.get(GPU, 0.0) + sum(held.get(name, 0) * weight for name, weight in typed.items())
+
+
+def with_billing(held: Held, weights: Mapping[str, float]) -> Held:
+    """Return `held` with what a second of it is charged."""
+    return held | {BILLING: billing_of(held, weights)}
+
+
+def _add_gpus(held: Held, counts: GpuCounts, times: int) -> None:
+    for kind, count in counts:
+        held[GPU] = held.get(GPU, 0) + count * times
+        if kind != ANY_GPU:
+            name = f"{GPU}:{kind.lower()}"
+            held[name] = held.get(name, 0) + count * times
+
+
+def _add_licenses(held: Held, licenses: Licenses) -> None:
+    for name, count in licenses:
+        held[LICENSE + name] = count

@@ -1,0 +1,150 @@
+"""What jobs use is charged once, to whom it belongs, and is on disk with the event that gave it back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from unit.controller.world import BOB, ROOT, Cluster
+
+from hpcsched.controller import suspension
+from hpcsched.controller.books import Books, charged, used_now
+from hpcsched.controller.tick import load_world
+from hpcsched.errors import UnavailableError
+from hpcsched.model.accounting import Account, Accounting, Qos
+from hpcsched.model.ids import JobId
+
+HALF_LIFE_S = 1000.0
+LAB = Accounting(
+    accounts=(Account(name="physics", users=("ann",)), Account(name="guests", users=("*",))),
+    qos=(Qos(name="normal"), Qos(name="double", usage_factor=2.0)),
+    half_life_s=HALF_LIFE_S,
+)
+
+
+def with_accounts(cluster: Cluster, accounting: Accounting = LAB) -> Cluster:
+    cluster.world.config = replace(cluster.world.config, accounting=accounting)
+    return cluster
+
+
+def billed(cluster: Cluster) -> dict[tuple[str, str], float]:
+    return charged(cluster.world, cluster.now_s)
+
+
+def whole_life(cluster: Cluster, job: JobId, lasting_s: float) -> None:
+    cluster.run(job)
+    cluster.tick(lasting_s)
+    cluster.end(job)
+
+
+def test_a_job_is_charged_as_it_runs_and_its_end_changes_nothing() -> None:
+    cluster = with_accounts(Cluster("n1"), replace(LAB, half_life_s=None))
+    job = cluster.submit(nodes_min=1, ntasks=2)
+    cluster.run(job)
+    cluster.tick(100.0)
+    assert billed(cluster) == {("physics", "ann"): pytest.approx(200.0)}
+    assert cluster.world.usage == {}
+    cluster.end(job)
+    assert billed(cluster) == {("physics", "ann"): pytest.approx(200.0)}
+    cluster.tick(1e6)
+    assert billed(cluster) == {("physics", "ann"): pytest.approx(200.0)}
+
+
+def test_usage_halves_in_one_half_life() -> None:
+    cluster = with_accounts(Cluster("n1"))
+    whole_life(cluster, cluster.submit(), 10.0)
+    before = billed(cluster)[("physics", "ann")]
+    cluster.tick(HALF_LIFE_S)
+    assert billed(cluster)[("physics", "ann")] == pytest.approx(before / 2, rel=1e-9)
+
+
+def test_users_accounts_and_qos_have_rows_of_their_own() -> None:
+    cluster = with_accounts(Cluster("n1", "n2"), replace(LAB, half_life_s=None))
+    whole_life(cluster, cluster.submit(), 10.0)
+    whole_life(cluster, cluster.submit(qos="double"), 10.0)
+    whole_life(cluster, cluster.submit(BOB), 5.0)
+    found = {used.key: round(dict(used.amounts)["billing"]) for used in used_now(cluster.world, cluster.now_s)}
+    assert found == {("physics", "ann", "normal"): 10, ("physics", "ann", "double"): 20, ("guests", "bob", "normal"): 5}
+
+
+def test_without_accounts_everyone_is_charged_at_the_root_whatever_the_label() -> None:
+    cluster = Cluster("n1")
+    whole_life(cluster, cluster.submit(account="anything"), 10.0)
+    assert set(billed(cluster)) == {("", "ann")}
+
+
+def test_it_is_there_again_after_a_restart_and_what_ran_meanwhile_is_charged(tmp_path: Path) -> None:
+    before = with_accounts(Cluster("n1", path=tmp_path / "h.db"), replace(LAB, half_life_s=None))
+    whole_life(before, before.submit(), 10.0)
+    job = before.submit()
+    before.run(job)
+    before.tick(20.0)
+    before.store.close()
+    after = with_accounts(Cluster("n1", path=tmp_path / "h.db", up=False), replace(LAB, half_life_s=None))
+    after.now_s = before.now_s
+    load_world(after.world, after.store, after.now_s)
+    assert billed(after) == billed(before) == {("physics", "ann"): pytest.approx(30.0)}
+
+
+def test_a_commit_that_fails_charges_nothing_and_the_next_try_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = with_accounts(Cluster("n1"), replace(LAB, half_life_s=None))
+    whole_life(cluster, cluster.submit(), 10.0)
+    job = cluster.submit()
+    cluster.run(job)
+    cluster.tick(30.0)
+    commit = cluster.store.commit
+
+    def full(batch: object) -> None:
+        raise UnavailableError("the disk is full")
+
+    monkeypatch.setattr(cluster.store, "commit", full)
+    cluster.end(job)
+    assert dict(cluster.world.usage[("physics", "ann", "normal")].amounts)["billing"] == pytest.approx(10.0)
+    monkeypatch.setattr(cluster.store, "commit", commit)
+    cluster.tick()
+    assert billed(cluster) == {("physics", "ann"): pytest.approx(40.0)}
+    assert {used.key: used for used in cluster.store.load_usage()} == cluster.world.usage
+
+
+def test_the_ledger_ranks_whoever_waits_and_is_made_anew_after_a_while() -> None:
+    cluster = with_accounts(Cluster("n1"))
+    books = Books(cluster.world)
+    whole_life(cluster, cluster.submit(), 100.0)
+    cluster.submit(BOB, hold=True)
+    first = books.ledger(cluster.now_s, fairshare=True)
+    assert dict(first.fairshare) == {("guests", "bob"): 1.0, ("physics", "ann"): 0.5}
+    whole_life(cluster, cluster.submit(BOB, priority=None), 3.0)
+    assert books.ledger(cluster.now_s, fairshare=True).fairshare is first.fairshare
+    cluster.tick(1000.0)
+    later = books.ledger(cluster.now_s, fairshare=True)
+    assert later.fairshare is not first.fairshare
+    assert books.ledger(cluster.now_s, fairshare=False).fairshare == ()
+    assert {used.at_s for used in later.used} == {cluster.now_s}
+
+
+def test_who_has_had_less_starts_first() -> None:
+    cluster = with_accounts(Cluster("n1"))
+    cluster.controller.policy = replace(cluster.controller.policy, weight_fairshare=10_000)
+    whole_life(cluster, cluster.submit(), 100.0)
+    running = cluster.submit(ntasks=2)
+    cluster.run(running)
+    ann, bob = cluster.submit(ntasks=2), cluster.submit(BOB, ntasks=2)
+    cluster.tick(10.0)
+    cluster.end(running)
+    assert (cluster.job(ann).state.value, cluster.job(bob).state.value) == ("PENDING", "CONFIGURING")
+
+
+def test_the_time_that_a_job_is_suspended_is_charged_to_nobody() -> None:
+    cluster = with_accounts(Cluster("n1"), replace(LAB, half_life_s=None))
+    job = cluster.submit()
+    cluster.run(job)
+    cluster.tick(10.0)
+    cluster.ask(lambda tx: suspension.suspend(tx, ROOT, [str(job)]))
+    cluster.tick(1000.0)
+    assert billed(cluster) == {("physics", "ann"): pytest.approx(10.0)}
+    cluster.ask(lambda tx: suspension.resume(tx, ROOT, [str(job)]))
+    cluster.tick(5.0)
+    assert billed(cluster) == {("physics", "ann"): pytest.approx(15.0)}
+    cluster.end(job)
+    assert billed(cluster) == {("physics", "ann"): pytest.approx(15.0)}
