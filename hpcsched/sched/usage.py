@@ -96,9 +96,9 @@ def charge_of(
 
 def running_use(job: Job, now_s: float, accounting: Accounting, weights: Weights, types: GpuTypes) -> Amounts:
     """Return what `job` has used of what it still holds, as it counts now."""
-    if job.suspended_at_s is not None:
-        return ()
     shares = [share for share in job.shares if share.node in job.held_nodes]
+    if not shares or job.suspended_at_s is not None:
+        return ()
     used_s = integral(now_s - _since_s(job, now_s), accounting.half_life_s) * factor_of(accounting, job.spec.qos)
     cpu_s = used_s * sum(share.cpus for share in shares)
     mem_mib_s = used_s * sum(share.mem_mib for share in shares)
