@@ -39,6 +39,27 @@ def test_every_way_to_sum_gives_the_same_bits_on_all_ranks(count: int, hosts: in
     assert f"checked {ways} on {count}" in ended.output
 
 
+@needs_mpi
+def test_a_run_that_goes_on_sums_in_the_order_of_before(tmp_path: Path) -> None:
+    script = tmp_path / "follow.py"
+    script.write_text(
+        "import os\n"
+        "from hpctrain.comm import connect\n"
+        "comm = connect('mpi', os.environ)\n"
+        "plan = comm.plan()\n"
+        "assert plan['where'] == [2, 1] and plan['ways'][-1][0] is None, plan\n"
+        "comm.follow(plan | {'where': [4, 2], 'ways': [[None, 'mpi']]})\n"
+        "comm.follow(plan | {'ways': [[None, 'carrier pigeon']]})\n"
+        "assert comm.plan() == plan\n"
+        "comm.follow({'where': [2, 1], 'ways': [[64, 'window'], [None, 'mpi']]})\n"
+        "assert comm.plan() == {'where': [2, 1], 'ways': [[64, 'window'], [None, 'mpi']]}, comm.plan()\n"
+        "comm.barrier()\n"
+        "comm.close()\n"
+    )
+    ended = run_mpi(2, script)
+    assert ended.status == 0, ended.output
+
+
 def test_hosts_stand_in_the_ring_so_that_its_slowest_link_is_fast() -> None:
     rooms = [[0.0, 1.0, 9.0, 9.0], [1.0, 0.0, 9.0, 9.0], [9.0, 9.0, 0.0, 1.0], [9.0, 9.0, 1.0, 0.0]]
     assert best_ring(rooms) == [0, 2, 1, 3]

@@ -99,7 +99,7 @@ def test_a_run_killed_in_the_middle_of_a_checkpoint_ends_with_the_same_bits(
     assert f"attempt 1, resumed from step {newest}\n" in resumed.output
     assert weights_hash(resumed) == unbroken[0]
     curve = read_curve(tmp_path / "metrics.jsonl")
-    assert curve.restarts == [(12, 1)]
+    assert curve.restarts == [(newest, 1)]
     assert [step for step, _ in curve.loss] == list(range(1, STEPS + 1))
 
 

@@ -278,7 +278,7 @@ class Loop:
             world=self._comm.size,
             job=self._identity.job,
             written_at_s=round(time.time(), 3),
-            state=self.progress.to_state(self._settings),
+            state=self.progress.to_state(self._settings) | {"exchange": self._comm.plan()},
         )
 
     def _validate(self) -> float | None:

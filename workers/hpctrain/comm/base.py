@@ -30,6 +30,12 @@ class Communicator(Protocol):
     def describe(self) -> list[str]:
         """How ranks exchange, in words: a few lines for a log."""
 
+    def plan(self) -> object:
+        """What was measured and chosen here, as a JSON value; None: nothing was. It decides in which order numbers are summed."""
+
+    def follow(self, plan: object) -> None:
+        """Go by what another life of the run has chosen, where that is possible here; all ranks call it alike."""
+
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
         """Replace `tensor` on every rank by the one of `root`."""
 
@@ -63,6 +69,12 @@ class SingleCommunicator:
     def describe(self) -> list[str]:
         """Nothing is exchanged."""
         return ["one rank"]
+
+    def plan(self) -> object:
+        """Nothing was chosen."""
+
+    def follow(self, plan: object) -> None:
+        """Nothing to choose."""
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
         """The tensor of the only rank is there already."""

@@ -89,6 +89,19 @@ class MpiCommunicator:
         order = f", ring of hosts {' '.join(map(str, self._hosts.order))}" if self._hosts.count > 2 else ""
         return [where + order, *map(str, self.choices)]
 
+    def plan(self) -> object:
+        """For which sizes which way was chosen, and for how many ranks on how many hosts."""
+        where = [self.size, self._hosts.count]
+        return {"where": where, "ways": [[one.up_to_bytes, one.name] for one in self.choices]}
+
+    def follow(self, plan: object) -> None:
+        """Sum in the order in which the run did before, so that it goes on to the same bits, if the ranks lie alike."""
+        match plan:
+            case {"where": [self.size, self._hosts.count], "ways": [*ways]} if ways and all(
+                n in self._ways for _, n in ways
+            ):
+                self.choices = [Choice(up_to_bytes, name, {}) for up_to_bytes, name in ways]
+
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
         """Copy the tensor of `root` to every rank."""
         check_contiguous(tensor)

@@ -53,6 +53,12 @@ class TorchCommunicator:
         """The backend."""
         return [f"{self.size} ranks over {self.name}"]
 
+    def plan(self) -> object:
+        """Nothing was chosen: the backend does that for itself."""
+
+    def follow(self, plan: object) -> None:
+        """The backend chooses for itself."""
+
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
         """Copy the tensor of `root` to every rank."""
         check_contiguous(tensor)

@@ -8,6 +8,7 @@ left out if it does not).
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -134,4 +135,4 @@ def _agrees(comm: Any, way: Way, size_bytes: int) -> bool:
     """Whether all ranks end with the same bits."""
     flat_L = torch.rand(size_bytes // 4, generator=torch.Generator().manual_seed(comm.Get_rank()))
     way.all_reduce(flat_L)
-    return len(set(comm.allgather(hash(flat_L.numpy().tobytes())))) == 1
+    return len(set(comm.allgather(hashlib.sha256(flat_L.numpy()).digest()))) == 1

@@ -167,6 +167,8 @@ def share_progress(
     broadcast_state(task, comm)
     saved = share(comm, saved)
     progress = progress_from(saved[1], saved[0]) if saved else Progress()
+    if saved:
+        comm.follow(saved[1].get("exchange"))
     progress.total_steps = options.steps or progress.total_steps
     return progress
 
