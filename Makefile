@@ -2,6 +2,7 @@
 # make test    all tests (installs what they need into .venv)
 # make bench   measurements, as a table and as JSON in bench-out/
 # make sim     launching in simulated clusters: SEEDS=1000 random ones, SEED=7 in words, STORIES=1 every pair of faults
+# make kill-rounds  a real cluster with real sshds: in each of ROUNDS=300 rounds something is killed while jobs flow (SEED=1)
 # make lint    style and architecture
 # make clean   remove what make made
 
@@ -13,7 +14,7 @@ BIN    := $(VENV)/bin
 # Where there is no NVIDIA GPU, the CPU build of torch: a fraction of the size. TORCH=... to choose another.
 TORCH ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo 'torch>=2.6' || echo 'torch==2.13.0')
 
-.PHONY: venv demo test bench sim lint clean
+.PHONY: venv demo test bench sim kill-rounds lint clean
 
 venv: $(VENV)/.done
 
@@ -43,6 +44,9 @@ bench: venv
 
 sim: venv
 	@PYTHONPATH=tests $(BIN)/python -m simulation $(if $(SEED),--seed $(SEED),$(if $(STORIES),--stories,--seeds $(or $(SEEDS),1000)))
+
+kill-rounds: venv
+	@$(BIN)/python -m tests.integration.kill_rounds --rounds $(or $(ROUNDS),300) --seed $(or $(SEED),1)
 
 lint: venv
 	$(BIN)/ruff check .

@@ -44,7 +44,7 @@ def kill_rounds(cluster: KillableCluster, rounds: int, rng: random.Random) -> Co
     cluster.kill_controller()  # its next life has forgotten for how long it was going to wait for the nodes
     cluster.up()
     cluster.wait_for_nodes(60)
-    wait_until(cluster.all_ended, CALM_S, "all jobs to end")
+    cluster.wait_until_ended(CALM_S)
     return killed
 
 

@@ -38,6 +38,7 @@ from hpcsched.store.store import HistoryQuery, Store
 
 QUICK = {"controller": {"requeue_delay_s": 0, "kill_wait_s": 2}}
 CPUS = 4
+PATIENCE_S = 240.0  # before a thing counts as stuck
 # One write of less than PIPE_BUF bytes to a file opened for appending: lines do not mix.
 MARK = 'echo "$HPCSCHED_JOB_ID $HPCSCHED_ATTEMPT" >> {share}/ran\n'
 
@@ -84,7 +85,7 @@ class KillableCluster(LocalCluster):
     def up(self, crash_at: str = "") -> None:
         """Start the controller and wait until it answers; with `crash_at` it will kill itself there."""
         self.start_controller(crash_at)
-        wait_until(self.answers, 20, "the controller to answer")
+        wait_until(self.answers, PATIENCE_S, "the controller to answer")
 
     def start_controller(self, crash_at: str = "") -> None:
         """Start the controller."""
@@ -122,7 +123,7 @@ class KillableCluster(LocalCluster):
 
     def log_tail(self) -> str:
         """Return the end of the controller's log."""
-        return (self.base / "hpcschedd.log").read_bytes()[-3000:].decode(errors="replace")
+        return _tail(self.base / "hpcschedd.log")
 
     def stop(self) -> None:
         try:
@@ -199,7 +200,7 @@ class KillableCluster(LocalCluster):
                 return []
             return [int(job["job_id"]) for job in answer["jobs"]]
 
-        ids = wait_until(asked, 60, "a submission to be acknowledged")
+        ids = wait_until(asked, PATIENCE_S, "a submission to be acknowledged")
         for first, spec in zip(ids, specs, strict=True):
             tasks = len(spec.array.indices) if spec.array else 1
             self.accepted.ids += range(first, first + tasks)
@@ -214,7 +215,7 @@ class KillableCluster(LocalCluster):
             except UnavailableError:
                 return None
 
-        answer = wait_until(asked, 60, f"an answer to {path}")
+        answer = wait_until(asked, PATIENCE_S, f"an answer to {path}")
         assert answer is not None
         return answer
 
@@ -266,6 +267,23 @@ class KillableCluster(LocalCluster):
         except UnavailableError:
             return False
         return not any(counts.get(state.value) for state in (JobState.PENDING, *ACTIVE))
+
+    def wait_until_ended(self, timeout_s: float, after: str = "") -> None:
+        """Wait until all jobs have ended; a failure says what each that has not is waiting for."""
+        try:
+            wait_until(self.all_ended, timeout_s, "all jobs to end" + (f" after {after}" if after else ""))
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.unfinished()}") from error
+
+    def unfinished(self) -> str:
+        """Return, in words, all that is known of the jobs that have not ended, and of the nodes."""
+        asked = [("hqueue",), ("hinfo", "-N")]
+        ids = [line.split()[0] for line in self.run("hqueue", "-h", "-o", "%i").stdout.splitlines()]
+        asked += [command for job_id in ids for command in (("hwhy", job_id), ("hctl", "story", job_id))]
+        said = [f"$ {' '.join(words)}\n{self.run(*words, check=False).stdout}" for words in asked]
+        assert self.machines is not None
+        logs = [f"{node}: {_tail(self.agent_root(node) / 'log')}" for node in sorted(self.machines.nodes)]
+        return "\n".join([*said, *logs, f"the controller: {self.log_tail()}", *self.leftovers()])
 
     def leftovers(self) -> list[str]:
         """Return the processes of jobs that are on the nodes now."""
@@ -375,6 +393,10 @@ def _is_program(pid: int) -> bool:
     """Return whether the process is the agent's program: the agent itself, or a worker that it forked."""
     words = _proc_file(pid, "cmdline").split(b"\0")
     return b"agent" in words and any(b"hpcnode-" in word for word in words)
+
+
+def _tail(path: Path) -> str:
+    return path.read_bytes()[-3000:].decode(errors="replace") if path.exists() else ""
 
 
 def _command_line(pid: int) -> str:

@@ -6,8 +6,10 @@ import argparse
 import contextlib
 import multiprocessing
 import os
+import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable
 
 from simulation import chaos, stories
@@ -49,20 +51,24 @@ def _world(seed: int) -> chaos.Outcome:
 
 def _many(seeds: Iterable[int], jobs: int) -> int:
     began_s = time.monotonic()
-    count = steps = executions = 0
-    fewest = sys.maxsize
+    steps: list[int] = []
+    executions = 0
+    faults: Counter[str] = Counter()
     failed: list[chaos.Outcome] = []
     with multiprocessing.get_context("fork").Pool(jobs, _begin) as pool:
         for outcome in pool.imap_unordered(_world, seeds, chunksize=CHUNK):
-            count, steps, executions = count + 1, steps + outcome.steps, executions + outcome.executions
-            fewest = min(fewest, outcome.steps)
+            steps.append(outcome.steps)
+            executions += outcome.executions
+            faults += outcome.faults
             if outcome.violation is not None:
                 failed.append(outcome)
                 print(f"seed {outcome.seed}: {outcome.violation}", flush=True)
     took_s = time.monotonic() - began_s
+    print("faults:", ", ".join(f"{count} x {kind}" for kind, count in faults.most_common()))
     print(
-        f"{count} worlds, {steps} events (at least {fewest} each), {executions} executions, "
-        f"{len(failed)} violations; {took_s:.0f} s, {count / took_s:.1f} worlds/s"
+        f"{len(steps)} worlds of {min(steps)} to {max(steps)} events (median {statistics.median_low(steps)}, "
+        f"{sum(steps)} in all), {executions} executions, {len(failed)} violations; "
+        f"{took_s:.0f} s, {len(steps) / took_s:.1f} worlds/s"
     )
     if failed:
         _explain(min(outcome.seed for outcome in failed))

@@ -7,6 +7,7 @@ until everything is over. `shrink` drops acts for as long as what is left still 
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,6 +53,7 @@ class Outcome:
     steps: int = 0
     jobs: int = 0
     executions: int = 0
+    faults: Counter[str] = field(default_factory=Counter)
     violation: Violation | None = None
     history: list[str] = field(default_factory=list)
 
@@ -86,6 +88,12 @@ _WEIGHTS = {
     "backup": 1,
     "restore": 1,
 }
+
+# What they use of it is counted where it happens: `at point`, `disk fails`, `disk full`, `database full`.
+_FAULTS = frozenset(
+    {"kill head", "kill agent", "kill shepherd", "power off", "fence", "unplug", "cut", "head clock", "node clock"}
+    | {"backup", "restore"}
+)
 
 
 def script_of(seed: int) -> Script:
@@ -290,6 +298,7 @@ def play(on: Stage, script: Script, *, in_words: bool = False) -> Outcome:
             world.run_until(act.at_s)
             world.tell(f"* {act.kind} {' '.join(str(arg) for arg in act.args)}")
             act_on(world, act)
+            world.faults[act.kind] += act.kind in _FAULTS
         world.run_until(LENGTH_S)
         _fill(world)
         world.heal()
@@ -299,6 +308,9 @@ def play(on: Stage, script: Script, *, in_words: bool = False) -> Outcome:
     if world is not None:
         outcome.steps, outcome.jobs = world.agenda.steps, len(world.truth.rows)
         outcome.executions = len(world.truth.executions)
+        outcome.faults = +world.faults
+        if no_room := sum(machine.disk.refused for machine in world.machines.values()):
+            outcome.faults["write without room"] = no_room
     return outcome
 
 

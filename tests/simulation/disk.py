@@ -49,6 +49,7 @@ class Disk:
         self.full = False
         self.fail_in: int | None = None  # writes until one fails for want of room
         self.full_in: int | None = None  # writes until it is full
+        self.refused = 0  # writes that found no room
         self._reached = reached
 
     # ----- names
@@ -80,13 +81,17 @@ class Disk:
             self.fail_in -= 1
             if self.fail_in < 0:
                 self.fail_in = None
-                raise OSError(errno.ENOSPC, "No space left on device")
+                self._refuse()
         if self.full_in is not None:
             self.full_in -= 1
             if self.full_in < 0:
                 self.full_in, self.full = None, True
         if self.full:
-            raise OSError(errno.ENOSPC, "No space left on device")
+            self._refuse()
+
+    def _refuse(self) -> None:
+        self.refused += 1
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     def at(self, what: str, name: str) -> None:
         """The running process is about to do `what` to `name`, or has done it."""

@@ -97,6 +97,7 @@ class SimStore(Store):
         points = self.world.points
         points.reached(f"before commit of {kinds}")
         if self.world.database_full or self.world.flip(self.world.commit_fails):
+            self.world.faults["commit failed"] += 1
             self.world.tell(f"the commit of {kinds} fails")
             raise UnavailableError("cannot write the database: disk is full")
         super().commit(batch)

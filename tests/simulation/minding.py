@@ -433,6 +433,7 @@ class SimMinders:
             raise OSError("its spool entry is locked by another shepherd")
         self._world.points.reached("fork.before")
         if self._world.flip(self._world.fork_fails):
+            self._world.faults["fork failed"] += 1
             raise OSError(11, "Resource temporarily unavailable")
         shepherd = SimShepherd(machine, token, self._agent)
         machine.lock(token, shepherd)

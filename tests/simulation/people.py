@@ -146,7 +146,9 @@ class _Request:
             world.truth.broken("liveness", f"nobody answers to {self._what}")
         if head is not None and head.serving:
             store = head.controller.store
-            for _ in range(2 if world.flip(self._people.doubled) else 1):
+            doubled = world.flip(self._people.doubled)
+            world.faults["request doubled"] += doubled
+            for _ in range(2 if doubled else 1):
                 head.controller.ask(lambda tx: self._work(tx, store), self._answered)
         world.agenda.later(PATIENCE_S, None, self.send)
 
@@ -161,6 +163,7 @@ class _Request:
         else:
             self._told(result)
         if world.flip(self._people.answers_lost):
+            world.faults["answer lost"] += 1
             world.tell(f"the answer to {self._what} is lost")
         elif not self._over:
             self._over = True

@@ -78,6 +78,7 @@ class Connection:
         if self.wires.encoded:
             message, blob = next(protocol.Framer().feed(protocol.encode(message, blob)))
         if fault is not None:
+            self.world.faults[f"message {fault}"] += 1
             kind = type(message).__name__
             self.world.tell(f"{kind} {'to' if way == DOWN else 'of'} {self.machine.name}: {fault}")
         if fault in (LOST, DELAYED, HALF, REORDERED):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -66,6 +67,7 @@ class World:
         self.processes = on.processes
         self.processes.agenda = self.agenda
         self.history = history
+        self.faults: Counter[str] = Counter()  # those that happened, by kind
         self.head_clock_off_s = 0.0
         self.healed = False
         self.database_full = False
@@ -149,6 +151,7 @@ class World:
 
     def kill(self, process: Process, why: str) -> None:
         """SIGKILL to a process, or a power failure of its node."""
+        self.faults[f"{process.kind} killed at a point"] += 1
         machine = getattr(process, "machine", None)
         if self.power_fails and isinstance(machine, Machine):
             machine.power_off()
