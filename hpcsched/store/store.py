@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
 
-from sqlalchemy import Connection, Engine, func, insert, select
+from sqlalchemy import Connection, Engine, bindparam, func, insert, select
 from sqlalchemy.dialects.sqlite import insert as upsert
 
 from hpcsched.lifecycle.events import Event, from_data, to_data
@@ -80,11 +80,24 @@ def _names(table: Any) -> list[str]:
     return [column.name for column in table.columns]
 
 
+def _jobs_and_specs(*where: Any, limit: int | None = None) -> tuple[Any, Any]:
+    """Return the statement for the newest jobs that are so, and the one for their specs."""
+    found = select(schema.jobs).where(*where).order_by(schema.jobs.c.id.desc()).limit(limit)
+    return found, select(schema.specs).where(schema.specs.c.id.in_(found.with_only_columns(schema.jobs.c.spec_id)))
+
+
+def _live_jobs() -> tuple[Any, Any]:
+    jobs = schema.jobs.c
+    states = [state.value for state in FINAL]
+    return _jobs_and_specs(jobs.state.not_in(states) | (jobs.ended_at_s > bindparam("after_s")))
+
+
 class Store:
     """The database of one controller. Not for several threads at once."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self._live = _live_jobs()
         self._put_jobs = _Rows(engine, _upsert(schema.jobs, ["id"]), _names(schema.jobs))
         self._put_events = _Rows(engine, insert(schema.events), ("at_s", "job_id", "kind", "data"))
         self._put_node = _upsert(schema.nodes, ["name"])
@@ -134,9 +147,7 @@ class Store:
 
     def load_jobs(self, ended_after_s: float) -> list[Job]:
         """Return all jobs that have not ended, and those that ended after `ended_after_s`."""
-        jobs = schema.jobs.c
-        live = jobs.state.not_in([state.value for state in FINAL]) | (jobs.ended_at_s > ended_after_s)
-        return self._select_jobs(live)
+        return self._read_jobs(self._live, {"after_s": ended_after_s})
 
     def history(self, query: HistoryQuery) -> list[Job]:
         """Return the jobs that `query` asks for, by id, at most `query.limit` of them (the newest)."""
@@ -154,14 +165,14 @@ class Store:
             where.append(jobs.ended_at_s.is_(None) | (jobs.ended_at_s >= query.start_s))
         if query.end_s is not None:
             where.append(jobs.submitted_at_s <= query.end_s)
-        return self._select_jobs(*where, limit=query.limit)
+        return self._read_jobs(_jobs_and_specs(*where, limit=query.limit), {})
 
-    def _select_jobs(self, *where: Any, limit: int | None = None) -> list[Job]:
-        found = select(schema.jobs).where(*where).order_by(schema.jobs.c.id.desc()).limit(limit)
-        wanted = select(schema.specs).where(schema.specs.c.id.in_(select(found.subquery().c.spec_id)))
+    def _read_jobs(self, wanted: tuple[Any, Any], values: dict[str, Any]) -> list[Job]:
+        found, used = wanted
         with reading(self._engine) as connection:
-            specs = _specs_of((row.id, row.spec) for row in connection.execute(wanted))
-            jobs = [job_of(row, specs[row.spec_id]) for row in map(_JobRow._make, connection.execute(found))]
+            specs = _specs_of((row.id, row.spec) for row in connection.execute(used, values))
+            rows = map(_JobRow._make, connection.execute(found, values))
+            jobs = [job_of(row, specs[row.spec_id]) for row in rows]
         jobs.reverse()
         return jobs
 
