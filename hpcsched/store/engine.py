@@ -78,6 +78,17 @@ def reading(engine: Engine) -> Iterator[Connection]:
         raise UnavailableError(f"cannot read the database: {error.orig}") from error
 
 
+def driver_connection(engine: Engine) -> sqlite3.Connection:
+    """Return the engine's one connection itself, for what is asked too often to go through SQLAlchemy."""
+    pooled = engine.raw_connection()
+    try:
+        connection = pooled.driver_connection
+    finally:
+        pooled.close()
+    assert isinstance(connection, sqlite3.Connection)
+    return connection
+
+
 def _engine(path: Path | None) -> Engine:
     pragmas = ("busy_timeout=5000", "journal_mode=WAL", "synchronous=FULL")
     return _connected(":memory:" if path is None else f"file:{quote(str(path))}", pragmas)

@@ -7,6 +7,7 @@ and when it raises, nothing of it is.
 from __future__ import annotations
 
 import json
+import sqlite3
 from collections import namedtuple
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from typing import Any
 from sqlalchemy import Connection, Engine, bindparam, func, insert, select
 from sqlalchemy.dialects.sqlite import insert as upsert
 
+from hpcsched.errors import UnavailableError
 from hpcsched.lifecycle.events import Event, from_data, to_data
 from hpcsched.model.codec import spec_from_json, spec_to_json
 from hpcsched.model.job import FINAL, Job
@@ -23,7 +25,7 @@ from hpcsched.model.node import Node
 from hpcsched.model.spec import JobSpec
 from hpcsched.sched.usage import Used
 from hpcsched.store import schema
-from hpcsched.store.engine import reading, writing
+from hpcsched.store.engine import driver_connection, reading, writing
 from hpcsched.store.rows import StepRow, job_of, job_row, node_row, step_of, step_row, usage_row, used_of
 
 
@@ -103,6 +105,9 @@ class Store:
         self._put_node = _upsert(schema.nodes, ["name"])
         self._put_usage = _upsert(schema.usage, ["account", "user", "qos"])
         self._put_step = _upsert(schema.steps, ["job_id", "attempt", "step"])
+        self._put_specs = _Rows(engine, insert(schema.specs), ("id", "spec"))
+        self._put_requests = _Rows(engine, insert(schema.requests), _names(schema.requests))
+        self._driver = driver_connection(engine)
 
     def commit(self, batch: Batch) -> None:
         """Put `batch` on disk, all or nothing. Raises UnavailableError if that cannot be done (disk full, I/O error)."""
@@ -112,7 +117,7 @@ class Store:
                     {"id": key, "spec": json.dumps(spec_to_json(spec), separators=(",", ":"))}
                     for key, spec in batch.specs.items()
                 ]
-                connection.execute(insert(schema.specs), rows)
+                self._put_specs.put(connection, rows)
             if batch.jobs:
                 self._put_batch_jobs(connection, batch)
             if batch.events:
@@ -124,13 +129,11 @@ class Store:
             if batch.usage:
                 connection.execute(self._put_usage, [usage_row(used) for used in batch.usage.values()])
             if batch.requests:
-                connection.execute(
-                    insert(schema.requests),
-                    [
-                        {"uid": uid, "request_id": request, "job_ids": json.dumps(ids), "at_s": at_s}
-                        for uid, request, ids, at_s in batch.requests
-                    ],
-                )
+                rows = [
+                    {"uid": uid, "request_id": request, "job_ids": json.dumps(ids), "at_s": at_s}
+                    for uid, request, ids, at_s in batch.requests
+                ]
+                self._put_requests.put(connection, rows)
 
     def _put_batch_jobs(self, connection: Connection, batch: Batch) -> None:
         made = {job.id: job for tasks in batch.arrays for job in tasks}
@@ -219,11 +222,12 @@ class Store:
 
     def request_jobs(self, uid: int, request_id: str) -> list[int] | None:
         """Return the ids of the jobs that this request made, None if it has not been seen."""
-        requests = schema.requests.c
-        query = select(requests.job_ids).where(requests.uid == uid, requests.request_id == request_id)
-        with reading(self._engine) as connection:
-            found = connection.execute(query).scalar_one_or_none()
-        return None if found is None else json.loads(found)
+        # Every submission asks this: by way of SQLAlchemy it costs more than all else that is done for one.
+        try:
+            row = self._driver.execute(_REQUEST_SQL, (uid, request_id)).fetchone()
+        except sqlite3.Error as error:
+            raise UnavailableError(f"cannot read the database: {error}") from error
+        return None if row is None else json.loads(row[0])
 
     def last_ids(self) -> tuple[int, int]:
         """Return the highest job id and spec id ever given."""
@@ -241,6 +245,7 @@ class Store:
         self._engine.dispose()
 
 
+_REQUEST_SQL = "SELECT job_ids FROM requests WHERE uid = ? AND request_id = ?"
 _ARRAY_COLUMNS = {"id": ":id + key", "array_task_id": "value"}
 _ARRAY_SQL = "INSERT INTO jobs ({}) SELECT {} FROM json_each(:tasks)".format(  # noqa: S608 -- names of our own columns
     ", ".join(_names(schema.jobs)), ", ".join(_ARRAY_COLUMNS.get(name, f":{name}") for name in _names(schema.jobs))
