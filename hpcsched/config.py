@@ -191,13 +191,23 @@ def node_from(path: Path, table: Mapping[str, Any]) -> NodeFile:
         host_key=" ".join(values["host_key"].split()[:2]),
         cpus=values["cpus"],
         mem_mib=values["memory"],
-        gpus=tuple(Gpu(index=index, type=kind) for index, kind in enumerate(values["gpus"])),
+        gpus=_gpus(path, values),
         features=values["features"],
         root=values["root"],
         python=values["python"],
         weight=values["weight"],
     )
     return NodeFile(spec=spec, partitions=values["partitions"])
+
+
+def _gpus(path: Path, values: Mapping[str, Any]) -> tuple[Gpu, ...]:
+    types, devices = values["gpus"], values["gpu_devices"] or ("",) * len(values["gpus"])
+    if len(devices) != len(types):
+        raise ConfigError(f"cannot use {path}: gpu_devices names {len(devices)} devices, and gpus has {len(types)}")
+    return tuple(
+        Gpu(index=index, type=kind, shards=values["gpu_shards"], device=device)
+        for index, (kind, device) in enumerate(zip(types, devices, strict=True))
+    )
 
 
 def natural_order(name: str) -> tuple[str, int, str]:

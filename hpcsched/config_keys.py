@@ -27,6 +27,7 @@ _USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@\\-]{0,63}\Z")
 _PYTHON = re.compile(r"[A-Za-z0-9_/.][A-Za-z0-9_/.+-]{0,254}\Z")
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}\Z")
 _GPU = re.compile(r"([A-Za-z0-9][A-Za-z0-9_.-]{0,62})(?::([0-9]{1,3}))?\Z")
+_DEVICE = re.compile(r"[A-Za-z0-9][A-Za-z0-9/:._-]{0,99}\Z")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
@@ -187,6 +188,14 @@ def gpus(value: Any) -> tuple[str, ...]:
     if len(types) > MAX_GPUS:
         raise BadValue(f"wants at most {MAX_GPUS} GPUs")
     return tuple(types)
+
+
+def devices(value: Any) -> tuple[str, ...]:
+    """The kind of lists of devices as CUDA names them: MIG-<uuid>, GPU-<uuid> or an index."""
+    found = tuple(_list(value))
+    if not all(_DEVICE.match(item) for item in found) or len(set(found)) < len(found):
+        raise BadValue('wants a list of devices, each once, as ["MIG-41b36db3-...", "MIG-8d3f5a6e-..."]')
+    return found
 
 
 def one_of(*choices: str) -> Callable[[Any], str]:
@@ -371,7 +380,25 @@ NODE = (
     ),
     Key(name="cpus", kind=whole(1, 65536), default=REQUIRED, shown="8", help="How many cpus jobs may have."),
     Key(name="memory", kind=memory_mib, default=REQUIRED, shown='"64G"', help="How much memory jobs may have."),
-    Key(name="gpus", kind=gpus, default=[], help='The type of each GPU by index: ["a100", "a100"], or ["a100:2"].'),
+    Key(
+        name="gpus",
+        kind=gpus,
+        default=[],
+        help='The type of each GPU by index: ["a100", "a100"], or ["a100:2"]. Of a MIG device its profile: ["1g.10gb:7"].',
+    ),
+    Key(
+        name="gpu_shards",
+        kind=whole(1, 1000),
+        default=1,
+        help="Into so many shards each GPU may be cut for jobs with --gres=shard:N. They share it: nothing keeps a job from "
+        "the others' part of its memory. 1: GPUs are not shared.",
+    ),
+    Key(
+        name="gpu_devices",
+        kind=devices,
+        default=[],
+        help='What CUDA_VISIBLE_DEVICES calls each GPU of `gpus`, where that is not its index: "MIG-..." or "GPU-...".',
+    ),
     Key(name="features", kind=words, default=[], help="Words that --constraint can ask for."),
     Key(
         name="partitions",

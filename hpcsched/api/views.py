@@ -73,9 +73,17 @@ def job_view(job: Job, world: World, asker: Asker, now_s: float, *, whole: bool 
         "num_tasks": sum(share.tasks for share in job.shares) if nodes else asked_tasks(job),
         "cpus_per_task": spec.cpus_per_task,
         "mem_mib": sum(share.mem_mib for share in job.shares) if nodes else spec.mem_per_node_mib,
-        "gpus": sum(len(share.gpus) for share in job.shares) if nodes else asked_gpus(job),
+        "gpus": sum(len(share.gpus) for share in job.shares if not share.shards) if nodes else asked_gpus(job),
+        "shards": sum(share.shards for share in job.shares) if nodes else asked_shards(job),
         "shares": [
-            {"node": s.node, "cpus": s.cpus, "mem_mib": s.mem_mib, "gpus": list(s.gpus), "tasks": s.tasks}
+            {
+                "node": s.node,
+                "cpus": s.cpus,
+                "mem_mib": s.mem_mib,
+                "gpus": list(s.gpus),
+                "tasks": s.tasks,
+                "shards": s.shards,
+            }
             for s in (job.shares if nodes else ())
         ],
         "exit_code": job.exit.code if job.exit else None,
@@ -134,6 +142,11 @@ def asked_gpus(job: Job) -> int:
     per_node = sum(request.count for request in spec.gpus_per_node) * spec.nodes_min
     per_task = sum(request.count for request in spec.gpus_per_task) * asked_tasks(job)
     return max(total, per_node, per_task)
+
+
+def asked_shards(job: Job) -> int:
+    """Return how many shards of GPUs the job will have at least."""
+    return sum(request.count for request in job.spec.shards_per_node) * job.spec.nodes_min
 
 
 def elapsed_s(job: Job, now_s: float) -> float:
@@ -252,8 +265,11 @@ def _node_view(node: Node, shares: list[Any], world: World) -> dict[str, Any]:
         "cpus_alloc": cpus_alloc,
         "mem_mib": node.spec.mem_mib,
         "mem_alloc_mib": sum(share.mem_mib for _, share in shares),
-        "gpus": [{"index": gpu.index, "type": gpu.type} for gpu in node.spec.gpus],
-        "gpus_alloc": sum(len(share.gpus) for _, share in shares),
+        "gpus": [
+            {"index": gpu.index, "type": gpu.type, "shards": gpu.shards, "device": gpu.device} for gpu in node.spec.gpus
+        ],
+        "gpus_alloc": len({index for _, share in shares for index in share.gpus}),
+        "shards_alloc": sum(share.shards for _, share in shares),
         "features": list(node.spec.features),
         "partitions": [p.name for p in world.partitions.values() if node.name in p.nodes],
         "jobs": [job_id for job_id, _ in shares],

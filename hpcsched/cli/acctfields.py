@@ -165,7 +165,9 @@ def _tres(row: Row) -> str:
         return ""
     job = row.job
     parts = [f"cpu={job['num_cpus']}", f"mem={job['mem_mib']}M", f"node={job['num_nodes']}"]
-    return ",".join(parts + ([f"gres/gpu={job['gpus']}"] if job["gpus"] else []))
+    shards = job.get("shards", 0)  # of the controller before this one: none
+    parts += [f"gres/{name}={count}" for name, count in (("gpu", job["gpus"]), ("shard", shards)) if count]
+    return ",".join(parts)
 
 
 _COLUMNS = (

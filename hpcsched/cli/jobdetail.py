@@ -74,6 +74,8 @@ def _resources(job: Job) -> str:
         parts.append(format_mem(job["mem_mib"]) + (" on each node" if is_waiting(job) else ""))
     if job["gpus"]:
         parts.append(_count(job["gpus"], "GPU"))
+    if job.get("shards"):
+        parts.append(_count(job["shards"], "GPU shard"))
     if job["exclusive"]:
         parts.append("nodes of its own")
     return ", ".join(parts)

@@ -92,6 +92,8 @@ def _time_left(job: Job) -> str:
 
 def _gres(job: Job) -> str:
     nodes = max(1, job["num_nodes"])
+    if job.get("shards"):
+        return f"gres/shard:{-(-job['shards'] // nodes)}"
     return f"gres/gpu:{-(-job['gpus'] // nodes)}" if job["gpus"] else "N/A"
 
 

@@ -62,6 +62,7 @@ def job_lines(job: Json) -> list[Words]:
             ("MinMemoryNode", memory_of_node(job)),
         ],
         [("TresPerJob", f"gres/gpu:{job['gpus']}")] if job["gpus"] else (),
+        [("TresPerJob", f"gres/shard:{job['shards']}")] if job.get("shards") else (),
         *([share] for share in map(_share, job["shares"])),
         [("OverSubscribe", "NO" if job["exclusive"] else "OK"), ("Features", job["constraint"])],
         [("Command", job["command"])],
@@ -75,6 +76,8 @@ def job_lines(job: Json) -> list[Words]:
 
 def _share(share: Json) -> tuple[str, object]:
     gpus = f" GRES=gpu(IDX:{','.join(map(str, share['gpus']))})" if share["gpus"] else ""
+    if share.get("shards"):
+        gpus = f" GRES=shard:{share['shards']}(IDX:{share['gpus'][0]})"
     return "Nodes", f"{share['node']} CPUs={share['cpus']} Mem={share['mem_mib']} Tasks={share['tasks']}{gpus}"
 
 
@@ -86,12 +89,16 @@ def node_lines(node: Json) -> list[Words]:
     """Return a node much as ``scontrol show node`` does."""
     state = node["state"] + ("+DRAIN" if node["drained"] and node["state"] == "DOWN" else "")
     gres = f"gpu:{len(node['gpus'])}" if node["gpus"] else None
+    used = f"gpu:{node['gpus_alloc']}"
+    if gres and (shards := sum(gpu.get("shards", 1) for gpu in node["gpus"])) > len(node["gpus"]):
+        gres += f",shard:{shards}"
+        used += f",shard:{node['shards_alloc']}"
     types = ",".join(f"{gpu['index']}:{gpu['type']}" for gpu in node["gpus"])
     lines: list[Words] = [
         [("NodeName", node["name"]), ("State", state), ("NodeAddr", node["host"]), ("Port", node["port"] or 22)],
         [("CPUAlloc", node["cpus_alloc"]), ("CPUTot", node["cpus"])],
         [("RealMemory", node["mem_mib"]), ("AllocMem", node["mem_alloc_mib"])],
-        [("Gres", gres), ("GresUsed", f"gpu:{node['gpus_alloc']}"), ("GresTypes", types)] if gres else [("Gres", gres)],
+        [("Gres", gres), ("GresUsed", used), ("GresTypes", types)] if gres else [("Gres", gres)],
         [("AvailableFeatures", ",".join(node["features"])), ("Weight", node["weight"])],
         [("Partitions", ",".join(node["partitions"])), ("Jobs", ",".join(map(str, node["jobs"])))],
         [("Link", node["link"]), ("LinkSince", date_text(node["link_since_s"] or None, "Unknown"))],

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from hpcnode import protocol
 from hpcsched.errors import RequestError
 from hpcsched.jobscript.values import (
+    Gres,
     parse_count,
     parse_gpus,
     parse_gres,
@@ -109,7 +110,10 @@ def read_options(request: protocol.StepRequest, job: Job) -> StepOptions:
     """
     _check_command(request)
     given = _Given(request.options)
-    per_node = given.value("gpus-per-node", parse_gpus)
+    per_node, gres = given.value("gpus-per-node", parse_gpus), given.value("gres", parse_gres)
+    if gres is not None and gres.shards:
+        _check_shards(gres.shards, job)
+        gres = None  # it sees the GPU that the job has a part of
     options = StepOptions(
         name=_name(request, given),
         shape=_shape(given, job),
@@ -117,7 +121,7 @@ def read_options(request: protocol.StepRequest, job: Job) -> StepOptions:
         mem_mib=given.value("mem", parse_mem_mib),
         mem_per_cpu_mib=given.value("mem-per-cpu", parse_mem_mib),
         gpus_total=_count(given.value("gpus", parse_gpus)),
-        gpus_per_node=_count(given.value("gres", parse_gres) if per_node is None else per_node),
+        gpus_per_node=_count(gres.gpus if per_node is None and gres is not None else per_node),
         gpus_per_task=_count(given.value("gpus-per-task", parse_gpus)),
         limit_s=given.value("time", parse_time_s),
         stdout=given.text("output"),
@@ -140,6 +144,7 @@ def read_allocation(request: protocol.StepRequest, now_s: float) -> JobSpec:
     given = _Given(request.options)
     nodes = given.value("nodes", parse_nodes)
     low, high = nodes or (1, 1)
+    gres = given.value("gres", parse_gres) or Gres()
     return JobSpec(
         name=_name(request, given),
         script="",
@@ -159,7 +164,8 @@ def read_allocation(request: protocol.StepRequest, now_s: float) -> JobSpec:
         cpus_per_task_given=bool(given.text("cpus-per-task")),
         mem_per_node_mib=given.value("mem", parse_node_memory),
         mem_per_cpu_mib=given.value("mem-per-cpu", parse_mem_mib),
-        gpus_per_node=given.value("gpus-per-node", parse_gpus) or given.value("gres", parse_gres) or (),
+        gpus_per_node=given.value("gpus-per-node", parse_gpus) or gres.gpus,
+        shards_per_node=gres.shards,
         gpus_total=given.value("gpus", parse_gpus) or (),
         gpus_per_task=given.value("gpus-per-task", parse_gpus) or (),
         exclusive=given.flag("exclusive"),
@@ -229,6 +235,12 @@ def _shape(given: _Given, job: Job) -> StepShape:
         exclude=given.value("exclude", parse_node_names) or (),
         overcommit=given.flag("overcommit"),
     )
+
+
+def _check_shards(asked: tuple[GpuRequest, ...], job: Job) -> None:
+    wanted, held = _count(asked) or 0, min(share.shards for share in job.shares)
+    if wanted > held:
+        raise RequestError(f"cannot give the step {wanted} shards of a GPU: the job has {held} on each node")
 
 
 def _begin(given: _Given, now_s: float) -> int | None:

@@ -147,9 +147,11 @@ def _set_gpus(fields: dict[str, Any], values: Mapping[str, Any]) -> None:
     """Let --gres and --gpus-per-node be two spellings of one thing."""
     if "gres" not in values:
         return
-    if values.get("gpus-per-node", values["gres"]) != values["gres"]:
+    gres = values["gres"]
+    if values.get("gpus-per-node", gres.gpus) != gres.gpus:
         raise RequestError("cannot take both --gres and --gpus-per-node: they ask for different GPUs on each node")
-    fields["gpus_per_node"] = values["gres"]
+    fields["gpus_per_node"] = gres.gpus
+    fields["shards_per_node"] = gres.shards
 
 
 def _with_gpu_parts(spec: JobSpec, values: Mapping[str, Any]) -> JobSpec:

@@ -172,10 +172,15 @@ def _check_gpus(spec: JobSpec) -> None:
         ("gpus-per-node", spec.gpus_per_node),
         ("gpus", spec.gpus_total),
         ("gpus-per-task", spec.gpus_per_task),
+        ("gres", spec.shards_per_node),
     ):
         _check_gpu_requests(option, requests)
     if spec.gpus_per_node and spec.gpus_per_task:
         raise RequestError("cannot take both --gpus-per-node (or --gres) and --gpus-per-task: give one of them")
+    if spec.shards_per_node and (spec.gpus_per_node or spec.gpus_per_task or spec.gpus_total):
+        raise RequestError("cannot take --gres=shard with --gpus, --gpus-per-node or --gpus-per-task: give one of them")
+    if len(spec.shards_per_node) > 1:
+        raise RequestError("cannot take --gres=shard of several types: shards come from one GPU of a node")
 
 
 def _check_gpu_requests(option: str, requests: tuple[GpuRequest, ...]) -> None:

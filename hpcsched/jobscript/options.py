@@ -95,8 +95,8 @@ _JOB_OPTIONS = (
     _job("gpus", "G", "[TYPE:]N", help="GPUs for the whole job", parse=values.parse_gpus, variable="GPUS"),
     _job("gpus-per-node", "", "[TYPE:]N", help="GPUs on each node", parse=values.parse_gpus, variable="GPUS_PER_NODE"),
     _job("gpus-per-task", "", "[TYPE:]N", help="GPUs for each task", parse=values.parse_gpus, variable="GPUS_PER_TASK"),
-    _job("gres", "", "gpu[:TYPE][:N]", help="GPUs on each node, in Slurm's other spelling", parse=values.parse_gres,
-         variable="GRES"),
+    _job("gres", "", "gpu[:TYPE][:N]", help="GPUs on each node, in Slurm's other spelling; shard:N: a part of a GPU that "
+         "others share", parse=values.parse_gres, variable="GRES"),
     _flag("hold", "H", help="submit the job held: it waits for hctl release"),
     _job("input", "i", "FILE", help="file for standard input; default: /dev/null", parse=values.parse_path,
          variable="INPUT"),

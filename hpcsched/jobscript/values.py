@@ -7,6 +7,7 @@ refused and what would be right. Sources: sbatch(1).
 from __future__ import annotations
 
 from itertools import chain
+from typing import NamedTuple
 
 from hpcsched.errors import RequestError
 from hpcsched.model.hostlist import expand_hostlist
@@ -25,7 +26,7 @@ MAX_PRIORITY = 4_294_967_294
 
 _NODES = Pattern(r"([0-9]{1,9})(?:-([0-9]{1,9}))?\Z")
 _ARRAY_PART = Pattern(r"([0-9]{1,12})(?:-([0-9]{1,12})(?::([0-9]{1,12}))?)?\Z")
-GPU_TYPE = Pattern(r"[A-Za-z][A-Za-z0-9_.-]{0,62}\Z")
+GPU_TYPE = Pattern(r"(?=[0-9_.-]*[A-Za-z])[A-Za-z0-9][A-Za-z0-9_.-]{0,62}\Z")  # a100, or MIG's 1g.10gb
 _LICENSE = Pattern(r"([A-Za-z0-9][A-Za-z0-9_-]{0,62})(?::([0-9]{1,9}))?\Z")
 _INTEGER = Pattern(r"[+-]?[0-9]{1,18}\Z")
 
@@ -128,23 +129,36 @@ def parse_gpus(text: str) -> tuple[GpuRequest, ...]:
     return _summed(requests, text)
 
 
-def parse_gres(text: str) -> tuple[GpuRequest, ...]:
-    """Return the GPUs that each node must give of ``gpu``, ``gpu:2``, ``gpu:a100``, ``gpu:a100:2``; ``none`` is none.
+class Gres(NamedTuple):
+    """What ``--gres`` asks of each node: whole GPUs, or shards of one."""
+
+    gpus: tuple[GpuRequest, ...] = ()
+    shards: tuple[GpuRequest, ...] = ()
+
+
+def parse_gres(text: str) -> Gres:
+    """Return what each node must give of ``gpu``, ``gpu:2``, ``gpu:a100``, ``gpu:a100:2``, ``shard:2``; ``none`` is none.
 
     There are no other generic resources: one is refused by its name.
     """
     if text.strip().lower() in ("none", ""):
-        return ()
-    requests = []
+        return Gres()
+    asked: dict[str, list[GpuRequest]] = {"gpu": [], "shard": []}
     for item in text.strip().split(","):
         name, *parts = item.strip().removeprefix("gres/").removeprefix("gres:").split(":")
-        if name.lower() != "gpu":
-            raise RequestError(f"cannot give a job {short(item.strip())}: the only generic resource is gpu")
+        if name.lower() not in asked:
+            raise RequestError(
+                f"cannot give a job {short(item.strip())}: the only generic resources are gpu and shard (a part of a GPU)"
+            )
         count = parts.pop() if parts and parts[-1].isdigit() else "1"
         if len(parts) > 1 or parts == [""]:
-            raise RequestError(f"cannot read {short(item)}: write gpu:2, gpu:a100 or gpu:a100:2")
-        requests.append(_gpu_request(parts[0] if parts else ANY_GPU, count, text))
-    return _summed(requests, text)
+            raise RequestError(f"cannot read {short(item)}: write {name}:2, {name}:a100 or {name}:a100:2")
+        asked[name.lower()].append(_gpu_request(parts[0] if parts else ANY_GPU, count, text))
+    if asked["gpu"] and asked["shard"]:
+        raise RequestError(f"cannot give a job {short(text)}: whole GPUs and shards of one exclude each other")
+    if len(asked["shard"]) > 1:
+        raise RequestError(f"cannot give a job {short(text)}: shards come from one GPU of a node, so of one type")
+    return Gres(_summed(asked["gpu"], text), _summed(asked["shard"], text))
 
 
 def _gpu_request(kind: str, count: str, text: str) -> GpuRequest:

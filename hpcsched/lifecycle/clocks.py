@@ -67,5 +67,5 @@ def charged(job: Job, node: NodeName, at_s: float) -> Job:
         job,
         charged_cpu_s=job.charged_cpu_s + share.cpus * held_s,
         charged_mem_mib_s=job.charged_mem_mib_s + share.mem_mib * held_s,
-        charged_gpu_s=job.charged_gpu_s + len(share.gpus) * held_s,
+        charged_gpu_s=job.charged_gpu_s + share.gpu_amount * held_s,
     )

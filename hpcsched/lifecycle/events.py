@@ -263,14 +263,24 @@ def from_data(kind: str, job_id: int, at_s: float, data: dict[str, Any]) -> Even
 
 
 def share_to_data(share: Share) -> list[Any]:
-    """Return the share as a JSON list: node, cpus, mem_mib, gpus, tasks."""
-    return [share.node, share.cpus, share.mem_mib, list(share.gpus), share.tasks]
+    """Return the share as a JSON list: node, cpus, mem_mib, gpus, tasks; of a shared GPU also shards, shards_of."""
+    shards = [share.shards, share.shards_of] if share.shards else []
+    return [share.node, share.cpus, share.mem_mib, list(share.gpus), share.tasks, *shards]
 
 
 def share_from_data(data: list[Any]) -> Share:
     """Return the share that `share_to_data` wrote."""
-    node, cpus, mem_mib, gpus, tasks = data
-    return Share(node=NodeName(node), cpus=cpus, mem_mib=mem_mib, gpus=tuple(gpus), tasks=tasks)
+    node, cpus, mem_mib, gpus, tasks, *shared = data
+    shards, shards_of = shared or (0, 0)
+    return Share(
+        node=NodeName(node),
+        cpus=cpus,
+        mem_mib=mem_mib,
+        gpus=tuple(gpus),
+        tasks=tasks,
+        shards=shards,
+        shards_of=shards_of,
+    )
 
 
 def dependency_to_data(terms: tuple[Dependency, ...]) -> list[list[Any]]:

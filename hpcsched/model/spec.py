@@ -81,6 +81,7 @@ class JobSpec:
     gpus_per_node: tuple[GpuRequest, ...] = ()
     gpus_total: tuple[GpuRequest, ...] = ()  # --gpus
     gpus_per_task: tuple[GpuRequest, ...] = ()
+    shards_per_node: tuple[GpuRequest, ...] = ()  # --gres=shard:2, of one GPU of each node
     exclusive: bool = False
     nodelist: tuple[NodeName, ...] = ()
     exclude: tuple[NodeName, ...] = ()

@@ -9,14 +9,15 @@ from collections.abc import Iterable, Sequence
 
 from hpcsched.model.ids import NodeName
 from hpcsched.model.node import Node, Partition
-from hpcsched.model.resources import ANY_GPU
+from hpcsched.model.resources import ANY_GPU, Gpu
 from hpcsched.model.units import format_mem, format_time_s
 from hpcsched.sched.features import matches
+from hpcsched.sched.gpus import gpu_slots
 from hpcsched.sched.placement import Seat, choose, mem_least, seat_of, tasks_that_fit
 from hpcsched.sched.request import Request, Shape, gpu_count, gpus_least
 from hpcsched.sched.snapshot import NodeView, node_view
-from hpcsched.sched.timeline import gpu_types_of, whole
-from hpcsched.sched.words import gpu_words, listed, needs, plural, spelled
+from hpcsched.sched.timeline import whole
+from hpcsched.sched.words import gpu_words, listed, needs, plural, shard_words, spelled
 
 
 def never_fits(shape: Shape, nodes: Sequence[NodeView]) -> bool:
@@ -105,6 +106,13 @@ def _one_thing(shape: Shape, nodes: list[NodeView], where: str, kept: str) -> st
         had = [len(node.gpus) if kind == ANY_GPU else _of_kind(node, kind) for node in nodes]
         best = f"more than {max(had)}" if any(had) else f"any {kind} GPU".replace("  ", " ")
         short = short or _short(shape, [its >= count for its in had], gpu_words(((kind, count),)), best, where, kept)
+    if short is None and shape.shards:
+        kind, count = shape.shards[0]
+        cut = [max((gpu.shards for gpu in node.gpus if _is(gpu, kind) and gpu.shards > 1), default=0) for node in nodes]
+        best = (
+            f"more than {plural(max(cut), 'shard')} of a GPU" if any(cut) else f"shared {kind} GPUs".replace("  ", " ")
+        )
+        short = _short(shape, [its >= count for its in cut], shard_words(shape.shards), best, where, kept)
     return short
 
 
@@ -144,7 +152,7 @@ def _in_all(shape: Shape, nodes: list[NodeView], where: str, among: str) -> str:
 def _has_seats(shape: Shape, nodes: Sequence[NodeView], wanted: int) -> bool:
     """Say whether at least `wanted` of `nodes` could take a share of `shape`; stops looking when they are found."""
     for node in nodes:
-        types = gpu_types_of(node)
+        types = gpu_slots(node.gpus)
         wanted -= tasks_that_fit(shape, node, types, whole(node, types)) > 0
         if wanted <= 0:
             return True
@@ -156,13 +164,17 @@ def _count(nodes: int) -> str:
 
 
 def _of_kind(node: NodeView, kind: str) -> int:
-    return sum(gpu.type.lower() == kind for gpu in node.gpus)
+    return sum(_is(gpu, kind) for gpu in node.gpus)
+
+
+def _is(gpu: Gpu, kind: str) -> bool:
+    return kind in (ANY_GPU, gpu.type.lower())
 
 
 def _seats(shape: Shape, nodes: Sequence[NodeView]) -> list[Seat]:
     seats = []
     for at, node in enumerate(nodes):
-        types = gpu_types_of(node)
+        types = gpu_slots(node.gpus)
         seat = seat_of(shape, at, node, types, whole(node, types))
         if seat is not None:
             seats.append(seat)

@@ -14,7 +14,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from hpcsched.errors import InvariantError
-from hpcsched.model.resources import ANY_GPU
+from hpcsched.sched.gpus import GpuSlot, Units, gpus_taken, shard_choices, shards_taken, whole_gpus
 from hpcsched.sched.request import GpuCounts, Shape, gpu_count
 from hpcsched.sched.snapshot import NodeView
 from hpcsched.sched.timeline import Room
@@ -40,7 +40,7 @@ class Part:
     use: Room
 
 
-def tasks_that_fit(shape: Shape, node: NodeView, types: tuple[str, ...], room: Room) -> int:
+def tasks_that_fit(shape: Shape, node: NodeView, types: tuple[GpuSlot, ...], room: Room) -> int:
     """Return how many tasks of `shape` fit in `room` of `node`; 0 if the node is of no use to it."""
     cpus, mem_mib, gpus = room
     if shape.exclusive and cpus < node.cpus:
@@ -60,12 +60,12 @@ def tasks_that_fit(shape: Shape, node: NodeView, types: tuple[str, ...], room: R
         mem_per_task = _mem_per_cpu(shape, node) * shape.cpus_per_task
         if mem_per_task:
             tasks = min(tasks, mem_mib // mem_per_task)
-    if shape.gpus_per_node or shape.gpus_per_task or shape.gpus_total:
+    if shape.gpus_per_node or shape.gpus_per_task or shape.gpus_total or shape.shards:
         tasks = min(tasks, _tasks_by_gpus(shape, types, gpus))
     return tasks if tasks >= shape.tasks_min else 0
 
 
-def seat_of(shape: Shape, at: int, node: NodeView, types: tuple[str, ...], room: Room) -> Seat | None:
+def seat_of(shape: Shape, at: int, node: NodeView, types: tuple[GpuSlot, ...], room: Room) -> Seat | None:
     """Return how node number `at` suits `shape` with `room` free, or None if it does not."""
     tasks = tasks_that_fit(shape, node, types, room)
     if not tasks:
@@ -73,10 +73,10 @@ def seat_of(shape: Shape, at: int, node: NodeView, types: tuple[str, ...], room:
     gpus = 0
     if shape.gpus_total:
         kind, wanted = shape.gpus_total[0]
-        gpus = min(wanted, sum(room[2]) if kind == ANY_GPU else room[2][types.index(kind)])
+        gpus = min(wanted, whole_gpus(types, room[2], kind))
     used = min(tasks, shape.ntasks) if shape.ntasks is not None else tasks
     cpus_left = node.cpus if shape.exclusive else room[0] - used * shape.cpus_per_task
-    return Seat((node.weight, sum(room[2]) if room[2] else 0, cpus_left, room[1], at), at, tasks, gpus)
+    return Seat((node.weight, whole_gpus(types, room[2]) if room[2] else 0, cpus_left, room[1], at), at, tasks, gpus)
 
 
 def choose(shape: Shape, seats: Sequence[Seat], required: frozenset[int] = frozenset()) -> list[Seat] | None:
@@ -104,7 +104,7 @@ def parts_of(
     shape: Shape,
     chosen: Sequence[Seat],
     nodes: Sequence[NodeView],
-    types: Sequence[tuple[str, ...]],
+    types: Sequence[tuple[GpuSlot, ...]],
     rooms: Sequence[Room],
 ) -> list[Part]:
     """Return what `shape` takes of the chosen seats, given their rooms: tasks, cpus, memory and GPUs by type."""
@@ -114,28 +114,6 @@ def parts_of(
         Part(node=seat.node, tasks=count, use=_use(shape, nodes[seat.node], types[seat.node], room, count, give))
         for seat, room, count, give in zip(chosen, rooms, tasks, gives, strict=True)
     ]
-
-
-def gpus_taken(asked: GpuCounts, types: tuple[str, ...], free: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Return how many GPUs of each of the node's types meet `asked`, or None if `free` has too few.
-
-    GPUs of no named type come from one type if one has enough (the one that has fewest), else from several.
-    """
-    left = list(free)
-    for kind, count in asked:  # named types come first
-        if kind != ANY_GPU:
-            if kind not in types or left[types.index(kind)] < count:
-                return None
-            left[types.index(kind)] -= count
-            continue
-        enough = [at for at, its in enumerate(left) if its >= count]
-        for at in [min(enough, key=lambda at: left[at])] if enough else range(len(left)):
-            taken = min(count, left[at])
-            left[at] -= taken
-            count -= taken
-        if count:
-            return None
-    return tuple([a - b for a, b in zip(free, left, strict=True)])
 
 
 # ----- does it fit
@@ -156,21 +134,20 @@ def _mem_per_cpu(shape: Shape, node: NodeView) -> int:
     return node.mem_mib // node.cpus if node.cpus else 0
 
 
-def _tasks_by_gpus(shape: Shape, types: tuple[str, ...], free: tuple[int, ...]) -> int:
+def _tasks_by_gpus(shape: Shape, types: tuple[GpuSlot, ...], free: Units) -> int:
     """Return how many tasks the free GPUs allow."""
+    if shape.shards:
+        return UNBOUNDED if shard_choices(shape.shards, types, free) else 0
     if shape.gpus_total:
-        kind = shape.gpus_total[0][0]
-        has_one = any(free) if kind == ANY_GPU else kind in types and free[types.index(kind)] > 0
-        return UNBOUNDED if has_one else 0
+        return UNBOUNDED if whole_gpus(types, free, shape.gpus_total[0][0]) else 0
     if shape.gpus_per_node:
         if gpus_taken(shape.gpus_per_node, types, free) is None:
             return 0
         each = gpu_count(shape.gpus_per_task)
         return gpu_count(shape.gpus_per_node) // each if each else UNBOUNDED
-    tasks = sum(free) // gpu_count(shape.gpus_per_task)
+    tasks = whole_gpus(types, free) // gpu_count(shape.gpus_per_task)
     for kind, count in shape.gpus_per_task:
-        if kind != ANY_GPU:
-            tasks = min(tasks, free[types.index(kind)] // count if kind in types else 0)
+        tasks = min(tasks, whole_gpus(types, free, kind) // count)
     return tasks
 
 
@@ -257,7 +234,7 @@ def _spread(total: int, limits: Sequence[int]) -> list[int]:
     return given
 
 
-def _use(shape: Shape, node: NodeView, types: tuple[str, ...], room: Room, tasks: int, give: int) -> Room:
+def _use(shape: Shape, node: NodeView, types: tuple[GpuSlot, ...], room: Room, tasks: int, give: int) -> Room:
     cpus = node.cpus if shape.exclusive else tasks * shape.cpus_per_task
     if shape.mem_all or (shape.exclusive and not shape.mem_asked):
         mem_mib = node.mem_mib
@@ -267,6 +244,13 @@ def _use(shape: Shape, node: NodeView, types: tuple[str, ...], room: Room, tasks
         mem_mib = min(node.mem_mib, cpus * _mem_per_cpu(shape, node))
     if shape.exclusive:
         return cpus, mem_mib, room[2]
+    if shape.shards:
+        taken = shards_taken(shape.shards, types, room[2])
+        if taken is None:
+            raise InvariantError(
+                f"node {node.name} was chosen for shards {shape.shards} but has {room[2]} of {types} free"
+            )
+        return cpus, mem_mib, taken
     if shape.gpus_total:
         asked: GpuCounts = ((shape.gpus_total[0][0], give),)
     elif shape.gpus_per_node:

@@ -268,9 +268,9 @@ class _Planner:
         return seat_of(shape, at, self.timeline.nodes[at], self.timeline.types[at], room)
 
     def _take(self, part: Part, end_s: float) -> Share:
-        gpus = self.timeline.start(part.node, end_s, part.use)
+        grant = self.timeline.start(part.node, end_s, part.use)
         name = self.snapshot.nodes[part.node].name
-        return Share(node=name, cpus=part.use[0], mem_mib=part.use[1], gpus=gpus, tasks=part.tasks)
+        return Share(node=name, cpus=part.use[0], mem_mib=part.use[1], tasks=part.tasks, **grant._asdict())
 
     def _limit_s(self, job: PendingJob) -> int:
         limit_s = job.request.time_limit_s

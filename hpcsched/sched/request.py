@@ -42,6 +42,7 @@ class Shape:
     gpus_per_node: GpuCounts = ()
     gpus_per_task: GpuCounts = ()
     gpus_total: GpuCounts = ()  # one type at most; each node gives at least one
+    shards: GpuCounts = ()  # of one GPU of each node; one type at most
     exclusive: bool = False
     features: Expression = ()
     constraint: str = ""  # `features` as the user wrote it
@@ -99,6 +100,7 @@ def shape_of(spec: JobSpec, partition: Partition) -> Shape:
         gpus_per_node=per_node,
         gpus_per_task=per_task,
         gpus_total=() if per_node or per_task else total,
+        shards=_gpus(spec.shards_per_node),
         exclusive=spec.exclusive,
         features=parse_features(spec.constraint),
         constraint=spec.constraint.strip(),

@@ -10,23 +10,16 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable
 
+from hpcsched.sched.gpus import FreeGpus, GpuSlot, Grant, Units, all_units, gpu_slots
 from hpcsched.sched.policy import Policy
 from hpcsched.sched.snapshot import NodeView, RunningJob, Snapshot
 
-Room = tuple[int, int, tuple[int, ...]]  # free (or taken) cpus, memory in MiB, GPUs by the node's types
+Room = tuple[int, int, Units]  # free (or taken) cpus, memory in MiB, units of the node's GPU slots
 
 
-def gpu_types_of(node: NodeView) -> tuple[str, ...]:
-    """Return the types of the node's GPUs, each once, in the order that a `Room` counts them."""
-    return tuple(dict.fromkeys(gpu.type.lower() for gpu in node.gpus))
-
-
-def whole(node: NodeView, types: tuple[str, ...]) -> Room:
+def whole(node: NodeView, types: tuple[GpuSlot, ...]) -> Room:
     """Return all that the node has."""
-    counts = [0] * len(types)
-    for gpu in node.gpus:
-        counts[types.index(gpu.type.lower())] += 1
-    return node.cpus, node.mem_mib, tuple(counts)
+    return node.cpus, node.mem_mib, all_units(node.gpus, types)
 
 
 def less(room: Room, use: Room) -> Room:
@@ -98,34 +91,28 @@ class Timeline:
     def __init__(self, snapshot: Snapshot, policy: Policy) -> None:
         self.now_s = snapshot.now_s
         self.nodes = snapshot.nodes
-        self.types = [gpu_types_of(node) for node in snapshot.nodes]
+        self.types = [gpu_slots(node.gpus) for node in snapshot.nodes]
         kinds: dict[
-            tuple[int, int, tuple[str, ...]], int
+            tuple[int, int, tuple[GpuSlot, ...]], int
         ] = {}  # nodes of one kind differ in nothing that a share needs
         self.kinds = [
             kinds.setdefault((node.cpus, node.mem_mib, types), len(kinds))
             for node, types in zip(self.nodes, self.types, strict=True)
         ]
         self.index = {node.name: at for at, node in enumerate(snapshot.nodes)}
-        self.free_gpus = [{gpu.index: gpu.type.lower() for gpu in node.gpus} for node in snapshot.nodes]
+        self.free_gpus = [FreeGpus(node.gpus, slots) for node, slots in zip(self.nodes, self.types, strict=True)]
         self.changed: list[int] = []
         self.dips_s: list[float] = []
         self.reservations = 0
         self.sure_until_s = float("inf")  # from here on it counts on the end of a job that has no limit
         self.profiles = self._profiles(snapshot.running, policy)
 
-    def start(self, node: int, end_s: float, use: Room) -> tuple[int, ...]:
-        """Take `use` of a node from now until `end_s` and return the indices of the GPUs that this gives."""
-        gpus: list[int] = []
-        if any(use[2]):
-            free = self.free_gpus[node]
-            for kind, count in zip(self.types[node], use[2], strict=True):
-                gpus += sorted(index for index, its in free.items() if its == kind)[:count]
-            for index in gpus:
-                del free[index]
+    def start(self, node: int, end_s: float, use: Room) -> Grant:
+        """Take `use` of a node from now until `end_s` and return the GPUs that this gives."""
+        grant = self.free_gpus[node].grant(use[2])
         self.profiles[node].take(self.now_s, end_s, use)
         self.changed.append(node)
-        return tuple(sorted(gpus))
+        return grant
 
     def reserve(self, node: int, start_s: float, end_s: float, use: Room) -> None:
         """Take `use` of a node over an interval to come."""
@@ -154,7 +141,7 @@ class Timeline:
                 node = self.index.get(share.node)
                 if node is None:
                     continue
-                use = share.cpus, share.mem_mib, self._count(node, share.gpus)
+                use = share.cpus, share.mem_mib, self.free_gpus[node].hold(share)
                 rooms[node] = less(rooms[node], use)
                 ends.append((end_s, node, use))
         profiles = [Profile(self.now_s, room) for room in rooms]
@@ -162,12 +149,3 @@ class Timeline:
         for end_s, node, use in ends:
             profiles[node].give_back(end_s, use)
         return profiles
-
-    def _count(self, node: int, gpus: tuple[int, ...]) -> tuple[int, ...]:
-        """Take the GPUs of these indices out of the free ones, and return how many they are by type."""
-        counts = [0] * len(self.types[node])
-        for index in gpus:
-            kind = self.free_gpus[node].pop(index, None)
-            if kind is not None:
-                counts[self.types[node].index(kind)] += 1
-        return tuple(counts)

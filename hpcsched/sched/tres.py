@@ -41,12 +41,12 @@ def held_by(shares: Iterable[Share], nodes: Mapping[NodeName, NodeView], license
         held[CPU] += share.cpus
         held[MEM] += share.mem_mib
         if share.gpus:
-            held[GPU] = held.get(GPU, 0) + len(share.gpus)
+            held[GPU] = held.get(GPU, 0) + share.gpu_amount
             node = nodes.get(share.node)
             for gpu in node.gpus if node is not None else ():
                 if gpu.index in share.gpus:
                     name = f"{GPU}:{gpu.type.lower()}"
-                    held[name] = held.get(name, 0) + 1
+                    held[name] = held.get(name, 0) + share.gpu_amount / len(share.gpus)
     _add_licenses(held, licenses)
     return held
 

@@ -102,7 +102,7 @@ def running_use(job: Job, now_s: float, accounting: Accounting, weights: Weights
     used_s = integral(now_s - _since_s(job, now_s), accounting.half_life_s) * factor_of(accounting, job.spec.qos)
     cpu_s = used_s * sum(share.cpus for share in shares)
     mem_mib_s = used_s * sum(share.mem_mib for share in shares)
-    gpu_s = used_s * sum(len(share.gpus) for share in shares)
+    gpu_s = used_s * sum(share.gpu_amount for share in shares)
     return _amounts(cpu_s, mem_mib_s, gpu_s, weights, gpu_weight(shares, weights, types))
 
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from hpcsched.model.resources import ANY_GPU
 from hpcsched.model.units import format_mem
 from hpcsched.sched.features import matches
-from hpcsched.sched.placement import gpus_taken, mem_least
+from hpcsched.sched.gpus import GpuSlot, gpus_taken, shard_choices, whole_gpus
+from hpcsched.sched.placement import mem_least
 from hpcsched.sched.request import GpuCounts, Shape, gpus_least
 from hpcsched.sched.snapshot import NodeView
 from hpcsched.sched.timeline import Room
@@ -37,6 +38,12 @@ def gpu_words(gpus: GpuCounts) -> str:
     return listed([plural(count, "GPU" if kind == ANY_GPU else f"{kind} GPU") for kind, count in gpus])
 
 
+def shard_words(shards: GpuCounts) -> str:
+    """Return ``2 shards of an a100 GPU``."""
+    kind, count = shards[0]
+    return f"{plural(count, 'shard')} of {'a GPU' if kind == ANY_GPU else f'one {kind} GPU'}"
+
+
 def needs(shape: Shape) -> str:
     """Return what `shape` needs: ``2 nodes with 4 cpus and 8G memory each``."""
     if shape.ntasks is not None and shape.ntasks > 1:
@@ -51,7 +58,7 @@ def needs(shape: Shape) -> str:
     return ", ".join([whole, *extras])
 
 
-def lacks(shape: Shape, node: NodeView, types: tuple[str, ...], room: Room) -> list[str]:
+def lacks(shape: Shape, node: NodeView, types: tuple[GpuSlot, ...], room: Room) -> list[str]:
     """Return what `node`, with `room` free, lacks to take one share of `shape`; empty if it can."""
     if shape.exclude and node.name in shape.exclude:
         return ["is excluded by the job"]
@@ -69,6 +76,8 @@ def lacks(shape: Shape, node: NodeView, types: tuple[str, ...], room: Room) -> l
     asked = gpus_least(shape)
     if asked and gpus_taken(asked, types, room[2]) is None:
         missing.append(_gpus_free(asked, types, node, room))
+    if shape.shards and not shard_choices(shape.shards, types, room[2]):
+        missing.append(_shards_free(shape.shards, types, room))
     return missing
 
 
@@ -76,21 +85,33 @@ def _has(whole: int, free: int) -> str:
     return f"has {max(0, free)} of {whole}"
 
 
-def _gpus_free(asked: GpuCounts, types: tuple[str, ...], node: NodeView, room: Room) -> str:
+def _gpus_free(asked: GpuCounts, types: tuple[GpuSlot, ...], node: NodeView, room: Room) -> str:
     kinds = [kind for kind, _ in asked if kind != ANY_GPU]
     for kind in kinds:
-        if kind not in types:
+        if kind not in [slot.type for slot in types]:
             return f"has no {kind} GPU"
     if not kinds:
-        return f"{_has(len(node.gpus), sum(room[2]))} GPUs free" if node.gpus else "has no GPU"
-    at = types.index(kinds[0])
-    return f"{_has(sum(gpu.type.lower() == kinds[0] for gpu in node.gpus), room[2][at])} {kinds[0]} GPUs free"
+        return f"{_has(len(node.gpus), whole_gpus(types, room[2]))} GPUs free" if node.gpus else "has no GPU"
+    free = whole_gpus(types, room[2], kinds[0])
+    return f"{_has(sum(gpu.type.lower() == kinds[0] for gpu in node.gpus), free)} {kinds[0]} GPUs free"
+
+
+def _shards_free(asked: GpuCounts, types: tuple[GpuSlot, ...], room: Room) -> str:
+    """Return what a node lacks that has no GPU with so many shards free."""
+    kind = asked[0][0]
+    free = [
+        count for slot, count in zip(types, room[2], strict=True) if slot.index >= 0 and kind in (ANY_GPU, slot.type)
+    ]
+    of = f" {kind}" if kind != ANY_GPU else ""
+    return f"has at most {plural(max(free), 'shard')} free of one{of} GPU" if free else f"shares no{of} GPU"
 
 
 def _nodes(shape: Shape) -> str:
     parts = [plural(shape.cpus_least, "cpu"), *_memory(shape, shape.cpus_least)]
     if gpus_least(shape) and not shape.gpus_total:
         parts.append(gpu_words(gpus_least(shape)))
+    if shape.shards:
+        parts.append(shard_words(shape.shards))
     count = str(shape.nodes_min)
     if shape.nodes_max > shape.nodes_min and not shape.gpus_total:
         count += f" to {shape.nodes_max}"
@@ -106,6 +127,8 @@ def _tasks(shape: Shape) -> str:
     per_node = [*(_memory(shape, 0) if _by_node(shape) else [])]
     if shape.gpus_per_node:
         per_node.append(gpu_words(shape.gpus_per_node))
+    if shape.shards:
+        per_node.append(shard_words(shape.shards))
     where = f" on {_range(shape)}" if shape.nodes_max < (shape.ntasks or 0) or shape.nodes_min > 1 else ""
     where += f" with {listed(per_node)} per node" if per_node else ""
     return f"{shape.ntasks} tasks of {listed(parts)}{where}{' that are empty' if shape.exclusive and where else ''}"

@@ -21,6 +21,7 @@ NOW_S = 1000.0
 POLICY = Policy(weight_age=0)
 SMALL = Shape(mem_per_node_mib=10, mem_asked=True)
 X0, X1 = Gpu(index=0, type="x"), Gpu(index=1, type="x")
+CUT0, CUT1 = Gpu(index=0, type="x", shards=3), Gpu(index=1, type="x", shards=3)
 CONSTRAINTS = ("", "", "", "", "a", "b", "a&b", "a|b")
 
 
@@ -32,7 +33,7 @@ def shapes(draw: st.DrawFn, *, many_nodes: bool = True) -> Shape:
     constraint = draw(st.sampled_from(CONSTRAINTS))
     memory = draw(st.sampled_from(["default", "default", "node", "node", "cpu", "all"]))
     gpus = draw(st.sampled_from([(), (), (), (("x", 1),), (("", 1),), (("", 2),)]))
-    where = draw(st.sampled_from(["node", "task", "total"]))
+    where = draw(st.sampled_from(["node", "task", "total", "shard"]))
     return Shape(
         nodes_min=low,
         nodes_max=low + draw(st.integers(0, 2)) if many_nodes else 1,
@@ -47,6 +48,7 @@ def shapes(draw: st.DrawFn, *, many_nodes: bool = True) -> Shape:
         gpus_per_node=gpus if where == "node" else (),
         gpus_per_task=gpus if where == "task" else (),
         gpus_total=gpus if where == "total" and ntasks is None else (),
+        shards=gpus if where == "shard" else (),
         exclusive=draw(st.sampled_from([False] * 7 + [True])),
         features=parse_features(constraint),
         constraint=constraint,
@@ -87,7 +89,9 @@ def _node(at: int) -> st.SearchStrategy[NodeView]:
         name=st.just(NodeName(f"n{at}")),
         cpus=st.integers(2, 6),
         mem_mib=st.sampled_from([400, 1000]),
-        gpus=st.sampled_from([(), (X0, X1), (X0, X1, Gpu(index=2, type="y")), (Gpu(index=3, type="y"), X0)]),
+        gpus=st.sampled_from(
+            [(), (X0, X1), (X0, X1, Gpu(index=2, type="y")), (Gpu(index=3, type="y"), X0), (CUT0, CUT1)]
+        ),
         features=st.sampled_from([frozenset("ab"), frozenset("ab"), frozenset("a"), frozenset()]),
         weight=st.integers(1, 2),
         why_not=st.sampled_from([""] * 7 + ["is down"]),
@@ -140,8 +144,10 @@ def test_nothing_is_given_twice(snapshot: Snapshot) -> None:
         held = [share for share in shares if share.node == node.name]
         assert sum(share.cpus for share in held) <= node.cpus
         assert sum(share.mem_mib for share in held) <= node.mem_mib
-        gpus = Counter(gpu for share in held for gpu in share.gpus)
-        assert all(count == 1 for count in gpus.values())
+        gpus: Counter[int] = Counter()
+        for share in held:
+            gpus.update(dict.fromkeys(share.gpus, share.gpu_amount / len(share.gpus) if share.gpus else 0))
+        assert all(amount < 1.000001 for amount in gpus.values())
         assert set(gpus) <= {gpu.index for gpu in node.gpus}
 
 
@@ -165,7 +171,11 @@ def test_a_job_gets_exactly_what_it_asked_where_it_may(snapshot: Snapshot) -> No
             cpus = nodes[share.node].cpus if shape.exclusive else share.tasks * shape.cpus_per_task
             assert share.cpus == cpus
             assert share.cpus >= share.tasks * shape.cpus_per_task
-            if not shape.exclusive and not shape.gpus_total:
+            if shape.shards and not shape.exclusive:
+                asked = shape.shards[0][1]
+                cut = nodes[share.node].gpus[0].shards
+                assert (len(share.gpus), share.gpu_amount) == (1, asked / cut)
+            elif not shape.exclusive and not shape.gpus_total:
                 per_task = sum(count for _, count in shape.gpus_per_task) * share.tasks
                 assert len(share.gpus) == sum(count for _, count in shape.gpus_per_node) + per_task
         if shape.gpus_total and not shape.exclusive:
@@ -254,7 +264,7 @@ def test_more_resources_never_make_the_head_start_later(snapshot: Snapshot, data
         elif richer == "memory":
             node = replace(node, mem_mib=node.mem_mib + 100)
         else:
-            node = replace(node, gpus=(*node.gpus, Gpu(index=9, type="x")))
+            node = replace(node, gpus=(*node.gpus, Gpu(index=9, type="x", shards=data.draw(st.sampled_from([1, 3])))))
         grown = replace(snapshot, nodes=(*snapshot.nodes[:at], node, *snapshot.nodes[at + 1 :]))
     assert _first_start_s(grown, head.id) <= before_s
 

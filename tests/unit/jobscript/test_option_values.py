@@ -132,7 +132,18 @@ def test_a_wrong_dependency_is_refused(text: str, why: str) -> None:
     ],
 )
 def test_gres(text: str, gpus: tuple[GpuRequest, ...]) -> None:
-    assert parse_gres(text) == gpus
+    assert parse_gres(text) == (gpus, ())
+
+
+def test_gres_of_shards() -> None:
+    assert parse_gres("shard:2") == ((), (GpuRequest(count=2),))
+    assert parse_gres("shard") == ((), (GpuRequest(count=1),))
+    assert parse_gres("shard:a100:3") == ((), (GpuRequest(count=3, type="a100"),))
+
+
+def test_a_mig_profile_is_a_type() -> None:
+    assert parse_gpus("1g.10gb:2") == (GpuRequest(count=2, type="1g.10gb"),)
+    assert parse_gres("gpu:1g.10gb") == ((GpuRequest(count=1, type="1g.10gb"),), ())
 
 
 @pytest.mark.parametrize(
@@ -152,7 +163,8 @@ def test_gpus(text: str, gpus: tuple[GpuRequest, ...]) -> None:
 @pytest.mark.parametrize(
     ("read", "text"),
     [
-        (parse_gres, "shard:1"), (parse_gres, "gpu:a:b:1"), (parse_gres, "gpu:1,gpu:2"), (parse_gres, "gpu:-1"),
+        (parse_gres, "fpga:1"), (parse_gres, "gpu:1,shard:1"), (parse_gres, "shard:a:1,shard:b:1"),
+        (parse_gres, "gpu:a:b:1"), (parse_gres, "gpu:1,gpu:2"), (parse_gres, "gpu:-1"),
         (parse_gres, "gpu:a100:x"), (parse_gres, "gpu:"),
         (parse_gpus, ""), (parse_gpus, ":2"), (parse_gpus, "a100:"), (parse_gpus, "1,2"),
         (parse_gpus, "9" * 7), (parse_gpus, "٤"), (parse_nodes, "0"), (parse_nodes, "4-2"), (parse_nodes, "2-"),

@@ -8,7 +8,7 @@ from unit.sched.world import world
 from hpcsched.model.ids import JobId
 from hpcsched.model.node import NodeSpec
 from hpcsched.model.resources import GpuRequest, Share
-from hpcsched.sched.placement import gpus_taken
+from hpcsched.sched.gpus import GpuSlot, gpus_taken
 
 
 def shares(nodes: str, job: str, running: tuple[str, ...] = (), **changes: object) -> list[Share]:
@@ -168,7 +168,50 @@ def test_no_gpu_is_given_twice() -> None:
 
 
 def test_gpus_of_no_named_type_come_from_one_type_if_they_can() -> None:
-    assert gpus_taken((("", 2),), ("a", "b"), (4, 2)) == (0, 2)
-    assert gpus_taken((("", 5),), ("a", "b"), (4, 2)) == (4, 1)
-    assert gpus_taken((("b", 1), ("", 5)), ("a", "b"), (4, 2)) == (4, 2)
-    assert gpus_taken((("b", 1), ("", 6)), ("a", "b"), (4, 2)) is None
+    pools = (GpuSlot("a"), GpuSlot("b"))
+    assert gpus_taken((("", 2),), pools, (4, 2)) == (0, 2)
+    assert gpus_taken((("", 5),), pools, (4, 2)) == (4, 1)
+    assert gpus_taken((("b", 1), ("", 5)), pools, (4, 2)) == (4, 2)
+    assert gpus_taken((("b", 1), ("", 6)), pools, (4, 2)) is None
+
+
+def parts(nodes: str, *jobs: str) -> list[str]:
+    """Return what the jobs get that are all submitted at once: node, GPUs, shards of how many."""
+    starts = world(nodes, waiting=jobs).plan().starts
+    return [
+        f"{start.job_id}@{share.node} {','.join(map(str, share.gpus))} {share.shards}/{share.shards_of}"
+        for start in starts
+        for share in start.shares
+    ]
+
+
+def test_several_jobs_share_a_gpu_by_shards() -> None:
+    got = parts("1x8/2xa100%4", "1: 2shards", "2: 2shards", "3: 3shards", "4: 2shards")
+    assert got == ["1@n1 0 2/4", "2@n1 0 2/4", "3@n1 1 3/4"]  # the fourth finds one shard left of a GPU
+
+
+def test_shards_are_taken_of_the_gpu_that_has_fewest_left_and_enough() -> None:
+    assert parts("1x8/2xa100%4", "1: 2shards", "2: 3shards", "3: 1shards") == ["1@n1 0 2/4", "2@n1 1 3/4", "3@n1 1 1/4"]
+
+
+def test_a_whole_gpu_is_one_that_nobody_shares() -> None:
+    assert parts("1x8/2xa100%4", "1: 1shards", "2: 1g", "3: 1g") == ["1@n1 0 1/4", "2@n1 1 0/0"]
+    assert parts("1x8/2xa100%4", "1: 1shards", "2: 2g") == ["1@n1 0 1/4"]
+
+
+def test_all_shards_of_a_gpu_are_the_gpu() -> None:
+    assert parts("1x8/2xa100%4", "1: 4shards", "2: 1shards") == ["1@n1 0 0/0", "2@n1 1 1/4"]
+
+
+def test_gpus_that_are_not_cut_up_have_no_shards() -> None:
+    sketch = world("1x8/2xa100", waiting=["1: 1shards"])
+    assert sketch.plan().starts == ()
+    assert "no node of partition 'main' has shared GPUs" in sketch.plan().waits[JobId(1)].detail
+
+
+def test_shards_that_a_job_holds_stay_its_own_when_the_gpu_is_cut_up_otherwise() -> None:
+    sketch = world("1x8/1xa100%8", waiting=["1: 1g", "2: 5shards", "3: 4shards"])
+    held = Share(node=sketch.nodes[0].name, cpus=1, mem_mib=0, gpus=(0,), shards=2, shards_of=4)
+    sketch.jobs += world("1x8", running=["9: n1 1c"]).jobs
+    sketch.change(9, shares=(held,))
+    assert [start.job_id for start in sketch.plan().starts] == [3]

@@ -31,8 +31,8 @@ def test_a_reservation_makes_a_dip() -> None:
 
 def test_starts_give_the_lowest_free_gpus_of_the_type() -> None:
     timeline = Timeline(world("1x8/1000/2xa/2xb", running=["1: n1 1c 1g 60s"]).snapshot(), Policy())
-    assert timeline.start(0, 100.0, (1, 1, (1, 1))) == (1, 2)
-    assert timeline.start(0, 100.0, (1, 1, (0, 1))) == (3,)
+    assert timeline.start(0, 100.0, (1, 1, (1, 1))).gpus == (1, 2)
+    assert timeline.start(0, 100.0, (1, 1, (0, 1))).gpus == (3,)
     assert timeline.profiles[0].rooms[0] == (5, 998, (0, 0))
 
 

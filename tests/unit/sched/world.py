@@ -2,11 +2,11 @@
 
     world(nodes="3x4", running=["1: n1,n2 2c 60s"], waiting=["2: 3 nodes 4c 600s", "3: 1c 30s"])
 
-A node group is ``COUNTxCPUS[/MEM_MIB][/GPUSxTYPE][+feature...]``; nodes are called n1, n2, ... Time is 0. A job is a job id, a
-colon and words: ``2 nodes``, ``2-4 nodes``, ``5 tasks``, ``2 per-node``, ``4c`` (cpus per task), ``100M`` (memory per node),
-``2g``, ``2g:a100`` (GPUs per node), ``60s`` (limit), ``n1,n2`` (node list, or where it runs), ``p=a`` or ``p=a,b`` (partition),
-``+feature`` (constraint), ``exclusive``, ``nice=5``. Running jobs began at 0 and hold their cpus, memory and GPUs on each
-of their nodes.
+A node group is ``COUNTxCPUS[/MEM_MIB][/GPUSxTYPE[%SHARDS]][+feature...]``; nodes are called n1, n2, ... Time is 0. A
+job is a job id, a colon and words: ``2 nodes``, ``2-4 nodes``, ``5 tasks``, ``2 per-node``, ``4c`` (cpus per task),
+``100M`` (memory per node), ``2g``, ``2g:a100`` (GPUs per node), ``3shards``, ``60s`` (limit), ``n1,n2`` (node list, or
+where it runs), ``p=a`` or ``p=a,b`` (partition), ``+feature`` (constraint), ``exclusive``, ``nice=5``. Running jobs began at 0
+and hold their cpus, memory and GPUs on each of their nodes.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ def _nodes(text: str) -> list[Node]:
         count, cpus, *rest = re.split(r"[x/]", sizes, maxsplit=2)
         parts = rest[0].split("/") if rest else []
         mem_mib = next((int(part) for part in parts if part.isdigit()), MEM_MIB)
-        gpus = [part.split("x") for part in parts if not part.isdigit()]
-        types = [kind for number, kind in gpus for _ in range(int(number))]
+        gpus = [part.split("x", 1) for part in parts if not part.isdigit()]
+        types = [kind.partition("%") for number, kind in gpus for _ in range(int(number))]
         for _ in range(int(count)):
             spec = NodeSpec(
                 name=NodeName(f"n{len(nodes) + 1}"),
@@ -110,7 +110,7 @@ def _nodes(text: str) -> list[Node]:
                 host_key="k",
                 cpus=int(cpus),
                 mem_mib=mem_mib,
-                gpus=tuple(Gpu(index=at, type=kind) for at, kind in enumerate(types)),
+                gpus=tuple(Gpu(index=at, type=kind, shards=int(n or 1)) for at, (kind, _, n) in enumerate(types)),
                 features=tuple(features),
             )
             nodes.append(Node(spec=spec, link=Link.UP))
@@ -157,6 +157,7 @@ _WORDS: tuple[tuple[str, Any], ...] = (
     (r"(\d+)c", lambda m: {"cpus_per_task": int(m[1])}),
     (r"(\d+)M", lambda m: {"mem_per_node_mib": int(m[1])}),
     (r"(\d+)g(?::(\w+))?", lambda m: {"gpus_per_node": (GpuRequest(count=int(m[1]), type=m[2] or ""),)}),
+    (r"(\d+)shards", lambda m: {"shards_per_node": (GpuRequest(count=int(m[1])),)}),
     (r"(\d+)s", lambda m: {"time_limit_s": int(m[1])}),
     (r"(n\d+(?:,n\d+)*)", lambda m: {"nodelist": tuple(NodeName(name) for name in m[1].split(","))}),
     (r"p=([\w,]+)", lambda m: {"partition": m[1]}),
