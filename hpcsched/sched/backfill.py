@@ -1,127 +1,105 @@
-"""The earliest time at which a gang will fit, if every running job lasts to its limit and reservations are kept.
+"""The earliest time at which a gang that has tasks or GPUs to spread will fit, if all that runs lasts to its limit.
 
-Room grows only where something ends, so only those times are tried. Between them a node's seat changes only if one of
-its own steps begins, or if it has a reservation in the way (its window then moves over the dip).
-
-Where any nodes do that take a share (no task count to spread, no total of GPUs, no node list) each node is walked through
-once instead: when could it hold the share for the whole time? The earliest time at which enough nodes could is the answer.
+Of a gang whose shares are all alike `Openings` alone can tell; here each node's seat counts, what it could take over the
+window ``[t, t + limit)``. As `t` moves on a seat grows only when a step of the node's time begins, or the node opens at all;
+it shrinks once the window reaches a step with less. So only the times of growth are tried, from where enough nodes could take
+something, and only the seats of nodes that changed are worked out anew.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from heapq import heappop, heappush, nsmallest
+from bisect import bisect_left, bisect_right
+from heapq import heappop, heappush
 
-from hpcsched.sched.placement import Part, Seat, choose, parts_of, seat_of, tasks_that_fit
+from hpcsched.sched.openings import Openings
+from hpcsched.sched.placement import Part, Seat, choose, parts_of, seat_of
 from hpcsched.sched.request import Shape
-from hpcsched.sched.timeline import Room, Timeline
+from hpcsched.sched.timeline import Timeline
 
 
 def earliest_start(
-    timeline: Timeline, shape: Shape, nodes: Sequence[int], required: frozenset[int], limit_s: float
+    timeline: Timeline, shape: Shape, openings: Openings, required: frozenset[int], limit_s: float, from_s: float
 ) -> tuple[float, list[Part]] | None:
-    """Return when `shape` can first run for `limit_s` on some of `nodes`, and what it would take; None: never.
+    """Return when, `from_s` at the earliest, `shape` can run for `limit_s`, and what it would take; None: never.
 
     It takes nodes that have least free now, so that what is free now stays open to others meanwhile.
     """
-    if shape.ntasks is None and not shape.gpus_total and not required:
-        return _earliest_of_any(timeline, shape, nodes, limit_s)
-    changes = sorted((at_s, node) for node in nodes for at_s in timeline.profiles[node].times_s[1:])
-    dipped = [node for node in nodes if timeline.profiles[node].dips]
-    seats: dict[int, Seat] = {}
-    fresh = set(nodes)
-    at, at_s = 0, timeline.now_s
+    window = _Window(timeline, shape, limit_s)
+    coming = openings.beginning_after(from_s, limit_s)
+    opening = next(coming, None)
+    for until_s, node in openings.open_at(from_s, limit_s):
+        window.open(node, from_s, until_s)
+    at_s = from_s
     while True:
-        _update(seats, timeline, shape, fresh.union(dipped), at_s, at_s + limit_s)
-        chosen = choose(shape, sorted(seats.values()), required) if _may_do(shape, seats) else None
+        chosen = choose(shape, sorted(window.seats.values()), required) if window.may_do() else None
         if chosen is not None:
             rooms = [timeline.profiles[seat.node].free_over(at_s, at_s + limit_s) for seat in chosen]
             return at_s, parts_of(shape, chosen, timeline.nodes, timeline.types, rooms)
-        if at == len(changes):
+        times_s = [window.grows[0][0]] if window.grows else []
+        if opening is not None:
+            times_s.append(opening[0])
+        if not times_s:
             return None
-        at_s = changes[at][0]
-        fresh = set()
-        while at < len(changes) and changes[at][0] == at_s:
-            fresh.add(changes[at][1])
-            at += 1
+        at_s = min(times_s)
+        window.move_to(at_s)
+        while opening is not None and opening[0] <= at_s:
+            window.open(opening[2], at_s, opening[1])
+            opening = next(coming, None)
 
 
-def _earliest_of_any(
-    timeline: Timeline, shape: Shape, nodes: Sequence[int], limit_s: float
-) -> tuple[float, list[Part]] | None:
-    """Return what `earliest_start` does, for a shape that takes equal shares of any nodes."""
-    fits: dict[tuple[int, Room], bool] = {}
-    spans: list[tuple[float, float, int]] = []  # from when to when a node could start to hold a share
-    for node in nodes:
-        spans += _spans(timeline, shape, node, limit_s, fits)
-    spans.sort()
-    until: list[tuple[float, int]] = []
-    for first_s, last_s, node in spans:
-        while until and until[0][0] < first_s:
-            heappop(until)
-        heappush(until, (last_s, node))
-        if len(until) >= shape.nodes_min:
-            able = {at for _, at in until} | {at for start_s, _, at in spans if start_s == first_s}
-            return first_s, _least_free_of(timeline, shape, able, first_s, limit_s)
-    return None
+class _Window:
+    """The seats of the nodes over a window that moves on in time."""
 
+    def __init__(self, timeline: Timeline, shape: Shape, limit_s: float) -> None:
+        self.seats: dict[int, Seat] = {}
+        self.grows: list[tuple[float, int]] = []  # when the seat of which node may get larger
+        self._shrinks: list[tuple[float, int]] = []  # after which time that of which node may get smaller
+        self._until_s: dict[int, float] = {}  # so long the node is open
+        self._tasks = 0
+        self._timeline = timeline
+        self._shape = shape
+        self._limit_s = limit_s
 
-def _spans(
-    timeline: Timeline, shape: Shape, node: int, limit_s: float, fits: dict[tuple[int, Room], bool]
-) -> list[tuple[float, float, int]]:
-    """Return when `node` could start to hold a share of `shape` for `limit_s`: spans of start times, both ends included."""
-    profile, view, types = timeline.profiles[node], timeline.nodes[node], timeline.types[node]
-    kind = timeline.kinds[node]
-    found = []
-    began_s: float | None = None
-    for at_s, room in zip(profile.times_s, profile.rooms, strict=True):
-        fit = fits.get((kind, room))
-        if fit is None:
-            fit = fits[kind, room] = tasks_that_fit(shape, view, types, room) > 0
-        if fit:
-            if began_s is None:
-                began_s = at_s
-        elif began_s is not None:
-            if at_s - began_s >= limit_s:
-                found.append((began_s, at_s - limit_s, node))
-            began_s = None
-    if began_s is not None:
-        found.append((began_s, float("inf"), node))
-    return found
+    def open(self, node: int, at_s: float, until_s: float) -> None:
+        """Let `node` take part from now on: it could hold something until `until_s`."""
+        self._until_s[node] = until_s
+        self._see(node, at_s)
 
+    def move_to(self, at_s: float) -> None:
+        """Let the window begin at `at_s`."""
+        changed: set[int] = set()
+        while self.grows and self.grows[0][0] <= at_s:
+            changed.add(heappop(self.grows)[1])
+        while self._shrinks and self._shrinks[0][0] < at_s:
+            changed.add(heappop(self._shrinks)[1])
+        for node in changed:
+            if node in self._until_s:
+                self._see(node, at_s)
 
-def _least_free_of(timeline: Timeline, shape: Shape, able: set[int], start_s: float, limit_s: float) -> list[Part]:
-    """Return what `shape` would take of `able` nodes, those first that have least free now."""
+    def may_do(self) -> bool:
+        """Say quickly that there are too few seats, before they are sorted."""
+        shape = self._shape
+        return len(self.seats) >= shape.nodes_min and (shape.ntasks is None or self._tasks >= shape.ntasks)
 
-    def free_now(node: int) -> tuple[int, int, int, int]:
-        cpus, mem_mib, gpus = timeline.profiles[node].rooms[0]
-        return sum(gpus), cpus, mem_mib, node
-
-    chosen = sorted(nsmallest(shape.nodes_max, able, key=free_now))
-    rooms = [timeline.profiles[node].free_over(start_s, start_s + limit_s) for node in chosen]
-    seats = [
-        seat_of(shape, node, timeline.nodes[node], timeline.types[node], room)
-        for node, room in zip(chosen, rooms, strict=True)
-    ]
-    return parts_of(shape, [seat for seat in seats if seat is not None], timeline.nodes, timeline.types, rooms)
-
-
-def _update(
-    seats: dict[int, Seat], timeline: Timeline, shape: Shape, nodes: set[int], start_s: float, end_s: float
-) -> None:
-    """Work out anew the seats of `nodes` for the window ``[start_s, end_s)``."""
-    for node in nodes:
-        profile = timeline.profiles[node]
-        seat = seat_of(shape, node, timeline.nodes[node], timeline.types[node], profile.free_over(start_s, end_s))
-        if seat is None:
-            seats.pop(node, None)
-        else:
-            cpus_now, mem_now, gpus_now = profile.rooms[0]
-            seats[node] = seat._replace(preference=(sum(gpus_now), cpus_now, mem_now, node))
-
-
-def _may_do(shape: Shape, seats: dict[int, Seat]) -> bool:
-    """Say quickly that there are too few seats, before they are sorted."""
-    if len(seats) < shape.nodes_min:
-        return False
-    return shape.ntasks is None or sum(seat.tasks for seat in seats.values()) >= shape.ntasks
+    def _see(self, node: int, at_s: float) -> None:
+        """Work out the node's seat anew, and when it may change next."""
+        old = self.seats.pop(node, None)
+        if old is not None:
+            self._tasks -= old.tasks
+        end_s = at_s + self._limit_s
+        if end_s > self._until_s[node]:
+            del self._until_s[node]
+            return
+        timeline, profile = self._timeline, self._timeline.profiles[node]
+        room = profile.free_over(at_s, end_s)
+        seat = seat_of(self._shape, node, timeline.nodes[node], timeline.types[node], room)
+        if seat is not None:
+            self.seats[node] = seat._replace(preference=timeline.scarcity[node])
+            self._tasks += seat.tasks
+        times_s = profile.times_s
+        after = bisect_right(times_s, at_s)
+        if after < len(times_s):
+            heappush(self.grows, (times_s[after], node))
+        reached = bisect_left(times_s, end_s)
+        if reached < len(times_s):
+            heappush(self._shrinks, (times_s[reached] - self._limit_s, node))

@@ -18,10 +18,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import sqrt
 
+from hpcsched.sched.intervals import NEVER_S
 from hpcsched.sched.policy import Guard
 from hpcsched.sched.pool import Pool, Waiting
 from hpcsched.sched.predict import History
-from hpcsched.sched.promises import NEVER_S, Steps, steps_of
+from hpcsched.sched.promises import Steps, steps_of
 from hpcsched.sched.rehearsal import Rehearsal
 
 ANY = 1 << 62

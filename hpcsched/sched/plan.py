@@ -15,7 +15,6 @@ Pure and deterministic: equal snapshot and policy give an equal plan.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -24,22 +23,24 @@ from hpcsched.model.job import Reason
 from hpcsched.model.node import Partition
 from hpcsched.model.resources import Share
 from hpcsched.model.units import UNLIMITED_S
-from hpcsched.sched.backfill import earliest_start
+from hpcsched.sched.counted import Counted
 from hpcsched.sched.eligible import Eligibility, Wait
 from hpcsched.sched.feasible import never_fits
-from hpcsched.sched.placement import Part, Seat, Seating, choose, parts_of, seat_of
+from hpcsched.sched.groups import Group, Groups
+from hpcsched.sched.intervals import NEVER_S
+from hpcsched.sched.placement import Part
 from hpcsched.sched.policy import Backfill, Policy
 from hpcsched.sched.priority import in_order, scale_of
 from hpcsched.sched.reasons import (
-    at_array_limit,
     behind_head,
     not_available,
     partition_down,
     partition_unknown,
     shortfall,
 )
-from hpcsched.sched.request import Shape
-from hpcsched.sched.snapshot import PendingJob, Snapshot, allows
+from hpcsched.sched.request import LicenseCounts
+from hpcsched.sched.snapshot import PendingJob, Snapshot
+from hpcsched.sched.tally import Tally
 from hpcsched.sched.timeline import Timeline
 
 
@@ -65,23 +66,6 @@ def plan(snapshot: Snapshot, policy: Policy) -> Plan:
     return _Planner(snapshot, policy).plan()
 
 
-class _Group:
-    """The jobs of one shape in one partition: they fit or do not fit alike."""
-
-    __slots__ = ("fails_beyond_s", "judged", "never", "nodes", "required", "seating", "seen", "shape", "window")
-
-    def __init__(self, shape: Shape, nodes: list[int], required: frozenset[int]) -> None:
-        self.shape = shape
-        self.nodes = nodes  # that it may use, in this partition and answering now
-        self.required = required
-        self.judged = False
-        self.never: Wait | None = None  # once judged: it cannot start on the nodes that answer now, whatever ends
-        self.fails_beyond_s = float("inf")  # jobs that would end later than this do not fit
-        self.seating: Seating | None = None
-        self.seen = 0  # so many of the timeline's changes are in `seating`
-        self.window = (-1, -1)  # what `seating` was made for: reservations in all, dips before the job's end
-
-
 @dataclass(slots=True)
 class _Lane:
     """One partition during one plan: its nodes that answer, and its head once there is one."""
@@ -101,7 +85,10 @@ class _Planner:
         self.starts: list[Start] = []
         self.waits: dict[JobId, Wait] = {}
         self.lanes = {name: self._lane(partition) for name, partition in snapshot.partitions.items()}
-        self.groups: dict[tuple[int, str], _Group] = {}
+        self.groups = Groups(snapshot, self.timeline)
+        self.never: dict[Group, Wait | None] = {}
+        self.tally = Tally(snapshot)
+        self.counted = Counted(snapshot.now_s, dict(snapshot.ledger.accounting.licenses), self._held_licenses())
         self.in_vain = 0
         self.shortest_first = policy.backfill is Backfill.EASY_SJBF
         # So many jobs of each partition are promised a start: the head, and with some policies more.
@@ -114,45 +101,42 @@ class _Planner:
 
     def plan(self) -> Plan:
         queue = in_order(self._eligible(), self.snapshot.partitions, scale_of(self.snapshot), self.policy)
-        tasks = self._array_tasks()
         behind: list[PendingJob] = []
         later: list[PendingJob] = []
         for job in queue:
             if self.shortest_first and self.lanes[job.partition].head is not None:
                 later.append(job)
             else:
-                self._look_at(job, tasks, behind)
+                self._look_at(job, behind)
         for job in sorted(later, key=self._limit_s):  # stable: equals stay in their order
-            self._look_at(job, tasks, behind)
+            self._look_at(job, behind)
         self._estimate(behind)
         return Plan(starts=tuple(self.starts), waits=self.waits)
 
-    def _look_at(self, job: PendingJob, tasks: dict[JobId | None, int], behind: list[PendingJob]) -> None:
+    def _look_at(self, job: PendingJob, behind: list[PendingJob]) -> None:
         """Start `job`, or note why it waits. One that asked for several partitions is looked at in each."""
         if self.several and job.id in self.several:
-            self._look_again(job, tasks, behind)
+            self._look_again(job, behind)
         else:
-            self._look_once(job, tasks, behind)
+            self._look_once(job, behind)
 
-    def _look_again(self, job: PendingJob, tasks: dict[JobId | None, int], behind: list[PendingJob]) -> None:
+    def _look_again(self, job: PendingJob, behind: list[PendingJob]) -> None:
         """Look at a job in one of its partitions; of two waits the one that ends earlier is kept."""
         if job.id in self.placed:
             return
         before = self.waits.pop(job.id, None)
-        self._look_once(job, tasks, behind)
+        self._look_once(job, behind)
         after = self.waits.get(job.id)
         if after is None:
             self.placed.add(job.id)
         elif before is not None:
             self.waits[job.id] = min(before, after, key=_hope)
 
-    def _look_once(self, job: PendingJob, tasks: dict[JobId | None, int], behind: list[PendingJob]) -> None:
-        if job.array_limit and tasks.get(job.array_job_id, 0) >= job.array_limit:
-            self.waits[job.id] = at_array_limit(job.array_limit)
-        elif self._start_if_it_fits(job):
-            if job.array_limit:
-                tasks[job.array_job_id] = tasks.get(job.array_job_id, 0) + 1
-        elif job.id not in self.waits:
+    def _look_once(self, job: PendingJob, behind: list[PendingJob]) -> None:
+        wait = self.tally.why_not(job)
+        if wait is not None:
+            self.waits[job.id] = wait
+        elif not self._start_if_it_fits(job) and job.id not in self.waits:
             self._queue(job, behind)
 
     # ----- who is looked at
@@ -175,14 +159,6 @@ class _Planner:
                 self.waits[job.id] = closed.get(name) or closed.setdefault(name, partition_unknown(name))
         return found
 
-    def _array_tasks(self) -> dict[JobId | None, int]:
-        """Count the tasks of each array that run."""
-        counts: dict[JobId | None, int] = {}
-        for job in self.snapshot.running:
-            if job.array_job_id is not None:
-                counts[job.array_job_id] = counts.get(job.array_job_id, 0) + 1
-        return counts
-
     def _lane(self, partition: Partition) -> _Lane:
         names = set(partition.nodes)
         nodes = [at for at, node in enumerate(self.snapshot.nodes) if node.name in names and node.usable]
@@ -197,22 +173,35 @@ class _Planner:
         if hopeless and 0 < self.policy.backfill_depth <= len(self.groups):
             return False
         group = self._group(job)
-        end_s = self.timeline.now_s + self._limit_s(job)
+        limit_s = self._limit_s(job)
         parts = None
-        if not hopeless and end_s <= group.fails_beyond_s:
-            parts = self._place(group, end_s)
-            if parts is None:
-                crossed = bisect_left(self.timeline.dips_s, end_s)
-                group.fails_beyond_s = self.timeline.dips_s[crossed - 1] if crossed else self.timeline.now_s
-                self.in_vain += lane.head is not None
+        if not hopeless and self._has_licenses(job, limit_s):
+            end_s = self.timeline.now_s + limit_s
+            parts = group.place(end_s)
+            self.in_vain += parts is None and lane.head is not None
         if parts is None:
             never = self._never(group, lane)
             if never is not None:
                 self.waits[job.id] = never
             return False
-        shares = tuple([self._take(part, end_s) for part in parts])
-        self.starts.append(Start(job_id=job.id, shares=shares, partition=job.partition))
+        self._start(job, parts, limit_s)
         return True
+
+    def _start(self, job: PendingJob, parts: list[Part], limit_s: float) -> None:
+        """Start `job` on `parts`, and count what it takes of all that is counted."""
+        now_s = self.timeline.now_s
+        shares = tuple([self._take(part, now_s + limit_s) for part in parts])
+        self.starts.append(Start(job_id=job.id, shares=shares, partition=job.partition))
+        self.tally.started(job)
+        if job.licenses:
+            self.counted.take(job.licenses, now_s, now_s + limit_s)
+
+    def _has_licenses(self, job: PendingJob, limit_s: float) -> bool:
+        now_s = self.timeline.now_s
+        return not job.licenses or self.counted.earliest(job.licenses, limit_s, now_s) <= now_s
+
+    def _held_licenses(self) -> list[tuple[LicenseCounts, float]]:
+        return [(job.licenses, self.timeline.end_of(job)) for job in self.snapshot.running if job.licenses]
 
     def _is_hopeless(self, job: PendingJob, lane: _Lane) -> bool:
         """Say cheaply of a job behind a head that it cannot start, or that we have looked far enough."""
@@ -224,48 +213,16 @@ class _Planner:
             self.most_free_cpus[job.partition] = (len(self.timeline.changed), most)
         return most < job.request.shape.cpus_least
 
-    def _group(self, job: PendingJob) -> _Group:
-        shape = job.request.shape
-        group = self.groups.get((id(shape), job.partition))
-        if group is None:
-            nodes = self.lanes[job.partition].nodes
-            if shape.features or shape.exclude:
-                nodes = [at for at in nodes if allows(shape, self.snapshot.nodes[at])]
-            required = frozenset([self.timeline.index.get(name, -1) for name in shape.nodelist])
-            group = self.groups[id(shape), job.partition] = _Group(shape, nodes, required)
-        return group
+    def _group(self, job: PendingJob) -> Group:
+        return self.groups.of(job, self.lanes[job.partition].nodes)
 
-    def _never(self, group: _Group, lane: _Lane) -> Wait | None:
+    def _never(self, group: Group, lane: _Lane) -> Wait | None:
         """Return why jobs of `group` cannot start on the nodes that answer, whatever ends; None: in time they can."""
-        if not group.judged:
-            group.judged = True
-            if never_fits(group.shape, [self.snapshot.nodes[at] for at in group.nodes]):
-                group.never = not_available(group.shape, lane.partition, self.snapshot.nodes)
-        return group.never
-
-    def _place(self, group: _Group, end_s: float) -> list[Part] | None:
-        """Return what a job of `group` that ends by `end_s` would get now."""
-        timeline, shape = self.timeline, group.shape
-        window = (timeline.reservations, bisect_left(timeline.dips_s, end_s))
-        if group.seating is None or group.window != window:
-            seats = [seat for at in group.nodes if (seat := self._seat(shape, at, end_s)) is not None]
-            group.seating, group.window = Seating(seats), window
-        else:
-            for at in timeline.changed[group.seen :]:
-                group.seating.replace(at, self._seat(shape, at, end_s))
-        group.seen = len(timeline.changed)
-        chosen = choose(shape, group.seating.ordered, group.required)
-        if chosen is None:
-            return None
-        rooms = [timeline.free_until(seat.node, end_s) for seat in chosen]
-        return parts_of(shape, chosen, timeline.nodes, timeline.types, rooms)
-
-    def _seat(self, shape: Shape, at: int, end_s: float) -> Seat | None:
-        profile = self.timeline.profiles[at]
-        if profile.rooms[0][0] < shape.cpus_per_task:
-            return None
-        room = profile.free_over(self.timeline.now_s, end_s) if profile.dips else profile.rooms[0]
-        return seat_of(shape, at, self.timeline.nodes[at], self.timeline.types[at], room)
+        if group not in self.never:
+            nodes = [self.snapshot.nodes[at] for at in group.nodes]
+            never = never_fits(group.shape, nodes)
+            self.never[group] = not_available(group.shape, lane.partition, self.snapshot.nodes) if never else None
+        return self.never[group]
 
     def _take(self, part: Part, end_s: float) -> Share:
         grant = self.timeline.start(part.node, end_s, part.use)
@@ -296,7 +253,7 @@ class _Planner:
     def _make_head(self, job: PendingJob, lane: _Lane) -> None:
         start_s = self._reserve(job)
         group = self._group(job)
-        seats = [seat for at in group.nodes if (seat := self._seat(group.shape, at, self.timeline.now_s)) is not None]
+        seats = group.seats_now()
         missing = group.required.difference(seat.node for seat in seats)
         names = sorted(self.snapshot.nodes[at].name for at in missing)
         self.waits[job.id] = Wait(
@@ -313,15 +270,29 @@ class _Planner:
 
     def _reserve(self, job: PendingJob) -> float | None:
         """Keep room for `job` from the earliest time at which it fits, and return that time."""
-        group = self._group(job)
         limit_s = self._limit_s(job)
-        found = earliest_start(self.timeline, group.shape, group.nodes, group.required, limit_s)
+        found = self._earliest(job, limit_s)
         if found is None:
             return None
         start_s, parts = found
         for part in parts:
             self.timeline.reserve(part.node, start_s, start_s + limit_s, part.use)
+        self.counted.take(job.licenses, start_s, start_s + limit_s)
         return start_s
+
+    def _earliest(self, job: PendingJob, limit_s: float) -> tuple[float, list[Part]] | None:
+        """Return from when on nodes and licences are free for `job`, and what of the nodes it would get; None: never."""
+        group = self._group(job)
+        from_s = self.timeline.now_s
+        while True:
+            found = group.earliest(limit_s, from_s)
+            if found is None or not job.licenses:
+                return found
+            from_s = self.counted.earliest(job.licenses, limit_s, found[0])
+            if from_s == NEVER_S:
+                return None
+            if from_s == found[0]:
+                return found
 
     def _sure(self, start_s: float | None) -> float | None:
         return start_s if start_s is not None and start_s < self.timeline.sure_until_s else None
@@ -329,7 +300,8 @@ class _Planner:
     def _estimate(self, behind: list[PendingJob]) -> None:
         """Give an expected start to the first jobs behind the heads, as if each had a reservation."""
         for job in behind:
-            self._expect(job)
+            if job.id in self.waits:  # else it has started since, in another of its partitions
+                self._expect(job)
 
     def _expect(self, job: PendingJob) -> None:
         """Keep room for `job`, which waits behind a head, and note when it is expected to start."""

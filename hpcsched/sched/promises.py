@@ -15,9 +15,8 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Sequence
 
+from hpcsched.sched.intervals import NEVER_S
 from hpcsched.sched.pool import NOBODY, Pool
-
-NEVER_S = float("inf")
 
 
 class Steps:
@@ -57,19 +56,19 @@ class Steps:
             del self.times_s[:gone], self.free[:gone]
         self.times_s[0] = now_s
 
-    def earliest(self, procs: int, length_s: float) -> float:
-        """Return from when on `procs` are free for `length_s`."""
+    def earliest(self, procs: int, length_s: float, from_s: float = -NEVER_S) -> float:
+        """Return from when on, `from_s` at the earliest, `procs` are free for `length_s`."""
         times_s, free = self.times_s, self.free
         start_s = -1.0
         fits = False
-        for at, count in enumerate(free):
+        for at in range(max(0, bisect_right(times_s, from_s) - 1), len(free)):
             if fits and times_s[at] >= start_s + length_s:
                 return start_s
-            if count < procs:
+            if free[at] < procs:
                 fits = False
             elif not fits:
                 fits = True
-                start_s = times_s[at]
+                start_s = max(times_s[at], from_s)
         return start_s if fits else NEVER_S
 
     def fits_now(self, procs: int, length_s: float, own_start_s: float = NEVER_S) -> bool:

@@ -17,6 +17,7 @@ from hpcsched.model.resources import ANY_GPU, GpuRequest
 from hpcsched.model.spec import JobSpec
 from hpcsched.sched.features import Expression, parse_features
 
+LicenseCounts = tuple[tuple[str, int], ...]  # (name, count), by name
 GpuCounts = tuple[tuple[str, int], ...]  # (type, count) by type; ANY_GPU for those without a type
 
 

@@ -18,8 +18,9 @@ from hpcsched.model.node import Link, Node, Partition
 from hpcsched.model.resources import Gpu, Share
 from hpcsched.model.spec import Dependency, DependencyKind, JobSpec
 from hpcsched.model.units import UNLIMITED_S
+from hpcsched.sched.blocks import Block
 from hpcsched.sched.features import matches
-from hpcsched.sched.request import Request, Shape, request_of, time_limit_in
+from hpcsched.sched.request import LicenseCounts, Request, Shape, request_of, time_limit_in
 from hpcsched.sched.usage import Used
 
 _ON_ITS_WAY = frozenset({JobState.CONFIGURING, JobState.RUNNING, JobState.SUSPENDED})
@@ -58,7 +59,7 @@ class RunningJob:
     account: str = ""
     qos: str = ""
     partition: str = ""
-    licenses: tuple[tuple[str, int], ...] = ()
+    licenses: LicenseCounts = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +89,7 @@ class PendingJob:
     user: str = ""
     account: str = ""
     qos: str = ""
-    licenses: tuple[tuple[str, int], ...] = ()
+    licenses: LicenseCounts = ()
     free_to_go: bool = True  # neither hold, begin time, dependency nor array limit: no need to look at them
 
 
@@ -129,6 +130,7 @@ class Snapshot:
     pending: tuple[PendingJob, ...] = ()
     facts: Mapping[int, tuple[JobFact, ...]] = field(default_factory=lambda: MappingProxyType({}))
     ledger: Ledger = NO_LEDGER
+    blocks: tuple[Block, ...] = ()  # of reservations
 
 
 class SnapshotCache:

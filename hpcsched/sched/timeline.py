@@ -7,7 +7,7 @@ reservation makes a *dip*. Knows nothing of who comes first.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 
 from hpcsched.sched.gpus import FreeGpus, GpuSlot, Grant, Units, all_units, gpu_slots
@@ -40,6 +40,11 @@ def _least(rooms: list[Room]) -> Room:
     )
 
 
+def _scarcity(room: Room, node: int) -> tuple[int, int, int, int]:
+    cpus, mem_mib, gpus = room
+    return sum(gpus), cpus, mem_mib, node
+
+
 class Profile:
     """One node's free resources: `rooms[i]` holds from `times_s[i]` until the next time."""
 
@@ -58,11 +63,17 @@ class Profile:
             self.times_s.append(at_s)
             self.rooms.append(_more(self.rooms[-1], use))
 
-    def take(self, start_s: float, end_s: float, use: Room) -> None:
-        """Take `use` over ``[start_s, end_s)``."""
+    def take(self, start_s: float, end_s: float, use: Room, known: dict[Room, Room] | None = None) -> None:
+        """Take `use` over ``[start_s, end_s)``; `known` has what is left of rooms that it was taken of before."""
+        rooms = self.rooms
         first, last = self._cut(start_s), self._cut(end_s)
+        known = known if known is not None else {}
         for at in range(first, last):
-            self.rooms[at] = less(self.rooms[at], use)
+            room = rooms[at]
+            left = known.get(room)
+            if left is None:
+                left = known[room] = less(room, use)
+            rooms[at] = left
 
     def free_over(self, start_s: float, end_s: float) -> Room:
         """Return what is free all the time in ``[start_s, end_s)``."""
@@ -83,13 +94,14 @@ class Profile:
 class Timeline:
     """The profiles of all nodes, by their place in the snapshot.
 
-    `changed` lists the nodes that a start took from, in order, so that others can catch up; `dips_s` has the starts of
-    reservations, ascending: as long as `reservations`, their number, stays the same, two windows from now with as many
-    dips before their end see the same room.
+    `taken` lists all that was taken, in order, and `changed` the nodes that starts took from, so that others can catch up.
+    `dips_s` has the starts of reservations, ascending: as long as `reservations`, their number, stays the same, two windows
+    from now with as many dips before their end see the same room.
     """
 
     def __init__(self, snapshot: Snapshot, policy: Policy) -> None:
         self.now_s = snapshot.now_s
+        self._policy = policy
         self.nodes = snapshot.nodes
         self.types = [gpu_slots(node.gpus) for node in snapshot.nodes]
         kinds: dict[
@@ -101,42 +113,60 @@ class Timeline:
         ]
         self.index = {node.name: at for at, node in enumerate(snapshot.nodes)}
         self.free_gpus = [FreeGpus(node.gpus, slots) for node, slots in zip(self.nodes, self.types, strict=True)]
+        self.taken: list[tuple[int, float, float]] = []  # node, from, until
         self.changed: list[int] = []
         self.dips_s: list[float] = []
         self.reservations = 0
         self.sure_until_s = float("inf")  # from here on it counts on the end of a job that has no limit
-        self.profiles = self._profiles(snapshot.running, policy)
+        self.profiles = self._profiles(snapshot.running)
+        self.scarcity = [_scarcity(profile.rooms[0], node) for node, profile in enumerate(self.profiles)]
+        self._left: dict[Room, dict[Room, Room]] = {}  # use -> room -> what is left of it
 
     def start(self, node: int, end_s: float, use: Room) -> Grant:
         """Take `use` of a node from now until `end_s` and return the GPUs that this gives."""
         grant = self.free_gpus[node].grant(use[2])
-        self.profiles[node].take(self.now_s, end_s, use)
+        self._take(node, self.now_s, end_s, use)
         self.changed.append(node)
+        self.scarcity[node] = _scarcity(self.profiles[node].rooms[0], node)
         return grant
 
     def reserve(self, node: int, start_s: float, end_s: float, use: Room) -> None:
         """Take `use` of a node over an interval to come."""
-        self.profiles[node].take(start_s, end_s, use)
+        self._take(node, start_s, end_s, use)
         self.profiles[node].dips = True
         self.reservations += 1
-        if start_s not in self.dips_s:
-            insort(self.dips_s, start_s)
+        at = bisect_left(self.dips_s, start_s)
+        if at == len(self.dips_s) or self.dips_s[at] != start_s:
+            self.dips_s.insert(at, start_s)
+
+    def least_free(self, nodes: list[int], count: int) -> list[int]:
+        """Return those `count` of `nodes` that have least free now, in the order of nodes: the others stay open meanwhile."""
+        if len(nodes) > count:
+            nodes = sorted(nodes, key=self.scarcity.__getitem__)[:count]
+        return sorted(nodes)
+
+    def _take(self, node: int, start_s: float, end_s: float, use: Room) -> None:
+        self.profiles[node].take(start_s, end_s, use, self._left.setdefault(use, {}))
+        self.taken.append((node, start_s, end_s))
 
     def free_until(self, node: int, end_s: float) -> Room:
         """Return what a node has free from now until `end_s`."""
         profile = self.profiles[node]
         return profile.free_over(self.now_s, end_s) if profile.dips else profile.rooms[0]
 
-    def _profiles(self, running: Iterable[RunningJob], policy: Policy) -> list[Profile]:
+    def end_of(self, job: RunningJob) -> float:
+        """Return when what `job` holds is taken to be free again."""
+        if job.ends_at_s is None:
+            return max(job.began_at_s + self._policy.default_time_limit_s, self.now_s + self._policy.overdue_s)
+        return job.ends_at_s if job.ends_at_s > self.now_s else self.now_s + self._policy.overdue_s
+
+    def _profiles(self, running: Iterable[RunningJob]) -> list[Profile]:
         rooms = [whole(node, types) for node, types in zip(self.nodes, self.types, strict=True)]
         ends: list[tuple[float, int, Room]] = []
         for job in running:
-            end_s = job.ends_at_s
-            if end_s is None:
-                end_s = max(job.began_at_s + policy.default_time_limit_s, self.now_s + policy.overdue_s)
+            end_s = self.end_of(job)
+            if job.ends_at_s is None:
                 self.sure_until_s = min(self.sure_until_s, end_s)
-            elif end_s <= self.now_s:
-                end_s = self.now_s + policy.overdue_s
             for share in job.shares:
                 node = self.index.get(share.node)
                 if node is None:

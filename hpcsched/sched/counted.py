@@ -1,0 +1,40 @@
+"""Licences: counted resources of the whole cluster, on no node, over time.
+
+A step function of time for each, as a node's room is. Knows nothing of nodes, jobs and order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from hpcsched.sched.intervals import NEVER_S
+from hpcsched.sched.promises import Steps
+from hpcsched.sched.request import LicenseCounts
+
+
+class Counted:
+    """What is free of each licence: all of `totals` less what `held` has until its time."""
+
+    def __init__(self, now_s: float, totals: Mapping[str, int], held: Iterable[tuple[LicenseCounts, float]]) -> None:
+        self._now_s = now_s
+        self._steps = {name: Steps(now_s, count) for name, count in totals.items()}
+        for counts, end_s in held:
+            self.take(counts, now_s, end_s)
+
+    def take(self, counts: LicenseCounts, start_s: float, end_s: float) -> None:
+        """Take `counts` over ``[start_s, end_s)``."""
+        for name, count in counts:
+            if name in self._steps:
+                self._steps[name].add(start_s, end_s, -count)
+
+    def earliest(self, counts: LicenseCounts, length_s: float, from_s: float) -> float:
+        """Return from when on, `from_s` at the earliest, all of `counts` are free for `length_s`; of what is not there, never."""
+        start_s = from_s
+        while True:
+            found_s = start_s
+            for name, count in counts:
+                steps = self._steps.get(name)
+                found_s = steps.earliest(count, length_s, found_s) if steps is not None else NEVER_S
+            if found_s in (start_s, NEVER_S):
+                return found_s
+            start_s = found_s

@@ -1,0 +1,205 @@
+"""Jobs that fit or do not fit alike, and where they fit: now, or at the earliest time to come.
+
+A `Group` has the jobs of one shape in one partition (and reservation). When each of its nodes could hold a share of theirs is in
+its `Openings`, which groups with equal shares on the same nodes have in common. A shape is *alike* if any of those nodes do,
+so that counting them is enough; for the others (tasks or GPUs to spread as the nodes have room) seats are tried out.
+
+Knows nothing of order, policies and reasons.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import replace
+
+from hpcsched.model.ids import NodeName
+from hpcsched.sched.backfill import earliest_start
+from hpcsched.sched.blocks import closed_to
+from hpcsched.sched.features import Expression
+from hpcsched.sched.intervals import NEVER_S
+from hpcsched.sched.openings import Floors, Openings
+from hpcsched.sched.placement import Part, Seat, Seating, choose, parts_of, seat_of
+from hpcsched.sched.request import Shape
+from hpcsched.sched.snapshot import PendingJob, Snapshot, allows
+from hpcsched.sched.timeline import Room, Timeline
+
+
+def is_alike(shape: Shape, required: frozenset[int]) -> bool:
+    """Say whether `shape` takes equal shares, so that any nodes that have room for one do."""
+    if required and len(required) < shape.nodes_max:
+        return False
+    return shape.nodes_max == 1 or (shape.ntasks is None and not shape.gpus_total)
+
+
+def share_of(shape: Shape) -> Shape:
+    """Return what each node must have room for at the least, as a shape for one node."""
+    one = shape.nodes_max == 1
+    return replace(
+        shape,
+        nodes_min=1,
+        nodes_max=1,
+        ntasks=None,
+        tasks_min=shape.ntasks if one and shape.ntasks is not None else shape.tasks_min,
+        gpus_per_node=shape.gpus_total if one and shape.gpus_total else shape.gpus_per_node,
+        gpus_total=() if one else shape.gpus_total,
+        features=(),
+        constraint="",
+        nodelist=(),
+        exclude=(),
+    )
+
+
+class Groups:
+    """The groups of one plan, made as jobs ask for them."""
+
+    def __init__(self, snapshot: Snapshot, timeline: Timeline) -> None:
+        self._snapshot = snapshot
+        self._timeline = timeline
+        self._groups: dict[tuple[int, str, str], Group] = {}
+        self._openings: dict[tuple[Shape, str, str, Expression, tuple[NodeName, ...], frozenset[int]], Openings] = {}
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def of(self, job: PendingJob, nodes: Sequence[int]) -> Group:
+        """Return the group of `job`, for which `nodes` are those of its partition that answer."""
+        shape = job.request.shape
+        group = self._groups.get((id(shape), job.partition, job.reservation))
+        if group is None:
+            group = self._groups[id(shape), job.partition, job.reservation] = self._made(job, nodes)
+        return group
+
+    def _made(self, job: PendingJob, nodes: Sequence[int]) -> Group:
+        shape, timeline = job.request.shape, self._timeline
+        if shape.features or shape.exclude:
+            nodes = [at for at in nodes if allows(shape, self._snapshot.nodes[at])]
+        required = frozenset([timeline.index.get(name, -1) for name in shape.nodelist])
+        bound = required if len(required) == shape.nodes_max else frozenset()
+        if bound:  # just these nodes will do
+            nodes = [at for at in nodes if at in bound]
+        share = share_of(shape)
+        key = share, job.partition, job.reservation, shape.features, shape.exclude, bound
+        openings = self._openings.get(key)
+        if openings is None:
+            closed = closed_to(job.reservation, self._snapshot.blocks, timeline.index)
+            openings = self._openings[key] = Openings(timeline, share, nodes, closed)
+        return Group(timeline, shape, nodes, required, openings)
+
+
+class Group:
+    """The jobs of one shape on some nodes. `nodes` are those that it may use, `required` the ones that it must."""
+
+    def __init__(
+        self, timeline: Timeline, shape: Shape, nodes: Sequence[int], required: frozenset[int], openings: Openings
+    ) -> None:
+        self.shape = shape
+        self.nodes = nodes
+        self.required = required
+        self.fails_beyond_s = NEVER_S  # a job that would end later than this does not fit now
+        self._timeline = timeline
+        self._openings = openings
+        self._alike = is_alike(shape, required)
+        self._count = max(shape.nodes_min, len(required))
+        self._floors = Floors()
+        self._seating: Seating | None = None
+        self._seen = 0  # so many of the timeline's changes are in `_seating`
+        self._window = (-1, -1)  # what `_seating` was made for: reservations in all, dips before the job's end
+        self._uses: dict[tuple[int, Room], Room] = {}
+
+    def place(self, end_s: float) -> list[Part] | None:
+        """Return what a job of this group that ends by `end_s` would get now, or None."""
+        if end_s > self.fails_beyond_s:
+            return None
+        timeline = self._timeline
+        self._openings.catch_up()
+        if not self._openings.has_now(self._count, end_s):
+            self.fails_beyond_s = self._openings.now_until_s(self._count)
+            return None
+        chosen = choose(self.shape, self._seats(end_s), self.required)
+        if chosen is None:
+            self.fails_beyond_s = self._less_in_the_way(end_s)
+            return None
+        rooms = [timeline.free_until(seat.node, end_s) for seat in chosen]
+        return parts_of(self.shape, chosen, timeline.nodes, timeline.types, rooms)
+
+    def earliest(self, limit_s: float, from_s: float) -> tuple[float, list[Part]] | None:
+        """Return when, `from_s` at the earliest, a job of this group can run for `limit_s`, and on what; None: never."""
+        self._openings.catch_up()
+        start_s = self._openings.earliest(self._count, limit_s)
+        if start_s < from_s:
+            start_s = self._openings.earliest_from(self._count, limit_s, from_s)
+        if start_s == NEVER_S:
+            return None
+        if self._alike:
+            return start_s, self._shares(start_s, limit_s)
+        start_s = max(start_s, self._floors.floor(1, limit_s))
+        found = earliest_start(self._timeline, self.shape, self._openings, self.required, limit_s, start_s)
+        if from_s <= self._timeline.now_s:
+            self._floors.remember(1, limit_s, found[0] if found is not None else NEVER_S)
+        return found
+
+    def seats_now(self) -> list[Seat]:
+        """Return the nodes that could take something of this group at this moment, for however short a time."""
+        self._openings.catch_up()
+        seats = (self._seat(at, None) for at in self._openings.until_s)
+        return [seat for seat in seats if seat is not None]
+
+    # ----- now
+
+    def _seats(self, end_s: float) -> Sequence[Seat]:
+        """Return the seats for a job that starts now and ends by `end_s`, in order of preference.
+
+        If any nodes do, what is free now decides which are preferred: then seats change only where something starts.
+        """
+        timeline, until_s = self._timeline, self._openings.until_s
+        if self._alike:
+            window, within_s = (0, 0), None
+        else:
+            window, within_s = (timeline.reservations, bisect_left(timeline.dips_s, end_s)), end_s
+        if self._seating is None or self._window != window:
+            seats = (self._seat(at, within_s) for at in until_s)
+            self._seating, self._window = Seating([seat for seat in seats if seat is not None]), window
+        else:
+            for at in timeline.changed[self._seen :]:
+                self._seating.replace(at, self._seat(at, within_s))
+        self._seen = len(timeline.changed)
+        return [seat for seat in self._seating.ordered if until_s.get(seat.node, 0.0) >= end_s]
+
+    def _less_in_the_way(self, end_s: float) -> float:
+        """Return the latest end before `end_s` by which nodes have more to give than until then."""
+        crossed = bisect_left(self._timeline.dips_s, end_s)
+        dip_s = self._timeline.dips_s[crossed - 1] if crossed else self._timeline.now_s
+        return max(dip_s, *[at_s for at_s in self._openings.until_s.values() if at_s < end_s], self._timeline.now_s)
+
+    def _seat(self, at: int, end_s: float | None) -> Seat | None:
+        """Return how node `at` suits the shape by what it has free now, or all the time until `end_s`."""
+        timeline = self._timeline
+        profile = timeline.profiles[at]
+        room = profile.rooms[0]
+        if room[0] < self.shape.cpus_per_task:
+            return None
+        if end_s is not None and profile.dips:
+            room = profile.free_over(timeline.now_s, end_s)
+        return seat_of(self.shape, at, timeline.nodes[at], timeline.types[at], room)
+
+    # ----- in time to come, of any nodes
+
+    def _shares(self, start_s: float, limit_s: float) -> list[Part]:
+        able = self._openings.able(start_s, limit_s)
+        chosen = self._timeline.least_free(able, self.shape.nodes_max)
+        tasks = self.shape.ntasks if self.shape.ntasks is not None else self.shape.tasks_min
+        return [Part(node=node, tasks=tasks, use=self._use(node, start_s, start_s + limit_s)) for node in chosen]
+
+    def _use(self, node: int, start_s: float, end_s: float) -> Room:
+        """Return what one share takes of `node`: worked out once for each kind of node and what it has free."""
+        timeline = self._timeline
+        types = timeline.types[node]
+        room = timeline.profiles[node].free_over(start_s, end_s)
+        key = timeline.kinds[node], room
+        use = self._uses.get(key)
+        if use is None:
+            seat = seat_of(self.shape, node, timeline.nodes[node], types, room)
+            seats = [seat] if seat is not None else []
+            use = self._uses[key] = parts_of(self.shape, seats, timeline.nodes, timeline.types, [room])[0].use
+        return use

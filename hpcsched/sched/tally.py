@@ -1,0 +1,33 @@
+"""What is counted while a plan is made: who may not start another job because enough of theirs run.
+
+Before a job is looked at it is asked `why_not`; when the plan starts it, `started` counts it in. So limits hold for all that
+starts within one plan as well. Today's only limit is that of an array; limits of users, accounts and QOS belong here.
+"""
+
+from __future__ import annotations
+
+from hpcsched.model.ids import JobId
+from hpcsched.sched.eligible import Wait
+from hpcsched.sched.reasons import at_array_limit
+from hpcsched.sched.snapshot import PendingJob, Snapshot
+
+
+class Tally:
+    """What runs, counted, and what the plan starts beside it."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self._array_tasks: dict[JobId | None, int] = {}
+        for job in snapshot.running:
+            if job.array_job_id is not None:
+                self._array_tasks[job.array_job_id] = self._array_tasks.get(job.array_job_id, 0) + 1
+
+    def why_not(self, job: PendingJob) -> Wait | None:
+        """Return which limit keeps `job` waiting whatever is free, or None."""
+        if job.array_limit and self._array_tasks.get(job.array_job_id, 0) >= job.array_limit:
+            return at_array_limit(job.array_limit)
+        return None
+
+    def started(self, job: PendingJob) -> None:
+        """Count `job`, which the plan starts."""
+        if job.array_limit:
+            self._array_tasks[job.array_job_id] = self._array_tasks.get(job.array_job_id, 0) + 1
