@@ -19,6 +19,7 @@ from hpcsched.errors import ConfigError
 CONFIG_FILE = "hpcsched.toml"
 NODES_DIR = "nodes.d"
 LAUNCH_KEY = "id_ed25519"
+DATABASE_FILE = "hpcsched.db"  # in the state directory
 API_SOCKET = "api.sock"
 STEPS_SOCKET = "steps.sock"
 

@@ -18,7 +18,6 @@ from hpcsched.health.nodes import check_node
 from hpcsched.health.report import Check, Status, worst
 from hpcsched.shareprobe import share_probe
 
-DATABASE_FILE = "hpcsched.db"
 JSON_VERSION = 1
 
 COMMAND = Command(
@@ -67,7 +66,7 @@ def look() -> tuple[list[Check], list[dict[str, Any]]]:
 
     started = time.time(), time.monotonic()
     config = load_config(paths.find_config_dir(os.environ, os.getuid()))
-    database = config.controller.state_dir / DATABASE_FILE
+    database = config.controller.state_dir / paths.DATABASE_FILE
     share = head.check_share(config.share) if config.share else None
     controller = head.check_controller()
     checks = [head.check_database(database), *([share] if share else []), controller]

@@ -17,7 +17,7 @@ from typing import Any
 import click
 
 from hpcsched import paths
-from hpcsched.cli.setup import DATABASE_FILE, write_file
+from hpcsched.cli.setup import write_file
 from hpcsched.config import Config, node_from
 from hpcsched.config_keys import LOCAL_HOST, BadValue, host, user
 from hpcsched.config_template import render_node
@@ -194,7 +194,7 @@ def identity_of(config: Config) -> ControllerIdentity:
         pass
     from hpcsched.store.engine import current_epoch, incarnation, open_read_only
 
-    path = config.controller.state_dir / DATABASE_FILE
+    path = config.controller.state_dir / paths.DATABASE_FILE
     if not path.exists():
         raise ConfigError(f"cannot find the database {path}: run hpcsched init first")
     engine = open_read_only(path)

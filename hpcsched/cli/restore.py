@@ -12,8 +12,6 @@ import click
 from hpcsched import paths
 from hpcsched.errors import ConfigError, RequestError
 
-DATABASE_FILE = "hpcsched.db"
-
 
 @click.command()
 @click.argument("file", metavar="FILE", type=click.Path(path_type=Path))
@@ -30,7 +28,7 @@ def restore(file: Path, force: bool) -> None:
         raise ConfigError(
             f"cannot restore into {state_dir}: there is no such directory; make the cluster with hpcsched init"
         )
-    database = state_dir / DATABASE_FILE
+    database = state_dir / paths.DATABASE_FILE
     now = datetime.now()
     lock = StateLock(state_dir)
     lock.acquire(now.isoformat(sep=" ", timespec="seconds"), "restore")

@@ -14,8 +14,6 @@ from hpcsched.config import Config, load_config
 from hpcsched.config_template import render_config
 from hpcsched.errors import ConfigError
 
-DATABASE_FILE = "hpcsched.db"
-
 
 @click.command()
 @click.option(
@@ -25,8 +23,12 @@ DATABASE_FILE = "hpcsched.db"
 @click.option(
     "--force", is_flag=True, help="Write hpcsched.toml anew; the old one is kept as hpcsched.toml.old. Nothing else."
 )
-def init(share: str | None, name: str, force: bool) -> None:
+@click.option("--database", "only_database", is_flag=True, help="Make the database alone, where it is missing.")
+def init(share: str | None, name: str, force: bool, only_database: bool) -> None:
     """Make a cluster's configuration, database and launch key, and say what each is."""
+    if only_database:
+        _make_missing_database()
+        return
     config_dir = paths.own_config_dir(os.environ, os.getuid())
     path = config_dir / paths.CONFIG_FILE
     if path.exists() and not force:
@@ -39,6 +41,14 @@ def init(share: str | None, name: str, force: bool) -> None:
     public_key = _ensure_launch_key(config)
     database = _make_state(config)
     click.echo("\n".join(_story(config, database, public_key)))
+
+
+def _make_missing_database() -> None:
+    config = load_config(paths.find_config_dir(os.environ, os.getuid()))
+    database = config.controller.state_dir / paths.DATABASE_FILE
+    if database.exists() and database.stat().st_size:
+        raise ConfigError(f"cannot make the database {database}: it is there already")
+    click.echo(f"{_make_state(config)} is made, with no jobs in it; start it with: hpcsched up")
 
 
 def _check_share(share: Path) -> None:
@@ -94,7 +104,7 @@ def _make_state(config: Config) -> Path:
     _make_dir(state_dir, 0o700)
     if state_dir.stat().st_mode & 0o077:
         raise ConfigError(f"cannot use {state_dir}: others may look into it; run: chmod 700 {state_dir}")
-    database = state_dir / DATABASE_FILE
+    database = state_dir / paths.DATABASE_FILE
     create_database(database)
     return database
 

@@ -15,6 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from hpcsched import paths
 from hpcsched.api.app import make_server
 from hpcsched.config import Config, load_config
 from hpcsched.controller.backend import ControllerBackend
@@ -37,7 +38,6 @@ from hpcsched.store.world import World
 log = logging.getLogger("hpcsched.daemon")
 
 EXIT_INVARIANT = 70  # EX_SOFTWARE of sysexits.h: our own ledger is wrong
-DATABASE_FILE = "hpcsched.db"
 # Who has waited for our start is answered before the connections to the nodes and the first plan take the processor.
 FIRST_ANSWERS_S = 0.05
 BACKLOG = 1024
@@ -77,7 +77,7 @@ class Daemon:
 
     def _build(self, state_dir: Path) -> None:
         gc.disable()  # nothing made here is garbage
-        engine = open_database(state_dir / DATABASE_FILE)
+        engine = open_database(state_dir / paths.DATABASE_FILE)
         store = Store(engine)
         if self._faults.armed:
             crash_around_commits(store, self._faults)
@@ -111,7 +111,7 @@ class Daemon:
             clock=self._clock,
             started_at_s=self._clock(),
             apply_config=self.apply_config,
-            database=self._config.controller.state_dir / DATABASE_FILE,
+            database=self._config.controller.state_dir / paths.DATABASE_FILE,
         )
         server = make_server(backend)
         try:

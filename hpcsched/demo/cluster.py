@@ -84,6 +84,15 @@ class LocalCluster:
         for node in self.machines.nodes.values():
             text = render_node(node.name, self.node_values(node))
             (self.config_dir / paths.NODES_DIR / f"{node.name}.toml").write_text(text)
+        self._make_database()
+
+    def _make_database(self) -> None:
+        from hpcsched.config import load_config
+        from hpcsched.store.engine import create_database
+
+        state_dir = load_config(self.config_dir).controller.state_dir
+        state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        create_database(state_dir / paths.DATABASE_FILE)
 
     def node_values(self, node: LoopbackNode) -> dict[str, object]:
         """Return what nodes.d has of a node."""

@@ -26,19 +26,24 @@ from hpcsched.store.schema import meta
 APPLICATION_ID = 0x68706373  # "hpcs": tells our file from another program's
 
 
-def open_database(path: Path | None) -> Engine:
-    """Open the database at `path` (None: in memory), made and migrated as needed.
+def open_database(path: Path | None, *, make: bool = False) -> Engine:
+    """Open the database at `path` (None: a new one in memory) and bring it to this version's schema.
 
-    Raises ConfigError if the file is damaged, not ours, or of a newer version of hpcsched, UnavailableError if the disk
-    does not let us.
+    A file that is not there is made only with `make`: a controller that begins with an empty database by mistake would take
+    all that its nodes run for strays.
+
+    Raises ConfigError if the file is missing, empty, damaged, not ours, or of a newer version of hpcsched, UnavailableError
+    if the disk does not let us.
     """
     try:
         if path is not None:
             # Private from the first byte: the file holds scripts and environments.
-            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+            os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if make else 0), 0o600))
         engine = _engine(path)
         with engine.begin() as connection:
-            _migrate(connection, path)
+            _migrate(connection, path, make=make or path is None)
+    except FileNotFoundError as error:
+        raise _missing(path, "it is not there") from error
     except OSError as error:
         raise UnavailableError(f"cannot open the database {path}: {error.strerror}") from error
     except OperationalError as error:  # no room, an unwell disk, somebody who locks it
@@ -48,9 +53,21 @@ def open_database(path: Path | None) -> Engine:
     return engine
 
 
+def _missing(path: Path | None, why: str) -> ConfigError:
+    return ConfigError(
+        f"cannot open the database {path}: {why}. If state_dir names the right directory, 'hpcsched restore FILE' puts a "
+        "backup there, and 'hpcsched init --database' makes an empty one (then what the nodes still run is ended)"
+    )
+
+
 def create_database(path: Path) -> None:
-    """Make the database at `path` if it is not there yet."""
-    open_database(path).dispose()
+    """Make the database at `path` if it is not there yet. Raises as `open_database`."""
+    log = path.with_name(path.name + "-wal")
+    if log.exists() and not path.exists():  # SQLite would throw it away
+        raise ConfigError(
+            f"cannot make the database {path}: {log.name} is left of one that is not there; bring that back, or move it away"
+        )
+    open_database(path, make=True).dispose()
 
 
 def open_read_only(path: Path) -> Engine:
@@ -108,11 +125,13 @@ def _connected(target: str, pragmas: tuple[str, ...]) -> Engine:
     return engine
 
 
-def _migrate(connection: Connection, path: Path | None) -> None:
+def _migrate(connection: Connection, path: Path | None, *, make: bool) -> None:
     version = connection.exec_driver_sql("PRAGMA user_version").scalar_one()
     owner = connection.exec_driver_sql("PRAGMA application_id").scalar_one()
     if owner not in (0, APPLICATION_ID) or (owner == 0 and version):
         raise ConfigError(f"cannot use {path}: it is a database of another program")
+    if owner == 0 and not make:
+        raise _missing(path, "it is empty")
     if version > len(MIGRATIONS):
         raise ConfigError(
             f"cannot open the database {path}: it has schema {version}, this hpcsched knows up to {len(MIGRATIONS)}; "

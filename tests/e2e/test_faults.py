@@ -88,6 +88,28 @@ def test_a_second_controller_says_who_holds_the_database(cluster: LocalCluster) 
     assert cluster.api("GET", "/v1/ping")["pid"] == pid
 
 
+def test_a_lost_database_is_not_replaced_by_an_empty_one(cluster: LocalCluster, sub: Sub, running: Any) -> None:
+    job_id = sub("sleep 100")
+    running(job_id)
+    cluster.down()
+    database = cluster.config_dir / "state" / "hpcsched.db"
+    away = database.with_name("away.db")
+    database.rename(away)
+    try:
+        refused = cluster.run("hpcsched", "up", check=False)
+        assert refused.returncode == 1
+        assert f"{database}: it is not there" in refused.stderr
+        assert "hpcsched restore FILE" in refused.stderr
+        assert not database.exists()
+    finally:
+        away.rename(database)
+    refused = cluster.run("hpcsched", "init", "--database", check=False)
+    assert (refused.returncode, "it is there already" in refused.stderr) == (1, True)
+    cluster.up()
+    running(job_id)
+    cluster.run("hcancel", str(job_id))
+
+
 def test_an_unknown_key_in_the_configuration_is_named_with_the_known_ones(cluster: LocalCluster) -> None:
     path = cluster.config_dir / "hpcsched.toml"
     text = path.read_text()

@@ -23,8 +23,7 @@ from typing import Any, Self
 from sqlalchemy import select
 from waiting import wait_until
 
-from hpcsched import client
-from hpcsched.controller.daemon import DATABASE_FILE
+from hpcsched import client, paths
 from hpcsched.demo.cluster import LocalCluster
 from hpcsched.errors import UnavailableError
 from hpcsched.lifecycle.events import EndRequested, Event, Requeued, Submitted, from_data
@@ -297,7 +296,7 @@ class KillableCluster(LocalCluster):
 
     def database(self) -> Path:
         """Return the path of the controller's database."""
-        return self.config_dir / "state" / DATABASE_FILE
+        return self.config_dir / "state" / paths.DATABASE_FILE
 
     # ----- what must be true in the end
 

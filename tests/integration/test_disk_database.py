@@ -33,7 +33,7 @@ class Controller:
     """The part of a controller that accepts jobs."""
 
     def __init__(self, path: Path) -> None:
-        engine = open_database(path)
+        engine = open_database(path, make=True)
         self.epoch = raise_epoch(engine)
         self.store = Store(engine)
         config = build_config({}, [], config_dir=Path("/nonexistent"), environ={})
@@ -87,7 +87,7 @@ def test_what_was_acknowledged_is_there_whenever_the_power_fails(disk: LosingDis
             epochs = [int(text) for kind, text in promised if kind == "epoch"]
             where = f"after change {end}, with {left} left: {os.listdir(target)}"
             if (target / "h.db").exists() and not promised:
-                Store(open_database(target / "h.db")).close()  # whatever there is, it can be opened
+                Store(open_database(target / "h.db", make=True)).close()  # whatever there is, it can be opened
             elif promised:
                 assert names_in(target / "h.db")[: len(jobs)] == jobs, where
                 assert current_epoch(open_database(target / "h.db")) >= max(epochs), where

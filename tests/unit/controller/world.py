@@ -51,7 +51,7 @@ class Cluster:
     def __init__(self, *names: str, path: Path | None = None, up: bool = True) -> None:
         self.now_s = T0
         self.ports = FakePorts()
-        engine = open_database(path)
+        engine = open_database(path, make=True)
         self.store = Store(engine)
         self.world = World(config=config(), incarnation=incarnation(engine), epoch=raise_epoch(engine))
         for name in names:

@@ -17,14 +17,14 @@ from hpcsched.lifecycle.job import apply, submitted_jobs
 from hpcsched.model.ids import JobId
 from hpcsched.model.job import ExitStatus, Job, JobState
 from hpcsched.model.spec import ArraySpec, Dependency, DependencyKind
-from hpcsched.store.engine import incarnation, open_database, raise_epoch
+from hpcsched.store.engine import create_database, incarnation, open_database, raise_epoch
 from hpcsched.store.rows import StepRow
 from hpcsched.store.store import Batch, HistoryQuery, Store
 
 
 @pytest.fixture
 def engine(tmp_path: Path) -> Engine:
-    return open_database(tmp_path / "h.db")
+    return open_database(tmp_path / "h.db", make=True)
 
 
 def batch_of(*jobs: Job) -> Batch:
@@ -136,7 +136,7 @@ def test_a_full_disk_keeps_nothing_of_the_batch_and_says_so(engine: Engine) -> N
 
 def test_the_epoch_rises_and_the_incarnation_stays(tmp_path: Path) -> None:
     path = tmp_path / "h.db"
-    first = open_database(path)
+    first = open_database(path, make=True)
     name, epoch = incarnation(first), raise_epoch(first)
     first.dispose()
     second = open_database(path)
@@ -153,12 +153,33 @@ from pathlib import Path
 from jobs import job
 from hpcsched.store.engine import open_database
 from hpcsched.store.store import Batch, Store
-store = Store(open_database(Path({str(tmp_path / "h.db")!r})))
+store = Store(open_database(Path({str(tmp_path / "h.db")!r}), make=True))
 store.commit(Batch(specs={{1: job(1).spec}}, jobs={{1: job(1)}}))
 os.kill(os.getpid(), signal.SIGKILL)
 """
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == -9
     assert [one.id for one in Store(open_database(tmp_path / "h.db")).load_jobs(0.0)] == [1]
+
+
+def test_a_database_is_not_made_by_mistake(tmp_path: Path) -> None:
+    path = tmp_path / "h.db"
+    with pytest.raises(ConfigError, match="it is not there.*hpcsched restore.*hpcsched init --database"):
+        open_database(path)
+    assert not path.exists()
+    path.touch()
+    with pytest.raises(ConfigError, match="it is empty"):
+        open_database(path)
+    create_database(path)
+    name = incarnation(open_database(path))
+    create_database(path)
+    assert incarnation(open_database(path)) == name
+
+
+def test_a_database_is_not_made_beside_the_log_of_a_lost_one(tmp_path: Path) -> None:
+    (tmp_path / "h.db-wal").write_text("of a database that is gone")
+    with pytest.raises(ConfigError, match="h.db-wal is left of one"):
+        create_database(tmp_path / "h.db")
+    assert (tmp_path / "h.db-wal").exists()
 
 
 def test_a_foreign_a_newer_and_a_damaged_file_are_refused(tmp_path: Path) -> None:
@@ -168,7 +189,7 @@ def test_a_foreign_a_newer_and_a_damaged_file_are_refused(tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match="another program"):
         open_database(foreign)
     newer = tmp_path / "newer.db"
-    open_database(newer).dispose()
+    create_database(newer)
     with sqlite3.connect(newer) as connection:
         connection.execute("PRAGMA user_version = 99")
     with pytest.raises(ConfigError, match="schema 99"):
