@@ -17,10 +17,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from heapq import heapify, heappop, heappush, merge
 from itertools import islice
 
+from hpcsched.model.resources import ANY_GPU
+from hpcsched.sched.gpus import GpuSlot
 from hpcsched.sched.intervals import NEVER_S, Interval, without
 from hpcsched.sched.placement import tasks_that_fit
 from hpcsched.sched.request import Shape
-from hpcsched.sched.timeline import Room, Timeline
+from hpcsched.sched.timeline import Room, Timeline, least
 
 LAST = 1 << 62  # after every node's number
 
@@ -60,6 +62,8 @@ class Openings:
         self.until_s: dict[int, float] = {}  # of the nodes that could hold a share now: until when
         self._timeline = timeline
         self._share = share
+        self._closed = closed
+        self._choosy = {at for at, slots in enumerate(timeline.types) if _has_choice(share, slots)}
         self._fits: list[dict[Room, bool]] = [{} for _ in range(max(timeline.kinds, default=-1) + 1)]
         self._spans: dict[int, list[Interval]] = {}
         self._seen = len(timeline.taken)
@@ -162,6 +166,8 @@ class Openings:
 
     def _spans_of(self, node: int) -> list[Interval]:
         profile = self._timeline.profiles[node]
+        if node in self._choosy:
+            return self._spans_with_choice(node)
         fits = self._fits[self._timeline.kinds[node]]
         spans: list[Interval] = []
         began_s: float | None = None
@@ -179,6 +185,27 @@ class Openings:
             spans.append((began_s, NEVER_S))
         return spans
 
+    def _spans_with_choice(self, node: int) -> list[Interval]:
+        """Return spans in each of which the same GPUs fit all the time, though another choice may fit in each step.
+
+        They do not overlap: where one ends and the next begins a choice that fits across is missed, which is safe.
+        """
+        profile = self._timeline.profiles[node]
+        spans: list[Interval] = []
+        began_s: float | None = None
+        common: Room | None = None
+        for at_s, room in zip(profile.times_s, profile.rooms, strict=True):
+            both = least((common, room)) if common is not None else room
+            if began_s is not None and self._fit(node, both):
+                common = both
+                continue
+            if began_s is not None:
+                spans.append((began_s, at_s))
+            began_s, common = (at_s, room) if self._fit(node, room) else (None, None)
+        if began_s is not None:
+            spans.append((began_s, NEVER_S))
+        return spans
+
     def _fit(self, node: int, room: Room) -> bool:
         timeline = self._timeline
         fit = tasks_that_fit(self._share, timeline.nodes[node], timeline.types[node], room) > 0
@@ -190,32 +217,61 @@ class Openings:
         spans = self._spans[node]
         if not spans or spans[-1][1] <= start_s:
             return
+        if node in self._choosy:
+            self._see_anew(node)
+            return
         profile = self._timeline.profiles[node]
         fits = self._fits[self._timeline.kinds[node]]
         times_s, rooms = profile.times_s, profile.rooms
-        full: list[Interval] = []
         at = bisect_left(times_s, start_s)
-        end = bisect_left(times_s, end_s, at)
-        while at < end:
+        full_from_s: float | None = None
+        while at < len(times_s) and times_s[at] < end_s:
             fit = fits.get(rooms[at])
             if fit is None:
                 fit = self._fit(node, rooms[at])
             if not fit:
-                full.append((times_s[at], times_s[at + 1] if at + 1 < len(times_s) else NEVER_S))
+                if full_from_s is None:
+                    full_from_s = times_s[at]
+            elif full_from_s is not None:
+                self._cut(node, spans, full_from_s, times_s[at])
+                full_from_s = None
             at += 1
-        if full:
-            self._change(node, spans, without(spans, full))
+        if full_from_s is not None:
+            self._cut(node, spans, full_from_s, times_s[at] if at < len(times_s) else NEVER_S)
 
-    def _change(self, node: int, old: list[Interval], new: list[Interval]) -> None:
-        for span in old:
-            if span not in new:
-                self._drop(span, node)
-        for span in new:
-            if span not in old:
-                self._add(span, node)
-        self._spans[node] = new
-        if new and new[0][0] <= self._timeline.now_s:
-            self.until_s[node] = new[0][1]
+    def _cut(self, node: int, spans: list[Interval], full_from_s: float, full_until_s: float) -> None:
+        """Take ``[full_from_s, full_until_s)`` out of the node's `spans`."""
+        at = bisect_right(spans, (full_from_s, NEVER_S))
+        if at and spans[at - 1][1] > full_from_s:
+            at -= 1
+        while at < len(spans) and spans[at][0] < full_until_s:
+            span = spans[at]
+            from_s, until_s = span
+            left: list[Interval] = []
+            if from_s < full_from_s:
+                left.append((from_s, full_from_s))
+            if full_until_s < until_s:
+                left.append((full_until_s, until_s))
+            spans[at : at + 1] = left
+            at += len(left)
+            self._drop(span, node)
+            for piece in left:
+                self._add(piece, node)
+            if from_s <= self._timeline.now_s:
+                if left and left[0][0] <= from_s:
+                    self.until_s[node] = left[0][1]
+                else:
+                    del self.until_s[node]
+
+    def _see_anew(self, node: int) -> None:
+        """Work out all spans of the node again."""
+        for span in self._spans[node]:
+            self._drop(span, node)
+        spans = self._spans[node] = without(self._spans_of(node), self._closed.get(node, ()))
+        for span in spans:
+            self._add(span, node)
+        if spans and spans[0][0] <= self._timeline.now_s:
+            self.until_s[node] = spans[0][1]
         else:
             self.until_s.pop(node, None)
 
@@ -239,6 +295,14 @@ class Openings:
             for until_s, begins_s, _ in holes[bisect_left(holes, (from_s + length_s,)) :]
             if begins_s + length_s <= until_s
         ]
+
+
+def _has_choice(share: Shape, slots: Sequence[GpuSlot]) -> bool:
+    """Say whether a share may be met by one GPU or another of a node with these slots."""
+    kinds = [kind for counts in (share.gpus_per_node, share.gpus_per_task, share.gpus_total) for kind, _ in counts]
+    if len(slots) < 2 or not (kinds or share.shards):
+        return False
+    return bool(share.shards) or ANY_GPU in kinds or len({slot.type for slot in slots}) < len(slots)
 
 
 def _endless(span: Interval) -> bool:

@@ -8,7 +8,7 @@ reservation makes a *dip*. Knows nothing of who comes first.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from hpcsched.sched.gpus import FreeGpus, GpuSlot, Grant, Units, all_units, gpu_slots
 from hpcsched.sched.policy import Policy
@@ -30,7 +30,7 @@ def _more(room: Room, use: Room) -> Room:
     return room[0] + use[0], room[1] + use[1], tuple([a + b for a, b in zip(room[2], use[2], strict=True)])
 
 
-def _least(rooms: list[Room]) -> Room:
+def least(rooms: Sequence[Room]) -> Room:
     if len(rooms) == 1:
         return rooms[0]
     return (
@@ -80,7 +80,7 @@ class Profile:
         first = bisect_right(self.times_s, start_s) - 1
         if not self.dips:
             return self.rooms[first]
-        return _least(self.rooms[first : max(first + 1, bisect_left(self.times_s, end_s))])
+        return least(self.rooms[first : max(first + 1, bisect_left(self.times_s, end_s))])
 
     def _cut(self, at_s: float) -> int:
         """Return the index of the step that begins at `at_s`, made if there is none."""

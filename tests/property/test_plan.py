@@ -22,6 +22,11 @@ POLICY = Policy(weight_age=0)
 SMALL = Shape(mem_per_node_mib=10, mem_asked=True)
 X0, X1 = Gpu(index=0, type="x"), Gpu(index=1, type="x")
 CUT0, CUT1 = Gpu(index=0, type="x", shards=3), Gpu(index=1, type="x", shards=3)
+POLICIES = st.builds(
+    lambda kind, promises: replace(POLICY, backfill=kind, promises=promises),
+    st.sampled_from(Backfill),
+    st.integers(1, 3),
+)
 CONSTRAINTS = ("", "", "", "", "a", "b", "a&b", "a|b")
 
 
@@ -136,10 +141,10 @@ def _shares(snapshot: Snapshot, made: Plan) -> list[Share]:
     return [share for job in (*snapshot.running, *made.starts) for share in job.shares]
 
 
-@given(worlds())
+@given(worlds(), POLICIES)
 @settings(max_examples=120, deadline=None)
-def test_nothing_is_given_twice(snapshot: Snapshot) -> None:
-    shares = _shares(snapshot, plan(snapshot, POLICY))
+def test_nothing_is_given_twice(snapshot: Snapshot, policy: Policy) -> None:
+    shares = _shares(snapshot, plan(snapshot, policy))
     for node in snapshot.nodes:
         held = [share for share in shares if share.node == node.name]
         assert sum(share.cpus for share in held) <= node.cpus
@@ -151,12 +156,12 @@ def test_nothing_is_given_twice(snapshot: Snapshot) -> None:
         assert set(gpus) <= {gpu.index for gpu in node.gpus}
 
 
-@given(worlds())
+@given(worlds(), POLICIES)
 @settings(max_examples=120, deadline=None)
-def test_a_job_gets_exactly_what_it_asked_where_it_may(snapshot: Snapshot) -> None:
+def test_a_job_gets_exactly_what_it_asked_where_it_may(snapshot: Snapshot, policy: Policy) -> None:
     jobs = {job.id: job for job in snapshot.pending}
     nodes = {node.name: node for node in snapshot.nodes}
-    for start in plan(snapshot, POLICY).starts:
+    for start in plan(snapshot, policy).starts:
         job = jobs[start.job_id]
         shape, names = job.request.shape, [share.node for share in start.shares]
         assert len(set(names)) == len(names)
@@ -182,23 +187,23 @@ def test_a_job_gets_exactly_what_it_asked_where_it_may(snapshot: Snapshot) -> No
             assert sum(len(share.gpus) for share in start.shares) == shape.gpus_total[0][1]
 
 
-@given(worlds())
+@given(worlds(), POLICIES)
 @settings(max_examples=120, deadline=None)
-def test_a_plan_is_deterministic_and_whole(snapshot: Snapshot) -> None:
-    made = plan(snapshot, POLICY)
-    assert plan(snapshot, POLICY) == made
+def test_a_plan_is_deterministic_and_whole(snapshot: Snapshot, policy: Policy) -> None:
+    made = plan(snapshot, policy)
+    assert plan(snapshot, policy) == made
     shuffled = replace(snapshot, pending=snapshot.pending[::-1], running=snapshot.running[::-1])
-    again = plan(shuffled, POLICY)
+    again = plan(shuffled, policy)
     assert again.starts == made.starts
     assert again.waits == made.waits
     assert sorted([start.job_id for start in made.starts] + list(made.waits)) == [job.id for job in snapshot.pending]
 
 
-@given(worlds())
+@given(worlds(), POLICIES)
 @settings(max_examples=120, deadline=None)
-def test_an_array_never_runs_more_tasks_than_its_limit(snapshot: Snapshot) -> None:
+def test_an_array_never_runs_more_tasks_than_its_limit(snapshot: Snapshot, policy: Policy) -> None:
     jobs = {job.id: job for job in snapshot.pending}
-    counts = Counter(jobs[start.job_id].array_job_id for start in plan(snapshot, POLICY).starts)
+    counts = Counter(jobs[start.job_id].array_job_id for start in plan(snapshot, policy).starts)
     assert all(count <= array_id - 1000 for array_id, count in counts.items() if array_id is not None)
 
 

@@ -8,6 +8,7 @@ from unit.sched.world import world
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import Reason
 from hpcsched.model.node import Partition
+from hpcsched.model.resources import Share
 from hpcsched.model.units import UNLIMITED_S
 from hpcsched.sched.policy import Backfill
 
@@ -119,3 +120,16 @@ def test_two_heads_promised_the_same_second_are_both_kept() -> None:
 def test_a_job_without_end_takes_what_it_gets(limit_s: int) -> None:
     sketch = world("1x4", waiting=["1: 3c", "2: 3c"]).change(1, time_limit_s=limit_s).change(2, time_limit_s=limit_s)
     assert sketch.starts() == {1: "n1:3"}
+
+
+@pytest.mark.parametrize("job", ["3: 2g 1c 100s", "3: 2g 1 tasks 100s"])
+def test_a_job_does_not_change_its_gpus_while_it_runs(job: str) -> None:
+    """Two GPUs of type a are free until 60, then two of type b: never the same two for long enough before 60."""
+    sketch = world(
+        "1x8/1000/2xa/2xb",
+        running=["1: n1 5c 10M 60s"],
+        waiting=["2: 2g:a 4c 10M 100s", f"{job} 10M"],
+        backfill=Backfill.CONSERVATIVE,
+    ).change(1, shares=(Share(node=NodeName("n1"), cpus=5, mem_mib=10, gpus=(2, 3)),))
+    assert sketch.starts() == {}
+    assert sketch.plan().waits[JobId(3)].expected_start_s == 60
