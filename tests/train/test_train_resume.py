@@ -22,7 +22,7 @@ from hpctrain.plot import read_curve
 STEPS = 24
 SMALL = (
     f"--steps {STEPS} --layers 1 --width 32 --heads 2 --context 16 --batch 6 --checkpoint-every 3 --base-every 3 "
-    "--eval-every 8 --print-every 8 --sample 20"
+    "--eval-every 8 --print-every 8 --sample 20 --shares even"
 ).split()
 FAULTY = HERE / "faulty_chargpt.py"
 WITH_WAITING = {"PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(HERE.parent)]).strip(os.pathsep)}
@@ -128,7 +128,7 @@ def test_a_loss_that_is_no_number_stops_all_and_names_the_rank(tmp_path: Path) -
 
 
 def test_another_world_goes_on_from_the_checkpoint_of_two(tmp_path: Path) -> None:
-    first = run_plain(2, *CHARGPT, *options(tmp_path, "--steps", "6", "--share-weights", "2,1"))
+    first = run_plain(2, *CHARGPT, *options(tmp_path, "--steps", "6", "--shares", "2,1"))
     assert [ended.status for ended in first] == [0, 0], first
     assert "2 ranks over gloo, attempt 0, a fresh start" in first[0].output
     with started([sys.executable, *CHARGPT, *options(tmp_path, "--threads", "1")]) as process:

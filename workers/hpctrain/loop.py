@@ -21,6 +21,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from hpctrain.balance import Balance
 from hpctrain.buckets import GradientBuckets
 from hpctrain.checkpoint import BackgroundWriter, Facts, Report
 from hpctrain.comm import Communicator
@@ -60,7 +61,8 @@ class Settings:
     checkpoint_every: int
     eval_every: int
     overlap: bool
-    weights: tuple[float, ...]  # per rank; empty: equal shares
+    weights: tuple[float, ...]  # samples per rank, relatively; empty: equal shares
+    balance: bool  # shares follow the ranks' measured speeds
 
 
 @dataclass(slots=True, kw_only=True)
@@ -104,6 +106,8 @@ class StepReport:
     comm_s: float
     checkpoint: Report | None
     checkpoint_copy_s: float
+    shares: list[int]  # samples of each rank
+    rebalanced: str  # why the next step has other shares, in words; "": it has not
 
 
 def progress_from(state: Mapping[str, object], step: int) -> Progress:
@@ -149,7 +153,7 @@ class Loop:
         if len(weights) != comm.size:
             raise TrainError(f"cannot divide the batch: {len(weights)} share weights given for {comm.size} ranks")
         self._counts = shares(settings.batch, weights)
-        self._offset = sum(self._counts[: comm.rank])
+        self._balance = Balance(settings.batch, self._counts) if settings.balance and comm.size > 1 else None
         self._recent_s: list[float] = []
         self.late_reports: list[Report] = []  # of checkpoints that ended after the last step
         self._due = False
@@ -173,8 +177,11 @@ class Loop:
         seed_step(settings.seed, progress.step, self._comm.rank)
         lr = self._schedule().lr_at(progress.step)
         local_loss = self._backward()
+        own_s = time.perf_counter() - started_s
         comm_s, _ = self._buckets.exchange()
-        loss, stops = self._agree(local_loss, stop.received is not None)
+        loss, stops, each_s = self._agree(local_loss, stop.received is not None, own_s)
+        done = self._counts
+        rebalanced = self._rebalance(each_s)
         grad_norm = clip_by_global_norm(self._buckets.flats, settings.clip_norm)
         task.optimizer.step(progress.step + 1, lr)
         progress.step += 1
@@ -195,6 +202,8 @@ class Loop:
                 comm_s=comm_s,
                 checkpoint=checkpoint,
                 checkpoint_copy_s=copy_s,
+                shares=done,
+                rebalanced=rebalanced,
             )
         )
         return stops
@@ -205,14 +214,23 @@ class Loop:
         count = self._counts[self._comm.rank]
         if count == 0:
             return 0.0
-        low = self.progress.next_sample + self._offset
+        low = self.progress.next_sample + sum(self._counts[: self._comm.rank])
         loss = self._task.loss(low, low + count) * (count / self._settings.batch)
         loss.backward()
         return float(loss.detach())
 
-    def _agree(self, local_loss: float, stop: bool) -> tuple[float, bool]:
-        """The global loss, and whether any rank was asked to stop."""
-        facts = torch.tensor([local_loss, float(stop)], dtype=torch.float64)
+    def _rebalance(self, each_s: list[float]) -> str:
+        """Give the next step's samples to the ranks by what each took for this one's."""
+        if self._balance is None:
+            return ""
+        said = self._balance.note(each_s)
+        self._counts = list(self._balance.counts)
+        return said
+
+    def _agree(self, local_loss: float, stop: bool, own_s: float) -> tuple[float, bool, list[float]]:
+        """The global loss, whether any rank was asked to stop, and how long each rank's own work took."""
+        facts = torch.zeros(2 + self._comm.size, dtype=torch.float64)
+        facts[0], facts[1], facts[2 + self._comm.rank] = local_loss, float(stop), own_s
         self._comm.all_reduce(facts)
         loss, stops = float(facts[0]), float(facts[1]) > 0
         if not math.isfinite(loss):
@@ -223,7 +241,7 @@ class Loop:
                 f"cannot go on: the loss is not finite at step {self.progress.step + 1} (samples {low} to "
                 f"{low + self._settings.batch}) on rank {', '.join(map(str, bad))}; try a lower learning rate"
             )
-        return loss, stops
+        return loss, stops, facts[2:].tolist()
 
     def _schedule(self) -> Schedule:
         total = self.progress.total_steps or 10**9

@@ -62,7 +62,11 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--clip", type=float, default=1.0, metavar="NORM", help="gradient norm's limit (%(default)s)")
     group.add_argument("--seed", type=int, default=1, help="of weights, samples and all else (%(default)s)")
     group.add_argument(
-        "--share-weights", type=_weights, default=(), metavar="W,W,..", help="samples per rank, relatively"
+        "--shares",
+        type=_shares,
+        default="auto",
+        metavar="auto|even|W,W,..",
+        help="samples per rank: by measured speed, the same for all, or relatively (%(default)s)",
     )
 
 
@@ -110,7 +114,9 @@ def _positive(text: str) -> int:
     return number
 
 
-def _weights(text: str) -> tuple[float, ...]:
+def _shares(text: str) -> str | tuple[float, ...]:
+    if text in ("auto", "even"):
+        return text
     weights = tuple(float(part) for part in text.split(","))
     if min(weights) < 0 or sum(weights) <= 0:
         raise argparse.ArgumentTypeError(f"{text}: no weight may be negative, nor all zero")

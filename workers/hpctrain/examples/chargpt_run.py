@@ -186,7 +186,8 @@ def settings_of(options: argparse.Namespace) -> Settings:
         checkpoint_every=options.checkpoint_every,
         eval_every=options.eval_every,
         overlap=options.overlap,
-        weights=options.share_weights,
+        weights=() if isinstance(options.shares, str) else options.shares,
+        balance=options.shares == "auto",
     )
 
 
@@ -264,6 +265,8 @@ class Teller:
                 f"({report.comm_s * 1e3:.0f} ms exchange)",
                 flush=True,
             )
+        if report.rebalanced:
+            print(f"step {report.step}: {report.rebalanced}", flush=True)
         self._tell_checkpoint(report.checkpoint)
 
     def end(self, loop: Loop, stop: StopRequest, finished: bool) -> None:
@@ -291,6 +294,7 @@ class Teller:
             "t_step_s": round(report.step_s, 6),
             "t_comm_s": round(report.comm_s, 6),
             "t_checkpoint_copy_s": round(report.checkpoint_copy_s, 6) or None,
+            "shares": report.shares if len(report.shares) > 1 else None,
             "attempt": self._identity.attempt,
             "world": self._comm.size,
             "backend": self._comm.name,

@@ -1,0 +1,88 @@
+"""Several hosts on one machine: network namespaces on a bridge, each link shaped to a rate by `tbf`. Needs root and iproute2.
+
+Ranks of MPICH start in them through a remote shell that enters the namespace instead of another machine.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+SUBNET = "10.213.7"
+# MPICH takes ranks of one kernel for one host, whatever their network: only TCP, as between machines.
+TCP_ONLY = {"MPIR_CVAR_NOLOCAL": "1", "UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "eth0", "OMP_NUM_THREADS": "1"}
+
+
+def can_make_hosts() -> bool:
+    """Return whether this process may make network namespaces."""
+    return os.geteuid() == 0 and subprocess.run(["ip", "-V"], capture_output=True, check=False).returncode == 0
+
+
+@contextmanager
+def hosts(count: int, mbit_per_s: int, folder: Path) -> Iterator[list[str]]:
+    """Make `count` namespaces on links of a rate, and give their addresses. `folder` gets the remote shell."""
+    tag = f"hb{os.getpid()}"
+    bridge = f"{tag}b"
+    spaces = [f"{tag}n{at}" for at in range(count)]
+    try:
+        _run("ip", "link", "add", bridge, "type", "bridge")
+        _run("ip", "link", "set", bridge, "up")
+        for at, space in enumerate(spaces):
+            _add(space, f"{tag}v{at}", bridge, f"{SUBNET}.{at + 1}", mbit_per_s)
+        shell = folder / "enter"
+        shell.write_text(_shell(tag))
+        shell.chmod(shell.stat().st_mode | stat.S_IXUSR)
+        yield [f"{SUBNET}.{at + 1}" for at in range(count)]
+    finally:
+        for space in spaces:
+            subprocess.run(["ip", "netns", "del", space], capture_output=True, check=False)
+        subprocess.run(["ip", "link", "del", bridge], capture_output=True, check=False)
+
+
+def mpirun(addresses: Sequence[str], folder: Path, *arguments: str | Path) -> list[str]:
+    """Return the command that runs Python with these arguments, a rank on each address."""
+    first = f"hb{os.getpid()}n0"
+    launcher = ["-launcher", "ssh", "-launcher-exec", str(folder / "enter"), "-iface", "eth0"]
+    program = [str(Path(sys.executable).with_name("mpirun")), *launcher, "-hosts", ",".join(addresses), "-ppn", "1"]
+    ranks = ["-n", str(len(addresses)), sys.executable, *map(str, arguments)]
+    return ["ip", "netns", "exec", first, *program, *ranks]
+
+
+def run(command: Sequence[str], extra: Mapping[str, str] | None = None, limit_s: float = 300.0) -> str:
+    """Run `command` to its end and return what it printed."""
+    environ = os.environ | TCP_ONLY | dict(extra or {})
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=limit_s, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{command} failed: {done.stdout}{done.stderr}")
+    return done.stdout
+
+
+def _add(space: str, veth: str, bridge: str, address: str, mbit_per_s: int) -> None:
+    _run("ip", "netns", "add", space)
+    _run("ip", "link", "add", veth, "type", "veth", "peer", "name", "eth0", "netns", space)
+    _run("ip", "link", "set", veth, "master", bridge, "up")
+    inside = ("ip", "-n", space)
+    _run(*inside, "link", "set", "lo", "up")
+    _run(*inside, "addr", "add", f"{address}/24", "dev", "eth0")
+    _run(*inside, "link", "set", "eth0", "up")
+    shape = ("tbf", "rate", f"{mbit_per_s}mbit", "burst", "256kb", "latency", "50ms")
+    _run("tc", "-n", space, "qdisc", "add", "dev", "eth0", "root", *shape)
+
+
+def _shell(tag: str) -> str:
+    """What hydra takes for ssh: the last arguments are the address and the command."""
+    return f"""#!/bin/sh
+while [ "${{1#-}}" != "$1" ]; do shift; done
+address=$1
+shift
+exec ip netns exec {tag}n$((${{address##*.}} - 1)) sh -c "$*"
+"""
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True)

@@ -1,0 +1,78 @@
+"""Shares of unequal ranks: they finish together, follow a change, and leave out who only delays."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpctrain.balance import Balance, best_shares
+
+LINES = st.tuples(st.floats(0.0, 2.0), st.floats(0.001, 1.0))
+
+
+def longest(counts: list[int], lines: list[tuple[float, float]]) -> float:
+    return max(a + c * n for n, (a, c) in zip(counts, lines, strict=True) if n)
+
+
+@given(st.integers(1, 12), st.lists(LINES, min_size=1, max_size=3))
+def test_no_other_division_ends_sooner(batch: int, lines: list[tuple[float, float]]) -> None:
+    counts = best_shares(batch, lines)
+    assert sum(counts) == batch
+    others = (list(n) for n in itertools.product(range(batch + 1), repeat=len(lines)) if sum(n) == batch)
+    assert longest(counts, lines) <= min(longest(other, lines) for other in others) * (1 + 1e-9)
+
+
+def run(balance: Balance, lines: list[tuple[float, float]], steps: int) -> list[str]:
+    said = []
+    for _ in range(steps):
+        said.append(balance.note([a + c * n if n else 0.0 for n, (a, c) in zip(balance.counts, lines, strict=True)]))
+    return [line for line in said if line]
+
+
+def test_a_rank_of_a_third_of_the_speed_gets_a_quarter() -> None:
+    balance = Balance(32, [16, 16])
+    said = run(balance, [(0.0, 0.01), (0.0, 0.03)], 3)
+    assert balance.counts == [24, 8]
+    assert said == ["shares 24 8: a step takes 240 ms instead of 480"]
+
+
+def test_shares_follow_a_slowdown_within_five_steps() -> None:
+    balance = Balance(32, [16, 16])
+    run(balance, [(0.01, 0.01), (0.01, 0.01)], 20)
+    assert balance.counts == [16, 16]
+    run(balance, [(0.01, 0.01), (0.03, 0.03)], 5)
+    assert longest(balance.counts, [(0.01, 0.01), (0.03, 0.03)]) < 0.28  # 0.51 as before, 0.265 at best
+
+
+def test_one_odd_step_changes_nothing() -> None:
+    balance = Balance(32, [16, 16])
+    run(balance, [(0.0, 0.01), (0.0, 0.01)], 10)
+    run(balance, [(0.0, 0.01), (0.0, 0.5)], 1)
+    run(balance, [(0.0, 0.01), (0.0, 0.01)], 10)
+    assert balance.counts == [16, 16]
+
+
+def test_who_only_delays_is_left_out_and_named() -> None:
+    balance = Balance(8, [4, 4])
+    said = run(balance, [(0.0, 0.01), (0.0, 1.0)], 4)
+    assert balance.counts == [8, 0]
+    assert said[-1].endswith("rank 1 is left out, it would make the others wait")
+
+
+def test_noise_moves_nothing() -> None:
+    balance = Balance(32, [16, 16])
+    for turn in range(50):
+        assert not balance.note([0.16 * (1 + 0.01 * (turn % 3)), 0.16 * (1 - 0.01 * (turn % 2))])
+
+
+@pytest.mark.parametrize("fixed_s", [0.0, 0.5])
+def test_the_fixed_part_is_learned_once_shares_have_moved(fixed_s: float) -> None:
+    balance = Balance(40, [20, 20])
+    run(balance, [(fixed_s, 0.01), (0.0, 0.05)], 12)
+    best = best_shares(40, [(fixed_s, 0.01), (0.0, 0.05)])
+    assert longest(balance.counts, [(fixed_s, 0.01), (0.0, 0.05)]) <= 1.05 * longest(
+        best, [(fixed_s, 0.01), (0.0, 0.05)]
+    )
