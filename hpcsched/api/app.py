@@ -58,6 +58,8 @@ class Backend(Protocol):
     async def nodes(self, asker: Asker, probe: bool, share_file: str) -> Json: ...
     async def act_on_nodes(self, asker: Asker, verb: str, body: Json) -> Json: ...
     def partitions(self) -> Json: ...
+    def reservations(self) -> Json: ...
+    async def act_on_reservation(self, asker: Asker, verb: str, body: Json) -> Json: ...
     def config(self, asker: Asker) -> Json: ...
     def history(self, asker: Asker, query: dict[str, str]) -> Json: ...
     async def log(self, asker: Asker, reference: str, stream: str, offset: int, limit: int) -> LogPart: ...
@@ -88,6 +90,8 @@ def make_server(backend: Backend) -> web.Server:
         web.get("/v1/nodes", routes.nodes),
         web.post("/v1/nodes/{verb:drain|resume|fence}", routes.act_on_nodes),
         web.get("/v1/partitions", routes.partitions),
+        web.get("/v1/reservations", routes.reservations),
+        web.post("/v1/reservations/{verb:create|update|delete}", routes.act_on_reservation),
         web.get("/v1/config", routes.config),
         web.get("/v1/history", routes.history),
         web.get("/v1/log", routes.log),
@@ -145,6 +149,13 @@ class _Routes:
     async def act_on_nodes(self, request: web.Request) -> web.Response:
         body = await _body(request)
         return answer(await self._backend.act_on_nodes(self._asker(request), request.match_info["verb"], body))
+
+    async def reservations(self, request: web.Request) -> web.Response:
+        return answer(self._backend.reservations())
+
+    async def act_on_reservation(self, request: web.Request) -> web.Response:
+        body = await _body(request)
+        return answer(await self._backend.act_on_reservation(self._asker(request), request.match_info["verb"], body))
 
     async def partitions(self, request: web.Request) -> web.Response:
         return answer(self._backend.partitions())

@@ -20,6 +20,7 @@ from hpcsched.model.hostlist import compress_hostlist
 from hpcsched.model.ids import NodeName
 from hpcsched.model.job import ACTIVE, SHORT_CODES, Hold, Job, JobState, Reason
 from hpcsched.model.node import Link, Node, NodeState, Partition
+from hpcsched.model.reservation import Reservation
 from hpcsched.model.units import format_mem, format_time_s
 from hpcsched.store.rows import StepRow
 from hpcsched.store.world import World
@@ -226,8 +227,8 @@ def _limbo(job: Job, lost: list[NodeName], world: World, now_s: float) -> str:
     )
 
 
-def node_state(node: Node, cpus_alloc: int) -> NodeState:
-    """Return the state of a node in sinfo's words."""
+def node_state(node: Node, cpus_alloc: int, reserved: Reservation | None = None) -> NodeState:
+    """Return the state of a node in sinfo's words; `reserved`: the reservation that it is in now."""
     if node.link is Link.DOWN:
         return NodeState.DOWN
     if node.drained:
@@ -235,23 +236,31 @@ def node_state(node: Node, cpus_alloc: int) -> NodeState:
     if node.link is Link.UNKNOWN:
         return NodeState.UNKNOWN
     if not cpus_alloc:
+        if reserved is not None:
+            return NodeState.MAINT if reserved.is_maintenance else NodeState.RESERVED
         return NodeState.IDLE
     return NodeState.ALLOCATED if cpus_alloc >= node.spec.cpus else NodeState.MIXED
 
 
-def node_views(world: World) -> list[dict[str, Any]]:
-    """Return all nodes, with what is allocated of each."""
+def node_views(world: World, now_s: float) -> list[dict[str, Any]]:
+    """Return all nodes, with what is allocated of each, and the reservation that each is in."""
+    active = sorted(
+        (one for one in world.reservations.values() if one.is_active(now_s)), key=lambda one: one.is_maintenance
+    )
+    reserved = {name: one for one in active for name in one.nodes}  # maintenance has the last word
     shares = [(job.id, share) for job in world.active_jobs() for share in job.shares if share.node in job.held_nodes]
     return [
-        _node_view(node, [item for item in shares if item[1].node == node.name], world) for node in world.nodes.values()
+        _node_view(node, [item for item in shares if item[1].node == node.name], world, reserved.get(node.name))
+        for node in world.nodes.values()
     ]
 
 
-def _node_view(node: Node, shares: list[Any], world: World) -> dict[str, Any]:
+def _node_view(node: Node, shares: list[Any], world: World, reserved: Reservation | None) -> dict[str, Any]:
     cpus_alloc = sum(share.cpus for _, share in shares)
     return {
         "name": node.name,
-        "state": node_state(node, cpus_alloc).value,
+        "state": node_state(node, cpus_alloc, reserved).value,
+        "reservation": reserved.name if reserved is not None else "",
         "link": node.link.value,
         "link_since_s": node.link_since_s,
         "link_why": node.link_why,
@@ -280,9 +289,32 @@ def _node_view(node: Node, shares: list[Any], world: World) -> dict[str, Any]:
     }
 
 
-def partition_views(world: World) -> list[dict[str, Any]]:
+def reservation_view(one: Reservation, world: World, now_s: float) -> dict[str, Any]:
+    """Return a reservation, with the jobs that use it."""
+    return {
+        "name": one.name,
+        "state": "ACTIVE" if one.is_active(now_s) else "INACTIVE",
+        "start_s": one.start_s,
+        "end_s": one.end_s,
+        "duration_s": one.duration_s,
+        "nodes": list(one.nodes),
+        "node_list": compress_hostlist(one.nodes),
+        "cpus": sum(world.nodes[name].spec.cpus for name in one.nodes if name in world.nodes),
+        "node_count": one.node_count,
+        "features": one.features,
+        "partition": one.partition,
+        "users": list(one.users),
+        "accounts": list(one.accounts),
+        "flags": [flag.value for flag in one.flags],
+        "made_by": one.made_by,
+        "made_at_s": one.made_at_s,
+        "jobs": [job.id for job in world.using(one.name)],
+    }
+
+
+def partition_views(world: World, now_s: float) -> list[dict[str, Any]]:
     """Return all partitions, with how many of their nodes are in which state."""
-    nodes = {view["name"]: view for view in node_views(world)}
+    nodes = {view["name"]: view for view in node_views(world, now_s)}
     return [_partition_view(partition, nodes) for partition in world.partitions.values()]
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hpcsched import client
-from hpcsched.cli import showtext
+from hpcsched.cli import reservation, showtext
 from hpcsched.cli.errors import FAILED, complain, run_command
 from hpcsched.cli.options import HELP, VERSION, Command, Option, UsageError, Words, nearest, split_list
 from hpcsched.cli.output import clean, date_text, print_json
@@ -25,17 +25,20 @@ Json = dict[str, Any]
 COMMAND = Command(
     "hctl",
     (
-        "show job [JOB...] | node [NODES] | partition [NAME...] | config",
+        "show job [JOB...] | node [NODES] | partition [NAME...] | reservation [NAME...] | config",
         "show hostnames LIST | hostlist NAME...",
         "hold | release | requeue | suspend | resume JOB...",
         "update JOB... NAME=VALUE...",
+        "create reservation NAME=VALUE... | update reservation NAME NAME=VALUE... | delete reservation NAME",
         "story JOB",
         "drain NODES WHY | resume NODES | fence NODES [WHY]",
         "backup FILE",
         "ping | reconfigure",
     ),
     "Look at jobs, nodes, partitions and the configuration, and change them. 'update' changes a job's time_limit, partition, "
-    "nice, priority, begin, deadline, dependency or array_task_throttle. 'story' tells all that happened to a job. 'suspend' "
+    "nice, priority, begin, deadline, dependency, reservation or array_task_throttle; 'create', 'update' and 'delete' are also "
+    "for reservations: ReservationName= StartTime= EndTime= Duration= Users= Accounts= Nodes= NodeCnt= Features= "
+    "PartitionName= Flags=. 'story' tells all that happened to a job. 'suspend' "
     "has a running job stand still, with all that it holds, until 'resume JOB'. 'drain' lets no new job start on nodes, "
     "'resume NODES' does again. 'fence' is your word that a node which does not answer runs nothing any more: its jobs go on "
     "without it. 'backup' copies the database, beside all that goes on, to a new file for 'hpcsched restore'.",
@@ -127,6 +130,14 @@ def _print_records(answer: Json, key: str, lines: Callable[[Json], list[showtext
     return 0
 
 
+def _show_reservation(rest: Sequence[str], words: Words) -> int:
+    answer = reservation.fetch(rest)
+    if not answer["reservations"] and not words.has("json"):
+        print("No reservations in the system")
+        return 0
+    return _print_records(answer, "reservations", reservation.lines, words)
+
+
 def _show_config(rest: Sequence[str], words: Words) -> int:
     answer = client.call("GET", "/v1/config")
     if words.has("json"):
@@ -153,6 +164,7 @@ _ENTITIES: dict[str, Callable[[Sequence[str], Words], int]] = {
     "job": _show_job,
     "node": _show_node,
     "partition": _show_partition,
+    "reservation": _show_reservation,
     "config": _show_config,
     "hostnames": _show_hostnames,
     "hostlist": _show_hostlist,
@@ -183,11 +195,28 @@ _CHANGES = {  # Slurm's names, without regard to case and _
     "timelimit": "time_limit",
     "starttime": "begin",
     "arraytaskthrottle": "array_task_throttle",
+    "reservationname": "reservation",
 }
+
+
+def _create(rest: Sequence[str], words: Words) -> int:
+    _needs(rest, "what to create, as reservation Users=ann Nodes=n1 StartTime=now+1hour Duration=2:00:00")
+    if not reservation.is_meant(rest):
+        raise UsageError(f"cannot create {rest[0][:60]!r}: there are reservations to create")
+    return reservation.create(rest, words)
+
+
+def _delete(rest: Sequence[str], words: Words) -> int:
+    _needs(rest, "the reservation")
+    if not reservation.is_meant(rest):
+        raise UsageError(f"cannot delete {rest[0][:60]!r}: there are reservations to delete")
+    return reservation.delete(rest, words)
 
 
 def _update(rest: Sequence[str], words: Words) -> int:
     _needs(rest, "the jobs, and what to change as NAME=VALUE")
+    if reservation.is_meant(rest):
+        return reservation.update(rest, words)
     changes: dict[str, str] = {}
     jobs: list[str] = []
     for word in rest:
@@ -312,6 +341,8 @@ _VERBS: dict[str, Callable[[Sequence[str], Words], int]] = {
     "requeue": _act("requeue"),
     "suspend": _act("suspend"),
     "update": _update,
+    "create": _create,
+    "delete": _delete,
     "story": _story,
     "drain": _drain,
     "resume": _resume_jobs_or_nodes,

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hpcsched import client
+from hpcsched.cli import reservation
 from hpcsched.cli.errors import run_command
 from hpcsched.cli.options import HELP_LONG, VERSION, Command, Option, UsageError, Words
 from hpcsched.cli.output import DIM, GREEN, RED, YELLOW, bar, clean, columns, date_text, print_json, wants_colour
@@ -33,17 +34,24 @@ COMMAND = Command(
         Option("noheader", "h", help="print no line of headers"),
         Option("nodes", "n", "LIST", "show these nodes: n1,n[3-5]"),
         Option("partition", "p", "LIST", "show these partitions"),
-        Option("states", "t", "LIST", "show nodes in these states: IDLE,MIXED,ALLOCATED,DOWN,DRAINED,DRAINING,UNKNOWN"),
+        Option("reservation", "T", help="show the reservations: when, and which nodes"),
+        Option(
+            "states",
+            "t",
+            "LIST",
+            "show nodes in these states: IDLE,RESERVED,MAINT,MIXED,ALLOCATED,DOWN,DRAINED,DRAINING,UNKNOWN",
+        ),
         HELP_LONG,
         VERSION,
     ),
 )
 
-STATES = ("IDLE", "MIXED", "ALLOCATED", "DOWN", "DRAINED", "DRAINING", "UNKNOWN")
+STATES = ("IDLE", "RESERVED", "MAINT", "MIXED", "ALLOCATED", "DOWN", "DRAINED", "DRAINING", "UNKNOWN")
 _STATES_BY_WORD = {
-    "mix": "MIXED", "alloc": "ALLOCATED", "drng": "DRAINING", "unk": "UNKNOWN", **{word.lower(): word for word in STATES},
+    "mix": "MIXED", "alloc": "ALLOCATED", "drng": "DRAINING", "unk": "UNKNOWN", "resv": "RESERVED",
+    **{word.lower(): word for word in STATES},
 }  # fmt: skip
-_COLOURS = {"IDLE": GREEN, "MIXED": YELLOW, "ALLOCATED": YELLOW, "UNKNOWN": DIM}
+_COLOURS = {"IDLE": GREEN, "MIXED": YELLOW, "ALLOCATED": YELLOW, "UNKNOWN": DIM, "RESERVED": DIM, "MAINT": DIM}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,6 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _work(words: Words) -> int:
     if words.operands:
         raise UsageError(f"cannot understand {words.operands[0][:60]!r}: to see one node write -N -n NODE")
+    if words.has("reservation"):
+        return _show_reservations(words)
     wanted = _wanted_states(words)
     answer = client.call("GET", "/v1/nodes")
     partitions = client.call("GET", "/v1/partitions")["partitions"]
@@ -70,6 +80,17 @@ def _work(words: Words) -> int:
         sys.stdout.write(_by_node(nodes, header))
     else:
         sys.stdout.write(_by_partition(partitions, nodes, header))
+    return 0
+
+
+def _show_reservations(words: Words) -> int:
+    answer = reservation.fetch([])
+    if words.has("json"):
+        print_json(answer)
+    elif answer["reservations"]:
+        sys.stdout.write(reservation.table(answer["reservations"], header=not words.has("noheader")))
+    else:
+        print("No reservations in the system")
     return 0
 
 

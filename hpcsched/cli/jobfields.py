@@ -145,6 +145,7 @@ FIELDS = (
     Field("priority", "Q", "PRIORITY", _of("priority", "0"), right=True),
     Field("nice", "y", "NICE", _of("nice"), right=True),
     Field("dependency", "E", "DEPENDENCY", _of("dependency", "(null)")),
+    Field("reservation", "v", "RESERVATION", _of("reservation", "(null)")),
     Field("features", "f", "FEATURES", _of("constraint", "(null)")),
     Field("batchhost", "B", "EXEC_HOST", lambda job, now_s: job["nodes"][0] if job["nodes"] else "n/a"),
     Field("comment", "k", "COMMENT", _of("comment", "(null)")),

@@ -13,7 +13,14 @@ from typing import Any, TypeVar
 import hpcsched
 from hpcnode import protocol
 from hpcsched.api.identity import Asker
-from hpcsched.api.views import how_it_ended, job_view, node_views, partition_views, step_view, why_waiting
+from hpcsched.api.views import (
+    how_it_ended,
+    job_view,
+    node_views,
+    partition_views,
+    step_view,
+    why_waiting,
+)
 from hpcsched.controller import requests, suspension
 from hpcsched.controller.admission import settle
 from hpcsched.controller.fleet import Fleet
@@ -88,7 +95,7 @@ class ControllerBackend:
             "incarnation": self._world.incarnation,
             "epoch": self._world.epoch,
             "counts": dict(Counter(job.state.value for job in self._world.jobs.values())),
-            "nodes": dict(Counter(view["state"] for view in node_views(self._world))),
+            "nodes": dict(Counter(view["state"] for view in node_views(self._world, self._clock()))),
             "unseen_nodes": list(self._world.unseen_nodes()),
             "strays": [
                 {"node": node, "incarnation": incarnation, "job_id": job_id}
@@ -120,9 +127,8 @@ class ControllerBackend:
             time_limit_s=requests.time_limit_s(self._world, spec, partitions),
             not_before_s=spec.begin_at_s,
         )
-        world = self._world
         made = plan(
-            self._controller.snapshot([*world.jobs_to_plan(), job], now_s),
+            self._controller.snapshot([*self._world.jobs_to_plan(), job], now_s),
             self._controller.policy,
         )
         for start in made.starts:
@@ -201,8 +207,8 @@ class ControllerBackend:
             "expected_start_s": expected_s,
         }
         if job.state is JobState.PENDING:
-            world, now_s, policy = self._world, self._clock(), self._controller.policy
-            snapshot = self._controller.snapshot(world.jobs_to_plan(), now_s)
+            now_s, policy = self._clock(), self._controller.policy
+            snapshot = self._controller.snapshot(self._world.jobs_to_plan(), now_s)
             found = explain(snapshot, policy, plan(snapshot, policy), job.id)
             if found is not None:
                 answer |= {
@@ -293,7 +299,7 @@ class ControllerBackend:
         """Return the nodes; `probe`: after a look at each; `share_file`: with what each reads in that file of the share."""
         if share_file and not is_probe_name(share_file):
             raise RequestError(f"cannot have {share_file[:60]!r} read: it is no probe file of hhealth")
-        views = node_views(self._world)
+        views = node_views(self._world, self._clock())
         up = [view for view in views if view["link"] == Link.UP]
         if probe:
             await asyncio.gather(*(self._probe(view) for view in up))
@@ -339,7 +345,7 @@ class ControllerBackend:
         return {"nodes": await self._change(lambda tx: requests.resume(tx, asker, nodes, only_by))}
 
     def partitions(self) -> Json:
-        return {"partitions": partition_views(self._world)}
+        return {"partitions": partition_views(self._world, self._clock())}
 
     def config(self, asker: Asker) -> Json:
         config = self._world.config

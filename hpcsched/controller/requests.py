@@ -14,6 +14,7 @@ from hpcsched.api.identity import Asker
 from hpcsched.controller.admission import settle
 from hpcsched.controller.dependencies import check_deadline, check_dependency
 from hpcsched.controller.references import find_jobs
+from hpcsched.controller.reserving import check_use, limit_in
 from hpcsched.errors import HpcschedError, NotFoundError, PermissionDeniedError, RequestError
 from hpcsched.jobscript import check
 from hpcsched.lifecycle.events import EndRequested, Held, NodeLost, NodeSilent, Released, Requeued
@@ -22,6 +23,7 @@ from hpcsched.model.hostlist import expand_hostlist
 from hpcsched.model.ids import NodeName
 from hpcsched.model.job import ACTIVE, FINAL, Hold, Job, JobState
 from hpcsched.model.node import Partition
+from hpcsched.model.reservation import Reservation
 from hpcsched.model.spec import JobSpec
 from hpcsched.sched.feasible import impossible
 from hpcsched.sched.request import request_of
@@ -73,8 +75,7 @@ def submit(
     for spec in specs:
         check_rank(asker, spec.nice, spec.priority)
         spec = settle(tx.world, asker.user, spec)
-        partitions = check_spec(tx.world, spec, tx.now_s)
-        limit_s = time_limit_s(tx.world, spec, partitions)
+        partitions, limit_s = place_of(tx.world, asker.user, spec, tx.now_s)
         names = ",".join(partition.name for partition in partitions)
         jobs = tx.submit(spec, uid=asker.uid, user=asker.user, partition=names, time_limit_s=limit_s)
         answers.append({"job_id": jobs[0].id, "tasks": len(jobs)})
@@ -91,34 +92,49 @@ def check_rank(asker: Asker, nice: int, priority: int | None) -> None:
         asker.must_be_admin("set a priority")
 
 
-def check_spec(world: World, spec: JobSpec, now_s: float) -> list[Partition]:
-    """Refuse a job that can never run here. Returns the partitions, of those that it asks for, in which it can."""
+def place_of(world: World, user: str, spec: JobSpec, now_s: float) -> tuple[list[Partition], int | None]:
+    """Return the partitions, of those that it asks for, in which a job can run, and its time limit.
+
+    Refuses a job that can never run here.
+    """
     check.check_spec(spec)
-    partitions = find_partitions(world, spec.partition)
+    reservation = check_use(world, user, spec.account, spec.reservation, now_s) if spec.reservation else None
+    partitions = find_partitions(world, spec.partition or (reservation.partition if reservation else ""))
+    limit_s = time_limit_s(world, spec, partitions)
+    if reservation is not None:
+        limit_s = limit_in(reservation, spec, limit_s, now_s)
     limits, tasks = world.config.scheduler, len(spec.array.indices) if spec.array is not None else 1
     if tasks > limits.max_array_size:
         raise RequestError(f"cannot submit an array of {tasks} tasks: max_array_size is {limits.max_array_size}")
     queued = len(world.pending) + len(world.active)
     if queued + tasks > limits.max_jobs:
         raise RequestError(f"cannot submit more jobs: {queued} wait or run, and max_jobs is {limits.max_jobs}")
-    if spec.reservation:
-        raise RequestError(f"cannot run in reservation {spec.reservation!r}: Requested reservation is invalid")
     check_dependency(world, spec.dependency)
     if spec.deadline_at_s is not None:
-        check_deadline(spec.deadline_at_s, time_limit_s(world, spec, partitions), max(now_s, spec.begin_at_s or 0))
-    return possible_partitions(world, spec, partitions, spec.time_limit_s)
+        check_deadline(spec.deadline_at_s, limit_s, max(now_s, spec.begin_at_s or 0))
+    asked_s = limit_s if reservation is not None else spec.time_limit_s
+    return possible_partitions(world, spec, partitions, asked_s, reservation), limit_s
 
 
 def possible_partitions(
-    world: World, spec: JobSpec, partitions: Sequence[Partition], limit_s: int | None
+    world: World,
+    spec: JobSpec,
+    partitions: Sequence[Partition],
+    limit_s: int | None,
+    reservation: Reservation | None = None,
 ) -> list[Partition]:
-    """Return those of `partitions` in which a job of `spec` can run; if there is none, refuse it with the first one's why."""
+    """Return those of `partitions` in which a job of `spec` can run (in `reservation`).
+
+    If there is none, refuse it with the first one's why.
+    """
     refused: list[str] = []
     found = []
     for partition in partitions:
         request = request_of(spec, partition, time_limit_s=limit_s)
-        nodes = [world.nodes[name] for name in partition.nodes if name in world.nodes]
+        names = [name for name in partition.nodes if reservation is None or name in reservation.nodes]
+        nodes = [world.nodes[name] for name in names if name in world.nodes]
         why = impossible(request, nodes, partition)
+        why = f"in reservation {reservation.name!r}: {why}" if why is not None and reservation is not None else why
         refused += [why] if why is not None else []
         found += [partition] if why is None else []
     if not found:

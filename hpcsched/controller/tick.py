@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
 
 from hpcnode import protocol
-from hpcsched.controller import messages, reports
+from hpcsched.controller import messages, reports, reserving
 from hpcsched.controller.books import Books
 from hpcsched.controller.requests import SignalJob, miss_node, note_condition
 from hpcsched.controller.silence import Silences, end_silent
@@ -267,9 +267,12 @@ class Controller:
                 tx.merge(inner)
             answers.append((item, result))
         self._end_overdue(tx)
+        reserving.keep_up(tx)
         proof_in_s = end_silent(tx, self._silences)
         timer_rang = self._timer_at_s is not None and self._timer_at_s <= now_s
-        self._plan_wanted = self._plan_wanted or timer_rang or bool(tx.batch.jobs or tx.batch.nodes)
+        self._plan_wanted = (
+            self._plan_wanted or timer_rang or bool(tx.batch.jobs or tx.batch.nodes or tx.batch.reservations)
+        )
         many = len(tx.batch.jobs) >= MANY_JOBS
         if not many:
             self._plan_if_due(tx)
@@ -406,7 +409,8 @@ class Controller:
         ends = (self._overdue_at_s(job) for job in self.world.active_jobs())
         lasts = (_too_late_at_s(job) for job in waiting)
         turns = (wait.expected_start_s for wait in self.world.waits.values() if wait.reason in TIMED)
-        due = [at_s for at_s in (*begins, *ends, *lasts, *turns) if at_s is not None and at_s > now_s]
+        reserved = reserving.next_turn_s(self.world, now_s)
+        due = [at_s for at_s in (*begins, *ends, *lasts, *turns, reserved) if at_s is not None and at_s > now_s]
         self._timer_at_s = min(due, default=None)
         if self._timer_at_s is not None:
             self._ports.wake(self._timer_at_s - now_s)
@@ -429,7 +433,8 @@ class Controller:
         """Return the world with these `jobs` as a plan sees it."""
         world = self.world
         ledger = self._books.ledger(now_s, fairshare=bool(self.policy.weight_fairshare))
-        return snapshot_of(jobs, world.nodes.values(), world.partitions.values(), now_s, cache, ledger)
+        reservations = world.reservations.values()
+        return snapshot_of(jobs, world.nodes.values(), world.partitions.values(), now_s, cache, ledger, reservations)
 
     def reconfigured(self) -> None:
         """Forget what was derived from the old configuration, and plan anew."""
@@ -472,3 +477,4 @@ def load_world(world: World, store: Store, now_s: float) -> None:
     for job in store.load_jobs(now_s - world.config.controller.min_job_age_s):
         world.put(job)
     world.usage = {used.key: used for used in store.load_usage()}
+    world.reservations = {reservation.name: reservation for reservation in store.load_reservations()}

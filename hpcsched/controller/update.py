@@ -8,17 +8,28 @@ from typing import Any
 from hpcsched.api.identity import Asker
 from hpcsched.controller.dependencies import check_deadline, check_dependency, dependency_circle
 from hpcsched.controller.requests import Outcome, check_rank, each_job, find_partitions, possible_partitions
+from hpcsched.controller.reserving import check_use
 from hpcsched.errors import RequestError
 from hpcsched.jobscript.dependency import parse_dependency
 from hpcsched.jobscript.values import MAX_COUNT
 from hpcsched.lifecycle.events import Changed
 from hpcsched.lifecycle.job import can
 from hpcsched.model.job import Job, JobState
-from hpcsched.model.units import UNLIMITED_S, parse_time_s, parse_when
+from hpcsched.model.units import UNLIMITED_S, format_time_s, parse_time_s, parse_when
 from hpcsched.store.world import Transaction, World
 
 CHANGES = frozenset(
-    {"time_limit", "partition", "nice", "priority", "begin", "array_task_throttle", "dependency", "deadline"}
+    {
+        "time_limit",
+        "partition",
+        "nice",
+        "priority",
+        "begin",
+        "array_task_throttle",
+        "dependency",
+        "deadline",
+        "reservation",
+    }
 )
 
 
@@ -50,9 +61,9 @@ def _changed_event(tx: Transaction, asker: Asker, job: Job, changes: dict[str, s
     if "partition" in changes:
         if job.state is not JobState.PENDING:
             raise RequestError(f"cannot move job {job.display_id}: it is {job.state}")
-        found = possible_partitions(
-            tx.world, job.spec, find_partitions(tx.world, changes["partition"]), job.time_limit_s
-        )
+        reservation = tx.world.reservations.get(changes.get("reservation", job.reservation))
+        wanted = find_partitions(tx.world, changes["partition"])
+        found = possible_partitions(tx.world, job.spec, wanted, job.time_limit_s, reservation)
         values["partition"] = ",".join(partition.name for partition in found)
     if "nice" in changes:
         values["nice"] = _integer("nice", changes["nice"])
@@ -68,6 +79,8 @@ def _changed_event(tx: Transaction, asker: Asker, job: Job, changes: dict[str, s
         values["array_limit"] = _integer("array_task_throttle", changes["array_task_throttle"], at_least=0)
     if "dependency" in changes:
         values |= _new_dependency(tx.world, job, changes["dependency"])
+    if "reservation" in changes:
+        values["reservation"] = _new_reservation(tx, job, changes["reservation"])
     if "deadline" in changes:
         values["deadline_at_s"] = _new_deadline(tx, job, changes["deadline"])
     return Changed(job_id=job.id, at_s=tx.now_s, by_uid=asker.uid, **values)
@@ -82,6 +95,20 @@ def _new_dependency(world: World, job: Job, text: str) -> dict[str, Any]:
         way = " which waits for ".join(f"job {one.display_id}" for one in circle)
         raise RequestError(f"cannot have job {job.display_id} wait for {way}: that is a circle, none could ever start")
     return {"dependency": terms, "dependency_any": any_one}
+
+
+def _new_reservation(tx: Transaction, job: Job, name: str) -> str:
+    """Return the name of the reservation that a job is to run in from now on, "" for none."""
+    _must_wait(job, "change the reservation of")
+    if name:
+        reservation = check_use(tx.world, job.user, job.spec.account, name, tx.now_s)
+        if job.time_limit_s is None or job.time_limit_s > reservation.duration_s:
+            raise RequestError(
+                f"cannot run job {job.display_id} in reservation {name!r}: it lasts {format_time_s(reservation.duration_s)}, "
+                f"the job's time limit is {format_time_s(job.time_limit_s)}"
+            )
+        possible_partitions(tx.world, job.spec, find_partitions(tx.world, job.partition), job.time_limit_s, reservation)
+    return name
 
 
 def _new_deadline(tx: Transaction, job: Job, text: str) -> int:

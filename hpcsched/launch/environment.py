@@ -171,6 +171,7 @@ def _job_facts(job: Job, *, cluster: str, share_dir: str, gid: int | None) -> di
         "JOB_GID": "" if gid is None else str(gid),
         "JOB_ACCOUNT": spec.account,
         "JOB_QOS": spec.qos,
+        "JOB_RESERVATION": job.reservation,
         "SHARE": share_dir,
     }
     return facts | {name: value for name, value in optional.items() if value}

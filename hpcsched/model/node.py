@@ -30,6 +30,8 @@ class NodeState(StrEnum):
     DOWN = "DOWN"
     DRAINED = "DRAINED"
     DRAINING = "DRAINING"
+    RESERVED = "RESERVED"  # idle, in a reservation that goes on
+    MAINT = "MAINT"  # the same, for maintenance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,8 @@
 """Intervals in which nodes are set aside (reservations): closed to all but the jobs that were let in.
 
-Who may use a reservation is judged before (`eligible`); here is only when which nodes are open to whom.
+Who may use a reservation is judged when a job is submitted; here is only when which nodes are open to whom. Of nodes that two
+reservations have in common a job may use those of its own alone, unless its own is for maintenance or says OVERLAP: then no
+other keeps anything from it. Source: reservations.html of Slurm's documentation.
 """
 
 from __future__ import annotations
@@ -9,25 +11,44 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from hpcsched.model.ids import NodeName
+from hpcsched.model.reservation import MAX_PERIOD_S, Reservation, occurrences
 from hpcsched.sched.intervals import NEVER_S, Interval
+
+# A job that starts within one period of what repeats, however long it is, meets an occurrence within another if it meets any.
+HORIZON_S = 2 * MAX_PERIOD_S + 86_400
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """These nodes are set aside over ``[start_s, end_s)`` for the jobs of reservation `name`."""
+    """These nodes are set aside over ``[start_s, end_s)`` for the jobs of reservation `name`.
+
+    If it `overrides` the others, its jobs are kept from no node of it.
+    """
 
     name: str
     nodes: tuple[NodeName, ...]
     start_s: float
     end_s: float
+    overrides: bool = False
+
+
+def blocks_of(reservations: Iterable[Reservation], now_s: float) -> tuple[Block, ...]:
+    """Return the blocks that reservations make from `now_s` on: of those that repeat within the `HORIZON_S`."""
+    return tuple(
+        Block(name=one.name, nodes=one.nodes, start_s=start_s, end_s=end_s, overrides=one.may_overlap)
+        for one in reservations
+        for start_s, end_s in occurrences(one, now_s, now_s + HORIZON_S if one.repeats else NEVER_S)
+    )
 
 
 def closed_to(reservation: str, blocks: Iterable[Block], index: Mapping[NodeName, int]) -> dict[int, list[Interval]]:
     """Return when which nodes (by their `index`) are closed to the jobs of `reservation` (empty: to those of none)."""
     own: dict[int, list[Interval]] = {node: [] for node in index.values()} if reservation else {}
     closed: dict[int, list[Interval]] = {}
+    blocks = tuple(blocks)
+    alone = any(block.overrides for block in blocks if block.name == reservation)
     for block in blocks:
-        for name in block.nodes:
+        for name in () if alone and block.name != reservation else block.nodes:
             node = index.get(name)
             if node is not None:
                 into = own if block.name == reservation else closed

@@ -15,7 +15,7 @@ Pure and deterministic: equal snapshot and policy give an equal plan.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hpcsched.model.ids import JobId
@@ -39,7 +39,8 @@ from hpcsched.sched.reasons import (
     shortfall,
 )
 from hpcsched.sched.request import LicenseCounts
-from hpcsched.sched.snapshot import PendingJob, Snapshot
+from hpcsched.sched.reservations import certain_until_s, kept_by, not_now
+from hpcsched.sched.snapshot import NodeView, PendingJob, Snapshot
 from hpcsched.sched.tally import Tally
 from hpcsched.sched.timeline import Timeline
 
@@ -68,10 +69,11 @@ def plan(snapshot: Snapshot, policy: Policy) -> Plan:
 
 @dataclass(slots=True)
 class _Lane:
-    """One partition during one plan: its nodes that answer, and its head once there is one."""
+    """One line of a partition during one plan: its nodes that answer, and its head once there is one."""
 
     partition: Partition
     nodes: list[int]
+    reservation: str = ""
     head: PendingJob | None = None
     promised: int = 0  # so many of its jobs that wait have a promised start
     behind: Wait | None = None  # what all behind the head share
@@ -84,8 +86,18 @@ class _Planner:
         self.timeline = Timeline(snapshot, policy)
         self.starts: list[Start] = []
         self.waits: dict[JobId, Wait] = {}
-        self.lanes = {name: self._lane(partition) for name, partition in snapshot.partitions.items()}
+        self.reservations = {one.name: one for one in snapshot.reservations}
+        self.lanes = {
+            (name, reservation): self._lane(partition, reservation)
+            for reservation in sorted({"", *(job.reservation for job in snapshot.pending)})
+            for name, partition in snapshot.partitions.items()
+        }
+        certain_s = certain_until_s(snapshot.reservations, snapshot.now_s)
+        self.timeline.sure_until_s = min(self.timeline.sure_until_s, certain_s)
         self.groups = Groups(snapshot, self.timeline)
+        self.unreserved = Groups(
+            replace(snapshot, blocks=()), self.timeline
+        )  # where jobs would fit but for reservations
         self.never: dict[Group, Wait | None] = {}
         self.tally = Tally(snapshot)
         self.counted = Counted(snapshot.now_s, dict(snapshot.ledger.accounting.licenses), self._held_licenses())
@@ -104,7 +116,7 @@ class _Planner:
         behind: list[PendingJob] = []
         later: list[PendingJob] = []
         for job in queue:
-            if self.shortest_first and self.lanes[job.partition].head is not None:
+            if self.shortest_first and self._lane_of(job).head is not None:
                 later.append(job)
             else:
                 self._look_at(job, behind)
@@ -143,32 +155,38 @@ class _Planner:
 
     def _eligible(self) -> list[PendingJob]:
         """Return the jobs that only resources (and array limits) can keep waiting; note why the others do."""
-        eligibility = Eligibility(self.snapshot)
+        eligibility, now_s, partitions = Eligibility(self.snapshot), self.snapshot.now_s, self.snapshot.partitions
         closed = {name: partition_down(name) for name, part in self.snapshot.partitions.items() if not part.up}
         found = []
         for job in self.snapshot.pending:
-            wait = None if job.free_to_go else eligibility.why_not(job)
+            wait = None if job.free_to_go else eligibility.why_not(job) or not_now(job, self.reservations, now_s)
             if wait is not None:
                 self.waits[job.id] = wait
                 continue
             views = (job, *job.others) if job.others else (job,)
-            opened = [view for view in views if view.partition in self.lanes and view.partition not in closed]
+            opened = [view for view in views if view.partition in partitions and view.partition not in closed]
             found += opened
             if not opened:
                 name = job.partition
                 self.waits[job.id] = closed.get(name) or closed.setdefault(name, partition_unknown(name))
         return found
 
-    def _lane(self, partition: Partition) -> _Lane:
+    def _lane_of(self, job: PendingJob) -> _Lane:
+        return self.lanes[job.partition, job.reservation]
+
+    def _lane(self, partition: Partition, reservation: str) -> _Lane:
+        """Return one line of a partition: the jobs of each reservation stand in one of their own."""
         names = set(partition.nodes)
+        if reservation in self.reservations:
+            names &= set(self.reservations[reservation].nodes)
         nodes = [at for at, node in enumerate(self.snapshot.nodes) if node.name in names and node.usable]
-        return _Lane(partition=partition, nodes=nodes)
+        return _Lane(partition=partition, nodes=nodes, reservation=reservation)
 
     # ----- does it start
 
     def _start_if_it_fits(self, job: PendingJob) -> bool:
         """Start `job` if it fits now; if it does not and never will on the nodes that answer, note that."""
-        lane = self.lanes[job.partition]
+        lane = self._lane_of(job)
         hopeless = lane.head is not None and self._is_hopeless(job, lane)
         if hopeless and 0 < self.policy.backfill_depth <= len(self.groups):
             return False
@@ -214,15 +232,25 @@ class _Planner:
         return most < job.request.shape.cpus_least
 
     def _group(self, job: PendingJob) -> Group:
-        return self.groups.of(job, self.lanes[job.partition].nodes)
+        return self.groups.of(job, self._lane_of(job).nodes)
 
     def _never(self, group: Group, lane: _Lane) -> Wait | None:
         """Return why jobs of `group` cannot start on the nodes that answer, whatever ends; None: in time they can."""
         if group not in self.never:
             nodes = [self.snapshot.nodes[at] for at in group.nodes]
             never = never_fits(group.shape, nodes)
-            self.never[group] = not_available(group.shape, lane.partition, self.snapshot.nodes) if never else None
+            self.never[group] = not_available(group.shape, lane.partition, self._open_to(lane)) if never else None
         return self.never[group]
+
+    def _open_to(self, lane: _Lane) -> Sequence[NodeView]:
+        """Return the nodes, those that are not in the lane's reservation marked as such."""
+        if not lane.reservation:
+            return self.snapshot.nodes
+        why = f"is not in reservation {lane.reservation!r}"
+        its = set(self.reservations[lane.reservation].nodes)
+        return [
+            node if node.name in its or node.why_not else replace(node, why_not=why) for node in self.snapshot.nodes
+        ]
 
     def _take(self, part: Part, end_s: float) -> Share:
         grant = self.timeline.start(part.node, end_s, part.use)
@@ -237,7 +265,7 @@ class _Planner:
 
     def _queue(self, job: PendingJob, behind: list[PendingJob]) -> None:
         """Note that `job` waits for resources: as its partition's head, which gets a reservation, or behind it."""
-        lane = self.lanes[job.partition]
+        lane = self._lane_of(job)
         if lane.head is None:
             self._make_head(job, lane)
             return
@@ -251,22 +279,30 @@ class _Planner:
             behind.append(job)
 
     def _make_head(self, job: PendingJob, lane: _Lane) -> None:
+        reserved = self._reserved_from(job, lane) if self.snapshot.blocks else None
         start_s = self._reserve(job)
         group = self._group(job)
         seats = group.seats_now()
         missing = group.required.difference(seat.node for seat in seats)
         names = sorted(self.snapshot.nodes[at].name for at in missing)
-        self.waits[job.id] = Wait(
-            reason=Reason.RESOURCES,
-            detail=shortfall(group.shape, seats, names),
-            expected_start_s=self._sure(start_s),
-        )
+        wait = reserved or Wait(reason=Reason.RESOURCES, detail=shortfall(group.shape, seats, names))
+        self.waits[job.id] = replace(wait, expected_start_s=self._sure(start_s))
         lane.head = job
         lane.promised = 1
         if self.policy.backfill is Backfill.NONE:
             for other in self.lanes.values():
-                if other.head is None and not set(other.nodes).isdisjoint(lane.nodes):
+                alike = other.reservation == lane.reservation
+                if alike and other.head is None and not set(other.nodes).isdisjoint(lane.nodes):
                     other.head = job
+
+    def _reserved_from(self, job: PendingJob, lane: _Lane) -> Wait | None:
+        """Return the wait of a job that would fit now if nothing were reserved for others; None: it would not either."""
+        limit_s = self._limit_s(job)
+        end_s = self.timeline.now_s + limit_s
+        group = self.unreserved.of(replace(job, reservation=""), lane.nodes)
+        if not self._has_licenses(job, limit_s) or group.place(end_s) is None:
+            return None
+        return kept_by(self.snapshot, job, group.nodes, end_s)
 
     def _reserve(self, job: PendingJob) -> float | None:
         """Keep room for `job` from the earliest time at which it fits, and return that time."""

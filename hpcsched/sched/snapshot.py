@@ -15,10 +15,11 @@ from hpcsched.model.accounting import NO_ACCOUNTING, Accounting, Association
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import ACTIVE, Hold, Job, JobState
 from hpcsched.model.node import Link, Node, Partition
+from hpcsched.model.reservation import Reservation, at
 from hpcsched.model.resources import Gpu, Share
 from hpcsched.model.spec import Dependency, DependencyKind, JobSpec
 from hpcsched.model.units import UNLIMITED_S
-from hpcsched.sched.blocks import Block
+from hpcsched.sched.blocks import Block, blocks_of
 from hpcsched.sched.features import matches
 from hpcsched.sched.request import LicenseCounts, Request, Shape, request_of, time_limit_in
 from hpcsched.sched.usage import Used
@@ -130,7 +131,8 @@ class Snapshot:
     pending: tuple[PendingJob, ...] = ()
     facts: Mapping[int, tuple[JobFact, ...]] = field(default_factory=lambda: MappingProxyType({}))
     ledger: Ledger = NO_LEDGER
-    blocks: tuple[Block, ...] = ()  # of reservations
+    reservations: tuple[Reservation, ...] = ()
+    blocks: tuple[Block, ...] = ()  # of these reservations
 
 
 class SnapshotCache:
@@ -180,6 +182,7 @@ def snapshot_of(
     now_s: float,
     cache: SnapshotCache | None = None,
     ledger: Ledger = NO_LEDGER,
+    reservations: Iterable[Reservation] = (),
 ) -> Snapshot:
     """Return the world at `now_s`.
 
@@ -202,6 +205,7 @@ def snapshot_of(
         elif job.state in ACTIVE or job.held_nodes:
             running.append(running_job(job, parts, default, now_s))
     cache.keep_only(waiting)
+    known = tuple(at(reservation, now_s) for reservation in reservations)
     pending = tuple(view for _, view in waiting.values())
     return Snapshot(
         now_s=now_s,
@@ -211,6 +215,8 @@ def snapshot_of(
         pending=pending,
         facts=_facts(jobs, pending),
         ledger=ledger,
+        reservations=known,
+        blocks=blocks_of(known, now_s),
     )
 
 
@@ -277,6 +283,7 @@ def _pending_in(job: Job, partitions: Mapping[str, Partition], name: str, cache:
             or job.dependency
             or job.array_limit
             or job.deadline_at_s is not None
+            or job.reservation
         ),
     )
 

@@ -10,6 +10,7 @@ from hpcsched.lifecycle.events import dependency_from_data, dependency_to_data, 
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import ExitStatus, Hold, Job, JobState, Reason
 from hpcsched.model.node import Node
+from hpcsched.model.reservation import Flag, Reservation
 from hpcsched.model.spec import JobSpec
 from hpcsched.sched.usage import Used
 
@@ -192,3 +193,19 @@ def used_of(row: Any) -> Used:
     """Return what a row of table `usage` says."""
     amounts = tuple((name, float(amount)) for name, amount in json.loads(row.amounts).items())
     return Used(account=row.account, user=row.user, qos=row.qos, at_s=row.at_s, amounts=amounts)
+
+
+def reservation_row(reservation: Reservation) -> dict[str, Any]:
+    """Return the row of table `reservations`."""
+    row = {name: getattr(reservation, name) for name in Reservation.__dataclass_fields__}
+    return row | {name: json.dumps(row[name]) for name in _LISTS}
+
+
+def reservation_of(row: Any) -> Reservation:
+    """Return the reservation of a row of table `reservations`."""
+    values = {name: getattr(row, name) for name in Reservation.__dataclass_fields__}
+    values |= {name: tuple(json.loads(values[name])) for name in _LISTS}
+    return Reservation(**values | {"flags": tuple(map(Flag, values["flags"]))})
+
+
+_LISTS = ("nodes", "users", "accounts", "flags")

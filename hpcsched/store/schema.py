@@ -143,3 +143,20 @@ usage = Table(
     Column("at_s", Float, nullable=False),
     Column("amounts", Text, nullable=False),
 )
+
+reservations = Table(
+    "reservations",
+    metadata,
+    Column("name", Text, primary_key=True),
+    Column("start_s", Integer, nullable=False),  # of the present or next occurrence
+    Column("end_s", Integer, nullable=False),
+    Column("nodes", Text, nullable=False),
+    Column("users", Text, nullable=False),
+    Column("accounts", Text, nullable=False),
+    Column("partition", Text, nullable=False),
+    Column("features", Text, nullable=False),
+    Column("node_count", Integer, nullable=False),
+    Column("flags", Text, nullable=False),
+    Column("made_by", Text, nullable=False),
+    Column("made_at_s", Float, nullable=False),
+)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
 
-from sqlalchemy import Connection, Engine, bindparam, func, insert, select
+from sqlalchemy import Connection, Engine, bindparam, delete, func, insert, select
 from sqlalchemy.dialects.sqlite import insert as upsert
 
 from hpcsched.errors import UnavailableError
@@ -22,11 +22,23 @@ from hpcsched.lifecycle.events import Event, from_data, to_data
 from hpcsched.model.codec import spec_from_json, spec_to_json
 from hpcsched.model.job import FINAL, Job
 from hpcsched.model.node import Node
+from hpcsched.model.reservation import Reservation
 from hpcsched.model.spec import JobSpec
 from hpcsched.sched.usage import Used
 from hpcsched.store import schema
 from hpcsched.store.engine import driver_connection, reading, writing
-from hpcsched.store.rows import StepRow, job_of, job_row, node_row, step_of, step_row, usage_row, used_of
+from hpcsched.store.rows import (
+    StepRow,
+    job_of,
+    job_row,
+    node_row,
+    reservation_of,
+    reservation_row,
+    step_of,
+    step_row,
+    usage_row,
+    used_of,
+)
 
 
 @dataclass(slots=True)
@@ -41,10 +53,11 @@ class Batch:
     steps: dict[tuple[int, int, str], StepRow] = field(default_factory=dict)
     usage: dict[tuple[str, str, str], Used] = field(default_factory=dict)
     requests: list[tuple[int, str, list[int], float]] = field(default_factory=list)  # uid, request id, job ids, at_s
+    reservations: dict[str, Reservation | None] = field(default_factory=dict)  # None: deleted
 
     def __bool__(self) -> bool:
-        changed = self.specs or self.jobs or self.events or self.nodes or self.steps or self.usage or self.requests
-        return bool(changed)
+        more = (self.usage, self.requests, self.reservations)
+        return any(map(bool, (self.specs, self.jobs, self.events, self.nodes, self.steps, *more)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +141,10 @@ class Store:
                 connection.execute(self._put_step, [step_row(step) for step in batch.steps.values()])
             if batch.usage:
                 connection.execute(self._put_usage, [usage_row(used) for used in batch.usage.values()])
+            for name, reservation in batch.reservations.items():
+                connection.execute(delete(schema.reservations).where(schema.reservations.c.name == name))
+                if reservation is not None:
+                    connection.execute(insert(schema.reservations), [reservation_row(reservation)])
             if batch.requests:
                 rows = [
                     {"uid": uid, "request_id": request, "job_ids": json.dumps(ids), "at_s": at_s}
@@ -188,6 +205,12 @@ class Store:
         """Return what has been charged so far."""
         with reading(self._engine) as connection:
             return [used_of(row) for row in connection.execute(select(schema.usage))]
+
+    def load_reservations(self) -> list[Reservation]:
+        """Return all reservations, by name."""
+        query = select(schema.reservations).order_by(schema.reservations.c.name)
+        with reading(self._engine) as connection:
+            return [reservation_of(row) for row in connection.execute(query)]
 
     def load_steps(self, job_ids: Iterable[int]) -> list[StepRow]:
         """Return the steps of these jobs, all attempts, in order."""

@@ -16,6 +16,7 @@ from hpcsched.lifecycle.job import apply, submitted_jobs
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import ACTIVE, FINAL, Job, JobState
 from hpcsched.model.node import Node, Partition
+from hpcsched.model.reservation import Reservation
 from hpcsched.model.spec import JobSpec
 from hpcsched.sched.eligible import Wait
 from hpcsched.sched.usage import Used, at, charge_of, plus, weights_of
@@ -36,6 +37,7 @@ class World:
     pending: dict[JobId, None] = field(default_factory=dict)  # ids in order of their becoming pending
     active: dict[JobId, None] = field(default_factory=dict)
     arrays: dict[JobId, dict[JobId, None]] = field(default_factory=dict)  # array id -> ids of its tasks
+    reservations: dict[str, Reservation] = field(default_factory=dict)
     waits: dict[JobId, Wait] = field(default_factory=dict)
     last_job_id: int = 0
     last_spec_id: int = 0
@@ -99,6 +101,11 @@ class World:
         job = self.jobs.get(JobId(job_id))
         return [] if job is None else [job]
 
+    def using(self, reservation: str) -> list[Job]:
+        """Return the jobs that run in this reservation or wait for it."""
+        found = (self.jobs[job_id] for job_id in (*self.active, *self.pending))
+        return [job for job in found if job.reservation == reservation]
+
     def depended_on(self) -> dict[JobId, Job]:
         """Return the jobs that a waiting job depends on."""
         numbers = {
@@ -143,6 +150,7 @@ class Transaction:
         self._jobs_before: dict[JobId, Job | None] = {}
         self._nodes_before: dict[NodeName, Node] = {}
         self._usage_before: dict[tuple[str, str, str], Used | None] = {}
+        self._reservations_before: dict[str, Reservation | None] = {}
         self._ids_before = (world.last_job_id, world.last_spec_id)
 
     def record(self, event: Event) -> Job:
@@ -188,6 +196,12 @@ class Transaction:
         self.batch.nodes[name] = node
         return node
 
+    def set_reservation(self, name: str, reservation: Reservation | None) -> None:
+        """Keep `reservation` under `name`; None: there is none of that name any more."""
+        self._reservations_before.setdefault(name, self.world.reservations.get(name))
+        _keep(self.world.reservations, name, reservation)
+        self.batch.reservations[name] = reservation
+
     def put_step(self, step: StepRow) -> None:
         """Note a step's row for the commit."""
         self.batch.steps[(step.job_id, step.attempt, step.step)] = step
@@ -216,6 +230,8 @@ class Transaction:
                 del self.world.usage[key]
             else:
                 self.world.usage[key] = used
+        for name, reservation in self._reservations_before.items():
+            _keep(self.world.reservations, name, reservation)
         self.world.last_job_id, self.world.last_spec_id = self._ids_before
 
     def savepoint(self) -> Transaction:
@@ -231,6 +247,8 @@ class Transaction:
         for key, used in inner._usage_before.items():
             self._usage_before.setdefault(key, used)
         self.batch.usage |= inner.batch.usage
+        for name, reservation in inner._reservations_before.items():
+            self._reservations_before.setdefault(name, reservation)
         self.batch.specs |= inner.batch.specs
         self.batch.jobs |= inner.batch.jobs
         self.batch.arrays += inner.batch.arrays
@@ -238,6 +256,7 @@ class Transaction:
         self.batch.nodes |= inner.batch.nodes
         self.batch.steps |= inner.batch.steps
         self.batch.requests += inner.batch.requests
+        self.batch.reservations |= inner.batch.reservations
 
     def _charge(self, before: Job, after: Job, at_s: float) -> None:
         """Charge what the job gave back, if it did, to its user, account and QOS: in this very commit, so once."""
@@ -257,3 +276,10 @@ class Transaction:
         self._jobs_before.setdefault(job.id, self.world.jobs.get(job.id))
         self.world.put(job)
         self.batch.jobs[job.id] = job
+
+
+def _keep(reservations: dict[str, Reservation], name: str, reservation: Reservation | None) -> None:
+    if reservation is None:
+        reservations.pop(name, None)
+    else:
+        reservations[name] = reservation

@@ -9,11 +9,12 @@ from collections.abc import Callable
 
 from sqlalchemy import Connection
 
-from hpcsched.store.migrations import m0001_first, m0002_changes, m0003_suspension, m0004_usage
+from hpcsched.store.migrations import m0001_first, m0002_changes, m0003_suspension, m0004_usage, m0005_reservations
 
 MIGRATIONS: tuple[Callable[[Connection], None], ...] = (
     m0001_first.upgrade,
     m0002_changes.upgrade,
     m0003_suspension.upgrade,
     m0004_usage.upgrade,
+    m0005_reservations.upgrade,
 )

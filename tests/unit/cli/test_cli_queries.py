@@ -154,6 +154,23 @@ def test_hacct_finds_jobs_by_name_and_times_in_slurms_notations(api: FakeApi) ->
             "POST /v1/update",
             {"jobs": ["12", "13"], "changes": {"time_limit": "5", "nice": "3", "begin": "now"}},
         ),
+        (
+            ["create", "reservation", "ReservationName=r", "Users=ann", "Duration=2:00:00", "Nodes=n[1-2]"],
+            "POST /v1/reservations/create",
+            {"name": "r", "changes": {"Users": "ann", "Duration": "2:00:00", "Nodes": "n[1-2]"}},
+        ),
+        (
+            ["update", "ReservationName=r", "Users+=ben", "Flags-=MAINT"],
+            "POST /v1/reservations/update",
+            {"name": "r", "changes": {"Users+": "ben", "Flags-": "MAINT"}},
+        ),
+        (["delete", "reservation", "r"], "POST /v1/reservations/delete", {"name": "r"}),
+        (["delete", "ReservationName=r"], "POST /v1/reservations/delete", {"name": "r"}),
+        (
+            ["update", "10_3", "ReservationName="],
+            "POST /v1/update",
+            {"jobs": ["10_3"], "changes": {"reservation": ""}},
+        ),
         (["drain", "n[1-2]", "fan", "is loud"], "POST /v1/nodes/drain", {"nodes": "n[1-2]", "why": "fan is loud"}),
         (["update", "NodeName=n1", "State=drain", "Reason=x"], "POST /v1/nodes/drain", {"nodes": "n1", "why": "x"}),
         (["resume", "n1", "n2"], "POST /v1/nodes/resume", {"nodes": "n1,n2"}),
@@ -162,9 +179,45 @@ def test_hacct_finds_jobs_by_name_and_times_in_slurms_notations(api: FakeApi) ->
     ],
 )
 def test_hctl_sends_what_its_words_say(argv: list[str], route: str, body: dict[str, Any], api: FakeApi) -> None:
-    api.answers[route] = {"jobs": [12], "errors": [], "nodes": ["n1"], "changed": []}
+    api.answers[route] = {"jobs": [12], "errors": [], "nodes": ["n1"], "changed": [], "name": "r"}
     assert hctl.main(argv) == 0
     assert api.requests(route) == [body]
+
+
+RESERVATION = {
+    "name": "r", "state": "ACTIVE", "start_s": NOW_S, "end_s": NOW_S + 7200, "duration_s": 7200, "nodes": ["n1", "n2"],
+    "node_list": "n[1-2]", "cpus": 16, "node_count": 0, "features": "", "partition": "", "users": ["ann", "ben"],
+    "accounts": [], "flags": ["DAILY", "MAINT"], "made_by": "root", "made_at_s": NOW_S, "jobs": [12],
+}  # fmt: skip
+
+
+def test_reservations_are_shown_with_slurm_s_words(api: FakeApi, capsys: pytest.CaptureFixture[str]) -> None:
+    api.answers["GET /v1/reservations"] = {"now_s": NOW_S, "reservations": [RESERVATION]}
+    assert hctl.main(["-o", "show", "reservation", "r"]) == 0
+    line = capsys.readouterr().out
+    for words in ("ReservationName=r StartTime=", "Duration=02:00:00 Nodes=n[1-2] NodeCnt=2 CoreCnt=16", "Users=ann,ben",
+                  "Flags=DAILY,MAINT,SPEC_NODES", "State=ACTIVE"):  # fmt: skip
+        assert words in line
+    assert hctl.main(["show", "reservation", "q"]) == 1
+    assert "Reservation q not found; there are: r" in capsys.readouterr().err
+    assert hinfo.main(["-T"]) == 0
+    header, row = capsys.readouterr().out.splitlines()
+    assert header.split() == ["RESV_NAME", "STATE", "START_TIME", "END_TIME", "DURATION", "NODELIST"]
+    assert row.split()[:2] == ["r", "ACTIVE"]
+    assert row.endswith("02:00:00 n[1-2]")
+
+
+def test_without_reservations_that_is_said(api: FakeApi, capsys: pytest.CaptureFixture[str]) -> None:
+    api.answers["GET /v1/reservations"] = {"now_s": NOW_S, "reservations": []}
+    assert (hctl.main(["show", "res"]), hinfo.main(["-T"])) == (0, 0)
+    assert capsys.readouterr().out == "No reservations in the system\n" * 2
+
+
+def test_what_cannot_be_created_or_deleted_is_said(api: FakeApi, capsys: pytest.CaptureFixture[str]) -> None:
+    assert hctl.main(["create", "partition", "x"]) == 2
+    assert hctl.main(["delete", "12"]) == 2
+    assert hctl.main(["delete", "reservation"]) == 2
+    assert capsys.readouterr().err.count("cannot") == 3
 
 
 def test_hctl_fails_if_one_job_is_refused(api: FakeApi, capsys: pytest.CaptureFixture[str]) -> None:

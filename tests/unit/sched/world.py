@@ -19,6 +19,7 @@ from typing import Any
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import Job, JobState
 from hpcsched.model.node import Link, Node, NodeSpec, Partition
+from hpcsched.model.reservation import Reservation
 from hpcsched.model.resources import Gpu, GpuRequest, Share
 from hpcsched.model.spec import JobSpec
 from hpcsched.sched.plan import Plan, plan
@@ -37,9 +38,10 @@ class World:
     jobs: list[Job] = field(default_factory=list)
     policy: Policy = field(default_factory=lambda: Policy(weight_age=0))
     now_s: float = 0.0
+    reservations: list[Reservation] = field(default_factory=list)
 
     def snapshot(self) -> Snapshot:
-        return snapshot_of(self.jobs, self.nodes, self.partitions, self.now_s)
+        return snapshot_of(self.jobs, self.nodes, self.partitions, self.now_s, reservations=self.reservations)
 
     def plan(self) -> Plan:
         return plan(self.snapshot(), self.policy)

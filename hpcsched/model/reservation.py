@@ -1,0 +1,149 @@
+"""Reservations: nodes kept for some users, or from everybody, over an interval that may come again.
+
+A repeating one is kept as its present or next occurrence and moves on when that is over. Days are those of the local
+calendar: what begins at nine begins at nine also after the clocks were changed. Knows nothing of jobs that wait (`hpcsched.sched.
+reservations`) or of who may make one. Source: scontrol(1), "RESERVATIONS"; reservations.html of Slurm's documentation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
+from enum import StrEnum
+
+from hpcsched.model.ids import NodeName
+
+Interval = tuple[float, float]  # [start, end) in Unix seconds
+
+
+class Flag(StrEnum):
+    MAINT = "MAINT"  # for maintenance: may overlap others, and its nodes are shown as MAINT
+    OVERLAP = "OVERLAP"  # may overlap others
+    IGNORE_JOBS = "IGNORE_JOBS"  # is made although jobs run into it
+    DAILY = "DAILY"
+    WEEKLY = "WEEKLY"
+    WEEKDAY = "WEEKDAY"  # Monday to Friday
+    WEEKEND = "WEEKEND"  # Saturday and Sunday
+
+
+REPEATS = frozenset({Flag.DAILY, Flag.WEEKLY, Flag.WEEKDAY, Flag.WEEKEND})
+MAY_OVERLAP = frozenset({Flag.MAINT, Flag.OVERLAP})
+MAX_PERIOD_S = 7 * 86_400  # every repeating reservation comes again within so long (an hour more when clocks change)
+_SATURDAY = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reservation:
+    """Nodes over ``[start_s, end_s)``. Whole nodes: they were named, or chosen when it was made, and stay the same."""
+
+    name: str
+    start_s: int
+    end_s: int
+    nodes: tuple[NodeName, ...]
+    users: tuple[str, ...] = ()
+    accounts: tuple[str, ...] = ()
+    partition: str = ""
+    features: str = ""
+    node_count: int = 0  # as asked for; 0: the nodes were named
+    flags: tuple[Flag, ...] = ()
+    made_by: str = ""
+    made_at_s: float = 0.0
+
+    @property
+    def duration_s(self) -> int:
+        return self.end_s - self.start_s
+
+    @property
+    def repeats(self) -> bool:
+        return not REPEATS.isdisjoint(self.flags)
+
+    @property
+    def may_overlap(self) -> bool:
+        return not MAY_OVERLAP.isdisjoint(self.flags)
+
+    @property
+    def is_maintenance(self) -> bool:
+        return Flag.MAINT in self.flags
+
+    def is_active(self, now_s: float) -> bool:
+        """Say whether the occurrence that it is kept as goes on."""
+        return self.start_s <= now_s < self.end_s
+
+    def is_over(self, now_s: float) -> bool:
+        """Say whether it is over for good."""
+        return self.end_s <= now_s and not self.repeats
+
+
+def may_use(reservation: Reservation, user: str, account: str) -> bool:
+    """Say whether jobs of `user` charged to `account` may run in it: of its users, and of its accounts, if it names such."""
+    if reservation.users and user not in reservation.users:
+        return False
+    return not reservation.accounts or account in reservation.accounts
+
+
+def at(reservation: Reservation, now_s: float) -> Reservation:
+    """Return the reservation as its occurrence that goes on at `now_s` or is the next; one that is over stays as it was."""
+    if not reservation.repeats or reservation.end_s > now_s:
+        return reservation
+    start_s = reservation.start_s
+    while start_s + reservation.duration_s <= now_s:
+        start_s = _next_start_s(reservation, start_s)
+    return replace(reservation, start_s=start_s, end_s=start_s + reservation.duration_s)
+
+
+def occurrences(reservation: Reservation, from_s: float, until_s: float) -> Iterator[Interval]:
+    """Yield the intervals of the reservation that end after `from_s` and begin before `until_s`, in order."""
+    here = at(reservation, from_s)
+    start_s = here.start_s
+    while start_s < until_s and start_s + here.duration_s > from_s:
+        yield start_s, start_s + here.duration_s
+        if not here.repeats:
+            return
+        start_s = _next_start_s(here, start_s)
+
+
+def clash(one: Reservation, other: Reservation, from_s: float) -> Interval | None:
+    """Return the first interval, not over at `from_s`, in which both reserve a node they have in common; None: never.
+
+    Of two that repeat a fortnight tells all.
+    """
+    if set(one.nodes).isdisjoint(other.nodes):
+        return None
+    latest_s = min((one_end for one_end in (_last_s(one), _last_s(other)) if one_end is not None), default=None)
+    until_s = latest_s if latest_s is not None else max(one.start_s, other.start_s, from_s) + 2 * MAX_PERIOD_S
+    theirs = list(occurrences(other, from_s, until_s))
+    for start_s, end_s in occurrences(one, from_s, until_s):
+        for other_start_s, other_end_s in theirs:
+            if start_s < other_end_s and other_start_s < end_s:
+                return max(start_s, other_start_s), min(end_s, other_end_s)
+    return None
+
+
+def first_day(reservation: Reservation) -> Reservation:
+    """Return the reservation moved to the first day on which one that repeats so can be."""
+    if _is_day(reservation, datetime.fromtimestamp(reservation.start_s)):
+        return reservation
+    start_s = _next_start_s(reservation, reservation.start_s)
+    return replace(reservation, start_s=start_s, end_s=start_s + reservation.duration_s)
+
+
+def _last_s(reservation: Reservation) -> float | None:
+    return None if reservation.repeats else reservation.end_s
+
+
+def _next_start_s(reservation: Reservation, start_s: float) -> int:
+    """Return when the occurrence behind the one of `start_s` begins: as late in the day, by the local clock."""
+    begins = datetime.fromtimestamp(start_s)
+    step = timedelta(days=7 if Flag.WEEKLY in reservation.flags else 1)
+    begins += step
+    while not _is_day(reservation, begins):
+        begins += step
+    return int(begins.timestamp())
+
+
+def _is_day(reservation: Reservation, begins: datetime) -> bool:
+    """Say whether the reservation has an occurrence on the day that `begins` is on, by the days of the week."""
+    if Flag.WEEKDAY in reservation.flags:
+        return begins.weekday() < _SATURDAY
+    return Flag.WEEKEND not in reservation.flags or begins.weekday() >= _SATURDAY

@@ -1,0 +1,67 @@
+"""Reservations in a plan: why a job of one waits for it, and which of them keeps a job of none waiting.
+
+Where and when which nodes are set aside is `blocks`; the planner keeps to that. Here are the reasons, in words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from hpcsched.model.ids import NodeName
+from hpcsched.model.job import Reason
+from hpcsched.model.reservation import MAX_PERIOD_S, Interval, Reservation, at, occurrences
+from hpcsched.model.units import UNLIMITED_S, format_time_s
+from hpcsched.sched.blocks import HORIZON_S
+from hpcsched.sched.eligible import Wait
+from hpcsched.sched.intervals import NEVER_S
+from hpcsched.sched.snapshot import PendingJob, Snapshot
+from hpcsched.sched.words import listed
+
+
+def not_now(job: PendingJob, reservations: Mapping[str, Reservation], now_s: float) -> Wait | None:
+    """Return why a job may not start in its reservation now, whatever is free there; None: it may, or it is in none."""
+    if not job.reservation:
+        return None
+    reservation = reservations.get(job.reservation)
+    if reservation is None or reservation.is_over(now_s):
+        gone = f"its reservation {job.reservation!r} is over or was deleted"
+        way = f"hctl update {job.display_id} ReservationName= lets it run without"
+        return Wait(reason=Reason.RESERVATION_DELETED, detail=f"{gone}; {way}")
+    if now_s < reservation.start_s:
+        detail = f"its reservation {job.reservation!r} begins in {format_time_s(int(reservation.start_s - now_s))}"
+        return Wait(reason=Reason.RESERVATION, detail=detail, expected_start_s=reservation.start_s)
+    limit_s = job.request.time_limit_s or UNLIMITED_S
+    if now_s + limit_s <= reservation.end_s:
+        return None
+    left = format_time_s(int(reservation.end_s - now_s))
+    limit = format_time_s(limit_s if limit_s < UNLIMITED_S else None)
+    again = reservation.repeats and limit_s <= reservation.duration_s
+    next_s = at(reservation, reservation.end_s).start_s if again else None
+    detail = f"its reservation {job.reservation!r} ends in {left}, before its time limit of {limit} would be up"
+    return Wait(reason=Reason.RESERVATION, detail=detail, expected_start_s=next_s)
+
+
+def kept_by(snapshot: Snapshot, job: PendingJob, nodes: Sequence[int], end_s: float) -> Wait | None:
+    """Return the wait of a job that could run on `nodes` until `end_s` but for reservations of others: for the first of them."""
+    now_s = snapshot.now_s
+    wanted = {snapshot.nodes[node].name for node in nodes}
+    for reservation in sorted(snapshot.reservations, key=lambda one: (one.start_s, one.name)):
+        interval = next(occurrences(reservation, now_s, end_s), None)
+        if reservation.name != job.reservation and interval and not wanted.isdisjoint(reservation.nodes):
+            return _reserved(reservation, sorted(wanted.intersection(reservation.nodes)), interval, now_s)
+    return None
+
+
+def certain_until_s(reservations: Iterable[Reservation], now_s: float) -> float:
+    """Return until when a start that a plan expects is sure to meet no reservation: those that repeat go on beyond it."""
+    return now_s + HORIZON_S - MAX_PERIOD_S if any(one.repeats for one in reservations) else NEVER_S
+
+
+def _reserved(reservation: Reservation, nodes: list[NodeName], interval: Interval, now_s: float) -> Wait:
+    from_s = max(now_s, interval[0])
+    which = f"{listed(nodes)} {'is' if len(nodes) == 1 else 'are'} reserved"
+    when = f"in {format_time_s(int(from_s - now_s))}" if from_s > now_s else "now"
+    end = f"{when}, for {format_time_s(int(interval[1] - from_s))} ({reservation.name})"
+    if reservation.is_maintenance:
+        return Wait(reason=Reason.NODES_UNAVAILABLE, detail=f"{which} for maintenance {end}")
+    return Wait(reason=Reason.RESERVATION, detail=f"{which} {end}")
