@@ -153,8 +153,8 @@ class Accounting:
         return 1 if rules is None else dict(rules.account_shares).get(account, rules.shares)
 
     def association_of(self, user: str, account: str) -> Association:
-        """Return whom what a job uses is charged to."""
-        return (account if self.accounts else "", user)
+        """Return whom what a job uses is charged to; a job from before there were accounts has the default one."""
+        return (account or self.default_account(user), user) if self.accounts else ("", user)
 
 
 NO_ACCOUNTING = Accounting()

@@ -1,0 +1,203 @@
+"""How much of each limit is taken: by what runs, and by what a plan starts beside it.
+
+`why_not` asks whether a job would break a limit; `started` counts it in. So limits hold within one plan as well. Where a job's
+resources are settled only with its place, it is asked twice: before, with what it will have at the least, and with what it
+would get. A limit on resource-minutes counts what was used of late (`Ledger.used`), and what running jobs may use until their
+time limits, as if they had used it all now: what starts can end within the limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from hpcsched.model.accounting import NO_LIMITS, Accounting
+from hpcsched.model.job import Reason
+from hpcsched.model.resources import Share
+from hpcsched.sched.eligible import Wait
+from hpcsched.sched.limits import (
+    EACH_USER,
+    MINUTE_S,
+    SUBMISSION,
+    Holder,
+    Kind,
+    Rule,
+    Whose,
+    minutes,
+    never_text,
+    now_text,
+    rules_of,
+    why_never,
+)
+from hpcsched.sched.snapshot import PendingJob, RunningJob, Snapshot
+from hpcsched.sched.tres import Held, held_by, least_of, with_billing
+from hpcsched.sched.usage import factor_of, weights_of
+
+_Key = tuple[Holder, str, str]  # of whom; user, where each is counted apart
+
+
+@dataclass(slots=True)
+class _Count:
+    jobs: int = 0
+    held: dict[str, float] = field(default_factory=dict)
+    minutes: dict[str, float] = field(default_factory=dict)
+
+    def add(self, held: Mapping[str, float], limit_s: float | None, factor: float) -> None:
+        self.jobs += 1
+        for name, amount in held.items():
+            self.held[name] = self.held.get(name, 0.0) + amount
+            self.minutes[name] = self.minutes.get(name, 0.0) + minutes(amount * factor, limit_s)
+
+
+class Quota:
+    """The limits of one snapshot, and what is taken of them."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self._snapshot = snapshot
+        self._accounting: Accounting = snapshot.ledger.accounting
+        self._nodes = {node.name: node for node in snapshot.nodes}
+        self._rules: dict[Whose, tuple[Rule, ...]] = {}
+        self._counts: dict[_Key, _Count] = {}
+        self._memo: dict[tuple[Whose, int, int | None], Wait | None] = {}
+        self._minutes_used: dict[tuple[Holder, str, str], float] = {}
+        self._any = _has_limits(snapshot)
+        if self._any:
+            for job in snapshot.running:
+                self._count(job, job.shares, _limit_s(job))
+
+    def why_not(self, job: PendingJob) -> Wait | None:
+        """Return the limit that keeps `job` from starting, whatever is free; None: none does, as far as is known yet."""
+        if not self._any:
+            return None
+        whose = _whose(job)
+        if not self._rules_of(whose):
+            return None if not self._accounting.accounts and not self._accounting.qos else self._stranger(job)
+        key = (whose, id(job.request.shape), job.request.time_limit_s)
+        if job.licenses or key not in self._memo:
+            held = least_of(job.request.shape, job.licenses)
+            self._memo[key] = self._stranger(job) or self._breach(job, whose, held)
+        return self._memo[key]
+
+    def why_not_with(self, job: PendingJob, held: Held) -> Wait | None:
+        """Return the limit that `job` would break with exactly this."""
+        whose = _whose(job)
+        return self._breach(job, whose, held) if self._any and self._rules_of(whose) else None
+
+    def started(self, job: PendingJob, shares: Iterable[Share]) -> None:
+        """Count `job`, which the plan starts."""
+        if self._any:
+            self._count(job, shares, job.request.time_limit_s or None)
+            self._memo.clear()
+
+    # ----- counting
+
+    def _count(self, job: PendingJob | RunningJob, shares: Iterable[Share], limit_s: float | None) -> None:
+        held = self._with_billing(held_by(shares, self._nodes, job.licenses), job.partition)
+        factor = factor_of(self._accounting, job.qos)
+        for key in self._keys(job):
+            self._counts.setdefault(key, _Count()).add(held, limit_s, factor)
+
+    def _keys(self, job: PendingJob | RunningJob) -> list[_Key]:
+        """Return everybody whose limits `job` counts against."""
+        holders = [(Holder.QOS, job.qos), (Holder.PARTITION, job.partition), (Holder.USER, job.user)]
+        account = self._account(job)
+        holders += [(Holder.ACCOUNT, line.name) for line in self._accounting.lineage(account)]
+        return [(holder, name, user) for holder, name in holders for user in ("", job.user)]
+
+    def _account(self, job: PendingJob | RunningJob) -> str:
+        return self._accounting.association_of(job.user, job.account)[0]
+
+    def _with_billing(self, held: Held, partition: str) -> Held:
+        return with_billing(held, weights_of(self._accounting, self._snapshot.partitions.get(partition)))
+
+    # ----- judging
+
+    def _rules_of(self, whose: Whose) -> tuple[Rule, ...]:
+        rules = self._rules.get(whose)
+        if rules is None:
+            account = self._accounting.association_of(whose.user, whose.account)[0]
+            known = Whose(partition=whose.partition, account=account, user=whose.user, qos=whose.qos)
+            found = rules_of(self._accounting, self._snapshot.partitions.get(whose.partition), known)
+            rules = self._rules[whose] = tuple(rule for rule in found if rule.kind not in SUBMISSION)
+        return rules
+
+    def _stranger(self, job: PendingJob) -> Wait | None:
+        """Return why a job waits whose account or QOS is not configured any more."""
+        accounting = self._accounting
+        account = self._account(job)
+        if accounting.accounts and accounting.account(account) is None:
+            text = f"there is no account {account!r} any more: an admin can add it" if account else "it has no account"
+            return Wait(reason=Reason.INVALID_ACCOUNT, detail=text)
+        if accounting.qos and job.qos and accounting.quality(job.qos) is None:
+            return Wait(reason=Reason.INVALID_QOS, detail=f"there is no QOS {job.qos!r} any more: an admin can add it")
+        return None
+
+    def _breach(self, job: PendingJob, whose: Whose, held: Held) -> Wait | None:
+        rules = self._rules_of(whose)
+        held = self._with_billing(held, job.partition)
+        limit_s, factor = job.request.time_limit_s or None, factor_of(self._accounting, job.qos)
+        never = why_never(rules, held, limit_s, factor)
+        if never is not None:
+            return Wait(reason=never.reason, detail=never_text(never, held, limit_s, factor))
+        for rule in rules:
+            more = self._more(rule, held, limit_s, factor)
+            have = self._have(rule, job.user) if more else 0.0
+            if have + more > rule.most:
+                return Wait(reason=rule.reason, detail=now_text(rule, job.user, have, more))
+        return None
+
+    def _more(self, rule: Rule, held: Held, limit_s: float | None, factor: float) -> float:
+        """Return what the job would add to what others take of the limit; 0: nothing, or it is about the job alone."""
+        if rule.kind in (Kind.MAX_JOBS, Kind.GRP_JOBS):
+            return 1
+        if rule.kind in (Kind.PER_USER, Kind.GRP):
+            return held.get(rule.resource, 0.0)
+        if rule.kind is Kind.GRP_MINUTES:
+            return minutes(held.get(rule.resource, 0.0) * factor, limit_s)
+        return 0
+
+    def _have(self, rule: Rule, user: str) -> float:
+        """Return what is taken of the limit."""
+        count = self._counts.get((rule.holder, rule.name, user if rule.kind in EACH_USER else ""), _NOTHING)
+        if rule.kind in (Kind.MAX_JOBS, Kind.GRP_JOBS):
+            return count.jobs
+        if rule.kind is Kind.GRP_MINUTES:
+            return count.minutes.get(rule.resource, 0.0) + self._used_minutes(rule)
+        return count.held.get(rule.resource, 0.0)
+
+    def _used_minutes(self, rule: Rule) -> float:
+        """Return what ended jobs of the holder have used, as it counts now."""
+        key = (rule.holder, rule.name, rule.resource)
+        if key not in self._minutes_used:
+            used_s = 0.0
+            for row in self._snapshot.ledger.used:
+                mine = {
+                    Holder.QOS: row.qos == rule.name,
+                    Holder.USER: row.user == rule.name,
+                    Holder.ACCOUNT: any(line.name == rule.name for line in self._accounting.lineage(row.account)),
+                    Holder.PARTITION: False,
+                }[rule.holder]
+                used_s += dict(row.amounts).get(rule.resource, 0.0) if mine else 0.0
+            self._minutes_used[key] = used_s / MINUTE_S
+        return self._minutes_used[key]
+
+
+_NOTHING = _Count()
+
+
+def _whose(job: PendingJob) -> Whose:
+    return Whose(partition=job.partition, account=job.account, user=job.user, qos=job.qos)
+
+
+def _limit_s(job: RunningJob) -> float | None:
+    return job.ends_at_s - job.began_at_s if job.ends_at_s is not None else None
+
+
+def _has_limits(snapshot: Snapshot) -> bool:
+    accounting = snapshot.ledger.accounting
+    return bool(
+        accounting.accounts
+        or accounting.qos
+        or accounting.users
+        or any(partition.limits != NO_LIMITS for partition in snapshot.partitions.values())
+    )
