@@ -1,16 +1,24 @@
-"""May this job be submitted by this user? Account, QOS and licences are settled here, before anything is recorded.
+"""May this job be submitted by this user? Account, QOS, licences and limits, before anything is recorded.
 
-What passes has the account and the QOS that it will be charged to in its specification.
+What passes has the account and the QOS that it will be charged to in its specification. A job over a limit that others'
+jobs may leave later is taken and waits; one that breaks a limit by itself, or is one too many, is refused.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from hpcsched.errors import RequestError
 from hpcsched.model.accounting import Accounting, resolve
+from hpcsched.model.job import Job
 from hpcsched.model.nearest import nearest
+from hpcsched.model.node import Partition
 from hpcsched.model.spec import JobSpec
+from hpcsched.sched.limits import EACH_USER, SUBMISSION, Holder, Kind, Rule, Whose, never_text, rules_of, why_never
+from hpcsched.sched.request import request_of
+from hpcsched.sched.tres import least_of, with_billing
+from hpcsched.sched.usage import factor_of, weights_of
 from hpcsched.store.world import World
 
 
@@ -22,6 +30,81 @@ def settle(world: World, user: str, spec: JobSpec) -> JobSpec:
     if (account, qos) == (spec.account, spec.qos):
         return spec
     return replace(spec, account=account, qos=qos)
+
+
+def admit(
+    world: World, user: str, spec: JobSpec, partitions: Sequence[Partition], limit_s: int | None
+) -> tuple[list[Partition], int | None]:
+    """Return those of `partitions` whose limits let the job in, and its time limit: the longest there is, if it names none.
+
+    Raises RequestError if limits can never let it start, or it is one job too many.
+    """
+    accounting = world.config.accounting
+    factor = factor_of(accounting, spec.qos)
+    found: list[tuple[Partition, int | None]] = []
+    refused: list[str] = []
+    for partition in partitions:
+        rules = rules_of(accounting, partition, _whose(partition, user, spec))
+        within_s = limit_s if spec.time_limit_s is not None else _within_walls(rules, limit_s)
+        shape = request_of(spec, partition, time_limit_s=within_s).shape
+        held = with_billing(least_of(shape, spec.licenses), weights_of(accounting, partition))
+        never = why_never(rules, held, within_s or None, factor)
+        if never is None:
+            _check_count(world, user, spec, rules)
+            found.append((partition, within_s))
+        else:
+            refused.append(_refusal(never, never_text(never, held, within_s or None, factor)))
+    if not found:
+        raise RequestError(refused[0])
+    limits = [within_s for _, within_s in found if within_s is not None]
+    return [partition for partition, _ in found], min(limits, default=None)
+
+
+def _whose(partition: Partition, user: str, spec: JobSpec) -> Whose:
+    return Whose(partition=partition.name, account=spec.account, user=user, qos=spec.qos)
+
+
+def _within_walls(rules: Sequence[Rule], limit_s: int | None) -> int | None:
+    walls = [int(rule.most) for rule in rules if rule.kind is Kind.WALL]
+    return min([*walls, *([limit_s] if limit_s is not None else [])], default=None)
+
+
+def _check_count(world: World, user: str, spec: JobSpec, rules: Sequence[Rule]) -> None:
+    """Refuse a job that is one too many. All that wait and run are looked at, but only where somebody set a limit."""
+    tasks = len(spec.array.indices) if spec.array is not None else 1
+    for rule in rules:
+        if rule.kind not in SUBMISSION:
+            continue
+        each = rule.kind in EACH_USER
+        there = sum(
+            1
+            for job_id in (*world.pending, *world.active)
+            if (not each or world.jobs[job_id].user == user) and _counts(world, world.jobs[job_id], rule)
+        )
+        if there + tasks > rule.most:
+            whose = f"each user {rule.most:g}" if each else f"{rule.most:g}"
+            more = f"{tasks} more are" if tasks > 1 else "one more is"
+            text = f"{rule.where} allows {whose} jobs that wait or run; there are {there}, and {more} too many"
+            raise RequestError(_refusal(rule, text))
+
+
+def _counts(world: World, job: Job, rule: Rule) -> bool:
+    """Say whether `job` is one of the rule's holder."""
+    match rule.holder:
+        case Holder.QOS:
+            return job.spec.qos == rule.name
+        case Holder.PARTITION:
+            return rule.name in job.partition.split(",")
+        case Holder.USER:
+            return job.user == rule.name
+        case Holder.ACCOUNT:
+            accounting = world.config.accounting
+            account, _ = accounting.association_of(job.user, job.spec.account)
+            return any(line.name == rule.name for line in accounting.lineage(account))
+
+
+def _refusal(rule: Rule, text: str) -> str:
+    return f"cannot submit the job: Job violates accounting/QOS policy: {rule.reason}: {text}"
 
 
 def _check_licenses(accounting: Accounting, spec: JobSpec) -> None:

@@ -114,7 +114,7 @@ class ControllerBackend:
         """Say when the job would start if it were submitted now: a plan over the world as it is plus this job."""
         spec = settle(self._world, asker.user, spec)
         now_s = self._clock()
-        partitions = requests.check_spec(self._world, spec, now_s)
+        partitions, limit_s = requests.place_of(self._world, asker.user, spec, now_s)
         job = Job(
             id=JobId(self._world.last_job_id + 1),
             spec_id=0,
@@ -124,7 +124,7 @@ class ControllerBackend:
             submitted_at_s=now_s,
             eligible_at_s=now_s,
             partition=",".join(partition.name for partition in partitions),
-            time_limit_s=requests.time_limit_s(self._world, spec, partitions),
+            time_limit_s=limit_s,
             not_before_s=spec.begin_at_s,
         )
         made = plan(

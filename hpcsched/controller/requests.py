@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hpcsched.api.identity import Asker
-from hpcsched.controller.admission import settle
+from hpcsched.controller.admission import admit, settle
 from hpcsched.controller.dependencies import check_deadline, check_dependency
 from hpcsched.controller.references import find_jobs
 from hpcsched.controller.reserving import check_use, limit_in
@@ -113,7 +113,7 @@ def place_of(world: World, user: str, spec: JobSpec, now_s: float) -> tuple[list
     if spec.deadline_at_s is not None:
         check_deadline(spec.deadline_at_s, limit_s, max(now_s, spec.begin_at_s or 0))
     asked_s = limit_s if reservation is not None else spec.time_limit_s
-    return possible_partitions(world, spec, partitions, asked_s, reservation), limit_s
+    return admit(world, user, spec, possible_partitions(world, spec, partitions, asked_s, reservation), limit_s)
 
 
 def possible_partitions(

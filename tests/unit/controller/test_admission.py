@@ -1,0 +1,113 @@
+"""Who is let in: accounts and QOS, limits that a job breaks by itself, jobs that are one too many."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from unit.controller.world import ANN, BOB, Cluster
+
+from hpcsched.api.identity import Asker
+from hpcsched.errors import RequestError
+from hpcsched.model.accounting import Account, Accounting, Limits, Qos, UserRules
+from hpcsched.model.spec import ArraySpec
+
+
+def cluster(accounting: Accounting, **partition_limits: object) -> Cluster:
+    made = Cluster("n1", "n2")
+    made.world.config = replace(made.world.config, accounting=accounting)
+    limits = Limits(**partition_limits)  # type: ignore[arg-type]
+    made.world.partitions = {"main": replace(made.world.partitions["main"], limits=limits)}
+    return made
+
+
+def lab(**limits: object) -> Accounting:
+    account = Account(name="lab", users=("ann", "bob"), limits=Limits(**limits))  # type: ignore[arg-type]
+    return Accounting(accounts=(Account(name="top"), replace(account, parent="top")))
+
+
+def refusal(made: Cluster, asker: Asker = ANN, **fields: object) -> str:
+    with pytest.raises(RequestError) as caught:
+        made.submit(asker, **fields)
+    return str(caught.value)
+
+
+def test_a_job_gets_the_account_and_qos_that_it_is_charged_to() -> None:
+    made = cluster(replace(lab(), qos=(Qos(name="normal"), Qos(name="high"))))
+    spec = made.job(made.submit()).spec
+    assert (spec.account, spec.qos) == ("lab", "normal")
+    assert made.job(made.submit(qos="high", account="lab")).spec.qos == "high"
+    assert "Invalid account" in refusal(made, account="top")
+    assert "Invalid qos specification" in refusal(made, qos="huge")
+
+
+@pytest.mark.parametrize(
+    ("limits", "fields", "why"),
+    [
+        (
+            {"max_tres_per_job": (("cpu", 2),)},
+            {"ntasks": 3},
+            "AssocMaxCpuPerJobLimit: account 'lab' allows a job 2 cpus, and",
+        ),
+        (
+            {"grp_tres": (("node", 1),)},
+            {"nodes_min": 2},
+            "AssocGrpNodeLimit: account 'lab' allows all jobs together 1 node",
+        ),
+        ({"max_wall_s": 600}, {"time_limit_s": 660}, "a time limit of 10:00, and this one has 11:00"),
+        ({"max_jobs": 0}, {}, "AssocMaxJobsLimit: account 'lab' allows each user 0 jobs"),
+        (
+            {"max_tres_mins_per_job": (("cpu", 100),)},
+            {"time_limit_s": 6060},
+            "100 cpu-minutes, and this job asks for 101",
+        ),
+        ({"grp_tres_mins": (("cpu", 100),)}, {}, "this job has no time limit"),
+        (
+            {"max_tres_per_user": (("mem", 1024),)},
+            {"mem_per_node_mib": 2048},
+            "1G memory, and this job asks for 2G memory",
+        ),
+    ],
+)
+def test_what_breaks_a_limit_by_itself_is_refused(limits: dict, fields: dict, why: str) -> None:
+    text = refusal(cluster(lab(**limits)), **fields)
+    assert "Job violates accounting/QOS policy" in text
+    assert why in text
+
+
+def test_a_job_without_a_time_limit_gets_the_longest_that_it_may_have() -> None:
+    made = cluster(lab(max_wall_s=600))
+    assert made.job(made.submit()).time_limit_s == 600
+
+
+def test_one_job_too_many_is_refused_and_counts_by_user_and_by_account() -> None:
+    made = cluster(lab(max_submit_jobs=2, grp_submit_jobs=3))
+    made.submit(array=ArraySpec(indices=(1, 2)))
+    text = refusal(made)
+    assert "AssocMaxSubmitJobLimit: account 'lab' allows each user 2 jobs that wait or run; there are 2" in text
+    made.submit(BOB)
+    assert "AssocGrpSubmitJobsLimit" in refusal(made, BOB)
+    assert len(made.world.jobs) == 3
+
+
+def test_qos_and_partitions_have_limits_of_their_own_in_the_qos_s_words() -> None:
+    high = Qos(name="high", limits=Limits(max_submit_jobs=1))
+    made = cluster(Accounting(qos=(high,)), max_tres_per_job=(("cpu", 1),))
+    assert "QOSMaxCpuPerJobLimit: partition 'main' allows a job 1 cpu" in refusal(made, ntasks=2)
+    made.submit(qos="high")
+    assert "QOSMaxSubmitJobPerUserLimit: QOS 'high'" in refusal(made, qos="high")
+    made.submit()
+
+
+def test_a_user_s_own_limit_stands_in_the_place_of_the_account_s() -> None:
+    rules = UserRules(name="ann", limits=Limits(max_wall_s=1200))
+    made = cluster(replace(lab(max_wall_s=600, max_tres_per_job=(("cpu", 2),)), users=(rules,)))
+    made.submit(time_limit_s=1200)
+    assert "account 'lab'" in refusal(made, BOB, time_limit_s=1200)
+    assert "AssocMaxCpuPerJobLimit" in refusal(made, ntasks=3)
+
+
+def test_licences_that_the_cluster_does_not_have_are_refused() -> None:
+    made = cluster(Accounting(licenses=(("matlab", 2),)))
+    assert "Invalid license specification (did you mean matlab?)" in refusal(made, licenses=(("matlb", 1),))
+    assert "the cluster has 2" in refusal(made, licenses=(("matlab", 3),))
