@@ -15,7 +15,18 @@ from hpcsched.model.job import Job
 from hpcsched.model.nearest import nearest
 from hpcsched.model.node import Partition
 from hpcsched.model.spec import JobSpec
-from hpcsched.sched.limits import EACH_USER, SUBMISSION, Holder, Kind, Rule, Whose, never_text, rules_of, why_never
+from hpcsched.sched.limits import (
+    EACH_USER,
+    SUBMISSION,
+    Holder,
+    Kind,
+    Rule,
+    Whose,
+    known_limit_s,
+    never_text,
+    rules_of,
+    why_never,
+)
 from hpcsched.sched.request import request_of
 from hpcsched.sched.tres import least_of, with_billing
 from hpcsched.sched.usage import factor_of, weights_of
@@ -48,12 +59,12 @@ def admit(
         within_s = limit_s if spec.time_limit_s is not None else _within_walls(rules, limit_s)
         shape = request_of(spec, partition, time_limit_s=within_s).shape
         held = with_billing(least_of(shape, spec.licenses), weights_of(accounting, partition))
-        never = why_never(rules, held, within_s or None, factor)
+        never = why_never(rules, held, known_limit_s(within_s), factor)
         if never is None:
             _check_count(world, user, spec, rules)
             found.append((partition, within_s))
         else:
-            refused.append(_refusal(never, never_text(never, held, within_s or None, factor)))
+            refused.append(_refusal(never, never_text(never, held, known_limit_s(within_s), factor)))
     if not found:
         raise RequestError(refused[0])
     limits = [within_s for _, within_s in found if within_s is not None]

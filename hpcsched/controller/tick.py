@@ -34,7 +34,7 @@ from hpcsched.store.world import Transaction, World
 
 log = logging.getLogger("hpcsched.controller")
 
-ELIGIBLE = frozenset({Reason.PRIORITY, Reason.RESOURCES})
+ELIGIBLE = frozenset({Reason.PRIORITY, Reason.RESOURCES, Reason.LICENSES})
 TIMED = frozenset({Reason.DEPENDENCY, Reason.RESERVATION})  # waits whose expected start is a time to plan again
 LIMIT_SLACK_S = 15.0  # after its limit and grace, a job whose node did not end it is ended from here
 PLAN_PAUSE_MAX_S = 0.5

@@ -75,6 +75,7 @@ class Reason(StrEnum):
     NONZERO_EXIT = "NonZeroExitCode"
     RAISED_SIGNAL = "RaisedSignal"
     OUT_OF_MEMORY = "OutOfMemory"
+    LICENSES = "Licenses"
     INVALID_ACCOUNT = "InvalidAccount"
     INVALID_QOS = "InvalidQOS"
     # Over a limit of the association (user, account) or of the QOS or partition; see `hpcsched.sched.limits`.

@@ -27,6 +27,10 @@ class Counted:
             if name in self._steps:
                 self._steps[name].add(start_s, end_s, -count)
 
+    def free_now(self) -> dict[str, int]:
+        """Return how many of each are free now."""
+        return {name: steps.free[0] for name, steps in self._steps.items()}
+
     def earliest(self, counts: LicenseCounts, length_s: float, from_s: float) -> float:
         """Return from when on, `from_s` at the earliest, all of `counts` are free for `length_s`; of what is not there, never."""
         start_s = from_s

@@ -33,6 +33,7 @@ from hpcsched.sched.policy import Backfill, Policy
 from hpcsched.sched.priority import in_order, scale_of
 from hpcsched.sched.reasons import (
     behind_head,
+    no_licenses,
     not_available,
     partition_down,
     partition_unknown,
@@ -43,6 +44,7 @@ from hpcsched.sched.reservations import certain_until_s, kept_by, not_now
 from hpcsched.sched.snapshot import NodeView, PendingJob, Snapshot
 from hpcsched.sched.tally import Tally
 from hpcsched.sched.timeline import Timeline
+from hpcsched.sched.tres import Held, held_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,21 +204,36 @@ class _Planner:
             if never is not None:
                 self.waits[job.id] = never
             return False
-        self._start(job, parts, limit_s)
+        held = self._held(job, parts)
+        over = self.tally.why_not_there(job, held)
+        if over is not None:
+            self.waits[job.id] = over
+            return False
+        self._start(job, parts, held, limit_s)
         return True
 
-    def _start(self, job: PendingJob, parts: list[Part], limit_s: float) -> None:
+    def _held(self, job: PendingJob, parts: list[Part]) -> Held:
+        """Return what `job` would have with these parts, in the names of limits."""
+        return held_of([(*part.use, self.timeline.types[part.node]) for part in parts], job.licenses)
+
+    def _start(self, job: PendingJob, parts: list[Part], held: Held, limit_s: float) -> None:
         """Start `job` on `parts`, and count what it takes of all that is counted."""
         now_s = self.timeline.now_s
         shares = tuple([self._take(part, now_s + limit_s) for part in parts])
         self.starts.append(Start(job_id=job.id, shares=shares, partition=job.partition))
-        self.tally.started(job)
+        self.tally.started(job, held)
         if job.licenses:
             self.counted.take(job.licenses, now_s, now_s + limit_s)
 
     def _has_licenses(self, job: PendingJob, limit_s: float) -> bool:
         now_s = self.timeline.now_s
         return not job.licenses or self.counted.earliest(job.licenses, limit_s, now_s) <= now_s
+
+    def _short_of_licenses(self, job: PendingJob) -> Wait | None:
+        """Return that `job` waits for licences, if it does."""
+        if not job.licenses or self._has_licenses(job, self._limit_s(job)):
+            return None
+        return no_licenses(job.licenses, self.counted.free_now(), dict(self.snapshot.ledger.accounting.licenses))
 
     def _held_licenses(self) -> list[tuple[LicenseCounts, float]]:
         return [(job.licenses, self.timeline.end_of(job)) for job in self.snapshot.running if job.licenses]
@@ -271,7 +288,7 @@ class _Planner:
             return
         if lane.behind is None:
             lane.behind = behind_head(lane.head.display_id, job.partition)
-        self.waits[job.id] = lane.behind
+        self.waits[job.id] = self._short_of_licenses(job) or lane.behind
         if lane.promised < self.promises:
             lane.promised += 1
             self._expect(job)
@@ -280,12 +297,13 @@ class _Planner:
 
     def _make_head(self, job: PendingJob, lane: _Lane) -> None:
         reserved = self._reserved_from(job, lane) if self.snapshot.blocks else None
+        short = self._short_of_licenses(job)
         start_s = self._reserve(job)
         group = self._group(job)
         seats = group.seats_now()
         missing = group.required.difference(seat.node for seat in seats)
         names = sorted(self.snapshot.nodes[at].name for at in missing)
-        wait = reserved or Wait(reason=Reason.RESOURCES, detail=shortfall(group.shape, seats, names))
+        wait = reserved or short or Wait(reason=Reason.RESOURCES, detail=shortfall(group.shape, seats, names))
         self.waits[job.id] = replace(wait, expected_start_s=self._sure(start_s))
         lane.head = job
         lane.promised = 1

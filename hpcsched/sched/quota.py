@@ -8,12 +8,11 @@ time limits, as if they had used it all now: what starts can end within the limi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from hpcsched.model.accounting import NO_LIMITS, Accounting
 from hpcsched.model.job import Reason
-from hpcsched.model.resources import Share
 from hpcsched.sched.eligible import Wait
 from hpcsched.sched.limits import (
     EACH_USER,
@@ -23,6 +22,7 @@ from hpcsched.sched.limits import (
     Kind,
     Rule,
     Whose,
+    known_limit_s,
     minutes,
     never_text,
     now_text,
@@ -63,7 +63,7 @@ class Quota:
         self._any = _has_limits(snapshot)
         if self._any:
             for job in snapshot.running:
-                self._count(job, job.shares, _limit_s(job))
+                self._count(job, held_by(job.shares, self._nodes, job.licenses), _limit_s(job))
 
     def why_not(self, job: PendingJob) -> Wait | None:
         """Return the limit that keeps `job` from starting, whatever is free; None: none does, as far as is known yet."""
@@ -83,16 +83,16 @@ class Quota:
         whose = _whose(job)
         return self._breach(job, whose, held) if self._any and self._rules_of(whose) else None
 
-    def started(self, job: PendingJob, shares: Iterable[Share]) -> None:
-        """Count `job`, which the plan starts."""
+    def started(self, job: PendingJob, held: Held) -> None:
+        """Count `job`, which the plan starts with this."""
         if self._any:
-            self._count(job, shares, job.request.time_limit_s or None)
+            self._count(job, held, known_limit_s(job.request.time_limit_s))
             self._memo.clear()
 
     # ----- counting
 
-    def _count(self, job: PendingJob | RunningJob, shares: Iterable[Share], limit_s: float | None) -> None:
-        held = self._with_billing(held_by(shares, self._nodes, job.licenses), job.partition)
+    def _count(self, job: PendingJob | RunningJob, held: Held, limit_s: float | None) -> None:
+        held = self._with_billing(held, job.partition)
         factor = factor_of(self._accounting, job.qos)
         for key in self._keys(job):
             self._counts.setdefault(key, _Count()).add(held, limit_s, factor)
@@ -135,7 +135,7 @@ class Quota:
     def _breach(self, job: PendingJob, whose: Whose, held: Held) -> Wait | None:
         rules = self._rules_of(whose)
         held = self._with_billing(held, job.partition)
-        limit_s, factor = job.request.time_limit_s or None, factor_of(self._accounting, job.qos)
+        limit_s, factor = known_limit_s(job.request.time_limit_s), factor_of(self._accounting, job.qos)
         never = why_never(rules, held, limit_s, factor)
         if never is not None:
             return Wait(reason=never.reason, detail=never_text(never, held, limit_s, factor))

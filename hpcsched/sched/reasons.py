@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from hpcsched.model.job import Reason
 from hpcsched.model.node import Partition
 from hpcsched.sched.eligible import Wait
 from hpcsched.sched.feasible import impossible_shape
 from hpcsched.sched.placement import Seat
-from hpcsched.sched.request import Shape
+from hpcsched.sched.request import LicenseCounts, Shape
 from hpcsched.sched.snapshot import NodeView, allows
 from hpcsched.sched.words import listed, needs, plural
 
@@ -62,3 +62,17 @@ def not_available(shape: Shape, partition: Partition, nodes: Sequence[NodeView])
 
 def _are(count: int) -> str:
     return f"{count or 'none'} {'are' if count > 1 else 'is'}"
+
+
+def no_licenses(wanted: LicenseCounts, free: Mapping[str, int], there: Mapping[str, int]) -> Wait:
+    """Return that a job waits for licences: which, and how many are free of how many."""
+    gone = [name for name, _ in wanted if name not in there]
+    if gone:
+        return Wait(reason=Reason.LICENSES, detail=f"the cluster has no licence {gone[0]!r} any more")
+    short = [
+        f"{count} of the {there[name]} licences {name}, of which {max(0, free[name])} are free now"
+        for name, count in wanted
+        if free[name] < count
+    ]
+    text = f"needs {listed(short)}" if short else "needs licences that are promised to a job before it"
+    return Wait(reason=Reason.LICENSES, detail=text)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from hpcsched.model.accounting import BILLING, CPU, GPU, LICENSE, MEM, NODE
 from hpcsched.model.ids import NodeName
 from hpcsched.model.resources import ANY_GPU, Share
+from hpcsched.sched.gpus import GpuSlot, Units
 from hpcsched.sched.request import GpuCounts, Shape
 from hpcsched.sched.snapshot import NodeView
 
@@ -47,6 +48,21 @@ def held_by(shares: Iterable[Share], nodes: Mapping[NodeName, NodeView], license
                 if gpu.index in share.gpus:
                     name = f"{GPU}:{gpu.type.lower()}"
                     held[name] = held.get(name, 0) + share.gpu_amount / len(share.gpus)
+    _add_licenses(held, licenses)
+    return held
+
+
+def held_of(parts: Iterable[tuple[int, int, Units, tuple[GpuSlot, ...]]], licenses: Licenses = ()) -> Held:
+    """Return what a job has that gets, of each of its nodes, these cpus, MiB and units of the node's GPU slots."""
+    held: Held = {NODE: 0, CPU: 0, MEM: 0}
+    for cpus, mem_mib, units, slots in parts:
+        held[NODE] += 1
+        held[CPU] += cpus
+        held[MEM] += mem_mib
+        for slot, count in zip(slots, units, strict=True):
+            if count:
+                for name in (GPU, f"{GPU}:{slot.type}"):
+                    held[name] = held.get(name, 0) + count / slot.shards
     _add_licenses(held, licenses)
     return held
 
