@@ -204,7 +204,7 @@ class _Planner:
             if never is not None:
                 self.waits[job.id] = never
             return False
-        held = self._held(job, parts)
+        held = self._held(job, parts) if self.tally.limited else {}
         over = self.tally.why_not_there(job, held)
         if over is not None:
             self.waits[job.id] = over

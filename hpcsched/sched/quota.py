@@ -60,14 +60,14 @@ class Quota:
         self._counts: dict[_Key, _Count] = {}
         self._memo: dict[tuple[Whose, int, int | None], Wait | None] = {}
         self._minutes_used: dict[tuple[Holder, str, str], float] = {}
-        self._any = _has_limits(snapshot)
-        if self._any:
+        self.any = _has_limits(snapshot)
+        if self.any:
             for job in snapshot.running:
                 self._count(job, held_by(job.shares, self._nodes, job.licenses), _limit_s(job))
 
     def why_not(self, job: PendingJob) -> Wait | None:
         """Return the limit that keeps `job` from starting, whatever is free; None: none does, as far as is known yet."""
-        if not self._any:
+        if not self.any:
             return None
         whose = _whose(job)
         if not self._rules_of(whose):
@@ -81,11 +81,11 @@ class Quota:
     def why_not_with(self, job: PendingJob, held: Held) -> Wait | None:
         """Return the limit that `job` would break with exactly this."""
         whose = _whose(job)
-        return self._breach(job, whose, held) if self._any and self._rules_of(whose) else None
+        return self._breach(job, whose, held) if self.any and self._rules_of(whose) else None
 
     def started(self, job: PendingJob, held: Held) -> None:
         """Count `job`, which the plan starts with this."""
-        if self._any:
+        if self.any:
             self._count(job, held, known_limit_s(job.request.time_limit_s))
             self._memo.clear()
 

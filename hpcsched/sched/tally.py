@@ -25,6 +25,11 @@ class Tally:
             if job.array_job_id is not None:
                 self._array_tasks[job.array_job_id] = self._array_tasks.get(job.array_job_id, 0) + 1
 
+    @property
+    def limited(self) -> bool:
+        """Whether anybody has set a limit, so that it matters what jobs get."""
+        return self._quota.any
+
     def why_not(self, job: PendingJob) -> Wait | None:
         """Return which limit keeps `job` waiting whatever is free, or None."""
         if job.array_limit and self._array_tasks.get(job.array_job_id, 0) >= job.array_limit:
