@@ -18,10 +18,11 @@ from hpcsched.api.views import (
     job_view,
     node_views,
     partition_views,
+    reservation_view,
     step_view,
     why_waiting,
 )
-from hpcsched.controller import requests, suspension
+from hpcsched.controller import requests, reserving, suspension
 from hpcsched.controller.admission import settle
 from hpcsched.controller.fleet import Fleet
 from hpcsched.controller.references import find_jobs
@@ -34,6 +35,7 @@ from hpcsched.model.hostlist import compress_hostlist
 from hpcsched.model.ids import JobId
 from hpcsched.model.job import FINAL, Job, JobState, Reason
 from hpcsched.model.node import Link
+from hpcsched.model.reservation import at
 from hpcsched.model.spec import JobSpec
 from hpcsched.model.units import parse_signal
 from hpcsched.sched.explain import explain, in_words
@@ -343,6 +345,23 @@ class ControllerBackend:
             return {"nodes": await self._change(lambda tx: requests.drain(tx, asker, nodes, why, by))}
         only_by = str(body.get("only_by") or "")
         return {"nodes": await self._change(lambda tx: requests.resume(tx, asker, nodes, only_by))}
+
+    def reservations(self) -> Json:
+        now_s = self._clock()
+        found = [at(reservation, now_s) for reservation in self._world.reservations.values()]
+        return {"now_s": now_s, "reservations": [reservation_view(one, self._world, now_s) for one in found]}
+
+    async def act_on_reservation(self, asker: Asker, verb: str, body: Json) -> Json:
+        name, changes = str(body.get("name") or ""), body.get("changes") or {}
+        if not isinstance(changes, dict):
+            raise RequestError('cannot do that: the body must be {"name": text, "changes": {name: text}}')
+        texts = {str(key): str(value) for key, value in changes.items()}
+        if verb == "delete":
+            await self._change(lambda tx: reserving.delete(tx, asker, name))
+            return {"name": name}
+        work = reserving.create if verb == "create" else reserving.update
+        made = await self._change(lambda tx: work(tx, asker, name, texts))
+        return {"name": made.name, "reservation": reservation_view(made, self._world, self._clock())}
 
     def partitions(self) -> Json:
         return {"partitions": partition_views(self._world, self._clock())}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import getpass
 import json
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -202,3 +204,37 @@ def test_test_only_says_when_and_submits_nothing(cluster: LocalCluster) -> None:
 def test_json_is_versioned_everywhere(cluster: LocalCluster) -> None:
     for command in (["hqueue", "--json"], ["hacct", "--json"], ["hinfo", "--json"], ["hctl", "show", "node", "--json"]):
         assert json.loads(cluster.run(*command).stdout)["version"] == 1
+
+
+def test_a_reservation_from_its_making_to_its_end(
+    cluster: LocalCluster, sub: Sub, job: Any, ended: Ended, output: Output
+) -> None:
+    made = cluster.run(
+        *["hctl", "create", "reservation", "ReservationName=course", "StartTime=now", "Duration=60", "Nodes=n1"],
+        f"Users={getpass.getuser()}",
+    )
+    assert made.stdout == "Reservation created: course\n"
+    assert "course" in cluster.run("hinfo", "-T").stdout
+    assert cluster.run("hinfo", "-h", "-N", "-n", "n1").stdout.split()[1] == "RESERVED"
+    outside = sub("true", "--nodelist=n1", "--time=1")
+    inside = sub("echo in $SLURM_JOB_RESERVATION", "--reservation=course", "--time=1")
+    assert ended(inside)["state"] == "COMPLETED"
+    assert output(inside) == "in course\n"
+    assert job(outside)["reason"] == "Reservation"
+    assert "n1 is reserved now" in cluster.run("hwhy", str(outside)).stdout
+    refused = cluster.run("hsub", "--reservation=nosuch", "--wrap=true", check=False)
+    assert "Requested reservation is invalid" in refused.stderr
+    cluster.run("hctl", "delete", "reservation", "course")
+    assert ended(outside)["state"] == "COMPLETED"
+
+
+def test_a_deadline_several_partitions_and_a_circle(cluster: LocalCluster, sub: Sub, job: Any) -> None:
+    first = sub("true", "--hold", "--time=2", "--deadline=now+1hour")
+    second = sub("true", f"--dependency=afterok:{first}", "--kill-on-invalid-dep=yes")
+    refused = cluster.run("hctl", "update", str(first), f"dependency=afterok:{second}", check=False)
+    assert "that is a circle" in refused.stderr
+    late = cluster.run("hsub", "--time=60", "--deadline=now+1minute", "--wrap=true", check=False)
+    assert "cannot end by the deadline" in late.stderr
+    assert f"Deadline={time.strftime('%Y')}" in cluster.run("hctl", "show", "job", str(first)).stdout
+    cluster.run("hcancel", str(first))
+    wait_until(lambda: job(second)["state"] == "CANCELLED", what="the end of a job that could never start")
