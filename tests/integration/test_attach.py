@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import pytest
 from agent_client import Controller, NodeUnderTest, launch_of, new_token, script_of
 from waiting import wait_until
 
-from hpcnode import protocol
+from hpcnode import process, protocol
 from hpcsched.launch.bundle import build_bundle
 
 
@@ -73,10 +74,16 @@ def source() -> list[str]:
     return [sys.executable, "-I", "-S", str(Path(hpcnode.__file__).parent)]
 
 
-def bundle(root: Path) -> list[str]:
-    built = build_bundle()
+def bundle(root: Path, version: str = "") -> list[str]:
+    """Put a bundle into the root, as if it had come there a day ago; another one for each `version`."""
+    import hpcnode
+
+    package = Path(hpcnode.__file__).parent
+    sources = {f"hpcnode/{path.name}": path.read_bytes() for path in package.glob("*.py")}
+    built = build_bundle(sources | {"hpcnode/version.txt": version.encode()})
     path = root / f"hpcnode-{built.sha256[:16]}.pyz"
     path.write_bytes(built.data)
+    os.utime(path, (time.time() - 86_400, time.time() - 86_400))
     return [sys.executable, "-I", "-S", str(path)]
 
 
@@ -111,6 +118,24 @@ def test_an_agent_of_another_bundle_is_replaced_under_running_jobs(root: Path) -
     assert len((root / "pids").read_text().split()) == 1
     old.close()
     new.close()
+
+
+def test_an_old_bundle_stays_while_a_job_is_minded_from_it_and_then_goes(root: Path) -> None:
+    first = bundle(root, "1")
+    old = Attached(root, *first)
+    token = old.launch("while [ ! -e go ]; do sleep 0.05; done", work_dir=str(root))
+    old.wait_status(token, protocol.STARTED)
+    new = Attached(root, *bundle(root, "2"))
+    assert new.welcome.pid != old.welcome.pid
+    assert Path(first[-1]).exists()
+    (root / "go").touch()
+    assert new.final(token).codes == [0]
+    wait_until(lambda: not process.is_named(first[-1].encode()))
+    third = bundle(root, "3")
+    newest = Attached(root, *third)
+    assert [path.name for path in root.glob("hpcnode-*.pyz")] == [Path(third[-1]).name]
+    for one in (old, new, newest):
+        one.close()
 
 
 def test_an_agent_that_hangs_is_replaced_too(root: Path) -> None:

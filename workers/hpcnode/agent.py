@@ -121,9 +121,21 @@ class Agent:
         self._loop.after_turn = self._after_turn
         gc.collect()
         gc.freeze()  # a shepherd's collector must not touch, and so copy, what it shares with us
+        self._tidy()
         self._loop.run()
+        self._tidy()
         os.unlink(self._socket_path)
         listener.close()
+
+    def _tidy(self) -> None:
+        """Delete what versions before us have left and nothing runs from: shepherds and step commands of theirs live on."""
+        if place.version() == "source":
+            return
+        try:
+            for name in place.delete_old_bundles(self.root, process.is_named, time.time()):
+                log("deleted %s: nothing runs from it any more" % name)
+        except OSError as error:
+            log("cannot delete old bundles: %s" % error)
 
     def _protect(self) -> None:
         os.umask(0o077)

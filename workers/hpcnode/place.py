@@ -11,9 +11,10 @@ import re
 import shlex
 import stat
 import sys
-from typing import List
+from typing import Callable, List
 
 MAX_SOCKET_PATH = 100
+OLD_BUNDLE_S = 600.0
 _BUNDLE = re.compile(r"hpcnode-([0-9a-f]+)\.pyz\Z")
 
 
@@ -57,6 +58,23 @@ def version() -> str:
 def command(*words: str) -> List[str]:
     """Return the argument vector that runs this program with `words`, isolated from the user's Python settings."""
     return [sys.executable, "-I", "-S", program(), *words]
+
+
+def delete_old_bundles(root: str, in_use: Callable[[bytes], bool], now_s: float) -> List[str]:
+    """Delete the bundles of other versions that no process runs from; return their names.
+
+    Not those that came a moment ago: somebody is about to start from one.
+    """
+    deleted = []
+    ours = os.path.basename(program())
+    for name in sorted(os.listdir(root)):
+        path = os.path.join(root, name)
+        if name == ours or not _BUNDLE.fullmatch(name) or now_s - os.stat(path).st_mtime < OLD_BUNDLE_S:
+            continue
+        if not in_use(os.fsencode(path)):
+            os.unlink(path)
+            deleted.append(name)
+    return deleted
 
 
 def write_shims(root: str) -> None:

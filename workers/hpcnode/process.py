@@ -121,6 +121,17 @@ def all_processes() -> Dict[int, Stat]:
     return found
 
 
+def is_named(words: bytes) -> bool:
+    """Return whether a process, other than this one, has `words` in its command line."""
+    for name in os.listdir("/proc"):
+        try:
+            if name.isdigit() and int(name) != os.getpid() and words in _read("/proc/%s/cmdline" % name):
+                return True
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            pass  # it has ended, or is hidden from us: then it is none of ours
+    return False
+
+
 def descendants(roots: Iterable[int], table: Optional[Mapping[int, Stat]] = None) -> List[int]:
     """Return the living processes below `roots` (not themselves), parents before their children."""
     known = all_processes() if table is None else table

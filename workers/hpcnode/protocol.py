@@ -1,9 +1,9 @@
 """The messages between controller, agent, shepherd and the step commands: the one definition that every end uses.
 
 A frame is two big-endian 32-bit lengths, then a JSON object, then raw bytes (output, input, a script): see `Framer`.
-A message is a frozen dataclass; its JSON is its fields plus ``"type"``. Unknown types and fields, missing fields, wrong
-types, duplicate keys, NaN, too long frames and deep nesting are refused with `WireError`: a peer of another version is
-told so by `version` in `Hello` and `Welcome`, not by guessing.
+A message is a frozen dataclass; its JSON is its fields plus ``"type"``, without those that are as usual. Unknown types and
+fields, missing fields, wrong types, duplicate keys, NaN, too long frames and deep nesting are refused with `WireError`: a
+peer of another version is told so by `version` in `Hello` and `Welcome`, not by guessing.
 
 Rules (see LAUNCH in the design): a launch is named by its token; `Launch` may be sent again freely and is answered
 with the
@@ -448,16 +448,32 @@ _REQUIRED: Dict[type, Tuple[str, ...]] = {
     )
     for cls in (*_MESSAGES, TaskSet, Address)
 }
+# What a field is where nothing is said.
+_USUAL: Dict[type, Dict[str, Any]] = {
+    cls: {
+        f.name: f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
+        for f in dataclasses.fields(cls)
+        if f.name not in _REQUIRED[cls]
+    }
+    for cls in (*_MESSAGES, TaskSet, Address)
+}
 
 Message = Any  # one of _MESSAGES
 M = TypeVar("M")
 
 
 def to_json(message: Message) -> Dict[str, Any]:
-    """Return the JSON object of `message`, its type included."""
+    """Return the JSON object of `message`, its type included, without the fields that are as usual.
+
+    A step command of the version before, which runs in a job that outlives an upgrade, knows no newer fields: it must not
+    be sent them for nothing.
+    """
     obj: Dict[str, Any] = {"type": type(message).__name__}
+    usual = _USUAL[type(message)]
     for name in _HINTS[type(message)]:
         value = getattr(message, name)
+        if name in usual and value == usual[name]:
+            continue
         if isinstance(value, (TaskSet, Address)):
             value = dict(value.__dict__)
         obj[name] = value

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcnode import environment, files, local, probe, protocol, streams
+from hpcnode import environment, files, local, place, probe, protocol, streams
 from hpcnode.tokens import read_token
 from hpcnode.user import Account
 from hpcsched.errors import ProtocolError
@@ -224,3 +225,26 @@ def test_the_table_of_gpus() -> None:
         {"index": 0, "name": "NVIDIA H200", "uuid": "GPU-8a1c", "mem_mib": 143771},
         {"index": 1, "name": "NVIDIA GB10", "uuid": "GPU-77aa", "mem_mib": 0},
     ]
+
+
+def test_a_message_that_says_nothing_new_has_nothing_that_a_version_before_would_not_know() -> None:
+    ended = protocol.StepEnded([0], [0])
+    assert protocol.to_json(ended) == {"type": "StepEnded", "codes": [0], "signals": [0]}
+    report = protocol.Report(seq=1, token="t", status=protocol.ENDED, at_s=1.5, codes=[0, 3])
+    assert protocol.to_json(report) == {
+        "type": "Report", "seq": 1, "token": "t", "status": "ended", "at_s": 1.5, "codes": [0, 3],
+    }  # fmt: skip
+    assert protocol.from_json(protocol.to_json(report)) == report
+
+
+def test_bundles_that_nothing_runs_from_are_deleted_when_they_are_old(tmp_path: Path) -> None:
+    for name in ("hpcnode-aaaa.pyz", "hpcnode-bbbb.pyz", "hpcnode-cccc.pyz", "mine.pyz", "hpcnode-dddd.pyz.tmp"):
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (1000.0, 1000.0))
+    os.utime(tmp_path / "hpcnode-cccc.pyz", (1990.0, 1990.0))  # somebody is about to start from it
+    running = os.fsencode(tmp_path / "hpcnode-bbbb.pyz")
+    assert place.delete_old_bundles(str(tmp_path), running.__eq__, now_s=2000.0) == ["hpcnode-aaaa.pyz"]
+    assert len(list(tmp_path.iterdir())) == 4
+    assert set(place.delete_old_bundles(str(tmp_path), lambda _: False, now_s=3000.0)) == {
+        "hpcnode-bbbb.pyz", "hpcnode-cccc.pyz",
+    }  # fmt: skip
