@@ -88,6 +88,10 @@ class SchedulerSettings:
     age_max_s: float
     max_array_size: int
     max_jobs: int
+    preempt_type: str
+    preempt_mode: str
+    preempt_grace_time_s: float
+    preempt_exempt_time_s: float
     weights: Weights
 
 

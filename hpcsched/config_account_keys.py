@@ -249,13 +249,14 @@ QOS = (
         name="grace_time_s",
         kind=seconds(),
         default=0,
-        help="How long its jobs have from the signal that they are preempted to their end.",
+        help="How long its jobs have from the signal that they are preempted to their end. 0: as the scheduler's "
+        "preempt_grace_time_s with mode checkpoint, else kill_wait_s.",
     ),
     Key(
         name="exempt_time_s",
         kind=seconds(),
         default=0,
-        help="For so long after their start its jobs are not preempted.",
+        help="For so long after their start its jobs are not preempted. 0: as the scheduler's preempt_exempt_time_s.",
     ),
     *LIMITS,
 )

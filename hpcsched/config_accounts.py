@@ -133,6 +133,22 @@ def _check_qos(path: Path, accounting: Accounting) -> None:
             _must_be(path, f"[qos.{qos.name}] preempt", name, names, "QOS")
         if qos.name in qos.preempt:
             raise ConfigError(f"cannot use {path}: [qos.{qos.name}] preempt names itself")
+    _refuse_circles(path, accounting)
+
+
+def _refuse_circles(path: Path, accounting: Accounting) -> None:
+    """Refuse QOS that preempt each other in a circle: their jobs could take turns for ever."""
+    below = {qos.name: qos.preempt for qos in accounting.qos}
+
+    def walk(name: str, way: list[str]) -> None:
+        if name in way:
+            circle = " -> ".join([*way[way.index(name) :], name])
+            raise ConfigError(f"cannot use {path}: the QOS preempt each other in a circle: {circle}")
+        for lower in below.pop(name, ()):
+            walk(lower, [*way, name])
+
+    for name in list(below):
+        walk(name, [])
 
 
 def _must_be(path: Path, where: str, name: str, known: list[str], what: str) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpcsched.errors import RequestError
+from hpcsched.model.accounting import PreemptMode, PreemptType
 from hpcsched.model.hostlist import expand_hostlist
 from hpcsched.model.units import parse_mem_mib, parse_time_s
 
@@ -323,6 +324,32 @@ SCHEDULER = (
     Key(name="age_max_s", kind=seconds(1), default=604800, help="Waiting longer than this raises priority no further."),
     Key(name="max_array_size", kind=whole(1), default=10000, help="The most tasks that one array may have."),
     Key(name="max_jobs", kind=whole(1), default=100000, help="The most jobs that may wait and run in all."),
+    Key(
+        name="preempt_type",
+        kind=one_of(*PreemptType),
+        default="none",
+        help="Which waiting jobs may take the place of running ones: none; qos: those whose QOS lists the other's in preempt; "
+        "partition: those of a partition with a higher priority_tier, on nodes of both.",
+    ),
+    Key(
+        name="preempt_mode",
+        kind=one_of(*PreemptMode),
+        default="requeue",
+        help="What happens to a job that makes room, unless its QOS says otherwise: requeue; cancel; checkpoint: it gets SIGTERM "
+        "(or the signal of its --signal), time to save what it has, and is requeued; suspend: it stands still; off: nothing.",
+    ),
+    Key(
+        name="preempt_grace_time_s",
+        kind=seconds(),
+        default=60,
+        help="How long a job has to save what it has with preempt_mode checkpoint, unless its QOS says otherwise.",
+    ),
+    Key(
+        name="preempt_exempt_time_s",
+        kind=seconds(),
+        default=0,
+        help="For so long after its start a job is not preempted, unless its QOS says otherwise.",
+    ),
 )
 
 WEIGHTS = (

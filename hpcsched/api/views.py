@@ -248,7 +248,7 @@ def node_views(world: World, now_s: float) -> list[dict[str, Any]]:
         (one for one in world.reservations.values() if one.is_active(now_s)), key=lambda one: one.is_maintenance
     )
     reserved = {name: one for one in active for name in one.nodes}  # maintenance has the last word
-    shares = [(job.id, share) for job in world.active_jobs() for share in job.shares if share.node in job.held_nodes]
+    shares = [(job.id, share) for job in world.active_jobs() for share in job.holding]
     return [
         _node_view(node, [item for item in shares if item[1].node == node.name], world, reserved.get(node.name))
         for node in world.nodes.values()

@@ -189,6 +189,7 @@ _COLUMNS = (
     Column("NodeList", _node_list, True),
     Column("NTasks", lambda row: str(row.step["ntasks"]) if row.step else "", True),
     Column("Partition", _only_job("partition"), True),
+    Column("PreemptedBy", lambda row: "" if row.step else str(row.job.get("preempted_by") or ""), True),
     Column("Priority", _only_job("priority"), True),
     Column("QOS", _only_job("qos"), True),
     Column("Reason", _reason, True),

@@ -15,6 +15,7 @@ def detail_lines(job: Job, now_s: float) -> list[str]:
         ("why", why(job) if why(job) != reason(job) else ""),
         ("start", _start(job, now_s)),
         ("end" if job["state"] in ENDED_STATES else "time", _end(job, now_s)),
+        ("preempted", f"by job {job['preempted_by']}" if job.get("preempted_by") else ""),
         ("suspended", format_time_s(job["suspended_s"]) if job.get("suspended_s") else ""),
         ("nodes", job["node_list"]),
         ("asks for" if is_waiting(job) else "has", _resources(job)),

@@ -41,6 +41,7 @@ def job_lines(job: Json) -> list[Words]:
         [("Priority", job["priority"] or 0), ("Nice", job["nice"])],
         [("JobState", job["state"]), ("Reason", reason(job)), ("Dependency", job["dependency"])],
         [("ReasonText", job["reason_detail"])] if job["reason_detail"] else (),
+        [("PreemptedBy", job["preempted_by"])] if job.get("preempted_by") else (),
         [("Requeue", job["requeue"]), ("Restarts", job["restarts"]), ("ExitCode", exit_text(job))],
         [("RunTime", format_time_s(job["elapsed_s"], full=True)), ("TimeLimit", _limit(job["time_limit_s"]))],
         [

@@ -39,7 +39,7 @@ from hpcsched.model.reservation import at
 from hpcsched.model.spec import JobSpec
 from hpcsched.model.units import parse_signal
 from hpcsched.sched.explain import explain, in_words
-from hpcsched.sched.plan import plan
+from hpcsched.sched.preempt import full_plan
 from hpcsched.shareprobe import PROBE_BYTES, is_probe_name
 from hpcsched.store.backup import back_up
 from hpcsched.store.store import HistoryQuery
@@ -129,7 +129,7 @@ class ControllerBackend:
             time_limit_s=limit_s,
             not_before_s=spec.begin_at_s,
         )
-        made = plan(
+        made = full_plan(
             self._controller.snapshot([*self._world.jobs_to_plan(), job], now_s),
             self._controller.policy,
         )
@@ -211,7 +211,7 @@ class ControllerBackend:
         if job.state is JobState.PENDING:
             now_s, policy = self._clock(), self._controller.policy
             snapshot = self._controller.snapshot(self._world.jobs_to_plan(), now_s)
-            found = explain(snapshot, policy, plan(snapshot, policy), job.id)
+            found = explain(snapshot, policy, full_plan(snapshot, policy), job.id)
             if found is not None:
                 answer |= {
                     "lines": in_words(found, now_s).splitlines(),

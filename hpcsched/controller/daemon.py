@@ -28,9 +28,10 @@ from hpcsched.controller.tick import Controller, load_world
 from hpcsched.errors import ConfigError, InvariantError, RequestError
 from hpcsched.launch.bundle import build_bundle
 from hpcsched.launch.greeting import ControllerIdentity
+from hpcsched.model.accounting import PreemptMode, PreemptType
 from hpcsched.model.ids import NodeName
 from hpcsched.model.node import Link, Node, NodeSpec
-from hpcsched.sched.policy import Backfill, Policy
+from hpcsched.sched.policy import Backfill, Policy, PreemptRules
 from hpcsched.store.engine import incarnation, open_database, raise_epoch, restored_last_id
 from hpcsched.store.store import Store
 from hpcsched.store.world import World
@@ -277,4 +278,12 @@ def policy_of(config: Config) -> Policy:
         weight_assoc=scheduler.weights.assoc,
         weights_tres=scheduler.weights.tres,
         age_max_s=scheduler.age_max_s,
+        preempt=PreemptRules(
+            type=PreemptType(scheduler.preempt_type),
+            mode=PreemptMode(scheduler.preempt_mode),
+            grace_s=scheduler.preempt_grace_time_s,
+            exempt_s=scheduler.preempt_exempt_time_s,
+            requeue=config.controller.requeue,
+            qos={qos.name: qos for qos in config.accounting.qos},
+        ),
     )

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 from hpcnode import protocol
 from hpcsched.controller import messages, reports, reserving
 from hpcsched.controller.books import Books
+from hpcsched.controller.preemption import carry_out, exempt_until_s
 from hpcsched.controller.requests import SignalJob, miss_node, note_condition
 from hpcsched.controller.silence import Silences, end_silent
 from hpcsched.errors import HpcschedError, ProtocolError, UnavailableError
@@ -26,8 +27,9 @@ from hpcsched.model.ids import ALLOC_STEP, BATCH_STEP, JobId, NodeName, Token
 from hpcsched.model.job import ACTIVE, Job, JobState, Reason
 from hpcsched.model.node import Link
 from hpcsched.sched.eligible import Wait
-from hpcsched.sched.plan import Plan, Start, plan
+from hpcsched.sched.plan import Plan, Start
 from hpcsched.sched.policy import Policy
+from hpcsched.sched.preempt import full_plan
 from hpcsched.sched.snapshot import Snapshot, SnapshotCache, snapshot_of
 from hpcsched.store.store import Store
 from hpcsched.store.world import Transaction, World
@@ -352,10 +354,12 @@ class Controller:
         world = self.world
         held_back = self._held_back()
         jobs = [job for job in world.jobs_to_plan() if job.id not in held_back]
-        self.last_plan = plan(self.snapshot(jobs, tx.now_s, self._views), self.policy)
+        self.last_plan = full_plan(self.snapshot(jobs, tx.now_s, self._views), self.policy)
         for start in self.last_plan.starts:
             self._start(tx, self.world.jobs[start.job_id], start)
         self._note_waits(tx, self.last_plan)
+        if carry_out(tx, self.last_plan):
+            self.replan()
         world.waits |= held_back
         took_s = self._ports.monotonic_s() - started_s
         self._next_plan_s = started_s + took_s + min(3 * took_s, PLAN_PAUSE_MAX_S)
@@ -410,7 +414,10 @@ class Controller:
         lasts = (_too_late_at_s(job) for job in waiting)
         turns = (wait.expected_start_s for wait in self.world.waits.values() if wait.reason in TIMED)
         reserved = reserving.next_turn_s(self.world, now_s)
-        due = [at_s for at_s in (*begins, *ends, *lasts, *turns, reserved) if at_s is not None and at_s > now_s]
+        exempt = exempt_until_s(self.world, self.policy.preempt)
+        due = [
+            at_s for at_s in (*begins, *ends, *lasts, *turns, *exempt, reserved) if at_s is not None and at_s > now_s
+        ]
         self._timer_at_s = min(due, default=None)
         if self._timer_at_s is not None:
             self._ports.wake(self._timer_at_s - now_s)

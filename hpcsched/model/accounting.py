@@ -42,6 +42,14 @@ class PreemptMode(StrEnum):
     SUSPEND = "suspend"
 
 
+class PreemptType(StrEnum):
+    """Which jobs outrank others."""
+
+    NONE = "none"
+    QOS = "qos"  # as their QOS say
+    PARTITION = "partition"  # by their partitions' priority_tier
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """What may not be exceeded; None or empty: no limit. ``max_``: each user or each job. ``grp_``: all of them together.

@@ -6,7 +6,7 @@ them. A job changes only in `hpcsched.lifecycle`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from hpcsched.model.ids import JobId, NodeName
@@ -218,6 +218,12 @@ class Job:
     deadline_set_s: int | None = None  # 0: none any more
     reservation_set: str | None = None
     expected_start_s: float | None = field(default=None, compare=False)  # the last plan's estimate; not stored
+
+    @property
+    def holding(self) -> tuple[Share, ...]:
+        """What it holds now, of the nodes that it has not given back: without the cpus while another job has them."""
+        held = tuple(share for share in self.shares if share.node in self.held_nodes)
+        return held if self.suspended_for is None else tuple(replace(share, cpus=0) for share in held)
 
     @property
     def display_id(self) -> str:

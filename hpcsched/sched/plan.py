@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from hpcsched.model.accounting import PreemptMode
 from hpcsched.model.ids import JobId
 from hpcsched.model.job import Reason
 from hpcsched.model.node import Partition
@@ -57,11 +58,36 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Victim:
+    """A running job that makes room. `save_s`: it is told by a signal to save what it has, for so long."""
+
+    job_id: JobId
+    mode: PreemptMode
+    save_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preemption:
+    """`victims` make room so that `job_id` can start on `shares`, which are kept for it."""
+
+    job_id: JobId
+    shares: tuple[Share, ...]
+    victims: tuple[Victim, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Every waiting job of the snapshot is in `starts` or has its `waits` entry. Jobs that wait alike share one `Wait`."""
+    """Every waiting job of the snapshot is in `starts` or has its `waits` entry. Jobs that wait alike share one `Wait`.
+
+    What is beyond starts and waits is decided in `preempt`: who makes room for whom, which jobs that stand still go on, and
+    for which nothing is kept any more.
+    """
 
     starts: tuple[Start, ...]
     waits: Mapping[JobId, Wait]
+    preemptions: tuple[Preemption, ...] = ()
+    resumes: tuple[JobId, ...] = ()
+    given_up: tuple[JobId, ...] = ()
 
 
 def plan(snapshot: Snapshot, policy: Policy) -> Plan:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
+
+from hpcsched.model.accounting import PreemptMode, PreemptType, Qos
 
 
 class Backfill(StrEnum):
@@ -25,6 +28,18 @@ class Guard:
     long_s: float = 14400.0  # expected run times beyond this count as this
     learning_s: float = 14 * 86400.0  # so long a machine's history says too little
     learning_old_s: float = 500_000.0  # and nobody is old before this
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreemptRules:
+    """Who may preempt whom, and how: the cluster's rules, and the QOS with theirs, by name."""
+
+    type: PreemptType = PreemptType.NONE
+    mode: PreemptMode = PreemptMode.REQUEUE
+    grace_s: float = 60.0  # what a job of mode "checkpoint" has to save what it has
+    exempt_s: float = 0.0  # for so long after its start a job is not preempted
+    requeue: bool = True  # whether a job that does not say may run again
+    qos: Mapping[str, Qos] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,4 +66,5 @@ class Policy:
     backfill_depth: int = 1_000  # so many shapes of jobs are tried in vain behind the first one that waits; 0: all
     promises: int = 100  # so many waiting jobs of each partition are promised a start with "slurm-like"
     conservative_depth: int = 1_000  # and so many with "conservative"; those behind them wait
+    preempt: PreemptRules = field(default_factory=PreemptRules)
     estimate_depth: int = 10  # so many waiting jobs of the queue's front get an expected start

@@ -61,6 +61,11 @@ class RunningJob:
     qos: str = ""
     partition: str = ""
     licenses: LicenseCounts = ()
+    runs: bool = False  # neither being started, nor suspended, nor being ended
+    ending: bool = False
+    may_run_again: bool | None = False  # None: as the cluster's rules say
+    saved_at_s: float | None = None  # its last checkpoint, as far as it has told of one
+    lent_shares: tuple[Share, ...] = ()  # it stands still so that others have its cpus: what it is to have again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +91,7 @@ class PendingJob:
     name: str = ""
     deadline_at_s: float | None = None
     reservation: str = ""
+    kept_shares: tuple[Share, ...] = ()  # others make room for it there
     others: tuple[PendingJob, ...] = ()  # the same job in the other partitions that it asked for
     user: str = ""
     account: str = ""
@@ -275,6 +281,7 @@ def _pending_in(job: Job, partitions: Mapping[str, Partition], name: str, cache:
         account=job.spec.account,
         qos=job.spec.qos,
         licenses=job.spec.licenses,
+        kept_shares=job.kept_shares,
         free_to_go=not (
             job.hold is not Hold.NONE
             or job.priority_set == 0
@@ -307,7 +314,11 @@ def running_job(job: Job, partitions: Mapping[str, Partition], default: str, now
     return RunningJob(
         id=job.id,
         display_id=job.display_id,
-        shares=tuple(share for share in job.shares if share.node in held),
+        shares=job.holding,
+        lent_shares=tuple(share for share in job.shares if share.node in held) if job.suspended_for is not None else (),
+        runs=job.state is JobState.RUNNING,
+        ending=job.state is JobState.COMPLETING,
+        may_run_again=job.spec.requeue if job.spec.script else False,
         began_at_s=began_at_s,
         ends_at_s=ends_at_s,
         array_job_id=job.array_job_id,

@@ -5,7 +5,8 @@
 A node group is ``COUNTxCPUS[/MEM_MIB][/GPUSxTYPE[%SHARDS]][+feature...]``; nodes are called n1, n2, ... Time is 0. A
 job is a job id, a colon and words: ``2 nodes``, ``2-4 nodes``, ``5 tasks``, ``2 per-node``, ``4c`` (cpus per task),
 ``100M`` (memory per node), ``2g``, ``2g:a100`` (GPUs per node), ``3shards``, ``60s`` (limit), ``n1,n2`` (node list, or
-where it runs), ``p=a`` or ``p=a,b`` (partition), ``+feature`` (constraint), ``exclusive``, ``nice=5``. Running jobs began at 0
+where it runs), ``p=a`` or ``p=a,b`` (partition), ``+feature`` (constraint), ``q=NAME`` (QOS), ``exclusive``,
+``nice=5``. Running jobs began at 0
 and hold their cpus, memory and GPUs on each of their nodes.
 """
 
@@ -24,6 +25,7 @@ from hpcsched.model.resources import Gpu, GpuRequest, Share
 from hpcsched.model.spec import JobSpec
 from hpcsched.sched.plan import Plan, plan
 from hpcsched.sched.policy import Policy
+from hpcsched.sched.preempt import full_plan
 from hpcsched.sched.snapshot import Snapshot, snapshot_of
 
 MEM_MIB = 1000  # of a node that does not say
@@ -45,6 +47,9 @@ class World:
 
     def plan(self) -> Plan:
         return plan(self.snapshot(), self.policy)
+
+    def full_plan(self) -> Plan:
+        return full_plan(self.snapshot(), self.policy)
 
     def starts(self) -> dict[int, str]:
         """Return what starts: ``{2: "n1:4 n2:4"}``, the cpus on each node."""
@@ -164,6 +169,7 @@ _WORDS: tuple[tuple[str, Any], ...] = (
     (r"(n\d+(?:,n\d+)*)", lambda m: {"nodelist": tuple(NodeName(name) for name in m[1].split(","))}),
     (r"p=([\w,]+)", lambda m: {"partition": m[1]}),
     (r"\+(\S+)", lambda m: {"constraint": m[1]}),
+    (r"q=(\w+)", lambda m: {"qos": m[1]}),
     (r"exclusive", lambda m: {"exclusive": True}),
     (r"nice=-?\d+", lambda m: {}),
 )

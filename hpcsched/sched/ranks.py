@@ -1,0 +1,77 @@
+"""Who may preempt whom, in which way, and what it costs: the administrator's rules, applied to two jobs.
+
+By QOS a job outranks another if its QOS lists the other's and not the other way round; by partition, if its partition has the
+higher priority tier. So no job is preempted by one of its own or a lower rank, and (the configuration refuses circles of QOS)
+never by one that it could preempt in turn. Sources: preempt.html of Slurm's documentation, sacctmgr(1) Preempt, GraceTime.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hpcsched.model.accounting import PreemptMode, PreemptType
+from hpcsched.model.node import Partition
+from hpcsched.sched.policy import PreemptRules
+from hpcsched.sched.snapshot import PendingJob, RunningJob
+
+
+def outranks(job: PendingJob, other: RunningJob, rules: PreemptRules, partitions: Mapping[str, Partition]) -> bool:
+    """Return whether `job` may take the place of `other` at all."""
+    match rules.type:
+        case PreemptType.QOS:
+            mine, its = rules.qos.get(job.qos), rules.qos.get(other.qos)
+            listed = mine is not None and other.qos in mine.preempt
+            return listed and not (its is not None and job.qos in its.preempt)
+        case PreemptType.PARTITION:
+            mine_in, its_in = partitions.get(job.partition), partitions.get(other.partition)
+            return mine_in is not None and its_in is not None and mine_in.priority_tier > its_in.priority_tier
+        case PreemptType.NONE:
+            return False
+
+
+def mode_of(victim: RunningJob, rules: PreemptRules) -> PreemptMode:
+    """Return what is done to `victim`: what cannot run again is cancelled where it would be queued again."""
+    qos = rules.qos.get(victim.qos)
+    mode = qos.preempt_mode if qos is not None and qos.preempt_mode is not None else rules.mode
+    again = victim.may_run_again if victim.may_run_again is not None else rules.requeue
+    if mode in (PreemptMode.REQUEUE, PreemptMode.CHECKPOINT) and not again:
+        return PreemptMode.CANCEL
+    return mode
+
+
+def grace_s(victim: RunningJob, rules: PreemptRules) -> float | None:
+    """Return how long `victim` has to save what it has; None: it is ended as a cancelled job is."""
+    qos = rules.qos.get(victim.qos)
+    own = qos.preempt_mode if qos is not None and qos.preempt_mode is not None else rules.mode
+    if qos is not None and qos.grace_time_s > 0:
+        return qos.grace_time_s
+    return rules.grace_s if own is PreemptMode.CHECKPOINT and rules.grace_s > 0 else None
+
+
+def may_be_preempted(victim: RunningJob, rules: PreemptRules, now_s: float) -> bool:
+    """Return whether `victim` runs, has run for as long as it is exempt, and is of those that make room."""
+    if not victim.runs or mode_of(victim, rules) is PreemptMode.OFF:
+        return False
+    qos = rules.qos.get(victim.qos)
+    exempt_s = qos.exempt_time_s if qos is not None and qos.exempt_time_s > 0 else rules.exempt_s
+    return now_s - victim.began_at_s >= exempt_s
+
+
+def lost_s(victim: RunningJob, rules: PreemptRules, now_s: float) -> float:
+    """Return how much work is lost with `victim`, in seconds times what it holds (a GPU counts as eight cpus).
+
+    That is what it has done since its last checkpoint, as far as it has told of one; with all that it did if it will not run
+    again, nothing if it only stands still.
+    """
+    mode = mode_of(victim, rules)
+    if mode is PreemptMode.SUSPEND:
+        return 0.0
+    saved_at_s = victim.saved_at_s if mode is not PreemptMode.CANCEL else None
+    since_s = max(victim.began_at_s, saved_at_s if saved_at_s is not None else victim.began_at_s)
+    return max(0.0, now_s - since_s) * weight(victim)
+
+
+def weight(victim: RunningJob) -> float:
+    """Return how much the job holds."""
+    gpus = sum(share.shards / share.shards_of if share.shards else len(share.gpus) for share in victim.shares)
+    return sum(share.cpus for share in victim.shares) + 8 * gpus

@@ -1,0 +1,170 @@
+"""Which running jobs make room for one that waits: as little lost work as can be, and nobody in vain.
+
+Whether the job fits once some others are gone is not worked out here: the plan itself is asked, with a snapshot in which they are
+gone. So all that a plan heeds (reservations, limits, licences, the promises to jobs ahead) is heeded. The candidates are put
+into a few orders; of each the shortest beginning that is enough is taken, and from it all that is not needed is dropped
+again: so every victim is needed for the job to start. The set that loses least is chosen, of equals the smallest.
+
+Pure: a snapshot and rules in, names out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from hpcsched.model.accounting import PreemptMode
+from hpcsched.model.resources import Share
+from hpcsched.sched.plan import Plan, Start
+from hpcsched.sched.policy import Policy
+from hpcsched.sched.ranks import lost_s, may_be_preempted, mode_of, outranks, weight
+from hpcsched.sched.snapshot import PendingJob, RunningJob, Snapshot
+
+MAX_PRUNED = 64  # beyond this, victims on the nodes that the job gets are not tried one by one
+
+Make = Callable[[Snapshot, Policy], Plan]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """Who has to go so that the job can start, and how it does then."""
+
+    victims: tuple[RunningJob, ...]
+    start: Start
+
+
+def choose(
+    snapshot: Snapshot, policy: Policy, job: PendingJob, ahead: Sequence[PendingJob], make: Make
+) -> Choice | None:
+    """Return the best choice of victims for `job`, None if it would be in vain. `ahead`: whom it must not delay.
+
+    Nor is anybody preempted for a job that fits as it is, and is held back by its place in the line alone.
+    """
+    candidates = candidates_for(snapshot, policy, job)
+    if not candidates:
+        return None
+    trial = _Trial(snapshot, policy, job, ahead, make)
+    if trial.start(candidates) is None or trial.start(()) is not None:
+        return None
+    choices = [trial.needed(_enough(trial, order)) for order in _orders(candidates, snapshot, policy)]
+    now_s, rules = snapshot.now_s, policy.preempt
+    best = min(
+        choices,
+        key=lambda choice: (
+            sum(lost_s(victim, rules, now_s) for victim in choice.victims),
+            len(choice.victims),
+            sorted(victim.id for victim in choice.victims),
+        ),
+    )
+    return replace(best, victims=tuple(sorted(best.victims, key=lambda victim: victim.id)))
+
+
+def candidates_for(snapshot: Snapshot, policy: Policy, job: PendingJob) -> list[RunningJob]:
+    """Return the running jobs that may be preempted for `job` and hold something where it may run."""
+    rules = policy.preempt
+    views = (job, *job.others)
+    parts = [snapshot.partitions[view.partition] for view in views if view.partition in snapshot.partitions]
+    nodes = {name for partition in parts for name in partition.nodes}
+    return [
+        other
+        for other in snapshot.running
+        if may_be_preempted(other, rules, snapshot.now_s)
+        and any(outranks(view, other, rules, snapshot.partitions) for view in views)
+        and any(share.node in nodes for share in other.shares)
+    ]
+
+
+def without(snapshot: Snapshot, policy: Policy, victims: Iterable[RunningJob]) -> Snapshot:
+    """Return the snapshot as it is when the victims have gone, or stand still."""
+    modes = {victim.id: mode_of(victim, policy.preempt) for victim in victims}
+    running: list[RunningJob] = []
+    for job in snapshot.running:
+        mode = modes.get(job.id)
+        if mode is None:
+            running.append(job)
+        elif mode is PreemptMode.SUSPEND:
+            running.append(lent(job))
+    return replace(snapshot, running=tuple(running))
+
+
+def lent(job: RunningJob) -> RunningJob:
+    """Return the job standing still: others may have its cpus, its memory and GPUs stay its own."""
+    return replace(job, runs=False, shares=lent_shares(job.shares), lent_shares=job.shares)
+
+
+def lent_shares(shares: Iterable[Share]) -> tuple[Share, ...]:
+    """Return what a job that stands still so that others have its cpus holds meanwhile."""
+    return tuple(replace(share, cpus=0) for share in shares)
+
+
+class _Trial:
+    """Asks the plan whether the job starts when some are gone."""
+
+    def __init__(
+        self, snapshot: Snapshot, policy: Policy, job: PendingJob, ahead: Sequence[PendingJob], make: Make
+    ) -> None:
+        self._snapshot = snapshot
+        self._ahead = tuple(ahead)
+        self._policy = policy
+        self._job = job
+        self._make = make
+
+    def start(self, victims: Iterable[RunningJob]) -> Start | None:
+        """Return how the job starts then; None: it does not. Jobs ahead that the victims would make room for do not count."""
+        world = without(self._snapshot, self._policy, victims)
+        ahead = self._ahead
+        while True:
+            made = self._make(replace(world, pending=(*ahead, self._job)), self._policy)
+            starts = {start.job_id: start for start in made.starts}
+            others = tuple(job for job in ahead if job.id not in starts)
+            if self._job.id in starts or len(others) == len(ahead):
+                return starts.get(self._job.id)
+            ahead = others
+
+    def needed(self, enough: list[RunningJob]) -> Choice:
+        """Return the choice that is left of `enough` when whoever is not needed has been dropped, the costly ones first."""
+        start = self.start(enough)
+        assert start is not None
+        nodes = {share.node for share in start.shares}
+        near = [victim for victim in enough if any(share.node in nodes for share in victim.shares)]
+        if len(near) < len(enough) and (its := self.start(near)) is not None:
+            enough, start = near, its
+        for victim in reversed(enough[-MAX_PRUNED:]):
+            fewer = [other for other in enough if other is not victim]
+            its = self.start(fewer)
+            if its is not None:
+                enough, start = fewer, its
+        return Choice(victims=tuple(enough), start=start)
+
+
+def _enough(trial: _Trial, order: list[RunningJob]) -> list[RunningJob]:
+    """Return the shortest beginning of `order`, all of which is enough, that is."""
+    low, high = 1, len(order)
+    while low < high:
+        middle = (low + high) // 2
+        if trial.start(order[:middle]) is None:
+            low = middle + 1
+        else:
+            high = middle
+    return order[:low] if trial.start(order[:low]) is not None else order
+
+
+def _orders(candidates: list[RunningJob], snapshot: Snapshot, policy: Policy) -> list[list[RunningJob]]:
+    """Return the candidates by what is lost with each; for what each gives back; the large ones first; node by node."""
+    rules, now_s = policy.preempt, snapshot.now_s
+    lost = {job.id: lost_s(job, rules, now_s) for job in candidates}
+    of_node: dict[str, float] = {}
+    for job in candidates:
+        for share in job.shares:
+            of_node[share.node] = of_node.get(share.node, 0.0) + lost[job.id]
+
+    def cheapest_node(job: RunningJob) -> tuple[float, str]:
+        return min((of_node[share.node], share.node) for share in job.shares)
+
+    orders = (
+        sorted(candidates, key=lambda job: (lost[job.id], -weight(job), job.id)),
+        sorted(candidates, key=lambda job: (lost[job.id] / max(1, weight(job)), job.id)),
+        sorted(candidates, key=lambda job: (-weight(job), lost[job.id], job.id)),
+        sorted(candidates, key=lambda job: (*cheapest_node(job), lost[job.id], job.id)),
+    )
+    return list(orders)

@@ -1,0 +1,140 @@
+"""What holds of every preemption, whatever the world: nobody in vain, nobody of equal or higher rank, and it comes to an end."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from property.test_plan import SMALL, worlds
+
+from hpcsched.model.accounting import PreemptMode, PreemptType, Qos
+from hpcsched.sched.plan import Plan
+from hpcsched.sched.policy import Policy, PreemptRules
+from hpcsched.sched.preempt import as_running, full_plan
+from hpcsched.sched.request import Request
+from hpcsched.sched.snapshot import PendingJob, RunningJob, Snapshot
+from hpcsched.sched.victims import without
+
+RANKS = ("low", "mid", "top")
+MODES = st.sampled_from([PreemptMode.REQUEUE, PreemptMode.CANCEL, PreemptMode.CHECKPOINT, PreemptMode.SUSPEND])
+
+
+@st.composite
+def contests(draw: st.DrawFn) -> tuple[Snapshot, Policy]:
+    """A world whose jobs have ranks, and the rules by which they preempt."""
+    snapshot = draw(worlds())
+    rank = st.sampled_from(RANKS)
+    snapshot = replace(
+        snapshot,
+        running=tuple(
+            replace(
+                job, qos=draw(rank), runs=draw(st.sampled_from([True] * 4 + [False])), may_run_again=draw(st.booleans())
+            )
+            for job in snapshot.running
+        ),
+        pending=tuple(replace(job, qos=draw(rank)) for job in snapshot.pending),
+    )
+    qos = {name: Qos(name=name, preempt=RANKS[:at], preempt_mode=draw(MODES)) for at, name in enumerate(RANKS)}
+    return snapshot, Policy(weight_age=0, preempt=PreemptRules(type=PreemptType.QOS, qos=qos))
+
+
+@settings(max_examples=200, deadline=None)
+@given(contests())
+def test_every_victim_is_of_lower_rank_runs_and_is_needed(contest: tuple[Snapshot, Policy]) -> None:
+    snapshot, policy = contest
+    made = full_plan(snapshot, policy)
+    running = {job.id: job for job in snapshot.running}
+    waiting = {job.id: job for job in snapshot.pending}
+    seen: set[int] = set()
+    for item in made.preemptions:
+        for victim in item.victims:
+            its, mine = running[victim.job_id].qos, waiting[item.job_id].qos
+            assert RANKS.index(its) < RANKS.index(mine)
+            assert running[victim.job_id].runs
+            assert victim.job_id not in seen
+            seen.add(victim.job_id)
+        assert item.victims
+        assert not seen.isdisjoint(victim.job_id for victim in item.victims)
+    assert full_plan(snapshot, policy) == made
+
+
+@settings(max_examples=200, deadline=None)
+@given(contests())
+def test_no_preemption_is_in_vain(contest: tuple[Snapshot, Policy]) -> None:
+    """When the victims have gone each beneficiary starts in the very next plan."""
+    snapshot, policy = contest
+    made = full_plan(snapshot, policy)
+    after = _apply(snapshot, made, policy)
+    started = {start.job_id for start in full_plan(after, policy).starts}
+    assert {item.job_id for item in made.preemptions} <= started
+
+
+@settings(max_examples=200, deadline=None)
+@given(contests())
+def test_every_victim_of_a_job_that_waits_alone_is_needed(contest: tuple[Snapshot, Policy]) -> None:
+    snapshot, policy = contest
+    for job in snapshot.pending:
+        alone = replace(snapshot, pending=(job,))
+        for item in full_plan(alone, policy).preemptions:
+            victims = {victim.job_id: victim for victim in item.victims}
+            for spared in victims:
+                gone = [other for other in snapshot.running if other.id in victims and other.id != spared]
+                assert not full_plan(without(alone, policy, gone), Policy(weight_age=0)).starts
+
+
+@settings(max_examples=100, deadline=None)
+@given(contests())
+def test_it_comes_to_an_end(contest: tuple[Snapshot, Policy]) -> None:
+    """While nothing ends by itself, jobs start and make room a bounded number of times: none takes turns for ever."""
+    snapshot, policy = contest
+    jobs = len(snapshot.running) + len(snapshot.pending)
+    for _ in range(jobs * jobs + 3):
+        made = full_plan(snapshot, policy)
+        if not made.starts and not made.preemptions and not made.resumes:
+            return
+        snapshot = _apply(snapshot, made, policy)
+    raise AssertionError("it goes on for ever")
+
+
+def _apply(snapshot: Snapshot, made: Plan, policy: Policy) -> Snapshot:
+    """Return the world once all that the plan decided has been done; who was preempted waits again if it may."""
+    shares = {start.job_id: start.shares for start in made.starts}
+    kept = {item.job_id: item.shares for item in made.preemptions}
+    names = {victim.job_id for item in made.preemptions for victim in item.victims}
+    victims = [job for job in snapshot.running if job.id in names]
+    resumed = [
+        replace(job, shares=job.lent_shares, lent_shares=(), runs=True) if job.id in made.resumes else job
+        for job in without(snapshot, policy, victims).running
+    ]
+    started = [replace(as_running(job, shares[job.id], snapshot.now_s), runs=True) for job in _of(snapshot, shares)]
+    gone = [job for job in victims if job.id not in {other.id for other in resumed} and job.may_run_again]
+    waiting = [
+        replace(job, kept_shares=kept.get(job.id, () if job.id in made.given_up else job.kept_shares))
+        for job in snapshot.pending
+        if job.id not in shares
+    ]
+    again = [_queued(job, snapshot.now_s) for job in gone]
+    return replace(snapshot, running=(*resumed, *started), pending=(*waiting, *again))
+
+
+def _of(snapshot: Snapshot, names: dict[int, object]) -> list[PendingJob]:
+    return [job for job in snapshot.pending if job.id in names]
+
+
+def _queued(job: RunningJob, now_s: float) -> PendingJob:
+    """Return the job as it waits again: for as much as it had."""
+    shape = replace(
+        SMALL,
+        nodes_min=len(job.shares),
+        nodes_max=len(job.shares),
+        cpus_per_task=max(share.cpus for share in job.shares),
+    )
+    return PendingJob(
+        id=job.id,
+        display_id=job.display_id,
+        partition="a",
+        request=Request(shape=shape, time_limit_s=None),
+        submitted_at_s=now_s,
+        qos=job.qos,
+    )
