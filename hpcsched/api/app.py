@@ -58,6 +58,8 @@ class Backend(Protocol):
     async def nodes(self, asker: Asker, probe: bool, share_file: str) -> Json: ...
     async def act_on_nodes(self, asker: Asker, verb: str, body: Json) -> Json: ...
     def partitions(self) -> Json: ...
+    def priorities(self, asker: Asker, query: dict[str, str]) -> Json: ...
+    def shares(self) -> Json: ...
     def reservations(self) -> Json: ...
     async def act_on_reservation(self, asker: Asker, verb: str, body: Json) -> Json: ...
     def config(self, asker: Asker) -> Json: ...
@@ -90,6 +92,8 @@ def make_server(backend: Backend) -> web.Server:
         web.get("/v1/nodes", routes.nodes),
         web.post("/v1/nodes/{verb:drain|resume|fence}", routes.act_on_nodes),
         web.get("/v1/partitions", routes.partitions),
+        web.get("/v1/priorities", routes.priorities),
+        web.get("/v1/shares", routes.shares),
         web.get("/v1/reservations", routes.reservations),
         web.post("/v1/reservations/{verb:create|update|delete}", routes.act_on_reservation),
         web.get("/v1/config", routes.config),
@@ -140,6 +144,12 @@ class _Routes:
     async def act(self, request: web.Request) -> web.Response:
         body = await _body(request)
         return answer(await self._backend.act(self._asker(request), request.match_info["verb"], body))
+
+    async def priorities(self, request: web.Request) -> web.Response:
+        return answer(self._backend.priorities(self._asker(request), request.query))
+
+    async def shares(self, request: web.Request) -> web.Response:
+        return answer(self._backend.shares())
 
     async def nodes(self, request: web.Request) -> web.Response:
         query = request.query

@@ -23,6 +23,7 @@ from hpcsched.api.views import (
     why_waiting,
 )
 from hpcsched.controller import requests, reserving, suspension
+from hpcsched.controller.accountviews import priority_views, share_views
 from hpcsched.controller.admission import settle
 from hpcsched.controller.fleet import Fleet
 from hpcsched.controller.references import find_jobs
@@ -362,6 +363,17 @@ class ControllerBackend:
         work = reserving.create if verb == "create" else reserving.update
         made = await self._change(lambda tx: work(tx, asker, name, texts))
         return {"name": made.name, "reservation": reservation_view(made, self._world, self._clock())}
+
+    def priorities(self, asker: Asker, query: Json) -> Json:
+        """Return the priorities of the waiting jobs among those that `query` asks for, as in `jobs`."""
+        now_s = self._clock()
+        snapshot = self._controller.snapshot(self._world.jobs_to_plan(), now_s)
+        wanted = [job.id for job in self._selected(asker, query)]
+        return {"now_s": now_s, **priority_views(snapshot, self._controller.policy, wanted)}
+
+    def shares(self) -> Json:
+        now_s = self._clock()
+        return {"now_s": now_s, **share_views(self._world, now_s)}
 
     def partitions(self) -> Json:
         return {"partitions": partition_views(self._world, self._clock())}

@@ -1,0 +1,110 @@
+"""hprio: the priorities of the jobs that wait, and what each is made of, as sprio shows them.
+
+A column for each factor that has a weight, all of them with --long: weighted, as they add up to the priority, or with --norm
+as they are before that, from 0 to 1.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from hpcsched import client
+from hpcsched.cli.errors import run_command
+from hpcsched.cli.options import HELP_LONG, VERSION, Command, Option, UsageError, Words
+from hpcsched.cli.output import clean, columns, print_json
+
+Json = dict[str, Any]
+
+COMMAND = Command(
+    "hprio",
+    ("[OPTIONS]",),
+    "Show the priorities of the jobs that wait, highest first, and what they are made of.",
+    (
+        Option("jobs", "j", "LIST", "show these jobs: 12,10_3,10_[1-3]"),
+        Option("json", help="print the priorities as JSON, version 1"),
+        Option("long", "l", help="show every factor, also those without a weight, and user, account and QOS"),
+        Option("noheader", "h", help="print no line of headers"),
+        Option("norm", "n", help="show the factors as they are before they are weighted, from 0 to 1"),
+        Option("partition", "p", "LIST", "show the jobs of these partitions"),
+        Option("user", "u", "LIST", "show the jobs of these users"),
+        Option("weights", "w", help="show the weights of the factors instead of jobs"),
+        HELP_LONG,
+        VERSION,
+    ),
+)
+
+_HEADERS = {
+    "site": "SITE", "age": "AGE", "assoc": "ASSOC", "fairshare": "FAIRSHARE", "size": "JOBSIZE", "partition": "PARTITION",
+    "qos": "QOS", "nice": "NICE", "tres": "TRES",
+}  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status."""
+    return run_command(COMMAND, _work, argv)
+
+
+def _work(words: Words) -> int:
+    if words.operands:
+        raise UsageError(f"cannot understand {words.operands[0][:60]!r}: to see one job write -j JOB")
+    query = {key: ",".join(words.given[name]) for name, key in _QUERY.items() if words.has(name)}
+    answer = client.call("GET", client.query("/v1/priorities", **query))
+    if words.has("json"):
+        print_json(answer)
+        return 0
+    jobs = sorted(answer["jobs"], key=lambda job: (-job["priority"], job["id"]))
+    shown = _shown(answer["weights"], jobs, every=words.has("long"))
+    header = not words.has("noheader")
+    if words.has("weights"):
+        sys.stdout.write(_weights(answer["weights"], shown, header))
+    else:
+        sys.stdout.write(_table(jobs, shown, header, norm=words.has("norm"), long=words.has("long")))
+    return 0
+
+
+_QUERY = {"jobs": "id", "partition": "partition", "user": "user"}
+
+
+def _shown(weights: Json, jobs: Sequence[Json], *, every: bool) -> list[str]:
+    """Return the factors that have a column."""
+    used = {name for name in _HEADERS if weights.get(name)}
+    used |= {"nice"} if any(job["nice"] for job in jobs) else set()
+    return [name for name in _HEADERS if every or name in used]
+
+
+def _weights(weights: Json, shown: Sequence[str], header: bool) -> str:
+    names = [name for name in shown if name != "nice"]
+    row = [_tres(weights["tres"]) if name == "tres" else str(weights[name]) for name in names]
+    return columns([_HEADERS[name] for name in names] if header else [], [row], right=range(len(names)))
+
+
+def _table(jobs: Sequence[Json], shown: Sequence[str], header: bool, *, norm: bool, long: bool) -> str:
+    names = [name for name in shown if not norm or name not in ("site", "nice")]
+    whose = ["user", "account", "qos"] if long else []
+    headers = ["JOBID", "PART", *(name.upper() for name in whose), "PRIORITY", *(_HEADERS[name] for name in names)]
+    rows = [
+        [
+            job["display_id"],
+            clean(job["partition"]),
+            *(clean(job[name]) or "-" for name in whose),
+            str(job["priority"]) + ("" if not job["fixed"] else "*"),
+            *(_cell(job, name, norm=norm) for name in names),
+        ]
+        for job in jobs
+    ]
+    first = 2 + len(whose)
+    return columns(headers if header else [], rows, right=range(first, len(headers)))
+
+
+def _cell(job: Json, name: str, *, norm: bool) -> str:
+    if job["fixed"]:
+        return "-"
+    if norm:
+        return _tres(job["tres_factors"], "{:.6f}") if name == "tres" else f"{job['factors'][name]:.7f}"
+    return str(-job["nice"] if name == "nice" else job["weighted"][name])
+
+
+def _tres(parts: Json, shape: str = "{:g}") -> str:
+    return ",".join(f"{name}={shape.format(part)}" for name, part in parts.items()) or "-"

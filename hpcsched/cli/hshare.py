@@ -1,0 +1,123 @@
+"""hshare: the tree of accounts and users with what each may have and what each has had, as sshare shows it.
+
+Raw usage is in billing-seconds (what a second of each resource costs is in hpcsched.toml), as it counts now: it decays.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hpcsched import client
+from hpcsched.cli.errors import run_command
+from hpcsched.cli.options import HELP, VERSION, Command, Option, UsageError, Words
+from hpcsched.cli.output import clean, columns, fitted, print_json
+
+Json = dict[str, Any]
+
+COMMAND = Command(
+    "hshare",
+    ("[OPTIONS]",),
+    "Show the shares of accounts and users, what they have used of late, and the fair-share factors that follow.",
+    (
+        Option("accounts", "A", "LIST", "show these accounts and their users"),
+        Option("all", "a", help="show all users, not only yourself"),
+        Option("format", "o", "LIST", "show these columns: Account,User%12,FairShare"),
+        Option("json", help="print the tree as JSON, version 1"),
+        Option("long", "l", help="show also the part of all usage, LevelFS, and the hours of cpus and GPUs"),
+        Option("noheader", "n", help="print no line of headers"),
+        Option("parsable", "p", help="print columns with | between them and at the end"),
+        Option("parsable2", "P", help="print columns with | between them"),
+        Option("user", "u", "LIST", "show these users"),
+        Option("Users", "U", help="show users only, no accounts"),
+        HELP,
+        VERSION,
+    ),
+)
+
+
+def _level_fs(line: Json) -> str:
+    return "inf" if line["level_fs"] is None else f"{line['level_fs']:.6f}"
+
+
+def _hours(resource: str) -> Callable[[Json], str]:
+    return lambda line: f"{line['tres_seconds'].get(resource, 0.0) / 3600:.1f}"
+
+
+_COLUMNS: dict[str, Callable[[Json], str]] = {
+    "Account": lambda line: clean(line["account"]) or "root",
+    "User": lambda line: clean(line["user"]),
+    "RawShares": lambda line: str(line["shares"]),
+    "NormShares": lambda line: f"{line['norm_shares']:.6f}",
+    "RawUsage": lambda line: f"{line['usage']:.0f}",
+    "NormUsage": lambda line: f"{line['norm_usage']:.6f}",
+    "EffectvUsage": lambda line: f"{line['effective_usage']:.6f}",
+    "FairShare": lambda line: "" if line["fairshare"] is None else f"{line['fairshare']:.6f}",
+    "LevelFS": _level_fs,
+    "CPUHours": _hours("cpu"),
+    "GPUHours": _hours("gres/gpu"),
+}
+_BRIEF = ("Account", "User", "RawShares", "NormShares", "RawUsage", "EffectvUsage", "FairShare")
+_LEFT = ("Account", "User")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status."""
+    return run_command(COMMAND, _work, argv)
+
+
+def _work(words: Words) -> int:
+    if words.operands:
+        raise UsageError(f"cannot understand {words.operands[0][:60]!r}: to see one user write -u USER")
+    chosen = _chosen(words)
+    answer = client.call("GET", "/v1/shares")
+    lines = _filtered(answer["shares"], words)
+    if words.has("json"):
+        print_json({**answer, "shares": lines})
+        return 0
+    header = [] if words.has("noheader") else [name for name, _ in chosen]
+    if words.has("parsable") or words.has("parsable2"):
+        end = "|" if words.has("parsable") else ""
+        rows = [header] * bool(header) + [[_COLUMNS[name](line) for name, _ in chosen] for line in lines]
+        sys.stdout.write("".join("|".join(row) + end + "\n" for row in rows))
+        return 0
+    rows = [[_cell(line, name, width) for name, width in chosen] for line in lines]
+    headers = [fitted(name, width) if width else name for name, width in chosen] if header else []
+    right = [at for at, (name, _) in enumerate(chosen) if name not in _LEFT]
+    sys.stdout.write(columns(headers, rows, right=right))
+    return 0
+
+
+def _chosen(words: Words) -> list[tuple[str, int]]:
+    """Return the columns with their widths; 0: as wide as it needs to be."""
+    if not words.has("format"):
+        return [(name, 0) for name in (_COLUMNS if words.has("long") else _BRIEF)]
+    known = {name.lower(): name for name in _COLUMNS}
+    chosen = []
+    for word in words.listed("format"):
+        name, _, width = word.partition("%")
+        if name.lower() not in known or (width and not width.lstrip("-").isdigit()):
+            raise UsageError(f"Invalid field requested: {word[:60]!r}; there are {', '.join(_COLUMNS)}")
+        chosen.append((known[name.lower()], abs(int(width or 0))))
+    return chosen
+
+
+def _filtered(lines: Sequence[Json], words: Words) -> list[Json]:
+    """Return the lines of the wanted accounts and users; of the others the accounts, so that the tree can be read."""
+    users = words.listed("user") if words.has("user") else [] if words.has("all") else [client.my_name()]
+    accounts = words.listed("accounts")
+    return [
+        line
+        for line in lines
+        if (not accounts or line["account"] in accounts)
+        and (not users or not line["user"] or line["user"] in users)
+        and (line["user"] or not words.has("Users"))
+    ]
+
+
+def _cell(line: Json, name: str, width: int) -> str:
+    text = _COLUMNS[name](line)
+    if name == "Account":
+        text = " " * line["depth"] + text
+    return fitted(text, width) if width else text
