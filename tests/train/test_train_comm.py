@@ -6,12 +6,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from ranks import HERE, finish, needs_mpi, run_mpi, run_plain, started
 
+from hpctrain.comm.base import SingleCommunicator
 from hpctrain.comm.choose import choose
 from hpctrain.comm.hosts import best_ring
 from hpctrain.env import Launcher, Place, job_facts, place, require
 from hpctrain.errors import MissingPackageError, TrainError
+from hpctrain.sync import decide, make_sync
 
 
 @needs_mpi
@@ -37,6 +40,46 @@ def test_every_way_to_sum_gives_the_same_bits_on_all_ranks(count: int, hosts: in
     ended = run_mpi(count, HERE / "check_ways.py", str(hosts))
     assert ended.status == 0, ended.output
     assert f"checked {ways} on {count}" in ended.output
+
+
+@needs_mpi
+@pytest.mark.parametrize("backend", ["mpi", "gloo"])
+def test_gradients_in_fewer_bits_are_near_and_what_was_lost_comes_later(backend: str) -> None:
+    ended = run_mpi(3, HERE / "check_compress.py", backend)
+    assert ended.status == 0, ended.output
+    assert f"compressed over {backend}" in ended.output
+
+
+def test_auto_sends_fewer_bits_only_where_that_pays_and_says_why() -> None:
+    assert decide(0.1, 0.005) == (
+        "exact",
+        "a step computes 100 ms and waits 5 ms for the exchange, too little to send fewer bits",
+    )
+    assert decide(0.1, 0.015)[0] == "bf16"
+    assert decide(0.1, 0.1)[0] == "int8"
+    assert decide(0.1, 1.0)[1].endswith("local steps would help more: --sync local:50:int8")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *[
+            "_",
+            "bits",
+            "topk:2",
+            "topk:x",
+            "powersgd:0",
+            "bf16:3",
+            "local",
+            "local:0",
+            "local:5:nine",
+            "local:2:powersgd",
+        ]
+    ],
+)
+def test_a_way_to_sync_that_cannot_be_is_refused(name: str) -> None:
+    with pytest.raises(TrainError, match="cannot (sync|compress)"):
+        make_sync(name, [torch.nn.Parameter(torch.zeros(3))], SingleCommunicator(), overlap=False)
 
 
 @needs_mpi

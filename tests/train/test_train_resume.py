@@ -121,6 +121,19 @@ def test_a_stop_signal_makes_a_checkpoint_and_asks_to_be_queued_again(
 
 
 @needs_mpi
+def test_ranks_that_meet_every_fourth_step_learn_and_go_on_where_they_met(tmp_path: Path) -> None:
+    first = run_mpi(2, *CHARGPT, *options(tmp_path, "--steps", "10", "--sync", "local:4:bf16"))
+    assert first.status == 0, first.output
+    losses = [line["loss"] for line in lines_of(tmp_path) if "loss" in line]
+    assert losses[-1] < losses[3] < losses[0]
+    assert newest_checkpoint(tmp_path) == 10  # they meet at the end as well
+    assert {line["checkpoint_step"] for line in lines_of(tmp_path) if "checkpoint_step" in line} <= {4, 8, 10}
+    longer = run_mpi(2, *CHARGPT, *options(tmp_path, "--steps", "14", "--sync", "local:4:bf16"))
+    assert longer.status == 0, longer.output
+    assert "attempt 1, resumed from step 10\n" in longer.output
+
+
+@needs_mpi
 def test_a_loss_that_is_no_number_stops_all_and_names_the_rank(tmp_path: Path) -> None:
     ended = run_mpi(2, FAULTY, "nan:1:4", *options(tmp_path), extra=WITH_WAITING)
     assert ended.status == 1

@@ -16,6 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 
 from hpctrain.comm import Communicator
+from hpctrain.compress import Compressor, Exact
 
 BUCKET_BYTES = 4 << 20
 
@@ -30,7 +31,7 @@ class GradientBuckets:
         bucket_bytes: int = BUCKET_BYTES,
         overlap: bool = False,
     ) -> None:
-        self._comm = comm
+        self._compressor: Compressor = Exact(comm)
         self._groups = _group(list(parameters), bucket_bytes)
         self.flats = [_flatten(group, comm) for group in self._groups]
         self._waiting = [len(group) for group in self._groups]
@@ -39,6 +40,14 @@ class GradientBuckets:
         self._pool = ThreadPoolExecutor(1, "exchange") if overlap and comm.size > 1 else None
         if self._pool is not None:
             self._hook()
+
+    def compress(self, compressor: Compressor) -> None:
+        """This will send gradients by another way from the next exchange on."""
+        self._compressor = compressor
+
+    def shapes(self, index: int) -> list[torch.Size]:
+        """This will give the shapes of a bucket's parameters, in their order."""
+        return [parameter.shape for parameter in self._groups[index]]
 
     def zero(self) -> None:
         """This will set all gradients to zero, for the next backward pass."""
@@ -54,7 +63,7 @@ class GradientBuckets:
         """
         started_s = time.perf_counter()
         if self._pool is None:
-            exchange_s = sum(self._reduce(flat) for flat in self.flats)
+            exchange_s = sum(self._reduce(index) for index in range(len(self.flats)))
         else:
             self._launch(up_to=len(self.flats))
             exchange_s = sum(future.result() for future in self._futures)
@@ -66,9 +75,9 @@ class GradientBuckets:
         if self._pool is not None:
             self._pool.shutdown()
 
-    def _reduce(self, flat: torch.Tensor) -> float:
+    def _reduce(self, index: int) -> float:
         started_s = time.perf_counter()
-        self._comm.all_reduce(flat)
+        self._compressor.sum(index, self.flats[index])
         return time.perf_counter() - started_s
 
     def _hook(self) -> None:
@@ -85,8 +94,8 @@ class GradientBuckets:
 
     def _launch(self, up_to: int) -> None:
         assert self._pool is not None
-        for flat in self.flats[self._launched : up_to]:
-            self._futures.append(self._pool.submit(self._reduce, flat))
+        for index in range(self._launched, up_to):
+            self._futures.append(self._pool.submit(self._reduce, index))
         self._launched = max(self._launched, up_to)
 
 

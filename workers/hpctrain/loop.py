@@ -22,13 +22,14 @@ import numpy as np
 import torch
 
 from hpctrain.balance import Balance
-from hpctrain.buckets import GradientBuckets
 from hpctrain.checkpoint import BackgroundWriter, Facts, Report
 from hpctrain.comm import Communicator
 from hpctrain.data import shares
 from hpctrain.errors import TrainError
+from hpctrain.localsteps import LocalSteps
 from hpctrain.optim import AdamW, Schedule, clip_by_global_norm
 from hpctrain.signals import StopRequest
+from hpctrain.sync import Sync
 
 # With a target time, this many steps are measured before the number of steps is fixed.
 MEASURED_STEPS = 20
@@ -60,7 +61,6 @@ class Settings:
     clip_norm: float
     checkpoint_every: int
     eval_every: int
-    overlap: bool
     weights: tuple[float, ...]  # samples per rank, relatively; empty: equal shares
     balance: bool  # shares follow the ranks' measured speeds
 
@@ -107,7 +107,7 @@ class StepReport:
     checkpoint: Report | None
     checkpoint_copy_s: float
     shares: list[int]  # samples of each rank
-    rebalanced: str  # why the next step has other shares, in words; "": it has not
+    changed: str  # what is otherwise from the next step on, shares or how ranks exchange, in words
 
 
 def progress_from(state: Mapping[str, object], step: int) -> Progress:
@@ -124,9 +124,9 @@ def live_tensors(task: Task) -> dict[str, torch.Tensor]:
     return model | {f"optim.{name}": tensor for name, tensor in task.optimizer.tensors().items()}
 
 
-def broadcast_state(task: Task, comm: Communicator) -> None:
+def broadcast_state(tensors: Mapping[str, torch.Tensor], comm: Communicator) -> None:
     """This will give every rank the tensors of rank 0."""
-    for tensor in live_tensors(task).values():
+    for tensor in tensors.values():
         comm.broadcast(tensor)
 
 
@@ -140,6 +140,7 @@ class Loop:
         comm: Communicator,
         progress: Progress,
         identity: Identity,
+        sync: Sync,
         writer: BackgroundWriter | None,
         on_step: Callable[[StepReport], None],
     ) -> None:
@@ -148,7 +149,8 @@ class Loop:
         self._identity = identity
         self._writer = writer
         self._on_step = on_step
-        self._buckets = GradientBuckets(task.model.parameters(), comm, overlap=settings.overlap)
+        self._sync = sync
+        self._buckets = sync.buckets
         weights = settings.weights or (1.0,) * comm.size
         if len(weights) != comm.size:
             raise TrainError(f"cannot divide the batch: {len(weights)} share weights given for {comm.size} ranks")
@@ -178,12 +180,22 @@ class Loop:
         lr = self._schedule().lr_at(progress.step)
         local_loss = self._backward()
         own_s = time.perf_counter() - started_s
-        comm_s, _ = self._buckets.exchange()
-        loss, stops, each_s = self._agree(local_loss, stop.received is not None, own_s)
-        done = self._counts
-        rebalanced = self._rebalance(each_s)
+        local, met = self._sync.local, self._meets_after(progress.step + 1)
+        comm_s, waited_s = self._buckets.exchange() if local is None else (0.0, 0.0)
         grad_norm = clip_by_global_norm(self._buckets.flats, settings.clip_norm)
         task.optimizer.step(progress.step + 1, lr)
+        if local is not None and met:
+            comm_s = self._meet(local)
+        done = self._counts
+        own_part = done[self._comm.rank] / settings.batch
+        loss, stops, said = (
+            local_loss / own_part if own_part else 0.0,
+            False,
+            "",
+        )  # until they meet: of this rank's samples
+        if met:
+            loss, stops, each_s = self._agree(local_loss, stop.received is not None, own_s)
+            said = "; ".join(filter(None, (self._rebalance(each_s), self._sync.measured(own_s, waited_s))))
         progress.step += 1
         progress.next_sample += settings.batch
         step_s = time.perf_counter() - started_s
@@ -203,7 +215,7 @@ class Loop:
                 checkpoint=checkpoint,
                 checkpoint_copy_s=copy_s,
                 shares=done,
-                rebalanced=rebalanced,
+                changed=said,
             )
         )
         return stops
@@ -215,9 +227,21 @@ class Loop:
         if count == 0:
             return 0.0
         low = self.progress.next_sample + sum(self._counts[: self._comm.rank])
-        loss = self._task.loss(low, low + count) * (count / self._settings.batch)
-        loss.backward()
-        return float(loss.detach())
+        loss = self._task.loss(low, low + count)
+        part = count / self._settings.batch
+        # With local steps this rank goes its own way meanwhile, by the mean of its own samples.
+        (loss if self._sync.local is not None else loss * part).backward()
+        return float(loss.detach()) * part
+
+    def _meets_after(self, step: int) -> bool:
+        """Whether ranks agree after the step of this number: after each, or with local steps when they meet, and at the end."""
+        local, total = self._sync.local, self.progress.total_steps
+        return local is None or local.due(step) or step == total
+
+    def _meet(self, local: LocalSteps) -> float:
+        started_s = time.perf_counter()
+        local.meet(self._counts[self._comm.rank] / self._settings.batch)
+        return time.perf_counter() - started_s
 
     def _rebalance(self, each_s: list[float]) -> str:
         """Give the next step's samples to the ranks by what each took for this one's."""
@@ -267,10 +291,10 @@ class Loop:
         report = self._writer.collect()
         every = self._settings.checkpoint_every
         self._due |= every > 0 and self.progress.step % every == 0
-        if not self._due or not self._writer.idle():
+        if not self._due or not self._meets_after(self.progress.step) or not self._writer.idle():
             return report, 0.0
         self._due = False
-        return report, self._writer.begin(live_tensors(self._task), self._facts())
+        return report, self._writer.begin(self._tensors(), self._facts())
 
     def _publish_last(self) -> None:
         """The state as it is now has to be on the share before a rank leaves."""
@@ -278,7 +302,7 @@ class Loop:
         if writer is not None:
             reports = [writer.wait()]
             if writer.last_step != self.progress.step and self._settings.checkpoint_every > 0:
-                writer.begin(live_tensors(self._task), self._facts())
+                writer.begin(self._tensors(), self._facts())
                 reports.append(writer.wait())
             writer.close()
             self.late_reports = [report for report in reports if report is not None]
@@ -287,6 +311,9 @@ class Loop:
                     f"cannot keep the last state (step {self.progress.step}): {self.late_reports[-1].error}"
                 )
         self._comm.barrier()
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        return live_tensors(self._task) | self._sync.tensors()
 
     def _facts(self) -> Facts:
         return Facts(

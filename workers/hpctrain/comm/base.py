@@ -39,6 +39,12 @@ class Communicator(Protocol):
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
         """Replace `tensor` on every rank by the one of `root`."""
 
+    def all_to_all(self, pieces: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Give each rank its piece (bytes), and return those for this rank: as long as its own piece for itself."""
+
+    def all_gather(self, piece: torch.Tensor, lengths: list[int]) -> list[torch.Tensor]:
+        """Every rank's piece (bytes), by rank; `lengths` are those of all."""
+
     def barrier(self) -> None:
         """Return when every rank has come here."""
 
@@ -78,6 +84,14 @@ class SingleCommunicator:
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
         """The tensor of the only rank is there already."""
+
+    def all_to_all(self, pieces: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The piece for oneself."""
+        return pieces
+
+    def all_gather(self, piece: torch.Tensor, lengths: list[int]) -> list[torch.Tensor]:
+        """The only piece."""
+        return [piece]
 
     def barrier(self) -> None:
         """Nobody to wait for."""

@@ -19,6 +19,7 @@ from hpctrain.errors import MissingPackageError, TrainError
 
 # One broadcast call carries at most this much: MPI counts are 32 bit in old libraries.
 BROADCAST_BYTES = 64 << 20
+SWAP_TAG = 79
 
 
 def load_mpi() -> Any:
@@ -110,6 +111,31 @@ class MpiCommunicator:
             self._comm.Bcast([piece.numpy(), self._mpi.BYTE], root)
         if tensor.device.type != "cpu":
             tensor.copy_(host.view(tensor.shape))
+
+    def all_to_all(self, pieces: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Each rank's piece for this one."""
+        mine = pieces[self.rank]
+        found = [mine if rank == self.rank else torch.empty_like(mine) for rank in range(self.size)]
+        self._swap({rank: piece for rank, piece in enumerate(pieces) if rank != self.rank}, found)
+        return found
+
+    def all_gather(self, piece: torch.Tensor, lengths: list[int]) -> list[torch.Tensor]:
+        """Each rank's piece."""
+        found = [
+            piece if rank == self.rank else torch.empty(length, dtype=torch.uint8)
+            for rank, length in enumerate(lengths)
+        ]
+        self._swap({rank: piece for rank in range(self.size) if rank != self.rank}, found)
+        return found
+
+    def _swap(self, outgoing: dict[int, torch.Tensor], incoming: list[torch.Tensor]) -> None:
+        """Send pieces to ranks and receive one from each, nearest neighbours first."""
+        requests = []
+        for turn in range(1, self.size):
+            source, target = (self.rank - turn) % self.size, (self.rank + turn) % self.size
+            requests.append(self._comm.Irecv([incoming[source].numpy(), self._mpi.BYTE], source, SWAP_TAG))
+            requests.append(self._comm.Isend([outgoing[target].numpy(), self._mpi.BYTE], target, SWAP_TAG))
+        self._mpi.Request.Waitall(requests)
 
     def barrier(self) -> None:
         """Wait for all ranks."""

@@ -67,6 +67,25 @@ class TorchCommunicator:
         if there.device != tensor.device:
             tensor.copy_(there)
 
+    def all_to_all(self, pieces: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Each rank's piece for this one."""
+        return self._swapped(pieces, [pieces[self.rank].numel()] * self.size)
+
+    def all_gather(self, piece: torch.Tensor, lengths: list[int]) -> list[torch.Tensor]:
+        """Each rank's piece."""
+        return self._swapped([piece] * self.size, lengths)
+
+    def _swapped(self, pieces: list[torch.Tensor], lengths: list[int]) -> list[torch.Tensor]:
+        """Send a piece to each rank and receive one from each, on the backend's device."""
+        found = [torch.empty(length, dtype=torch.uint8, device=self._device) for length in lengths]
+        found[self.rank].copy_(pieces[self.rank])
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        calls = [dist.P2POp(dist.irecv, found[rank], rank) for rank in others]
+        calls += [dist.P2POp(dist.isend, pieces[rank].to(self._device), rank) for rank in others]
+        for request in dist.batch_isend_irecv(calls) if calls else []:
+            request.wait()
+        return [part.to(pieces[self.rank].device) for part in found]
+
     def barrier(self) -> None:
         """Wait for all ranks."""
         flag = torch.zeros(1, device=self._device)

@@ -103,6 +103,12 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "-v", "--verbose", action="store_true", help="say how ranks exchange, by size, with what was measured"
     )
+    group.add_argument(
+        "--sync",
+        default="exact",
+        metavar="HOW",
+        help="exact, bf16, fp16, int8, topk[:SHARE], powersgd[:RANK], local:H[:COMPRESSION] or auto (%(default)s)",
+    )
     group.add_argument("--overlap", action="store_true", help="exchange gradients beside backward, in a thread")
     group.add_argument("--threads", type=_positive, help="of torch per rank (default: 1 under several ranks)")
 

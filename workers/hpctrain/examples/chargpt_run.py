@@ -42,6 +42,7 @@ from hpctrain.metrics import MetricsFile
 from hpctrain.optim import AdamW
 from hpctrain.outermost import all_or_none
 from hpctrain.signals import StopRequest
+from hpctrain.sync import make_sync
 
 VALIDATION_SAMPLES = 128
 PROMPT = "def "
@@ -100,8 +101,10 @@ def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
             torch.set_num_threads(options.threads or 1)
         device = torch.device("cuda") if comm.name == "nccl" or torch.cuda.is_available() else torch.device("cpu")
         task = CharGpt(options, shared_corpus(comm), device)
-        mine, restored = begin(options, environ, task, comm)
-        progress = share_progress(options, task, comm, restored)
+        sync = make_sync(options.sync, list(task.model.parameters()), comm, overlap=options.overlap)
+        tensors = live_tensors(task) | sync.tensors()
+        mine, restored = begin(options, environ, tensors, comm)
+        progress = share_progress(options, tensors, comm, restored)
         identity = Identity(attempt=share(comm, mine.attempt if mine else 0), generation=0, job=job_facts(environ).job)
         teller = Teller(options, comm, identity, progress, task) if comm.rank == 0 else None
         loop = Loop(
@@ -110,6 +113,7 @@ def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
             comm,
             progress,
             identity,
+            sync,
             background_writer(options, mine, restored) if mine else None,
             teller.step if teller else lambda report: None,
         )
@@ -142,7 +146,7 @@ def shared_corpus(comm: Communicator) -> Corpus:
 
 
 def begin(
-    options: argparse.Namespace, environ: Mapping[str, str], task: CharGpt, comm: Communicator
+    options: argparse.Namespace, environ: Mapping[str, str], tensors: dict[str, torch.Tensor], comm: Communicator
 ) -> tuple[Claim | None, Restored | None]:
     """This will claim the attempt and restore the newest checkpoint, on rank 0; the others get nothing here."""
     if comm.rank != 0:
@@ -152,19 +156,19 @@ def begin(
     if options.resume == "never" and names:
         raise TrainError(f"cannot start anew in {options.out}: it has checkpoints up to {names[0]}; give another --out")
     mine = claim(directory, job_facts(environ), time.time())
-    restored = restore_newest(directory, layout_of(live_tensors(task)), lambda text: print(text, flush=True))
+    restored = restore_newest(directory, layout_of(tensors), lambda text: print(text, flush=True))
     return mine, restored
 
 
 def share_progress(
-    options: argparse.Namespace, task: CharGpt, comm: Communicator, restored: Restored | None
+    options: argparse.Namespace, tensors: dict[str, torch.Tensor], comm: Communicator, restored: Restored | None
 ) -> Progress:
     """This will bring every rank to the restored state of rank 0, or to its fresh one."""
     saved = None
     if restored is not None:
-        restored.published.snapshot.pour(live_tensors(task))
+        restored.published.snapshot.pour(tensors)
         saved = (restored.published.manifest.facts.step, dict(restored.published.manifest.facts.state))
-    broadcast_state(task, comm)
+    broadcast_state(tensors, comm)
     saved = share(comm, saved)
     progress = progress_from(saved[1], saved[0]) if saved else Progress()
     if saved:
@@ -185,7 +189,6 @@ def settings_of(options: argparse.Namespace) -> Settings:
         clip_norm=options.clip,
         checkpoint_every=options.checkpoint_every,
         eval_every=options.eval_every,
-        overlap=options.overlap,
         weights=() if isinstance(options.shares, str) else options.shares,
         balance=options.shares == "auto",
     )
@@ -265,8 +268,8 @@ class Teller:
                 f"({report.comm_s * 1e3:.0f} ms exchange)",
                 flush=True,
             )
-        if report.rebalanced:
-            print(f"step {report.step}: {report.rebalanced}", flush=True)
+        if report.changed:
+            print(f"step {report.step}: {report.changed}", flush=True)
         self._tell_checkpoint(report.checkpoint)
 
     def end(self, loop: Loop, stop: StopRequest, finished: bool) -> None:

@@ -1,0 +1,98 @@
+"""When and how exactly ranks exchange what they have learned: the user's one word for it, `--sync`.
+
+exact (the default), bf16, fp16, int8, topk[:SHARE], powersgd[:RANK]: every step, in so many bits (see `compress`).
+local:H[:COMPRESSION]: every H steps (see `localsteps`).  auto: the first steps are exact and are measured; then bf16 or int8
+if the exchange is what a step waits for.  It says what it chose and why, and never chooses local steps: only that they would pay.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from hpctrain.buckets import GradientBuckets
+from hpctrain.comm import Communicator
+from hpctrain.compress import Compressor, Exact, compressor
+from hpctrain.errors import TrainError
+from hpctrain.localsteps import LocalSteps
+
+MEASURED_STEPS = 5
+WORTH = 0.1  # of a step spent waiting for the exchange: less is not worth fewer bits
+LARGEST_H = 1000
+
+
+@dataclass(slots=True)
+class Sync:
+    """A run's way to exchange. `local`: ranks meet every so many steps; else they exchange gradients in each."""
+
+    name: str
+    buckets: GradientBuckets
+    comm: Communicator
+    local: LocalSteps | None = None
+    _measured: list[tuple[float, float]] = field(default_factory=list)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """This will give what a checkpoint must keep beside weights and moments; the same on all ranks."""
+        return {} if self.local is None else {f"outer.{name}": part for name, part in self.local.tensors().items()}
+
+    def measured(self, compute_s: float, waited_s: float) -> str:
+        """This will learn how long a step computed and waited for the exchange, and return what `auto` decides, in words.
+
+        All ranks call it, in every step.
+        """
+        if self.name != "auto" or len(self._measured) >= MEASURED_STEPS:
+            return ""
+        self._measured.append((compute_s, waited_s))
+        if len(self._measured) < MEASURED_STEPS:
+            return ""
+        parts = sorted(self._measured[1:])  # the first step warms up
+        middle = parts[len(parts) // 2]
+        facts = torch.tensor(middle, dtype=torch.float64)
+        self.comm.all_reduce(facts)  # a mean over the ranks: the same on all
+        compute_s, waited_s = (facts / self.comm.size).tolist()
+        name, why = decide(compute_s, waited_s)
+        if name != "exact":
+            self.buckets.compress(compressor(name, self.comm, self.buckets.shapes))
+        return f"sync {name}: {why}"
+
+
+def make_sync(name: str, parameters: list[torch.nn.Parameter], comm: Communicator, *, overlap: bool) -> Sync:
+    """This will understand the user's word; all ranks call it.
+
+    Raises:
+        TrainError: there is no such way.
+    """
+    kind, _, rest = name.partition(":")
+    every, inner = 0, name
+    if kind == "local":
+        number, _, inner = rest.partition(":")
+        every = int(number) if number.isascii() and number.isdigit() else 0
+        inner = inner or "exact"
+        if not 1 <= every <= LARGEST_H:
+            raise TrainError(
+                f"cannot sync by {name!r}: write local:H with H steps from 1 to {LARGEST_H}, e.g. local:50"
+            )
+    buckets = GradientBuckets(parameters, comm, overlap=overlap and not every)
+    chosen: Compressor = Exact(comm) if inner == "auto" else compressor(inner, comm, buckets.shapes)
+    if not every:
+        buckets.compress(chosen)
+        return Sync(name, buckets, comm)
+    if inner.startswith("powersgd"):
+        raise TrainError("cannot sync by local steps with powersgd: what is sent then has no matrices; use int8")
+    return Sync(name, buckets, comm, LocalSteps(parameters, comm, chosen, every))
+
+
+def decide(compute_s: float, waited_s: float) -> tuple[str, str]:
+    """This will say how many bits to send, from a step's seconds of computing and of waiting for the exchange, and why."""
+    step = f"a step computes {1e3 * compute_s:.0f} ms and waits {1e3 * waited_s:.0f} ms for the exchange"
+    if waited_s <= WORTH * compute_s:
+        return "exact", f"{step}, too little to send fewer bits"
+    if waited_s / 2 <= WORTH * compute_s:
+        return "bf16", f"{step}: half the bits, with error feedback"
+    hint = ""
+    if waited_s / 4 > compute_s:
+        hint = (
+            f"; local steps would help more: --sync local:{min(LARGEST_H, round(20 * waited_s / compute_s / 4))}:int8"
+        )
+    return "int8", f"{step}: a quarter of the bits, with error feedback{hint}"
