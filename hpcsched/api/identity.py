@@ -55,6 +55,15 @@ def asker_of(uid: int, admins: tuple[str, ...]) -> Asker:
     return Asker(uid=uid, user=user, admin=uid in (0, os.getuid()) or user in admins)
 
 
+def is_account(name: str) -> bool:
+    """Return whether this machine knows an account of that name."""
+    try:
+        pwd.getpwnam(name)
+    except (KeyError, ValueError):
+        return False
+    return True
+
+
 def user_name(uid: int) -> str:
     """Return the account's name, or the number where there is none."""
     try:

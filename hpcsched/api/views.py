@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import signal
+import time
 from collections import Counter
 from typing import Any
 
@@ -162,7 +163,8 @@ def why_waiting(job: Job, world: World, now_s: float) -> tuple[Reason, str, floa
     if job.state is JobState.PENDING:
         wait = world.waits.get(job.id)
         if wait is not None:
-            return wait.reason, wait.detail, wait.expected_start_s
+            detail = _queued_again(job) if wait.reason is Reason.BEGIN_TIME and job.restarts else wait.detail
+            return wait.reason, detail, wait.expected_start_s
         if job.hold is not Hold.NONE:
             return (Reason.HELD_ADMIN if job.hold is Hold.ADMIN else Reason.HELD_USER), "the job is held", None
         return Reason.NONE, "", None
@@ -198,6 +200,12 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
+def _queued_again(job: Job) -> str:
+    why = f" ({job.reason_detail})" if job.reason_detail else ""
+    at = time.strftime("%H:%M:%S", time.localtime(job.not_before_s))
+    return f"was queued again after its attempt {job.attempt - 1}{why}, and may start from {at} on"
+
+
 def _starting(job: Job) -> str:
     unclaimed = unclaimed_nodes(job)
     if unclaimed:
@@ -229,10 +237,10 @@ def _limbo(job: Job, lost: list[NodeName], world: World, now_s: float) -> str:
 
 def node_state(node: Node, cpus_alloc: int, reserved: Reservation | None = None) -> NodeState:
     """Return the state of a node in sinfo's words; `reserved`: the reservation that it is in now."""
+    if node.drained:  # as in Slurm, of a node that is down as well: it does not come back by itself
+        return NodeState.DRAINING if cpus_alloc else NodeState.DRAINED
     if node.link is Link.DOWN:
         return NodeState.DOWN
-    if node.drained:
-        return NodeState.DRAINING if cpus_alloc else NodeState.DRAINED
     if node.link is Link.UNKNOWN:
         return NodeState.UNKNOWN
     if not cpus_alloc:

@@ -85,6 +85,8 @@ def help_text() -> str:
 def _build(line: CommandLine, argv: Sequence[str]) -> tuple[Mapping[str, Sequence[str]], Built]:
     """Return the options of all layers, and the job that they ask for."""
     command = last(line.options, "wrap")
+    if command is not None and not command.strip():
+        raise RequestError("cannot submit: the command of --wrap is empty")
     script = _read(line.script) if command is None else wrap_script(command)
     directives = read_script(script)
     options = merge_layers(directives.options, environment_options(os.environ), line.options)

@@ -59,7 +59,7 @@ class Wishes:
 
 def add_node(config: Config, target: Target, wishes: Wishes) -> Visit:
     """Add the node, telling what is done and found. Raises HpcschedError; then nothing was written."""
-    name = wishes.name or default_name(target)
+    name = default_name(target) if wishes.name is None else wishes.name
     path = config.config_dir / paths.NODES_DIR / f"{name}.toml"
     _refuse_double(config, target, name)
     keys = {"host": target.host, "port": target.port, "user": target.user} | dict(wishes.given)

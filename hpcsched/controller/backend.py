@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import hpcsched
 from hpcnode import protocol
-from hpcsched.api.identity import Asker
+from hpcsched.api.identity import Asker, is_account
 from hpcsched.api.views import (
     how_it_ended,
     job_view,
@@ -168,7 +168,14 @@ class ControllerBackend:
                 raise RequestError(f"Invalid job state specified: {', '.join(sorted(unknown))}")
             jobs = [job for job in jobs if job.state.value in states]
         filters = {key: query[key] for key in ("user", "partition", "name") if query.get(key)}
+        self._check_users(filters.get("user", ""))
         return [job for job in jobs if requests.matches(job, filters)] if filters else jobs
+
+    def _check_users(self, text: str) -> None:
+        """Refuse the name of a user of whom nobody has heard: it is more likely mistyped than idle."""
+        for name in text.split(",") if text else ():
+            if not is_account(name) and not any(job.user == name for job in self._world.jobs.values()):
+                raise RequestError(f"Invalid user: {name}")
 
     def job(self, asker: Asker, reference: str) -> Json:
         now_s = self._clock()

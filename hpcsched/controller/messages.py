@@ -115,7 +115,11 @@ def signal_messages(
     if not job.spec.script:
         return []
     node = job.shares[0].node
-    return [(protocol.SignalStep(token=job.token, signum=signum, batch_only=batch_only, steps_too=steps_too), node)]
+    batch = protocol.SignalStep(token=job.token, signum=signum, batch_only=batch_only, steps_too=steps_too)
+    if batch_only or not steps_too:
+        return [(batch, node)]
+    others = [share.node for share in job.shares[1:]]  # their steps are found by the node's claim of its part
+    return [(batch, node), *((replace(batch, token=claim_token(job, other)), other) for other in others)]
 
 
 def account(job: Job, world: World, node: NodeName) -> str:

@@ -18,9 +18,9 @@ from sqlalchemy import Connection, Engine, bindparam, delete, func, insert, sele
 from sqlalchemy.dialects.sqlite import insert as upsert
 
 from hpcsched.errors import UnavailableError
-from hpcsched.lifecycle.events import Event, from_data, to_data
+from hpcsched.lifecycle.events import Event, NodeLost, from_data, to_data
 from hpcsched.model.codec import spec_from_json, spec_to_json
-from hpcsched.model.job import FINAL, Job
+from hpcsched.model.job import FINAL, Job, JobState
 from hpcsched.model.node import Node
 from hpcsched.model.reservation import Reservation
 from hpcsched.model.spec import JobSpec
@@ -145,6 +145,8 @@ class Store:
                 connection.execute(delete(schema.reservations).where(schema.reservations.c.name == name))
                 if reservation is not None:
                     connection.execute(insert(schema.reservations), [reservation_row(reservation)])
+            if over := _attempts_over(batch):
+                connection.exec_driver_sql(_END_STEPS_SQL, over)
             if batch.requests:
                 rows = [
                     {"uid": uid, "request_id": request, "job_ids": json.dumps(ids), "at_s": at_s}
@@ -268,6 +270,7 @@ class Store:
         self._engine.dispose()
 
 
+_END_STEPS_SQL = "UPDATE steps SET state = ?, ended_at_s = ? WHERE job_id = ? AND attempt = ? AND state = 'RUNNING'"
 _REQUEST_SQL = "SELECT job_ids FROM requests WHERE uid = ? AND request_id = ?"
 _ARRAY_COLUMNS = {"id": ":id + key", "array_task_id": "value"}
 _ARRAY_SQL = "INSERT INTO jobs ({}) SELECT {} FROM json_each(:tasks)".format(  # noqa: S608 -- names of our own columns
@@ -287,6 +290,21 @@ def _specs_of(rows: Iterable[tuple[int, str]]) -> dict[int, JobSpec]:
             spec = by_text[text] = spec_from_json(json.loads(text))
         specs[spec_id] = spec
     return specs
+
+
+def _attempts_over(batch: Batch) -> list[tuple[str, float | None, int, int]]:
+    """Return the attempts that have given their last node back: state, end, job and attempt.
+
+    A step of theirs that nobody has reported the end of ended with its attempt, and nobody will report it any more.
+    """
+    lost = {event.job_id for event in batch.events if isinstance(event, NodeLost)}
+    over = []
+    for job in batch.jobs.values():
+        again = job.state is JobState.PENDING and job.attempt > 0
+        if job.allocated_at_s is not None and (again or job.state in FINAL):
+            state = JobState.NODE_FAIL if job.id in lost else JobState.CANCELLED if again else job.state
+            over.append((state.value, job.ended_at_s, job.id, job.attempt - again))
+    return over
 
 
 def _event_row(event: Event) -> dict[str, Any]:

@@ -181,6 +181,10 @@ def test_missing_programs_end_as_with_srun_and_say_so(node: NodeUnderTest, work:
     assert (ended.status, ended.codes) == (protocol.ENDED, [2])
     assert "cannot execute no-such-program" in ended.why
     assert "cannot execute no-such-program" in lines(work / "out")[0]
+    token = new_token()
+    controller.send(launch_of(token, stdout=str(work / "out2")), b"#!/no/such/python3 -u\n")
+    assert controller.final(token).codes == [2]
+    assert lines(work / "out2")[0].endswith(": its interpreter /no/such/python3 is not on this node")
 
 
 def test_output_directories_are_made_and_patterns_filled(node: NodeUnderTest, work: Path) -> None:

@@ -191,6 +191,7 @@ def test_no_double_names_nor_hosts(cluster: Shell, nodes: LoopbackNodes) -> None
         (["--", "-oProxyCommand=x@h"], "a user name"),
         (["u@h;reboot"], "a host name"),
         (["u@h", "--name", "a.b"], "cannot name a node 'a.b'"),
+        (["u@h", "--name", ""], "cannot name a node ''"),
         (["u@_h_"], "cannot name a node '_h_'"),
         (["u@h", "--memory", "lots"], "cannot read memory size"),
         (["u@h", "--gpus", "a b"], "GPU types"),

@@ -26,6 +26,8 @@ def step_environment(
     env[AGENT_ROOT] = root
     env[SOCKET] = socket_path
     env[MARKER] = launch.token
+    for prefix in ("SLURM_", "HPCSCHED_"):
+        env.setdefault(prefix + "JOB_GID", str(account.gid))  # groups are the node's own
     env.update(HOME=account.home, USER=account.name, LOGNAME=account.name, SHELL=account.shell)
     if launch.gpus or has_gpus:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(str(index) for index in launch.gpus)

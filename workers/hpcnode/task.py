@@ -130,12 +130,24 @@ def _execute(plan: TaskPlan) -> NoReturn:
     except (OSError, ValueError) as error:
         code = getattr(error, "errno", None) or errno.EINVAL
     why = "cannot execute %s: %s" % (plan.argv[0], os.strerror(code))
+    if plan.is_script and code == errno.ENOENT:
+        why += _interpreter_of(plan.argv[0])
     os.write(plan.status_fd, why.encode("utf-8", "surrogateescape")[:4000])
     try:
         os.write(2, ("hpcsched: error: %s\n" % why).encode("utf-8", "surrogateescape"))
     except OSError:
         pass  # nobody reads it; the report says it too
     os._exit(min(code, 125))  # as Slurm: the error's number, 2 for a program that is not there
+
+
+def _interpreter_of(script: str) -> str:
+    """Return the end of a sentence: what a script that is there misses is the program of its first line."""
+    try:
+        with open(script, "rb") as file:
+            words = os.fsdecode(file.readline(4096)[2:].strip()).split(None, 1)
+    except OSError:
+        return ""
+    return ": its interpreter %.200s is not on this node" % words[0] if words and not os.path.exists(words[0]) else ""
 
 
 def _execute_script(argv: List[str], env: Dict[str, str]) -> None:

@@ -90,6 +90,7 @@ def test_dry_run_sends_nothing_and_prints_the_request(api: FakeApi, capsys: pyte
         (["--nodse=2", "job.sh"], 2, "did you mean --nodes"),
         (["--nodes"], 2, "without a value"),
         (["--wrap", "x", "job.sh"], 2, "beside --wrap"),
+        (["--wrap", " "], 1, "cannot submit: the command of --wrap is empty"),
         (["none.sh"], 1, "cannot read script none.sh: No such file or directory"),
         (["."], 1, "cannot read script .: Is a directory"),
         (["bad.sh"], 1, "This does not look like a batch script"),
