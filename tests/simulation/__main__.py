@@ -60,6 +60,8 @@ def _many(seeds: Iterable[int], jobs: int) -> int:
             steps.append(outcome.steps)
             executions += outcome.executions
             faults += outcome.faults
+            if len(steps) % 1000 == 0:
+                print(f"{len(steps)} worlds in {time.monotonic() - began_s:.0f} s", flush=True)
             if outcome.violation is not None:
                 failed.append(outcome)
                 print(f"seed {outcome.seed}: {outcome.violation}", flush=True)

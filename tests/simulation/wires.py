@@ -4,6 +4,7 @@ Within a connection order is kept, as TCP does. A connection can break at any fr
 knowing at once or what of its frames has arrived. As attacks, frames also come twice, late on a later connection, and there in
 another order; but none comes late over a reboot of its node, and none that an agent said over the end of that agent: a full
 disk can make the next one forget what it was refused, and then only the order of TCP keeps an old refusal from being believed.
+Nor does a Condition, which has no number that would tell an old one: it comes in its order or never, and Welcome says it anew.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ class Connection:
                 pass  # nothing of it leaves
             elif fault == HALF:
                 self._half(way, message, blob)
-            elif fault != LOST:
+            elif fault != LOST and not isinstance(message, protocol.Condition):
                 late = Late(self.agent, way, (message, blob), fault == REORDERED)
                 self.wires.late[self.machine.name].append(late)
             return
