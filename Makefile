@@ -1,7 +1,8 @@
 # make demo    a three-node cluster on this machine trains a model, loses a node and goes on
 # make test    all tests (installs what they need into .venv)
 # make bench   measurements, as a table and as JSON in bench-out/
-# make sim     launching in simulated clusters: SEEDS=1000 random ones, SEED=7 in words, STORIES=1 every pair of faults
+# make sim     launching in simulated clusters: SEEDS=1000 random ones, SEED=7 in words; STORIES=1 every
+#              crash with every fault of every message in small stories (hours; EVERY=50: every 50th pair)
 # make kill-rounds  a real cluster with real sshds: in each of ROUNDS=300 rounds something is killed while jobs flow (SEED=1)
 # make lint    style and architecture
 # make clean   remove what make made
@@ -43,7 +44,7 @@ bench: venv
 	@$(BIN)/python -m tests.bench $(BENCH)
 
 sim: venv
-	@PYTHONPATH=tests $(BIN)/python -m simulation $(if $(SEED),--seed $(SEED),$(if $(STORIES),--stories,--seeds $(or $(SEEDS),1000)))
+	@PYTHONPATH=tests $(BIN)/python -m simulation $(if $(SEED),--seed $(SEED),$(if $(STORIES),--stories --every $(or $(EVERY),1),--seeds $(or $(SEEDS),1000)))
 
 kill-rounds: venv
 	@$(BIN)/python -m tests.integration.kill_rounds --rounds $(or $(ROUNDS),300) --seed $(or $(SEED),1)
