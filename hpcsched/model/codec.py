@@ -146,6 +146,15 @@ def _fixed_tuple_reader(kinds: tuple[type, ...]) -> _Read:
     return read
 
 
+def _mixed_tuple_reader(readers: list[_Read]) -> _Read:
+    def read(value: Any) -> Any:
+        if type(value) is not list or len(value) != len(readers):
+            raise _Mismatch(f"{_kind(value)} where a list of {len(readers)} is wanted")
+        return tuple(reader(item) for reader, item in zip(readers, value, strict=True))
+
+    return read
+
+
 def _optional_reader(inner: _Read) -> _Read:
     return lambda value: None if value is None else inner(value)
 
@@ -181,6 +190,10 @@ def _tuple_writer(item: _Write | None) -> _Write:
     return list if item is None else lambda value: [item(part) for part in value]
 
 
+def _mixed_tuple_writer(writers: list[_Write | None]) -> _Write:
+    return lambda value: [item if writer is None else writer(item) for writer, item in zip(writers, value, strict=True)]
+
+
 def _optional_writer(inner: _Write | None) -> _Write | None:
     return None if inner is None else lambda value: None if value is None else inner(value)
 
@@ -214,9 +227,12 @@ def _converters(hint: Any) -> tuple[_Read, _Write | None]:
 def _tuple_converters(parts: tuple[Any, ...]) -> tuple[_Read, _Write]:
     plain = tuple(part.__supertype__ if isinstance(part, NewType) else part for part in parts)
     if plain[-1] is not Ellipsis:
-        if not set(plain) <= _WORDS.keys():
-            raise TypeError(f"no converter for a tuple of {parts}")
-        return _fixed_tuple_reader(plain), list
+        if set(plain) <= _WORDS.keys():
+            return _fixed_tuple_reader(plain), list
+        pairs = [_converters(part) for part in plain]
+        return _mixed_tuple_reader([reader for reader, _ in pairs]), _mixed_tuple_writer(
+            [writer for _, writer in pairs]
+        )
     if plain[0] in _WORDS:
         return _plain_tuple_reader(plain[0]), list
     reader, writer = _converters(plain[0])

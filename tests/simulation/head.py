@@ -296,7 +296,10 @@ class Head(Process):
 
 
 def _config() -> Config:
-    settings = {"controller": {"kill_wait_s": 5, "requeue_delay_s": 2, "min_job_age_s": 100_000, "lease_s": 20}}
+    settings = {
+        "controller": {"kill_wait_s": 5, "requeue_delay_s": 2, "min_job_age_s": 100_000, "lease_s": 20},
+        "fairshare": {"half_life": "UNLIMITED"},  # so that what was charged can be added up
+    }
     return build_config(settings, [], config_dir=Path("/nonexistent"), environ={})
 
 

@@ -8,6 +8,7 @@
     I6  what the ledger's jobs hold of a node is never more than it has
     I7  the same request id gives the same jobs
     I8  replaying a job's events gives its row
+    I9  users are charged what their jobs are, once
     end a job that is COMPLETED has run to its end, once
     kill  nothing is killed for a step that it is not of
 
@@ -18,6 +19,7 @@ controller, and at the end, from the database.
 from __future__ import annotations
 
 import traceback
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -25,6 +27,7 @@ from hpcsched.lifecycle.events import Allocated, EndRequested, Requeued, Submitt
 from hpcsched.lifecycle.job import apply, submitted_jobs
 from hpcsched.model.ids import JobId, Token
 from hpcsched.model.job import ACTIVE, FINAL, Job, JobState
+from hpcsched.sched.usage import Used
 from hpcsched.store.store import Batch
 from simulation.machine import Machine, Program
 
@@ -178,12 +181,14 @@ class Truth:
     def head_starts(self, head: Head) -> None:
         """A controller has loaded the database: it must have what was committed and acknowledged."""
         self._check_rows(head.ledger.jobs)
+        self._check_charged(head.ledger.usage.values())
 
     def check_end(self, head: Head) -> None:
         """Look at all that is stored, and replay every job's events."""
         store = head.controller.store
         stored = {job.id: job for job in store.load_jobs(-1.0)}
         self._check_rows(stored)
+        self._check_charged(store.load_usage())
         for row in stored.values():
             job: Job | None = None
             for event in store.load_events(row.id):
@@ -201,6 +206,13 @@ class Truth:
         for name, ids in self._acknowledged.items():
             if not all(job_id in stored for job_id in ids):
                 self.broken("I3", f"submission {name} was acknowledged as {ids}, and is not there")
+
+    def _check_charged(self, usage: Iterable[Used]) -> None:
+        """Users are charged what their jobs are, once: a crash loses and doubles nothing."""
+        charged = sum(dict(row.amounts).get("cpu", 0.0) for row in usage)
+        held = sum(job.charged_cpu_s for job in self.rows.values())
+        if abs(charged - held) > 1e-6 * max(1.0, held):
+            self.broken("I9", f"users were charged {charged} cpu-seconds, their jobs {held}")
 
     def restored(self, head_incarnation: str, rows: dict[JobId, Job]) -> None:
         """The database is yesterday's: what was acknowledged since is gone, and is not held against anybody."""

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+
 import pytest
 
-from hpcsched.errors import RequestError
-from hpcsched.model.accounting import NO_ACCOUNTING, Account, Accounting, Qos, UserRules, resolve
+from hpcsched.errors import ProtocolError, RequestError
+from hpcsched.model.accounting import NO_ACCOUNTING, Account, Accounting, Limits, Qos, UserRules, resolve
+from hpcsched.model.codec import value_from_json, value_to_json
+from hpcsched.sched.snapshot import Ledger
+from hpcsched.sched.usage import Used
 
 LAB = Accounting(
     accounts=(
@@ -52,3 +58,15 @@ def test_who_is_in_no_account_may_submit_nothing() -> None:
     closed = Accounting(accounts=(Account(name="physics", users=("anna",)),))
     with pytest.raises(RequestError, match="zoe is in no account"):
         resolve(closed, "zoe", "", "")
+
+
+def test_a_ledger_survives_its_way_through_json() -> None:
+    limits = Limits(grp_tres=(("cpu", 3),), max_jobs=0)
+    accounting = replace(LAB, accounts=(replace(LAB.accounts[0], limits=limits),), licenses=(("matlab", 2),))
+    used = Used(account="maths", user="anna", qos="", at_s=1.5, amounts=(("cpu", 2.0),))
+    ledger = Ledger(accounting=accounting, fairshare=((("maths", "anna"), 0.5),), used=(used,))
+    obj = json.loads(json.dumps(value_to_json(ledger)))
+    assert value_from_json(Ledger, obj) == ledger
+    obj["fairshare"] = [[["maths", "anna"], 0.5, 1]]
+    with pytest.raises(ProtocolError, match="a list of 2 is wanted"):
+        value_from_json(Ledger, obj)
