@@ -30,6 +30,7 @@ from hpcsched.config_keys import (
     SCHEDULER,
 )
 from hpcsched.config_tables import refuse_unknown, table_of, values_of
+from hpcsched.config_topology import on_their_switches
 from hpcsched.errors import ConfigError
 from hpcsched.model.accounting import Accounting
 from hpcsched.model.ids import NODE_NAME, NodeName
@@ -86,6 +87,7 @@ class SchedulerSettings:
     policy: str
     default_time_limit: int | None  # seconds; None: no limit
     age_max_s: float
+    max_switch_wait: float  # seconds
     max_array_size: int
     max_jobs: int
     preempt_type: str
@@ -147,7 +149,7 @@ def build_config(
 ) -> Config:
     """Return the configuration that the parsed `tables` of hpcsched.toml and `nodes` make. Raises ConfigError."""
     path = config_dir / paths.CONFIG_FILE
-    known = ("cluster", "controller", "scheduler", "partitions", *TABLES)
+    known = ("cluster", "controller", "scheduler", "partitions", "topology", *TABLES)
     refuse_unknown(path, "the file", tables, known, kind="table")
     cluster = values_of(path, "[cluster]", tables.get("cluster", {}), CLUSTER)
     return Config(
@@ -158,7 +160,7 @@ def build_config(
         scheduler=_scheduler(path, tables.get("scheduler", {})),
         partitions=_partitions(path, tables.get("partitions", {}), nodes),
         accounting=accounting_of(path, tables),
-        nodes=tuple(node.spec for node in nodes),
+        nodes=on_their_switches(path, tables.get("topology", {}), [node.spec for node in nodes]),
     )
 
 
@@ -200,6 +202,9 @@ def node_from(path: Path, table: Mapping[str, Any]) -> NodeFile:
         root=values["root"],
         python=values["python"],
         weight=values["weight"],
+        speed=values["speed"],
+        link_mbps=values["link_mbps"],
+        tmp_mib=values["tmp_disk"],
     )
     return NodeFile(spec=spec, partitions=values["partitions"])
 

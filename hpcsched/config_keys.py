@@ -136,6 +136,17 @@ def seconds(least: float = 0.0) -> Callable[[Any], float]:
     return kind
 
 
+def number(least: float = 0.0) -> Callable[[Any], float]:
+    """Return the kind of numbers, at least `least`."""
+
+    def kind(value: Any) -> float:
+        if type(value) not in (int, float) or not least <= value <= 1e9:
+            raise BadValue(f"wants a number, {least:g} or more")
+        return float(value)
+
+    return kind
+
+
 def time_limit(value: Any) -> int | None:
     """The kind of times in Slurm's notation: seconds, None for UNLIMITED."""
     if type(value) is int and value >= 0:
@@ -322,6 +333,12 @@ SCHEDULER = (
         help="The limit of jobs that name none, where their partition has none. Backfill needs limits to work with.",
     ),
     Key(name="age_max_s", kind=seconds(1), default=604800, help="Waiting longer than this raises priority no further."),
+    Key(
+        name="max_switch_wait",
+        kind=seconds(),
+        default=300,
+        help="A job with --switches=N that says no time of its own waits so long for nodes on N switches; then more will do.",
+    ),
     Key(name="max_array_size", kind=whole(1), default=10000, help="The most tasks that one array may have."),
     Key(name="max_jobs", kind=whole(1), default=100000, help="The most jobs that may wait and run in all."),
     Key(
@@ -441,6 +458,36 @@ NODE = (
     ),
     Key(name="python", kind=python, default="python3", help="The Python there, 3.9 or newer."),
     Key(name="weight", kind=whole(0), default=1, help="Nodes of a lower weight are used first."),
+    Key(
+        name="speed",
+        kind=number(),
+        default=0,
+        help="How fast a cpu of it is beside those of other nodes, as hpcsched node probe measured it: jobs with "
+        "--hint=synchronous get nodes of like speed. 0: not known.",
+    ),
+    Key(
+        name="link_mbps",
+        kind=whole(0),
+        default=0,
+        help="The bandwidth of its network in Mbit/s, as hpcsched node probe found it: jobs with --hint=comm_bound prefer "
+        "nodes with faster ones. 0: not known.",
+    ),
+    Key(
+        name="tmp_disk",
+        kind=memory_mib,
+        default=0,
+        help="The size of its file system for temporary files, which --tmp asks for.",
+    ),
+)
+
+SWITCH = (
+    Key(
+        name="nodes",
+        kind=hosts,
+        default=REQUIRED,
+        shown='"n[1-4]"',
+        help="The nodes that hang on it: a host list, or a list of them.",
+    ),
 )
 
 SECTIONS = {"cluster": CLUSTER, "controller": CONTROLLER, "scheduler": SCHEDULER, "scheduler.weights": WEIGHTS}

@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 
 from hpcsched.config_account_keys import ACCOUNT, ALL_PARTITION, ALL_SECTIONS, QOS, USER
-from hpcsched.config_keys import NODE, Key, toml_value
+from hpcsched.config_keys import NODE, SWITCH, Key, toml_value
 
 _HEAD = """\
 # The configuration of hpcsched: see hpcsched.toml(5). Nodes have files of their own in nodes.d/.
@@ -31,6 +31,11 @@ _LICENSES = """
 # How many of each licence all jobs may have at once, as hsub --licenses asks for them: NAME = COUNT.
 #matlab = 4
 """
+_TOPOLOGY = """
+# Which nodes hang on which switch: [topology.switches.NAME] for each. A job on several nodes gets them on as few switches as
+# can be. To set one, take the "# " away.
+#
+"""
 _NODE_HEAD = """\
 # The node {name} of hpcsched: see hpcsched.toml(5). What is commented out need not be there.
 
@@ -46,6 +51,7 @@ def render_config(chosen: Mapping[str, Mapping[str, object]]) -> str:
     parts.append("[partitions.main]\n" + "\n".join(_entries(ALL_PARTITION, chosen.get("partitions.main", {}))))
     parts.append(_ACCOUNT_HEAD + "\n".join(_commented(_section(*item)) for item in _NAMED.items()))
     parts.append(_commented(_LICENSES))
+    parts.append(_TOPOLOGY + _commented(_section("topology.switches.s1", SWITCH)))
     return "".join(parts)
 
 

@@ -269,6 +269,7 @@ def policy_of(config: Config) -> Policy:
     """Return the planner's policy as configured."""
     scheduler = config.scheduler
     return Policy(
+        max_switch_wait_s=scheduler.max_switch_wait,
         backfill=Backfill(scheduler.policy) if scheduler.policy != "fifo" else Backfill.NONE,
         weight_age=scheduler.weights.age,
         weight_partition=scheduler.weights.partition,

@@ -412,11 +412,14 @@ class Controller:
         begins = (job.not_before_s for job in waiting)
         ends = (self._overdue_at_s(job) for job in self.world.active_jobs())
         lasts = (_too_late_at_s(job) for job in waiting)
+        spread = (_switches_matter_until_s(job, self.policy.max_switch_wait_s) for job in waiting)
         turns = (wait.expected_start_s for wait in self.world.waits.values() if wait.reason in TIMED)
         reserved = reserving.next_turn_s(self.world, now_s)
         exempt = exempt_until_s(self.world, self.policy.preempt)
         due = [
-            at_s for at_s in (*begins, *ends, *lasts, *turns, *exempt, reserved) if at_s is not None and at_s > now_s
+            at_s
+            for at_s in (*begins, *ends, *lasts, *spread, *turns, *exempt, reserved)
+            if at_s is not None and at_s > now_s
         ]
         self._timer_at_s = min(due, default=None)
         if self._timer_at_s is not None:
@@ -463,6 +466,14 @@ class Controller:
 def _too_late_at_s(job: Job) -> float | None:
     """Return from when on the waiting job cannot end by its deadline any more; None: it has none."""
     return None if job.deadline_at_s is None else job.deadline_at_s - (job.time_limit_s or 0) + 0.001
+
+
+def _switches_matter_until_s(job: Job, max_switch_wait_s: float) -> float | None:
+    """Return from when on the waiting job takes nodes on more switches than it asked for; None: it does not care."""
+    if not job.spec.switches or job.eligible_at_s is None:
+        return None
+    own_s = job.spec.switches_wait_s
+    return job.eligible_at_s + (own_s if own_s is not None else max_switch_wait_s)
 
 
 def _end_of(job: Job, wait: Wait) -> JobState | None:

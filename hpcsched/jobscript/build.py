@@ -20,7 +20,7 @@ from hpcsched.jobscript.script import check_script
 from hpcsched.model.resources import GpuRequest
 from hpcsched.model.spec import JobSpec
 from hpcsched.model.units import parse_when
-from hpcsched.sched.features import parse_features
+from hpcsched.sched.features import parse_constraint, parse_features
 
 _DIRECT = {  # option: field, where the value read is the field's
     "account": "account",
@@ -34,6 +34,7 @@ _DIRECT = {  # option: field, where the value read is the field's
     "gpus": "gpus_total",
     "gpus-per-node": "gpus_per_node",
     "gpus-per-task": "gpus_per_task",
+    "hint": "hints",
     "hold": "hold",
     "input": "stdin",
     "job-name": "name",
@@ -43,6 +44,7 @@ _DIRECT = {  # option: field, where the value read is the field's
     "mail-user": "mail_user",
     "mem": "mem_per_node_mib",
     "mem-per-cpu": "mem_per_cpu_mib",
+    "mincpus": "mincpus",
     "nice": "nice",
     "nodelist": "nodelist",
     "ntasks": "ntasks",
@@ -50,12 +52,14 @@ _DIRECT = {  # option: field, where the value read is the field's
     "open-mode": "open_mode",
     "output": "stdout",
     "partition": "partition",
+    "prefer": "prefer",
     "priority": "priority",
     "qos": "qos",
     "requeue": "requeue",
     "reservation": "reservation",
     "signal": "signal",
     "time": "time_limit_s",
+    "tmp": "tmp_mib",
 }
 
 
@@ -100,7 +104,10 @@ def build_spec(
         fields["deadline_at_s"] = int(parse_when(values["deadline"], now_s))
     if "dependency" in values:
         fields["dependency"], fields["dependency_any"] = values["dependency"]
-    parse_features(values.get("constraint", ""))
+    parse_constraint(values.get("constraint", ""))
+    parse_features(values.get("prefer", ""))
+    if "switches" in values:
+        fields["switches"], fields["switches_wait_s"] = values["switches"]
     notes += _set_nodes(fields, values)
     _set_gpus(fields, values)
     spec = JobSpec(

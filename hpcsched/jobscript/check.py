@@ -15,6 +15,7 @@ from hpcsched.jobscript.export import MAX_ENV_BYTES, MAX_VARIABLES, why_not_a_va
 from hpcsched.jobscript.script import check_script
 from hpcsched.jobscript.values import (
     GPU_TYPE,
+    HINTS,
     MAIL_TYPES,
     MAX_ARRAY_INDEX,
     MAX_ARRAY_TASKS,
@@ -37,7 +38,7 @@ MAX_ARGS_BYTES = 512 << 10
 MAX_GPUS = 100_000
 _TEXTS = (
     "name", "work_dir", "submit_line", "submit_dir", "submit_host", "account", "partition", "qos", "reservation", "comment",
-    "stdout", "stderr", "stdin", "constraint", "mail_user",
+    "stdout", "stderr", "stdin", "constraint", "prefer", "mail_user",
 )  # fmt: skip
 _LATEST_S = 253_402_300_799  # 9999-12-31
 _WORD_LIST = Pattern(r"[A-Za-z0-9_.,+@-]*\Z")
@@ -85,6 +86,8 @@ def _check_texts(spec: JobSpec) -> None:
             raise RequestError(f"cannot take --{field.replace('_', '-')} {short(text)}: it cannot be such a name")
     _check_word("open-mode", spec.open_mode, ("", "append", "truncate"))
     _check_word("lease", spec.lease, ("keep", "kill"))
+    for hint in spec.hints:
+        _check_word("hint", hint, HINTS)
     for event in spec.mail_type:
         _check_word("mail-type", event, MAIL_TYPES)
 
@@ -138,7 +141,11 @@ def _check_numbers(spec: JobSpec) -> None:
     _check_range("nodes", spec.nodes_max, spec.nodes_min, MAX_COUNT)
     _check_range("cpus-per-task", spec.cpus_per_task, 1, MAX_COUNT)
     _check_range("nice", spec.nice, -MAX_NICE, MAX_NICE)
+    _check_range("mincpus", spec.mincpus, 0, MAX_COUNT)
+    _check_range("tmp", spec.tmp_mib, 0, 1 << 53)
+    _check_range("switches", spec.switches, 0, MAX_COUNT)
     for option, value, low, high in (
+        ("switches", spec.switches_wait_s, 0, UNLIMITED_S),
         ("ntasks", spec.ntasks, 1, MAX_COUNT),
         ("ntasks-per-node", spec.ntasks_per_node, 1, MAX_COUNT),
         ("mem", spec.mem_per_node_mib, 0, 1 << 53),

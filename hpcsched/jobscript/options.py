@@ -79,7 +79,8 @@ _JOB_OPTIONS = (
     _job("begin", "b", "TIME", help="do not start before: 16:00, tomorrow, now+1hour, 2027-01-20T12:34:00"),
     _job("chdir", "D", "DIR", help="run in this directory; default: where hsub is run", aliases=("workdir",)),
     _job("comment", "", "TEXT", help="a text to keep with the job"),
-    _job("constraint", "C", "FEATURES", help="nodes with these features: a&b, a|b, a&(b|c)", variable="CONSTRAINT"),
+    _job("constraint", "C", "FEATURES", help="nodes with these features: a&b, a|b, a&(b|c); so many of each kind: "
+         "[a*2&b*1]; all of one kind: [a|b]", variable="CONSTRAINT"),
     _job("cpus-per-gpu", "", "N", help="cpus for each GPU", parse=values.parse_count, variable="CPUS_PER_GPU"),
     _job("cpus-per-task", "c", "N", help="cpus for each task; default: 1", parse=values.parse_count),
     _job("deadline", "", "TIME", help="the job must have ended by then: once its time limit reaches beyond, it is over"),
@@ -97,6 +98,8 @@ _JOB_OPTIONS = (
     _job("gpus-per-task", "", "[TYPE:]N", help="GPUs for each task", parse=values.parse_gpus, variable="GPUS_PER_TASK"),
     _job("gres", "", "gpu[:TYPE][:N]", help="GPUs on each node, in Slurm's other spelling; shard:N: a part of a GPU that "
          "others share", parse=values.parse_gres, variable="GRES"),
+    _job("hint", "", "WORDS", help="synchronous: nodes of like measured speed; comm_bound: no slow links, few switches",
+         parse=values.parse_hints, variable="HINT"),
     _flag("hold", "H", help="submit the job held: it waits for hctl release"),
     _job("input", "i", "FILE", help="file for standard input; default: /dev/null", parse=values.parse_path,
          variable="INPUT"),
@@ -114,6 +117,7 @@ _JOB_OPTIONS = (
          variable="MEM_PER_NODE"),
     _job("mem-per-cpu", "", "SIZE", help="memory for each cpu", parse=parse_mem_mib, variable="MEM_PER_CPU"),
     _job("mem-per-gpu", "", "SIZE", help="memory for each GPU", parse=parse_mem_mib, variable="MEM_PER_GPU"),
+    _job("mincpus", "", "N", help="nodes that have at least so many cpus", parse=values.parse_count),
     Option(name="nice", metavar="N", bare="100", help="lower the job's priority; default of N: 100",
            parse=values.parse_nice),
     _flag("no-requeue", help="never start the job a second time", sets="requeue", variable="NO_REQUEUE"),
@@ -127,14 +131,18 @@ _JOB_OPTIONS = (
          parse=values.parse_path, variable="OUTPUT"),
     _job("partition", "p", "NAMES", help="partition to run in; of several (a,b) whichever can start the job first",
          variable="PARTITION"),
+    _job("prefer", "", "FEATURES", help="rather nodes with these features, if they are free", variable="PREFER"),
     _job("priority", "", "N", help="a fixed priority (0 holds the job)", parse=values.parse_priority),
     _job("qos", "q", "NAME", help="quality of service", variable="QOS"),
     _flag("requeue", help="start the job again after the failure of a node", variable="REQUEUE"),
     _job("reservation", "", "NAME", help="run in this reservation, which must be yours", variable="RESERVATION"),
     _job("signal", "", "[B:]SIG[@S]", help="send a signal S (60) seconds before the time limit; B: to the script alone",
          parse=parse_signal_spec, variable="SIGNAL"),
+    _job("switches", "", "N[@TIME]", help="nodes on so many switches at most; after TIME of waiting, on more",
+         parse=values.parse_switches, variable="SWITCHES"),
     _job("time", "t", "TIME", help="time limit: minutes, M:S, H:M:S, D-H, D-H:M, D-H:M:S, UNLIMITED",
          parse=values.parse_limit_s, variable="TIMELIMIT"),
+    _job("tmp", "", "SIZE", help="nodes that have so much disk for temporary files", parse=parse_mem_mib),
 )
 
 _COMMAND_OPTIONS = (
@@ -173,13 +181,12 @@ def _refused(names: str, why: str) -> tuple[Option, ...]:
 _OTHER_OPTIONS = (
     *_noted("acctg-freq batch bb bbf cpu-freq delay-boot mcs-label network power profile wckey",
             "it has no meaning here"),
-    *_noted("cpu-bind mem-bind gpu-bind gpu-freq gres-flags hint distribution/m extra-node-info/B cores-per-socket "
-            "sockets-per-node threads-per-core ntasks-per-core ntasks-per-socket core-spec/S thread-spec mincpus",
+    *_noted("cpu-bind mem-bind gpu-bind gpu-freq gres-flags distribution/m extra-node-info/B cores-per-socket "
+            "sockets-per-node threads-per-core ntasks-per-core ntasks-per-socket core-spec/S thread-spec",
             "cpus of a node are not told apart"),
-    *_noted("switches", "nodes are not grouped by switch"),
-    *_noted("prefer cluster-constraint", "only --constraint decides about features"),
+    *_noted("cluster-constraint", "only --constraint decides about features"),
     *_noted("clusters/M cluster", "there is one cluster"),
-    *_noted("time-min tmp wait-all-nodes", "it is not taken into account"),
+    *_noted("time-min wait-all-nodes", "it is not taken into account"),
     *_noted("propagate get-user-env no-kill/k oversubscribe/s", "it is not taken into account", value=None),
     *_noted("contiguous ignore-pbs overcommit/O reboot share spread-job unbuffered use-min-nodes",
             "it is not taken into account", value=False),

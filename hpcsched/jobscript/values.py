@@ -21,6 +21,8 @@ MAX_COUNT = 1_000_000  # of nodes, tasks, cpus
 MAX_ARRAY_TASKS = 100_000
 MAX_ARRAY_INDEX = 4_000_000
 MAX_LICENSES = 100
+HINTS = ("synchronous", "comm_bound")
+_SLURM_HINTS = ("compute_bound", "memory_bound", "multithread", "nomultithread")
 MAX_NICE = 2_147_483_645
 MAX_PRIORITY = 4_294_967_294
 
@@ -188,6 +190,21 @@ def parse_licenses(text: str) -> tuple[tuple[str, int], ...]:
             raise RequestError(f"cannot read --licenses={short(text)}: it names {name} twice")
         found[name] = count
     return tuple(found.items())
+
+
+def parse_switches(text: str) -> tuple[int, int | None]:
+    """Return the most switches of ``2`` or ``2@30:00``, and for how many seconds that counts; None: not said."""
+    count, at, limit = text.partition("@")
+    return parse_count(count), parse_time_s(limit) or UNLIMITED_S if at else None
+
+
+def parse_hints(text: str) -> tuple[str, ...]:
+    """Return what of ``synchronous,comm_bound,nomultithread`` matters here: Slurm's own hints are about cores."""
+    hints = tuple(dict.fromkeys(word.strip().lower() for word in text.split(",")))
+    for hint in hints:
+        if hint not in (*HINTS, *_SLURM_HINTS):
+            raise RequestError(f"cannot take hint {short(hint)}: write {' or '.join(HINTS)} (or one of Slurm's)")
+    return tuple([hint for hint in hints if hint in HINTS])
 
 
 def parse_mail_types(text: str) -> tuple[str, ...]:

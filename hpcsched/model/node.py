@@ -51,6 +51,10 @@ class NodeSpec:
     root: str = ""  # where the agent keeps its spool; empty: the agent's own choice
     python: str = "python3"
     weight: int = 1  # nodes of a lower weight are used first
+    switch: str = ""  # that it hangs on; empty: not known
+    speed: float = 0.0  # as the probe measured it; 0: not known
+    link_mbps: int = 0  # of its network; 0: not known
+    tmp_mib: int = 0  # of its file system for temporary files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

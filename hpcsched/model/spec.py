@@ -85,7 +85,13 @@ class JobSpec:
     exclusive: bool = False
     nodelist: tuple[NodeName, ...] = ()
     exclude: tuple[NodeName, ...] = ()
-    constraint: str = ""  # features: a&b, a|b
+    constraint: str = ""  # features: a&b, a|b, [a*2&b*1], [a|b]
+    prefer: str = ""  # features that are wanted, not needed
+    mincpus: int = 0  # that each node has
+    tmp_mib: int = 0  # that each node has for temporary files
+    switches: int = 0  # the most that its nodes hang on; 0: does not matter
+    switches_wait_s: int | None = None  # after so long more switches will do; None: the configuration's max_switch_wait
+    hints: tuple[str, ...] = ()  # synchronous, comm_bound
     array: ArraySpec | None = None
     dependency: tuple[Dependency, ...] = ()
     dependency_any: bool = False  # terms joined by "?": one of them is enough

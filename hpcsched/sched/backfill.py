@@ -11,8 +11,9 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from heapq import heappop, heappush
 
+from hpcsched.sched.gang import choose
 from hpcsched.sched.openings import Openings
-from hpcsched.sched.placement import Part, Seat, choose, parts_of, seat_of
+from hpcsched.sched.placement import Part, Seat, parts_of, seat_of
 from hpcsched.sched.request import Shape
 from hpcsched.sched.timeline import Timeline
 

@@ -6,22 +6,29 @@ All nodes of the partition count, empty and able, whether or not they answer tod
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from hpcsched.model.ids import NodeName
 from hpcsched.model.node import Node, Partition
 from hpcsched.model.resources import ANY_GPU, Gpu
 from hpcsched.model.units import format_mem, format_time_s
 from hpcsched.sched.features import matches
+from hpcsched.sched.gang import choose
 from hpcsched.sched.gpus import gpu_slots
-from hpcsched.sched.placement import Seat, choose, mem_least, seat_of, tasks_that_fit
+from hpcsched.sched.placement import Seat, mem_least, seat_of, tasks_that_fit
 from hpcsched.sched.request import Request, Shape, gpu_count, gpus_least
-from hpcsched.sched.snapshot import NodeView, node_view
+from hpcsched.sched.snapshot import NodeView, allows, node_view
 from hpcsched.sched.timeline import whole
 from hpcsched.sched.words import gpu_words, listed, needs, plural, shard_words, spelled
 
 
 def never_fits(shape: Shape, nodes: Sequence[NodeView]) -> bool:
-    """Say whether `shape` would not fit even if all of `nodes` (those that it may use) were empty."""
+    """Say whether `shape` would not fit even if all of `nodes` (those that it may use) were empty.
+
+    How many switches they hang on does not count: with time more will do.
+    """
+    if shape.switches:
+        shape = replace(shape, switches=0)
     if shape.ntasks is None and not shape.gpus_total and not shape.nodelist:
         return not _has_seats(shape, nodes, shape.nodes_min)
     places = {node.name: at for at, node in enumerate(nodes)}
@@ -64,7 +71,35 @@ def _wrong_nodes(shape: Shape, nodes: list[NodeView], partition: Partition) -> s
     fit = [node for node in kept if matches(shape.features, node.features)]
     if shape.nodes_min > len(fit):
         return f"{wanted} with feature {shape.constraint}: {where} has {len(fit)}"
+    wrong = _wrong_kinds(shape, fit, where) or _wrong_floors(shape, fit, where)
+    if wrong is not None:
+        return wrong
     return _wrong_list(shape, {node.name for node in nodes}, {node.name for node in fit}, where)
+
+
+def _wrong_kinds(shape: Shape, nodes: list[NodeView], where: str) -> str | None:
+    """Return of which kind there are too few nodes, of those that it asks for beside what each must be."""
+    if shape.alike:
+        most = max(sum(matches(kind, node.features) for node in nodes) for kind in shape.alike)
+        if most < shape.nodes_min:
+            return f"cannot give job {_count(shape.nodes_min)} of one kind of {shape.constraint}: {where} has at most {most}"
+    for kind, count in shape.counts:
+        its = sum(matches(kind, node.features) for node in nodes)
+        if its < count:
+            return f"cannot give job {_count(count)} of a kind of {shape.constraint}: {where} has {its}"
+    return None
+
+
+def _wrong_floors(shape: Shape, nodes: list[NodeView], where: str) -> str | None:
+    """Return of what too few nodes have at least so much as it asks, taken or not."""
+    for least, what, has in (
+        (shape.mincpus, plural(shape.mincpus, "cpu"), [node.cpus for node in nodes]),
+        (shape.tmp_mib, f"{format_mem(shape.tmp_mib)} for temporary files", [node.tmp_mib for node in nodes]),
+    ):
+        enough = sum(its >= least for its in has)
+        if least and enough < shape.nodes_min:
+            return f"cannot give job {_count(shape.nodes_min)} with {what}: {where} has {enough}"
+    return None
 
 
 def _wrong_list(shape: Shape, known: set[NodeName], fit: set[NodeName], where: str) -> str | None:
@@ -83,7 +118,7 @@ def _wrong_list(shape: Shape, known: set[NodeName], fit: set[NodeName], where: s
 
 def _too_much(shape: Shape, nodes: list[NodeView], partition: Partition) -> str | None:
     """Return of what the nodes that it may use have too little."""
-    able = [node for node in nodes if node.name not in shape.exclude and matches(shape.features, node.features)]
+    able = [node for node in nodes if allows(shape, node)]
     if not never_fits(shape, able):
         return None
     words = [f"with feature {shape.constraint}"] if shape.constraint else []

@@ -68,13 +68,9 @@ def gpus_taken(asked: GpuCounts, slots: tuple[GpuSlot, ...], free: Units) -> Uni
     return tuple([a - b for a, b in zip(free, left, strict=True)])
 
 
-def shards_taken(asked: GpuCounts, slots: tuple[GpuSlot, ...], free: Units) -> Units | None:
-    """Return the units of one GPU that give the shards `asked`, of the GPU with fewest left that has enough; None: none has."""
-    found = shard_choices(asked, slots, free)
-    if not found:
-        return None
-    at = min(found, key=lambda at: (free[at], at))
-    return tuple([asked[0][1] if slot == at else 0 for slot in range(len(slots))])
+def units_of(slots: tuple[GpuSlot, ...], at: int, count: int) -> Units:
+    """Return `count` units of slot number `at` alone."""
+    return tuple([count if slot == at else 0 for slot in range(len(slots))])
 
 
 def shard_choices(asked: GpuCounts, slots: tuple[GpuSlot, ...], free: Units) -> list[int]:

@@ -13,13 +13,13 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
 
-from hpcsched.model.ids import NodeName
 from hpcsched.sched.backfill import earliest_start
 from hpcsched.sched.blocks import closed_to
-from hpcsched.sched.features import Expression
+from hpcsched.sched.fragments import Mix, mix_of
+from hpcsched.sched.gang import choose
 from hpcsched.sched.intervals import NEVER_S
 from hpcsched.sched.openings import Floors, Openings
-from hpcsched.sched.placement import Part, Seat, Seating, choose, parts_of, seat_of
+from hpcsched.sched.placement import Fit, Part, Seat, Seating, fit_of, parts_of, seat_at, seat_of
 from hpcsched.sched.request import Shape
 from hpcsched.sched.snapshot import PendingJob, Snapshot, allows
 from hpcsched.sched.timeline import Room, Timeline
@@ -27,7 +27,7 @@ from hpcsched.sched.timeline import Room, Timeline
 
 def is_alike(shape: Shape, required: frozenset[int]) -> bool:
     """Say whether `shape` takes equal shares, so that any nodes that have room for one do."""
-    if required and len(required) < shape.nodes_max:
+    if (required and len(required) < shape.nodes_max) or not shape.any_nodes:
         return False
     return shape.nodes_max == 1 or (shape.ntasks is None and not shape.gpus_total)
 
@@ -44,6 +44,14 @@ def share_of(shape: Shape) -> Shape:
         gpus_per_node=shape.gpus_total if one and shape.gpus_total else shape.gpus_per_node,
         gpus_total=() if one else shape.gpus_total,
         features=(),
+        alike=(),
+        counts=(),
+        prefer=(),
+        mincpus=0,
+        tmp_mib=0,
+        switches=0,
+        synchronous=False,
+        comm_bound=False,
         constraint="",
         nodelist=(),
         exclude=(),
@@ -56,8 +64,9 @@ class Groups:
     def __init__(self, snapshot: Snapshot, timeline: Timeline) -> None:
         self._snapshot = snapshot
         self._timeline = timeline
+        self._mix = mix_of(snapshot)
         self._groups: dict[tuple[int, str, str], Group] = {}
-        self._openings: dict[tuple[Shape, str, str, Expression, tuple[NodeName, ...], frozenset[int]], Openings] = {}
+        self._openings: dict[tuple[object, ...], Openings] = {}  # by all that they depend on
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -72,26 +81,33 @@ class Groups:
 
     def _made(self, job: PendingJob, nodes: Sequence[int]) -> Group:
         shape, timeline = job.request.shape, self._timeline
-        if shape.features or shape.exclude:
+        if shape.features or shape.exclude or shape.mincpus or shape.tmp_mib:
             nodes = [at for at in nodes if allows(shape, self._snapshot.nodes[at])]
         required = frozenset([timeline.index.get(name, -1) for name in shape.nodelist])
         bound = required if len(required) == shape.nodes_max else frozenset()
         if bound:  # just these nodes will do
             nodes = [at for at in nodes if at in bound]
         share = share_of(shape)
-        key = share, job.partition, job.reservation, shape.features, shape.exclude, bound
+        floors = shape.mincpus, shape.tmp_mib
+        key = share, job.partition, job.reservation, shape.features, floors, shape.exclude, bound
         openings = self._openings.get(key)
         if openings is None:
             closed = closed_to(job.reservation, self._snapshot.blocks, timeline.index)
             openings = self._openings[key] = Openings(timeline, share, nodes, closed)
-        return Group(timeline, shape, nodes, required, openings)
+        return Group(timeline, shape, nodes, required, openings, self._mix)
 
 
 class Group:
     """The jobs of one shape on some nodes. `nodes` are those that it may use, `required` the ones that it must."""
 
     def __init__(
-        self, timeline: Timeline, shape: Shape, nodes: Sequence[int], required: frozenset[int], openings: Openings
+        self,
+        timeline: Timeline,
+        shape: Shape,
+        nodes: Sequence[int],
+        required: frozenset[int],
+        openings: Openings,
+        mix: Mix | None,
     ) -> None:
         self.shape = shape
         self.nodes = nodes
@@ -106,6 +122,8 @@ class Group:
         self._seen = 0  # so many of the timeline's changes are in `_seating`
         self._window = (-1, -1)  # what `_seating` was made for: reservations in all, dips before the job's end
         self._uses: dict[tuple[int, Room], Room] = {}
+        self._mix = mix
+        self._fits: dict[tuple[int, Room], Fit | None] = {}
 
     def place(self, end_s: float) -> list[Part] | None:
         """Return what a job of this group that ends by `end_s` would get now, or None."""
@@ -121,7 +139,7 @@ class Group:
             self.fails_beyond_s = self._less_in_the_way(end_s)
             return None
         rooms = [timeline.free_until(seat.node, end_s) for seat in chosen]
-        return parts_of(self.shape, chosen, timeline.nodes, timeline.types, rooms)
+        return parts_of(self.shape, chosen, timeline.nodes, timeline.types, rooms, self._mix)
 
     def earliest(self, limit_s: float, from_s: float) -> tuple[float, list[Part]] | None:
         """Return when, `from_s` at the earliest, a job of this group can run for `limit_s`, and on what; None: never."""
@@ -181,7 +199,12 @@ class Group:
             return None
         if end_s is not None and profile.dips:
             room = profile.free_over(timeline.now_s, end_s)
-        return seat_of(self.shape, at, timeline.nodes[at], timeline.types[at], room)
+        key = timeline.kinds[at], room
+        if key in self._fits:
+            fit = self._fits[key]
+        else:
+            fit = self._fits[key] = fit_of(self.shape, timeline.nodes[at], timeline.types[at], room, self._mix)
+        return seat_at(self.shape, at, timeline.nodes[at], fit) if fit is not None else None
 
     # ----- in time to come, of any nodes
 

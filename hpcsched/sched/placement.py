@@ -1,8 +1,9 @@
-"""Which nodes a job gets: all that it needs or none (a gang), the tightest fit that leaves least in pieces.
+"""What of a job fits on a node, how well, and what the job takes there: the tightest fit that leaves least in pieces.
 
-Whether a gang fits is decided exactly for node counts, tasks and GPUs; which nodes it gets is a choice: lower weight first, then
-nodes that are left with fewest GPUs, cpus and memory. Tasks are laid out one each, then filled up in the order of nodes
-(block distribution, as srun). Pure: works on `Room`s and knows nothing of queues and time.
+Of the nodes that a job could have those are preferred that it asks for (--prefer), with a fast link if it is bound by
+communication, of lower weight, where it strands the fewest GPUs (see `fragments`), that are left with fewest GPUs, cpus and
+memory. Tasks are laid out one each, then filled up in the order of nodes (block distribution, as srun). Which seats make up
+a gang is decided in `gang`. Pure: works on `Room`s and knows nothing of queues and time.
 """
 
 from __future__ import annotations
@@ -10,16 +11,25 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import NamedTuple
 
 from hpcsched.errors import InvariantError
-from hpcsched.sched.gpus import GpuSlot, Units, gpus_taken, shard_choices, shards_taken, whole_gpus
+from hpcsched.sched.features import matches
+from hpcsched.sched.fragments import Mix
+from hpcsched.sched.gpus import GpuSlot, Units, gpus_taken, shard_choices, units_of, whole_gpus
 from hpcsched.sched.request import GpuCounts, Shape, gpu_count
 from hpcsched.sched.snapshot import NodeView
 from hpcsched.sched.timeline import Room
 
 UNBOUNDED = 1 << 30
+
+
+class Fit(NamedTuple):
+    """What of a job fits on a node: so many tasks and GPUs of a total, and what `left` of the node makes it a good or bad fit."""
+
+    tasks: int
+    gpus: int
+    left: tuple[int, int, int, int]  # GPUs newly stranded; GPUs free, cpus left, memory free; less is better
 
 
 class Seat(NamedTuple):
@@ -29,6 +39,7 @@ class Seat(NamedTuple):
     node: int
     tasks: int  # so many tasks fit
     gpus: int  # so many GPUs it can give to a total
+    view: NodeView
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +76,8 @@ def tasks_that_fit(shape: Shape, node: NodeView, types: tuple[GpuSlot, ...], roo
     return tasks if tasks >= shape.tasks_min else 0
 
 
-def seat_of(shape: Shape, at: int, node: NodeView, types: tuple[GpuSlot, ...], room: Room) -> Seat | None:
-    """Return how node number `at` suits `shape` with `room` free, or None if it does not."""
+def fit_of(shape: Shape, node: NodeView, types: tuple[GpuSlot, ...], room: Room, mix: Mix | None = None) -> Fit | None:
+    """Return what of `shape` fits in `room` of `node`, or None if nothing does: equal for equal nodes and rooms."""
     tasks = tasks_that_fit(shape, node, types, room)
     if not tasks:
         return None
@@ -74,30 +85,28 @@ def seat_of(shape: Shape, at: int, node: NodeView, types: tuple[GpuSlot, ...], r
     if shape.gpus_total:
         kind, wanted = shape.gpus_total[0]
         gpus = min(wanted, whole_gpus(types, room[2], kind))
-    used = min(tasks, shape.ntasks) if shape.ntasks is not None else tasks
+    used = min(tasks, shape.ntasks) if shape.ntasks is not None else shape.tasks_min
     cpus_left = node.cpus if shape.exclusive else room[0] - used * shape.cpus_per_task
-    return Seat((node.weight, whole_gpus(types, room[2]) if room[2] else 0, cpus_left, room[1], at), at, tasks, gpus)
+    stranded = 0
+    if mix is not None and any(room[2]):
+        stranded = mix.newly_stranded(types, room, _use(shape, node, types, room, used, gpus, mix))
+    return Fit(tasks, gpus, (stranded, whole_gpus(types, room[2]) if room[2] else 0, cpus_left, room[1]))
 
 
-def choose(shape: Shape, seats: Sequence[Seat], required: frozenset[int] = frozenset()) -> list[Seat] | None:
-    """Return the seats that `shape` gets of `seats` (in order of preference), in the order of nodes, or None if they do not do.
+def seat_at(shape: Shape, at: int, node: NodeView, fit: Fit) -> Seat:
+    """Return the seat that `fit` makes on `node`, number `at`."""
+    unwanted, slow = 0, 0
+    if shape.prefer:
+        unwanted = 0 if matches(shape.prefer, node.features) else 1
+    if shape.comm_bound:
+        slow = -node.link_mbps
+    return Seat((unwanted, slow, node.weight, *fit.left, at), at, fit.tasks, fit.gpus, node)
 
-    `required` are the nodes of its node list: all of them, or None.
-    """
-    if len(seats) < shape.nodes_min or len(required) > shape.nodes_max:
-        return None
-    first = [seat for seat in seats if seat.node in required] if required else []
-    if len(first) < len(required):
-        return None
-    rest = [seat for seat in seats if seat.node not in required] if required else list(seats)
-    if shape.ntasks is None and not shape.gpus_total:
-        chosen: list[Seat] | None = first + rest[: shape.nodes_max - len(first)]
-    elif not required and shape.nodes_min == 1 and not shape.gpus_total:
-        single = next((seat for seat in rest if seat.tasks >= (shape.ntasks or 0)), None)
-        chosen = [single] if single is not None else _fewest(shape, first, rest)
-    else:
-        chosen = _fewest(shape, first, rest)
-    return sorted(chosen, key=lambda seat: seat.node) if chosen is not None else None
+
+def seat_of(shape: Shape, at: int, node: NodeView, types: tuple[GpuSlot, ...], room: Room) -> Seat | None:
+    """Return how node number `at` suits `shape` with `room` free, or None if it does not."""
+    fit = fit_of(shape, node, types, room)
+    return seat_at(shape, at, node, fit) if fit is not None else None
 
 
 def parts_of(
@@ -106,12 +115,13 @@ def parts_of(
     nodes: Sequence[NodeView],
     types: Sequence[tuple[GpuSlot, ...]],
     rooms: Sequence[Room],
+    mix: Mix | None = None,
 ) -> list[Part]:
     """Return what `shape` takes of the chosen seats, given their rooms: tasks, cpus, memory and GPUs by type."""
     tasks = _layout(shape, chosen)
     gives = _spread(gpu_count(shape.gpus_total), [seat.gpus for seat in chosen])
     return [
-        Part(node=seat.node, tasks=count, use=_use(shape, nodes[seat.node], types[seat.node], room, count, give))
+        Part(node=seat.node, tasks=count, use=_use(shape, nodes[seat.node], types[seat.node], room, count, give, mix))
         for seat, room, count, give in zip(chosen, rooms, tasks, gives, strict=True)
     ]
 
@@ -151,61 +161,6 @@ def _tasks_by_gpus(shape: Shape, types: tuple[GpuSlot, ...], free: Units) -> int
     return tasks
 
 
-# ----- which of those that fit
-
-
-def _fewest(shape: Shape, first: list[Seat], rest: list[Seat]) -> list[Seat] | None:
-    """Return `first` and the fewest of `rest` that hold all tasks and all GPUs of the total."""
-    wanted_tasks, wanted_gpus = shape.ntasks or 0, gpu_count(shape.gpus_total)
-    most = min(shape.nodes_max, len(first) + len(rest))
-    by_gpus = _enough([seat.gpus for seat in first], [seat.gpus for seat in rest], wanted_gpus)
-    by_tasks = _enough([seat.tasks for seat in first], [seat.tasks for seat in rest], wanted_tasks)
-    if by_gpus is None or by_tasks is None:
-        return None
-    for count in range(max(shape.nodes_min, len(first), by_gpus, by_tasks), most + 1):
-        for by in ("gpus", "tasks") if wanted_gpus else ("tasks",):
-            chosen = first + _pick(rest, count - len(first), wanted_tasks, wanted_gpus, by, first)
-            if sum(seat.tasks for seat in chosen) >= wanted_tasks and sum(seat.gpus for seat in chosen) >= wanted_gpus:
-                return chosen
-    return None
-
-
-def _enough(first: list[int], rest: list[int], wanted: int) -> int | None:
-    """Return how many nodes it takes at least to reach `wanted`, with all of `first`; None if all are not enough."""
-    reached = list(accumulate(sorted(rest, reverse=True), initial=sum(first)))
-    at = bisect_left(reached, wanted)
-    return len(first) + at if at < len(reached) else None
-
-
-def _pick(rest: list[Seat], count: int, wanted_tasks: int, wanted_gpus: int, by: str, first: list[Seat]) -> list[Seat]:
-    """Return `count` of `rest` that reach what is wanted (of tasks or GPUs, `by`), the preferred ones where there is a choice.
-
-    For each place in turn: the most preferred seat with which the largest others can still make up the rest.
-    """
-    value = (lambda seat: seat.gpus) if by == "gpus" else (lambda seat: seat.tasks)
-    missing = (wanted_gpus if by == "gpus" else wanted_tasks) - sum(value(seat) for seat in first)
-    open_seats = list(rest)
-    sizes = sorted(value(seat) for seat in rest)  # ascending
-    chosen: list[Seat] = []
-    top = sum(sizes[len(sizes) - count + 1 :]) if count > 1 else 0  # the largest count-1 that are still open
-    while len(chosen) < count:
-        floor = missing - top
-        fit = (at for at, seat in enumerate(open_seats) if value(seat) >= floor)
-        if len(chosen) == count - 1:  # the last one: the tightest that has enough
-            fit = iter(sorted(fit, key=lambda at: (*open_seats[at].preference[:2], value(open_seats[at]), at)))
-        at = next(fit, None)
-        if at is None:
-            return chosen
-        seat = open_seats.pop(at)
-        size = value(seat)
-        chosen.append(seat)
-        missing -= size
-        sizes.pop(bisect_left(sizes, size))
-        places = count - len(chosen) - 1
-        top = sum(sizes[len(sizes) - places :]) if places > 0 else 0
-    return chosen
-
-
 # ----- what they give
 
 
@@ -234,7 +189,15 @@ def _spread(total: int, limits: Sequence[int]) -> list[int]:
     return given
 
 
-def _use(shape: Shape, node: NodeView, types: tuple[GpuSlot, ...], room: Room, tasks: int, give: int) -> Room:
+def _use(
+    shape: Shape,
+    node: NodeView,
+    types: tuple[GpuSlot, ...],
+    room: Room,
+    tasks: int,
+    give: int,
+    mix: Mix | None,
+) -> Room:
     cpus = node.cpus if shape.exclusive else tasks * shape.cpus_per_task
     if shape.mem_all or (shape.exclusive and not shape.mem_asked):
         mem_mib = node.mem_mib
@@ -245,12 +208,7 @@ def _use(shape: Shape, node: NodeView, types: tuple[GpuSlot, ...], room: Room, t
     if shape.exclusive:
         return cpus, mem_mib, room[2]
     if shape.shards:
-        taken = shards_taken(shape.shards, types, room[2])
-        if taken is None:
-            raise InvariantError(
-                f"node {node.name} was chosen for shards {shape.shards} but has {room[2]} of {types} free"
-            )
-        return cpus, mem_mib, taken
+        return cpus, mem_mib, _shards(shape, types, room, (cpus, mem_mib), mix)
     if shape.gpus_total:
         asked: GpuCounts = ((shape.gpus_total[0][0], give),)
     elif shape.gpus_per_node:
@@ -261,6 +219,23 @@ def _use(shape: Shape, node: NodeView, types: tuple[GpuSlot, ...], room: Room, t
     if taken is None:
         raise InvariantError(f"node {node.name} was chosen for GPUs {asked} but has {room[2]} of {types} free")
     return cpus, mem_mib, taken
+
+
+def _shards(shape: Shape, types: tuple[GpuSlot, ...], room: Room, rest: tuple[int, int], mix: Mix | None) -> Units:
+    """Return the shards that `shape` takes: of the GPU where that strands least, then of the one with fewest left."""
+    asked = shape.shards
+    choices: dict[tuple[str, int, int], int] = {}  # GPUs that have as much left are the same
+    for at in shard_choices(asked, types, room[2]):
+        choices.setdefault((types[at].type, types[at].shards, room[2][at]), at)
+    if not choices:
+        raise InvariantError(f"a node was chosen for shards {asked} but has {room[2]} of {types} free")
+
+    def cost(at: int) -> tuple[int, int, int]:
+        stranded = mix.newly_stranded(types, room, (*rest, units_of(types, at, asked[0][1]))) if mix is not None else 0
+        return stranded, room[2][at], at
+
+    best = min(choices.values(), key=cost) if len(choices) > 1 else next(iter(choices.values()))
+    return units_of(types, best, asked[0][1])
 
 
 class Seating:

@@ -42,7 +42,7 @@ from hpcsched.sched.reasons import (
 )
 from hpcsched.sched.request import LicenseCounts
 from hpcsched.sched.reservations import certain_until_s, kept_by, not_now
-from hpcsched.sched.snapshot import NodeView, PendingJob, Snapshot
+from hpcsched.sched.snapshot import NodeView, PendingJob, Snapshot, relaxed
 from hpcsched.sched.tally import Tally
 from hpcsched.sched.timeline import Timeline
 from hpcsched.sched.tres import Held, held_of
@@ -192,6 +192,8 @@ class _Planner:
                 self.waits[job.id] = wait
                 continue
             views = (job, *job.others) if job.others else (job,)
+            if job.request.shape.switches:
+                views = tuple([relaxed(view, self.snapshot.now_s, self.policy.max_switch_wait_s) for view in views])
             opened = [view for view in views if view.partition in partitions and view.partition not in closed]
             found += opened
             if not opened:

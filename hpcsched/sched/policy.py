@@ -63,6 +63,7 @@ class Policy:
     age_max_s: float = 7 * 86400.0  # waiting longer than this adds nothing
     default_time_limit_s: int = 365 * 86400  # what a job without any limit is taken to need
     overdue_s: float = 30.0  # what is past its limit, or is being ended, is taken to end this much later
+    max_switch_wait_s: float = 300.0  # of jobs that want few switches and say no time of their own
     backfill_depth: int = 1_000  # so many shapes of jobs are tried in vain behind the first one that waits; 0: all
     promises: int = 100  # so many waiting jobs of each partition are promised a start with "slurm-like"
     conservative_depth: int = 1_000  # and so many with "conservative"; those behind them wait

@@ -15,7 +15,7 @@ from hpcsched.model.ids import NodeName
 from hpcsched.model.node import Partition
 from hpcsched.model.resources import ANY_GPU, GpuRequest
 from hpcsched.model.spec import JobSpec
-from hpcsched.sched.features import Expression, parse_features
+from hpcsched.sched.features import Constraint, Expression, parse_constraint, parse_features
 
 LicenseCounts = tuple[tuple[str, int], ...]  # (name, count), by name
 GpuCounts = tuple[tuple[str, int], ...]  # (type, count) by type; ANY_GPU for those without a type
@@ -45,10 +45,23 @@ class Shape:
     gpus_total: GpuCounts = ()  # one type at most; each node gives at least one
     shards: GpuCounts = ()  # of one GPU of each node; one type at most
     exclusive: bool = False
-    features: Expression = ()
-    constraint: str = ""  # `features` as the user wrote it
+    features: Expression = ()  # of each node
+    alike: tuple[Expression, ...] = ()  # one of these is true of all its nodes
+    counts: tuple[tuple[Expression, int], ...] = ()  # of so many nodes each of these is true
+    prefer: Expression = ()  # rather nodes of which this is true
+    mincpus: int = 0  # that a node has, free or not
+    tmp_mib: int = 0
+    switches: int = 0  # its nodes hang on so many switches at most; 0: on as few as can be
+    synchronous: bool = False  # all its nodes go at the pace of the slowest
+    comm_bound: bool = False  # slow links are worse for it than anything else
+    constraint: str = ""  # `features`, `alike` and `counts` as the user wrote them
     nodelist: tuple[NodeName, ...] = ()
     exclude: tuple[NodeName, ...] = ()
+
+    @property
+    def any_nodes(self) -> bool:
+        """Say whether any nodes that have room for a share do, so that counting them is enough."""
+        return not self.alike and not self.counts and not self.switches
 
     @property
     def cpus_least(self) -> int:
@@ -80,6 +93,8 @@ def shape_of(spec: JobSpec, partition: Partition) -> Shape:
         raise RequestError("cannot spread GPUs of several types over a job: use --gpus-per-node or --gpus-per-task")
     ntasks = _ntasks(spec, per_task, total)
     nodes_min, nodes_max = _node_counts(spec, ntasks, per_node, per_task, total)
+    constraint = parse_constraint(spec.constraint)
+    nodes_min, nodes_max = _with_kinds(spec, constraint, nodes_min, nodes_max)
     if partition.max_nodes is not None and nodes_min <= partition.max_nodes:
         nodes_max = min(nodes_max, partition.max_nodes)
     if ntasks is None:
@@ -103,7 +118,15 @@ def shape_of(spec: JobSpec, partition: Partition) -> Shape:
         gpus_total=() if per_node or per_task else total,
         shards=_gpus(spec.shards_per_node),
         exclusive=spec.exclusive,
-        features=parse_features(spec.constraint),
+        features=constraint.every,
+        alike=constraint.alike,
+        counts=constraint.counts,
+        prefer=parse_features(spec.prefer),
+        mincpus=spec.mincpus,
+        tmp_mib=spec.tmp_mib,
+        switches=spec.switches,
+        synchronous="synchronous" in spec.hints,
+        comm_bound="comm_bound" in spec.hints,
         constraint=spec.constraint.strip(),
         nodelist=tuple(dict.fromkeys(spec.nodelist)),
         exclude=tuple(sorted(set(spec.exclude))),
@@ -166,6 +189,16 @@ def _node_counts(
         most = 1
     fewest = max(fewest, len(set(spec.nodelist)))
     return fewest, max(most, fewest)
+
+
+def _with_kinds(spec: JobSpec, constraint: Constraint, nodes_min: int, nodes_max: int) -> tuple[int, int]:
+    """Return the node counts of a job that asks for so many nodes of each of some kinds: at least as many in all."""
+    wanted = sum(count for _, count in constraint.counts)
+    if wanted > nodes_max and (spec.nodes_given or spec.ntasks is not None):
+        raise RequestError(
+            f"cannot give job {wanted} nodes of the kinds of {spec.constraint}: it asks for {nodes_max} at the most"
+        )
+    return max(nodes_min, wanted), max(nodes_max, wanted)
 
 
 def _given_node_counts(spec: JobSpec, ntasks: int | None, fewest: int) -> tuple[int, int]:

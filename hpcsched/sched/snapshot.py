@@ -37,6 +37,10 @@ class NodeView:
     gpus: tuple[Gpu, ...] = ()
     features: frozenset[str] = frozenset()
     weight: int = 1
+    switch: str = ""
+    speed: float = 0.0  # measured; only that of nodes among each other means anything. 0: not known
+    link_mbps: int = 0  # of its network; 0: not known
+    tmp_mib: int = 0
     why_not: str = ""
 
     @property
@@ -97,6 +101,7 @@ class PendingJob:
     account: str = ""
     qos: str = ""
     licenses: LicenseCounts = ()
+    switches_wait_s: float | None = None  # so long few switches matter to it; None: the policy's time
     free_to_go: bool = True  # neither hold, begin time, dependency nor array limit: no need to look at them
 
 
@@ -226,9 +231,19 @@ def snapshot_of(
     )
 
 
+def relaxed(job: PendingJob, now_s: float, max_switch_wait_s: float) -> PendingJob:
+    """Return `job` as it asks at `now_s`: one that has waited long enough for few switches takes more."""
+    wait_s = job.switches_wait_s if job.switches_wait_s is not None else max_switch_wait_s
+    if not job.request.shape.switches or job.since_s is None or now_s < job.since_s + wait_s:
+        return job
+    return replace(job, request=replace(job.request, shape=replace(job.request.shape, switches=0)))
+
+
 def allows(shape: Shape, node: NodeView) -> bool:
     """Say whether `shape` may use `node` at all: not excluded, and of the right features."""
     if shape.exclude and node.name in shape.exclude:
+        return False
+    if shape.mincpus > node.cpus or shape.tmp_mib > node.tmp_mib:
         return False
     return not shape.features or matches(shape.features, node.features)
 
@@ -243,6 +258,10 @@ def node_view(node: Node) -> NodeView:
         gpus=spec.gpus,
         features=frozenset(spec.features),
         weight=spec.weight,
+        switch=spec.switch,
+        speed=spec.speed,
+        link_mbps=spec.link_mbps,
+        tmp_mib=spec.tmp_mib,
         why_not=_why_not(node),
     )
 
@@ -282,6 +301,7 @@ def _pending_in(job: Job, partitions: Mapping[str, Partition], name: str, cache:
         qos=job.spec.qos,
         licenses=job.spec.licenses,
         kept_shares=job.kept_shares,
+        switches_wait_s=job.spec.switches_wait_s,
         free_to_go=not (
             job.hold is not Hold.NONE
             or job.priority_set == 0

@@ -53,6 +53,12 @@ def needs(shape: Shape) -> str:
     extras = [f"in all {gpu_words(shape.gpus_total)}"] if shape.gpus_total else []
     if shape.constraint:
         extras.append(f"feature {shape.constraint}")
+    if shape.mincpus:
+        extras.append(f"nodes of at least {plural(shape.mincpus, 'cpu')}")
+    if shape.tmp_mib:
+        extras.append(f"nodes with {format_mem(shape.tmp_mib)} for temporary files")
+    if shape.switches and shape.nodes_max > 1:
+        extras.append(f"on {shape.switches} {'switch' if shape.switches == 1 else 'switches'}")
     if shape.nodelist:
         extras.append(f"{listed(shape.nodelist)} among them" if shape.nodes_max > 1 else f"namely {shape.nodelist[0]}")
     return ", ".join([whole, *extras])
@@ -64,6 +70,13 @@ def lacks(shape: Shape, node: NodeView, types: tuple[GpuSlot, ...], room: Room) 
         return ["is excluded by the job"]
     if shape.features and not matches(shape.features, node.features):
         return [f"lacks feature {shape.constraint}"]
+    kinds = [*shape.alike, *(kind for kind, _ in shape.counts)]
+    if kinds and not any(matches(kind, node.features) for kind in kinds) and len(shape.counts) != 1:
+        return [f"is none of the kinds of {shape.constraint}"]
+    if node.cpus < shape.mincpus:
+        return [f"has {plural(node.cpus, 'cpu')}, not {shape.mincpus}"]
+    if node.tmp_mib < shape.tmp_mib:
+        return [f"has {format_mem(node.tmp_mib)} for temporary files, not {format_mem(shape.tmp_mib)}"]
     missing = []
     if shape.exclusive and room[0] < node.cpus:
         missing.append("is not empty")

@@ -14,7 +14,7 @@ from hpcsched.cli.main import COMMANDS, hpcsched_command
 from hpcsched.cli.node import node
 from hpcsched.cli.setup import init
 from hpcsched.config_account_keys import ACCOUNT, ALL_PARTITION, ALL_SECTIONS, QOS, USER
-from hpcsched.config_keys import NODE, REQUIRED, Key
+from hpcsched.config_keys import NODE, REQUIRED, SWITCH, Key
 from hpcsched.config_template import default_config
 
 REPOSITORY = Path(hpcsched.__file__).parent.parent
@@ -23,6 +23,7 @@ SECTIONS_IN_PAGE = {f"[{name}]": keys for name, keys in ALL_SECTIONS.items()} | 
     "[accounts.NAME]": ACCOUNT,
     "[users.NAME]": USER,
     "[qos.NAME]": QOS,
+    "[topology.switches.NAME]": SWITCH,
     "NODES.D/NAME.TOML": NODE,
 }
 

@@ -85,7 +85,7 @@ def test_what_has_no_effect_is_accepted_and_said() -> None:
     found = build("--wckey=x --hint=nomultithread -M all --propagate")
     assert found.spec == spec("")
     assert [note.split(":")[0] for note in found.notes] == [
-        f"--{name} has no effect" for name in ("wckey", "hint", "clusters", "propagate")
+        f"--{name} has no effect" for name in ("wckey", "clusters", "propagate")
     ]
 
 

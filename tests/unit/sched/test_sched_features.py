@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpcsched.errors import RequestError
-from hpcsched.sched.features import MAX_CHARS, matches, parse_features
+from hpcsched.sched.features import MAX_CHARS, matches, parse_constraint, parse_features
 
 
 @pytest.mark.parametrize(
@@ -33,16 +33,17 @@ def test_what_an_expression_matches(text: str, yes: list[str], no: list[str]) ->
     ("text", "why"),
     [
         ("a&", "ends where a feature should follow"),
-        ("&a", "'&' is out of place"),
-        ("a b", "'b' is out of place"),
+        ("&a", "'&' (character 1): it is out of place"),
+        ("a b", "'b' (character 3): it is out of place"),
         ("a||b", "out of place"),
         ("()", "out of place"),
         ("(a", "a ( without its )"),
         ("a)", "a ) without its ("),
-        ("a;b", "';' is none of"),
+        ("a;b", "';' (character 2): it is no feature name"),
         ("a\nb&", "out of place"),
-        ("[a*2&b*1]", "counts of features"),
-        ("a*2", "counts of features"),
+        ("[a*2&b*1]", "cannot be asked here"),
+        ("!a", "'!' (character 1): there is no 'not'"),
+        ("a*2", "'*' (character 2)"),
     ],
 )
 def test_what_is_no_expression_is_refused_with_why(text: str, why: str) -> None:
@@ -57,3 +58,47 @@ def test_a_hostile_expression_is_cut_short_or_read_without_recursion() -> None:
         parse_features("a" * 1_000_000)
     deep = "(" * (MAX_CHARS // 2 - 1) + "a" + ")" * (MAX_CHARS // 2 - 1)
     assert matches(parse_features(deep), {"a"})
+
+
+def test_a_constraint_says_what_the_nodes_must_be_together() -> None:
+    counted = parse_constraint("[a*2&(b|c)*1]")
+    assert counted.counts == ((("a",), 2), (("b", "c", "|"), 1))
+    assert counted.every == counted.alike == ()
+    assert parse_constraint("a*4&x").counts == ((("a",), 4),)
+    assert parse_constraint("a*4&x").every == ("x",)
+    assert parse_constraint("x&[a|b&c]&y").alike == (("a",), ("b", "c", "&"))
+    assert parse_constraint("x&[a|b]&(y|z)").every == ("x", "y", "z", "|", "&")
+
+
+@pytest.mark.parametrize("text", ["", "a", "a&b|c", "a&(b|c)"])
+def test_a_constraint_of_each_node_alone_is_an_expression(text: str) -> None:
+    assert parse_constraint(text).every == parse_features(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("[a&b]", "'a' (character 2): say how many nodes of it"),
+        ("[]", "'[' (character 1): brackets with nothing in them"),
+        ("[a|b", "a [ without its ]"),
+        ("a|b]", "']' (character 4)"),
+        ("[a|[b|c]]", "'[' (character 4): brackets do not go into brackets"),
+        ("a|[b|c]", "'[' (character 3): counts and brackets are joined to the rest by &"),
+        ("a|b&[c|d]", "'|' (character 2): beside counts and brackets it needs parentheses"),
+        ("[a|b]&[c|d]", "'[' (character 7): brackets with | a second time"),
+        ("[a|b]&c*2", "exclude each other"),
+        ("a*x", "'x' (character 3): it is no number of nodes"),
+        ("a*0", "'0' (character 3): it is no number of nodes"),
+        ("a*2*3", "'*' (character 4)"),
+        ("*2", "say how many nodes of it"),
+        ("a&b*", "'*' (character 4)"),
+        ("[a*2|b*1]", "'*' (character 3)"),
+        ("(a*2)", "'*' (character 3)"),
+        ("[a*1&&b*1]", "nothing stands on one side of a &"),
+        ("[a*1]x", "joined to the rest by &"),
+    ],
+)
+def test_what_is_no_constraint_is_refused_with_the_place(text: str, why: str) -> None:
+    with pytest.raises(RequestError) as refusal:
+        parse_constraint(text)
+    assert why in str(refusal.value)

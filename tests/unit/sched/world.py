@@ -2,12 +2,11 @@
 
     world(nodes="3x4", running=["1: n1,n2 2c 60s"], waiting=["2: 3 nodes 4c 600s", "3: 1c 30s"])
 
-A node group is ``COUNTxCPUS[/MEM_MIB][/GPUSxTYPE[%SHARDS]][+feature...]``; nodes are called n1, n2, ... Time is 0. A
-job is a job id, a colon and words: ``2 nodes``, ``2-4 nodes``, ``5 tasks``, ``2 per-node``, ``4c`` (cpus per task),
-``100M`` (memory per node), ``2g``, ``2g:a100`` (GPUs per node), ``3shards``, ``60s`` (limit), ``n1,n2`` (node list, or
-where it runs), ``p=a`` or ``p=a,b`` (partition), ``+feature`` (constraint), ``q=NAME`` (QOS), ``exclusive``,
-``nice=5``. Running jobs began at 0
-and hold their cpus, memory and GPUs on each of their nodes.
+A node group is ``COUNTxCPUS[/MEM_MIB][/GPUSxTYPE[%SHARDS]][+feature...][@SWITCH][~SPEED]``; nodes are called n1, n2,
+... Time is 0. A job is a job id, a colon and words: ``2 nodes``, ``2-4 nodes``, ``5 tasks``, ``2 per-node``, ``4c``
+(cpus per task), ``100M`` (memory per node), ``2g``, ``2g:a100`` (GPUs per node), ``3shards``, ``60s`` (limit),
+``n1,n2`` (node list, or where it runs), ``p=a`` or ``p=a,b`` (partition), ``+feature`` (constraint), ``q=NAME``
+(QOS), ``exclusive``, ``nice=5``. Running jobs began at 0 and hold their cpus, memory and GPUs on each of their nodes.
 """
 
 from __future__ import annotations
@@ -104,6 +103,8 @@ def spec_of(text: str) -> JobSpec:
 def _nodes(text: str) -> list[Node]:
     nodes: list[Node] = []
     for group in text.split():
+        group, _, speed = group.partition("~")
+        group, _, switch = group.partition("@")
         sizes, *features = group.split("+")
         count, cpus, *rest = re.split(r"[x/]", sizes, maxsplit=2)
         parts = rest[0].split("/") if rest else []
@@ -119,6 +120,8 @@ def _nodes(text: str) -> list[Node]:
                 mem_mib=mem_mib,
                 gpus=tuple(Gpu(index=at, type=kind, shards=int(n or 1)) for at, (kind, _, n) in enumerate(types)),
                 features=tuple(features),
+                switch=switch,
+                speed=float(speed or 0),
             )
             nodes.append(Node(spec=spec, link=Link.UP))
     return nodes

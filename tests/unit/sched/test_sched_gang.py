@@ -1,0 +1,148 @@
+"""Which nodes make up a gang: of the right kinds, close to each other, of like speed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from unit.sched.world import World, world
+
+from hpcsched.model.ids import JobId
+from hpcsched.sched.feasible import impossible
+from hpcsched.sched.request import request_of
+from hpcsched.sched.snapshot import node_view
+
+KINDS = "2x4+a 2x4+b 1x4+a+b"  # n1 n2 are a, n3 n4 b, n5 both
+
+
+def on(sketch: World) -> str:
+    """Return the nodes that job 9 gets; empty if it waits."""
+    return " ".join(share.node for start in sketch.plan().starts if start.job_id == 9 for share in start.shares)
+
+
+def got(nodes: str, job: str, running: tuple[str, ...] = (), **changes: object) -> str:
+    return on(world(nodes, running=running, waiting=[f"9: {job}"]).change(9, **changes))
+
+
+@pytest.mark.parametrize(
+    ("job", "nodes"),
+    [
+        ("+[a*2&b*1]", "n1 n2 n3"),  # the counts say how many nodes
+        ("+[a*3&b*1]", "n1 n2 n3 n5"),
+        ("+[a*3&b*2]", "n1 n2 n3 n4 n5"),  # the one that is both counts once: where it is needed
+        ("+[a*3&b*3]", ""),
+        ("3 nodes +[a*1&b*1]", "n1 n2 n3"),
+        ("4 nodes +b*3", "n1 n3 n4 n5"),
+        ("2 nodes +[(a&b)*1]", "n1 n5"),
+        ("3 nodes +[b|a]", "n3 n4 n5"),  # in the order written
+        ("4 nodes +[a|b]", ""),
+        ("2 nodes +a&[b|c]", ""),
+        ("1 nodes +a&[c|b]", "n5"),
+    ],
+)
+def test_kinds_of_nodes(job: str, nodes: str) -> None:
+    assert got(KINDS, job) == nodes
+
+
+def test_kinds_are_met_whatever_runs_or_nothing_starts() -> None:
+    assert got(KINDS, "+[a*2&b*2]", running=("1: n2 1c 60s",)) == "n1 n2 n3 n4"
+    assert got(KINDS, "+[a*2&b*2] 4c", running=("1: n2 1c 60s", "2: n3 1c 60s")) == ""
+
+
+def test_a_job_waits_for_its_kinds_and_starts_when_they_are_free() -> None:
+    sketch = world(KINDS, running=["1: n1,n2 4c 60s"], waiting=["9: +[a*2&b*1] 4c"])
+    assert sketch.plan().waits[JobId(9)].expected_start_s == 60.0
+
+
+def test_tasks_and_kinds_together() -> None:
+    assert got("1x2+a 1x8+a 1x2+b", "2 nodes 10 tasks +[a*1&b*1]", ntasks_per_node=None) == "n2 n3"
+
+
+@pytest.mark.parametrize(
+    ("job", "why"),
+    [
+        ("+[a*4&b*1]", "cannot give job four nodes of a kind of [a*4&b*1]: partition 'main' has 3"),
+        ("4 nodes +[a|b]", "cannot give job four nodes of one kind of [a|b]: partition 'main' has at most 3"),
+        ("+[a*3&b*3]", "partition 'main' has 5"),
+    ],
+)
+def test_what_never_can_be_is_refused_with_the_number(job: str, why: str) -> None:
+    sketch = world(KINDS, waiting=[f"9: {job}"])
+    request = request_of(sketch.job(9).spec, sketch.partitions[0])
+    said = impossible(request, [node_view(node) for node in sketch.nodes], sketch.partitions[0])
+    assert said is not None
+    assert why in said
+
+
+def test_preferred_nodes_are_taken_if_they_are_free() -> None:
+    assert got(KINDS, "1 nodes", prefer="b") == "n3"
+    assert got(KINDS, "1 nodes 4c", prefer="b", running=("1: n3,n4,n5 1c 60s",)) == "n1"
+
+
+# ----- switches
+
+
+RACKS = "3x4@s1 2x4@s2 4x4@s3"  # n1-n3, n4 n5, n6-n9
+
+
+def test_a_gang_lies_on_the_fewest_switches_and_on_the_tightest_of_them() -> None:
+    assert got(RACKS, "2 nodes") == "n4 n5"
+    assert got(RACKS, "3 nodes") == "n1 n2 n3"
+    assert got(RACKS, "4 nodes") == "n6 n7 n8 n9"
+    assert got(RACKS, "5 nodes") == "n4 n5 n6 n7 n8"
+    assert got(RACKS, "7 nodes") == "n1 n2 n3 n6 n7 n8 n9"
+
+
+def test_more_nodes_are_worth_more_than_few_switches() -> None:
+    assert got("2x4@s1 3x4@s2", "2-4 nodes") == "n1 n2 n3 n4"
+
+
+def test_tasks_lie_close_on_as_many_nodes_as_they_need() -> None:
+    assert got("1x4@s1 2x4@s2 1x4@s1", "8 tasks", running=("1: n2 1c 60s",)) == "n1 n4"
+
+
+def test_a_job_that_wants_few_switches_waits_for_them_for_its_time() -> None:
+    sketch = world(RACKS, running=["1: n6 4c 600s"], waiting=["9: 4 nodes"])
+    sketch.change(9, switches=1, eligible_at_s=0.0, switches_wait_s=100)
+    assert on(sketch) == ""
+    assert sketch.plan().waits[JobId(9)].expected_start_s == 600.0
+    sketch.now_s = 100.0
+    assert on(sketch) == "n4 n5 n7 n8"
+
+
+def test_a_job_without_a_time_of_its_own_waits_for_switches_as_the_policy_says() -> None:
+    sketch = world(RACKS, waiting=["9: 5 nodes"], max_switch_wait_s=30.0)
+    sketch.change(9, switches=1, eligible_at_s=0.0)
+    assert on(sketch) == ""
+    assert "ReqNodeNotAvail" not in sketch.reasons().values()  # with time it will do with two
+    sketch.now_s = 30.0
+    assert on(sketch) == "n4 n5 n6 n7 n8"
+
+
+# ----- capability
+
+
+def test_a_synchronous_job_gets_nodes_of_like_speed_the_fastest_that_do() -> None:
+    nodes = "1x4~1.0 2x4~2.0 1x4~1.05 1x4~1.9 1x4"
+    assert got(nodes, "2 nodes") == "n1 n2"
+    assert got(nodes, "2 nodes", hints=("synchronous",)) == "n2 n3"
+    assert got(nodes, "3 nodes", hints=("synchronous",)) == "n2 n3 n5"
+    assert got(nodes, "2 nodes 4c", hints=("synchronous",), running=("1: n3,n5 1c 60s",)) == "n1 n4"
+    assert got(nodes, "6 nodes", hints=("synchronous",)) == "n1 n2 n3 n4 n5 n6"  # rather unlike than not at all
+
+
+def test_a_job_bound_by_communication_avoids_slow_links() -> None:
+    sketch = world("3x4", waiting=["9: 2 nodes"]).change(9, hints=("comm_bound",))
+    for name, link_mbps in (("n1", 100), ("n2", 1000), ("n3", 10_000)):
+        node = next(node for node in sketch.nodes if node.name == name)
+        sketch.change_node(name, spec=replace(node.spec, link_mbps=link_mbps))
+    assert on(sketch) == "n2 n3"
+    assert on(sketch.change(9, hints=())) == "n1 n2"
+
+
+def test_floors_of_a_node_count_whatever_is_free() -> None:
+    assert got("1x2 1x8", "1c", mincpus=4, running=("1: n2 6c 60s",)) == "n2"
+    sketch = world("2x4", waiting=["9: 1c"]).change(9, tmp_mib=100)
+    assert on(sketch) == ""
+    sketch.change_node("n2", spec=replace(sketch.nodes[1].spec, tmp_mib=100))
+    assert on(sketch) == "n2"
