@@ -16,7 +16,7 @@ from typing import Any
 from hpcsched import client
 from hpcsched.cli.errors import complain, guarded, note, print_version
 from hpcsched.cli.options import UsageError, option_lines
-from hpcsched.cli.output import clean, print_json
+from hpcsched.cli.output import clean, date_text, print_json
 from hpcsched.cli.states import ENDED_STATES
 from hpcsched.errors import NotFoundError, RequestError, UnavailableError
 from hpcsched.jobscript.build import Built, build_spec, script_name
@@ -138,8 +138,15 @@ def _test(job: dict[str, Any], options: Mapping[str, Sequence[str]]) -> int:
     answer = client.call("POST", "/v1/test", {"job": job})
     if is_set(options, "json"):
         print_json(answer)
+    elif answer["start_s"] is None:
+        print(f"{NAME}: Job {answer['job_id']} {clean(answer['text'])}", file=sys.stderr)
     else:
-        print(f"The job {clean(answer['text'])}")
+        where = f"on nodes {clean(answer['node_list'])} " if answer["nodes"] else ""
+        print(
+            f"{NAME}: Job {answer['job_id']} to start at {date_text(answer['start_s'])} using {answer['cpus']} processors "
+            f"{where}in partition {clean(answer['partition'])}",
+            file=sys.stderr,
+        )
     return 0
 
 

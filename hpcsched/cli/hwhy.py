@@ -12,7 +12,7 @@ from typing import Any
 from hpcsched import client
 from hpcsched.cli.errors import run_command
 from hpcsched.cli.options import HELP, VERSION, Command, Option, UsageError, Words
-from hpcsched.cli.output import clean, print_json
+from hpcsched.cli.output import clean, date_text, print_json
 
 FEW_NODES = 8
 
@@ -42,7 +42,12 @@ def _work(words: Words) -> int:
     if words.has("json"):
         print_json(answer)
         return 0
-    print("\n".join(map(clean, _lines(answer, all_nodes=words.has("verbose")))))
+    about = f" That is about {date_text(answer['expected_start_s'])}."
+    lines = [
+        line + about if line.startswith(("It starts in", "It may start in")) else line
+        for line in _lines(answer, all_nodes=words.has("verbose"))
+    ]
+    print("\n".join(map(clean, lines)))
     return 0
 
 
@@ -51,9 +56,9 @@ def _lines(answer: dict[str, Any], *, all_nodes: bool) -> list[str]:
     nodes = answer.get("nodes") or {}
     if all_nodes or len(nodes) <= FEW_NODES:
         return lines
-    return [line for line in lines if not line.startswith("  ")] + [
-        f"hwhy -v tells what each of the {len(nodes)} nodes lacks."
-    ]
+    near = tuple(f"  {name} " for name in answer.get("nearest") or ())
+    shown = [line for line in lines if not line.startswith("  ") or line.startswith(near)]
+    return [*shown, f"hwhy -v tells what each of the {len(nodes)} nodes lacks; these lack least."]
 
 
 def _brief(answer: dict[str, Any]) -> list[str]:

@@ -26,21 +26,19 @@ from hpcsched.controller import requests, reserving, suspension
 from hpcsched.controller.accountviews import priority_views, share_views
 from hpcsched.controller.admission import settle
 from hpcsched.controller.fleet import Fleet
+from hpcsched.controller.outlook import first_start, why_words
 from hpcsched.controller.references import find_jobs
 from hpcsched.controller.story import tell
 from hpcsched.controller.tick import Controller
 from hpcsched.controller.update import update
 from hpcsched.errors import NotFoundError, PermissionDeniedError, RequestError, UnavailableError
 from hpcsched.launch.files import job_files
-from hpcsched.model.hostlist import compress_hostlist
 from hpcsched.model.ids import JobId
 from hpcsched.model.job import FINAL, Job, JobState, Reason
 from hpcsched.model.node import Link
 from hpcsched.model.reservation import at
 from hpcsched.model.spec import JobSpec
 from hpcsched.model.units import parse_signal
-from hpcsched.sched.explain import explain, in_words
-from hpcsched.sched.preempt import full_plan
 from hpcsched.shareprobe import PROBE_BYTES, is_probe_name
 from hpcsched.store.backup import back_up
 from hpcsched.store.store import HistoryQuery
@@ -113,7 +111,7 @@ class ControllerBackend:
         jobs = await self._change(lambda tx: requests.submit(tx, asker, request_id, specs, seen))
         return {"jobs": jobs, "notes": []}
 
-    def test(self, asker: Asker, spec: JobSpec) -> Json:
+    async def test(self, asker: Asker, spec: JobSpec) -> Json:
         """Say when the job would start if it were submitted now: a plan over the world as it is plus this job."""
         spec = settle(self._world, asker.user, spec)
         now_s = self._clock()
@@ -130,21 +128,8 @@ class ControllerBackend:
             time_limit_s=limit_s,
             not_before_s=spec.begin_at_s,
         )
-        made = full_plan(
-            self._controller.snapshot([*self._world.jobs_to_plan(), job], now_s),
-            self._controller.policy,
-        )
-        for start in made.starts:
-            if start.job_id == job.id:
-                nodes = [share.node for share in start.shares]
-                text = f"would start at once on {compress_hostlist(nodes)} in partition {start.partition}"
-                return {"start_s": now_s, "nodes": nodes, "text": text}
-        wait = made.waits[job.id]
-        return {
-            "start_s": wait.expected_start_s,
-            "nodes": [],
-            "text": f"would wait in partition {job.partition} ({wait.reason}): {wait.detail}",
-        }
+        snapshot = self._controller.snapshot([*self._world.jobs_to_plan(), job], now_s)
+        return await asyncio.to_thread(first_start, snapshot, self._controller.policy, job.id)
 
     def jobs(self, asker: Asker, query: Json) -> Json:
         unknown = set(query) - {"state", "user", "id", "partition", "name"}
@@ -207,7 +192,7 @@ class ControllerBackend:
         events = self._controller.store.load_events(job.id)
         return {"job_id": job.id, "events": tell(job, events)}
 
-    def why(self, asker: Asker, reference: str) -> Json:
+    async def why(self, asker: Asker, reference: str) -> Json:
         """Say why a job waits: a fresh plan over the world as it is, explained."""
         job = self._find(asker, reference)[0]
         reason, detail, expected_s = why_waiting(job, self._world, self._clock())
@@ -217,18 +202,8 @@ class ControllerBackend:
             "expected_start_s": expected_s,
         }
         if job.state is JobState.PENDING:
-            now_s, policy = self._clock(), self._controller.policy
-            snapshot = self._controller.snapshot(self._world.jobs_to_plan(), now_s)
-            found = explain(snapshot, policy, full_plan(snapshot, policy), job.id)
-            if found is not None:
-                answer |= {
-                    "lines": in_words(found, now_s).splitlines(),
-                    "needs": found.needs,
-                    "position": found.position,
-                    "ahead": list(found.ahead),
-                    "nodes": dict(found.nodes),
-                    "expected_start_s": found.expected_start_s,
-                }
+            snapshot = self._controller.snapshot(self._world.jobs_to_plan(), self._clock())
+            answer |= await asyncio.to_thread(why_words, snapshot, self._controller.policy, job.id)
         return answer
 
     async def act(self, asker: Asker, verb: str, body: Json) -> Json:

@@ -436,7 +436,7 @@ class Controller:
             if outcome := _end_of(self.world.jobs[job_id], wait):
                 tx.record(EndRequested(job_id=job_id, at_s=tx.now_s, outcome=outcome, by_uid=None, why=wait.detail))
                 self.replan()  # others may have waited for its end
-            elif self.world.jobs[job_id].eligible_at_s is None and wait.reason in ELIGIBLE:
+            elif self.world.jobs[job_id].eligible_at_s is None and _is_eligible(self.world.jobs[job_id], wait):
                 tx.record(BecameEligible(job_id=job_id, at_s=tx.now_s))
 
     def snapshot(self, jobs: Iterable[Job], now_s: float, cache: SnapshotCache | None = None) -> Snapshot:
@@ -474,6 +474,11 @@ def _switches_matter_until_s(job: Job, max_switch_wait_s: float) -> float | None
         return None
     own_s = job.spec.switches_wait_s
     return job.eligible_at_s + (own_s if own_s is not None else max_switch_wait_s)
+
+
+def _is_eligible(job: Job, wait: Wait) -> bool:
+    """Say whether only other jobs and resources, be they reserved, keep the job waiting."""
+    return wait.reason in ELIGIBLE or (wait.reason is Reason.RESERVATION and not job.reservation)
 
 
 def _end_of(job: Job, wait: Wait) -> JobState | None:

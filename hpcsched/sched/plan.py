@@ -92,7 +92,7 @@ class Plan:
 
 def plan(snapshot: Snapshot, policy: Policy) -> Plan:
     """Return what to start now, and why the rest waits."""
-    return _Planner(snapshot, policy).plan()
+    return Planner(snapshot, policy).plan()
 
 
 @dataclass(slots=True)
@@ -107,7 +107,9 @@ class _Lane:
     behind: Wait | None = None  # what all behind the head share
 
 
-class _Planner:
+class Planner:
+    """One plan being made. Afterwards it can be asked what further jobs would get (`offer`, `expected`)."""
+
     def __init__(self, snapshot: Snapshot, policy: Policy) -> None:
         self.snapshot = snapshot
         self.policy = policy
@@ -179,6 +181,26 @@ class _Planner:
         elif not self._start_if_it_fits(job) and job.id not in self.waits:
             self._queue(job, behind)
 
+    def offer(self, job: PendingJob) -> list[Part] | None:
+        """Return what one more job would get now if it came next; None: it would wait."""
+        limit_s = self._limit_s(job)
+        if self._lane_of(job).head is not None and self.policy.backfill is Backfill.NONE:
+            return None
+        if self.tally.why_not(job) is not None or not self._has_licenses(job, limit_s):
+            return None
+        parts = self._group(job).place(self.timeline.now_s + limit_s)
+        if parts is None or (self.tally.limited and self.tally.why_not_there(job, self._held(job, parts)) is not None):
+            return None
+        return parts
+
+    def expected(self, job: PendingJob) -> tuple[float, list[Part]] | None:
+        """Return when one more job that came next can start at the earliest, and on what; None: not known."""
+        parts = self.offer(job)
+        if parts is not None:
+            return self.timeline.now_s, parts
+        found = self._earliest(job, self._limit_s(job))
+        return found if found is not None and found[0] < self.timeline.sure_until_s else None
+
     # ----- who is looked at
 
     def _eligible(self) -> list[PendingJob]:
@@ -202,7 +224,11 @@ class _Planner:
         return found
 
     def _lane_of(self, job: PendingJob) -> _Lane:
-        return self.lanes[job.partition, job.reservation]
+        lane = self.lanes.get((job.partition, job.reservation))
+        if lane is None:  # of a reservation that no job which waits is in
+            lane = self._lane(self.snapshot.partitions[job.partition], job.reservation)
+            self.lanes[job.partition, job.reservation] = lane
+        return lane
 
     def _lane(self, partition: Partition, reservation: str) -> _Lane:
         """Return one line of a partition: the jobs of each reservation stand in one of their own."""

@@ -110,7 +110,7 @@ CASES: dict[str, tuple[Callable[[Sequence[str]], int], list[str]]] = {
     "hwhy-verbose": (hwhy.main, ["-v", "13"]),
     "hwhy-running": (hwhy.main, ["11"]),
     "hwhy-ended": (hwhy.main, ["29"]),
-    "hsub-test-only": (hsub.main, ["--test-only", "--wrap", "true"]),
+    "hsub-test-only-json": (hsub.main, ["--test-only", "--json", "--wrap", "true"]),
 }
 
 
@@ -131,10 +131,13 @@ def prepare(api: FakeApi) -> None:
         "GET /v1/config": {"config": {"cluster": "lab", "share": None, "admins": [], "requeue": True, "scheduler": {"a_s": 1}}},
         "GET /v1/job/12/story": {"job_id": 12, "events": [{"at_s": NOW_S, "kind": "Submitted", "text": "submitted\nby x"}]},
         "GET /v1/job/12/why": WHY | {"nodes": {"n1": "4 cpus", "n2": ""}},
-        "GET /v1/job/13/why": WHY | {"nodes": {f"n{i}": "" for i in range(9)}},
+        "GET /v1/job/13/why": WHY | {"nodes": {f"n{i}": "" for i in range(9)}, "nearest": ["n1"]},
         "GET /v1/job/11/why": {"text": "job 11 is RUNNING", "reason": "None", "expected_start_s": None},
         "GET /v1/job/29/why": {"text": "its script ended\nwith 3", "reason": "NonZeroExitCode", "expected_start_s": None},
-        "POST /v1/test": {"start_s": NOW_S, "nodes": ["n1"], "text": "would start at once on n1 in partition main"},
+        "POST /v1/test": {
+            "job_id": 31, "start_s": NOW_S, "nodes": ["n1"], "node_list": "n1", "cpus": 1, "partition": "main",
+            "reason": "None", "text": "would start at once on n1 in partition main",
+        },
     }  # fmt: skip
     for one in JOBS:
         api.answers[f"GET /v1/job/{one['id']}"] = {**now, "jobs": [one | {"script": "secret", "env": {"A": "secret"}}]}

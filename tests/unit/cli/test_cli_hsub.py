@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,30 @@ def test_notes_are_for_verbose_and_terminals_only(capsys: pytest.CaptureFixture[
     assert said.out == "Submitted batch job 5\n"
     assert "--wckey has no effect" in said.err
     assert "line 5 of the script is not read" in said.err
+
+
+def test_test_only_says_when_and_where_as_sbatch_does(api: FakeApi, capsys: pytest.CaptureFixture[str]) -> None:
+    place = {
+        "job_id": 7,
+        "nodes": ["n1", "n2"],
+        "node_list": "n[1-2]",
+        "cpus": 4,
+        "partition": "main",
+        "text": "",
+        "reason": "",
+    }
+    api.answers["POST /v1/test"] = place | {"start_s": 1800000000.0}
+    assert hsub.main(["--test-only", "job.sh"]) == 0
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert re.fullmatch(
+        r"hsub: Job 7 to start at 20\d\d-\d\d-\d\dT[\d:]{8} using 4 processors on nodes n\[1-2\] in partition main\n",
+        said.err,
+    )
+    api.answers["POST /v1/test"] = place | {"start_s": None, "text": "would wait in partition main (JobHeldUser): held"}
+    assert hsub.main(["--test-only", "job.sh"]) == 0
+    assert capsys.readouterr().err == "hsub: Job 7 would wait in partition main (JobHeldUser): held\n"
+    assert not api.requests("POST /v1/submit")
 
 
 def test_dry_run_sends_nothing_and_prints_the_request(api: FakeApi, capsys: pytest.CaptureFixture[str]) -> None:

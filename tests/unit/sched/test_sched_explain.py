@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from unit.sched.test_sched_reservations import reserved
 from unit.sched.world import World, world
 
 from hpcsched.model.ids import JobId
@@ -25,9 +26,11 @@ QUEUE = world(
 def test_the_head() -> None:
     assert words(QUEUE, 3).splitlines() == [
         "Resources: needs 2 nodes with 2 cpus, 500M memory and 2 GPUs each; none is free.",
-        "It needs 2 nodes with 2 cpus, 500M memory and 2 GPUs each.",
+        "It needs 2 nodes with 2 cpus, 500M memory and 2 GPUs each for 10:00.",
         "Number 1 in line for its partition, the first.",
-        "It starts in 2:00:00 at the latest, if running jobs last to their time limits.",
+        "It starts in 2:00:00 at the latest, on n1 and n2, when jobs 2 and 1 have ended by their time limits, the last in "
+        "2:00:00.",
+        "Nothing that is smaller in one thing alone would start now.",
         "  n1 has 1 of 4 cpus free, has 100M of 1000M memory free, not 500M and has 1 of 2 GPUs free",
         "  n2 has 0 of 4 cpus free",
         "  n3 has no GPU",
@@ -35,11 +38,12 @@ def test_the_head() -> None:
 
 
 def test_one_behind() -> None:
-    assert words(QUEUE, 4).splitlines()[:4] == [
+    assert words(QUEUE, 4).splitlines()[:5] == [
         "Priority: behind job 3 in partition 'main'.",
-        "It needs 1 node with 4 cpus.",
+        "It needs 1 node with 4 cpus for 10:00.",
         "Number 2 in line for its partition, behind 3.",
-        "It starts in 1:00:00 or so, if running jobs last to their time limits.",
+        "It starts in 1:00:00 or so, on n1, when job 1 has ended by its time limit.",
+        "It would start now with --cpus-per-task=2.",
     ]
 
 
@@ -52,7 +56,7 @@ def test_a_held_job_is_not_in_line() -> None:
     held = world("1x4", waiting=["1: 1c 60s"]).change(1, hold=Hold.USER)
     assert words(held, 1).splitlines() == [
         "JobHeldUser: held by its user.",
-        "It needs 1 node with 1 cpu.",
+        "It needs 1 node with 1 cpu for 1:00.",
         "When it will start is not known.",
         "  n1 could take a share now",
     ]
@@ -61,3 +65,63 @@ def test_a_held_job_is_not_in_line() -> None:
 def test_a_node_that_is_away_says_so() -> None:
     away = world("2x4", waiting=["1: 2 nodes 60s"]).change_node("n2", drained=True, drained_why="disk full")
     assert words(away, 1).splitlines()[-1] == "  n2 is drained (disk full)"
+
+
+def smaller(sketch: World, job: int) -> tuple[str, ...] | None:
+    snapshot = sketch.snapshot()
+    explanation = explain(snapshot, sketch.policy, sketch.plan(), JobId(job))
+    assert explanation is not None
+    return explanation.smaller
+
+
+def test_what_is_smaller_and_would_start_now() -> None:
+    half = ["1: n1 2c 600s", "7: n2 4c 300s"]
+    assert smaller(world("2x4", half, ["2: 2 nodes 2c 600s"]), 2) == ("--nodes=1",)
+    assert smaller(world("2x4", half, ["2: 4 tasks 600s"]), 2) == ("--ntasks=2",)
+    assert smaller(world("2x4", half, ["2: 3c 600s"]), 2) == ("--cpus-per-task=2",)
+    assert smaller(world("2x4", half, ["2: 1c exclusive 600s"]), 2) == ("without --exclusive",)
+    assert smaller(world("2x4", half, ["2: 1c n2 600s"]), 2) == ("without --nodelist",)
+    features = world("1x4+a 1x4", ["1: n1 4c 600s"], ["2: 1c +a 600s"])
+    assert smaller(features, 2) == ("without --constraint",)
+    gpus = world("1x8/1000/4xa100", ["1: n1 1c 3g 600s"], ["2: 1c 10M 2g:a100 600s"])
+    assert smaller(gpus, 2) == ("--gpus-per-node=a100:1",)
+    memory = world("1x4/8192", ["1: n1 1c 4096M 600s"], ["2: 1c 6000M 600s"])
+    assert smaller(memory, 2) == ("--mem=4G",)
+
+
+def test_a_shorter_time_is_told_where_it_fits_before_somebody_s_turn() -> None:
+    sketch = world("2x4", ["1: n1 4c 600s"], ["2: 2 nodes 4c 600s", "3: 4c 3600s"])
+    assert smaller(sketch, 3) == ("--time=10:00",)
+    assert sketch.change(3, time_limit_s=600).starts() == {3: "n2:4"}
+    assert sketch.change(3, time_limit_s=601).starts() == {}
+
+
+def test_where_it_is_expected_and_whose_ends_it_waits_for() -> None:
+    sketch = world("3x4", ["1: n1 4c 600s", "7: n2 4c 300s", "8: n3 4c 900s"], ["2: 2 nodes 4c 600s"])
+    found = explain(sketch.snapshot(), sketch.policy, sketch.plan(), JobId(2))
+    assert found is not None
+    assert found.place is not None
+    assert (found.place.start_s, found.place.nodes, found.place.cpus) == (600.0, ("n1", "n2"), 8)
+    assert found.place.until_ended == (("1", 600.0), ("7", 300.0))
+    assert found.expected_start_s == 600.0
+
+
+def test_reserved_nodes_say_until_when() -> None:
+    sketch = reserved(world("2x4", ["1: n2 4c 900s"], ["2: 4c 3600s"]), "n1", 600, 1200)
+    lines = words(sketch, 2).splitlines()
+    assert lines[2:] == [
+        "Number 1 in line for its partition, the first.",
+        "It starts in 15:00 or so, on n2, when job 1 has ended by its time limit.",
+        "It would start now with --time=10:00.",
+        "  n1 is reserved (r) in 10:00, before the job would have ended",
+        "  n2 has 0 of 4 cpus free",
+    ]
+    assert smaller(reserved(world("1x4", (), ["2: 4c 3600s"]), "n1", 600, 1200), 2) == ("--time=10:00",)
+
+
+def test_of_many_nodes_those_that_lack_least_are_the_nearest() -> None:
+    running = ["1: n1 4c 1000M 600s", "2: n2 2c 900s", "3: n3 4c 600s", "4: n4 1c 500s"]
+    sketch = world("4x4", running, ["5: 4c 100M exclusive 60s"])
+    found = explain(sketch.snapshot(), sketch.policy, sketch.plan(), JobId(5))
+    assert found is not None
+    assert found.nearest == ("n2", "n3", "n4")
