@@ -51,7 +51,13 @@ def launch_batch(job: Job, world: World, node: NodeName) -> protocol.Launch:
     """Return the launch of the job's batch step on its first node."""
     spec, share, files = job.spec, job.shares[0], job_file_patterns(job)
     where = address(world.nodes[node])
-    env = job_environment(job, cluster=world.config.name, master_addr=where, share_dir=world.config.share)
+    env = job_environment(
+        job,
+        cluster=world.config.name,
+        master_addr=where,
+        share_dir=world.config.share,
+        devices=devices_of(world.nodes[node]),
+    )
     return protocol.Launch(
         token=job.token,
         job_id=job.id,
@@ -125,6 +131,11 @@ def signal_messages(
 def account(job: Job, world: World, node: NodeName) -> str:
     """Return the account that the job's processes run as on `node`: its submitter's, where the agent can become that."""
     return job.user if world.nodes[node].root_agent else ""
+
+
+def devices_of(node: Node) -> dict[int, str]:
+    """Return what CUDA calls those GPUs of the node that it does not know by their index."""
+    return {gpu.index: gpu.device for gpu in node.spec.gpus if gpu.device}
 
 
 def hosts(job: Job) -> list[tuple[str, int]]:

@@ -64,6 +64,7 @@ class Stepping:
                 account=lambda job, node: messages.account(job, self._world, node),
                 hosts=messages.hosts,
                 same_machine=lambda job: messages.same_machine(job, self._world),
+                devices=lambda node: messages.devices_of(self._world.nodes[node]),
                 last_step=lambda job_id, attempt: controller.store.last_step(job_id, attempt),
                 is_admin=lambda uid: self._asker(uid).admin,
                 epoch=lambda: self._world.epoch,

@@ -50,6 +50,7 @@ class StepPorts:
     epoch: Callable[[], int]
     now_s: Callable[[], float]
     grace_s: float  # from TERM to KILL
+    devices: Callable[[NodeName], Mapping[int, str]] = lambda node: {}  # what CUDA calls its GPUs, if not their indices
     recorded: Callable[[JobId, int], Sequence[StepRow]] = lambda job_id, attempt: ()  # all rows of the job's attempt
 
 
@@ -81,7 +82,17 @@ def launch_of(
         user=ports.account(job, run.node),
         work_dir=request.work_dir,
         argv=list(request.argv),
-        env={**env, **node_environment(place.tasks, node_rank=node_rank, cpus=place.cpus, gpus=place.gpus)},
+        env={
+            **env,
+            **node_environment(
+                place.tasks,
+                node_rank=node_rank,
+                cpus=place.cpus,
+                gpus=place.gpus,
+                devices=ports.devices(run.node),
+                gpus_per_task=options.gpus_per_task,
+            ),
+        },
         tasks=protocol.TaskSet(
             first_rank=place.tasks.first_rank,
             count=place.tasks.count,

@@ -131,7 +131,9 @@ def read_options(request: protocol.StepRequest, job: Job) -> StepOptions:
         label=given.flag("label"),
         kill_on_bad_exit=given.flag("kill-on-bad-exit"),
     )
-    return options if given.text("cpus-per-task") else _with_fitting_cpus(options, job)
+    options = options if given.text("cpus-per-task") else _with_fitting_cpus(options, job)
+    asked = any(given.text(name) for name in ("gpus", "gpus-per-node", "gpus-per-task", "gres"))
+    return options if asked else _with_own_gpus(options, job)
 
 
 def read_allocation(request: protocol.StepRequest, now_s: float) -> JobSpec:
@@ -251,6 +253,21 @@ def _begin(given: _Given, now_s: float) -> int | None:
 def _count(requests: tuple[GpuRequest, ...] | None) -> int | None:
     """Return how many GPUs these are; their type was settled when the job got its nodes."""
     return None if requests is None else sum(request.count for request in requests)
+
+
+def _with_own_gpus(options: StepOptions, job: Job) -> StepOptions:
+    """Return `options` with the GPUs for each task that the job asked for, where that shares out all the job's GPUs.
+
+    Other steps see all GPUs: one task on each node may be an mpirun's daemon, whose ranks are to find their GPUs.
+    """
+    each = _count(job.spec.gpus_per_task)
+    if not each:
+        return options
+    gpus = {share.node: len(share.gpus) for share in job.shares}
+    layout = lay_out(job.shares, options.shape)
+    if any(part.count * each != gpus[part.node] for part in layout):
+        return options
+    return replace(options, gpus_per_task=each)
 
 
 def _default_cpus(job: Job) -> int:

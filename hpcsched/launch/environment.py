@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 from hpcsched.launch.layout import NodeTasks, tasks_per_node_text
 from hpcsched.model.hostlist import compress_hostlist
@@ -36,11 +37,13 @@ def job_environment(
     restart_count: int | None = None,
     share_dir: str = "",
     gid: int | None = None,
+    devices: Mapping[int, str] = MappingProxyType({}),
 ) -> dict[str, str]:
     """Return the environment of the batch step of `job`, which runs on the first node of its shares.
 
     `master_addr` is the address of that node as the others reach it; `restart_count` None is the job's own;
-    `share_dir` the directory that all nodes have in common, "" if there is none; `gid` the submitter's group, if known.
+    `share_dir` the directory that all nodes have in common, "" if there is none; `gid` the submitter's group, if known;
+    `devices` what CUDA calls GPUs of the first node that it does not know by their index.
     """
     first = job.shares[0]
     facts = _job_facts(job, cluster=cluster, share_dir=share_dir, gid=gid)
@@ -56,6 +59,8 @@ def job_environment(
         "NNODES": facts["JOB_NUM_NODES"],
         "TASKS_PER_NODE": tasks_per_node_text([share.tasks for share in job.shares]),
         **_gpus_on_node(first.gpus),
+        **({"SHARDS_ON_NODE": str(first.shards)} if first.shards else {}),
+        **_devices(first.gpus, devices),
     }
     if restart_count is not None:
         facts["RESTART_COUNT"] = str(restart_count)
@@ -116,10 +121,19 @@ def step_environment(
     return _twins(facts | meeting) | meeting | {"WORLD_SIZE": total}
 
 
-def node_environment(part: NodeTasks, *, node_rank: int, cpus: int, gpus: Sequence[int]) -> dict[str, str]:
+def node_environment(
+    part: NodeTasks,
+    *,
+    node_rank: int,
+    cpus: int,
+    gpus: Sequence[int],
+    devices: Mapping[int, str] = MappingProxyType({}),
+    gpus_per_task: int | None = None,
+) -> dict[str, str]:
     """Return what a step finds on its `node_rank`-th node only: `part` runs there, with `cpus` and `gpus` (indices).
 
-    The node itself adds what differs from task to task: PROCID, LOCALID, RANK, LOCAL_RANK, TASK_PID.
+    `devices` is as in `job_environment`. With `gpus_per_task` the node gives each task so many of `gpus` for its own.
+    The node itself adds what differs from task to task: PROCID, LOCALID, RANK, LOCAL_RANK, TASK_PID, TASK_GPUS.
     """
     ranks = range(part.first_rank, part.first_rank + part.count)
     facts = {
@@ -127,6 +141,9 @@ def node_environment(part: NodeTasks, *, node_rank: int, cpus: int, gpus: Sequen
         "GTIDS": ",".join(map(str, ranks)),
         "CPUS_ON_NODE": str(cpus),
         **_gpus_on_node(gpus),
+        **({"STEP_GPUS": ",".join(map(str, gpus))} if gpus else {}),
+        **({"STEP_GPUS_PER_TASK": str(gpus_per_task)} if gpus and gpus_per_task else {}),
+        **_devices(gpus, devices),
     }
     return _twins(facts) | _of_node(part.node) | {"LOCAL_WORLD_SIZE": str(part.count)}
 
@@ -228,6 +245,13 @@ def _gpus_on_node(gpus: Sequence[int]) -> dict[str, str]:
     return {"GPUS_ON_NODE": str(len(gpus)), "JOB_GPUS": ",".join(map(str, gpus))} if gpus else {}
 
 
+def _devices(gpus: Sequence[int], devices: Mapping[int, str]) -> dict[str, str]:
+    """Return what CUDA calls each of `gpus`, if it is not just their indices."""
+    if not any(devices.get(index) for index in gpus):
+        return {}
+    return {"GPU_DEVICES": ",".join(devices.get(index) or str(index) for index in gpus)}
+
+
 def _of_node(node: str) -> dict[str, str]:
     return {
         "HPCSCHED_NODENAME": node,
@@ -239,7 +263,7 @@ def _of_node(node: str) -> dict[str, str]:
 
 
 # Facts that Slurm has no variable for, or that it leaves out where they are zero.
-_OURS_ONLY = frozenset({"ATTEMPT", "SHARE", "MASTER_ADDR", "MASTER_PORT"})
+_OURS_ONLY = frozenset({"STEP_GPUS_PER_TASK", "GPU_DEVICES", "ATTEMPT", "SHARE", "MASTER_ADDR", "MASTER_PORT"})
 _NOT_ZERO = frozenset({"RESTART_COUNT"})
 
 

@@ -166,6 +166,14 @@ def test_rank_and_world_size_alone_are_enough() -> None:
     assert place({}) == Place(launcher=Launcher.NOBODY, rank=0, world=1, local_rank=0)
 
 
+def test_a_task_that_sees_one_gpu_takes_that_one() -> None:
+    environ = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "HPCSCHED_LOCALID": "1", "HPCSCHED_TASK_GPUS": "5"}
+    assert place(environ).own_gpu
+    assert not place(environ | {"HPCSCHED_TASK_GPUS": "4,5"}).own_gpu
+    assert not place(environ | {"HPCSCHED_LOCALID": "0"}).own_gpu  # torchrun's second process in the first task
+    assert not place({name: value for name, value in environ.items() if name != "HPCSCHED_TASK_GPUS"}).own_gpu
+
+
 @pytest.mark.parametrize("environ", [{"RANK": "2", "WORLD_SIZE": "2"}, {"RANK": "one", "WORLD_SIZE": "2"}])
 def test_a_rank_that_cannot_be_is_refused(environ: dict[str, str]) -> None:
     with pytest.raises(TrainError, match="cannot tell which rank this is: RANK="):

@@ -12,6 +12,8 @@ from hpcnode import protocol
 from hpcnode.user import Account
 
 SOCKET = "HPCSCHED_SOCKET"
+GPU_DEVICES = "HPCSCHED_GPU_DEVICES"  # what CUDA calls the launch's GPUs, where that is not their indices
+GPUS_PER_TASK = "HPCSCHED_STEP_GPUS_PER_TASK"  # each task sees so many of the launch's GPUs, in turn
 AGENT_ROOT = "HPCSCHED_AGENT_ROOT"  # which agent's job a process is
 MARKER = "HPCSCHED_TOKEN"  # how what is left of a step is known when its shepherd is gone
 DEFAULT_PATH = "/usr/local/bin:/usr/bin:/bin"
@@ -30,8 +32,18 @@ def step_environment(
         env.setdefault(prefix + "JOB_GID", str(account.gid))  # groups are the node's own
     env.update(HOME=account.home, USER=account.name, LOGNAME=account.name, SHELL=account.shell)
     if launch.gpus or has_gpus:
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(str(index) for index in launch.gpus)
+        env[visible_devices()] = ",".join(_devices(launch))
     return env
+
+
+def visible_devices() -> str:
+    """Return the variable by which programs on this node are told their GPUs: AMD's driver has one of its own."""
+    return "ROCR_VISIBLE_DEVICES" if os.path.exists("/dev/kfd") else "CUDA_VISIBLE_DEVICES"
+
+
+def _devices(launch: protocol.Launch) -> List[str]:
+    named = launch.env.get(GPU_DEVICES, "").split(",")
+    return named if len(named) == len(launch.gpus) and named[0] else [str(index) for index in launch.gpus]
 
 
 def bin_dir(root: str) -> str:
@@ -47,6 +59,11 @@ def task_environment(shared: Dict[str, str], launch: protocol.Launch, local_rank
     for name, value in (("PROCID", rank), ("LOCALID", local_rank), ("NODEID", tasks.node_rank)):
         env["HPCSCHED_" + name] = env["SLURM_" + name] = str(value)
     env["SLURM_GTIDS"] = ",".join(str(number) for number in _ranks(tasks))
+    each = env.get(GPUS_PER_TASK, "")
+    if each.isdigit() and int(each) * (local_rank + 1) <= len(launch.gpus):
+        own = slice(int(each) * local_rank, int(each) * (local_rank + 1))
+        env[visible_devices()] = ",".join(_devices(launch)[own])
+        env["HPCSCHED_TASK_GPUS"] = ",".join(str(index) for index in launch.gpus[own])
     if launch.step != protocol.BATCH:
         env.update(
             RANK=str(rank),

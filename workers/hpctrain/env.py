@@ -43,6 +43,7 @@ class Place:
     rank: int
     world: int
     local_rank: int
+    own_gpu: bool = False  # it is shown no GPU but its own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +74,14 @@ def place(environ: Mapping[str, str]) -> Place:
     if not 0 <= rank < world:
         raise TrainError(f"cannot tell which rank this is: RANK={rank} lies outside of WORLD_SIZE={world}")
     local_rank = _first_number(environ, ("LOCAL_RANK",)) or 0
-    return Place(launcher=Launcher.TORCH, rank=rank, world=world, local_rank=local_rank)
+    own_gpu = _has_own_gpu(environ, local_rank)
+    return Place(launcher=Launcher.TORCH, rank=rank, world=world, local_rank=local_rank, own_gpu=own_gpu)
+
+
+def _has_own_gpu(environ: Mapping[str, str], local_rank: int) -> bool:
+    """Return whether this is a task that hrun shows one GPU, and no process that a launcher started within it."""
+    gpus = environ.get("HPCSCHED_TASK_GPUS", "")
+    return bool(gpus) and "," not in gpus and environ.get("HPCSCHED_LOCALID") == str(local_rank)
 
 
 def job_facts(environ: Mapping[str, str]) -> JobFacts:

@@ -409,6 +409,15 @@ def test_what_never_fits_is_refused_at_once() -> None:
     )
 
 
+def test_each_task_gets_its_own_gpus_if_the_job_asked_for_them_by_task() -> None:
+    job = a_job()
+    world = World(replace(job, spec=replace(job.spec, gpus_per_task=(GpuRequest(count=1),))))
+    world.asks(ntasks="4", ntasks_per_node="2")
+    assert [launch.env["HPCSCHED_STEP_GPUS_PER_TASK"] for _, launch in world.launches()] == ["1", "1"]
+    world.asks(origin=SECOND, ntasks="2", ntasks_per_node="1", overlap=True)  # as mpirun starts its daemons
+    assert "HPCSCHED_STEP_GPUS_PER_TASK" not in world.launches()[-1][1].env
+
+
 def test_gpus_asked_for_by_number_are_held() -> None:
     world = World()
     world.asks(nodes="1", ntasks="1", gpus_per_task="1")

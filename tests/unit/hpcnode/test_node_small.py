@@ -215,6 +215,31 @@ def test_the_environment_of_a_task() -> None:
     assert "CUDA_VISIBLE_DEVICES" not in without
 
 
+def seen_gpus(gpus: list[int], **env: str) -> list[str]:
+    """Return the GPUs that each of two tasks sees, and what it is told is its own."""
+    launch = protocol.Launch(
+        token="t", job_id=1, attempt=0, step="0", epoch=1, user="", work_dir="/", argv=["x"], env=env,
+        tasks=protocol.TaskSet(0, 2, 2, 0, 1), cpus=2, mem_mib=0, gpus=gpus,
+    )  # fmt: skip
+    account = Account("ann", 1001, 1001, [], "/home/ann", "/bin/bash")
+    shared = environment.step_environment(launch, account, root="/r", socket_path="/r/s", has_gpus=True)
+    tasks = [environment.task_environment(shared, launch, local_rank) for local_rank in (0, 1)]
+    return [f"{task['CUDA_VISIBLE_DEVICES']} own={task.get('HPCSCHED_TASK_GPUS', '')}" for task in tasks]
+
+
+def test_tasks_see_all_gpus_of_the_step_or_each_its_own() -> None:
+    assert seen_gpus([2, 5]) == ["2,5 own=", "2,5 own="]
+    assert seen_gpus([2, 5], HPCSCHED_STEP_GPUS_PER_TASK="1") == ["2 own=2", "5 own=5"]
+    assert seen_gpus([2, 5, 6, 7], HPCSCHED_STEP_GPUS_PER_TASK="2") == ["2,5 own=2,5", "6,7 own=6,7"]
+
+
+def test_devices_that_cuda_does_not_know_by_index_go_by_their_names() -> None:
+    names = "MIG-aa,MIG-bb"
+    assert seen_gpus([0, 1], HPCSCHED_GPU_DEVICES=names) == ["MIG-aa,MIG-bb own=", "MIG-aa,MIG-bb own="]
+    each = seen_gpus([0, 1], HPCSCHED_GPU_DEVICES=names, HPCSCHED_STEP_GPUS_PER_TASK="1")
+    assert each == ["MIG-aa own=0", "MIG-bb own=1"]
+
+
 def test_the_table_of_gpus() -> None:
     text = (
         "0, NVIDIA H200, GPU-8a1c, 143771\n"

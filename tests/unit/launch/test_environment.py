@@ -228,3 +228,18 @@ def test_the_man_page_has_every_variable() -> None:
 
 def fact_of(name: str) -> str:
     return re.sub(r"^(HPCSCHED|SLURM)_", "", name)
+
+
+def test_gpus_that_cuda_knows_by_other_names_are_listed_by_them() -> None:
+    env = node_environment(
+        LAYOUT[1], node_rank=1, cpus=1, gpus=(1, 2), devices={1: "MIG-b", 2: "MIG-c"}, gpus_per_task=1
+    )
+    assert env["HPCSCHED_GPU_DEVICES"] == "MIG-b,MIG-c"
+    assert env["HPCSCHED_STEP_GPUS_PER_TASK"] == "1"
+    assert not {"SLURM_GPU_DEVICES", "SLURM_STEP_GPUS_PER_TASK"} & set(env)
+
+
+def test_a_job_with_a_part_of_a_gpu_is_told_how_much() -> None:
+    part = Share(node=NodeName("n1"), cpus=1, mem_mib=1, gpus=(3,), shards=2, shards_of=4)
+    env = batch(job(PLAIN, part))
+    assert (env["SLURM_SHARDS_ON_NODE"], env["SLURM_JOB_GPUS"]) == ("2", "3")

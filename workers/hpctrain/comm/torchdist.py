@@ -109,7 +109,7 @@ class TorchCommunicator:
 
 
 def _agreed_backend(store: dist.Store, rank: int, size: int, place: Place) -> str:
-    able = dist.is_nccl_available() and place.local_rank < torch.cuda.device_count()
+    able = dist.is_nccl_available() and _gpu_of(place) < torch.cuda.device_count()
     store.set(f"own-gpu/{rank}", "yes" if able else "no")
     answers = {store.get(f"own-gpu/{r}") for r in range(size)}
     return "nccl" if answers == {b"yes"} else "gloo"
@@ -118,13 +118,18 @@ def _agreed_backend(store: dist.Store, rank: int, size: int, place: Place) -> st
 def _device_for(backend: str, place: Place) -> torch.device:
     if backend != "nccl":
         return torch.device("cpu")
-    count = torch.cuda.device_count()
-    if place.local_rank >= count:
+    count, own = torch.cuda.device_count(), _gpu_of(place)
+    if own >= count:
         raise TrainError(
             f"cannot use nccl: local rank {place.local_rank} has no GPU of its own, this host shows {count}"
         )
-    torch.cuda.set_device(place.local_rank)
-    return torch.device("cuda", place.local_rank)
+    torch.cuda.set_device(own)
+    return torch.device("cuda", own)
+
+
+def _gpu_of(place: Place) -> int:
+    """Return which of the GPUs that this process sees is its own: the first if the scheduler shows it only its own."""
+    return 0 if place.own_gpu else place.local_rank
 
 
 def _store_for(place: Place, environ: Mapping[str, str]) -> tuple[dist.Store, int, int]:
