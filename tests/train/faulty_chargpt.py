@@ -67,10 +67,10 @@ def await_stop() -> None:
 
 def loss_is_nan() -> None:
     rank, number = map(int, arguments)
-    real = chargpt_run.CharGpt.loss
+    real = chargpt_run.mean_loss
     poisoned: list[bool] = []
     at_step(rank, number, lambda: poisoned.append(True))
-    chargpt_run.CharGpt.loss = lambda *of: real(*of) * (float("nan") if poisoned else 1.0)
+    chargpt_run.mean_loss = lambda *of: real(*of) * (float("nan") if poisoned else 1.0)
 
 
 if __name__ == "__main__":

@@ -121,6 +121,15 @@ def test_a_stop_signal_makes_a_checkpoint_and_asks_to_be_queued_again(
 
 
 @needs_mpi
+def test_a_script_of_a_few_lines_learns_real_digits_on_two_ranks(tmp_path: Path) -> None:
+    ended = run_mpi(2, "-m", "hpctrain.examples.digits", "--out", tmp_path, "--steps", "60")
+    assert ended.status == 0, ended.output
+    right = re.search(r"([0-9.]+) % of 360 unseen digits named rightly", ended.output)
+    assert right, ended.output
+    assert float(right[1]) > 85
+
+
+@needs_mpi
 def test_ranks_that_meet_every_fourth_step_learn_and_go_on_where_they_met(tmp_path: Path) -> None:
     first = run_mpi(2, *CHARGPT, *options(tmp_path, "--steps", "10", "--sync", "local:4:bf16"))
     assert first.status == 0, first.output

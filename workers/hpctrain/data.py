@@ -108,15 +108,25 @@ class Sampler:
 
     def starts(self, low: int, high: int) -> np.ndarray:
         """This will give the first token of each sample with index in [low, high), over epochs' ends."""
-        indexes = np.arange(low, high, dtype=np.int64)
-        starts = np.empty_like(indexes)
-        epochs = indexes // self.per_epoch
-        for epoch in np.unique(epochs):
-            chosen = epochs == epoch
-            key = int(mix(np.array([self.seed], dtype=np.uint64), int(epoch))[0])
-            windows = permute(indexes[chosen] % self.per_epoch, self.per_epoch, key)
-            starts[chosen] = windows * self.length + key % self.length
-        return starts
+        windows = order_of(low, high, self.per_epoch, self.seed)
+        epochs = np.arange(low, high, dtype=np.int64) // self.per_epoch
+        shifts = [_epoch_key(self.seed, int(epoch)) % self.length for epoch in epochs]
+        return windows * self.length + np.array(shifts, dtype=np.int64)
+
+
+def order_of(low: int, high: int, count: int, seed: int) -> np.ndarray:
+    """This will say which of `count` things the global samples [low, high) are: all once an epoch, in another order each."""
+    indexes = np.arange(low, high, dtype=np.int64)
+    things = np.empty_like(indexes)
+    epochs = indexes // count
+    for epoch in np.unique(epochs):
+        chosen = epochs == epoch
+        things[chosen] = permute(indexes[chosen] % count, count, _epoch_key(seed, int(epoch)))
+    return things
+
+
+def _epoch_key(seed: int, epoch: int) -> int:
+    return int(mix(np.array([seed], dtype=np.uint64), epoch)[0])
 
 
 def windows(tokens: np.ndarray, starts: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:

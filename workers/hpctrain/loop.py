@@ -1,7 +1,7 @@
 """The training loop: data-parallel over the ranks of a communicator; one rank is the same code.
 
-A task is a model, an optimizer and losses over global sample indexes; the rest is here.  Does not know the backend, nor
-how a checkpoint is stored.
+It gives each step's batch away to be learned from; the rest is here.  Does not know the backend, nor how a checkpoint is
+stored, nor what is trained.
 Rules:
 - The gradient equals that of one process on the same global batch: each rank's mean loss is weighted by its samples.
 - Everything that a step depends on is the checkpoint's tensors and (seed, step, rank): random numbers are seeded anew
@@ -14,9 +14,8 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -35,17 +34,27 @@ from hpctrain.sync import Sync
 MEASURED_STEPS = 20
 
 
-class Task(Protocol):
-    """What is trained."""
+# The sum of losses over one part (of so many) of the validation samples, and how many samples that part has.
+Validation = Callable[[int, int], tuple[float, int]]
 
-    model: torch.nn.Module
-    optimizer: AdamW
 
-    def loss(self, low: int, high: int) -> torch.Tensor:
-        """The mean loss over the training samples with global indexes [low, high)."""
+class Batch:
+    """A rank's part of a step's batch: the training samples with global indexes [low, high)."""
 
-    def validation(self, part: int, parts: int) -> tuple[float, int]:
-        """The sum of losses over one part of the validation samples, and how many they are."""
+    def __init__(self, low: int, high: int, step: int, scale: float) -> None:
+        self.low, self.high, self.step = low, high, step
+        self._scale = scale
+        self.loss: float | None = None
+
+    def __len__(self) -> int:
+        return self.high - self.low
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """This will compute gradients of `loss`, the mean over this rank's samples; called once."""
+        if self.loss is not None:
+            raise TrainError(f"cannot compute gradients of step {self.step} twice: call backward once for each batch")
+        (loss * self._scale).backward()
+        self.loss = float(loss.detach())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,10 +127,10 @@ def progress_from(state: Mapping[str, object], step: int) -> Progress:
     return Progress(step=step, next_sample=int(sampler["next_sample"]), total_steps=schedule["total_steps"])
 
 
-def live_tensors(task: Task) -> dict[str, torch.Tensor]:
+def live_tensors(model: torch.nn.Module, optimizer: AdamW) -> dict[str, torch.Tensor]:
     """This will name every tensor that a restart needs: weights, buffers and the optimizer's moments."""
-    model = {f"model.{name}": tensor for name, tensor in task.model.state_dict().items()}
-    return model | {f"optim.{name}": tensor for name, tensor in task.optimizer.tensors().items()}
+    weights = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    return weights | {f"optim.{name}": tensor for name, tensor in optimizer.tensors().items()}
 
 
 def broadcast_state(tensors: Mapping[str, torch.Tensor], comm: Communicator) -> None:
@@ -135,7 +144,9 @@ class Loop:
 
     def __init__(
         self,
-        task: Task,
+        model: torch.nn.Module,
+        optimizer: AdamW,
+        validation: Validation | None,
         settings: Settings,
         comm: Communicator,
         progress: Progress,
@@ -144,7 +155,8 @@ class Loop:
         writer: BackgroundWriter | None,
         on_step: Callable[[StepReport], None],
     ) -> None:
-        self._task, self._settings, self._comm = task, settings, comm
+        self._model, self._optimizer, self._validation = model, optimizer, validation
+        self._settings, self._comm = settings, comm
         self.progress = progress
         self._identity = identity
         self._writer = writer
@@ -160,41 +172,56 @@ class Loop:
         self.late_reports: list[Report] = []  # of checkpoints that ended after the last step
         self._due = False
 
-    def run(self, stop: StopRequest) -> bool:
-        """This will train to the end and return True, or False after a stop signal; both publish the state."""
+    def steps(self, stop: StopRequest) -> Iterator[Batch]:
+        """This will train to the end, or until a stop signal, and publish the state; what it gives is to be learned from."""
         stopped = False
-        while not stopped and not self._finished():
-            stopped = self._step(stop)
+        while not stopped and not self.finished:
+            started_s = time.perf_counter()
+            batch = self._begin()
+            if len(batch):
+                yield batch
+                if batch.loss is None:
+                    raise TrainError(f"cannot take step {batch.step}: batch.backward(loss) was not called")
+            stopped = self._take_step(batch, stop, started_s)
         self._buckets.close()
         self._publish_last()
-        return not stopped or self._finished()
 
-    def _finished(self) -> bool:
+    @property
+    def finished(self) -> bool:
+        """Whether all steps are done."""
         total = self.progress.total_steps
         return total is not None and self.progress.step >= total
 
-    def _step(self, stop: StopRequest) -> bool:
-        progress, settings, task = self.progress, self._settings, self._task
-        started_s = time.perf_counter()
-        seed_step(settings.seed, progress.step, self._comm.rank)
-        lr = self._schedule().lr_at(progress.step)
-        local_loss = self._backward()
+    def _begin(self) -> Batch:
+        """Make ready for a step: its random numbers, zero gradients, and this rank's samples."""
+        progress, settings, rank = self.progress, self._settings, self._comm.rank
+        seed_step(settings.seed, progress.step, rank)
+        self._buckets.zero()
+        low = progress.next_sample + sum(self._counts[:rank])
+        # With local steps this rank goes its own way meanwhile, by the mean of its own samples.
+        scale = 1.0 if self._sync.local is not None else self._part
+        return Batch(low, low + self._counts[rank], progress.step + 1, scale)
+
+    @property
+    def _part(self) -> float:
+        """This rank's part of the batch."""
+        return self._counts[self._comm.rank] / self._settings.batch
+
+    def _take_step(self, batch: Batch, stop: StopRequest, started_s: float) -> bool:
+        """Exchange gradients, move the weights and report; returns whether any rank was asked to stop."""
+        progress, settings = self.progress, self._settings
         own_s = time.perf_counter() - started_s
-        local, met = self._sync.local, self._meets_after(progress.step + 1)
+        lr = self._schedule().lr_at(progress.step)
+        local, met = self._sync.local, self._meets_after(batch.step)
         comm_s, waited_s = self._buckets.exchange() if local is None else (0.0, 0.0)
         grad_norm = clip_by_global_norm(self._buckets.flats, settings.clip_norm)
-        task.optimizer.step(progress.step + 1, lr)
+        self._optimizer.step(batch.step, lr)
         if local is not None and met:
             comm_s = self._meet(local)
         done = self._counts
-        own_part = done[self._comm.rank] / settings.batch
-        loss, stops, said = (
-            local_loss / own_part if own_part else 0.0,
-            False,
-            "",
-        )  # until they meet: of this rank's samples
+        loss, stops, said = batch.loss or 0.0, False, ""  # until they meet: of this rank's samples
         if met:
-            loss, stops, each_s = self._agree(local_loss, stop.received is not None, own_s)
+            loss, stops, each_s = self._agree(loss * self._part, stop.received is not None, own_s)
             said = "; ".join(filter(None, (self._rebalance(each_s), self._sync.measured(own_s, waited_s))))
         progress.step += 1
         progress.next_sample += settings.batch
@@ -220,19 +247,6 @@ class Loop:
         )
         return stops
 
-    def _backward(self) -> float:
-        """Gradients of this rank's part of the global mean loss, and that part."""
-        self._buckets.zero()
-        count = self._counts[self._comm.rank]
-        if count == 0:
-            return 0.0
-        low = self.progress.next_sample + sum(self._counts[: self._comm.rank])
-        loss = self._task.loss(low, low + count)
-        part = count / self._settings.batch
-        # With local steps this rank goes its own way meanwhile, by the mean of its own samples.
-        (loss if self._sync.local is not None else loss * part).backward()
-        return float(loss.detach()) * part
-
     def _meets_after(self, step: int) -> bool:
         """Whether ranks agree after the step of this number: after each, or with local steps when they meet, and at the end."""
         local, total = self._sync.local, self.progress.total_steps
@@ -240,7 +254,7 @@ class Loop:
 
     def _meet(self, local: LocalSteps) -> float:
         started_s = time.perf_counter()
-        local.meet(self._counts[self._comm.rank] / self._settings.batch)
+        local.meet(self._part)
         return time.perf_counter() - started_s
 
     def _rebalance(self, each_s: list[float]) -> str:
@@ -313,7 +327,7 @@ class Loop:
         self._comm.barrier()
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        return live_tensors(self._task) | self._sync.tensors()
+        return live_tensors(self._model, self._optimizer) | self._sync.tensors()
 
     def _facts(self) -> Facts:
         return Facts(
@@ -328,17 +342,17 @@ class Loop:
 
     def _validate(self) -> float | None:
         every, step = self._settings.eval_every, self.progress.step
-        if every <= 0 or (step % every and step != 1 and not self._finished()):
+        if self._validation is None or every <= 0 or (step % every and step != 1 and not self.finished):
             return None
-        return validation_loss(self._task, self._comm)
+        return validation_loss(self._model, self._validation, self._comm)
 
 
 @torch.no_grad()
-def validation_loss(task: Task, comm: Communicator) -> float:
+def validation_loss(model: torch.nn.Module, validation: Validation, comm: Communicator) -> float:
     """This will give the mean loss over the validation samples; all ranks take a part of them."""
-    task.model.eval()
-    total, count = task.validation(comm.rank, comm.size)
-    task.model.train()
+    model.eval()
+    total, count = validation(comm.rank, comm.size)
+    model.train()
     facts = torch.tensor([total, float(count)], dtype=torch.float64)
     comm.all_reduce(facts)
     return float(facts[0] / facts[1])

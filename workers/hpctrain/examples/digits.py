@@ -1,0 +1,84 @@
+"""Handwritten digits, 8 by 8 pixels, told apart by a small convolutional network: real data that scikit-learn brings along.
+
+    python -m hpctrain.examples.digits --out run                one process
+    mpirun -n 2 python -m hpctrain.examples.digits --out run    two ranks
+
+A whole training script: a model, an optimizer, a data source and one loop.  It ends with the share of digits that it had not seen
+and names rightly.  Options, checkpoints and exit status are those of every hpctrain script.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from hpctrain.env import require
+from hpctrain.errors import EXIT_FAILED, TrainError
+from hpctrain.options import add_options
+
+TEST_SHARE = 5  # every fifth digit is kept for the test
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """This will train as the options say, and return the exit status."""
+    parser = argparse.ArgumentParser(prog="digits", description="Train a small network to read handwritten digits.")
+    add_options(parser, batch=64, lr=3e-3, steps=300)
+    options = parser.parse_args(arguments)
+    try:
+        require("torch", "numpy", "blake3", "zstandard", "sklearn")
+    except TrainError as error:
+        print(f"digits: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    return run(options)
+
+
+def run(options: argparse.Namespace) -> int:
+    """This will train on this rank; every rank calls it."""
+    import numpy as np  # noqa: PLC0415 (heavy: after the check)
+    import torch  # noqa: PLC0415
+    import torch.nn.functional as F  # noqa: PLC0415
+    from sklearn.datasets import load_digits  # noqa: PLC0415
+
+    from hpctrain.data import order_of  # noqa: PLC0415
+    from hpctrain.optim import AdamW  # noqa: PLC0415
+    from hpctrain.run import save_model, start  # noqa: PLC0415
+
+    with start(options, "digits") as here:
+        digits = load_digits()
+        images_NCHW = torch.from_numpy(digits.images.astype(np.float32) / 16.0).unsqueeze(1).to(here.device)
+        names_N = torch.from_numpy(digits.target).to(here.device)
+        for_test = torch.arange(len(names_N)) % TEST_SHARE == 0
+        images_NCHW, names_N, test_images, test_names = (
+            images_NCHW[~for_test],
+            names_N[~for_test],
+            images_NCHW[for_test],
+            names_N[for_test],
+        )
+        model = torch.nn.Sequential(
+            torch.nn.Conv2d(1, 32, 3, padding=1),
+            torch.nn.ReLU(),
+            torch.nn.Conv2d(32, 64, 3, padding=1),
+            torch.nn.ReLU(),
+            torch.nn.MaxPool2d(2),
+            torch.nn.Flatten(),
+            torch.nn.Linear(64 * 16, 10),
+        ).to(here.device)
+
+        def validation(part: int, parts: int) -> tuple[float, int]:
+            names = test_names[part::parts]
+            return float(F.cross_entropy(model(test_images[part::parts]), names, reduction="sum")), len(names)
+
+        for batch in here.steps(model, AdamW(model.named_parameters()), validation):
+            picked = torch.from_numpy(order_of(batch.low, batch.high, len(names_N), options.seed))
+            batch.backward(F.cross_entropy(model(images_NCHW[picked]), names_N[picked]))
+        if here.finished and here.is_first:
+            with torch.no_grad():
+                right = float((model(test_images).argmax(dim=1) == test_names).float().mean())
+            save_model(options.out / "model.pt", model)
+            print(f"{100 * right:.1f} % of {len(test_names)} unseen digits named rightly", flush=True)
+    return here.status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
