@@ -192,6 +192,7 @@ def _report(answer: Json, words: Words) -> int:
 
 
 _CHANGES = {  # Slurm's names, without regard to case and _
+    "numnodes": "num_nodes",
     "timelimit": "time_limit",
     "starttime": "begin",
     "arraytaskthrottle": "array_task_throttle",

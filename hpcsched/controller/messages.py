@@ -7,7 +7,7 @@ from dataclasses import replace
 from hpcnode import protocol
 from hpcsched.launch.environment import job_environment
 from hpcsched.launch.files import job_file_patterns
-from hpcsched.lifecycle.effects import ClaimPart, ClearNode, Effect, GoOn, Halt, StartBatch
+from hpcsched.lifecycle.effects import ClaimPart, ClearNode, Effect, GoOn, Halt, StartBatch, TellAllocation
 from hpcsched.model.ids import ALLOC_STEP, BATCH_STEP, NodeName, Token
 from hpcsched.model.job import Job
 from hpcsched.model.node import Node
@@ -23,6 +23,16 @@ def message_for(effect: Effect, world: World) -> tuple[protocol.Message, bytes]:
             return claim_part(job, world, node), b""
         case ClearNode(job=job):
             return end_job(job, world), b""
+        case TellAllocation(job=job):
+            message = protocol.Allocation(
+                incarnation=_incarnation(job, world),
+                job_id=job.id,
+                attempt=job.attempt,
+                generation=job.generation,
+                nodes=[share.node for share in job.shares],
+                wanted=list(job.wanted_nodes),
+            )
+            return message, b""
         case Halt(job=job) | GoOn(job=job):
             return protocol.SuspendJob(_incarnation(job, world), job.id, job.attempt, isinstance(effect, Halt)), b""
 
@@ -90,8 +100,9 @@ def launch_batch(job: Job, world: World, node: NodeName) -> protocol.Launch:
 
 def claim_part(job: Job, world: World, node: NodeName) -> protocol.Launch:
     """Return the claim of the job's part on one of its other nodes: it holds its place and runs nothing."""
-    rank = next(i for i, share in enumerate(job.shares) if share.node == node)
-    share = job.shares[rank]
+    every = (*job.shares, *job.joining)
+    rank = next(i for i, share in enumerate(every) if share.node == node)
+    share = every[rank]
     return protocol.Launch(
         token=claim_token(job, node),
         job_id=job.id,
@@ -102,7 +113,7 @@ def claim_part(job: Job, world: World, node: NodeName) -> protocol.Launch:
         work_dir="/",
         argv=[],
         env={},
-        tasks=protocol.TaskSet(first_rank=0, count=1, total=1, node_rank=rank, nnodes=len(job.shares)),
+        tasks=protocol.TaskSet(first_rank=0, count=1, total=1, node_rank=rank, nnodes=len(every)),
         cpus=share.cpus,
         mem_mib=share.mem_mib,
         gpus=list(share.gpus),

@@ -16,6 +16,7 @@ from hpcsched.errors import ProtocolError
 from hpcsched.lifecycle.effects import is_gathered, unclaimed_nodes
 from hpcsched.lifecycle.events import Claimed, Exited, LaunchRefused, NodeCleared, Started
 from hpcsched.lifecycle.job import can
+from hpcsched.lifecycle.resize import is_moving
 from hpcsched.model.ids import BATCH_STEP, JobId, NodeName, Token
 from hpcsched.model.job import ExitStatus, Job, JobState
 from hpcsched.model.node import Link
@@ -112,6 +113,9 @@ def on_claim_report(tx: Transaction, node: NodeName, token: Token, report: proto
     answer.acks.append(report.seq)
     if job.state is JobState.COMPLETING:
         return  # JobGone follows
+    if is_moving(job, node):
+        _on_later_claim(tx, job, node, report)
+        return
     match report.status:
         case protocol.CLAIMED:
             if node in unclaimed_nodes(job):
@@ -122,6 +126,18 @@ def on_claim_report(tx: Transaction, node: NodeName, token: Token, report: proto
             give_back(tx, job, node, f"node {node} did not keep its part of the job: {report.why}")
         case _:
             lose_node(tx, job, node, f"node {node} did not keep its part of the job: {report.why}")
+
+
+def _on_later_claim(tx: Transaction, job: Job, node: NodeName, report: protocol.Report) -> None:
+    """Take what a node says that a running job gets, or loses (then JobGone follows)."""
+    if not any(share.node == node for share in job.joining):
+        return
+    if report.status == protocol.CLAIMED:
+        tx.record(Claimed(job_id=job.id, at_s=tx.now_s, node=node))
+    else:
+        if report.node_fault:
+            note_condition(tx, node, report.why)
+        give_back(tx, job, node, f"node {node} did not take its part of the job: {report.why}")
 
 
 def end_stray(token: Token, report: protocol.Report, answer: Answer) -> None:
@@ -166,7 +182,8 @@ def on_job_gone(tx: Transaction, node: NodeName, gone: protocol.JobGone) -> None
     job = tx.world.jobs.get(JobId(gone.job_id))
     if job is None or not job.token.startswith(gone.incarnation + ".") or gone.attempt < job.attempt:
         return
-    if node in job.held_nodes and can(job, NodeCleared):
+    over = job.state is JobState.COMPLETING or is_moving(job, node)
+    if node in job.held_nodes and over and can(job, NodeCleared):
         tx.record(NodeCleared(job_id=job.id, at_s=tx.now_s, node=node))
     elif node in job.held_nodes and tx.world.is_former(job):
         lose_node(tx, job, node, f"{_RESTORED}, and what node {node} ran of the job was ended")

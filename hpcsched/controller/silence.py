@@ -63,24 +63,31 @@ def end_silent(tx: Transaction, silences: Silences) -> float | None:
     world.silent_since_s = {node: tx.now_s - silent_s for node, silent_s in silent.items()}
     due_s: list[float] = []
     for job in world.active_jobs() if silent else ():
-        proof_s = None if world.is_former(job) else proof_after_s(job)
-        for node in job.held_nodes if proof_s is not None else ():
-            if node in silent and silent[node] >= proof_s:
-                lose = lose_node if is_gathered(job) else give_back
+        for node in job.held_nodes if not world.is_former(job) else ():
+            proof_s = proof_after_s(job, node) if node in silent else None
+            if proof_s is None:
+                continue
+            if silent[node] >= proof_s:
+                lose = lose_node if _may_have_begun(job, node) else give_back
                 lose(tx, job, node, _why_lost(job, node))
-            elif node in silent:
+            else:
                 due_s.append(proof_s - silent[node])
     return min(due_s, default=None)
 
 
-def proof_after_s(job: Job) -> float | None:
-    """Return which silence of a node proves that nothing of the job's attempt is left there; None: none does."""
-    if not is_gathered(job):
+def proof_after_s(job: Job, node: NodeName) -> float | None:
+    """Return which silence of `node` proves that nothing of the job's attempt is left there; None: none does."""
+    if not _may_have_begun(job, node):
         return GATHER_S
     return lease_end_s(job)
 
 
+def _may_have_begun(job: Job, node: NodeName) -> bool:
+    """Return whether something of the job may have been launched on `node`: not before all, or that one, have claimed it."""
+    return is_gathered(job) and not any(share.node == node for share in job.joining)
+
+
 def _why_lost(job: Job, node: NodeName) -> str:
-    if not is_gathered(job):
+    if not _may_have_begun(job, node):
         return f"node {node} did not answer before the job could start"
     return f"node {node} does not answer, and the job's lease there ran out"

@@ -13,7 +13,7 @@ from typing import Any
 
 from hpcnode import protocol
 from hpcsched.api.identity import Asker, asker_of
-from hpcsched.controller import messages, requests
+from hpcsched.controller import messages, requests, resizing
 from hpcsched.controller.stepports import StepPlan, StepPorts
 from hpcsched.controller.steprequest import read_allocation
 from hpcsched.controller.steps import StepService
@@ -57,6 +57,7 @@ class Stepping:
                 send=self._send,
                 reply=self._reply,
                 allocate=self._allocate,
+                resize=self._resize,
                 release=self._release,
                 record=self._record,
                 new_token=self._new_token,
@@ -183,6 +184,10 @@ class Stepping:
         spec = read_allocation(request, self._clock())
         made = requests.submit(self._tx, self._asker(uid), "", [spec], lambda *_: None)
         return JobId(made[0]["job_id"])
+
+    def _resize(self, job: Job, count: int, uid: int) -> None:
+        assert self._tx is not None
+        resizing.shrink(self._tx, job, count, uid)
 
     def _release(self, job_id: JobId, exit_status: ExitStatus) -> None:
         job = self._world.jobs.get(job_id)

@@ -50,6 +50,7 @@ class StepPorts:
     epoch: Callable[[], int]
     now_s: Callable[[], float]
     grace_s: float  # from TERM to KILL
+    resize: Callable[[Job, int, int], None]  # have the job go on with so many nodes, for a uid; may raise RequestError
     devices: Callable[[NodeName], Mapping[int, str]] = lambda node: {}  # what CUDA calls its GPUs, if not their indices
     recorded: Callable[[JobId, int], Sequence[StepRow]] = lambda job_id, attempt: ()  # all rows of the job's attempt
 

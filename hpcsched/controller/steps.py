@@ -212,6 +212,9 @@ class StepService:
             )
         if self._is_busy(origin):
             raise ProtocolError("cannot start a second step on one connection")
+        if "resize" in request.options:
+            self._resize(origin, said, request)
+            return
         if request.job_id:
             self._enqueue(origin, request, self._permitted_job(origin, said, JobId(request.job_id)))
             return
@@ -220,6 +223,19 @@ class StepService:
         job_id = self._ports.allocate(request, said.uid)
         self._held[job_id] = _Waiting(origin, request)
         self._ports.reply(origin, _waiting(job_id, f"job {job_id} queued and waiting for resources"), b"")
+
+    def _resize(self, origin: Origin, said: protocol.FromStream, request: protocol.StepRequest) -> None:
+        """Have the job give back what it has beyond so many nodes."""
+        if not request.job_id:
+            raise RequestError("cannot resize a job: run hrun --resize in one, or name it with --jobid")
+        job = self._permitted_job(origin, said, JobId(request.job_id))
+        count = str(request.options["resize"])
+        if not count.isdigit():
+            raise RequestError(
+                f"cannot resize job {job.display_id} to {count[:20]!r} nodes: that is not a whole number"
+            )
+        self._ports.resize(job, int(count), self._asking_uid(origin, said))
+        self._ports.reply(origin, protocol.StepEnded(codes=[], signals=[]), b"")
 
     def _is_busy(self, origin: Origin) -> bool:
         waiting = [each.origin for queue in self._queues.values() for each in queue]

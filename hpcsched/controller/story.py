@@ -17,12 +17,15 @@ from hpcsched.lifecycle.events import (
     LaunchRefused,
     NodeCleared,
     NodeLost,
+    NodesAdded,
     NodesGivenUp,
     NodeSilent,
     NodesKept,
+    NodesReleased,
     Released,
     Requeued,
     Resumed,
+    ShrinkAsked,
     Started,
     Submitted,
     Suspended,
@@ -67,6 +70,13 @@ def sentence(job: Job, event: Event) -> str:
         case NodesKept():
             nodes = compress_hostlist(share.node for share in event.shares)
             return f"{nodes} is kept for it: what it needs there is being freed"
+        case ShrinkAsked():
+            who = f", job {event.for_job} waits for the others" if event.for_job is not None else ""
+            return f"asked to make do with {compress_hostlist(event.nodes)}{who}"
+        case NodesReleased():
+            return f"gives {compress_hostlist(event.nodes)} back"
+        case NodesAdded():
+            return f"is given {compress_hostlist(share.node for share in event.shares)} as well"
         case NodesGivenUp():
             return f"nothing is kept for it any more: {event.why}"
         case EndRequested():

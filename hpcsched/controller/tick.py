@@ -18,6 +18,7 @@ from hpcsched.controller import messages, reports, reserving
 from hpcsched.controller.books import Books
 from hpcsched.controller.preemption import carry_out, exempt_until_s
 from hpcsched.controller.requests import SignalJob, miss_node, note_condition
+from hpcsched.controller.resizing import carry_out_resizes
 from hpcsched.controller.silence import Silences, end_silent
 from hpcsched.errors import HpcschedError, ProtocolError, UnavailableError
 from hpcsched.lifecycle.clocks import limit_at_s
@@ -358,6 +359,7 @@ class Controller:
         for start in self.last_plan.starts:
             self._start(tx, self.world.jobs[start.job_id], start)
         self._note_waits(tx, self.last_plan)
+        carry_out_resizes(tx, self.last_plan)
         if carry_out(tx, self.last_plan):
             self.replan()
         world.waits |= held_back

@@ -9,6 +9,7 @@ from hpcsched.api.identity import Asker
 from hpcsched.controller.dependencies import check_deadline, check_dependency, dependency_circle
 from hpcsched.controller.requests import Outcome, check_rank, each_job, find_partitions, possible_partitions
 from hpcsched.controller.reserving import check_use
+from hpcsched.controller.resizing import shrink
 from hpcsched.errors import RequestError
 from hpcsched.jobscript.dependency import parse_dependency
 from hpcsched.jobscript.values import MAX_COUNT
@@ -29,6 +30,7 @@ CHANGES = frozenset(
         "dependency",
         "deadline",
         "reservation",
+        "num_nodes",
     }
 )
 
@@ -44,7 +46,11 @@ def update(tx: Transaction, asker: Asker, references: Iterable[str], changes: di
     def one(job: Job, outcome: Outcome) -> None:
         if not can(job, Changed):
             raise RequestError(f"cannot change job {job.display_id}: it is {job.state}")
-        tx.record(_changed_event(tx, asker, job, changes))
+        rest = {name: text for name, text in changes.items() if name != "num_nodes"}
+        if rest:
+            job = tx.record(_changed_event(tx, asker, job, rest))
+        if "num_nodes" in changes:
+            shrink(tx, job, _integer("num_nodes", changes["num_nodes"]), asker.uid)
 
     return each_job(tx, asker, references, {}, "change", one)
 

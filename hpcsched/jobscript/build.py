@@ -29,6 +29,7 @@ _DIRECT = {  # option: field, where the value read is the field's
     "constraint": "constraint",
     "cpus-per-task": "cpus_per_task",
     "error": "stderr",
+    "elastic": "elastic",
     "exclude": "exclude",
     "exclusive": "exclusive",
     "gpus": "gpus_total",

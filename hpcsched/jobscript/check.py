@@ -165,6 +165,12 @@ def _check_numbers(spec: JobSpec) -> None:
             f"cannot give job {spec.ntasks} tasks: --nodes={nodes} with --ntasks-per-node={per_node} "
             f"allows {nodes * per_node}"
         )
+    if spec.elastic and (spec.nodes_min == spec.nodes_max or not spec.script):
+        raise RequestError("cannot resize the job while it runs: --elastic needs a script and --nodes=MIN-MAX")
+    if spec.elastic and (spec.ntasks is not None or spec.gpus_total):
+        raise RequestError(
+            "cannot resize the job while it runs: with --elastic say --ntasks-per-node and --gpus-per-node"
+        )
     if spec.nodes_given and len(spec.nodelist) > nodes:
         raise RequestError(f"cannot give job {nodes} nodes: --nodelist names {len(spec.nodelist)}, and takes them all")
 

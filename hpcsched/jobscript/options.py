@@ -86,6 +86,8 @@ _JOB_OPTIONS = (
     _job("deadline", "", "TIME", help="the job must have ended by then: once its time limit reaches beyond, it is over"),
     _job("dependency", "d", "TERMS", help="start after others: afterok:12:13, afterany:12, afternotok:12_3, after:12+5, "
          "aftercorr:12, singleton; join by ',' for all, by '?' for any", parse=parse_dependency),
+    _flag("elastic", help="the job can do with any number of --nodes=MIN-MAX while it runs: it may be asked to give nodes back "
+          "(see hrun --resize), and gets idle ones", variable="ELASTIC"),
     _job("error", "e", "PATTERN", help="file for standard error; default: that of --output", parse=values.parse_path,
          variable="ERROR"),
     _job("exclude", "x", "HOSTS", help="do not use these nodes: n[1-3],m7", parse=values.parse_node_names),

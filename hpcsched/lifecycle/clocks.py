@@ -61,7 +61,7 @@ def charged(job: Job, node: NodeName, at_s: float) -> Job:
     since_s = job.charged_until_s if job.charged_until_s is not None else job.allocated_at_s
     if node not in job.held_nodes or since_s is None or job.suspended_at_s is not None:
         return job
-    share = next(share for share in job.shares if share.node == node)
+    share = next(share for share in (*job.shares, *job.leaving, *job.joining) if share.node == node)
     held_s = max(0.0, at_s - since_s)
     return replace(
         job,

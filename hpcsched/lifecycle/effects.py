@@ -52,7 +52,15 @@ class GoOn:
     job: Job
 
 
-Effect = StartBatch | ClaimPart | ClearNode | Halt | GoOn
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TellAllocation:
+    """The job's processes on `node` have heard of its present nodes, and of those that it is asked to keep."""
+
+    node: NodeName
+    job: Job
+
+
+Effect = StartBatch | ClaimPart | ClearNode | Halt | GoOn | TellAllocation
 
 
 def effects_of(job: Job) -> tuple[Effect, ...]:
@@ -63,13 +71,23 @@ def effects_of(job: Job) -> tuple[Effect, ...]:
         case JobState.CONFIGURING if job.spec.script:
             return (StartBatch(node=job.shares[0].node, job=job),)
         case JobState.SUSPENDED:
-            return tuple(Halt(node=node, job=job) for node in job.held_nodes)
-        case JobState.RUNNING if job.suspended_s is not None:
-            return tuple(GoOn(node=node, job=job) for node in job.held_nodes)
+            return (*_moves(job), *(Halt(node=node, job=job) for node in job.held_nodes))
+        case JobState.RUNNING:
+            going: tuple[Effect, ...] = ()
+            if job.suspended_s is not None:
+                going = tuple(GoOn(node=node, job=job) for node in job.held_nodes)
+            told = job.shares if job.generation else ()
+            return (*_moves(job), *going, *(TellAllocation(node=share.node, job=job) for share in told))
         case JobState.COMPLETING:
             return tuple(ClearNode(node=node, job=job) for node in job.held_nodes)
         case _:
             return ()
+
+
+def _moves(job: Job) -> tuple[Effect, ...]:
+    """Return what the nodes that a running job gets or loses must do."""
+    claims = (ClaimPart(node=share.node, job=job) for share in job.joining)
+    return (*claims, *(ClearNode(node=share.node, job=job) for share in job.leaving))
 
 
 def unclaimed_nodes(job: Job) -> tuple[NodeName, ...]:

@@ -137,6 +137,29 @@ class NodesGivenUp(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ShrinkAsked(Event):
+    """It can shrink, and is asked to keep these of its nodes alone: `for_job` waits for the others."""
+
+    nodes: tuple[NodeName, ...]
+    for_job: JobId | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodesReleased(Event):
+    """It goes on without these nodes, which are cleared of it."""
+
+    nodes: tuple[NodeName, ...]
+    by_uid: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodesAdded(Event):
+    """It can grow, and gets these shares as well, once their nodes have claimed them."""
+
+    shares: tuple[Share, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Exited(Event):
     """The batch step ended on its node, which has nothing left of the job.
 
@@ -214,6 +237,9 @@ EVENTS: dict[str, type[Event]] = {
         EndRequested,
         NodesKept,
         NodesGivenUp,
+        ShrinkAsked,
+        NodesReleased,
+        NodesAdded,
         Exited,
         LaunchRefused,
         NodeCleared,
@@ -249,6 +275,8 @@ def from_data(kind: str, job_id: int, at_s: float, data: dict[str, Any]) -> Even
     values = dict(data)
     if "shares" in values:
         values["shares"] = tuple(share_from_data(share) for share in values["shares"])
+    if "nodes" in values:
+        values["nodes"] = tuple(map(NodeName, values["nodes"]))
     if "exit" in values:
         values["exit"] = ExitStatus(code=values["exit"][0], signal=values["exit"][1])
     if "hold" in values:

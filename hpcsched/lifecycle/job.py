@@ -29,15 +29,26 @@ from hpcsched.lifecycle.events import (
     LaunchRefused,
     NodeCleared,
     NodeLost,
+    NodesAdded,
     NodesGivenUp,
     NodeSilent,
     NodesKept,
+    NodesReleased,
     Released,
     Requeued,
     Resumed,
+    ShrinkAsked,
     Started,
     Submitted,
     Suspended,
+)
+from hpcsched.lifecycle.resize import (
+    claimed_later,
+    given_back,
+    is_moving,
+    nodes_added,
+    nodes_released,
+    shrink_asked,
 )
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import FINAL, ExitStatus, Hold, Job, JobState, Reason
@@ -148,6 +159,11 @@ def _allocated(job: Job, event: Allocated) -> Job:
         preempted_by=None,
         save_s=None,
         kept_shares=(),
+        leaving=(),
+        joining=(),
+        left_nodes=(),
+        wanted_nodes=(),
+        generation=0,
         started_at_s=None,
         ended_at_s=None,
         exit=None,
@@ -281,6 +297,8 @@ def _launch_refused(job: Job, event: LaunchRefused) -> Job:
 
 
 def _node_lost(job: Job, event: NodeLost) -> Job:
+    if is_moving(job, event.node):
+        return given_back(job, event)
     ended = replace(
         going_on(job, event.at_s),
         state=COMPLETING,
@@ -325,6 +343,7 @@ def _without_node(job: Job, node: NodeName, at_s: float) -> Job:
         return _back_in_queue(job, at_s)
     if job.outcome is None:
         raise InvariantError(f"cannot end job {job.id}: it is completing without an outcome")
+    job = replace(job, leaving=(), joining=(), wanted_nodes=())
     return replace(job, held_nodes=(), state=job.outcome, ended_at_s=at_s if job.ended_at_s is None else job.ended_at_s)
 
 
@@ -366,6 +385,11 @@ def _table() -> dict[tuple[JobState, type[Event]], Transition]:
         ((CONFIGURING,), Started, _started),
         ((COMPLETING,), Started, _started_while_ending),
         ((PENDING,), EndRequested, _cancelled_in_queue),
+        ((RUNNING,), ShrinkAsked, shrink_asked),
+        ((RUNNING,), NodesReleased, nodes_released),
+        ((RUNNING,), NodesAdded, nodes_added),
+        ((RUNNING, SUSPENDED), Claimed, claimed_later),
+        ((RUNNING, SUSPENDED), NodeCleared, given_back),
         ((RUNNING,), Suspended, _suspended),
         ((SUSPENDED,), Resumed, _resumed),
         ((PENDING,), NodesKept, _nodes_kept),

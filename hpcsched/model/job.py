@@ -206,6 +206,11 @@ class Job:
     suspended_for: JobId | None = None  # the job that has its cpus meanwhile; None: a person suspended it
     preempted_by: JobId | None = None  # for which job the present attempt is being ended, or the last one was
     save_s: float | None = None  # it is being ended by the signal that lets it save what it has: so long it may take
+    leaving: tuple[Share, ...] = ()  # given back by the running job; it holds them until their nodes are clear
+    joining: tuple[Share, ...] = ()  # given to the running job; their nodes have not claimed them yet
+    left_nodes: tuple[NodeName, ...] = ()  # given back by this attempt, which cannot have them again
+    wanted_nodes: tuple[NodeName, ...] = ()  # it has been asked to keep these alone
+    generation: int = 0  # how often the attempt has heard of another allocation
     kept_shares: tuple[Share, ...] = ()  # of a waiting job: others are being ended so that it starts on these
     charged_until_s: float | None = None  # what it holds has been charged up to then; None: nothing yet
     charged_cpu_s: float = 0.0  # of all attempts: resources times the time that they were held, node by node
@@ -222,7 +227,8 @@ class Job:
     @property
     def holding(self) -> tuple[Share, ...]:
         """What it holds now, of the nodes that it has not given back: without the cpus while another job has them."""
-        held = tuple(share for share in self.shares if share.node in self.held_nodes)
+        every = (*self.shares, *self.leaving, *self.joining)
+        held = tuple(share for share in every if share.node in self.held_nodes)
         return held if self.suspended_for is None else tuple(replace(share, cpus=0) for share in held)
 
     @property

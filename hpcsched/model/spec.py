@@ -71,6 +71,7 @@ class JobSpec:
     time_limit_s: int | None = None  # None: the partition's default
     nodes_min: int = 1
     nodes_max: int = 1
+    elastic: bool = False  # it may be asked to give nodes back, down to nodes_min, and be given more, up to nodes_max
     nodes_given: bool = False  # the user said --nodes
     ntasks: int | None = None
     ntasks_per_node: int | None = None

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hpcsched.model.accounting import PreemptMode
-from hpcsched.model.ids import JobId
+from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import Reason
 from hpcsched.model.node import Partition
 from hpcsched.model.resources import Share
@@ -76,11 +76,21 @@ class Preemption:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Resize:
+    """An elastic job is asked to `keep` only these of its nodes (all: no longer), or gets `add` as well."""
+
+    job_id: JobId
+    keep: tuple[NodeName, ...] = ()
+    add: tuple[Share, ...] = ()
+    for_job: JobId | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """Every waiting job of the snapshot is in `starts` or has its `waits` entry. Jobs that wait alike share one `Wait`.
 
     What is beyond starts and waits is decided in `preempt`: who makes room for whom, which jobs that stand still go on, and
-    for which nothing is kept any more.
+    for which nothing is kept any more; which elastic jobs shrink and grow.
     """
 
     starts: tuple[Start, ...]
@@ -88,6 +98,7 @@ class Plan:
     preemptions: tuple[Preemption, ...] = ()
     resumes: tuple[JobId, ...] = ()
     given_up: tuple[JobId, ...] = ()
+    resizes: tuple[Resize, ...] = ()
 
 
 def plan(snapshot: Snapshot, policy: Policy) -> Plan:

@@ -7,6 +7,8 @@
     3. The plan of all others.
     4. Who still waits for resources, and may preempt: see `victims`. A few of the first in line are looked at.
 
+    5. Elastic jobs shrink and grow: see `elastic`.
+
 A job that waits can be preempted for by no second one meanwhile, and is itself never a reason to end more than once. Pure and
 deterministic as `plan` is, which does all the placing.
 """
@@ -21,6 +23,7 @@ from hpcsched.model.ids import JobId
 from hpcsched.model.job import Reason
 from hpcsched.model.resources import Share
 from hpcsched.model.units import UNLIMITED_S
+from hpcsched.sched.elastic import resizes
 from hpcsched.sched.eligible import Wait
 from hpcsched.sched.plan import Plan, Preemption, Start, Victim, plan
 from hpcsched.sched.policy import Policy
@@ -38,7 +41,8 @@ def full_plan(snapshot: Snapshot, policy: Policy, make: Make = plan) -> Plan:
     """Return what to start now, who is to make room or go on, and why the rest waits."""
     kept = any(job.kept_shares for job in snapshot.pending)
     lent = any(job.lent_shares for job in snapshot.running)
-    if policy.preempt.type is PreemptType.NONE and not kept and not lent:
+    elastic = any(job.elastic is not None for job in snapshot.running)
+    if policy.preempt.type is PreemptType.NONE and not kept and not lent and not elastic:
         return make(snapshot, policy)
     return _Stages(snapshot, policy, make).plan()
 
@@ -75,12 +79,14 @@ class _Stages:
         preemptions = self._preempt(made)
         for preemption in preemptions:
             waits[preemption.job_id] = self._making_room(preemption, waits[preemption.job_id])
+        in_line = self._in_order(job for job in self.world.pending if self._is_in_line(made, job))
         return Plan(
             starts=(*starts, *made.starts),
             waits=waits,
             preemptions=tuple(preemptions),
             resumes=tuple(resumes),
             given_up=tuple(given_up),
+            resizes=resizes(self.world, self.policy, in_line, self.make),
         )
 
     # ----- jobs that something is kept for
@@ -152,9 +158,9 @@ class _Stages:
     # ----- jobs that preempt
 
     def _preempt(self, made: Plan) -> list[Preemption]:
+        self.world = self._with_starts(self.world, made)
         if self.policy.preempt.type is PreemptType.NONE:
             return []
-        self.world = self._with_starts(self.world, made)
         in_line = [job for job in self.world.pending if self._is_in_line(made, job)]
         found: list[Preemption] = []
         ahead: list[PendingJob] = []

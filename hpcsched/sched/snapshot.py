@@ -49,6 +49,21 @@ class NodeView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Elastic:
+    """What a running job says of its size. `view`: the job as it asked for its nodes; `moving`: a change is under way.
+
+    `wanted`: it has been asked to keep these nodes alone; `barred`: it cannot have these again.
+    """
+
+    view: PendingJob
+    nodes_min: int
+    nodes_max: int
+    wanted: tuple[NodeName, ...] = ()
+    barred: tuple[NodeName, ...] = ()
+    moving: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunningJob:
     """A job that holds nodes or counts as running; `ends_at_s` by its limit, None: it has none."""
 
@@ -69,6 +84,7 @@ class RunningJob:
     ending: bool = False
     may_run_again: bool | None = False  # None: as the cluster's rules say
     saved_at_s: float | None = None  # its last checkpoint, as far as it has told of one
+    elastic: Elastic | None = None
     lent_shares: tuple[Share, ...] = ()  # it stands still so that others have its cpus: what it is to have again
 
 
@@ -214,7 +230,8 @@ def snapshot_of(
                 known = (job, pending_job(job, parts, default, cache))
             waiting[job.id] = known
         elif job.state in ACTIVE or job.held_nodes:
-            running.append(running_job(job, parts, default, now_s))
+            view = running_job(job, parts, default, now_s)
+            running.append(replace(view, elastic=_elastic(job, view, parts, cache)) if job.spec.elastic else view)
     cache.keep_only(waiting)
     known = tuple(at(reservation, now_s) for reservation in reservations)
     pending = tuple(view for _, view in waiting.values())
@@ -349,6 +366,17 @@ def running_job(job: Job, partitions: Mapping[str, Partition], default: str, now
         qos=job.spec.qos,
         partition=job.partition or job.spec.partition or default,
         licenses=job.spec.licenses,
+    )
+
+
+def _elastic(job: Job, view: RunningJob, partitions: Mapping[str, Partition], cache: SnapshotCache) -> Elastic:
+    return Elastic(
+        view=_pending_in(job, partitions, view.partition.split(",")[0], cache),
+        nodes_min=job.spec.nodes_min,
+        nodes_max=job.spec.nodes_max,
+        wanted=job.wanted_nodes,
+        barred=job.left_nodes,
+        moving=bool(job.leaving or job.joining),
     )
 
 

@@ -11,6 +11,7 @@ from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import ExitStatus, Hold, Job, JobState, Reason
 from hpcsched.model.node import Node
 from hpcsched.model.reservation import Flag, Reservation
+from hpcsched.model.resources import Share
 from hpcsched.model.spec import JobSpec
 from hpcsched.sched.usage import Used
 
@@ -60,7 +61,7 @@ def job_row(job: Job) -> dict[str, Any]:
         "not_before_s": job.not_before_s,
         "attempt": job.attempt,
         "token": job.token,
-        "shares": json.dumps([share_to_data(share) for share in job.shares]) if job.shares else "[]",
+        "shares": _shares_text(job.shares),
         "held_nodes": json.dumps(job.held_nodes) if job.held_nodes else "[]",
         "claimed_nodes": json.dumps(job.claimed_nodes) if job.claimed_nodes else "[]",
         "lease_s": job.lease_s,
@@ -78,7 +79,12 @@ def job_row(job: Job) -> dict[str, Any]:
         "suspended_for": job.suspended_for,
         "preempted_by": job.preempted_by,
         "save_s": job.save_s,
-        "kept_shares": json.dumps([share_to_data(share) for share in job.kept_shares]) if job.kept_shares else "[]",
+        "kept_shares": _shares_text(job.kept_shares),
+        "leaving": _shares_text(job.leaving),
+        "joining": _shares_text(job.joining),
+        "left_nodes": json.dumps(job.left_nodes) if job.left_nodes else "[]",
+        "wanted_nodes": json.dumps(job.wanted_nodes) if job.wanted_nodes else "[]",
+        "generation": job.generation,
         "charged_until_s": job.charged_until_s,
         "charged_cpu_s": job.charged_cpu_s,
         "charged_mem_mib_s": job.charged_mem_mib_s,
@@ -88,6 +94,14 @@ def job_row(job: Job) -> dict[str, Any]:
         "deadline_set_s": job.deadline_set_s,
         "reservation_set": job.reservation_set,
     }
+
+
+def _shares_text(shares: tuple[Share, ...]) -> str:
+    return json.dumps([share_to_data(share) for share in shares]) if shares else "[]"
+
+
+def _shares_of(text: str) -> tuple[Share, ...]:
+    return () if text == "[]" else tuple(map(share_from_data, json.loads(text)))
 
 
 def _dependency_text(job: Job) -> str | None:
@@ -121,7 +135,7 @@ def job_of(row: Any, spec: JobSpec) -> Job:
         not_before_s=row.not_before_s,
         attempt=row.attempt,
         token=row.token,
-        shares=() if row.shares == "[]" else tuple(share_from_data(share) for share in json.loads(row.shares)),
+        shares=_shares_of(row.shares),
         held_nodes=() if row.held_nodes == "[]" else tuple(NodeName(name) for name in json.loads(row.held_nodes)),
         claimed_nodes=() if row.claimed_nodes == "[]" else tuple(map(NodeName, json.loads(row.claimed_nodes))),
         lease_s=row.lease_s,
@@ -138,7 +152,12 @@ def job_of(row: Any, spec: JobSpec) -> Job:
         suspended_for=None if row.suspended_for is None else JobId(row.suspended_for),
         preempted_by=None if row.preempted_by is None else JobId(row.preempted_by),
         save_s=row.save_s,
-        kept_shares=() if row.kept_shares == "[]" else tuple(map(share_from_data, json.loads(row.kept_shares))),
+        kept_shares=_shares_of(row.kept_shares),
+        leaving=_shares_of(row.leaving),
+        joining=_shares_of(row.joining),
+        left_nodes=() if row.left_nodes == "[]" else tuple(map(NodeName, json.loads(row.left_nodes))),
+        wanted_nodes=() if row.wanted_nodes == "[]" else tuple(map(NodeName, json.loads(row.wanted_nodes))),
+        generation=row.generation,
         charged_until_s=row.charged_until_s,
         charged_cpu_s=row.charged_cpu_s,
         charged_mem_mib_s=row.charged_mem_mib_s,

@@ -160,3 +160,27 @@ def test_a_job_is_ended_by_the_signal_that_lets_it_save_what_it_has(
     else:  # the shell does not get it, its steps and children do; then KILL
         assert (ended.signals, (work / "out").read_text().split()) == ([signal.SIGKILL], ["step"])
         assert controller.final(step).codes == [75]
+
+
+def test_a_job_hears_of_its_nodes_once_and_finds_them_in_a_file(node: NodeUnderTest, work: Path) -> None:
+    controller = Controller(node)
+    trap = "trap 'cat $HPCSCHED_ALLOCATION_FILE >> {0}' WINCH; echo $$ >> pids; while :; do sleep 0.02; done"
+    batch = controller.launch(trap.format("shell"), token=new_token(job=3), work_dir=str(work))
+    step = controller.launch(
+        argv=["sh", "-c", trap.format("step")], token=new_token(job=3, step="0"), work_dir=str(work)
+    )
+    ignorant = controller.launch(argv=["sleep", "100"], token=new_token(job=3, step="1"))
+    for token in (batch, step, ignorant):
+        controller.wait_status(token, protocol.STARTED)
+    pids(work, 2)
+    order = protocol.Allocation(INCARNATION, 3, 0, 1, ["n1", "n2"], ["n1"])
+    for each in (order, order, protocol.Allocation(INCARNATION, 3, 0, 2, ["n1"], [])):
+        controller.send(each)
+        told = f'"generation": {each.generation},'
+        wait_until(lambda told=told: all(told in _read(work / name) for name in ("shell", "step")), what="both to hear")
+    assert [_read(work / name).count('"generation": 1') for name in ("shell", "step")] == [1, 1]
+    assert controller.reports(ignorant)[-1].status == protocol.STARTED
+
+
+def _read(path: Path) -> str:
+    return path.read_text() if path.exists() else ""

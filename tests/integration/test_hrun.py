@@ -416,6 +416,14 @@ def test_a_refusal_is_shown(controller: Controller, run: Callable[..., Running])
     assert hrun.finish() == (1, "", "hrun: error: cannot give the step 9 tasks: the job has 8 cpus on 2 nodes\n")
 
 
+def test_resize_asks_for_nothing_else(controller: Controller, run: Callable[..., Running]) -> None:
+    hrun = run("--resize=2")
+    request, _ = controller.take(StepRequest)
+    assert (request.options["resize"], request.argv) == ("2", [])
+    controller.say(StepEnded(codes=[], signals=[]))
+    assert hrun.finish() == (0, "", "")
+
+
 def test_a_lost_connection_is_the_end(controller: Controller, run: Callable[..., Running]) -> None:
     hrun = run("prog")
     controller.start()

@@ -21,7 +21,7 @@ import sys
 import time
 from typing import Any, Dict, List, Mapping, Optional, Tuple
 
-from hpcnode import cgroup, environment, helpers, place, probe, process, protocol, user
+from hpcnode import allocation, cgroup, environment, helpers, place, probe, process, protocol, user
 from hpcnode.assignment import Setting
 from hpcnode.clients import BoundedFramer, Clients, Frames, peer
 from hpcnode.faults import CrashPoints, crash_points
@@ -113,6 +113,7 @@ class Agent:
         self._ledger.recover()
         if self._ledger.is_idle:
             self._minders.forget_mpi_files()
+            allocation.forget_all(self.root)
         listener = self._listen()
         if ready_fd >= 0:
             os.write(ready_fd, b"ready\n")
@@ -281,6 +282,8 @@ class Agent:
             ledger.end_job(message)
         elif isinstance(message, protocol.SuspendJob):
             ledger.suspend_job(message)
+        elif isinstance(message, protocol.Allocation):
+            self._tell_allocation(message)
         elif isinstance(message, protocol.SignalStep):
             ledger.signal_step(message)
         elif isinstance(message, protocol.Go):
@@ -303,6 +306,15 @@ class Agent:
             self.to_shepherd(message.token, ["taken", message.task, message.fd, message.offset], b"")
         else:
             raise protocol.WireError("a controller cannot say %s" % type(message).__name__)
+
+    def _tell_allocation(self, order: protocol.Allocation) -> None:
+        try:
+            news = allocation.note(self.root, order)
+        except OSError as error:
+            log("cannot note the nodes of job %d: %s" % (order.job_id, error))  # it comes again with each connection
+            return
+        if news:
+            self._ledger.signal_job(order.incarnation, order.job_id, order.attempt, signal.SIGWINCH)
 
     def _to_client(self, message: Any, blob: bytes) -> None:
         if isinstance(message, protocol.CloseStream):

@@ -8,13 +8,14 @@ from __future__ import annotations
 import os
 from typing import Dict, List
 
-from hpcnode import protocol
+from hpcnode import allocation, protocol
 from hpcnode.user import Account
 
 SOCKET = "HPCSCHED_SOCKET"
 GPU_DEVICES = "HPCSCHED_GPU_DEVICES"  # what CUDA calls the launch's GPUs, where that is not their indices
 GPUS_PER_TASK = "HPCSCHED_STEP_GPUS_PER_TASK"  # each task sees so many of the launch's GPUs, in turn
 AGENT_ROOT = "HPCSCHED_AGENT_ROOT"  # which agent's job a process is
+ALLOCATION_FILE = "HPCSCHED_ALLOCATION_FILE"
 MARKER = "HPCSCHED_TOKEN"  # how what is left of a step is known when its shepherd is gone
 DEFAULT_PATH = "/usr/local/bin:/usr/bin:/bin"
 
@@ -30,6 +31,8 @@ def step_environment(
     env[MARKER] = launch.token
     for prefix in ("SLURM_", "HPCSCHED_"):
         env.setdefault(prefix + "JOB_GID", str(account.gid))  # groups are the node's own
+    incarnation = launch.token.partition(".")[0]
+    env[ALLOCATION_FILE] = allocation.path_of(root, incarnation, launch.job_id, launch.attempt)
     env.update(HOME=account.home, USER=account.name, LOGNAME=account.name, SHELL=account.shell)
     if launch.gpus or has_gpus:
         env[visible_devices()] = ",".join(_devices(launch))

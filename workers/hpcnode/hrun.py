@@ -33,7 +33,7 @@ FORWARDED = (
 _SENT = (
     "account", "begin", "comment", "constraint", "cpus-per-task", "exact", "exclude", "exclusive", "gpus",
     "gpus-per-node", "gpus-per-task", "gres", "job-name", "label", "mem", "mem-per-cpu", "nodelist", "nodes",
-    "ntasks", "ntasks-per-node", "open-mode", "overcommit", "overlap", "partition", "qos", "time",
+    "ntasks", "ntasks-per-node", "open-mode", "overcommit", "overlap", "partition", "qos", "resize", "time",
 )  # fmt: skip
 _PATTERN = re.compile(r"%(%|\d*[A-Za-z])")
 _LETTER = re.compile(r"%(%|(\d{0,2})([jAJsxu]))")
@@ -53,7 +53,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         if said is not None:
             sys.stdout.write(said)
             return 0
-        if not command:
+        if not command and "resize" not in values:
             raise stepoptions.UsageError("no command given: hrun [OPTIONS] COMMAND [ARGUMENT...]")
     except stepoptions.UsageError as error:
         _complain(str(error))

@@ -270,6 +270,14 @@ class Ledger:
         if order.steps_too and not order.batch_only:
             self.signal_steps(entry, order.signum)
 
+    def signal_job(self, incarnation: str, job_id: int, attempt: int, signum: int) -> None:
+        """Pass a signal to all that runs here of the job's attempt, its batch shell included."""
+        for entry in self._of_job((incarnation, job_id), attempt):
+            if entry.key.attempt == attempt and entry.status == protocol.STARTED:
+                self._minders.say(entry.token, ["signal", signum, False])
+                if entry.key.step == protocol.BATCH:
+                    self._minders.say(entry.token, ["signal", signum, True])
+
     def signal_steps(self, batch: Entry, signum: int) -> None:
         """Pass a signal to the other steps of the batch step's attempt on this node."""
         for other in self._of_job(batch.key.job, batch.key.attempt):

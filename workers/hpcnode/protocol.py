@@ -187,6 +187,22 @@ class SuspendJob:
 
 
 @dataclasses.dataclass(frozen=True)
+class Allocation:
+    """The job's attempt, which runs, has `nodes` now; with `wanted` it is asked to give all but these back (`hrun --resize`).
+
+    Kept in a file that the job is told of (HPCSCHED_ALLOCATION_FILE), then its processes here get SIGWINCH. One of a
+    generation that is known changes nothing.
+    """
+
+    incarnation: str
+    job_id: int
+    attempt: int
+    generation: int
+    nodes: List[str]
+    wanted: List[str]
+
+
+@dataclasses.dataclass(frozen=True)
 class Ack:
     """These reports are committed: they need not be repeated, and ended spool entries may go."""
 
@@ -434,7 +450,8 @@ class StepEnded:
 
 
 _MESSAGES = (
-    Hello, Launch, Go, SignalStep, EndStep, EndJob, SuspendJob, Ack, Probe, ReadFile, Input, OutputAck, ToStream, CloseStream,
+    Hello, Launch, Go, SignalStep, EndStep, EndJob, SuspendJob, Allocation, Ack,
+    Probe, ReadFile, Input, OutputAck, ToStream, CloseStream,
     Ping, Welcome, Goodbye, Report, Condition, JobGone, Facts, FileData, Output, InputAck, FromStream, Pong,
     StepRequest, StepWaiting, StepStarted, StepSignal, StepEnded,
 )  # fmt: skip

@@ -67,6 +67,7 @@ OPTIONS: Tuple[Option, ...] = (
     Option("partition", "p", VALUE, "NAME", "partition of the job"),
     Option("qos", "q", VALUE, "NAME", "quality of service of the job"),
     Option("quiet", "Q", FLAG, "", "say nothing but errors"),
+    Option("resize", "", VALUE, "N", "start nothing: have the job give back all but N of its nodes"),
     Option("time", "t", VALUE, "TIME", "time limit of the step, or of the job"),
     Option("unbuffered", "u", FLAG, "", "pass output on at once, not line by line", ("SLURM_UNBUFFEREDIO",)),
     Option("verbose", "v", FLAG, "", "say what is done"),

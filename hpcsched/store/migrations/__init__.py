@@ -9,7 +9,14 @@ from collections.abc import Callable
 
 from sqlalchemy import Connection
 
-from hpcsched.store.migrations import m0001_first, m0002_changes, m0003_suspension, m0004_usage, m0005_reservations
+from hpcsched.store.migrations import (
+    m0001_first,
+    m0002_changes,
+    m0003_suspension,
+    m0004_usage,
+    m0005_reservations,
+    m0006_resize,
+)
 
 MIGRATIONS: tuple[Callable[[Connection], None], ...] = (
     m0001_first.upgrade,
@@ -17,4 +24,5 @@ MIGRATIONS: tuple[Callable[[Connection], None], ...] = (
     m0003_suspension.upgrade,
     m0004_usage.upgrade,
     m0005_reservations.upgrade,
+    m0006_resize.upgrade,
 )

@@ -41,6 +41,7 @@ class World:
         self.sent: list[tuple[NodeName, Any, bytes]] = []
         self.replies: dict[Origin, list[Any]] = {}
         self.released: list[tuple[int, ExitStatus]] = []
+        self.resized: list[tuple[int, int, int]] = []
         self.rows: dict[tuple[int, int, str], StepRow] = {}
         self.order: list[str] = []  # "row", "send", "reply": what came before what
         self.tokens = 0
@@ -52,6 +53,7 @@ class World:
         """A new service, as after a restart of the controller: only the rows are left."""
         self.service = StepService(
             StepPorts(
+                resize=lambda job, count, uid: self.resized.append((job.id, count, uid)),
                 job=self.jobs.get,
                 send=self._send,
                 reply=self._reply,
@@ -166,6 +168,15 @@ def test_a_step_is_launched_on_all_its_nodes() -> None:
     assert first.stream_to == protocol.Address(node="n1", stream=5)
     assert (first.env["WINS"], first.env["FOO"], first.env["SLURM_STEP_ID"]) == ("scheduler", "1", "0")
     assert world.order == ["row", "reply", "send", "send"]  # on disk before it starts
+
+
+def test_a_job_gives_nodes_back_for_who_may_start_steps_in_it() -> None:
+    world = World()
+    assert world.asks(argv="", resize="1") == protocol.StepEnded(codes=[], signals=[])
+    assert world.resized == [(12, 1, ANN)]
+    assert "not a whole number" in world.asks(argv="", resize="two").error
+    assert "it is ann's" in world.asks(origin=(HEAD, 7), uid=ANN + 1, argv="", resize="1").error
+    assert len(world.resized) == 1
 
 
 def test_the_codes_of_all_ranks_come_in_order() -> None:

@@ -1,0 +1,87 @@
+"""How the allocation of a running job changes: it gives nodes back, is given more, is asked to give some back.
+
+    shares   what it has                       leaving   given back, until the node says that nothing of it is left there
+    joining  given, until the node has taken its part (then it is one of `shares`)
+
+A node that a job has given back is not given to the same attempt again: the node holds the attempt for over. Each change that
+the job is to hear of raises `generation`; what its nodes are told (see `effects`) bears it, so that saying it again does nothing.
+The first node, where the batch step runs, stays.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hpcsched.errors import InvariantError
+from hpcsched.lifecycle.clocks import charged, settled
+from hpcsched.lifecycle.events import Claimed, NodeCleared, NodeLost, NodesAdded, NodesReleased, ShrinkAsked
+from hpcsched.model.ids import NodeName
+from hpcsched.model.job import Job
+
+
+def shrink_asked(job: Job, event: ShrinkAsked) -> Job:
+    """Return the job that has been asked to keep these nodes alone (all of them: that is no longer asked)."""
+    wanted = () if len(event.nodes) == len(job.shares) else event.nodes
+    return replace(job, wanted_nodes=wanted, generation=job.generation + 1)
+
+
+def nodes_released(job: Job, event: NodesReleased) -> Job:
+    """Return the job without these nodes, which it holds until they are clear."""
+    gone = set(event.nodes)
+    first, *others = job.shares
+    if first.node in gone or not gone <= {share.node for share in others}:
+        raise InvariantError(
+            f"cannot take {', '.join(event.nodes)} from job {job.id}: these are not among its other nodes"
+        )
+    left = tuple(share for share in others if share.node in gone)
+    return replace(
+        job,
+        shares=(first, *(share for share in others if share.node not in gone)),
+        leaving=job.leaving + left,
+        left_nodes=job.left_nodes + tuple(share.node for share in left),
+        claimed_nodes=tuple(name for name in job.claimed_nodes if name not in gone),
+        wanted_nodes=(),
+        generation=job.generation + 1,
+    )
+
+
+def nodes_added(job: Job, event: NodesAdded) -> Job:
+    """Return the job that has been given these shares: charged from now on, its own when their nodes have claimed them."""
+    job = settled(job, event.at_s)
+    names = tuple(share.node for share in event.shares)
+    if set(names) & {*job.held_nodes, *job.left_nodes}:
+        raise InvariantError(f"cannot give job {job.id} {', '.join(names)}: it has or had them")
+    return replace(job, joining=job.joining + event.shares, held_nodes=job.held_nodes + names)
+
+
+def claimed_later(job: Job, event: Claimed) -> Job:
+    """Return the running job with a share that its node has claimed."""
+    joined = tuple(share for share in job.joining if share.node == event.node)
+    return replace(
+        job,
+        joining=tuple(share for share in job.joining if share.node != event.node),
+        shares=job.shares + joined,
+        claimed_nodes=(*job.claimed_nodes, event.node),
+        generation=job.generation + 1,
+    )
+
+
+def is_moving(job: Job, node: NodeName) -> bool:
+    """Return whether the job is about to get or to lose `node`: then it can do without it."""
+    return any(share.node == node for share in (*job.leaving, *job.joining))
+
+
+def given_back(job: Job, event: NodeCleared | NodeLost) -> Job:
+    """Return the running job without a node that it was about to get or to lose."""
+    if not is_moving(job, event.node):
+        raise InvariantError(f"cannot take {event.node} from job {job.id}: it has not given it back")
+    job = charged(job, event.node, event.at_s)
+    joining = tuple(share for share in job.joining if share.node != event.node)
+    left = job.left_nodes if len(joining) == len(job.joining) else (*job.left_nodes, event.node)
+    return replace(
+        job,
+        held_nodes=tuple(name for name in job.held_nodes if name != event.node),
+        leaving=tuple(share for share in job.leaving if share.node != event.node),
+        joining=joining,
+        left_nodes=left,
+    )

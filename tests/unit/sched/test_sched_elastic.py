@@ -1,0 +1,83 @@
+"""Elastic jobs, one sketch for each rule: who is asked for what, who gets what."""
+
+from __future__ import annotations
+
+from unit.sched.world import World, world
+
+from hpcsched.model.job import JobState
+
+
+def elastic(
+    nodes: str, running: list[str], waiting: tuple[str, ...] | list[str] = (), low: int = 1, high: int = 9
+) -> World:
+    """Return a world whose running jobs are elastic."""
+    made = world(nodes, running, waiting)
+    for at, text in enumerate(running):
+        made.change(int(text.split(":")[0]), elastic=True, nodes_min=low, nodes_max=high, nodelist=(), started_at_s=at)
+    return made
+
+
+def shrinks(made: World) -> dict[int, str]:
+    return {resize.job_id: " ".join(resize.keep) for resize in made.full_plan().resizes if resize.keep}
+
+
+def grows(made: World) -> dict[int, str]:
+    return {
+        resize.job_id: " ".join(f"{share.node}:{share.cpus}" for share in resize.add)
+        for resize in made.full_plan().resizes
+        if resize.add
+    }
+
+
+def test_a_job_is_asked_for_as_few_nodes_as_another_needs() -> None:
+    made = elastic("4x4", ["1: n1,n2,n3,n4 4c 100s"], ["2: 2 nodes 4c 10s"])
+    assert shrinks(made) == {1: "n1 n2"}
+    assert made.full_plan().resizes[0].for_job == 2
+
+
+def test_never_below_what_it_must_have_and_never_in_vain() -> None:
+    assert shrinks(elastic("3x4", ["1: n1,n2,n3 4c 100s"], ["2: 2 nodes 4c 10s"], low=2)) == {}
+    assert shrinks(elastic("3x4", ["1: n1,n2,n3 4c 100s"], ["2: 1 nodes 5c 10s"])) == {}
+    assert shrinks(elastic("3x4", ["1: n1,n2,n3 4c 100s"], ["2: n1 4c 10s"])) == {}  # its first node stays
+
+
+def test_nobody_is_asked_for_what_is_free_or_has_been_asked_for() -> None:
+    made = elastic("4x4", ["1: n1,n2,n3 4c 100s"], ["2: 4c 10s"])
+    assert shrinks(made) == {}
+    made = elastic("3x4", ["1: n1,n2,n3 4c 100s"], ["2: 4c 10s"]).change(1, wanted_nodes=("n1", "n2"))
+    assert shrinks(made) == {}
+    two = elastic("4x4", ["1: n1,n2 4c 100s", "3: n3,n4 4c 100s"], ["2: 4c 10s"]).change(3, wanted_nodes=("n3",))
+    assert shrinks(two) == {}
+
+
+def test_the_job_that_began_last_is_asked_first() -> None:
+    assert shrinks(elastic("4x4", ["1: n1,n2 4c 100s", "3: n3,n4 4c 100s"], ["2: 4c 10s"])) == {3: "n3"}
+    both = elastic("4x4", ["1: n1,n2 4c 100s", "3: n3,n4 4c 100s"], ["2: 2 nodes 4c 10s"])
+    assert shrinks(both) == {1: "n1", 3: "n3"}
+
+
+def test_an_idle_node_goes_to_the_job_that_began_first_when_nobody_is_in_line() -> None:
+    made = elastic("5x4", ["1: n1 4c 100s", "3: n2 4c 100s"], high=3)
+    assert grows(made) == {1: "n3:4 n4:4", 3: "n5:4"}
+    assert grows(elastic("3x4", ["1: n1 4c 100s"], ["2: 4 nodes 4c"], high=3)) == {1: "n2:4 n3:4"}  # job 2 never fits
+    assert grows(elastic("3x4", ["1: n1 4c 100s"], ["2: 3 nodes 4c 10s"], high=3)) == {}
+
+
+def test_it_grows_no_further_than_it_wants_nor_onto_what_it_had() -> None:
+    assert grows(elastic("3x4", ["1: n1,n2 4c 100s"], high=2)) == {}
+    assert grows(elastic("3x4", ["1: n1 4c 100s"]).change(1, left_nodes=("n2",))) == {1: "n3:4"}
+    assert grows(elastic("3x4", ["1: n1 4c 100s"]).change(1, leaving=made_share())) == {}
+
+
+def made_share() -> tuple[object, ...]:
+    return elastic("3x4", ["1: n3 4c 100s"]).job(1).shares
+
+
+def test_what_it_was_asked_for_is_withdrawn_when_nobody_is_in_line() -> None:
+    made = elastic("2x4", ["1: n1,n2 4c 100s"], high=2).change(1, wanted_nodes=("n1",))
+    assert shrinks(made) == {1: "n1 n2"}
+
+
+def test_a_job_that_does_not_run_is_left_alone() -> None:
+    made = elastic("3x4", ["1: n1,n2,n3 4c 100s"], ["2: 4c 10s"])
+    assert shrinks(made.change(1, state=JobState.COMPLETING)) == {}
