@@ -37,6 +37,7 @@ class Kind(Enum):
 
 EACH_USER = frozenset({Kind.MAX_SUBMIT, Kind.MAX_JOBS, Kind.PER_USER})  # counted for each user of the holder apart
 SUBMISSION = frozenset({Kind.MAX_SUBMIT, Kind.GRP_SUBMIT})  # looked at when a job comes in, and not again
+TIMED = frozenset({Kind.WALL, Kind.JOB_MINUTES, Kind.GRP_MINUTES})
 GROUP = frozenset({Kind.GRP_SUBMIT, Kind.GRP_JOBS, Kind.GRP, Kind.GRP_MINUTES})
 
 

@@ -18,6 +18,7 @@ from hpcsched.sched.limits import (
     EACH_USER,
     MINUTE_S,
     SUBMISSION,
+    TIMED,
     Holder,
     Kind,
     Rule,
@@ -49,6 +50,16 @@ class _Count:
             self.minutes[name] = self.minutes.get(name, 0.0) + minutes(amount * factor, limit_s)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Scope:
+    """What all jobs of one user, account, QOS and partition have alike."""
+
+    rules: tuple[Rule, ...]
+    timed: bool  # some rule asks for the time limit
+    factor: float
+    stranger: Wait | None  # why none of them may start: the account or the QOS is gone
+
+
 class Quota:
     """The limits of one snapshot, and what is taken of them."""
 
@@ -56,9 +67,10 @@ class Quota:
         self._snapshot = snapshot
         self._accounting: Accounting = snapshot.ledger.accounting
         self._nodes = {node.name: node for node in snapshot.nodes}
-        self._rules: dict[Whose, tuple[Rule, ...]] = {}
+        self._scopes: dict[tuple[str, str, str, str], _Scope] = {}
         self._counts: dict[_Key, _Count] = {}
-        self._memo: dict[tuple[Whose, int, int | None], Wait | None] = {}
+        self._least: dict[tuple[int, str], Held] = {}
+        self._memo: dict[tuple[int, int, int | None], Wait | None] = {}
         self._minutes_used: dict[tuple[Holder, str, str], float] = {}
         self.any = _has_limits(snapshot)
         if self.any:
@@ -69,19 +81,21 @@ class Quota:
         """Return the limit that keeps `job` from starting, whatever is free; None: none does, as far as is known yet."""
         if not self.any:
             return None
-        whose = _whose(job)
-        if not self._rules_of(whose):
-            return None if not self._accounting.accounts and not self._accounting.qos else self._stranger(job)
-        key = (whose, id(job.request.shape), job.request.time_limit_s)
+        scope = self._scope_of(job)
+        if scope.stranger is not None or not scope.rules:
+            return scope.stranger
+        shape = job.request.shape
+        key = (id(scope), id(shape), job.request.time_limit_s if scope.timed else None)
         if job.licenses or key not in self._memo:
-            held = least_of(job.request.shape, job.licenses)
-            self._memo[key] = self._stranger(job) or self._breach(job, whose, held)
+            self._memo[key] = self._breach(job, scope, self._least_of(job))
         return self._memo[key]
 
     def why_not_with(self, job: PendingJob, held: Held) -> Wait | None:
         """Return the limit that `job` would break with exactly this."""
-        whose = _whose(job)
-        return self._breach(job, whose, held) if self.any and self._rules_of(whose) else None
+        if not self.any:
+            return None
+        scope = self._scope_of(job)
+        return self._breach(job, scope, self._with_billing(held, job.partition)) if scope.rules else None
 
     def started(self, job: PendingJob, held: Held) -> None:
         """Count `job`, which the plan starts with this."""
@@ -112,14 +126,20 @@ class Quota:
 
     # ----- judging
 
-    def _rules_of(self, whose: Whose) -> tuple[Rule, ...]:
-        rules = self._rules.get(whose)
-        if rules is None:
-            account = self._accounting.association_of(whose.user, whose.account)[0]
-            known = Whose(partition=whose.partition, account=account, user=whose.user, qos=whose.qos)
-            found = rules_of(self._accounting, self._snapshot.partitions.get(whose.partition), known)
-            rules = self._rules[whose] = tuple(rule for rule in found if rule.kind not in SUBMISSION)
-        return rules
+    def _scope_of(self, job: PendingJob) -> _Scope:
+        key = (job.partition, job.account, job.user, job.qos)
+        scope = self._scopes.get(key)
+        if scope is None:
+            whose = Whose(partition=job.partition, account=self._account(job), user=job.user, qos=job.qos)
+            found = rules_of(self._accounting, self._snapshot.partitions.get(job.partition), whose)
+            rules = tuple(rule for rule in found if rule.kind not in SUBMISSION)
+            scope = self._scopes[key] = _Scope(
+                rules=rules,
+                timed=any(rule.kind in TIMED for rule in rules),
+                factor=factor_of(self._accounting, job.qos),
+                stranger=self._stranger(job),
+            )
+        return scope
 
     def _stranger(self, job: PendingJob) -> Wait | None:
         """Return why a job waits whose account or QOS is not configured any more."""
@@ -132,14 +152,23 @@ class Quota:
             return Wait(reason=Reason.INVALID_QOS, detail=f"there is no QOS {job.qos!r} any more: an admin can add it")
         return None
 
-    def _breach(self, job: PendingJob, whose: Whose, held: Held) -> Wait | None:
-        rules = self._rules_of(whose)
-        held = self._with_billing(held, job.partition)
-        limit_s, factor = known_limit_s(job.request.time_limit_s), factor_of(self._accounting, job.qos)
-        never = why_never(rules, held, limit_s, factor)
+    def _least_of(self, job: PendingJob) -> Held:
+        """Return what the job will have at the least."""
+        shape = job.request.shape
+        if job.licenses:
+            return self._with_billing(least_of(shape, job.licenses), job.partition)
+        key = (id(shape), job.partition)
+        if key not in self._least:
+            self._least[key] = self._with_billing(least_of(shape), job.partition)
+        return self._least[key]
+
+    def _breach(self, job: PendingJob, scope: _Scope, held: Held) -> Wait | None:
+        """Return the first limit that `job` would break with `held`."""
+        limit_s, factor = known_limit_s(job.request.time_limit_s), scope.factor
+        never = why_never(scope.rules, held, limit_s, factor)
         if never is not None:
             return Wait(reason=never.reason, detail=never_text(never, held, limit_s, factor))
-        for rule in rules:
+        for rule in scope.rules:
             more = self._more(rule, held, limit_s, factor)
             have = self._have(rule, job.user) if more else 0.0
             if have + more > rule.most:
@@ -183,10 +212,6 @@ class Quota:
 
 
 _NOTHING = _Count()
-
-
-def _whose(job: PendingJob) -> Whose:
-    return Whose(partition=job.partition, account=job.account, user=job.user, qos=job.qos)
 
 
 def _limit_s(job: RunningJob) -> float | None:
