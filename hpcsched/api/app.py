@@ -60,6 +60,7 @@ class Backend(Protocol):
     def partitions(self) -> Json: ...
     def priorities(self, asker: Asker, query: dict[str, str]) -> Json: ...
     def shares(self) -> Json: ...
+    def licenses(self) -> Json: ...
     def reservations(self) -> Json: ...
     async def act_on_reservation(self, asker: Asker, verb: str, body: Json) -> Json: ...
     def config(self, asker: Asker) -> Json: ...
@@ -94,6 +95,7 @@ def make_server(backend: Backend) -> web.Server:
         web.get("/v1/partitions", routes.partitions),
         web.get("/v1/priorities", routes.priorities),
         web.get("/v1/shares", routes.shares),
+        web.get("/v1/licenses", routes.licenses),
         web.get("/v1/reservations", routes.reservations),
         web.post("/v1/reservations/{verb:create|update|delete}", routes.act_on_reservation),
         web.get("/v1/config", routes.config),
@@ -150,6 +152,9 @@ class _Routes:
 
     async def shares(self, request: web.Request) -> web.Response:
         return answer(self._backend.shares())
+
+    async def licenses(self, request: web.Request) -> web.Response:
+        return answer(self._backend.licenses())
 
     async def nodes(self, request: web.Request) -> web.Response:
         query = request.query

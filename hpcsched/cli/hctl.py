@@ -25,7 +25,7 @@ Json = dict[str, Any]
 COMMAND = Command(
     "hctl",
     (
-        "show job [JOB...] | node [NODES] | partition [NAME...] | reservation [NAME...] | config",
+        "show job [JOB...] | node [NODES] | partition [NAME...] | reservation [NAME...] | licenses | config",
         "show hostnames LIST | hostlist NAME...",
         "hold | release | requeue | suspend | resume JOB...",
         "update JOB... NAME=VALUE...",
@@ -36,9 +36,9 @@ COMMAND = Command(
         "ping | reconfigure",
     ),
     "Look at jobs, nodes, partitions and the configuration, and change them. 'update' changes a job's time_limit, partition, "
-    "nice, priority, begin, deadline, dependency, reservation or array_task_throttle; 'create', 'update' and 'delete' are also "
-    "for reservations: ReservationName= StartTime= EndTime= Duration= Users= Accounts= Nodes= NodeCnt= Features= "
-    "PartitionName= Flags=. 'story' tells all that happened to a job. 'suspend' "
+    "nice, priority, begin, deadline, dependency, reservation, account, qos or array_task_throttle; 'create', 'update' and "
+    "'delete' are also for reservations: ReservationName= StartTime= EndTime= Duration= Users= Accounts= Nodes= NodeCnt= "
+    "Features= PartitionName= Flags=. 'story' tells all that happened to a job. 'suspend' "
     "has a running job stand still, with all that it holds, until 'resume JOB'. 'drain' lets no new job start on nodes, "
     "'resume NODES' does again. 'fence' is your word that a node which does not answer runs nothing any more: its jobs go on "
     "without it. 'backup' copies the database, beside all that goes on, to a new file for 'hpcsched restore'.",
@@ -138,6 +138,16 @@ def _show_reservation(rest: Sequence[str], words: Words) -> int:
     return _print_records(answer, "reservations", reservation.lines, words)
 
 
+def _show_licenses(rest: Sequence[str], words: Words) -> int:
+    answer = client.call("GET", "/v1/licenses")
+    names = [name for word in rest for name in split_list(word)]
+    answer["licenses"] = _chosen(answer["licenses"], names, "Invalid license name specified")
+    if not answer["licenses"] and not words.has("json"):
+        print("No licenses configured")
+        return 0
+    return _print_records(answer, "licenses", showtext.license_lines, words)
+
+
 def _show_config(rest: Sequence[str], words: Words) -> int:
     answer = client.call("GET", "/v1/config")
     if words.has("json"):
@@ -165,6 +175,7 @@ _ENTITIES: dict[str, Callable[[Sequence[str], Words], int]] = {
     "node": _show_node,
     "partition": _show_partition,
     "reservation": _show_reservation,
+    "licenses": _show_licenses,
     "config": _show_config,
     "hostnames": _show_hostnames,
     "hostlist": _show_hostlist,

@@ -63,6 +63,7 @@ def job_lines(job: Json) -> list[Words]:
             ("MinMemoryNode", memory_of_node(job)),
         ],
         [("TresPerJob", f"gres/gpu:{job['gpus']}")] if job["gpus"] else (),
+        [("Licenses", licenses_text(job["licenses"]))] if job.get("licenses") else (),
         [("TresPerJob", f"gres/shard:{job['shards']}")] if job.get("shards") else (),
         *([share] for share in map(_share, job["shares"])),
         [("OverSubscribe", "NO" if job["exclusive"] else "OK"), ("Features", job["constraint"])],
@@ -131,6 +132,16 @@ def partition_lines(partition: Json) -> list[Words]:
         ],
         [("NodeStates", counts)],
     ]
+
+
+def licenses_text(licenses: Json) -> str:
+    """Return licences as ``--licenses`` has them."""
+    return ",".join(f"{name}:{count}" for name, count in licenses.items())
+
+
+def license_lines(one: Json) -> list[Words]:
+    """Return a licence as ``scontrol show licenses`` does."""
+    return [[("LicenseName", one["name"])], [("Total", one["total"]), ("Used", one["used"]), ("Free", one["free"])]]
 
 
 def config_text(config: Json) -> str:

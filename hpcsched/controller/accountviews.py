@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
@@ -50,6 +51,17 @@ def _priority_view(job: PendingJob, parts: Breakdown) -> Json:
         "factors": {name: factors[name] for name in WEIGHED if name in factors},
         "tres_factors": {name: part for name, part in factors.items() if name not in WEIGHED},
     }
+
+
+def license_views(world: World) -> list[Json]:
+    """Return the licences with how many of each jobs have now."""
+    used: Counter[str] = Counter()
+    for job in world.active_jobs():
+        used.update(dict(job.spec.licenses))
+    return [
+        {"name": name, "total": total, "used": used[name], "free": max(0, total - used[name])}
+        for name, total in world.config.accounting.licenses
+    ]
 
 
 def share_views(world: World, now_s: float) -> Json:

@@ -50,25 +50,49 @@ def admit(
 
     Raises RequestError if limits can never let it start, or it is one job too many.
     """
-    accounting = world.config.accounting
-    factor = factor_of(accounting, spec.qos)
     found: list[tuple[Partition, int | None]] = []
     refused: list[str] = []
     for partition in partitions:
-        rules = rules_of(accounting, partition, _whose(partition, user, spec))
+        rules = rules_of(world.config.accounting, partition, _whose(partition, user, spec))
         within_s = limit_s if spec.time_limit_s is not None else _within_walls(rules, limit_s)
-        shape = request_of(spec, partition, time_limit_s=within_s).shape
-        held = with_billing(least_of(shape, spec.licenses), weights_of(accounting, partition))
-        never = why_never(rules, held, known_limit_s(within_s), factor)
-        if never is None:
+        why = _why_never(world, spec, partition, rules, within_s)
+        if why is None:
             _check_count(world, user, spec, rules)
             found.append((partition, within_s))
         else:
-            refused.append(_refusal(never, never_text(never, held, known_limit_s(within_s), factor)))
+            refused.append(why)
     if not found:
         raise RequestError(refused[0])
     limits = [within_s for _, within_s in found if within_s is not None]
     return [partition for partition, _ in found], min(limits, default=None)
+
+
+def check_alone(world: World, user: str, spec: JobSpec, partitions: Sequence[Partition]) -> None:
+    """Refuse a job that limits can never let start, in none of `partitions`, whatever else runs."""
+    refused = [
+        _why_never(
+            world,
+            spec,
+            partition,
+            rules_of(world.config.accounting, partition, _whose(partition, user, spec)),
+            spec.time_limit_s,
+        )
+        for partition in partitions
+    ]
+    if refused and refused[0] is not None and None not in refused:
+        raise RequestError(refused[0])
+
+
+def _why_never(
+    world: World, spec: JobSpec, partition: Partition, rules: Sequence[Rule], limit_s: int | None
+) -> str | None:
+    """Return which rule a job breaks by itself, in a sentence, or None."""
+    accounting = world.config.accounting
+    factor, known_s = factor_of(accounting, spec.qos), known_limit_s(limit_s)
+    shape = request_of(spec, partition, time_limit_s=limit_s).shape
+    held = with_billing(least_of(shape, spec.licenses), weights_of(accounting, partition))
+    never = why_never(tuple(rules), held, known_s, factor)
+    return None if never is None else _refusal(never, never_text(never, held, known_s, factor))
 
 
 def _whose(partition: Partition, user: str, spec: JobSpec) -> Whose:
@@ -103,14 +127,14 @@ def _counts(world: World, job: Job, rule: Rule) -> bool:
     """Say whether `job` is one of the rule's holder."""
     match rule.holder:
         case Holder.QOS:
-            return job.spec.qos == rule.name
+            return job.qos == rule.name
         case Holder.PARTITION:
             return rule.name in job.partition.split(",")
         case Holder.USER:
             return job.user == rule.name
         case Holder.ACCOUNT:
             accounting = world.config.accounting
-            account, _ = accounting.association_of(job.user, job.spec.account)
+            account, _ = accounting.association_of(job.user, job.account)
             return any(line.name == rule.name for line in accounting.lineage(account))
 
 

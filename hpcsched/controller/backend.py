@@ -23,7 +23,7 @@ from hpcsched.api.views import (
     why_waiting,
 )
 from hpcsched.controller import requests, reserving, suspension
-from hpcsched.controller.accountviews import priority_views, share_views
+from hpcsched.controller.accountviews import license_views, priority_views, share_views
 from hpcsched.controller.admission import settle
 from hpcsched.controller.fleet import Fleet
 from hpcsched.controller.outlook import first_start, why_words
@@ -356,6 +356,9 @@ class ControllerBackend:
     def shares(self) -> Json:
         now_s = self._clock()
         return {"now_s": now_s, **share_views(self._world, now_s)}
+
+    def licenses(self) -> Json:
+        return {"licenses": license_views(self._world)}
 
     def partitions(self) -> Json:
         return {"partitions": partition_views(self._world, self._clock())}

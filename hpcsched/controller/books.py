@@ -45,9 +45,9 @@ def used_now(world: World, now_s: float) -> list[Used]:
     rows = {key: at(used, now_s, accounting.half_life_s) for key, used in world.usage.items()}
     for job in world.active_jobs():
         weights = weights_of(accounting, world.partitions.get(job.partition))
-        account, user = accounting.association_of(job.user, job.spec.account)
-        key = (account, user, job.spec.qos)
-        known = rows.get(key) or Used(account=account, user=user, qos=job.spec.qos, at_s=now_s)
+        account, user = accounting.association_of(job.user, job.account)
+        key = (account, user, job.qos)
+        known = rows.get(key) or Used(account=account, user=user, qos=job.qos, at_s=now_s)
         rows[key] = plus(known, running_use(job, now_s, accounting, weights, world.gpu_types(job)))
     return list(rows.values())
 
@@ -58,5 +58,5 @@ def charged(world: World, now_s: float) -> dict[Association, float]:
     found = by_association(used_now(world, now_s))
     for job_id in world.pending:
         job = world.jobs[job_id]
-        found.setdefault(accounting.association_of(job.user, job.spec.account), 0.0)
+        found.setdefault(accounting.association_of(job.user, job.account), 0.0)
     return found

@@ -66,5 +66,5 @@ def exempt_until_s(world: World, rules: PreemptRules) -> Iterator[float]:
 
 def exempt_s(job: Job, rules: PreemptRules) -> float:
     """Return for how long after its start the job is not preempted."""
-    qos = rules.qos.get(job.spec.qos)
+    qos = rules.qos.get(job.qos)
     return qos.exempt_time_s if qos is not None and qos.exempt_time_s > 0 else rules.exempt_s

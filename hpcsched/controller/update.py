@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from hpcsched.api.identity import Asker
+from hpcsched.controller.admission import check_alone, settle
 from hpcsched.controller.dependencies import check_deadline, check_dependency, dependency_circle
 from hpcsched.controller.requests import Outcome, check_rank, each_job, find_partitions, possible_partitions
 from hpcsched.controller.reserving import check_use
@@ -31,6 +33,8 @@ CHANGES = frozenset(
         "deadline",
         "reservation",
         "num_nodes",
+        "account",
+        "qos",
     }
 )
 
@@ -85,6 +89,8 @@ def _changed_event(tx: Transaction, asker: Asker, job: Job, changes: dict[str, s
         values["array_limit"] = _integer("array_task_throttle", changes["array_task_throttle"], at_least=0)
     if "dependency" in changes:
         values |= _new_dependency(tx.world, job, changes["dependency"])
+    if "account" in changes or "qos" in changes:
+        values |= _new_charge(tx.world, job, changes)
     if "reservation" in changes:
         values["reservation"] = _new_reservation(tx, job, changes["reservation"])
     if "deadline" in changes:
@@ -103,11 +109,23 @@ def _new_dependency(world: World, job: Job, text: str) -> dict[str, Any]:
     return {"dependency": terms, "dependency_any": any_one}
 
 
+def _new_charge(world: World, job: Job, changes: dict[str, str]) -> dict[str, str]:
+    """Return the account and QOS that a job has from now on; what breaks a limit there by itself is refused."""
+    _must_wait(job, "change the account or QOS of")
+    wanted = replace(job.spec, account=changes.get("account", job.account), qos=changes.get("qos", job.qos))
+    if "account" in changes and "qos" not in changes and world.config.accounting.quality(job.qos) is None:
+        wanted = replace(wanted, qos="")
+    spec = settle(world, job.user, wanted)
+    partitions = [world.partitions[name] for name in job.partition.split(",") if name in world.partitions]
+    check_alone(world, job.user, replace(spec, time_limit_s=job.time_limit_s), partitions)
+    return {"account": spec.account, "qos": spec.qos}
+
+
 def _new_reservation(tx: Transaction, job: Job, name: str) -> str:
     """Return the name of the reservation that a job is to run in from now on, "" for none."""
     _must_wait(job, "change the reservation of")
     if name:
-        reservation = check_use(tx.world, job.user, job.spec.account, name, tx.now_s)
+        reservation = check_use(tx.world, job.user, job.account, name, tx.now_s)
         if job.time_limit_s is None or job.time_limit_s > reservation.duration_s:
             raise RequestError(
                 f"cannot run job {job.display_id} in reservation {name!r}: it lasts {format_time_s(reservation.duration_s)}, "

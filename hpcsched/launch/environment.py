@@ -186,8 +186,8 @@ def _job_facts(job: Job, *, cluster: str, share_dir: str, gid: int | None) -> di
     }
     optional = {
         "JOB_GID": "" if gid is None else str(gid),
-        "JOB_ACCOUNT": spec.account,
-        "JOB_QOS": spec.qos,
+        "JOB_ACCOUNT": job.account,
+        "JOB_QOS": job.qos,
         "JOB_RESERVATION": job.reservation,
         "SHARE": share_dir,
     }

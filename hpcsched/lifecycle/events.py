@@ -59,6 +59,8 @@ class Changed(Event):
     array_limit: int | None = None
     deadline_at_s: int | None = None  # 0: none
     reservation: str | None = None
+    account: str | None = None
+    qos: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

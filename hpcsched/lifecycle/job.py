@@ -65,6 +65,8 @@ CHANGEABLE = {  # field of `Changed`: field of `Job`
     "array_limit": "array_limit_set",
     "deadline_at_s": "deadline_set_s",
     "reservation": "reservation_set",
+    "account": "account_set",
+    "qos": "qos_set",
 }
 
 CLOCK_DRIFT = 1.01

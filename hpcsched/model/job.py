@@ -222,6 +222,8 @@ class Job:
     array_limit_set: int | None = None
     deadline_set_s: int | None = None  # 0: none any more
     reservation_set: str | None = None
+    account_set: str | None = None
+    qos_set: str | None = None
     expected_start_s: float | None = field(default=None, compare=False)  # the last plan's estimate; not stored
 
     @property
@@ -259,6 +261,16 @@ class Job:
     def deadline_at_s(self) -> int | None:
         """When it must have ended."""
         return self.spec.deadline_at_s if self.deadline_set_s is None else self.deadline_set_s or None
+
+    @property
+    def account(self) -> str:
+        """The account that it is charged to."""
+        return self.spec.account if self.account_set is None else self.account_set
+
+    @property
+    def qos(self) -> str:
+        """Its quality of service, "" for none."""
+        return self.spec.qos if self.qos_set is None else self.qos_set
 
     @property
     def reservation(self) -> str:

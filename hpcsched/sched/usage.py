@@ -88,7 +88,7 @@ def charge_of(
         return ()
     lasted_s = at_s - _since_s(before, at_s)
     part = integral(lasted_s, accounting.half_life_s) / lasted_s if lasted_s > 0 else 1.0
-    factor = part * factor_of(accounting, before.spec.qos)
+    factor = part * factor_of(accounting, before.qos)
     return _amounts(
         cpu_s * factor, mem_mib_s * factor, gpu_s * factor, weights, gpu_weight(before.shares, weights, types)
     )
@@ -99,7 +99,7 @@ def running_use(job: Job, now_s: float, accounting: Accounting, weights: Weights
     shares = [share for share in job.shares if share.node in job.held_nodes]
     if not shares or job.suspended_at_s is not None:
         return ()
-    used_s = integral(now_s - _since_s(job, now_s), accounting.half_life_s) * factor_of(accounting, job.spec.qos)
+    used_s = integral(now_s - _since_s(job, now_s), accounting.half_life_s) * factor_of(accounting, job.qos)
     cpu_s = used_s * sum(share.cpus for share in shares)
     mem_mib_s = used_s * sum(share.mem_mib for share in shares)
     gpu_s = used_s * sum(share.gpu_amount for share in shares)

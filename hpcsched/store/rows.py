@@ -46,7 +46,7 @@ def job_row(job: Job) -> dict[str, Any]:
         "name": job.spec.name,
         "uid": job.uid,
         "user": job.user,
-        "account": job.spec.account,
+        "account": job.account,
         "submitted_at_s": job.submitted_at_s,
         "state": job.state.value,
         "reason": job.reason.value,
@@ -93,6 +93,8 @@ def job_row(job: Job) -> dict[str, Any]:
         "array_limit_set": job.array_limit_set,
         "deadline_set_s": job.deadline_set_s,
         "reservation_set": job.reservation_set,
+        "account_set": job.account_set,
+        "qos_set": job.qos_set,
     }
 
 
@@ -167,6 +169,8 @@ def job_of(row: Any, spec: JobSpec) -> Job:
         array_limit_set=row.array_limit_set,
         deadline_set_s=row.deadline_set_s,
         reservation_set=row.reservation_set,
+        account_set=row.account_set,
+        qos_set=row.qos_set,
     )
 
 

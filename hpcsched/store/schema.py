@@ -81,6 +81,8 @@ jobs = Table(
     Column("array_limit_set", Integer),
     Column("deadline_set_s", Integer),
     Column("reservation_set", Text),
+    Column("account_set", Text),
+    Column("qos_set", Text),
     Index("jobs_by_state", "state"),
     Index("jobs_by_end", "ended_at_s"),
     Index("jobs_by_array", "array_job_id"),

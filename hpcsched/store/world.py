@@ -265,11 +265,11 @@ class Transaction:
         world, accounting = self.world, self.world.config.accounting
         weights = weights_of(accounting, world.partitions.get(before.partition))
         amounts = charge_of(before, after, at_s, accounting, weights, world.gpu_types(before))
-        account, user = accounting.association_of(before.user, before.spec.account)
-        key = (account, user, before.spec.qos)
+        account, user = accounting.association_of(before.user, before.account)
+        key = (account, user, before.qos)
         known = world.usage.get(key)
         self._usage_before.setdefault(key, known)
-        used = known or Used(account=account, user=user, qos=before.spec.qos, at_s=at_s)
+        used = known or Used(account=account, user=user, qos=before.qos, at_s=at_s)
         world.usage[key] = self.batch.usage[key] = plus(at(used, at_s, accounting.half_life_s), amounts)
 
     def _put(self, job: Job) -> None:

@@ -16,6 +16,7 @@ from hpcsched.store.migrations import (
     m0004_usage,
     m0005_reservations,
     m0006_resize,
+    m0007_account_changes,
 )
 
 MIGRATIONS: tuple[Callable[[Connection], None], ...] = (
@@ -25,4 +26,5 @@ MIGRATIONS: tuple[Callable[[Connection], None], ...] = (
     m0004_usage.upgrade,
     m0005_reservations.upgrade,
     m0006_resize.upgrade,
+    m0007_account_changes.upgrade,
 )

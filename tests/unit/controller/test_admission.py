@@ -8,6 +8,8 @@ import pytest
 from unit.controller.world import ANN, BOB, Cluster
 
 from hpcsched.api.identity import Asker
+from hpcsched.controller.accountviews import license_views
+from hpcsched.controller.update import update
 from hpcsched.errors import RequestError
 from hpcsched.model.accounting import Account, Accounting, Limits, Qos, UserRules
 from hpcsched.model.spec import ArraySpec
@@ -111,3 +113,42 @@ def test_licences_that_the_cluster_does_not_have_are_refused() -> None:
     made = cluster(Accounting(licenses=(("matlab", 2),)))
     assert "Invalid license specification (did you mean matlab?)" in refusal(made, licenses=(("matlb", 1),))
     assert "the cluster has 2" in refusal(made, licenses=(("matlab", 3),))
+
+
+def test_account_and_qos_of_a_job_that_waits_can_be_changed() -> None:
+    high = Qos(name="high", limits=Limits(max_tres_per_job=(("cpu", 1),)))
+    accounting = replace(lab(), qos=(Qos(name="normal"), high), users=(UserRules(name="bob", qos=("normal",)),))
+    made = cluster(accounting)
+    job, wide, other = made.submit(hold=True), made.submit(hold=True, ntasks=2), made.submit(BOB, hold=True)
+    assert changed(made, ANN, job, qos="high") == []
+    assert (made.job(job).qos, made.job(job).account, made.job(job).spec.qos) == ("high", "lab", "normal")
+    assert "QOSMaxCpuPerJobLimit" in changed(made, ANN, wide, qos="high")[0]
+    assert "bob may use normal" in changed(made, BOB, other, qos="high")[0]
+    assert "Invalid account" in changed(made, ANN, job, account="top")[0]
+    running = made.submit()
+    made.run(running)
+    assert "it is RUNNING" in changed(made, ANN, running, qos="high")[0]
+    assert {one.id: one.qos for one in made.store.load_jobs(0.0)}[job] == "high"
+
+
+def test_a_job_whose_account_is_gone_can_be_given_another() -> None:
+    made = cluster(Accounting())
+    job = made.submit(account="label", qos="label", hold=True)
+    made.world.config = replace(made.world.config, accounting=replace(lab(), qos=(Qos(name="normal"),)))
+    assert changed(made, ANN, job, account="lab") == []
+    assert (made.job(job).account, made.job(job).qos) == ("lab", "normal")
+
+
+def changed(made: Cluster, asker: Asker, job: int, **changes: str) -> list[str]:
+    """Change a job as ``hctl update`` does, and return what was refused."""
+    return [error["error"] for error in made.ask(lambda tx: update(tx, asker, [str(job)], changes)).errors]
+
+
+def test_licences_are_shown_with_what_is_free() -> None:
+    made = cluster(Accounting(licenses=(("matlab", 3), ("stata", 1))))
+    made.run(made.submit(licenses=(("matlab", 2),)))
+    made.submit(licenses=(("stata", 1),), hold=True)
+    assert license_views(made.world) == [
+        {"name": "matlab", "total": 3, "used": 2, "free": 1},
+        {"name": "stata", "total": 1, "used": 0, "free": 1},
+    ]
