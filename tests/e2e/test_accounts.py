@@ -64,7 +64,7 @@ def test_limits_and_licences_keep_jobs_waiting_and_say_so(
     assert lab.run("hprio", "-h").stdout.split()[0] == str(limited)
     assert "LicenseName=matlab" in (free := lab.run("hctl", "show", "lic").stdout)
     assert "Total=1 Used=1 Free=0" in free
-    lab.run("hctl", "update", "job", str(limited), "qos=normal")
+    lab.run("hctl", "update", str(limited), "QOS=normal")
     assert ended(limited)["state"] == "COMPLETED"
     lab.run("hcancel", str(first))
     assert [ended(job_id)["state"] for job_id in (limited, licensed)] == ["COMPLETED", "COMPLETED"]
