@@ -194,6 +194,7 @@ _COLUMNS = (
     Column("QOS", _only_job("qos"), True),
     Column("Reason", _reason, True),
     Column("ReqMem", lambda row: "" if row.step else memory_of_node(row.job), True),
+    Column("Reservation", _only_job("reservation"), True),
     Column("Restarts", _only_job("restarts"), True),
     Column("Start", lambda row: date_text(_start_s(row), "Unknown"), True),
     Column("State", _state, True),

@@ -106,6 +106,8 @@ def node_lines(node: Json) -> list[Words]:
         [("Link", node["link"]), ("LinkSince", date_text(node["link_since_s"] or None, "Unknown"))],
         [("BootId", node["boot_id"]), ("Version", node["agent_version"])],
     ]
+    if node.get("reservation"):
+        lines.append([("ReservationName", node["reservation"])])
     if node["link_why"]:
         lines.append([("LinkReason", node["link_why"])])
     if node["drained"]:

@@ -68,6 +68,8 @@ def _changed_event(tx: Transaction, asker: Asker, job: Job, changes: dict[str, s
         if not asker.admin and job.time_limit_s is not None and (limit_s is None or limit_s > job.time_limit_s):
             asker.must_be_admin(f"raise the time limit of job {job.display_id}")
         values["time_limit_s"] = UNLIMITED_S if limit_s is None else limit_s
+        if job.deadline_at_s is not None and "deadline" not in changes:
+            check_deadline(job.deadline_at_s, limit_s, max(tx.now_s, job.not_before_s or 0))
     if "partition" in changes:
         if job.state is not JobState.PENDING:
             raise RequestError(f"cannot move job {job.display_id}: it is {job.state}")

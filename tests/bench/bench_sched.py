@@ -11,11 +11,15 @@ import gzip
 import os
 import random
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.node import Partition
+from hpcsched.model.reservation import Flag, Reservation
 from hpcsched.model.resources import Gpu, Share
+from hpcsched.sched.blocks import blocks_of
+from hpcsched.sched.explain import explain
 from hpcsched.sched.plan import plan
 from hpcsched.sched.policy import Backfill, Policy
 from hpcsched.sched.request import Request, Shape
@@ -34,7 +38,7 @@ BARS = {
 
 def run(quick: bool) -> list[Figure]:
     """Replay the logs and plan for large worlds."""
-    return [*_replays(1 if quick else 3), *_plans(quick)]
+    return [*_replays(1 if quick else 3), *_plans(quick), *_answers(quick)]
 
 
 def _replays(rounds: int) -> list[Figure]:
@@ -128,4 +132,36 @@ def _plans(quick: bool) -> list[Figure]:
             samples.append(time.perf_counter() - began_s)
         bar = "<= 1 s, reach 0.2" if waiting == 10_000 else ""
         figures.append(from_samples(f"plan, 1,000 nodes, depth 1,000, {waiting:,} waiting", samples, "s", bar=bar))
+    return figures
+
+
+def _answers(quick: bool) -> list[Figure]:
+    """How long it takes to explain a job in the middle of a long queue, and to plan around reservations."""
+    policy, world = Policy(), large_world(10_000, 1_000)
+    names = [node.name for node in world.nodes]
+    reservations = tuple(
+        Reservation(
+            name=f"r{at}",
+            start_s=2_000 + at * 50_000,
+            end_s=40_000 + at * 50_000,
+            nodes=tuple(names[at * 100 : at * 100 + 200]),
+            flags=(Flag.DAILY,) if at % 2 else (Flag.OVERLAP,),
+        )
+        for at in range(4)
+    )
+    reserved = replace(world, reservations=reservations, blocks=blocks_of(reservations, world.now_s))
+    made = plan(world, policy)
+    middle = list(made.waits)[len(made.waits) // 2]
+    figures = []
+    for name, work in (
+        ("plan, easy", lambda: plan(world, policy)),
+        ("plan, easy, 4 reservations of 200 nodes", lambda: plan(reserved, policy)),
+        ("explain a job in the middle, beside its plan", lambda: explain(world, policy, made, middle)),
+    ):
+        samples = []
+        for _ in range(1 if quick else 3):
+            began_s = time.perf_counter()
+            work()
+            samples.append(time.perf_counter() - began_s)
+        figures.append(from_samples(f"{name}, 10,000 waiting, 1,000 nodes", samples, "s"))
     return figures

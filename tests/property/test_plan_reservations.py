@@ -138,6 +138,26 @@ def test_a_job_at_its_turn_starts_if_and_only_if_the_plan_starts_it(snapshot: Sn
     assert Turn(snapshot, POLICY, job).starts(job.request) == (job.id in started)
 
 
+@given(reserved_worlds(), POLICIES, st.data())
+@settings(max_examples=120, deadline=None)
+def test_a_job_of_several_partitions_starts_once_in_one_of_them(
+    snapshot: Snapshot, policy: Policy, data: st.DataObject
+) -> None:
+    names = sorted(snapshot.partitions)
+    pending = []
+    for job in snapshot.pending:
+        others = [name for name in names if name != job.partition and data.draw(st.booleans())]
+        pending.append(replace(job, others=tuple(replace(job, partition=name) for name in others)))
+    snapshot = replace(snapshot, pending=tuple(pending))
+    jobs = {job.id: job for job in pending}
+    made = plan(snapshot, policy)
+    assert sorted([start.job_id for start in made.starts] + list(made.waits)) == [job.id for job in pending]
+    for start in made.starts:
+        job = jobs[start.job_id]
+        assert start.partition in {job.partition, *(other.partition for other in job.others)}
+        assert {share.node for share in start.shares} <= set(snapshot.partitions[start.partition].nodes)
+
+
 def _of_size(made: Plan, job: PendingJob) -> bool:
     return made.waits[job.id].reason in ("Resources", "Priority")
 

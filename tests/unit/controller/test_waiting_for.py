@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from jobs import partition
-from world import ANN, Cluster
+from world import ANN, ROOT, Cluster
 
 from hpcsched.controller.tick import load_world
 from hpcsched.controller.update import update
@@ -15,6 +15,7 @@ from hpcsched.errors import RequestError
 from hpcsched.model.ids import JobId
 from hpcsched.model.job import Job, JobState, Reason
 from hpcsched.model.spec import ArraySpec, Dependency, DependencyKind
+from hpcsched.store.world import Transaction
 
 KIND = DependencyKind
 
@@ -29,6 +30,12 @@ def change(cluster: Cluster, reference: str, **changes: str) -> Job:
     if outcome.errors:
         raise RequestError(outcome.errors[0]["error"])
     return cluster.job(outcome.jobs[0])
+
+
+def update_as_root(tx: Transaction, job_id: int, **changes: str) -> None:
+    outcome = update(tx, ROOT, [str(job_id)], changes)
+    if outcome.errors:
+        raise RequestError(outcome.errors[0]["error"])
 
 
 def finish(cluster: Cluster, job_id: int, code: int = 0) -> None:
@@ -148,6 +155,8 @@ def test_a_deadline_that_cannot_be_kept_is_refused_and_one_can_be_taken_back() -
         cluster.submit(deadline_at_s=now_s + 50)
     cluster.submit(cpus_per_task=2)
     job_id = cluster.submit(time_limit_s=60, deadline_at_s=now_s + 100)
+    with pytest.raises(RequestError, match="may run for 2:00, and 1:40 is left"):
+        cluster.ask(lambda tx: update_as_root(tx, job_id, time_limit="2"))
     assert change(cluster, str(job_id), deadline="none").deadline_at_s is None
     cluster.tick(500.0)
     assert cluster.job(job_id).state is JobState.PENDING
