@@ -100,7 +100,8 @@ def _more_of(job: RunningJob, room: int, now_s: float) -> PendingJob:
     barred = tuple(dict.fromkeys((*elastic.view.request.shape.exclude, *_names(job.shares), *elastic.barred)))
     shape = replace(elastic.view.request.shape, nodes_min=1, nodes_max=room, nodelist=(), exclude=barred)
     left_s = None if job.ends_at_s is None else max(1, int(job.ends_at_s - now_s))
-    return replace(elastic.view, request=replace(elastic.view.request, shape=shape, time_limit_s=left_s))
+    request = replace(elastic.view.request, shape=shape, time_limit_s=left_s)
+    return replace(elastic.view, request=request, licenses=())  # those it has already
 
 
 def _can_give(job: RunningJob) -> bool:

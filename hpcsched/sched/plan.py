@@ -271,11 +271,20 @@ class Planner:
             return False
         held = self._held(job, parts) if self.tally.limited else {}
         over = self.tally.why_not_there(job, held)
+        while over is not None and self._can_do_with_less(job, parts):
+            parts = parts[:-1]
+            held = self._held(job, parts)
+            over = self.tally.why_not_there(job, held)
         if over is not None:
             self.waits[job.id] = over
             return False
         self._start(job, parts, held, limit_s)
         return True
+
+    def _can_do_with_less(self, job: PendingJob, parts: list[Part]) -> bool:
+        """Say whether `job` may start without its last node: with ``--nodes=MIN-MAX`` and each node's share alike."""
+        shape = job.request.shape
+        return len(parts) > shape.nodes_min and shape.ntasks is None and not (shape.gpus_total or shape.nodelist)
 
     def _held(self, job: PendingJob, parts: list[Part]) -> Held:
         """Return what `job` would have with these parts, in the names of limits."""

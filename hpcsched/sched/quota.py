@@ -2,8 +2,10 @@
 
 `why_not` asks whether a job would break a limit; `started` counts it in. So limits hold within one plan as well. Where a job's
 resources are settled only with its place, it is asked twice: before, with what it will have at the least, and with what it
-would get. A limit on resource-minutes counts what was used of late (`Ledger.used`), and what running jobs may use until their
-time limits, as if they had used it all now: what starts can end within the limit.
+would get. An elastic job that would grow is no further job, and what a job may have bounds all of it.
+
+A limit on resource-minutes counts what was used of late (`Ledger.used`), and what running jobs may use until their time
+limits, as if they had used it all now: what starts can end within the limit.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from hpcsched.model.accounting import NO_LIMITS, Accounting
+from hpcsched.model.ids import JobId
 from hpcsched.model.job import Reason
 from hpcsched.sched.eligible import Wait
 from hpcsched.sched.limits import (
@@ -72,8 +75,10 @@ class Quota:
         self._least: dict[tuple[int, str], Held] = {}
         self._memo: dict[tuple[int, int, int | None], Wait | None] = {}
         self._minutes_used: dict[tuple[Holder, str, str], float] = {}
+        self._growing: dict[JobId, RunningJob] = {}
         self.any = _has_limits(snapshot)
         if self.any:
+            self._growing = {job.id: job for job in snapshot.running if job.elastic is not None}
             for job in snapshot.running:
                 self._count(job, held_by(job.shares, self._nodes, job.licenses), _limit_s(job))
 
@@ -165,15 +170,24 @@ class Quota:
     def _breach(self, job: PendingJob, scope: _Scope, held: Held) -> Wait | None:
         """Return the first limit that `job` would break with `held`."""
         limit_s, factor = known_limit_s(job.request.time_limit_s), scope.factor
-        never = why_never(scope.rules, held, limit_s, factor)
+        grows = self._growing.get(job.id)
+        whole = held if grows is None else self._with(held, grows)
+        never = why_never(scope.rules, whole, limit_s, factor)
         if never is not None:
-            return Wait(reason=never.reason, detail=never_text(never, held, limit_s, factor))
+            return Wait(reason=never.reason, detail=never_text(never, whole, limit_s, factor))
         for rule in scope.rules:
+            if grows is not None and rule.kind in (Kind.MAX_JOBS, Kind.GRP_JOBS):
+                continue
             more = self._more(rule, held, limit_s, factor)
             have = self._have(rule, job.user) if more else 0.0
             if have + more > rule.most:
                 return Wait(reason=rule.reason, detail=now_text(rule, job.user, have, more))
         return None
+
+    def _with(self, held: Held, job: RunningJob) -> Held:
+        """Return `held` and what `job` has already."""
+        whole = self._with_billing(held_by(job.shares, self._nodes, job.licenses), job.partition)
+        return {name: held.get(name, 0.0) + whole.get(name, 0.0) for name in {**whole, **held}}
 
     def _more(self, rule: Rule, held: Held, limit_s: float | None, factor: float) -> float:
         """Return what the job would add to what others take of the limit; 0: nothing, or it is about the job alone."""

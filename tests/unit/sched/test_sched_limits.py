@@ -10,6 +10,7 @@ from unit.sched.world import World, world
 from hpcsched.model.accounting import Account, Accounting, Limits, Qos, UserRules
 from hpcsched.model.node import Partition
 from hpcsched.sched.plan import Plan, plan
+from hpcsched.sched.preempt import full_plan
 from hpcsched.sched.snapshot import Ledger
 from hpcsched.sched.usage import Used
 
@@ -185,3 +186,34 @@ def test_a_licence_that_is_no_longer_configured_is_said_to_be_gone() -> None:
     sketch.change(1, licenses=(("matlab", 1),))
     found = made(sketch, Accounting())
     assert found.waits[1].detail == "the cluster has no licence 'matlab' any more"
+
+
+# ----- elastic jobs
+
+
+@pytest.mark.parametrize(
+    ("limits", "gets"),
+    [
+        (Limits(max_jobs=1, grp_jobs=1), 3),
+        (Limits(max_tres_per_job=(("node", 3),)), 2),
+        (Limits(max_tres_per_user=(("cpu", 8),)), 1),
+        (Limits(grp_tres=(("node", 1),)), 0),
+    ],
+)
+def test_an_elastic_job_grows_within_its_limits_and_is_no_further_job(limits: Limits, gets: int) -> None:
+    sketch = world("4x4", running=["1: n1 4c 100s"])
+    whose(sketch, j1="ann lab")
+    sketch.change(1, elastic=True, nodes_min=1, nodes_max=9, nodelist=(), licenses=(("matlab", 1),))
+    for most in range(1, 4):
+        sketch.change(1, nodes_max=1 + most)
+        snapshot = replace(sketch.snapshot(), ledger=Ledger(accounting=lab(limits, licenses=(("matlab", 1),))))
+        found = full_plan(snapshot, sketch.policy).resizes
+        assert [len(resize.add) for resize in found] == [min(most, gets)] * (gets > 0)
+
+
+def test_a_job_that_takes_as_many_nodes_as_there_are_takes_as_many_as_it_may() -> None:
+    sketch = world("4x4", waiting=["1: 1-4 nodes 4c", "2: 3-4 nodes 4c"])
+    whose(sketch, j1="ann lab", j2="bob lab")
+    found = made(sketch, lab(Limits(max_tres_per_user=(("cpu", 8),))))
+    assert [len(start.shares) for start in found.starts] == [2]
+    assert waits(found) == {2: "AssocGrpCpuLimit"}
