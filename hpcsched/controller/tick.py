@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 from hpcnode import protocol
 from hpcsched.controller import messages, reports, reserving
 from hpcsched.controller.books import Books
+from hpcsched.controller.planning import SLICE_S, Planning, Slice
 from hpcsched.controller.preemption import carry_out, exempt_until_s
 from hpcsched.controller.requests import SignalJob, miss_node, note_condition
 from hpcsched.controller.resizing import carry_out_resizes
@@ -30,7 +31,6 @@ from hpcsched.model.node import Link
 from hpcsched.sched.eligible import Wait
 from hpcsched.sched.plan import Plan, Start
 from hpcsched.sched.policy import Policy
-from hpcsched.sched.preempt import full_plan
 from hpcsched.sched.snapshot import Snapshot, SnapshotCache, snapshot_of
 from hpcsched.store.store import Store
 from hpcsched.store.world import Transaction, World
@@ -106,7 +106,9 @@ class Controller:
         self._inbox: list[_Item] = []
         self._unwritable = ""  # why the last commit failed
         self._plan_wanted = True
-        self._next_plan_s = 0.0  # of the monotonic clock
+        self._planning = Planning(ports.monotonic_s)
+        self._next_plan_s = 0.0  # of the monotonic clock: when there is time for planning again
+        self._to_note: list[JobId] = []  # jobs whose age begins to count: their events are yet to be recorded
         self._timer_at_s: float | None = None  # when a begin time or a time limit comes round
         self._next_purge_s = 0.0
 
@@ -271,6 +273,8 @@ class Controller:
             answers.append((item, result))
         self._end_overdue(tx)
         reserving.keep_up(tx)
+        if tx.batch.reservations:
+            self._planning.forget()  # it knows nothing of them
         proof_in_s = end_silent(tx, self._silences)
         timer_rang = self._timer_at_s is not None and self._timer_at_s <= now_s
         self._plan_wanted = (
@@ -278,6 +282,7 @@ class Controller:
         )
         many = len(tx.batch.jobs) >= MANY_JOBS
         if not many:
+            self._note_ages(tx)
             self._plan_if_due(tx)
         if not self._commit(tx, answers):
             return
@@ -303,6 +308,7 @@ class Controller:
                 log.error("%s", error)
             self._unwritable = str(error)
             tx.undo()
+            self._planning.forget()  # what it started has not been
             self._plan_wanted = True
             self._inbox = [item for item, _ in answers if item.keep] + self._inbox
             self._ports.wake(RETRY_S)
@@ -345,27 +351,47 @@ class Controller:
 
     def _plan_if_due(self, tx: Transaction) -> None:
         """Plan, unless the last plan took long and has only just ended: planning may take a quarter of the time."""
-        started_s = self._ports.monotonic_s()
-        if not self._plan_wanted:
+        began_s = self._ports.monotonic_s()
+        if began_s < self._next_plan_s:
+            if self._plan_wanted or self._planning.under_way:
+                self._ports.wake(self._next_plan_s - began_s)
             return
-        if started_s < self._next_plan_s:
-            self._ports.wake(self._next_plan_s - started_s)
+        if self._plan_wanted and self._planning.may_begin:
+            self._plan_wanted = False
+            self._begin_plan(tx.now_s)
+            took_s = self._ports.monotonic_s() - began_s
+            if took_s >= SLICE_S and self._planning.in_slices:  # enough for this tick
+                self._ports.wake(took_s)
+                return
+        if not self._planning.under_way:
             return
-        self._plan_wanted = False
-        world = self.world
         held_back = self._held_back()
+        done = self._planning.go_on(self.world.jobs, self.world.nodes)
+        for start in done.starts:
+            if start.job_id not in held_back:
+                self._start(tx, self.world.jobs[start.job_id], start)
+        if done.plan is None:
+            pause_s = self._ports.monotonic_s() - began_s
+            self._plan_wanted = self._plan_wanted or done.dropped > 0
+        else:
+            pause_s = min(3 * done.took_s, PLAN_PAUSE_MAX_S)
+            self._plan_wanted = self._plan_wanted or done.stale
+            self.last_plan = done.plan
+            self._note_waits(tx, done)
+            carry_out_resizes(tx, done.plan)
+            if carry_out(tx, done.plan):
+                self.replan()
+            self.world.waits |= held_back
+            self._wake_for_timers(tx.now_s)
+        self._next_plan_s = self._ports.monotonic_s() + pause_s
+        if self._plan_wanted or self._planning.under_way:
+            self._ports.wake(pause_s)
+
+    def _begin_plan(self, now_s: float) -> None:
+        world, held_back = self.world, self._held_back()
         jobs = [job for job in world.jobs_to_plan() if job.id not in held_back]
-        self.last_plan = full_plan(self.snapshot(jobs, tx.now_s, self._views), self.policy)
-        for start in self.last_plan.starts:
-            self._start(tx, self.world.jobs[start.job_id], start)
-        self._note_waits(tx, self.last_plan)
-        carry_out_resizes(tx, self.last_plan)
-        if carry_out(tx, self.last_plan):
-            self.replan()
-        world.waits |= held_back
-        took_s = self._ports.monotonic_s() - started_s
-        self._next_plan_s = started_s + took_s + min(3 * took_s, PLAN_PAUSE_MAX_S)
-        self._wake_for_timers(tx.now_s)
+        snapshot = self.snapshot(jobs, now_s, self._views)
+        self._planning.begin(snapshot, self.policy, {job.id: job for job in jobs}, world.nodes)
 
     def _held_back(self) -> dict[JobId, Wait]:
         """Return the waiting jobs of a restored database that may still run from before, with what they wait for."""
@@ -427,19 +453,33 @@ class Controller:
         if self._timer_at_s is not None:
             self._ports.wake(self._timer_at_s - now_s)
 
-    def _note_waits(self, tx: Transaction, made: Plan) -> None:
+    def _note_waits(self, tx: Transaction, done: Slice) -> None:
         """Keep why each job waits; the age of one counts from when only other jobs and resources are in its way.
 
         What can never start any more ends: past its last moment to make its deadline, or, if it says so, with a dependency that
         can never come true.
         """
-        self.world.waits = dict(made.waits)
-        for job_id, wait in made.waits.items():
-            if outcome := _end_of(self.world.jobs[job_id], wait):
+        world = self.world
+        waits = done.plan.waits if done.plan is not None else {}
+        world.waits = {job_id: wait for job_id, wait in waits.items() if job_id in world.pending}
+        for job_id, wait in tuple(world.waits.items()):
+            job = world.jobs[job_id]
+            if (outcome := _end_of(job, wait)) and done.knows(job):
                 tx.record(EndRequested(job_id=job_id, at_s=tx.now_s, outcome=outcome, by_uid=None, why=wait.detail))
                 self.replan()  # others may have waited for its end
-            elif self.world.jobs[job_id].eligible_at_s is None and _is_eligible(self.world.jobs[job_id], wait):
+            elif job.eligible_at_s is None and _is_eligible(job, wait):
+                self._to_note.append(job_id)
+        self._note_ages(tx)
+
+    def _note_ages(self, tx: Transaction) -> None:
+        """Record of some jobs that their age counts from now on; of the others in the next ticks."""
+        now, self._to_note = self._to_note[:MANY_JOBS], self._to_note[MANY_JOBS:]
+        for job_id in now:
+            job = self.world.jobs.get(job_id)
+            if job is not None and job.state is JobState.PENDING and job.eligible_at_s is None:
                 tx.record(BecameEligible(job_id=job_id, at_s=tx.now_s))
+        if self._to_note:
+            self._ports.wake(0.0)
 
     def snapshot(self, jobs: Iterable[Job], now_s: float, cache: SnapshotCache | None = None) -> Snapshot:
         """Return the world with these `jobs` as a plan sees it."""
@@ -452,6 +492,7 @@ class Controller:
         """Forget what was derived from the old configuration, and plan anew."""
         self._views = SnapshotCache()
         self._books.forget()
+        self._planning.forget()
         self.replan()
 
     def replan(self) -> None:

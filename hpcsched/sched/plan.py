@@ -15,7 +15,7 @@ Pure and deterministic: equal snapshot and policy give an equal plan.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hpcsched.model.accounting import PreemptMode
@@ -45,7 +45,7 @@ from hpcsched.sched.reservations import certain_until_s, kept_by, not_now
 from hpcsched.sched.snapshot import NodeView, PendingJob, Snapshot, relaxed
 from hpcsched.sched.tally import Tally
 from hpcsched.sched.timeline import Timeline
-from hpcsched.sched.tres import Held, held_of
+from hpcsched.sched.tres import Held, held_by, held_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +119,10 @@ class _Lane:
 
 
 class Planner:
-    """One plan being made. Afterwards it can be asked what further jobs would get (`offer`, `expected`)."""
+    """One plan being made, in `steps` for those who have little time at once; `starts` has what it has started so far.
+
+    Afterwards it can be asked what further jobs would get (`offer`, `expected`).
+    """
 
     def __init__(self, snapshot: Snapshot, policy: Policy) -> None:
         self.snapshot = snapshot
@@ -151,9 +154,22 @@ class Planner:
         self.several = {job.id for job in snapshot.pending if job.others}
         self.placed: set[JobId] = set()  # of these, those that have been started
         self.most_free_cpus: dict[str, tuple[int, int]] = {}
+        self.looked_at = 0
+        self.steps = self._make()
+        self.elsewhere: set[JobId] = set()  # what another plan has started meanwhile
 
     def plan(self) -> Plan:
-        queue = in_order(self._eligible(), self.snapshot.partitions, scale_of(self.snapshot), self.policy)
+        """Take all steps that are left, and return the plan."""
+        for _ in self.steps:
+            pass
+        return Plan(starts=tuple(self.starts), waits=self.waits)
+
+    def _make(self) -> Iterator[None]:
+        """Make the plan; each step takes a few milliseconds at most, but to put a long queue in order."""
+        eligible = self._eligible()
+        yield
+        queue = in_order(eligible, self.snapshot.partitions, scale_of(self.snapshot), self.policy)
+        yield
         behind: list[PendingJob] = []
         later: list[PendingJob] = []
         for job in queue:
@@ -161,13 +177,31 @@ class Planner:
                 later.append(job)
             else:
                 self._look_at(job, behind)
+                yield
         for job in sorted(later, key=self._limit_s):  # stable: equals stay in their order
             self._look_at(job, behind)
-        self._estimate(behind)
-        return Plan(starts=tuple(self.starts), waits=self.waits)
+            yield
+        for job in behind:  # give them an expected start, as if each had a reservation
+            if job.id in self.waits:  # else it has started since, in another of its partitions
+                self._expect(job)
+                yield
+
+    def absorb(self, start: Start, job: PendingJob) -> None:
+        """Take account of `job`, which another plan with a younger view of the world has started meanwhile."""
+        limit_s = self._limit_s(job)
+        now_s = self.timeline.now_s
+        for share in start.shares:
+            self.timeline.absorb(share, now_s + limit_s)
+        nodes = {share.node: self.snapshot.nodes[self.timeline.index[share.node]] for share in start.shares}
+        self.tally.started(job, held_by(start.shares, nodes, job.licenses) if self.tally.limited else {})
+        self.counted.take(job.licenses, now_s, now_s + limit_s)
+        self.elsewhere.add(job.id)
 
     def _look_at(self, job: PendingJob, behind: list[PendingJob]) -> None:
         """Start `job`, or note why it waits. One that asked for several partitions is looked at in each."""
+        self.looked_at += 1
+        if job.id in self.elsewhere:
+            return
         if self.several and job.id in self.several:
             self._look_again(job, behind)
         else:
@@ -424,12 +458,6 @@ class Planner:
 
     def _sure(self, start_s: float | None) -> float | None:
         return start_s if start_s is not None and start_s < self.timeline.sure_until_s else None
-
-    def _estimate(self, behind: list[PendingJob]) -> None:
-        """Give an expected start to the first jobs behind the heads, as if each had a reservation."""
-        for job in behind:
-            if job.id in self.waits:  # else it has started since, in another of its partitions
-                self._expect(job)
 
     def _expect(self, job: PendingJob) -> None:
         """Keep room for `job`, which waits behind a head, and note when it is expected to start."""

@@ -39,12 +39,16 @@ MAX_TRIES = 5  # so many jobs in line are looked at in one plan
 
 def full_plan(snapshot: Snapshot, policy: Policy, make: Make = plan) -> Plan:
     """Return what to start now, who is to make room or go on, and why the rest waits."""
-    kept = any(job.kept_shares for job in snapshot.pending)
-    lent = any(job.lent_shares for job in snapshot.running)
-    elastic = any(job.elastic is not None for job in snapshot.running)
-    if policy.preempt.type is PreemptType.NONE and not kept and not lent and not elastic:
+    if is_plain(snapshot, policy):
         return make(snapshot, policy)
     return _Stages(snapshot, policy, make).plan()
+
+
+def is_plain(snapshot: Snapshot, policy: Policy) -> bool:
+    """Say whether nobody can have to make room or give nodes back, nor has had to: then `full_plan` is no more than `plan`."""
+    kept = any(job.kept_shares for job in snapshot.pending)
+    lent = any(job.lent_shares or job.elastic is not None for job in snapshot.running)
+    return policy.preempt.type is PreemptType.NONE and not kept and not lent
 
 
 def as_running(job: PendingJob, shares: tuple[Share, ...], now_s: float) -> RunningJob:

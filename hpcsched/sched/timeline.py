@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 
+from hpcsched.model.resources import Share
 from hpcsched.sched.gpus import FreeGpus, GpuSlot, Grant, Units, all_units, gpu_slots
 from hpcsched.sched.policy import Policy
 from hpcsched.sched.snapshot import NodeView, RunningJob, Snapshot
@@ -138,6 +139,13 @@ class Timeline:
         at = bisect_left(self.dips_s, start_s)
         if at == len(self.dips_s) or self.dips_s[at] != start_s:
             self.dips_s.insert(at, start_s)
+
+    def absorb(self, share: Share, end_s: float) -> None:
+        """Take a share that was given from now until `end_s` by somebody who may know of more that is free."""
+        node = self.index[share.node]
+        self._take(node, self.now_s, end_s, (share.cpus, share.mem_mib, self.free_gpus[node].hold(share)))
+        self.changed.append(node)
+        self.scarcity[node] = _scarcity(self.profiles[node].rooms[0], node)
 
     def least_free(self, nodes: list[int], count: int) -> list[int]:
         """Return those `count` of `nodes` that have least free now, in the order of nodes: the others stay open meanwhile."""

@@ -1,0 +1,199 @@
+"""Plans in slices: a long queue is planned for in the background, and what comes in meanwhile is answered in between.
+
+One *whole* plan goes through all of the queue. Each tick takes some of its steps and starts what they found, so a short
+queue is planned for in the tick in which something changed, as if there were no slices. If something changes while a long one is
+under way, a *quick* plan, with a fresh view of the world, comes first: it looks at the front of the queue only. What it starts
+the whole plan is told, and goes on where it stopped. Then the whole plan gets as much time as the quick one took before the next.
+
+Where jobs may preempt others, or elastic ones run, the plan is made in one go, in the tick in which it began: it consists of many
+plans, for each victim that it tries out, and what it says of running jobs holds at that moment only.
+
+A plan is older than the world by the time its starts are applied. That is safe: nothing but these two plans gives anything away,
+each knows of the other's starts, and what has become free since is merely not used yet. A start is dropped if its job or one of
+its nodes changed since: then the next plan decides.
+
+Knows no clock but the one it is given, and neither database nor messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+from hpcsched.errors import InvariantError
+from hpcsched.model.ids import JobId, NodeName
+from hpcsched.model.job import Job
+from hpcsched.model.node import Node
+from hpcsched.sched.plan import Plan, Planner, Start
+from hpcsched.sched.policy import Policy
+from hpcsched.sched.preempt import full_plan, is_plain
+from hpcsched.sched.snapshot import Snapshot
+
+SLICE_S = 0.015  # so long a tick plans at most, or for one step
+QUICK_DEPTH = 200  # so many jobs a quick plan looks at
+
+
+class _AtOnce:
+    """A plan that is made in a single step."""
+
+    def __init__(self, snapshot: Snapshot, policy: Policy) -> None:
+        self.starts: list[Start] = []
+        self.looked_at = 0
+        self._snapshot = snapshot
+        self._policy = policy
+        self._plan = Plan(starts=(), waits={})
+        self.steps = self._make()
+
+    def _make(self) -> Iterator[None]:
+        self._plan = full_plan(self._snapshot, self._policy)
+        self.starts = list(self._plan.starts)
+        yield
+
+    def plan(self) -> Plan:
+        return self._plan
+
+
+class _Run:
+    """A plan under way and the world that it was made for."""
+
+    def __init__(
+        self, snapshot: Snapshot, policy: Policy, jobs: Mapping[JobId, Job], nodes: Mapping[NodeName, Node]
+    ) -> None:
+        self.plain = is_plain(snapshot, policy)
+        self.steps = self._steps(snapshot, policy)
+        self.planner: Planner | _AtOnce | None = None
+        self.applied = 0  # of its starts, so many have been handed on
+        self.took_s = 0.0
+        self.stale = False  # the world changed after it had begun
+        self._jobs = jobs
+        self._nodes = dict(nodes)
+        self._views = {job.id: job for job in snapshot.pending}
+
+    @property
+    def looked_at(self) -> int:
+        return self.planner.looked_at if self.planner is not None else 0
+
+    def new_starts(self) -> list[Start]:
+        """Return what it has started since this was asked last."""
+        starts = self.planner.starts if self.planner is not None else []
+        new = starts[self.applied :]
+        self.applied = len(starts)
+        return new
+
+    def plan(self) -> Plan:
+        """Return the plan, once all steps are taken."""
+        if self.planner is None:
+            raise InvariantError("a plan was asked for before it was made")
+        return self.planner.plan()
+
+    def _steps(self, snapshot: Snapshot, policy: Policy) -> Iterator[None]:
+        self.planner = Planner(snapshot, policy) if self.plain else _AtOnce(snapshot, policy)
+        yield
+        yield from self.planner.steps
+
+    def absorb(self, start: Start, other: _Run) -> None:
+        """Take account of what another plan has started."""
+        if isinstance(self.planner, Planner):
+            self.planner.absorb(start, other._views[start.job_id])
+
+    def knows(self, job: Job | None) -> bool:
+        """Say whether `job` is as it was when the plan began."""
+        return job is not None and self._jobs.get(job.id) is job
+
+    def holds(self, start: Start, jobs: Mapping[JobId, Job], nodes: Mapping[NodeName, Node]) -> bool:
+        """Say whether the job and the nodes of `start` are as they were when the plan began."""
+        same = all(nodes.get(share.node) is self._nodes[share.node] for share in start.shares)
+        return same and self.knows(jobs.get(start.job_id))
+
+
+class Slice:
+    """What a slice of planning came to: `starts` to make, so many `dropped`, and the `plan` if it is whole now."""
+
+    def __init__(self, starts: list[Start], dropped: int, plan: Plan | None, run: _Run | None) -> None:
+        self.starts = starts
+        self.dropped = dropped
+        self.plan = plan
+        self.took_s = run.took_s if run is not None else 0.0
+        self.stale = run is not None and run.stale  # the world changed while it was made: another should follow
+        self._run = run
+
+    def knows(self, job: Job) -> bool:
+        """Say whether `job` is as it was when the plan began."""
+        return self._run is not None and self._run.knows(job)
+
+
+class Planning:
+    """The plans under way: at most a whole one, and a quick one that came in between."""
+
+    def __init__(self, monotonic_s: Callable[[], float], quick_depth: int = QUICK_DEPTH) -> None:
+        self._monotonic_s = monotonic_s
+        self._quick_depth = quick_depth
+        self._whole: _Run | None = None
+        self._quick: _Run | None = None
+        self._owed_s = 0.0  # so long the whole plan goes on before the next quick one
+
+    @property
+    def under_way(self) -> bool:
+        return self._whole is not None
+
+    @property
+    def in_slices(self) -> bool:
+        """Say whether the plan under way is made in slices, and not in one go."""
+        return self._whole is not None and self._whole.plain
+
+    @property
+    def may_begin(self) -> bool:
+        """Say whether a plan may begin now: a whole one, or a quick one while the whole one is under way."""
+        if self._whole is None:
+            return True
+        return self._quick is None and self._owed_s <= 0 and self._whole.looked_at >= self._quick_depth
+
+    def begin(
+        self, snapshot: Snapshot, policy: Policy, jobs: Mapping[JobId, Job], nodes: Mapping[NodeName, Node]
+    ) -> None:
+        """Begin a plan of `snapshot`, which was made of `jobs` and `nodes`."""
+        began_s = self._monotonic_s()
+        run = _Run(snapshot, policy, jobs, nodes)
+        run.took_s = self._monotonic_s() - began_s
+        if self._whole is None or not run.plain:
+            self._whole, self._quick, self._owed_s = run, None, 0.0
+        else:
+            self._quick = run
+            self._whole.stale = True
+
+    def forget(self) -> None:
+        """Drop the plans under way: the world is another one."""
+        self._whole = self._quick = None
+        self._owed_s = 0.0
+
+    def go_on(self, jobs: Mapping[JobId, Job], nodes: Mapping[NodeName, Node]) -> Slice:
+        """Plan for a while, and return what to start, and the whole plan if it is finished."""
+        run = self._quick or self._whole
+        if run is None:
+            return Slice([], 0, None, None)
+        ended = self._take_steps(run)
+        found = run.new_starts()
+        good = [start for start in found if run.holds(start, jobs, nodes)]
+        finished = None
+        if run is self._quick and self._whole is not None:
+            for start in good:
+                self._whole.absorb(start, run)
+            if ended or run.looked_at >= self._quick_depth:
+                self._quick, self._owed_s = None, run.took_s
+        elif ended:
+            finished, self._whole, self._owed_s = run, None, 0.0
+        return Slice(good, len(found) - len(good), finished.plan() if finished else None, finished)
+
+    def _take_steps(self, run: _Run) -> bool:
+        """Take steps of `run` for a slice of time; say whether it has come to its end."""
+        began_s = self._monotonic_s()
+        while True:
+            ended = next(run.steps, run) is run
+            if ended or (run.plain and self._monotonic_s() - began_s >= SLICE_S):
+                break
+            if run is self._quick and run.looked_at >= self._quick_depth:
+                break
+        took_s = self._monotonic_s() - began_s
+        run.took_s += took_s
+        if run is self._whole:
+            self._owed_s -= took_s
+        return ended
