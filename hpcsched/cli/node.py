@@ -88,6 +88,21 @@ def list_(as_json: bool) -> None:
 
 
 @node.command()
+@click.argument("names", metavar="NAME...", nargs=-1, required=True)
+def probe(names: tuple[str, ...]) -> None:
+    """Measure nodes again: speed, network and disk for temporary files go into their files.
+
+    A node that runs jobs is measured beside them: better when it is idle.
+    """
+    from hpcsched.cli.nodeprobe import probe_node
+
+    config = _config()
+    for name in names:
+        probe_node(config, name)
+    _tell_controller()
+
+
+@node.command()
 @click.argument("name")
 @click.option("--force", is_flag=True, help="Even if jobs run there: they are lost from sight.")
 def remove(name: str, force: bool) -> None:

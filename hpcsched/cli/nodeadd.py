@@ -9,7 +9,7 @@ import ipaddress
 import re
 import sys
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -68,9 +68,11 @@ def add_node(config: Config, target: Target, wishes: Wishes) -> Visit:
     if target.host != LOCAL_HOST:
         keys["host_key"] = _pin(config, spec, wishes)
         spec = replace(spec, host_key=keys["host_key"])
-    found = _visit(config, spec)
+    found = look_at(config, spec)
     keys = {"cpus": found.facts["cpus"], "memory": format_mem(found.facts["mem_mib"])} | keys
-    keys.setdefault("gpus", [gpu_type(gpu["name"]) for gpu in found.facts.get("gpus", [])])
+    if "gpus" not in keys:
+        keys |= gpu_keys(found.facts.get("gpus", []))
+    keys = measured_keys(found.facts) | keys
     keys["partitions"] = list(keys.get("partitions", ()))
     text = render_node(name, {key: value for key, value in keys.items() if value not in ((), [])})
     final = node_from(path, tomllib.loads(text))
@@ -162,7 +164,9 @@ def _ask(spec: NodeSpec, key_type: str, shown: str) -> None:
         raise RequestError(f"cannot trust {spec.host}: you said that {shown} is not its key")
 
 
-def _visit(config: Config, spec: NodeSpec) -> Visit:
+def look_at(config: Config, spec: NodeSpec) -> Visit:
+    """Visit the node, and ask it for the share if there is one."""
+
     def look(probe: ShareProbe | None) -> Visit:
         return visit(
             spec,
@@ -210,6 +214,9 @@ def describe(spec: NodeSpec, found: Visit, share: str) -> Iterator[str]:
     yield f"  cpus     {spec.cpus}" + _of(spec.cpus, facts["cpus"])
     yield f"  memory   {format_mem(spec.mem_mib)}" + _of(spec.mem_mib, facts["mem_mib"], " MiB")
     yield f"  GPUs     {', '.join(gpu.type for gpu in spec.gpus) or 'none'}"
+    if spec.speed:
+        link = f", network of {spec.link_mbps} Mbit/s" if spec.link_mbps else ""
+        yield f"  speed    {spec.speed:g}{link} (for --hint=synchronous and comm_bound)"
     yield f"  disk     {facts.get('disk_free_mib', 0) / 1024:.1f} GiB free in {facts.get('root', 'its root')}"
     yield f"  system   {facts.get('hostname', '?')}, Linux {facts.get('kernel', '?')}, Python {facts.get('python', '?')}"
     runs_as = "every user's jobs, as that user" if facts.get("is_root") else "all jobs as that account"
@@ -219,6 +226,27 @@ def describe(spec: NodeSpec, found: Visit, share: str) -> Iterator[str]:
     yield f"{mark} clock    {off_s:.1f} s {'ahead of' if found.clock_ahead_s > 0 else 'behind'} this machine's"
     if share:
         yield f"! share    {found.share_error}" if found.share_error else f"  share    {share} is the same there"
+
+
+def measured_keys(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of a node's file that say how capable it was found; what is not known is left out."""
+    found = {"speed": facts.get("speed"), "link_mbps": facts.get("link_mbps")}
+    if facts.get("tmp_total_mib"):
+        found["tmp_disk"] = format_mem(facts["tmp_total_mib"])
+    return {key: value for key, value in found.items() if value}
+
+
+def gpu_keys(gpus: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the keys of a node's file for the GPUs that were found: one that is cut up by MIG is its devices."""
+    types, devices = [], []
+    for gpu in gpus:
+        for device in gpu.get("mig", []):
+            types.append(device["profile"])
+            devices.append(device["uuid"])
+        if not gpu.get("mig"):
+            types.append(gpu_type(gpu["name"]))
+            devices.append(gpu["uuid"])
+    return {"gpus": types} | ({"gpu_devices": devices} if any(gpu.get("mig") for gpu in gpus) else {})
 
 
 def gpu_type(name: str) -> str:

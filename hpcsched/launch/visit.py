@@ -57,7 +57,7 @@ def visit(
         try:
             greeting = greet(pipe, spec, bundle, identity, note)
             note("looking around there")
-            return _look(pipe, greeting, spec, probe)
+            return _look(pipe, greeting, spec, probe, bundle)
         finally:
             pipe.close()
     except UnavailableError:
@@ -68,7 +68,7 @@ def visit(
         timer.cancel()
 
 
-def _look(pipe: Pipe, greeting: Greeting, spec: NodeSpec, probe: ShareProbe | None) -> Visit:
+def _look(pipe: Pipe, greeting: Greeting, spec: NodeSpec, probe: ShareProbe | None, bundle: Bundle) -> Visit:
     asked_s = time.time()
     pipe.send_all(protocol.encode(protocol.Probe(request=1)))
     facts, _ = _answer(pipe, greeting, protocol.Facts, spec)
@@ -79,6 +79,10 @@ def _look(pipe: Pipe, greeting: Greeting, spec: NodeSpec, probe: ShareProbe | No
         pipe.send_all(protocol.encode(question))
         read, content = _answer(pipe, greeting, protocol.FileData, spec)
         error = probe.judge(read.error, content.decode("ascii", "replace"))
+    if bundle.sha256.startswith(greeting.welcome.agent_version):  # one of before that still has work knows no measuring
+        pipe.send_all(protocol.encode(protocol.Probe(request=3, measure=True)))
+        measured, _ = _answer(pipe, greeting, protocol.Facts, spec)
+        facts.facts["speed"] = measured.facts.get("speed", 0)
     return Visit(
         welcome=greeting.welcome,
         facts=facts.facts,

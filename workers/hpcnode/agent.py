@@ -295,7 +295,7 @@ class Agent:
         elif isinstance(message, protocol.Ping):
             self.to_controller(protocol.Pong(message.request))
         elif isinstance(message, protocol.Probe):
-            self._ask_for_facts(message.request, self.to_controller)
+            self._ask_for_facts(message.request, self.to_controller, message.measure)
         elif isinstance(message, protocol.ReadFile):
             self._read_file(message)
         elif isinstance(message, (protocol.ToStream, protocol.CloseStream)):
@@ -322,10 +322,10 @@ class Agent:
         elif not self._clients.to_stream(message.stream, protocol.from_json(message.message), blob):
             self.to_controller(protocol.CloseStream(message.stream))
 
-    def _ask_for_facts(self, request: int, tell: Any) -> None:
+    def _ask_for_facts(self, request: int, tell: Any, measure: bool = False) -> None:
         live = {entry.key.job_id for entry in self._ledger.entries.values() if not entry.is_final}
         self._helpers.ask(
-            lambda: (protocol.Facts(request, probe.facts(self.root, self._environ, live)), b""),
+            lambda: (protocol.Facts(request, probe.facts(self.root, self._environ, live, measure=measure)), b""),
             lambda why: (protocol.Facts(request, {"error": why}), b""),
             lambda answer: tell(answer[0]),
         )

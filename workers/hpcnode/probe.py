@@ -1,10 +1,11 @@
 """What a node is and how it is: the facts that the controller asks for.
 
     cpus mem_mib gpus disk_free_mib disk_total_mib tmp_free_mib load python kernel machine hostname machine_id boot_id
-    time_s user uid is_root leftovers root uptime_s mem_free_mib
+    time_s user uid is_root leftovers root uptime_s mem_free_mib tmp_total_mib link_mbps speed (if it was measured)
 
 `machine_id` is equal on nodes that are one machine: the kernel's own boot id, since /etc/machine-id is equal on machines
-that were copied from one image. `gpus` is a list of {index, name, uuid, mem_mib}. `leftovers` are processes of jobs that
+that were copied from one image. `gpus` is a list of {index, name, uuid, mem_mib, mig}, `mig` of the {profile, uuid} of the MIG
+devices that it is cut into. `leftovers` are processes of jobs that
 are no more here: {pid, job}.
 Sizes are in MiB, times in seconds. A fact that cannot be found out is missing, never invented.
 """
@@ -13,22 +14,30 @@ from __future__ import annotations
 
 import os
 import pwd
+import re
 import socket
 import subprocess
 import sys
 import time
 from typing import Any, Collection, Dict, List, Mapping, Optional
 
-from hpcnode import process
+from hpcnode import process, speed
 from hpcnode.environment import AGENT_ROOT as _AGENT_ROOT
 
 GPU_TIMEOUT_S = 15.0
 AGENT_ROOT = _AGENT_ROOT.encode()
+_LISTED = re.compile(r"(?:(?P<gpu>GPU \d+): .*|\s+MIG (?P<profile>\S+)\s.*)\(UUID: (?P<uuid>[\w/-]+)\)\s*\Z")
 _GPU_QUERY = "index,name,uuid,memory.total"
 
 
-def facts(root: str, environ: Mapping[str, str], live_jobs: Collection[int], thorough: bool = True) -> Dict[str, Any]:
-    """Return what is known of this node; thorough: GPUs and leftovers too, which may take seconds."""
+def facts(
+    root: str,
+    environ: Mapping[str, str],
+    live_jobs: Collection[int],
+    thorough: bool = True,
+    measure: bool = False,
+) -> Dict[str, Any]:
+    """Return what is known of this node; thorough: GPUs and leftovers too, which may take seconds; measure: its speed."""
     found: Dict[str, Any] = {
         "cpus": len(os.sched_getaffinity(0)),
         "python": "%d.%d.%d" % sys.version_info[:3],
@@ -47,7 +56,9 @@ def facts(root: str, environ: Mapping[str, str], live_jobs: Collection[int], tho
         "gpus": [],
     }
     if thorough:
-        found.update(gpus=gpus(environ), leftovers=leftovers(live_jobs, root))
+        found.update(gpus=gpus(environ), leftovers=leftovers(live_jobs, root), link_mbps=speed.link_mbps())
+    if measure:
+        found["speed"] = speed.cpu_speed()
     found.update(_memory())
     found.update(_disk("disk", root))
     found.update(_disk("tmp", "/tmp"))
@@ -64,9 +75,19 @@ def gpus(environ: Mapping[str, str]) -> List[Dict[str, Any]]:
     tool = _find("nvidia-smi", environ.get("PATH", "/usr/bin:/bin"))
     if tool is None:
         return []
+    found = parse_gpus(_output_of(tool, "--query-gpu=" + _GPU_QUERY, "--format=csv,noheader,nounits"))
+    if found:
+        devices = parse_mig(_output_of(tool, "-L"))
+        for gpu in found:
+            gpu["mig"] = devices.get(gpu["uuid"], [])
+    return found
+
+
+def _output_of(*argv: str) -> str:
+    """Return what a program says, "" if it fails or does not answer."""
     try:
         done = subprocess.run(
-            [tool, "--query-gpu=" + _GPU_QUERY, "--format=csv,noheader,nounits"],
+            argv,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -74,8 +95,23 @@ def gpus(environ: Mapping[str, str]) -> List[Dict[str, Any]]:
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired):
-        return []
-    return parse_gpus(done.stdout.decode("utf-8", "replace")) if done.returncode == 0 else []
+        return ""
+    return done.stdout.decode("utf-8", "replace") if done.returncode == 0 else ""
+
+
+def parse_mig(text: str) -> Dict[str, List[Dict[str, str]]]:
+    """Return the MIG devices of each GPU, by its uuid, that the list of nvidia-smi names."""
+    found: Dict[str, List[Dict[str, str]]] = {}
+    gpu = ""
+    for line in text.splitlines():
+        match = _LISTED.match(line)
+        if match is None:
+            continue
+        if match.group("gpu"):
+            gpu = match.group("uuid")
+        elif gpu:
+            found.setdefault(gpu, []).append({"profile": match.group("profile"), "uuid": match.group("uuid")})
+    return found
 
 
 def parse_gpus(text: str) -> List[Dict[str, Any]]:

@@ -211,9 +211,10 @@ class Ack:
 
 @dataclasses.dataclass(frozen=True)
 class Probe:
-    """Look at the node again; answered by Facts with the same `request`."""
+    """Look at the node again; answered by Facts with the same `request`. With `measure` its speed is measured too."""
 
     request: int
+    measure: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcnode import environment, files, local, place, probe, protocol, streams
+from hpcnode import environment, files, local, place, probe, protocol, speed, streams
 from hpcnode.tokens import read_token
 from hpcnode.user import Account
 from hpcsched.errors import ProtocolError
@@ -273,3 +273,38 @@ def test_bundles_that_nothing_runs_from_are_deleted_when_they_are_old(tmp_path: 
     assert set(place.delete_old_bundles(str(tmp_path), lambda _: False, now_s=3000.0)) == {
         "hpcnode-bbbb.pyz", "hpcnode-cccc.pyz",
     }  # fmt: skip
+
+
+def test_the_list_of_mig_devices() -> None:
+    text = """GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-5d5ba0d6-d33d-2b2c-524d-9e3d8d2b8a77)
+  MIG 1g.10gb     Device  0: (UUID: MIG-c6d4f1ef-42e4-5de3-91c7-45d71c87eb3f)
+  MIG 2g.20gb     Device  1: (UUID: MIG-cba663e8-9bed-5b25-b243-5985ef7c9beb)
+GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-11111111-d33d-2b2c-524d-9e3d8d2b8a77)
+"""
+    assert probe.parse_mig(text) == {
+        "GPU-5d5ba0d6-d33d-2b2c-524d-9e3d8d2b8a77": [
+            {"profile": "1g.10gb", "uuid": "MIG-c6d4f1ef-42e4-5de3-91c7-45d71c87eb3f"},
+            {"profile": "2g.20gb", "uuid": "MIG-cba663e8-9bed-5b25-b243-5985ef7c9beb"},
+        ]
+    }
+    assert probe.parse_mig("No devices found.\n") == {}
+
+
+def test_the_link_of_the_default_route(tmp_path: Path) -> None:
+    routes = tmp_path / "route"
+    routes.write_text(
+        "Iface\tDestination\tGateway\tFlags\tRefCnt\tUse\tMetric\tMask\n"
+        "eth1\t0002A8C0\t00000000\t0001\t0\t0\t0\t00FFFFFF\n"
+        "eth0\t00000000\t0102A8C0\t0003\t0\t0\t0\t00000000\n"
+    )
+    assert speed.link_mbps(str(routes), str(tmp_path)) == 0  # the kernel does not say
+    (tmp_path / "eth0").mkdir()
+    (tmp_path / "eth0" / "speed").write_text("2500\n")
+    assert speed.link_mbps(str(routes), str(tmp_path)) == 2500
+    (tmp_path / "eth0" / "speed").write_text("-1\n")
+    assert speed.link_mbps(str(routes), str(tmp_path)) == 0
+
+
+def test_a_speed_is_measured_when_asked_for(tmp_path: Path) -> None:
+    assert speed.cpu_speed(rounds=1, round_bytes=1 << 20) > 0
+    assert "speed" not in probe.facts(str(tmp_path), {}, (), thorough=False)
