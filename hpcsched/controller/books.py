@@ -6,7 +6,7 @@ more than the plan.
 
 from __future__ import annotations
 
-from hpcsched.model.accounting import Association
+from hpcsched.model.accounting import Accounting, Association
 from hpcsched.sched.fairshare import factors_of
 from hpcsched.sched.snapshot import Ledger
 from hpcsched.sched.usage import Used, at, by_association, plus, running_use, weights_of
@@ -31,12 +31,20 @@ class Books:
         elif not 0.0 <= now_s - self._made_at_s < REFRESH_S:
             factors = factors_of(accounting, charged(self._world, now_s))
             self._factors, self._made_at_s = tuple(factors.items()), now_s
-        used = tuple(at(used, now_s, accounting.half_life_s) for used in self._world.usage.values())
+        used: tuple[Used, ...] = ()
+        if _bounds_usage(accounting):
+            used = tuple(at(row, now_s, accounting.half_life_s) for row in self._world.usage.values())
         return Ledger(accounting=accounting, fairshare=self._factors, used=used)
 
     def forget(self) -> None:
         """Make everything anew when it is next asked for."""
         self._made_at_s = float("-inf")
+
+
+def _bounds_usage(accounting: Accounting) -> bool:
+    """Say whether any limit is on what has been used."""
+    holders = (*accounting.accounts, *accounting.users, *accounting.qos)
+    return any(holder.limits.grp_tres_mins for holder in holders)
 
 
 def used_now(world: World, now_s: float) -> list[Used]:

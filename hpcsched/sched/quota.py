@@ -33,6 +33,7 @@ from hpcsched.sched.limits import (
     rules_of,
     why_never,
 )
+from hpcsched.sched.request import Shape
 from hpcsched.sched.snapshot import PendingJob, RunningJob, Snapshot
 from hpcsched.sched.tres import Held, held_by, least_of, with_billing
 from hpcsched.sched.usage import factor_of, weights_of
@@ -72,7 +73,9 @@ class Quota:
         self._nodes = {node.name: node for node in snapshot.nodes}
         self._scopes: dict[tuple[str, str, str, str], _Scope] = {}
         self._counts: dict[_Key, _Count] = {}
-        self._least: dict[tuple[int, str], Held] = {}
+        self._least: dict[
+            tuple[int, str], tuple[Shape, Held]
+        ] = {}  # keeps the shapes: their id() is a key here and there
         self._memo: dict[tuple[int, int, int | None], Wait | None] = {}
         self._minutes_used: dict[tuple[Holder, str, str], float] = {}
         self._growing: dict[JobId, RunningJob] = {}
@@ -91,7 +94,9 @@ class Quota:
             return scope.stranger
         shape = job.request.shape
         key = (id(scope), id(shape), job.request.time_limit_s if scope.timed else None)
-        if job.licenses or key not in self._memo:
+        if job.licenses or job.id in self._growing:
+            return self._breach(job, scope, self._least_of(job))
+        if key not in self._memo:
             self._memo[key] = self._breach(job, scope, self._least_of(job))
         return self._memo[key]
 
@@ -164,8 +169,8 @@ class Quota:
             return self._with_billing(least_of(shape, job.licenses), job.partition)
         key = (id(shape), job.partition)
         if key not in self._least:
-            self._least[key] = self._with_billing(least_of(shape), job.partition)
-        return self._least[key]
+            self._least[key] = (shape, self._with_billing(least_of(shape), job.partition))
+        return self._least[key][1]
 
     def _breach(self, job: PendingJob, scope: _Scope, held: Held) -> Wait | None:
         """Return the first limit that `job` would break with `held`."""

@@ -12,7 +12,7 @@ from hpcsched.controller import suspension
 from hpcsched.controller.books import Books, charged, used_now
 from hpcsched.controller.tick import load_world
 from hpcsched.errors import UnavailableError
-from hpcsched.model.accounting import Account, Accounting, Qos
+from hpcsched.model.accounting import Account, Accounting, Limits, Qos
 from hpcsched.model.ids import JobId
 
 HALF_LIFE_S = 1000.0
@@ -120,7 +120,19 @@ def test_the_ledger_ranks_whoever_waits_and_is_made_anew_after_a_while() -> None
     later = books.ledger(cluster.now_s, fairshare=True)
     assert later.fairshare is not first.fairshare
     assert books.ledger(cluster.now_s, fairshare=False).fairshare == ()
-    assert {used.at_s for used in later.used} == {cluster.now_s}
+    assert later.used == ()
+
+
+def test_the_ledger_has_what_was_used_where_a_limit_asks_for_it() -> None:
+    account = Account(name="physics", users=("ann",), limits=Limits(grp_tres_mins=(("cpu", 2),)))
+    cluster = with_accounts(Cluster("n1"), Accounting(accounts=(account,), half_life_s=HALF_LIFE_S))
+    whole_life(cluster, cluster.submit(time_limit_s=60), 60.0)
+    second, third = cluster.submit(time_limit_s=60), cluster.submit(time_limit_s=60)
+    states = [cluster.job(job).state.value for job in (second, third)]
+    assert states == ["CONFIGURING", "PENDING"]
+    assert cluster.world.waits[third].reason == "AssocGrpCPUMinutesLimit"
+    (used,) = Books(cluster.world).ledger(cluster.now_s, fairshare=False).used
+    assert (used.at_s, used.key) == (cluster.now_s, ("physics", "ann", ""))
 
 
 def test_who_has_had_less_starts_first() -> None:
