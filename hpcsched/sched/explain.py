@@ -107,9 +107,9 @@ def _start_words(explanation: Explanation, now_s: float) -> str:
         return "When it will start is not known."
     in_s = max(0.0, explanation.expected_start_s - now_s)
     basis = "at the latest" if explanation.reason is Reason.RESOURCES else "or so"
-    if explanation.reason is Reason.BEGIN_TIME:
-        return f"It may start in {format_time_s(in_s)}."
     place = explanation.place
+    if explanation.reason not in _IN_LINE or (explanation.reason is Reason.RESERVATION and place is None):
+        return f"It may start in {format_time_s(in_s)}."
     if place is not None and place.start_s == explanation.expected_start_s:
         return f"It starts in {format_time_s(in_s)} {basis}, on {listed(place.nodes)}, {_basis(place, explanation, now_s)}."
     return f"It starts in {format_time_s(in_s)} {basis}, if running jobs last to their time limits."
@@ -167,6 +167,9 @@ def _reserved(job: PendingJob, node: NodeView, snapshot: Snapshot) -> list[str]:
     own = [block for block in snapshot.blocks if block.name == job.reservation]
     if job.reservation and not any(node.name in block.nodes for block in own):
         return [f"is not in reservation {job.reservation}"]
+    mine = [block for block in own if node.name in block.nodes and block.end_s > now_s]
+    if mine and (begins_s := min(block.start_s for block in mine)) > now_s:
+        return [f"is not reserved for it yet: in {format_time_s(int(begins_s - now_s))}"]
     if any(block.overrides for block in own):
         return []
     blocks = [block for block in snapshot.blocks if block.name != job.reservation and node.name in block.nodes]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unit.sched.test_sched_reservations import reserved
+from unit.sched.test_sched_reservations import inside, reserved
 from unit.sched.world import World, world
 
 from hpcsched.model.ids import JobId
@@ -125,3 +125,14 @@ def test_of_many_nodes_those_that_lack_least_are_the_nearest() -> None:
     found = explain(sketch.snapshot(), sketch.policy, sketch.plan(), JobId(5))
     assert found is not None
     assert found.nearest == ("n2", "n3", "n4")
+
+
+def test_before_its_reservation_a_job_may_not_start_whatever_is_free() -> None:
+    sketch = inside(reserved(world("2x4", waiting=["1: 1c 60s"]), "n1", 600, 1200), 1)
+    assert words(sketch, 1).splitlines() == [
+        "Reservation: its reservation 'r' begins in 10:00.",
+        "It needs 1 node with 1 cpu for 1:00.",
+        "It may start in 10:00.",
+        "  n1 is not reserved for it yet: in 10:00",
+        "  n2 is not in reservation r",
+    ]
