@@ -68,6 +68,8 @@ class Backend(Protocol):
     async def log(self, asker: Asker, reference: str, stream: str, offset: int, limit: int) -> LogPart: ...
     async def reconfigure(self, asker: Asker) -> Json: ...
     async def backup(self, asker: Asker, path: str) -> Json: ...
+    def strays(self, asker: Asker) -> Json: ...
+    async def act_on_strays(self, asker: Asker, verb: str, body: Json) -> Json: ...
 
 
 STATUS: tuple[tuple[type[HpcschedError], int], ...] = (
@@ -91,6 +93,8 @@ def make_server(backend: Backend) -> web.Server:
         web.get("/v1/job/{ref}/story", routes.story),
         web.get("/v1/job/{ref}/why", routes.why),
         web.get("/v1/nodes", routes.nodes),
+        web.get("/v1/strays", routes.strays),
+        web.post("/v1/strays/{verb:adopt|end}", routes.act_on_strays),
         web.post("/v1/nodes/{verb:drain|resume|fence}", routes.act_on_nodes),
         web.get("/v1/partitions", routes.partitions),
         web.get("/v1/priorities", routes.priorities),
@@ -183,6 +187,13 @@ class _Routes:
 
     async def reconfigure(self, request: web.Request) -> web.Response:
         return answer(await self._backend.reconfigure(self._asker(request)))
+
+    async def strays(self, request: web.Request) -> web.Response:
+        return answer(self._backend.strays(self._asker(request)))
+
+    async def act_on_strays(self, request: web.Request) -> web.Response:
+        body = await _body(request)
+        return answer(await self._backend.act_on_strays(self._asker(request), request.match_info["verb"], body))
 
     async def backup(self, request: web.Request) -> web.Response:
         path = (await _body(request)).get("path")

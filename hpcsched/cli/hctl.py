@@ -33,6 +33,7 @@ COMMAND = Command(
         "story JOB",
         "drain NODES WHY | resume NODES | fence NODES [WHY]",
         "backup FILE",
+        "strays | strays adopt|end TOKEN...|all",
         "ping | reconfigure",
     ),
     "Look at jobs, nodes, partitions and the configuration, and change them. 'update' changes a job's time_limit, partition, "
@@ -41,7 +42,9 @@ COMMAND = Command(
     "Features= PartitionName= Flags=. 'story' tells all that happened to a job. 'suspend' "
     "has a running job stand still, with all that it holds, until 'resume JOB'. 'drain' lets no new job start on nodes, "
     "'resume NODES' does again. 'fence' is your word that a node which does not answer runs nothing any more: its jobs go on "
-    "without it. 'backup' copies the database, beside all that goes on, to a new file for 'hpcsched restore'.",
+    "without it. 'backup' copies the database, beside all that goes on, to a new file for 'hpcsched restore'. "
+    "'strays' lists what nodes run from before a restore that asks, 'strays adopt' goes on with it as the job that it is, "
+    "'strays end' ends it.",
     (
         Option("json", help="print as JSON, version 1"),
         Option("oneliner", "o", help="print each record on one line"),
@@ -337,6 +340,37 @@ def _backup(rest: Sequence[str], words: Words) -> int:
     return 0
 
 
+def _strays(rest: Sequence[str], words: Words) -> int:
+    if not rest:
+        return _list_strays(words)
+    if rest[0] not in ("adopt", "end") or len(rest) < 2:
+        raise UsageError("cannot do that: say strays, strays adopt TOKEN... or strays end TOKEN...|all")
+    answer = client.call("POST", f"/v1/strays/{rest[0]}", {"tokens": list(rest[1:])})
+    if words.has("json"):
+        print_json(answer)
+    elif rest[0] == "adopt":
+        print(f"adopted: {', '.join(map(str, answer['jobs']))}")
+    else:
+        print(f"ending it on {compress_hostlist(answer['nodes'])}")
+    return 0
+
+
+def _list_strays(words: Words) -> int:
+    answer = client.call("GET", "/v1/strays")
+    if words.has("json"):
+        print_json(answer)
+        return 0
+    for one in answer["strays"]:
+        whose = (
+            f"job {one['job_id']} ({clean(one['name'])} of {clean(one['user'])})" if one["adoptable"] else "not known"
+        )
+        since = date_text(one["since_s"])
+        print(f"{clean(one['token'])}  {one['status']} on {clean(one['node'])} since {since}, {whose}")
+    if not answer["strays"]:
+        print("Nothing from before a restore waits for a decision")
+    return 0
+
+
 def _reconfigure(rest: Sequence[str], words: Words) -> int:
     answer = client.call("POST", "/v1/reconfigure", {})
     if words.has("json"):
@@ -362,4 +396,5 @@ _VERBS: dict[str, Callable[[Sequence[str], Words], int]] = {
     "ping": _ping,
     "reconfigure": _reconfigure,
     "backup": _backup,
+    "strays": _strays,
 }

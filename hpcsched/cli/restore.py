@@ -16,7 +16,14 @@ from hpcsched.errors import ConfigError, RequestError
 @click.command()
 @click.argument("file", metavar="FILE", type=click.Path(path_type=Path))
 @click.option("--force", is_flag=True, help="Even if the present database is whole: what happened since is set aside.")
-def restore(file: Path, force: bool) -> None:
+@click.option(
+    "--strays",
+    type=click.Choice(["end", "ask"]),
+    default="end",
+    show_default=True,
+    help="What becomes of what the nodes run from before: it is ended, or waits for hctl strays.",
+)
+def restore(file: Path, force: bool, strays: str) -> None:
     """Put a backup that hctl made in the place of the database. The controller must be down."""
     from hpcsched.config import load_config
     from hpcsched.controller.lock import StateLock
@@ -35,7 +42,7 @@ def restore(file: Path, force: bool) -> None:
     try:
         if not force:
             _check_nothing_is_lost(database)
-        done = backup.restore(file, database, now_s=time.time(), suffix=f"before-{now:%Y%m%dT%H%M%S}")
+        done = backup.restore(file, database, now_s=time.time(), suffix=f"before-{now:%Y%m%dT%H%M%S}", strays=strays)
     finally:
         lock.release()
     contents = done.contents
@@ -45,9 +52,8 @@ def restore(file: Path, force: bool) -> None:
     )
     if done.kept is not None:
         click.echo(f"the one before is kept as {done.kept}")
-    click.echo(
-        "start it with 'hpcsched up': what the nodes still run from before is ended as they answer (see hhealth)"
-    )
+    ways = {"end": "is ended as they answer (see hhealth)", "ask": "runs on until you decide (see hctl strays)"}
+    click.echo(f"start it with 'hpcsched up': what the nodes still run from before {ways[strays]}")
 
 
 def _check_nothing_is_lost(database: Path) -> None:

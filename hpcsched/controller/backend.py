@@ -22,7 +22,7 @@ from hpcsched.api.views import (
     step_view,
     why_waiting,
 )
-from hpcsched.controller import requests, reserving, suspension
+from hpcsched.controller import requests, reserving, strays, suspension
 from hpcsched.controller.accountviews import license_views, priority_views, share_views
 from hpcsched.controller.admission import settle
 from hpcsched.controller.fleet import Fleet
@@ -102,6 +102,7 @@ class ControllerBackend:
                 {"node": node, "incarnation": incarnation, "job_id": job_id}
                 for node, incarnation, job_id in self._controller.strays
             ],
+            "undecided": len(self._world.kept),
         }
 
     # ----- jobs
@@ -359,6 +360,20 @@ class ControllerBackend:
 
     def licenses(self) -> Json:
         return {"licenses": license_views(self._world)}
+
+    def strays(self, asker: Asker) -> Json:
+        asker.must_be_admin("see what runs from before the restore")
+        return {"now_s": self._clock(), "strays": strays.views(self._world)}
+
+    async def act_on_strays(self, asker: Asker, verb: str, body: Json) -> Json:
+        tokens = body.get("tokens")
+        if not _is_texts(tokens) or not tokens:
+            raise RequestError('cannot do that: the body must be {"tokens": [tokens or their beginnings, or "all"]}')
+        if verb == "adopt":
+            return {"jobs": await self._change(lambda tx: strays.adopt(tx, asker, tokens))}
+        ended = await self._change(lambda tx: strays.end(tx, asker, tokens))
+        self._controller.end_strays(ended)
+        return {"nodes": list(ended)}
 
     def partitions(self) -> Json:
         return {"partitions": partition_views(self._world, self._clock())}

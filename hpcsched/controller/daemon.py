@@ -32,7 +32,7 @@ from hpcsched.model.accounting import PreemptMode, PreemptType
 from hpcsched.model.ids import NodeName
 from hpcsched.model.node import Link, Node, NodeSpec
 from hpcsched.sched.policy import Backfill, Policy, PreemptRules
-from hpcsched.store.engine import incarnation, open_database, raise_epoch, restored_last_id
+from hpcsched.store.engine import asks_about_strays, incarnation, open_database, raise_epoch, restored_last_id
 from hpcsched.store.store import Store
 from hpcsched.store.world import World
 
@@ -84,6 +84,7 @@ class Daemon:
             crash_around_commits(store, self._faults)
         world = World(config=self._config, incarnation=incarnation(engine), epoch=raise_epoch(engine))
         world.restored_last_id = restored_last_id(engine)
+        world.ask_strays = asks_about_strays(engine)
         stored = store.load_nodes()
         for spec in self._config.nodes:
             world.nodes[spec.name] = node_of(spec, stored.get(spec.name))

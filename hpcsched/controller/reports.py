@@ -51,6 +51,7 @@ def on_batch_report(tx: Transaction, node: NodeName, token: Token, report: proto
     current = job is not None and job.token == report.token
     # What was launched before the database was restored and runs on is ended; how it ended counts.
     former = token.incarnation != tx.world.incarnation and report.status in (protocol.CLAIMED, protocol.STARTED)
+    former = former and report.token not in tx.world.adopted
     if former:
         end_stray(token, report, answer)
         if current and job is not None and job.state is not JobState.COMPLETING and node in job.held_nodes:
@@ -202,7 +203,7 @@ def on_inventory(
         claimed_here = node in job.claimed_nodes and job.state is not JobState.COMPLETING
         if tx.world.is_former(job):
             ending = (Token.parse(job.token).incarnation, int(job.id)) in strays
-            if batch_here and not ending and job.state is not JobState.COMPLETING:
+            if batch_here and not ending and job.token not in tokens and job.state is not JobState.COMPLETING:
                 lose_node(tx, job, node, f"{_RESTORED}, and node {node} has nothing of the job")
         elif batch_here and job.state in (JobState.RUNNING, JobState.SUSPENDED) and job.token not in tokens:
             lose_node(tx, job, node, f"node {node} has no record of the job any more")

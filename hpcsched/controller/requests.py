@@ -358,6 +358,8 @@ def fence(tx: Transaction, asker: Asker, nodes: str, why: str) -> Outcome:
         for job in tx.world.jobs_on(name):
             lose_node(tx, job, name, f"node {name} was fenced by {asker.user}{': ' + why if why else ''}")
             outcome.jobs.append(job.id)
+        for key in [key for key in tx.world.kept if key[0] == name]:
+            del tx.world.kept[key]
         if name in tx.world.unseen_nodes():
             tx.set_node(name, boot_id="fenced")  # jobs of a restored database do not wait for it any more
     return outcome

@@ -70,6 +70,7 @@ class Stepping:
                 is_admin=lambda uid: self._asker(uid).admin,
                 epoch=lambda: self._world.epoch,
                 now_s=clock,
+                is_adopted=lambda job: job.token in self._world.adopted,
                 recorded=controller.store.attempt_steps,
                 grace_s=self._world.config.controller.kill_wait_s,
             )

@@ -52,6 +52,7 @@ class StepPorts:
     grace_s: float  # from TERM to KILL
     resize: Callable[[Job, int, int], None]  # have the job go on with so many nodes, for a uid; may raise RequestError
     devices: Callable[[NodeName], Mapping[int, str]] = lambda node: {}  # what CUDA calls its GPUs, if not their indices
+    is_adopted: Callable[[Job], bool] = lambda job: False  # it runs from before a restore: its nodes take no new steps
     recorded: Callable[[JobId, int], Sequence[StepRow]] = lambda job_id, attempt: ()  # all rows of the job's attempt
 
 

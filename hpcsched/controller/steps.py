@@ -250,6 +250,8 @@ class StepService:
             raise RequestError(f"cannot start a step in attempt {said.attempt} of job {job_id}: it is over")
         if not in_job and not self._may_act(self._asking_uid(origin, said), job):
             raise PermissionDeniedError(f"cannot start a step in job {job_id}: it is {job.user}'s")
+        if self._ports.is_adopted(job):
+            raise RequestError(f"cannot start a step in job {job_id}: it runs from before the database was restored")
         # The node's word that the batch step has started may come after the first hrun of its script.
         # And a script may ask just when it is suspended: then its nodes prepare the step, and let it go with the rest.
         if job.state is not JobState.RUNNING and not (in_job and _may_launch(job)):

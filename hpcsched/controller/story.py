@@ -6,6 +6,7 @@ from typing import Any
 
 from hpcsched.jobscript.dependency import terms_text
 from hpcsched.lifecycle.events import (
+    Adopted,
     Allocated,
     BecameEligible,
     Changed,
@@ -96,6 +97,8 @@ def sentence(job: Job, event: Event) -> str:
         case NodeSilent():
             back = "; it will go back to the queue" if event.requeue else ""
             return f"{event.why}{back}"
+        case Adopted():
+            return f"adopted by uid {event.by_uid} after the database was restored: it runs on"
         case Requeued():
             return f"put back into the queue by uid {event.by_uid}"
         case _:

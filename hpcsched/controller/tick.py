@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
 
 from hpcnode import protocol
-from hpcsched.controller import messages, reports, reserving
+from hpcsched.controller import messages, reports, reserving, strays
 from hpcsched.controller.books import Books
 from hpcsched.controller.planning import SLICE_S, Planning, Slice
 from hpcsched.controller.preemption import carry_out, exempt_until_s
@@ -154,7 +154,8 @@ class Controller:
                 self.ask(lambda tx: note_condition(tx, node, message.why), _log_failure, keep=True)
             case protocol.JobGone():
                 self.ask(lambda tx: reports.on_job_gone(tx, node, message), _log_failure, keep=True)
-                if self.strays.pop((node, message.incarnation, message.job_id), None) is not None:
+                ended = self.strays.pop((node, message.incarnation, message.job_id), None) is not None
+                if strays.forget(self.world, node, gone=message) or ended:
                     self.replan()
             case _:
                 raise ProtocolError(f"cannot take {type(message).__name__} from node {node}")
@@ -164,9 +165,13 @@ class Controller:
     ) -> reports.Answer:
         answer = answer or reports.Answer()
         token = reports.read_token(report, node)
+        waiting = len(tx.world.kept)
+        if token.incarnation != tx.world.incarnation and strays.take(tx.world, node, token, report, answer):
+            return answer
+        self._plan_wanted |= len(tx.world.kept) < waiting
         if token.step == BATCH_STEP:
             reports.on_batch_report(tx, node, token, report, answer)
-        elif token.incarnation != tx.world.incarnation:
+        elif token.incarnation != tx.world.incarnation and not strays.is_adopted(tx.world, token):
             reports.end_stray(token, report, answer)
         elif token.step == ALLOC_STEP:
             reports.on_claim_report(tx, node, token, report, answer)
@@ -175,6 +180,12 @@ class Controller:
         # Known before the plan of this very tick: a job that is being ended must not start elsewhere.
         self.strays |= {(node, *key): attempt for key, attempt in answer.strays.items()}
         return answer
+
+    def end_strays(self, ended: dict[NodeName, reports.Answer]) -> None:
+        """Tell nodes to end what an admin wants ended."""
+        for node, answer in ended.items():
+            self.strays |= {(node, *key): attempt for key, attempt in answer.strays.items()}
+            self._answer(node, reports.Answer(strays=answer.strays))
 
     def _on_welcome(self, tx: Transaction, node: NodeName, welcome: protocol.Welcome) -> reports.Answer:
         known = tx.world.nodes[node]
@@ -193,6 +204,7 @@ class Controller:
         tokens: set[str] = set()
         # What is left of them is in the inventory; word of what has gone may have been lost with the last connection.
         self.strays = {key: attempt for key, attempt in self.strays.items() if key[0] != node}
+        strays.forget(tx.world, node)
         for item in welcome.inventory:
             report = protocol.from_json({"type": "Report", **item})
             tokens.add(report.token)
@@ -240,7 +252,7 @@ class Controller:
         for effect in effects_of(job):
             if only is not None and effect.node != only:
                 continue
-            if isinstance(effect, StartBatch) and self.world.is_former(job):
+            if isinstance(effect, StartBatch | ClaimPart) and self.world.is_former(job):
                 continue  # nothing of a former incarnation is launched
             if isinstance(effect, ClaimPart) and not self._is_first(effect) and only is None:
                 continue  # it was asked on this connection; each part that is claimed brings us here again
@@ -365,7 +377,7 @@ class Controller:
                 return
         if not self._planning.under_way:
             return
-        held_back = self._held_back()
+        held_back = strays.held_back(self.world, self.strays)
         done = self._planning.go_on(self.world.jobs, self.world.nodes)
         for start in done.starts:
             if start.job_id not in held_back:
@@ -388,26 +400,10 @@ class Controller:
             self._ports.wake(pause_s)
 
     def _begin_plan(self, now_s: float) -> None:
-        world, held_back = self.world, self._held_back()
+        world, held_back = self.world, strays.held_back(self.world, self.strays)
         jobs = [job for job in world.jobs_to_plan() if job.id not in held_back]
         snapshot = self.snapshot(jobs, now_s, self._views)
         self._planning.begin(snapshot, self.policy, {job.id: job for job in jobs}, world.nodes)
-
-    def _held_back(self) -> dict[JobId, Wait]:
-        """Return the waiting jobs of a restored database that may still run from before, with what they wait for."""
-        world = self.world
-        if unseen := world.unseen_nodes():
-            text = (
-                f"the database was restored from a backup, and node {unseen[0]}, which has not answered since, may still "
-                f"run the job from before; it waits for the node, or for an admin's word: hctl fence {unseen[0]}"
-            )
-            restored = [job_id for job_id in world.pending if job_id <= world.restored_last_id]
-            return dict.fromkeys(restored, Wait(reason=Reason.NODE_LOST, detail=text))
-        return {
-            JobId(job_id): Wait(reason=Reason.NODE_LOST, detail=f"node {node} is ending what it ran of the job before")
-            for node, incarnation, job_id in self.strays
-            if incarnation != world.incarnation and job_id in world.pending
-        }
 
     def _start(self, tx: Transaction, job: Job, start: Start) -> None:
         shares = start.shares
@@ -486,7 +482,9 @@ class Controller:
         world = self.world
         ledger = self._books.ledger(now_s, fairshare=bool(self.policy.weight_fairshare))
         reservations = world.reservations.values()
-        return snapshot_of(jobs, world.nodes.values(), world.partitions.values(), now_s, cache, ledger, reservations)
+        return snapshot_of(
+            jobs, strays.open_nodes(world), world.partitions.values(), now_s, cache, ledger, reservations
+        )
 
     def reconfigured(self) -> None:
         """Forget what was derived from the old configuration, and plan anew."""
@@ -540,6 +538,7 @@ def _log_failure(result: Any) -> None:
 def load_world(world: World, store: Store, now_s: float) -> None:
     """Fill `world` with what the store has: recovery is this, and the ordinary ticks that follow."""
     world.last_job_id, world.last_spec_id = store.last_ids()
+    world.adopted = store.adopted()
     for job in store.load_jobs(now_s - world.config.controller.min_job_age_s):
         world.put(job)
     world.usage = {used.key: used for used in store.load_usage()}

@@ -203,6 +203,8 @@ def _of_before(answer: dict[str, Any]) -> str:
     strays = [f"job {each['job_id']} on {each['node']}" for each in answer.get("strays", ())]
     unseen = answer.get("unseen_nodes", [])
     parts = [f"ending what is not in the database: {', '.join(strays[:8])}"] if strays else []
+    if undecided := answer.get("undecided", 0):
+        parts.append(f"launches from before the restore that wait for your decision: {undecided} (hctl strays)")
     if unseen:
         parts.append(
             f"not heard of since the database was restored, and may run jobs of before: {', '.join(unseen[:8])}"

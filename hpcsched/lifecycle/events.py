@@ -223,6 +223,13 @@ class Requeued(Event):
     not_before_s: float | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adopted(Event):
+    """An admin said that what runs from before the database was restored is this job, and goes on."""
+
+    by_uid: int
+
+
 EVENTS: dict[str, type[Event]] = {
     cls.__name__: cls
     for cls in (
@@ -248,6 +255,7 @@ EVENTS: dict[str, type[Event]] = {
         NodeLost,
         NodeSilent,
         Requeued,
+        Adopted,
     )
 }
 

@@ -18,6 +18,7 @@ from dataclasses import replace
 from hpcsched.errors import InvariantError
 from hpcsched.lifecycle.clocks import charged, going_on, stopped
 from hpcsched.lifecycle.events import (
+    Adopted,
     Allocated,
     BecameEligible,
     Changed,
@@ -127,6 +128,10 @@ def lease_end_s(job: Job) -> float | None:
 
 def _held(job: Job, event: Held) -> Job:
     return replace(job, hold=event.hold)
+
+
+def _adopted(job: Job, event: Adopted) -> Job:
+    return replace(job, reason=Reason.NONE, reason_detail="")
 
 
 def _released(job: Job, event: Released) -> Job:
@@ -407,6 +412,7 @@ def _table() -> dict[tuple[JobState, type[Event]], Transition]:
         ((COMPLETING,), NodeLost, _lost_while_ending),
         ((COMPLETING,), NodeSilent, _blamed_on_node),
         (tuple(FINAL), Requeued, _requeued),
+        ((CONFIGURING, RUNNING), Adopted, _adopted),
     ]
     return {(state, event): transition for states, event, transition in rows for state in states}
 

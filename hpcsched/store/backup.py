@@ -112,9 +112,10 @@ def _contents(connection: sqlite3.Connection) -> Contents:
     )
 
 
-def restore(backup: Path, database: Path, *, now_s: float, suffix: str) -> Restored:
+def restore(backup: Path, database: Path, *, now_s: float, suffix: str, strays: str = "end") -> Restored:
     """Put a copy of `backup` in the place of `database`, as a new incarnation; what was there stays beside, with `suffix`.
 
+    `strays`: what becomes of what the nodes run from before: "end", or "ask" an admin.
     The controller must not run. Raises ConfigError if the backup is not whole, UnavailableError if something reads the
     present database.
     """
@@ -133,7 +134,7 @@ def restore(backup: Path, database: Path, *, now_s: float, suffix: str) -> Resto
         last_job_id = max(
             contents.last_job_id, present.last_job_id if present else contents.last_job_id + MAX_IDS_BETWEEN
         )
-        incarnation = _begin_new_life(fresh, contents, last_job_id, now_s)
+        incarnation = _begin_new_life(fresh, contents, last_job_id, now_s, strays)
         _sync(fresh)
         if kept is not None:
             _put_aside(database, kept, whole=present is not None)
@@ -154,7 +155,7 @@ def _present(database: Path) -> Contents | None:
         return None
 
 
-def _begin_new_life(fresh: Path, contents: Contents, last_job_id: int, now_s: float) -> str:
+def _begin_new_life(fresh: Path, contents: Contents, last_job_id: int, now_s: float, strays: str) -> str:
     """Migrate the copy and mark it: another incarnation, no node seen yet, no id given twice."""
     open_database(fresh).dispose()
     incarnation = secrets.token_hex(8)
@@ -163,10 +164,12 @@ def _begin_new_life(fresh: Path, contents: Contents, last_job_id: int, now_s: fl
         "restored_at_s": str(now_s),
         "restored_last_job_id": str(contents.last_job_id),
         "last_job_id": str(last_job_id),
+        "strays": strays,
     }
     with closing(_connected(fresh, "rw")) as connection:
         connection.execute("BEGIN IMMEDIATE")
         connection.executemany("INSERT OR REPLACE INTO meta (key, value) VALUES (?, ?)", list(facts.items()))
+        connection.execute("DELETE FROM meta WHERE key LIKE 'adopted:%'")  # that was said of another life
         connection.execute("UPDATE nodes SET boot_id = ''")
         connection.execute("COMMIT")
         connection.execute("PRAGMA journal_mode=DELETE")

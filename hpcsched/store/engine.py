@@ -161,6 +161,13 @@ def restored_last_id(engine: Engine) -> int:
     return int(value or 0)
 
 
+def asks_about_strays(engine: Engine) -> bool:
+    """Return whether nothing that runs from before the restore is to be ended without an admin's word."""
+    with engine.connect() as connection:
+        value = connection.execute(select(meta.c.value).where(meta.c.key == "strays")).scalar_one_or_none()
+    return value == "ask"
+
+
 def raise_epoch(engine: Engine) -> int:
     """Begin a new term of the controller: return an epoch higher than all before, already on disk."""
     with writing(engine) as connection:

@@ -40,6 +40,8 @@ from hpcsched.store.rows import (
     used_of,
 )
 
+ADOPTED = "adopted:"  # keys of the table meta
+
 
 @dataclass(slots=True)
 class Batch:
@@ -54,6 +56,7 @@ class Batch:
     usage: dict[tuple[str, str, str], Used] = field(default_factory=dict)
     requests: list[tuple[int, str, list[int], float]] = field(default_factory=list)  # uid, request id, job ids, at_s
     reservations: dict[str, Reservation | None] = field(default_factory=dict)  # None: deleted
+    adopted: list[str] = field(default_factory=list)  # tokens of before a restore whose jobs go on
 
     def __bool__(self) -> bool:
         more = (self.usage, self.requests, self.reservations)
@@ -147,6 +150,9 @@ class Store:
                     connection.execute(insert(schema.reservations), [reservation_row(reservation)])
             if over := _attempts_over(batch):
                 connection.exec_driver_sql(_END_STEPS_SQL, over)
+            if batch.adopted:
+                rows = [{"key": ADOPTED + token, "value": ""} for token in batch.adopted]
+                connection.execute(upsert(schema.meta).on_conflict_do_nothing(), rows)
             if batch.requests:
                 rows = [
                     {"uid": uid, "request_id": request, "job_ids": json.dumps(ids), "at_s": at_s}
@@ -253,6 +259,13 @@ class Store:
         except sqlite3.Error as error:
             raise UnavailableError(f"cannot read the database: {error}") from error
         return None if row is None else json.loads(row[0])
+
+    def adopted(self) -> set[str]:
+        """Return the tokens of before a restore whose jobs go on by an admin's word."""
+        key = schema.meta.c.key
+        with reading(self._engine) as connection:
+            found = connection.execute(select(key).where(key.startswith(ADOPTED)))
+            return {name.removeprefix(ADOPTED) for (name,) in found}
 
     def last_ids(self) -> tuple[int, int]:
         """Return the highest job id and spec id ever given."""

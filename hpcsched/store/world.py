@@ -8,12 +8,13 @@ change and its commit.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 from hpcsched.config import Config
 from hpcsched.errors import InvariantError
 from hpcsched.lifecycle.events import Event, Submitted
 from hpcsched.lifecycle.job import apply, submitted_jobs
-from hpcsched.model.ids import JobId, NodeName
+from hpcsched.model.ids import JobId, NodeName, Token
 from hpcsched.model.job import ACTIVE, FINAL, Job, JobState
 from hpcsched.model.node import Node, Partition
 from hpcsched.model.reservation import Reservation
@@ -22,6 +23,13 @@ from hpcsched.sched.eligible import Wait
 from hpcsched.sched.usage import Used, at, charge_of, plus, weights_of
 from hpcsched.store.rows import StepRow
 from hpcsched.store.store import Batch
+
+
+class Kept(NamedTuple):
+    """A launch of a former incarnation that a node runs, and what the node last said of it."""
+
+    token: Token
+    report: Any  # a protocol.Report
 
 
 @dataclass(slots=True)
@@ -44,6 +52,12 @@ class World:
     usage: dict[tuple[str, str, str], Used] = field(default_factory=dict)  # what was given back, charged
     silent_since_s: dict[NodeName, float] = field(default_factory=dict)  # of nodes that are not connected: an estimate
     restored_last_id: int = 0  # of a database restored from a backup: the highest id in it
+    ask_strays: bool = False  # nothing from before a restore is ended without an admin's word
+    kept: dict[tuple[NodeName, str], Kept] = field(default_factory=dict)  # by node and token: waits for that word
+    doomed: set[tuple[NodeName, str, int]] = field(
+        default_factory=set
+    )  # (node, incarnation, job) that an admin wants ended
+    adopted: set[str] = field(default_factory=set)  # tokens of former incarnations whose jobs go on
 
     def gpu_types(self, job: Job) -> dict[NodeName, dict[int, str]]:
         """Return the types of the GPUs of the nodes where `job` has some, by index."""
@@ -52,7 +66,7 @@ class World:
 
     def is_former(self, job: Job) -> bool:
         """Return whether the job was launched before the database was restored, and not since."""
-        return bool(job.token) and not job.token.startswith(self.incarnation + ".")
+        return bool(job.token) and not job.token.startswith(self.incarnation + ".") and job.token not in self.adopted
 
     def unseen_nodes(self) -> list[NodeName]:
         """Return the nodes that may still run what was launched before the database was restored."""
@@ -202,6 +216,11 @@ class Transaction:
         _keep(self.world.reservations, name, reservation)
         self.batch.reservations[name] = reservation
 
+    def adopt(self, token: str) -> None:
+        """Take the launch of a former incarnation for its job's own from now on."""
+        self.world.adopted.add(token)
+        self.batch.adopted.append(token)
+
     def put_step(self, step: StepRow) -> None:
         """Note a step's row for the commit."""
         self.batch.steps[(step.job_id, step.attempt, step.step)] = step
@@ -225,6 +244,7 @@ class Transaction:
             else:
                 self.world.put(job)
         self.world.nodes.update(self._nodes_before)
+        self.world.adopted.difference_update(self.batch.adopted)
         for key, used in self._usage_before.items():
             if used is None:
                 del self.world.usage[key]
@@ -256,6 +276,7 @@ class Transaction:
         self.batch.nodes |= inner.batch.nodes
         self.batch.steps |= inner.batch.steps
         self.batch.requests += inner.batch.requests
+        self.batch.adopted += inner.batch.adopted
         self.batch.reservations |= inner.batch.reservations
 
     def _charge(self, before: Job, after: Job, at_s: float) -> None:

@@ -53,3 +53,31 @@ def test_a_restored_cluster_ends_what_runs_from_before_and_gives_no_number_twice
     wait_until(cluster.all_ended, 30, "all jobs to end")
     assert cluster.ran() == {(running, 0): 1, (later, 0): 1, (running, 1): 1, (new, 0): 1, (held, 0): 1}
     wait_until(lambda: not cluster.leftovers(), 20, "the nodes to be empty")
+
+
+def test_a_restore_that_asks_leaves_what_runs_alone_and_an_adopted_job_runs_once(cluster: KillableCluster) -> None:
+    backup = cluster.base / "backup"
+    gate = f"while [ ! -e {cluster.share}/gate ]; do sleep 0.05; done\n"
+    (running,) = cluster.submit(cluster.spec(gate))
+    wait_until(lambda: cluster.job(running)["state"] == "RUNNING", 20, "the job to run")
+    cluster.run("hctl", "backup", str(backup))
+    (later,) = cluster.submit(cluster.spec(gate))
+    wait_until(lambda: cluster.ran()[(later, 0)], 20, "the later job to run")
+    cluster.kill_controller()
+    assert "hctl strays" in cluster.run("hpcsched", "restore", "--force", "--strays=ask", str(backup)).stdout
+    cluster.up()
+    cluster.wait_for_nodes()
+    told = cluster.run("hctl", "strays").stdout.splitlines()
+    assert len(told) == 2
+    mine = next(line for line in told if f"job {running} (" in line)
+    other = next(line for line in told if line.endswith("not known"))
+    refused = cluster.run("hctl", "strays", "adopt", other.split()[0], check=False)
+    assert (refused.returncode, "does not know this launch" in refused.stderr) == (1, True)
+    assert cluster.run("hctl", "strays", "adopt", mine.split()[0]).stdout == f"adopted: {running}\n"
+    cluster.run("hctl", "strays", "end", other.split()[0])
+    wait_until(lambda: "Nothing from before" in cluster.run("hctl", "strays").stdout, 20, "the other to be gone")
+    (cluster.share / "gate").touch()
+    wait_until(lambda: cluster.job(running)["state"] == "COMPLETED", 30, "the adopted job to end")
+    assert cluster.ran() == {(running, 0): 1, (later, 0): 1}
+    assert "adopted by uid" in cluster.run("hctl", "story", str(running)).stdout
+    wait_until(lambda: not cluster.leftovers(), 20, "the nodes to be empty")

@@ -1,0 +1,218 @@
+"""What nodes still run of jobs that were launched before the database was restored, where an admin is asked about it.
+
+After `hpcsched restore --strays=ask` nothing of a former incarnation is ended unasked. It is listed (`hctl strays`) until it
+ends by itself or an admin decides: to end it, or to adopt it. Adopted is a job as a whole, by the whole token of its batch
+step, which must be the very one that the database has for that job: then this is that job, its allocation is known, and
+it goes on as if nothing had happened. What the database knows nothing of, or knows under another token, has no owner, script
+or allocation here: it can be ended or left to end. A node that runs such a thing gets no new jobs meanwhile.
+
+A former launch that waits for a decision is known to memory alone: nodes tell of it on every connection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from hpcnode import protocol
+from hpcsched.api.identity import Asker
+from hpcsched.controller.messages import claim_token
+from hpcsched.controller.reports import Answer, end_stray
+from hpcsched.controller.requests import end_lost
+from hpcsched.errors import NotFoundError, RequestError
+from hpcsched.lifecycle.events import Adopted, Claimed, Started
+from hpcsched.lifecycle.job import can
+from hpcsched.model.ids import ALLOC_STEP, BATCH_STEP, JobId, NodeName, Token
+from hpcsched.model.job import Job, JobState, Reason
+from hpcsched.model.node import Node
+from hpcsched.sched.eligible import Wait
+from hpcsched.store.world import Kept, Transaction, World
+
+LIVING = (protocol.CLAIMED, protocol.READY, protocol.STARTED)
+BLOCKED = "runs what was launched before the database was restored: hctl strays"
+
+
+def keep(world: World, node: NodeName, token: Token, report: protocol.Report, answer: Answer) -> None:
+    """Note what `node` runs of a former incarnation, until an admin has decided or it has ended."""
+    world.kept[node, report.token] = Kept(token=token, report=report)
+    answer.acks.append(report.seq)
+
+
+def take(world: World, node: NodeName, token: Token, report: protocol.Report, answer: Answer) -> bool:
+    """Take a report of a former incarnation if it is of a job that was adopted, or waits for a decision.
+
+    Return False if it is to be treated as all reports are: as of a job of ours, or of what is to be ended.
+    """
+    if is_adopted(world, token):
+        if token.step in (BATCH_STEP, ALLOC_STEP):
+            return False
+        answer.acks.append(report.seq)  # its steps are minded on their nodes, and end with it
+        return True
+    if report.status not in LIVING:
+        forget(world, node, token=report.token)
+        return False
+    if not world.ask_strays or (node, token.incarnation, int(token.job_id)) in world.doomed:
+        return False
+    keep(world, node, token, report, answer)
+    return True
+
+
+def forget(world: World, node: NodeName, *, gone: protocol.JobGone | None = None, token: str = "") -> bool:
+    """Forget what `node` has said of a token, of a job that is gone there, or of all; return whether there was something."""
+    drop = [
+        key
+        for key, kept in world.kept.items()
+        if key[0] == node
+        and (not token or key[1] == token)
+        and (gone is None or (kept.token.incarnation, int(kept.token.job_id)) == (gone.incarnation, gone.job_id))
+    ]
+    for key in drop:
+        del world.kept[key]
+    if gone is not None:
+        world.doomed.discard((node, gone.incarnation, gone.job_id))
+    return bool(drop)
+
+
+def held_back(world: World, ending: Iterable[tuple[NodeName, str, int]]) -> dict[JobId, Wait]:
+    """Return the waiting jobs of a restored database that may still run from before, with what they wait for.
+
+    `ending`: node, incarnation and job of what has been told to end.
+    """
+    if unseen := world.unseen_nodes():
+        text = (
+            f"the database was restored from a backup, and node {unseen[0]}, which has not answered since, may still "
+            f"run the job from before; it waits for the node, or for an admin's word: hctl fence {unseen[0]}"
+        )
+        restored = [job_id for job_id in world.pending if job_id <= world.restored_last_id]
+        return dict.fromkeys(restored, Wait(reason=Reason.NODE_LOST, detail=text))
+    asked = {
+        kept.token.job_id: f"node {node} runs it from before the database was restored; an admin decides: hctl strays"
+        for (node, _), kept in world.kept.items()
+    }
+    asked |= {
+        JobId(job_id): f"node {node} is ending what it ran of the job before"
+        for node, incarnation, job_id in ending
+        if incarnation != world.incarnation
+    }
+    return {
+        job_id: Wait(reason=Reason.NODE_LOST, detail=text) for job_id, text in asked.items() if job_id in world.pending
+    }
+
+
+def views(world: World) -> list[dict[str, Any]]:
+    """Return what waits for an admin's decision, as `hctl strays` shows it."""
+    return [
+        {
+            "token": text,
+            "node": node,
+            "incarnation": kept.token.incarnation,
+            "job_id": int(kept.token.job_id),
+            "attempt": kept.token.attempt,
+            "step": kept.token.step,
+            "status": kept.report.status,
+            "since_s": kept.report.started_at_s or kept.report.at_s,
+            "adoptable": job is not None,
+            "name": job.spec.name if job is not None else None,
+            "user": job.user if job is not None else None,
+        }
+        for (node, text), kept in world.kept.items()
+        for job in [_job_of(world, kept.token)]
+    ]
+
+
+def open_nodes(world: World) -> Iterable[Node]:
+    """Return the nodes as a plan may use them: one that runs what no job here holds has no room that is known."""
+    if not world.kept:
+        return world.nodes.values()
+    taken = {node for (node, _), kept in world.kept.items() if _job_of(world, kept.token) is None}
+    return [
+        replace(node, drained=True, drained_why=BLOCKED) if node.name in taken and not node.drained else node
+        for node in world.nodes.values()
+    ]
+
+
+def adopt(tx: Transaction, asker: Asker, references: Iterable[str]) -> list[int]:
+    """Go on with these jobs as they run; return their ids. Whose token is not the database's is refused."""
+    asker.must_be_admin("adopt what runs from before the restore")
+    adopted: dict[int, None] = {}
+    for token in _named(tx.world, references):
+        job = _job_of(tx.world, token)
+        if job is None:
+            raise RequestError(
+                f"cannot adopt {token}: the restored database does not know this launch, so that its owner and what it "
+                "holds are not known either; leave it to end, or end it with: hctl strays end"
+            )
+        if int(job.id) not in adopted:
+            _adopt(tx, asker, job)
+            adopted[int(job.id)] = None
+    return list(adopted)
+
+
+def _adopt(tx: Transaction, asker: Asker, job: Job) -> None:
+    first = job.shares[0].node
+    batch = tx.world.kept.get((first, job.token))
+    if batch is None or batch.report.status != protocol.STARTED:
+        raise RequestError(f"cannot adopt job {job.display_id}: node {first} does not say that its script runs")
+    tx.record(Adopted(job_id=job.id, at_s=tx.now_s, by_uid=asker.uid))
+    tx.adopt(job.token)
+    for share in job.shares[1:]:
+        if can(tx.world.jobs[job.id], Claimed) and (share.node, claim_token(job, share.node)) in tx.world.kept:
+            tx.record(Claimed(job_id=job.id, at_s=tx.now_s, node=share.node))
+    if tx.world.jobs[job.id].state is JobState.CONFIGURING:
+        tx.record(Started(job_id=job.id, at_s=tx.now_s))
+    for key, kept in list(tx.world.kept.items()):
+        if _job_of(tx.world, kept.token) is not None and kept.token.job_id == job.id:
+            del tx.world.kept[key]
+
+
+def end(tx: Transaction, asker: Asker, references: Iterable[str]) -> dict[NodeName, Answer]:
+    """Have these launches ended, each with all of its job on its node; return what to tell which node."""
+    asker.must_be_admin("end what runs from before the restore")
+    answers: dict[NodeName, Answer] = {}
+    for token in _named(tx.world, references):
+        answer = answers.setdefault(token.node, Answer())
+        tx.world.doomed.add((token.node, token.incarnation, int(token.job_id)))
+        end_stray(token, tx.world.kept[token.node, str(token)].report, answer)
+        job = _job_of(tx.world, token)
+        if job is not None and job.state is not JobState.COMPLETING:
+            end_lost(tx, job, f"ended by {asker.user}: the database was restored from a backup")
+    return answers
+
+
+def is_adopted(world: World, token: Token) -> bool:
+    """Return whether the launch is a part of a job that was adopted."""
+    job = world.jobs.get(token.job_id)
+    return job is not None and job.token in world.adopted and _is_of(job, token)
+
+
+def _job_of(world: World, token: Token) -> Job | None:
+    """Return the job, holding nodes, that this launch of before the restore belongs to by its whole token."""
+    job = world.jobs.get(token.job_id)
+    if job is None or not job.token or not job.held_nodes or not _is_of(job, token):
+        return None
+    if token.step == BATCH_STEP and str(token) != job.token:
+        return None
+    return job if token.node in job.held_nodes else None
+
+
+def _is_of(job: Job, token: Token) -> bool:
+    own = Token.parse(job.token)
+    return (own.incarnation, own.attempt) == (token.incarnation, token.attempt)
+
+
+def _named(world: World, references: Iterable[str]) -> list[Token]:
+    """Return the launches that are meant: whole tokens, or their beginnings up to a dot; "all"."""
+    found: dict[str, Token] = {}
+    for reference in references:
+        meant = [
+            kept.token
+            for (_, text), kept in world.kept.items()
+            if reference == "all" or text == reference or text.startswith(reference.rstrip(".") + ".")
+        ]
+        if not meant:
+            raise NotFoundError(
+                f"cannot find {reference[:120]!r} among what runs from before the restore: see hctl strays"
+            )
+        found |= {str(token): token for token in meant}
+    return list(found.values())

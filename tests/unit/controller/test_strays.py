@@ -1,0 +1,182 @@
+"""A restore that asks: what runs from before goes on until an admin has it ended or adopted, by its whole token."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from world import ANN, ROOT, Cluster
+
+from hpcnode import protocol
+from hpcsched.controller import requests, strays
+from hpcsched.controller.messages import claim_token
+from hpcsched.controller.tick import load_world
+from hpcsched.errors import NotFoundError, PermissionDeniedError, RequestError
+from hpcsched.model.ids import NodeName
+from hpcsched.model.job import JobState, Reason
+from hpcsched.store.backup import back_up, restore
+from hpcsched.store.engine import asks_about_strays, restored_last_id
+
+
+class Restored:
+    """A cluster, its backup, and the cluster that was restored from it and asks about strays."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.before = Cluster("n1", "n2", path=path / "h.db")
+
+    def back_up(self) -> None:
+        back_up(self._path / "h.db", self._path / "copy")
+
+    def restore(self) -> Cluster:
+        self.before.store.close()
+        restore(self._path / "copy", self._path / "h.db", now_s=self.before.now_s, suffix="old", strays="ask")
+        return self.start()
+
+    def start(self) -> Cluster:
+        after = Cluster("n1", "n2", path=self._path / "h.db", up=False)
+        after.world.restored_last_id = restored_last_id(after.store._engine)
+        after.world.ask_strays = asks_about_strays(after.store._engine)
+        load_world(after.world, after.store, after.now_s)
+        return after
+
+
+@pytest.fixture
+def restored(tmp_path: Path) -> Restored:
+    return Restored(tmp_path)
+
+
+def adopt(cluster: Cluster, *tokens: str) -> list[int]:
+    found: list[int] = cluster.ask(lambda tx: strays.adopt(tx, ROOT, tokens))
+    return found
+
+
+def end(cluster: Cluster, *tokens: str) -> None:
+    cluster.controller.end_strays(cluster.ask(lambda tx: strays.end(tx, ROOT, tokens)))
+
+
+def test_an_adopted_job_goes_on_as_it_runs_and_ends_as_itself(restored: Restored) -> None:
+    job_id = restored.before.submit(cpus_per_task=2)
+    restored.before.run(job_id)
+    restored.back_up()
+    after = restored.restore()
+    running = after.report(job_id, protocol.STARTED)
+    after.welcome("n1", inventory=(running,))
+    after.welcome("n2")
+    assert after.sent(protocol.EndJob) == []
+    (seen,) = strays.views(after.world)
+    assert (seen["token"], seen["node"], seen["job_id"], seen["adoptable"]) == (running.token, "n1", job_id, True)
+    assert adopt(after, running.token) == [job_id]
+    assert strays.views(after.world) == []
+    after.store.close()
+
+    again = restored.start()  # the word is on disk
+    again.welcome("n1", inventory=(running,))
+    assert (again.job(job_id).state, strays.views(again.world)) == (JobState.RUNNING, [])
+    again.end(job_id)
+    assert again.job(job_id).state is JobState.COMPLETED
+    assert [type(event).__name__ for event in again.store.load_events(job_id)][-2:] == ["Adopted", "Exited"]
+
+
+def test_an_adopted_job_is_ended_under_the_incarnation_that_it_has(restored: Restored) -> None:
+    job_id = restored.before.submit()
+    restored.before.run(job_id)
+    restored.back_up()
+    after = restored.restore()
+    after.welcome("n1", inventory=(after.report(job_id, protocol.STARTED),))
+    adopt(after, "all")
+    after.ask(lambda tx: requests.cancel(tx, ROOT, [str(job_id)], {}))
+    former = restored.before.world.incarnation
+    assert [(to, order.incarnation) for to, order in after.sent(protocol.EndJob)] == [("n1", former)]
+    after.says("n1", protocol.JobGone(incarnation=former, job_id=job_id, attempt=0))
+    assert after.job(job_id).state is JobState.CANCELLED
+
+
+def test_a_gang_is_adopted_with_its_parts(restored: Restored) -> None:
+    job_id = restored.before.submit(nodes_min=2)
+    part = protocol.Report(
+        seq=2, token=claim_token(restored.before.job(job_id), NodeName("n2")), status=protocol.CLAIMED, at_s=1.0
+    )
+    restored.back_up()  # before the part was claimed and the job began
+    restored.before.says("n2", part)
+    restored.before.run(job_id)
+    after = restored.restore()
+    after.welcome("n1", inventory=(after.report(job_id, protocol.STARTED),))
+    after.welcome("n2", inventory=(part,))
+    assert len(strays.views(after.world)) == 2
+    assert adopt(after, f"{restored.before.world.incarnation}.{job_id}") == [job_id]
+    assert (after.job(job_id).state, after.job(job_id).claimed_nodes) == (JobState.RUNNING, ("n2",))
+    assert after.sent(protocol.Launch) == []
+
+
+def test_what_is_to_end_is_told_so_also_after_its_node_was_away_and_its_job_runs_again(restored: Restored) -> None:
+    job_id = restored.before.submit(requeue=True)
+    restored.before.run(job_id)
+    restored.back_up()
+    after = restored.restore()
+    running = after.report(job_id, protocol.STARTED)
+    after.welcome("n2")
+    after.welcome("n1", inventory=(running,))
+    end(after, running.token)
+    former = restored.before.world.incarnation
+    assert {order.incarnation for _, order in after.sent(protocol.EndJob)} == {former}
+    after.welcome("n1", inventory=(running,))
+    assert {order.incarnation for _, order in after.sent(protocol.EndJob)} == {former}
+    after.says("n1", replace(running, status=protocol.ENDED, codes=[0], signals=[15]))
+    after.says("n1", protocol.JobGone(incarnation=former, job_id=job_id, attempt=0))
+    after.tick(60.0)
+    assert after.job(job_id).state is JobState.CONFIGURING
+    assert after.job(job_id).token.startswith(after.world.incarnation)
+    assert not after.world.kept
+    assert not after.world.doomed
+
+
+def test_what_the_database_does_not_know_is_not_adopted_and_keeps_its_node_free_of_new_jobs(restored: Restored) -> None:
+    restored.back_up()
+    later = restored.before.submit()
+    restored.before.run(later)
+    running = restored.before.report(later, protocol.STARTED)
+    after = restored.restore()
+    after.welcome("n1", inventory=(running,))
+    after.welcome("n2")
+    with pytest.raises(RequestError, match="does not know this launch"):
+        adopt(after, running.token)
+    new = after.submit(cpus_per_task=2)
+    assert [share.node for share in after.job(new).shares] == ["n2"]
+    waits = after.submit()
+    assert after.job(waits).state is JobState.PENDING
+    after.says("n1", replace(running, status=protocol.ENDED, codes=[0], signals=[0]))
+    after.says("n1", protocol.JobGone(incarnation=restored.before.world.incarnation, job_id=later, attempt=0))
+    after.tick(1.0)
+    assert [share.node for share in after.job(waits).shares] == ["n1"]
+
+
+def test_a_waiting_job_that_was_started_since_waits_for_the_decision(restored: Restored) -> None:
+    job_id = restored.before.submit(hold=True)
+    restored.back_up()
+    restored.before.ask(lambda tx: requests.release(tx, ROOT, [str(job_id)]))
+    restored.before.run(job_id)
+    running = restored.before.report(job_id, protocol.STARTED)
+    after = restored.restore()
+    after.ask(lambda tx: requests.release(tx, ROOT, [str(job_id)]))
+    after.welcome("n1", inventory=(running,))
+    after.welcome("n2")
+    assert after.world.waits[job_id].reason is Reason.NODE_LOST
+    assert "hctl strays" in after.world.waits[job_id].detail
+    with pytest.raises(RequestError, match="does not know this launch"):
+        adopt(after, running.token)
+    end(after, "all")
+    after.says("n1", protocol.JobGone(incarnation=restored.before.world.incarnation, job_id=job_id, attempt=0))
+    after.tick(1.0)
+    assert after.job(job_id).state is JobState.CONFIGURING
+
+
+def test_only_an_admin_decides_and_only_about_what_is_there(restored: Restored) -> None:
+    restored.back_up()
+    after = restored.restore()
+    for verb in (strays.adopt, strays.end):
+        with pytest.raises(PermissionDeniedError):
+            after.ask(lambda tx, verb=verb: verb(tx, ANN, ["all"]))
+        with pytest.raises(NotFoundError, match="see hctl strays"):
+            after.ask(lambda tx, verb=verb: verb(tx, ROOT, ["1"]))
