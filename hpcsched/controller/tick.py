@@ -16,13 +16,13 @@ from typing import Any, NamedTuple, Protocol
 from hpcnode import protocol
 from hpcsched.controller import messages, reports, reserving, strays
 from hpcsched.controller.books import Books
+from hpcsched.controller.overdue import end_overdue, overdue_at_s
 from hpcsched.controller.planning import SLICE_S, Planning, Slice
 from hpcsched.controller.preemption import carry_out, exempt_until_s
 from hpcsched.controller.requests import SignalJob, miss_node, note_condition
 from hpcsched.controller.resizing import carry_out_resizes
 from hpcsched.controller.silence import Silences, end_silent
 from hpcsched.errors import HpcschedError, ProtocolError, UnavailableError
-from hpcsched.lifecycle.clocks import limit_at_s
 from hpcsched.lifecycle.effects import ClaimPart, StartBatch, effects_of
 from hpcsched.lifecycle.events import Allocated, BecameEligible, EndRequested, Started
 from hpcsched.model.ids import ALLOC_STEP, BATCH_STEP, JobId, NodeName, Token
@@ -39,7 +39,6 @@ log = logging.getLogger("hpcsched.controller")
 
 ELIGIBLE = frozenset({Reason.PRIORITY, Reason.RESOURCES, Reason.LICENSES})
 TIMED = frozenset({Reason.DEPENDENCY, Reason.RESERVATION})  # waits whose expected start is a time to plan again
-LIMIT_SLACK_S = 15.0  # after its limit and grace, a job whose node did not end it is ended from here
 PLAN_PAUSE_MAX_S = 0.5
 PURGE_EVERY_S = 60.0
 
@@ -154,8 +153,8 @@ class Controller:
                 self.ask(lambda tx: note_condition(tx, node, message.why), _log_failure, keep=True)
             case protocol.JobGone():
                 self.ask(lambda tx: reports.on_job_gone(tx, node, message), _log_failure, keep=True)
-                ended = self.strays.pop((node, message.incarnation, message.job_id), None) is not None
-                if strays.forget(self.world, node, gone=message) or ended:
+                ended = self.strays.pop((node, message.incarnation, message.job_id), None)
+                if strays.forget(self.world, node, gone=message) or ended is not None:
                     self.replan()
             case _:
                 raise ProtocolError(f"cannot take {type(message).__name__} from node {node}")
@@ -185,7 +184,7 @@ class Controller:
         """Tell nodes to end what an admin wants ended."""
         for node, answer in ended.items():
             self.strays |= {(node, *key): attempt for key, attempt in answer.strays.items()}
-            self._answer(node, reports.Answer(strays=answer.strays))
+            self._answer(node, answer)
 
     def _on_welcome(self, tx: Transaction, node: NodeName, welcome: protocol.Welcome) -> reports.Answer:
         known = tx.world.nodes[node]
@@ -283,7 +282,7 @@ class Controller:
             else:
                 tx.merge(inner)
             answers.append((item, result))
-        self._end_overdue(tx)
+        end_overdue(tx)
         reserving.keep_up(tx)
         if tx.batch.reservations:
             self._planning.forget()  # it knows nothing of them
@@ -345,21 +344,6 @@ class Controller:
                 self.listener.job_running(job)
             elif job.state not in ACTIVE:
                 self.listener.job_ended(job.id)
-
-    def _end_overdue(self, tx: Transaction) -> None:
-        """End the jobs over their limit that no shepherd ends: allocations without a script, and silent nodes' jobs."""
-        for job in self.world.active_jobs():
-            due_s = self._overdue_at_s(job)
-            if due_s is not None and due_s <= tx.now_s:
-                why = "its time limit was reached"
-                tx.record(EndRequested(job_id=job.id, at_s=tx.now_s, outcome=JobState.TIMEOUT, by_uid=None, why=why))
-
-    def _overdue_at_s(self, job: Job) -> float | None:
-        due_s = limit_at_s(job) if job.state is JobState.RUNNING else None
-        if due_s is None:
-            return None
-        slack_s = LIMIT_SLACK_S + self.world.config.controller.kill_wait_s if job.spec.script else 0.0
-        return due_s + slack_s
 
     def _plan_if_due(self, tx: Transaction) -> None:
         """Plan, unless the last plan took long and has only just ended: planning may take a quarter of the time."""
@@ -434,7 +418,7 @@ class Controller:
         """Ask for a tick when the next begin time, time limit or last moment to make a deadline comes round."""
         waiting = [self.world.jobs[job_id] for job_id in self.world.pending]
         begins = (job.not_before_s for job in waiting)
-        ends = (self._overdue_at_s(job) for job in self.world.active_jobs())
+        ends = (overdue_at_s(self.world, job) for job in self.world.active_jobs())
         lasts = (_too_late_at_s(job) for job in waiting)
         spread = (_switches_matter_until_s(job, self.policy.max_switch_wait_s) for job in waiting)
         turns = (wait.expected_start_s for wait in self.world.waits.values() if wait.reason in TIMED)
