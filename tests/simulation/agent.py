@@ -154,6 +154,8 @@ class SimAgent(Process):
                 self.ledger.end_step(message)
             case protocol.EndJob():
                 self.ledger.end_job(message)
+            case protocol.SuspendJob():
+                self.ledger.suspend_job(message)
             case protocol.SignalStep():
                 self.ledger.signal_step(message)
             case protocol.Go():

@@ -16,9 +16,10 @@ from hpcsched.controller.daemon import node_of
 from hpcsched.controller.stepping import Stepping
 from hpcsched.controller.tick import Controller, load_world
 from hpcsched.errors import HpcschedError, InvariantError, UnavailableError
+from hpcsched.model.accounting import PreemptMode, PreemptType, Qos
 from hpcsched.model.ids import NodeName
 from hpcsched.model.node import NodeSpec, Partition
-from hpcsched.sched.policy import Policy
+from hpcsched.sched.policy import Policy, PreemptRules
 from hpcsched.store.engine import incarnation, open_database, raise_epoch
 from hpcsched.store.store import Batch, Store
 from hpcsched.store.world import World as Ledger
@@ -304,4 +305,6 @@ def _config() -> Config:
 
 
 CONFIG = _config()
-POLICY = Policy()
+_LOW = {f"low-{mode}": Qos(name=f"low-{mode}", preempt_mode=mode) for mode in PreemptMode}
+_HIGH = {"high": Qos(name="high", preempt=tuple(_LOW))}
+POLICY = Policy(preempt=PreemptRules(type=PreemptType.QOS, grace_s=1.0, qos=_LOW | _HIGH))

@@ -37,6 +37,7 @@ class Program:
     alive: bool = True
     is_main: bool = True
     stubborn: bool = False  # ignores TERM
+    stopped: bool = False  # stands still
     ends: Callable[[int, int], None] | None = None  # code, signal
 
     @property

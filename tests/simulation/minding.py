@@ -129,6 +129,8 @@ class SimShepherd(Process):
         self.ending_at_s: float | None = None
         self.why = ""
         self.may_go = True
+        self.suspended = False
+        self.overdue: list[tuple[Program, Behaviour]] = []
         self.lease: StepLease | None = None
         self.lease_over = self.node_fault = False
         self.timed_out = False
@@ -186,6 +188,8 @@ class SimShepherd(Process):
 
     def release_if_ready(self) -> None:
         if not self.is_ready or self.released or self.final is not None or self.ending_at_s is not None:
+            return
+        if self.suspended:
             return
         if self.may_go:
             self.release()
@@ -250,6 +254,9 @@ class SimShepherd(Process):
     def _program_ends(self, program: Program, how: Behaviour) -> None:
         if not program.alive:
             return
+        if program.stopped:
+            self.overdue.append((program, how))  # its time is up, and it stands still
+            return
         if how.leaves and self.launch is not None:
             pid = self.machine.new_pid()
             parent = program.parent
@@ -279,7 +286,20 @@ class SimShepherd(Process):
             assert self.launch is not None
             self.end(self.launch.grace_s, "timeout")
 
-    def end(self, grace_s: float, why: str) -> None:
+    def suspend(self, on: bool) -> None:
+        """Have the programs stand still, or go on."""
+        if on and (self.final is not None or self.ending_at_s is not None):
+            return
+        self.suspended = on
+        for program in self.programs:
+            program.stopped = on
+        if not on:
+            for program, how in self.overdue:
+                self._later(self._program_ends, program, how)
+            self.overdue = []
+        self.release_if_ready()
+
+    def end(self, grace_s: float, why: str, signum: int = 15) -> None:
         if self.final is not None:
             self.exit()
             return
@@ -291,7 +311,7 @@ class SimShepherd(Process):
         at_s = self.world.agenda.now_s + grace_s
         if self.ending_at_s is None and grace_s > 0:
             for program in [one for one in self.programs if one.alive and not one.stubborn]:
-                self.world.agenda.at(self.world.soon(), None, self.machine.kill, program, 15)
+                self.world.agenda.at(self.world.soon(), None, self.machine.kill, program, signum)
         if self.ending_at_s is None or at_s < self.ending_at_s:
             self.ending_at_s = at_s
             self.world.agenda.at(at_s, self, self.kill_all)
@@ -386,7 +406,9 @@ class SimShepherd(Process):
     def obey(self, wire: Wire, words: list[Any]) -> None:
         if wire is self.wire:
             if words[0] == "end":
-                self.end(words[1], words[2])
+                self.end(*words[1:4])
+            elif words[0] == "suspend":
+                self.suspend(words[1])
             elif words[0] == "go":
                 self.may_go = True
                 self.release_if_ready()

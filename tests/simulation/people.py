@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpcnode import protocol
 from hpcsched.api.identity import Asker
-from hpcsched.controller import requests
+from hpcsched.controller import requests, suspension, update
 from hpcsched.errors import HpcschedError, UnavailableError
 from hpcsched.model.ids import JobId
 from hpcsched.model.job import Hold, JobState
@@ -66,6 +66,17 @@ class People:
     def hold(self, name: str) -> None:
         self._on_jobs("hold", name, lambda tx, refs: requests.hold(tx, ANN, refs))
 
+    def suspend(self, name: str) -> None:
+        self._on_jobs("suspend", name, lambda tx, refs: suspension.suspend(tx, ROOT, refs))
+
+    def go_on(self, name: str) -> None:
+        self._on_jobs("resume", name, lambda tx, refs: suspension.resume(tx, ROOT, refs))
+
+    def resize(self, name: str, count: int) -> None:
+        """Have the jobs go on with so many nodes."""
+        change = {"num_nodes": str(count)}
+        self._on_jobs("update", name, lambda tx, refs: update.update(tx, ANN, refs, change))
+
     def release(self, name: str) -> None:
         self._on_jobs("release", name, lambda tx, refs: requests.release(tx, ANN, refs))
 
@@ -107,6 +118,9 @@ class People:
             if job.hold is Hold.USER and job.state is JobState.PENDING:
                 ref = str(job.id)
                 self._ask(f"release {ref}", lambda tx, _, ref=ref: requests.release(tx, ANN, [ref]), lambda _: None)
+            elif job.state is JobState.SUSPENDED and job.suspended_for is None:
+                ref = str(job.id)
+                self._ask(f"resume {ref}", lambda tx, _, ref=ref: suspension.resume(tx, ROOT, [ref]), lambda _: None)
 
     def _ask(self, what: str, work: Work, told: Told, heard: Callable[[], None] = lambda: None) -> None:
         self.waiting += 1
@@ -136,7 +150,7 @@ class _Request:
         """Ask the controller, if one is there; look again after a while."""
         if self._over:
             return
-        if self._people.gives_up and self._what.startswith(("drain", "hold")):
+        if self._people.gives_up and self._what.startswith(("drain", "hold", "suspend")):
             self._over = True
             self._people.waiting -= 1
             return

@@ -141,6 +141,28 @@ def requeue(world: World) -> None:
     world.people.requeue("a")
 
 
+def suspend(world: World) -> None:
+    world.people.suspend("a")
+
+
+def resume(world: World) -> None:
+    world.people.go_on("a")
+
+
+def give_back(world: World) -> None:
+    """Have the jobs go on with one node."""
+    world.people.resize("a", 1)
+
+
+def preempt(mode: str) -> tuple[tuple[float, Callable[[World], None]], ...]:
+    """Return the acts of a job that is preempted in this way by another."""
+
+    def high(world: World) -> None:
+        world.people.submit("b", [job_spec(SHORT, qos="high", cpus_per_task=2, mem_per_node_mib=1)])
+
+    return ((1.0, submit(Behaviour(1.5), qos=f"low-{mode}", cpus_per_task=2, mem_per_node_mib=1)), (2.0, high))
+
+
 SHORT, LONG = Behaviour(0.5), Behaviour(60.0)
 ONE, TWO = {"n1": 2}, {"n1": 2, "n2": 2}
 
@@ -154,6 +176,13 @@ STORIES = (
     Story("a job asks to run again", ONE, ((1.0, submit(Behaviour(0.5, 75), requeue=True)), (2.5, cancel))),
     Story("a shepherd is killed", ONE, ((1.0, submit(Behaviour(1.5))), (2.0, kill_shepherds))),
     Story("a node reboots", ONE, ((1.0, submit(Behaviour(1.5))), (2.0, power("n1", False)), (3.0, power("n1", True)))),
+    Story("a job is suspended", ONE, ((1.0, submit(Behaviour(1.5))), (1.8, suspend), (3.0, resume))),
+    Story("a suspended job is cancelled", ONE, ((1.0, submit(LONG)), (1.8, suspend), (2.5, cancel))),
+    Story("a job is preempted and queued again", ONE, preempt("requeue")),
+    Story("a job is preempted and has time to save", ONE, preempt("checkpoint")),
+    Story("a job is preempted and cancelled", ONE, preempt("cancel")),
+    Story("a job stands still for another", ONE, preempt("suspend")),
+    Story("a job gives a node back", TWO, ((1.0, submit(Behaviour(2.5), nodes=2)), (2.0, give_back))),
     Story("a job has two nodes", TWO, ((1.0, submit(SHORT, nodes=2)),)),
     Story("a job on two nodes is cancelled", TWO, ((1.0, submit(LONG, nodes=2)), (2.0, cancel))),
     *(full_disk(after) for after in range(8)),

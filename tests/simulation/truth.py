@@ -171,9 +171,8 @@ class Truth:
         held: dict[str, int] = {}
         for job in self.rows.values():
             if job.state in ACTIVE:
-                for share in job.shares:
-                    if share.node in job.held_nodes:
-                        held[share.node] = held.get(share.node, 0) + share.cpus
+                for share in job.holding:
+                    held[share.node] = held.get(share.node, 0) + share.cpus
         for node, cpus in held.items():
             if cpus > self._world.machines[node].cpus:
                 self.broken("I6", f"{cpus} cpus of {node} are held")
