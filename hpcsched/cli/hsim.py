@@ -12,7 +12,7 @@ from hpcsched.cli.options import HELP, VERSION, Command, Option, UsageError, Wor
 from hpcsched.cli.output import columns, print_json
 from hpcsched.errors import RequestError
 from hpcsched.sim.metrics import json_of
-from hpcsched.sim.policies import POLICIES, Simulation, simulate
+from hpcsched.sim.policies import PLAN, POLICIES, POOL, Simulation, simulate
 from hpcsched.sim.swf import read_trace
 
 if TYPE_CHECKING:
@@ -25,6 +25,9 @@ COMMAND = Command(
     "it went, compare sets policies side by side.",
     (
         Option("policy", "p", "POLICY", "follow this policy (run); default without it"),
+        Option(
+            "engine", "", "WHO", "who decides (run): pool, quick code for one pool (default), or plan, hpcschedd's own"
+        ),
         Option("nodes", "N", "COUNT", "let the machine have this many nodes instead of what the trace says"),
         Option("cpus", "c", "COUNT", "let each of these nodes have this many processors; 1 without it"),
         Option("schedule-out", "", "FILE", "write job_id,submit,start,end of every job to this file (run)"),
@@ -55,7 +58,10 @@ def _run(words: Words, operands: Sequence[str]) -> int:
     if len(operands) != 1:
         raise UsageError("cannot tell which trace: hsim run wants one; see hsim --help")
     policy = _policy(words.last("policy", "default"))
-    done = simulate(_trace(operands[0]), policy, _procs(words))
+    engine = words.last("engine", POOL)
+    if engine not in (POOL, PLAN):
+        raise UsageError(f"cannot let {engine[:60]!r} decide: --engine is {POOL} or {PLAN}")
+    done = simulate(_trace(operands[0]), policy, _procs(words), engine)
     _tell_left_out(done)
     if words.has("schedule-out"):
         write_schedule(done, Path(words.last("schedule-out")))
@@ -71,7 +77,7 @@ def _run(words: Words, operands: Sequence[str]) -> int:
 def _compare(words: Words, operands: Sequence[str]) -> int:
     if len(operands) < 2:
         raise UsageError("cannot compare: hsim compare wants a trace and policies; see hsim --help")
-    for option in ("policy", "schedule-out"):
+    for option in ("policy", "engine", "schedule-out"):
         if words.has(option):
             raise UsageError(f"cannot use --{option} with compare: it is for run")
     policies = [_policy(name) for name in operands[1:]]

@@ -12,9 +12,11 @@ from hpcsched.sched.policy import Guard
 from hpcsched.sched.pool import EasyPool, Pool, ShortestPool
 from hpcsched.sched.promises import ConservativePool, PromisedPool
 from hpcsched.sim.metrics import Metrics, metrics_of
+from hpcsched.sim.planned import KINDS, PlannedLine
 from hpcsched.sim.swf import Trace, TraceJob
 from hpcsched.sim.world import Line, replay
 
+POOL, PLAN = "pool", "plan"  # who decides: see `simulate`
 SLURM_DEPTH = 100  # bf_max_job_test as Slurm has it
 
 Make = Callable[[int, Sequence[int], Sequence[float], Sequence[int]], Line]
@@ -58,8 +60,11 @@ class Simulation:
         return len(self.jobs) / self.took_s if self.took_s > 0 else 0.0
 
 
-def simulate(trace: Trace, policy: str, procs: int = 0) -> Simulation:
-    """Return what `policy` does with `trace` on `procs` processors (0: as many as the trace says). Raises RequestError."""
+def simulate(trace: Trace, policy: str, procs: int = 0, engine: str = POOL) -> Simulation:
+    """Return what `policy` does with `trace` on `procs` processors (0: as many as the trace says). Raises RequestError.
+
+    `engine` PLAN has the daemon's own `plan` decide at each event, POOL the quick code that follows the same rules.
+    """
     if policy not in POLICIES:
         raise RequestError(f"cannot follow policy {policy!r}: known are {', '.join(POLICIES)}")
     size = procs or trace.procs
@@ -68,9 +73,7 @@ def simulate(trace: Trace, policy: str, procs: int = 0) -> Simulation:
             f"cannot tell the size of the machine: {trace.name} has no MaxProcs; give --nodes and --cpus"
         )
     jobs = tuple(job for job in trace.jobs if job.procs <= size)
-    line = POLICIES[policy][0](
-        size, [job.procs for job in jobs], [job.asked_s for job in jobs], [job.user for job in jobs]
-    )
+    line = _line(jobs, policy, size, engine)
     began_s = time.perf_counter()
     starts_s = replay(jobs, line)
     took_s = time.perf_counter() - began_s
@@ -83,3 +86,14 @@ def simulate(trace: Trace, policy: str, procs: int = 0) -> Simulation:
         took_s=took_s,
         too_big=len(trace.jobs) - len(jobs),
     )
+
+
+def _line(jobs: Sequence[TraceJob], policy: str, size: int, engine: str) -> Line:
+    if engine == PLAN:
+        if policy not in KINDS:
+            raise RequestError(f"cannot follow it: the daemon's plan does not know policy {policy!r}")
+        return PlannedLine(jobs, KINDS[policy], size)
+    procs, limits_s, users = (
+        zip(*((job.procs, job.asked_s, job.user) for job in jobs), strict=True) if jobs else ((), (), ())
+    )
+    return POLICIES[policy][0](size, procs, limits_s, users)

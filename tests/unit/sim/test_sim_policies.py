@@ -6,13 +6,14 @@ from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
-from unit.sim.traces import PROCS, SMALL, PlanLine, job, traces
+from unit.sim.traces import PROCS, SMALL, job, traces
 
 from hpcsched.errors import RequestError
 from hpcsched.sched.policy import Backfill
 from hpcsched.sched.promises import ConservativePool
 from hpcsched.sched.rehearsal import Rehearsal
-from hpcsched.sim.policies import POLICIES, simulate
+from hpcsched.sim.planned import PlannedLine
+from hpcsched.sim.policies import PLAN, POLICIES, simulate
 from hpcsched.sim.swf import Trace, TraceJob, trace_of
 from hpcsched.sim.world import replay
 
@@ -51,14 +52,38 @@ def test_default_lets_the_user_of_short_jobs_go_first() -> None:
 @given(traces())
 @settings(max_examples=150, deadline=None)
 def test_the_quick_way_decides_as_the_planner_does(jobs: list[TraceJob]) -> None:
-    kinds = {
-        "fcfs": Backfill.NONE,
-        "easy": Backfill.EASY,
-        "easy-sjbf": Backfill.EASY_SJBF,
-        "slurm-like": Backfill.SLURM_LIKE,
-    }
-    for policy, kind in kinds.items():
-        assert starts(policy, jobs) == replay(jobs, PlanLine(jobs, kind)), policy
+    trace = Trace(name="t", jobs=tuple(jobs), procs=PROCS)
+    for policy in ("fcfs", "easy", "easy-sjbf", "slurm-like"):
+        assert starts(policy, jobs) == list(simulate(trace, policy, engine=PLAN).starts_s), policy
+
+
+class Promised(PlannedLine):
+    """Writes down the start that the first plan to look at a job promises it."""
+
+    def __init__(self, jobs: Sequence[TraceJob]) -> None:
+        super().__init__(jobs, Backfill.CONSERVATIVE, PROCS)
+        self.first_s: dict[int, float] = {}
+
+    def submit(self, at: int, now_s: float) -> Sequence[int]:
+        return self.noted(super().submit(at, now_s))
+
+    def end(self, at: int, now_s: float) -> Sequence[int]:
+        return self.noted(super().end(at, now_s))
+
+    def noted(self, started: Sequence[int]) -> Sequence[int]:
+        for at, wait in self.last_plan.waits.items():
+            if wait.expected_start_s is not None:
+                self.first_s.setdefault(at, wait.expected_start_s)
+        return started
+
+
+@given(traces())
+@settings(max_examples=150, deadline=None)
+def test_no_start_that_the_plan_promises_slips_while_jobs_last_as_long_as_they_asked(jobs: list[TraceJob]) -> None:
+    jobs = [one._replace(run_s=one.asked_s) for one in jobs]
+    line = Promised(jobs)
+    at_s = replay(jobs, line)
+    assert all(at_s[at] <= first_s for at, first_s in line.first_s.items())
 
 
 @given(traces())
@@ -130,5 +155,7 @@ def test_what_is_too_big_or_unknown_is_told() -> None:
     assert simulate(trace, "easy", procs=11).too_big == 0
     with pytest.raises(RequestError, match="known are fcfs, easy"):
         simulate(trace, "magic")
+    with pytest.raises(RequestError, match="the daemon's plan does not know policy 'default'"):
+        simulate(trace, "default", engine=PLAN)
     with pytest.raises(RequestError, match="no MaxProcs"):
         simulate(Trace(name="t", jobs=(), procs=0), "easy")

@@ -1,0 +1,80 @@
+"""A trace that the daemon's own plan decides: at each event a snapshot is made of the pool and given to `plan`.
+
+It is what `hpcschedd` runs, to the letter, and slower than the pools of `sched.pool`, which follow the same rules event by event.
+The pool is one node; its cpus are the processors. Jobs are looked at in the order of arrival, all of them at every event.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hpcsched.model.ids import JobId, NodeName
+from hpcsched.model.node import Partition
+from hpcsched.sched.plan import Plan, plan
+from hpcsched.sched.policy import Backfill, Policy
+from hpcsched.sched.request import Request, Shape
+from hpcsched.sched.snapshot import NodeView, PendingJob, RunningJob, Snapshot
+from hpcsched.sim.swf import TraceJob
+
+KINDS = {
+    "fcfs": Backfill.NONE,
+    "easy": Backfill.EASY,
+    "easy-sjbf": Backfill.EASY_SJBF,
+    "conservative": Backfill.CONSERVATIVE,
+    "slurm-like": Backfill.SLURM_LIKE,
+}
+
+
+class PlannedLine:
+    """Decides by `plan`; see `world.Line`. `kind` is the policy, `size` the number of processors."""
+
+    def __init__(self, jobs: Sequence[TraceJob], kind: Backfill, size: int) -> None:
+        self.last_plan = Plan(starts=(), waits={})
+        self._jobs = jobs
+        self._policy = Policy(backfill=kind, weight_age=0, backfill_depth=0, estimate_depth=0)
+        self._nodes = (NodeView(name=NodeName("pool"), cpus=size, mem_mib=0),)
+        self._partitions = {"main": Partition(name="main", nodes=(self._nodes[0].name,), default=True)}
+        self._size = size
+        self._shapes: dict[int, Shape] = {}
+        self._waiting: dict[int, PendingJob] = {}
+        self._running: dict[int, RunningJob] = {}
+
+    def submit(self, job: int, now_s: float) -> Sequence[int]:
+        """Let `job` wait from now on. If it fits in what is free, return what is to start."""
+        self._waiting[job] = self._pending(job)
+        held = sum(other.shares[0].cpus for other in self._held(now_s))
+        return self._plan(now_s) if self._jobs[job].procs <= self._size - held else []
+
+    def end(self, job: int, now_s: float) -> Sequence[int]:
+        """Take back what `job` held, and return what is to start."""
+        del self._running[job]
+        return self._plan(now_s) if self._waiting else []
+
+    def _held(self, now_s: float) -> list[RunningJob]:
+        """Return the jobs whose time limit is not up: the processors of the others count as free."""
+        return [job for job in self._running.values() if job.ends_at_s is not None and job.ends_at_s > now_s]
+
+    def _plan(self, now_s: float) -> list[int]:
+        snapshot = Snapshot(
+            now_s=now_s,
+            nodes=self._nodes,
+            partitions=self._partitions,
+            running=tuple(self._held(now_s)),
+            pending=tuple(self._waiting.values()),
+        )
+        self.last_plan = plan(snapshot, self._policy)
+        started = []
+        for start in self.last_plan.starts:
+            view = self._waiting.pop(start.job_id)
+            ends_at_s = now_s + (view.request.time_limit_s or 0)
+            self._running[start.job_id] = RunningJob(
+                id=view.id, display_id="", shares=start.shares, began_at_s=now_s, ends_at_s=ends_at_s
+            )
+            started.append(int(start.job_id))
+        return started
+
+    def _pending(self, job: int) -> PendingJob:
+        procs = self._jobs[job].procs
+        shape = self._shapes.setdefault(procs, Shape(cpus_per_task=procs, mem_per_node_mib=0))
+        request = Request(shape=shape, time_limit_s=int(self._jobs[job].asked_s))
+        return PendingJob(id=JobId(job), display_id=str(job), partition="main", request=request, submitted_at_s=job)
