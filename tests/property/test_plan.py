@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from itertools import permutations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.node import Partition
 from hpcsched.model.resources import Gpu, Share
-from hpcsched.sched.features import matches, parse_features
+from hpcsched.sched.features import matches, parse_constraint
 from hpcsched.sched.plan import Plan, plan
 from hpcsched.sched.policy import Backfill, Policy
 from hpcsched.sched.request import Request, Shape
@@ -27,7 +28,23 @@ POLICIES = st.builds(
     st.sampled_from(Backfill),
     st.integers(1, 3),
 )
-CONSTRAINTS = ("", "", "", "", "a", "b", "a&b", "a|b")
+CONSTRAINTS = (
+    "",
+    "",
+    "",
+    "",
+    "",
+    "a",
+    "b",
+    "a&b",
+    "a|b",
+    "[a|b]",
+    "[b|c]&a",
+    "[a*1&b*1]",
+    "[a*2&c*1]",
+    "b*1",
+    "[(a&b)*1&a*1]",
+)
 
 
 @st.composite
@@ -35,7 +52,11 @@ def shapes(draw: st.DrawFn, *, many_nodes: bool = True) -> Shape:
     low = draw(st.sampled_from([1, 1, 1, 2, 3])) if many_nodes else 1
     ntasks = draw(st.none() | st.integers(low, 6))
     per_node = draw(st.sampled_from([1, 1, 2])) if ntasks is None else 1
-    constraint = draw(st.sampled_from(CONSTRAINTS))
+    text = draw(st.sampled_from(CONSTRAINTS if many_nodes else CONSTRAINTS[:9]))
+    constraint = parse_constraint(text)
+    low = max(low, sum(count for _, count in constraint.counts))
+    if ntasks is not None:
+        ntasks = max(ntasks, low)
     memory = draw(st.sampled_from(["default", "default", "node", "node", "cpu", "all"]))
     gpus = draw(st.sampled_from([(), (), (), (("x", 1),), (("", 1),), (("", 2),)]))
     where = draw(st.sampled_from(["node", "task", "total", "shard"]))
@@ -55,8 +76,15 @@ def shapes(draw: st.DrawFn, *, many_nodes: bool = True) -> Shape:
         gpus_total=gpus if where == "total" and ntasks is None else (),
         shards=gpus if where == "shard" else (),
         exclusive=draw(st.sampled_from([False] * 7 + [True])),
-        features=parse_features(constraint),
-        constraint=constraint,
+        features=constraint.every,
+        alike=constraint.alike,
+        counts=constraint.counts,
+        constraint=text,
+        prefer=draw(st.sampled_from([(), (), ("b",)])),
+        switches=draw(st.sampled_from([0, 0, 0, 1, 2])) if many_nodes else 0,
+        synchronous=draw(st.sampled_from([False, False, True])),
+        comm_bound=draw(st.sampled_from([False, False, True])),
+        mincpus=draw(st.sampled_from([0, 0, 0, 4])),
         nodelist=draw(st.sampled_from([(), (), (), (), (), (NodeName("n0"),), (NodeName("n1"),)])),
         exclude=draw(st.sampled_from([(), (), (), (NodeName("n0"),)])),
     )
@@ -97,8 +125,11 @@ def _node(at: int) -> st.SearchStrategy[NodeView]:
         gpus=st.sampled_from(
             [(), (X0, X1), (X0, X1, Gpu(index=2, type="y")), (Gpu(index=3, type="y"), X0), (CUT0, CUT1)]
         ),
-        features=st.sampled_from([frozenset("ab"), frozenset("ab"), frozenset("a"), frozenset()]),
+        features=st.sampled_from([frozenset("ab"), frozenset("ab"), frozenset("a"), frozenset(), frozenset("c")]),
         weight=st.integers(1, 2),
+        switch=st.sampled_from(["", "", "s1", "s2"]),
+        speed=st.sampled_from([0.0, 1.0, 1.0, 1.05, 2.0]),
+        link_mbps=st.sampled_from([0, 100, 1000]),
         why_not=st.sampled_from([""] * 7 + ["is down"]),
     )
 
@@ -169,6 +200,12 @@ def test_a_job_gets_exactly_what_it_asked_where_it_may(snapshot: Snapshot, polic
         assert set(shape.nodelist) <= set(names) <= set(snapshot.partitions[job.partition].nodes)
         assert not set(shape.exclude) & set(names)
         assert all(nodes[name].usable and matches(shape.features, nodes[name].features) for name in names)
+        assert all(nodes[name].cpus >= shape.mincpus for name in names)
+        its = [nodes[name].features for name in names]
+        assert not shape.alike or any(all(matches(kind, one) for one in its) for kind in shape.alike)
+        wanted = [kind for kind, count in shape.counts for _ in range(count)]
+        assert any(all(map(matches, wanted, some)) for some in permutations(its, len(wanted)))
+        assert len({nodes[name].switch for name in names}) <= (shape.switches or len(names))
         tasks = [share.tasks for share in start.shares]
         assert sum(tasks) == shape.ntasks if shape.ntasks is not None else set(tasks) == {shape.tasks_min}
         assert min(tasks) >= 1
