@@ -100,6 +100,9 @@ def job_view(job: Job, world: World, asker: Asker, now_s: float, *, whole: bool 
         "requeue": spec.requeue if spec.requeue is not None else world.config.controller.requeue,
         "exclusive": spec.exclusive,
         "constraint": spec.constraint,
+        "prefer": spec.prefer,
+        "switches": spec.switches,
+        "hints": list(spec.hints),
         "dependency": terms_text(job.dependency, any_one=job.dependency_any),
         "deadline_at_s": job.deadline_at_s,
         "reservation": job.reservation,
@@ -294,6 +297,10 @@ def _node_view(node: Node, shares: list[Any], world: World, reserved: Reservatio
         "boot_id": node.boot_id,
         "agent_version": node.agent_version,
         "weight": node.spec.weight,
+        "switch": node.spec.switch,
+        "speed": node.spec.speed,
+        "link_mbps": node.spec.link_mbps,
+        "tmp_mib": node.spec.tmp_mib,
         "facts": None,
     }
 

@@ -67,6 +67,9 @@ def job_lines(job: Json) -> list[Words]:
         [("TresPerJob", f"gres/shard:{job['shards']}")] if job.get("shards") else (),
         *([share] for share in map(_share, job["shares"])),
         [("OverSubscribe", "NO" if job["exclusive"] else "OK"), ("Features", job["constraint"])],
+        [("Prefer", job["prefer"])] if job.get("prefer") else (),
+        [("ReqSwitch", job["switches"])] if job.get("switches") else (),
+        [("Hint", ",".join(job["hints"]))] if job.get("hints") else (),
         [("Command", job["command"])],
         [("WorkDir", job["work_dir"])],
         [("Comment", job["comment"])] if job["comment"] else (),
@@ -87,6 +90,9 @@ def _limit(seconds: float | None) -> str:
     return format_time_s(seconds, full=True)
 
 
+_CAPABILITY = (("Switch", "switch"), ("Speed", "speed"), ("LinkMbps", "link_mbps"), ("TmpDisk", "tmp_mib"))
+
+
 def node_lines(node: Json) -> list[Words]:
     """Return a node much as ``scontrol show node`` does."""
     state = node["state"] + ("+DRAIN" if node["drained"] and node["state"] == "DOWN" else "")
@@ -102,6 +108,7 @@ def node_lines(node: Json) -> list[Words]:
         [("RealMemory", node["mem_mib"]), ("AllocMem", node["mem_alloc_mib"])],
         [("Gres", gres), ("GresUsed", used), ("GresTypes", types)] if gres else [("Gres", gres)],
         [("AvailableFeatures", ",".join(node["features"])), ("Weight", node["weight"])],
+        [(word, node[key]) for word, key in _CAPABILITY if node.get(key)],
         [("Partitions", ",".join(node["partitions"])), ("Jobs", ",".join(map(str, node["jobs"])))],
         [("Link", node["link"]), ("LinkSince", date_text(node["link_since_s"] or None, "Unknown"))],
         [("BootId", node["boot_id"]), ("Version", node["agent_version"])],
