@@ -53,7 +53,7 @@ def job_view(job: Job, world: World, asker: Asker, now_s: float, *, whole: bool 
         "reason": reason.value,
         "reason_detail": detail,
         "hold": job.hold.value,
-        "priority": job.priority_set,
+        "priority": _priority(job, world),
         "nice": job.nice,
         "attempt": job.attempt,
         "restarts": job.restarts,
@@ -160,6 +160,13 @@ def elapsed_s(job: Job, now_s: float) -> float:
     if job.state is JobState.PENDING:
         return 0.0
     return ran_s(job, job.ended_at_s if job.ended_at_s is not None and job.state not in ACTIVE else now_s)
+
+
+def _priority(job: Job, world: World) -> int | None:
+    """Return the fixed priority of a job, else that which it had in the last plan; null: it is not in line."""
+    if job.priority_set is not None or job.state is not JobState.PENDING:
+        return job.priority_set
+    return world.priorities.get(job.id)
 
 
 def why_waiting(job: Job, world: World, now_s: float) -> tuple[Reason, str, float | None]:

@@ -373,6 +373,7 @@ class Controller:
             pause_s = min(3 * done.took_s, PLAN_PAUSE_MAX_S)
             self._plan_wanted = self._plan_wanted or done.stale
             self.last_plan = done.plan
+            self.world.priorities = done.plan.priorities
             self._note_waits(tx, done)
             carry_out_resizes(tx, done.plan)
             if carry_out(tx, done.plan):

@@ -16,7 +16,7 @@ Pure and deterministic: equal snapshot and policy give an equal plan.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from hpcsched.model.accounting import PreemptMode
 from hpcsched.model.ids import JobId, NodeName
@@ -99,6 +99,7 @@ class Plan:
     resumes: tuple[JobId, ...] = ()
     given_up: tuple[JobId, ...] = ()
     resizes: tuple[Resize, ...] = ()
+    priorities: Mapping[JobId, int] = field(default_factory=dict, compare=False)  # of the jobs that stood in line
 
 
 def plan(snapshot: Snapshot, policy: Policy) -> Plan:
@@ -130,6 +131,7 @@ class Planner:
         self.timeline = Timeline(snapshot, policy)
         self.starts: list[Start] = []
         self.waits: dict[JobId, Wait] = {}
+        self.priorities: dict[JobId, int] = {}
         self.reservations = {one.name: one for one in snapshot.reservations}
         self.lanes = {
             (name, reservation): self._lane(partition, reservation)
@@ -162,13 +164,14 @@ class Planner:
         """Take all steps that are left, and return the plan."""
         for _ in self.steps:
             pass
-        return Plan(starts=tuple(self.starts), waits=self.waits)
+        return Plan(starts=tuple(self.starts), waits=self.waits, priorities=self.priorities)
 
     def _make(self) -> Iterator[None]:
         """Make the plan; each step takes a few milliseconds at most, but to put a long queue in order."""
         eligible = self._eligible()
         yield
-        queue = in_order(eligible, self.snapshot.partitions, scale_of(self.snapshot), self.policy)
+        scale = scale_of(self.snapshot)
+        queue = in_order(eligible, self.snapshot.partitions, scale, self.policy, self.priorities)
         yield
         behind: list[PendingJob] = []
         later: list[PendingJob] = []

@@ -91,6 +91,7 @@ class _Stages:
             resumes=tuple(resumes),
             given_up=tuple(given_up),
             resizes=resizes(self.world, self.policy, in_line, self.make),
+            priorities=made.priorities,
         )
 
     # ----- jobs that something is kept for

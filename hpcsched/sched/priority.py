@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 
 from hpcsched.model.accounting import NO_ACCOUNTING, Accounting, Association
+from hpcsched.model.ids import JobId
 from hpcsched.model.node import Partition
 from hpcsched.sched.policy import Policy
 from hpcsched.sched.snapshot import PendingJob, Snapshot
@@ -127,9 +128,13 @@ def priority_of(job: PendingJob, part: int, scale: Scale, policy: Policy) -> int
 
 
 def in_order(
-    jobs: Iterable[PendingJob], partitions: Mapping[str, Partition], scale: Scale, policy: Policy
+    jobs: Iterable[PendingJob],
+    partitions: Mapping[str, Partition],
+    scale: Scale,
+    policy: Policy,
+    found: dict[JobId, int] | None = None,
 ) -> list[PendingJob]:
-    """Return `jobs` in the order in which they are looked at."""
+    """Return `jobs` in the order in which they are looked at; note their priorities in `found`."""
     tiers = {name: part.priority_tier for name, part in partitions.items()}
     shared: dict[tuple[str, str, str, str], int] = {}
     keyed = []
@@ -141,6 +146,8 @@ def in_order(
         rank = -priority_of(job, part, scale, policy)
         keyed.append((-tiers.get(job.partition, 0), rank, job.submitted_at_s, job.id, job))
     keyed.sort(key=_ORDER)
+    if found is not None:
+        found.update([(item[3], -item[1]) for item in reversed(keyed)])  # of several partitions the highest counts
     return [item[4] for item in keyed]
 
 

@@ -7,6 +7,7 @@ change and its commit.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -47,6 +48,9 @@ class World:
     arrays: dict[JobId, dict[JobId, None]] = field(default_factory=dict)  # array id -> ids of its tasks
     reservations: dict[str, Reservation] = field(default_factory=dict)
     waits: dict[JobId, Wait] = field(default_factory=dict)
+    priorities: Mapping[JobId, int] = field(
+        default_factory=dict
+    )  # of waiting jobs, as the last plan had them; not stored
     last_job_id: int = 0
     last_spec_id: int = 0
     usage: dict[tuple[str, str, str], Used] = field(default_factory=dict)  # what was given back, charged

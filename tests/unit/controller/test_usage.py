@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 from unit.controller.world import BOB, ROOT, Cluster
 
+from hpcsched.api.views import job_view
 from hpcsched.controller import suspension
+from hpcsched.controller.accountviews import priority_views
 from hpcsched.controller.books import Books, charged, used_now
 from hpcsched.controller.tick import load_world
 from hpcsched.errors import UnavailableError
@@ -160,3 +162,18 @@ def test_the_time_that_a_job_is_suspended_is_charged_to_nobody() -> None:
     assert billed(cluster) == {("physics", "ann"): pytest.approx(15.0)}
     cluster.end(job)
     assert billed(cluster) == {("physics", "ann"): pytest.approx(15.0)}
+
+
+def test_a_job_in_line_shows_the_priority_that_the_plan_gave_it() -> None:
+    cluster = with_accounts(Cluster("n1"))
+    cluster.controller.policy = replace(cluster.controller.policy, weight_fairshare=10_000)
+    running, waiting, fixed = cluster.submit(ntasks=2), cluster.submit(ntasks=2), cluster.submit(ntasks=2, hold=True)
+    cluster.tick()
+    shown = {
+        job: job_view(cluster.job(job), cluster.world, ROOT, cluster.now_s)["priority"]
+        for job in (running, waiting, fixed)
+    }
+    parts = priority_views(
+        cluster.controller.snapshot(cluster.world.jobs_to_plan(), cluster.now_s), cluster.controller.policy, [waiting]
+    )
+    assert shown == {running: None, waiting: parts["jobs"][0]["priority"], fixed: None}
