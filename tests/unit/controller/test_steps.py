@@ -429,6 +429,15 @@ def test_each_task_gets_its_own_gpus_if_the_job_asked_for_them_by_task() -> None
     assert "HPCSCHED_STEP_GPUS_PER_TASK" not in world.launches()[-1][1].env
 
 
+def test_steps_see_the_gpu_that_their_job_has_a_part_of() -> None:
+    job = a_job(cpus=(4,))
+    world = World(replace(job, shares=(replace(job.shares[0], gpus=(1,), shards=2, shards_of=4),)))
+    assert world.asks(gres="shard:3").error == "cannot give the step 3 shards of a GPU: the job has 2 on each node"
+    world.asks(ntasks="1", gres="shard:1")
+    world.asks(origin=SECOND, ntasks="1", gres="shard:2")
+    assert [launch.gpus for _, launch in world.launches()] == [[1], [1]]
+
+
 def test_gpus_asked_for_by_number_are_held() -> None:
     world = World()
     world.asks(nodes="1", ntasks="1", gpus_per_task="1")

@@ -44,6 +44,11 @@ def test_kinds_of_nodes(job: str, nodes: str) -> None:
     assert got(KINDS, job) == nodes
 
 
+def test_a_node_of_two_kinds_moves_to_the_other_when_that_lets_one_in() -> None:
+    assert got("1x4+a+b 1x4+a", "+[a*1&b*1]") == "n1 n2"
+    assert got("1x4+a+b 1x4+b+c 1x4+a", "+[a*1&b*1&c*1]") == "n1 n2 n3"
+
+
 def test_kinds_are_met_whatever_runs_or_nothing_starts() -> None:
     assert got(KINDS, "+[a*2&b*2]", running=("1: n2 1c 60s",)) == "n1 n2 n3 n4"
     assert got(KINDS, "+[a*2&b*2] 4c", running=("1: n2 1c 60s", "2: n3 1c 60s")) == ""
