@@ -1,9 +1,9 @@
-"""HTTP/1.1 over a unix socket, as much of it as our own API needs: a server, routes, requests and responses.
+"""HTTP/1.1 over a unix socket: a server, routes, requests and responses, around the parser of httptools.
 
 A framework would cost a tenth of a second whenever the controller starts, while people wait for it, and most of what a
-small request costs. Spoken here: Content-Length bodies, connections that are kept or closed, pipelined requests (answered
-one after the other), ``Expect: 100-continue`` (curl sends it with large bodies). Not spoken: chunked requests, TLS, other
-than unix sockets. Knows nothing of what is asked: handlers do, and they turn their own errors into responses.
+small request costs. Spoken here: connections that are kept or closed, pipelined requests (answered one after the other),
+``Expect: 100-continue`` (curl sends it with large bodies). Not spoken: TLS, other than unix sockets. Knows nothing of what is
+asked: handlers do, and they turn their own errors into responses.
 
 Source: RFC 9112 (messages), RFC 9110 (status codes).
 """
@@ -13,11 +13,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import NamedTuple
 from urllib.parse import parse_qsl, unquote
+
+import httptools
 
 log = logging.getLogger("hpcsched.api")
 
@@ -25,6 +28,7 @@ MAX_HEAD_BYTES = 64 << 10
 MAX_BODY_BYTES = 64 << 20
 IDLE_S = 30.0
 BACKLOG = 1024
+MAX_AHEAD = 100  # requests that a client may have sent before they are answered
 
 
 class BadRequestError(Exception):
@@ -33,6 +37,10 @@ class BadRequestError(Exception):
     def __init__(self, status: int, why: str) -> None:
         super().__init__(why)
         self.status = status
+
+
+TOO_LONG = BadRequestError(431, "cannot read the request: its head is too long")
+TOO_LARGE = BadRequestError(413, f"cannot read the request: its body has more than {MAX_BODY_BYTES} bytes")
 
 
 @dataclass(slots=True)
@@ -167,15 +175,20 @@ class Server:
 
 
 class Connection(asyncio.Protocol):
-    """One client: its requests are answered in order, the next one only when the one before it has been."""
+    """One client: its requests are answered in order, the next one only when the one before it has been.
+
+    The parser calls `on_...` while it is fed.
+    """
 
     def __init__(self, server: Server) -> None:
         self._server = server
-        self._data = bytearray()
-        self._head: tuple[Request, int] | None = None  # of a request whose body is coming, and the body's length
+        self._parser = httptools.HttpRequestParser(self)
+        self._coming: _Coming | None = None  # the request that is being read
+        self._waiting: deque[Request | BadRequestError] = deque()  # read, and not yet answered
         self._task: asyncio.Task[None] | None = None
         self._heard_s = 0.0
         self._asks_no_more = False
+        self._refused = False  # what came is no HTTP: nothing more is read
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -199,17 +212,85 @@ class Connection(asyncio.Protocol):
         return self._task
 
     def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return
         self._heard_s = self._loop.time()
-        self._data += data
+        try:
+            self._parser.feed_data(data)
+            if self._coming is not None and self._coming.grows_too_long(len(data)):
+                raise TOO_LONG
+        except BadRequestError as error:
+            self._refuse(error)
+        except httptools.HttpParserUpgrade:  # to what is not spoken here: the request is answered, and that is all
+            self._refused = True
+            if self._waiting and isinstance(self._waiting[-1], Request):
+                self._waiting[-1].headers["connection"] = "close"
+        except httptools.HttpParserError as error:
+            why = error.__context__ if isinstance(error.__context__, BadRequestError) else None
+            self._refuse(why or BadRequestError(400, f"cannot read the request: it is not HTTP/1.1 ({error})"))
         if self._task is None:
             self._next()
-        elif len(self._data) > MAX_HEAD_BYTES:
+        elif len(self._waiting) > MAX_AHEAD:
             self._transport.pause_reading()  # it sends ahead of its answers: they come first
 
     def eof_received(self) -> bool:
         """The client sends no more, and may still read: what it has asked for is answered before the connection ends."""
         self._asks_no_more = True
         return self._task is not None
+
+    # ----- what the parser finds
+
+    def on_message_begin(self) -> None:
+        self._coming = _Coming()
+
+    def on_url(self, part: bytes) -> None:
+        assert self._coming is not None
+        self._coming.url += part
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        assert self._coming is not None
+        self._coming.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+        self._coming.found_bytes += len(name) + len(value)
+        if self._coming.found_bytes > MAX_HEAD_BYTES:
+            raise TOO_LONG
+
+    def on_headers_complete(self) -> None:
+        assert self._coming is not None
+        self._coming.in_head = False
+        if int(self._coming.headers.get("content-length", "0")) > MAX_BODY_BYTES:  # the parser has read it as a number
+            raise TOO_LARGE
+        if self._coming.headers.get("expect", "").lower() == "100-continue" and self._task is None:
+            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def on_body(self, part: bytes) -> None:
+        assert self._coming is not None
+        if len(self._coming.body) + len(part) > MAX_BODY_BYTES:
+            raise TOO_LARGE
+        self._coming.body += part
+
+    def on_message_complete(self) -> None:
+        assert self._coming is not None
+        coming, self._coming = self._coming, None
+        if not self._parser.should_keep_alive():
+            coming.headers["connection"] = "close"
+        path, _, query = coming.url.decode("latin-1").partition("?")
+        values = dict(parse_qsl(query, keep_blank_values=True, errors="surrogateescape")) if query else {}
+        self._waiting.append(
+            Request(
+                method=self._parser.get_method().decode("latin-1"),
+                path=path,
+                query=values,
+                headers=coming.headers,
+                body=bytes(coming.body),
+                peer=self._peer,
+            )
+        )
+
+    # ----- answering
+
+    def _refuse(self, error: BadRequestError) -> None:
+        self._refused = True
+        self._waiting.append(error)
 
     def _look_idle(self) -> None:
         quiet_s = self._loop.time() - self._heard_s
@@ -219,13 +300,13 @@ class Connection(asyncio.Protocol):
         self._idle_timer = self._loop.call_later(max(1.0, IDLE_S - quiet_s), self._look_idle)
 
     def _next(self) -> None:
-        """Begin to answer the next request if all of it is there."""
-        try:
-            request = self._take()
-        except BadRequestError as error:
-            self._send(self._server.refusal(error.status, str(error)), keep=False)
+        """Begin to answer the next request if one is there."""
+        if not self._waiting:
             return
-        if request is not None:
+        request = self._waiting.popleft()
+        if isinstance(request, BadRequestError):
+            self._send(self._server.refusal(request.status, str(request)), keep=False)
+        else:
             self._task = self._loop.create_task(self._answer(request))
 
     async def _answer(self, request: Request) -> None:
@@ -266,52 +347,21 @@ class Connection(asyncio.Protocol):
         if not keep:
             self._transport.close()
 
-    # ----- reading
 
-    def _take(self) -> Request | None:
-        """Return the next request, None while parts of it are missing. Raises BadRequestError."""
-        if self._head is None:
-            end = self._data.find(b"\r\n\r\n")
-            if max(end, len(self._data) if end < 0 else 0) > MAX_HEAD_BYTES:
-                raise BadRequestError(431, "cannot read the request: its head is too long")
-            if end < 0:
-                return None
-            head = bytes(self._data[:end])
-            del self._data[: end + 4]
-            self._head = _parse_head(head, self._peer)
-            if self._head[0].headers.get("expect", "").lower() == "100-continue" and not self._data:
-                self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        request, length = self._head
-        if len(self._data) < length:
-            return None
-        request.body = bytes(self._data[:length])
-        del self._data[:length]
-        self._head = None
-        return request
+class _Coming:
+    """A request that is being read."""
 
+    __slots__ = ("body", "came_bytes", "found_bytes", "headers", "in_head", "url")
 
-def _parse_head(head: bytes, peer: socket.socket) -> tuple[Request, int]:
-    """Return the request that `head` begins, and how long its body is. Raises BadRequestError."""
-    first, *lines = head.decode("latin-1").split("\r\n")
-    words = first.split(" ")
-    if len(words) != 3 or not words[2].startswith("HTTP/1."):
-        raise BadRequestError(400, "cannot read the request: it is not HTTP/1.1")
-    headers: dict[str, str] = {}
-    for line in lines:
-        name, colon, value = line.partition(":")
-        if not colon or not name or name != name.strip():
-            raise BadRequestError(400, f"cannot read the request: a header line without a name: {line[:60]!r}")
-        headers[name.lower()] = value.strip()
-    if words[2] == "HTTP/1.0" and headers.get("connection", "").lower() != "keep-alive":
-        headers["connection"] = "close"
-    if "transfer-encoding" in headers:
-        raise BadRequestError(411, "cannot read the request: it has no Content-Length")
-    text = headers.get("content-length", "0")
-    if not (text.isascii() and text.isdigit()):
-        raise BadRequestError(400, f"cannot read the request: its Content-Length is {text[:20]!r}")
-    length = int(text[:20])
-    if length > MAX_BODY_BYTES:
-        raise BadRequestError(413, f"cannot read the request: its body has more than {MAX_BODY_BYTES} bytes")
-    path, _, query = words[1].partition("?")
-    values = dict(parse_qsl(query, keep_blank_values=True, errors="surrogateescape")) if query else {}
-    return Request(method=words[0], path=path, query=values, headers=headers, body=b"", peer=peer), length
+    def __init__(self) -> None:
+        self.url = b""
+        self.headers: dict[str, str] = {}  # names in lower case
+        self.body = bytearray()
+        self.in_head = True
+        self.came_bytes = 0  # in pieces that did not end the head
+        self.found_bytes = 0  # in headers that are whole
+
+    def grows_too_long(self, more_bytes: int) -> bool:
+        """Count what came while the head has not ended, and say whether that is too much."""
+        self.came_bytes += more_bytes if self.in_head else 0
+        return self.came_bytes > MAX_HEAD_BYTES

@@ -126,7 +126,8 @@ def test_what_no_route_takes_is_refused_and_the_connection_goes_on(line: str, st
         (b"GET /echo HTTP/1.1\r\nno colon\r\n\r\n", 400),
         (b"POST /echo HTTP/1.1\r\nContent-Length: -1\r\n\r\n", 400),
         (b"POST /echo HTTP/1.1\r\nContent-Length: 99999999999999\r\n\r\n", 413),
-        (b"POST /echo HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n", 411),
+        (b"POST /echo HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nno chunk\r\n", 400),
+        (b"POST /echo HTTP/1.1\r\nTransfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n", 400),
         (b"GET /echo HTTP/1.1\r\nX: " + b"x" * 70_000, 431),
     ],
 )
@@ -134,6 +135,19 @@ def test_what_is_no_request_ends_the_connection_with_an_answer(request_bytes: by
     [(found, told)] = _ask(request_bytes + b"\r\n\r\nGET /echo HTTP/1.1\r\n\r\n")
     assert found == status
     assert str(told["error"]).startswith("cannot read the request")
+
+
+def test_a_body_may_come_in_chunks() -> None:
+    head = b"POST /echo HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n"
+    first, second = _ask(head + b"3\r\nhel\r\n", b"2\r\nlo\r\n0\r\n\r\nGET /slow HTTP/1.1\r\n\r\n")
+    assert first[1]["body"] == "hello"
+    assert second[0] == 200
+
+
+def test_another_protocol_is_not_taken_up() -> None:
+    upgrade = b"GET /echo HTTP/1.1\r\nConnection: upgrade\r\nUpgrade: websocket\r\n\r\n"
+    [(status, _)] = _ask(upgrade + b"GET /echo HTTP/1.1\r\n\r\n")
+    assert status == 200
 
 
 def test_a_fault_of_a_handler_is_answered() -> None:
