@@ -4,6 +4,7 @@ Whether the job fits once some others are gone is not worked out here: the plan 
 gone. So all that a plan heeds (reservations, limits, licences, the promises to jobs ahead) is heeded. The candidates are put
 into a few orders; of each the shortest beginning that is enough is taken, and from it all that is not needed is dropped
 again: so every victim is needed for the job to start. The set that loses least is chosen, of equals the smallest.
+In a large world the nodes that are cheapest to free are looked at first, and what is found there is tried in all of it.
 
 Pure: a snapshot and rules in, names out.
 """
@@ -20,6 +21,7 @@ from hpcsched.sched.policy import Policy
 from hpcsched.sched.ranks import lost_s, may_be_preempted, mode_of, outranks, weight
 from hpcsched.sched.snapshot import PendingJob, RunningJob, Snapshot
 
+FEW_NODES = 16  # as many are looked at first, if the job does not need more
 MAX_PRUNED = 64  # beyond this, victims on the nodes that the job gets are not tried one by one
 
 Make = Callable[[Snapshot, Policy], Plan]
@@ -36,7 +38,7 @@ class Choice:
 def choose(
     snapshot: Snapshot, policy: Policy, job: PendingJob, ahead: Sequence[PendingJob], make: Make
 ) -> Choice | None:
-    """Return the best choice of victims for `job`, None if it would be in vain. `ahead`: whom it must not delay.
+    """Return a good choice of victims for `job`, None if it would be in vain. `ahead`: whom it must not delay.
 
     Nor is anybody preempted for a job that fits as it is, and is held back by its place in the line alone.
     """
@@ -46,17 +48,67 @@ def choose(
     trial = _Trial(snapshot, policy, job, ahead, make)
     if trial.start(candidates) is None or trial.start(()) is not None:
         return None
-    choices = [trial.needed(_enough(trial, order)) for order in _orders(candidates, snapshot, policy)]
+    count = max(FEW_NODES, 4 * max(job.request.shape.nodes_min, len(job.request.shape.nodelist)))
+    while True:
+        near = _nearby(snapshot, policy, job, candidates, count)
+        whole = len(near.nodes) == len(snapshot.nodes)
+        best = _best(near, policy, job, ahead, make)
+        if whole or (best is not None and (start := trial.start(best.victims)) is not None):
+            break
+        count *= 4
+    if best is None:
+        return None
+    victims = tuple(sorted(best.victims, key=lambda victim: victim.id))
+    return Choice(victims=victims, start=best.start if whole else start)
+
+
+def _best(
+    snapshot: Snapshot, policy: Policy, job: PendingJob, ahead: Sequence[PendingJob], make: Make
+) -> Choice | None:
+    """Return the choice of victims that loses least, None if all candidates are not enough."""
+    candidates = candidates_for(snapshot, policy, job)
+    trial = _Trial(snapshot, policy, job, ahead, make)
+    if not candidates or trial.start(candidates) is None:
+        return None
     now_s, rules = snapshot.now_s, policy.preempt
-    best = min(
-        choices,
+    return min(
+        (trial.needed(_enough(trial, order)) for order in _orders(candidates, snapshot, policy)),
         key=lambda choice: (
             sum(lost_s(victim, rules, now_s) for victim in choice.victims),
             len(choice.victims),
             sorted(victim.id for victim in choice.victims),
         ),
     )
-    return replace(best, victims=tuple(sorted(best.victims, key=lambda victim: victim.id)))
+
+
+def _nearby(
+    snapshot: Snapshot, policy: Policy, job: PendingJob, candidates: Sequence[RunningJob], count: int
+) -> Snapshot:
+    """Return the part of the world where it is worth looking: the `count` nodes that are made free with least loss.
+
+    What is found there is tried in the whole world before it counts; so this may guess.
+    """
+    rules, shape = policy.preempt, job.request.shape
+    held: dict[str, int] = {}
+    lost: dict[str, float] = {}
+    able = {victim.id for victim in candidates}
+    for other in snapshot.running:
+        for share in other.shares:
+            if other.id in able:
+                lost[share.node] = lost.get(share.node, 0.0) + lost_s(other, rules, snapshot.now_s)
+            else:
+                held[share.node] = held.get(share.node, 0) + share.cpus
+    least = max(1, shape.cpus_per_task * shape.tasks_min)
+    useful = [node for node in snapshot.nodes if node.usable and node.cpus - held.get(node.name, 0) >= least]
+    ranked = sorted(useful, key=lambda node: (node.name not in shape.nodelist, lost.get(node.name, 0.0), node.name))
+    if len(ranked) <= count:
+        return snapshot
+    names = {node.name for node in ranked[:count]}
+    return replace(
+        snapshot,
+        nodes=tuple(node for node in snapshot.nodes if node.name in names),
+        running=tuple(other for other in snapshot.running if any(share.node in names for share in other.shares)),
+    )
 
 
 def candidates_for(snapshot: Snapshot, policy: Policy, job: PendingJob) -> list[RunningJob]:
@@ -105,12 +157,20 @@ class _Trial:
     ) -> None:
         self._snapshot = snapshot
         self._ahead = tuple(ahead)
+        self._known: dict[frozenset[int], Start | None] = {}
         self._policy = policy
         self._job = job
         self._make = make
 
     def start(self, victims: Iterable[RunningJob]) -> Start | None:
         """Return how the job starts then; None: it does not. Jobs ahead that the victims would make room for do not count."""
+        victims = tuple(victims)
+        key = frozenset(victim.id for victim in victims)
+        if key not in self._known:
+            self._known[key] = self._start(victims)
+        return self._known[key]
+
+    def _start(self, victims: tuple[RunningJob, ...]) -> Start | None:
         world = without(self._snapshot, self._policy, victims)
         ahead = self._ahead
         while True:

@@ -96,6 +96,17 @@ def test_the_last_work_that_is_lost_and_the_fewest_victims() -> None:
     assert victims(small.change(1, started_at_s=500.0)) == {3: [1, 2]}
 
 
+def test_in_a_large_world_the_cheapest_nodes_are_found() -> None:
+    running = [f"{at}: n{at} 4c q={'high' if at % 3 == 0 else 'low'}" for at in range(1, 101)]
+    made = world(
+        "100x4", running, ["300: 2 nodes 4c 60s q=high", "301: n97,n98 2 nodes 4c 60s q=high"], preempt=by_qos()
+    )
+    made.now_s = 1000.0
+    for at in (31, 61, 91):
+        made.change(at, started_at_s=990.0)
+    assert victims(made) == {300: [31, 61], 301: [97, 98]}
+
+
 def test_only_who_is_needed_is_preempted() -> None:
     made = world(
         "3x4", ["1: n1 1c q=low", "2: n2 4c q=low", "4: n3 4c q=low"], ["3: 2 nodes 3c q=high"], preempt=by_qos()
