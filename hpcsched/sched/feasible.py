@@ -29,7 +29,7 @@ def never_fits(shape: Shape, nodes: Sequence[NodeView]) -> bool:
     """
     if shape.switches:
         shape = replace(shape, switches=0)
-    if shape.ntasks is None and not shape.gpus_total and not shape.nodelist:
+    if shape.ntasks is None and not shape.gpus_total and not shape.nodelist and shape.any_nodes:
         return not _has_seats(shape, nodes, shape.nodes_min)
     places = {node.name: at for at, node in enumerate(nodes)}
     required = frozenset(places.get(name, -1) for name in shape.nodelist)
@@ -178,6 +178,8 @@ def _in_all(shape: Shape, nodes: list[NodeView], where: str, among: str) -> str:
     missing = [name for name in shape.nodelist if name not in fit]
     if missing:
         return f"cannot give job {needs(shape)}: {listed(missing)} {'has' if len(missing) == 1 else 'have'} not so much"
+    if shape.alike or shape.counts:
+        return f"cannot give job {needs(shape)}: {where} has no nodes that are all of that together"
     return f"cannot give job {needs(shape)}: {where} has {plural(len(seats), 'node')} with all of that{among}"
 
 

@@ -269,7 +269,8 @@ def test_backfill_never_delays_the_first_job_that_waits(snapshot: Snapshot) -> N
     with_those_ahead = _after(snapshot, Plan(starts=tuple(before), waits={}))
     with_all = _after(snapshot, made)
     promised_s = _first_start_s(with_those_ahead, head.id)
-    assert made.waits[head.id].expected_start_s == promised_s
+    expected_s = made.waits[head.id].expected_start_s
+    assert (expected_s if expected_s is not None else float("inf")) == promised_s  # on too few switches: not yet known
     assert _first_start_s(with_all, head.id) <= promised_s
 
 

@@ -59,6 +59,12 @@ def test_a_job_waits_for_its_kinds_and_starts_when_they_are_free() -> None:
     assert sketch.plan().waits[JobId(9)].expected_start_s == 60.0
 
 
+def test_kinds_that_the_nodes_cannot_be_all_at_once_are_never_waited_for() -> None:
+    sketch = world("1x4+a+b 1x4", waiting=["9: +[a*1&b*1]", "10: 1c"])
+    assert sketch.reasons() == {9: "ReqNodeNotAvail"}
+    assert "no nodes that are all of that together" in sketch.plan().waits[JobId(9)].detail
+
+
 def test_tasks_and_kinds_together() -> None:
     assert got("1x2+a 1x8+a 1x2+b", "2 nodes 10 tasks +[a*1&b*1]", ntasks_per_node=None) == "n2 n3"
 
