@@ -55,7 +55,7 @@ def pids(work: Path, count: int) -> list[int]:
 def stands_still(pid: int) -> bool:
     stat = process.read_stat(pid)
     assert stat is not None
-    if stat.state == "T":
+    if stat.state in "TD":  # D: its child was stopped between vfork and exec, and it waits for that
         return True
     groups = [line[3:] for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines() if line.startswith("0::")]
     mounts = [line.split()[1] for line in Path("/proc/mounts").read_text().splitlines() if " cgroup2 " in line]
