@@ -1,22 +1,27 @@
-"""Our own policy: short jobs first by prediction, and a guard that keeps old jobs from waiting longer than under plain EASY.
+"""Our own policy: short jobs first by prediction, and a guard that keeps jobs from waiting much longer than under plain EASY.
 
-Two orders. The *old*, which have waited for more than a part of plain EASY's longest wait (see `rehearsal`), come first, in
-the order of arrival; the first few of them that do not fit are promised the earliest start that the requests of what runs
-allow. All others come by the time they have waited over what they are expected to take (run time, see `predict`, times the
-root of the processors): whoever waits moves up, a small job quickly. They start if they fit now and touch no promise.
+Its measure is plain EASY's longest wait so far on the same jobs (see `rehearsal`): certain, and it only grows. Who has waited
+for a part of it is *old*. The old come first in the order of arrival: those that fit start, the first that does not is
+promised the earliest start that the requests of what runs allow, and the others start if they touch no promise. If all are old
+this is plain EASY, job by job. The young come by the time they have waited over the time that they are expected to run (see
+`predict`), weighed by their size: whoever waits moves up, a short job quickly. They start if they fit now and touch no promise.
 
-Before there is a measure, in the first days of a machine, nobody is old before a fixed time, and the first in the second
-order is promised a start.
+A few of the young are promised a start as well, for what is begun before they are old would still be in their way then: the
+first in line, for a late one, and the first of those that need much of the machine, for an early one. Before there is a
+measure, in the first days of a machine, nobody is old before a fixed time, and the first in the second order is promised a start.
 
 A prediction only orders jobs, promises count with requests: one that proves short delays no promise. Expected run times
-beyond `Guard.long_s` count as that. What the guard does not do: it is a rule of thumb that keeps the longest wait near plain
-EASY's, not a proof that it stays below. Told of events like every pool; no clock.
+beyond `Guard.long_s` count as that.
+
+What is proven: with `Guard.part` and `old_s` 0 (everybody is old) the schedule is plain EASY's, and what is promised to an old
+job does not slip as long as requests hold. What is not: that the longest wait stays below plain EASY's. As soon as one job
+starts elsewhere than under EASY all later ones do, and the longest of many thousand waits falls as luck has it: see
+man/adr/0011-the-guard-of-the-default-policy.md for how often it is above. Told of events like every pool; no clock.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import sqrt
 
 from hpcsched.sched.intervals import NEVER_S
 from hpcsched.sched.policy import Guard
@@ -26,6 +31,7 @@ from hpcsched.sched.promises import Steps, steps_of
 from hpcsched.sched.rehearsal import Rehearsal
 
 ANY = 1 << 62
+SHORTEST_PROMISE_S = 1.0  # one for no time at all would keep nothing free
 SHORTEST_S = 10.0  # as bounded slowdown counts: shorter is not worth preferring
 
 
@@ -36,8 +42,11 @@ class GuardedPool(Pool):
         self, size: int, procs: Sequence[int], limits_s: Sequence[float], users: Sequence[int], guard: Guard
     ) -> None:
         super().__init__(size, procs, limits_s)
+        self.size = size
         self.users = users
         self.guard = guard
+        self.weights = [count**guard.size_power for count in procs]
+        self.learning_weights = [count**guard.learning_power for count in procs]
         self.history = History()
         self.rehearsal = Rehearsal(size, procs, limits_s)
         self.submits_s: dict[int, float] = {}
@@ -67,50 +76,88 @@ class GuardedPool(Pool):
     def choose(self, now_s: float) -> list[int]:
         if not self.free:
             return []
-        started: list[int] = []
         learning = self.learnt_at_s is not None and now_s < self.learnt_at_s
-        steps, promised = self._old_ones(self._old_after_s(learning), now_s, started)
-        if self.free:
-            self._by_size(now_s, started, steps, promised, lead=learning and not promised)
+        started: list[int] = []
+        left, steps = self._old_ones(self._old_after_s(learning), now_s, started)
+        if not self.free:
+            return started
+        guard = self.guard
+        if learning:
+            most = ANY if steps is None else self.free
+            young = self._ranked(now_s, left, most, guard.learning_long_s, self.learning_weights)
+            self._lead(young, now_s, started, steps)
+        elif young := self._ranked(now_s, left, self.free, guard.long_s, self.weights):
+            steps = steps if steps is not None else steps_of(self, now_s)
+            self._start_young(young, now_s, started, steps, self._promise_young(left, now_s, steps))
         return started
+
+    def _measure_s(self) -> float:
+        return max(self.guard.old_s, self.rehearsal.longest_wait_s)
 
     def _old_after_s(self, learning: bool) -> float:
         """Return how long a job that counts as old has waited."""
-        guard = self.guard
-        old_after_s = max(guard.old_s, guard.part * self.rehearsal.longest_wait_s)
-        return max(old_after_s, guard.learning_old_s) if learning else old_after_s
+        old_after_s = self.guard.part * self._measure_s()
+        return max(old_after_s, self.guard.learning_old_s) if learning else old_after_s
 
-    def _old_ones(self, old_after_s: float, now_s: float, started: list[int]) -> tuple[Steps | None, set[int]]:
-        """Start the old jobs that fit, and promise starts to the first few that do not.
+    def _old_ones(self, old_after_s: float, now_s: float, started: list[int]) -> tuple[int, Steps | None]:
+        """Start the old jobs that fit in the order of arrival; the first that do not are promised a start.
 
-        Returns what is free beside the promises (None: there are none) and to whom they were made.
+        Returns how many old ones are left, and what is free beside the promises (None: there are none).
         """
-        guard = self.guard
         steps: Steps | None = None
-        promised: set[int] = set()
-        for job in self.queue[: guard.most_old]:  # in the order of arrival
+        left = 0
+        for job in tuple(self.queue):
             procs, limit_s, number = job
-            if now_s - self.submits_s[number] < old_after_s or len(promised) >= guard.promises:
+            if now_s - self.submits_s[number] < old_after_s or not self.free:
                 break
-            if steps is None and procs > self.free:
-                steps = steps_of(self, now_s)
-            if steps is None:
-                start_s = now_s
+            if left < self.guard.promises:
+                if steps is None and procs > self.free:
+                    steps = steps_of(self, now_s)
+                start_s = now_s if steps is None else _promise(steps, job, now_s)
             else:
-                start_s = steps.earliest(procs, limit_s)
-                if start_s < NEVER_S:
-                    steps.add(start_s, start_s + limit_s, -procs)
+                fits = steps is not None and procs <= self.free and steps.fits_now(procs, limit_s)
+                start_s = now_s if fits else NEVER_S
+                if fits and steps is not None:
+                    steps.add(now_s, now_s + limit_s, -procs)
             if start_s <= now_s:
                 self._go(job, now_s, started)
             else:
-                promised.add(number)
-        return steps, promised
+                left += 1
+        return left, steps
 
-    def _by_size(
-        self, now_s: float, started: list[int], steps: Steps | None, promised: set[int], *, lead: bool
+    def _promise_young(self, old: int, now_s: float, steps: Steps) -> dict[int, float]:
+        """Promise a start to the first few young jobs, and to the first wide one; return to whom, and when.
+
+        The first `old` of the queue are not young.
+        """
+        guard = self.guard
+        measure_s = self._measure_s()
+        promised: dict[int, float] = {}
+        wide = next((job for job in self.queue[old:] if job[0] >= guard.wide * self.size), None)
+        wanted = [(job, guard.first_part) for job in self.queue[old : old + guard.first]]
+        for job, part in wanted if wide is None else [(wide, guard.wide_part), *wanted]:
+            if job[2] not in promised:
+                promised[job[2]] = _promise(steps, job, max(now_s, self.submits_s[job[2]] + part * measure_s))
+        return promised
+
+    def _start_young(
+        self, young: Sequence[Waiting], now_s: float, started: list[int], steps: Steps, promised: dict[int, float]
     ) -> None:
-        """Start the other jobs that fit; with `lead` the first that does not is promised a start."""
-        for job in self._ranked(now_s, promised, ANY if lead else self.free):
+        """Start those that fit and touch no promise but their own."""
+        for job in young:
+            procs, limit_s, number = job
+            own_s = promised.get(number, NEVER_S)
+            if procs <= self.free and steps.fits_now(procs, limit_s, own_s):
+                if own_s < NEVER_S:
+                    steps.add(own_s, own_s + max(limit_s, SHORTEST_PROMISE_S), procs)
+                steps.add(now_s, now_s + limit_s, -procs)
+                self._go(job, now_s, started)
+                if not self.free:
+                    break
+
+    def _lead(self, young: Sequence[Waiting], now_s: float, started: list[int], steps: Steps | None) -> None:
+        """Start those that fit and touch no promise; if none was made, the first that does not fit gets one."""
+        for job in young:
             procs, limit_s, _ = job
             if procs <= self.free and (steps is None or steps.fits_now(procs, limit_s)):
                 if steps is not None:
@@ -118,21 +165,17 @@ class GuardedPool(Pool):
                 self._go(job, now_s, started)
                 if not self.free:
                     break
-            elif lead:
-                lead = False
+            elif steps is None:
                 steps = steps_of(self, now_s)
-                start_s = steps.earliest(procs, limit_s)
-                if start_s < NEVER_S:
-                    steps.add(start_s, start_s + limit_s, -procs)
+                _promise(steps, job, now_s)
 
-    def _ranked(self, now_s: float, promised: set[int], most: int) -> list[Waiting]:
-        """Return the jobs of at most `most` processors without a promise, the one that has waited most for its size first."""
-        longest_s = self.history.longest_s
-        users, submits_s, long_s = self.users, self.submits_s, self.guard.long_s
+    def _ranked(self, now_s: float, old: int, most: int, long_s: float, weights: Sequence[float]) -> list[Waiting]:
+        """Return the young jobs of at most `most` processors, the one that has waited most for its size first."""
+        longest_s, users, submits_s = self.history.longest_s, self.users, self.submits_s
         ranked = []
-        for job in self.queue:
+        for job in self.queue[old:]:
             procs, limit_s, number = job
-            if procs <= most and number not in promised:
+            if procs <= most:
                 expected_s = longest_s.get(users[number], limit_s)
                 if expected_s > limit_s:
                     expected_s = limit_s
@@ -140,7 +183,7 @@ class GuardedPool(Pool):
                     expected_s = long_s
                 elif expected_s < SHORTEST_S:
                     expected_s = SHORTEST_S
-                ranked.append(((submits_s[number] - now_s) / (expected_s * sqrt(procs)), number, job))
+                ranked.append(((submits_s[number] - now_s) / (expected_s * weights[number]), number, job))
         if len(ranked) > 1:
             ranked.sort()
         return [job for _, _, job in ranked]
@@ -149,3 +192,13 @@ class GuardedPool(Pool):
         self._leave(job)
         self.start(job[2], now_s)
         started.append(job[2])
+
+
+def _promise(steps: Steps, job: Waiting, from_s: float) -> float:
+    """Keep room for `job` from the first time at or after `from_s` at which it fits, and return that time."""
+    procs, limit_s, _ = job
+    length_s = max(limit_s, SHORTEST_PROMISE_S)
+    start_s = steps.earliest(procs, length_s, from_s)
+    if start_s < NEVER_S:
+        steps.add(start_s, start_s + length_s, -procs)
+    return start_s

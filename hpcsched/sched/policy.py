@@ -19,15 +19,21 @@ class Backfill(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Guard:
-    """How our own policy keeps old jobs from being overtaken too long; see `guarded`. One set for all machines."""
+    """How our own policy keeps jobs from being overtaken too long; see `guarded`. One set for all machines."""
 
-    part: float = 0.36  # of plain EASY's longest wait: who has waited longer is old
-    old_s: float = 3600.0  # nobody is old before this
-    most_old: int = 50  # so many at a time, the oldest
-    promises: int = 3  # so many of them that do not fit are promised a start
-    long_s: float = 14400.0  # expected run times beyond this count as this
-    learning_s: float = 14 * 86400.0  # so long a machine's history says too little
-    learning_old_s: float = 500_000.0  # and nobody is old before this
+    part: float = 0.47  # of plain EASY's longest wait: who has waited longer is old, and no longer overtaken
+    old_s: float = 3600.0  # that wait counts as this at least
+    promises: int = 1  # so many old ones that do not fit are promised a start at once
+    first: int = 3  # so many of the young, the first in line, are promised a start
+    first_part: float = 0.9  # when they will have waited for this part
+    wide: float = 0.63  # of the machine: who needs as much is hard to find room for
+    wide_part: float = 0.06  # the first wide one is promised a start when it will have waited for this part
+    size_power: float = -0.3  # how a job's processors weigh against it in the order of the young
+    long_s: float = 9000.0  # expected run times beyond this count as this
+    learning_s: float = 10 * 86400.0  # so long a machine's history says too little
+    learning_old_s: float = 329_000.0  # and nobody is old before this
+    learning_long_s: float = 14400.0  # in place of `long_s`
+    learning_power: float = 0.5  # in place of `size_power`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

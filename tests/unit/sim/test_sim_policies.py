@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from unit.sim.traces import PROCS, SMALL, job, traces
 
 from hpcsched.errors import RequestError
-from hpcsched.sched.policy import Backfill
+from hpcsched.sched.guarded import GuardedPool
+from hpcsched.sched.policy import Backfill, Guard
 from hpcsched.sched.promises import ConservativePool
 from hpcsched.sched.rehearsal import Rehearsal
 from hpcsched.sim.planned import PlannedLine
@@ -47,6 +49,43 @@ def test_default_lets_the_user_of_short_jobs_go_first() -> None:
     jobs = [job(1, 0, 2, 10, 100, 2), job(2, 10, 90, 10, 100, 1), job(3, 11, 90, 10, 100, 1), job(4, 12, 2, 10, 100, 2)]
     assert starts("easy", jobs) == [0, 10, 100, 190]
     assert starts("default", jobs) == [0, 10, 102, 100]
+
+
+def guarded(jobs: Sequence[TraceJob], guard: Guard) -> list[float]:
+    line = GuardedPool(
+        PROCS, [one.procs for one in jobs], [one.asked_s for one in jobs], [one.user for one in jobs], guard
+    )
+    return replay(jobs, line)
+
+
+@given(traces(most=40))
+@settings(max_examples=200, deadline=None)
+def test_default_is_plain_easy_if_everybody_is_old(jobs: list[TraceJob]) -> None:
+    assert guarded(jobs, Guard(part=0, old_s=0, learning_s=0)) == starts("easy", jobs)
+
+
+@given(traces(most=40))
+@settings(max_examples=100, deadline=None)
+def test_the_guard_lets_every_job_start_whatever_its_numbers(jobs: list[TraceJob]) -> None:
+    for guard in (Guard(learning_s=0), Guard(old_s=20, learning_s=0), Guard(learning_s=5), Guard()):
+        assert all(at_s >= one.submit_s for one, at_s in zip(jobs, guarded(jobs, guard), strict=True))
+
+
+def test_nothing_that_begins_before_a_job_is_old_keeps_it_waiting_after() -> None:
+    # Job 2 needs all and is old at 45. Job 3 would run until 102; job 4 is over by then.
+    jobs = [job(1, 0, 30, 5), job(2, 1, 10, 10), job(3, 2, 100, 5), job(4, 3, 20, 5)]
+    guard = Guard(part=0.5, old_s=100, first=1, first_part=0.5, wide=2, learning_s=0)
+    assert guarded(jobs, guard) == [0, 30, 40, 3]
+    assert guarded(jobs, replace(guard, first=0)) == [0, 102, 2, 30]
+    wide = replace(guard, first=0, wide=0.8, wide_part=0.5)
+    assert guarded(jobs, wide) == [0, 30, 40, 3]
+
+
+def test_a_job_that_takes_no_time_is_not_passed_for_ever() -> None:
+    # It needs all; the others take turns on half of the machine each, and their limits are up together at no time.
+    jobs = [job(1, 0, 10, 5), job(2, 1, 0, 10)] + [job(3 + at, 2 + 5 * at, 10, 5) for at in range(20)]
+    assert guarded(jobs, Guard(part=0, old_s=0, learning_s=0))[1] == 10
+    assert guarded(jobs, Guard(part=0.1, old_s=50, learning_s=0))[1] < 30
 
 
 @given(traces())

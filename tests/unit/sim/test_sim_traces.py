@@ -41,3 +41,4 @@ def test_conservative_and_default_serve_better_than_easy() -> None:
     assert conservative.bounded_slowdown_mean <= easy.bounded_slowdown_mean
     assert ours.bounded_slowdown_mean <= 69.4
     assert ours.wait_mean_s <= easy.wait_mean_s
+    assert ours.wait_max_s <= easy.wait_max_s
