@@ -308,8 +308,13 @@ def _fence(rest: Sequence[str], words: Words) -> int:
     _needs(rest, "the nodes")
     answer = client.call("POST", "/v1/nodes/fence", {"nodes": rest[0], "why": " ".join(rest[1:])})
     if not words.has("json"):
-        jobs = ", ".join(map(str, answer["jobs"]))
-        print(f"{clean(rest[0])} fenced; {f'jobs that go on without it: {jobs}' if jobs else 'no job waited for it'}")
+        became = answer.get("became", ())
+        print(
+            f"{clean(rest[0])} fenced; "
+            + ("given up on your word, not on proof:" if became else "no job waited for it")
+        )
+        for line in became:
+            print(f"  {clean(line)}")
     return _report(answer, words)
 
 

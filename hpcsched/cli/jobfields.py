@@ -48,7 +48,9 @@ def reason(job: Job) -> str:
 
 
 def nodes_or_reason(job: Job) -> str:
-    """Return squeue's last column: where the job runs, or in parentheses why it does not."""
+    """Return squeue's last column: where the job runs, or in parentheses why it does not; or both, if it waits for a node."""
+    if reason(job) == "NodeDown" and job["node_list"]:
+        return f"{job['node_list']} (NodeDown)"
     failed = job["state"] in ENDED_STATES and reason(job) != "None"
     if is_waiting(job) or (failed and job["state"] != "COMPLETED" and not job["node_list"]):
         return f"({reason(job)})"

@@ -22,7 +22,7 @@ from hpcsched.lifecycle.job import can
 from hpcsched.model.hostlist import expand_hostlist
 from hpcsched.model.ids import NodeName
 from hpcsched.model.job import ACTIVE, FINAL, Hold, Job, JobState
-from hpcsched.model.node import Partition
+from hpcsched.model.node import Link, Partition
 from hpcsched.model.reservation import Reservation
 from hpcsched.model.spec import JobSpec
 from hpcsched.sched.feasible import impossible
@@ -49,6 +49,7 @@ class Outcome:
     jobs: list[int] = field(default_factory=list)
     errors: list[dict[str, str]] = field(default_factory=list)
     signals: list[SignalJob] = field(default_factory=list)
+    became: dict[int, str] = field(default_factory=dict)  # of jobs that lost a node: what becomes of each, in words
 
     def refuse(self, reference: str, error: HpcschedError) -> None:
         """Note that a reference was refused."""
@@ -56,7 +57,8 @@ class Outcome:
 
     def as_json(self) -> dict[str, Any]:
         """Return the part that the asker sees."""
-        return {"jobs": self.jobs, "errors": self.errors}
+        answer: dict[str, Any] = {"jobs": self.jobs, "errors": self.errors}
+        return answer | ({"became": list(self.became.values())} if self.became else {})
 
 
 def submit(
@@ -354,15 +356,34 @@ def fence(tx: Transaction, asker: Asker, nodes: str, why: str) -> Outcome:
     """Take the admin's word that these nodes run nothing of ours any more: what waits for them goes on."""
     asker.must_be_admin("fence a node")
     outcome = Outcome()
-    for name in find_nodes(tx.world, nodes):
+    names = find_nodes(tx.world, nodes)
+    for name in names:
+        if tx.world.nodes[name].link is Link.UP:
+            raise RequestError(
+                f"cannot fence node {name}: it answers, so what it runs is known and can be ended: hcancel, hctl requeue; "
+                f"hctl drain {name} keeps new jobs away. One that has just been switched off is DOWN in a moment"
+            )
+    for name in names:
         for job in tx.world.jobs_on(name):
-            lose_node(tx, job, name, f"node {name} was fenced by {asker.user}{': ' + why if why else ''}")
-            outcome.jobs.append(job.id)
+            lost = lose_node(tx, job, name, f"node {name} was fenced by {asker.user}{': ' + why if why else ''}")
+            outcome.became[lost.id] = _what_became(lost)
         for key in [key for key in tx.world.kept if key[0] == name]:
             del tx.world.kept[key]
         if name in tx.world.unseen_nodes():
             tx.set_node(name, boot_id="fenced")  # jobs of a restored database do not wait for it any more
+    outcome.jobs = list(outcome.became)
     return outcome
+
+
+def _what_became(job: Job) -> str:
+    """Return what becomes of a job that has lost a node, in words."""
+    again = job.requeue_wanted or job.state is JobState.PENDING
+    if job.state is JobState.COMPLETING:
+        rest = "goes back to the queue" if again else f"ends as {job.outcome}"
+        return f"job {job.display_id} {rest} when its other nodes are clear"
+    if job.state in ACTIVE:
+        return f"job {job.display_id} goes on without it"
+    return f"job {job.display_id} " + ("goes back to the queue" if again else f"has ended as {job.state}")
 
 
 def lose_node(tx: Transaction, job: Job, node: NodeName, why: str) -> Job:

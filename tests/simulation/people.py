@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from hpcnode import protocol
 from hpcsched.api.identity import Asker
 from hpcsched.controller import requests, suspension, update
-from hpcsched.errors import HpcschedError, UnavailableError
+from hpcsched.errors import HpcschedError, RequestError, UnavailableError
 from hpcsched.model.ids import JobId
 from hpcsched.model.job import Hold, JobState
 from hpcsched.model.spec import JobSpec
@@ -172,6 +172,8 @@ class _Request:
         world.points.reached(f"before the answer to {self._what.split(' ')[0]}")
         if isinstance(result, UnavailableError):
             return
+        if isinstance(result, RequestError) and self._what.startswith("fence"):
+            return  # the controller has not noticed yet that the node is off: the admin says it again
         if isinstance(result, HpcschedError):
             world.tell(f"{self._what}: {result}")
         else:

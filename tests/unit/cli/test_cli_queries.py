@@ -107,6 +107,13 @@ def test_an_array_is_a_table_and_its_waiting_tasks_one_line(api: FakeApi, capsys
     assert capsys.readouterr().out.splitlines()[1].split()[0] == "20_[1-3%2]"
 
 
+def test_a_job_whose_node_is_silent_says_so_beside_its_nodes(api: FakeApi, capsys: pytest.CaptureFixture[str]) -> None:
+    jobs = [running() | {"reason": "NodeDown", "node_list": "n[1-2]"}, job() | {"reason": "NodeDown"}]
+    api.answers["GET /v1/jobs"] = {"now_s": NOW_S, "jobs": jobs}
+    assert hqueue.main(["-o", "where", "--noheader"]) == 0
+    assert [line.strip() for line in capsys.readouterr().out.splitlines()[:2]] == ["n[1-2] (NodeDown)", "(NodeDown)"]
+
+
 def test_tasks_fold_only_where_they_are_alike() -> None:
     tasks = [task(20, 1), task(20, 2), task(20, 3, restarts=1), task(20, 4, hold="user"), task(40, 1), running()]
     assert [one.get("folded") or one["display_id"] for one in fold_arrays(tasks)] == [
@@ -182,6 +189,13 @@ def test_hctl_sends_what_its_words_say(argv: list[str], route: str, body: dict[s
     api.answers[route] = {"jobs": [12], "errors": [], "nodes": ["n1"], "changed": [], "name": "r"}
     assert hctl.main(argv) == 0
     assert api.requests(route) == [body]
+
+
+def test_who_fences_reads_what_was_given_up(api: FakeApi, capsys: pytest.CaptureFixture[str]) -> None:
+    became = ["job 12 goes back to the queue", "job 13 has ended as NODE_FAIL"]
+    api.answers["POST /v1/nodes/fence"] = {"jobs": [12, 13], "errors": [], "became": became}
+    assert hctl.main(["fence", "n1", "burnt"]) == 0
+    assert capsys.readouterr().out == "n1 fenced; given up on your word, not on proof:\n  " + "\n  ".join(became) + "\n"
 
 
 RESERVATION = {

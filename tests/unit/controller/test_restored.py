@@ -153,6 +153,8 @@ def test_a_fenced_node_is_not_waited_for(restored: Restored) -> None:
     after = restored.restore()
     after.ask(lambda tx: requests.release(tx, ROOT, [str(held)]))
     after.welcome("n1")
+    after.controller.node_down(NodeName("n2"), "no route to host")
+    after.tick()
     after.ask(lambda tx: requests.fence(tx, ROOT, "n2", "burnt"))
     assert after.job(held).state is JobState.CONFIGURING
     assert after.world.unseen_nodes() == []

@@ -198,6 +198,34 @@ def test_a_node_that_does_not_answer_keeps_its_job_until_there_is_proof() -> Non
     assert "it burnt" in cluster.job(job_id).reason_detail
 
 
+def test_a_node_that_answers_is_not_fenced_for_what_it_runs_would_run_twice() -> None:
+    cluster = Cluster("n1", "n2")
+    job_id = cluster.submit()
+    cluster.run(job_id)
+    cluster.controller.node_down(NodeName("n2"), "connection lost")
+    cluster.tick()
+    with pytest.raises(RequestError, match="cannot fence node n1: it answers"):
+        cluster.ask(lambda tx: requests.fence(tx, ROOT, "n[1-2]", "wrong plug"))
+    assert (cluster.job(job_id).state, cluster.job(job_id).attempt) == (JobState.RUNNING, 0)
+
+
+@pytest.mark.parametrize(
+    ("requeue", "became"), [(True, "job 1 goes back to the queue"), (False, "job 1 has ended as NODE_FAIL")]
+)
+def test_who_fences_a_node_is_told_what_becomes_of_each_job(requeue: bool, became: str) -> None:
+    cluster = Cluster("n1", "n2")
+    alone = cluster.submit(requeue=requeue)
+    cluster.run(alone)
+    gang = cluster.submit(nodes_min=2, requeue=requeue)
+    cluster.run(gang)
+    cluster.controller.node_down(NodeName("n1"), "connection lost")
+    cluster.tick()
+    answer = cluster.ask(lambda tx: requests.fence(tx, ROOT, "n1", "it burnt")).as_json()
+    rest = "goes back to the queue" if requeue else "ends as NODE_FAIL"
+    assert answer["jobs"] == [alone, gang]
+    assert answer["became"] == [became, f"job {gang} {rest} when its other nodes are clear"]
+
+
 def test_a_rebooted_node_sends_its_job_back_to_the_queue() -> None:
     cluster = Cluster("n1", "n2")
     job_id = cluster.submit(nodes_min=2)
@@ -370,6 +398,8 @@ def test_what_runs_on_a_node_that_the_job_does_not_hold_any_more_is_ended() -> N
     job_id = cluster.submit(requeue=False)
     cluster.run(job_id)
     running = cluster.report(job_id, protocol.STARTED)
+    cluster.controller.node_down(NodeName("n1"), "connection lost")
+    cluster.tick()
     cluster.ask(lambda tx: requests.fence(tx, ROOT, "n1", "burnt, they say"))
     assert cluster.job(job_id).state is JobState.NODE_FAIL
     cluster.welcome("n1", inventory=(running,))
