@@ -1,8 +1,9 @@
 # make demo    a three-node cluster on this machine trains a model, loses a node and goes on
 # make test    all tests (installs what they need into .venv)
 # make bench   measurements, as a table and as JSON in bench-out/
-# make sim     launching in simulated clusters: SEEDS=1000 random ones, SEED=7 in words; STORIES=1 every
-#              crash with every fault of every message in small stories (hours; EVERY=50: every 50th pair)
+# make sim     launching in simulated clusters: SEEDS=1000 random ones (FIRST=0), SEED=7 in words; STORIES=1 every
+#              crash with every fault of every message, each pair in one small story (half an hour; EVERY=50: every 50th;
+#              STORIES=all: in every story that has it); goes on where it was stopped (sim-out/)
 # make kill-rounds  a real cluster with real sshds: in each of ROUNDS=300 rounds something is killed while jobs flow (SEED=1)
 # make lint    style and architecture
 # make clean   remove what make made
@@ -44,7 +45,7 @@ bench: venv
 	@$(BIN)/python -m tests.bench $(BENCH)
 
 sim: venv
-	@PYTHONPATH=tests $(BIN)/python -m simulation $(if $(SEED),--seed $(SEED),$(if $(STORIES),--stories --every $(or $(EVERY),1),--seeds $(or $(SEEDS),1000)))
+	@PYTHONPATH=tests $(BIN)/python -m simulation $(if $(SEED),--seed $(SEED),$(if $(STORIES),--stories $(if $(filter all,$(STORIES)),--everywhere) --every $(or $(EVERY),1) --state sim-out/$(STORIES)-$(or $(EVERY),1),--seeds $(or $(SEEDS),1000) --first $(or $(FIRST),0)))
 
 kill-rounds: venv
 	@$(BIN)/python -m tests.integration.kill_rounds --rounds $(or $(ROUNDS),300) --seed $(or $(SEED),1)
@@ -55,4 +56,4 @@ lint: venv
 	$(BIN)/lint-imports
 
 clean:
-	rm -rf $(VENV) $(VENV)-openmpi build dist demo-out bench-out *.egg-info
+	rm -rf $(VENV) $(VENV)-openmpi build dist demo-out bench-out sim-out *.egg-info

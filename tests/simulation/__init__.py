@@ -18,6 +18,7 @@ log of what is over, and search for what a lost step left behind. What is simula
 and what is done with it:
 
     stories    small stories; every crash point in them is tried with every fault of every message
+    cover      in which of them each such pair is tried, and what of it was; goes on where it was stopped
     chaos      random worlds made from a seed, and the search for the shortest history that still fails
     mutants    known ways to break the production code; each has to be noticed
 

@@ -11,16 +11,16 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable
+from pathlib import Path
 
-from simulation import chaos, stories
-from simulation.stories import Tally
+from simulation import chaos, cover
 from simulation.world import Stage, stage
 
 _STAGE: list[Stage] = []  # of a worker process, made once in it
 _OPEN = contextlib.ExitStack()
-_PAIRS: dict[int, list[stories.Pair]] = {}  # of the story that this process is at
+_COVER: list[cover.Cover] = []  # of the stories, made before there were worker processes
 CHUNK = 20
-PARTS = 64  # of a story
+SAY_EVERY_S = 60.0
 
 
 def main() -> int:
@@ -29,8 +29,12 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=1000, help="how many random worlds (default %(default)s)")
     parser.add_argument("--first", type=int, default=0, help="the first seed (default %(default)s)")
     parser.add_argument("--seed", type=int, help="run this one seed, in words")
-    parser.add_argument("--stories", action="store_true", help="run every pair of every story instead")
+    parser.add_argument("--stories", action="store_true", help="try every crash point with every message fault instead")
+    parser.add_argument("--everywhere", action="store_true", help="each pair in every story in which it occurs")
     parser.add_argument("--every", type=int, default=1, help="of the pairs, only every so many (default: all)")
+    parser.add_argument(
+        "--state", type=Path, help="where finished parts are kept: what was stopped goes on behind them"
+    )
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes (default: cores)")
     args = parser.parse_args()
     if os.environ.get("PYTHONHASHSEED") != "0":  # the order of sets is to be the same each time
@@ -40,7 +44,7 @@ def main() -> int:
     if args.seed is not None:
         return _replay(args.seed)
     if args.stories:
-        return _all_stories(args.every, args.jobs)
+        return _all_stories(args)
     return _many(range(args.first, args.first + args.seeds), args.jobs)
 
 
@@ -111,26 +115,31 @@ def _same(violation: chaos.Violation | None, invariant: str) -> bool:
     return violation is not None and violation.invariant == invariant
 
 
-def _some_pairs(work: tuple[int, int, int]) -> Tally:
-    number, start, step = work
-    story = stories.STORIES[number]
-    if number not in _PAIRS:
-        _PAIRS.clear()
-        _PAIRS[number] = stories.pairs_of(_STAGE[0], story)
-    return stories.explore(_STAGE[0], story, _PAIRS[number][start::step])
+def _part(number: int) -> tuple[int, cover.Part]:
+    return number, cover.explore(_STAGE[0], _COVER[0], number)
 
 
-def _all_stories(every: int, jobs: int) -> int:
-    total = Tally()
-    step = PARTS * every
-    work = [(story, start, step) for story in range(len(stories.STORIES)) for start in range(0, step, every)]
-    with multiprocessing.get_context("fork").Pool(jobs, _begin) as pool:
-        for done, tally in enumerate(pool.imap_unordered(_some_pairs, work), start=1):
-            total.add(tally)
-            for failure in tally.failures:
-                print(failure, flush=True)
-            if done % PARTS == 0:
-                print(f"{100 * done // len(work)} %: {total}", flush=True)
+def _all_stories(args: argparse.Namespace) -> int:
+    began_s = said_s = time.monotonic()
+    with stage() as on:
+        made = cover.cover_of(on, everywhere=args.everywhere, every=args.every)
+    _COVER.append(made)
+    total = cover.Result()
+    with cover.Progress(args.state, made) as progress:
+        for number, part in progress.parts.items():
+            total.take(made, number, part)
+        left = [number for number in range(made.parts) if number not in progress.parts]
+        print(f"{len(made.runs)} runs, {total.runs} of them made before", flush=True)
+        with multiprocessing.get_context("fork").Pool(args.jobs, _begin) as pool:
+            for number, part in pool.imap_unordered(_part, left):
+                progress.keep(number, part)
+                total.take(made, number, part)
+                for failure in part.failures:
+                    print(failure, flush=True)
+                if time.monotonic() - said_s > SAY_EVERY_S:
+                    said_s = time.monotonic()
+                    print(f"{100 * total.runs // len(made.runs)} %, {said_s - began_s:.0f} s: {total}", flush=True)
+    print("\n".join(total.lines()))
     print(total)
     return 1 if total.failures else 0
 

@@ -165,7 +165,7 @@ class Wish:
 
     def __str__(self) -> str:
         words = [f"{self.how.runs_s} s", f"code {self.how.code}"]
-        words += [w for w in ("stubborn", "leaves", "cannot_start", "step") if getattr(self.how, w)]
+        words += [w for w in ("stubborn", "leaves", "escapes", "cannot_start", "step") if getattr(self.how, w)]
         words += [f"{self.nodes} nodes"] if self.nodes > 1 else []
         words += [f"array of {self.tasks}"] if self.tasks else []
         words += [f"requeue={self.requeue}"] if self.requeue is not None else []
@@ -181,6 +181,7 @@ def _job(rng: random.Random, nodes: int) -> Wish:
         code=rng.choice((0, 0, 0, 1, 75)),
         stubborn=rng.random() < 0.2,
         leaves=rng.random() < 0.2,
+        escapes=rng.random() < 0.3,
         cannot_start=rng.random() < 0.05,
         step=wanted > 1 and rng.random() < 0.6,
     )

@@ -249,6 +249,8 @@ class Head(Process):
                 case protocol.CloseStream():
                     self.stepping.on_stream_closed((node, message.stream))
                 case _:
+                    if isinstance(message, protocol.Report):
+                        self.world.truth.heard(self.world.machines[node], message)
                     self.controller.node_says(node, message)
         except (HpcschedError, protocol.WireError) as error:
             self.world.tell(f"the controller drops what {node} says: {error}")

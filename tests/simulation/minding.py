@@ -34,12 +34,13 @@ class Behaviour:
     code: int = 0
     stubborn: bool = False  # ignores TERM
     leaves: bool = False  # leaves a process behind when it ends
+    escapes: bool = False  # has a process in a session of its own, until that is killed
     cannot_start: bool = False
     step: bool = False  # runs a step on all its nodes meanwhile (batch scripts alone)
 
     def as_args(self) -> tuple[str, ...]:
         """Return it as arguments of a job's script."""
-        words = [word for word in ("stubborn", "leaves", "cannot_start", "step") if getattr(self, word)]
+        words = [word for word in ("stubborn", "leaves", "escapes", "cannot_start", "step") if getattr(self, word)]
         return (str(self.runs_s), str(self.code), *words)
 
 
@@ -242,6 +243,9 @@ class SimShepherd(Process):
         program = Program(self.launch, self.pid, self.ticks, self.pid, parent, stubborn=how.stubborn)
         self._add(program)
         self.world.truth.program_runs(self.machine, program)
+        if how.escapes:
+            pid = self.machine.new_pid()
+            self._add(Program(self.launch, pid, self.machine.ticks(), pid, parent, is_main=False))
         self.world.agenda.later(how.runs_s, None, self._program_ends, program, how)
         if how.step:
             self.world.people.start_step(self.machine, self.launch)
@@ -364,6 +368,8 @@ class SimShepherd(Process):
                 self.world.agenda.later(RETRY_S, self, self.keep_final)
                 return
         self.final_kept = True
+        if self.released and self.final["status"] == protocol.ENDED:
+            self.world.truth.end_kept(self.token, self.final)
         self.after_moves()
 
     def tell_final(self) -> None:

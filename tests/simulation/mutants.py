@@ -1,7 +1,7 @@
 """Known ways to break the production code, each of which the simulation has to notice.
 
-A mutant takes one safeguard of the launch protocol away, in this process and for as long as its block lasts. What is a second
-safeguard beside another (a tombstone beside the note that an attempt is over) cannot be seen missing, and is not here.
+A mutant takes one safeguard of the launch protocol away, in this process and for as long as its block lasts. What only a rare
+chain of events makes visible is looked for in the story in which it happens, with each fault alone; the rest in random worlds.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from hpcnode import ledger, protocol
+from hpcnode import done, ledger, process, protocol, spool
 from hpcsched.controller import reports, silence, tick
 from hpcsched.store.store import Store
-from simulation import chaos
+from simulation import chaos, stories
 from simulation.world import Stage
 
 Change = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -28,6 +28,7 @@ class Mutant:
 
     name: str
     change: Change
+    story: str = ""  # in which it has to be noticed, not in random worlds
 
 
 def _instead(where: Any, name: str, made: Callable[[Any], Any]) -> Change:
@@ -62,7 +63,7 @@ def _sends_before_the_commit(real: Any) -> Any:
 
 def _replaced_on_a_timeout(_: Any) -> Any:
     """A node that is silent for a second is believed to run nothing."""
-    return lambda job: 1.0
+    return lambda job, node: 1.0
 
 
 def _believes_every_report(real: Any) -> Any:
@@ -85,6 +86,41 @@ def _finds_nothing(_: Any) -> Any:
     return lambda *args: None
 
 
+def _answers_before_the_commit(real: Any, *, nodes: bool) -> Any:
+    """Who asked is answered, and a node's report acknowledged, before that is on disk."""
+
+    def commit(self: tick.Controller, tx: Any, answers: Any) -> bool:
+        for item, result in answers:
+            if item.keep == nodes:
+                item.done(result)
+        return bool(real(self, tx, answers))
+
+    return commit
+
+
+def _answers_people_first(real: Any) -> Any:
+    return _answers_before_the_commit(real, nodes=False)
+
+
+def _acknowledges_first(real: Any) -> Any:
+    return _answers_before_the_commit(real, nodes=True)
+
+
+def _keeps_nothing(_: Any) -> Any:
+    return lambda *args: None
+
+
+def _leaves_no_tombstone(_: Any) -> Any:
+    return lambda *args: True
+
+
+def _by_session_alone(real: Any) -> Any:
+    def remains(*, sessions: Any, since_ticks: int, uid: int, marker: bytes) -> Any:
+        return real(sessions, since_ticks, uid, b"no such marker")
+
+    return remains
+
+
 MUTANTS = (
     Mutant("a lost shepherd's step is started again", _instead(ledger.Ledger, "shepherd_gone", _starts_again)),
     Mutant("a launch is sent before its commit", _instead(tick.Controller, "_commit", _sends_before_the_commit)),
@@ -92,14 +128,42 @@ MUTANTS = (
     Mutant("what a silent node was sent is never launched", _instead(silence, "is_gathered", _is_never_gathered)),
     Mutant("reports on older attempts are believed", _instead(reports, "on_batch_report", _believes_every_report)),
     Mutant("a request id is not looked up", _instead(Store, "request_jobs", _finds_nothing)),
+    Mutant("a request is answered before its commit", _instead(tick.Controller, "_commit", _answers_people_first)),
+    Mutant(
+        "a report is acknowledged before its commit",
+        _instead(tick.Controller, "_commit", _acknowledges_first),
+        story="a job is requeued",
+    ),
+    Mutant("how a step ended is not kept on its node", _instead(spool.Spool, "write_final", _keeps_nothing)),
+    Mutant(
+        "what is barred leaves no tombstone",
+        _instead(spool.Spool, "bar", _leaves_no_tombstone),
+        story="the disk is full after 5 writes",
+    ),
+    Mutant(
+        "that a job is over is not kept on its node",
+        _instead(done.DoneLog, "end_attempts", _keeps_nothing),
+        story="a job is cancelled while it starts",
+    ),
+    Mutant(
+        "what is left of a step is found by its session alone",
+        _instead(process, "remains_of", _by_session_alone),
+        story="a shepherd is killed, not all of its job",
+    ),
 )
 
 
-def noticed(on: Stage, mutant: Mutant, worlds: int) -> chaos.Outcome | None:
-    """Return the first of so many random worlds that breaks an invariant with the mutant, None if none does."""
+def noticed(on: Stage, mutant: Mutant, worlds: int) -> str:
+    """Return the first violation that the mutant leads to, "" if there is none.
+
+    Looked for in so many random worlds or, if it has a story, in that: without faults, then with each fault alone.
+    """
+    story = next((one for one in stories.STORIES if one.name == mutant.story), None)
+    if story is None:
+        with mutant.change():
+            outcomes = (chaos.play(on, chaos.script_of(seed)) for seed in range(worlds))
+            return next((str(outcome.violation) for outcome in outcomes if outcome.violation is not None), "")
+    pairs = [pair for pair in stories.pairs_of(on, story) if None in pair]
     with mutant.change():
-        for seed in range(worlds):
-            outcome = chaos.play(on, chaos.script_of(seed))
-            if outcome.violation is not None:
-                return outcome
-    return None
+        results = (stories.attempt(on, story, pair) for pair in pairs)
+        return next((result for result in results if isinstance(result, str)), "")

@@ -27,6 +27,11 @@ class Story:
     nodes: dict[str, int]
     acts: tuple[tuple[float, Callable[[World], None]], ...]
 
+    @property
+    def requeues(self) -> bool:
+        """Whether people ask for its job to be queued again."""
+        return any(act is requeue for _, act in self.acts)
+
 
 @dataclass(frozen=True, slots=True)
 class Crash:
@@ -186,6 +191,11 @@ STORIES = (
     Story("a job has two nodes", TWO, ((1.0, submit(SHORT, nodes=2)),)),
     Story("a job on two nodes is cancelled", TWO, ((1.0, submit(LONG, nodes=2)), (2.0, cancel))),
     *(full_disk(after) for after in range(8)),
+    Story(
+        "a shepherd is killed, not all of its job",
+        ONE,
+        ((1.0, submit(Behaviour(1.5, escapes=True))), (2.0, kill_shepherds)),
+    ),
     Story("a step on two nodes", TWO, ((1.0, submit(Behaviour(4.0, step=True), nodes=2)),)),
 )
 
@@ -232,19 +242,25 @@ def pairs_of(on: Stage, story: Story) -> list[Pair]:
     return [(crash, message) for crash in crashes for message in messages]
 
 
+def attempt(on: Stage, story: Story, pair: Pair) -> bool | str:
+    """Run the story with a pair; return whether both happened, or, if it failed, words that say how to see it."""
+    try:
+        return play(on, story, pair)[1]
+    except Exception as error:  # the edge of a run: whatever it is, it is a failure
+        return f"{story.name}: {pair[0]} x {pair[1]}: {as_violation(error)}"
+
+
 def explore(on: Stage, story: Story, pairs: Iterator[Pair] | list[Pair]) -> Tally:
-    """Run the story with each pair; failures are words that say how to see them."""
+    """Run the story with each pair."""
     tally = Tally()
-    for crash, message in pairs:
+    for pair in pairs:
         tally.runs += 1
-        try:
-            _, happened = play(on, story, (crash, message))
-        except Exception as error:  # the edge of a run: whatever it is, it is a failure
-            tally.failures.append(f"{story.name}: {crash} x {message}: {as_violation(error)}")
-            continue
-        if happened:
-            tally.points.add(str(crash))
-            tally.pairs.add((story.name, str(crash), str(message)))
+        result = attempt(on, story, pair)
+        if isinstance(result, str):
+            tally.failures.append(result)
+        elif result:
+            tally.points.add(str(pair[0]))
+            tally.pairs.add((story.name, str(pair[0]), str(pair[1])))
     return tally
 
 

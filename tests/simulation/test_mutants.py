@@ -1,4 +1,4 @@
-"""The simulation sees what it is there to see: each known way to break the launch protocol is noticed in a few worlds."""
+"""The simulation sees what it is there to see: each known way to break the launch protocol is noticed."""
 
 from __future__ import annotations
 
@@ -15,4 +15,6 @@ pytestmark = pytest.mark.timeout(600)
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name.replace(" ", "_"))
 def test_a_broken_protocol_is_noticed(mutant: Mutant) -> None:
     with stage() as on:
-        assert noticed(on, mutant, WORLDS) is not None
+        violation = noticed(on, mutant, WORLDS)
+    assert violation
+    assert "crash: " not in violation  # then it is the mutant that does not work, and nothing was noticed

@@ -9,7 +9,9 @@
     I7  the same request id gives the same jobs
     I8  replaying a job's events gives its row
     I9  users are charged what their jobs are, once
-    end a job that is COMPLETED has run to its end, once
+    end a job that is COMPLETED has run to its end, once; what a shepherd has put on disk of an end is what is recorded of it,
+        and no word of its node makes that a loss (an admin's word, a lease that ran out, or a restored database may)
+    bar what a node was heard to have barred never runs there
     kill  nothing is killed for a step that it is not of
 
 The programs themselves count their executions; the ledger is read from the committed batches, and at each start of a
@@ -21,9 +23,10 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from hpcsched.lifecycle.events import Allocated, EndRequested, Requeued, Submitted
+from hpcnode import protocol
+from hpcsched.lifecycle.events import Allocated, EndRequested, Event, Exited, NodeLost, Requeued, Submitted
 from hpcsched.lifecycle.job import apply, submitted_jobs
 from hpcsched.model.ids import JobId, Token
 from hpcsched.model.job import ACTIVE, FINAL, Job, JobState
@@ -77,6 +80,8 @@ class Truth:
         self._cancelled: set[JobId] = set()  # not queued again since
         self._ever_cancelled: set[JobId] = set()
         self.strays: set[str] = set()  # incarnations before the present one
+        self._kept: dict[str, dict[str, Any]] = {}  # token -> how it ended, as its node's disk has it
+        self._barred: set[str] = set()  # tokens that a controller was told are barred
 
     def broken(self, invariant: str, text: str) -> None:
         """Raise the Violation."""
@@ -90,6 +95,8 @@ class Truth:
         self._world.tell(f"{self._world.words(program.token)} runs on {machine.name} (pid {program.pid})")
         if program.token in self.executions:
             self.broken("I1", f"{program.token} is executed a second time")
+        if program.token in self._barred:
+            self.broken("bar", f"{program.token} runs on {machine.name}, which has said that it never will")
         execution = Execution(token, machine.name, 0)
         self.executions[program.token] = self._live[program.token] = execution
         for other in self._live.values():
@@ -110,6 +117,15 @@ class Truth:
                 execution.code = code
         if not any(one.token == program.token for one in machine.programs.values()):
             self._live.pop(program.token)
+
+    def end_kept(self, token: str, final: dict[str, Any]) -> None:
+        """A shepherd believes that it has put the end of what it started on its disk, durably."""
+        self._kept.setdefault(token, final)
+
+    def heard(self, machine: Machine, report: protocol.Report) -> None:
+        """A controller hears a report. What a full disk could not keep of a refusal, the next agent may not know."""
+        if report.status == protocol.BARRED and not machine.disk.refused:
+            self._barred.add(report.token)
 
     def killed_for(self, token: str, program: Program) -> None:
         """A program is about to be killed as what is left of `token`."""
@@ -152,6 +168,7 @@ class Truth:
             if isinstance(event, EndRequested) and event.by_uid is not None and not event.requeue:
                 self._cancelled.add(before.id)
                 self._ever_cancelled.add(before.id)
+            self._check_end_known(before, event)
             rows[event.job_id] = apply(before, event)
         for job in batch.jobs.values():
             if rows.get(job.id) != job:
@@ -161,6 +178,20 @@ class Truth:
         for execution in self._live.values():
             self._check_known(execution)
         self._check_held()
+
+    def _check_end_known(self, job: Job, event: Event) -> None:
+        final = self._kept.get(job.token)
+        if final is None or Token.parse(job.token).incarnation in self.strays:
+            return
+        if isinstance(event, Exited):
+            signum = max(final["signals"], default=0)
+            code = 0 if signum else max(final["codes"], default=0)
+            if (event.exit.code, event.exit.signal) != (code, signum):
+                self.broken("end", f"{job.token} ended with {(code, signum)}, and {event.exit} is recorded")
+        elif isinstance(event, NodeLost) and event.node == Token.parse(job.token).node:
+            by_its_node = not any(words in event.why for words in ("was fenced", "lease there ran out"))
+            if by_its_node:
+                self.broken("end", f"{job.token} has ended, its node's disk says how, and it is lost: {event.why}")
 
     def _check_completed(self, job: Job) -> None:
         execution = self.executions.get(job.token)

@@ -229,6 +229,7 @@ class World:
         while why := why_not():
             if self.agenda.now_s > end_s:
                 self.truth.broken("liveness", why)
+            self.people.release_all()  # also what was held when it was over, and is queued again by a late request
             self.run_until(self.agenda.now_s + 5.0)
 
     def left_on(self, machine: Machine) -> list[str]:
