@@ -21,7 +21,7 @@ from typing import Any
 
 from hpcsched import paths
 from hpcsched.config_account_keys import ALL_PARTITION, ALL_WEIGHTS
-from hpcsched.config_accounts import TABLES, accounting_of, limits_from
+from hpcsched.config_accounts import TABLES, accounting_of, check_partitions, limits_from
 from hpcsched.config_keys import (
     CLUSTER,
     CONTROLLER,
@@ -87,6 +87,7 @@ class SchedulerSettings:
     policy: str
     default_time_limit: int | None  # seconds; None: no limit
     age_max_s: float
+    favor_small: bool
     max_switch_wait: float  # seconds
     max_array_size: int
     max_jobs: int
@@ -152,14 +153,17 @@ def build_config(
     known = ("cluster", "controller", "scheduler", "partitions", "topology", *TABLES)
     refuse_unknown(path, "the file", tables, known, kind="table")
     cluster = values_of(path, "[cluster]", tables.get("cluster", {}), CLUSTER)
+    partitions = _partitions(path, tables.get("partitions", {}), nodes)
+    accounting = accounting_of(path, tables)
+    check_partitions(path, accounting, partitions)
     return Config(
         config_dir=config_dir,
         name=cluster["name"],
         share=cluster["share"],
         controller=_controller(path, tables.get("controller", {}), environ),
         scheduler=_scheduler(path, tables.get("scheduler", {})),
-        partitions=_partitions(path, tables.get("partitions", {}), nodes),
-        accounting=accounting_of(path, tables),
+        partitions=partitions,
+        accounting=accounting,
         nodes=on_their_switches(path, tables.get("topology", {}), [node.spec for node in nodes]),
     )
 
@@ -297,6 +301,9 @@ def _partition(path: Path, name: str, table: Any, nodes: Sequence[NodeFile]) -> 
         max_time_s=values["max_time"],
         default_time_s=values["default_time"],
         priority_tier=values["priority_tier"],
+        priority_job_factor=values["priority_job_factor"],
+        allow_accounts=values["allow_accounts"],
+        allow_qos=values["allow_qos"],
         default_mem_per_cpu_mib=values["default_mem_per_cpu"],
         max_nodes=values["max_nodes"],
         billing=values["billing"],

@@ -271,6 +271,24 @@ BILLING_WEIGHTS = Key(
     "scheduler's billing.",
 )
 
+PARTITION_RULES = (
+    Key(
+        name="priority_job_factor",
+        kind=whole(0, 2**31),
+        default=1,
+        help="What the partition's part of a priority comes from, against the highest of all partitions.",
+    ),
+    Key(
+        name="allow_accounts",
+        kind=words,
+        default=[],
+        help="The accounts whose jobs may come here, with all below them. Empty: every account's.",
+    ),
+    Key(
+        name="allow_qos", kind=words, default=[], help="The QOS whose jobs may come here. Empty: of every QOS, or none."
+    ),
+)
+
 LICENSES = Key(name="NAME", kind=whole(0, 10**9), default=0, help="How many of the licence all jobs may have at once.")
 
 FAIRSHARE = (
@@ -305,9 +323,10 @@ TRES_WEIGHTS = Key(
     name="tres",
     kind=tres_weights,
     default="",
-    help='Weights of single resources, each times the part of the cluster\'s that a job asks for, as "cpu=100,gpu=1000".',
+    help='Weights of single resources, each times the part of the cluster\'s that a job asks for, as "cpu=100,gpu=1000"; '
+    "of license/NAME too.",
 )
 
 ALL_WEIGHTS = (*WEIGHTS, TRES_WEIGHTS)
-ALL_PARTITION = (*PARTITION, BILLING_WEIGHTS, *PARTITION_LIMITS)
+ALL_PARTITION = (*PARTITION, *PARTITION_RULES, BILLING_WEIGHTS, *PARTITION_LIMITS)
 ALL_SECTIONS = SECTIONS | {"scheduler.weights": ALL_WEIGHTS, "fairshare": FAIRSHARE}

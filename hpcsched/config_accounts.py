@@ -17,6 +17,7 @@ from hpcsched.errors import ConfigError
 from hpcsched.model.accounting import Account, Accounting, Fairness, Limits, PreemptMode, Qos, UserRules
 from hpcsched.model.ids import NODE_NAME
 from hpcsched.model.nearest import nearest
+from hpcsched.model.node import Partition
 
 TABLES = ("fairshare", "accounts", "users", "qos", "licenses")
 
@@ -38,6 +39,17 @@ def accounting_of(path: Path, tables: Mapping[str, Any]) -> Accounting:
     _check_users(path, accounting)
     _check_qos(path, accounting)
     return accounting
+
+
+def check_partitions(path: Path, accounting: Accounting, partitions: Iterable[Partition]) -> None:
+    """Refuse partitions that let in accounts or QOS which there are not. Raises ConfigError."""
+    accounts, qos = [account.name for account in accounting.accounts], [known.name for known in accounting.qos]
+    for partition in partitions:
+        where = f"[partitions.{partition.name}]"
+        for name in partition.allow_accounts:
+            _must_be(path, f"{where} allow_accounts", name, accounts, "account")
+        for name in partition.allow_qos:
+            _must_be(path, f"{where} allow_qos", name, qos, "QOS")
 
 
 def limits_from(values: dict[str, Any]) -> Limits:

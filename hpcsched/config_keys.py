@@ -334,6 +334,12 @@ SCHEDULER = (
     ),
     Key(name="age_max_s", kind=seconds(1), default=604800, help="Waiting longer than this raises priority no further."),
     Key(
+        name="favor_small",
+        kind=yes_no,
+        default=False,
+        help="Whether small jobs get the weight of size, not large ones.",
+    ),
+    Key(
         name="max_switch_wait",
         kind=seconds(),
         default=300,
@@ -371,8 +377,8 @@ SCHEDULER = (
 
 WEIGHTS = (
     Key(name="age", kind=whole(0), default=1000, help="Weight of the time a job has waited (as a part of age_max_s)."),
-    Key(name="partition", kind=whole(0), default=1000, help="Weight of the partition's priority_tier."),
-    Key(name="size", kind=whole(0), default=0, help="Weight of the part of the cluster that a job asks for."),
+    Key(name="partition", kind=whole(0), default=1000, help="Weight of the partition's priority_job_factor."),
+    Key(name="size", kind=whole(0), default=0, help="Weight of the part of the nodes and cpus that a job asks for."),
     Key(name="fairshare", kind=whole(0), default=10000, help="Weight of how little the user has had of late."),
     Key(name="qos", kind=whole(0), default=10000, help="Weight of the priority of the job's quality of service."),
     Key(name="assoc", kind=whole(0), default=1000, help="Weight of the priority of the user or the account."),

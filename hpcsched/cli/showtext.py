@@ -122,6 +122,10 @@ def node_lines(node: Json) -> list[Words]:
     return lines
 
 
+def _all_or(names: list[str]) -> str:
+    return ",".join(names) or "ALL"
+
+
 def partition_lines(partition: Json) -> list[Words]:
     """Return a partition much as ``scontrol show partition`` does."""
     counts = ",".join(f"{state}:{count}" for state, count in sorted(partition["state_counts"].items()))
@@ -132,7 +136,8 @@ def partition_lines(partition: Json) -> list[Words]:
             ("MaxTime", _limit(partition["max_time_s"])),
             ("DefaultTime", "NONE" if partition["default_time_s"] is None else _limit(partition["default_time_s"])),
         ],
-        [("PriorityTier", partition["priority_tier"])],
+        [("AllowAccounts", _all_or(partition["allow_accounts"])), ("AllowQos", _all_or(partition["allow_qos"]))],
+        [("PriorityJobFactor", partition["priority_job_factor"]), ("PriorityTier", partition["priority_tier"])],
         [("Nodes", partition["node_list"])],
         [
             ("TotalCPUs", partition["cpus"]),

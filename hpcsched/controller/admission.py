@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hpcsched.errors import RequestError
-from hpcsched.model.accounting import Accounting, resolve
+from hpcsched.model.accounting import Accounting, Barred, barred, resolve
 from hpcsched.model.job import Job
 from hpcsched.model.nearest import nearest
 from hpcsched.model.node import Partition
@@ -67,20 +67,17 @@ def admit(
     return [partition for partition, _ in found], min(limits, default=None)
 
 
-def check_alone(world: World, user: str, spec: JobSpec, partitions: Sequence[Partition]) -> None:
-    """Refuse a job that limits can never let start, in none of `partitions`, whatever else runs."""
-    refused = [
-        _why_never(
-            world,
-            spec,
-            partition,
-            rules_of(world.config.accounting, partition, _whose(partition, user, spec)),
-            spec.time_limit_s,
-        )
-        for partition in partitions
-    ]
-    if refused and refused[0] is not None and None not in refused:
-        raise RequestError(refused[0])
+def let_in(world: World, user: str, spec: JobSpec, partitions: Sequence[Partition]) -> list[Partition]:
+    """Return those of `partitions` whose limits let the job start, if nothing else runs. Refuse it if there is none."""
+    accounting, limit_s = world.config.accounting, spec.time_limit_s
+    why = {
+        part: _why_never(world, spec, part, rules_of(accounting, part, _whose(part, user, spec)), limit_s)
+        for part in partitions
+    }
+    first = next(iter(why.values()), None)
+    if first is not None and all(why.values()):
+        raise RequestError(first)
+    return [partition for partition, never in why.items() if never is None]
 
 
 def _why_never(
@@ -88,11 +85,29 @@ def _why_never(
 ) -> str | None:
     """Return which rule a job breaks by itself, in a sentence, or None."""
     accounting = world.config.accounting
+    out = barred(accounting, partition.allow_accounts, partition.allow_qos, spec.account, spec.qos)
+    if out is not None:
+        return _barred_text(partition, out, spec)
     factor, known_s = factor_of(accounting, spec.qos), known_limit_s(limit_s)
     shape = request_of(spec, partition, time_limit_s=limit_s).shape
     held = with_billing(least_of(shape, spec.licenses), weights_of(accounting, partition))
     never = why_never(tuple(rules), held, known_s, factor)
     return None if never is None else _refusal(never, never_text(never, held, known_s, factor))
+
+
+def _barred_text(partition: Partition, out: Barred, spec: JobSpec) -> str:
+    own, allowed, option = {
+        Barred.ACCOUNT: (spec.account, partition.allow_accounts, "-A"),
+        Barred.QOS: (spec.qos, partition.allow_qos, "-q"),
+    }[out]
+    has = f"this one's is {own!r}" if own else "this one has none"
+    slurms = (
+        "Invalid account or account/partition combination" if out is Barred.ACCOUNT else "Invalid qos specification"
+    )
+    return (
+        f"cannot run the job in partition {partition.name!r}: {slurms}: it takes only jobs of the {out} "
+        f"{' or '.join(allowed)}, and {has}; choose another with {option}, or another partition with -p"
+    )
 
 
 def _whose(partition: Partition, user: str, spec: JobSpec) -> Whose:

@@ -279,6 +279,7 @@ def policy_of(config: Config) -> Policy:
         weight_qos=scheduler.weights.qos,
         weight_assoc=scheduler.weights.assoc,
         weights_tres=scheduler.weights.tres,
+        favor_small=scheduler.favor_small,
         age_max_s=scheduler.age_max_s,
         preempt=PreemptRules(
             type=PreemptType(scheduler.preempt_type),

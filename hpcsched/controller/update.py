@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from hpcsched.api.identity import Asker
-from hpcsched.controller.admission import check_alone, settle
+from hpcsched.controller.admission import let_in, settle
 from hpcsched.controller.dependencies import check_deadline, check_dependency, dependency_circle
 from hpcsched.controller.requests import Outcome, check_rank, each_job, find_partitions, possible_partitions
 from hpcsched.controller.reserving import check_use
@@ -18,6 +18,7 @@ from hpcsched.jobscript.values import MAX_COUNT
 from hpcsched.lifecycle.events import Changed
 from hpcsched.lifecycle.job import can
 from hpcsched.model.job import Job, JobState
+from hpcsched.model.spec import JobSpec
 from hpcsched.model.units import UNLIMITED_S, format_time_s, parse_time_s, parse_when
 from hpcsched.store.world import Transaction, World
 
@@ -70,13 +71,8 @@ def _changed_event(tx: Transaction, asker: Asker, job: Job, changes: dict[str, s
         values["time_limit_s"] = UNLIMITED_S if limit_s is None else limit_s
         if job.deadline_at_s is not None and "deadline" not in changes:
             check_deadline(job.deadline_at_s, limit_s, max(tx.now_s, job.not_before_s or 0))
-    if "partition" in changes:
-        if job.state is not JobState.PENDING:
-            raise RequestError(f"cannot move job {job.display_id}: it is {job.state}")
-        reservation = tx.world.reservations.get(changes.get("reservation", job.reservation))
-        wanted = find_partitions(tx.world, changes["partition"])
-        found = possible_partitions(tx.world, job.spec, wanted, job.time_limit_s, reservation)
-        values["partition"] = ",".join(partition.name for partition in found)
+    if not changes.keys().isdisjoint(("partition", "account", "qos")):
+        values |= _new_place(tx.world, job, changes)
     if "nice" in changes:
         values["nice"] = _integer("nice", changes["nice"])
         check_rank(asker, values["nice"], None)
@@ -91,8 +87,6 @@ def _changed_event(tx: Transaction, asker: Asker, job: Job, changes: dict[str, s
         values["array_limit"] = _integer("array_task_throttle", changes["array_task_throttle"], at_least=0)
     if "dependency" in changes:
         values |= _new_dependency(tx.world, job, changes["dependency"])
-    if "account" in changes or "qos" in changes:
-        values |= _new_charge(tx.world, job, changes)
     if "reservation" in changes:
         values["reservation"] = _new_reservation(tx, job, changes["reservation"])
     if "deadline" in changes:
@@ -111,16 +105,35 @@ def _new_dependency(world: World, job: Job, text: str) -> dict[str, Any]:
     return {"dependency": terms, "dependency_any": any_one}
 
 
-def _new_charge(world: World, job: Job, changes: dict[str, str]) -> dict[str, str]:
-    """Return the account and QOS that a job has from now on; what breaks a limit there by itself is refused."""
-    _must_wait(job, "change the account or QOS of")
+def _new_place(world: World, job: Job, changes: dict[str, str]) -> dict[str, str]:
+    """Return the partition, account and QOS that a job has from now on; what can never start with them is refused."""
+    values: dict[str, str] = {}
+    spec = replace(job.spec, account=job.account, qos=job.qos, time_limit_s=job.time_limit_s)
+    if "account" in changes or "qos" in changes:
+        _must_wait(job, "change the account or QOS of")
+        spec = _new_charge(world, job, changes)
+        values = {"account": spec.account, "qos": spec.qos}
+    if "partition" not in changes:
+        let_in(
+            world,
+            job.user,
+            spec,
+            [world.partitions[name] for name in job.partition.split(",") if name in world.partitions],
+        )
+        return values
+    _must_wait(job, "move")
+    reservation = world.reservations.get(changes.get("reservation", job.reservation))
+    wanted = find_partitions(world, changes["partition"])
+    found = let_in(world, job.user, spec, possible_partitions(world, spec, wanted, job.time_limit_s, reservation))
+    return {**values, "partition": ",".join(partition.name for partition in found)}
+
+
+def _new_charge(world: World, job: Job, changes: dict[str, str]) -> JobSpec:
+    """Return what a job asks for, with the account and QOS that it has from now on."""
     wanted = replace(job.spec, account=changes.get("account", job.account), qos=changes.get("qos", job.qos))
     if "account" in changes and "qos" not in changes and world.config.accounting.quality(job.qos) is None:
         wanted = replace(wanted, qos="")
-    spec = settle(world, job.user, wanted)
-    partitions = [world.partitions[name] for name in job.partition.split(",") if name in world.partitions]
-    check_alone(world, job.user, replace(spec, time_limit_s=job.time_limit_s), partitions)
-    return {"account": spec.account, "qos": spec.qos}
+    return replace(settle(world, job.user, wanted), time_limit_s=job.time_limit_s)
 
 
 def _new_reservation(tx: Transaction, job: Job, name: str) -> str:

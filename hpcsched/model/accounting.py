@@ -10,7 +10,7 @@ license/NAME. Sources: sacctmgr(1), tres.html and qos.html of Slurm's documentat
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -166,6 +166,23 @@ class Accounting:
 
 
 NO_ACCOUNTING = Accounting()
+
+
+class Barred(StrEnum):
+    """What of a job keeps it out of a partition."""
+
+    ACCOUNT = "account"
+    QOS = "QOS"
+
+
+def barred(
+    accounting: Accounting, allow_accounts: Container[str], allow_qos: Container[str], account: str, qos: str
+) -> Barred | None:
+    """Return what keeps a job out where only these may come: an account lets all below it in; no names: everybody."""
+    names = [account, *(line.name for line in accounting.lineage(account))]
+    if allow_accounts and not any(name in allow_accounts for name in names):
+        return Barred.ACCOUNT
+    return Barred.QOS if allow_qos and qos not in allow_qos else None
 
 
 def resolve(accounting: Accounting, user: str, account: str, qos: str) -> tuple[str, str]:

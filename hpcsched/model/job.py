@@ -78,6 +78,8 @@ class Reason(StrEnum):
     LICENSES = "Licenses"
     INVALID_ACCOUNT = "InvalidAccount"
     INVALID_QOS = "InvalidQOS"
+    ACCOUNT_NOT_ALLOWED = "AccountNotAllowed"  # in its partition
+    QOS_NOT_ALLOWED = "QOSNotAllowed"
     # Over a limit of the association (user, account) or of the QOS or partition; see `hpcsched.sched.limits`.
     ASSOC_GRP_JOBS_LIMIT = "AssocGrpJobsLimit"
     ASSOC_GRP_SUBMIT_JOBS_LIMIT = "AssocGrpSubmitJobsLimit"

@@ -88,7 +88,10 @@ class Partition:
     max_time_s: int | None = None  # None: no limit
     default_time_s: int | None = None
     priority_tier: int = 1
+    priority_job_factor: int = 1  # against the highest of all partitions
     default_mem_per_cpu_mib: int | None = None  # None: an even part of the node's memory
     max_nodes: int | None = None
     limits: Limits = NO_LIMITS
     billing: tuple[tuple[str, float], ...] = ()  # see `Accounting.billing`; empty: as there
+    allow_accounts: tuple[str, ...] = ()  # whose jobs it takes, those of their subaccounts too; empty: of all
+    allow_qos: tuple[str, ...] = ()

@@ -3,9 +3,9 @@
 The priority is that of Slurm's multifactor plugin: an integer, the sum of weighted factors in 0..1 minus nice.
 
     age         how long only other jobs were in its way, of age_max_s      fair-share  see `fairshare`
-    size        the part of all cpus that it asks for                      partition   its tier, of the highest
+    size        the part of all nodes and that of all cpus, on average     partition   its priority_job_factor, of the highest
     QOS         its priority, of the highest                               association that of the user or account, alike
-    TRES        for each resource with a weight the part of all that it asks for
+    TRES        for each resource with a weight, licences too, the part of all that it asks for
     site        the same for all
 
 A fixed priority replaces the sum, 0 holds the job. Source: priority_multifactor.html of Slurm's documentation.
@@ -47,11 +47,12 @@ class Breakdown:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """What the factors are measured against: the machine's size, the highest tier of a partition, the ledger."""
+    """What the factors are measured against: the machine's size, the highest factor of a partition, the ledger."""
 
     now_s: float
+    nodes: int
     cpus: int
-    highest_tier: int
+    highest_factor: int
     whole: Mapping[str, float] = field(default_factory=dict)
     fairshare: Mapping[Association, float] = field(default_factory=dict)
     accounting: Accounting = NO_ACCOUNTING
@@ -61,9 +62,10 @@ def scale_of(snapshot: Snapshot) -> Scale:
     """Return what the factors of a priority in `snapshot` are measured against."""
     return Scale(
         now_s=snapshot.now_s,
+        nodes=max(1, len(snapshot.nodes)),
         cpus=max(1, sum(node.cpus for node in snapshot.nodes)),
-        highest_tier=max((part.priority_tier for part in snapshot.partitions.values()), default=1) or 1,
-        whole=all_of(snapshot.nodes),
+        highest_factor=max((part.priority_job_factor for part in snapshot.partitions.values()), default=1) or 1,
+        whole=all_of(snapshot.nodes, snapshot.ledger.accounting.licenses),
         fairshare=dict(snapshot.ledger.fairshare),
         accounting=snapshot.ledger.accounting,
     )
@@ -71,11 +73,10 @@ def scale_of(snapshot: Snapshot) -> Scale:
 
 def breakdown_of(job: PendingJob, partition: Partition | None, scale: Scale, policy: Policy) -> Breakdown:
     """Return the priority of `job` and what it is made of."""
-    since_s = job.since_s if job.since_s is not None else waiting_since_s(job)
     tres = _tres(job, scale, policy)
     factors = {
-        "age": min(1.0, max(0.0, scale.now_s - since_s) / policy.age_max_s),
-        "partition": max(0, partition.priority_tier if partition is not None else 0) / scale.highest_tier,
+        "age": _age(job, scale, policy),
+        "partition": (partition.priority_job_factor if partition is not None else 0) / scale.highest_factor,
         "size": _size(job, scale, policy),
         "fairshare": _fairshare(job, scale),
         "qos": _qos(job, scale),
@@ -103,21 +104,18 @@ def breakdown_of(job: PendingJob, partition: Partition | None, scale: Scale, pol
     )
 
 
-def waiting_since_s(job: PendingJob) -> float:
-    """Return since when a job that may start has waited, where nobody wrote it down."""
-    if job.not_before_s is None:
-        return job.submitted_at_s
-    return max(job.submitted_at_s, job.not_before_s)
+def _age(job: PendingJob, scale: Scale, policy: Policy) -> float:
+    """Return how long only other jobs were in its way; of one that something else kept waiting until now nothing counts."""
+    if job.since_s is None:
+        return 0.0
+    return min(1.0, max(0.0, scale.now_s - job.since_s) / policy.age_max_s)
 
 
 def priority_of(job: PendingJob, part: int, scale: Scale, policy: Policy) -> int:
     """Return `breakdown_of(...).total`, quicker: `part` has the weighted factors of partition and ledger (see `_shared`)."""
     if job.priority_set is not None:
         return job.priority_set
-    since_s = job.since_s
-    if since_s is None:
-        since_s = waiting_since_s(job)
-    age = (scale.now_s - since_s) / policy.age_max_s
+    age = 0.0 if job.since_s is None else (scale.now_s - job.since_s) / policy.age_max_s
     total = policy.weight_site + int(policy.weight_age * (0.0 if age < 0.0 else 1.0 if age > 1.0 else age)) + part
     if policy.weight_size:
         total += int(policy.weight_size * _size(job, scale, policy))
@@ -136,13 +134,14 @@ def in_order(
 ) -> list[PendingJob]:
     """Return `jobs` in the order in which they are looked at; note their priorities in `found`."""
     tiers = {name: part.priority_tier for name, part in partitions.items()}
+    factors = {name: part.priority_job_factor for name, part in partitions.items()}
     shared: dict[tuple[str, str, str, str], int] = {}
     keyed = []
     for job in jobs:
         whose = (job.partition, job.account, job.user, job.qos)
         part = shared.get(whose)
         if part is None:
-            part = shared[whose] = _shared(job, tiers.get(job.partition, 0), scale, policy)
+            part = shared[whose] = _shared(job, factors.get(job.partition, 0), scale, policy)
         rank = -priority_of(job, part, scale, policy)
         keyed.append((-tiers.get(job.partition, 0), rank, job.submitted_at_s, job.id, job))
     keyed.sort(key=_ORDER)
@@ -154,9 +153,9 @@ def in_order(
 _ORDER = itemgetter(0, 1, 2, 3)
 
 
-def _shared(job: PendingJob, tier: int, scale: Scale, policy: Policy) -> int:
+def _shared(job: PendingJob, factor: int, scale: Scale, policy: Policy) -> int:
     """Return the weighted factors that all jobs of one user, account, QOS and partition have alike."""
-    part = int(policy.weight_partition * (max(0, tier) / scale.highest_tier))
+    part = int(policy.weight_partition * (factor / scale.highest_factor))
     if policy.weight_fairshare:
         part += int(policy.weight_fairshare * _fairshare(job, scale))
     if policy.weight_qos:
@@ -197,7 +196,7 @@ def _tres(job: PendingJob, scale: Scale, policy: Policy) -> list[tuple[str, floa
     """Return the resources with a weight: name, weight, and the part of the cluster's that the job asks for."""
     if not policy.weights_tres:
         return []
-    asked = least_of(job.request.shape)
+    asked = least_of(job.request.shape, job.licenses)
     return [
         (name, weight, min(1.0, asked.get(name, 0) / scale.whole[name]) if scale.whole.get(name) else 0.0)
         for name, weight in policy.weights_tres
@@ -205,8 +204,8 @@ def _tres(job: PendingJob, scale: Scale, policy: Policy) -> list[tuple[str, floa
 
 
 def _size(job: PendingJob, scale: Scale, policy: Policy) -> float:
-    """Return the part of the machine's cpus that the job asks for, or what it leaves with `favor_small`."""
+    """Return the part of the machine that the job asks for, nodes and cpus on average; with `favor_small` what it leaves."""
     shape = job.request.shape
     tasks = shape.ntasks if shape.ntasks is not None else shape.tasks_min * shape.nodes_min
-    part = min(1.0, tasks * shape.cpus_per_task / scale.cpus)
+    part = min(1.0, (shape.nodes_min / scale.nodes + tasks * shape.cpus_per_task / scale.cpus) / 2)
     return 1.0 - part if policy.favor_small else part

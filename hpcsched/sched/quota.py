@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from hpcsched.model.accounting import NO_LIMITS, Accounting
+from hpcsched.model.accounting import NO_LIMITS, Accounting, Barred, barred
 from hpcsched.model.ids import JobId
 from hpcsched.model.job import Reason
 from hpcsched.sched.eligible import Wait
@@ -37,6 +37,7 @@ from hpcsched.sched.request import Shape
 from hpcsched.sched.snapshot import PendingJob, RunningJob, Snapshot
 from hpcsched.sched.tres import Held, held_by, least_of, with_billing
 from hpcsched.sched.usage import factor_of, weights_of
+from hpcsched.sched.words import listed
 
 _Key = tuple[Holder, str, str]  # of whom; user, where each is counted apart
 
@@ -152,7 +153,7 @@ class Quota:
         return scope
 
     def _stranger(self, job: PendingJob) -> Wait | None:
-        """Return why a job waits whose account or QOS is not configured any more."""
+        """Return why a job waits whose account or QOS is not configured, or not let into its partition, any more."""
         accounting = self._accounting
         account = self._account(job)
         if accounting.accounts and accounting.account(account) is None:
@@ -160,6 +161,16 @@ class Quota:
             return Wait(reason=Reason.INVALID_ACCOUNT, detail=text)
         if accounting.qos and job.qos and accounting.quality(job.qos) is None:
             return Wait(reason=Reason.INVALID_QOS, detail=f"there is no QOS {job.qos!r} any more: an admin can add it")
+        partition = self._snapshot.partitions.get(job.partition)
+        if partition is None:
+            return None
+        match barred(accounting, partition.allow_accounts, partition.allow_qos, account, job.qos):
+            case Barred.ACCOUNT:
+                text = f"partition {partition.name!r} takes only jobs of {listed(partition.allow_accounts)}"
+                return Wait(reason=Reason.ACCOUNT_NOT_ALLOWED, detail=f"{text}, and this one is of {account or 'none'}")
+            case Barred.QOS:
+                text = f"partition {partition.name!r} takes only jobs of QOS {listed(partition.allow_qos)}"
+                return Wait(reason=Reason.QOS_NOT_ALLOWED, detail=f"{text}, and this one has {job.qos or 'none'}")
         return None
 
     def _least_of(self, job: PendingJob) -> Held:
@@ -243,5 +254,7 @@ def _has_limits(snapshot: Snapshot) -> bool:
         accounting.accounts
         or accounting.qos
         or accounting.users
-        or any(partition.limits != NO_LIMITS for partition in snapshot.partitions.values())
+        or any(
+            part.limits != NO_LIMITS or part.allow_accounts or part.allow_qos for part in snapshot.partitions.values()
+        )
     )

@@ -67,14 +67,15 @@ def held_of(parts: Iterable[tuple[int, int, Units, tuple[GpuSlot, ...]]], licens
     return held
 
 
-def all_of(nodes: Iterable[NodeView]) -> Held:
-    """Return what the nodes have together."""
+def all_of(nodes: Iterable[NodeView], licenses: Licenses = ()) -> Held:
+    """Return what the nodes have together, and the licences that there are."""
     nodes = tuple(nodes)
     whole: Held = {NODE: len(nodes), CPU: sum(n.cpus for n in nodes), MEM: sum(n.mem_mib for n in nodes)}
     for node in nodes:
         for gpu in node.gpus:
             for name in (GPU, f"{GPU}:{gpu.type.lower()}"):
                 whole[name] = whole.get(name, 0) + 1
+    _add_licenses(whole, licenses)
     return whole
 
 

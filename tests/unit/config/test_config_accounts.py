@@ -38,6 +38,9 @@ max_tres_per_user = { gpu = 2, mem = "10G" }
 [partitions.main]
 grp_jobs = 4
 billing = "gpu=8"
+priority_job_factor = 3
+allow_accounts = ["physics"]
+allow_qos = ["low", "high"]
 [licenses]
 matlab = 4
 """
@@ -65,6 +68,7 @@ def test_all_of_it_is_read() -> None:
     assert accounting.licenses == (("matlab", 4),)
     (main,) = load(LAB).partitions
     assert (main.limits.grp_jobs, main.billing) == (4, (("gres/gpu", 8.0),))
+    assert (main.priority_job_factor, main.allow_accounts, main.allow_qos) == (3, ("physics",), ("low", "high"))
 
 
 def test_nothing_said_is_no_accounts_and_no_limits() -> None:
@@ -76,6 +80,11 @@ def test_nothing_said_is_no_accounts_and_no_limits() -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
+        (
+            '[partitions.p]\nallow_accounts = ["a"]',
+            "[partitions.p] allow_accounts names 'a', and there is no such account",
+        ),
+        ('[partitions.p]\nallow_qos = ["hgih"]\n[qos.high]', "no such QOS (did you mean high?)"),
         ('[accounts.a]\nparent = "b"', "[accounts.a] parent names 'b', and there is no such account"),
         ('[accounts.a]\nparent = "b"\n[accounts.b]\nparent = "a"', "its own ancestor: a in b in a"),
         ('[accounts.a]\nparent = "a"', "its own ancestor"),

@@ -77,6 +77,48 @@ def test_what_breaks_a_limit_by_itself_is_refused(limits: dict, fields: dict, wh
     assert why in text
 
 
+def gpu_lab() -> Cluster:
+    """A partition that takes all, and one that takes the account `top` and what is below it, with QOS high."""
+    accounts = (*lab().accounts, Account(name="guests", users=("bob",)))
+    made = cluster(Accounting(accounts=accounts, qos=(Qos(name="normal"), Qos(name="high"))))
+    main = made.world.partitions["main"]
+    gpu = replace(main, name="gpu", default=False, allow_accounts=("top",), allow_qos=("high",))
+    made.world.partitions = {"main": main, "gpu": gpu}
+    return made
+
+
+def test_a_partition_takes_only_jobs_of_the_accounts_and_qos_that_it_allows() -> None:
+    made = gpu_lab()
+    assert made.job(made.submit(partition="gpu", qos="high")).partition == "gpu"  # of lab, which is below top
+    text = refusal(made, partition="gpu")
+    assert (
+        "partition 'gpu': Invalid qos specification: it takes only jobs of the QOS high, and this one's is 'normal'"
+        in text
+    )
+    assert "only jobs of the account top, and this one's is 'guests'" in refusal(
+        made, BOB, partition="gpu", account="guests", qos="high"
+    )
+    assert made.job(made.submit(partition="gpu,main")).partition == "main"
+
+
+def test_a_job_that_waits_is_moved_only_to_where_it_is_let_in() -> None:
+    made = gpu_lab()
+    job = made.submit(hold=True)
+    assert "only jobs of the QOS high" in changed(made, ANN, job, partition="gpu")[0]
+    assert changed(made, ANN, job, partition="gpu", qos="high") == []
+    assert (made.job(job).partition, made.job(job).qos) == ("gpu", "high")
+    assert "only jobs of the QOS high" in changed(made, ANN, job, qos="normal")[0]
+
+
+def test_a_job_that_waits_is_not_moved_to_a_partition_whose_limits_it_breaks_by_itself() -> None:
+    made = cluster(Accounting())
+    main = made.world.partitions["main"]
+    made.world.partitions["small"] = replace(main, name="small", limits=Limits(max_tres_per_job=(("cpu", 1),)))
+    job = made.submit(ntasks=2, hold=True)
+    assert "QOSMaxCpuPerJobLimit: partition 'small' allows a job 1 cpu" in changed(made, ANN, job, partition="small")[0]
+    assert made.job(job).partition == "main"
+
+
 def test_a_job_without_a_time_limit_gets_the_longest_that_it_may_have() -> None:
     made = cluster(lab(max_wall_s=600))
     assert made.job(made.submit()).time_limit_s == 600

@@ -157,6 +157,16 @@ def test_an_account_or_qos_that_is_gone_keeps_its_jobs_waiting() -> None:
 # ----- licences
 
 
+def test_a_partition_that_lets_in_only_some_keeps_the_jobs_of_others_waiting() -> None:
+    sketch = world("1x8", waiting=["1: 1c", "2: 1c", "3: 1c"])
+    whose(sketch, j1="ann sub high", j2="cat other high", j3="ann lab")
+    sketch.partitions = [replace(sketch.partitions[0], allow_accounts=("top",), allow_qos=("high",))]
+    found = made(sketch, lab(Limits(), qos=(Qos(name="high"),)))
+    assert starts(found) == {1}
+    assert waits(found) == {2: "AccountNotAllowed", 3: "QOSNotAllowed"}
+    assert found.waits[2].detail == "partition 'main' takes only jobs of top, and this one is of other"
+
+
 def test_licences_are_counted_with_what_runs_and_what_starts() -> None:
     sketch = world("2x4", running=["1: n1 1c 100s"], waiting=["2: 1c 60s", "3: 1c 60s", "4: 1c 60s"])
     for job_id, count in ((1, 1), (2, 2), (3, 1)):

@@ -7,43 +7,63 @@ from dataclasses import replace
 import pytest
 from unit.sched.world import world
 
+from hpcsched.model.accounting import Accounting
 from hpcsched.model.node import Partition
 from hpcsched.sched.policy import Policy
 from hpcsched.sched.priority import HIGHEST, Breakdown, breakdown_of, in_order, priority_of, scale_of
-from hpcsched.sched.snapshot import PendingJob
+from hpcsched.sched.snapshot import Ledger, PendingJob
 
 DAY_S = 86400.0
 POLICY = Policy(weight_site=10_000, weight_age=700, weight_partition=100, weight_size=50)
 
 
 def broken_down(policy: Policy = POLICY, now_s: float = 3.5 * DAY_S, **changes: object) -> Breakdown:
-    sketch = world("2x4", waiting=["1: 2 nodes 2c"])
+    sketch = world("2x4", waiting=["1: 1 nodes 1c"])
     sketch.partitions = [
-        replace(sketch.partitions[0], priority_tier=1),
-        Partition(name="top", nodes=(), priority_tier=4),
+        replace(sketch.partitions[0], priority_tier=7),
+        Partition(name="top", nodes=(), priority_job_factor=4),
     ]
     sketch.now_s = now_s
     snapshot = sketch.snapshot()
-    job = replace(snapshot.pending[0], **{"submitted_at_s": 0.0, **changes})  # type: ignore[arg-type]
+    job = replace(snapshot.pending[0], **{"submitted_at_s": 0.0, "since_s": 0.0, **changes})  # type: ignore[arg-type]
     return breakdown_of(job, snapshot.partitions[job.partition], scale_of(snapshot), policy)
 
 
 def test_the_parts_add_up() -> None:
     parts = broken_down(nice=30)
-    assert (parts.site, parts.age, parts.partition, parts.size, parts.nice) == (10_000, 350, 25, 25, 30)
-    assert parts.total == 10_000 + 350 + 25 + 25 - 30
+    assert (parts.site, parts.age, parts.partition, parts.size, parts.nice) == (10_000, 350, 25, 15, 30)
+    assert parts.total == 10_000 + 350 + 25 + 15 - 30
+    assert dict(parts.factors)["size"] == (1 / 2 + 1 / 8) / 2  # a node of two, a cpu of eight
 
 
 def test_age_counts_from_when_only_resources_were_missing_and_is_capped() -> None:
     assert broken_down(since_s=2.5 * DAY_S).age == 100
-    assert broken_down(not_before_s=1.5 * DAY_S).age == 200
+    assert broken_down(since_s=None).age == 0  # it waited for a dependency, say, until this very plan
     assert broken_down(now_s=70 * DAY_S).age == 700
     assert broken_down(since_s=9 * DAY_S).age == 0  # a clock that was set back makes nobody negative
 
 
 def test_small_jobs_may_be_favoured_instead() -> None:
-    assert broken_down(replace(POLICY, favor_small=True)).size == 25
-    assert broken_down(replace(POLICY, weight_size=8, favor_small=True)).size == 4
+    assert broken_down(replace(POLICY, favor_small=True)).size == 34
+    assert broken_down(replace(POLICY, weight_size=16, favor_small=True)).size == 11
+
+
+def test_a_weight_of_a_licence_is_worth_the_part_of_all_that_the_job_asks_for() -> None:
+    sketch = world("2x4", waiting=["1: 1c"]).change(1, licenses=(("matlab", 1),))
+    ledger = Ledger(accounting=Accounting(licenses=(("matlab", 4), ("ansys", 1))))
+    snapshot = replace(sketch.snapshot(), ledger=ledger)
+    policy = replace(POLICY, weights_tres=(("license/matlab", 1000.0), ("license/ansys", 10.0), ("cpu", 80.0)))
+    parts = breakdown_of(snapshot.pending[0], snapshot.partitions["main"], scale_of(snapshot), policy)
+    assert parts.tres == 250 + 0 + 10
+
+
+def test_a_job_whose_dependency_has_just_ended_is_not_older_than_one_that_waited_for_resources() -> None:
+    sketch = world("1x4", waiting=["1: 1c", "2: 1c"], weight_age=1000)
+    sketch.now_s = 3 * DAY_S
+    sketch.change(1, submitted_at_s=0.0, eligible_at_s=None).change(2, submitted_at_s=DAY_S, eligible_at_s=2 * DAY_S)
+    snapshot = sketch.snapshot()
+    ordered = in_order(snapshot.pending, snapshot.partitions, scale_of(snapshot), sketch.policy)
+    assert [job.id for job in ordered] == [2, 1]
 
 
 def test_a_fixed_priority_is_taken_as_it_is() -> None:
@@ -56,7 +76,8 @@ def test_the_total_stays_within_slurms_range() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"nice": 7}, {"priority_set": 3}, {"since_s": 5.0}, {"nice": 10**12}, {"nice": -(10**12)}]
+    "changes",
+    [{}, {"nice": 7}, {"priority_set": 3}, {"since_s": None}, {"since_s": 5.0}, {"nice": 10**12}, {"nice": -(10**12)}],
 )
 def test_the_quick_way_agrees_with_the_breakdown(changes: dict[str, object]) -> None:
     snapshot = world("2x4", waiting=["1: 2 nodes 2c"]).snapshot()
