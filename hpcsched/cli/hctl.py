@@ -234,7 +234,7 @@ def _update(rest: Sequence[str], words: Words) -> int:
         return reservation.update(rest, words)
     changes: dict[str, str] = {}
     jobs: list[str] = []
-    for word in rest:
+    for word in rest[1:] if rest[0].lower() == "job" else rest:
         name, equals, value = word.partition("=")
         plain = name.lower().replace("_", "").replace("-", "")
         if not equals:

@@ -11,6 +11,7 @@ from hpcsched.errors import RequestError
 from hpcsched.model.job import FINAL, Job
 from hpcsched.model.spec import Dependency
 from hpcsched.model.units import UNLIMITED_S, format_time_s
+from hpcsched.sched.snapshot import LEAST_LIMIT_S
 from hpcsched.store.world import World
 
 
@@ -45,14 +46,22 @@ def dependency_circle(world: World, job: Job, terms: Iterable[Dependency]) -> li
 
 
 def check_deadline(deadline_s: float, limit_s: int | None, from_s: float) -> None:
-    """Refuse a deadline by which a job that starts at `from_s` at the earliest cannot have ended."""
-    if not limit_s or limit_s >= UNLIMITED_S:
-        raise RequestError("cannot keep a deadline for a job without a time limit: give --time as well")
-    if from_s + limit_s > deadline_s:
+    """Refuse a deadline by which a job that starts at `from_s` at the earliest cannot have ended.
+
+    `limit_s`: the time limit that was asked for. One that was not is cut to what is left until the deadline.
+    """
+    if limit_s is not None and limit_s >= UNLIMITED_S:
+        raise RequestError("cannot keep a deadline for a job of unlimited time: give --time, or leave it out")
+    least_s = LEAST_LIMIT_S if limit_s is None else limit_s
+    if from_s + least_s > deadline_s:
         left = f"{format_time_s(int(deadline_s - from_s))} is left" if deadline_s > from_s else "it has passed"
-        raise RequestError(
-            f"cannot end by the deadline: the job may run for {format_time_s(limit_s)}, and {left} (Incorrect deadline)"
+        limit = format_time_s(least_s)
+        why = (
+            f"{left}, and no job gets less than {limit}"
+            if limit_s is None
+            else f"the job may run for {limit}, and {left}"
         )
+        raise RequestError(f"cannot end by the deadline: {why} (Incorrect deadline)")
 
 
 def _waited_for(world: World, terms: Iterable[Dependency]) -> list[Job]:

@@ -23,7 +23,8 @@ from hpcsched.errors import InvariantError
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import Job
 from hpcsched.model.node import Node
-from hpcsched.sched.plan import Plan, Planner, Start
+from hpcsched.sched.decisions import Plan, Start
+from hpcsched.sched.plan import Planner
 from hpcsched.sched.policy import Policy
 from hpcsched.sched.preempt import full_plan, is_plain
 from hpcsched.sched.snapshot import Snapshot

@@ -11,7 +11,7 @@ from hpcsched.lifecycle.events import EndRequested, NodesGivenUp, NodesKept, Res
 from hpcsched.lifecycle.job import can
 from hpcsched.model.accounting import PreemptMode, PreemptType
 from hpcsched.model.job import Job, JobState
-from hpcsched.sched.plan import Plan, Preemption, Victim
+from hpcsched.sched.decisions import Plan, Preemption, Victim
 from hpcsched.sched.policy import PreemptRules
 from hpcsched.store.world import Transaction, World
 

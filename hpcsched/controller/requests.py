@@ -14,7 +14,7 @@ from hpcsched.api.identity import Asker
 from hpcsched.controller.admission import admit, settle
 from hpcsched.controller.dependencies import check_deadline, check_dependency
 from hpcsched.controller.references import find_jobs
-from hpcsched.controller.reserving import check_use, limit_in
+from hpcsched.controller.reserving import check_use
 from hpcsched.errors import HpcschedError, NotFoundError, PermissionDeniedError, RequestError
 from hpcsched.jobscript import check
 from hpcsched.lifecycle.events import EndRequested, Held, NodeLost, NodeSilent, Released, Requeued
@@ -103,8 +103,6 @@ def place_of(world: World, user: str, spec: JobSpec, now_s: float) -> tuple[list
     reservation = check_use(world, user, spec.account, spec.reservation, now_s) if spec.reservation else None
     partitions = find_partitions(world, spec.partition or (reservation.partition if reservation else ""))
     limit_s = time_limit_s(world, spec, partitions)
-    if reservation is not None:
-        limit_s = limit_in(reservation, spec, limit_s, now_s)
     limits, tasks = world.config.scheduler, len(spec.array.indices) if spec.array is not None else 1
     if tasks > limits.max_array_size:
         raise RequestError(f"cannot submit an array of {tasks} tasks: max_array_size is {limits.max_array_size}")
@@ -113,9 +111,9 @@ def place_of(world: World, user: str, spec: JobSpec, now_s: float) -> tuple[list
         raise RequestError(f"cannot submit more jobs: {queued} wait or run, and max_jobs is {limits.max_jobs}")
     check_dependency(world, spec.dependency)
     if spec.deadline_at_s is not None:
-        check_deadline(spec.deadline_at_s, limit_s, max(now_s, spec.begin_at_s or 0))
-    asked_s = limit_s if reservation is not None else spec.time_limit_s
-    return admit(world, user, spec, possible_partitions(world, spec, partitions, asked_s, reservation), limit_s)
+        check_deadline(spec.deadline_at_s, spec.time_limit_s, max(now_s, spec.begin_at_s or 0))
+    partitions = possible_partitions(world, spec, partitions, spec.time_limit_s, reservation)
+    return admit(world, user, spec, partitions, limit_s)
 
 
 def possible_partitions(

@@ -12,6 +12,7 @@ from dataclasses import replace
 from hpcsched.api.identity import Asker
 from hpcsched.controller.wishes import Wish, combined, read_wish, wished
 from hpcsched.errors import NotFoundError, PermissionDeniedError, RequestError
+from hpcsched.lifecycle.clocks import cut_at_s, suspended_s
 from hpcsched.model.hostlist import compress_hostlist
 from hpcsched.model.ids import NODE_NAME, NodeName
 from hpcsched.model.job import Job, JobState
@@ -26,7 +27,6 @@ from hpcsched.model.reservation import (
     first_day,
     may_use,
 )
-from hpcsched.model.spec import JobSpec
 from hpcsched.model.units import DAY_S, UNLIMITED_S, format_time_s
 from hpcsched.sched.features import matches, parse_features
 from hpcsched.store.world import Transaction, World
@@ -131,21 +131,6 @@ def check_use(world: World, user: str, account: str, name: str, now_s: float) ->
     return reservation
 
 
-def limit_in(reservation: Reservation, spec: JobSpec, limit_s: int | None, now_s: float) -> int:
-    """Return the time limit of a job that is to run in `reservation`: one that was not asked for is cut to what is left."""
-    most_s = reservation.duration_s
-    if spec.time_limit_s is None:
-        if reservation.is_active(now_s) and not reservation.repeats:
-            most_s = int(reservation.end_s - now_s)
-        return min(limit_s or UNLIMITED_S, most_s)
-    if spec.time_limit_s > most_s:
-        asked = format_time_s(spec.time_limit_s if spec.time_limit_s < UNLIMITED_S else None)
-        raise RequestError(
-            f"cannot give job time limit {asked}: reservation {reservation.name!r} lasts {format_time_s(most_s)}"
-        )
-    return spec.time_limit_s
-
-
 # ----- may it be
 
 
@@ -160,7 +145,7 @@ def _settle(tx: Transaction, wanted: Reservation, wish: Wish) -> Reservation:
         wanted.start_s,
         wanted.end_s,
     )
-    other = _overlapped(world, wanted, tx.now_s)
+    other = _overlapped(world, wanted, tx.now_s) if moved or (before and before.flags != wanted.flags) else ""
     if other:
         raise RequestError(f"cannot reserve {compress_hostlist(wanted.nodes)}: Requested nodes are busy: {other}")
     busy = _busy(world, wanted, tx.now_s) if moved and Flag.IGNORE_JOBS not in wanted.flags else {}
@@ -286,7 +271,9 @@ def _busy(world: World, wanted: Reservation, now_s: float) -> dict[NodeName, lis
     for job in world.active_jobs():
         began_s = job.started_at_s if job.started_at_s is not None else job.allocated_at_s
         limit_s = job.time_limit_s if job.time_limit_s is not None else UNLIMITED_S
-        if job.reservation == wanted.name or (began_s or now_s) + limit_s <= wanted.start_s:
+        cut_s = cut_at_s(job, world.reservations.get(job.reservation))
+        ends_s = (began_s or now_s) + suspended_s(job, now_s) + limit_s
+        if job.reservation == wanted.name or min(ends_s, ends_s if cut_s is None else cut_s) <= wanted.start_s:
             continue
         for name in mine.intersection(job.held_nodes):
             found.setdefault(name, []).append(job)
@@ -296,13 +283,11 @@ def _busy(world: World, wanted: Reservation, now_s: float) -> dict[NodeName, lis
 def _check_own_jobs(world: World, wanted: Reservation) -> None:
     """Refuse a change that would leave jobs which run in the reservation outside of it."""
     for job in world.using(wanted.name):
-        if job.state is JobState.PENDING:
-            continue
-        ends_s = (job.started_at_s or job.allocated_at_s or 0) + (job.time_limit_s or UNLIMITED_S)
-        if not set(job.held_nodes) <= set(wanted.nodes) or int(ends_s) > wanted.end_s:
+        left_out = [name for name in job.held_nodes if name not in wanted.nodes]
+        if job.state is not JobState.PENDING and left_out:
             raise RequestError(
-                f"cannot change reservation {wanted.name!r} so: Requested reservation is in use: "
-                f"{_named([job])} runs there and may run beyond it"
+                f"cannot take {compress_hostlist(left_out)} out of reservation {wanted.name!r}: Requested reservation is in use: "
+                f"{_named([job])} runs there"
             )
 
 

@@ -9,7 +9,7 @@ from hpcsched.errors import RequestError
 from hpcsched.lifecycle.events import NodesAdded, NodesReleased, ShrinkAsked
 from hpcsched.lifecycle.job import can
 from hpcsched.model.job import Job
-from hpcsched.sched.plan import Plan
+from hpcsched.sched.decisions import Plan
 from hpcsched.store.world import Transaction
 
 

@@ -28,10 +28,10 @@ from hpcsched.lifecycle.events import Allocated, BecameEligible, EndRequested, S
 from hpcsched.model.ids import ALLOC_STEP, BATCH_STEP, JobId, NodeName, Token
 from hpcsched.model.job import ACTIVE, Job, JobState, Reason
 from hpcsched.model.node import Link
+from hpcsched.sched.decisions import Plan, Start
 from hpcsched.sched.eligible import Wait
-from hpcsched.sched.plan import Plan, Start
 from hpcsched.sched.policy import Policy
-from hpcsched.sched.snapshot import Snapshot, SnapshotCache, snapshot_of
+from hpcsched.sched.snapshot import Snapshot, SnapshotCache, snapshot_of, time_min_s
 from hpcsched.store.store import Store
 from hpcsched.store.world import Transaction, World
 
@@ -491,7 +491,10 @@ class Controller:
 
 def _too_late_at_s(job: Job) -> float | None:
     """Return from when on the waiting job cannot end by its deadline any more; None: it has none."""
-    return None if job.deadline_at_s is None else job.deadline_at_s - (job.time_limit_s or 0) + 0.001
+    if job.deadline_at_s is None:
+        return None
+    least_s = time_min_s(job)
+    return job.deadline_at_s - (least_s if least_s is not None else job.time_limit_s or 0) + 0.001
 
 
 def _switches_matter_until_s(job: Job, max_switch_wait_s: float) -> float | None:

@@ -19,7 +19,7 @@ from hpcsched.lifecycle.events import Changed
 from hpcsched.lifecycle.job import can
 from hpcsched.model.job import Job, JobState
 from hpcsched.model.spec import JobSpec
-from hpcsched.model.units import UNLIMITED_S, format_time_s, parse_time_s, parse_when
+from hpcsched.model.units import UNLIMITED_S, parse_time_s, parse_when
 from hpcsched.store.world import Transaction, World
 
 CHANGES = frozenset(
@@ -70,7 +70,8 @@ def _changed_event(tx: Transaction, asker: Asker, job: Job, changes: dict[str, s
             asker.must_be_admin(f"raise the time limit of job {job.display_id}")
         values["time_limit_s"] = UNLIMITED_S if limit_s is None else limit_s
         if job.deadline_at_s is not None and "deadline" not in changes:
-            check_deadline(job.deadline_at_s, limit_s, max(tx.now_s, job.not_before_s or 0))
+            asked_s = limit_s if job.spec.time_limit_s is not None else None
+            check_deadline(job.deadline_at_s, asked_s, max(tx.now_s, job.not_before_s or 0))
     if not changes.keys().isdisjoint(("partition", "account", "qos")):
         values |= _new_place(tx.world, job, changes)
     if "nice" in changes:
@@ -141,11 +142,6 @@ def _new_reservation(tx: Transaction, job: Job, name: str) -> str:
     _must_wait(job, "change the reservation of")
     if name:
         reservation = check_use(tx.world, job.user, job.account, name, tx.now_s)
-        if job.time_limit_s is None or job.time_limit_s > reservation.duration_s:
-            raise RequestError(
-                f"cannot run job {job.display_id} in reservation {name!r}: it lasts {format_time_s(reservation.duration_s)}, "
-                f"the job's time limit is {format_time_s(job.time_limit_s)}"
-            )
         possible_partitions(tx.world, job.spec, find_partitions(tx.world, job.partition), job.time_limit_s, reservation)
     return name
 
@@ -156,7 +152,11 @@ def _new_deadline(tx: Transaction, job: Job, text: str) -> int:
     if text.lower() in ("", "none", "0"):
         return 0
     deadline_s = int(parse_when(text, tx.now_s))
-    check_deadline(deadline_s, job.time_limit_s, max(tx.now_s, job.not_before_s or 0))
+    check_deadline(
+        deadline_s,
+        job.time_limit_s if job.spec.time_limit_s is not None else None,
+        max(tx.now_s, job.not_before_s or 0),
+    )
     return deadline_s
 
 

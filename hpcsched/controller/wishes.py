@@ -18,6 +18,7 @@ KEYS = {  # scontrol's name in lower case: what it changes
     "features": "features", "partitionname": "partition", "partition": "partition", "users": "users", "user": "users",
     "accounts": "accounts", "account": "accounts", "flags": "flags",
 }  # fmt: skip
+NODES_NAMED = "SPEC_NODES"  # shown of a reservation whose nodes were named; asking for it means nothing
 LISTS = ("users", "accounts", "flags", "nodes")  # that += adds to and -= takes from
 LONGEST_S = 365 * DAY_S  # of a duration that is UNLIMITED
 
@@ -93,7 +94,7 @@ def _node_words(text: str) -> tuple[str, ...]:
 
 def wished(known: Reservation, wish: Wish) -> Reservation:
     """Return `known` as it is wished, but for its nodes."""
-    flags = combined([flag.value for flag in known.flags], wish, "flags")
+    flags = [flag for flag in combined([flag.value for flag in known.flags], wish, "flags") if flag != NODES_NAMED]
     unknown = [flag for flag in flags if flag not in Flag.__members__]
     if unknown:
         raise RequestError(f"cannot set flag {unknown[0][:60]!r}: there are {', '.join(Flag)}")

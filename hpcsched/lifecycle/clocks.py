@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from hpcsched.model.ids import NodeName
 from hpcsched.model.job import Job
+from hpcsched.model.reservation import Reservation
 
 
 def suspended_s(job: Job, now_s: float) -> float:
@@ -32,6 +33,17 @@ def limit_at_s(job: Job) -> float | None:
     if job.started_at_s is None or job.time_limit_s is None or job.suspended_at_s is not None:
         return None
     return job.started_at_s + (job.suspended_s or 0.0) + job.time_limit_s
+
+
+def cut_at_s(job: Job, reservation: Reservation | None) -> float | None:
+    """Return when the attempt is ended whatever is left of its time limit; None: that alone ends it.
+
+    With its reservation; and one that asked for no time limit at its deadline. Suspension puts neither off.
+    """
+    ends_s: list[float] = [reservation.end_s] if reservation is not None else []
+    if job.deadline_at_s is not None and job.spec.time_limit_s is None:
+        ends_s.append(job.deadline_at_s)
+    return min(ends_s, default=None)
 
 
 def stopped(job: Job, at_s: float) -> Job:

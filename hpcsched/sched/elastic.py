@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from hpcsched.model.ids import JobId
 from hpcsched.model.resources import Share
-from hpcsched.sched.plan import Plan, Resize, Start
+from hpcsched.sched.decisions import Plan, Resize, Start
 from hpcsched.sched.policy import Policy
 from hpcsched.sched.snapshot import Elastic, PendingJob, RunningJob, Snapshot
 

@@ -67,13 +67,15 @@ class Eligibility:
 
     def _too_late(self, job: PendingJob, deadline_at_s: float) -> Wait | None:
         """Return the wait of a job that could not end by its deadline if it started now."""
-        limit_s, left_s = job.request.time_limit_s or 0, deadline_at_s - self._snapshot.now_s
-        if limit_s <= left_s:
+        least_s = job.time_min_s if job.time_min_s is not None else job.request.time_limit_s or 0
+        left_s = deadline_at_s - self._snapshot.now_s
+        if least_s <= left_s:
             return None
         left = f"{format_time_s(int(left_s))} is left" if left_s > 0 else "it has passed"
+        limit = "time limit" if job.time_min_s is None else "least time"
         return Wait(
             reason=Reason.DEADLINE,
-            detail=f"it cannot end by its deadline any more: its time limit is {format_time_s(limit_s)}, and {left}",
+            detail=f"it cannot end by its deadline any more: its {limit} is {format_time_s(least_s)}, and {left}",
         )
 
     def _unmet(self, job: PendingJob) -> Wait | None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from hpcsched.model.ids import JobId
 from hpcsched.model.job import Reason
 from hpcsched.model.units import UNLIMITED_S, format_time_s
-from hpcsched.sched.plan import Plan
+from hpcsched.sched.decisions import Plan
 from hpcsched.sched.policy import Policy
 from hpcsched.sched.priority import in_order, scale_of
 from hpcsched.sched.request import Request
@@ -165,6 +165,7 @@ def _reserved(job: PendingJob, node: NodeView, snapshot: Snapshot) -> list[str]:
     now_s = snapshot.now_s
     ends_s = now_s + (job.request.time_limit_s or UNLIMITED_S)
     own = [block for block in snapshot.blocks if block.name == job.reservation]
+    ends_s = min([ends_s, *(block.end_s for block in own)])
     if job.reservation and not any(node.name in block.nodes for block in own):
         return [f"is not in reservation {job.reservation}"]
     mine = [block for block in own if node.name in block.nodes and block.end_s > now_s]

@@ -15,16 +15,16 @@ Pure and deterministic: equal snapshot and policy give an equal plan.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
-from hpcsched.model.accounting import PreemptMode
-from hpcsched.model.ids import JobId, NodeName
+from hpcsched.model.ids import JobId
 from hpcsched.model.job import Reason
 from hpcsched.model.node import Partition
 from hpcsched.model.resources import Share
 from hpcsched.model.units import UNLIMITED_S
 from hpcsched.sched.counted import Counted
+from hpcsched.sched.decisions import Plan, Start
 from hpcsched.sched.eligible import Eligibility, Wait
 from hpcsched.sched.feasible import never_fits
 from hpcsched.sched.groups import Group, Groups
@@ -41,65 +41,13 @@ from hpcsched.sched.reasons import (
     shortfall,
 )
 from hpcsched.sched.request import LicenseCounts
-from hpcsched.sched.reservations import certain_until_s, kept_by, not_now
+from hpcsched.sched.reservations import certain_until_s, cut_short_s, kept_by, not_now
 from hpcsched.sched.snapshot import NodeView, PendingJob, Snapshot, relaxed
 from hpcsched.sched.tally import Tally
 from hpcsched.sched.timeline import Timeline
 from hpcsched.sched.tres import Held, held_by, held_of
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
-    """Start this job now with these shares (in the order of nodes)."""
-
-    job_id: JobId
-    shares: tuple[Share, ...]
-    partition: str = ""  # the one that it got, of those that it asked for
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Victim:
-    """A running job that makes room. `save_s`: it is told by a signal to save what it has, for so long."""
-
-    job_id: JobId
-    mode: PreemptMode
-    save_s: float | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Preemption:
-    """`victims` make room so that `job_id` can start on `shares`, which are kept for it."""
-
-    job_id: JobId
-    shares: tuple[Share, ...]
-    victims: tuple[Victim, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Resize:
-    """An elastic job is asked to `keep` only these of its nodes (all: no longer), or gets `add` as well."""
-
-    job_id: JobId
-    keep: tuple[NodeName, ...] = ()
-    add: tuple[Share, ...] = ()
-    for_job: JobId | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """Every waiting job of the snapshot is in `starts` or has its `waits` entry. Jobs that wait alike share one `Wait`.
-
-    What is beyond starts and waits is decided in `preempt`: who makes room for whom, which jobs that stand still go on, and
-    for which nothing is kept any more; which elastic jobs shrink and grow.
-    """
-
-    starts: tuple[Start, ...]
-    waits: Mapping[JobId, Wait]
-    preemptions: tuple[Preemption, ...] = ()
-    resumes: tuple[JobId, ...] = ()
-    given_up: tuple[JobId, ...] = ()
-    resizes: tuple[Resize, ...] = ()
-    priorities: Mapping[JobId, int] = field(default_factory=dict, compare=False)  # of the jobs that stood in line
+_SUM_ERROR_S = 1e-6  # more than sums of Unix times are off by
 
 
 def plan(snapshot: Snapshot, policy: Policy) -> Plan:
@@ -191,13 +139,13 @@ class Planner:
 
     def absorb(self, start: Start, job: PendingJob) -> None:
         """Take account of `job`, which another plan with a younger view of the world has started meanwhile."""
-        limit_s = self._limit_s(job)
         now_s = self.timeline.now_s
+        end_s = self._end_s(job, now_s)
         for share in start.shares:
-            self.timeline.absorb(share, now_s + limit_s)
+            self.timeline.absorb(share, end_s)
         nodes = {share.node: self.snapshot.nodes[self.timeline.index[share.node]] for share in start.shares}
         self.tally.started(job, held_by(start.shares, nodes, job.licenses) if self.tally.limited else {})
-        self.counted.take(job.licenses, now_s, now_s + limit_s)
+        self.counted.take(job.licenses, now_s, end_s)
         self.elsewhere.add(job.id)
 
     def _look_at(self, job: PendingJob, behind: list[PendingJob]) -> None:
@@ -231,12 +179,11 @@ class Planner:
 
     def offer(self, job: PendingJob) -> list[Part] | None:
         """Return what one more job would get now if it came next; None: it would wait."""
-        limit_s = self._limit_s(job)
         if self._lane_of(job).head is not None and self.policy.backfill is Backfill.NONE:
             return None
-        if self.tally.why_not(job) is not None or not self._has_licenses(job, limit_s):
+        if self.tally.why_not(job) is not None or not self._has_licenses(job):
             return None
-        parts = self._group(job).place(self.timeline.now_s + limit_s)
+        parts = self._group(job).place(self._end_s(job, self.timeline.now_s))
         if parts is None or (self.tally.limited and self.tally.why_not_there(job, self._held(job, parts)) is not None):
             return None
         return parts
@@ -246,7 +193,7 @@ class Planner:
         parts = self.offer(job)
         if parts is not None:
             return self.timeline.now_s, parts
-        found = self._earliest(job, self._limit_s(job))
+        found = self._earliest(job)
         return found if found is not None and found[0] < self.timeline.sure_until_s else None
 
     # ----- who is looked at
@@ -295,10 +242,9 @@ class Planner:
         if hopeless and 0 < self.policy.backfill_depth <= len(self.groups):
             return False
         group = self._group(job)
-        limit_s = self._limit_s(job)
+        end_s = self._end_s(job, self.timeline.now_s)
         parts = None
-        if not hopeless and self._has_licenses(job, limit_s):
-            end_s = self.timeline.now_s + limit_s
+        if not hopeless and self._has_licenses(job):
             parts = group.place(end_s)
             self.in_vain += parts is None and lane.head is not None
         if parts is None:
@@ -315,7 +261,7 @@ class Planner:
         if over is not None:
             self.waits[job.id] = over
             return False
-        self._start(job, parts, held, limit_s)
+        self._start(job, parts, held, end_s)
         return True
 
     def _can_do_with_less(self, job: PendingJob, parts: list[Part]) -> bool:
@@ -327,22 +273,23 @@ class Planner:
         """Return what `job` would have with these parts, in the names of limits."""
         return held_of([(*part.use, self.timeline.types[part.node]) for part in parts], job.licenses)
 
-    def _start(self, job: PendingJob, parts: list[Part], held: Held, limit_s: float) -> None:
-        """Start `job` on `parts`, and count what it takes of all that is counted."""
-        now_s = self.timeline.now_s
-        shares = tuple([self._take(part, now_s + limit_s) for part in parts])
+    def _start(self, job: PendingJob, parts: list[Part], held: Held, end_s: float) -> None:
+        """Start `job` on `parts` until `end_s`, and count what it takes of all that is counted."""
+        shares = tuple([self._take(part, end_s) for part in parts])
         self.starts.append(Start(job_id=job.id, shares=shares, partition=job.partition))
         self.tally.started(job, held)
         if job.licenses:
-            self.counted.take(job.licenses, now_s, now_s + limit_s)
+            self.counted.take(job.licenses, self.timeline.now_s, end_s)
 
-    def _has_licenses(self, job: PendingJob, limit_s: float) -> bool:
+    def _has_licenses(self, job: PendingJob) -> bool:
         now_s = self.timeline.now_s
-        return not job.licenses or self.counted.earliest(job.licenses, limit_s, now_s) <= now_s
+        if not job.licenses:
+            return True
+        return self.counted.earliest(job.licenses, self._end_s(job, now_s) - now_s, now_s) <= now_s
 
     def _short_of_licenses(self, job: PendingJob) -> Wait | None:
         """Return that `job` waits for licences, if it does."""
-        if not job.licenses or self._has_licenses(job, self._limit_s(job)):
+        if self._has_licenses(job):
             return None
         return no_licenses(job.licenses, self.counted.free_now(), dict(self.snapshot.ledger.accounting.licenses))
 
@@ -389,6 +336,12 @@ class Planner:
         limit_s = job.request.time_limit_s
         return limit_s if limit_s is not None and 0 < limit_s < UNLIMITED_S else self.policy.default_time_limit_s
 
+    def _end_s(self, job: PendingJob, start_s: float) -> float:
+        """Return when `job` has ended at the latest if it starts at `start_s`: by its limit, or because it is cut short."""
+        end_s = start_s + self._limit_s(job)
+        cut_s = NEVER_S if job.free_to_go else cut_short_s(job, self.reservations)
+        return min(end_s, cut_s) if start_s < cut_s else end_s
+
     # ----- why it waits
 
     def _queue(self, job: PendingJob, behind: list[PendingJob]) -> None:
@@ -426,29 +379,53 @@ class Planner:
 
     def _reserved_from(self, job: PendingJob, lane: _Lane) -> Wait | None:
         """Return the wait of a job that would fit now if nothing were reserved for others; None: it would not either."""
-        limit_s = self._limit_s(job)
-        end_s = self.timeline.now_s + limit_s
+        end_s = self._end_s(job, self.timeline.now_s)
         group = self.unreserved.of(replace(job, reservation=""), lane.nodes)
-        if not self._has_licenses(job, limit_s) or group.place(end_s) is None:
+        if not self._has_licenses(job) or group.place(end_s) is None:
             return None
         return kept_by(self.snapshot, job, group.nodes, end_s)
 
     def _reserve(self, job: PendingJob) -> float | None:
         """Keep room for `job` from the earliest time at which it fits, and return that time."""
-        limit_s = self._limit_s(job)
-        found = self._earliest(job, limit_s)
+        found = self._earliest(job)
         if found is None:
             return None
         start_s, parts = found
+        end_s = self._end_s(job, start_s)
         for part in parts:
-            self.timeline.reserve(part.node, start_s, start_s + limit_s, part.use)
-        self.counted.take(job.licenses, start_s, start_s + limit_s)
+            self.timeline.reserve(part.node, start_s, end_s, part.use)
+        self.counted.take(job.licenses, start_s, end_s)
         return start_s
 
-    def _earliest(self, job: PendingJob, limit_s: float) -> tuple[float, list[Part]] | None:
+    def _earliest(self, job: PendingJob) -> tuple[float, list[Part]] | None:
         """Return from when on nodes and licences are free for `job`, and what of the nodes it would get; None: never."""
+        found = self._earliest_for(job, self._limit_s(job), self.timeline.now_s)
+        cut_s = NEVER_S if job.free_to_go else cut_short_s(job, self.reservations)
+        if cut_s == NEVER_S or (found is not None and found[0] < cut_s):
+            return found
+        return self._earliest_until(job, cut_s) or found
+
+    def _earliest_until(self, job: PendingJob, cut_s: float) -> tuple[float, list[Part]] | None:
+        """Return from when on all is free for `job` until it is cut short: by halving, as nodes only get freer."""
+        from_s = max(self.timeline.now_s, cut_s - self._limit_s(job))
+        profiles = [self.timeline.profiles[node] for node in self._group(job).nodes]
+        later = {at_s for profile in profiles for at_s in profile.times_s if from_s < at_s < cut_s}
+        times_s = [from_s, *sorted(later)]
+        found = None
+        low, high = 0, len(times_s)
+        while low < high:
+            middle = (low + high) // 2
+            at_s = times_s[middle]
+            here = self._earliest_for(job, cut_s - at_s - _SUM_ERROR_S, at_s)
+            if here is not None and here[0] == at_s:
+                found, high = here, middle
+            else:
+                low = middle + 1
+        return found
+
+    def _earliest_for(self, job: PendingJob, limit_s: float, from_s: float) -> tuple[float, list[Part]] | None:
+        """Return from when on, `from_s` or later, nodes and licences are free for so long; None: never."""
         group = self._group(job)
-        from_s = self.timeline.now_s
         while True:
             found = group.earliest(limit_s, from_s)
             if found is None or not job.licenses:

@@ -21,14 +21,18 @@ from dataclasses import dataclass, fields, replace
 from hpcsched.model.accounting import PreemptMode, PreemptType
 from hpcsched.model.ids import JobId
 from hpcsched.model.job import Reason
+from hpcsched.model.reservation import Reservation
 from hpcsched.model.resources import Share
 from hpcsched.model.units import UNLIMITED_S
+from hpcsched.sched.decisions import Plan, Preemption, Start, Victim
 from hpcsched.sched.elastic import resizes
 from hpcsched.sched.eligible import Wait
-from hpcsched.sched.plan import Plan, Preemption, Start, Victim, plan
+from hpcsched.sched.intervals import NEVER_S
+from hpcsched.sched.plan import plan
 from hpcsched.sched.policy import Policy
 from hpcsched.sched.priority import in_order, scale_of
 from hpcsched.sched.ranks import grace_s, mode_of, outranks
+from hpcsched.sched.reservations import cut_short_s
 from hpcsched.sched.snapshot import PendingJob, RunningJob, Snapshot
 from hpcsched.sched.victims import Choice, Make, candidates_for, choose, without
 from hpcsched.sched.words import listed
@@ -51,16 +55,20 @@ def is_plain(snapshot: Snapshot, policy: Policy) -> bool:
     return policy.preempt.type is PreemptType.NONE and not kept and not lent
 
 
-def as_running(job: PendingJob, shares: tuple[Share, ...], now_s: float) -> RunningJob:
+def as_running(
+    job: PendingJob, shares: tuple[Share, ...], now_s: float, reservations: Iterable[Reservation] = ()
+) -> RunningJob:
     """Return the job as it is when it starts now on `shares`. It cannot be preempted at once."""
     limit_s = job.request.time_limit_s
     limited = limit_s is not None and 0 < limit_s < UNLIMITED_S
+    limit_ends_s = now_s + limit_s if limited and limit_s is not None else NEVER_S
+    ends_s = min(limit_ends_s, cut_short_s(job, {one.name: one for one in reservations}))
     alike = {name: getattr(job, name) for name in _ALIKE}
     return RunningJob(
         **alike,
         shares=shares,
         began_at_s=now_s,
-        ends_at_s=now_s + limit_s if limited and limit_s is not None else None,
+        ends_at_s=ends_s if ends_s < NEVER_S else None,
     )
 
 
@@ -102,7 +110,7 @@ class _Stages:
         given_up: list[JobId] = []
         kept = {job.id: job for job in self._in_order(job for job in self.world.pending if job.kept_shares)}
         now_s = self.world.now_s
-        blocks = {job.id: as_running(job, job.kept_shares, now_s) for job in kept.values()}
+        blocks = {job.id: as_running(job, job.kept_shares, now_s, self.world.reservations) for job in kept.values()}
         others = tuple(job for job in self.world.pending if job.id not in kept)
         running = self.world.running
         for job in kept.values():
@@ -111,7 +119,7 @@ class _Stages:
             start = _start_of(self.make(world, self.policy), job)
             if start is not None:
                 starts.append(start)
-                running = (*running, as_running(job, start.shares, now_s))
+                running = (*running, as_running(job, start.shares, now_s, self.world.reservations))
             elif self._will_fit(world, job):
                 waits[job.id] = self._waits_for_ends(job)
                 blocks[job.id] = block
@@ -192,7 +200,7 @@ class _Stages:
     def _preemption(self, job: PendingJob, choice: Choice) -> Preemption:
         """Take note that the victims make room for `job`."""
         rules = self.policy.preempt
-        block = as_running(job, choice.start.shares, self.world.now_s)
+        block = as_running(job, choice.start.shares, self.world.now_s, self.world.reservations)
         after = without(self.world, self.policy, choice.victims)
         pending = tuple(other for other in self.world.pending if other.id != job.id)
         self.world = replace(after, running=(*after.running, block), pending=pending)
@@ -217,7 +225,11 @@ class _Stages:
 
     def _with_starts(self, world: Snapshot, made: Plan) -> Snapshot:
         shares = {start.job_id: start.shares for start in made.starts}
-        started = [as_running(job, shares[job.id], world.now_s) for job in world.pending if job.id in shares]
+        started = [
+            as_running(job, shares[job.id], world.now_s, world.reservations)
+            for job in world.pending
+            if job.id in shares
+        ]
         pending = tuple(job for job in world.pending if job.id not in shares)
         return replace(world, running=(*world.running, *started), pending=pending)
 

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from hpcsched.model.ids import NodeName
 from hpcsched.model.job import Reason
-from hpcsched.model.reservation import MAX_PERIOD_S, Interval, Reservation, at, occurrences
-from hpcsched.model.units import UNLIMITED_S, format_time_s
+from hpcsched.model.reservation import MAX_PERIOD_S, Interval, Reservation, occurrences
+from hpcsched.model.units import format_time_s
 from hpcsched.sched.blocks import HORIZON_S
 from hpcsched.sched.eligible import Wait
 from hpcsched.sched.intervals import NEVER_S
@@ -30,15 +30,18 @@ def not_now(job: PendingJob, reservations: Mapping[str, Reservation], now_s: flo
     if now_s < reservation.start_s:
         detail = f"its reservation {job.reservation!r} begins in {format_time_s(int(reservation.start_s - now_s))}"
         return Wait(reason=Reason.RESERVATION, detail=detail, expected_start_s=reservation.start_s)
-    limit_s = job.request.time_limit_s or UNLIMITED_S
-    if now_s + limit_s <= reservation.end_s:
-        return None
-    left = format_time_s(int(reservation.end_s - now_s))
-    limit = format_time_s(limit_s if limit_s < UNLIMITED_S else None)
-    again = reservation.repeats and limit_s <= reservation.duration_s
-    next_s = at(reservation, reservation.end_s).start_s if again else None
-    detail = f"its reservation {job.reservation!r} ends in {left}, before its time limit of {limit} would be up"
-    return Wait(reason=Reason.RESERVATION, detail=detail, expected_start_s=next_s)
+    return None
+
+
+def cut_short_s(job: PendingJob, reservations: Mapping[str, Reservation]) -> float:
+    """Return when `job` is ended if it runs by then, whatever is left of its time limit; NEVER_S: that alone ends it.
+
+    With the present or next occurrence of its reservation; and at its deadline, if it asked for no time limit.
+    """
+    cut_s = reservations[job.reservation].end_s if job.reservation in reservations else NEVER_S
+    if job.deadline_at_s is not None and job.time_min_s is not None:
+        cut_s = min(cut_s, job.deadline_at_s)
+    return cut_s
 
 
 def kept_by(snapshot: Snapshot, job: PendingJob, nodes: Sequence[int], end_s: float) -> Wait | None:

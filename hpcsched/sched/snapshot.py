@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from hpcsched.lifecycle.clocks import suspended_s
+from hpcsched.lifecycle.clocks import cut_at_s, suspended_s
 from hpcsched.model.accounting import NO_ACCOUNTING, Accounting, Association
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import ACTIVE, Hold, Job, JobState
@@ -24,6 +24,7 @@ from hpcsched.sched.features import matches
 from hpcsched.sched.request import LicenseCounts, Request, Shape, request_of, time_limit_in
 from hpcsched.sched.usage import Used
 
+LEAST_LIMIT_S = 60  # a time limit is not cut to less
 _ON_ITS_WAY = frozenset({JobState.CONFIGURING, JobState.RUNNING, JobState.SUSPENDED})
 
 
@@ -118,6 +119,7 @@ class PendingJob:
     qos: str = ""
     licenses: LicenseCounts = ()
     switches_wait_s: float | None = None  # so long few switches matter to it; None: the policy's time
+    time_min_s: int | None = None  # its time limit may be cut down to this, if it starts earlier or at all by that
     free_to_go: bool = True  # neither hold, begin time, dependency nor array limit: no need to look at them
 
 
@@ -221,6 +223,8 @@ def snapshot_of(
     parts = {partition.name: partition for partition in partitions}
     default = next((part.name for part in parts.values() if part.default), "")
     cache.follow(parts)
+    known_ones = tuple(at(reservation, now_s) for reservation in reservations)
+    by_name = {reservation.name: reservation for reservation in known_ones}
     waiting: dict[JobId, tuple[Job, PendingJob]] = {}
     running = []
     for job in jobs:
@@ -230,10 +234,9 @@ def snapshot_of(
                 known = (job, pending_job(job, parts, default, cache))
             waiting[job.id] = known
         elif job.state in ACTIVE or job.held_nodes:
-            view = running_job(job, parts, default, now_s)
+            view = running_job(job, parts, default, now_s, by_name.get(job.reservation))
             running.append(replace(view, elastic=_elastic(job, view, parts, cache)) if job.spec.elastic else view)
     cache.keep_only(waiting)
-    known = tuple(at(reservation, now_s) for reservation in reservations)
     pending = tuple(view for _, view in waiting.values())
     return Snapshot(
         now_s=now_s,
@@ -243,8 +246,8 @@ def snapshot_of(
         pending=pending,
         facts=_facts(jobs, pending),
         ledger=ledger,
-        reservations=known,
-        blocks=blocks_of(known, now_s),
+        reservations=known_ones,
+        blocks=blocks_of(known_ones, now_s),
     )
 
 
@@ -319,6 +322,7 @@ def _pending_in(job: Job, partitions: Mapping[str, Partition], name: str, cache:
         licenses=job.spec.licenses,
         kept_shares=job.kept_shares,
         switches_wait_s=job.spec.switches_wait_s,
+        time_min_s=time_min_s(job),
         free_to_go=not (
             job.hold is not Hold.NONE
             or job.priority_set == 0
@@ -332,8 +336,19 @@ def _pending_in(job: Job, partitions: Mapping[str, Partition], name: str, cache:
     )
 
 
-def running_job(job: Job, partitions: Mapping[str, Partition], default: str, now_s: float) -> RunningJob:
-    """Return what the planner needs to know of a job that holds nodes. One that is being ended ends now."""
+def time_min_s(job: Job) -> int | None:
+    """Return to what its time limit may be cut; None: not at all. One that nobody asked for gives way to a deadline."""
+    return LEAST_LIMIT_S if job.spec.time_limit_s is None and job.deadline_at_s is not None else None
+
+
+def running_job(
+    job: Job,
+    partitions: Mapping[str, Partition],
+    default: str,
+    now_s: float,
+    reservation: Reservation | None = None,
+) -> RunningJob:
+    """Return what the planner needs to know of a job that holds nodes, in `reservation`. One that is being ended ends now."""
     held = set(job.held_nodes)
     began_at_s = next((at_s for at_s in (job.started_at_s, job.allocated_at_s) if at_s is not None), now_s)
     if job.state in _ON_ITS_WAY:
@@ -346,6 +361,8 @@ def running_job(job: Job, partitions: Mapping[str, Partition], default: str, now
             if limit_s is not None and 0 < limit_s < UNLIMITED_S
             else None
         )
+        cut_s = cut_at_s(job, reservation)
+        ends_at_s = min((end_s for end_s in (ends_at_s, cut_s) if end_s is not None), default=None)
     else:
         ends_at_s = now_s
     return RunningJob(

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from hpcsched.model.accounting import PreemptMode
 from hpcsched.model.resources import Share
-from hpcsched.sched.plan import Plan, Start
+from hpcsched.sched.decisions import Plan, Start
 from hpcsched.sched.policy import Policy
 from hpcsched.sched.ranks import lost_s, may_be_preempted, mode_of, outranks, weight
 from hpcsched.sched.snapshot import PendingJob, RunningJob, Snapshot

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.node import Partition
-from hpcsched.sched.plan import Plan, plan
+from hpcsched.sched.decisions import Plan
+from hpcsched.sched.plan import plan
 from hpcsched.sched.policy import Backfill, Policy
 from hpcsched.sched.request import Request, Shape
 from hpcsched.sched.snapshot import NodeView, PendingJob, RunningJob, Snapshot

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.node import Partition
 from hpcsched.model.resources import Gpu, Share
+from hpcsched.sched.decisions import Plan
 from hpcsched.sched.features import matches, parse_constraint
-from hpcsched.sched.plan import Plan, plan
+from hpcsched.sched.plan import plan
 from hpcsched.sched.policy import Backfill, Policy
 from hpcsched.sched.request import Request, Shape
 from hpcsched.sched.snapshot import NodeView, PendingJob, RunningJob, Snapshot

@@ -12,7 +12,8 @@ from property.test_plan import POLICIES, POLICY, worlds
 from hpcsched.model.reservation import Flag, Reservation, clash, occurrences
 from hpcsched.model.units import UNLIMITED_S, parse_time_s
 from hpcsched.sched.blocks import blocks_of
-from hpcsched.sched.plan import Plan, plan
+from hpcsched.sched.decisions import Plan
+from hpcsched.sched.plan import plan
 from hpcsched.sched.policy import Policy
 from hpcsched.sched.request import Request
 from hpcsched.sched.snapshot import PendingJob, Snapshot
@@ -48,7 +49,8 @@ def reserved_worlds(draw: st.DrawFn) -> Snapshot:
 
 
 def _end_s(snapshot: Snapshot, job: PendingJob) -> float:
-    return snapshot.now_s + (job.request.time_limit_s or UNLIMITED_S)
+    own = [one.end_s for one in snapshot.reservations if one.name == job.reservation]
+    return min([snapshot.now_s + (job.request.time_limit_s or UNLIMITED_S), *own])
 
 
 @given(reserved_worlds(), POLICIES)
@@ -77,8 +79,7 @@ def test_a_job_of_a_reservation_is_on_its_nodes_within_its_time(snapshot: Snapsh
         if job.reservation:
             mine = by_name[job.reservation]
             assert {share.node for share in start.shares} <= set(mine.nodes)
-            assert mine.start_s <= snapshot.now_s
-            assert _end_s(snapshot, job) <= mine.end_s
+            assert mine.start_s <= snapshot.now_s < mine.end_s
 
 
 @given(reserved_worlds(), POLICIES)

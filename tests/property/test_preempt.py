@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from property.test_plan import SMALL, worlds
 
 from hpcsched.model.accounting import PreemptMode, PreemptType, Qos
-from hpcsched.sched.plan import Plan
+from hpcsched.sched.decisions import Plan
 from hpcsched.sched.policy import Policy, PreemptRules
 from hpcsched.sched.preempt import as_running, full_plan
 from hpcsched.sched.request import Request

@@ -12,7 +12,7 @@ from unit.sched.world import World, world
 from hpcsched.controller.planning import Planning, Slice
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import Hold, Job, JobState
-from hpcsched.sched.plan import Plan, Start
+from hpcsched.sched.decisions import Plan, Start
 from hpcsched.sched.policy import Backfill
 
 

@@ -11,7 +11,7 @@ from world import ANN, BOB, ROOT, Cluster
 
 from hpcsched.api.identity import Asker
 from hpcsched.api.views import node_views
-from hpcsched.controller import requests, reserving
+from hpcsched.controller import requests, reserving, suspension
 from hpcsched.controller.tick import load_world
 from hpcsched.controller.update import update
 from hpcsched.errors import HpcschedError, NotFoundError, PermissionDeniedError, RequestError, UnavailableError
@@ -200,8 +200,6 @@ def test_who_may_not_use_it_is_told_who_may() -> None:
         NotFoundError, match="Requested reservation is invalid: there is no reservation 'q'; there are: r"
     ):
         cluster.submit(reservation="q")
-    with pytest.raises(RequestError, match=r"cannot give job time limit 11:00: reservation 'r' lasts 10:00"):
-        cluster.submit(reservation="r", time_limit_s=660)
     with pytest.raises(RequestError, match="in reservation 'r': cannot give job two nodes"):
         cluster.submit(reservation="r", nodes_min=2)
     assert not cluster.world.jobs
@@ -218,15 +216,65 @@ def test_after_its_end_it_is_refused(tmp_path: Path) -> None:
     assert cluster.world.waits[waits].reason is Reason.RESERVATION_DELETED
 
 
-def test_a_limit_that_was_not_asked_for_is_cut_to_what_is_left() -> None:
+@pytest.mark.parametrize("limit_s", [None, 3600])
+@pytest.mark.parametrize("flags", ["", "DAILY"])
+def test_a_job_that_still_runs_when_its_reservation_ends_is_ended(limit_s: int | None, flags: str) -> None:
+    cluster = Cluster("n1")
+    reserve(cluster, StartTime="now", Flags=flags)
+    cluster.tick(400.0)
+    job_id = cluster.submit(reservation="r", time_limit_s=limit_s)
+    cluster.run(job_id)
+    cluster.tick(199.0)
+    assert any(1.0 <= wake < 1.1 for wake in cluster.ports.wakes)
+    assert (cluster.job(job_id).time_limit_s, cluster.job(job_id).state) == (limit_s, JobState.RUNNING)
+    cluster.tick(1.0)
+    job = cluster.job(job_id)
+    assert (job.state, job.outcome, job.reason_detail) == (
+        JobState.COMPLETING,
+        JobState.TIMEOUT,
+        "its reservation 'r' ended",
+    )
+
+
+def test_a_suspended_job_ends_with_its_reservation_too() -> None:
     cluster = Cluster("n1")
     reserve(cluster, StartTime="now")
-    cluster.tick(400.0)
-    job_id = cluster.submit(reservation="r")
-    assert (cluster.job(job_id).time_limit_s, cluster.job(job_id).state) == (200, JobState.CONFIGURING)
+    job_id = cluster.submit(reservation="r", time_limit_s=300)
+    cluster.run(job_id)
+    cluster.ask(lambda tx: suspension.suspend(tx, ROOT, [str(job_id)]))
+    assert cluster.job(job_id).state is JobState.SUSPENDED
+    cluster.tick(600.0)
+    assert cluster.job(job_id).outcome is JobState.TIMEOUT
 
 
-def test_it_is_not_deleted_or_shortened_under_the_jobs_that_use_it() -> None:
+def test_a_job_runs_as_long_as_its_reservation_is_made_to_last() -> None:
+    cluster = Cluster("n1")
+    reserve(cluster, StartTime="now")
+    job_id = cluster.submit(reservation="r", time_limit_s=3600)
+    cluster.run(job_id)
+    change(cluster, Duration="20")
+    cluster.tick(600.0)
+    assert cluster.job(job_id).state is JobState.RUNNING
+    change(cluster, Duration="15")
+    cluster.tick(300.0)
+    assert cluster.job(job_id).outcome is JobState.TIMEOUT
+
+
+def test_the_next_reservation_may_follow_at_once_on_nodes_whose_jobs_end_with_this_one() -> None:
+    cluster = Cluster("n1")
+    reserve(cluster, StartTime="now")
+    cluster.run(cluster.submit(reservation="r", time_limit_s=3600))
+    reserve(cluster, "next", StartTime="now+10minutes")
+    assert "may run beyond" in refusal_of(cluster, "during", StartTime="now+9minutes", Flags="OVERLAP")
+
+
+def refusal_of(cluster: Cluster, name: str, **changes: str) -> str:
+    with pytest.raises(HpcschedError) as refused:
+        reserve(cluster, name, **changes)
+    return str(refused.value)
+
+
+def test_it_is_not_deleted_under_the_jobs_that_use_it_nor_loses_their_nodes() -> None:
     cluster = Cluster("n1", "n2")
     reserve(cluster, StartTime="now", Nodes="ALL")
     job_id = cluster.submit(reservation="r", time_limit_s=300)
@@ -235,15 +283,22 @@ def test_it_is_not_deleted_or_shortened_under_the_jobs_that_use_it() -> None:
         RequestError, match=f"cannot delete reservation 'r': Requested reservation is in use: by job {job_id}"
     ):
         delete(cluster)
-    with pytest.raises(RequestError, match="may run beyond it"):
-        change(cluster, Duration="4")
     node = cluster.job(job_id).shares[0].node
-    with pytest.raises(RequestError, match="may run beyond it"):
+    with pytest.raises(RequestError, match=f"cannot take {node} out .* job {job_id} runs there"):
         change(cluster, Nodes_sub=node)
     assert change(cluster, Duration="6").duration_s == 360
     cluster.end(job_id)
     delete(cluster)
     assert cluster.world.reservations == {}
+
+
+def test_who_may_use_it_can_be_changed_while_maintenance_overlaps_it() -> None:
+    cluster = Cluster("n1")
+    reserve(cluster)
+    reserve(cluster, "m", Flags="MAINT")
+    assert change(cluster, Users_add="bob").users == ("ann", "bob")
+    with pytest.raises(RequestError, match=r"n1 reserved \(m\)"):
+        change(cluster, Duration="20")
 
 
 def test_a_waiting_job_leaves_and_enters_a_reservation() -> None:

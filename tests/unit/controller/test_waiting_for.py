@@ -15,6 +15,7 @@ from hpcsched.errors import RequestError
 from hpcsched.model.ids import JobId
 from hpcsched.model.job import Job, JobState, Reason
 from hpcsched.model.spec import ArraySpec, Dependency, DependencyKind
+from hpcsched.model.units import UNLIMITED_S
 from hpcsched.store.world import Transaction
 
 KIND = DependencyKind
@@ -151,8 +152,10 @@ def test_a_deadline_that_cannot_be_kept_is_refused_and_one_can_be_taken_back() -
         cluster.submit(time_limit_s=60, deadline_at_s=now_s + 50)
     with pytest.raises(RequestError, match="and 0:50 is left"):
         cluster.submit(time_limit_s=60, deadline_at_s=now_s + 100, begin_at_s=now_s + 50)
-    with pytest.raises(RequestError, match="without a time limit"):
+    with pytest.raises(RequestError, match="0:50 is left, and no job gets less than 1:00"):
         cluster.submit(deadline_at_s=now_s + 50)
+    with pytest.raises(RequestError, match="for a job of unlimited time"):
+        cluster.submit(time_limit_s=UNLIMITED_S, deadline_at_s=now_s + 100)
     cluster.submit(cpus_per_task=2)
     job_id = cluster.submit(time_limit_s=60, deadline_at_s=now_s + 100)
     with pytest.raises(RequestError, match="may run for 2:00, and 1:40 is left"):
@@ -160,6 +163,23 @@ def test_a_deadline_that_cannot_be_kept_is_refused_and_one_can_be_taken_back() -
     assert change(cluster, str(job_id), deadline="none").deadline_at_s is None
     cluster.tick(500.0)
     assert cluster.job(job_id).state is JobState.PENDING
+
+
+def test_a_job_that_asked_for_no_limit_may_run_until_its_deadline() -> None:
+    cluster = Cluster("n1")
+    now_s = int(cluster.now_s)
+    job_id = cluster.submit(cpus_per_task=2, deadline_at_s=now_s + 100)
+    cluster.run(job_id)
+    late = cluster.submit(deadline_at_s=now_s + 150)
+    cluster.tick(91.0)
+    assert cluster.job(late).state is JobState.DEADLINE  # it could have had 50 s, which is no minute
+    cluster.tick(9.0)
+    job = cluster.job(job_id)
+    assert (job.state, job.outcome, job.reason_detail) == (
+        JobState.COMPLETING,
+        JobState.DEADLINE,
+        "its deadline was reached",
+    )
 
 
 def test_a_throttle_is_changed_while_the_array_runs() -> None:

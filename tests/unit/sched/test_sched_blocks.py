@@ -8,7 +8,8 @@ from unit.sched.world import World, world
 
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.sched.blocks import Block, closed_to
-from hpcsched.sched.plan import Plan, plan
+from hpcsched.sched.decisions import Plan
+from hpcsched.sched.plan import plan
 
 INDEX = {NodeName("n1"): 0, NodeName("n2"): 1}
 NOON = Block(name="noon", nodes=(NodeName("n1"),), start_s=100.0, end_s=200.0)

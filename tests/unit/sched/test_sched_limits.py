@@ -9,7 +9,8 @@ from unit.sched.world import World, world
 
 from hpcsched.model.accounting import Account, Accounting, Limits, Qos, UserRules
 from hpcsched.model.node import Partition
-from hpcsched.sched.plan import Plan, plan
+from hpcsched.sched.decisions import Plan
+from hpcsched.sched.plan import plan
 from hpcsched.sched.preempt import full_plan
 from hpcsched.sched.snapshot import Ledger
 from hpcsched.sched.usage import Used

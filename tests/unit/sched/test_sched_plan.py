@@ -12,7 +12,7 @@ from hpcsched.model.job import Hold, JobState, Reason
 from hpcsched.model.node import Link, Partition
 from hpcsched.model.resources import Share
 from hpcsched.model.spec import ArraySpec, Dependency, DependencyKind
-from hpcsched.sched.plan import Start
+from hpcsched.sched.decisions import Start
 
 
 def test_a_job_that_fits_starts() -> None:

@@ -11,7 +11,7 @@ from unit.sched.world import World, world
 from hpcsched.model.accounting import PreemptMode, PreemptType, Qos
 from hpcsched.model.job import Hold, JobState, Reason
 from hpcsched.model.node import Link
-from hpcsched.sched.plan import Preemption
+from hpcsched.sched.decisions import Preemption
 from hpcsched.sched.policy import PreemptRules
 
 LOW = Qos(name="low")

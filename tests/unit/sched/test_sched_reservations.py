@@ -97,18 +97,33 @@ def test_a_job_of_the_reservation_starts_there_and_only_there() -> None:
     }
 
 
-def test_a_job_of_the_reservation_does_not_run_past_its_end() -> None:
+def test_a_job_of_the_reservation_starts_however_long_its_limit_is_for_it_ends_with_the_reservation() -> None:
     def job(limit: str) -> World:
-        return inside(reserved(world("1x4", waiting=[f"1: 4c {limit}"]), "n1", -10, 600), 1)
+        return inside(reserved(world("1x4", waiting=[f"1: 4c {limit}", "2: 4c 60s"]), "n1", -10, 600), 1)
 
-    assert job("600s").starts() == {1: "n1:4"}
-    late = wait(job("601s"), 1)
-    assert (str(late.reason), late.expected_start_s) == ("Reservation", None)
-    assert late.detail == "its reservation 'r' ends in 10:00, before its time limit of 10:01 would be up"
+    assert job("600s").starts() == job("601s").starts() == job("").starts() == {1: "n1:4"}
+    assert wait(job(""), 2).expected_start_s == 600.0
+    reserved(last := job("601s"), "n1", 600, 700, name="next")
+    assert last.starts() == {1: "n1:4"}
 
 
-def test_a_job_that_would_get_its_nodes_too_late_for_the_reservation_is_promised_nothing() -> None:
-    sketch = reserved(world("1x4", waiting=["1: 4c 400s", "2: 4c 400s"]), "n1", -10, 600)
+def test_a_job_that_gets_its_nodes_late_is_promised_what_is_left_of_the_reservation() -> None:
+    waiting = ["1: 3c 400s", "2: 4c 400s", "3: 1c 500s", "4: 1c 400s"]
+    sketch = reserved(world("1x4", waiting=waiting), "n1", -10, 600)
+    assert inside(sketch, 1, 2, 3, 4).starts() == {1: "n1:3", 4: "n1:1"}
+    assert wait(sketch, 2).expected_start_s == 400.0
+
+
+def test_what_waits_for_the_end_of_the_reservation_takes_nothing_from_what_is_promised_in_it() -> None:
+    waiting = ["1: 4c 400s", "2: 4c 300s", "3: 4c 400s"]
+    sketch = inside(reserved(world("1x4", running=["9: n1 4c 100s"], waiting=waiting), "n1", -10, 600), 2, 3)
+    assert [wait(sketch, job_id).expected_start_s for job_id in (1, 2)] == [600.0, 100.0]
+    late = inside(reserved(world("1x4", running=["9: n1 4c 500s"], waiting=waiting), "n1", -10, 600), 2)
+    assert [wait(late, job_id).expected_start_s for job_id in (1, 2)] == [600.0, 500.0]
+
+
+def test_a_job_that_could_begin_only_when_the_reservation_is_over_is_promised_nothing() -> None:
+    sketch = reserved(world("1x4", waiting=["1: 4c 700s", "2: 4c 400s"]), "n1", -10, 600)
     assert inside(sketch, 1, 2).starts() == {1: "n1:4"}
     assert wait(sketch, 2).expected_start_s is None
 
@@ -118,7 +133,7 @@ def test_a_job_waits_for_its_reservation_to_begin_and_again_for_its_next_day() -
     assert before.starts() == {}
     assert (str(wait(before, 1).reason), wait(before, 1).expected_start_s) == ("Reservation", 600)
     assert wait(before, 1).detail == "its reservation 'r' begins in 10:00"
-    daily = inside(reserved(world("1x4", waiting=["1: 4c 60s"]), "n1", -600, 30, Flag.DAILY), 1)
+    daily = inside(reserved(world("1x4", waiting=["1: 4c 60s"]), "n1", -600, -30, Flag.DAILY), 1)
     assert wait(daily, 1).expected_start_s == DAY - 600
 
 

@@ -22,7 +22,8 @@ from hpcsched.model.node import Link, Node, NodeSpec, Partition
 from hpcsched.model.reservation import Reservation
 from hpcsched.model.resources import Gpu, GpuRequest, Share
 from hpcsched.model.spec import JobSpec
-from hpcsched.sched.plan import Plan, plan
+from hpcsched.sched.decisions import Plan
+from hpcsched.sched.plan import plan
 from hpcsched.sched.policy import Policy
 from hpcsched.sched.preempt import full_plan
 from hpcsched.sched.snapshot import Snapshot, snapshot_of
