@@ -315,7 +315,8 @@ FAIRSHARE = (
         name="billing",
         kind=tres_weights,
         default="cpu=1",
-        help='What is charged for a second of each resource, as "cpu=1,mem=0.25,gpu=4" (memory by the GiB).',
+        help='What is charged for a second of each resource, as "cpu=1,mem=0.25,gpu=4" (memory by the GiB); of node and '
+        "license/NAME too.",
     ),
 )
 

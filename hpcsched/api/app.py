@@ -66,6 +66,7 @@ class Backend(Protocol):
     def config(self, asker: Asker) -> Json: ...
     def history(self, asker: Asker, query: dict[str, str]) -> Json: ...
     async def log(self, asker: Asker, reference: str, stream: str, offset: int, limit: int) -> LogPart: ...
+    async def reset_usage(self, asker: Asker, body: Json) -> Json: ...
     async def reconfigure(self, asker: Asker) -> Json: ...
     async def backup(self, asker: Asker, path: str) -> Json: ...
     def strays(self, asker: Asker) -> Json: ...
@@ -99,6 +100,7 @@ def make_server(backend: Backend) -> web.Server:
         web.get("/v1/partitions", routes.partitions),
         web.get("/v1/priorities", routes.priorities),
         web.get("/v1/shares", routes.shares),
+        web.post("/v1/usage/reset", routes.reset_usage),
         web.get("/v1/licenses", routes.licenses),
         web.get("/v1/reservations", routes.reservations),
         web.post("/v1/reservations/{verb:create|update|delete}", routes.act_on_reservation),
@@ -156,6 +158,9 @@ class _Routes:
 
     async def shares(self, request: web.Request) -> web.Response:
         return answer(self._backend.shares())
+
+    async def reset_usage(self, request: web.Request) -> web.Response:
+        return answer(await self._backend.reset_usage(self._asker(request), await _body(request)))
 
     async def licenses(self, request: web.Request) -> web.Response:
         return answer(self._backend.licenses())

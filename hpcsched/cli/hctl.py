@@ -34,6 +34,7 @@ COMMAND = Command(
         "drain NODES WHY | resume NODES | fence NODES [WHY]",
         "backup FILE",
         "strays | strays adopt|end TOKEN...|all",
+        "reset usage all | [Account=LIST] [User=LIST]",
         "ping | reconfigure",
     ),
     "Look at jobs, nodes, partitions and the configuration, and change them. 'update' changes a job's time_limit, partition, "
@@ -44,7 +45,7 @@ COMMAND = Command(
     "'resume NODES' does again. 'fence' is your word that a node which does not answer runs nothing any more: its jobs go on "
     "without it. 'backup' copies the database, beside all that goes on, to a new file for 'hpcsched restore'. "
     "'strays' lists what nodes run from before a restore that asks, 'strays adopt' goes on with it as the job that it is, "
-    "'strays end' ends it.",
+    "'strays end' ends it. 'reset usage' has what was used until now count no more for fair share and limits.",
     (
         Option("json", help="print as JSON, version 1"),
         Option("oneliner", "o", help="print each record on one line"),
@@ -376,6 +377,30 @@ def _list_strays(words: Words) -> int:
     return 0
 
 
+def _reset(rest: Sequence[str], words: Words) -> int:
+    if len(rest) < 2 or rest[0].lower() != "usage":
+        raise UsageError("cannot tell what to reset: write reset usage all, or reset usage Account=LIST User=LIST")
+    lists: dict[str, list[str]] = {"accounts": [], "users": []}
+    for word in rest[1:]:
+        name, _, value = word.partition("=")
+        key = name.lower().removesuffix("s") + "s"
+        if rest[1:] != ["all"] and (key not in lists or not split_list(value)):
+            raise UsageError(f"cannot understand {word[:60]!r}: write all, or Account=LIST and User=LIST")
+        if key in lists:
+            lists[key] += split_list(value)
+    answer = client.call("POST", "/v1/usage/reset", lists)
+    if words.has("json"):
+        print_json(answer)
+        return 0
+    for one in answer["reset"]:
+        print(
+            f"usage of {clean(one['user'])}{' in ' + clean(one['account']) if one['account'] else ''} is 0 from now on"
+        )
+    if not answer["reset"]:
+        print("nobody has used anything")
+    return 0
+
+
 def _reconfigure(rest: Sequence[str], words: Words) -> int:
     answer = client.call("POST", "/v1/reconfigure", {})
     if words.has("json"):
@@ -400,6 +425,7 @@ _VERBS: dict[str, Callable[[Sequence[str], Words], int]] = {
     "fence": _fence,
     "ping": _ping,
     "reconfigure": _reconfigure,
+    "reset": _reset,
     "backup": _backup,
     "strays": _strays,
 }

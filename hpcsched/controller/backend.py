@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections import Counter
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from hpcsched.api.views import (
     step_view,
     why_waiting,
 )
-from hpcsched.controller import requests, reserving, strays, suspension
+from hpcsched.controller import amnesty, requests, reserving, strays, suspension
 from hpcsched.controller.accountviews import license_views, priority_views, share_views
 from hpcsched.controller.admission import settle
 from hpcsched.controller.fleet import Fleet
@@ -46,6 +47,8 @@ from hpcsched.store.world import Transaction
 
 Json = dict[str, Any]
 T = TypeVar("T")
+
+log = logging.getLogger("hpcsched.backend")
 
 PROBE_TIMEOUT_S = 15.0
 READ_TIMEOUT_S = 15.0
@@ -357,6 +360,17 @@ class ControllerBackend:
     def shares(self) -> Json:
         now_s = self._clock()
         return {"now_s": now_s, **share_views(self._world, now_s)}
+
+    async def reset_usage(self, asker: Asker, body: Json) -> Json:
+        accounts, users = body.get("accounts") or [], body.get("users") or []
+        if not _is_texts(accounts) or not _is_texts(users):
+            raise RequestError(
+                'cannot reset usage: the body must be {"accounts": [names], "users": [names]}, empty for all'
+            )
+        found = await self._change(lambda tx: amnesty.reset(tx, asker, accounts, users))
+        self._controller.reconfigured()
+        log.info("%s reset the usage of %s", asker.user, ", ".join("/".join(one) for one in found) or "nobody")
+        return {"reset": [{"account": account, "user": user} for account, user in found]}
 
     def licenses(self) -> Json:
         return {"licenses": license_views(self._world)}

@@ -84,6 +84,8 @@ def billing_of(held: Mapping[str, float], weights: Mapping[str, float]) -> float
     total = held.get(CPU, 0) * weights.get(CPU, 0.0) + held.get(MEM, 0) / MIB_PER_GIB * weights.get(MEM, 0.0)
     typed = {name: weight for name, weight in weights.items() if name.startswith(GPU + ":")}
     plain = held.get(GPU, 0) - sum(held.get(name, 0) for name in typed)
+    counted = [name for name in weights if name == NODE or name.startswith(LICENSE)]
+    total += sum(held.get(name, 0) * weights[name] for name in counted)
     return total + plain * weights.get(GPU, 0.0) + sum(held.get(name, 0) * weight for name, weight in typed.items())
 
 

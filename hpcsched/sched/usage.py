@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from hpcsched.model.accounting import BILLING, CPU, GPU, MEM, Accounting, Association
+from hpcsched.model.accounting import BILLING, CPU, GPU, LICENSE, MEM, NODE, Accounting, Association
 from hpcsched.model.ids import NodeName
 from hpcsched.model.job import Job
 from hpcsched.model.node import Partition
@@ -89,9 +89,11 @@ def charge_of(
     lasted_s = at_s - _since_s(before, at_s)
     part = integral(lasted_s, accounting.half_life_s) / lasted_s if lasted_s > 0 else 1.0
     factor = part * factor_of(accounting, before.qos)
-    return _amounts(
-        cpu_s * factor, mem_mib_s * factor, gpu_s * factor, weights, gpu_weight(before.shares, weights, types)
-    )
+    released = len(set(before.held_nodes) - set(after.held_nodes))
+    licenses = () if released and after.held_nodes else before.spec.licenses  # they go back with the last node
+    counted_s = lasted_s * _counted(released or len(before.held_nodes), licenses, weights)
+    per_gpu = gpu_weight(before.shares, weights, types)
+    return _amounts(cpu_s * factor, mem_mib_s * factor, gpu_s * factor, counted_s * factor, weights, per_gpu)
 
 
 def running_use(job: Job, now_s: float, accounting: Accounting, weights: Weights, types: GpuTypes) -> Amounts:
@@ -103,7 +105,13 @@ def running_use(job: Job, now_s: float, accounting: Accounting, weights: Weights
     cpu_s = used_s * sum(share.cpus for share in shares)
     mem_mib_s = used_s * sum(share.mem_mib for share in shares)
     gpu_s = used_s * sum(share.gpu_amount for share in shares)
-    return _amounts(cpu_s, mem_mib_s, gpu_s, weights, gpu_weight(shares, weights, types))
+    counted_s = used_s * _counted(len(shares), job.spec.licenses, weights)
+    return _amounts(cpu_s, mem_mib_s, gpu_s, counted_s, weights, gpu_weight(shares, weights, types))
+
+
+def _counted(nodes: int, licenses: Iterable[tuple[str, int]], weights: Weights) -> float:
+    """Return what a second of so many nodes and of these licences costs."""
+    return nodes * weights.get(NODE, 0.0) + sum(count * weights.get(LICENSE + name, 0.0) for name, count in licenses)
 
 
 def _since_s(job: Job, now_s: float) -> float:
@@ -133,9 +141,11 @@ def gpu_weight(shares: Iterable[Share], weights: Weights, types: GpuTypes) -> fl
     return sum(costs) / len(costs) if costs else plain
 
 
-def _amounts(cpu_s: float, mem_mib_s: float, gpu_s: float, weights: Weights, per_gpu: float) -> Amounts:
+def _amounts(
+    cpu_s: float, mem_mib_s: float, gpu_s: float, counted_s: float, weights: Weights, per_gpu: float
+) -> Amounts:
     billing = cpu_s * weights.get(CPU, 0.0) + mem_mib_s / MIB_PER_GIB * weights.get(MEM, 0.0) + gpu_s * per_gpu
-    return (BILLING, billing), (CPU, cpu_s), (MEM, mem_mib_s), (GPU, gpu_s)
+    return (BILLING, billing + counted_s), (CPU, cpu_s), (MEM, mem_mib_s), (GPU, gpu_s)
 
 
 def by_association(rows: Iterable[Used]) -> dict[Association, float]:
@@ -144,4 +154,4 @@ def by_association(rows: Iterable[Used]) -> dict[Association, float]:
     for row in rows:
         key = (row.account, row.user)
         charged[key] = charged.get(key, 0.0) + dict(row.amounts).get(BILLING, 0.0)
-    return charged
+    return {key: max(0.0, amount) for key, amount in charged.items()}  # what was reset may leave a rounding error

@@ -225,6 +225,11 @@ class Transaction:
         self.world.adopted.add(token)
         self.batch.adopted.append(token)
 
+    def put_usage(self, used: Used) -> None:
+        """Note what has been used for the commit."""
+        self._usage_before.setdefault(used.key, self.world.usage.get(used.key))
+        self.world.usage[used.key] = self.batch.usage[used.key] = used
+
     def put_step(self, step: StepRow) -> None:
         """Note a step's row for the commit."""
         self.batch.steps[(step.job_id, step.attempt, step.step)] = step
@@ -291,11 +296,9 @@ class Transaction:
         weights = weights_of(accounting, world.partitions.get(before.partition))
         amounts = charge_of(before, after, at_s, accounting, weights, world.gpu_types(before))
         account, user = accounting.association_of(before.user, before.account)
-        key = (account, user, before.qos)
-        known = world.usage.get(key)
-        self._usage_before.setdefault(key, known)
+        known = world.usage.get((account, user, before.qos))
         used = known or Used(account=account, user=user, qos=before.qos, at_s=at_s)
-        world.usage[key] = self.batch.usage[key] = plus(at(used, at_s, accounting.half_life_s), amounts)
+        self.put_usage(plus(at(used, at_s, accounting.half_life_s), amounts))
 
     def _put(self, job: Job) -> None:
         self._jobs_before.setdefault(job.id, self.world.jobs.get(job.id))

@@ -183,12 +183,26 @@ def test_hacct_finds_jobs_by_name_and_times_in_slurms_notations(api: FakeApi) ->
         (["resume", "n1", "n2"], "POST /v1/nodes/resume", {"nodes": "n1,n2"}),
         (["fence", "n1", "it", "burnt"], "POST /v1/nodes/fence", {"nodes": "n1", "why": "it burnt"}),
         (["reconfigure"], "POST /v1/reconfigure", {}),
+        (["reset", "usage", "all"], "POST /v1/usage/reset", {"accounts": [], "users": []}),
+        (
+            ["reset", "usage", "Account=a,b", "user=ann"],
+            "POST /v1/usage/reset",
+            {"accounts": ["a", "b"], "users": ["ann"]},
+        ),
     ],
 )
 def test_hctl_sends_what_its_words_say(argv: list[str], route: str, body: dict[str, Any], api: FakeApi) -> None:
-    api.answers[route] = {"jobs": [12], "errors": [], "nodes": ["n1"], "changed": [], "name": "r"}
+    api.answers[route] = {"jobs": [12], "errors": [], "nodes": ["n1"], "changed": [], "name": "r", "reset": []}
     assert hctl.main(argv) == 0
     assert api.requests(route) == [body]
+
+
+@pytest.mark.parametrize(
+    "words", [["usage"], ["all"], ["usage", "all", "User=ann"], ["usage", "User="], ["usage", "ann"]]
+)
+def test_usage_is_reset_only_by_words_that_are_whole(words: list[str], api: FakeApi) -> None:
+    assert hctl.main(["reset", *words]) == 2
+    assert api.requests("POST /v1/usage/reset") == []
 
 
 def test_who_fences_reads_what_was_given_up(api: FakeApi, capsys: pytest.CaptureFixture[str]) -> None:

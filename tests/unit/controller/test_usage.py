@@ -9,13 +9,14 @@ import pytest
 from unit.controller.world import BOB, ROOT, Cluster
 
 from hpcsched.api.views import job_view
-from hpcsched.controller import suspension
+from hpcsched.controller import amnesty, suspension
 from hpcsched.controller.accountviews import priority_views
 from hpcsched.controller.books import Books, charged, used_now
 from hpcsched.controller.tick import load_world
-from hpcsched.errors import UnavailableError
+from hpcsched.errors import PermissionDeniedError, RequestError, UnavailableError
 from hpcsched.model.accounting import Account, Accounting, Limits, Qos
 from hpcsched.model.ids import JobId
+from hpcsched.sched.usage import integral
 
 HALF_LIFE_S = 1000.0
 LAB = Accounting(
@@ -177,3 +178,38 @@ def test_a_job_in_line_shows_the_priority_that_the_plan_gave_it() -> None:
         cluster.controller.snapshot(cluster.world.jobs_to_plan(), cluster.now_s), cluster.controller.policy, [waiting]
     )
     assert shown == {running: None, waiting: parts["jobs"][0]["priority"], fixed: None}
+
+
+def test_what_is_reset_counts_no_more_and_what_runs_counts_from_then_on() -> None:
+    cluster = with_accounts(Cluster("n1", "n2"))
+    whole_life(cluster, cluster.submit(qos="double"), 100.0)
+    cluster.run(job := cluster.submit())
+    bobs = cluster.submit(BOB)
+    cluster.run(bobs)
+    cluster.tick(50.0)
+    found = cluster.ask(lambda tx: amnesty.reset(tx, ROOT, (), ("ann",)))
+    assert found == [("physics", "ann")]
+    assert billed(cluster) == {("physics", "ann"): 0.0, ("guests", "bob"): pytest.approx(integral(50.0, HALF_LIFE_S))}
+    cluster.tick(30.0)
+    assert billed(cluster)["physics", "ann"] == pytest.approx(integral(30.0, HALF_LIFE_S))
+    cluster.end(job)
+    assert billed(cluster)["physics", "ann"] == pytest.approx(integral(30.0, HALF_LIFE_S))
+    assert sum(dict(used.amounts)["billing"] for used in cluster.store.load_usage() if used.user == "ann") == (
+        pytest.approx(integral(30.0, HALF_LIFE_S))
+    )
+
+
+def test_usage_is_reset_below_an_account_by_admins_and_of_whom_there_is() -> None:
+    parts = (Account(name="lasers", parent="physics", users=("ann",)), *LAB.accounts)
+    cluster = with_accounts(Cluster("n1"), replace(LAB, accounts=parts))
+    whole_life(cluster, cluster.submit(account="lasers"), 100.0)
+    with pytest.raises(RequestError, match="no such|there is none .did you mean physics"):
+        cluster.ask(lambda tx: amnesty.reset(tx, ROOT, ("phisics",), ()))
+    with pytest.raises(RequestError, match="user 'zoe': there is none; known are .*ann"):
+        cluster.ask(lambda tx: amnesty.reset(tx, ROOT, (), ("zoe",)))
+    with pytest.raises(PermissionDeniedError):
+        cluster.ask(lambda tx: amnesty.reset(tx, BOB, (), ()))
+    assert billed(cluster)["lasers", "ann"] > 90
+    assert cluster.ask(lambda tx: amnesty.reset(tx, ROOT, ("guests",), ())) == []
+    assert cluster.ask(lambda tx: amnesty.reset(tx, ROOT, ("physics",), ())) == [("lasers", "ann")]
+    assert billed(cluster) == {("lasers", "ann"): 0.0}

@@ -91,3 +91,18 @@ def test_rows_add_up_by_association() -> None:
     other = plus(replace(row, qos="high"), (("billing", 2.0), ("cpu", 3.0)))
     assert dict(other.amounts) == {"billing": 3.0, "cpu": 3.0}
     assert by_association([row, other, replace(row, user="bob")]) == {("p", "ann"): 4.0, ("p", "bob"): 1.0}
+
+
+def test_nodes_and_licences_with_a_weight_are_billed_as_long_as_they_are_held() -> None:
+    weights = {"cpu": 1.0, "node": 10.0, "license/matlab": 100.0}
+    two = (share("n1", cpus=4), share("n2", cpus=4))
+    before = running(shares=two, held_nodes=("n1", "n2"), spec=spec(licenses=(("matlab", 2), ("other", 9))))
+    assert billed(running_use(before, T0 + 60, FOR_EVER, weights, {})) == 60 * (8 + 20 + 200)
+    one = replace(before, held_nodes=("n2",), charged_cpu_s=4 * 20)
+    none = replace(one, held_nodes=(), charged_cpu_s=4 * 20 + 4 * 60)
+    charges = [
+        charge_of(before, one, T0 + 20, FOR_EVER, weights, {}), charge_of(one, none, T0 + 60, FOR_EVER, weights, {})
+    ]  # fmt: skip
+    assert [billed(charge) for charge in charges] == [20 * (4 + 10), 60 * (4 + 10 + 200)]
+    stopped = replace(before, charged_until_s=T0 + 30, charged_cpu_s=8 * 30)
+    assert billed(charge_of(before, stopped, T0 + 30, FOR_EVER, weights, {})) == 30 * (8 + 20 + 200)
