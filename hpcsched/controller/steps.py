@@ -102,6 +102,7 @@ class StepService:
         if step.finished:
             self._forget(step)
         else:
+            step.left = True
             self._end(step, "its step command went away", state="CANCELLED")
 
     # ----- what nodes say

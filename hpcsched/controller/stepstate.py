@@ -55,6 +55,7 @@ class Step:
     found: bool = False  # after a restart of the controller
     gone: bool = False  # its tasks were let go: all nodes were ready
     ending: bool = False
+    left: bool = False  # its step command went away, as mpirun's daemons lose theirs when they have ended well
     finished: bool = False
     error: str = ""
     state: str = ""  # why it ends, if not by itself: a job state's name
@@ -67,6 +68,13 @@ class Step:
     def in_rank_order(self) -> list[Run]:
         """Return its runs, the one with rank 0 first."""
         return [self.runs[node] for node in self.nodes if node in self.runs]
+
+    def outcome(self) -> str:
+        """Return as what it has ended, a job state's name: one that was left and yet ended well has completed."""
+        bad = self.went_badly() or bool(self.error)
+        if self.state and not (self.left and self.state == "CANCELLED" and not bad):
+            return self.state
+        return "FAILED" if bad else "COMPLETED"
 
     def went_badly(self) -> bool:
         """Return whether a task of it failed."""
@@ -111,7 +119,7 @@ def row_of(step: Step, ended_at_s: float | None = None) -> StepRow:
         name=step.name,
         nodes=tuple(step.nodes),
         ntasks=step.ntasks,
-        state="RUNNING" if not ended else step.state or ("FAILED" if code or signal or step.error else "COMPLETED"),
+        state=step.outcome() if ended else "RUNNING",
         started_at_s=step.started_at_s,
         ended_at_s=ended_at_s,
         exit_code=code if ended else None,

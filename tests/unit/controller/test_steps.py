@@ -499,6 +499,14 @@ def test_hrun_alone_that_goes_away_gives_its_job_back() -> None:
     assert world.released == [(20, ExitStatus(code=1))]
 
 
+def test_a_step_that_is_left_and_yet_ends_well_has_completed_as_daemons_of_mpirun_do() -> None:
+    world = World()
+    world.asks(nodes="1")
+    world.service.on_stream_closed(HRUN)
+    world.ends(world.launches()[0][1], 0)
+    assert world.rows[(12, 0, "0")].state == "COMPLETED"
+
+
 def test_another_step_in_that_job_does_not_end_it() -> None:
     world = World()
     job = a_job(20, script="")
