@@ -115,6 +115,11 @@ class Stepping:
         if not job.spec.script:
             self._in_tick(lambda: self.service.job_running(job))
 
+    def job_ending(self, job: Job) -> None:
+        """Take note of a job that is being ended."""
+        if self.service.concerns(job.id):
+            self._in_tick(lambda: self.service.job_ending(job))
+
     def job_ended(self, job_id: JobId) -> None:
         """Take note of a job whose attempt is over."""
         if self.service.concerns(job_id):

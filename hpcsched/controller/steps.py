@@ -32,7 +32,7 @@ from hpcnode import protocol
 from hpcsched.controller.stepplace import Place, place_step
 from hpcsched.controller.stepports import StepPlan, StepPorts, launch_of
 from hpcsched.controller.steprequest import StepOptions, read_options
-from hpcsched.controller.stepstate import HEAD, Origin, Run, Step, no_word, row_of, step_reports, take_end
+from hpcsched.controller.stepstate import HEAD, Origin, Run, Step, blame_job, no_word, row_of, step_reports, take_end
 from hpcsched.errors import HpcschedError, NotFoundError, PermissionDeniedError, ProtocolError, RequestError
 from hpcsched.launch.environment import with_users
 from hpcsched.model.ids import JobId, NodeName, Token
@@ -178,6 +178,12 @@ class StepService:
         except HpcschedError as error:
             self._refuse(waiting.origin, str(error))
             self._ports.release(job.id, ExitStatus(code=1))
+
+    def job_ending(self, job: Job) -> None:
+        """Note of the job's steps what their tasks are being ended for."""
+        for step in self._steps.values():
+            if (step.job.id, step.job.attempt) == (job.id, job.attempt):
+                blame_job(step, job)
 
     def job_ended(self, job_id: JobId, why: str = "") -> None:
         """End every step of the job's attempt, waiting or not: nothing of it is left on its nodes."""

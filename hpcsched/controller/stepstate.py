@@ -13,12 +13,13 @@ from hpcnode import protocol
 from hpcsched.controller.stepplace import Place
 from hpcsched.errors import ProtocolError
 from hpcsched.model.ids import ALLOC_STEP, BATCH_STEP, NodeName, Token
-from hpcsched.model.job import Job
+from hpcsched.model.job import Job, JobState
 from hpcsched.store.rows import StepRow
 
 Origin = tuple[NodeName, int]  # (node, stream of its agent); node "": a connection to the controller itself
 HEAD = NodeName("")
 
+_NOT_ITS_OWN = frozenset({JobState.CANCELLED, JobState.PREEMPTED, JobState.DEADLINE, JobState.NODE_FAIL})
 _UNKNOWN_CODE = 1  # for tasks of which no exit status will ever be known
 
 
@@ -79,6 +80,16 @@ class Step:
     def went_badly(self) -> bool:
         """Return whether a task of it failed."""
         return any(any(run.codes) or any(run.signals) for run in self.runs.values())
+
+
+def blame_job(step: Step, job: Job) -> None:
+    """Note in `step` why its job is being ended, unless that is for the end of its script alone."""
+    if job.outcome is JobState.TIMEOUT:
+        step.state = step.state or "TIMEOUT"
+        step.error = step.error or f"job {job.display_id} is ended: its time limit was reached"
+    elif job.requeue_wanted or job.outcome in _NOT_ITS_OWN:
+        step.state = step.state or "CANCELLED"
+        step.error = step.error or f"job {job.display_id} is ended: {job.reason_detail or job.outcome}"
 
 
 def take_end(step: Step, run: Run, report: protocol.Report) -> None:

@@ -74,12 +74,14 @@ class Ports(Protocol):
 
 
 class Listener(Protocol):
-    """Who minds the steps (the step service): told of jobs that began or ended, and of reports on steps.
+    """Who minds the steps (the step service): told of jobs that began, are being ended, or ended, and of reports on steps.
 
     It sees to it that those are acknowledged.
     """
 
     def job_running(self, job: Job) -> None: ...
+
+    def job_ending(self, job: Job) -> None: ...
 
     def job_ended(self, job_id: JobId) -> None: ...
 
@@ -342,6 +344,8 @@ class Controller:
         if self.listener is not None:
             if job.state is JobState.RUNNING:
                 self.listener.job_running(job)
+            elif job.state is JobState.COMPLETING:
+                self.listener.job_ending(job)
             elif job.state not in ACTIVE:
                 self.listener.job_ended(job.id)
 

@@ -499,6 +499,28 @@ def test_hrun_alone_that_goes_away_gives_its_job_back() -> None:
     assert world.released == [(20, ExitStatus(code=1))]
 
 
+@pytest.mark.parametrize(
+    ("ending", "state", "says"),
+    [
+        ({"outcome": JobState.TIMEOUT}, "TIMEOUT", "job 12 is ended: its time limit was reached"),
+        (
+            {"outcome": JobState.CANCELLED, "reason_detail": "cancelled by ann"},
+            "CANCELLED",
+            "job 12 is ended: cancelled by ann",
+        ),
+        ({"requeue_wanted": True, "reason_detail": "preempted"}, "CANCELLED", "job 12 is ended: preempted"),
+        ({"outcome": JobState.FAILED}, "FAILED", ""),
+    ],
+)
+def test_what_ends_the_job_is_what_its_steps_end_for(ending: dict[str, Any], state: str, says: str) -> None:
+    world = World()
+    world.asks(nodes="1")
+    world.service.job_ending(a_job(7, state=JobState.COMPLETING, outcome=JobState.TIMEOUT))  # another
+    world.service.job_ending(a_job(12, state=JobState.COMPLETING, **ending))
+    world.ends(world.launches()[0][1], 0, signals=(15,))
+    assert (world.rows[(12, 0, "0")].state, world.ended().error) == (state, says)
+
+
 def test_a_step_that_is_left_and_yet_ends_well_has_completed_as_daemons_of_mpirun_do() -> None:
     world = World()
     world.asks(nodes="1")
