@@ -1,17 +1,14 @@
 """plan() replays the head of a real machine's log and starts every job at the second that the reference schedule says.
 
-The log and the reference are data of others and not part of the repository: HPCSCHED_TRACES names the directory that
-has them (KTH-SP2.pyss.swf.gz and reference/). The semantics replayed are those of the simulator that made the reference:
-events one at a time, submissions before ends of the same second; a pass at each end, and at a submission only if the job
-fits in what is free; a running job's processors are free again at start + requested time.
+The reference is the simulator's schedule, which `test_sim_traces` holds to that of another simulator. The semantics
+replayed are those of that one: events one at a time, submissions before ends of the same second; a pass at each end, and at a
+submission only if the job fits in what is free; a running job's processors are free again at start + requested time.
 """
 
 from __future__ import annotations
 
-import csv
 import gzip
 import heapq
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,23 +21,21 @@ from hpcsched.sched.plan import plan
 from hpcsched.sched.policy import Backfill, Policy
 from hpcsched.sched.request import Request, Shape
 from hpcsched.sched.snapshot import NodeView, PendingJob, RunningJob, Snapshot
+from hpcsched.sim.policies import simulate
+from hpcsched.sim.swf import read_trace
 
 PROCS = 100
 JOBS = 2000
 SUBMIT, END = 0, 1
 
-TRACES = os.environ.get("HPCSCHED_TRACES")
-needs_traces = pytest.mark.skipif(
-    not TRACES,
-    reason="HPCSCHED_TRACES is not set: the replay of a real machine's log against its reference is NOT checked",
-)
+KTH = Path(__file__).parents[2] / "golden" / "traces" / "KTH-SP2.swf.gz"
 
 
-@needs_traces
 @pytest.mark.parametrize(("policy", "kind"), [("easy", Backfill.EASY), ("fcfs", Backfill.NONE)])
 def test_starts_are_those_of_the_reference_schedule(policy: str, kind: Backfill) -> None:
-    jobs = list(_jobs(Path(TRACES or "") / "KTH-SP2.pyss.swf.gz"))[:JOBS]
-    reference = _reference(Path(TRACES or "") / "reference" / f"KTH-SP2.pyss.{policy}.csv.gz")
+    jobs = list(_jobs(KTH))[:JOBS]
+    done = simulate(read_trace(KTH), policy)
+    reference = {job.id: at_s for job, at_s in zip(done.jobs, done.starts_s, strict=True)}
     # what is still waiting when the last of these jobs comes may be overtaken by later jobs: not part of this
     last_submit_s = jobs[-1][1]
     starts = _replay(jobs, Policy(backfill=kind, weight_age=0, backfill_depth=0, estimate_depth=0))
@@ -57,11 +52,6 @@ def _jobs(path: Path) -> Iterator[tuple[int, int, int, int, int]]:
             if not line.startswith(";"):
                 fields = line.split()
                 yield int(fields[0]), int(fields[1]), int(fields[3]), int(fields[7]), int(fields[8])
-
-
-def _reference(path: Path) -> dict[int, int]:
-    with gzip.open(path, "rt") as lines:
-        return {int(row["job_id"]): int(row["start"]) for row in csv.DictReader(lines)}
 
 
 def _replay(jobs: list[tuple[int, int, int, int, int]], policy: Policy) -> dict[int, int]:
