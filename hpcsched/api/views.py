@@ -14,7 +14,7 @@ from typing import Any
 from hpcsched.api.identity import Asker
 from hpcsched.jobscript.dependency import terms_text
 from hpcsched.launch.files import job_files
-from hpcsched.lifecycle.clocks import ran_s, suspended_s
+from hpcsched.lifecycle.clocks import cut_at_s, ran_s, suspended_s
 from hpcsched.lifecycle.effects import is_gathered, unclaimed_nodes
 from hpcsched.lifecycle.job import lease_end_s
 from hpcsched.model.hostlist import compress_hostlist
@@ -69,6 +69,7 @@ def job_view(job: Job, world: World, asker: Asker, now_s: float, *, whole: bool 
         "suspended_for": job.suspended_for,
         "preempted_by": job.preempted_by,
         "time_limit_s": job.time_limit_s,
+        "cut_at_s": cut_at_s(job, world.reservations.get(job.reservation)) if job.state in ACTIVE else None,
         "nodes": nodes,
         "node_list": compress_hostlist(nodes),
         "num_nodes": len(nodes) or spec.nodes_min,

@@ -138,13 +138,13 @@ def _test(job: dict[str, Any], options: Mapping[str, Sequence[str]]) -> int:
     answer = client.call("POST", "/v1/test", {"job": job})
     if is_set(options, "json"):
         print_json(answer)
-    elif answer["start_s"] is None:
-        print(f"{NAME}: Job {answer['job_id']} {clean(answer['text'])}", file=sys.stderr)
+    elif answer["start_s"] is None or not answer["nodes"]:
+        when = f"; not before {date_text(answer['start_s'])}" if answer["start_s"] is not None else ""
+        print(f"{NAME}: Job {answer['job_id']} {clean(answer['text'])}{when}", file=sys.stderr)
     else:
-        where = f"on nodes {clean(answer['node_list'])} " if answer["nodes"] else ""
         print(
             f"{NAME}: Job {answer['job_id']} to start at {date_text(answer['start_s'])} using {answer['cpus']} processors "
-            f"{where}in partition {clean(answer['partition'])}",
+            f"on nodes {clean(answer['node_list'])} in partition {clean(answer['partition'])}",
             file=sys.stderr,
         )
     return 0

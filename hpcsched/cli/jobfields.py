@@ -80,10 +80,13 @@ def start_s(job: Job) -> float | None:
 
 
 def end_s(job: Job) -> float | None:
-    """Return when the job has ended, or when its time limit ends it."""
-    if job["ended_at_s"] is not None or job["started_at_s"] is None or job["time_limit_s"] is None:
+    """Return when the job has ended, or when its time limit ends it, or its reservation or deadline before that."""
+    if job["ended_at_s"] is not None or job["started_at_s"] is None:
         return job["ended_at_s"]
-    return job["started_at_s"] + job.get("suspended_s", 0.0) + job["time_limit_s"]
+    ends_s = [job["cut_at_s"]] if job.get("cut_at_s") is not None else []
+    if job["time_limit_s"] is not None:
+        ends_s.append(job["started_at_s"] + job.get("suspended_s", 0.0) + job["time_limit_s"])
+    return min(ends_s, default=None)
 
 
 def _time_left(job: Job) -> str:

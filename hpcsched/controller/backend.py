@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,8 +32,11 @@ from hpcsched.controller.references import find_jobs
 from hpcsched.controller.story import tell
 from hpcsched.controller.tick import Controller
 from hpcsched.controller.update import update
+from hpcsched.controller.wishes import read_wish
 from hpcsched.errors import NotFoundError, PermissionDeniedError, RequestError, UnavailableError
 from hpcsched.launch.files import job_files
+from hpcsched.lifecycle.events import Submitted
+from hpcsched.lifecycle.job import submitted_jobs
 from hpcsched.model.ids import JobId
 from hpcsched.model.job import FINAL, Job, JobState, Reason
 from hpcsched.model.node import Link
@@ -120,18 +123,16 @@ class ControllerBackend:
         spec = settle(self._world, asker.user, spec)
         now_s = self._clock()
         partitions, limit_s = requests.place_of(self._world, asker.user, spec, now_s)
-        job = Job(
-            id=JobId(self._world.last_job_id + 1),
+        submitted = Submitted(
+            job_id=JobId(self._world.last_job_id + 1),
+            at_s=now_s,
             spec_id=0,
-            spec=spec,
             uid=asker.uid,
             user=asker.user,
-            submitted_at_s=now_s,
-            eligible_at_s=now_s,
             partition=",".join(partition.name for partition in partitions),
             time_limit_s=limit_s,
-            not_before_s=spec.begin_at_s,
         )
+        job = submitted_jobs(submitted, spec)[0]
         snapshot = self._controller.snapshot([*self._world.jobs_to_plan(), job], now_s)
         return await asyncio.to_thread(first_start, snapshot, self._controller.policy, job.id)
 
@@ -346,9 +347,22 @@ class ControllerBackend:
         if verb == "delete":
             await self._change(lambda tx: reserving.delete(tx, asker, name))
             return {"name": name}
+        self._check_people(texts)
         work = reserving.create if verb == "create" else reserving.update
         made = await self._change(lambda tx: work(tx, asker, name, texts))
         return {"name": made.name, "reservation": reservation_view(made, self._world, self._clock())}
+
+    def _check_people(self, changes: Mapping[str, str]) -> None:
+        """Refuse a reservation for users of whom nobody has heard: nobody could use it."""
+        known = {
+            *(job.user for job in self._world.jobs.values()),
+            *(one.name for one in self._world.config.accounting.users),
+        }
+        for name in read_wish(changes, self._clock()).users or ():
+            if name not in known and not is_account(name):
+                raise RequestError(
+                    f"cannot reserve for user {name[:60]!r}: Invalid user specified: there is no such account"
+                )
 
     def priorities(self, asker: Asker, query: Json) -> Json:
         """Return the priorities of the waiting jobs among those that `query` asks for, as in `jobs`."""

@@ -7,6 +7,7 @@ from dataclasses import replace
 from hpcnode import protocol
 from hpcsched.launch.environment import job_environment
 from hpcsched.launch.files import job_file_patterns
+from hpcsched.lifecycle.clocks import cut_at_s
 from hpcsched.lifecycle.effects import ClaimPart, ClearNode, Effect, GoOn, Halt, StartBatch, TellAllocation
 from hpcsched.model.ids import ALLOC_STEP, BATCH_STEP, NodeName, Token
 from hpcsched.model.job import Job
@@ -67,6 +68,7 @@ def launch_batch(job: Job, world: World, node: NodeName) -> protocol.Launch:
         master_addr=where,
         share_dir=world.config.share,
         devices=devices_of(world.nodes[node]),
+        cut_at_s=cut_at_s(job, world.reservations.get(job.reservation)),
     )
     return protocol.Launch(
         token=job.token,

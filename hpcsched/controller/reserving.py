@@ -150,7 +150,7 @@ def _settle(tx: Transaction, wanted: Reservation, wish: Wish) -> Reservation:
         raise RequestError(f"cannot reserve {compress_hostlist(wanted.nodes)}: Requested nodes are busy: {other}")
     busy = _busy(world, wanted, tx.now_s) if moved and Flag.IGNORE_JOBS not in wanted.flags else {}
     if busy:
-        nodes = compress_hostlist(busy)
+        nodes = compress_hostlist(name for name in wanted.nodes if name in busy)
         jobs = _named({job.id: job for its in busy.values() for job in its}.values())
         raise RequestError(
             f"cannot reserve {nodes}: Requested nodes are busy: {jobs} may run beyond the beginning; Flags=IGNORE_JOBS "

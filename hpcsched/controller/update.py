@@ -62,16 +62,17 @@ def update(tx: Transaction, asker: Asker, references: Iterable[str], changes: di
 
 def _changed_event(tx: Transaction, asker: Asker, job: Job, changes: dict[str, str]) -> Changed:
     values: dict[str, Any] = {}
+    if "begin" in changes:
+        _must_wait(job, "change the begin time of")
+        values["not_before_s"] = parse_when(changes["begin"], tx.now_s)
+    begin_s = max(tx.now_s, values.get("not_before_s", job.not_before_s) or 0)
     if "time_limit" in changes:
-        limit_s = parse_time_s(changes["time_limit"])
+        limit_s = parse_time_s(changes["time_limit"]) or None  # 0 is no limit, as in Slurm
         if job.state is not JobState.PENDING:
             raise RequestError(f"cannot change the time limit of job {job.display_id}: it is {job.state}")
         if not asker.admin and job.time_limit_s is not None and (limit_s is None or limit_s > job.time_limit_s):
             asker.must_be_admin(f"raise the time limit of job {job.display_id}")
-        values["time_limit_s"] = UNLIMITED_S if limit_s is None else limit_s
-        if job.deadline_at_s is not None and "deadline" not in changes:
-            asked_s = limit_s if job.spec.time_limit_s is not None else None
-            check_deadline(job.deadline_at_s, asked_s, max(tx.now_s, job.not_before_s or 0))
+        values["time_limit_s"] = limit_s or UNLIMITED_S
     if not changes.keys().isdisjoint(("partition", "account", "qos")):
         values |= _new_place(tx.world, job, changes)
     if "nice" in changes:
@@ -80,8 +81,6 @@ def _changed_event(tx: Transaction, asker: Asker, job: Job, changes: dict[str, s
     if "priority" in changes:
         asker.must_be_admin("set a priority")
         values["priority_set"] = _integer("priority", changes["priority"])
-    if "begin" in changes:
-        values["not_before_s"] = parse_when(changes["begin"], tx.now_s)
     if "array_task_throttle" in changes:
         if job.array_job_id is None:
             raise RequestError(f"cannot throttle job {job.display_id}: it is no array")
@@ -92,6 +91,10 @@ def _changed_event(tx: Transaction, asker: Asker, job: Job, changes: dict[str, s
         values["reservation"] = _new_reservation(tx, job, changes["reservation"])
     if "deadline" in changes:
         values["deadline_at_s"] = _new_deadline(tx, job, changes["deadline"])
+    deadline_s = values.get("deadline_at_s", job.deadline_at_s)
+    if deadline_s and not values.keys().isdisjoint(("deadline_at_s", "time_limit_s", "not_before_s")):
+        limit_s = values.get("time_limit_s", job.time_limit_s) if job.spec.time_limit_s is not None else None
+        check_deadline(deadline_s, limit_s, begin_s)
     return Changed(job_id=job.id, at_s=tx.now_s, by_uid=asker.uid, **values)
 
 
@@ -151,13 +154,7 @@ def _new_deadline(tx: Transaction, job: Job, text: str) -> int:
     _must_wait(job, "change the deadline of")
     if text.lower() in ("", "none", "0"):
         return 0
-    deadline_s = int(parse_when(text, tx.now_s))
-    check_deadline(
-        deadline_s,
-        job.time_limit_s if job.spec.time_limit_s is not None else None,
-        max(tx.now_s, job.not_before_s or 0),
-    )
-    return deadline_s
+    return int(parse_when(text, tx.now_s))
 
 
 def _must_wait(job: Job, what: str) -> None:

@@ -38,12 +38,14 @@ def job_environment(
     share_dir: str = "",
     gid: int | None = None,
     devices: Mapping[int, str] = MappingProxyType({}),
+    cut_at_s: float | None = None,
 ) -> dict[str, str]:
     """Return the environment of the batch step of `job`, which runs on the first node of its shares.
 
     `master_addr` is the address of that node as the others reach it; `restart_count` None is the job's own;
     `share_dir` the directory that all nodes have in common, "" if there is none; `gid` the submitter's group, if known;
-    `devices` what CUDA calls GPUs of the first node that it does not know by their index.
+    `devices` what CUDA calls GPUs of the first node that it does not know by their index; `cut_at_s` when it is ended whatever
+    its time limit is.
     """
     first = job.shares[0]
     facts = _job_facts(job, cluster=cluster, share_dir=share_dir, gid=gid)
@@ -62,6 +64,8 @@ def job_environment(
         **({"SHARDS_ON_NODE": str(first.shards)} if first.shards else {}),
         **_devices(first.gpus, devices),
     }
+    if cut_at_s is not None:
+        facts["JOB_END_TIME"] = str(min(int(cut_at_s), int(facts.get("JOB_END_TIME", cut_at_s))))
     if restart_count is not None:
         facts["RESTART_COUNT"] = str(restart_count)
     if job.spec.ntasks is not None or job.spec.ntasks_per_node is not None:

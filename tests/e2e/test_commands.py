@@ -201,6 +201,33 @@ def test_test_only_says_when_and_submits_nothing(cluster: LocalCluster) -> None:
     assert cluster.api("GET", "/v1/ping")["counts"] == before
 
 
+def test_test_only_says_what_would_keep_the_job_waiting(cluster: LocalCluster) -> None:
+    held = cluster.run("hsub", "--test-only", "--wrap", "true", "--hold")
+    assert "would wait in partition main (JobHeldUser)" in held.stderr
+    later = cluster.run("hsub", "--test-only", "--wrap", "true", "--begin=2040-01-02")
+    assert later.stderr.rstrip().endswith("its begin time has not come yet; not before 2040-01-02T00:00:00")
+
+
+def test_a_reservation_for_a_user_of_whom_nobody_has_heard_is_refused(cluster: LocalCluster) -> None:
+    words = ["ReservationName=typo", "StartTime=now+1hour", "Duration=60", "Nodes=n1", "Users=nobody-at-all"]
+    refused = cluster.run("hctl", "create", "reservation", *words, check=False)
+    assert (refused.returncode, "cannot reserve for user 'nobody-at-all': Invalid user" in refused.stderr) == (1, True)
+
+
+def test_a_job_is_shown_to_end_with_its_reservation_and_is_ended(
+    cluster: LocalCluster, sub: Sub, running: Any, ended: Ended, output: Output
+) -> None:
+    words = ["StartTime=now", "EndTime=now+4", "Nodes=n1", f"Users={getpass.getuser()}"]
+    cluster.run("hctl", "create", "reservation", "ReservationName=soon", *words)
+    ends_s = cluster.json("hctl", "show", "reservation", "soon", "--json")["reservations"][0]["end_s"]
+    job_id = sub("echo $SLURM_JOB_END_TIME; sleep 60", "--reservation=soon", "--time=60")
+    assert running(job_id)["cut_at_s"] == ends_s
+    wait_until(lambda: output(job_id) == f"{ends_s}\n", what="the job to say when it ends")
+    assert ended(job_id)["state"] == "TIMEOUT"
+    assert "its reservation 'soon' ended" in cluster.run("hctl", "story", str(job_id)).stdout
+    cluster.run("hctl", "update", "job", str(sub("true", "--hold")), "nice=5")
+
+
 def test_json_is_versioned_everywhere(cluster: LocalCluster) -> None:
     for command in (["hqueue", "--json"], ["hacct", "--json"], ["hinfo", "--json"], ["hctl", "show", "node", "--json"]):
         assert json.loads(cluster.run(*command).stdout)["version"] == 1

@@ -165,6 +165,31 @@ def test_a_deadline_that_cannot_be_kept_is_refused_and_one_can_be_taken_back() -
     assert cluster.job(job_id).state is JobState.PENDING
 
 
+def test_a_begin_time_and_a_limit_that_leave_no_time_until_the_deadline_are_refused() -> None:
+    cluster = Cluster("n1")
+    now_s = int(cluster.now_s)
+    cluster.submit(cpus_per_task=2)
+    job_id = cluster.submit(time_limit_s=60, deadline_at_s=now_s + 3600)
+    for changes in (
+        {"begin": "now+1hour"},
+        {"begin": "now+30minutes", "time_limit": "31"},
+        {"begin": "now+2minutes", "deadline": "now+2minutes"},
+    ):
+        with pytest.raises(RequestError, match="cannot end by the deadline"):
+            cluster.ask(lambda tx, changes=changes: update_as_root(tx, job_id, **changes))
+    with pytest.raises(RequestError, match="for a job of unlimited time"):
+        cluster.ask(lambda tx: update_as_root(tx, job_id, time_limit="0"))
+    cluster.ask(lambda tx: update_as_root(tx, job_id, begin="now+2minutes", deadline="now+1hour", time_limit="30"))
+
+
+def test_a_limit_of_nought_is_none() -> None:
+    cluster = Cluster("n1")
+    cluster.submit(cpus_per_task=2)
+    job_id = cluster.submit(time_limit_s=60)
+    cluster.ask(lambda tx: update_as_root(tx, job_id, time_limit="0"))
+    assert cluster.job(job_id).time_limit_s == UNLIMITED_S
+
+
 def test_a_job_that_asked_for_no_limit_may_run_until_its_deadline() -> None:
     cluster = Cluster("n1")
     now_s = int(cluster.now_s)
