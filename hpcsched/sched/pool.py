@@ -59,11 +59,12 @@ class Pool:
 
     def start(self, job: int, now_s: float) -> None:
         """Count `job`, which is not in the queue, as running from now on."""
-        end_s = now_s + self.limits_s[job]
-        procs = self.procs[job]
-        self.free -= procs
-        self.ends_of[job] = end_s
-        insort(self.ends, (end_s, job, procs))
+        limit_s = self.limits_s[job]
+        self.ends_of[job] = now_s + limit_s
+        if limit_s > 0:  # the limit of the others is up at once: they hold nothing
+            procs = self.procs[job]
+            self.free -= procs
+            insort(self.ends, (now_s + limit_s, job, procs))
 
     def release(self, job: int, now_s: float) -> None:
         """Count the processors of `job` as free, and those of all whose limit is up."""
@@ -176,9 +177,9 @@ class EasyPool(Pool):
                     if procs > extra:
                         continue
                     extra -= procs
-                free -= procs
                 self._leave(job)
                 self.start(job[2], now_s)
+                free = self.free
                 started.append(job[2])
                 if not free:
                     break

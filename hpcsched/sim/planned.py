@@ -1,12 +1,13 @@
 """A trace that the daemon's own plan decides: at each event a snapshot is made of the pool and given to `plan`.
 
 It is what `hpcschedd` runs, to the letter, and slower than the pools of `sched.pool`, which follow the same rules event by event.
-The pool is one node; its cpus are the processors. Jobs are looked at in the order of arrival, all of them at every event.
+The pool is one node; its cpus are the processors. A limit counts in whole seconds there, 1 at least. Jobs are looked at in the order of arrival, all of them at every event.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import ceil
 
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.node import Partition
@@ -67,7 +68,7 @@ class PlannedLine:
         started = []
         for start in self.last_plan.starts:
             view = self._waiting.pop(start.job_id)
-            ends_at_s = now_s + (view.request.time_limit_s or 0)
+            ends_at_s = now_s + self._jobs[start.job_id].asked_s
             self._running[start.job_id] = RunningJob(
                 id=view.id, display_id="", shares=start.shares, began_at_s=now_s, ends_at_s=ends_at_s
             )
@@ -77,5 +78,5 @@ class PlannedLine:
     def _pending(self, job: int) -> PendingJob:
         procs = self._jobs[job].procs
         shape = self._shapes.setdefault(procs, Shape(cpus_per_task=procs, mem_per_node_mib=0))
-        request = Request(shape=shape, time_limit_s=int(self._jobs[job].asked_s))
+        request = Request(shape=shape, time_limit_s=max(1, ceil(self._jobs[job].asked_s)))  # 0 would be no limit
         return PendingJob(id=JobId(job), display_id=str(job), partition="main", request=request, submitted_at_s=job)

@@ -1,8 +1,9 @@
 """Reads a trace in the Standard Workload Format: 18 numbers a line for each job, header lines that begin with ``;``.
 
 Of each job it takes submit time (field 2), run time (4), processors (8 requested, else 5 allocated), requested time (9, else
-the run time) and user (12). A job without run time or processors never ran: it is left out and counted. A job that ran longer
-than it asked for is taken to have asked for what it ran, since nothing can be planned around an end that does not come.
+the run time) and user (12). Every field must be a number, also of those that are not looked at: what is broken is no job.
+A job without run time or processors never ran: it is left out and counted. A job that ran longer than it asked for is taken
+to have asked for what it ran, since nothing can be planned around an end that does not come.
 Knows nothing of schedules. Source: cs.huji.ac.il/labs/parallel/workload/swf.html.
 """
 
@@ -19,7 +20,8 @@ from typing import NamedTuple
 from hpcsched.errors import RequestError
 
 FIELDS = 18
-_HEADER = re.compile(r";\s*(MaxNodes|MaxProcs)\s*:\s*(\d+)", re.IGNORECASE)
+BIGGEST = 10**15  # a number beyond this (or none at all, as nan) is a mistake
+_HEADER = re.compile(r";\s*(MaxNodes|MaxProcs)\s*:\s*(\d+(?:,\d{3})*)", re.IGNORECASE)
 
 
 class TraceJob(NamedTuple):
@@ -52,8 +54,9 @@ def read_trace(path: Path) -> Trace:
         if data[:2] == b"\x1f\x8b":
             data = gzip.decompress(data)
     except (OSError, EOFError, zlib.error) as error:
-        raise RequestError(f"cannot read trace {str(path)!r}: {error}") from error
-    return trace_of(data.decode("utf-8", errors="replace").splitlines(), path.name)
+        why = getattr(error, "strerror", None) or error
+        raise RequestError(f"cannot read trace {str(path)!r}: {why}") from error
+    return trace_of(data.decode("utf-8-sig", errors="replace").splitlines(), path.name)
 
 
 def trace_of(lines: Iterable[str], name: str) -> Trace:
@@ -61,11 +64,12 @@ def trace_of(lines: Iterable[str], name: str) -> Trace:
     sizes: dict[str, int] = {}
     jobs: list[TraceJob] = []
     never_ran = overran = 0
-    for number, line in enumerate(lines, start=1):
+    for number, text in enumerate(lines, start=1):
+        line = text.strip()
         if line.startswith(";"):
             if header := _HEADER.match(line):
-                sizes.setdefault(header[1].lower(), int(header[2]))
-        elif line and not line.isspace():
+                sizes.setdefault(header[1].lower(), int(header[2].replace(",", "")))
+        elif line:
             job = _job(line, number, name)
             if job is None:
                 never_ran += 1
@@ -86,33 +90,31 @@ def _job(line: str, number: int, name: str) -> TraceJob | None:
     if len(fields) != FIELDS:
         raise RequestError(f"cannot read line {number} of {name}: it has {len(fields)} fields, not {FIELDS}")
     try:
-        job_id, submit_s, run_s = int(fields[0]), _seconds(fields[1]), _seconds(fields[3])
-        procs, asked_s, user = int(fields[7]), _seconds(fields[8]), int(fields[11])
-        if procs <= 0:
-            procs = int(fields[4])
-    except ValueError:
-        wrong = next(field for field in fields if not _is_number(field))
-        raise RequestError(
-            f"cannot read line {number} of {name}: {wrong[:40]!r} is not a number of this format"
-        ) from None
+        values = [_number(field) for field in fields]
+    except ValueError as error:
+        raise RequestError(f"cannot read line {number} of {name}: {error} is not a number of this format") from None
+    job_id, procs, user = (int(values[at]) for at in (0, 7, 11))
+    submit_s, run_s, asked_s = values[1], values[3], values[8]
+    if procs <= 0:
+        procs = int(values[4])
     if submit_s < 0:
         raise RequestError(f"cannot read line {number} of {name}: job {job_id} was submitted at {submit_s}, before 0")
-    return TraceJob(job_id, submit_s, run_s, procs, max(0.0, asked_s), user) if run_s >= 0 and procs > 0 else None
+    return TraceJob(job_id, submit_s, run_s, procs, max(0, asked_s), user) if run_s >= 0 and procs > 0 else None
 
 
-def _seconds(text: str) -> float:
-    """Return a time: most are whole, which computes faster and prints as it was."""
+def _number(text: str) -> float:
+    """Return a number: most are whole, which computes faster and prints as it was. Raises ValueError, naming it."""
     try:
-        return int(text)
+        value: float = int(text)
     except ValueError:
-        value = float(text)
-    if not -1e15 < value < 1e15:
-        raise ValueError(text)
+        try:
+            value = float(text)
+        except ValueError:
+            raise ValueError(repr(text[:40])) from None
+        value = int(value) if value.is_integer() else value
+    if not -BIGGEST < value < BIGGEST:
+        raise ValueError(repr(text[:40]))
     return value
-
-
-def _is_number(text: str) -> bool:
-    return re.fullmatch(r"-?\d+(\.\d+)?", text) is not None
 
 
 def _submit_s(job: TraceJob) -> float:

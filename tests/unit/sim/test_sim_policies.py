@@ -58,6 +58,13 @@ def guarded(jobs: Sequence[TraceJob], guard: Guard) -> list[float]:
     return replay(jobs, line)
 
 
+def test_a_job_that_asked_for_no_time_holds_nothing() -> None:
+    # Its limit is up at the second at which it starts, so what it takes is free for the next in the very same pass.
+    jobs = [job(1, 0, 10, 10), job(2, 1, 0, 6), job(3, 2, 5, 10), job(4, 3, 0, 10)]
+    for policy in ("fcfs", "easy", "easy-sjbf"):
+        assert starts(policy, jobs) == [0, 10, 10, 15], policy
+
+
 @given(traces(most=40))
 @settings(max_examples=200, deadline=None)
 def test_default_is_plain_easy_if_everybody_is_old(jobs: list[TraceJob]) -> None:

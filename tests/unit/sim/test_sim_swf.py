@@ -29,6 +29,28 @@ def test_nodes_are_the_size_where_processors_are_not_told() -> None:
     assert trace_of(["; MaxNodes: 256", line(f1=1, f2=0, f4=1, f8=1)], "t").procs == 256
 
 
+@pytest.mark.parametrize(
+    ("header", "procs"),
+    [
+        ("\ufeff; MaxProcs: 8", 8),
+        ("  ;MaxProcs:8", 8),
+        ("; maxprocs : 1,152 (of old)", 1152),
+        ("; MaxNodes: 4\n; MaxProcs: -1", 4),
+        ("; MaxProcs: 16\r\n; Note: MaxProcs: 7\r", 16),
+    ],
+)
+def test_a_header_is_read_however_it_was_written(header: str, procs: int, tmp_path: Path) -> None:
+    path = tmp_path / "odd.swf"
+    path.write_bytes(f"{header}\n {line(f1=1, f2=0, f4=1, f8=1)}\n".encode())
+    trace = read_trace(path)
+    assert (trace.procs, len(trace.jobs)) == (procs, 1)
+
+
+def test_whole_numbers_may_be_written_with_a_point() -> None:
+    (one,) = trace_of([line(f1=1, f2="0.5", f4="3.0", f8="2.0", f9="4.0", f12="7.0")], "t").jobs
+    assert one == (1, 0.5, 3, 2, 4, 7)
+
+
 def test_what_is_missing_comes_from_the_next_best_field() -> None:
     (one,) = trace_of([line(f1=1, f2=5, f4=7, f5=3)], "t").jobs
     assert (one.procs, one.asked_s, one.user) == (3, 7, -1)
@@ -56,6 +78,10 @@ def test_jobs_come_in_the_order_of_submission_and_else_of_the_file() -> None:
         ("1 2 3", "it has 3 fields, not 18"),
         (line(f1=1, f2="soon", f4=1, f8=1), "'soon' is not a number"),
         (line(f1=1, f2="nan", f4=1, f8=1), "'nan' is not a number"),
+        (line(f1=1, f2=0, f4="1e400", f8=1), "'1e400' is not a number"),
+        (line(f1=1, f2=0, f4="9" * 400, f8=1), "'9+' is not a number"),
+        (line(f1=1, f2=0, f4=1, f8="two"), "'two' is not a number"),
+        (line(f1=1, f2=0, f4=1, f8=1, f18="never"), "'never' is not a number"),
         (line(f1=1, f2=-5, f4=1, f8=1), "before 0"),
     ],
 )
