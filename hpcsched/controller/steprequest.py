@@ -21,10 +21,12 @@ from hpcsched.jobscript.values import (
     parse_count,
     parse_gpus,
     parse_gres,
+    parse_hints,
     parse_limit_s,
     parse_node_memory,
     parse_node_names,
     parse_nodes,
+    parse_switches,
 )
 from hpcsched.launch.layout import StepShape, lay_out
 from hpcsched.model.job import Job
@@ -55,6 +57,7 @@ KNOWN_OPTIONS = frozenset(
         "gpus-per-node",
         "gpus-per-task",
         "gres",
+        "hint",
         "immediate",
         "input",
         "job-name",
@@ -63,6 +66,7 @@ KNOWN_OPTIONS = frozenset(
         "label",
         "mem",
         "mem-per-cpu",
+        "mincpus",
         "mpi",
         "nodelist",
         "nodes",
@@ -73,8 +77,11 @@ KNOWN_OPTIONS = frozenset(
         "overcommit",
         "overlap",
         "partition",
+        "prefer",
         "qos",
+        "switches",
         "time",
+        "tmp",
         "unbuffered",
         "wait",
     ]
@@ -147,6 +154,7 @@ def read_allocation(request: protocol.StepRequest, now_s: float) -> JobSpec:
     nodes = given.value("nodes", parse_nodes)
     low, high = nodes or (1, 1)
     gres = given.value("gres", parse_gres) or Gres()
+    switches, switches_wait_s = given.value("switches", parse_switches) or (0, None)
     return JobSpec(
         name=_name(request, given),
         script="",
@@ -174,6 +182,12 @@ def read_allocation(request: protocol.StepRequest, now_s: float) -> JobSpec:
         nodelist=given.value("nodelist", parse_node_names) or (),
         exclude=given.value("exclude", parse_node_names) or (),
         constraint=given.text("constraint"),
+        prefer=given.text("prefer"),
+        mincpus=given.value("mincpus", parse_count) or 0,
+        tmp_mib=given.value("tmp", parse_mem_mib) or 0,
+        switches=switches,
+        switches_wait_s=switches_wait_s,
+        hints=given.value("hint", parse_hints) or (),
         begin_at_s=_begin(given, now_s),
         requeue=False,
     )

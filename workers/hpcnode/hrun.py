@@ -32,8 +32,9 @@ FORWARDED = (
 )  # fmt: skip
 _SENT = (
     "account", "begin", "comment", "constraint", "cpus-per-task", "exact", "exclude", "exclusive", "gpus",
-    "gpus-per-node", "gpus-per-task", "gres", "job-name", "label", "mem", "mem-per-cpu", "nodelist", "nodes",
-    "ntasks", "ntasks-per-node", "open-mode", "overcommit", "overlap", "partition", "qos", "resize", "time",
+    "gpus-per-node", "gpus-per-task", "gres", "hint", "job-name", "label", "mem", "mem-per-cpu", "mincpus", "nodelist",
+    "nodes", "ntasks", "ntasks-per-node", "open-mode", "overcommit", "overlap", "partition", "prefer", "qos", "resize",
+    "switches", "time", "tmp",
 )  # fmt: skip
 _PATTERN = re.compile(r"%(%|\d*[A-Za-z])")
 _LETTER = re.compile(r"%(%|(\d{0,2})([jAJsxu]))")

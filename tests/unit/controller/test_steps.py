@@ -569,6 +569,17 @@ def test_the_allocation_is_what_hrun_asked_for() -> None:
     assert spec.exclude == (N1, N2)
 
 
+def test_the_allocation_is_where_hrun_wants_it() -> None:
+    spec = read_allocation(
+        a_request(hint="synchronous,comm_bound", switches="2@10", prefer="fast", mincpus="8", tmp="3G"), 0.0
+    )
+    assert spec.hints == ("synchronous", "comm_bound")
+    assert (spec.switches, spec.switches_wait_s) == (2, 600)
+    assert (spec.prefer, spec.mincpus, spec.tmp_mib) == ("fast", 8, 3072)
+    with pytest.raises(RequestError, match="cannot take hint 'quick'"):
+        read_allocation(a_request(hint="quick"), 0.0)
+
+
 # ----- bad requests
 
 
