@@ -1,7 +1,8 @@
 """A trace that the daemon's own plan decides: at each event a snapshot is made of the pool and given to `plan`.
 
 It is what `hpcschedd` runs, to the letter, and slower than the pools of `sched.pool`, which follow the same rules event by event.
-The pool is one node; its cpus are the processors. A limit counts in whole seconds there, 1 at least. Jobs are looked at in the order of arrival, all of them at every event.
+The pool is one node; its cpus are the processors. A limit counts in whole seconds there, 1 at least. Jobs are looked at in the
+order of arrival, all of them at every event.
 """
 
 from __future__ import annotations
