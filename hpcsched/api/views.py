@@ -67,6 +67,8 @@ def job_view(job: Job, world: World, asker: Asker, now_s: float, *, whole: bool 
         "elapsed_s": elapsed_s(job, now_s),
         "suspended_s": suspended_s(job, now_s),
         "suspended_for": job.suspended_for,
+        "elastic": [spec.nodes_min, spec.nodes_max or spec.nodes_min] if spec.elastic else None,
+        "wanted_nodes": list(job.wanted_nodes),
         "preempted_by": job.preempted_by,
         "time_limit_s": job.time_limit_s,
         "cut_at_s": cut_at_s(job, world.reservations.get(job.reservation)) if job.state in ACTIVE else None,
@@ -189,6 +191,14 @@ def why_waiting(job: Job, world: World, now_s: float) -> tuple[Reason, str, floa
         if job.state is JobState.SUSPENDED:
             return job.reason, _standing_still(job), None
     return job.reason, job.reason_detail, None
+
+
+def in_a_sentence(job: Job, reason: Reason, detail: str) -> str:
+    """Return what there is to say of a job, with the job in it; `reason` and `detail` are those of `why_waiting`."""
+    if job.state in (JobState.CONFIGURING, JobState.SUSPENDED) and detail and reason is not Reason.NODE_LOST:
+        return f"job {job.display_id} {detail}"
+    asked = f", and was asked to make do with {compress_hostlist(job.wanted_nodes)}" if job.wanted_nodes else ""
+    return detail or f"job {job.display_id} is {job.state}{how_it_ended(job)}{asked}"
 
 
 def how_it_ended(job: Job) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 from hpcsched.cli.jobfields import end_s, exit_text, memory_of_node, reason, start_s
 from hpcsched.cli.output import clean, date_text
+from hpcsched.model.hostlist import compress_hostlist
 from hpcsched.model.units import format_time_s
 
 Json = dict[str, Any]
@@ -42,6 +43,7 @@ def job_lines(job: Json) -> list[Words]:
         [("JobState", job["state"]), ("Reason", reason(job)), ("Dependency", job["dependency"])],
         [("ReasonText", job["reason_detail"])] if job["reason_detail"] else (),
         [("PreemptedBy", job["preempted_by"])] if job.get("preempted_by") else (),
+        _elastic(job),
         [("Requeue", job["requeue"]), ("Restarts", job["restarts"]), ("ExitCode", exit_text(job))],
         [("RunTime", format_time_s(job["elapsed_s"], full=True)), ("TimeLimit", _limit(job["time_limit_s"]))],
         [
@@ -77,6 +79,15 @@ def job_lines(job: Json) -> list[Words]:
         [("StdIn", job["stdin"] or "/dev/null")],
         [("StdOut", job["stdout"])],
     ]
+
+
+def _elastic(job: Json) -> Words:
+    """Return between how many nodes a job may be moved, and which ones it has been asked to keep."""
+    if not job.get("elastic"):
+        return ()
+    least, most = job["elastic"]
+    wanted = [("WantedNodes", compress_hostlist(job["wanted_nodes"]))] if job.get("wanted_nodes") else []
+    return [("ElasticNodes", f"{least}-{most}"), *wanted]
 
 
 def _share(share: Json) -> tuple[str, object]:

@@ -15,7 +15,7 @@ import hpcsched
 from hpcnode import protocol
 from hpcsched.api.identity import Asker, is_account
 from hpcsched.api.views import (
-    how_it_ended,
+    in_a_sentence,
     job_view,
     node_views,
     partition_views,
@@ -202,7 +202,7 @@ class ControllerBackend:
         job = self._find(asker, reference)[0]
         reason, detail, expected_s = why_waiting(job, self._world, self._clock())
         answer: Json = {
-            "text": detail or f"job {job.display_id} is {job.state}{how_it_ended(job)}",
+            "text": in_a_sentence(job, reason, detail),
             "reason": reason.value,
             "expected_start_s": expected_s,
         }

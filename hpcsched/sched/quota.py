@@ -84,7 +84,9 @@ class Quota:
         if self.any:
             self._growing = {job.id: job for job in snapshot.running if job.elastic is not None}
             for job in snapshot.running:
-                self._count(job, held_by(job.shares, self._nodes, job.licenses), _limit_s(job))
+                # One that stands still for another gets its cpus back: they count meanwhile, as in Slurm.
+                shares = job.lent_shares or job.shares
+                self._count(job, held_by(shares, self._nodes, job.licenses), _limit_s(job))
 
     def why_not(self, job: PendingJob) -> Wait | None:
         """Return the limit that keeps `job` from starting, whatever is free; None: none does, as far as is known yet."""

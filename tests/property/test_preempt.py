@@ -8,21 +8,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from property.test_plan import SMALL, worlds
 
-from hpcsched.model.accounting import PreemptMode, PreemptType, Qos
+from hpcsched.model.accounting import Accounting, Limits, PreemptMode, PreemptType, Qos
 from hpcsched.sched.decisions import Plan
 from hpcsched.sched.policy import Policy, PreemptRules
 from hpcsched.sched.preempt import as_running, full_plan
 from hpcsched.sched.request import Request
-from hpcsched.sched.snapshot import PendingJob, RunningJob, Snapshot
+from hpcsched.sched.snapshot import Ledger, PendingJob, RunningJob, Snapshot
 from hpcsched.sched.victims import without
 
 RANKS = ("low", "mid", "top")
 MODES = st.sampled_from([PreemptMode.REQUEUE, PreemptMode.CANCEL, PreemptMode.CHECKPOINT, PreemptMode.SUSPEND])
 
 
+LIMITS = st.sampled_from(
+    [Limits()] * 3
+    + [Limits(max_jobs=1), Limits(grp_jobs=2), Limits(grp_tres=(("cpu", 4),)), Limits(max_tres_per_job=(("node", 1),))]
+)
+
+
 @st.composite
 def contests(draw: st.DrawFn) -> tuple[Snapshot, Policy]:
-    """A world whose jobs have ranks, and the rules by which they preempt."""
+    """A world whose jobs have ranks, and the rules by which they preempt; some ranks have limits."""
     snapshot = draw(worlds())
     rank = st.sampled_from(RANKS)
     snapshot = replace(
@@ -35,7 +41,11 @@ def contests(draw: st.DrawFn) -> tuple[Snapshot, Policy]:
         ),
         pending=tuple(replace(job, qos=draw(rank)) for job in snapshot.pending),
     )
-    qos = {name: Qos(name=name, preempt=RANKS[:at], preempt_mode=draw(MODES)) for at, name in enumerate(RANKS)}
+    qos = {
+        name: Qos(name=name, preempt=RANKS[:at], preempt_mode=draw(MODES), limits=draw(LIMITS))
+        for at, name in enumerate(RANKS)
+    }
+    snapshot = replace(snapshot, ledger=Ledger(accounting=Accounting(qos=tuple(qos.values()))))
     return snapshot, Policy(weight_age=0, preempt=PreemptRules(type=PreemptType.QOS, qos=qos))
 
 
@@ -93,8 +103,23 @@ def test_it_comes_to_an_end(contest: tuple[Snapshot, Policy]) -> None:
         made = full_plan(snapshot, policy)
         if not made.starts and not made.preemptions and not made.resumes:
             return
-        snapshot = _apply(snapshot, made, policy)
+        before, snapshot = snapshot, _apply(snapshot, made, policy)
+        _check_limits(before, snapshot)
     raise AssertionError("it goes on for ever")
+
+
+def _check_limits(before: Snapshot, after: Snapshot) -> None:
+    """Check that no limit is broken, or more so than it was. Who stands still counts with what it gets back."""
+    for qos in before.ledger.accounting.qos:
+        old, new = ([job for job in world.running if job.qos == qos.name] for world in (before, after))
+        for most in (qos.limits.max_jobs, qos.limits.grp_jobs):
+            assert most is None or len(new) <= max(len(old), most)
+        for _, most in qos.limits.grp_tres:
+            assert _cpus(new) <= max(_cpus(old), most)
+
+
+def _cpus(jobs: list[RunningJob]) -> int:
+    return sum(share.cpus for job in jobs for share in job.lent_shares or job.shares)
 
 
 def _apply(snapshot: Snapshot, made: Plan, policy: Policy) -> Snapshot:

@@ -101,6 +101,13 @@ def test_a_job_is_not_shown_with_its_script(api: FakeApi, capsys: pytest.Capture
     assert json.loads(capsys.readouterr().out)["jobs"][0]["script"] == "secret"
 
 
+def test_an_elastic_job_is_shown_with_what_it_was_asked_for(api: FakeApi, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = running() | {"elastic": [1, 4], "wanted_nodes": ["n1", "n2"]}
+    api.answers["GET /v1/job/11"] = {"now_s": NOW_S, "jobs": [asked]}
+    assert hctl.main(["-o", "show", "job", "11"]) == 0
+    assert " ElasticNodes=1-4 WantedNodes=n[1-2] " in capsys.readouterr().out
+
+
 def test_an_array_is_a_table_and_its_waiting_tasks_one_line(api: FakeApi, capsys: pytest.CaptureFixture[str]) -> None:
     api.answers["GET /v1/job/20"] = {"now_s": NOW_S, "jobs": [task(20, index) for index in (1, 2, 3)]}
     assert hqueue.main(["20"]) == 0

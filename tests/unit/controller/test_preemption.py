@@ -11,7 +11,7 @@ import pytest
 from world import ANN, ROOT, Cluster
 
 from hpcnode import protocol
-from hpcsched.api.views import job_view, node_views
+from hpcsched.api.views import in_a_sentence, job_view, node_views, why_waiting
 from hpcsched.controller import requests, suspension
 from hpcsched.controller.story import tell
 from hpcsched.controller.tick import load_world
@@ -102,6 +102,9 @@ def test_one_that_is_suspended_goes_on_afterwards_and_its_node_is_never_overbook
     low = start_low(cluster, mem_per_node_mib=100)
     high = submit(cluster, "high", mem_per_node_mib=100)
     assert states(cluster, low) == ["SUSPENDED"]
+    victim = cluster.job(low)
+    reason, detail, _ = why_waiting(victim, cluster.world, cluster.now_s)
+    assert in_a_sentence(victim, reason, detail).startswith(f"job {low} is suspended: job {high} has its cpus")
     cluster.tick()  # it was asked for by the tick that suspended it
     assert states(cluster, low, high) == ["SUSPENDED", "CONFIGURING"]
     assert [message.on for _, message in cluster.sent(protocol.SuspendJob)] == [True]

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from world import ANN, BOB, Cluster
+from world import ANN, BOB, ROOT, Cluster
 
 from hpcnode import protocol
+from hpcsched.api.views import in_a_sentence, job_view, why_waiting
 from hpcsched.controller import requests, update
 from hpcsched.controller.story import tell
 from hpcsched.controller.tick import load_world
@@ -101,6 +102,12 @@ def test_an_elastic_job_is_asked_for_nodes_that_another_waits_for_and_may_give_t
     waiting = cluster.submit(nodes_min=1, cpus_per_task=2)
     assert told(cluster) == [(name, 1, "n1 n2 n3", "n1 n2") for name in ("n1", "n2", "n3")]
     assert (nodes(cluster, job_id), cluster.job(waiting).state) == ("n1 n2 n3", JobState.PENDING)
+    asked = cluster.job(job_id)
+    reason, detail, _ = why_waiting(asked, cluster.world, cluster.now_s)
+    text = f"job {job_id} is RUNNING, and was asked to make do with n[1-2]"
+    assert in_a_sentence(asked, reason, detail) == text
+    shown = job_view(asked, cluster.world, ROOT, cluster.now_s)
+    assert (shown["elastic"], shown["wanted_nodes"]) == ([1, 3], ["n1", "n2"])
     another = cluster.submit(nodes_min=3, cpus_per_task=2)  # not on all that the job can do without
     assert told(cluster) == []
     resize(cluster, job_id, 2)

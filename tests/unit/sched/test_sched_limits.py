@@ -8,6 +8,7 @@ import pytest
 from unit.sched.world import World, world
 
 from hpcsched.model.accounting import Account, Accounting, Limits, Qos, UserRules
+from hpcsched.model.job import JobState
 from hpcsched.model.node import Partition
 from hpcsched.sched.decisions import Plan
 from hpcsched.sched.plan import plan
@@ -124,6 +125,14 @@ def test_what_a_job_gets_counts_not_only_what_it_asked_for() -> None:
     assert (starts(found), waits(found)) == ({2}, {1: "AssocGrpCpuLimit"})
     found = made(sketch, lab(Limits(max_tres_per_job=(("mem", 249),))))
     assert waits(found) == {1: "AssocMaxMemPerJob", 2: "AssocMaxMemPerJob"}
+
+
+def test_what_stands_still_for_another_counts_with_the_cpus_that_it_gets_back() -> None:
+    sketch = world("1x4", ["1: n1 4c 100M q=low", "2: n1 2c 100M q=high"], ["3: 2c 100M q=low", "4: 2c 100M q=low"])
+    sketch.change(1, state=JobState.SUSPENDED, suspended_at_s=5.0, suspended_for=2)
+    for most, expected in ((6, {3}), (5, set())):
+        qos = (Qos(name="high"), Qos(name="low", limits=Limits(grp_tres=(("cpu", most),))))
+        assert starts(made(sketch, Accounting(qos=qos))) == expected
 
 
 def test_a_user_s_own_limits_count_in_all_accounts() -> None:
