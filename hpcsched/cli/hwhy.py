@@ -52,13 +52,20 @@ def _work(words: Words) -> int:
 
 
 def _lines(answer: dict[str, Any], *, all_nodes: bool) -> list[str]:
-    lines: list[str] = answer.get("lines") or _brief(answer)
+    lines: list[str] = [*_which(answer), *(answer.get("lines") or _brief(answer))]
     nodes = answer.get("nodes") or {}
     if all_nodes or len(nodes) <= FEW_NODES:
         return lines
     near = tuple(f"  {name} " for name in answer.get("nearest") or ())
     shown = [line for line in lines if not line.startswith("  ") or line.startswith(near)]
     return [*shown, f"hwhy -v tells what each of the {len(nodes)} nodes lacks; these lack least."]
+
+
+def _which(answer: dict[str, Any]) -> list[str]:
+    """Return which job of an array the answer is about."""
+    if answer.get("of", 1) == 1 or not answer["waiting"]:
+        return []
+    return [f"Of {answer['of']} tasks {answer['waiting']} wait; of job {answer['job']}, the first of them:"]
 
 
 def _brief(answer: dict[str, Any]) -> list[str]:

@@ -27,7 +27,7 @@ from hpcsched.controller import amnesty, requests, reserving, strays, suspension
 from hpcsched.controller.accountviews import license_views, priority_views, share_views
 from hpcsched.controller.admission import settle
 from hpcsched.controller.fleet import Fleet
-from hpcsched.controller.outlook import first_start, why_words
+from hpcsched.controller.outlook import first_start, first_waiting, why_words
 from hpcsched.controller.references import find_jobs
 from hpcsched.controller.story import tell
 from hpcsched.controller.tick import Controller
@@ -199,12 +199,16 @@ class ControllerBackend:
 
     async def why(self, asker: Asker, reference: str) -> Json:
         """Say why a job waits: a fresh plan over the world as it is, explained."""
-        job = self._find(asker, reference)[0]
+        jobs = self._find(asker, reference)
+        job = first_waiting(jobs)
         reason, detail, expected_s = why_waiting(job, self._world, self._clock())
         answer: Json = {
             "text": in_a_sentence(job, reason, detail),
             "reason": reason.value,
             "expected_start_s": expected_s,
+            "job": job.display_id,
+            "waiting": sum(one.state is JobState.PENDING for one in jobs),
+            "of": len(jobs),
         }
         if job.state is JobState.PENDING:
             snapshot = self._controller.snapshot(self._world.jobs_to_plan(), self._clock())

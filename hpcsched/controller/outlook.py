@@ -5,12 +5,13 @@ Pure: it may run in a thread of its own, so that nobody waits for an answer abou
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from hpcsched.model.hostlist import compress_hostlist
 from hpcsched.model.ids import JobId
-from hpcsched.model.job import Reason
+from hpcsched.model.job import Job, JobState, Reason
 from hpcsched.sched.explain import explain, in_words
 from hpcsched.sched.policy import Policy
 from hpcsched.sched.preempt import full_plan
@@ -18,6 +19,11 @@ from hpcsched.sched.snapshot import Snapshot
 from hpcsched.sched.turn import Turn
 
 Json = dict[str, Any]
+
+
+def first_waiting(jobs: Sequence[Job]) -> Job:
+    """Return the job of an array that the question why it waits is about: the first that does, if any."""
+    return next((job for job in jobs if job.state is JobState.PENDING), jobs[0])
 
 
 def why_words(snapshot: Snapshot, policy: Policy, job_id: JobId) -> Json:

@@ -336,3 +336,13 @@ def test_a_reader_that_has_seen_enough_is_no_error(api: FakeApi) -> None:
     with process.stderr as stream:
         assert stream.read() == b""
     wait_until(lambda: process.poll() is not None, what="the command to end")
+
+
+def test_hwhy_says_which_task_of_an_array_it_is_about(api: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    answer = {"lines": ["Priority: behind job 3."], "expected_start_s": None, "job": "7_2"}
+    api.answers["GET /v1/job/7/why"] = answer | {"of": 3, "waiting": 2}
+    assert hwhy.main(["7"]) == 0
+    assert capsys.readouterr().out == "Of 3 tasks 2 wait; of job 7_2, the first of them:\nPriority: behind job 3.\n"
+    api.answers["GET /v1/job/7/why"] = answer | {"of": 1, "waiting": 1}
+    assert hwhy.main(["7"]) == 0
+    assert capsys.readouterr().out == "Priority: behind job 3.\n"

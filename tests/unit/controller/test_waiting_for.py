@@ -9,6 +9,7 @@ import pytest
 from jobs import partition
 from world import ANN, ROOT, Cluster
 
+from hpcsched.controller.outlook import first_waiting
 from hpcsched.controller.tick import load_world
 from hpcsched.controller.update import update
 from hpcsched.errors import RequestError
@@ -180,6 +181,15 @@ def test_a_begin_time_and_a_limit_that_leave_no_time_until_the_deadline_are_refu
     with pytest.raises(RequestError, match="for a job of unlimited time"):
         cluster.ask(lambda tx: update_as_root(tx, job_id, time_limit="0"))
     cluster.ask(lambda tx: update_as_root(tx, job_id, begin="now+2minutes", deadline="now+1hour", time_limit="30"))
+
+
+def test_of_an_array_the_first_task_that_waits_is_asked_about() -> None:
+    cluster = Cluster("n1")
+    array = cluster.submit(array=ArraySpec(indices=(0, 1, 2), limit=1))
+    tasks = [cluster.job(array + at) for at in range(3)]
+    assert [task.state.value for task in tasks] == ["CONFIGURING", "PENDING", "PENDING"]
+    assert first_waiting(tasks) is tasks[1]
+    assert first_waiting(tasks[:1]) is tasks[0]
 
 
 def test_a_limit_of_nought_is_none() -> None:
