@@ -268,6 +268,15 @@ def test_the_next_reservation_may_follow_at_once_on_nodes_whose_jobs_end_with_th
     assert "may run beyond" in refusal_of(cluster, "during", StartTime="now+9minutes", Flags="OVERLAP")
 
 
+def test_others_expect_the_nodes_when_the_reservation_ends() -> None:
+    cluster = Cluster("n1")
+    ends_s = reserve(cluster, StartTime="now", Flags="OVERLAP").end_s
+    cluster.run(cluster.submit(reservation="r", cpus_per_task=2, time_limit_s=3600))
+    reserve(cluster, "later", StartTime="now+2hours")
+    waits = cluster.submit(cpus_per_task=2, time_limit_s=60)
+    assert cluster.world.waits[waits].expected_start_s == ends_s
+
+
 def refusal_of(cluster: Cluster, name: str, **changes: str) -> str:
     with pytest.raises(HpcschedError) as refused:
         reserve(cluster, name, **changes)
