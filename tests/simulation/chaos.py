@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hpcsched.model.spec import ArraySpec
+from simulation.head import LOW
 from simulation.minding import Behaviour
 from simulation.truth import Violation, as_violation
 from simulation.world import Stage, World, job_spec
@@ -67,6 +68,9 @@ _WEIGHTS = {
     "hold": 1,
     "release": 1,
     "signal": 1,
+    "suspend": 2,
+    "go_on": 2,
+    "resize": 1,
     "drain": 1,
     "resume": 1,
     "kill head": 2,
@@ -111,7 +115,7 @@ def script_of(seed: int) -> Script:
     kinds = [kind for kind in _WEIGHTS if kind == "submit" or rng.random() < 0.6]  # each world has faults of its own
     weights = [_WEIGHTS[kind] for kind in kinds]
     times = sorted(rng.uniform(0.0, LENGTH_S) for _ in range(ACTS))
-    acts: list[Act] = [Act(times[0], "submit", _submission(rng, "r0", len(nodes)))]
+    acts: list[Act] = [Act(times[0], "submit", _submission(rng, "r0", len(nodes), min(nodes.values())))]
     names = ["r0"]
     for at_s in times[1:]:
         kind = rng.choices(kinds, weights)[0]
@@ -124,11 +128,13 @@ def _args(rng: random.Random, kind: str, names: list[str], nodes: dict[str, int]
     match kind:
         case "submit":
             names.append(f"r{len(names)}")
-            return _submission(rng, names[-1], len(nodes))
-        case "cancel" | "requeue" | "hold" | "release":
+            return _submission(rng, names[-1], len(nodes), min(nodes.values()))
+        case "cancel" | "requeue" | "hold" | "release" | "suspend" | "go_on":
             return (rng.choice(names[-4:]),)
         case "signal":
             return (rng.choice(names[-4:]), rng.choice((2, 10, 15)))
+        case "resize":
+            return (rng.choice(names[-4:]), rng.randint(1, len(nodes)))
         case "kill head at point" | "kill agent at point" | "kill shepherd at point" | "kill helper at point":
             return (rng.randrange(25),)
         case "power off" | "unplug" | "disk full":
@@ -147,8 +153,8 @@ def _args(rng: random.Random, kind: str, names: list[str], nodes: dict[str, int]
             return (node,)
 
 
-def _submission(rng: random.Random, name: str, nodes: int) -> tuple[Any, ...]:
-    jobs = tuple(_job(rng, nodes) for _ in range(rng.choice((1, 1, 1, 2, 3))))
+def _submission(rng: random.Random, name: str, nodes: int, cpus: int) -> tuple[Any, ...]:
+    jobs = tuple(_job(rng, nodes, cpus) for _ in range(rng.choice((1, 1, 1, 2, 3))))
     return (name, *jobs)
 
 
@@ -162,6 +168,8 @@ class Wish:
     requeue: bool | None = None
     limit_s: int | None = None
     lease: str = "keep"
+    qos: str = "normal"
+    cpus: int = 1
 
     def __str__(self) -> str:
         words = [f"{self.how.runs_s} s", f"code {self.how.code}"]
@@ -170,10 +178,12 @@ class Wish:
         words += [f"array of {self.tasks}"] if self.tasks else []
         words += [f"requeue={self.requeue}"] if self.requeue is not None else []
         words += [f"limit {self.limit_s} s"] if self.limit_s is not None else []
+        words += [self.qos] if self.qos != "normal" else []
+        words += [f"{self.cpus} cpus"] if self.cpus > 1 else []
         return f"[{', '.join(words)}{', lease=kill' if self.lease == 'kill' else ''}]"
 
 
-def _job(rng: random.Random, nodes: int) -> Wish:
+def _job(rng: random.Random, nodes: int, cpus: int) -> Wish:
     wanted = rng.choice((1, 1, 1, 2, nodes))
     requeue = rng.choice((None, None, True, False))
     how = Behaviour(
@@ -194,6 +204,8 @@ def _job(rng: random.Random, nodes: int) -> Wish:
         requeue=requeue,
         limit_s=rng.choice((1, 5)) if rng.random() < 0.15 else None,
         lease=rng.choice(("keep", "keep", "kill")),
+        qos=rng.choice(("normal", "normal", "normal", "high", *LOW)),
+        cpus=rng.choice((1, 1, cpus)),
     )
 
 
@@ -206,10 +218,10 @@ def act_on(world: World, act: Act) -> None:
     match act.kind, act.args:
         case "submit", (name, *wishes):
             people.submit(name, [_spec(wish) for wish in wishes])
-        case (("cancel" | "requeue" | "hold" | "release"), (name,)):
+        case (("cancel" | "requeue" | "hold" | "release" | "suspend" | "go_on"), (name,)):
             getattr(people, act.kind)(name)
-        case "signal", (name, signum):
-            people.signal(name, signum)
+        case (("signal" | "resize"), (name, number)):
+            getattr(people, act.kind)(name, number)
         case (("drain" | "resume"), (node,)):
             getattr(people, act.kind)(node)
         case "kill head", ():
@@ -284,6 +296,9 @@ def _spec(wish: Wish) -> Any:
         requeue=wish.requeue,
         time_limit_s=wish.limit_s,
         lease=wish.lease,
+        qos=wish.qos,
+        cpus_per_task=wish.cpus,
+        mem_per_node_mib=1,  # so that one can stand still beside another
     )
 
 

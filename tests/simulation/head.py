@@ -307,6 +307,6 @@ def _config() -> Config:
 
 
 CONFIG = _config()
-_LOW = {f"low-{mode}": Qos(name=f"low-{mode}", preempt_mode=mode) for mode in PreemptMode}
-_HIGH = {"high": Qos(name="high", preempt=tuple(_LOW))}
-POLICY = Policy(preempt=PreemptRules(type=PreemptType.QOS, grace_s=1.0, qos=_LOW | _HIGH))
+LOW = {f"low-{mode}": Qos(name=f"low-{mode}", preempt_mode=mode) for mode in PreemptMode}
+_HIGH = {"high": Qos(name="high", preempt=tuple(LOW))}
+POLICY = Policy(preempt=PreemptRules(type=PreemptType.QOS, grace_s=1.0, qos=LOW | _HIGH))
