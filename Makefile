@@ -2,7 +2,7 @@
 # make test    all tests (installs what they need into .venv)
 # make bench   measurements, as a table and as JSON in bench-out/
 # make sim     launching in simulated clusters: SEEDS=1000 random ones (FIRST=0), SEED=7 in words; STORIES=1 every
-#              crash with every fault of every message, each pair in one small story (half an hour; EVERY=50: every 50th;
+#              crash with every fault of every message, each pair in one small story (an hour; EVERY=50: every 50th pair;
 #              STORIES=all: in every story that has it); goes on where it was stopped (sim-out/)
 # make kill-rounds  a real cluster with real sshds: in each of ROUNDS=300 rounds something is killed while jobs flow (SEED=1)
 # make lint    style and architecture

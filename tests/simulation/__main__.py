@@ -11,14 +11,16 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable
+from multiprocessing.pool import Pool
 from pathlib import Path
 
 from simulation import chaos, cover
+from simulation.stories import STORIES
 from simulation.world import Stage, stage
 
 _STAGE: list[Stage] = []  # of a worker process, made once in it
 _OPEN = contextlib.ExitStack()
-_COVER: list[cover.Cover] = []  # of the stories, made before there were worker processes
+_FAULTS: list[cover.Faults] = []  # of each story, found before there were worker processes
 CHUNK = 20
 SAY_EVERY_S = 60.0
 
@@ -115,33 +117,52 @@ def _same(violation: chaos.Violation | None, invariant: str) -> bool:
     return violation is not None and violation.invariant == invariant
 
 
-def _part(number: int) -> tuple[int, cover.Part]:
-    return number, cover.explore(_STAGE[0], _COVER[0], number)
+def _part(work: tuple[int, list[cover.Run]]) -> tuple[int, cover.Part]:
+    return work[0], cover.explore(_STAGE[0], _FAULTS, work[1])
 
 
 def _all_stories(args: argparse.Namespace) -> int:
-    began_s = said_s = time.monotonic()
     with stage() as on:
-        made = cover.cover_of(on, everywhere=args.everywhere, every=args.every)
-    _COVER.append(made)
+        _FAULTS.extend(cover.Faults.of(on, story) for story in STORIES)
     total = cover.Result()
-    with cover.Progress(args.state, made) as progress:
-        for number, part in progress.parts.items():
-            total.take(made, number, part)
-        left = [number for number in range(made.parts) if number not in progress.parts]
-        print(f"{len(made.runs)} runs, {total.runs} of them made before", flush=True)
-        with multiprocessing.get_context("fork").Pool(args.jobs, _begin) as pool:
-            for number, part in pool.imap_unordered(_part, left):
-                progress.keep(number, part)
-                total.take(made, number, part)
-                for failure in part.failures:
-                    print(failure, flush=True)
-                if time.monotonic() - said_s > SAY_EVERY_S:
-                    said_s = time.monotonic()
-                    print(f"{100 * total.runs // len(made.runs)} %, {said_s - began_s:.0f} s: {total}", flush=True)
+    singles = cover.single_faults(_FAULTS)
+    digest = cover.digest_of(singles, args.everywhere, args.every)
+    with (
+        cover.Progress(args.state, digest) as progress,
+        multiprocessing.get_context("fork").Pool(args.jobs, _begin) as pool,
+    ):
+        _make(pool, "single faults", singles, progress, total)
+        seen: dict[cover.Run, int] = {}
+        for number in range(singles.parts):
+            masks = progress.parts["single faults", number].seen
+            seen |= {run: int(mask, 16) for run, mask in zip(singles.part(number), masks, strict=True)}
+        plan = cover.pairs(_FAULTS, seen, everywhere=args.everywhere, every=args.every)
+        _make(pool, "pairs", plan, progress, total)
     print("\n".join(total.lines()))
     print(total)
     return 1 if total.failures else 0
+
+
+def _make(pool: Pool, name: str, plan: cover.Plan, progress: cover.Progress, total: cover.Result) -> None:
+    """Make the runs of a plan that have not been made before."""
+    began_s = said_s = time.monotonic()
+    work = []
+    for number in range(plan.parts):
+        if (part := progress.parts.get((name, number))) is None:
+            work.append((number, plan.part(number)))
+        else:
+            total.take(_FAULTS, plan.part(number), part)
+    print(
+        f"{name}: {len(plan.runs)} runs, {len(plan.runs) - sum(len(runs) for _, runs in work)} made before", flush=True
+    )
+    for done, (number, part) in enumerate(pool.imap_unordered(_part, work), start=1):
+        progress.keep(name, number, part)
+        total.take(_FAULTS, plan.part(number), part)
+        for failure in part.failures:
+            print(failure, flush=True)
+        if time.monotonic() - said_s > SAY_EVERY_S:
+            said_s = time.monotonic()
+            print(f"{100 * done // len(work)} % of it in {said_s - began_s:.0f} s: {total}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """Which runs of the stories are made, so that every pair of a crash point and a message fault is tried, and what of it was.
 
-A pair occurs in many stories. By default it is tried in the first of them alone; `everywhere` tries it in all. The order is
-such that what is cut short has tried the most: first each named point with each kind of fault, then their repetitions.
-Work is done in parts; a finished part is a line of a file, and a run that is started again goes on behind it.
+First each fault alone, in every story: that shows which other faults can still come after it. Then the pairs of which both
+can: each in the first story in which that is so, or (`everywhere`) in all. The order is such that what is cut short has tried
+the most: each named point with each kind of fault, then their repetitions. Work is done in parts; a finished part is a line
+of a file, and a run that is started again goes on behind it.
 
 The table at the end is coarser: for each step of a job's way (`STEPS`) how many pairs were tried whose crash lies before the
 step is on disk, after it is, and after the others were told of it.
@@ -10,6 +11,7 @@ step is on disk, after it is, and after the others were told of it.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import time
@@ -17,9 +19,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import hpcnode
+import hpcsched
+import simulation
 from simulation import stories
-from simulation.stories import Pair
+from simulation.stories import Crash, Message, Pair, Story
 from simulation.wires import FAULTS
 from simulation.world import Stage
 
@@ -60,12 +66,20 @@ Cell = tuple[str, str]  # step, when
 
 
 @dataclass(frozen=True, slots=True)
-class Cover:
-    """All runs that are to be made, in their order."""
+class Part:
+    """What came of one part: for each run "1" if all of it happened, "0" if not, "!" if it failed."""
+
+    happened: str
+    failures: list[str]
+    cpu_s: float
+    seen: list[str]  # of runs with one fault: which places of the other kind came, a bit each, in hex
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Runs that are to be made, in their order, in parts."""
 
     runs: list[Run]
-    cells: dict[tuple[int, str], frozenset[Cell]]  # (story, crash point) -> where it is in the table
-    digest: str
 
     @property
     def parts(self) -> int:
@@ -77,40 +91,96 @@ class Cover:
         return self.runs[number * PART : (number + 1) * PART]
 
 
-def cover_of(on: Stage, *, everywhere: bool = False, every: int = 1) -> Cover:
-    """Return the runs that try every pair, or every so many of them."""
-    seen: set[tuple[str, str]] = set()
-    first: dict[tuple[str, str], bool] = {}  # a point and a fault without their counts
+@dataclass(frozen=True, slots=True)
+class Faults:
+    """What can befall one story, as its run without any shows."""
+
+    crashes: list[Crash]
+    messages: list[Message]
+    order: dict[Any, int]  # place -> when it is come to first
+    cells: dict[str, frozenset[Cell]]  # crash point -> where it is in the table
+
+    @classmethod
+    def of(cls, on: Stage, story: Story) -> Faults:
+        """Find them."""
+        crashes, messages, passed = stories.faults_of(on, story)
+        order = {place: at for at, place in enumerate(dict.fromkeys(passed))}
+        return cls(crashes, messages, order, dict(_cells_of(story, crashes)))
+
+    def mask(self, passed: Iterable[Any]) -> str:
+        """Return which of the places in `order` are among those passed."""
+        return f"{sum(1 << self.order[place] for place in set(passed) if place in self.order):x}"
+
+
+def single_faults(all_faults: list[Faults]) -> Plan:
+    """Return the runs of every story without faults, and with each alone."""
+    runs: list[Run] = []
+    for number, faults in enumerate(all_faults):
+        runs.append((number, (None, None)))
+        runs += [(number, (crash, None)) for crash in faults.crashes]
+        runs += [(number, (None, message)) for message in faults.messages]
+    return Plan(runs)
+
+
+def pairs(all_faults: list[Faults], seen: dict[Run, int], *, everywhere: bool, every: int) -> Plan:
+    """Return the runs that try all pairs that can happen, each in the first story in which it can, or everywhere.
+
+    Until the second fault of a pair a run is that of the first alone: so that says whether the second can come at all.
+    """
+    known: set[tuple[str, str]] = set()
+    kinds: set[tuple[str, str]] = set()  # a point and a fault without their counts
     early: list[Run] = []
     late: list[Run] = []
-    cells: dict[tuple[int, str], frozenset[Cell]] = {}
-    for number, story in enumerate(stories.STORIES):
-        pairs = stories.pairs_of(on, story)
-        cells |= {(number, name): where for name, where in _cells_of(story, pairs)}
-        for pair in pairs:
-            key = str(pair[0]), str(pair[1])
-            if key in seen and not everywhere:
-                continue
-            seen.add(key)
-            kind = _without_count(pair)
-            (late if kind in first else early).append((number, pair))
-            first[kind] = True
-    runs = (early + late)[::every]
-    digest = hashlib.sha256("\n".join(f"{number} {pair[0]} {pair[1]}" for number, pair in runs).encode())
-    return Cover(runs, cells, digest.hexdigest())
+    for number, faults in enumerate(all_faults):
+        for crash in faults.crashes:
+            crash_at, after_crash = faults.order[crash.place], seen[number, (crash, None)]
+            for message in faults.messages:
+                message_at = faults.order[message.place]
+                if crash_at < message_at:
+                    can = after_crash >> message_at & 1
+                else:
+                    can = seen[number, (None, message)] >> crash_at & 1
+                key = str(crash), str(message)
+                if not can or (key in known and not everywhere):
+                    continue
+                known.add(key)
+                kind = f"{crash.point} {crash.power}", f"{message.direction} {message.kind} {message.fault}"
+                (late if kind in kinds else early).append((number, (crash, message)))
+                kinds.add(kind)
+    return Plan((early + late)[::every])
 
 
-def _without_count(pair: Pair) -> tuple[str, str]:
-    crash, message = pair
-    point = "" if crash is None else f"{crash.point} {crash.power}"
-    return point, "" if message is None else f"{message.direction} {message.kind} {message.fault}"
+def explore(on: Stage, all_faults: list[Faults], runs: list[Run]) -> Part:
+    """Make some runs."""
+    began_s = time.process_time()
+    happened, failures, seen = "", [], []
+    for number, pair in runs:
+        passed: list[Any] | None = [] if None in pair else None
+        result = stories.attempt(on, stories.STORIES[number], pair, passed)
+        if isinstance(result, str):
+            failures.append(result)
+        happened += "!" if isinstance(result, str) else "1" if result else "0"
+        if passed is not None:
+            seen.append(all_faults[number].mask(passed))
+    return Part(happened, failures, round(time.process_time() - began_s, 2), seen)
 
 
-def _cells_of(story: stories.Story, pairs: Iterable[Pair]) -> Iterator[tuple[str, frozenset[Cell]]]:
-    """Yield where each crash point of a story is in the table; `pairs` in the order in which their points are passed."""
+def digest_of(plan: Plan, *options: object) -> str:
+    """Return what tells these runs, of this very code, from others."""
+    digest = hashlib.sha256(repr(options).encode())
+    for number, pair in plan.runs:
+        digest.update(f"{number} {pair[0]} {pair[1]}\n".encode())
+    for package in (hpcsched, hpcnode, simulation):
+        for path in sorted(Path(package.__path__[0]).rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _cells_of(story: Story, crashes: Iterable[Crash]) -> Iterator[tuple[str, frozenset[Cell]]]:
+    """Yield where each crash point of a story is in the table; `crashes` in the order in which their points are passed."""
     wish = "requeue" if story.requeues else "cancel"
     steps: frozenset[str] = frozenset()  # that the controller's last commit was of
-    for crash in dict.fromkeys(crash for crash, _ in pairs if crash is not None):
+    for crash in crashes:
         process, _, point = crash.point.partition(": ")
         if process != "head":
             yield str(crash), frozenset({_ON_NODES[crash.point]} if crash.point in _ON_NODES else ())
@@ -133,8 +203,7 @@ class Result:
     """What came of the runs so far."""
 
     runs: int = 0
-    tried: set[tuple[str, str]] = field(default_factory=set)  # crash point, message fault: neither is None
-    pairs: set[tuple[str, str]] = field(default_factory=set)  # those of which both happened
+    pairs: set[tuple[str, str]] = field(default_factory=set)  # crash point, message fault: both happened
     points: set[str] = field(default_factory=set)
     table: Counter[tuple[Cell, str]] = field(default_factory=Counter)  # (cell, fault) -> pairs
     failures: list[str] = field(default_factory=list)
@@ -142,27 +211,24 @@ class Result:
 
     def __str__(self) -> str:
         return (
-            f"{self.runs} runs ({self.cpu_s:.0f} s of cpu); {len(self.points)} crash points; {len(self.tried)} distinct "
-            f"(crash point x message fault) pairs tried, in {len(self.pairs)} of them both happened; "
-            f"{len(self.failures)} violations"
+            f"{self.runs} runs ({self.cpu_s:.0f} s of cpu); {len(self.points)} crash points; {len(self.pairs)} distinct "
+            f"(crash point x message fault) pairs; {len(self.failures)} violations"
         )
 
-    def take(self, cover: Cover, number: int, line: Part) -> None:
+    def take(self, all_faults: list[Faults], runs: list[Run], part: Part) -> None:
         """Count a part in."""
-        self.failures += line.failures
-        self.cpu_s += line.cpu_s
-        for (story, (crash, message)), happened in zip(cover.part(number), line.happened, strict=True):
+        self.failures += part.failures
+        self.cpu_s += part.cpu_s
+        for (number, (crash, message)), happened in zip(runs, part.happened, strict=True):
             self.runs += 1
-            if crash is not None and happened == "1":
-                self.points.add(str(crash))
-            if crash is None or message is None:
+            if happened != "1" or crash is None:
                 continue
-            pair = str(crash), str(message)
-            self.tried.add(pair)
-            if happened == "1" and pair not in self.pairs:
-                self.pairs.add(pair)
-                for cell in cover.cells.get((story, pair[0]), ()):
-                    self.table[cell, message.fault] += 1
+            self.points.add(str(crash))
+            if message is None or (str(crash), str(message)) in self.pairs:
+                continue
+            self.pairs.add((str(crash), str(message)))
+            for cell in all_faults[number].cells[str(crash)]:
+                self.table[cell, message.fault] += 1
 
     def lines(self) -> Iterator[str]:
         """Yield the table in lines: pairs of which both happened."""
@@ -173,38 +239,17 @@ class Result:
                 yield f"{step:10}{when:23}{counts}"
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """What came of one part: for each run "1" if both happened, "0" if not, "!" if it failed."""
-
-    happened: str
-    failures: list[str]
-    cpu_s: float
-
-
-def explore(on: Stage, cover: Cover, number: int) -> Part:
-    """Make the runs of a part."""
-    began_s = time.process_time()
-    happened, failures = "", []
-    for story, pair in cover.part(number):
-        result = stories.attempt(on, stories.STORIES[story], pair)
-        if isinstance(result, str):
-            failures.append(result)
-        happened += "!" if isinstance(result, str) else "1" if result else "0"
-    return Part(happened, failures, round(time.process_time() - began_s, 2))
-
-
 class Progress:
-    """The parts that are done, in memory and, if there is a path, in a file; a file of another cover is written anew."""
+    """The parts that are done, in memory and, if there is a path, in a file; a file of other runs is written anew."""
 
-    def __init__(self, path: Path | None, cover: Cover) -> None:
-        self.parts = {} if path is None else _read_parts(path, cover)
+    def __init__(self, path: Path | None, digest: str) -> None:
+        self.parts = {} if path is None else _read_parts(path, digest)
         self._file = None
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("a" if self.parts else "w")
             if not self.parts:
-                self._file.write(cover.digest + "\n")
+                self._file.write(digest)
 
     def __enter__(self) -> Progress:
         return self
@@ -213,24 +258,24 @@ class Progress:
         if self._file is not None:
             self._file.close()
 
-    def keep(self, number: int, part: Part) -> None:
-        """Keep a part that is done."""
-        self.parts[number] = part
+    def keep(self, plan: str, number: int, part: Part) -> None:
+        """Keep a part of a plan that is done."""
+        self.parts[plan, number] = part
         if self._file is not None:
-            self._file.write(f"\n{json.dumps([number, part.happened, part.failures, part.cpu_s])}")
+            self._file.write("\n" + json.dumps([plan, number, *dataclasses.astuple(part)]))
             self._file.flush()
 
 
-def _read_parts(path: Path, cover: Cover) -> dict[int, Part]:
-    """Return the parts that a file has of this very cover; what was cut off does not count."""
+def _read_parts(path: Path, digest: str) -> dict[tuple[str, int], Part]:
+    """Return the parts that a file has of these very runs; what was cut off does not count."""
     lines = path.read_text().splitlines() if path.exists() else []
-    if not lines or lines[0] != cover.digest:
+    if not lines or lines[0] != digest:
         return {}
-    found: dict[int, Part] = {}
+    found: dict[tuple[str, int], Part] = {}
     for line in lines[1:]:
         try:
-            number, happened, failures, cpu_s = json.loads(line)
+            plan, number, *part = json.loads(line)
         except ValueError:
             continue
-        found[number] = Part(happened, failures, cpu_s)
+        found[plan, number] = Part(*part)
     return found

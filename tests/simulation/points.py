@@ -7,6 +7,7 @@ A point is armed by its name and count (the stories) or by how many points of a 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from simulation.agenda import Agenda, Crash
 
@@ -17,7 +18,7 @@ class Points:
 
     agenda: Agenda
     passed: dict[str, int] = field(default_factory=dict)
-    noted: list[tuple[str, int]] | None = None  # if wanted: every (point, count) that was passed, in order
+    noted: list[Any] | None = None  # if wanted: every (point, count) that was passed, in order
     armed: dict[tuple[str, int], bool] = field(default_factory=dict)  # -> whether it was reached
     countdowns: dict[str, int] = field(default_factory=dict)  # kind of process -> points until it dies
 

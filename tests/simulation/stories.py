@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from simulation.minding import Behaviour
 from simulation.truth import as_violation
@@ -41,6 +42,11 @@ class Crash:
     count: int
     power: bool = False
 
+    @property
+    def place(self) -> tuple[str, int]:
+        """Where it happens."""
+        return self.point, self.count
+
     def __str__(self) -> str:
         return f"{self.point} #{self.count}{' (power fails)' if self.power else ''}"
 
@@ -54,11 +60,17 @@ class Message:
     count: int
     fault: str
 
+    @property
+    def place(self) -> tuple[int, str, int]:
+        """To which frame it happens."""
+        return self.direction, self.kind, self.count
+
     def __str__(self) -> str:
         return f"{self.kind} #{self.count} {self.fault}"
 
 
 Pair = tuple[Crash | None, Message | None]
+Passed = list[Any]  # (point, count) of each point that was passed, (direction, kind, count) of each frame that was sent
 
 
 @dataclass(slots=True)
@@ -200,9 +212,13 @@ STORIES = (
 )
 
 
-def play(on: Stage, story: Story, pair: Pair, history: list[str] | None = None) -> tuple[World, bool]:
-    """Run a story with a crash and a message fault; return the world and whether both happened. Raises Violation."""
-    world = World(on, 1, story.nodes, history=history)
+def play(on: Stage, story: Story, pair: Pair, passed: Passed | None = None) -> tuple[World, bool]:
+    """Run a story with a crash and a message fault; return the world and whether both happened. Raises Violation.
+
+    `passed` gets every point that was passed and every frame that was sent until the story ends, in order.
+    """
+    world = World(on, 1, story.nodes)
+    world.points.noted = world.wires.noted = passed
     world.wires.encoded = True
     crash, message = pair
     if crash is not None:
@@ -212,6 +228,7 @@ def play(on: Stage, story: Story, pair: Pair, history: list[str] | None = None) 
     if fault is not None:
         world.wires.faults.append(fault)
     _act(world, story)
+    world.points.noted = world.wires.noted = None
     happened = all(world.points.armed.values()) and (fault is None or fault.happened)
     world.heal()
     world.settle()
@@ -225,27 +242,32 @@ def _act(world: World, story: Story) -> None:
     world.run_until(HEAL_S)
 
 
+def faults_of(on: Stage, story: Story) -> tuple[list[Crash], list[Message], Passed]:
+    """Return every crash and every message fault that the story has, and the order of what they happen to."""
+    passed: Passed = []
+    play(on, story, (None, None), passed)
+    crashes: list[Crash] = []
+    messages: list[Message] = []
+    for one in dict.fromkeys(passed):
+        if len(one) == 3:
+            messages += [Message(*one, fault) for fault in FAULTS]
+            continue
+        crashes.append(Crash(*one))
+        if not one[0].startswith("head"):
+            crashes.append(Crash(*one, power=True))
+    return crashes, messages, passed
+
+
 def pairs_of(on: Stage, story: Story) -> list[Pair]:
     """Return every pair that the story has, and every crash and every fault alone."""
-    world = World(on, 1, story.nodes)
-    world.wires.encoded = True
-    world.points.noted, world.wires.noted = [], []
-    _act(world, story)
-    crashes: list[Crash | None] = [None]
-    for point, count in dict.fromkeys(world.points.noted):
-        crashes.append(Crash(point, count))
-        if not point.startswith("head"):
-            crashes.append(Crash(point, count, power=True))
-    messages: list[Message | None] = [None]
-    for direction, kind, count in dict.fromkeys(world.wires.noted):
-        messages += [Message(direction, kind, count, fault) for fault in FAULTS]
-    return [(crash, message) for crash in crashes for message in messages]
+    crashes, messages, _ = faults_of(on, story)
+    return [(crash, message) for crash in (None, *crashes) for message in (None, *messages)]
 
 
-def attempt(on: Stage, story: Story, pair: Pair) -> bool | str:
+def attempt(on: Stage, story: Story, pair: Pair, passed: Passed | None = None) -> bool | str:
     """Run the story with a pair; return whether both happened, or, if it failed, words that say how to see it."""
     try:
-        return play(on, story, pair)[1]
+        return play(on, story, pair, passed)[1]
     except Exception as error:  # the edge of a run: whatever it is, it is a failure
         return f"{story.name}: {pair[0]} x {pair[1]}: {as_violation(error)}"
 

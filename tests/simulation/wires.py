@@ -178,7 +178,7 @@ class Wires:
         self.encoded = False
         self.fault_rate = 0.0
         self.faults: list[MessageFault] = []
-        self.noted: list[tuple[int, str, int]] | None = None  # if wanted: every frame that was sent
+        self.noted: list[Any] | None = None  # if wanted: every frame that was sent
         self.late: dict[str, list[Late]] = {}
         self._counts: dict[tuple[int, str], int] = {}
         self._open: list[Connection] = []
