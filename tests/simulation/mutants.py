@@ -126,7 +126,11 @@ MUTANTS = (
     Mutant("a launch is sent before its commit", _instead(tick.Controller, "_commit", _sends_before_the_commit)),
     Mutant("a job is replaced on a timeout", _instead(silence, "proof_after_s", _replaced_on_a_timeout)),
     Mutant("what a silent node was sent is never launched", _instead(silence, "is_gathered", _is_never_gathered)),
-    Mutant("reports on older attempts are believed", _instead(reports, "on_batch_report", _believes_every_report)),
+    Mutant(
+        "reports on older attempts are believed",
+        _instead(reports, "on_batch_report", _believes_every_report),
+        story="a job asks to run again",
+    ),
     Mutant("a request id is not looked up", _instead(Store, "request_jobs", _finds_nothing)),
     Mutant("a request is answered before its commit", _instead(tick.Controller, "_commit", _answers_people_first)),
     Mutant(

@@ -5,7 +5,8 @@
     I3  a submission that was acknowledged has its row, after any crash
     I4  a job whose cancellation was acknowledged is never given nodes again; nothing of it runs when the ledger says it is over
     I5  a final state never changes (but by a request to queue the job again)
-    I6  what the ledger's jobs hold of a node is never more than it has
+    I6  what the ledger's jobs hold of a node is never more than it has (but for the grace of one that stood still for another
+        and is ended: it has to go on to end by itself)
     I7  the same request id gives the same jobs
     I8  replaying a job's events gives its row
     I9  users are charged what their jobs are, once
@@ -81,6 +82,7 @@ class Truth:
         self._ever_cancelled: set[JobId] = set()
         self.strays: set[str] = set()  # incarnations before the present one
         self._kept: dict[str, dict[str, Any]] = {}  # token -> how it ended, as its node's disk has it
+        self._woken: set[tuple[JobId, int]] = set()  # attempts that are ended while another job has their cpus: see I6
         self._barred: set[str] = set()  # tokens that a controller was told are barred
 
     def broken(self, invariant: str, text: str) -> None:
@@ -169,7 +171,9 @@ class Truth:
                 self._cancelled.add(before.id)
                 self._ever_cancelled.add(before.id)
             self._check_end_known(before, event)
-            rows[event.job_id] = apply(before, event)
+            after = rows[event.job_id] = apply(before, event)
+            if before.suspended_for is not None and after.state is JobState.COMPLETING:
+                self._woken.add((after.id, after.attempt))
         for job in batch.jobs.values():
             if rows.get(job.id) != job:
                 self.broken("I8", f"job {job.id}: its events give {rows.get(job.id)}, its row is {job}")
@@ -201,7 +205,7 @@ class Truth:
     def _check_held(self) -> None:
         held: dict[str, int] = {}
         for job in self.rows.values():
-            if job.state in ACTIVE:
+            if job.state in ACTIVE and (job.id, job.attempt) not in self._woken:
                 for share in job.holding:
                     held[share.node] = held.get(share.node, 0) + share.cpus
         for node, cpus in held.items():
