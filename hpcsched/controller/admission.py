@@ -55,9 +55,8 @@ def admit(
     for partition in partitions:
         rules = rules_of(world.config.accounting, partition, _whose(partition, user, spec))
         within_s = limit_s if spec.time_limit_s is not None else _within_walls(rules, limit_s)
-        why = _why_never(world, spec, partition, rules, within_s)
+        why = _why_never(world, spec, partition, rules, within_s) or _why_too_many(world, user, spec, rules)
         if why is None:
-            _check_count(world, user, spec, rules)
             found.append((partition, within_s))
         else:
             refused.append(why)
@@ -119,8 +118,8 @@ def _within_walls(rules: Sequence[Rule], limit_s: int | None) -> int | None:
     return min([*walls, *([limit_s] if limit_s is not None else [])], default=None)
 
 
-def _check_count(world: World, user: str, spec: JobSpec, rules: Sequence[Rule]) -> None:
-    """Refuse a job that is one too many. All that wait and run are looked at, but only where somebody set a limit."""
+def _why_too_many(world: World, user: str, spec: JobSpec, rules: Sequence[Rule]) -> str | None:
+    """Say why a job is one too many, or None. All that wait and run are looked at, but only where somebody set a limit."""
     tasks = len(spec.array.indices) if spec.array is not None else 1
     for rule in rules:
         if rule.kind not in SUBMISSION:
@@ -135,7 +134,8 @@ def _check_count(world: World, user: str, spec: JobSpec, rules: Sequence[Rule]) 
             whose = f"each user {rule.most:g}" if each else f"{rule.most:g}"
             more = f"{tasks} more are" if tasks > 1 else "one more is"
             text = f"{rule.where} allows {whose} jobs that wait or run; there are {there}, and {more} too many"
-            raise RequestError(_refusal(rule, text))
+            return _refusal(rule, text)
+    return None
 
 
 def _counts(world: World, job: Job, rule: Rule) -> bool:

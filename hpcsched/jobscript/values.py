@@ -185,7 +185,9 @@ def parse_licenses(text: str) -> tuple[tuple[str, int], ...]:
         match = _LICENSE.match(part.strip())
         if match is None or len(found) >= MAX_LICENSES:
             raise RequestError(f"cannot read --licenses={short(text)}: write NAME or NAME:COUNT, joined by commas")
-        name, count = match.group(1), parse_count(match.group(2) or "1")
+        name, count = match.group(1), int(match.group(2) or "1")
+        if not 1 <= count <= MAX_COUNT:
+            raise RequestError(f"cannot read --licenses={short(text)}: of {name} it must be 1 to {MAX_COUNT}")
         if name in found:
             raise RequestError(f"cannot read --licenses={short(text)}: it names {name} twice")
         found[name] = count

@@ -22,6 +22,9 @@ max_jobs = 1
 max_tres_per_job = "cpu=1"
 [licenses]
 matlab = 1
+[partitions.few]
+allow_accounts = ["physics"]
+allow_qos = ["single"]
 """
 
 
@@ -46,6 +49,9 @@ def test_who_may_submit_what(lab: LocalCluster, sub: Any) -> None:
     assert "QOSMaxCpuPerJobLimit: QOS 'single' allows a job 1 cpu, and this job asks for 2 cpus" in refused.stderr
     refused = lab.run("hsub", "-L", "matlab:2", "--wrap", "true", check=False)
     assert "the cluster has 1" in refused.stderr
+    refused = lab.run("hsub", "-p", "few", "--wrap", "true", check=False)
+    assert "it takes only jobs of the QOS single, and this one's is 'normal'" in refused.stderr
+    assert "AllowAccounts=physics AllowQos=single" in lab.run("hctl", "show", "partition", "few").stdout
 
 
 def test_limits_and_licences_keep_jobs_waiting_and_say_so(
@@ -81,3 +87,5 @@ def test_usage_is_charged_and_outlives_the_controller(lab: LocalCluster, sub: An
     lab.wait_for_nodes()
     after = lab.run("hshare", "-nPU", "-o", "account,rawusage").stdout.strip().split("|")[1]
     assert abs(int(after) - int(usage)) <= 1  # it decays by less than that
+    assert "usage of" in lab.run("hctl", "reset", "usage", "all").stdout
+    assert lab.run("hshare", "-nPU", "-o", "account,rawusage").stdout == "physics|0\n"

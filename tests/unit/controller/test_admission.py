@@ -119,6 +119,14 @@ def test_a_job_that_waits_is_not_moved_to_a_partition_whose_limits_it_breaks_by_
     assert made.job(job).partition == "main"
 
 
+def test_a_job_that_is_one_too_many_in_one_partition_comes_into_the_other() -> None:
+    made = cluster(Accounting(), max_submit_jobs=1)
+    made.world.partitions["open"] = replace(made.world.partitions["main"], name="open", default=False, limits=Limits())
+    assert made.job(made.submit(hold=True)).partition == "main"
+    assert made.job(made.submit(partition="main,open", hold=True)).partition == "open"
+    assert "there are 1, and one more is too many" in refusal(made)
+
+
 def test_a_job_without_a_time_limit_gets_the_longest_that_it_may_have() -> None:
     made = cluster(lab(max_wall_s=600))
     assert made.job(made.submit()).time_limit_s == 600
