@@ -80,6 +80,12 @@ def test_equal_accounts_are_walked_as_one() -> None:
     assert ranks(one, two) == {"b": 4, "d": 3, "c": 2, "a": 1}
 
 
+def test_of_accounts_walked_as_one_each_user_is_measured_against_his_own() -> None:
+    one = account("one", user("one", "a", 8), user("one", "b", 2))
+    two = account("two", user("two", "c", 12), user("two", "d", 8), shares=2)
+    assert ranks(one, two) == {"b": 4, "d": 3, "c": 2, "a": 1}
+
+
 def test_a_user_who_ties_with_an_account_has_its_best_user_s_rank() -> None:
     sub = account("sub", user("sub", "a", 8), user("sub", "b", 2))
     assert ranks(sub, user("", "x", 10), user("", "y", 11)) == {"x": 4, "b": 4, "a": 2, "y": 1}
