@@ -18,6 +18,7 @@ Knows no clock but the one it is given, and neither database nor messages.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 
 from hpcsched.errors import InvariantError
 from hpcsched.model.ids import JobId, NodeName
@@ -27,7 +28,7 @@ from hpcsched.sched.decisions import Plan, Start
 from hpcsched.sched.plan import Planner
 from hpcsched.sched.policy import Policy
 from hpcsched.sched.preempt import full_plan, is_plain
-from hpcsched.sched.snapshot import Snapshot
+from hpcsched.sched.snapshot import Promise, Snapshot
 
 SLICE_S = 0.015  # so long a tick plans at most, or for one step
 QUICK_DEPTH = 200  # so many jobs a quick plan looks at
@@ -72,6 +73,11 @@ class _Run:
     @property
     def looked_at(self) -> int:
         return self.planner.looked_at if self.planner is not None else 0
+
+    @property
+    def promises(self) -> Mapping[JobId, Promise]:
+        """What it has promised so far."""
+        return self.planner.kept.promises if isinstance(self.planner, Planner) else {}
 
     def new_starts(self) -> list[Start]:
         """Return what it has started since this was asked last."""
@@ -153,6 +159,8 @@ class Planning:
     ) -> None:
         """Begin a plan of `snapshot`, which was made of `jobs` and `nodes`."""
         began_s = self._monotonic_s()
+        if self._whole is not None:  # nor may a quick plan give away what the whole one has promised so far
+            snapshot = replace(snapshot, promises={**snapshot.promises, **self._whole.promises})
         run = _Run(snapshot, policy, jobs, nodes)
         run.took_s = self._monotonic_s() - began_s
         if self._whole is None or not run.plain:

@@ -10,7 +10,7 @@ state and asked for again at the next start; a crash before it loses only what n
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from hpcnode import protocol
@@ -31,7 +31,7 @@ from hpcsched.model.node import Link
 from hpcsched.sched.decisions import Plan, Start
 from hpcsched.sched.eligible import Wait
 from hpcsched.sched.policy import Policy
-from hpcsched.sched.snapshot import Snapshot, SnapshotCache, snapshot_of, time_min_s
+from hpcsched.sched.snapshot import Promise, Snapshot, SnapshotCache, snapshot_of, time_min_s
 from hpcsched.store.store import Store
 from hpcsched.store.world import Transaction, World
 
@@ -97,6 +97,7 @@ class Controller:
         self.policy = policy
         self.listener: Listener | None = None
         self.last_plan: Plan | None = None
+        self._promises: Mapping[JobId, Promise] = {}  # by the last plan; after a restart they are made anew
         self._ports = ports
         self._views = SnapshotCache()
         self._books = Books(world)
@@ -377,6 +378,7 @@ class Controller:
             pause_s = min(3 * done.took_s, PLAN_PAUSE_MAX_S)
             self._plan_wanted = self._plan_wanted or done.stale
             self.last_plan = done.plan
+            self._promises = self._still_promised(done.plan)
             self.world.priorities = done.plan.priorities
             self._note_waits(tx, done)
             carry_out_resizes(tx, done.plan)
@@ -387,6 +389,11 @@ class Controller:
         self._next_plan_s = self._ports.monotonic_s() + pause_s
         if self._plan_wanted or self._planning.under_way:
             self._ports.wake(pause_s)
+
+    def _still_promised(self, made: Plan) -> dict[JobId, Promise]:
+        """Return what a whole plan promised, and the promises to those jobs whose starts were dropped: they still wait."""
+        dropped = {start.job_id for start in made.starts} & self._promises.keys() & self.world.pending
+        return {**made.promises, **{job_id: self._promises[job_id] for job_id in dropped}}
 
     def _begin_plan(self, now_s: float) -> None:
         world, held_back = self.world, strays.held_back(self.world, self.strays)
@@ -429,9 +436,10 @@ class Controller:
         turns = (wait.expected_start_s for wait in self.world.waits.values() if wait.reason in TIMED)
         reserved = reserving.next_turn_s(self.world, now_s)
         exempt = exempt_until_s(self.world, self.policy.preempt)
+        promised = (promise.start_s for promise in self._promises.values())
         due = [
             at_s
-            for at_s in (*begins, *ends, *lasts, *spread, *turns, *exempt, reserved)
+            for at_s in (*begins, *promised, *ends, *lasts, *spread, *turns, *exempt, reserved)
             if at_s is not None and at_s > now_s
         ]
         self._timer_at_s = min(due, default=None)
@@ -472,7 +480,14 @@ class Controller:
         ledger = self._books.ledger(now_s, fairshare=bool(self.policy.weight_fairshare))
         reservations = world.reservations.values()
         return snapshot_of(
-            jobs, strays.open_nodes(world), world.partitions.values(), now_s, cache, ledger, reservations
+            jobs,
+            strays.open_nodes(world),
+            world.partitions.values(),
+            now_s,
+            cache,
+            ledger,
+            reservations,
+            self._promises,
         )
 
     def reconfigured(self) -> None:

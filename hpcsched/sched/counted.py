@@ -21,11 +21,15 @@ class Counted:
         for counts, end_s in held:
             self.take(counts, now_s, end_s)
 
-    def take(self, counts: LicenseCounts, start_s: float, end_s: float) -> None:
+    def take(self, counts: Iterable[tuple[str, int]], start_s: float, end_s: float) -> None:
         """Take `counts` over ``[start_s, end_s)``."""
         for name, count in counts:
             if name in self._steps:
                 self._steps[name].add(start_s, end_s, -count)
+
+    def give(self, counts: LicenseCounts, start_s: float, end_s: float) -> None:
+        """Give back what was taken."""
+        self.take([(name, -count) for name, count in counts], start_s, end_s)
 
     def free_now(self) -> dict[str, int]:
         """Return how many of each are free now."""

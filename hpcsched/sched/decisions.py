@@ -12,6 +12,7 @@ from hpcsched.model.accounting import PreemptMode
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.resources import Share
 from hpcsched.sched.eligible import Wait
+from hpcsched.sched.snapshot import Promise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,3 +67,4 @@ class Plan:
     given_up: tuple[JobId, ...] = ()
     resizes: tuple[Resize, ...] = ()
     priorities: Mapping[JobId, int] = field(default_factory=dict, compare=False)  # of the jobs that stood in line
+    promises: Mapping[JobId, Promise] = field(default_factory=dict)  # for the snapshot of the next plan

@@ -119,6 +119,7 @@ class Group:
         self._count = max(shape.nodes_min, len(required))
         self._floors = Floors()
         self._seating: Seating | None = None
+        self._given = len(timeline.given)
         self._seen = 0  # so many of the timeline's changes are in `_seating`
         self._window = (-1, -1)  # what `_seating` was made for: reservations in all, dips before the job's end
         self._uses: dict[tuple[int, Room], Room] = {}
@@ -127,9 +128,10 @@ class Group:
 
     def place(self, end_s: float) -> list[Part] | None:
         """Return what a job of this group that ends by `end_s` would get now, or None."""
+        timeline = self._timeline
+        self._forget_if_given()
         if end_s > self.fails_beyond_s:
             return None
-        timeline = self._timeline
         self._openings.catch_up()
         if not self._openings.has_now(self._count, end_s):
             self.fails_beyond_s = self._openings.now_until_s(self._count)
@@ -141,8 +143,32 @@ class Group:
         rooms = [timeline.free_until(seat.node, end_s) for seat in chosen]
         return parts_of(self.shape, chosen, timeline.nodes, timeline.types, rooms, self._mix)
 
+    def place_with(self, own: Sequence[Part], own_from_s: float, end_s: float) -> list[Part] | None:
+        """Return what a job would get now, by `place`, if its `own` parts, kept for it from `own_from_s` on, were not kept.
+
+        If its shape is not alike, only those nodes are thought of. That is exact where `place` has found nothing.
+        """
+        if own_from_s >= end_s:
+            return None
+        timeline = self._timeline
+        mine = [part for part in own if self._could_have(part, own_from_s, end_s)]
+        if len(mine) == len(own):
+            return list(own)
+        if not self._alike or not mine:
+            return None
+        self._openings.catch_up()
+        nodes = {part.node for part in mine}
+        others = [seat for seat in self._seats(end_s) if seat.node not in nodes]
+        others = others[: max(0, self.shape.nodes_max - len(mine))]
+        if len(mine) + len(others) < self._count:
+            return None
+        rooms = [timeline.free_until(seat.node, end_s) for seat in others]
+        parts = parts_of(self.shape, others, timeline.nodes, timeline.types, rooms, self._mix) if others else []
+        return sorted([*mine, *parts], key=lambda part: part.node)
+
     def earliest(self, limit_s: float, from_s: float) -> tuple[float, list[Part]] | None:
         """Return when, `from_s` at the earliest, a job of this group can run for `limit_s`, and on what; None: never."""
+        self._forget_if_given()
         self._openings.catch_up()
         start_s = self._openings.earliest(self._count, limit_s)
         if start_s < from_s:
@@ -183,6 +209,22 @@ class Group:
                 self._seating.replace(at, self._seat(at, within_s))
         self._seen = len(timeline.changed)
         return [seat for seat in self._seating.ordered if until_s.get(seat.node, 0.0) >= end_s]
+
+    def _could_have(self, own: Part, own_from_s: float, end_s: float) -> bool:
+        """Say whether its part of a node is free from now until `own_from_s`, and the node is not set aside until `end_s`."""
+        timeline = self._timeline
+        now_s = timeline.now_s
+        free = timeline.profiles[own.node].earliest(own.use, own_from_s - now_s, now_s) <= now_s
+        return free and self._openings.is_open(own.node, now_s, end_s)
+
+    def _forget_if_given(self) -> None:
+        """Forget what did not fit, if room has been taken back since."""
+        given = len(self._timeline.given)
+        if given > self._given:
+            self._given = given
+            self.fails_beyond_s = NEVER_S
+            self._floors = Floors()
+            self._seating = None
 
     def _less_in_the_way(self, end_s: float) -> float:
         """Return the latest end before `end_s` by which nodes have more to give than until then."""

@@ -4,8 +4,8 @@ Of every node there are *spans* ``[from, until)`` in which one share fits all th
 at any `t` with ``from <= t`` and ``t + length_s <= until``. Two sorted indices over all spans, one of those that never end and
 one of the *holes* that do, answer for a gang: from when on could so many nodes hold it?
 
-Shares are only ever taken while a plan is made. So spans only shrink, and a search for as many nodes and as long a time as an
-earlier one, or more, need not begin before what that one found.
+As a rule shares are only taken while a plan is made. So spans only shrink, and a search for as many nodes and as long a time
+as an earlier one, or more, need not begin before what that one found. When a reservation is taken back all of that is forgotten.
 
 Knows nothing of jobs, order and promises; which of the nodes that could a job gets is decided elsewhere.
 """
@@ -67,6 +67,7 @@ class Openings:
         self._fits: list[dict[Room, bool]] = [{} for _ in range(max(timeline.kinds, default=-1) + 1)]
         self._spans: dict[int, list[Interval]] = {}
         self._seen = len(timeline.taken)
+        self._seen_given = len(timeline.given)
         self._floors = Floors()
         for node in nodes:
             self._spans[node] = without(self._spans_of(node), closed.get(node, ()))
@@ -81,7 +82,12 @@ class Openings:
 
     def catch_up(self) -> None:
         """Take account of what was taken since the last time."""
-        taken = self._timeline.taken
+        taken, given = self._timeline.taken, self._timeline.given
+        if len(given) > self._seen_given:
+            self._floors = Floors()
+            for node in set(given[self._seen_given :]) & self._spans.keys():
+                self._see_anew(node)
+            self._seen_given = len(given)
         for node, start_s, end_s in taken[self._seen :]:
             if node in self._spans:
                 self._narrow(node, start_s, end_s)
@@ -141,6 +147,12 @@ class Openings:
             if opening + len(until) >= count:
                 return at_s
         return NEVER_S
+
+    def is_open(self, node: int, start_s: float, end_s: float) -> bool:
+        """Say whether nothing but what is taken keeps `node` from holding a share over ``[start_s, end_s)``."""
+        if node not in self._spans:
+            return False
+        return all(opens_s <= start_s or closed_s >= end_s for closed_s, opens_s in self._closed.get(node, ()))
 
     def able(self, start_s: float, length_s: float) -> list[int]:
         """Return the nodes that could hold a share from `start_s` on for `length_s`."""

@@ -16,11 +16,10 @@ Pure and deterministic: equal snapshot and policy give an equal plan.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from hpcsched.model.ids import JobId
 from hpcsched.model.job import Reason
-from hpcsched.model.node import Partition
 from hpcsched.model.resources import Share
 from hpcsched.model.units import UNLIMITED_S
 from hpcsched.sched.counted import Counted
@@ -29,6 +28,8 @@ from hpcsched.sched.eligible import Eligibility, Wait
 from hpcsched.sched.feasible import never_fits
 from hpcsched.sched.groups import Group, Groups
 from hpcsched.sched.intervals import NEVER_S
+from hpcsched.sched.kept import Kept
+from hpcsched.sched.lanes import Lane, Lanes
 from hpcsched.sched.placement import Part
 from hpcsched.sched.policy import Backfill, Policy
 from hpcsched.sched.priority import in_order, scale_of
@@ -55,18 +56,6 @@ def plan(snapshot: Snapshot, policy: Policy) -> Plan:
     return Planner(snapshot, policy).plan()
 
 
-@dataclass(slots=True)
-class _Lane:
-    """One line of a partition during one plan: its nodes that answer, and its head once there is one."""
-
-    partition: Partition
-    nodes: list[int]
-    reservation: str = ""
-    head: PendingJob | None = None
-    promised: int = 0  # so many of its jobs that wait have a promised start
-    behind: Wait | None = None  # what all behind the head share
-
-
 class Planner:
     """One plan being made, in `steps` for those who have little time at once; `starts` has what it has started so far.
 
@@ -81,11 +70,7 @@ class Planner:
         self.waits: dict[JobId, Wait] = {}
         self.priorities: dict[JobId, int] = {}
         self.reservations = {one.name: one for one in snapshot.reservations}
-        self.lanes = {
-            (name, reservation): self._lane(partition, reservation)
-            for reservation in sorted({"", *(job.reservation for job in snapshot.pending)})
-            for name, partition in snapshot.partitions.items()
-        }
+        self.lanes = Lanes(snapshot, self.reservations)
         certain_s = certain_until_s(snapshot.reservations, snapshot.now_s)
         self.timeline.sure_until_s = min(self.timeline.sure_until_s, certain_s)
         self.groups = Groups(snapshot, self.timeline)
@@ -95,6 +80,8 @@ class Planner:
         self.never: dict[Group, Wait | None] = {}
         self.tally = Tally(snapshot)
         self.counted = Counted(snapshot.now_s, dict(snapshot.ledger.accounting.licenses), self._held_licenses())
+        self.kept = Kept(snapshot, self.timeline, self.counted)
+        self.keeps_promises = policy.backfill is Backfill.CONSERVATIVE
         self.in_vain = 0
         self.shortest_first = policy.backfill is Backfill.EASY_SJBF
         # So many jobs of each partition are promised a start: the head, and with some policies more.
@@ -106,13 +93,17 @@ class Planner:
         self.most_free_cpus: dict[str, tuple[int, int]] = {}
         self.looked_at = 0
         self.steps = self._make()
-        self.elsewhere: set[JobId] = set()  # what another plan has started meanwhile
+        self.gone: set[JobId] = (
+            set()
+        )  # what has been started before its turn, because that was promised or by another plan
 
     def plan(self) -> Plan:
         """Take all steps that are left, and return the plan."""
         for _ in self.steps:
             pass
-        return Plan(starts=tuple(self.starts), waits=self.waits, priorities=self.priorities)
+        return Plan(
+            starts=tuple(self.starts), waits=self.waits, priorities=self.priorities, promises=self.kept.promises
+        )
 
     def _make(self) -> Iterator[None]:
         """Make the plan; each step takes a few milliseconds at most, but to put a long queue in order."""
@@ -121,10 +112,11 @@ class Planner:
         scale = scale_of(self.snapshot)
         queue = in_order(eligible, self.snapshot.partitions, scale, self.policy, self.priorities)
         yield
+        yield from self._keep_promises(queue)
         behind: list[PendingJob] = []
         later: list[PendingJob] = []
         for job in queue:
-            if self.shortest_first and self._lane_of(job).head is not None:
+            if self.shortest_first and self.lanes.of(job).head is not None:
                 later.append(job)
             else:
                 self._look_at(job, behind)
@@ -134,24 +126,25 @@ class Planner:
             yield
         for job in behind:  # give them an expected start, as if each had a reservation
             if job.id in self.waits:  # else it has started since, in another of its partitions
-                self._expect(job)
+                self._expect(job, firm=False)
                 yield
 
     def absorb(self, start: Start, job: PendingJob) -> None:
         """Take account of `job`, which another plan with a younger view of the world has started meanwhile."""
         now_s = self.timeline.now_s
         end_s = self._end_s(job, now_s)
+        self.kept.take_back(job.id)
         for share in start.shares:
             self.timeline.absorb(share, end_s)
         nodes = {share.node: self.snapshot.nodes[self.timeline.index[share.node]] for share in start.shares}
         self.tally.started(job, held_by(start.shares, nodes, job.licenses) if self.tally.limited else {})
         self.counted.take(job.licenses, now_s, end_s)
-        self.elsewhere.add(job.id)
+        self.gone.add(job.id)
 
     def _look_at(self, job: PendingJob, behind: list[PendingJob]) -> None:
         """Start `job`, or note why it waits. One that asked for several partitions is looked at in each."""
         self.looked_at += 1
-        if job.id in self.elsewhere:
+        if job.id in self.gone:
             return
         if self.several and job.id in self.several:
             self._look_again(job, behind)
@@ -177,9 +170,33 @@ class Planner:
         elif not self._start_if_it_fits(job) and job.id not in self.waits:
             self._queue(job, behind)
 
+    def _keep_promises(self, queue: Sequence[PendingJob]) -> Iterator[None]:
+        """Keep what was promised by the plan before to those of `queue`; start what is due."""
+        promises = self.snapshot.promises.values() if self.keeps_promises else ()
+        views = {(job.id, job.partition): job for job in queue} if promises else {}
+        for promise in sorted(promises, key=lambda promise: (promise.start_s, promise.job_id)):
+            job = views.get((promise.job_id, promise.partition))
+            if job is None or job.id in self.gone:
+                continue
+            due_s = max(promise.start_s, self.timeline.now_s)
+            limit_s = self._end_s(job, due_s) - due_s
+            found = self.kept.still_possible(job, promise, self.lanes.nodes_of(job), limit_s)
+            if found is not None:
+                start_s, parts = found
+                end_s = self._end_s(job, start_s)
+                if end_s > start_s + limit_s + _SUM_ERROR_S:
+                    pass  # it was to be cut short by a reservation, and is late for that
+                elif start_s <= self.timeline.now_s:
+                    if self.tally.why_not(job) is None and self._give(job, parts, end_s):
+                        self.gone.add(job.id)
+                elif self._sure(start_s) is not None:
+                    self.kept.keep(job, start_s, end_s, parts)
+                    self.kept.promises[job.id] = promise
+            yield
+
     def offer(self, job: PendingJob) -> list[Part] | None:
         """Return what one more job would get now if it came next; None: it would wait."""
-        if self._lane_of(job).head is not None and self.policy.backfill is Backfill.NONE:
+        if self.lanes.of(job).head is not None and self.policy.backfill is Backfill.NONE:
             return None
         if self.tally.why_not(job) is not None or not self._has_licenses(job):
             return None
@@ -218,26 +235,11 @@ class Planner:
                 self.waits[job.id] = closed.get(name) or closed.setdefault(name, partition_unknown(name))
         return found
 
-    def _lane_of(self, job: PendingJob) -> _Lane:
-        lane = self.lanes.get((job.partition, job.reservation))
-        if lane is None:  # of a reservation that no job which waits is in
-            lane = self._lane(self.snapshot.partitions[job.partition], job.reservation)
-            self.lanes[job.partition, job.reservation] = lane
-        return lane
-
-    def _lane(self, partition: Partition, reservation: str) -> _Lane:
-        """Return one line of a partition: the jobs of each reservation stand in one of their own."""
-        names = set(partition.nodes)
-        if reservation in self.reservations:
-            names &= set(self.reservations[reservation].nodes)
-        nodes = [at for at, node in enumerate(self.snapshot.nodes) if node.name in names and node.usable]
-        return _Lane(partition=partition, nodes=nodes, reservation=reservation)
-
     # ----- does it start
 
     def _start_if_it_fits(self, job: PendingJob) -> bool:
         """Start `job` if it fits now; if it does not and never will on the nodes that answer, note that."""
-        lane = self._lane_of(job)
+        lane = self.lanes.of(job)
         hopeless = lane.head is not None and self._is_hopeless(job, lane)
         if hopeless and 0 < self.policy.backfill_depth <= len(self.groups):
             return False
@@ -246,12 +248,19 @@ class Planner:
         parts = None
         if not hopeless and self._has_licenses(job):
             parts = group.place(end_s)
+            room = self.kept.of(job)
+            if parts is None and room is not None and room.partition == job.partition:
+                parts = group.place_with(room.parts, room.start_s, end_s)
             self.in_vain += parts is None and lane.head is not None
         if parts is None:
             never = self._never(group, lane)
             if never is not None:
                 self.waits[job.id] = never
             return False
+        return self._give(job, parts, end_s)
+
+    def _give(self, job: PendingJob, parts: list[Part], end_s: float) -> bool:
+        """Start `job` on `parts` until `end_s`, or with fewer nodes, if its limits allow that; else note why not."""
         held = self._held(job, parts) if self.tally.limited else {}
         over = self.tally.why_not_there(job, held)
         while over is not None and self._can_do_with_less(job, parts):
@@ -275,6 +284,7 @@ class Planner:
 
     def _start(self, job: PendingJob, parts: list[Part], held: Held, end_s: float) -> None:
         """Start `job` on `parts` until `end_s`, and count what it takes of all that is counted."""
+        self.kept.take_back(job.id)
         shares = tuple([self._take(part, end_s) for part in parts])
         self.starts.append(Start(job_id=job.id, shares=shares, partition=job.partition))
         self.tally.started(job, held)
@@ -283,9 +293,7 @@ class Planner:
 
     def _has_licenses(self, job: PendingJob) -> bool:
         now_s = self.timeline.now_s
-        if not job.licenses:
-            return True
-        return self.counted.earliest(job.licenses, self._end_s(job, now_s) - now_s, now_s) <= now_s
+        return not job.licenses or self.kept.has_licenses(job, self._end_s(job, now_s) - now_s)
 
     def _short_of_licenses(self, job: PendingJob) -> Wait | None:
         """Return that `job` waits for licences, if it does."""
@@ -296,7 +304,7 @@ class Planner:
     def _held_licenses(self) -> list[tuple[LicenseCounts, float]]:
         return [(job.licenses, self.timeline.end_of(job)) for job in self.snapshot.running if job.licenses]
 
-    def _is_hopeless(self, job: PendingJob, lane: _Lane) -> bool:
+    def _is_hopeless(self, job: PendingJob, lane: Lane) -> bool:
         """Say cheaply of a job behind a head that it cannot start, or that we have looked far enough."""
         if self.policy.backfill is Backfill.NONE or 0 < self.policy.backfill_depth <= self.in_vain:
             return True
@@ -307,9 +315,9 @@ class Planner:
         return most < job.request.shape.cpus_least
 
     def _group(self, job: PendingJob) -> Group:
-        return self.groups.of(job, self._lane_of(job).nodes)
+        return self.groups.of(job, self.lanes.of(job).nodes)
 
-    def _never(self, group: Group, lane: _Lane) -> Wait | None:
+    def _never(self, group: Group, lane: Lane) -> Wait | None:
         """Return why jobs of `group` cannot start on the nodes that answer, whatever ends; None: in time they can."""
         if group not in self.never:
             nodes = [self.snapshot.nodes[at] for at in group.nodes]
@@ -317,7 +325,7 @@ class Planner:
             self.never[group] = not_available(group.shape, lane.partition, self._open_to(lane)) if never else None
         return self.never[group]
 
-    def _open_to(self, lane: _Lane) -> Sequence[NodeView]:
+    def _open_to(self, lane: Lane) -> Sequence[NodeView]:
         """Return the nodes, those that are not in the lane's reservation marked as such."""
         if not lane.reservation:
             return self.snapshot.nodes
@@ -346,20 +354,20 @@ class Planner:
 
     def _queue(self, job: PendingJob, behind: list[PendingJob]) -> None:
         """Note that `job` waits for resources: as its partition's head, which gets a reservation, or behind it."""
-        lane = self._lane_of(job)
+        lane = self.lanes.of(job)
         if lane.head is None:
             self._make_head(job, lane)
             return
         if lane.behind is None:
             lane.behind = behind_head(lane.head.display_id, job.partition)
         self.waits[job.id] = self._short_of_licenses(job) or lane.behind
-        if lane.promised < self.promises:
+        if lane.promised < self.promises or self.kept.of(job) is not None:
             lane.promised += 1
             self._expect(job)
         elif len(behind) < self.policy.estimate_depth:
             behind.append(job)
 
-    def _make_head(self, job: PendingJob, lane: _Lane) -> None:
+    def _make_head(self, job: PendingJob, lane: Lane) -> None:
         reserved = self._reserved_from(job, lane) if self.snapshot.blocks else None
         short = self._short_of_licenses(job)
         start_s = self._reserve(job)
@@ -372,12 +380,11 @@ class Planner:
         lane.head = job
         lane.promised = 1
         if self.policy.backfill is Backfill.NONE:
-            for other in self.lanes.values():
-                alike = other.reservation == lane.reservation
-                if alike and other.head is None and not set(other.nodes).isdisjoint(lane.nodes):
+            for other in self.lanes.beside(lane):
+                if other.head is None:
                     other.head = job
 
-    def _reserved_from(self, job: PendingJob, lane: _Lane) -> Wait | None:
+    def _reserved_from(self, job: PendingJob, lane: Lane) -> Wait | None:
         """Return the wait of a job that would fit now if nothing were reserved for others; None: it would not either."""
         end_s = self._end_s(job, self.timeline.now_s)
         group = self.unreserved.of(replace(job, reservation=""), lane.nodes)
@@ -385,16 +392,23 @@ class Planner:
             return None
         return kept_by(self.snapshot, job, group.nodes, end_s)
 
-    def _reserve(self, job: PendingJob) -> float | None:
-        """Keep room for `job` from the earliest time at which it fits, and return that time."""
+    def _reserve(self, job: PendingJob, *, firm: bool = True) -> float | None:
+        """Keep room for `job` from the earliest time at which it fits, and return that time; None: not in this partition.
+
+        What was promised stays, and what is kept now is promised for later plans if it is `firm`. Of several partitions room is
+        kept in the one where it fits earliest.
+        """
+        room = self.kept.of(job)
+        if room is not None and room.partition == job.partition:
+            return room.start_s
         found = self._earliest(job)
-        if found is None:
+        if found is None or (room is not None and room.start_s <= found[0]):
             return None
         start_s, parts = found
-        end_s = self._end_s(job, start_s)
-        for part in parts:
-            self.timeline.reserve(part.node, start_s, end_s, part.use)
-        self.counted.take(job.licenses, start_s, end_s)
+        self.kept.take_back(job.id)
+        self.kept.keep(job, start_s, self._end_s(job, start_s), parts)
+        if firm and self.keeps_promises and self._sure(start_s) is not None:
+            self.kept.promise(job)
         return start_s
 
     def _earliest(self, job: PendingJob) -> tuple[float, list[Part]] | None:
@@ -439,9 +453,9 @@ class Planner:
     def _sure(self, start_s: float | None) -> float | None:
         return start_s if start_s is not None and start_s < self.timeline.sure_until_s else None
 
-    def _expect(self, job: PendingJob) -> None:
+    def _expect(self, job: PendingJob, *, firm: bool = True) -> None:
         """Keep room for `job`, which waits behind a head, and note when it is expected to start."""
-        start_s = self._sure(self._reserve(job))
+        start_s = self._sure(self._reserve(job, firm=firm))
         known = self.waits.get(job.id)
         if start_s is not None and known is not None:
             self.waits[job.id] = min(known, replace(known, expected_start_s=start_s), key=_hope)

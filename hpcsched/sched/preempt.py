@@ -100,6 +100,7 @@ class _Stages:
             given_up=tuple(given_up),
             resizes=resizes(self.world, self.policy, in_line, self.make),
             priorities=made.priorities,
+            promises=made.promises,
         )
 
     # ----- jobs that something is kept for

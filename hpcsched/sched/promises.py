@@ -1,18 +1,18 @@
 """Conservative backfill on a pool of alike processors: every job is promised a start, and no promise is ever put off.
 
 A `Steps` is what is free as a step function of time. A job that comes gets the earliest interval that is free for its whole
-time limit, after all that was promised before. When a job ends early, those whose turn can come now are tried, shortest
-limit first, each with its own promise taken back for the trial: it starts now or keeps what it has. So a promise can only be
+time limit, after all that was promised before. When a job ends early, those whose turn can come now are tried, in the order of
+arrival, each with its own promise taken back for the trial: it starts now or keeps what it has. So a promise can only be
 bettered, whatever the others do, as long as no job runs past its limit; and a promise falls due at the very second at which
 something ends (what ends earlier has been tried already), so nobody needs a timer.
 
 Source: Mu'alem and Feitelson, "Utilization, predictability, workloads, and user runtime estimates in scheduling the IBM SP2
-with backfilling" (2001). There the jobs are tried in the order of arrival; shortest first costs no promise and helps most jobs.
+with backfilling" (2001). `kept` has the same for nodes and priorities.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
 from hpcsched.sched.intervals import NEVER_S
@@ -96,7 +96,6 @@ class ConservativePool:
         self.limits_s = limits_s
         self.ends_of: dict[int, float] = {}
         self.promises: dict[int, float] = {}  # of each job that waits
-        self.by_length: list[tuple[float, int]] = []
 
     def submit(self, job: int, now_s: float) -> Sequence[int]:
         """Promise `job` a start, and return it if that is now."""
@@ -108,7 +107,6 @@ class ConservativePool:
             self.ends_of[job] = now_s + limit_s
             return (job,)
         self.promises[job] = start_s
-        insort(self.by_length, (limit_s, job))
         if start_s < NEVER_S:
             self.steps.add(start_s, start_s + limit_s, -procs)
         return NOBODY
@@ -117,7 +115,7 @@ class ConservativePool:
         """Take back what is left of the time of `job`, and return what is to start."""
         self.steps.forget(now_s)
         self.steps.add(now_s, self.ends_of.pop(job), self.procs[job])
-        return self._due(now_s) if self.by_length else NOBODY
+        return self._due(now_s) if self.promises else NOBODY
 
     def _due(self, now_s: float) -> list[int]:
         """Start what can start now without touching a promise, what was promised this second first."""
@@ -125,8 +123,8 @@ class ConservativePool:
         for job in due:
             self._start(job, now_s)
         steps = self.steps
-        for limit_s, job in tuple(self.by_length):
-            procs = self.procs[job]
+        for job in tuple(self.promises):  # ascending: they came in this order
+            procs, limit_s = self.procs[job], self.limits_s[job]
             free = steps.free[0]
             if not free:
                 break
@@ -138,7 +136,6 @@ class ConservativePool:
     def _start(self, job: int, now_s: float) -> None:
         procs, limit_s = self.procs[job], self.limits_s[job]
         promise_s = self.promises.pop(job)
-        del self.by_length[bisect_left(self.by_length, (limit_s, job))]
         self.ends_of[job] = now_s + limit_s
         if promise_s > now_s:
             self.steps.add(promise_s, promise_s + limit_s, procs)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import NamedTuple
 
 from hpcsched.lifecycle.clocks import cut_at_s, suspended_s
 from hpcsched.model.accounting import NO_ACCOUNTING, Accounting, Association
@@ -21,6 +22,7 @@ from hpcsched.model.spec import Dependency, DependencyKind, JobSpec
 from hpcsched.model.units import UNLIMITED_S
 from hpcsched.sched.blocks import Block, blocks_of
 from hpcsched.sched.features import matches
+from hpcsched.sched.gpus import GpuSlot, Units
 from hpcsched.sched.request import LicenseCounts, Request, Shape, request_of, time_limit_in
 from hpcsched.sched.usage import Used
 
@@ -123,6 +125,26 @@ class PendingJob:
     free_to_go: bool = True  # neither hold, begin time, dependency nor array limit: no need to look at them
 
 
+class PromisedPart(NamedTuple):
+    """What a promise keeps on one node: so many `tasks`, cpus, memory in MiB and units of its GPU `slots`."""
+
+    node: NodeName
+    tasks: int
+    use: tuple[int, int, Units]
+    slots: tuple[GpuSlot, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Promise:
+    """A waiting job was promised a start by an earlier plan: at `start_s` at the latest, on these `parts` of nodes."""
+
+    job_id: JobId
+    partition: str
+    request: Request
+    start_s: float
+    parts: tuple[PromisedPart, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobFact:
     """What a dependency asks of a job."""
@@ -162,6 +184,7 @@ class Snapshot:
     ledger: Ledger = NO_LEDGER
     reservations: tuple[Reservation, ...] = ()
     blocks: tuple[Block, ...] = ()  # of these reservations
+    promises: Mapping[JobId, Promise] = field(default_factory=lambda: MappingProxyType({}))  # of the plan before
 
 
 class SnapshotCache:
@@ -212,6 +235,7 @@ def snapshot_of(
     cache: SnapshotCache | None = None,
     ledger: Ledger = NO_LEDGER,
     reservations: Iterable[Reservation] = (),
+    promises: Mapping[JobId, Promise] = MappingProxyType({}),
 ) -> Snapshot:
     """Return the world at `now_s`.
 
@@ -248,6 +272,7 @@ def snapshot_of(
         ledger=ledger,
         reservations=known_ones,
         blocks=blocks_of(known_ones, now_s),
+        promises=promises,
     )
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 
 from hpcsched.model.resources import Share
 from hpcsched.sched.gpus import FreeGpus, GpuSlot, Grant, Units, all_units, gpu_slots
+from hpcsched.sched.intervals import NEVER_S
 from hpcsched.sched.policy import Policy
 from hpcsched.sched.snapshot import NodeView, RunningJob, Snapshot
 
@@ -29,6 +30,10 @@ def less(room: Room, use: Room) -> Room:
 
 def _more(room: Room, use: Room) -> Room:
     return room[0] + use[0], room[1] + use[1], tuple([a + b for a, b in zip(room[2], use[2], strict=True)])
+
+
+def _holds(room: Room, use: Room) -> bool:
+    return room[0] >= use[0] and room[1] >= use[1] and all([a >= b for a, b in zip(room[2], use[2], strict=True)])
 
 
 def least(rooms: Sequence[Room]) -> Room:
@@ -76,6 +81,22 @@ class Profile:
                 left = known[room] = less(room, use)
             rooms[at] = left
 
+    def give(self, start_s: float, end_s: float, use: Room) -> None:
+        """Make the node freer by `use` over ``[start_s, end_s)``."""
+        for at in range(self._cut(start_s), self._cut(end_s)):
+            self.rooms[at] = _more(self.rooms[at], use)
+
+    def earliest(self, use: Room, length_s: float, from_s: float) -> float:
+        """Return from when on, `from_s` at the earliest, `use` is free for `length_s`."""
+        times_s, rooms = self.times_s, self.rooms
+        start_s = from_s
+        for at in range(max(0, bisect_right(times_s, from_s) - 1), len(rooms)):
+            if times_s[at] >= start_s + length_s:
+                break
+            if not _holds(rooms[at], use):
+                start_s = times_s[at + 1] if at + 1 < len(times_s) else NEVER_S
+        return start_s
+
     def free_over(self, start_s: float, end_s: float) -> Room:
         """Return what is free all the time in ``[start_s, end_s)``."""
         first = bisect_right(self.times_s, start_s) - 1
@@ -95,7 +116,8 @@ class Profile:
 class Timeline:
     """The profiles of all nodes, by their place in the snapshot.
 
-    `taken` lists all that was taken, in order, and `changed` the nodes that starts took from, so that others can catch up.
+    `taken` lists all that was taken, in order, `changed` the nodes that starts took from, and `given` those that reservations
+    were taken back from, so that others can catch up.
     `dips_s` has the starts of reservations, ascending: as long as `reservations`, their number, stays the same, two windows
     from now with as many dips before their end see the same room.
     """
@@ -116,6 +138,7 @@ class Timeline:
         self.free_gpus = [FreeGpus(node.gpus, slots) for node, slots in zip(self.nodes, self.types, strict=True)]
         self.taken: list[tuple[int, float, float]] = []  # node, from, until
         self.changed: list[int] = []
+        self.given: list[int] = []
         self.dips_s: list[float] = []
         self.reservations = 0
         self.sure_until_s = float("inf")  # from here on it counts on the end of a job that has no limit
@@ -139,6 +162,12 @@ class Timeline:
         at = bisect_left(self.dips_s, start_s)
         if at == len(self.dips_s) or self.dips_s[at] != start_s:
             self.dips_s.insert(at, start_s)
+
+    def take_back(self, node: int, start_s: float, end_s: float, use: Room) -> None:
+        """Give back what was reserved."""
+        self.profiles[node].give(start_s, end_s, use)
+        self.given.append(node)
+        self.reservations += 1
 
     def absorb(self, share: Share, end_s: float) -> None:
         """Take a share that was given from now until `end_s` by somebody who may know of more that is free."""

@@ -47,6 +47,7 @@ class Turn:
         queue = in_order(waiting, snapshot.partitions, scale_of(snapshot), policy)
         first = next((at for at, view in enumerate(queue) if view.id == job.id), len(queue))
         before = {view.id for view in queue[:first]}
+        before |= snapshot.promises.keys() - {job.id}  # what was promised to those behind it is not its own either
         ahead = tuple(other for other in snapshot.pending if other.id in before)
         self._planner = Planner(replace(snapshot, pending=ahead), policy)
         self._planner.plan()

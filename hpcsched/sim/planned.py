@@ -43,10 +43,11 @@ class PlannedLine:
         self._running: dict[int, RunningJob] = {}
 
     def submit(self, job: int, now_s: float) -> Sequence[int]:
-        """Let `job` wait from now on. If it fits in what is free, return what is to start."""
+        """Let `job` wait from now on. If it fits in what is free, or has to be promised a start, return what is to start."""
         self._waiting[job] = self._pending(job)
         held = sum(other.shares[0].cpus for other in self._held(now_s))
-        return self._plan(now_s) if self._jobs[job].procs <= self._size - held else []
+        fits = self._jobs[job].procs <= self._size - held
+        return self._plan(now_s) if fits or self._policy.backfill is Backfill.CONSERVATIVE else []
 
     def end(self, job: int, now_s: float) -> Sequence[int]:
         """Take back what `job` held, and return what is to start."""
@@ -64,6 +65,7 @@ class PlannedLine:
             partitions=self._partitions,
             running=tuple(self._held(now_s)),
             pending=tuple(self._waiting.values()),
+            promises=self.last_plan.promises,
         )
         self.last_plan = plan(snapshot, self._policy)
         started = []
