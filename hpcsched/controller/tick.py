@@ -392,7 +392,7 @@ class Controller:
 
     def _still_promised(self, made: Plan) -> dict[JobId, Promise]:
         """Return what a whole plan promised, and the promises to those jobs whose starts were dropped: they still wait."""
-        dropped = {start.job_id for start in made.starts} & self._promises.keys() & self.world.pending
+        dropped = {start.job_id for start in made.starts} & self._promises.keys() & self.world.pending.keys()
         return {**made.promises, **{job_id: self._promises[job_id] for job_id in dropped}}
 
     def _begin_plan(self, now_s: float) -> None:

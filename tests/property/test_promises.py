@@ -13,7 +13,8 @@ from hpcsched.model.accounting import Accounting
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.node import Partition
 from hpcsched.model.resources import Gpu
-from hpcsched.sched.plan import Plan, plan
+from hpcsched.sched.decisions import Plan
+from hpcsched.sched.plan import plan
 from hpcsched.sched.policy import Backfill, Policy
 from hpcsched.sched.preempt import as_running
 from hpcsched.sched.request import Request, Shape

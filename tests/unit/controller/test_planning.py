@@ -6,7 +6,7 @@ import itertools
 from dataclasses import replace
 
 from jobs import T0
-from unit.controller.world import Cluster
+from unit.controller.world import ROOT, Cluster
 from unit.sched.world import World, world
 
 from hpcsched.controller.planning import Planning, Slice
@@ -208,3 +208,14 @@ def test_nothing_is_left_of_a_plan_when_the_configuration_changes() -> None:
     for _ in range(60):
         cluster.tick()
     assert len(cluster.world.waits) == 10
+
+
+def test_the_conservative_policy_keeps_what_an_earlier_plan_promised() -> None:
+    cluster = Cluster("n1")
+    cluster.controller.policy = replace(cluster.controller.policy, backfill=Backfill.CONSERVATIVE)
+    cluster.submit(cpus_per_task=2, time_limit_s=100)
+    first = cluster.submit(cpus_per_task=2, time_limit_s=100)
+    promised_s = cluster.world.waits[first].expected_start_s
+    urgent = cluster.submit(asker=ROOT, cpus_per_task=2, time_limit_s=100, nice=-1000)
+    assert cluster.world.waits[first].expected_start_s == promised_s
+    assert cluster.world.waits[urgent].expected_start_s == promised_s + 100

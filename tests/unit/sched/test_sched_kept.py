@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from unit.sched.world import World, world
 
-from hpcsched.sched.plan import Plan, plan
+from hpcsched.sched.decisions import Plan
+from hpcsched.sched.plan import plan
 from hpcsched.sched.policy import Backfill
 
 
