@@ -475,8 +475,8 @@ NODE = (
         name="link_mbps",
         kind=whole(0),
         default=0,
-        help="The bandwidth of its network in Mbit/s, as hpcsched node probe found it: jobs with --hint=comm_bound prefer "
-        "nodes with faster ones. 0: not known.",
+        help="The bandwidth of its network in Mbit/s, as hpcsched node probe --links measured it (else its nominal one): jobs "
+        "with --hint=comm_bound prefer nodes with clearly faster ones. 0: not known.",
     ),
     Key(
         name="tmp_disk",

@@ -89,16 +89,20 @@ def list_(as_json: bool) -> None:
 
 @node.command()
 @click.argument("names", metavar="NAME...", nargs=-1, required=True)
-def probe(names: tuple[str, ...]) -> None:
+@click.option("--links", is_flag=True, help="Measure the network instead, by sending from node to node.")
+def probe(names: tuple[str, ...], links: bool) -> None:
     """Measure nodes again: speed, network and disk for temporary files go into their files.
 
     A node that runs jobs is measured beside them: better when it is idle.
     """
-    from hpcsched.cli.nodeprobe import probe_node
+    from hpcsched.cli.nodeprobe import probe_links, probe_node
 
     config = _config()
-    for name in names:
-        probe_node(config, name)
+    if links:
+        probe_links(config, names)
+    else:
+        for name in names:
+            probe_node(config, name)
     _tell_controller()
 
 

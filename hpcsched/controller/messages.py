@@ -11,7 +11,7 @@ from hpcsched.lifecycle.clocks import cut_at_s
 from hpcsched.lifecycle.effects import ClaimPart, ClearNode, Effect, GoOn, Halt, StartBatch, TellAllocation
 from hpcsched.model.ids import ALLOC_STEP, BATCH_STEP, NodeName, Token
 from hpcsched.model.job import Job
-from hpcsched.model.node import Node
+from hpcsched.model.node import Node, address_of
 from hpcsched.store.world import World
 
 
@@ -164,4 +164,4 @@ def same_machine(job: Job, world: World) -> bool:
 
 def address(node: Node) -> str:
     """Return where other nodes reach this one."""
-    return "127.0.0.1" if node.spec.host == "local" else node.spec.host
+    return address_of(node.spec)

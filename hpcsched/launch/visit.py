@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,57 @@ class Visit:
     share_error: str
 
 
+class Asking:
+    """A conversation with a node's agent: called with a message, it returns the answer of the wanted type and its bytes."""
+
+    def __init__(self, pipe: Pipe, greeting: Greeting, spec: NodeSpec) -> None:
+        self.greeting = greeting
+        self._pipe = pipe
+        self._spec = spec
+
+    def __call__(self, message: protocol.Message, wanted: type) -> tuple[Any, bytes]:
+        """Say `message` and return what answers it. Raises LinkError."""
+        self._pipe.send_all(protocol.encode(message))
+        return _answer(self._pipe, self.greeting, wanted, self._spec)
+
+
+@contextmanager
+def asking(
+    spec: NodeSpec,
+    *,
+    dial: Dial,
+    bundle: Bundle,
+    identity: ControllerIdentity,
+    timeout_s: float,
+    note: Callable[[str], None] = lambda stage: None,
+) -> Iterator[Asking]:
+    """Start the agent on the node, be in conversation with it, and leave; `note` hears of each stage. Raises LinkError."""
+    abort = Abort()
+    timer = threading.Timer(timeout_s, abort.now)
+    timer.daemon = True
+    stages = ["starting"]
+
+    def noted(stage: str) -> None:
+        stages.append(stage)
+        note(stage)
+
+    timer.start()
+    try:
+        pipe = dial(abort, noted)
+        try:
+            greeting = greet(pipe, spec, bundle, identity, noted)
+            noted("looking around there")
+            yield Asking(pipe, greeting, spec)
+        finally:
+            pipe.close()
+    except UnavailableError:
+        if timer.is_alive():
+            raise
+        raise LinkError(f"cannot reach {spec.name}: no answer within {timeout_s:g} s while {stages[-1]}") from None
+    finally:
+        timer.cancel()
+
+
 def visit(
     spec: NodeSpec,
     *,
@@ -42,49 +94,25 @@ def visit(
     progress: Callable[[str], None] = lambda stage: None,
 ) -> Visit:
     """Start the agent on the node, ask for its facts (and whether it can read `probe`), and leave. Raises LinkError."""
-    abort = Abort()
-    timer = threading.Timer(timeout_s, abort.now)
-    timer.daemon = True
-    stages = ["starting"]
-
-    def note(stage: str) -> None:
-        stages.append(stage)
-        progress(stage)
-
-    timer.start()
-    try:
-        pipe = dial(abort, note)
-        try:
-            greeting = greet(pipe, spec, bundle, identity, note)
-            note("looking around there")
-            return _look(pipe, greeting, spec, probe, bundle)
-        finally:
-            pipe.close()
-    except UnavailableError:
-        if timer.is_alive():
-            raise
-        raise LinkError(f"cannot reach {spec.name}: no answer within {timeout_s:g} s while {stages[-1]}") from None
-    finally:
-        timer.cancel()
+    with asking(spec, dial=dial, bundle=bundle, identity=identity, timeout_s=timeout_s, note=progress) as ask:
+        return _look(ask, probe, bundle)
 
 
-def _look(pipe: Pipe, greeting: Greeting, spec: NodeSpec, probe: ShareProbe | None, bundle: Bundle) -> Visit:
+def _look(ask: Asking, probe: ShareProbe | None, bundle: Bundle) -> Visit:
+    welcome = ask.greeting.welcome
     asked_s = time.time()
-    pipe.send_all(protocol.encode(protocol.Probe(request=1)))
-    facts, _ = _answer(pipe, greeting, protocol.Facts, spec)
+    facts, _ = ask(protocol.Probe(request=1), protocol.Facts)
     answered_s = time.time()
     error = ""
     if probe is not None:
         question = protocol.ReadFile(request=2, user="", path=str(probe.path), offset=0, limit=PROBE_BYTES)
-        pipe.send_all(protocol.encode(question))
-        read, content = _answer(pipe, greeting, protocol.FileData, spec)
+        read, content = ask(question, protocol.FileData)
         error = probe.judge(read.error, content.decode("ascii", "replace"))
-    if bundle.sha256.startswith(greeting.welcome.agent_version):  # one of before that still has work knows no measuring
-        pipe.send_all(protocol.encode(protocol.Probe(request=3, measure=True)))
-        measured, _ = _answer(pipe, greeting, protocol.Facts, spec)
+    if bundle.sha256.startswith(welcome.agent_version):  # one of before that still has work knows no measuring
+        measured, _ = ask(protocol.Probe(request=3, measure=True), protocol.Facts)
         facts.facts["speed"] = measured.facts.get("speed", 0)
     return Visit(
-        welcome=greeting.welcome,
+        welcome=welcome,
         facts=facts.facts,
         clock_ahead_s=float(facts.facts.get("time_s", asked_s)) - (asked_s + answered_s) / 2,
         clock_error_s=(answered_s - asked_s) / 2,

@@ -57,6 +57,11 @@ class NodeSpec:
     tmp_mib: int = 0  # of its file system for temporary files
 
 
+def address_of(spec: NodeSpec) -> str:
+    """Return where other nodes reach this one."""
+    return "127.0.0.1" if spec.host == "local" else spec.host
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
     """A node as the controller keeps it. One row of the table `nodes` (specs come from the configuration)."""

@@ -21,7 +21,7 @@ import sys
 import time
 from typing import Any, Dict, List, Mapping, Optional, Tuple
 
-from hpcnode import allocation, cgroup, environment, helpers, place, probe, process, protocol, user
+from hpcnode import allocation, cgroup, environment, helpers, linkspeed, place, probe, process, protocol, user
 from hpcnode.assignment import Setting
 from hpcnode.clients import BoundedFramer, Clients, Frames, peer
 from hpcnode.faults import CrashPoints, crash_points
@@ -212,7 +212,7 @@ class Agent:
     def _look_then_welcome(self, stream: Stream) -> None:
         """Say Welcome, after the GPUs were counted once (which may take seconds, so not here)."""
         if self._gpus is None and probe.has_gpu_tool(self._environ):
-            self._ask_for_facts(0, lambda facts: self._welcome(stream, facts.facts.get("gpus", [])))
+            self._ask_for_facts(protocol.Probe(0), lambda facts: self._welcome(stream, facts.facts.get("gpus", [])))
         else:
             self._welcome(stream, self._gpus or [])
 
@@ -295,7 +295,7 @@ class Agent:
         elif isinstance(message, protocol.Ping):
             self.to_controller(protocol.Pong(message.request))
         elif isinstance(message, protocol.Probe):
-            self._ask_for_facts(message.request, self.to_controller, message.measure)
+            self._ask_for_facts(message, self.to_controller)
         elif isinstance(message, protocol.ReadFile):
             self._read_file(message)
         elif isinstance(message, (protocol.ToStream, protocol.CloseStream)):
@@ -322,11 +322,17 @@ class Agent:
         elif not self._clients.to_stream(message.stream, protocol.from_json(message.message), blob):
             self.to_controller(protocol.CloseStream(message.stream))
 
-    def _ask_for_facts(self, request: int, tell: Any, measure: bool = False) -> None:
+    def _ask_for_facts(self, order: protocol.Probe, tell: Any) -> None:
         live = {entry.key.job_id for entry in self._ledger.entries.values() if not entry.is_final}
+
+        def look() -> Dict[str, Any]:
+            if order.link_token:
+                return linkspeed.found(order.link_token, order.link_host, order.link_port)
+            return probe.facts(self.root, self._environ, live, measure=order.measure)
+
         self._helpers.ask(
-            lambda: (protocol.Facts(request, probe.facts(self.root, self._environ, live, measure=measure)), b""),
-            lambda why: (protocol.Facts(request, {"error": why}), b""),
+            lambda: (protocol.Facts(order.request, look()), b""),
+            lambda why: (protocol.Facts(order.request, {"error": why}), b""),
             lambda answer: tell(answer[0]),
         )
 

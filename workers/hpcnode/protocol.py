@@ -211,10 +211,17 @@ class Ack:
 
 @dataclasses.dataclass(frozen=True)
 class Probe:
-    """Look at the node again; answered by Facts with the same `request`. With `measure` its speed is measured too."""
+    """Look at the node again; answered by Facts with the same `request`. With `measure` its speed is measured too.
+
+    With `link_token` only the network is: without `link_host` the answer is the `link_port` where zeros are given to who
+    knows the token (see hpcnode.linkspeed), with it the `rate_mbps` at which they came from there.
+    """
 
     request: int
     measure: bool = False
+    link_token: str = ""
+    link_host: str = ""
+    link_port: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

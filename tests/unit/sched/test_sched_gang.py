@@ -151,6 +151,14 @@ def test_a_job_bound_by_communication_avoids_slow_links() -> None:
     assert on(sketch.change(9, hints=())) == "n1 n2"
 
 
+def test_links_that_were_measured_a_little_differently_are_alike() -> None:
+    sketch = world("3x4", waiting=["9: 2 nodes"]).change(9, hints=("comm_bound",))
+    for name, link_mbps, weight in (("n1", 1000, 1), ("n2", 941, 1), ("n3", 1003, 5)):
+        node = next(node for node in sketch.nodes if node.name == name)
+        sketch.change_node(name, spec=replace(node.spec, link_mbps=link_mbps, weight=weight))
+    assert on(sketch) == "n1 n2"
+
+
 def test_floors_of_a_node_count_whatever_is_free() -> None:
     assert got("1x2 1x8", "1c", mincpus=4, running=("1: n2 6c 60s",)) == "n2"
     sketch = world("2x4", waiting=["9: 1c"]).change(9, tmp_mib=100)
