@@ -18,9 +18,9 @@ from simulation.minding import Behaviour
 from simulation.truth import Violation, as_violation
 from simulation.world import Stage, World, job_spec
 
-LENGTH_S = 30.0
-ACTS = 20
-FEWEST_STEPS = 200  # before the faults stop
+LENGTH_S = 8.0
+ACTS = 8
+FEWEST_STEPS = 190  # before the faults stop: more than 200 in all
 MAX_TRIES = 300
 
 
