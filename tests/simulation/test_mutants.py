@@ -7,7 +7,7 @@ import pytest
 from simulation.mutants import MUTANTS, Mutant, noticed
 from simulation.world import stage
 
-WORLDS = 60
+WORLDS = 200
 
 pytestmark = pytest.mark.timeout(600)
 
