@@ -59,6 +59,7 @@ class Backend(Protocol):
     async def act_on_nodes(self, asker: Asker, verb: str, body: Json) -> Json: ...
     def partitions(self) -> Json: ...
     def priorities(self, asker: Asker, query: dict[str, str]) -> Json: ...
+    async def snapshot(self) -> Json: ...
     def shares(self) -> Json: ...
     def licenses(self) -> Json: ...
     def reservations(self) -> Json: ...
@@ -99,6 +100,7 @@ def make_server(backend: Backend) -> web.Server:
         web.post("/v1/nodes/{verb:drain|resume|fence}", routes.act_on_nodes),
         web.get("/v1/partitions", routes.partitions),
         web.get("/v1/priorities", routes.priorities),
+        web.get("/v1/snapshot", routes.snapshot),
         web.get("/v1/shares", routes.shares),
         web.post("/v1/usage/reset", routes.reset_usage),
         web.get("/v1/licenses", routes.licenses),
@@ -155,6 +157,9 @@ class _Routes:
 
     async def priorities(self, request: web.Request) -> web.Response:
         return answer(self._backend.priorities(self._asker(request), request.query))
+
+    async def snapshot(self, request: web.Request) -> web.Response:
+        return answer(await self._backend.snapshot())
 
     async def shares(self, request: web.Request) -> web.Response:
         return answer(self._backend.shares())

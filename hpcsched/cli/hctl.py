@@ -6,9 +6,11 @@ and together without a controller. What a verb does is a function of its words h
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from hpcsched import client
@@ -16,7 +18,7 @@ from hpcsched.cli import reservation, showtext
 from hpcsched.cli.errors import FAILED, complain, run_command
 from hpcsched.cli.options import HELP, VERSION, Command, Option, UsageError, Words, nearest, split_list
 from hpcsched.cli.output import clean, date_text, print_json
-from hpcsched.errors import NotFoundError
+from hpcsched.errors import NotFoundError, RequestError
 from hpcsched.model.hostlist import compress_hostlist, expand_hostlist
 from hpcsched.model.units import format_time_s
 
@@ -33,6 +35,7 @@ COMMAND = Command(
         "story JOB",
         "drain NODES WHY | resume NODES | fence NODES [WHY]",
         "backup FILE",
+        "snapshot FILE",
         "strays | strays adopt|end TOKEN...|all",
         "reset usage all | [Account=LIST] [User=LIST]",
         "ping | reconfigure",
@@ -44,6 +47,7 @@ COMMAND = Command(
     "has a running job stand still, with all that it holds, until 'resume JOB'. 'drain' lets no new job start on nodes, "
     "'resume NODES' does again. 'fence' is your word that a node which does not answer runs nothing any more: its jobs go on "
     "without it. 'backup' copies the database, beside all that goes on, to a new file for 'hpcsched restore'. "
+    "'snapshot' writes the world as the planner sees it to a file ('-': standard output) for 'hsim replay' and 'hsim whatif'. "
     "'strays' lists what nodes run from before a restore that asks, 'strays adopt' goes on with it as the job that it is, "
     "'strays end' ends it. 'reset usage' has what was used until now count no more for fair share and limits.",
     (
@@ -346,6 +350,20 @@ def _backup(rest: Sequence[str], words: Words) -> int:
     return 0
 
 
+def _snapshot(rest: Sequence[str], words: Words) -> int:
+    if len(rest) != 1:
+        raise UsageError("cannot write a snapshot: name one file, or - for standard output")
+    text = json.dumps(client.call("GET", "/v1/snapshot")["world"]) + "\n"
+    if rest[0] == "-":
+        sys.stdout.write(text)
+        return 0
+    try:
+        Path(rest[0]).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise RequestError(f"cannot write the snapshot to {clean(rest[0][:200])!r}: {error.strerror}") from error
+    return 0
+
+
 def _strays(rest: Sequence[str], words: Words) -> int:
     if not rest:
         return _list_strays(words)
@@ -427,5 +445,6 @@ _VERBS: dict[str, Callable[[Sequence[str], Words], int]] = {
     "reconfigure": _reconfigure,
     "reset": _reset,
     "backup": _backup,
+    "snapshot": _snapshot,
     "strays": _strays,
 }

@@ -1,4 +1,4 @@
-"""hsim: replay a machine's log with the scheduler's policies, and compare what they do."""
+"""hsim: replay a machine's log with the scheduler's policies, and compare what they do; plan a saved world, or today's, again."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hpcsched.cli import hsimworld
 from hpcsched.cli.errors import note, run_command
 from hpcsched.cli.options import HELP, VERSION, Command, Option, UsageError, Words
 from hpcsched.cli.output import columns, print_json
@@ -20,11 +21,22 @@ if TYPE_CHECKING:
 
 COMMAND = Command(
     "hsim",
-    ("run [OPTIONS] TRACE", "compare [OPTIONS] TRACE POLICY..."),
-    "Replay the log of a machine (Standard Workload Format, also gzip'ed) with a policy of the scheduler: run prints how "
-    "it went, compare sets policies side by side.",
     (
-        Option("policy", "p", "POLICY", "follow this policy (run); default without it"),
+        "run [OPTIONS] TRACE",
+        "compare [OPTIONS] TRACE POLICY...",
+        "replay [OPTIONS] SNAPSHOT",
+        "whatif [OPTIONS] [SNAPSHOT]",
+    ),
+    "Replay the log of a machine (Standard Workload Format, also gzip'ed) with a policy of the scheduler: run prints how "
+    "it went, compare sets policies side by side. replay makes the plan of a world that hctl snapshot saved; whatif lets the "
+    "queue as it is, or was then, go on with other nodes and policies: when would which job start?",
+    (
+        Option(
+            "policy",
+            "p",
+            "POLICY",
+            "follow this policy (run; default without it); replay, whatif: try this one as well, or each of a list",
+        ),
         Option(
             "engine", "", "WHO", "who decides (run): pool, quick code for one pool (default), or plan, hpcschedd's own"
         ),
@@ -32,6 +44,15 @@ COMMAND = Command(
         Option("cpus", "c", "COUNT", "let each of these nodes have this many processors; 1 without it"),
         Option("schedule-out", "", "FILE", "write job_id,submit,start,end of every job to this file (run)"),
         Option("plot", "", "BASE", "draw utilization, waits and the first policy's schedule to BASE.png and BASE.svg"),
+        Option(
+            "add-nodes",
+            "",
+            "NODES",
+            "add COUNTxCPUS:MEM[:gpu:TYPE:N], as 2x16:64G:gpu:a100:4, to all partitions (whatif)",
+        ),
+        Option("remove-node", "", "NODES", "let nothing more start on these nodes (whatif)"),
+        Option("predict", help="jobs run as long as their users' last ones did, not to their limits (whatif)"),
+        Option("jobs", "", "USERS", "list when the jobs of these users start: names, me or all (whatif)"),
         Option("json", help="print the figures as JSON"),
         HELP,
         VERSION,
@@ -51,10 +72,32 @@ def _work(words: Words) -> int:
         return _run(words, rest)
     if what == "compare":
         return _compare(words, rest)
-    raise UsageError(f"cannot tell what to do: begin with run or compare, not {what[:60]!r}; see hsim --help")
+    if what in ("replay", "whatif"):
+        return _of_a_world(words, what, rest)
+    raise UsageError(
+        f"cannot tell what to do: begin with run, compare, replay or whatif, not {what[:60]!r}; see hsim --help"
+    )
+
+
+_OF_A_WORLD = {
+    "replay": ("policy", "json"),
+    "whatif": ("policy", "json", "add-nodes", "remove-node", "predict", "jobs"),
+}
+
+
+def _of_a_world(words: Words, what: str, operands: Sequence[str]) -> int:
+    for option in words.given:
+        if option not in _OF_A_WORLD[what]:
+            raise UsageError(f"cannot use --{option} with {what}: it takes --{', --'.join(_OF_A_WORLD[what])}")
+    if what == "whatif":
+        return hsimworld.whatif(words, operands)
+    if not operands:
+        raise UsageError("cannot tell which world: hsim replay wants a file of hctl snapshot; see hsim --help")
+    return hsimworld.replay(words, operands)
 
 
 def _run(words: Words, operands: Sequence[str]) -> int:
+    _refuse_worlds(words, "run")
     if len(operands) != 1:
         raise UsageError("cannot tell which trace: hsim run wants one; see hsim --help")
     policy = _policy(words.last("policy", "default"))
@@ -74,7 +117,14 @@ def _run(words: Words, operands: Sequence[str]) -> int:
     return 0
 
 
+def _refuse_worlds(words: Words, what: str) -> None:
+    for option in ("add-nodes", "remove-node", "predict", "jobs"):
+        if words.has(option):
+            raise UsageError(f"cannot use --{option} with {what}: it is for whatif")
+
+
 def _compare(words: Words, operands: Sequence[str]) -> int:
+    _refuse_worlds(words, "compare")
     if len(operands) < 2:
         raise UsageError("cannot compare: hsim compare wants a trace and policies; see hsim --help")
     for option in ("policy", "engine", "schedule-out"):

@@ -43,6 +43,7 @@ from hpcsched.model.node import Link
 from hpcsched.model.reservation import at
 from hpcsched.model.spec import JobSpec
 from hpcsched.model.units import parse_signal
+from hpcsched.sched.saved import world_to_json
 from hpcsched.shareprobe import PROBE_BYTES, is_probe_name
 from hpcsched.store.backup import back_up
 from hpcsched.store.store import HistoryQuery
@@ -374,6 +375,11 @@ class ControllerBackend:
         snapshot = self._controller.snapshot(self._world.jobs_to_plan(), now_s)
         wanted = [job.id for job in self._selected(asker, query)]
         return {"now_s": now_s, **priority_views(snapshot, self._controller.policy, wanted)}
+
+    async def snapshot(self) -> Json:
+        """Return the world as a plan sees it, for whoever asks: nothing that hqueue, hinfo and hshare do not show to all."""
+        snapshot = self._controller.snapshot(self._world.jobs_to_plan(), self._clock())
+        return {"world": await asyncio.to_thread(world_to_json, snapshot, self._controller.policy)}
 
     def shares(self) -> Json:
         now_s = self._clock()

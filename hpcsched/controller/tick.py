@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 from hpcnode import protocol
 from hpcsched.controller import messages, reports, reserving, strays
 from hpcsched.controller.books import Books
+from hpcsched.controller.memory import LAST_JOBS, TELLING, Memory
 from hpcsched.controller.overdue import end_overdue, overdue_at_s
 from hpcsched.controller.planning import SLICE_S, Planning, Slice
 from hpcsched.controller.preemption import carry_out, exempt_until_s
@@ -101,6 +102,7 @@ class Controller:
         self._ports = ports
         self._views = SnapshotCache()
         self._books = Books(world)
+        self._memory = Memory(store.past_runs(TELLING, LAST_JOBS))
         # (node, incarnation, job) -> the highest attempt there that is being ended
         self.strays: dict[tuple[NodeName, str, int], int] = {}
         self._silences = Silences(ports.monotonic_s)
@@ -339,6 +341,7 @@ class Controller:
         """Act on a job that has changed."""
         if job.state is JobState.PENDING and not job.attempt:
             return  # nobody has heard of it yet
+        self._memory.note(job)
         if job.state is not JobState.CONFIGURING:
             self._asked.pop(job.id, None)
         self._perform(job)
@@ -488,6 +491,7 @@ class Controller:
             ledger,
             reservations,
             self._promises,
+            self._memory.experience(),
         )
 
     def reconfigured(self) -> None:

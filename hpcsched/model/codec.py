@@ -1,7 +1,8 @@
-"""Job specifications to JSON values and back, strictly: what a client sends is checked field by field here.
+"""The model's values to JSON values and back, strictly: what a client sends is checked field by field here.
 
 Knows nothing of JSON's text, of what values make sense (`hpcsched.jobscript.build` checks that) or of where they go.
-Rules: a field is its value, a tuple a list, an enum its value, a dataclass an object; an unknown field, a missing one
+Rules: a field is its value, a tuple a list, a set a sorted one, an enum its value, a dataclass or a mapping an object (keys are
+text); an unknown field, a missing one
 without a default, or a value of another type is refused (`True` is no number), so that nothing is ever guessed. The
 converters of a class are made from its annotations when they are first needed, and kept.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import Enum
 from functools import cache
 from typing import Any, NewType, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -155,6 +156,21 @@ def _mixed_tuple_reader(readers: list[_Read]) -> _Read:
     return read
 
 
+def _set_reader(value: Any) -> Any:
+    return frozenset(_plain_tuple_reader(str)(value))
+
+
+def _mapping_reader(key: type, item: _Read) -> _Read:
+    def read(value: Any) -> Any:
+        if type(value) is not dict:
+            raise _Mismatch(f"{_kind(value)} where an object is wanted")
+        if key is int and not all(name.isdecimal() for name in value):
+            raise _Mismatch("a key that is no number")
+        return {key(name): item(part) for name, part in value.items()}
+
+    return read
+
+
 def _optional_reader(inner: _Read) -> _Read:
     return lambda value: None if value is None else inner(value)
 
@@ -194,6 +210,10 @@ def _mixed_tuple_writer(writers: list[_Write | None]) -> _Write:
     return lambda value: [item if writer is None else writer(item) for writer, item in zip(writers, value, strict=True)]
 
 
+def _mapping_writer(item: _Write | None) -> _Write:
+    return lambda value: {str(name): part if item is None else item(part) for name, part in value.items()}
+
+
 def _optional_writer(inner: _Write | None) -> _Write | None:
     return None if inner is None else lambda value: None if value is None else inner(value)
 
@@ -201,22 +221,38 @@ def _optional_writer(inner: _Write | None) -> _Write | None:
 # ----- one pair of converters per annotation
 
 
-def _converters(hint: Any) -> tuple[_Read, _Write | None]:
-    """Return how a value annotated as `hint` is read and written; only the shapes that the model uses are known."""
+def _converters(hint: Any, inside: frozenset[type] = frozenset()) -> tuple[_Read, _Write | None]:
+    """Return how a value annotated as `hint` is read and written; only the shapes that the model uses are known.
+
+    Of the classes that it is `inside` of, those that contain themselves, the converters are looked up when they are used.
+    """
     if isinstance(hint, NewType):
         return _converters(hint.__supertype__)
     if get_origin(hint) in (Union, types.UnionType):
         inner = [part for part in get_args(hint) if part is not type(None)]
         if len(inner) != 1:
             raise TypeError(f"no converter for {hint}")
-        reader, writer = _converters(inner[0])
+        reader, writer = _converters(inner[0], inside)
         return _optional_reader(reader), _optional_writer(writer)
     if get_origin(hint) is tuple:
-        return _tuple_converters(get_args(hint))
+        return _tuple_converters(get_args(hint), inside)
+    if isinstance(hint, type) and issubclass(hint, tuple) and hasattr(hint, "_fields"):
+        types_of = get_type_hints(hint)
+        reader, writer = _tuple_converters(tuple(types_of[name] for name in hint._fields), inside)
+        return lambda value: hint(*reader(value)), writer
+    if get_origin(hint) is Mapping:
+        key, item = get_args(hint)
+        key = getattr(key, "__supertype__", key)
+        reader, writer = _converters(item, inside)
+        return _mapping_reader(key, reader), _mapping_writer(writer)
+    if hint == frozenset[str]:
+        return _set_reader, sorted
     if isinstance(hint, type) and issubclass(hint, Enum):
         return _enum_reader(hint), _enum_writer
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-        return _class_converters(hint)
+        if hint in inside:
+            return lambda obj: _class_converters(hint)[0](obj), lambda value: _class_converters(hint)[1](value)
+        return _class_converters(hint, inside)
     if hint is float:
         return _float_reader, None
     if hint in _WORDS:
@@ -224,25 +260,25 @@ def _converters(hint: Any) -> tuple[_Read, _Write | None]:
     raise TypeError(f"no converter for {hint}")
 
 
-def _tuple_converters(parts: tuple[Any, ...]) -> tuple[_Read, _Write]:
+def _tuple_converters(parts: tuple[Any, ...], inside: frozenset[type]) -> tuple[_Read, _Write]:
     plain = tuple(part.__supertype__ if isinstance(part, NewType) else part for part in parts)
     if plain[-1] is not Ellipsis:
         if set(plain) <= _WORDS.keys():
             return _fixed_tuple_reader(plain), list
-        pairs = [_converters(part) for part in plain]
+        pairs = [_converters(part, inside) for part in plain]
         return _mixed_tuple_reader([reader for reader, _ in pairs]), _mixed_tuple_writer(
             [writer for _, writer in pairs]
         )
     if plain[0] in _WORDS:
         return _plain_tuple_reader(plain[0]), list
-    reader, writer = _converters(plain[0])
+    reader, writer = _converters(plain[0], inside)
     return _tuple_reader(reader), _tuple_writer(writer)
 
 
 @cache
-def _class_converters(cls: type) -> tuple[_Read, _Write]:
+def _class_converters(cls: type, inside: frozenset[type] = frozenset()) -> tuple[_Read, _Write]:
     hints = get_type_hints(cls)
-    pairs = {field.name: _converters(hints[field.name]) for field in dataclasses.fields(cls)}
+    pairs = {field.name: _converters(hints[field.name], inside | {cls}) for field in dataclasses.fields(cls)}
     readers = {name: reader for name, (reader, _) in pairs.items()}
     writers = {name: writer for name, (_, writer) in pairs.items()}
     return _class_reader(cls, readers), _class_writer(writers)

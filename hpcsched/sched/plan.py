@@ -4,8 +4,8 @@ Jobs are looked at in order (see `priority`). One that fits starts. The first of
 *head*: it gets a reservation at the earliest time at which it will fit if every running job lasts to its limit (its *shadow
 time*). With EASY backfill a later job may start if it fits now and leaves every reservation untouched: it ends before, or
 takes what the heads do not need. On one pool of equal processors this is EASY as Lifka and Feitelson define it, job by job.
-`easy-sjbf` tries the later ones shortest first; `conservative` and `slurm-like` reserve for more than the heads.
-Without backfill nothing behind a head starts on the nodes of its partition.
+`easy-sjbf` tries the later ones shortest first, `default` in the order of `behind`; `conservative` and `slurm-like` reserve
+for more than the heads. Without backfill nothing behind a head starts on the nodes of its partition.
 
 Within one plan free resources only dwindle. So a shape that did not fit need not be tried again, and the seats
 of a shape on the nodes are kept and only mended where something started: that makes large queues cheap.
@@ -22,6 +22,7 @@ from hpcsched.model.ids import JobId
 from hpcsched.model.job import Reason
 from hpcsched.model.resources import Share
 from hpcsched.model.units import UNLIMITED_S
+from hpcsched.sched.behind import in_turn, old_ones
 from hpcsched.sched.counted import Counted
 from hpcsched.sched.decisions import Plan, Start
 from hpcsched.sched.eligible import Eligibility, Wait
@@ -83,11 +84,18 @@ class Planner:
         self.kept = Kept(snapshot, self.timeline, self.counted)
         self.keeps_promises = policy.backfill is Backfill.CONSERVATIVE
         self.in_vain = 0
-        self.shortest_first = policy.backfill is Backfill.EASY_SJBF
-        # So many jobs of each partition are promised a start: the head, and with some policies more.
-        self.promises = {Backfill.CONSERVATIVE: policy.conservative_depth, Backfill.SLURM_LIKE: policy.promises}.get(
-            policy.backfill, 1
+        self.reorders = policy.backfill in (Backfill.EASY_SJBF, Backfill.DEFAULT)
+        self.old: frozenset[JobId] | None = (
+            None  # with the policy "default" alone: behind the heads only they are promised anything
         )
+        if policy.backfill is Backfill.DEFAULT:
+            self.old = old_ones(snapshot.pending, snapshot, policy)
+        # So many jobs of each partition are promised a start: the head, and with some policies more.
+        self.promises = {
+            Backfill.CONSERVATIVE: policy.conservative_depth,
+            Backfill.SLURM_LIKE: policy.promises,
+            Backfill.DEFAULT: 1 + policy.old_promises,
+        }.get(policy.backfill, 1)
         self.several = {job.id for job in snapshot.pending if job.others}
         self.placed: set[JobId] = set()  # of these, those that have been started
         self.most_free_cpus: dict[str, tuple[int, int]] = {}
@@ -116,18 +124,24 @@ class Planner:
         behind: list[PendingJob] = []
         later: list[PendingJob] = []
         for job in queue:
-            if self.shortest_first and self.lanes.of(job).head is not None:
+            if self.reorders and self.lanes.of(job).head is not None:
                 later.append(job)
             else:
                 self._look_at(job, behind)
                 yield
-        for job in sorted(later, key=self._limit_s):  # stable: equals stay in their order
+        for job in self._reordered(later):
             self._look_at(job, behind)
             yield
         for job in behind:  # give them an expected start, as if each had a reservation
             if job.id in self.waits:  # else it has started since, in another of its partitions
                 self._expect(job, firm=False)
                 yield
+
+    def _reordered(self, later: list[PendingJob]) -> list[PendingJob]:
+        """Return the jobs behind the heads as they are to be tried; equals stay in their order."""
+        if self.old is None:
+            return sorted(later, key=self._limit_s)
+        return in_turn(later, self.old, self.snapshot, self._limit_s)
 
     def absorb(self, start: Start, job: PendingJob) -> None:
         """Take account of `job`, which another plan with a younger view of the world has started meanwhile."""
@@ -361,7 +375,8 @@ class Planner:
         if lane.behind is None:
             lane.behind = behind_head(lane.head.display_id, job.partition)
         self.waits[job.id] = self._short_of_licenses(job) or lane.behind
-        if lane.promised < self.promises or self.kept.of(job) is not None:
+        may_be = self.old is None or job.id in self.old
+        if (lane.promised < self.promises and may_be) or self.kept.of(job) is not None:
             lane.promised += 1
             self._expect(job)
         elif len(behind) < self.policy.estimate_depth:

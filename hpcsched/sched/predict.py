@@ -10,6 +10,9 @@ predictions rather than user runtime estimates" (2007), who take the mean of the
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
 
 REMEMBERED = 3
 
@@ -35,3 +38,28 @@ class History:
         """Return how long a job of `user` with this limit is expected to run."""
         longest_s = self.longest_s.get(user)
         return limit_s if longest_s is None or longest_s > limit_s else longest_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experience:
+    """What is remembered of ended jobs: the longest of each user's last few runs, by uid, and the longest of their waits."""
+
+    longest_runs_s: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
+    longest_wait_s: float = 0.0
+
+
+NO_EXPERIENCE = Experience()
+
+
+class Expected:
+    """How long jobs are expected to run by `experience`, where `running` (users, and for how long) does not prove it wrong."""
+
+    def __init__(self, experience: Experience, running: Iterable[tuple[int, float]]) -> None:
+        self._longest_s = dict(experience.longest_runs_s)
+        for uid, so_far_s in running:
+            if so_far_s > self._longest_s.get(uid, so_far_s):
+                self._longest_s[uid] = so_far_s
+
+    def run_s(self, uid: int, limit_s: float) -> float:
+        """Return how long a job of this user and limit is expected to run: never longer than its limit."""
+        return min(limit_s, self._longest_s.get(uid, limit_s))

@@ -23,6 +23,7 @@ from hpcsched.model.units import UNLIMITED_S
 from hpcsched.sched.blocks import Block, blocks_of
 from hpcsched.sched.features import matches
 from hpcsched.sched.gpus import GpuSlot, Units
+from hpcsched.sched.predict import NO_EXPERIENCE, Experience
 from hpcsched.sched.request import LicenseCounts, Request, Shape, request_of, time_limit_in
 from hpcsched.sched.usage import Used
 
@@ -185,6 +186,7 @@ class Snapshot:
     reservations: tuple[Reservation, ...] = ()
     blocks: tuple[Block, ...] = ()  # of these reservations
     promises: Mapping[JobId, Promise] = field(default_factory=lambda: MappingProxyType({}))  # of the plan before
+    experience: Experience = NO_EXPERIENCE
 
 
 class SnapshotCache:
@@ -236,6 +238,7 @@ def snapshot_of(
     ledger: Ledger = NO_LEDGER,
     reservations: Iterable[Reservation] = (),
     promises: Mapping[JobId, Promise] = MappingProxyType({}),
+    experience: Experience = NO_EXPERIENCE,
 ) -> Snapshot:
     """Return the world at `now_s`.
 
@@ -273,6 +276,7 @@ def snapshot_of(
         reservations=known_ones,
         blocks=blocks_of(known_ones, now_s),
         promises=promises,
+        experience=experience,
     )
 
 

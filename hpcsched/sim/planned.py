@@ -2,7 +2,8 @@
 
 It is what `hpcschedd` runs, to the letter, and slower than the pools of `sched.pool`, which follow the same rules event by event.
 The pool is one node; its cpus are the processors. A limit counts in whole seconds there, 1 at least. Jobs are looked at in the
-order of arrival, all of them at every event.
+order of arrival, all of them at every event. What `default` remembers of ended jobs is what the daemon would: each user's last
+runs, and the longest wait so far.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from hpcsched.model.node import Partition
 from hpcsched.sched.decisions import Plan
 from hpcsched.sched.plan import plan
 from hpcsched.sched.policy import Backfill, Policy
+from hpcsched.sched.predict import Experience, History
 from hpcsched.sched.request import Request, Shape
 from hpcsched.sched.snapshot import NodeView, PendingJob, RunningJob, Snapshot
 from hpcsched.sim.swf import TraceJob
@@ -23,6 +25,7 @@ KINDS = {
     "fcfs": Backfill.NONE,
     "easy": Backfill.EASY,
     "easy-sjbf": Backfill.EASY_SJBF,
+    "default": Backfill.DEFAULT,
     "conservative": Backfill.CONSERVATIVE,
     "slurm-like": Backfill.SLURM_LIKE,
 }
@@ -41,17 +44,21 @@ class PlannedLine:
         self._shapes: dict[int, Shape] = {}
         self._waiting: dict[int, PendingJob] = {}
         self._running: dict[int, RunningJob] = {}
+        self._history = History()
+        self._longest_wait_s = 0.0
 
     def submit(self, job: int, now_s: float) -> Sequence[int]:
         """Let `job` wait from now on. If it fits in what is free, or has to be promised a start, return what is to start."""
-        self._waiting[job] = self._pending(job)
+        self._waiting[job] = self._pending(job, now_s)
         held = sum(other.shares[0].cpus for other in self._held(now_s))
         fits = self._jobs[job].procs <= self._size - held
         return self._plan(now_s) if fits or self._policy.backfill is Backfill.CONSERVATIVE else []
 
     def end(self, job: int, now_s: float) -> Sequence[int]:
         """Take back what `job` held, and return what is to start."""
-        del self._running[job]
+        ended = self._running.pop(job)
+        self._history.record(ended.uid, now_s - ended.began_at_s)
+        self._longest_wait_s = max(self._longest_wait_s, ended.began_at_s - self._jobs[job].submit_s)
         return self._plan(now_s) if self._waiting else []
 
     def _held(self, now_s: float) -> list[RunningJob]:
@@ -66,6 +73,7 @@ class PlannedLine:
             running=tuple(self._held(now_s)),
             pending=tuple(self._waiting.values()),
             promises=self.last_plan.promises,
+            experience=Experience(longest_runs_s=self._history.longest_s, longest_wait_s=self._longest_wait_s),
         )
         self.last_plan = plan(snapshot, self._policy)
         started = []
@@ -73,13 +81,21 @@ class PlannedLine:
             view = self._waiting.pop(start.job_id)
             ends_at_s = now_s + self._jobs[start.job_id].asked_s
             self._running[start.job_id] = RunningJob(
-                id=view.id, display_id="", shares=start.shares, began_at_s=now_s, ends_at_s=ends_at_s
+                id=view.id, display_id="", shares=start.shares, began_at_s=now_s, ends_at_s=ends_at_s, uid=view.uid
             )
             started.append(int(start.job_id))
         return started
 
-    def _pending(self, job: int) -> PendingJob:
+    def _pending(self, job: int, now_s: float) -> PendingJob:
         procs = self._jobs[job].procs
         shape = self._shapes.setdefault(procs, Shape(cpus_per_task=procs, mem_per_node_mib=0))
         request = Request(shape=shape, time_limit_s=max(1, ceil(self._jobs[job].asked_s)))  # 0 would be no limit
-        return PendingJob(id=JobId(job), display_id=str(job), partition="main", request=request, submitted_at_s=job)
+        return PendingJob(
+            id=JobId(job),
+            display_id=str(job),
+            partition="main",
+            request=request,
+            submitted_at_s=job,
+            since_s=now_s,
+            uid=self._jobs[job].user,
+        )

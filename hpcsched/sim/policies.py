@@ -90,8 +90,6 @@ def simulate(trace: Trace, policy: str, procs: int = 0, engine: str = POOL) -> S
 
 def _line(jobs: Sequence[TraceJob], policy: str, size: int, engine: str) -> Line:
     if engine == PLAN:
-        if policy not in KINDS:
-            raise RequestError(f"cannot follow it: the daemon's plan does not know policy {policy!r}")
         return PlannedLine(jobs, KINDS[policy], size)
     procs, limits_s, users = (
         zip(*((job.procs, job.asked_s, job.user) for job in jobs), strict=True) if jobs else ((), (), ())

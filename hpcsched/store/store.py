@@ -12,7 +12,7 @@ from collections import namedtuple
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from sqlalchemy import Connection, Engine, bindparam, delete, func, insert, select
 from sqlalchemy.dialects.sqlite import insert as upsert
@@ -20,6 +20,7 @@ from sqlalchemy.dialects.sqlite import insert as upsert
 from hpcsched.errors import UnavailableError
 from hpcsched.lifecycle.events import Event, NodeLost, from_data, to_data
 from hpcsched.model.codec import spec_from_json, spec_to_json
+from hpcsched.model.ids import JobId
 from hpcsched.model.job import FINAL, Job, JobState
 from hpcsched.model.node import Node
 from hpcsched.model.reservation import Reservation
@@ -61,6 +62,16 @@ class Batch:
     def __bool__(self) -> bool:
         more = (self.usage, self.requests, self.reservations)
         return any(map(bool, (self.specs, self.jobs, self.events, self.nodes, self.steps, *more)))
+
+
+class PastRun(NamedTuple):
+    """How an ended job fared: since when it waited, and when it ran."""
+
+    job_id: JobId
+    uid: int
+    since_s: float
+    started_at_s: float
+    ended_at_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,6 +224,20 @@ class Store:
         """Return what has been charged so far."""
         with reading(self._engine) as connection:
             return [used_of(row) for row in connection.execute(select(schema.usage))]
+
+    def past_runs(self, states: Iterable[JobState], limit: int) -> list[PastRun]:
+        """Return the last jobs that ended so, the oldest first."""
+        jobs = schema.jobs.c
+        since_s = func.coalesce(jobs.eligible_at_s, jobs.submitted_at_s)
+        query = (
+            select(jobs.id, jobs.uid, since_s, jobs.started_at_s, jobs.ended_at_s)
+            .where(jobs.ended_at_s.is_not(None), jobs.started_at_s.is_not(None))
+            .where(jobs.state.in_([state.value for state in states]))
+            .order_by(jobs.ended_at_s.desc(), jobs.id.desc())
+            .limit(limit)
+        )
+        with reading(self._engine) as connection:
+            return [PastRun(*row) for row in reversed(connection.execute(query).all())]
 
     def load_reservations(self) -> list[Reservation]:
         """Return all reservations, by name."""

@@ -55,7 +55,7 @@ def test_compare_draws(small: str, tmp_path: Path) -> None:
     ("words", "status", "says"),
     [
         (["run"], 2, "which trace"),
-        (["walk", "x"], 2, "begin with run or compare"),
+        (["walk", "x"], 2, "begin with run, compare, replay or whatif"),
         (["compare", "x"], 2, "wants a trace and policies"),
         (["run", "SMALL", "--policy", "magic"], 2, "known are fcfs, easy"),
         (["run", "SMALL", "--cpus", "4"], 2, "cannot take --cpus alone"),

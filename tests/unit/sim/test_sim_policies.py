@@ -201,7 +201,5 @@ def test_what_is_too_big_or_unknown_is_told() -> None:
     assert simulate(trace, "easy", procs=11).too_big == 0
     with pytest.raises(RequestError, match="known are fcfs, easy"):
         simulate(trace, "magic")
-    with pytest.raises(RequestError, match="the daemon's plan does not know policy 'default'"):
-        simulate(trace, "default", engine=PLAN)
     with pytest.raises(RequestError, match="no MaxProcs"):
         simulate(Trace(name="t", jobs=(), procs=0), "easy")

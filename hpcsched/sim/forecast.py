@@ -1,0 +1,218 @@
+"""What becomes of a queue if nothing more is submitted: a saved world goes on by itself, planned by the daemon's own `plan`.
+
+Jobs run to their time limits, or as long as they are expected to (see `sched.predict`); a plan never knows more than the limits.
+The world moves from event to event: the end of a job, a begin time, a reservation's start or end, whatever a waiting job
+waits for. What is decided once holds; jobs that were held, or wait for what cannot happen, are left over with their reason.
+
+Not played through: preemption, elastic jobs that shrink and grow, fair-share factors and usage that change meanwhile, and
+jobs that end badly (a dependency takes each for completed).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from heapq import heappop, heappush
+
+from hpcsched.model.ids import JobId, NodeName
+from hpcsched.model.job import JobState, Reason
+from hpcsched.model.node import Partition
+from hpcsched.sched.blocks import blocks_of
+from hpcsched.sched.eligible import Wait
+from hpcsched.sched.intervals import NEVER_S
+from hpcsched.sched.plan import Plan, plan
+from hpcsched.sched.policy import Policy, PreemptRules
+from hpcsched.sched.predict import Expected
+from hpcsched.sched.preempt import as_running
+from hpcsched.sched.snapshot import JobFact, NodeView, PendingJob, RunningJob, Snapshot
+
+SHORTEST_S = 1.0
+_IN_LINE = frozenset({Reason.PRIORITY, Reason.RESOURCES, Reason.LICENSES})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """When the waiting jobs start, in the order of their starts; `left` has why the others never do.
+
+    `empty_at_s`: when the last has started, `ended_at_s`: when all have ended. `utilization`: of the cpus of the nodes that
+    answer, until the queue is empty; None if it is at once.
+    """
+
+    now_s: float
+    starts_s: Mapping[JobId, float]
+    left: Mapping[JobId, Wait]
+    empty_at_s: float
+    ended_at_s: float
+    utilization: float | None
+
+    @property
+    def waits_s(self) -> list[float]:
+        """Return how long from now on each that starts still waits."""
+        return [start_s - self.now_s for start_s in self.starts_s.values()]
+
+
+def forecast(snapshot: Snapshot, policy: Policy, *, predict: bool = False) -> Forecast:
+    """Return what becomes of the jobs of `snapshot`; with `predict` they run as long as they are expected to."""
+    course = _Course(snapshot, replace(policy, estimate_depth=0, preempt=PreemptRules()), predict)
+    course.run()
+    empty_at_s = max(course.starts_s.values(), default=snapshot.now_s)
+    return Forecast(
+        now_s=snapshot.now_s,
+        starts_s=course.starts_s,
+        left={job.id: course.last_plan.waits[job.id] for job in course.pending},
+        empty_at_s=empty_at_s,
+        ended_at_s=course.now_s,
+        utilization=_utilization(snapshot, course.held, empty_at_s),
+    )
+
+
+def with_nodes(snapshot: Snapshot, nodes: Sequence[NodeView]) -> Snapshot:
+    """Return the world with these nodes as well, in every partition."""
+    names = tuple(node.name for node in nodes)
+    partitions: dict[str, Partition] = {
+        name: replace(partition, nodes=(*partition.nodes, *names)) for name, partition in snapshot.partitions.items()
+    }
+    return replace(snapshot, nodes=(*snapshot.nodes, *nodes), partitions=partitions)
+
+
+def without_nodes(snapshot: Snapshot, names: Collection[NodeName]) -> Snapshot:
+    """Return the world in which nothing more starts on these nodes; what runs there runs on."""
+    nodes = tuple(replace(node, why_not="is removed") if node.name in names else node for node in snapshot.nodes)
+    return replace(snapshot, nodes=nodes)
+
+
+class _Course:
+    """The world as it goes on."""
+
+    def __init__(self, snapshot: Snapshot, policy: Policy, predict: bool) -> None:
+        self.now_s = snapshot.now_s
+        self.pending = [replace(job, kept_shares=()) for job in snapshot.pending]
+        self.starts_s: dict[JobId, float] = {}
+        self.held: list[tuple[float, float, int]] = []  # from, until, cpus
+        self.last_plan = Plan(starts=(), waits={})
+        self._world = snapshot
+        self._policy = policy
+        self._promises = snapshot.promises
+        self._facts = dict(snapshot.facts)
+        self._expected = _expected(snapshot) if predict else None
+        self._running: dict[JobId, RunningJob] = {}
+        self._ends: list[tuple[float, JobId]] = []
+        for job in snapshot.running:
+            self._begin(replace(job, elastic=None), self._rest_until_s(job))
+
+    def run(self) -> None:
+        """Go on until nothing more happens."""
+        while True:
+            self._plan()
+            if not self.pending:
+                break
+            next_s = min((at_s for at_s in self._turns() if at_s > self.now_s), default=None)
+            if next_s is None:
+                break
+            self._move_to(next_s)
+        self.now_s = max((end_s for end_s, _ in self._ends), default=self.now_s)
+
+    def _plan(self) -> None:
+        """Start what a plan starts; again if that itself was what others waited for."""
+        again = True
+        while again:
+            self.last_plan = plan(self._snapshot(), self._policy)
+            self._promises = self.last_plan.promises
+            starts = {start.job_id: start for start in self.last_plan.starts}
+            again = False
+            for job in [job for job in self.pending if job.id in starts]:
+                start = starts[job.id]
+                here = next((one for one in (job, *job.others) if one.partition == start.partition), job)
+                running = as_running(here, start.shares, self.now_s, self._world.reservations)
+                again = self._tell(job.id, JobState.RUNNING, started_at_s=self.now_s) or again
+                self.starts_s[job.id] = self.now_s
+                self._begin(replace(running, runs=True), self.now_s + self._lasts_s(here, running))
+            self.pending = [self._eligible(job) for job in self.pending if job.id not in starts]
+
+    def _snapshot(self) -> Snapshot:
+        reservations = tuple(one for one in self._world.reservations if not one.is_over(self.now_s))
+        return replace(
+            self._world,
+            now_s=self.now_s,
+            running=tuple(self._running.values()),
+            pending=tuple(self.pending),
+            facts=self._facts,
+            reservations=reservations,
+            promises=self._promises,
+            blocks=blocks_of(reservations, self.now_s),
+        )
+
+    def _eligible(self, job: PendingJob) -> PendingJob:
+        """Let the age of `job` count from when only others and resources are in its way."""
+        if job.since_s is not None or self.last_plan.waits[job.id].reason not in _IN_LINE:
+            return job
+        return replace(job, since_s=self.now_s)
+
+    def _begin(self, job: RunningJob, end_s: float) -> None:
+        self._running[job.id] = job
+        heappush(self._ends, (end_s, job.id))
+        self.held.append((self.now_s, end_s, sum(share.cpus for share in job.shares)))
+
+    def _lasts_s(self, job: PendingJob, running: RunningJob) -> float:
+        """Return how long `job` runs, which starts now."""
+        ends_at_s = running.ends_at_s
+        limit_s = ends_at_s - self.now_s if ends_at_s is not None else float(self._policy.default_time_limit_s)
+        return max(SHORTEST_S, limit_s if self._expected is None else self._expected.run_s(job.uid, limit_s))
+
+    def _rest_until_s(self, job: RunningJob) -> float:
+        """Return when `job`, which runs already, ends."""
+        policy, began_s = self._policy, job.began_at_s
+        limit_s = job.ends_at_s - began_s if job.ends_at_s is not None else float(policy.default_time_limit_s)
+        if self._expected is not None and not job.ending:
+            expected_s = began_s + self._expected.run_s(job.uid, limit_s)
+            if expected_s > self.now_s:
+                return expected_s
+        return began_s + limit_s if began_s + limit_s > self.now_s else self.now_s + policy.overdue_s
+
+    def _turns(self) -> Iterator[float]:
+        """Yield the times at which something changes."""
+        if self._ends:
+            yield self._ends[0][0]
+        for block in blocks_of(self._world.reservations, self.now_s):
+            yield block.start_s
+            yield block.end_s if block.end_s < NEVER_S else self.now_s
+        for job in self.pending:
+            wait = self.last_plan.waits[job.id]
+            if wait.reason not in _IN_LINE and wait.expected_start_s is not None:
+                yield wait.expected_start_s
+            if job.deadline_at_s is not None:  # then it is too late
+                yield job.deadline_at_s - (job.request.time_limit_s or 0) + 0.001
+            if job.request.shape.switches and job.since_s is not None:
+                own_s = job.switches_wait_s
+                yield job.since_s + (own_s if own_s is not None else self._policy.max_switch_wait_s)
+
+    def _move_to(self, now_s: float) -> None:
+        self.now_s = now_s
+        while self._ends and self._ends[0][0] <= now_s:
+            end_s, job_id = heappop(self._ends)
+            del self._running[job_id]
+            self._tell(job_id, JobState.COMPLETED, ended_at_s=end_s)
+
+    def _tell(self, job_id: JobId, state: JobState, **times: float) -> bool:
+        """Let those that depend on the job know of its new state; say whether there are any."""
+        keys = [key for key, facts in self._facts.items() if any(fact.id == job_id for fact in facts)]
+        for key in keys:
+            facts = self._facts[key]
+            self._facts[key] = tuple([_changed(fact, state, times) if fact.id == job_id else fact for fact in facts])
+        return bool(keys)
+
+
+def _changed(fact: JobFact, state: JobState, times: Mapping[str, float]) -> JobFact:
+    return replace(fact, state=state, **times)
+
+
+def _expected(snapshot: Snapshot) -> Expected:
+    return Expected(snapshot.experience, ((job.uid, snapshot.now_s - job.began_at_s) for job in snapshot.running))
+
+
+def _utilization(snapshot: Snapshot, held: Sequence[tuple[float, float, int]], until_s: float) -> float | None:
+    cpus = sum(node.cpus for node in snapshot.nodes if node.usable)
+    if until_s <= snapshot.now_s or not cpus:
+        return None
+    used = sum(count * max(0.0, min(end_s, until_s) - start_s) for start_s, end_s, count in held)
+    return used / (cpus * (until_s - snapshot.now_s))
