@@ -172,9 +172,10 @@ def _connect(where: Path, timeout_s: float) -> socket.socket:
     except OSError as error:
         sock.close()
         why = error.strerror or str(error)
-        raise errors.UnavailableError(
-            f"Unable to contact hpcsched controller ({where}: {why}): start it with 'hpcsched up'"
-        ) from None
+        todo = "start it with 'hpcsched up'"
+        if isinstance(error, PermissionError):
+            todo = "an admin can set run_dir, in hpcsched.toml, to a directory that lets other users in"
+        raise errors.UnavailableError(f"Unable to contact hpcsched controller ({where}: {why}): {todo}") from None
     _, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
     if uid not in (0, os.getuid()):
         sock.close()

@@ -27,6 +27,7 @@ from hpcsched.model.spec import JobSpec
 
 log = logging.getLogger("hpcsched.api")
 
+MAX_REQUEST_ID = 200
 LOG_CHUNK_BYTES = 1 << 20
 LOG_WAIT_S = 20.0
 
@@ -130,8 +131,12 @@ class _Routes:
         body = await _body(request)
         jobs = body.get("jobs")
         request_id = body.get("request_id", "")
-        if not isinstance(jobs, list) or not jobs or not isinstance(request_id, str) or len(request_id) > 200:
+        if not isinstance(jobs, list) or not jobs or not isinstance(request_id, str):
             raise RequestError('cannot submit: the body must be {"request_id": text, "jobs": [...]}')
+        if len(request_id) > MAX_REQUEST_ID:
+            raise RequestError(
+                f"cannot submit: the request id has {len(request_id)} characters, {MAX_REQUEST_ID} are allowed"
+            )
         specs = [spec_from_json(job) for job in jobs]
         return answer(await self._backend.submit(self._asker(request), request_id, specs))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 from pathlib import Path
@@ -18,6 +19,18 @@ def test_no_controller_says_where_it_looked_and_what_to_start(tmp_path: Path, mo
         client.call("GET", "/v1/ping")
     said = f"Unable to contact hpcsched controller ({tmp_path}/none: No such file or directory): start it with 'hpcsched up'"
     assert str(error.value) == said
+
+
+def test_a_socket_that_others_cannot_reach_is_the_admins_to_mend(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket.socket, "connect", _denied, raising=False)
+    with pytest.raises(errors.UnavailableError, match=r"Permission denied\): an admin can set run_dir"):
+        client.call("GET", "/v1/ping", where=tmp_path / "s")
+
+
+def _denied(sock: socket.socket, where: str) -> None:
+    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
 
 def test_the_socket_is_found_below_the_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
