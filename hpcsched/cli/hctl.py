@@ -368,12 +368,13 @@ def _strays(rest: Sequence[str], words: Words) -> int:
     if not rest:
         return _list_strays(words)
     if rest[0] not in ("adopt", "end") or len(rest) < 2:
-        raise UsageError("cannot do that: say strays, strays adopt TOKEN... or strays end TOKEN...|all")
+        raise UsageError("cannot do that: say strays, strays adopt TOKEN...|all or strays end TOKEN...|all")
     answer = client.call("POST", f"/v1/strays/{rest[0]}", {"tokens": list(rest[1:])})
     if words.has("json"):
         print_json(answer)
     elif rest[0] == "adopt":
-        print(f"adopted: {', '.join(map(str, answer['jobs']))}")
+        left = answer.get("left", 0)
+        print(f"adopted: {', '.join(map(str, answer['jobs']))}" + (f"; still to decide about: {left}" if left else ""))
     else:
         print(f"ending it on {compress_hostlist(answer['nodes'])}")
     return 0

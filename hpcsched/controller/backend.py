@@ -408,7 +408,8 @@ class ControllerBackend:
         if not _is_texts(tokens) or not tokens:
             raise RequestError('cannot do that: the body must be {"tokens": [tokens or their beginnings, or "all"]}')
         if verb == "adopt":
-            return {"jobs": await self._change(lambda tx: strays.adopt(tx, asker, tokens))}
+            adopted = await self._change(lambda tx: strays.adopt(tx, asker, tokens))
+            return {"jobs": adopted, "left": len(self._world.kept)}
         ended = await self._change(lambda tx: strays.end(tx, asker, tokens))
         self._controller.end_strays(ended)
         return {"nodes": list(ended)}

@@ -133,10 +133,17 @@ def open_nodes(world: World) -> Iterable[Node]:
 
 
 def adopt(tx: Transaction, asker: Asker, references: Iterable[str]) -> list[int]:
-    """Go on with these jobs as they run; return their ids. Whose token is not the database's is refused."""
+    """Go on with these jobs as they run; return their ids. Whose token is not the database's is refused.
+
+    Of "all" are meant those that can be adopted, if any can.
+    """
     asker.must_be_admin("adopt what runs from before the restore")
+    references = list(references)
+    named = _named(tx.world, references)
+    if references == ["all"]:
+        named = [token for token in named if _job_of(tx.world, token) is not None] or named
     adopted: dict[int, None] = {}
-    for token in _named(tx.world, references):
+    for token in named:
         job = _job_of(tx.world, token)
         if job is None:
             raise RequestError(

@@ -142,6 +142,8 @@ def test_what_the_database_does_not_know_is_not_adopted_and_keeps_its_node_free_
     after.welcome("n2")
     with pytest.raises(RequestError, match="does not know this launch"):
         adopt(after, running.token)
+    with pytest.raises(RequestError, match="does not know this launch"):
+        adopt(after, "all")
     new = after.submit(cpus_per_task=2)
     assert [share.node for share in after.job(new).shares] == ["n2"]
     waits = after.submit()
@@ -150,6 +152,20 @@ def test_what_the_database_does_not_know_is_not_adopted_and_keeps_its_node_free_
     after.says("n1", protocol.JobGone(incarnation=restored.before.world.incarnation, job_id=later, attempt=0))
     after.tick(1.0)
     assert [share.node for share in after.job(waits).shares] == ["n1"]
+
+
+def test_all_that_can_be_adopted_is_and_the_rest_waits_for_another_word(restored: Restored) -> None:
+    known = restored.before.submit()
+    restored.before.run(known)
+    restored.back_up()
+    later = restored.before.submit()
+    restored.before.run(later)
+    running = [restored.before.report(job_id, protocol.STARTED) for job_id in (later, known)]
+    after = restored.restore()
+    after.welcome("n1", inventory=tuple(running))
+    assert adopt(after, "all") == [known]
+    assert after.job(known).state is JobState.RUNNING
+    assert [view["job_id"] for view in strays.views(after.world)] == [later]
 
 
 def test_a_waiting_job_that_was_started_since_waits_for_the_decision(restored: Restored) -> None:
