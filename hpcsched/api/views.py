@@ -22,6 +22,7 @@ from hpcsched.model.ids import NodeName
 from hpcsched.model.job import ACTIVE, SHORT_CODES, Hold, Job, JobState, Reason
 from hpcsched.model.node import Link, Node, NodeState, Partition
 from hpcsched.model.reservation import Reservation
+from hpcsched.model.spec import JobSpec
 from hpcsched.model.units import format_mem, format_time_s
 from hpcsched.store.rows import StepRow
 from hpcsched.store.world import World
@@ -128,8 +129,14 @@ def _private(job: Job, shown: bool) -> dict[str, Any]:
         "stdin": files.stdin,
         "submit_line": job.spec.submit_line,
         "comment": job.spec.comment,
-        "command": " ".join((job.spec.name, *job.spec.script_args)),
+        "command": _command(job.spec),
     }
+
+
+def _command(spec: JobSpec) -> str | None:
+    """Return the script's path and its arguments; null: it was in no file (a job of hrun is called as its program)."""
+    program = spec.script_path or (spec.name if not spec.script else "")
+    return " ".join((program, *spec.script_args)) if program else None
 
 
 def asked_tasks(job: Job) -> int:
@@ -166,10 +173,8 @@ def elapsed_s(job: Job, now_s: float) -> float:
 
 
 def _priority(job: Job, world: World) -> int | None:
-    """Return the fixed priority of a job, else that which it had in the last plan; null: it is not in line."""
-    if job.priority_set is not None or job.state is not JobState.PENDING:
-        return job.priority_set
-    return world.priorities.get(job.id)
+    """Return the fixed priority of a job, else that of the last plan in which it stood in line; null: none is known."""
+    return job.priority_set if job.priority_set is not None else world.priorities.get(job.id)
 
 
 def why_waiting(job: Job, world: World, now_s: float) -> tuple[Reason, str, float | None]:

@@ -102,6 +102,7 @@ def _build(line: CommandLine, argv: Sequence[str]) -> tuple[Mapping[str, Sequenc
         environ=os.environ,
         now_s=time.time(),
         script_args=line.args,
+        script_path=_path(line.script) if command is None else "",
         submit_line=shlex.join([NAME, *argv]),
         submit_host=os.uname().nodename,
     )
@@ -109,6 +110,12 @@ def _build(line: CommandLine, argv: Sequence[str]) -> tuple[Mapping[str, Sequenc
         f"line {number} of the script is not read: it stands behind a command" for number in directives.late_lines
     )
     return options, Built(spec=built.spec, notes=(*built.notes, *late))
+
+
+def _path(script: str | None) -> str:
+    """Return the script's whole path; "" if it was in no file, or in one whose path cannot be written down."""
+    path = "" if script is None or script in STDIN else os.path.abspath(script)
+    return path if path.isprintable() else ""
 
 
 def _read(path: str | None) -> str:

@@ -39,7 +39,7 @@ def job_lines(job: Json) -> list[Words]:
     return [
         [("JobId", job["id"]), *array, ("JobName", job["name"])],
         [("UserId", f"{job['user']}({job['uid']})"), ("Account", job["account"]), ("QOS", job["qos"] or "normal")],
-        [("Priority", job["priority"] or 0), ("Nice", job["nice"])],
+        [("Priority", 0 if job["hold"] != "none" else job["priority"]), ("Nice", job["nice"])],
         [("JobState", job["state"]), ("Reason", reason(job)), ("Dependency", job["dependency"])],
         [("ReasonText", job["reason_detail"])] if job["reason_detail"] else (),
         [("PreemptedBy", job["preempted_by"])] if job.get("preempted_by") else (),

@@ -382,7 +382,7 @@ class Controller:
             self._plan_wanted = self._plan_wanted or done.stale
             self.last_plan = done.plan
             self._promises = self._still_promised(done.plan)
-            self.world.priorities = done.plan.priorities
+            self.world.priorities = self._priorities(done.plan)
             self._note_waits(tx, done)
             carry_out_resizes(tx, done.plan)
             if carry_out(tx, done.plan):
@@ -397,6 +397,11 @@ class Controller:
         """Return what a whole plan promised, and the promises to those jobs whose starts were dropped: they still wait."""
         dropped = {start.job_id for start in made.starts} & self._promises.keys() & self.world.pending.keys()
         return {**made.promises, **{job_id: self._promises[job_id] for job_id in dropped}}
+
+    def _priorities(self, plan: Plan) -> dict[JobId, int]:
+        """Return the priorities of the jobs in line, and those with which the ones that run were started."""
+        before = self.world.priorities
+        return {job_id: before[job_id] for job_id in self.world.active if job_id in before} | dict(plan.priorities)
 
     def _begin_plan(self, now_s: float) -> None:
         world, held_back = self.world, strays.held_back(self.world, self.strays)

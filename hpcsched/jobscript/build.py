@@ -81,6 +81,7 @@ def build_spec(
     environ: Mapping[str, str],
     now_s: float,
     script_args: Sequence[str] = (),
+    script_path: str = "",
     submit_line: str = "",
     submit_host: str = "",
 ) -> Built:
@@ -114,6 +115,7 @@ def build_spec(
     spec = JobSpec(
         script=script or "",
         script_args=tuple(script_args),
+        script_path=script_path,
         env=tuple(env.items()),
         submit_line=submit_line,
         submit_dir=work_dir,

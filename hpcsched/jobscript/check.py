@@ -37,7 +37,8 @@ MAX_NAME = 1_024
 MAX_ARGS_BYTES = 512 << 10
 MAX_GPUS = 100_000
 _TEXTS = (
-    "name", "work_dir", "submit_line", "submit_dir", "submit_host", "account", "partition", "qos", "reservation", "comment",
+    "name", "script_path", "work_dir", "submit_line", "submit_dir", "submit_host", "account", "partition", "qos",
+    "reservation", "comment",
     "stdout", "stderr", "stdin", "constraint", "prefer", "mail_user",
 )  # fmt: skip
 _LATEST_S = 253_402_300_799  # 9999-12-31

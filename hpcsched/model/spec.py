@@ -56,6 +56,7 @@ class JobSpec:
     script: str  # text with its #! line; empty: an allocation without a batch step (hrun alone)
     work_dir: str
     script_args: tuple[str, ...] = ()
+    script_path: str = ""  # where the script was read, on the submitter's machine; empty: it was not in a file
     env: tuple[tuple[str, str], ...] = ()  # what the job inherits of the submitter's environment
     submit_line: str = ""
     submit_dir: str = ""  # where the submitting command ran; --chdir makes work_dir another

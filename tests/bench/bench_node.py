@@ -1,12 +1,11 @@
 """What a no-op job costs a node: N launches through a real agent's socket; jobs per second, CPU per job, latency.
 
-Run: python tests/bench/bench_node.py [JOBS] [IN_FLIGHT]. Prints a table; judges nothing. CPU is that of agent, shepherds and
-tasks (the shell itself included, and shown alone for comparison), from /proc and getrusage of reaped children.
+CPU is that of agent, shepherds and tasks (the shell itself included, and shown alone for comparison), from /proc and
+getrusage of reaped children. The controller has no part in it.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import statistics
@@ -21,7 +20,9 @@ sys.path[:0] = [str(Path(__file__).parents[1] / "integration"), str(Path(__file_
 from agent_client import Controller, launch_of, new_token, running_node, script_of  # noqa: E402
 
 from hpcnode import process, protocol  # noqa: E402
+from tests.bench.figures import Figure  # noqa: E402
 
+IN_FLIGHT = 16
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
@@ -94,17 +95,24 @@ def latency(root: Path, jobs: int) -> dict[str, float]:
         return {"first_line_ms": statistics.median(first_ms), "reported_ms": statistics.median(end_ms)}
 
 
-def main() -> None:
-    jobs = int(sys.argv[1]) if len(sys.argv) > 1 else 500
-    in_flight = int(sys.argv[2]) if len(sys.argv) > 2 else 16
+def run(quick: bool) -> list[Figure]:
+    """Return what a no-op job costs a node: many at a time, and one after the other."""
+    jobs = 200 if quick else 500
     with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
-        result = {
-            **flood(Path(folder, "flood"), jobs, in_flight),
-            **latency(Path(folder, "latency"), 30),
-            "shell_cpu_ms": shell_cost() * 1e3,
-        }
-    print(json.dumps({key: round(value, 2) for key, value in result.items()}, indent=2))
-
-
-if __name__ == "__main__":
-    main()
+        many = flood(Path(folder, "flood"), jobs, IN_FLIGHT)
+        alone = latency(Path(folder, "latency"), 10 if quick else 30)
+    shell_ms = shell_cost() * 1e3
+    return [
+        Figure(name=f"{jobs} no-op jobs through one agent", value=many["jobs_per_s"], unit="jobs/s"),
+        Figure(
+            name="CPU per no-op job on the node",
+            value=many["cpu_ms_per_job"],
+            unit="ms",
+            floor=shell_ms,
+            floor_name="a shell that does nothing",
+        ),
+        Figure(name="spool entries left behind", value=many["entries_left"], unit="", bar="0"),
+        Figure(name="agent: RSS", value=many["agent_rss_mib"], unit="MiB"),
+        Figure(name="launch sent -> first line of the script, idle", value=alone["first_line_ms"], unit="ms"),
+        Figure(name="launch sent -> its end reported, idle", value=alone["reported_ms"], unit="ms"),
+    ]

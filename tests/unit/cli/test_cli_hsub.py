@@ -44,6 +44,7 @@ def test_a_script_is_sent_with_all_that_was_said(
     assert capsys.readouterr() == ("Submitted batch job 5\n", "")
     job = sent(api)
     assert (job["script"], job["script_args"], job["name"]) == (SCRIPT, ["--nodes=9", "a b"], "fromscript")
+    assert job["script_path"] == str(tmp_path / "job.sh")
     assert (job["nodes_min"], job["partition"], job["account"]) == (2, "env", "mine")
     assert (job["work_dir"], job["submit_line"]) == (str(tmp_path), "hsub -A mine job.sh --nodes=9 'a b'")
     assert len(api.requests("POST /v1/submit")[0]["request_id"]) == 32

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from unit.controller.world import BOB, ROOT, Cluster
@@ -165,11 +166,14 @@ def test_the_time_that_a_job_is_suspended_is_charged_to_nobody() -> None:
     assert billed(cluster) == {("physics", "ann"): pytest.approx(15.0)}
 
 
-def test_a_job_in_line_shows_the_priority_that_the_plan_gave_it() -> None:
+def test_a_job_shows_the_priority_that_the_last_plan_in_which_it_was_in_line_gave_it() -> None:
     cluster = with_accounts(Cluster("n1"))
     cluster.controller.policy = replace(cluster.controller.policy, weight_fairshare=10_000)
     running, waiting, fixed = cluster.submit(ntasks=2), cluster.submit(ntasks=2), cluster.submit(ntasks=2, hold=True)
+    before = cluster.world.priorities[running]
     cluster.tick()
+    cluster.controller.replan()
+    cluster.tick(60.0)  # a plan in which the first is no more in line
     shown = {
         job: job_view(cluster.job(job), cluster.world, ROOT, cluster.now_s)["priority"]
         for job in (running, waiting, fixed)
@@ -177,7 +181,7 @@ def test_a_job_in_line_shows_the_priority_that_the_plan_gave_it() -> None:
     parts = priority_views(
         cluster.controller.snapshot(cluster.world.jobs_to_plan(), cluster.now_s), cluster.controller.policy, [waiting]
     )
-    assert shown == {running: None, waiting: parts["jobs"][0]["priority"], fixed: None}
+    assert shown == {running: before, waiting: parts["jobs"][0]["priority"], fixed: None}
 
 
 def test_what_is_reset_counts_no_more_and_what_runs_counts_from_then_on() -> None:
@@ -213,3 +217,17 @@ def test_usage_is_reset_below_an_account_by_admins_and_of_whom_there_is() -> Non
     assert cluster.ask(lambda tx: amnesty.reset(tx, ROOT, ("guests",), ())) == []
     assert cluster.ask(lambda tx: amnesty.reset(tx, ROOT, ("physics",), ())) == [("lasers", "ann")]
     assert billed(cluster) == {("lasers", "ann"): 0.0}
+
+
+@pytest.mark.parametrize(
+    ("fields", "command"),
+    [
+        ({"script": "#!/bin/sh\n", "script_path": "/home/ann/job.sh", "script_args": ("a",)}, "/home/ann/job.sh a"),
+        ({"script": "#!/bin/sh\n"}, None),  # it came from standard input
+        ({"script": "", "name": "hostname"}, "hostname"),  # hrun's
+    ],
+)
+def test_the_command_of_a_job_is_its_scripts_path(fields: dict[str, Any], command: str | None) -> None:
+    cluster = Cluster("n1")
+    job_id = cluster.submit(**fields)
+    assert job_view(cluster.job(job_id), cluster.world, ROOT, cluster.now_s)["command"] == command

@@ -1,4 +1,4 @@
-"""Our ring beside MPI's own all-reduce: `mpirun -n 2 python tests/bench/bench_allreduce.py`.
+"""Our ring beside MPI's own all-reduce: `mpirun -n 2 python tests/bench/allreduce.py`.
 
 Prints microseconds per operation for small messages, bus bandwidth 2(n-1)/n * S/t in GB/s for large ones, and the ratio;
 both are measured in turns in one run, so the ratio means something on a noisy machine.  Decides nothing.
