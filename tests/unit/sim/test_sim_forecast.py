@@ -58,9 +58,9 @@ def test_dependencies_begin_times_and_holds_are_followed() -> None:
 
 
 def test_what_starts_may_be_what_another_waits_for() -> None:
-    made = queue().change(4, dependency=(Dependency(kind=DependencyKind.AFTER, job_ids=(3,)),))
-    made.change(2, hold=Hold.USER).change(1, time_limit_s=10)
-    assert after(made).starts_s == {3: 0.0, 4: 10.0}
+    made = world(nodes="1x4", waiting=["3: 2c 100s", "4: 2c 300s"])
+    made.change(4, dependency=(Dependency(kind=DependencyKind.AFTER, job_ids=(3,)),))
+    assert after(made).starts_s == {3: 0.0, 4: 0.0}
 
 
 def test_a_reservation_is_over_when_it_is_over() -> None:
