@@ -52,7 +52,7 @@ def _add_ranks(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--shares",
         type=_shares,
-        default="auto",
+        default="even",
         metavar="auto|even|W,W,..",
         help="samples per rank: by measured speed, the same for all, or relatively (%(default)s)",
     )

@@ -3,7 +3,8 @@
 A *way* sums a flat tensor over all ranks.  Which ways there are depends on where the ranks are: on one host, on hosts of one
 rank each, or both; which is best is measured, in well under a second, because it depends on MPI, links and cores.
 Rules: all ranks choose alike; what is chosen leaves the same bits on all ranks (MPI's own all-reduce is tried for that, and
-left out if it does not).
+left out if it does not). Of three ranks or more the ways sum in different orders, and a run shall end with the same bits
+however fast its links were in its first second: there the choice is by size alone.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from hpctrain.comm.hosts import Hosts
-from hpctrain.comm.ring import HALVES, Ring
+from hpctrain.comm.ring import HALVES, SMALL_BYTES, Ring
 from hpctrain.comm.window import Window
 
 TRIED_BYTES = (1 << 10, 16 << 10, 256 << 10, 4 << 20)
@@ -93,6 +94,9 @@ def choose(mpi: Any, comm: Any, ways: Mapping[str, Way]) -> list[Choice]:
     """This will measure the ways at some sizes, until its time is up, and say which to take; all ranks take part."""
     choices = []
     usual = next(iter(ways))
+    if comm.Get_size() > 2:
+        small = [Choice(SMALL_BYTES, "gather", {})] if "gather" in ways else []
+        return [*small, Choice(None, usual, {})]
     began_s = time.perf_counter()
     for size_bytes in TRIED_BYTES:
         spent_s = comm.allreduce(time.perf_counter() - began_s, mpi.MAX)
