@@ -20,7 +20,7 @@ from simulation.world import Stage, World, job_spec
 
 LENGTH_S = 8.0
 ACTS = 8
-FEWEST_STEPS = 190  # before the faults stop: more than 200 in all
+FEWEST_STEPS = 200  # before the faults stop
 MAX_TRIES = 300
 
 
