@@ -18,10 +18,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from hpctrain.comm.halves import HALVES, HalfSum
+
 SEGMENT_BYTES = 1 << 20
 SMALL_BYTES = 16 << 10
 TAG = 77
-HALVES = (torch.float16, torch.bfloat16)
 
 
 class Ring:
@@ -36,7 +37,7 @@ class Ring:
         self._small_bytes = small_bytes
         self._segments = [torch.empty(segment_bytes, dtype=torch.uint8) for _ in range(2)]
         self._gathered = torch.empty(0, dtype=torch.uint8)
-        self._sums = torch.empty(0, dtype=torch.float32)
+        self._half_sum = HalfSum()
 
     def all_reduce(self, flat_L: torch.Tensor) -> None:
         """This will sum `flat_L` (one dimension, CPU, contiguous) over all ranks, in place; all ranks take part."""
@@ -61,7 +62,8 @@ class Ring:
         self._comm.Allgather([mine, self._mpi.BYTE], [gathered.numpy(), self._mpi.BYTE])
         parts_RL = gathered.view(flat_L.dtype).view(self._size, -1)
         if flat_L.dtype in HALVES:
-            parts_RL = parts_RL.float()
+            self._half_sum.sum(list(parts_RL), flat_L)
+            return
         total_L = parts_RL[0].clone()
         for part_L in parts_RL[1:]:
             total_L += part_L
@@ -94,8 +96,6 @@ class Ring:
         item_bytes = mine.numel() * mine.element_size()
         if self._gathered.numel() < item_bytes * n:
             self._gathered = torch.empty(item_bytes * n, dtype=torch.uint8)
-        if self._sums.numel() < mine.numel():
-            self._sums = torch.empty(mine.numel(), dtype=torch.float32)
         parts = [self._gathered[r * item_bytes : (r + 1) * item_bytes].view(mine.dtype) for r in range(n)]
         parts[rank] = mine
         requests = []
@@ -104,11 +104,7 @@ class Ring:
             requests += [self._receive(piece, source) for piece in self._pieces(parts[source])]
             requests += self._send(chunks[target], to=target)
         self._mpi.Request.Waitall(requests)
-        total = self._sums[: mine.numel()]
-        total.copy_(parts[0])
-        for part in parts[1:]:
-            total += part
-        mine.copy_(total)
+        self._half_sum.sum(parts, mine)
 
     def _gather_ring(self, chunks: list[torch.Tensor], first: int) -> None:
         """Hand the finished chunks round: rank r starts with chunk `first` of its own."""

@@ -17,8 +17,9 @@ from typing import Any, Protocol
 
 import torch
 
+from hpctrain.comm.halves import HALVES
 from hpctrain.comm.hosts import Hosts
-from hpctrain.comm.ring import HALVES, SMALL_BYTES, Ring
+from hpctrain.comm.ring import SMALL_BYTES, Ring
 from hpctrain.comm.window import Window
 
 TRIED_BYTES = (1 << 10, 16 << 10, 256 << 10, 4 << 20)

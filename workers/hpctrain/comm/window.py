@@ -21,6 +21,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from hpctrain.comm.halves import HALVES, HalfSum
+
 SEGMENT_BYTES = 512 << 10
 WHOLE_BYTES = 16 << 10  # up to this every rank sums everything: one meeting instead of two
 SLOTS = 3
@@ -29,7 +31,6 @@ LAID, SUMMED = 0, 1
 SPINS = 2000
 NAP_S = 20e-6
 BLOCK_BYTES = 256 << 10  # of a direct sum: written to the others while it is in the cache
-HALVES = (torch.float16, torch.bfloat16)
 _PLAIN = {
     torch.float32: np.float32,
     torch.float64: np.float64,
@@ -78,7 +79,7 @@ class Window:
         self._mpi, self._comm = mpi, comm
         self._areas: list[_Area] = []
         self._views: dict[tuple[Any, int], list[np.ndarray]] = {}
-        self._sum_32 = torch.empty(0)
+        self._half_sum = HalfSum()
         self._win.Sync()
         comm.Barrier()
 
@@ -98,10 +99,9 @@ class Window:
             return
         kind = _PLAIN.get(flat_L.dtype)
         mine = (flat_L if kind is not None else flat_L.view(torch.int16)).detach().numpy()
-        parts = self._direct(flat_L.data_ptr(), size_bytes)
         if size_bytes <= min(WHOLE_BYTES, self._segment_bytes):
             self._sum_whole(mine, flat_L.dtype)
-        elif parts:
+        elif parts := self._direct(flat_L.data_ptr(), size_bytes):
             self._sum_directly([part.view(mine.dtype) for part in parts], flat_L.dtype)
         else:
             self._sum_in_segments(mine, flat_L.dtype)
@@ -132,14 +132,13 @@ class Window:
 
     def _sum_whole(self, mine: np.ndarray, dtype: torch.dtype) -> None:
         """Every rank lays down all it has, and sums all that lies there."""
-        slots = self._slots_of(mine.dtype, self._turn % SLOTS)
+        turn = self._next()
+        slots = self._slots_of(mine.dtype, (turn - 1) % SLOTS)
         length = mine.size
         slots[self._rank][:length] = mine
-        turn = self._next()
         self._tell(LAID, turn)
         self._wait(LAID, turn)
         self._add([slot[:length] for slot in slots], mine, dtype)
-        # Nobody may write this slot again before all have read it: two segments on, all have passed this one.
         self._tell(SUMMED, turn)
 
     def _direct(self, address: int, size_bytes: int) -> list[np.ndarray]:
@@ -207,9 +206,10 @@ class Window:
                 segment[low:high] = slots[rank][low:high]
 
     def _add(self, parts: list[np.ndarray], result: np.ndarray, dtype: torch.dtype) -> None:
-        """Sum `parts` in their order into `result`, which may be one of them only as the first or second."""
+        """Sum `parts` in their order into `result`, which may be one of them."""
         if dtype in HALVES:
-            self._add_halves(parts, result, dtype)
+            halves = [torch.from_numpy(part).view(dtype) for part in parts]
+            self._half_sum.sum(halves, torch.from_numpy(result).view(dtype))
             return
         if len(parts) == 2:
             np.add(parts[0], parts[1], out=result)
@@ -218,16 +218,6 @@ class Window:
         for part in parts[2:]:
             total += part
         result[:] = total
-
-    def _add_halves(self, parts: list[np.ndarray], result: np.ndarray, dtype: torch.dtype) -> None:
-        length = result.size
-        if self._sum_32.numel() < length:
-            self._sum_32 = torch.empty(max(length, self._segment_bytes // 2))
-        total = self._sum_32[:length]
-        total.copy_(torch.from_numpy(parts[0]).view(dtype))
-        for part in parts[1:]:
-            total += torch.from_numpy(part).view(dtype)
-        torch.from_numpy(result).view(dtype).copy_(total)
 
     def _chunk(self, length: int, rank: int) -> tuple[int, int]:
         return length * rank // self._size, length * (rank + 1) // self._size
