@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from hpcsched.config_keys import (
     PARTITION,
     SECTIONS,
+    USER_NAME,
     WEIGHTS,
     BadValue,
     Key,
     memory_mib,
+    number,
     one_of,
     optional,
     seconds,
@@ -25,7 +27,6 @@ from hpcsched.model.accounting import BILLING, CPU, EVERYBODY, GPU, LICENSE, MEM
 
 UNSET = -1
 _MOST = 2**31
-_USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@\\-]{0,63}\Z")
 _TYPED_GPU = re.compile(re.escape(GPU) + r":[A-Za-z][A-Za-z0-9_.-]{0,62}\Z")
 _LICENSE = re.compile(re.escape(LICENSE) + r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}\Z")
 _NUMBER = re.compile(r"[0-9]{1,12}(\.[0-9]{1,9})?\Z")
@@ -37,17 +38,6 @@ def limit(value: Any) -> int | None:
     if type(value) is not int or not UNSET <= value <= 10**9:
         raise BadValue("wants a whole number, -1 for no limit")
     return None if value == UNSET else value
-
-
-def at_least(least: float) -> Callable[[Any], float]:
-    """Return the kind of numbers from `least` on."""
-
-    def kind(value: Any) -> float:
-        if type(value) not in (int, float) or not least <= value <= _MOST:
-            raise BadValue(f"wants a number, {least:g} or more")
-        return float(value)
-
-    return kind
 
 
 def tres(value: Any) -> Tres:
@@ -85,7 +75,7 @@ def members(value: Any) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         raise BadValue("wants a list of user names")
     for item in value:
-        if item != EVERYBODY and not _USER.match(item):
+        if item != EVERYBODY and not USER_NAME.match(item):
             raise BadValue(f"wants user names, or {EVERYBODY!r}; {item[:63]!r} is none")
     return tuple(dict.fromkeys(value))
 
@@ -231,7 +221,7 @@ QOS = (
     Key(name="priority", kind=whole(0, 2**31), default=0, help="What the QOS part of a priority comes from."),
     Key(
         name="usage_factor",
-        kind=at_least(0),
+        kind=number(0, _MOST),
         default=1.0,
         help="What its jobs use is charged so many times. 0: nothing is charged.",
     ),
@@ -307,7 +297,7 @@ FAIRSHARE = (
     ),
     Key(
         name="damping",
-        kind=at_least(0.001),
+        kind=number(0.001, _MOST),
         default=1.0,
         help="classic alone: the factor is 2 to the minus (usage / shares / damping).",
     ),

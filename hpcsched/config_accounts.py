@@ -29,7 +29,7 @@ def accounting_of(path: Path, tables: Mapping[str, Any]) -> Accounting:
         accounts=tuple(_account(path, *item) for item in _named(path, "accounts", tables)),
         users=tuple(_user(path, *item) for item in _named(path, "users", tables)),
         qos=tuple(_qos(path, *item) for item in _named(path, "qos", tables)),
-        licenses=_licenses(path, tables.get("licenses", {})),
+        licenses=_licenses(path, tables),
         fairness=Fairness(fairshare["algorithm"]),
         half_life_s=fairshare["half_life"],
         damping=fairshare["damping"],
@@ -91,13 +91,9 @@ def _qos(path: Path, name: str, table: Any) -> Qos:
     return Qos(name=name, limits=limits_from(values), preempt_mode=PreemptMode(mode) if mode else None, **values)
 
 
-def _licenses(path: Path, table: Any) -> tuple[tuple[str, int], ...]:
+def _licenses(path: Path, tables: Mapping[str, Any]) -> tuple[tuple[str, int], ...]:
     licenses = []
-    for name, count in table_of(path, "[licenses]", table).items():
-        if not NODE_NAME.match(name):
-            raise ConfigError(
-                f"cannot use {path}: [licenses] {name!r} is no name: letters, digits, _ and -, at most 63"
-            )
+    for name, count in _named(path, "licenses", tables):
         try:
             licenses.append((name, LICENSES.kind(count)))
         except BadValue as error:

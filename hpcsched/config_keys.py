@@ -24,7 +24,7 @@ MAX_GPUS = 256
 
 # What may reach a command line or a resolver: an allow-list, and nothing starts with a dash.
 _HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:%-]{0,254}\Z")
-_USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@\\-]{0,63}\Z")
+USER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@\\-]{0,63}\Z")
 _PYTHON = re.compile(r"[A-Za-z0-9_/.][A-Za-z0-9_/.+-]{0,254}\Z")
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}\Z")
 _GPU = re.compile(r"([A-Za-z0-9][A-Za-z0-9_.-]{0,62})(?::([0-9]{1,3}))?\Z")
@@ -85,7 +85,7 @@ def users(value: Any) -> tuple[str, ...]:
 
 
 def user(value: Any) -> str:
-    if not isinstance(value, str) or not _USER.match(value):
+    if not isinstance(value, str) or not USER_NAME.match(value):
         raise BadValue("wants a user name")
     return value
 
@@ -136,11 +136,11 @@ def seconds(least: float = 0.0) -> Callable[[Any], float]:
     return kind
 
 
-def number(least: float = 0.0) -> Callable[[Any], float]:
-    """Return the kind of numbers, at least `least`."""
+def number(least: float = 0.0, most: float = 1e9) -> Callable[[Any], float]:
+    """Return the kind of numbers from `least` to `most`."""
 
     def kind(value: Any) -> float:
-        if type(value) not in (int, float) or not least <= value <= 1e9:
+        if type(value) not in (int, float) or not least <= value <= most:
             raise BadValue(f"wants a number, {least:g} or more")
         return float(value)
 
