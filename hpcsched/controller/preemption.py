@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from hpcsched.lifecycle.events import EndRequested, NodesGivenUp, NodesKept, Resumed, Suspended
 from hpcsched.lifecycle.job import can
 from hpcsched.model.accounting import PreemptMode, PreemptType
-from hpcsched.model.job import Job, JobState
+from hpcsched.model.job import JobState
 from hpcsched.sched.decisions import Plan, Preemption, Victim
 from hpcsched.sched.policy import PreemptRules
+from hpcsched.sched.ranks import exempt_s
 from hpcsched.store.world import Transaction, World
 
 
@@ -61,10 +62,4 @@ def exempt_until_s(world: World, rules: PreemptRules) -> Iterator[float]:
         return
     for job in world.active_jobs():
         if job.state is JobState.RUNNING and job.started_at_s is not None:
-            yield job.started_at_s + exempt_s(job, rules)
-
-
-def exempt_s(job: Job, rules: PreemptRules) -> float:
-    """Return for how long after its start the job is not preempted."""
-    qos = rules.qos.get(job.qos)
-    return qos.exempt_time_s if qos is not None and qos.exempt_time_s > 0 else rules.exempt_s
+            yield job.started_at_s + exempt_s(job.qos, rules)

@@ -31,8 +31,7 @@ def outranks(job: PendingJob, other: RunningJob, rules: PreemptRules, partitions
 
 def mode_of(victim: RunningJob, rules: PreemptRules) -> PreemptMode:
     """Return what is done to `victim`: what cannot run again is cancelled where it would be queued again."""
-    qos = rules.qos.get(victim.qos)
-    mode = qos.preempt_mode if qos is not None and qos.preempt_mode is not None else rules.mode
+    mode = _configured_mode(victim, rules)
     again = victim.may_run_again if victim.may_run_again is not None else rules.requeue
     if mode in (PreemptMode.REQUEUE, PreemptMode.CHECKPOINT) and not again:
         return PreemptMode.CANCEL
@@ -42,19 +41,28 @@ def mode_of(victim: RunningJob, rules: PreemptRules) -> PreemptMode:
 def grace_s(victim: RunningJob, rules: PreemptRules) -> float | None:
     """Return how long `victim` has to save what it has; None: it is ended as a cancelled job is."""
     qos = rules.qos.get(victim.qos)
-    own = qos.preempt_mode if qos is not None and qos.preempt_mode is not None else rules.mode
     if qos is not None and qos.grace_time_s > 0:
         return qos.grace_time_s
-    return rules.grace_s if own is PreemptMode.CHECKPOINT and rules.grace_s > 0 else None
+    checkpoints = _configured_mode(victim, rules) is PreemptMode.CHECKPOINT
+    return rules.grace_s if checkpoints and rules.grace_s > 0 else None
+
+
+def _configured_mode(victim: RunningJob, rules: PreemptRules) -> PreemptMode:
+    qos = rules.qos.get(victim.qos)
+    return qos.preempt_mode if qos is not None and qos.preempt_mode is not None else rules.mode
 
 
 def may_be_preempted(victim: RunningJob, rules: PreemptRules, now_s: float) -> bool:
     """Return whether `victim` runs, has run for as long as it is exempt, and is of those that make room."""
     if not victim.runs or mode_of(victim, rules) is PreemptMode.OFF:
         return False
-    qos = rules.qos.get(victim.qos)
-    exempt_s = qos.exempt_time_s if qos is not None and qos.exempt_time_s > 0 else rules.exempt_s
-    return now_s - victim.began_at_s >= exempt_s
+    return now_s - victim.began_at_s >= exempt_s(victim.qos, rules)
+
+
+def exempt_s(qos_name: str, rules: PreemptRules) -> float:
+    """Return for how long after its start a job of this QOS is not preempted."""
+    qos = rules.qos.get(qos_name)
+    return qos.exempt_time_s if qos is not None and qos.exempt_time_s > 0 else rules.exempt_s
 
 
 def lost_s(victim: RunningJob, rules: PreemptRules, now_s: float) -> float:
@@ -73,5 +81,4 @@ def lost_s(victim: RunningJob, rules: PreemptRules, now_s: float) -> float:
 
 def weight(victim: RunningJob) -> float:
     """Return how much the job holds."""
-    gpus = sum(share.shards / share.shards_of if share.shards else len(share.gpus) for share in victim.shares)
-    return sum(share.cpus for share in victim.shares) + 8 * gpus
+    return sum(share.cpus for share in victim.shares) + 8 * sum(share.gpu_amount for share in victim.shares)
