@@ -10,6 +10,7 @@ As in `victims`, whether a job fits is asked of the plan itself. Pure.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -63,14 +64,9 @@ def _shrinks(
 
 def _needed(gifts: Sequence[Gift], start: Callable[[Sequence[Gift]], Start | None]) -> list[Gift]:
     """Return the fewest of the first of `gifts` that are enough, without those that are not needed. All of them are enough."""
-    low, high = 1, len(gifts)
-    while low < high:
-        middle = (low + high) // 2
-        if start(gifts[:middle]) is None:
-            low = middle + 1
-        else:
-            high = middle
-    enough = list(gifts[:low])
+    counts = range(1, len(gifts))
+    fewest = 1 + bisect_left(counts, True, key=lambda count: start(gifts[:count]) is not None)
+    enough = list(gifts[:fewest])
     for gift in list(enough):
         fewer = [other for other in enough if other is not gift]
         if start(fewer) is not None:

@@ -11,6 +11,7 @@ Pure: a snapshot and rules in, names out.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -199,14 +200,9 @@ class _Trial:
 
 def _enough(trial: _Trial, order: list[RunningJob]) -> list[RunningJob]:
     """Return the shortest beginning of `order`, all of which is enough, that is."""
-    low, high = 1, len(order)
-    while low < high:
-        middle = (low + high) // 2
-        if trial.start(order[:middle]) is None:
-            low = middle + 1
-        else:
-            high = middle
-    return order[:low] if trial.start(order[:low]) is not None else order
+    counts = range(1, len(order))
+    shortest = order[: 1 + bisect_left(counts, True, key=lambda count: trial.start(order[:count]) is not None)]
+    return shortest if trial.start(shortest) is not None else order
 
 
 def _orders(candidates: list[RunningJob], snapshot: Snapshot, policy: Policy) -> list[list[RunningJob]]:
@@ -221,10 +217,9 @@ def _orders(candidates: list[RunningJob], snapshot: Snapshot, policy: Policy) ->
     def cheapest_node(job: RunningJob) -> tuple[float, str]:
         return min((of_node[share.node], share.node) for share in job.shares)
 
-    orders = (
+    return [
         sorted(candidates, key=lambda job: (lost[job.id], -weight(job), job.id)),
         sorted(candidates, key=lambda job: (lost[job.id] / max(1, weight(job)), job.id)),
         sorted(candidates, key=lambda job: (-weight(job), lost[job.id], job.id)),
         sorted(candidates, key=lambda job: (*cheapest_node(job), lost[job.id], job.id)),
-    )
-    return list(orders)
+    ]
