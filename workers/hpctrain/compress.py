@@ -26,7 +26,7 @@ SMALL = 4096  # a bucket with fewer numbers is sent exactly
 KEPT_SHARE = 0.01
 RANK = 4
 
-Names = ("exact", "bf16", "fp16", "int8", "topk", "powersgd")
+NAMES = ("exact", "bf16", "fp16", "int8", "topk", "powersgd")
 
 
 class Compressor(Protocol):
@@ -34,9 +34,6 @@ class Compressor(Protocol):
 
     def sum(self, index: int, flat_L: torch.Tensor) -> None:
         """Replace `flat_L` (float32, one dimension) by its sum over all ranks, more or less. `index`: which bucket it is."""
-
-    def state(self) -> dict[str, torch.Tensor]:
-        """What a checkpoint of this rank must keep: the residuals, by bucket."""
 
 
 def compressor(name: str, comm: Communicator, shapes: Callable[[int], list[torch.Size]]) -> Compressor:
@@ -63,7 +60,7 @@ def compressor(name: str, comm: Communicator, shapes: Callable[[int], list[torch
     except ValueError:
         pass
     raise TrainError(
-        f"cannot compress gradients by {name!r}: known are {', '.join(Names)}, topk:SHARE and powersgd:RANK"
+        f"cannot compress gradients by {name!r}: known are {', '.join(NAMES)}, topk:SHARE and powersgd:RANK"
     )
 
 
@@ -75,9 +72,6 @@ class Exact:
 
     def sum(self, index: int, flat_L: torch.Tensor) -> None:
         self._comm.all_reduce(flat_L)
-
-    def state(self) -> dict[str, torch.Tensor]:
-        return {}
 
 
 class _Lossy:
@@ -96,9 +90,6 @@ class _Lossy:
             residual = self._residuals[index] = torch.zeros_like(flat_L)
         flat_L += residual
         self._send(index, flat_L, residual)
-
-    def state(self) -> dict[str, torch.Tensor]:
-        return {f"residual.{index}": residual for index, residual in self._residuals.items()}
 
     def _send(self, index: int, flat_L: torch.Tensor, residual_L: torch.Tensor) -> None:
         """Put the sum of what is sent into `flat_L`, and what this rank did not send into `residual_L`."""
@@ -133,9 +124,9 @@ class Blockwise(_Lossy):
     def _send(self, index: int, flat_L: torch.Tensor, residual_L: torch.Tensor) -> None:
         size = self._comm.size
         bounds = [flat_L.numel() // BLOCK * rank // size * BLOCK for rank in range(size)] + [flat_L.numel()]
-        chunks = [flat_L[low:high] for low, high in zip(bounds, bounds[1:], strict=False)]
+        chunks = _split(flat_L, bounds)
         packed = [quantized(chunk) for chunk in chunks]
-        for chunk, pieces, left in zip(chunks, packed, _split_like(residual_L, bounds), strict=True):
+        for chunk, pieces, left in zip(chunks, packed, _split(residual_L, bounds), strict=True):
             torch.sub(chunk, dequantized(*pieces), out=left)
             _drop_what_is_not_finite(left)
         mine = chunks[self._comm.rank]
@@ -146,7 +137,7 @@ class Blockwise(_Lossy):
         lengths = [codes.numel() + 4 * scale.numel() for codes, scale in packed]
         # What the owner loses by rounding the sum is its own residual: nobody else knows of it.
         left = residual_L[bounds[self._comm.rank] : bounds[self._comm.rank + 1]]
-        left += _finite(total - dequantized(*sent))
+        left += _drop_what_is_not_finite(total - dequantized(*sent))
         for chunk, part in zip(chunks, self._comm.all_gather(_joined(*sent), lengths), strict=True):
             chunk.copy_(dequantized(*_parted(part, chunk.numel())))
 
@@ -180,10 +171,6 @@ class PowerSgd(_Lossy):
         self._thin = rank
         self._shapes = shapes
         self._rights: dict[int, list[torch.Tensor]] = {}
-
-    def state(self) -> dict[str, torch.Tensor]:
-        rights = {f"right.{i}.{at}": q for i, several in self._rights.items() for at, q in enumerate(several)}
-        return super().state() | rights
 
     def _send(self, index: int, flat_L: torch.Tensor, residual_L: torch.Tensor) -> None:
         matrices, low = [], 0
@@ -251,16 +238,12 @@ def _parted(joined: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tens
     return joined[cut:].view(torch.int8), joined[:cut].clone().view(torch.float32)
 
 
-def _split_like(flat_L: torch.Tensor, bounds: list[int]) -> list[torch.Tensor]:
+def _split(flat_L: torch.Tensor, bounds: list[int]) -> list[torch.Tensor]:
     return [flat_L[low:high] for low, high in zip(bounds, bounds[1:], strict=False)]
 
 
-def _drop_what_is_not_finite(residual_L: torch.Tensor) -> None:
-    residual_L.copy_(_finite(residual_L))
-
-
-def _finite(flat_L: torch.Tensor) -> torch.Tensor:
-    return flat_L.nan_to_num(0.0, 0.0, 0.0)
+def _drop_what_is_not_finite(residual_L: torch.Tensor) -> torch.Tensor:
+    return residual_L.nan_to_num_(0.0, 0.0, 0.0)
 
 
 def _between(value: float, low: float, high: float) -> float:

@@ -109,9 +109,9 @@ class Sampler:
     def starts(self, low: int, high: int) -> np.ndarray:
         """This will give the first token of each sample with index in [low, high), over epochs' ends."""
         windows = order_of(low, high, self.per_epoch, self.seed)
-        epochs = np.arange(low, high, dtype=np.int64) // self.per_epoch
-        shifts = [_epoch_key(self.seed, int(epoch)) % self.length for epoch in epochs]
-        return windows * self.length + np.array(shifts, dtype=np.int64)
+        epochs, which = np.unique(np.arange(low, high, dtype=np.int64) // self.per_epoch, return_inverse=True)
+        shifts = np.array([_epoch_key(self.seed, int(epoch)) % self.length for epoch in epochs], dtype=np.int64)
+        return windows * self.length + shifts[which]
 
 
 def order_of(low: int, high: int, count: int, seed: int) -> np.ndarray:

@@ -28,7 +28,7 @@ class LocalSteps:
         self, parameters: Iterable[torch.nn.Parameter], comm: Communicator, compressor: Compressor, every: int
     ) -> None:
         self._parameters = [p for p in parameters if p.requires_grad]
-        self._comm, self._compressor = comm, compressor
+        self._compressor = compressor
         self.every = every
         length = sum(p.numel() for p in self._parameters)
         self._anchor_L = self._joined(torch.empty(length))

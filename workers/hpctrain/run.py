@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar, cast
 
 import torch
 
@@ -51,6 +52,9 @@ from hpctrain.outermost import all_or_none
 from hpctrain.signals import StopRequest
 from hpctrain.sync import make_sync
 from hpctrain.teller import Teller
+
+DEFAULT_STEPS = 400
+T = TypeVar("T")
 
 
 @contextmanager
@@ -98,9 +102,9 @@ class Run:
         """The exit status that the scheduler understands."""
         return 0 if self.finished else EXIT_REQUEUE
 
-    def share(self, make: Callable[[], object]) -> object:
+    def share(self, make: Callable[[], T]) -> T:
         """This will give every rank what `make` returns on the first one (picklable, small); all ranks call it."""
-        return self.comm.all_gather_object(make() if self.is_first else None)[0]
+        return cast(T, self.comm.all_gather_object(make() if self.is_first else None)[0])
 
     def steps(self, model: torch.nn.Module, optimizer: AdamW, validation: Validation | None = None) -> Iterator[Batch]:
         """This will go through the steps that are left, and give this rank's part of each batch; all ranks go along.
@@ -114,7 +118,7 @@ class Run:
         mine, restored = self._begin(tensors)
         progress = self._share_progress(tensors, restored)
         attempt = self.share(lambda: mine.attempt if mine else 0)
-        identity = Identity(attempt=int(str(attempt)), generation=0, job=job_facts(self._environ).job)
+        identity = Identity(attempt=attempt, generation=0, job=job_facts(self._environ).job)
         teller = Teller(options, self._name, comm, identity, progress, model) if self.is_first else None
         loop = Loop(
             model,
@@ -149,23 +153,17 @@ class Run:
 
     def _share_progress(self, tensors: dict[str, torch.Tensor], restored: Restored | None) -> Progress:
         """Bring every rank to the restored state of rank 0, or to its fresh one."""
-        saved = None
         if restored is not None:
             restored.published.snapshot.pour(tensors)
-            facts = restored.published.manifest.facts
-            saved = (facts.step, dict(facts.state))
         broadcast_state(tensors, self.comm)
-        saved = self.comm.all_gather_object(saved)[0]
-        progress = progress_from(saved[1], saved[0]) if saved else Progress()
-        if saved:
-            self.comm.follow(saved[1].get("exchange"))
+        facts = self.share(lambda: restored.published.manifest.facts if restored else None)
+        progress = progress_from(facts.state, facts.step) if facts else Progress()
+        if facts:
+            self.comm.follow(facts.state.get("exchange"))
         progress.total_steps = self._options.steps or progress.total_steps
         if progress.total_steps is None and self._options.target_seconds is None:
             progress.total_steps = DEFAULT_STEPS
         return progress
-
-
-DEFAULT_STEPS = 400
 
 
 def settings_of(options: argparse.Namespace) -> Settings:

@@ -12,11 +12,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from hpctrain.comm import Communicator
 from hpctrain.data import VOCABULARY, Corpus, Sampler, decode, encode, standard_library, windows
 from hpctrain.examples.gpt import Gpt, generate
 from hpctrain.optim import AdamW
-from hpctrain.run import save_model, start
+from hpctrain.run import Run, save_model, start
 
 VALIDATION_SAMPLES = 128
 PROMPT = "def "
@@ -28,7 +27,7 @@ def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
         model = Gpt(VOCABULARY, options.context, options.layers, options.width, options.heads).to(here.device)
         for block in list(model.blocks)[: options.freeze]:
             block.requires_grad_(False)
-        text = Windows(shared_corpus(here.comm), options.seed, options.context, here.device)
+        text = Windows(shared_corpus(here), options.seed, options.context, here.device)
         optimizer = AdamW(model.named_parameters())
         for batch in here.steps(model, optimizer, lambda part, parts: text.validation(model, part, parts)):
             inputs_BT, targets_BT = text.training(batch.low, batch.high)
@@ -81,11 +80,12 @@ class Windows:
         return inputs_BT, targets_BT
 
 
-def shared_corpus(comm: Communicator) -> Corpus:
+def shared_corpus(here: Run) -> Corpus:
     """This will read the corpus on rank 0 and hand it round, as other hosts may have another Python."""
-    corpus = standard_library() if comm.rank == 0 else None
-    facts = (corpus.train.size, corpus.validation.size, corpus.files, corpus.digest) if corpus else None
-    train_size, validation_size, files, digest = comm.all_gather_object(facts)[0]
+    corpus = standard_library() if here.is_first else None
+    train_size, validation_size, files, digest = here.share(
+        lambda: (corpus.train.size, corpus.validation.size, corpus.files, corpus.digest) if corpus else None
+    )
     if corpus is None:
         corpus = Corpus(
             train=np.empty(train_size, np.uint8),
@@ -94,5 +94,5 @@ def shared_corpus(comm: Communicator) -> Corpus:
             digest=digest,
         )
     for part in (corpus.train, corpus.validation):
-        comm.broadcast(torch.from_numpy(part))
+        here.comm.broadcast(torch.from_numpy(part))
     return corpus
