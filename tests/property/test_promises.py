@@ -51,11 +51,17 @@ Timed = tuple[float, PendingJob]
 
 @st.composite
 def _jobs(draw: st.DrawFn, at: int) -> Timed:
-    """Return when a job comes, and the job: in one partition or two, now and then with a licence."""
+    """Return when a job comes, and the job: in one partition or two, now and then with a licence, or before those in line."""
     request = Request(shape=draw(SHAPES), time_limit_s=10 * draw(st.integers(1, 20)))
     licenses = draw(st.sampled_from([(), (), (), (("tool", 2),)]))
     job = PendingJob(
-        id=JobId(at), display_id=str(at), partition="a", request=request, submitted_at_s=float(at), licenses=licenses
+        id=JobId(at),
+        display_id=str(at),
+        partition="a",
+        request=request,
+        submitted_at_s=float(at),
+        nice=draw(st.sampled_from([0, 0, -50])),
+        licenses=licenses,
     )
     where = draw(st.sampled_from(["a", "a", "b", "ab", "ba"]))
     views = tuple(replace(job, partition=name) for name in where)
@@ -64,7 +70,7 @@ def _jobs(draw: st.DrawFn, at: int) -> Timed:
 
 @st.composite
 def stories(draw: st.DrawFn) -> tuple[Snapshot, dict[JobId, float], list[Timed]]:
-    """Return an empty cluster, what part of its limit each job runs, and who comes: when, and in the order of priority."""
+    """Return an empty cluster, what part of its limit each job runs, and who comes, and when."""
     count = draw(st.integers(2, len(NODES)))
     partitions = {
         "a": Partition(name="a", nodes=NAMES[:count], default=True),
