@@ -15,6 +15,7 @@ from hpcsched.model.job import Job
 from hpcsched.model.nearest import nearest
 from hpcsched.model.node import Partition
 from hpcsched.model.spec import JobSpec
+from hpcsched.model.units import known_limit_s
 from hpcsched.sched.limits import (
     EACH_USER,
     SUBMISSION,
@@ -22,7 +23,6 @@ from hpcsched.sched.limits import (
     Kind,
     Rule,
     Whose,
-    known_limit_s,
     never_text,
     rules_of,
     why_never,

@@ -59,6 +59,11 @@ def _clock_s(first: int, second: str | None, third: str | None, *, with_days: bo
     return first * MINUTE_S + int(second or 0)
 
 
+def known_limit_s(limit_s: int | None) -> int | None:
+    """Return a time limit; None: there is none, however that was said."""
+    return limit_s if limit_s is not None and 0 < limit_s < UNLIMITED_S else None
+
+
 def format_time_s(seconds: float | None, *, full: bool = False) -> str:
     """Return `seconds` as squeue's %l and %M do: ``1-02:03:00``, ``2:03:00``, ``3:00``; None is UNLIMITED.
 

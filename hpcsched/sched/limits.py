@@ -16,7 +16,7 @@ from enum import Enum
 from hpcsched.model.accounting import BILLING, CPU, GPU, LICENSE, MEM, NODE, Accounting, Limits, Tres
 from hpcsched.model.job import Reason
 from hpcsched.model.node import Partition
-from hpcsched.model.units import UNLIMITED_S, format_mem, format_time_s
+from hpcsched.model.units import format_mem, format_time_s
 from hpcsched.sched.words import plural
 
 MINUTE_S = 60.0
@@ -134,11 +134,6 @@ def _alone(rule: Rule, held: Mapping[str, float], limit_s: float | None, factor:
             return held.get(rule.resource, 0.0)
         case _:
             return 1
-
-
-def known_limit_s(limit_s: int | None) -> int | None:
-    """Return a time limit; None: there is none, however that was said."""
-    return limit_s if limit_s is not None and 0 < limit_s < UNLIMITED_S else None
 
 
 def minutes(amount: float, limit_s: float | None) -> float:

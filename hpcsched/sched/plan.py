@@ -21,7 +21,7 @@ from dataclasses import replace
 from hpcsched.model.ids import JobId
 from hpcsched.model.job import Reason
 from hpcsched.model.resources import Share
-from hpcsched.model.units import UNLIMITED_S
+from hpcsched.model.units import known_limit_s
 from hpcsched.sched.behind import in_turn, old_ones
 from hpcsched.sched.counted import Counted
 from hpcsched.sched.decisions import Plan, Start
@@ -355,8 +355,7 @@ class Planner:
         return Share(node=name, cpus=part.use[0], mem_mib=part.use[1], tasks=part.tasks, **grant._asdict())
 
     def _limit_s(self, job: PendingJob) -> int:
-        limit_s = job.request.time_limit_s
-        return limit_s if limit_s is not None and 0 < limit_s < UNLIMITED_S else self.policy.default_time_limit_s
+        return known_limit_s(job.request.time_limit_s) or self.policy.default_time_limit_s
 
     def _end_s(self, job: PendingJob, start_s: float) -> float:
         """Return when `job` has ended at the latest if it starts at `start_s`: by its limit, or because it is cut short."""

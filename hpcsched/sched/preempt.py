@@ -23,7 +23,7 @@ from hpcsched.model.ids import JobId
 from hpcsched.model.job import Reason
 from hpcsched.model.reservation import Reservation
 from hpcsched.model.resources import Share
-from hpcsched.model.units import UNLIMITED_S
+from hpcsched.model.units import known_limit_s
 from hpcsched.sched.decisions import Plan, Preemption, Start, Victim
 from hpcsched.sched.elastic import resizes
 from hpcsched.sched.eligible import Wait
@@ -59,9 +59,8 @@ def as_running(
     job: PendingJob, shares: tuple[Share, ...], now_s: float, reservations: Iterable[Reservation] = ()
 ) -> RunningJob:
     """Return the job as it is when it starts now on `shares`. It cannot be preempted at once."""
-    limit_s = job.request.time_limit_s
-    limited = limit_s is not None and 0 < limit_s < UNLIMITED_S
-    limit_ends_s = now_s + limit_s if limited and limit_s is not None else NEVER_S
+    limit_s = known_limit_s(job.request.time_limit_s)
+    limit_ends_s = now_s + limit_s if limit_s is not None else NEVER_S
     ends_s = min(limit_ends_s, cut_short_s(job, {one.name: one for one in reservations}))
     alike = {name: getattr(job, name) for name in _ALIKE}
     return RunningJob(

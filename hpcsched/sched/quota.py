@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from hpcsched.model.accounting import NO_LIMITS, Accounting, Barred, barred
 from hpcsched.model.ids import JobId
 from hpcsched.model.job import Reason
+from hpcsched.model.units import known_limit_s
 from hpcsched.sched.eligible import Wait
 from hpcsched.sched.limits import (
     EACH_USER,
@@ -26,7 +27,6 @@ from hpcsched.sched.limits import (
     Kind,
     Rule,
     Whose,
-    known_limit_s,
     minutes,
     never_text,
     now_text,

@@ -19,7 +19,7 @@ from hpcsched.model.node import Link, Node, Partition
 from hpcsched.model.reservation import Reservation, at
 from hpcsched.model.resources import Gpu, Share
 from hpcsched.model.spec import Dependency, DependencyKind, JobSpec
-from hpcsched.model.units import UNLIMITED_S
+from hpcsched.model.units import known_limit_s
 from hpcsched.sched.blocks import Block, blocks_of
 from hpcsched.sched.features import matches
 from hpcsched.sched.gpus import GpuSlot, Units
@@ -385,11 +385,8 @@ def running_job(
         partition = partitions.get(job.partition or job.spec.partition or default)
         if partition is not None:
             limit_s = time_limit_in(partition, limit_s)
-        ends_at_s = (
-            began_at_s + suspended_s(job, now_s) + limit_s
-            if limit_s is not None and 0 < limit_s < UNLIMITED_S
-            else None
-        )
+        limit_s = known_limit_s(limit_s)
+        ends_at_s = began_at_s + suspended_s(job, now_s) + limit_s if limit_s is not None else None
         cut_s = cut_at_s(job, reservation)
         ends_at_s = min((end_s for end_s in (ends_at_s, cut_s) if end_s is not None), default=None)
     else:
