@@ -7,7 +7,7 @@ other keeps anything from it. Source: reservations.html of Slurm's documentation
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hpcsched.model.ids import NodeName
@@ -56,6 +56,21 @@ def closed_to(reservation: str, blocks: Iterable[Block], index: Mapping[NodeName
     for node, open_s in own.items():
         closed.setdefault(node, []).extend(_outside(sorted(open_s)))
     return closed
+
+
+class Closed:
+    """When which nodes are closed, in one plan: worked out once for each reservation, as jobs ask for it."""
+
+    def __init__(self, blocks: Iterable[Block], index: Mapping[NodeName, int]) -> None:
+        self._blocks = tuple(blocks)
+        self._index = index
+        self._known: dict[str, Mapping[int, Sequence[Interval]]] = {}
+
+    def to(self, reservation: str) -> Mapping[int, Sequence[Interval]]:
+        """Return `closed_to` the jobs of `reservation`."""
+        if reservation not in self._known:
+            self._known[reservation] = closed_to(reservation, self._blocks, self._index)
+        return self._known[reservation]
 
 
 def _outside(intervals: list[Interval]) -> list[Interval]:

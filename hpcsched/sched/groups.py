@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hpcsched.sched.backfill import earliest_start
-from hpcsched.sched.blocks import closed_to
-from hpcsched.sched.fragments import Mix, mix_of
+from hpcsched.sched.blocks import Closed
+from hpcsched.sched.fragments import Mix
 from hpcsched.sched.gang import choose
 from hpcsched.sched.intervals import NEVER_S
 from hpcsched.sched.openings import Floors, Openings
@@ -61,10 +61,11 @@ def share_of(shape: Shape) -> Shape:
 class Groups:
     """The groups of one plan, made as jobs ask for them."""
 
-    def __init__(self, snapshot: Snapshot, timeline: Timeline) -> None:
+    def __init__(self, snapshot: Snapshot, timeline: Timeline, closed: Closed, mix: Mix | None) -> None:
         self._snapshot = snapshot
         self._timeline = timeline
-        self._mix = mix_of(snapshot)
+        self._closed = closed
+        self._mix = mix
         self._groups: dict[tuple[int, str, str], Group] = {}
         self._openings: dict[tuple[object, ...], Openings] = {}  # by all that they depend on
 
@@ -92,8 +93,7 @@ class Groups:
         key = share, job.partition, job.reservation, shape.features, floors, shape.exclude, bound
         openings = self._openings.get(key)
         if openings is None:
-            closed = closed_to(job.reservation, self._snapshot.blocks, timeline.index)
-            openings = self._openings[key] = Openings(timeline, share, nodes, closed)
+            openings = self._openings[key] = Openings(timeline, share, nodes, self._closed.to(job.reservation))
         return Group(timeline, shape, nodes, required, openings, self._mix)
 
 

@@ -15,11 +15,11 @@ the queue. Knows nothing of that order, nor of who starts.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from hpcsched.model.ids import JobId
-from hpcsched.sched.blocks import closed_to
+from hpcsched.sched.blocks import Closed
 from hpcsched.sched.counted import Counted
 from hpcsched.sched.intervals import NEVER_S, Interval
 from hpcsched.sched.placement import Part
@@ -42,13 +42,13 @@ class Room:
 class Kept:
     """The room that is kept in one plan, by job: for each job in one place. `promises` are those that hold after it."""
 
-    def __init__(self, snapshot: Snapshot, timeline: Timeline, counted: Counted) -> None:
+    def __init__(self, snapshot: Snapshot, timeline: Timeline, counted: Counted, closed: Closed) -> None:
         self.promises: dict[JobId, Promise] = {}
         self._snapshot = snapshot
         self._timeline = timeline
         self._counted = counted
         self._rooms: dict[JobId, Room] = {}
-        self._closed: dict[str, Mapping[int, Sequence[Interval]]] = {}
+        self._closed = closed
 
     def of(self, job: PendingJob) -> Room | None:
         """Return what is kept for `job`, in whichever partition."""
@@ -120,7 +120,7 @@ class Kept:
 
     def _free_from(self, job: PendingJob, parts: Sequence[Part], limit_s: float, from_s: float) -> float:
         """Return from when on, `from_s` at the earliest, `job` can have just these parts and its licences."""
-        closed, profiles = self._closed_to(job.reservation), self._timeline.profiles
+        closed, profiles = self._closed.to(job.reservation), self._timeline.profiles
         start_s = from_s
         while start_s < NEVER_S:
             found_s = start_s
@@ -132,11 +132,6 @@ class Kept:
                 break
             start_s = found_s
         return start_s
-
-    def _closed_to(self, reservation: str) -> Mapping[int, Sequence[Interval]]:
-        if reservation not in self._closed:
-            self._closed[reservation] = closed_to(reservation, self._snapshot.blocks, self._timeline.index)
-        return self._closed[reservation]
 
 
 def _asks_alike(asked: Request, promised: Request) -> bool:

@@ -23,10 +23,12 @@ from hpcsched.model.job import Reason
 from hpcsched.model.resources import Share
 from hpcsched.model.units import known_limit_s
 from hpcsched.sched.behind import in_turn, old_ones
+from hpcsched.sched.blocks import Closed
 from hpcsched.sched.counted import Counted
 from hpcsched.sched.decisions import Plan, Start
 from hpcsched.sched.eligible import Eligibility, Wait
 from hpcsched.sched.feasible import never_fits
+from hpcsched.sched.fragments import mix_of
 from hpcsched.sched.groups import Group, Groups
 from hpcsched.sched.intervals import NEVER_S
 from hpcsched.sched.kept import Kept
@@ -74,14 +76,14 @@ class Planner:
         self.lanes = Lanes(snapshot, self.reservations)
         certain_s = certain_until_s(snapshot.reservations, snapshot.now_s)
         self.timeline.sure_until_s = min(self.timeline.sure_until_s, certain_s)
-        self.groups = Groups(snapshot, self.timeline)
-        self.unreserved = Groups(
-            replace(snapshot, blocks=()), self.timeline
-        )  # where jobs would fit but for reservations
+        closed, mix = Closed(snapshot.blocks, self.timeline.index), mix_of(snapshot)
+        self.groups = Groups(snapshot, self.timeline, closed, mix)
+        # Where jobs would fit but for reservations.
+        self.unreserved = Groups(snapshot, self.timeline, Closed((), self.timeline.index), mix)
         self.never: dict[Group, Wait | None] = {}
         self.tally = Tally(snapshot)
         self.counted = Counted(snapshot.now_s, dict(snapshot.ledger.accounting.licenses), self._held_licenses())
-        self.kept = Kept(snapshot, self.timeline, self.counted)
+        self.kept = Kept(snapshot, self.timeline, self.counted, closed)
         self.keeps_promises = policy.backfill is Backfill.CONSERVATIVE
         self.in_vain = 0
         self.reorders = policy.backfill in (Backfill.EASY_SJBF, Backfill.DEFAULT)
