@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpcsched.cli import hsimworld
 from hpcsched.cli.errors import note, run_command
 from hpcsched.cli.options import HELP, VERSION, Command, Option, UsageError, Words
 from hpcsched.cli.output import columns, print_json
@@ -89,6 +88,8 @@ def _of_a_world(words: Words, what: str, operands: Sequence[str]) -> int:
     for option in words.given:
         if option not in _OF_A_WORLD[what]:
             raise UsageError(f"cannot use --{option} with {what}: it takes --{', --'.join(_OF_A_WORLD[what])}")
+    from hpcsched.cli import hsimworld  # only this needs the planner
+
     if what == "whatif":
         return hsimworld.whatif(words, operands)
     if not operands:

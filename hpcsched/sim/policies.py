@@ -12,7 +12,6 @@ from hpcsched.sched.policy import Guard
 from hpcsched.sched.pool import EasyPool, Pool, ShortestPool
 from hpcsched.sched.promises import ConservativePool, PromisedPool
 from hpcsched.sim.metrics import Metrics, metrics_of
-from hpcsched.sim.planned import KINDS, PlannedLine
 from hpcsched.sim.swf import Trace, TraceJob
 from hpcsched.sim.world import Line, replay
 
@@ -90,8 +89,9 @@ def simulate(trace: Trace, policy: str, procs: int = 0, engine: str = POOL) -> S
 
 def _line(jobs: Sequence[TraceJob], policy: str, size: int, engine: str) -> Line:
     if engine == PLAN:
+        from hpcsched.sim.planned import KINDS, PlannedLine  # only this needs the planner
+
         return PlannedLine(jobs, KINDS[policy], size)
-    procs, limits_s, users = (
-        zip(*((job.procs, job.asked_s, job.user) for job in jobs), strict=True) if jobs else ((), (), ())
+    return POLICIES[policy][0](
+        size, [job.procs for job in jobs], [job.asked_s for job in jobs], [job.user for job in jobs]
     )
-    return POLICIES[policy][0](size, procs, limits_s, users)
