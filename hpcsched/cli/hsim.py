@@ -78,10 +78,8 @@ def _work(words: Words) -> int:
     )
 
 
-_OF_A_WORLD = {
-    "replay": ("policy", "json"),
-    "whatif": ("policy", "json", "add-nodes", "remove-node", "predict", "jobs"),
-}
+_ONLY_WHATIF = ("add-nodes", "remove-node", "predict", "jobs")
+_OF_A_WORLD = {"replay": ("policy", "json"), "whatif": ("policy", "json", *_ONLY_WHATIF)}
 
 
 def _of_a_world(words: Words, what: str, operands: Sequence[str]) -> int:
@@ -98,7 +96,7 @@ def _of_a_world(words: Words, what: str, operands: Sequence[str]) -> int:
 
 
 def _run(words: Words, operands: Sequence[str]) -> int:
-    _refuse_worlds(words, "run")
+    _refuse(words, "run", _ONLY_WHATIF, "whatif")
     if len(operands) != 1:
         raise UsageError("cannot tell which trace: hsim run wants one; see hsim --help")
     policy = _policy(words.last("policy", "default"))
@@ -118,19 +116,17 @@ def _run(words: Words, operands: Sequence[str]) -> int:
     return 0
 
 
-def _refuse_worlds(words: Words, what: str) -> None:
-    for option in ("add-nodes", "remove-node", "predict", "jobs"):
+def _refuse(words: Words, what: str, options: Sequence[str], whose: str) -> None:
+    for option in options:
         if words.has(option):
-            raise UsageError(f"cannot use --{option} with {what}: it is for whatif")
+            raise UsageError(f"cannot use --{option} with {what}: it is for {whose}")
 
 
 def _compare(words: Words, operands: Sequence[str]) -> int:
-    _refuse_worlds(words, "compare")
+    _refuse(words, "compare", _ONLY_WHATIF, "whatif")
     if len(operands) < 2:
         raise UsageError("cannot compare: hsim compare wants a trace and policies; see hsim --help")
-    for option in ("policy", "engine", "schedule-out"):
-        if words.has(option):
-            raise UsageError(f"cannot use --{option} with compare: it is for run")
+    _refuse(words, "compare", ("policy", "engine", "schedule-out"), "run")
     policies = [_policy(name) for name in operands[1:]]
     trace, procs = _trace(operands[0]), _procs(words)
     done = [simulate(trace, policy, procs) for policy in policies]
