@@ -56,7 +56,7 @@ def replay(words: Words, operands: Sequence[str]) -> int:
     views = [
         {
             "policy": NAMES[one.backfill],
-            "jobs": [_planned(job, made, snapshot) for job in snapshot.pending],
+            "jobs": _planned(made, snapshot),
             "preemptions": [
                 {"job_id": item.job_id, "victims": [victim.job_id for victim in item.victims]}
                 for item in made.preemptions
@@ -77,14 +77,19 @@ def replay(words: Words, operands: Sequence[str]) -> int:
     return 0
 
 
-def _planned(job: PendingJob, made: Plan, snapshot: Snapshot) -> Json:
-    view: Json = {"job_id": job.id, "job": job.display_id, "user": job.user, "start_s": None, "nodes": []}
-    start = next((start for start in made.starts if start.job_id == job.id), None)
-    if start is not None:
-        nodes = [share.node for share in start.shares]
-        return view | {"start_s": snapshot.now_s, "nodes": nodes, "reason": "None", "detail": ""}
-    wait = made.waits[job.id]
-    return view | {"start_s": wait.expected_start_s, "reason": wait.reason.value, "detail": wait.detail}
+def _planned(made: Plan, snapshot: Snapshot) -> list[Json]:
+    """Return what the plan `made` says of each waiting job."""
+    nodes = {start.job_id: [share.node for share in start.shares] for start in made.starts}
+    found = []
+    for job in snapshot.pending:
+        view: Json = {"job_id": job.id, "job": job.display_id, "user": job.user, "start_s": None, "nodes": []}
+        if job.id in nodes:
+            view |= {"start_s": snapshot.now_s, "nodes": nodes[job.id], "reason": "None", "detail": ""}
+        else:
+            wait = made.waits[job.id]
+            view |= {"start_s": wait.expected_start_s, "reason": wait.reason.value, "detail": wait.detail}
+        found.append(view)
+    return found
 
 
 def _differences(before: Sequence[Json], after: Sequence[Json]) -> list[Json]:
