@@ -21,7 +21,7 @@ from hpcsched.model.resources import Share
 from hpcsched.sched.gpus import GpuSlot, Units, gpu_slots
 from hpcsched.sched.request import Shape, gpu_count
 from hpcsched.sched.snapshot import Snapshot
-from hpcsched.sched.timeline import Room
+from hpcsched.sched.timeline import Room, less
 
 MOST_DEMANDS = 24  # the most common ones; they are nearly all of what comes as a rule
 _MICRO = 1_000_000
@@ -54,8 +54,7 @@ class Mix:
 
     def newly_stranded(self, slots: tuple[GpuSlot, ...], room: Room, use: Room) -> int:
         """Return how many millionths of a GPU more are stranded once `use` is taken of `room`; below 0: fewer."""
-        left = (room[0] - use[0], room[1] - use[1], tuple([a - b for a, b in zip(room[2], use[2], strict=True)]))
-        return round((self.stranded(slots, left) - self.stranded(slots, room)) * _MICRO)
+        return round((self.stranded(slots, less(room, use)) - self.stranded(slots, room)) * _MICRO)
 
     def stranded(self, slots: tuple[GpuSlot, ...], room: Room) -> float:
         """Return how many of the GPUs that are free in `room` are expected to be of no use."""
