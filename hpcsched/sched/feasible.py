@@ -138,7 +138,7 @@ def _one_thing(shape: Shape, nodes: list[NodeView], where: str, kept: str) -> st
         asked, best = f"{format_mem(max(floors, default=0))} memory", f"more than {format_mem(most)}"
         short = _short(shape, enough, asked, best, where, kept)
     for kind, count in gpus_least(shape) if short is None else ():
-        had = [len(node.gpus) if kind == ANY_GPU else _of_kind(node, kind) for node in nodes]
+        had = [_of_kind(node, kind) for node in nodes]
         best = f"more than {max(had)}" if any(had) else f"any {kind} GPU".replace("  ", " ")
         short = short or _short(shape, [its >= count for its in had], gpu_words(((kind, count),)), best, where, kept)
     if short is None and shape.shards:
