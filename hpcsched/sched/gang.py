@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 
 from hpcsched.sched.features import Expression, matches
 from hpcsched.sched.placement import Seat
@@ -46,15 +46,13 @@ def _closest(shape: Shape, seats: Sequence[Seat], required: frozenset[int]) -> l
     if chosen is None or len(chosen) == 1:
         return chosen
     count = len(chosen)
-    if shape.synchronous:
-        for band in _bands(seats, count):
-            near = _near(shape, band, lambda some: _gang(shape, some, required, count, count))
-            if near is not None:
-                return near
-    near = _near(shape, seats, lambda some: _gang(shape, some, required, count, count))
-    if near is None and shape.switches:  # fewer nodes may do within its switches
-        near = _near(shape, seats, lambda some: _gang(shape, some, required, shape.nodes_min, shape.nodes_max))
-    return near if near is not None or shape.switches else chosen
+    for among in chain(_bands(seats, count) if shape.synchronous else (), [seats]):
+        near = _near(shape, among, lambda some: _gang(shape, some, required, count, count))
+        if near is not None:
+            return near
+    if shape.switches:  # fewer nodes may do within its switches
+        return _near(shape, seats, lambda some: _gang(shape, some, required, shape.nodes_min, shape.nodes_max))
+    return chosen
 
 
 def _bands(seats: Sequence[Seat], count: int) -> Iterator[list[Seat]]:
