@@ -34,11 +34,6 @@ class History:
         last.append(run_s)
         self.longest_s[user] = max(last)
 
-    def predict(self, user: int, limit_s: float) -> float:
-        """Return how long a job of `user` with this limit is expected to run."""
-        longest_s = self.longest_s.get(user)
-        return limit_s if longest_s is None or longest_s > limit_s else longest_s
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experience:
