@@ -15,8 +15,6 @@ from hpcsched.api.views import in_a_sentence, job_view, node_views, why_waiting
 from hpcsched.controller import requests, suspension
 from hpcsched.controller.story import tell
 from hpcsched.controller.tick import load_world
-from hpcsched.lifecycle.events import Submitted
-from hpcsched.lifecycle.job import apply, submitted_jobs
 from hpcsched.model.accounting import PreemptMode, PreemptType, Qos
 from hpcsched.model.job import JobState
 from hpcsched.model.spec import SignalSpec
@@ -201,17 +199,7 @@ def test_a_crash_in_the_midst_of_a_preemption_loses_nothing(tmp_path: Path, mode
     again.tick(after_s=100.0)
     assert states(again, low)[0] in ("RUNNING", "CONFIGURING")
     for job_id in (low, high):
-        _replay(again, job_id)
-
-
-def _replay(cluster: Cluster, job_id: int) -> None:
-    """The job's events, applied to it as it was submitted, give it as it is."""
-    first, *rest = cluster.store.load_events(job_id)
-    assert isinstance(first, Submitted)
-    job = submitted_jobs(first, cluster.job(job_id).spec)[0]
-    for event in rest:
-        job = apply(job, event)
-    assert replace(job, expected_start_s=None) == cluster.job(job_id)
+        assert replace(again.replayed(job_id), expected_start_s=None) == again.job(job_id)
 
 
 def test_nothing_is_kept_for_a_job_that_has_started() -> None:

@@ -13,8 +13,6 @@ from hpcsched.api.views import in_a_sentence, job_view, why_waiting
 from hpcsched.controller import requests, update
 from hpcsched.controller.story import tell
 from hpcsched.controller.tick import load_world
-from hpcsched.lifecycle.events import Submitted
-from hpcsched.lifecycle.job import apply, submitted_jobs
 from hpcsched.model.ids import NodeName
 from hpcsched.model.job import JobState
 
@@ -40,15 +38,6 @@ def told(cluster: Cluster) -> list[tuple[str, int, str, str]]:
     """Return, and forget, what nodes were told of allocations: node, generation, nodes, wanted."""
     found = [(to, m.generation, " ".join(m.nodes), " ".join(m.wanted)) for to, m in cluster.sent(protocol.Allocation)]
     return sorted(set(found))
-
-
-def replayed(cluster: Cluster, job_id: int) -> Any:
-    first, *rest = cluster.store.load_events(job_id)
-    assert isinstance(first, Submitted)
-    job = submitted_jobs(first, cluster.job(job_id).spec)[0]
-    for event in rest:
-        job = apply(job, event)
-    return job
 
 
 def test_a_job_starts_on_what_is_free_and_does_not_wait_for_more() -> None:
@@ -77,7 +66,7 @@ def test_a_job_gives_nodes_back_which_others_get_when_they_are_clear() -> None:
         JobState.COMPLETED,
         2 * 20.0 + 2 * 2 * 10.0,
     )
-    assert replayed(cluster, job_id) == cluster.job(job_id)
+    assert cluster.replayed(job_id) == cluster.job(job_id)
 
 
 @pytest.mark.parametrize("count", [0, 3, 4])
@@ -144,7 +133,7 @@ def test_an_elastic_job_gets_idle_nodes_when_they_have_claimed_them() -> None:
         assert nodes(cluster, job_id) == now
         assert {line[2] for line in told(cluster)} == {now}
     assert [share.node for share in cluster.job(job_id).joining] == []
-    assert replayed(cluster, job_id) == cluster.job(job_id)
+    assert cluster.replayed(job_id) == cluster.job(job_id)
 
 
 def growing(path: Path | None = None) -> tuple[Cluster, int, protocol.Launch]:

@@ -13,6 +13,8 @@ from hpcsched.api.identity import Asker
 from hpcsched.config import Config, build_config
 from hpcsched.controller import requests
 from hpcsched.controller.tick import Controller
+from hpcsched.lifecycle.events import Submitted
+from hpcsched.lifecycle.job import apply, submitted_jobs
 from hpcsched.model.ids import JobId, NodeName, Token
 from hpcsched.model.job import Job
 from hpcsched.model.spec import JobSpec
@@ -82,6 +84,15 @@ class Cluster:
 
     def job(self, job_id: int) -> Job:
         return self.world.jobs[JobId(job_id)]
+
+    def replayed(self, job_id: int) -> Job:
+        """Return what the job's events, applied to it as it was submitted, make of it."""
+        first, *rest = self.store.load_events(job_id)
+        assert isinstance(first, Submitted)
+        job = submitted_jobs(first, self.job(job_id).spec)[0]
+        for event in rest:
+            job = apply(job, event)
+        return job
 
     def welcome(self, name: str, *, boot_id: str = "boot-1", inventory: tuple[protocol.Report, ...] = ()) -> None:
         items = [{key: value for key, value in protocol.to_json(one).items() if key != "type"} for one in inventory]
