@@ -6,42 +6,24 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from world import ROOT, Cluster
+from restoredworld import Restored
+from world import ROOT
 
 from hpcnode import protocol
 from hpcsched.controller import requests
-from hpcsched.controller.tick import load_world
 from hpcsched.model.ids import NodeName
 from hpcsched.model.job import JobState, Reason
-from hpcsched.store.backup import back_up, restore
-from hpcsched.store.engine import restored_last_id
-
-
-class Restored:
-    """A cluster of two nodes, its backup, and the cluster that was restored from it."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self.before = Cluster("n1", "n2", path=path / "h.db")
-
-    def restore(self) -> Cluster:
-        back_up(self._path / "h.db", self._path / "copy")
-        self.before.store.close()
-        restore(self._path / "copy", self._path / "h.db", now_s=self.before.now_s, suffix="old")
-        after = Cluster("n1", "n2", path=self._path / "h.db", up=False)
-        after.world.restored_last_id = restored_last_id(after.store._engine)
-        load_world(after.world, after.store, after.now_s)
-        return after
 
 
 @pytest.fixture
 def restored(tmp_path: Path) -> Restored:
-    return Restored(tmp_path)
+    return Restored(tmp_path, "end")
 
 
 def test_what_runs_from_before_is_ended_and_its_job_runs_again_when_that_is_gone(restored: Restored) -> None:
     job_id = restored.before.submit(requeue=True)
     restored.before.run(job_id)
+    restored.back_up()
     after = restored.restore()
     old = after.job(job_id).token
     running = after.report(job_id, protocol.STARTED)
@@ -62,6 +44,7 @@ def test_what_runs_from_before_is_ended_and_its_job_runs_again_when_that_is_gone
 def test_a_job_that_ended_meanwhile_has_ended_by_its_whole_token(restored: Restored) -> None:
     job_id = restored.before.submit()
     restored.before.run(job_id)
+    restored.back_up()
     after = restored.restore()
     after.welcome("n1", inventory=(after.report(job_id, protocol.ENDED, codes=[3], signals=[0]),))
     assert (after.job(job_id).state, str(after.job(job_id).exit)) == (JobState.FAILED, "3:0")
@@ -69,6 +52,7 @@ def test_a_job_that_ended_meanwhile_has_ended_by_its_whole_token(restored: Resto
 
 def test_a_job_of_which_the_node_has_nothing_is_lost(restored: Restored) -> None:
     job_id = restored.before.submit(requeue=False)
+    restored.back_up()
     after = restored.restore()
     assert after.job(job_id).state is JobState.CONFIGURING
     after.welcome("n1")
@@ -79,6 +63,7 @@ def test_a_job_of_which_the_node_has_nothing_is_lost(restored: Restored) -> None
 
 def test_another_launch_under_the_same_id_is_not_adopted(restored: Restored) -> None:
     job_id = restored.before.submit(requeue=True)
+    restored.back_up()
     after = restored.restore()
     token = restored.before.job(job_id).token.replace(".0.batch", ".4.batch")
     other = replace(restored.before.report(job_id, protocol.STARTED), token=token)
@@ -91,6 +76,7 @@ def test_another_launch_under_the_same_id_is_not_adopted(restored: Restored) -> 
 def test_a_step_of_before_is_ended(restored: Restored) -> None:
     job_id = restored.before.submit()
     restored.before.run(job_id)
+    restored.back_up()
     after = restored.restore()
     step = replace(after.report(job_id, protocol.STARTED), token=after.job(job_id).token.replace(".batch.n1", ".0.n2"))
     after.welcome("n2", inventory=(step,))
@@ -101,6 +87,7 @@ def test_an_end_that_was_asked_for_before_goes_to_what_runs_from_before(restored
     job_id = restored.before.submit()
     restored.before.run(job_id)
     restored.before.ask(lambda tx: requests.cancel(tx, ROOT, [str(job_id)], {}))
+    restored.back_up()
     after = restored.restore()
     after.welcome("n1")
     former = restored.before.world.incarnation
@@ -113,6 +100,7 @@ def test_an_end_that_was_asked_for_before_goes_to_what_runs_from_before(restored
 
 def test_a_waiting_job_that_may_have_been_started_since_waits_until_every_node_has_spoken(restored: Restored) -> None:
     held = restored.before.submit(hold=True)
+    restored.back_up()
     after = restored.restore()
     after.ask(lambda tx: requests.release(tx, ROOT, [str(held)]))
     after.welcome("n1")
@@ -137,6 +125,7 @@ def test_a_waiting_job_that_may_have_been_started_since_waits_until_every_node_h
 
 def test_a_node_that_comes_back_without_what_ran_there_is_not_waited_for(restored: Restored) -> None:
     held = restored.before.submit(hold=True)
+    restored.back_up()
     after = restored.restore()
     after.ask(lambda tx: requests.release(tx, ROOT, [str(held)]))
     token = f"{restored.before.world.incarnation}.{held}.0.batch.n2.{'f' * 32}"
@@ -150,6 +139,7 @@ def test_a_node_that_comes_back_without_what_ran_there_is_not_waited_for(restore
 
 def test_a_fenced_node_is_not_waited_for(restored: Restored) -> None:
     held = restored.before.submit(hold=True)
+    restored.back_up()
     after = restored.restore()
     after.ask(lambda tx: requests.release(tx, ROOT, [str(held)]))
     after.welcome("n1")

@@ -6,45 +6,20 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from restoredworld import Restored
 from world import ANN, ROOT, Cluster
 
 from hpcnode import protocol
 from hpcsched.controller import requests, strays
 from hpcsched.controller.messages import claim_token
-from hpcsched.controller.tick import load_world
 from hpcsched.errors import NotFoundError, PermissionDeniedError, RequestError
 from hpcsched.model.ids import NodeName
 from hpcsched.model.job import JobState, Reason
-from hpcsched.store.backup import back_up, restore
-from hpcsched.store.engine import asks_about_strays, restored_last_id
-
-
-class Restored:
-    """A cluster, its backup, and the cluster that was restored from it and asks about strays."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self.before = Cluster("n1", "n2", path=path / "h.db")
-
-    def back_up(self) -> None:
-        back_up(self._path / "h.db", self._path / "copy")
-
-    def restore(self) -> Cluster:
-        self.before.store.close()
-        restore(self._path / "copy", self._path / "h.db", now_s=self.before.now_s, suffix="old", strays="ask")
-        return self.start()
-
-    def start(self) -> Cluster:
-        after = Cluster("n1", "n2", path=self._path / "h.db", up=False)
-        after.world.restored_last_id = restored_last_id(after.store._engine)
-        after.world.ask_strays = asks_about_strays(after.store._engine)
-        load_world(after.world, after.store, after.now_s)
-        return after
 
 
 @pytest.fixture
 def restored(tmp_path: Path) -> Restored:
-    return Restored(tmp_path)
+    return Restored(tmp_path, "ask")
 
 
 def adopt(cluster: Cluster, *tokens: str) -> list[int]:
