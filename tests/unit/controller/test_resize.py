@@ -81,7 +81,7 @@ def test_others_and_waiting_jobs_give_nothing_back() -> None:
     cluster = Cluster("n1", "n2")
     job_id = start(cluster, 2, 2)
     waiting = cluster.submit(nodes_min=2)
-    assert "not yours" in resize(cluster, job_id, 1, BOB).errors[0]["error"] or resize(cluster, job_id, 1, BOB).errors
+    assert "it belongs to ann, you are bob" in resize(cluster, job_id, 1, BOB).errors[0]["error"]
     assert "it is PENDING, not RUNNING" in resize(cluster, waiting, 1).errors[0]["error"]
 
 
