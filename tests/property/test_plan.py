@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import permutations
 
@@ -173,11 +174,9 @@ def _shares(snapshot: Snapshot, made: Plan) -> list[Share]:
     return [share for job in (*snapshot.running, *made.starts) for share in job.shares]
 
 
-@given(worlds(), POLICIES)
-@settings(max_examples=120, deadline=None)
-def test_nothing_is_given_twice(snapshot: Snapshot, policy: Policy) -> None:
-    shares = _shares(snapshot, plan(snapshot, policy))
-    for node in snapshot.nodes:
+def check_nothing_is_given_twice(nodes: Iterable[NodeView], shares: list[Share]) -> None:
+    """Check that what is held of each node is what it has at most."""
+    for node in nodes:
         held = [share for share in shares if share.node == node.name]
         assert sum(share.cpus for share in held) <= node.cpus
         assert sum(share.mem_mib for share in held) <= node.mem_mib
@@ -186,6 +185,12 @@ def test_nothing_is_given_twice(snapshot: Snapshot, policy: Policy) -> None:
             gpus.update(dict.fromkeys(share.gpus, share.gpu_amount / len(share.gpus) if share.gpus else 0))
         assert all(amount < 1.000001 for amount in gpus.values())
         assert set(gpus) <= {gpu.index for gpu in node.gpus}
+
+
+@given(worlds(), POLICIES)
+@settings(max_examples=120, deadline=None)
+def test_nothing_is_given_twice(snapshot: Snapshot, policy: Policy) -> None:
+    check_nothing_is_given_twice(snapshot.nodes, _shares(snapshot, plan(snapshot, policy)))
 
 
 @given(worlds(), POLICIES)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from property.test_plan import CUT0, CUT1, X0, X1
+from property.test_plan import CUT0, CUT1, X0, X1, check_nothing_is_given_twice
 
 from hpcsched.model.accounting import Accounting
 from hpcsched.model.ids import JobId, NodeName
@@ -147,15 +146,4 @@ def test_no_promised_start_slips_while_jobs_keep_to_their_limits(
             assert expected_s is not None
             assert now_s < expected_s <= latest_s
         promised_s |= {job_id: promise.start_s for job_id, promise in made.promises.items()}
-        _nothing_is_given_twice(told.world)
-
-
-def _nothing_is_given_twice(world: Snapshot) -> None:
-    for node in world.nodes:
-        held = [share for job in world.running for share in job.shares if share.node == node.name]
-        assert sum(share.cpus for share in held) <= node.cpus
-        assert sum(share.mem_mib for share in held) <= node.mem_mib
-        gpus: Counter[int] = Counter()
-        for share in held:
-            gpus.update(dict.fromkeys(share.gpus, share.gpu_amount / len(share.gpus) if share.gpus else 0))
-        assert all(amount < 1.000001 for amount in gpus.values())
+        check_nothing_is_given_twice(told.world.nodes, [share for job in told.world.running for share in job.shares])
