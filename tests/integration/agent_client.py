@@ -20,6 +20,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from waiting import wait_until
+
 import hpcnode
 from hpcnode import protocol
 
@@ -27,6 +29,7 @@ PROGRAM = Path(hpcnode.__file__).parent
 PYTHON = os.environ.get("HPCSCHED_TEST_NODE_PYTHON", sys.executable)
 INCARNATION = "feedc0de"
 DEADLINE_S = 20.0
+AS_ROOT = os.geteuid() == 0
 FINAL = {protocol.ENDED, protocol.BARRED, protocol.REFUSED, protocol.LOST}
 
 
@@ -204,6 +207,16 @@ def script_of(text: str) -> bytes:
     return ("#!/bin/sh\n" + text).encode()
 
 
+def pids(work: Path, count: int = 1) -> list[int]:
+    """Return the processes that have written their numbers to `pids`, once there are so many."""
+
+    def found() -> list[int] | None:
+        numbers = [int(word) for word in (work / "pids").read_text().split()] if (work / "pids").exists() else []
+        return numbers if len(numbers) >= count else None
+
+    return wait_until(found, what="the processes")
+
+
 def launch_of(token: str, **fields: Any) -> protocol.Launch:
     """Return a launch for a token, with defaults for all that is not given."""
     _, job, attempt, step, _node, _ = token.split(".")
@@ -233,7 +246,7 @@ def running_node(root: Path, **fields: Any) -> Iterator[NodeUnderTest]:
     if node.user:
         account = pwd.getpwnam(node.user)
         os.chown(root, account.pw_uid, account.pw_gid)
-    root.chmod(0o711 if os.geteuid() == 0 and not node.user else 0o700)
+    root.chmod(0o711 if AS_ROOT and not node.user else 0o700)
     try:
         node.start()
         yield node

@@ -5,45 +5,17 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import shutil
 import signal
 import socket
 import struct
-import tempfile
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from agent_client import INCARNATION, Controller, NodeUnderTest, launch_of, new_token, running_node, script_of
+from agent_client import AS_ROOT, INCARNATION, Controller, NodeUnderTest, launch_of, new_token, running_node, script_of
 from waiting import wait_until
 
 from hpcnode import protocol
-
-AS_ROOT = os.geteuid() == 0
-
-
-@pytest.fixture
-def place() -> Iterator[Path]:
-    """A directory that every account can reach; for the node's root and for what its jobs write."""
-    path = Path(tempfile.mkdtemp(prefix="hpcnode-test-", dir="/tmp"))
-    path.chmod(0o755)
-    (path / "work").mkdir()
-    (path / "work").chmod(0o777)
-    yield path
-    shutil.rmtree(path, ignore_errors=True)
-
-
-@pytest.fixture(params=["own", pytest.param("nobody", marks=pytest.mark.skipif(not AS_ROOT, reason="needs root"))])
-def node(request: pytest.FixtureRequest, place: Path) -> Iterator[NodeUnderTest]:
-    """An agent that runs as we do, and one that runs as nobody."""
-    with running_node(place / "node", user="" if request.param == "own" else "nobody") as node:
-        yield node
-
-
-@pytest.fixture
-def work(place: Path) -> Path:
-    return place / "work"
 
 
 def lines(path: Path) -> list[str]:

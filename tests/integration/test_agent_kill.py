@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from agent_client import Controller, NodeUnderTest, new_token, running_node
+from agent_client import Controller, NodeUnderTest, new_token, pids, running_node
 from waiting import wait_until
 
 from hpcnode import process, protocol
 
-AS_ROOT = os.geteuid() == 0
 STUBBORN = """
 import os, signal, sys, time
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -29,36 +25,9 @@ os.execve("/bin/sh", ["sh", "-c", "trap '' TERM INT HUP; echo $$ >> pids; while 
 
 
 @pytest.fixture
-def place() -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix="hpcnode-test-", dir="/tmp"))
-    path.chmod(0o755)
-    (path / "work").mkdir()
-    (path / "work").chmod(0o777)
-    (path / "work/stubborn.py").write_text(STUBBORN)
-    yield path
-    shutil.rmtree(path, ignore_errors=True)
-
-
-@pytest.fixture(params=["own", pytest.param("nobody", marks=pytest.mark.skipif(not AS_ROOT, reason="needs root"))])
-def node(request: pytest.FixtureRequest, place: Path) -> Iterator[NodeUnderTest]:
-    """As root there are cgroups, as nobody there are none: both ways to kill a tree are tried."""
-    with running_node(place / "node", user="" if request.param == "own" else "nobody") as node:
-        yield node
-
-
-@pytest.fixture
-def work(place: Path) -> Path:
-    return place / "work"
-
-
-def pids(work: Path, count: int = 1) -> list[int]:
-    return wait_until(
-        lambda: found if (work / "pids").exists() and len(found := _pids(work)) >= count else None, what="the processes"
-    )
-
-
-def _pids(work: Path) -> list[int]:
-    return [int(word) for word in (work / "pids").read_text().split()]
+def work(work: Path) -> Path:
+    (work / "stubborn.py").write_text(STUBBORN)
+    return work
 
 
 def alive(numbers: list[int]) -> list[int]:
@@ -221,7 +190,7 @@ def test_a_job_is_found_again_when_the_agent_was_killed(node: NodeUnderTest, wor
     assert again.welcome.inventory[0]["seq"] > started.seq
     (work / "go").touch()
     ended = again.final(token)
-    assert (ended.codes, len(_pids(work))) == ([5], 1)
+    assert (ended.codes, len(pids(work))) == ([5], 1)
 
 
 def test_a_job_that_ended_while_there_was_no_agent_is_reported(node: NodeUnderTest, work: Path) -> None:

@@ -4,28 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 import socket
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from agent_client import INCARNATION, Controller, NodeUnderTest, new_token, running_node
+from agent_client import AS_ROOT, INCARNATION, Controller, NodeUnderTest, new_token, running_node
 from waiting import wait_until
 
 from hpcnode import protocol
 
-AS_ROOT = os.geteuid() == 0
 ELSEWHERE = protocol.Address("n2", 5)
-
-
-@pytest.fixture
-def place() -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix="hpcnode-test-", dir="/tmp"))
-    path.chmod(0o755)
-    yield path
-    shutil.rmtree(path, ignore_errors=True)
 
 
 @pytest.fixture

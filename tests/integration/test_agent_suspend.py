@@ -2,54 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import signal
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from agent_client import INCARNATION, Controller, NodeUnderTest, new_token, running_node
+from agent_client import INCARNATION, Controller, NodeUnderTest, new_token, pids
 from waiting import wait_until
 
 from hpcnode import process, protocol
 
-AS_ROOT = os.geteuid() == 0
-
-
-@pytest.fixture
-def place() -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix="hpcnode-test-", dir="/tmp"))
-    path.chmod(0o755)
-    (path / "work").mkdir()
-    (path / "work").chmod(0o777)
-    yield path
-    shutil.rmtree(path, ignore_errors=True)
-
-
-@pytest.fixture(params=["own", pytest.param("nobody", marks=pytest.mark.skipif(not AS_ROOT, reason="needs root"))])
-def node(request: pytest.FixtureRequest, place: Path) -> Iterator[NodeUnderTest]:
-    """As root there are cgroups, as nobody there are none: both ways to stop a tree are tried."""
-    with running_node(place / "node", user="" if request.param == "own" else "nobody") as node:
-        yield node
-
-
-@pytest.fixture
-def work(place: Path) -> Path:
-    return place / "work"
-
 
 def suspend(controller: Controller, job: int, on: bool = True) -> None:
     controller.send(protocol.SuspendJob(INCARNATION, job, 0, on))
-
-
-def pids(work: Path, count: int) -> list[int]:
-    def found() -> list[int] | None:
-        numbers = [int(word) for word in (work / "pids").read_text().split()] if (work / "pids").exists() else []
-        return numbers if len(numbers) >= count else None
-
-    return wait_until(found, what="the processes")
 
 
 def stands_still(pid: int) -> bool:
