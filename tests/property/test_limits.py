@@ -118,8 +118,7 @@ def test_nothing_started_breaks_a_limit(
     check(alive, started, of_qos, lambda job: job.spec.qos == "high", used_min)
     check(alive, started, of_main, lambda job: True, 0)
     check(alive, started, groups_of(of_a), in_a, used_min)
-    own = own_of(of_a, of_ann)
-    check(alive, started, own, lambda job: in_a(job) and job.user != "ann", 0)
+    check(alive, started, own_of(of_a), lambda job: in_a(job) and job.user != "ann", 0)
     check(alive, started, of_ann, lambda job: job.user == "ann", 0)
 
 
@@ -127,7 +126,7 @@ def groups_of(limits: Limits) -> Limits:
     return Limits(grp_jobs=limits.grp_jobs, grp_tres=limits.grp_tres, grp_tres_mins=limits.grp_tres_mins)
 
 
-def own_of(limits: Limits, _: Limits) -> Limits:
+def own_of(limits: Limits) -> Limits:
     return replace(limits, grp_jobs=None, grp_tres=(), grp_tres_mins=())
 
 
