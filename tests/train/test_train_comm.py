@@ -63,18 +63,16 @@ def test_auto_sends_fewer_bits_only_where_that_pays_and_says_why() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *[
-            "_",
-            "bits",
-            "topk:2",
-            "topk:x",
-            "powersgd:0",
-            "bf16:3",
-            "local",
-            "local:0",
-            "local:5:nine",
-            "local:2:powersgd",
-        ]
+        "_",
+        "bits",
+        "topk:2",
+        "topk:x",
+        "powersgd:0",
+        "bf16:3",
+        "local",
+        "local:0",
+        "local:5:nine",
+        "local:2:powersgd",
     ],
 )
 def test_a_way_to_sync_that_cannot_be_is_refused(name: str) -> None:
