@@ -16,11 +16,10 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
-from killable import Flow, KillableCluster  # noqa: E402
+from killable import PATIENCE_S, Flow, KillableCluster  # noqa: E402
 from waiting import wait_until  # noqa: E402
 
 KINDS = ("controller",) * 7 + ("agent",) * 5 + ("shepherd",) * 5 + ("power",) * 3
-CALM_S = 240.0  # before a job or a node counts as stuck
 
 
 def kill_rounds(cluster: KillableCluster, rounds: int, rng: random.Random) -> Counter[str]:
@@ -43,8 +42,8 @@ def kill_rounds(cluster: KillableCluster, rounds: int, rng: random.Random) -> Co
             killed[kind] += 1
     cluster.kill_controller()  # its next life has forgotten for how long it was going to wait for the nodes
     cluster.up()
-    cluster.wait_for_nodes(CALM_S)
-    cluster.wait_until_ended(CALM_S)
+    cluster.wait_for_nodes(PATIENCE_S)
+    cluster.wait_until_ended(PATIENCE_S)
     return killed
 
 
@@ -61,7 +60,7 @@ def main() -> int:
     with KillableCluster(base) as cluster:
         killed = kill_rounds(cluster, options.rounds, random.Random(options.seed))
         found = cluster.violations()
-        wait_until(lambda: not cluster.leftovers(), CALM_S, "the nodes to be empty")
+        wait_until(lambda: not cluster.leftovers(), PATIENCE_S, "the nodes to be empty")
         states = Counter(job["state"] for job in cluster.api("GET", "/v1/history", None)["jobs"])
     print(f"{options.rounds} rounds with seed {options.seed} in {time.monotonic() - started_s:.0f} s")
     print("killed:", ", ".join(f"{n} x {what}" for what, n in killed.most_common()))

@@ -37,7 +37,8 @@ from hpcsched.store.store import HistoryQuery, Store
 
 QUICK = {"controller": {"requeue_delay_s": 0, "kill_wait_s": 2}}
 CPUS = 4
-PATIENCE_S = 240.0  # before a thing counts as stuck
+# How long is waited before a thing counts as stuck: each controller and agent is a new Python, and the machine may be busy.
+PATIENCE_S = 240.0
 # One write of less than PIPE_BUF bytes to a file opened for appending: lines do not mix.
 MARK = 'echo "$HPCSCHED_JOB_ID $HPCSCHED_ATTEMPT" >> {share}/ran\n'
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from kill_rounds import kill_rounds
-from killable import Flow, Kill, KillableCluster
+from killable import PATIENCE_S, Flow, Kill, KillableCluster
 from waiting import wait_until
 
 from hpcsched.demo.nodes import LoopbackNode
@@ -50,8 +50,6 @@ NODE_POINTS = {
 # The events that bring a job to its next attempt.
 AGAIN_BY = {"NodeLost", "NodeSilent", "Requeued", "EndRequested"}
 NAMES = ("n1", "n2", "n3")
-# How long is waited before a thing counts as stuck: each controller and agent is a new Python, and the machine may be busy.
-STUCK_S = 240.0
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -77,7 +75,7 @@ class CrashingCluster(KillableCluster):
         assert self.machines is not None
         (self.machines.nodes[node].root / "crash-at").write_text(point)
         self.kill_agent(node)
-        wait_until(lambda: self.agent_pid(node) is None and not self.minders(node), STUCK_S, "the node to be idle")
+        wait_until(lambda: self.agent_pid(node) is None and not self.minders(node), PATIENCE_S, "the node to be idle")
         (self.agent_root(node) / "log").unlink(missing_ok=True)
 
     def has_crashed(self, node: str, point: str) -> bool:
@@ -122,7 +120,7 @@ def test_nothing_is_lost_doubled_or_left_behind_whatever_is_killed_whenever(clus
     killed = kill_rounds(cluster, 15, random.Random(20))
     assert {"controller", "agent", "shepherd"} <= set(killed)
     assert cluster.violations() == []
-    wait_until(lambda: not cluster.leftovers(), STUCK_S, "the nodes to be empty")
+    wait_until(lambda: not cluster.leftovers(), PATIENCE_S, "the nodes to be empty")
     explained(cluster)
 
 
@@ -131,11 +129,11 @@ def test_a_controller_that_dies_at_any_step_of_a_job_loses_and_doubles_nothing(c
         for point in CONTROLLER_POINTS:
             cluster.kill_controller()
             cluster.start_controller(point)
-            wait_until(cluster.controller_died, STUCK_S, f"the controller to die at {point}")
+            wait_until(cluster.controller_died, PATIENCE_S, f"the controller to die at {point}")
         cluster.up()
-    cluster.wait_until_ended(STUCK_S)
+    cluster.wait_until_ended(PATIENCE_S)
     assert cluster.violations() == []
-    wait_until(lambda: not cluster.leftovers(), STUCK_S, "the nodes to be empty")
+    wait_until(lambda: not cluster.leftovers(), PATIENCE_S, "the nodes to be empty")
 
 
 def test_an_agent_or_shepherd_that_dies_at_any_step_loses_and_doubles_nothing(crashing: CrashingCluster) -> None:
@@ -147,15 +145,17 @@ def test_an_agent_or_shepherd_that_dies_at_any_step_loses_and_doubles_nothing(cr
         crashing.up()
         jobs = {node: crashing.submit(crashing.one_task(0.1, nodelist=(node,)))[0] for node in points}
         for node, point in points.items():
-            wait_until(lambda node=node, point=point: crashing.has_crashed(node, point), STUCK_S, f"a death at {point}")
+            wait_until(
+                lambda node=node, point=point: crashing.has_crashed(node, point), PATIENCE_S, f"a death at {point}"
+            )
             crashing.kills.append(Kill(what="shepherd", node=node, at_s=time.time()))
             if NODE_POINTS[point] == AGAIN:
                 crashing.kill_agent(node)  # or the next shepherd would die there as well
-        crashing.wait_until_ended(STUCK_S, str(points))
+        crashing.wait_until_ended(PATIENCE_S, str(points))
         for node, point in points.items():
             job = crashing.job(jobs[node])
             state, attempt = NODE_POINTS[point]
             assert (point, job["state"]) == (point, state)
             assert job["attempt"] == attempt or job["attempt"] > attempt == 1
     assert crashing.violations() == []
-    wait_until(lambda: not crashing.leftovers(), STUCK_S, "the nodes to be empty")
+    wait_until(lambda: not crashing.leftovers(), PATIENCE_S, "the nodes to be empty")
