@@ -18,6 +18,7 @@ from typing import Any
 from hpcsched import paths
 from hpcsched.api.app import make_server
 from hpcsched.config import Config, load_config
+from hpcsched.controller.alarm import Alarm
 from hpcsched.controller.backend import ControllerBackend
 from hpcsched.controller.faults import crash_around_commits, crash_points
 from hpcsched.controller.fleet import Fleet, monotonic_s
@@ -54,8 +55,7 @@ class Daemon:
         self._config = config
         self._stop: asyncio.Event = asyncio.Event()
         self._exit_code = 0
-        self._tick_timer: asyncio.TimerHandle | None = None
-        self._tick_soon = False
+        self._alarm = Alarm(self._tick)
         self._clock = time.time
         self._faults = crash_points(os.environ)
 
@@ -198,25 +198,9 @@ class Daemon:
         return monotonic_s()
 
     def wake(self, after_s: float) -> None:
-        """Tick as soon as the loop has taken in what is there now, or in `after_s` seconds, whichever is earlier."""
-        loop = asyncio.get_running_loop()
-        if after_s <= 0.0:
-            if not self._tick_soon:
-                self._tick_soon = True
-                loop.call_soon(self._tick)
-            return
-        due = loop.time() + after_s
-        if self._tick_timer is None or self._tick_timer.when() > due:
-            if self._tick_timer is not None:
-                self._tick_timer.cancel()
-            self._tick_timer = loop.call_at(due, self._timer_rang)
-
-    def _timer_rang(self) -> None:
-        self._tick_timer = None
-        self.wake(0.0)
+        self._alarm.wake(after_s)
 
     def _tick(self) -> None:
-        self._tick_soon = False
         try:
             self.controller.tick(self._clock())
         except Exception as error:  # the edge of a tick: what is in memory may not be what is on disk any more

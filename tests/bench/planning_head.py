@@ -25,6 +25,7 @@ from hpcsched.api.app import make_server
 from hpcsched.api.identity import Asker
 from hpcsched.config import build_config
 from hpcsched.controller import requests
+from hpcsched.controller.alarm import Alarm
 from hpcsched.controller.backend import ControllerBackend
 from hpcsched.controller.daemon import GC_THRESHOLD
 from hpcsched.controller.tick import Controller
@@ -55,8 +56,7 @@ class Head:
         self.controller = Controller(world, self.store, self, Policy(backfill=Backfill(policy)))
         self.ticks_s: list[float] = []
         self.started = 0
-        self._soon = False
-        self._timer: asyncio.TimerHandle | None = None
+        self.wake = Alarm(self._tick).wake
         self._chance = random.Random(1)
         self._seq = 0
 
@@ -76,25 +76,7 @@ class Head:
     def monotonic_s(self) -> float:
         return time.monotonic()
 
-    def wake(self, after_s: float) -> None:
-        loop = asyncio.get_running_loop()
-        if after_s <= 0:
-            if not self._soon:
-                self._soon = True
-                loop.call_soon(self._tick)
-            return
-        due = loop.time() + after_s
-        if self._timer is None or self._timer.when() > due:
-            if self._timer is not None:
-                self._timer.cancel()
-            self._timer = loop.call_at(due, self._rang)
-
-    def _rang(self) -> None:
-        self._timer = None
-        self.wake(0.0)
-
     def _tick(self) -> None:
-        self._soon = False
         began_s = time.thread_time()
         self.controller.tick(time.time())
         self.ticks_s.append(time.thread_time() - began_s)
