@@ -15,7 +15,7 @@ import pytest
 SCRIPTS: dict[str, str] = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"][
     "scripts"
 ]
-FAST = ("hsub", "hqueue", "hcancel", "hinfo", "hlogs", "hacct", "hctl", "hwhy", "hprio", "hshare")
+FAST = ("hsub", "hqueue", "hcancel", "hinfo", "hlogs", "hacct", "hctl", "hwhy", "hprio", "hshare", "hsim")
 
 HEAVY = frozenset(
     {
