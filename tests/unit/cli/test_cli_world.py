@@ -8,11 +8,9 @@ from pathlib import Path
 
 import pytest
 from fake_api import FakeApi
-from jobs import T0
 from unit.controller.world import BOB, Cluster
 
 from hpcsched.cli import hctl, hsim
-from hpcsched.controller.backend import ControllerBackend
 from hpcsched.sched.saved import world_from_json
 
 
@@ -22,9 +20,7 @@ def test_the_world_is_handed_out_without_scripts_and_read_again(
     cluster = Cluster("n1")
     cluster.run(cluster.submit(ntasks=2, script="#!/bin/sh\necho secret\n", env=(("PASSWORD", "secret"),)))
     waits = cluster.submit(BOB, ntasks=2, script="#!/bin/sh\necho secret\n", env=(("PASSWORD", "secret"),))
-    backend = ControllerBackend(
-        cluster.controller, None, clock=lambda: T0, started_at_s=T0, apply_config=list, database=Path("/none")
-    )  # type: ignore[arg-type]
+    backend = cluster.backend()
     api.answers["GET /v1/snapshot"] = lambda body, given: asyncio.run(backend.snapshot())
     assert hctl.main(["snapshot", str(tmp_path / "world")]) == 0
     text = (tmp_path / "world").read_text()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from jobs import T0, node
 from world import ANN, ROOT, Cluster
@@ -11,7 +9,6 @@ from world import ANN, ROOT, Cluster
 from hpcnode import protocol
 from hpcsched.api.views import node_state, why_waiting
 from hpcsched.controller import requests
-from hpcsched.controller.backend import ControllerBackend
 from hpcsched.controller.messages import claim_token
 from hpcsched.errors import RequestError
 from hpcsched.lifecycle.events import NodeLost
@@ -84,9 +81,7 @@ def test_a_signal_goes_to_the_steps_on_all_nodes_of_the_job_and_to_the_script_al
 def test_a_user_that_nobody_knows_is_refused_and_one_with_jobs_is_not() -> None:
     cluster = Cluster("n1")
     cluster.submit()  # of ann, who need not have an account here
-    backend = ControllerBackend(
-        cluster.controller, None, clock=lambda: T0, started_at_s=T0, apply_config=list, database=Path("/none")
-    )  # type: ignore[arg-type]
+    backend = cluster.backend()
     assert len(backend.jobs(ROOT, {"user": "ann,root"})["jobs"]) == 1
     with pytest.raises(RequestError, match="Invalid user: nosuch"):
         backend.jobs(ROOT, {"user": "root,nosuch"})

@@ -12,6 +12,7 @@ from hpcnode import protocol
 from hpcsched.api.identity import Asker
 from hpcsched.config import Config, build_config
 from hpcsched.controller import requests
+from hpcsched.controller.backend import ControllerBackend
 from hpcsched.controller.tick import Controller
 from hpcsched.lifecycle.events import Submitted
 from hpcsched.lifecycle.job import apply, submitted_jobs
@@ -126,6 +127,17 @@ class Cluster:
         """Have a node say that nothing is left of the job's attempt."""
         job = self.job(job_id)
         self.says(name, protocol.JobGone(incarnation=self.world.incarnation, job_id=job.id, attempt=job.attempt))
+
+    def backend(self) -> ControllerBackend:
+        """Return what the API asks, but for what needs connections to nodes."""
+        return ControllerBackend(
+            self.controller,
+            None,  # type: ignore[arg-type]
+            clock=lambda: T0,
+            started_at_s=T0,
+            apply_config=list,
+            database=Path("/none"),
+        )
 
     def sent(self, kind: type) -> list[tuple[str, Any]]:
         """Return, and forget, what was sent of one kind of message."""
