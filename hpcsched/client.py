@@ -2,7 +2,8 @@
 
 Commands must start fast, so this speaks the little of HTTP that our own server needs (RFC 9112: a request with
 Content-Length, an answer until the connection ends) instead of importing http.client, which costs as much as Python's
-start; for the same reason its values are plain classes (`dataclasses` is another 6 ms). Knows no routes but that of logs.
+start; for the same reason its values are plain tuples (`dataclasses` is another 6 ms), paths are text, and the socket is
+the interpreter's own (`socket` makes enumerations of some hundred constants first). Knows no routes but that of logs.
 
 The server must be root or ourselves (SO_PEERCRED, unix(7)): a socket that somebody else planted is not talked to.
 """
@@ -11,34 +12,41 @@ from __future__ import annotations
 
 import json
 import os
-import pwd
-import socket
-import struct
+import sys
 import time
-from pathlib import Path
-from typing import Any, NamedTuple
+from _socket import AF_UNIX, SO_PEERCRED, SOCK_STREAM, SOL_SOCKET, socket
+from collections import namedtuple
 
 from hpcsched import errors, paths
 
-Json = dict[str, Any]
+TYPE_CHECKING = False  # type checkers know the name; typing's own costs a command a tenth of its start
+if TYPE_CHECKING:
+    from os import PathLike
+    from typing import Any
+
+Json = dict[str, "Any"]
 
 TIMEOUT_S = 60.0
 READ_BYTES = 256 << 10
 MAX_ANSWER_BYTES = 256 << 20
 RETRY_S = 10.0  # how long to try again while the controller restarts, for requests that may be repeated
-_UCRED = struct.Struct("iII")
+_UCRED_BYTES = 12  # struct ucred: pid, uid, gid
 
 
-class Response(NamedTuple):
+class Response(namedtuple("Response", "status headers body")):
     """An HTTP answer."""
+
+    __slots__ = ()
 
     status: int
     headers: dict[str, str]  # names in lower case
     body: bytes
 
 
-class LogPart(NamedTuple):
+class LogPart(namedtuple("LogPart", "data offset size path ended")):
     """A piece of a job's output file. `ended`: the job is over and this reaches the file's end."""
+
+    __slots__ = ()
 
     data: bytes
     offset: int  # of the first byte in the file
@@ -51,14 +59,16 @@ class BrokenConnectionError(errors.UnavailableError):
     """The connection ended before the answer came: whether the request took effect is not known."""
 
 
-def socket_path() -> Path:
+def socket_path() -> str:
     """Return the path of the controller's socket: HPCSCHED_API, or what the configuration says."""
     given = os.environ.get("HPCSCHED_API", "")
-    return Path(given) if given else paths.api_socket(os.environ, os.getuid())
+    return given or paths.api_socket(os.environ, os.getuid())
 
 
 def my_name() -> str:
     """Return the name of the account that asks, its number where it has none, as the controller does."""
+    import pwd
+
     try:
         return pwd.getpwuid(os.getuid()).pw_name
     except KeyError:
@@ -66,7 +76,12 @@ def my_name() -> str:
 
 
 def call(
-    method: str, path: str, body: Json | None = None, *, timeout_s: float = TIMEOUT_S, where: Path | None = None
+    method: str,
+    path: str,
+    body: Json | None = None,
+    *,
+    timeout_s: float = TIMEOUT_S,
+    where: str | PathLike[str] | None = None,
 ) -> Json:
     """Ask the controller (at the socket `where`, else the one that is found) and return its answer.
 
@@ -79,6 +94,14 @@ def call(
     if not isinstance(answer, dict):
         raise errors.ProtocolError("cannot read the controller's answer: it is no JSON object")
     return answer
+
+
+def fetch_text(path: str) -> str:
+    """Return the text at `path` of the API. Raises as `call` does."""
+    response = request("GET", path)
+    if response.status != 200:
+        raise _error(response)
+    return response.body.decode("utf-8", "replace")
 
 
 def call_again(method: str, path: str, body: Json | None = None, *, timeout_s: float = TIMEOUT_S) -> Json:
@@ -128,23 +151,46 @@ def fetch_log(
 
 
 def request(
-    method: str, path: str, body: Json | None = None, *, timeout_s: float = TIMEOUT_S, where: Path | None = None
+    method: str,
+    path: str,
+    body: Json | None = None,
+    *,
+    timeout_s: float = TIMEOUT_S,
+    where: str | PathLike[str] | None = None,
 ) -> Response:
     """Send one request and return the whole answer. Raises UnavailableError."""
-    where = where or socket_path()
     data = b"" if body is None else json.dumps(body, separators=(",", ":")).encode("utf-8", "surrogateescape")
     head = (
         f"{method} {path} HTTP/1.1\r\nHost: hpcsched\r\nConnection: close\r\n"
         f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
     )
-    with _connect(where, timeout_s) as sock:
-        try:
-            sock.sendall(head.encode("ascii") + data)
-            return _read(sock)
-        except TimeoutError:
-            raise BrokenConnectionError(f"no answer from the hpcsched controller within {timeout_s:g} s") from None
-        except OSError as error:
-            raise BrokenConnectionError(f"lost the connection to the hpcsched controller: {error.strerror}") from None
+    try:
+        sock = _connect(os.fspath(where or socket_path()), timeout_s)
+    except errors.UnavailableError:
+        job_id = os.environ.get("HPCSCHED_JOB_ID", "") or os.environ.get("SLURM_JOB_ID", "")
+        agent = os.environ.get("HPCSCHED_SOCKET", "")
+        if where is not None or not agent or not job_id.isdigit():
+            raise
+        return _by_agent(agent, int(job_id), method, path, data, timeout_s)
+    try:
+        sock.sendall(head.encode("ascii") + data)
+        return _read(sock)
+    except TimeoutError:
+        raise BrokenConnectionError(f"no answer from the hpcsched controller within {timeout_s:g} s") from None
+    except OSError as error:
+        raise BrokenConnectionError(f"lost the connection to the hpcsched controller: {error.strerror}") from None
+    finally:
+        sock.close()
+
+
+def _by_agent(agent: str, job_id: int, method: str, path: str, data: bytes, timeout_s: float) -> Response:
+    """Ask from a node that the controller's socket is not on."""
+    from hpcsched import clientrelay  # no other command needs it
+
+    try:
+        return Response(*clientrelay.ask(agent, job_id, method, path, data, timeout_s))
+    except OSError as error:
+        raise BrokenConnectionError(f"lost the connection to this node's agent: {error}") from None
 
 
 def _quoted(text: str) -> str:
@@ -164,11 +210,11 @@ def job_path(reference: str, below: str = "") -> str:
     return f"/v1/job/{_quoted(reference)}" + (f"/{below}" if below else "")
 
 
-def _connect(where: Path, timeout_s: float) -> socket.socket:
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+def _connect(where: str, timeout_s: float) -> socket:
+    sock = socket(AF_UNIX, SOCK_STREAM)
     sock.settimeout(timeout_s)
     try:
-        sock.connect(str(where))
+        sock.connect(where)
     except OSError as error:
         sock.close()
         why = error.strerror or str(error)
@@ -176,7 +222,7 @@ def _connect(where: Path, timeout_s: float) -> socket.socket:
         if isinstance(error, PermissionError):
             todo = "an admin can set run_dir, in hpcsched.toml, to a directory that lets other users in"
         raise errors.UnavailableError(f"Unable to contact hpcsched controller ({where}: {why}): {todo}") from None
-    _, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    uid = int.from_bytes(sock.getsockopt(SOL_SOCKET, SO_PEERCRED, _UCRED_BYTES)[4:8], sys.byteorder)
     if uid not in (0, os.getuid()):
         sock.close()
         raise errors.UnavailableError(
@@ -185,7 +231,7 @@ def _connect(where: Path, timeout_s: float) -> socket.socket:
     return sock
 
 
-def _read(sock: socket.socket) -> Response:
+def _read(sock: socket) -> Response:
     received = bytearray()
     while data := sock.recv(READ_BYTES):
         received += data
@@ -221,4 +267,6 @@ def _error(response: Response) -> errors.HpcschedError:
     kind = getattr(errors, str(answer.get("kind")), errors.RequestError)
     if not (isinstance(kind, type) and issubclass(kind, errors.HpcschedError)):
         kind = errors.RequestError
-    return kind(str(answer.get("error")))
+    error = kind(str(answer.get("error")))
+    error.by_controller = True
+    return error

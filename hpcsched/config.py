@@ -88,6 +88,8 @@ class SchedulerSettings:
     default_time_limit: int | None  # seconds; None: no limit
     age_max_s: float
     favor_small: bool
+    small_relative_to_time: bool
+    accrue_always: bool
     max_switch_wait: float  # seconds
     max_array_size: int
     max_jobs: int

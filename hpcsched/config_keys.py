@@ -341,6 +341,18 @@ SCHEDULER = (
         help="Whether small jobs get the weight of size, not large ones.",
     ),
     Key(
+        name="small_relative_to_time",
+        kind=yes_no,
+        default=False,
+        help="Whether size is the cpus divided by the time limit in minutes: then short jobs count as large.",
+    ),
+    Key(
+        name="accrue_always",
+        kind=yes_no,
+        default=False,
+        help="Whether a job's age counts from its submission, and not only while nothing but other jobs keeps it waiting.",
+    ),
+    Key(
         name="max_switch_wait",
         kind=seconds(),
         default=300,

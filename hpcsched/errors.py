@@ -9,9 +9,19 @@ from __future__ import annotations
 class HpcschedError(Exception):
     """An error whose text is meant for a person: shown without a traceback."""
 
+    by_controller = False  # it was the controller's answer to a command
+
 
 class RequestError(HpcschedError):
     """The user asked for something that cannot be: change the request."""
+
+
+class UsageError(RequestError):
+    """The words of a command line cannot be understood: exit status 2. `getopt`: the same in getopt_long(3)'s words."""
+
+    def __init__(self, text: str, *, getopt: str = "") -> None:
+        super().__init__(text)
+        self.getopt = getopt
 
 
 class PermissionDeniedError(RequestError):

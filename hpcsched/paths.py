@@ -4,17 +4,22 @@ As root: /etc/hpcsched, /var/lib/hpcsched, /run/hpcsched. As a plain user: the X
 `hpcsched`. `HPCSCHED_CONFIG` names another configuration directory; its state and sockets then lie below it, so that
 two clusters of one user never meet. The keys `state_dir` and `run_dir` of hpcsched.toml win over all of that.
 
-Commands use this module before they know anything else, so it imports little; a command asks `api_socket`.
+A command asks `api_socket` before it knows anything else: what that needs is worked out as text, because `pathlib` takes a
+quarter of Python's start to import. The others get a Path.
 
 Source: XDG Base Directory Specification.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
-from pathlib import Path
 
 from hpcsched.errors import ConfigError
+
+TYPE_CHECKING = False  # type checkers know the name; typing's own costs a command a tenth of its start
+if TYPE_CHECKING:
+    from pathlib import Path
 
 CONFIG_FILE = "hpcsched.toml"
 NODES_DIR = "nodes.d"
@@ -23,74 +28,105 @@ DATABASE_FILE = "hpcsched.db"  # in the state directory
 API_SOCKET = "api.sock"
 STEPS_SOCKET = "steps.sock"
 
-SYSTEM_CONFIG = Path("/etc/hpcsched")
-SYSTEM_STATE = Path("/var/lib/hpcsched")
-SYSTEM_RUN = Path("/run/hpcsched")
+SYSTEM_CONFIG = "/etc/hpcsched"
+SYSTEM_STATE = "/var/lib/hpcsched"
+SYSTEM_RUN = "/run/hpcsched"
 
 
 def own_config_dir(environ: Mapping[str, str], uid: int) -> Path:
     """Return the configuration directory that this user would write: `HPCSCHED_CONFIG`, the system's or their own."""
+    return _path(_own_config_dir(environ, uid))
+
+
+def find_config_dir(environ: Mapping[str, str], uid: int) -> Path:
+    """Return the configuration directory that this user's commands read: their own, or else the system's."""
+    return _path(_find_config_dir(environ, uid))
+
+
+def default_state_dir(config_dir: Path, environ: Mapping[str, str]) -> Path:
+    """Return where the database lies if hpcsched.toml does not say it."""
+    return _path(_default_state_dir(str(config_dir), environ))
+
+
+def default_run_dir(config_dir: Path, environ: Mapping[str, str]) -> Path:
+    """Return where the sockets lie if hpcsched.toml does not say it."""
+    return _path(_default_run_dir(str(config_dir), environ))
+
+
+def find_run_dir(environ: Mapping[str, str], uid: int) -> Path:
+    """Return the directory of the controller's sockets, for a command: reads no more of the file than that key."""
+    return _path(_find_run_dir(environ, uid))
+
+
+def absolute(text: str, base: Path) -> Path:
+    """Return the path that `text` in a file of the directory `base` means: ``~`` expanded, relative below `base`."""
+    return _path(_absolute(text, str(base)))
+
+
+def api_socket(environ: Mapping[str, str], uid: int) -> str:
+    """Return the path of the controller's API socket, as text."""
+    return os.path.join(_find_run_dir(environ, uid), API_SOCKET)
+
+
+def _path(text: str) -> Path:
+    from pathlib import Path
+
+    return Path(text)
+
+
+def _own_config_dir(environ: Mapping[str, str], uid: int) -> str:
     given = environ.get("HPCSCHED_CONFIG", "")
     if given:
-        return Path(given).absolute()
+        return given if os.path.isabs(given) else os.path.join(os.getcwd(), given)
     if uid == 0:
         return SYSTEM_CONFIG
     return _xdg(environ, "XDG_CONFIG_HOME", ".config")
 
 
-def find_config_dir(environ: Mapping[str, str], uid: int) -> Path:
-    """Return the configuration directory that this user's commands read: their own, or else the system's."""
-    own = own_config_dir(environ, uid)
-    if environ.get("HPCSCHED_CONFIG") or (own / CONFIG_FILE).exists():
+def _find_config_dir(environ: Mapping[str, str], uid: int) -> str:
+    own = _own_config_dir(environ, uid)
+    if environ.get("HPCSCHED_CONFIG") or os.path.exists(os.path.join(own, CONFIG_FILE)):
         return own
-    return SYSTEM_CONFIG if (SYSTEM_CONFIG / CONFIG_FILE).exists() else own
+    return SYSTEM_CONFIG if os.path.exists(os.path.join(SYSTEM_CONFIG, CONFIG_FILE)) else own
 
 
-def default_state_dir(config_dir: Path, environ: Mapping[str, str]) -> Path:
-    """Return where the database lies if hpcsched.toml does not say it."""
+def _default_state_dir(config_dir: str, environ: Mapping[str, str]) -> str:
     if config_dir == SYSTEM_CONFIG:
         return SYSTEM_STATE
     if config_dir == _xdg(environ, "XDG_CONFIG_HOME", ".config"):
         return _xdg(environ, "XDG_STATE_HOME", ".local/state")
-    return config_dir / "state"
+    return os.path.join(config_dir, "state")
 
 
-def default_run_dir(config_dir: Path, environ: Mapping[str, str]) -> Path:
-    """Return where the sockets lie if hpcsched.toml does not say it."""
+def _default_run_dir(config_dir: str, environ: Mapping[str, str]) -> str:
     if config_dir == SYSTEM_CONFIG:
         return SYSTEM_RUN
     if config_dir == _xdg(environ, "XDG_CONFIG_HOME", ".config") and environ.get("XDG_RUNTIME_DIR"):
         return _xdg(environ, "XDG_RUNTIME_DIR", "")
-    return default_state_dir(config_dir, environ) / "run"
+    return os.path.join(_default_state_dir(config_dir, environ), "run")
 
 
-def find_run_dir(environ: Mapping[str, str], uid: int) -> Path:
-    """Return the directory of the controller's sockets, for a command: reads no more of the file than that key."""
-    config_dir = find_config_dir(environ, uid)
-    path = config_dir / CONFIG_FILE
+def _find_run_dir(environ: Mapping[str, str], uid: int) -> str:
+    config_dir = _find_config_dir(environ, uid)
+    path = os.path.join(config_dir, CONFIG_FILE)
     try:
-        text = path.read_text(encoding="utf-8")
+        with open(path, encoding="utf-8") as stream:
+            text = stream.read()
     except FileNotFoundError:
-        return default_run_dir(config_dir, environ)
+        return _default_run_dir(config_dir, environ)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
     controller = _controller_table(path, text) if _may_set_directories(text) else {}
     for key, below in (("run_dir", ""), ("state_dir", "run")):
         value = controller.get(key)
         if isinstance(value, str) and value:
-            return absolute(value, config_dir) / below
-    return default_run_dir(config_dir, environ)
+            directory = _absolute(value, config_dir)
+            return os.path.join(directory, below) if below else directory
+    return _default_run_dir(config_dir, environ)
 
 
-def api_socket(environ: Mapping[str, str], uid: int) -> Path:
-    """Return the path of the controller's API socket."""
-    return find_run_dir(environ, uid) / API_SOCKET
-
-
-def absolute(text: str, base: Path) -> Path:
-    """Return the path that `text` in a file of the directory `base` means: ``~`` expanded, relative below `base`."""
-    path = Path(text).expanduser()
-    return path if path.is_absolute() else base / path
+def _absolute(text: str, base: str) -> str:
+    return os.path.join(base, os.path.expanduser(text))
 
 
 def _may_set_directories(text: str) -> bool:
@@ -99,7 +135,7 @@ def _may_set_directories(text: str) -> bool:
     return any("run_dir" in line or "state_dir" in line for line in lines)
 
 
-def _controller_table(path: Path, text: str) -> Mapping[str, object]:
+def _controller_table(path: str, text: str) -> Mapping[str, object]:
     import tomllib  # costs a command some milliseconds, so only where the text needs it
 
     try:
@@ -109,13 +145,8 @@ def _controller_table(path: Path, text: str) -> Mapping[str, object]:
     return table if isinstance(table, dict) else {}
 
 
-def _xdg(environ: Mapping[str, str], variable: str, below_home: str) -> Path:
+def _xdg(environ: Mapping[str, str], variable: str, below_home: str) -> str:
     value = environ.get(variable, "")
     # The specification: a relative path here is to be ignored.
-    base = Path(value) if value.startswith("/") else _home(environ) / below_home
-    return base / "hpcsched"
-
-
-def _home(environ: Mapping[str, str]) -> Path:
-    home = environ.get("HOME", "")
-    return Path(home) if home else Path.home()
+    base = value if value.startswith("/") else os.path.join(environ.get("HOME") or os.path.expanduser("~"), below_home)
+    return os.path.join(base, "hpcsched")

@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
+from dataclasses import replace
 from typing import Any, Protocol
 
 from hpcsched.api import web
@@ -44,14 +46,20 @@ class LogPart(Protocol):
     ended: bool
 
 
-class Backend(Protocol):
-    """What the routes ask of the controller. Changes are on disk when they return; all may raise HpcschedError."""
+class Reader(Protocol):
+    """What the routes ask first when a controller has started: the queue."""
 
     def admins(self) -> tuple[str, ...]: ...
+    def jobs(self, asker: Asker, query: dict[str, str]) -> Json: ...
+    def queue(self, asker: Asker, query: dict[str, str]) -> str: ...
+
+
+class Backend(Reader, Protocol):
+    """What the routes ask of the controller. Changes are on disk when they return; all may raise HpcschedError."""
+
     def ping(self) -> Json: ...
     async def submit(self, asker: Asker, request_id: str, specs: list[JobSpec]) -> Json: ...
     async def test(self, asker: Asker, spec: JobSpec) -> Json: ...
-    def jobs(self, asker: Asker, query: dict[str, str]) -> Json: ...
     def job(self, asker: Asker, reference: str) -> Json: ...
     def story(self, asker: Asker, reference: str) -> Json: ...
     async def why(self, asker: Asker, reference: str) -> Json: ...
@@ -84,14 +92,15 @@ STATUS: tuple[tuple[type[HpcschedError], int], ...] = (
 )
 
 
-def make_server(backend: Backend) -> web.Server:
-    """Return the server that answers from `backend`."""
-    routes = _Routes(backend)
+def make_server(reader: Reader, coming: asyncio.Future[Backend]) -> web.Server:
+    """Return the server that answers for the queue from `reader`, and all else from what is `coming`, when it is there."""
+    routes = _Routes(reader, coming)
     found = [
         web.get("/v1/ping", routes.ping),
         web.post("/v1/submit", routes.submit),
         web.post("/v1/test", routes.test),
         web.get("/v1/jobs", routes.jobs),
+        web.get("/v1/queue", routes.queue),
         web.get("/v1/job/{ref}", routes.job),
         web.get("/v1/job/{ref}/story", routes.story),
         web.get("/v1/job/{ref}/why", routes.why),
@@ -118,103 +127,137 @@ def make_server(backend: Backend) -> web.Server:
 
 
 class _Routes:
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
+    def __init__(self, reader: Reader, coming: asyncio.Future[Backend]) -> None:
+        self._reader = reader
+        self._coming = coming
+
+    async def _backend(self) -> Backend:
+        return await asyncio.shield(self._coming)  # a client that goes away takes its own request along, nothing else
 
     def _asker(self, request: web.Request) -> Asker:
-        return asker_of(peer_uid(request.peer), self._backend.admins())
+        if request.uid is not None:
+            return replace(asker_of(request.uid, ()), admin=False)
+        assert request.peer is not None
+        return asker_of(peer_uid(request.peer), self._reader.admins())
 
     async def ping(self, request: web.Request) -> web.Response:
-        return answer(self._backend.ping())
+        return answer((await self._backend()).ping())
 
     async def submit(self, request: web.Request) -> web.Response:
         body = await _body(request)
         jobs = body.get("jobs")
         request_id = body.get("request_id", "")
+        if "words" in body and jobs is None:
+            return await self._submit_words(request, request_id, body["words"])
         if not isinstance(jobs, list) or not jobs or not isinstance(request_id, str):
             raise RequestError('cannot submit: the body must be {"request_id": text, "jobs": [...]}')
+        specs = [spec_from_json(job) for job in jobs]
+        return answer(await self._submit(request, request_id, specs))
+
+    async def _submit_words(self, request: web.Request, request_id: object, words: object) -> web.Response:
+        """Submit what a command was called with, read in its place."""
+        from hpcsched.jobscript.submission import manners, read_remote, words_from_json  # a start answers without it
+
+        read = read_remote(words_from_json(words), time.time())
+        done = await self._submit(request, request_id, [read.built.spec])
+        notes = [*read.built.notes, *done["notes"]]
+        return answer({**done, "notes": notes, "manners": manners(read)})
+
+    async def _submit(self, request: web.Request, request_id: object, specs: list[JobSpec]) -> Json:
+        if not isinstance(request_id, str):
+            raise RequestError("cannot submit: the request id is no text")
         if len(request_id) > MAX_REQUEST_ID:
             raise RequestError(
                 f"cannot submit: the request id has {len(request_id)} characters, {MAX_REQUEST_ID} are allowed"
             )
-        specs = [spec_from_json(job) for job in jobs]
-        return answer(await self._backend.submit(self._asker(request), request_id, specs))
+        return await (await self._backend()).submit(self._asker(request), request_id, specs)
 
     async def test(self, request: web.Request) -> web.Response:
         spec = spec_from_json((await _body(request)).get("job"))
-        return answer(await self._backend.test(self._asker(request), spec))
+        return answer(await (await self._backend()).test(self._asker(request), spec))
 
     async def jobs(self, request: web.Request) -> web.Response:
-        return answer(self._backend.jobs(self._asker(request), request.query))
+        return answer(self._reader.jobs(self._asker(request), request.query))
+
+    async def queue(self, request: web.Request) -> web.Response:
+        """Send the queue as the lines of text that squeue prints."""
+        text = self._reader.queue(self._asker(request), request.query)
+        return web.Response(text.encode("utf-8", "replace"), content_type="text/plain; charset=utf-8")
 
     async def job(self, request: web.Request) -> web.Response:
-        return answer(self._backend.job(self._asker(request), request.match_info["ref"]))
+        return answer((await self._backend()).job(self._asker(request), request.match_info["ref"]))
 
     async def story(self, request: web.Request) -> web.Response:
-        return answer(self._backend.story(self._asker(request), request.match_info["ref"]))
+        return answer((await self._backend()).story(self._asker(request), request.match_info["ref"]))
 
     async def why(self, request: web.Request) -> web.Response:
-        return answer(await self._backend.why(self._asker(request), request.match_info["ref"]))
+        return answer(await (await self._backend()).why(self._asker(request), request.match_info["ref"]))
 
     async def act(self, request: web.Request) -> web.Response:
         body = await _body(request)
-        return answer(await self._backend.act(self._asker(request), request.match_info["verb"], body))
+        return answer(await (await self._backend()).act(self._asker(request), request.match_info["verb"], body))
 
     async def priorities(self, request: web.Request) -> web.Response:
-        return answer(self._backend.priorities(self._asker(request), request.query))
+        return answer((await self._backend()).priorities(self._asker(request), request.query))
 
     async def snapshot(self, request: web.Request) -> web.Response:
-        return answer(await self._backend.snapshot())
+        return answer(await (await self._backend()).snapshot())
 
     async def shares(self, request: web.Request) -> web.Response:
-        return answer(self._backend.shares())
+        return answer((await self._backend()).shares())
 
     async def reset_usage(self, request: web.Request) -> web.Response:
-        return answer(await self._backend.reset_usage(self._asker(request), await _body(request)))
+        return answer(await (await self._backend()).reset_usage(self._asker(request), await _body(request)))
 
     async def licenses(self, request: web.Request) -> web.Response:
-        return answer(self._backend.licenses())
+        return answer((await self._backend()).licenses())
 
     async def nodes(self, request: web.Request) -> web.Response:
         query = request.query
         share_file = query.get("share_file", "")
-        return answer(await self._backend.nodes(self._asker(request), query.get("probe") == "1", share_file))
+        return answer(await (await self._backend()).nodes(self._asker(request), query.get("probe") == "1", share_file))
 
     async def act_on_nodes(self, request: web.Request) -> web.Response:
         body = await _body(request)
-        return answer(await self._backend.act_on_nodes(self._asker(request), request.match_info["verb"], body))
+        return answer(
+            await (await self._backend()).act_on_nodes(self._asker(request), request.match_info["verb"], body)
+        )
 
     async def reservations(self, request: web.Request) -> web.Response:
-        return answer(self._backend.reservations())
+        return answer((await self._backend()).reservations())
 
     async def act_on_reservation(self, request: web.Request) -> web.Response:
         body = await _body(request)
-        return answer(await self._backend.act_on_reservation(self._asker(request), request.match_info["verb"], body))
+        return answer(
+            await (await self._backend()).act_on_reservation(self._asker(request), request.match_info["verb"], body)
+        )
 
     async def partitions(self, request: web.Request) -> web.Response:
-        return answer(self._backend.partitions())
+        return answer((await self._backend()).partitions())
 
     async def config(self, request: web.Request) -> web.Response:
-        return answer(self._backend.config(self._asker(request)))
+        return answer((await self._backend()).config(self._asker(request)))
 
     async def history(self, request: web.Request) -> web.Response:
-        return answer(self._backend.history(self._asker(request), request.query))
+        return answer((await self._backend()).history(self._asker(request), request.query))
 
     async def reconfigure(self, request: web.Request) -> web.Response:
-        return answer(await self._backend.reconfigure(self._asker(request)))
+        return answer(await (await self._backend()).reconfigure(self._asker(request)))
 
     async def strays(self, request: web.Request) -> web.Response:
-        return answer(self._backend.strays(self._asker(request)))
+        return answer((await self._backend()).strays(self._asker(request)))
 
     async def act_on_strays(self, request: web.Request) -> web.Response:
         body = await _body(request)
-        return answer(await self._backend.act_on_strays(self._asker(request), request.match_info["verb"], body))
+        return answer(
+            await (await self._backend()).act_on_strays(self._asker(request), request.match_info["verb"], body)
+        )
 
     async def backup(self, request: web.Request) -> web.Response:
         path = (await _body(request)).get("path")
         if not isinstance(path, str):
             raise RequestError('cannot back up: the body must be {"path": absolute path}')
-        return answer(await self._backend.backup(self._asker(request), path))
+        return answer(await (await self._backend()).backup(self._asker(request), path))
 
     async def log(self, request: web.Request) -> web.Response:
         """Send a part of a job's output, waiting up to `wait_s` for there to be more."""
@@ -224,7 +267,9 @@ class _Routes:
         wait_until_s = asyncio.get_running_loop().time() + min(_number(query, "wait_s", 0), LOG_WAIT_S)
         pause_s = 0.05
         while True:
-            part = await self._backend.log(asker, query.get("job", ""), query.get("stream", "out"), offset, limit)
+            part = await (await self._backend()).log(
+                asker, query.get("job", ""), query.get("stream", "out"), offset, limit
+            )
             now_s = asyncio.get_running_loop().time()
             if part.data or part.ended or now_s >= wait_until_s:
                 break

@@ -23,6 +23,7 @@ from hpcsched.model.job import ACTIVE, SHORT_CODES, Hold, Job, JobState, Reason
 from hpcsched.model.node import Link, Node, NodeState, Partition
 from hpcsched.model.reservation import Reservation
 from hpcsched.model.spec import JobSpec
+from hpcsched.model.training import Failure, Training
 from hpcsched.model.units import format_mem, format_time_s
 from hpcsched.store.rows import StepRow
 from hpcsched.store.world import World
@@ -56,10 +57,12 @@ def job_view(job: Job, world: World, asker: Asker, now_s: float, *, whole: bool 
         "hold": job.hold.value,
         "priority": _priority(job, world),
         "nice": job.nice,
+        "site": job.site,
         "attempt": job.attempt,
         "restarts": job.restarts,
         "submitted_at_s": job.submitted_at_s,
         "eligible_at_s": job.eligible_at_s,
+        "accrued_from_s": job.accrued_from_s,
         "not_before_s": job.not_before_s,
         "expected_start_s": expected_s,
         "allocated_at_s": job.allocated_at_s,
@@ -72,6 +75,7 @@ def job_view(job: Job, world: World, asker: Asker, now_s: float, *, whole: bool 
         "wanted_nodes": list(job.wanted_nodes),
         "preempted_by": job.preempted_by,
         "time_limit_s": job.time_limit_s,
+        "time_min_s": job.time_min_s,
         "cut_at_s": cut_at_s(job, world.reservations.get(job.reservation)) if job.state in ACTIVE else None,
         "nodes": nodes,
         "node_list": compress_hostlist(nodes),
@@ -110,12 +114,49 @@ def job_view(job: Job, world: World, asker: Asker, now_s: float, *, whole: bool 
         "dependency": terms_text(job.dependency, any_one=job.dependency_any),
         "deadline_at_s": job.deadline_at_s,
         "reservation": job.reservation,
+        "mincpus": spec.mincpus,
+        "tmp_mib": spec.tmp_mib,
+        "asked_nodes": list(spec.nodelist),
+        "excluded_nodes": list(spec.exclude),
+        "submit_host": spec.submit_host,
         "priority_tier": max((partition.priority_tier for partition in partitions), default=None),
     }
     view |= _private(job, asker.owns(job))
+    view["training"] = training_view(world.training.get(job.id)) if asker.owns(job) else None
     if whole and asker.owns(job):
         view |= {"script": spec.script, "script_args": list(spec.script_args), "env": dict(spec.env)}
     return view
+
+
+def training_view(training: Training | None) -> dict[str, Any] | None:
+    """Return how far a training job is, as its program says; null: it has not said."""
+    if training is None:
+        return None
+    return {
+        "at_s": training.at_s,
+        "attempt": training.attempt,
+        "step": training.step,
+        "total_steps": training.total_steps or None,
+        "loss": training.loss,
+        "samples_per_s": training.samples_per_s or None,
+        "steps_per_s": training.steps_per_s or None,
+        "ends_at_s": training.ends_at_s,
+        "checkpoint_step": training.checkpoint_step or None,
+        "checkpoint_at_s": training.checkpoint_at_s,
+        "note": training.note,
+    }
+
+
+def failure_view(failure: Failure) -> dict[str, Any]:
+    """Return why a rank failed, by its own word."""
+    return {
+        "rank": failure.rank,
+        "ranks": failure.ranks,
+        "node": failure.node,
+        "at_s": failure.at_s,
+        "echo": failure.echo,
+        "text": failure.text,
+    }
 
 
 def _private(job: Job, shown: bool) -> dict[str, Any]:

@@ -45,14 +45,16 @@ TOO_LARGE = BadRequestError(413, f"cannot read the request: its body has more th
 
 @dataclass(slots=True)
 class Request:
-    """One request. `peer`: the socket that it came by. `match_info`: the parts of the path that its route names."""
+    """One request. `peer`: the socket that it came by, None of one that a node passed on. `match_info`: the parts of the
+    path that its route names."""
 
     method: str
     path: str
     query: dict[str, str]
     headers: dict[str, str]  # names in lower case
     body: bytes
-    peer: socket.socket
+    peer: socket.socket | None
+    uid: int | None = None  # of one that came another way: who asks, and is no admin
     match_info: dict[str, str] = field(default_factory=dict)
 
 

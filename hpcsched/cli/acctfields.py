@@ -6,32 +6,37 @@ sacct(1), "Job Accounting Fields".
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections import namedtuple
+from collections.abc import Callable, Sequence
 
-from hpcsched.cli.jobfields import exit_text, memory_of_node
 from hpcsched.cli.options import UsageError, nearest, split_list
 from hpcsched.cli.output import date_text
+from hpcsched.client import Json
+from hpcsched.listing.formats import Look
+from hpcsched.listing.jobs import exit_text, loss_text, memory_of_node, rate_text, step_text, tres_text
 from hpcsched.model.hostlist import compress_hostlist
 from hpcsched.model.units import format_time_s
 
-Json = dict[str, Any]
 
-
-class Row(NamedTuple):
+class Row(namedtuple("Row", "job step")):
     """A line: a job (`step` None), or one of its steps."""
+
+    __slots__ = ()
 
     job: Json
     step: Json | None
 
 
-class Column(NamedTuple):
-    """A column as it is asked for; `width` 0 is as wide as it needs to be."""
+class Column(namedtuple("Column", "name text right width slurms", defaults=(0, 10))):
+    """A column as it is asked for; `width` 0 is as wide as it needs to be. `slurms`: how wide sacct's is by itself."""
+
+    __slots__ = ()
 
     name: str
     text: Callable[[Row], str]
     right: bool
-    width: int = 0
+    width: int
+    slurms: int
 
 
 def job_rows(job: Json, *, steps: bool) -> list[Row]:
@@ -41,19 +46,19 @@ def job_rows(job: Json, *, steps: bool) -> list[Row]:
     return [Row(job, None), *(Row(job, step) for step in mine)]
 
 
-def columns_of(text: str) -> list[Column]:
+def columns_of(text: str, known: Sequence[Column] = ()) -> list[Column]:
     """Return the columns that a list of names, each with a width or without, asks for. Raises UsageError."""
-    return [_column(word) for word in split_list(text)]
+    return [_column(word, known or _COLUMNS) for word in split_list(text)]
 
 
-def field_names() -> list[str]:
+def field_names(known: Sequence[Column] = ()) -> list[str]:
     """Return the names of all columns."""
-    return [column.name for column in _COLUMNS]
+    return [column.name for column in known or _COLUMNS]
 
 
-def _column(word: str) -> Column:
+def _column(word: str, known: Sequence[Column]) -> Column:
     name, percent, width = word.partition("%")
-    for column in _COLUMNS:
+    for column in known:
         if column.name.lower() == name.strip().lower():
             if not percent:
                 return column
@@ -61,7 +66,7 @@ def _column(word: str) -> Column:
             if not (digits.isascii() and digits.isdigit() and 0 < int(digits[:5]) <= 4096):
                 raise UsageError(f"cannot show column {word[:60]!r}: the width must be a number, as {column.name}%20")
             return column._replace(width=int(digits), right=not width.startswith("-"))
-    near = nearest(name.lower(), [column.name.lower() for column in _COLUMNS])
+    near = nearest(name.lower(), [column.name.lower() for column in known])
     hint = f"did you mean {' or '.join(near)}?" if near else "see hacct --helpformat"
     raise UsageError(f"cannot show column {word[:60]!r}: no such column; {hint}")
 
@@ -160,6 +165,10 @@ def _reason(row: Row) -> str:
     return "" if row.step else row.job["reason"] or "None"
 
 
+def _trained(row: Row, key: str) -> str:
+    return str((row.job.get("training") or {}).get(key) or "")
+
+
 def _tres(row: Row) -> str:
     if row.step or not row.job["nodes"]:
         return ""
@@ -170,44 +179,142 @@ def _tres(row: Row) -> str:
     return ",".join(parts)
 
 
+def _req_cpus(row: Row) -> str:
+    return str(row.job["num_cpus"]) if row.step is None else _alloc_cpus(row)
+
+
+def _cpu_time_s(row: Row) -> float:
+    return _elapsed_s(row) * int(_alloc_cpus(row))
+
+
+def _waited_s(row: Row) -> float:
+    until_s = row.job["started_at_s"] or row.job["ended_at_s"]
+    since_s = row.job["eligible_at_s"] or row.job["submitted_at_s"]
+    return max(0.0, until_s - since_s) if until_s is not None and row.step is None else 0.0
+
+
+def _derived_exit(row: Row) -> str:
+    """Return the highest exit code of the job's steps but the batch step."""
+    steps = [one.step for one in job_rows(row.job, steps=True)[1:] if one.step and one.step["step"] != "batch"]
+    return f"{max((step['exit_code'] or 0 for step in steps), default=0)}:0"
+
+
+def _time(seconds: float) -> str:
+    return format_time_s(seconds, full=True)
+
+
+def _job_text(text: Callable[[Json], str]) -> Callable[[Row], str]:
+    return lambda row: "" if row.step else text(row.job)
+
+
+def _group(job: Json, *, number: bool) -> str:
+    from hpcsched.listing import jobfields  # few ask for it
+
+    name = "gid" if number else "group"
+    return next(field for field in jobfields.FIELDS if field.name == name).text(job, Look(0.0))
+
+
+def _usage_in(row: Row) -> str:
+    if not row.step or row.step["cpu_user_s"] is None:
+        return ""
+    memory = f",mem={row.step['max_rss_kib']}K" if row.step["max_rss_kib"] else ""
+    return f"cpu={_time(_cpu_s(row, 'cpu_user_s', 'cpu_system_s'))}{memory}"
+
+
+def _average_cpu(row: Row) -> str:
+    if not row.step or row.step["cpu_user_s"] is None:
+        return ""
+    return _time(_cpu_s(row, "cpu_user_s", "cpu_system_s") / max(1, row.step["ntasks"]))
+
+
+def _flags(job: Json) -> str:
+    return "SchedBackfill" if job["started_at_s"] is not None else ""
+
+
+def _req_tres(row: Row) -> str:
+    return "" if row.step else tres_text(row.job, billing=True)
+
+
+# fmt: off
 _COLUMNS = (
     Column("Account", _of_job("account"), True),
     Column("AllocCPUS", _alloc_cpus, True),
+    Column("AllocNodes", lambda row: str(len(_nodes(row))), True),
     Column("AllocTRES", _tres, True),
-    Column("Comment", _only_job("comment"), True),
-    Column("Elapsed", lambda row: format_time_s(_elapsed_s(row), full=True), True),
+    Column("AveCPU", _average_cpu, True),
+    Column("AveRSS", _max_rss, True),
+    Column("Comment", _only_job("comment"), True, slurms=14),
+    Column("Constraints", _only_job("constraint"), True, slurms=18),
+    Column("CPUTime", lambda row: _time(_cpu_time_s(row)), True),
+    Column("CPUTimeRAW", lambda row: str(int(_cpu_time_s(row))), True),
+    Column("DerivedExitCode", lambda row: "" if row.step else _derived_exit(row), True, slurms=15),
+    Column("Elapsed", lambda row: _time(_elapsed_s(row)), True),
     Column("ElapsedRaw", lambda row: str(int(_elapsed_s(row))), True),
-    Column("Eligible", lambda row: date_text(row.job["eligible_at_s"], "Unknown"), True),
-    Column("End", lambda row: date_text(_end_s(row), "Unknown"), True),
-    Column("ExitCode", _exit, True),
-    Column("JobID", _id, False),
-    Column("JobIDRaw", _raw_id, False),
+    Column("Eligible", lambda row: date_text(row.job["eligible_at_s"], "Unknown"), True, slurms=19),
+    Column("End", lambda row: date_text(_end_s(row), "Unknown"), True, slurms=19),
+    Column("ExitCode", _exit, True, slurms=8),
+    Column("Flags", _job_text(_flags), True, slurms=15),
+    Column("GID", _job_text(lambda job: _group(job, number=True)), True, slurms=6),
+    Column("Group", _job_text(lambda job: _group(job, number=False)), True, slurms=9),
+    Column("JobID", _id, False, slurms=12),
+    Column("JobIDRaw", _raw_id, False, slurms=12),
     Column("JobName", _name, True),
     Column("MaxRSS", _max_rss, True),
     Column("NCPUS", _alloc_cpus, True),
-    Column("NNodes", lambda row: str(len(_nodes(row)) or row.job["num_nodes"]), True),
-    Column("NodeList", _node_list, True),
-    Column("NTasks", lambda row: str(row.step["ntasks"]) if row.step else "", True),
+    Column("NNodes", lambda row: str(len(_nodes(row)) or row.job["num_nodes"]), True, slurms=8),
+    Column("NodeList", _node_list, True, slurms=15),
+    Column("NTasks", lambda row: str(row.step["ntasks"]) if row.step else "", True, slurms=8),
     Column("Partition", _only_job("partition"), True),
+    Column("Planned", lambda row: "" if row.step else _time(_waited_s(row)), True),
     Column("PreemptedBy", lambda row: "" if row.step else str(row.job.get("preempted_by") or ""), True),
     Column("Priority", _only_job("priority"), True),
     Column("QOS", _only_job("qos"), True),
-    Column("Reason", _reason, True),
+    Column("Reason", _reason, True, slurms=22),
+    Column("ReqCPUS", _req_cpus, True, slurms=8),
     Column("ReqMem", lambda row: "" if row.step else memory_of_node(row.job), True),
-    Column("Reservation", _only_job("reservation"), True),
+    Column("ReqNodes", lambda row: str(row.job["num_nodes"]) if row.step is None else "", True, slurms=8),
+    Column("ReqTRES", _req_tres, True),
+    Column("Reservation", _only_job("reservation"), True, slurms=20),
+    Column("Reserved", lambda row: "" if row.step else _time(_waited_s(row)), True),
     Column("Restarts", _only_job("restarts"), True),
-    Column("Start", lambda row: date_text(_start_s(row), "Unknown"), True),
+    Column("Start", lambda row: date_text(_start_s(row), "Unknown"), True, slurms=19),
     Column("State", _state, True),
-    Column("Submit", lambda row: date_text(row.job["submitted_at_s"], "Unknown"), True),
-    Column("SubmitLine", _only_job("submit_line"), True),
-    Column(
-        "Suspended", lambda row: "" if row.step else format_time_s(row.job.get("suspended_s", 0.0), full=True), True
-    ),
+    Column("Submit", lambda row: date_text(row.job["submitted_at_s"], "Unknown"), True, slurms=19),
+    Column("SubmitLine", _only_job("submit_line"), True, slurms=20),
+    Column("Suspended", _job_text(lambda job: _time(job.get("suspended_s", 0.0))), True),
     Column("SystemCPU", lambda row: _cpu_text(_cpu_s(row, "cpu_system_s")), True),
-    Column("Timelimit", lambda row: "" if row.step else format_time_s(row.job["time_limit_s"], full=True), True),
+    Column("Timelimit", _job_text(lambda job: format_time_s(job["time_limit_s"], full=True)), True),
+    Column("TimelimitRaw", _job_text(lambda job: str((job["time_limit_s"] or 0) // 60 or "UNLIMITED")), True),
     Column("TotalCPU", lambda row: _cpu_text(_cpu_s(row, "cpu_user_s", "cpu_system_s")), True),
-    Column("UID", _only_job("uid"), True),
-    Column("User", _only_job("user"), True),
+    Column("TRESUsageInAve", _usage_in, True, slurms=14),
+    Column("TRESUsageInMax", _usage_in, True, slurms=14),
+    Column("TRESUsageInTot", _usage_in, True, slurms=14),
+    Column("TrainCheckpoint", lambda row: "" if row.step else _trained(row, "checkpoint_step"), True),
+    Column("TrainLoss", lambda row: "" if row.step else loss_text(row.job).replace("N/A", ""), True),
+    Column("TrainSamplesPerSec", lambda row: "" if row.step else rate_text(row.job).replace("N/A", ""), True),
+    Column("TrainSteps", lambda row: "" if row.step else step_text(row.job).replace("N/A", ""), True),
+    Column("UID", _only_job("uid"), True, slurms=6),
+    Column("User", _only_job("user"), True, slurms=9),
     Column("UserCPU", lambda row: _cpu_text(_cpu_s(row, "cpu_user_s")), True),
-    Column("WorkDir", _only_job("work_dir"), True),
+    Column("WorkDir", _only_job("work_dir"), True, slurms=20),
 )
+
+# What sacct has and what is not counted here: known, and empty.
+_EMPTY = (
+    "AdminComment AssocID AveCPUFreq AveDiskRead AveDiskWrite AvePages AveVMSize BlockID ConsumedEnergy "
+    "ConsumedEnergyRaw Container DBIndex Extra FailedNode JobExtra Layout Licenses MaxDiskRead MaxDiskReadNode MaxDiskReadTask "
+    "MaxDiskWrite MaxDiskWriteNode MaxDiskWriteTask MaxPages MaxPagesNode MaxPagesTask MaxRSSNode MaxRSSTask MaxVMSize "
+    "MaxVMSizeNode MaxVMSizeTask McsLabel MinCPU MinCPUNode MinCPUTask PlannedCPU PlannedCPURAW QOSRAW ReqCPUFreq "
+    "ReqCPUFreqGov ReqCPUFreqMax ReqCPUFreqMin ReqGRES AllocGRES ReservationId SystemComment TRESUsageInMaxNode "
+    "TRESUsageInMaxTask TRESUsageInMin TRESUsageInMinNode TRESUsageInMinTask TRESUsageOutAve TRESUsageOutMax "
+    "TRESUsageOutMaxNode TRESUsageOutMaxTask TRESUsageOutMin TRESUsageOutMinNode TRESUsageOutMinTask TRESUsageOutTot WCKey "
+    "WCKeyID"
+)
+# fmt: on
+_OTHERS = (Column("Cluster", lambda row: "", True), *(Column(name, lambda row: "", True) for name in _EMPTY.split()))
+
+
+def slurms_columns(cluster: str) -> tuple[Column, ...]:
+    """Return all columns that sacct has, and ours; `cluster` is the name of the cluster."""
+    others = [one._replace(text=lambda row: cluster) if one.name == "Cluster" else one for one in _OTHERS]
+    return tuple(sorted((*_COLUMNS, *others), key=lambda column: column.name.lower()))

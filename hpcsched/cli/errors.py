@@ -19,8 +19,21 @@ USAGE = 2
 INTERRUPTED = 130
 
 
-def run_command(command: Command, work: Callable[[Words], int], argv: Sequence[str] | None) -> int:
-    """Read the words of `command` (default: those of this process), do its work and return its exit status."""
+Explain = Callable[[str, HpcschedError], tuple[str, int]]
+
+
+def run_command(
+    command: Command,
+    work: Callable[[Words], int],
+    argv: Sequence[str] | None,
+    *,
+    explain: Explain | None = None,
+    version: Callable[[str], None] | None = None,
+) -> int:
+    """Read the words of `command` (default: those of this process), do its work and return its exit status.
+
+    `explain` writes its errors and `version` its version where that is not done as our own commands do.
+    """
 
     def body(words: Sequence[str]) -> int:
         read = read_words(command, words)
@@ -28,14 +41,16 @@ def run_command(command: Command, work: Callable[[Words], int], argv: Sequence[s
             sys.stdout.write(help_text(command))
             return 0
         if read.has("version"):
-            print_version(command.name)
+            (version or print_version)(command.name)
             return 0
         return work(read)
 
-    return guarded(command.name, body, argv)
+    return guarded(command.name, body, argv, explain=explain)
 
 
-def guarded(name: str, body: Callable[[Sequence[str]], int], argv: Sequence[str] | None) -> int:
+def guarded(
+    name: str, body: Callable[[Sequence[str]], int], argv: Sequence[str] | None, *, explain: Explain | None = None
+) -> int:
     """Call `body` with the words of the command line; return its status, or that of the error that it raised."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a name that the locale has no letters for is no reason to fail
@@ -44,12 +59,10 @@ def guarded(name: str, body: Callable[[Sequence[str]], int], argv: Sequence[str]
         status = body(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()
         return status
-    except UsageError as error:
-        complain(name, f"{error}")
-        return USAGE
     except HpcschedError as error:
-        complain(name, str(error))
-        return FAILED
+        text, status = (explain or explained)(name, error)
+        print(text, file=sys.stderr)
+        return status
     except PermissionError as error:  # of a file of the cluster: of its configuration, say
         complain(name, f"cannot use {error.filename}: {error.strerror}; only its owner and root may")
         return FAILED
@@ -59,6 +72,11 @@ def guarded(name: str, body: Callable[[Sequence[str]], int], argv: Sequence[str]
         # Who read our output has seen enough. What is still in the buffer must not fail again when Python ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
+
+
+def explained(name: str, error: HpcschedError) -> tuple[str, int]:
+    """Return what an error says on standard error, and the exit status."""
+    return f"{name}: error: {error}", USAGE if isinstance(error, UsageError) else FAILED
 
 
 def complain(name: str, text: str) -> None:

@@ -1,4 +1,4 @@
-"""hacct: jobs and their steps as the history has them: how they ended, how long they took, what they used.
+"""hacct, and sacct: jobs and their steps as the history has them: how they ended, how long they took, what they used.
 
 The grammar is sacct's. Columns are as wide as they need to be unless a width is asked for (``State%20``, ``-20`` to the
 left); --parsable2 is for programs.
@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections import namedtuple
+from collections.abc import Callable, Sequence
 
 from hpcsched import client
 from hpcsched.cli.acctfields import Column, Row, columns_of, field_names, job_rows
 from hpcsched.cli.errors import run_command
 from hpcsched.cli.options import HELP, VERSION, Command, Option, UsageError, Words
 from hpcsched.cli.output import clean, columns, fitted, print_json
-from hpcsched.cli.states import parse_states
-from hpcsched.model.units import parse_when
+from hpcsched.client import Json
+from hpcsched.listing.states import parse_states
+from hpcsched.model.dates import parse_when
+from hpcsched.model.hostlist import expand_hostlist
 
 DEFAULT_FIELDS = "JobID,JobName,Partition,Account,AllocCPUS,State,ExitCode"
 DAY_S = 86_400
@@ -27,6 +29,7 @@ COMMAND = Command(
     ("[OPTIONS]",),
     "Show jobs and their steps from the history: those that are named with --jobs, else yours of the last day.",
     (
+        Option("accounts", "A", "LIST", "show jobs of these accounts", aliases=("account",)),
         Option("allocations", "X", help="show jobs alone, not their steps"),
         Option("allusers", "a", help="show everybody's jobs"),
         Option("delimiter", "", "TEXT", "put this between columns instead of |, with --parsable or --parsable2"),
@@ -36,13 +39,17 @@ COMMAND = Command(
         Option("jobs", "j", "LIST", "show these jobs: 12, 10_3, 10_[1-3], 'last'"),
         Option("json", help="print jobs and steps as JSON, version 1"),
         Option("name", "", "LIST", "show jobs of these names"),
+        Option("nodelist", "N", "HOSTS", "show jobs that ran on some of these nodes: n[1-3],m7"),
         Option("noheader", "n", help="print no line of headers"),
         Option("parsable", "p", help="put | behind each column", aliases=("parseable",)),
         Option("parsable2", "P", help="put | between the columns", aliases=("parseable2",)),
+        Option("partition", "r", "LIST", "show jobs of these partitions"),
+        Option("qos", "q", "LIST", "show jobs of these qualities of service"),
         Option(
             "starttime", "S", "TIME", "show jobs that had not ended by then: now-2days, 2027-01-20; default: now-1day"
         ),
         Option("state", "s", "LIST", "show jobs in these states: COMPLETED,FAILED or CD,F"),
+        Option("units", "", "UNIT", "write sizes of memory in K, M, G or T"),
         Option("user", "u", "LIST", "show jobs of these users", aliases=("uid",)),
         HELP,
         VERSION,
@@ -50,43 +57,106 @@ COMMAND = Command(
 )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+class Manners(
+    namedtuple(
+        "Manners",
+        "run fields columns fixed since_s everybody print_json",
+        defaults=(
+            DEFAULT_FIELDS,
+            tuple,
+            False,
+            lambda now_s: now_s - DAY_S,
+            False,
+            print_json,
+        ),
+    )
+):
+    """What the native command and Slurm's do differently. `fields`: the columns by default; `since_s`: from when on."""
+
+    __slots__ = ()
+
+    run: Callable[[Callable[[Words], int], Sequence[str] | None], int]
+    fields: str
+    columns: Callable[[], Sequence[Column]]  # other columns than hacct has; none: those
+    fixed: bool  # columns have sacct's widths instead of those that they need
+    since_s: Callable[[float], float]
+    everybody: bool  # where nobody is named, everybody is meant
+    print_json: Callable[[Json], object]
+
+
+def _run(work: Callable[[Words], int], argv: Sequence[str] | None) -> int:
+    return run_command(COMMAND, work, argv)
+
+
+NATIVE = Manners(_run)
+
+
+def main(argv: Sequence[str] | None = None, manners: Manners = NATIVE) -> int:
     """Run the command and return its exit status."""
-    return run_command(COMMAND, _work, argv)
+    return manners.run(lambda words: _work(words, manners), argv)
 
 
-def _work(words: Words) -> int:
+def _work(words: Words, manners: Manners) -> int:
     if words.operands:
         raise UsageError(f"cannot understand {words.operands[0][:60]!r}: to see one job write -j JOB")
     if words.has("helpformat"):
-        sys.stdout.write("\n".join(field_names()) + "\n")
+        sys.stdout.write("\n".join(field_names(manners.columns())) + "\n")
         return 0
-    shown = columns_of(",".join(words.given.get("format", [DEFAULT_FIELDS])))
-    answer = _ask(words, time.time())
+    shown = columns_of(",".join(words.given.get("format", [manners.fields])), manners.columns())
+    if manners.fixed:
+        shown = [column if column.width else column._replace(width=column.slurms) for column in shown]
+    shown = _in_units(shown, words.last("units"))
+    answer = _ask(words, time.time(), manners)
     if words.has("json"):
-        print_json(answer)
+        manners.print_json(answer)
         return 0
     rows = [row for job in answer["jobs"] for row in job_rows(job, steps=not words.has("allocations"))]
     header = not words.has("noheader")
     if words.has("parsable") or words.has("parsable2"):
         sys.stdout.write(_parsable(shown, rows, words, header))
     else:
-        sys.stdout.write(_table(shown, rows, header))
+        sys.stdout.write(_table(shown, rows, header, manners))
     return 0
 
 
-def _ask(words: Words, now_s: float) -> dict[str, Any]:
+_SIZES = ("MaxRSS", "AveRSS", "ReqMem")
+_UNITS = "KMGTP"
+
+
+def _in_units(shown: Sequence[Column], unit: str) -> list[Column]:
+    """Return the columns with sizes of memory written in `unit` ("": as they are)."""
+    if not unit:
+        return list(shown)
+    letter = unit[:1].upper()
+    if letter not in _UNITS or len(unit) > 1:
+        raise UsageError(f"cannot write sizes in {unit[:20]!r}: the units are {', '.join(_UNITS)}")
+    return [
+        column._replace(text=lambda row, text=column.text: _converted(text(row), letter))  # type: ignore[misc]
+        if column.name in _SIZES
+        else column
+        for column in shown
+    ]
+
+
+def _converted(size: str, letter: str) -> str:
+    if not size or size[-1] not in _UNITS:
+        return size
+    kib = float(size[:-1]) * 1024 ** _UNITS.index(size[-1])
+    return f"{kib / 1024 ** _UNITS.index(letter):.2f}".rstrip("0").rstrip(".") + letter
+
+
+def _ask(words: Words, now_s: float, manners: Manners) -> Json:
     """Return the API's answer: the jobs that the words ask for, in the order of their ids."""
     references = words.listed("jobs")
     wanted = [_known(reference) for reference in references]
-    named = bool(references) or words.has("allusers") or words.has("user")
-    since_s = None if references else now_s - DAY_S
+    named = bool(references) or words.has("allusers") or words.has("user") or manners.everybody
+    since_s = None if references else manners.since_s(now_s)
     if words.has("starttime"):
         since_s = parse_when(words.last("starttime"), now_s, past=True)
     path = client.query(
         "/v1/history",
         id=",".join(sorted({reference.partition("_")[0] for reference in wanted})),
-        user=",".join(words.listed("user") if named else [client.my_name()]),
+        user=",".join(map(_user_name, words.listed("user")) if named else [client.my_name()]),
         state=",".join(parse_states(words.listed("state"))),
         name=",".join(words.listed("name")),
         start_s=since_s,
@@ -94,7 +164,30 @@ def _ask(words: Words, now_s: float) -> dict[str, Any]:
     )
     answer = client.call("GET", path)
     jobs = [job for job in answer["jobs"] if not wanted or any(_is_meant(job, one) for one in wanted)]
-    return {**answer, "jobs": sorted(jobs, key=lambda job: job["id"])}
+    return {**answer, "jobs": sorted(_filtered(jobs, words), key=lambda job: job["id"])}
+
+
+def _user_name(word: str) -> str:
+    """Return the account's name, of a number that of this uid."""
+    if not word.isdigit():
+        return word
+    import pwd
+
+    try:
+        return pwd.getpwuid(int(word)).pw_name
+    except KeyError:
+        return word
+
+
+def _filtered(jobs: list[Json], words: Words) -> list[Json]:
+    """Return those of `jobs` with one of the accounts, partitions, qualities of service and nodes asked for."""
+    for option, key in (("accounts", "account"), ("partition", "partition"), ("qos", "qos")):
+        if wanted := words.listed(option):
+            jobs = [job for job in jobs if not set(str(job[key]).split(",")).isdisjoint(wanted)]
+    if words.has("nodelist"):
+        nodes = set(expand_hostlist(",".join(words.given["nodelist"])))
+        jobs = [job for job in jobs if not nodes.isdisjoint(job["nodes"])]
+    return jobs
 
 
 def _known(reference: str) -> str:
@@ -106,7 +199,7 @@ def _known(reference: str) -> str:
     return str(jobs[0]["display_id"])
 
 
-def _is_meant(job: dict[str, Any], reference: str) -> bool:
+def _is_meant(job: Json, reference: str) -> bool:
     number, underscore, tasks = reference.partition("_")
     if not underscore:
         return number in (str(job["id"]), str(job["array_job_id"]))
@@ -130,10 +223,13 @@ def _parsable(shown: Sequence[Column], rows: Sequence[Row], words: Words, header
     return "".join(between.join(line) + end + "\n" for line in lines)
 
 
-def _table(shown: Sequence[Column], rows: Sequence[Row], header: bool) -> str:
+def _table(shown: Sequence[Column], rows: Sequence[Row], header: bool, manners: Manners) -> str:
     cells = [[_in_width(column, clean(column.text(row))) for column in shown] for row in rows]
-    right = [at for at, column in enumerate(shown) if column.right]
     headers = [_in_width(column, column.name) for column in shown] if header else []
+    if manners.fixed:  # each column with a space behind it, the last one as well
+        lines = [headers, ["-" * column.width for column in shown], *cells] if header else cells
+        return "".join("".join(f"{cell} " for cell in line) + "\n" for line in lines)
+    right = [at for at, column in enumerate(shown) if column.right]
     return columns(headers, cells, right=right, rule=True)
 
 

@@ -1,4 +1,4 @@
-"""hcancel: ends jobs, or sends them a signal.
+"""hcancel, and scancel: ends jobs, or sends them a signal.
 
 The grammar is scancel's. One thing differs, and only `Manners` says it: an id that there is not is an error here, while
 Slurm's command says nothing of it and exits with 0.
@@ -7,25 +7,18 @@ Slurm's command says nothing of it and exits with 0.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections import namedtuple
+from collections.abc import Callable, Sequence
 
 from hpcsched import client
 from hpcsched.cli.errors import FAILED, complain, run_command
 from hpcsched.cli.options import HELP, VERSION, Command, Option, UsageError, Words, split_list
 from hpcsched.cli.output import clean
-from hpcsched.cli.states import ENDED_STATES, parse_states
+from hpcsched.cli.ownjob import outlive_its_end
+from hpcsched.client import Json
 from hpcsched.errors import RequestError
+from hpcsched.listing.states import ENDED_STATES, parse_states
 from hpcsched.model.units import parse_signal, signal_name
-
-
-class Manners(NamedTuple):
-    """What the native command and Slurm's do differently."""
-
-    unknown_fails: bool  # an unknown or ended job is reported, and the exit status is 1
-
-
-NATIVE = Manners(unknown_fails=True)
 
 COMMAND = Command(
     "hcancel",
@@ -33,13 +26,17 @@ COMMAND = Command(
     "Cancel jobs: those that wait leave the queue, those that run are ended (SIGTERM, after a grace time SIGKILL). "
     "Filters narrow the named jobs down; without a job they mean all your jobs that match.",
     (
+        Option("account", "A", "LIST", "cancel jobs of these accounts"),
         Option("batch", "b", help="send the signal to the batch script alone"),
         Option("full", "f", help="send the signal to the batch script and all steps"),
         Option("interactive", "i", help="ask before each job"),
         Option("me", help="cancel your own jobs"),
         Option("name", "n", "LIST", "cancel jobs of these names", aliases=("jobname",)),
+        Option("nodelist", "w", "HOSTS", "cancel jobs that have some of these nodes: n[1-3],m7"),
         Option("partition", "p", "LIST", "cancel jobs in these partitions"),
+        Option("qos", "q", "LIST", "cancel jobs of these qualities of service"),
         Option("quiet", "Q", help="say nothing of jobs that are not there or have ended"),
+        Option("reservation", "R", "NAME", "cancel jobs of this reservation"),
         Option("signal", "s", "SIGNAL", "send this signal instead of ending the job: USR1, SIGUSR1 or 10"),
         Option("state", "t", "LIST", "cancel jobs in these states: PENDING, RUNNING, SUSPENDED", aliases=("states",)),
         Option("user", "u", "LIST", "cancel jobs of these users"),
@@ -54,16 +51,35 @@ COMMAND = Command(
 )
 
 
+class Manners(namedtuple("Manners", "command run slurms", defaults=(False,))):
+    """What the native command and Slurm's do differently."""
+
+    __slots__ = ()
+
+    command: Command
+    run: Callable[[Callable[[Words], int], Sequence[str] | None], int]
+    slurms: bool  # an unknown or ended job is no error, and the words are Slurm's
+
+
+def _run(work: Callable[[Words], int], argv: Sequence[str] | None) -> int:
+    return run_command(COMMAND, work, argv)
+
+
+NATIVE = Manners(COMMAND, _run)
+
+
 def main(argv: Sequence[str] | None = None, manners: Manners = NATIVE) -> int:
     """Run the command and return its exit status."""
-    return run_command(COMMAND, lambda words: _work(words, manners), argv)
+    return manners.run(lambda words: _work(words, manners), argv)
 
 
 def _work(words: Words, manners: Manners) -> int:
     references = [reference for operand in words.operands for reference in split_list(operand)]
-    _check(references, words)
+    _check(references, words, manners)
     filters = _filters(words)
     if not references and not filters:
+        if manners.slurms:
+            raise RequestError("No job identification provided")
         raise UsageError("cannot cancel: no job was named; see hcancel --help")
     signum = parse_signal(words.last("signal")) if words.has("signal") else None
     if words.has("interactive"):
@@ -77,20 +93,24 @@ def _work(words: Words, manners: Manners) -> int:
         "batch": words.has("batch"),
         "full": words.has("full"),
     }
+    if signum is None:
+        outlive_its_end()
     answer = client.call("POST", "/v1/cancel", body)
     if words.has("verbose"):
-        for job_id in answer["jobs"]:
+        named = references if manners.slurms and references else answer["jobs"]
+        for job_id in named:
             what = "Terminating job" if signum is None else f"Signal {signum} to batch job"
-            print(f"{COMMAND.name}: {what} {job_id}", file=sys.stderr)
+            print(f"{manners.command.name}: {what} {job_id}", file=sys.stderr)
     return _report(answer["errors"], words, manners)
 
 
-def _check(references: Sequence[str], words: Words) -> None:
+def _check(references: Sequence[str], words: Words, manners: Manners) -> None:
+    name = manners.command.name
     for reference in references:
         number, dot, step = reference.partition(".")
         if dot and number.replace("_", "").isdigit():
-            raise RequestError(f"cannot cancel step {step[:20]} alone: only whole jobs can be; write hcancel {number}")
-    if words.has("batch") and not words.has("signal"):
+            raise RequestError(f"cannot cancel step {step[:20]} alone: only whole jobs can be; write {name} {number}")
+    if words.has("batch") and not words.has("signal") and not manners.slurms:
         raise UsageError("cannot take --batch without --signal: a job is always ended as a whole")
 
 
@@ -101,15 +121,20 @@ def _filters(words: Words) -> dict[str, str]:
         "name": words.listed("name"),
         "state": parse_states(words.listed("state")),
         "partition": words.listed("partition"),
+        "account": words.listed("account"),
+        "qos": words.listed("qos"),
+        "reservation": words.listed("reservation"),
     }
+    if words.has("nodelist"):
+        from hpcsched.model.hostlist import expand_hostlist  # brings dataclasses along: only for those who need it
+
+        named["node"] = expand_hostlist(",".join(words.given["nodelist"]))
     return {name: ",".join(values) for name, values in named.items() if values}
 
 
 def _asked(references: Sequence[str], filters: dict[str, str]) -> list[str]:
     """Return those of the jobs meant that a person said yes to."""
-    jobs: list[dict[str, Any]] = client.call("GET", client.query("/v1/jobs", id=",".join(references), **filters))[
-        "jobs"
-    ]
+    jobs: list[Json] = client.call("GET", client.query("/v1/jobs", id=",".join(references), **filters))["jobs"]
     chosen = []
     for job in jobs:
         if job["state"] in ENDED_STATES:
@@ -125,12 +150,25 @@ def _asked(references: Sequence[str], filters: dict[str, str]) -> list[str]:
 
 def _report(refused: Sequence[dict[str, str]], words: Words, manners: Manners) -> int:
     """Say what was refused and why; return the exit status."""
-    tolerated = not manners.unknown_fails or words.has("quiet")
     failed = False
     for refusal in refused:
         of_job = refusal.get("kind") in ("NotFoundError", "RequestError")  # against: not allowed to
-        if tolerated and of_job:
-            continue
-        complain(COMMAND.name, clean(refusal["error"]))
-        failed = True
+        failed = failed or not (of_job and (manners.slurms or words.has("quiet")))
+        text = clean(refusal["error"])
+        if not manners.slurms:
+            if not (of_job and words.has("quiet")):
+                complain(COMMAND.name, text)
+        elif words.has("verbose") or not of_job:
+            complain(manners.command.name, f"Kill job error on job id {refusal.get('job', '')}: {_slurms(refusal)}")
     return FAILED if failed else 0
+
+
+def _slurms(refusal: dict[str, str]) -> str:
+    """Return Slurm's words for why a job is not cancelled."""
+    match refusal.get("kind"):
+        case "NotFoundError":
+            return "Invalid job id specified"
+        case "PermissionDeniedError":
+            return "Access/permission denied"
+        case _:
+            return "Job/step already completing or completed"

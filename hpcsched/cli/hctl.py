@@ -10,19 +10,17 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
 
 from hpcsched import client
 from hpcsched.cli import reservation, showtext
 from hpcsched.cli.errors import FAILED, complain, run_command
 from hpcsched.cli.options import HELP, VERSION, Command, Option, UsageError, Words, nearest, split_list
 from hpcsched.cli.output import clean, date_text, print_json
+from hpcsched.cli.ownjob import outlive_its_end
+from hpcsched.client import Json
 from hpcsched.errors import NotFoundError, RequestError
 from hpcsched.model.hostlist import compress_hostlist, expand_hostlist
 from hpcsched.model.units import format_time_s
-
-Json = dict[str, Any]
 
 COMMAND = Command(
     "hctl",
@@ -40,8 +38,9 @@ COMMAND = Command(
         "reset usage all | [Account=LIST] [User=LIST]",
         "ping | reconfigure",
     ),
-    "Look at jobs, nodes, partitions and the configuration, and change them. 'update' changes a job's time_limit, partition, "
-    "nice, priority, begin, deadline, dependency, reservation, account, qos or array_task_throttle; 'create', 'update' and "
+    "Look at jobs, nodes, partitions and the configuration, and change them. 'update' changes a job's time_limit, "
+    "time_min, partition, nice, priority, site_factor, begin, deadline, dependency, reservation, account, qos or "
+    "array_task_throttle; 'create', 'update' and "
     "'delete' are also for reservations: ReservationName= StartTime= EndTime= Duration= Users= Accounts= Nodes= NodeCnt= "
     "Features= PartitionName= Flags=. 'story' tells all that happened to a job. 'suspend' "
     "has a running job stand still, with all that it holds, until 'resume JOB'. 'drain' lets no new job start on nodes, "
@@ -78,7 +77,7 @@ def _work(words: Words) -> int:
     return work(rest, words)
 
 
-def _no_such(what: str, word: str, known: Sequence[str] | dict[str, Any]) -> str:
+def _no_such(what: str, word: str, known: Sequence[str] | Json) -> str:
     near = nearest(word.lower(), known)
     hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(known)}"
     return f"cannot understand {word[:60]!r}: no such {what}; {hint}"
@@ -197,6 +196,8 @@ def _act(verb: str) -> Callable[[Sequence[str], Words], int]:
     def work(rest: Sequence[str], words: Words) -> int:
         _needs(rest, "the jobs")
         references = [reference for operand in rest for reference in split_list(operand)]
+        if verb == "requeue":
+            outlive_its_end()
         return _report(client.call("POST", f"/v1/{verb}", {"jobs": references}), words)
 
     return work
@@ -213,6 +214,9 @@ def _report(answer: Json, words: Words) -> int:
 _CHANGES = {  # Slurm's names, without regard to case and _
     "numnodes": "num_nodes",
     "timelimit": "time_limit",
+    "timemin": "time_min",
+    "sitefactor": "site_factor",
+    "site": "site_factor",
     "starttime": "begin",
     "arraytaskthrottle": "array_task_throttle",
     "reservationname": "reservation",
@@ -237,6 +241,16 @@ def _update(rest: Sequence[str], words: Words) -> int:
     _needs(rest, "the jobs, and what to change as NAME=VALUE")
     if reservation.is_meant(rest):
         return reservation.update(rest, words)
+    if any(word.partition("=")[0].lower() == "nodename" for word in rest):
+        return update_node(rest, words)
+    jobs, changes = job_changes(rest)
+    _needs(jobs, "the jobs")
+    _needs(list(changes), "what to change, as time_limit=1:00:00")
+    return _report(client.call("POST", "/v1/update", {"jobs": jobs, "changes": changes}), words)
+
+
+def job_changes(rest: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Return the jobs and the changes in ``[job] JOB... NAME=VALUE...``; a job may be ``JobId=12`` as well."""
     changes: dict[str, str] = {}
     jobs: list[str] = []
     for word in rest[1:] if rest[0].lower() == "job" else rest:
@@ -248,15 +262,12 @@ def _update(rest: Sequence[str], words: Words) -> int:
             jobs += split_list(value)
         else:
             changes[_CHANGES.get(plain, name.lower())] = value
-    if "nodename" in changes:
-        return _update_node(changes, words)
-    _needs(jobs, "the jobs")
-    _needs(list(changes), "what to change, as time_limit=1:00:00")
-    return _report(client.call("POST", "/v1/update", {"jobs": jobs, "changes": changes}), words)
+    return jobs, changes
 
 
-def _update_node(changes: dict[str, str], words: Words) -> int:
+def update_node(rest: Sequence[str], words: Words) -> int:
     """Do what ``update NodeName=n1 State=DRAIN Reason=why`` asks for."""
+    changes = {name.lower(): value for name, _, value in (word.partition("=") for word in rest)}
     nodes, state, why = (changes.pop(name, "") for name in ("nodename", "state", "reason"))
     if changes or state.upper() not in ("DRAIN", "RESUME", "UNDRAIN"):
         raise UsageError("cannot update a node so: write State=DRAIN with Reason=WHY, or State=RESUME")
@@ -358,7 +369,8 @@ def _snapshot(rest: Sequence[str], words: Words) -> int:
         sys.stdout.write(text)
         return 0
     try:
-        Path(rest[0]).write_text(text, encoding="utf-8")
+        with open(rest[0], "w", encoding="utf-8") as stream:
+            stream.write(text)
     except OSError as error:
         raise RequestError(f"cannot write the snapshot to {clean(rest[0][:200])!r}: {error.strerror}") from error
     return 0

@@ -6,12 +6,12 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from hpcsched import client, paths
 from hpcsched.cli.errors import run_command
 from hpcsched.cli.options import HELP, VERSION, Command, Option, UsageError, Words
 from hpcsched.cli.output import GREEN, RED, YELLOW, clean, painted, print_json, wants_colour
+from hpcsched.client import Json
 from hpcsched.errors import HpcschedError
 from hpcsched.health import head, remedy
 from hpcsched.health.nodes import check_node
@@ -60,7 +60,7 @@ def _work(words: Words) -> int:
     return int(worst(checks))
 
 
-def look() -> tuple[list[Check], list[dict[str, Any]]]:
+def look() -> tuple[list[Check], list[Json]]:
     """Return all checks, and the controller's view of the nodes (empty if it does not answer)."""
     from hpcsched.config import load_config
 
@@ -70,7 +70,7 @@ def look() -> tuple[list[Check], list[dict[str, Any]]]:
     share = head.check_share(config.share) if config.share else None
     controller = head.check_controller()
     checks = [head.check_database(database), *([share] if share else []), controller]
-    views: list[dict[str, Any]] = []
+    views: list[Json] = []
     if controller.status is Status.CRITICAL:
         text = "cannot be asked: the controller does not answer"
         checks += [Check(name="link", status=Status.UNKNOWN, text=text, node=spec.name) for spec in config.nodes]
@@ -85,7 +85,7 @@ def look() -> tuple[list[Check], list[dict[str, Any]]]:
     return [*checks, clock], views
 
 
-def _views(share: str) -> list[dict[str, Any]]:
+def _views(share: str) -> list[Json]:
     """Have all nodes look at themselves, and at a file that was just written to the share."""
     if not share:
         return _ask("")
@@ -97,9 +97,9 @@ def _views(share: str) -> list[dict[str, Any]]:
         return views
 
 
-def _ask(share_file: str) -> list[dict[str, Any]]:
+def _ask(share_file: str) -> list[Json]:
     answer = client.call("GET", client.query("/v1/nodes", probe=1, share_file=share_file))
-    nodes: list[dict[str, Any]] = answer["nodes"]
+    nodes: list[Json] = answer["nodes"]
     return nodes
 
 
@@ -117,7 +117,7 @@ def _resume(nodes: list[str]) -> list[str]:
     return [f"resumed {node}" for node in nodes]
 
 
-def _as_json(checks: Sequence[Check], done: Sequence[str]) -> dict[str, Any]:
+def _as_json(checks: Sequence[Check], done: Sequence[str]) -> Json:
     return {
         "version": JSON_VERSION,
         "status": worst(checks).name,

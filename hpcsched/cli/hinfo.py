@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from hpcsched import client
 from hpcsched.cli import reservation
 from hpcsched.cli.errors import run_command
+from hpcsched.cli.nodefields import FIELDS, groups_of
 from hpcsched.cli.options import HELP_LONG, VERSION, Command, Option, UsageError, Words
 from hpcsched.cli.output import DIM, GREEN, RED, YELLOW, bar, clean, columns, date_text, print_json, wants_colour
+from hpcsched.client import Json
 from hpcsched.errors import NotFoundError
+from hpcsched.listing.formats import Look, cell_text, format_lines, header_text, parse_long, parse_percent
 from hpcsched.model.hostlist import compress_hostlist, expand_hostlist
 from hpcsched.model.units import format_mem, format_time_s
 
-Node = dict[str, Any]
-Partition = dict[str, Any]
+Node = Json
+Partition = Json
 
 COMMAND = Command(
     "hinfo",
@@ -28,8 +30,11 @@ COMMAND = Command(
     "Show the partitions and their nodes: how many are in which state, and of those that are down or drained why and "
     "since when.",
     (
+        Option("Format", "O", "LIST", "show these columns by sinfo's long names: NodeList:30,CPUsState,StateLong"),
+        Option("format", "o", "FORMAT", "show these columns, by sinfo's letters: '%P %D %t %N'"),
         Option("json", help="print partitions and nodes as JSON, version 1"),
         Option("list-reasons", "R", help="show why nodes are down or drained, who drained them, and when"),
+        Option("long", "l", help="show more columns"),
         Option("Node", "N", help="show each node on a line: cpus, memory and GPUs in use of those that it has"),
         Option("noheader", "h", help="print no line of headers"),
         Option("nodes", "n", "LIST", "show these nodes: n1,n[3-5]"),
@@ -41,10 +46,13 @@ COMMAND = Command(
             "LIST",
             "show nodes in these states: IDLE,RESERVED,MAINT,MIXED,ALLOCATED,DOWN,DRAINED,DRAINING,UNKNOWN",
         ),
+        Option("summarize", "s", help="show each partition on a line, with how many of its nodes are in use"),
         HELP_LONG,
         VERSION,
     ),
 )
+LONG = "%P %a %l %L %D %T %C %m %G %f %N"
+SUMMARY = "%P %a %l %F %C %N"
 
 STATES = ("IDLE", "RESERVED", "MAINT", "MIXED", "ALLOCATED", "DOWN", "DRAINED", "DRAINING", "UNKNOWN")
 _STATES_BY_WORD = {
@@ -74,13 +82,31 @@ def _work(words: Words) -> int:
         print_json({**answer, "partitions": partitions, "nodes": nodes})
         return 0
     header = not words.has("noheader")
-    if words.has("list-reasons"):
+    if words.has("format") or words.has("Format") or words.has("summarize") or words.has("long"):
+        sys.stdout.write(_formatted(words, partitions, nodes, header))
+    elif words.has("list-reasons"):
         sys.stdout.write(_reasons(nodes, header))
     elif words.has("Node"):
         sys.stdout.write(_by_node(nodes, header))
     else:
         sys.stdout.write(_by_partition(partitions, nodes, header))
     return 0
+
+
+def _formatted(words: Words, partitions: Sequence[Partition], nodes: Sequence[Node], header: bool) -> str:
+    """Return the lines of a format: those of sinfo's as they are, our own ones with columns as wide as they need to be."""
+    look = Look(0.0)
+    given = words.last("format")
+    if words.has("Format"):
+        cells = parse_long(words.last("Format"), FIELDS)
+    else:
+        cells = parse_percent(given or (SUMMARY if words.has("summarize") else LONG), FIELDS)
+    groups = groups_of(cells, partitions, nodes, each=words.has("Node"))
+    if given or words.has("Format"):
+        return "".join(f"{line}\n" for line in format_lines(cells, groups, look, header=header))
+    shown = [cell for cell in cells if cell.field is not None]
+    rows = [[cell_text(cell, group, look) for cell in shown] for group in groups]
+    return columns([header_text(cell) for cell in shown] if header else [], rows)
 
 
 def _show_reservations(words: Words) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from hpcsched import client
 from hpcsched.cli.errors import note, run_command
 from hpcsched.cli.options import HELP, VERSION, Command, Option, UsageError, Words
-from hpcsched.cli.output import clean
+from hpcsched.cli.output import clean, when_text
 from hpcsched.errors import UnavailableError
 
 FOLLOW_WAIT_S = 15.0
@@ -46,11 +46,34 @@ def _work(words: Words) -> int:
         raise UsageError("cannot tell which output to print: name one job; see hlogs --help")
     reference, stream = words.operands[0], "err" if words.has("err") else "out"
     follow = words.has("follow")
+    told = _tell_failures(reference)
     offset = 0
     if words.has("lines"):
         offset = _print_last_lines(reference, stream, int(words.number("lines", 0)))
     _print_from(reference, stream, offset, follow=follow)
+    if follow and not told:
+        _tell_failures(reference)
     return 0
+
+
+def _tell_failures(reference: str) -> bool:
+    """Say on stderr why ranks of a training job failed, as they told the scheduler: the first cause first. Return if any."""
+    job = client.call("GET", client.job_path(reference))["jobs"][0]
+    failures = job.get("failures", ())
+    for number, failure in enumerate(failures):
+        where = f"rank {failure['rank']} of {failure['ranks']} on {failure['node']}"
+        at = when_text(failure["at_s"], time.time())
+        title = "first cause" if number == 0 else "noticed by" if failure["echo"] else "then"
+        lines = [clean(line) for line in failure["text"].rstrip().splitlines()] or ["(no reason was given)"]
+        _say(f"{title}: {where} at {at}: {lines[-1]}")
+        if number == 0:
+            for line in lines[:-1]:
+                _say(f"    {line}")
+    return bool(failures)
+
+
+def _say(text: str) -> None:
+    print(f"{COMMAND.name}: {text}", file=sys.stderr)
 
 
 def _print_last_lines(reference: str, stream: str, count: int) -> int:

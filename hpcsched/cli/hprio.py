@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from hpcsched import client
 from hpcsched.cli.errors import run_command
 from hpcsched.cli.options import HELP_LONG, VERSION, Command, Option, UsageError, Words
 from hpcsched.cli.output import clean, columns, print_json
-
-Json = dict[str, Any]
+from hpcsched.client import Json
 
 COMMAND = Command(
     "hprio",
@@ -43,10 +41,11 @@ _HEADERS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    return run_command(COMMAND, _work, argv)
+    return run_command(COMMAND, show, argv)
 
 
-def _work(words: Words) -> int:
+def show(words: Words) -> int:
+    """Print what the words ask for; return the exit status."""
     if words.operands:
         raise UsageError(f"cannot understand {words.operands[0][:60]!r}: to see one job write -j JOB")
     query = {key: ",".join(words.given[name]) for name, key in _QUERY.items() if words.has(name)}

@@ -9,20 +9,10 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from hpcsched import client
 from hpcsched.cli.errors import run_command
 from hpcsched.cli.jobdetail import detail_lines
-from hpcsched.cli.jobfields import (
-    Cell,
-    Job,
-    cell_text,
-    fold_arrays,
-    format_lines,
-    header_text,
-    parse_format,
-)
 from hpcsched.cli.options import HELP_LONG, VERSION, Command, Option, UsageError, Words
 from hpcsched.cli.output import (
     BOLD,
@@ -37,10 +27,15 @@ from hpcsched.cli.output import (
     print_json,
     wants_colour,
 )
-from hpcsched.cli.states import ACTIVE_STATES, ENDED_STATES, parse_states
+from hpcsched.client import Json
+from hpcsched.listing.formats import Cell, Look, cell_text, format_lines, header_text
+from hpcsched.listing.jobfields import parse_format, parse_long_format
+from hpcsched.listing.jobs import Job, fold_arrays
+from hpcsched.listing.states import ACTIVE_STATES, ENDED_STATES, parse_states
 
 DEFAULT_COLUMNS = "id,partition,name,user,st,time,nodes,where"
 LONG_COLUMNS = "id,partition,name,user,state,time,limit,nodes,cpus,where"
+START_COLUMNS = "id,partition,name,user,st,start,nodes,why"
 WATCH_S = 2.0
 
 # fmt: off
@@ -50,19 +45,26 @@ COMMAND = Command(
     "Show the jobs that wait, run or have ended a short while ago: yours, or those that are named. A single job is shown "
     "in detail, with what it waits for and when it is expected to start.",
     (
+        Option("account", "A", "LIST", "show jobs of these accounts"),
         Option("all", "a", help="show everybody's jobs"),
         Option("array", "r", help="show each waiting task of an array on a line of its own"),
         Option("format", "o", "FORMAT", "show these columns: names as id,name,state,why,eta, or squeue's as '%i %j %T'"),
+        Option("Format", "O", "LIST", "show these columns by squeue's long names: JobArrayID:18,StateCompact,UserName:.10"),
         Option("jobs", "j", "LIST", "show these jobs", aliases=("job",)),
         Option("json", help="print the jobs as JSON, version 1"),
         Option("long", "l", help="show more columns"),
         Option("me", help="show your own jobs (default)"),
         Option("name", "n", "LIST", "show jobs of these names"),
+        Option("nodelist", "w", "HOSTS", "show jobs that have some of these nodes: n[1-3],m7"),
         Option("noheader", "h", help="print no line of headers"),
         Option("partition", "p", "LIST", "show jobs in these partitions"),
+        Option("qos", "", "LIST", "show jobs of these qualities of service"),
         Option("quiet", "q", help="print the jobs' ids alone, each on its line"),
+        Option("reservation", "R", "LIST", "show jobs of these reservations", aliases=("reservations",)),
         Option("sort", "S", "LIST", "sort by these columns; - before one turns it around: -S state,-id"),
+        Option("start", help="show jobs that wait, and when they are expected to start"),
         Option("states", "t", "LIST", "show jobs in these states: PENDING,RUNNING or PD,R; all", aliases=("state",)),
+        Option("steps", "s", "LIST", "show steps that run: of these jobs, or these steps (12.0)", bare=""),
         Option("user", "u", "LIST", "show jobs of these users", aliases=("users",)),
         Option("watch", "", "SECONDS", f"show anew every SECONDS (default: {WATCH_S:g}) until interrupted", bare="2"),
         HELP_LONG,
@@ -98,11 +100,16 @@ def _work(words: Words) -> int:
 
 def _screen(words: Words) -> str:
     """Return all that one look at the queue prints."""
-    states = parse_states(words.listed("states"))
-    cells = parse_format(words.last("format") or (LONG_COLUMNS if words.has("long") else DEFAULT_COLUMNS))
+    if words.has("steps"):
+        from hpcsched.cli.steplist import print_steps  # jobs alone are shown without it
+
+        print_steps(words)
+        return ""
+    states = ["PENDING"] if words.has("start") else parse_states(words.listed("states"))
+    cells = _cells(words)
     order = _sort_keys(words)
     answer = _ask(words, states)
-    answer["jobs"] = _sorted(answer["jobs"], order, answer["now_s"])
+    answer["jobs"] = _sorted(_filtered(answer["jobs"], words), order, answer["now_s"])
     if words.has("json"):
         print_json(answer)
         return ""
@@ -112,12 +119,36 @@ def _screen(words: Words) -> str:
     if _is_about_one(words) and len(jobs) == 1:
         return _painted_detail(jobs[0], now_s)
     shown = jobs if words.has("array") else fold_arrays(jobs)
-    if "%" in words.last("format"):
-        return "".join(f"{line}\n" for line in format_lines(cells, shown, now_s, header=not words.has("noheader")))
+    if "%" in words.last("format") or words.has("Format"):
+        return "".join(
+            f"{line}\n" for line in format_lines(cells, shown, Look(now_s), header=not words.has("noheader"))
+        )
     return _table(cells, shown, now_s, header=not words.has("noheader")) + _others(words, jobs)
 
 
-def _ask(words: Words, states: Sequence[str]) -> dict[str, Any]:
+def _cells(words: Words) -> list[Cell]:
+    if words.has("Format"):
+        return parse_long_format(words.last("Format"))
+    if words.has("start") and not words.has("format"):
+        return parse_format(START_COLUMNS)
+    return parse_format(words.last("format") or (LONG_COLUMNS if words.has("long") else DEFAULT_COLUMNS))
+
+
+def _filtered(jobs: Sequence[Job], words: Words) -> list[Job]:
+    """Return those of `jobs` that have one of the accounts, qualities of service, reservations and nodes asked for."""
+    kept = list(jobs)
+    for option in ("account", "qos", "reservation"):
+        if wanted := words.listed(option):
+            kept = [job for job in kept if (job.get(option) or ("normal" if option == "qos" else "")) in wanted]
+    if words.has("nodelist"):
+        from hpcsched.model.hostlist import expand_hostlist  # brings dataclasses along: only for those who need it
+
+        nodes = set(expand_hostlist(",".join(words.given["nodelist"])))
+        kept = [job for job in kept if not nodes.isdisjoint(job["nodes"])]
+    return kept
+
+
+def _ask(words: Words, states: Sequence[str]) -> Json:
     """Return the API's answer: the jobs that the words ask for."""
     named = [*words.operands, *words.listed("jobs")]
     if _is_about_one(words):
@@ -170,7 +201,7 @@ def _sorted(jobs: list[Job], keys: Sequence[tuple[Cell, bool]], now_s: float) ->
         if number:
             made.sort(key=lambda job: job[number] if job[number] is not None else float("inf"), reverse=reverse)
         else:
-            made.sort(key=lambda job: cell_text(cell, job, now_s), reverse=reverse)
+            made.sort(key=lambda job: cell_text(cell, job, Look(now_s)), reverse=reverse)
     return made
 
 
@@ -180,7 +211,7 @@ def _group(job: Job) -> int:
 
 def _table(cells: Sequence[Cell], jobs: Sequence[Job], now_s: float, *, header: bool) -> str:
     headers = [header_text(cell) for cell in cells] if header else []
-    rows = [[cell_text(cell, job, now_s) for cell in cells] for job in jobs]
+    rows = [[cell_text(cell, job, Look(now_s)) for cell in cells] for job in jobs]
     right = [at for at, cell in enumerate(cells) if cell.right]
     colours = [_colour(job) for job in jobs] if wants_colour() else ()
     return columns(headers, rows, right=right, colours=colours)

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from hpcsched import client
 from hpcsched.cli.errors import run_command
 from hpcsched.cli.options import HELP, VERSION, Command, Option, UsageError, Words
 from hpcsched.cli.output import clean, columns, fitted, print_json
-
-Json = dict[str, Any]
+from hpcsched.client import Json
 
 COMMAND = Command(
     "hshare",
@@ -64,10 +62,11 @@ _LEFT = ("Account", "User")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    return run_command(COMMAND, _work, argv)
+    return run_command(COMMAND, show, argv)
 
 
-def _work(words: Words) -> int:
+def show(words: Words) -> int:
+    """Print what the words ask for; return the exit status."""
     if words.operands:
         raise UsageError(f"cannot understand {words.operands[0][:60]!r}: to see one user write -u USER")
     chosen = _chosen(words)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import csv
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hpcsched.cli.errors import note, run_command
 from hpcsched.cli.options import HELP, VERSION, Command, Option, UsageError, Words
 from hpcsched.cli.output import columns, print_json
+from hpcsched.client import Json
 from hpcsched.errors import RequestError
 from hpcsched.sim.metrics import json_of
 from hpcsched.sim.policies import PLAN, POLICIES, POOL, Simulation, simulate
@@ -25,6 +26,7 @@ COMMAND = Command(
         "compare [OPTIONS] TRACE POLICY...",
         "replay [OPTIONS] SNAPSHOT",
         "whatif [OPTIONS] [SNAPSHOT]",
+        "whatif [OPTIONS] --database=FILE",
     ),
     "Replay the log of a machine (Standard Workload Format, also gzip'ed) with a policy of the scheduler: run prints how "
     "it went, compare sets policies side by side. replay makes the plan of a world that hctl snapshot saved; whatif lets the "
@@ -50,6 +52,12 @@ COMMAND = Command(
             "add COUNTxCPUS:MEM[:gpu:TYPE:N], as 2x16:64G:gpu:a100:4, to all partitions (whatif)",
         ),
         Option("remove-node", "", "NODES", "let nothing more start on these nodes (whatif)"),
+        Option(
+            "database",
+            "",
+            "FILE",
+            "the queue of this database, as hctl backup writes, with the configuration as it is (replay, whatif)",
+        ),
         Option("predict", help="jobs run as long as their users' last ones did, not to their limits (whatif)"),
         Option("jobs", "", "USERS", "list when the jobs of these users start: names, me or all (whatif)"),
         Option("json", help="print the figures as JSON"),
@@ -79,7 +87,7 @@ def _work(words: Words) -> int:
 
 
 _ONLY_WHATIF = ("add-nodes", "remove-node", "predict", "jobs")
-_OF_A_WORLD = {"replay": ("policy", "json"), "whatif": ("policy", "json", *_ONLY_WHATIF)}
+_OF_A_WORLD = {"replay": ("policy", "database", "json"), "whatif": ("policy", "database", "json", *_ONLY_WHATIF)}
 
 
 def _of_a_world(words: Words, what: str, operands: Sequence[str]) -> int:
@@ -90,13 +98,13 @@ def _of_a_world(words: Words, what: str, operands: Sequence[str]) -> int:
 
     if what == "whatif":
         return hsimworld.whatif(words, operands)
-    if not operands:
+    if not operands and not words.has("database"):
         raise UsageError("cannot tell which world: hsim replay wants a file of hctl snapshot; see hsim --help")
     return hsimworld.replay(words, operands)
 
 
 def _run(words: Words, operands: Sequence[str]) -> int:
-    _refuse(words, "run", _ONLY_WHATIF, "whatif")
+    _refuse(words, "run", (*_ONLY_WHATIF, "database"), "whatif")
     if len(operands) != 1:
         raise UsageError("cannot tell which trace: hsim run wants one; see hsim --help")
     policy = _policy(words.last("policy", "default"))
@@ -123,7 +131,7 @@ def _refuse(words: Words, what: str, options: Sequence[str], whose: str) -> None
 
 
 def _compare(words: Words, operands: Sequence[str]) -> int:
-    _refuse(words, "compare", _ONLY_WHATIF, "whatif")
+    _refuse(words, "compare", (*_ONLY_WHATIF, "database"), "whatif")
     if len(operands) < 2:
         raise UsageError("cannot compare: hsim compare wants a trace and policies; see hsim --help")
     _refuse(words, "compare", ("policy", "engine", "schedule-out"), "run")
@@ -183,7 +191,7 @@ def _draw(done: Sequence[Simulation], base: Path) -> None:
         raise RequestError(f"cannot write the picture to {str(base)!r}: {error.strerror}") from error
 
 
-def _json(done: Simulation) -> dict[str, Any]:
+def _json(done: Simulation) -> Json:
     return {
         "policy": done.policy,
         "procs": done.procs,

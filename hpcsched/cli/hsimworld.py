@@ -7,16 +7,18 @@ anything there.
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
+from collections import namedtuple
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
 
-from hpcsched import client
+from hpcsched import client, paths
 from hpcsched.cli.options import UsageError, Words
 from hpcsched.cli.output import clean, columns, date_text, print_json
+from hpcsched.client import Json
 from hpcsched.errors import RequestError
 from hpcsched.model.hostlist import compress_hostlist, expand_hostlist
 from hpcsched.model.ids import NodeName
@@ -30,15 +32,15 @@ from hpcsched.sched.snapshot import NodeView, PendingJob, Snapshot
 from hpcsched.sim.forecast import Forecast, forecast, with_nodes, without_nodes
 from hpcsched.sim.planned import KINDS
 
-Json = dict[str, Any]
-
 NAMES = {kind: name for name, kind in KINDS.items()} | {Backfill.NONE: "fifo"}  # as the configuration calls them
 TODAY = "as it is"
 _NEW_NODES = re.compile(r"(?:(\d{1,5})x)?(\d{1,6}):(\d+[KMGT]?)(?::gpu:([^:\s]+):(\d{1,3}))?", re.IGNORECASE)
 
 
-class Variant(NamedTuple):
+class Variant(namedtuple("Variant", "name snapshot policy")):
     """A world and a policy to let go on, and what to call them."""
+
+    __slots__ = ()
 
     name: str
     snapshot: Snapshot
@@ -50,7 +52,7 @@ class Variant(NamedTuple):
 
 def replay(words: Words, operands: Sequence[str]) -> int:
     """Print the plan of a saved world, and what would differ with another policy."""
-    snapshot, policy = _world(operands, "replay")
+    snapshot, policy = _world(words, operands, "replay")
     plans = [(policy, full_plan(snapshot, policy))]
     plans += [(other, full_plan(snapshot, other)) for other in _policies(words, policy)]
     views = [
@@ -123,7 +125,7 @@ def _fate(job: Json) -> str:
 
 def whatif(words: Words, operands: Sequence[str]) -> int:
     """Print how today's queue would fare with other nodes and policies, beside how it will as things are."""
-    snapshot, policy = _world(operands, "whatif")
+    snapshot, policy = _world(words, operands, "whatif")
     variants = _variants(words, snapshot, policy)
     found = [forecast(one.snapshot, one.policy, predict=words.has("predict")) for one in variants]
     shown = _shown(words, snapshot)
@@ -255,8 +257,10 @@ def _policies(words: Words, policy: Policy) -> list[Policy]:
     return found
 
 
-def _world(operands: Sequence[str], what: str) -> tuple[Snapshot, Policy]:
+def _world(words: Words, operands: Sequence[str], what: str) -> tuple[Snapshot, Policy]:
     """Return the world of the file that was named, or as the controller sees it now."""
+    if words.has("database"):
+        return _archived(words.last("database"), operands)
     if len(operands) > 1:
         raise UsageError(
             f"cannot tell which world: hsim {what} takes one file of hctl snapshot, or none for the queue as it is"
@@ -270,3 +274,13 @@ def _world(operands: Sequence[str], what: str) -> tuple[Snapshot, Policy]:
         raise RequestError(f"cannot read {operands[0][:200]!r}: {error.strerror}") from error
     except ValueError as error:
         raise RequestError(f"cannot read {operands[0][:200]!r}: it is no JSON ({error})") from error
+
+
+def _archived(database: str, operands: Sequence[str]) -> tuple[Snapshot, Policy]:
+    """Return the world in a database file, with the nodes, partitions and policy of the configuration."""
+    if operands:
+        raise UsageError("cannot tell which world: name a file of hctl snapshot, or --database=FILE, not both")
+    from hpcsched.config import load_config  # only this needs the controller's code
+    from hpcsched.controller.archived import archived
+
+    return archived(Path(database), load_config(paths.find_config_dir(os.environ, os.getuid())))

@@ -1,29 +1,31 @@
-"""hsub: a script (a file, standard input, or --wrap) becomes a job.
+"""hsub, and sbatch: a script (a file, standard input, or --wrap) becomes a job.
 
 Its options are those of job scripts (`hpcsched.jobscript`): command line over environment over the script's lines. Every
-submission bears a request id, so that one which is sent again after a lost connection is still one job.
+submission bears a request id, so that one which is sent again after a lost connection is still one job. Most submissions get
+by without this module, which takes long to import: `hpcsched.cli.submit`.
 """
 
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections import namedtuple
+from collections.abc import Callable, Mapping, Sequence
 
 from hpcsched import client
-from hpcsched.cli.errors import complain, guarded, note, print_version
+from hpcsched.cli.errors import Explain, complain, guarded, note, print_version
 from hpcsched.cli.options import UsageError, option_lines
 from hpcsched.cli.output import clean, date_text, print_json
-from hpcsched.cli.states import ENDED_STATES
+from hpcsched.client import Json
 from hpcsched.errors import NotFoundError, RequestError, UnavailableError
-from hpcsched.jobscript.build import Built, build_spec, script_name
-from hpcsched.jobscript.layers import environment_options, is_set, last, merge_layers
+from hpcsched.jobscript.build import Built
+from hpcsched.jobscript.layers import is_set, last
 from hpcsched.jobscript.options import OPTIONS
 from hpcsched.jobscript.scan import CommandLine, parse_command_line
-from hpcsched.jobscript.script import MAX_SCRIPT_BYTES, read_script, wrap_script
+from hpcsched.jobscript.script import MAX_SCRIPT_BYTES
+from hpcsched.jobscript.submission import Words, read_submission
+from hpcsched.listing.states import ENDED_STATES
 from hpcsched.model.codec import spec_to_json
 
 NAME = "hsub"
@@ -32,9 +34,9 @@ FIRST_POLL_S = 0.05
 LAST_POLL_S = 1.0
 
 HELP_HEAD = """\
-Usage: hsub [OPTIONS] SCRIPT [ARGUMENT...]
-       hsub [OPTIONS] < SCRIPT
-       hsub [OPTIONS] --wrap COMMAND
+Usage: NAME [OPTIONS] SCRIPT [ARGUMENT...]
+       NAME [OPTIONS] < SCRIPT
+       NAME [OPTIONS] --wrap COMMAND
 
 Submit a job. The script's #HSUB and #SBATCH lines may have the same options; those of the command line win over
 HSUB_* and SBATCH_* variables, and these over the script's. What follows the script is passed to it.
@@ -46,70 +48,85 @@ File names may have %j (job id), %x (name), %u (user), %N (node), %A and %a (arr
 """
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+class Face(
+    namedtuple(
+        "Face",
+        "name version explain cluster",
+        defaults=(
+            None,
+            False,
+        ),
+    )
+):
+    """The name that the command goes by, and how it says its version and its errors."""
+
+    __slots__ = ()
+
+    name: str
+    version: Callable[[str], None]
+    explain: Explain | None
+    cluster: bool  # --parsable with --clusters writes the cluster's name behind the id
+
+
+OURS = Face(NAME, print_version)
+
+
+def main(argv: Sequence[str] | None = None, face: Face = OURS) -> int:
     """Run the command and return its exit status."""
-    return guarded(NAME, _work, argv)
+    return guarded(face.name, lambda words: _work(words, face), argv, explain=face.explain)
 
 
-def _work(argv: Sequence[str]) -> int:
+def _work(argv: Sequence[str], face: Face) -> int:
     try:
         line = parse_command_line(argv)
+    except UsageError:
+        raise
     except RequestError as error:
         raise UsageError(str(error)) from None
     if is_set(line.options, "help"):
-        sys.stdout.write(help_text())
+        sys.stdout.write(help_text(face.name))
         return 0
     if is_set(line.options, "version"):
-        print_version(NAME)
+        face.version(face.name)
         return 0
-    options, built = _build(line, argv)
+    options, built = _build(line, argv, face)
     if not is_set(options, "quiet"):
-        _tell(built.notes, aloud="verbose" in options)
+        _tell(face, built.notes, aloud="verbose" in options)
     job = spec_to_json(built.spec)
     if is_set(options, "dry-run"):
         print_json({"version": 1, "job": job, "notes": list(built.notes)})
         return 0
     if is_set(options, "test-only"):
-        return _test(job, options)
-    return _submit(job, options)
+        return _test(face, job, options)
+    return _submit(face, job, options)
 
 
-def help_text() -> str:
+def help_text(name: str = NAME) -> str:
     """Return what ``--help`` prints."""
     lines = [
         line for option in OPTIONS for line in option_lines(option.spelling, option.help, indented=not option.short)
     ]
-    return HELP_HEAD + "\n".join(lines) + "\n" + HELP_TAIL
+    return HELP_HEAD.replace("NAME", name) + "\n".join(lines) + "\n" + HELP_TAIL
 
 
-def _build(line: CommandLine, argv: Sequence[str]) -> tuple[Mapping[str, Sequence[str]], Built]:
+def _build(line: CommandLine, argv: Sequence[str], face: Face) -> tuple[Mapping[str, Sequence[str]], Built]:
     """Return the options of all layers, and the job that they ask for."""
-    command = last(line.options, "wrap")
-    if command is not None and not command.strip():
-        raise RequestError("cannot submit: the command of --wrap is empty")
-    script = _read(line.script) if command is None else wrap_script(command)
-    directives = read_script(script)
-    options = merge_layers(directives.options, environment_options(os.environ), line.options)
+    script = _read(face, line.script) if last(line.options, "wrap") is None else None
     try:
         work_dir = os.getcwd()
     except OSError as error:
         raise RequestError(f"cannot submit from this directory: {error.strerror}") from None
-    built = build_spec(
-        options,
+    words = Words(
+        command=face.name,
+        argv=tuple(argv),
         script=script,
-        default_name=script_name(line.options, line.script),
-        work_dir=work_dir,
+        script_path=_path(line.script),
         environ=os.environ,
-        now_s=time.time(),
-        script_args=line.args,
-        script_path=_path(line.script) if command is None else "",
-        submit_line=shlex.join([NAME, *argv]),
-        submit_host=os.uname().nodename,
+        work_dir=work_dir,
+        host=os.uname().nodename,
     )
-    late = tuple(
-        f"line {number} of the script is not read: it stands behind a command" for number in directives.late_lines
-    )
-    return options, Built(spec=built.spec, notes=(*built.notes, *late))
+    read = read_submission(words, line, time.time())
+    return read.options, read.built
 
 
 def _path(script: str | None) -> str:
@@ -118,12 +135,12 @@ def _path(script: str | None) -> str:
     return path if path.isprintable() else ""
 
 
-def _read(path: str | None) -> str:
+def _read(face: Face, path: str | None) -> str:
     """Return the script's text; bytes that are no UTF-8 are kept for the check to name them."""
     try:
         if path is None or path in STDIN:
             if sys.stdin.isatty():
-                note(NAME, "reading the script from the terminal; end it with Ctrl-D")
+                note(face.name, "reading the script from the terminal; end it with Ctrl-D")
             data = sys.stdin.buffer.read(MAX_SCRIPT_BYTES + 1)
         else:
             with open(path, "rb") as stream:
@@ -133,31 +150,31 @@ def _read(path: str | None) -> str:
     return data.decode("utf-8", "surrogateescape")
 
 
-def _tell(notes: Sequence[str], *, aloud: bool) -> None:
+def _tell(face: Face, notes: Sequence[str], *, aloud: bool) -> None:
     for text in notes:
         if aloud:
-            print(f"{NAME}: {clean(text)}", file=sys.stderr)
+            print(f"{face.name}: {clean(text)}", file=sys.stderr)
         else:
-            note(NAME, clean(text))
+            note(face.name, clean(text))
 
 
-def _test(job: dict[str, Any], options: Mapping[str, Sequence[str]]) -> int:
+def _test(face: Face, job: Json, options: Mapping[str, Sequence[str]]) -> int:
     answer = client.call("POST", "/v1/test", {"job": job})
     if is_set(options, "json"):
         print_json(answer)
     elif answer["start_s"] is None or not answer["nodes"]:
         when = f"; not before {date_text(answer['start_s'])}" if answer["start_s"] is not None else ""
-        print(f"{NAME}: Job {answer['job_id']} {clean(answer['text'])}{when}", file=sys.stderr)
+        print(f"{face.name}: Job {answer['job_id']} {clean(answer['text'])}{when}", file=sys.stderr)
     else:
         print(
-            f"{NAME}: Job {answer['job_id']} to start at {date_text(answer['start_s'])} using {answer['cpus']} processors "
+            f"{face.name}: Job {answer['job_id']} to start at {date_text(answer['start_s'])} using {answer['cpus']} processors "
             f"on nodes {clean(answer['node_list'])} in partition {clean(answer['partition'])}",
             file=sys.stderr,
         )
     return 0
 
 
-def _submit(job: dict[str, Any], options: Mapping[str, Sequence[str]]) -> int:
+def _submit(face: Face, job: Json, options: Mapping[str, Sequence[str]]) -> int:
     request_id = last(options, "request-id") or os.urandom(16).hex()
     try:
         answer = client.call_again("POST", "/v1/submit", {"request_id": request_id, "jobs": [job]})
@@ -169,15 +186,19 @@ def _submit(job: dict[str, Any], options: Mapping[str, Sequence[str]]) -> int:
     if is_set(options, "json"):
         print_json(answer)
     elif is_set(options, "parsable"):
-        print(job_id)
+        print(f"{job_id};{_cluster()}" if face.cluster and last(options, "clusters") else job_id)
     elif not is_set(options, "quiet"):
         print(f"Submitted batch job {job_id}")
     sys.stdout.flush()
-    _tell(answer.get("notes", ()), aloud="verbose" in options)
-    return _wait(job_id) if is_set(options, "wait") else 0
+    _tell(face, answer.get("notes", ()), aloud="verbose" in options)
+    return _wait(face, job_id) if is_set(options, "wait") else 0
 
 
-def _wait(job_id: int) -> int:
+def _cluster() -> str:
+    return str(client.call("GET", "/v1/ping")["cluster"])
+
+
+def _wait(face: Face, job_id: int) -> int:
     """Wait until the job (of an array: all its tasks) is over; return the highest exit code."""
     pause_s = FIRST_POLL_S
     told = False
@@ -186,29 +207,29 @@ def _wait(job_id: int) -> int:
             jobs = _look(job_id)
         except UnavailableError as error:  # the job goes on without the controller
             if not told:
-                note(NAME, f"{error}; waiting for it")
+                note(face.name, f"{error}; waiting for it")
             told = True
         else:
             if all(job["state"] in ENDED_STATES for job in jobs):
-                return _exit_status(jobs)
+                return _exit_status(face, jobs)
         time.sleep(pause_s)
         pause_s = min(pause_s * 1.3, LAST_POLL_S)
 
 
-def _look(job_id: int) -> list[dict[str, Any]]:
+def _look(job_id: int) -> list[Json]:
     try:
         return client.call("GET", client.query("/v1/jobs", id=job_id))["jobs"]
     except NotFoundError:  # ended a while ago: the history has it
         return client.call("GET", client.job_path(str(job_id)))["jobs"]
 
 
-def _exit_status(jobs: Sequence[dict[str, Any]]) -> int:
+def _exit_status(face: Face, jobs: Sequence[Json]) -> int:
     statuses = []
     for job in jobs:
         status = 128 + job["exit_signal"] if job["exit_signal"] else job["exit_code"] or 0
         if job["state"] != "COMPLETED" and status == 0:
             why = f": {clean(job['reason_detail'])}" if job["reason_detail"] else ""
-            complain(NAME, f"job {job['display_id']} ended as {job['state']}{why}")
+            complain(face.name, f"job {job['display_id']} ended as {job['state']}{why}")
             status = 1
         statuses.append(status)
     return max(statuses)

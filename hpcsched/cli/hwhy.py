@@ -7,12 +7,12 @@ what is lacking, for a few nodes or if asked.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from hpcsched import client
 from hpcsched.cli.errors import run_command
 from hpcsched.cli.options import HELP, VERSION, Command, Option, UsageError, Words
 from hpcsched.cli.output import clean, date_text, print_json
+from hpcsched.client import Json
 
 FEW_NODES = 8
 
@@ -51,7 +51,7 @@ def _work(words: Words) -> int:
     return 0
 
 
-def _lines(answer: dict[str, Any], *, all_nodes: bool) -> list[str]:
+def _lines(answer: Json, *, all_nodes: bool) -> list[str]:
     lines: list[str] = [*_which(answer), *(answer.get("lines") or _brief(answer))]
     nodes = answer.get("nodes") or {}
     if all_nodes or len(nodes) <= FEW_NODES:
@@ -61,13 +61,13 @@ def _lines(answer: dict[str, Any], *, all_nodes: bool) -> list[str]:
     return [*shown, f"hwhy -v tells what each of the {len(nodes)} nodes lacks; these lack least."]
 
 
-def _which(answer: dict[str, Any]) -> list[str]:
+def _which(answer: Json) -> list[str]:
     """Return which job of an array the answer is about."""
     if answer.get("of", 1) == 1 or not answer["waiting"]:
         return []
     return [f"Of {answer['of']} tasks {answer['waiting']} wait; of job {answer['job']}, the first of them:"]
 
 
-def _brief(answer: dict[str, Any]) -> list[str]:
+def _brief(answer: Json) -> list[str]:
     text, reason = answer["text"], answer["reason"]
     return [f"{reason}: {text}" if reason and reason != "None" and not text.startswith(reason) else text]

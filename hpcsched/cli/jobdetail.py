@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from hpcsched.cli.jobfields import Job, end_s, exit_text, is_waiting, reason, why
 from hpcsched.cli.output import clean, when_text
-from hpcsched.cli.states import ENDED_STATES
+from hpcsched.listing.jobs import Job, checkpoint_text, end_s, exit_text, is_waiting, loss_text, rate_text, reason, why
+from hpcsched.listing.states import ENDED_STATES
 from hpcsched.model.units import format_mem, format_time_s
 
 
@@ -15,6 +15,9 @@ def detail_lines(job: Job, now_s: float) -> list[str]:
         ("why", why(job) if why(job) != reason(job) else ""),
         ("start", _start(job, now_s)),
         ("end" if job["state"] in ENDED_STATES else "time", _end(job, now_s)),
+        ("training", _training(job, now_s)),
+        ("checkpoint", checkpoint_text(job, now_s) if (job.get("training") or {}).get("checkpoint_step") else ""),
+        ("note", (job.get("training") or {}).get("note", "")),
         ("preempted", f"by job {job['preempted_by']}" if job.get("preempted_by") else ""),
         ("suspended", format_time_s(job["suspended_s"]) if job.get("suspended_s") else ""),
         ("nodes", job["node_list"]),
@@ -70,6 +73,21 @@ def _end(job: Job, now_s: float) -> str:
     latest_s = end_s(job)
     runs = format_time_s(job["elapsed_s"])
     return f"{runs}, ends at {when_text(latest_s, now_s)} at the latest" if latest_s is not None else runs
+
+
+def _training(job: Job, now_s: float) -> str:
+    """Return how far a training job is, by its own word."""
+    told = job.get("training")
+    if not told:
+        return ""
+    parts = [f"step {told['step']}" + (f" of {told['total_steps']}" if told["total_steps"] else "")]
+    if told["loss"] is not None:
+        parts.append(f"loss {loss_text(job)}")
+    if told["samples_per_s"] is not None:
+        parts.append(f"{rate_text(job)} samples/s")
+    if told["ends_at_s"] is not None and told["ends_at_s"] > now_s:
+        parts.append(f"done at {when_text(told['ends_at_s'], now_s)} (in {format_time_s(told['ends_at_s'] - now_s)})")
+    return ", ".join(parts)
 
 
 def _resources(job: Job) -> str:

@@ -20,6 +20,8 @@ COMMANDS = {
     "down": ("hpcsched.cli.daemon:down", "Stop the controller; jobs run on."),
     "status": ("hpcsched.cli.daemon:status", "Say whether the controller runs, and what it has to do."),
     "restore": ("hpcsched.cli.restore:restore", "Put a backup in the place of the database."),
+    "slurm-path": ("hpcsched.cli.slurmpath:slurm_path", "Print the directory of the commands with Slurm's names."),
+    "completion": ("hpcsched.cli.completion:completion", "Complete the commands in bash, zsh or fish."),
     "demo": ("hpcsched.cli.demo:demo", "Show a small cluster at work on this machine, then remove it."),
 }
 

@@ -201,11 +201,11 @@ def identity_of(config: Config) -> ControllerIdentity:
     path = config.controller.state_dir / paths.DATABASE_FILE
     if not path.exists():
         raise ConfigError(f"cannot find the database {path}: run hpcsched init first")
-    engine = open_read_only(path)
+    database = open_read_only(path)
     try:
-        return ControllerIdentity(cluster=config.name, incarnation=incarnation(engine), epoch=current_epoch(engine))
+        return ControllerIdentity(cluster=config.name, incarnation=incarnation(database), epoch=current_epoch(database))
     finally:
-        engine.dispose()
+        database.close()
 
 
 def describe(spec: NodeSpec, found: Visit, share: str) -> Iterator[str]:

@@ -10,28 +10,28 @@ cut options nor options with an optional value such as these.
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
-from hpcsched.errors import RequestError
+from hpcsched.errors import UsageError as UsageError
+from hpcsched.listing.text import nearest as nearest
+from hpcsched.listing.text import split_list as split_list
 
 HELP_WIDTH = 100
 HELP_COLUMN = 28
 
 
-class UsageError(RequestError):
-    """The words of a command line cannot be understood: exit status 2."""
-
-
-class Option(NamedTuple):
+class Option(namedtuple("Option", "name short metavar help bare aliases", defaults=("", "", "", None, ()))):
     """One option. `metavar` "" takes no value; `bare` is the value it has without one, None where it must have one."""
 
+    __slots__ = ()
+
     name: str  # long, without the dashes
-    short: str = ""
-    metavar: str = ""
-    help: str = ""
-    bare: str | None = None
-    aliases: tuple[str, ...] = ()
+    short: str
+    metavar: str
+    help: str
+    bare: str | None
+    aliases: tuple[str, ...]
 
     @property
     def spelling(self) -> str:
@@ -41,18 +41,23 @@ class Option(NamedTuple):
         return (f"-{self.short}, " if self.short else "") + f"--{self.name}{value}"
 
 
-class Command(NamedTuple):
+class Command(namedtuple("Command", "name usage about options notes accepted", defaults=((), ()))):
     """A command as its help shows it: `usage` are the words behind its name, `about` says what it will do."""
+
+    __slots__ = ()
 
     name: str
     usage: tuple[str, ...]
     about: str
     options: tuple[Option, ...]
-    notes: tuple[str, ...] = ()  # paragraphs behind the options
+    notes: tuple[str, ...]  # paragraphs behind the options
+    accepted: tuple[Option, ...]  # taken for Slurm's sake, without effect here; no help shows them
 
 
-class Words(NamedTuple):
+class Words(namedtuple("Words", "given operands")):
     """What the words of a command line say: values by the options' names, in order (a flag's is ""), and operands."""
+
+    __slots__ = ()
 
     given: dict[str, list[str]]
     operands: list[str]
@@ -109,7 +114,10 @@ def _read_long(command: Command, text: str, pending: Iterable[str], words: Words
     name, equals, value = text.partition("=")
     option = find_option(command, name)
     if equals and not option.metavar:
-        raise UsageError(f"cannot give --{option.name} the value {value[:60]!r}: it takes none")
+        raise UsageError(
+            f"cannot give --{option.name} the value {value[:60]!r}: it takes none",
+            getopt=f"option '--{option.name}' doesn't allow an argument",
+        )
     if not equals:
         value = _following(option, pending)
     words.given.setdefault(option.name, []).append(value)
@@ -117,9 +125,9 @@ def _read_long(command: Command, text: str, pending: Iterable[str], words: Words
 
 def _read_cluster(command: Command, letters: str, pending: Iterable[str], words: Words) -> None:
     for at, letter in enumerate(letters, start=1):
-        option = next((option for option in command.options if option.short == letter), None)
+        option = next((option for option in _known(command) if option.short == letter), None)
         if option is None:
-            raise UsageError(_unknown_letter(command, letter))
+            raise UsageError(_unknown_letter(command, letter), getopt=f"invalid option -- '{letter}'")
         rest = letters[at:]
         if option.metavar and rest:
             words.given.setdefault(option.name, []).append(rest)
@@ -133,49 +141,43 @@ def _following(option: Option, pending: Iterable[str]) -> str:
         return option.bare or ""
     value = next(iter(pending), None)
     if value is None:
-        raise UsageError(f"cannot take --{option.name} without a value: write {option.spelling}")
+        raise UsageError(
+            f"cannot take --{option.name} without a value: write {option.spelling}",
+            getopt=f"option '--{option.name}' requires an argument",
+        )
     return value
+
+
+def _known(command: Command) -> tuple[Option, ...]:
+    return command.options + command.accepted
 
 
 def find_option(command: Command, name: str) -> Option:
     """Return the option of that long name, or of a name that begins like it. Raises UsageError."""
-    for option in command.options:
+    for option in _known(command):
         if name == option.name or name in option.aliases:
             return option
-    found = [option for option in command.options if name and option.name.startswith(name)]
+    found = [option for option in _known(command) if name and option.name.startswith(name)]
     if len(found) == 1:
         return found[0]
     if found:
-        some = ", ".join(f"--{option.name}" for option in found)
-        raise UsageError(f"cannot tell which option --{name} is: it could be {some}")
+        some = [f"--{option.name}" for option in found]
+        raise UsageError(
+            f"cannot tell which option --{name} is: it could be {', '.join(some)}",
+            getopt=f"option '--{name}' is ambiguous; possibilities: " + " ".join(f"'{one}'" for one in some),
+        )
     near = nearest(name, [option.name for option in command.options])
     hint = f"did you mean {' or '.join('--' + one for one in near)}?" if near else f"see {command.name} --help"
-    raise UsageError(f"cannot understand {'--' + name[:60]!r}: no such option; {hint}")
+    raise UsageError(
+        f"cannot understand {'--' + name[:60]!r}: no such option; {hint}",
+        getopt=f"unrecognized option '--{name[:60]}'",
+    )
 
 
 def _unknown_letter(command: Command, letter: str) -> str:
     other = next((option for option in command.options if option.short == letter.swapcase()), None)
     hint = f"did you mean -{other.short} (--{other.name})?" if other else f"see {command.name} --help"
     return f"cannot understand {'-' + letter!r}: no such option; {hint}"
-
-
-def nearest(word: str, known: Iterable[str]) -> list[str]:
-    """Return those of `known` that look like `word`, at most three."""
-    import difflib  # only ever needed for an error message
-
-    return difflib.get_close_matches(word[:60], list(known), n=3, cutoff=0.6)
-
-
-def split_list(text: str) -> list[str]:
-    """Return what stands between the commas of `text` that are not within brackets: ``a,10_[1,3]`` is two."""
-    items, depth, start = [], 0, 0
-    for at, char in enumerate(text):
-        depth += (char == "[") - (char == "]")
-        if char == "," and depth <= 0:
-            items.append(text[start:at])
-            start = at + 1
-    items.append(text[start:])
-    return [item.strip() for item in items if item.strip()]
 
 
 def help_text(command: Command) -> str:

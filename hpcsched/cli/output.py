@@ -12,16 +12,20 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from typing import IO, Any
+
+from hpcsched.client import Json
+from hpcsched.listing.text import clean as clean
+from hpcsched.listing.text import date_text as date_text
+from hpcsched.listing.text import fitted as fitted
 
 BOLD, DIM, RED, GREEN, YELLOW, BLUE, CYAN = "1", "2", "31", "32", "33", "34", "36"
 
 Row = Sequence[str]
 
 
-def is_terminal(stream: IO[str] | None = None) -> bool:
-    """Say whether a person sees the output (default: of this process)."""
-    return (sys.stdout if stream is None else stream).isatty()
+def is_terminal() -> bool:
+    """Say whether a person sees the output."""
+    return sys.stdout.isatty()
 
 
 def wants_colour() -> bool:
@@ -32,12 +36,6 @@ def wants_colour() -> bool:
 def painted(text: str, colour: str) -> str:
     """Return `text` in a colour; "" leaves it as it is."""
     return f"\x1b[{colour}m{text}\x1b[0m" if colour else text
-
-
-def clean(value: object) -> str:
-    """Return `value` as one line without control characters: they become ``?``."""
-    text = value if type(value) is str else str(value)
-    return text if text.isprintable() else "".join(char if char.isprintable() else "?" for char in text)
 
 
 def columns(
@@ -64,21 +62,10 @@ def columns(
     return "\n".join(texts) + "\n"
 
 
-def fitted(text: str, width: int, *, right: bool = False) -> str:
-    """Return `text` in exactly `width` characters, cut if it is longer."""
-    cut = text[:width]
-    return cut.rjust(width) if right else cut.ljust(width)
-
-
-def print_json(answer: dict[str, Any]) -> None:
+def print_json(answer: Json) -> None:
     """Print an answer as JSON: on one line, spread out on a terminal."""
     json.dump(answer, sys.stdout, indent=2 if is_terminal() else None)
     sys.stdout.write("\n")
-
-
-def date_text(at_s: float | None, none: str = "N/A") -> str:
-    """Return a time as Slurm writes it: ``2027-01-20T12:34:00``, local time."""
-    return none if at_s is None else time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(at_s))
 
 
 def when_text(at_s: float, now_s: float) -> str:

@@ -6,15 +6,14 @@ What a ``Name=value`` means is for the controller to say; here it only becomes a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from hpcsched import client
 from hpcsched.cli.options import UsageError, Words, split_list
 from hpcsched.cli.output import clean, columns, date_text, print_json
+from hpcsched.client import Json
 from hpcsched.errors import NotFoundError
 from hpcsched.model.units import format_time_s
 
-Json = dict[str, Any]
 RecordWords = Sequence[tuple[str, object]]
 
 NAMES = ("reservationname", "reservation")

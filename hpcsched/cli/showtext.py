@@ -7,14 +7,13 @@ Source: scontrol(1) "show"; its output.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-from hpcsched.cli.jobfields import end_s, exit_text, memory_of_node, reason, start_s
 from hpcsched.cli.output import clean, date_text
+from hpcsched.client import Json
+from hpcsched.listing.jobs import end_s, exit_text, loss_text, memory_of_node, rate_text, reason, start_s, step_text
 from hpcsched.model.hostlist import compress_hostlist
 from hpcsched.model.units import format_time_s
 
-Json = dict[str, Any]
 Words = Sequence[tuple[str, object]]  # one line
 
 
@@ -40,16 +39,22 @@ def job_lines(job: Json) -> list[Words]:
         [("JobId", job["id"]), *array, ("JobName", job["name"])],
         [("UserId", f"{job['user']}({job['uid']})"), ("Account", job["account"]), ("QOS", job["qos"] or "normal")],
         [("Priority", 0 if job["hold"] != "none" else job["priority"]), ("Nice", job["nice"])],
+        [("SiteFactor", job["site"])] if job.get("site") else (),
         [("JobState", job["state"]), ("Reason", reason(job)), ("Dependency", job["dependency"])],
         [("ReasonText", job["reason_detail"])] if job["reason_detail"] else (),
         [("PreemptedBy", job["preempted_by"])] if job.get("preempted_by") else (),
         _elastic(job),
         [("Requeue", job["requeue"]), ("Restarts", job["restarts"]), ("ExitCode", exit_text(job))],
-        [("RunTime", format_time_s(job["elapsed_s"], full=True)), ("TimeLimit", _limit(job["time_limit_s"]))],
+        [
+            ("RunTime", format_time_s(job["elapsed_s"], full=True)),
+            ("TimeLimit", _limit(job["time_limit_s"])),
+            ("TimeMin", _limit(job["time_min_s"]) if job.get("time_min_s") else "N/A"),
+        ],
         [
             ("SubmitTime", date_text(job["submitted_at_s"])),
             ("EligibleTime", date_text(job["eligible_at_s"], "Unknown")),
         ],
+        [("AccrueTime", date_text(job.get("accrued_from_s"), "Unknown"))],
         [
             ("StartTime", date_text(start_s(job), "Unknown")),
             ("EndTime", date_text(end_s(job), "Unknown")),
@@ -68,6 +73,7 @@ def job_lines(job: Json) -> list[Words]:
         [("Licenses", licenses_text(job["licenses"]))] if job.get("licenses") else (),
         [("TresPerJob", f"gres/shard:{job['shards']}")] if job.get("shards") else (),
         *([share] for share in map(_share, job["shares"])),
+        *_training(job),
         [("OverSubscribe", "NO" if job["exclusive"] else "OK"), ("Features", job["constraint"])],
         [("Prefer", job["prefer"])] if job.get("prefer") else (),
         [("ReqSwitch", job["switches"])] if job.get("switches") else (),
@@ -88,6 +94,20 @@ def _elastic(job: Json) -> Words:
     least, most = job["elastic"]
     wanted = [("WantedNodes", compress_hostlist(job["wanted_nodes"]))] if job.get("wanted_nodes") else []
     return [("ElasticNodes", f"{least}-{most}"), *wanted]
+
+
+def _training(job: Json) -> list[Words]:
+    """Return how far a training job is, as its program says; scontrol has no words for that."""
+    told = job.get("training")
+    if not told:
+        return []
+    kept = told["checkpoint_step"]
+    return [
+        [("TrainStep", step_text(job)), ("TrainLoss", loss_text(job)), ("TrainSamplesPerSec", rate_text(job))],
+        [("TrainEnd", date_text(told["ends_at_s"], "Unknown")), ("TrainTold", date_text(told["at_s"]))],
+        [("Checkpoint", kept), ("CheckpointTime", date_text(told["checkpoint_at_s"], "Unknown"))] if kept else (),
+        [("TrainNote", told["note"])] if told["note"] else (),
+    ]
 
 
 def _share(share: Json) -> tuple[str, object]:

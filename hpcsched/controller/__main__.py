@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import sys
@@ -26,6 +27,7 @@ from hpcsched.errors import HpcschedError
 @click.version_option(hpcsched.__version__, "-V", "--version", prog_name="hpcschedd")
 def command(config_dir: Path | None, log_level: str | None) -> None:
     """Run the hpcsched controller in the foreground until SIGTERM or SIGINT. Jobs run on when it ends."""
+    gc.disable()  # what a start makes is no garbage: the daemon enables it when all is there
     config = load_config(config_dir or paths.find_config_dir(os.environ, os.getuid()))
     logging.basicConfig(
         level=(log_level or config.controller.log_level).upper(),
@@ -36,9 +38,9 @@ def command(config_dir: Path | None, log_level: str | None) -> None:
 
 
 async def _serve(config: Config) -> int:
-    from hpcsched.controller.daemon import Daemon
+    from hpcsched.controller.opening import serve
 
-    return await Daemon(config).run()
+    return await serve(config)
 
 
 def main() -> None:

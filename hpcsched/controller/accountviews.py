@@ -90,5 +90,4 @@ def _share_view(line: Standing, used: list[Used], world: World) -> Json:
 def _is_of(row: Used, line: Standing, world: World) -> bool:
     if line.user:
         return (row.account, row.user) == line.association
-    accounting = world.config.accounting
-    return not line.account or any(known.name == line.account for known in accounting.lineage(row.account))
+    return not line.account or world.config.accounting.is_part_of(row.account, (line.account,))

@@ -150,7 +150,7 @@ def _counts(world: World, job: Job, rule: Rule) -> bool:
         case Holder.ACCOUNT:
             accounting = world.config.accounting
             account, _ = accounting.association_of(job.user, job.account)
-            return any(line.name == rule.name for line in accounting.lineage(account))
+            return accounting.is_part_of(account, (rule.name,))
 
 
 def _refusal(rule: Rule, text: str) -> str:

@@ -31,17 +31,13 @@ def reset(tx: Transaction, asker: Asker, accounts: Sequence[str], users: Sequenc
     _must_be("user", users, _known_users(world, rows))
     found: dict[tuple[str, str], None] = {}
     for row in rows:
-        if (accounts and not _is_below(world, row.account, accounts)) or (users and row.user not in users):
+        if (accounts and not accounting.is_part_of(row.account, accounts)) or (users and row.user not in users):
             continue
         known = world.usage.get(row.key) or replace(row, amounts=())
         less = tuple((name, -amount) for name, amount in row.amounts)
         tx.put_usage(plus(at(known, tx.now_s, accounting.half_life_s), less))
         found[row.account, row.user] = None
     return list(found)
-
-
-def _is_below(world: World, account: str, accounts: Sequence[str]) -> bool:
-    return account in accounts or any(line.name in accounts for line in world.config.accounting.lineage(account))
 
 
 def _known_users(world: World, rows: Sequence[Used]) -> set[str]:

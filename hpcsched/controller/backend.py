@@ -15,12 +15,14 @@ import hpcsched
 from hpcnode import protocol
 from hpcsched.api.identity import Asker, is_account
 from hpcsched.api.views import (
+    failure_view,
     in_a_sentence,
     job_view,
     node_views,
     partition_views,
     reservation_view,
     step_view,
+    training_view,
     why_waiting,
 )
 from hpcsched.controller import amnesty, requests, reserving, strays, suspension
@@ -28,6 +30,7 @@ from hpcsched.controller.accountviews import license_views, priority_views, shar
 from hpcsched.controller.admission import settle
 from hpcsched.controller.fleet import Fleet
 from hpcsched.controller.outlook import first_start, first_waiting, why_words
+from hpcsched.controller.reading import Reading
 from hpcsched.controller.references import find_jobs
 from hpcsched.controller.story import tell
 from hpcsched.controller.tick import Controller
@@ -69,7 +72,7 @@ class LogData:
     ended: bool
 
 
-class ControllerBackend:
+class ControllerBackend(Reading):
     """`hpcsched.api.app.Backend` over a controller and its fleet of nodes."""
 
     def __init__(
@@ -82,16 +85,12 @@ class ControllerBackend:
         apply_config: Callable[[], list[str]],
         database: Path,
     ) -> None:
+        super().__init__(controller.world, clock)
         self._controller = controller
-        self._world = controller.world
         self._fleet = fleet
-        self._clock = clock
         self._started_at_s = started_at_s
         self._apply_config = apply_config
         self._database = database
-
-    def admins(self) -> tuple[str, ...]:
-        return self._world.config.controller.admins
 
     def ping(self) -> Json:
         return {
@@ -137,41 +136,14 @@ class ControllerBackend:
         snapshot = self._controller.snapshot([*self._world.jobs_to_plan(), job], now_s)
         return await asyncio.to_thread(first_start, snapshot, self._controller.policy, job.id)
 
-    def jobs(self, asker: Asker, query: Json) -> Json:
-        unknown = set(query) - {"state", "user", "id", "partition", "name"}
-        if unknown:
-            raise RequestError(f"cannot list jobs by {', '.join(sorted(unknown))}")
-        found = self._selected(asker, query)
-        now_s = self._clock()
-        return {"now_s": now_s, "jobs": [job_view(job, self._world, asker, now_s) for job in found]}
-
-    def _selected(self, asker: Asker, query: Json) -> list[Job]:
-        world = self._world
-        if query.get("id"):
-            found = {job.id: job for ref in _references(query["id"]) for job in find_jobs(world, ref, asker.uid)}
-            jobs = list(found.values())
-        else:
-            jobs = list(world.jobs.values())
-        states = set(query.get("state", "").upper().split(",")) - {""}
-        if states and not states & {"ALL", "ACTIVE"}:
-            unknown = states - {state.value for state in JobState}
-            if unknown:
-                raise RequestError(f"Invalid job state specified: {', '.join(sorted(unknown))}")
-            jobs = [job for job in jobs if job.state.value in states]
-        filters = {key: query[key] for key in ("user", "partition", "name") if query.get(key)}
-        self._check_users(filters.get("user", ""))
-        return [job for job in jobs if requests.matches(job, filters)] if filters else jobs
-
-    def _check_users(self, text: str) -> None:
-        """Refuse the name of a user of whom nobody has heard: it is more likely mistyped than idle."""
-        for name in text.split(",") if text else ():
-            if not is_account(name) and not any(job.user == name for job in self._world.jobs.values()):
-                raise RequestError(f"Invalid user: {name}")
-
     def job(self, asker: Asker, reference: str) -> Json:
         now_s = self._clock()
         jobs = self._find(asker, reference)
-        return {"now_s": now_s, "jobs": [job_view(job, self._world, asker, now_s, whole=True) for job in jobs]}
+        views = [job_view(job, self._world, asker, now_s, whole=True) for job in jobs]
+        if len(jobs) == 1 and asker.owns(jobs[0]):
+            failures = self._controller.store.load_failures(jobs[0].id, jobs[0].attempt)
+            views[0]["failures"] = [failure_view(failure) for failure in failures]
+        return {"now_s": now_s, "jobs": views}
 
     def _find(self, asker: Asker, reference: str) -> list[Job]:
         """Return the jobs that are meant, from memory, or from the store if they ended long ago."""
@@ -251,13 +223,13 @@ class ControllerBackend:
         for step in self._controller.store.load_steps(job.id for job in jobs):
             steps.setdefault(step.job_id, []).append(step_view(step))
         now_s = self._clock()
-        return {
-            "now_s": now_s,
-            "jobs": [
-                job_view(live.get(job.id, job), self._world, asker, now_s) | {"steps": steps.get(job.id, [])}
-                for job in jobs
-            ],
-        }
+        views = [job_view(live.get(job.id, job), self._world, asker, now_s) for job in jobs]
+        told = self._controller.store.load_training(job.id for job in jobs)
+        for job, view in zip(jobs, views, strict=True):
+            view["steps"] = steps.get(job.id, [])
+            if view["training"] is None and asker.owns(job):
+                view["training"] = training_view(told.get(job.id))
+        return {"now_s": now_s, "jobs": views}
 
     async def log(self, asker: Asker, reference: str, stream: str, offset: int, limit: int) -> LogData:
         job = self._one(asker, reference)
@@ -469,18 +441,6 @@ _WORK = {
 
 def _is_texts(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(item, str) for item in value)
-
-
-def _references(text: str) -> list[str]:
-    """Return the references in a comma-separated list; a comma inside brackets separates nothing."""
-    found, depth, start = [], 0, 0
-    for i, char in enumerate(text):
-        depth += (char == "[") - (char == "]")
-        if char == "," and depth == 0:
-            found.append(text[start:i])
-            start = i + 1
-    found.append(text[start:])
-    return [reference for reference in found if reference]
 
 
 def _history_query(query: Json) -> HistoryQuery:

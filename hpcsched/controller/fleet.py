@@ -14,6 +14,7 @@ from typing import Any
 
 from hpcnode import protocol
 from hpcsched.config import Config
+from hpcsched.controller.relaying import Relaying
 from hpcsched.controller.stepping import Stepping
 from hpcsched.controller.tick import Controller
 from hpcsched.errors import HpcschedError, UnavailableError
@@ -36,6 +37,7 @@ class Fleet:
         self, controller: Controller, *, bundle: Bundle, identity: ControllerIdentity, clock: Callable[[], float]
     ) -> None:
         self.stepping: Stepping | None = None
+        self.relaying: Relaying | None = None
         self._controller = controller
         self._bundle = bundle
         self._identity = identity
@@ -126,6 +128,11 @@ class Fleet:
             case protocol.Output() | protocol.InputAck():
                 if self.stepping is not None:
                     self.stepping.on_output(node, message, blob)
+            case protocol.FromStream(message={"type": "Progress" | "Failure"}):
+                self._controller.training.told(node, message, self._clock())
+            case protocol.FromStream(message={"type": "ApiRequest"}):
+                if self.relaying is not None:
+                    self.relaying.told(node, message, blob)
             case protocol.FromStream():
                 if self.stepping is not None:
                     self.stepping.on_from_stream(node, message, blob)

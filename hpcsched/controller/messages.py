@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hpcnode import protocol
-from hpcsched.launch.environment import job_environment
+from hpcsched.launch.environment import allocation_facts, job_environment
 from hpcsched.launch.files import job_file_patterns
 from hpcsched.lifecycle.clocks import cut_at_s
 from hpcsched.lifecycle.effects import ClaimPart, ClearNode, Effect, GoOn, Halt, StartBatch, TellAllocation
@@ -58,18 +58,27 @@ def _incarnation(job: Job, world: World) -> str:
     return Token.parse(job.token).incarnation if job.token else world.incarnation
 
 
+def allocation_environment(job: Job, world: World) -> dict[str, str]:
+    """Return what the scheduler sets for a command on the head that holds the job."""
+    return allocation_facts(_environment(job, world))
+
+
+def _environment(job: Job, world: World) -> dict[str, str]:
+    first = world.nodes[job.shares[0].node]
+    return job_environment(
+        job,
+        cluster=world.config.name,
+        master_addr=address(first),
+        share_dir=world.config.share,
+        devices=devices_of(first),
+        cut_at_s=cut_at_s(job, world.reservations.get(job.reservation)),
+    )
+
+
 def launch_batch(job: Job, world: World, node: NodeName) -> protocol.Launch:
     """Return the launch of the job's batch step on its first node."""
     spec, share, files = job.spec, job.shares[0], job_file_patterns(job)
-    where = address(world.nodes[node])
-    env = job_environment(
-        job,
-        cluster=world.config.name,
-        master_addr=where,
-        share_dir=world.config.share,
-        devices=devices_of(world.nodes[node]),
-        cut_at_s=cut_at_s(job, world.reservations.get(job.reservation)),
-    )
+    env = _environment(job, world)
     return protocol.Launch(
         token=job.token,
         job_id=job.id,

@@ -5,8 +5,9 @@ queue is planned for in the tick in which something changed, as if there were no
 under way, a *quick* plan, with a fresh view of the world, comes first: it looks at the front of the queue only. What it starts
 the whole plan is told, and goes on where it stopped. Then the whole plan gets as much time as the quick one took before the next.
 
-Where jobs may preempt others, or elastic ones run, the plan is made in one go, in the tick in which it began: it consists of many
-plans, for each victim that it tries out, and what it says of running jobs holds at that moment only.
+Where jobs may preempt others, or elastic ones run, a plan consists of many plans, for each victim that it tries out. In a large
+world it is made in turns (see `turns`), with no quick plan in between, as that would take as long; and of what it says in the
+end, that is left out which is about jobs or nodes that have changed since.
 
 A plan is older than the world by the time its starts are applied. That is safe: nothing but these two plans gives anything away,
 each knows of the other's starts, and what has become free since is merely not used yet. A start is dropped if its job or one of
@@ -17,13 +18,15 @@ Knows no clock but the one it is given, and neither database nor messages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import replace
 
+from hpcsched.controller.turns import Pause, Turns
 from hpcsched.errors import InvariantError
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import Job
 from hpcsched.model.node import Node
+from hpcsched.model.resources import Share
 from hpcsched.sched.decisions import Plan, Start
 from hpcsched.sched.plan import Planner
 from hpcsched.sched.policy import Policy
@@ -32,23 +35,35 @@ from hpcsched.sched.snapshot import Promise, Snapshot
 
 SLICE_S = 0.015  # so long a tick plans at most, or for one step
 QUICK_DEPTH = 200  # so many jobs a quick plan looks at
+LARGE = 300  # jobs and nodes: a plan of many plans may take longer than a slice
 
 
-class _AtOnce:
-    """A plan that is made in a single step."""
+class _Staged:
+    """A plan of many plans: made in a single step, or in turns if the world is large."""
 
-    def __init__(self, snapshot: Snapshot, policy: Policy) -> None:
+    def __init__(self, snapshot: Snapshot, policy: Policy, monotonic_s: Callable[[], float]) -> None:
         self.starts: list[Start] = []
         self.looked_at = 0
         self._snapshot = snapshot
         self._policy = policy
         self._plan = Plan(starts=(), waits={})
-        self.steps = self._make()
+        large = len(snapshot.pending) + len(snapshot.running) + len(snapshot.nodes) > LARGE
+        self.steps = Turns(self._make, monotonic_s, SLICE_S).steps() if large else self._at_once()
 
-    def _make(self) -> Iterator[None]:
-        self._plan = full_plan(self._snapshot, self._policy)
-        self.starts = list(self._plan.starts)
+    def _at_once(self) -> Iterator[None]:
+        self._make(lambda: None)
         yield
+
+    def _make(self, pause: Pause) -> None:
+        def make(snapshot: Snapshot, policy: Policy) -> Plan:
+            planner = Planner(snapshot, policy)
+            pause()
+            for _ in planner.steps:
+                pause()
+            return planner.plan()
+
+        self._plan = full_plan(self._snapshot, self._policy, make)
+        self.starts = list(self._plan.starts)
 
     def plan(self) -> Plan:
         return self._plan
@@ -58,11 +73,16 @@ class _Run:
     """A plan under way and the world that it was made for."""
 
     def __init__(
-        self, snapshot: Snapshot, policy: Policy, jobs: Mapping[JobId, Job], nodes: Mapping[NodeName, Node]
+        self,
+        snapshot: Snapshot,
+        policy: Policy,
+        jobs: Mapping[JobId, Job],
+        nodes: Mapping[NodeName, Node],
+        monotonic_s: Callable[[], float],
     ) -> None:
         self.plain = is_plain(snapshot, policy)
-        self.steps = self._steps(snapshot, policy)
-        self.planner: Planner | _AtOnce | None = None
+        self.steps = self._steps(snapshot, policy, monotonic_s)
+        self.planner: Planner | _Staged | None = None
         self.applied = 0  # of its starts, so many have been handed on
         self.took_s = 0.0
         self.stale = False  # the world changed after it had begun
@@ -92,8 +112,10 @@ class _Run:
             raise InvariantError("a plan was asked for before it was made")
         return self.planner.plan()
 
-    def _steps(self, snapshot: Snapshot, policy: Policy) -> Iterator[None]:
-        self.planner = Planner(snapshot, policy) if self.plain else _AtOnce(snapshot, policy)
+    def _steps(
+        self, snapshot: Snapshot, policy: Policy, monotonic_s: Callable[[], float]
+    ) -> Generator[None, None, None]:
+        self.planner = Planner(snapshot, policy) if self.plain else _Staged(snapshot, policy, monotonic_s)
         yield
         yield from self.planner.steps
 
@@ -108,8 +130,30 @@ class _Run:
 
     def holds(self, start: Start, jobs: Mapping[JobId, Job], nodes: Mapping[NodeName, Node]) -> bool:
         """Say whether the job and the nodes of `start` are as they were when the plan began."""
-        same = all(nodes.get(share.node) is self._nodes[share.node] for share in start.shares)
-        return same and self.knows(jobs.get(start.job_id))
+        return self._same(start.shares, nodes) and self.knows(jobs.get(start.job_id))
+
+    def _same(self, shares: Iterable[Share], nodes: Mapping[NodeName, Node]) -> bool:
+        return all(nodes.get(share.node) is self._nodes[share.node] for share in shares)
+
+    def what_holds(self, made: Plan, jobs: Mapping[JobId, Job], nodes: Mapping[NodeName, Node]) -> Plan:
+        """Return `made` without what it says of running jobs that is about jobs or nodes which changed since it began."""
+
+        def known(*job_ids: JobId) -> bool:
+            return all(self.knows(jobs.get(job_id)) for job_id in job_ids)
+
+        preemptions = [
+            one
+            for one in made.preemptions
+            if known(one.job_id, *(victim.job_id for victim in one.victims)) and self._same(one.shares, nodes)
+        ]
+        resizes = [one for one in made.resizes if known(one.job_id) and self._same(one.add, nodes)]
+        return replace(
+            made,
+            preemptions=tuple(preemptions),
+            resumes=tuple(job_id for job_id in made.resumes if known(job_id)),
+            given_up=tuple(job_id for job_id in made.given_up if known(job_id)),
+            resizes=tuple(resizes),
+        )
 
 
 class Slice:
@@ -143,16 +187,16 @@ class Planning:
         return self._whole is not None
 
     @property
-    def in_slices(self) -> bool:
-        """Say whether the plan under way is made in slices, and not in one go."""
-        return self._whole is not None and self._whole.plain
-
-    @property
     def may_begin(self) -> bool:
         """Say whether a plan may begin now: a whole one, or a quick one while the whole one is under way."""
         if self._whole is None:
             return True
-        return self._quick is None and self._owed_s <= 0 and self._whole.looked_at >= self._quick_depth
+        return (
+            self._whole.plain
+            and self._quick is None
+            and self._owed_s <= 0
+            and self._whole.looked_at >= self._quick_depth
+        )
 
     def begin(
         self, snapshot: Snapshot, policy: Policy, jobs: Mapping[JobId, Job], nodes: Mapping[NodeName, Node]
@@ -161,16 +205,20 @@ class Planning:
         began_s = self._monotonic_s()
         if self._whole is not None:  # nor may a quick plan give away what the whole one has promised so far
             snapshot = replace(snapshot, promises={**snapshot.promises, **self._whole.promises})
-        run = _Run(snapshot, policy, jobs, nodes)
+        run = _Run(snapshot, policy, jobs, nodes, self._monotonic_s)
         run.took_s = self._monotonic_s() - began_s
         if self._whole is None or not run.plain:
-            self._whole, self._quick, self._owed_s = run, None, 0.0
+            self.forget()
+            self._whole = run
         else:
             self._quick = run
             self._whole.stale = True
 
     def forget(self) -> None:
         """Drop the plans under way: the world is another one."""
+        for run in (self._whole, self._quick):
+            if run is not None:
+                run.steps.close()
         self._whole = self._quick = None
         self._owed_s = 0.0
 
@@ -190,14 +238,20 @@ class Planning:
                 self._quick, self._owed_s = None, run.took_s
         elif ended:
             finished, self._whole, self._owed_s = run, None, 0.0
-        return Slice(good, len(found) - len(good), finished.plan() if finished else None, finished)
+        if finished is None:
+            return Slice(good, len(found) - len(good), None, None)
+        plan = finished.plan()
+        if not finished.plain:
+            whole, plan = plan, finished.what_holds(plan, jobs, nodes)
+            finished.stale = finished.stale or len(good) < len(found) or plan != whole
+        return Slice(good, len(found) - len(good), plan, finished)
 
     def _take_steps(self, run: _Run) -> bool:
         """Take steps of `run` for a slice of time; say whether it has come to its end."""
         began_s = self._monotonic_s()
         while True:
             ended = next(run.steps, run) is run
-            if ended or (run.plain and self._monotonic_s() - began_s >= SLICE_S):
+            if ended or self._monotonic_s() - began_s >= SLICE_S:
                 break
             if run is self._quick and run.looked_at >= self._quick_depth:
                 break

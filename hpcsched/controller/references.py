@@ -56,3 +56,21 @@ def _indices(text: str) -> set[int]:
             raise RequestError(f"cannot read array tasks {text[:40]!r}: more than {MAX_TASKS}")
         wanted.update(span)
     return wanted
+
+
+def matches(job: Job, filters: dict[str, str]) -> bool:
+    """Return whether the job is what the filters (user, name, state ...: comma-separated values) ask for."""
+    values = {
+        "user": job.user,
+        "name": job.spec.name,
+        "state": job.state.value,
+        "partition": job.partition,
+        "account": job.account,
+        "qos": job.qos or "normal",
+        "reservation": job.reservation,
+        "node": ",".join(share.node for share in job.shares),
+    }
+    unknown = set(filters) - set(values)
+    if unknown:
+        raise RequestError(f"cannot filter by {', '.join(sorted(unknown))}: can filter by {', '.join(values)}")
+    return all(not set(wanted.split(",")).isdisjoint(values[key].split(",")) for key, wanted in filters.items())

@@ -73,7 +73,8 @@ def on_batch_report(tx: Transaction, node: NodeName, token: Token, report: proto
                     at_s=tx.now_s,
                     node=node,
                     exit=exit_status(report),
-                    ran_s=report.at_s - report.started_at_s if report.started_at_s else None,
+                    ran_s=_ran_s(report),
+                    ago_s=report.ago_s,
                     timed_out=report.timed_out,
                     out_of_memory=report.out_of_memory,
                     requeue=job.spec.requeue is True and exit_status(report) == REQUEUE_ME,
@@ -153,6 +154,13 @@ def exit_status(report: protocol.Report) -> ExitStatus:
     """Return how the step ended on this node: the worst of its tasks."""
     signum = max(report.signals, default=0)
     return ExitStatus(code=0 if signum else max(report.codes, default=0), signal=signum)
+
+
+def _ran_s(report: protocol.Report) -> float | None:
+    """Return how long the step ran. An agent of before says only what its clock showed, which may have been set since."""
+    if report.ran_s is not None or not report.started_at_s:
+        return report.ran_s
+    return report.at_s - report.started_at_s
 
 
 def _batch_row(job: Job, node: NodeName, report: protocol.Report | None, *, outcome: JobState | None = None) -> StepRow:

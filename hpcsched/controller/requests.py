@@ -13,7 +13,7 @@ from typing import Any
 from hpcsched.api.identity import Asker
 from hpcsched.controller.admission import admit, settle
 from hpcsched.controller.dependencies import check_deadline, check_dependency
-from hpcsched.controller.references import find_jobs
+from hpcsched.controller.references import find_jobs, matches
 from hpcsched.controller.reserving import check_use
 from hpcsched.errors import HpcschedError, NotFoundError, PermissionDeniedError, RequestError
 from hpcsched.jobscript import check
@@ -103,6 +103,7 @@ def place_of(world: World, user: str, spec: JobSpec, now_s: float) -> tuple[list
     reservation = check_use(world, user, spec.account, spec.reservation, now_s) if spec.reservation else None
     partitions = find_partitions(world, spec.partition or (reservation.partition if reservation else ""))
     limit_s = time_limit_s(world, spec, partitions)
+    check.check_time_min(spec.time_min_s, limit_s)
     limits, tasks = world.config.scheduler, len(spec.array.indices) if spec.array is not None else 1
     if tasks > limits.max_array_size:
         raise RequestError(f"cannot submit an array of {tasks} tasks: max_array_size is {limits.max_array_size}")
@@ -111,7 +112,8 @@ def place_of(world: World, user: str, spec: JobSpec, now_s: float) -> tuple[list
         raise RequestError(f"cannot submit more jobs: {queued} wait or run, and max_jobs is {limits.max_jobs}")
     check_dependency(world, spec.dependency)
     if spec.deadline_at_s is not None:
-        check_deadline(spec.deadline_at_s, spec.time_limit_s, max(now_s, spec.begin_at_s or 0))
+        least_s = spec.time_min_s if spec.time_min_s is not None else spec.time_limit_s
+        check_deadline(spec.deadline_at_s, least_s, max(now_s, spec.begin_at_s or 0))
     partitions = possible_partitions(world, spec, partitions, spec.time_limit_s, reservation)
     return admit(world, user, spec, partitions, limit_s)
 
@@ -303,15 +305,6 @@ def _doeach_job(jobs: Iterable[Job], one: Callable[[Job, Outcome], None], outcom
         else:
             outcome.jobs.append(job.id)
     return refused
-
-
-def matches(job: Job, filters: dict[str, str]) -> bool:
-    """Return whether the job is what the filters (user, name, state, partition: comma-separated values) ask for."""
-    values = {"user": job.user, "name": job.spec.name, "state": job.state.value, "partition": job.partition}
-    unknown = set(filters) - set(values)
-    if unknown:
-        raise RequestError(f"cannot filter by {', '.join(sorted(unknown))}: can filter by {', '.join(values)}")
-    return all(not set(wanted.split(",")).isdisjoint(values[key].split(",")) for key, wanted in filters.items())
 
 
 # ----- nodes

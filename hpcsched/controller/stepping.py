@@ -14,6 +14,7 @@ from typing import Any
 from hpcnode import protocol
 from hpcsched.api.identity import Asker, asker_of
 from hpcsched.controller import messages, requests, resizing
+from hpcsched.controller.shells import OPTION, ShellPorts, Shells
 from hpcsched.controller.stepports import StepPlan, StepPorts
 from hpcsched.controller.steprequest import read_allocation
 from hpcsched.controller.steps import StepService
@@ -58,7 +59,7 @@ class Stepping:
                 reply=self._reply,
                 allocate=self._allocate,
                 resize=self._resize,
-                release=self._release,
+                release=self._release_of_step,
                 record=self._record,
                 new_token=self._new_token,
                 environment=self._environment,
@@ -75,20 +76,36 @@ class Stepping:
                 grace_s=self._world.config.controller.kill_wait_s,
             )
         )
+        self.shells = Shells(
+            ShellPorts(
+                allocate=self._allocate,
+                release=self._release,
+                reply=self._reply,
+                environment=lambda job: messages.allocation_environment(job, self._world),
+            )
+        )
         controller.listener = self
 
     # ----- what comes in
 
     def on_from_stream(self, node: NodeName, said: protocol.FromStream, blob: bytes) -> None:
         """Take what a step command said; only a request for a step waits for the tick."""
-        if said.message.get("type") == "StepRequest":
+        options = said.message.get("options")
+        if said.message.get("type") == "StepRequest" and isinstance(options, dict) and OPTION in options:
+            self._in_tick(lambda: self.shells.request((node, said.stream), said.uid, said.message))
+        elif said.message.get("type") == "StepRequest":
             self._in_tick(lambda: self.service.on_from_stream(node, said, blob))
         else:
             self.service.on_from_stream(node, said, blob)
 
     def on_stream_closed(self, origin: Origin) -> None:
         """Take note that a step command went away."""
-        self._in_tick(lambda: self.service.on_stream_closed(origin))
+
+        def work() -> None:
+            self.shells.stream_closed(origin)
+            self.service.on_stream_closed(origin)
+
+        self._in_tick(work)
 
     def on_output(self, node: NodeName, message: protocol.Output | protocol.InputAck, blob: bytes) -> None:
         """Pass output (or word of input taken) from a node to the step command that it is for."""
@@ -112,7 +129,9 @@ class Stepping:
 
     def job_running(self, job: Job) -> None:
         """Take note of a job that has its nodes: only one without a batch step was made for a step."""
-        if not job.spec.script:
+        if self.shells.holds(job.id):
+            self._in_tick(lambda: self.shells.job_running(job) if self.shells.holds(job.id) else None)
+        elif not job.spec.script:
             self._in_tick(lambda: self.service.job_running(job))
 
     def job_ending(self, job: Job) -> None:
@@ -124,6 +143,8 @@ class Stepping:
         """Take note of a job whose attempt is over."""
         if self.service.concerns(job_id):
             self._in_tick(lambda: self.service.job_ended(job_id))
+        if self.shells.holds(job_id):
+            self._in_tick(lambda: self.shells.job_ended(job_id) if self.shells.holds(job_id) else None)
 
     def _in_tick(self, work: Callable[[], None]) -> None:
         """Run `work` in the next tick; what it sends goes out after the commit.
@@ -194,6 +215,10 @@ class Stepping:
     def _resize(self, job: Job, count: int, uid: int) -> None:
         assert self._tx is not None
         resizing.shrink(self._tx, job, count, uid)
+
+    def _release_of_step(self, job_id: JobId, exit_status: ExitStatus) -> None:
+        if not self.shells.holds(job_id):
+            self._release(job_id, exit_status)
 
     def _release(self, job_id: JobId, exit_status: ExitStatus) -> None:
         job = self._world.jobs.get(job_id)

@@ -29,10 +29,11 @@ from hpcsched.jobscript.values import (
     parse_switches,
 )
 from hpcsched.launch.layout import StepShape, lay_out
+from hpcsched.model.dates import parse_when
 from hpcsched.model.job import Job
 from hpcsched.model.resources import GpuRequest
 from hpcsched.model.spec import JobSpec
-from hpcsched.model.units import parse_mem_mib, parse_time_s, parse_when
+from hpcsched.model.units import parse_mem_mib, parse_time_s
 
 T = TypeVar("T")
 
@@ -79,6 +80,8 @@ KNOWN_OPTIONS = frozenset(
         "partition",
         "prefer",
         "qos",
+        "reservation",
+        "shell",
         "switches",
         "time",
         "tmp",
@@ -163,6 +166,7 @@ def read_allocation(request: protocol.StepRequest, now_s: float) -> JobSpec:
         account=given.text("account"),
         partition=given.text("partition"),
         qos=given.text("qos"),
+        reservation=given.text("reservation"),
         comment=given.text("comment"),
         time_limit_s=given.value("time", parse_limit_s),
         nodes_min=low,

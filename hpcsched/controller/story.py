@@ -11,6 +11,7 @@ from hpcsched.lifecycle.events import (
     BecameEligible,
     Changed,
     Claimed,
+    ClockStepped,
     EndRequested,
     Event,
     Exited,
@@ -34,6 +35,7 @@ from hpcsched.lifecycle.events import (
 from hpcsched.lifecycle.job import CHANGEABLE
 from hpcsched.model.hostlist import compress_hostlist
 from hpcsched.model.job import Job
+from hpcsched.model.units import format_time_s
 
 
 def tell(job: Job, events: list[Event]) -> list[dict[str, Any]]:
@@ -58,7 +60,10 @@ def sentence(job: Job, event: Event) -> str:
         case Allocated():
             nodes = compress_hostlist(share.node for share in event.shares)
             cpus = sum(share.cpus for share in event.shares)
-            return f"given {nodes} ({cpus} cpus); launch {event.token} in the controller's term {event.epoch}"
+            less = (
+                "" if event.time_limit_s is None else f", its time limit lowered to {format_time_s(event.time_limit_s)}"
+            )
+            return f"given {nodes} ({cpus} cpus){less}; launch {event.token} in the controller's term {event.epoch}"
         case Claimed():
             return f"{event.node} has taken its part"
         case Started():
@@ -93,12 +98,18 @@ def sentence(job: Job, event: Event) -> str:
             return f"{event.node} has nothing left of it"
         case NodeLost():
             back = "; it goes back to the queue" if event.requeue else ""
+            if event.node in job.left_nodes:
+                back = "; it goes on without that node"
             return f"lost on {event.node}: {event.why}{back}"
         case NodeSilent():
             back = "; it will go back to the queue" if event.requeue else ""
             return f"{event.why}{back}"
         case Adopted():
             return f"adopted by uid {event.by_uid} after the database was restored: it runs on"
+        case ClockStepped():
+            how = "forward" if event.by_s > 0 else "back"
+            by = format_time_s(round(abs(event.by_s)))
+            return f"the head node's clock was set {how} by {by}: the job's times were moved along"
         case Requeued():
             return f"put back into the queue by uid {event.by_uid}"
         case _:

@@ -16,34 +16,34 @@ from typing import Any, NamedTuple, Protocol
 from hpcnode import protocol
 from hpcsched.controller import messages, reports, reserving, strays
 from hpcsched.controller.books import Books
+from hpcsched.controller.clockstep import keep_step, mark_of
 from hpcsched.controller.memory import LAST_JOBS, TELLING, Memory
-from hpcsched.controller.overdue import end_overdue, overdue_at_s
-from hpcsched.controller.planning import SLICE_S, Planning, Slice
-from hpcsched.controller.preemption import carry_out, exempt_until_s
+from hpcsched.controller.overdue import end_overdue
+from hpcsched.controller.planning import SLICE_S, Planning
+from hpcsched.controller.preemption import carry_out
 from hpcsched.controller.requests import SignalJob, miss_node, note_condition
 from hpcsched.controller.resizing import carry_out_resizes
 from hpcsched.controller.silence import Silences, end_silent
+from hpcsched.controller.timers import next_time_s
+from hpcsched.controller.training import Trainings
+from hpcsched.controller.waits import MANY_JOBS, Waits
 from hpcsched.errors import HpcschedError, ProtocolError, UnavailableError
 from hpcsched.lifecycle.effects import ClaimPart, StartBatch, effects_of
-from hpcsched.lifecycle.events import Allocated, BecameEligible, EndRequested, Started
+from hpcsched.lifecycle.events import Allocated, Started
 from hpcsched.model.ids import ALLOC_STEP, BATCH_STEP, JobId, NodeName, Token
-from hpcsched.model.job import ACTIVE, Job, JobState, Reason
+from hpcsched.model.job import ACTIVE, Job, JobState
 from hpcsched.model.node import Link
 from hpcsched.sched.decisions import Plan, Start
-from hpcsched.sched.eligible import Wait
 from hpcsched.sched.policy import Policy
-from hpcsched.sched.snapshot import Promise, Snapshot, SnapshotCache, snapshot_of, time_min_s
+from hpcsched.sched.snapshot import Promise, Snapshot, SnapshotCache, snapshot_of
 from hpcsched.store.store import Store
 from hpcsched.store.world import Transaction, World
 
 log = logging.getLogger("hpcsched.controller")
 
-ELIGIBLE = frozenset({Reason.PRIORITY, Reason.RESOURCES, Reason.LICENSES})
-TIMED = frozenset({Reason.DEPENDENCY, Reason.RESERVATION})  # waits whose expected start is a time to plan again
 PLAN_PAUSE_MAX_S = 0.5
 PURGE_EVERY_S = 60.0
 
-MANY_JOBS = 500  # changed in one tick: then the plan comes in the next
 RETRY_S = 1.0  # after a commit that failed
 
 Work = Callable[[Transaction], Any]
@@ -72,6 +72,9 @@ class Ports(Protocol):
 
     def monotonic_s(self) -> float:
         """Return a clock that knows no steps: for how long planning takes, and for how long a node is silent."""
+
+    def boot_clock(self) -> tuple[str, float]:
+        """Return the name of this boot of the machine, and for how long it has lasted, sleep included; "": not known."""
 
 
 class Listener(Protocol):
@@ -103,16 +106,18 @@ class Controller:
         self._views = SnapshotCache()
         self._books = Books(world)
         self._memory = Memory(store.past_runs(TELLING, LAST_JOBS))
+        self.training = Trainings(world, lambda work: self.ask(work, _log_failure, keep=True))
         # (node, incarnation, job) -> the highest attempt there that is being ended
         self.strays: dict[tuple[NodeName, str, int], int] = {}
         self._silences = Silences(ports.monotonic_s)
+        self._clock_mark = mark_of(store.clock())
         self._asked: dict[JobId, tuple[int, set[NodeName]]] = {}  # attempt, and who was asked to claim its part
         self._inbox: list[_Item] = []
         self._unwritable = ""  # why the last commit failed
         self._plan_wanted = True
         self._planning = Planning(ports.monotonic_s)
         self._next_plan_s = 0.0  # of the monotonic clock: when there is time for planning again
-        self._to_note: list[JobId] = []  # jobs whose age begins to count: their events are yet to be recorded
+        self._waits = Waits()
         self._timer_at_s: float | None = None  # when a begin time or a time limit comes round
         self._next_purge_s = 0.0
 
@@ -277,6 +282,7 @@ class Controller:
         inbox, self._inbox = self._inbox, []
         tx = Transaction(self.world, now_s)
         answers: list[tuple[_Item, Any]] = []
+        clock_mark = keep_step(tx, self._clock_mark, *self._ports.boot_clock())
         for item in inbox:
             inner = tx.savepoint()
             try:
@@ -302,6 +308,7 @@ class Controller:
             self._plan_if_due(tx)
         if not self._commit(tx, answers):
             return
+        self._clock_mark = clock_mark
         for item, result in answers:
             item.done(result)
         if many:  # who asked for so much need not wait for the plan as well: it comes behind the answer
@@ -342,6 +349,7 @@ class Controller:
         if job.state is JobState.PENDING and not job.attempt:
             return  # nobody has heard of it yet
         self._memory.note(job)
+        self.training.changed(job)
         if job.state is not JobState.CONFIGURING:
             self._asked.pop(job.id, None)
         self._perform(job)
@@ -364,7 +372,7 @@ class Controller:
             self._plan_wanted = False
             self._begin_plan(tx.now_s)
             took_s = self._ports.monotonic_s() - began_s
-            if took_s >= SLICE_S and self._planning.in_slices:  # enough for this tick
+            if took_s >= SLICE_S:  # enough for this tick
                 self._ports.wake(took_s)
                 return
         if not self._planning.under_way:
@@ -383,7 +391,9 @@ class Controller:
             self.last_plan = done.plan
             self._promises = self._still_promised(done.plan)
             self.world.priorities = self._priorities(done.plan)
-            self._note_waits(tx, done)
+            if self._waits.note(tx, done):
+                self.replan()  # others may have waited for its end
+            self._note_ages(tx)
             carry_out_resizes(tx, done.plan)
             if carry_out(tx, done.plan):
                 self.replan()
@@ -392,6 +402,10 @@ class Controller:
         self._next_plan_s = self._ports.monotonic_s() + pause_s
         if self._plan_wanted or self._planning.under_way:
             self._ports.wake(pause_s)
+
+    def _note_ages(self, tx: Transaction) -> None:
+        if self._waits.note_ages(tx):
+            self._ports.wake(0.0)
 
     def _still_promised(self, made: Plan) -> dict[JobId, Promise]:
         """Return what a whole plan promised, and the promises to those jobs whose starts were dropped: they still wait."""
@@ -429,58 +443,17 @@ class Controller:
                 shares=shares,
                 lease_s=settings.lease_s + settings.kill_wait_s if job.spec.lease == protocol.KILL else None,
                 partition=start.partition if start.partition != job.partition else None,
+                time_limit_s=start.time_limit_s,
             )
         )
         if not job.spec.script:
             tx.record(Started(job_id=job.id, at_s=tx.now_s))
 
     def _wake_for_timers(self, now_s: float) -> None:
-        """Ask for a tick when the next begin time, time limit or last moment to make a deadline comes round."""
-        waiting = [self.world.jobs[job_id] for job_id in self.world.pending]
-        begins = (job.not_before_s for job in waiting)
-        ends = (overdue_at_s(self.world, job) for job in self.world.active_jobs())
-        lasts = (_too_late_at_s(job) for job in waiting)
-        spread = (_switches_matter_until_s(job, self.policy.max_switch_wait_s) for job in waiting)
-        turns = (wait.expected_start_s for wait in self.world.waits.values() if wait.reason in TIMED)
-        reserved = reserving.next_turn_s(self.world, now_s)
-        exempt = exempt_until_s(self.world, self.policy.preempt)
-        promised = (promise.start_s for promise in self._promises.values())
-        due = [
-            at_s
-            for at_s in (*begins, *promised, *ends, *lasts, *spread, *turns, *exempt, reserved)
-            if at_s is not None and at_s > now_s
-        ]
-        self._timer_at_s = min(due, default=None)
+        """Ask for a tick when the next time comes round at which a plan is due."""
+        self._timer_at_s = next_time_s(self.world, self.policy, self._promises.values(), now_s)
         if self._timer_at_s is not None:
             self._ports.wake(self._timer_at_s - now_s)
-
-    def _note_waits(self, tx: Transaction, done: Slice) -> None:
-        """Keep why each job waits; the age of one counts from when only other jobs and resources are in its way.
-
-        What can never start any more ends: past its last moment to make its deadline, or, if it says so, with a dependency that
-        can never come true.
-        """
-        world = self.world
-        waits = done.plan.waits if done.plan is not None else {}
-        world.waits = {job_id: wait for job_id, wait in waits.items() if job_id in world.pending}
-        for job_id, wait in tuple(world.waits.items()):
-            job = world.jobs[job_id]
-            if (outcome := _end_of(job, wait)) and done.knows(job):
-                tx.record(EndRequested(job_id=job_id, at_s=tx.now_s, outcome=outcome, by_uid=None, why=wait.detail))
-                self.replan()  # others may have waited for its end
-            elif job.eligible_at_s is None and _is_eligible(job, wait):
-                self._to_note.append(job_id)
-        self._note_ages(tx)
-
-    def _note_ages(self, tx: Transaction) -> None:
-        """Record of some jobs that their age counts from now on; of the others in the next ticks."""
-        now, self._to_note = self._to_note[:MANY_JOBS], self._to_note[MANY_JOBS:]
-        for job_id in now:
-            job = self.world.jobs.get(job_id)
-            if job is not None and job.state is JobState.PENDING and job.eligible_at_s is None:
-                tx.record(BecameEligible(job_id=job_id, at_s=tx.now_s))
-        if self._to_note:
-            self._ports.wake(0.0)
 
     def snapshot(self, jobs: Iterable[Job], now_s: float, cache: SnapshotCache | None = None) -> Snapshot:
         """Return the world with these `jobs` as a plan sees it."""
@@ -517,45 +490,6 @@ class Controller:
             self.world.forget_ended(now_s - self.world.config.controller.min_job_age_s)
 
 
-def _too_late_at_s(job: Job) -> float | None:
-    """Return from when on the waiting job cannot end by its deadline any more; None: it has none."""
-    if job.deadline_at_s is None:
-        return None
-    least_s = time_min_s(job)
-    return job.deadline_at_s - (least_s if least_s is not None else job.time_limit_s or 0) + 0.001
-
-
-def _switches_matter_until_s(job: Job, max_switch_wait_s: float) -> float | None:
-    """Return from when on the waiting job takes nodes on more switches than it asked for; None: it does not care."""
-    if not job.spec.switches or job.eligible_at_s is None:
-        return None
-    own_s = job.spec.switches_wait_s
-    return job.eligible_at_s + (own_s if own_s is not None else max_switch_wait_s)
-
-
-def _is_eligible(job: Job, wait: Wait) -> bool:
-    """Say whether only other jobs and resources, be they reserved, keep the job waiting."""
-    return wait.reason in ELIGIBLE or (wait.reason is Reason.RESERVATION and not job.reservation)
-
-
-def _end_of(job: Job, wait: Wait) -> JobState | None:
-    """Return as what a job that waits so is to end; None: it is not."""
-    if wait.reason is Reason.DEADLINE:
-        return JobState.DEADLINE
-    hopeless = wait.reason is Reason.DEPENDENCY_NEVER and job.spec.kill_on_invalid_dep
-    return JobState.CANCELLED if hopeless else None
-
-
 def _log_failure(result: Any) -> None:
     if isinstance(result, Exception):
         log.error("%s", result)
-
-
-def load_world(world: World, store: Store, now_s: float) -> None:
-    """Fill `world` with what the store has: recovery is this, and the ordinary ticks that follow."""
-    world.last_job_id, world.last_spec_id = store.last_ids()
-    world.adopted = store.adopted()
-    for job in store.load_jobs(now_s - world.config.controller.min_job_age_s):
-        world.put(job)
-    world.usage = {used.key: used for used in store.load_usage()}
-    world.reservations = {reservation.name: reservation for reservation in store.load_reservations()}

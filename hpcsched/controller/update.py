@@ -13,13 +13,15 @@ from hpcsched.controller.requests import Outcome, check_rank, each_job, find_par
 from hpcsched.controller.reserving import check_use
 from hpcsched.controller.resizing import shrink
 from hpcsched.errors import RequestError
+from hpcsched.jobscript.check import check_time_min
 from hpcsched.jobscript.dependency import parse_dependency
-from hpcsched.jobscript.values import MAX_COUNT
+from hpcsched.jobscript.values import MAX_COUNT, MAX_NICE, MAX_PRIORITY, short
 from hpcsched.lifecycle.events import Changed
 from hpcsched.lifecycle.job import can
+from hpcsched.model.dates import parse_when
 from hpcsched.model.job import Job, JobState
 from hpcsched.model.spec import JobSpec
-from hpcsched.model.units import UNLIMITED_S, parse_time_s, parse_when
+from hpcsched.model.units import UNLIMITED_S, parse_time_s
 from hpcsched.store.world import Transaction, World
 
 CHANGES = frozenset(
@@ -36,6 +38,8 @@ CHANGES = frozenset(
         "num_nodes",
         "account",
         "qos",
+        "time_min",
+        "site_factor",
     }
 )
 
@@ -73,18 +77,27 @@ def _changed_event(tx: Transaction, asker: Asker, job: Job, changes: dict[str, s
         if not asker.admin and job.time_limit_s is not None and (limit_s is None or limit_s > job.time_limit_s):
             asker.must_be_admin(f"raise the time limit of job {job.display_id}")
         values["time_limit_s"] = limit_s or UNLIMITED_S
+    if "time_min" in changes:
+        _must_wait(job, "change the least time of")
+        values["time_min_s"] = 0 if changes["time_min"] in ("", "none") else parse_time_s(changes["time_min"]) or 0
+    if not changes.keys().isdisjoint(("time_min", "time_limit")):
+        least_s = values.get("time_min_s", job.time_min_s) or None
+        check_time_min(least_s, values.get("time_limit_s", job.time_limit_s))
     if not changes.keys().isdisjoint(("partition", "account", "qos")):
         values |= _new_place(tx.world, job, changes)
     if "nice" in changes:
-        values["nice"] = _integer("nice", changes["nice"])
+        values["nice"] = _integer("nice", changes["nice"], at_least=-MAX_NICE, at_most=MAX_NICE)
         check_rank(asker, values["nice"], None)
     if "priority" in changes:
         asker.must_be_admin("set a priority")
-        values["priority_set"] = _integer("priority", changes["priority"])
+        values["priority_set"] = _integer("priority", changes["priority"], at_most=MAX_PRIORITY)
+    if "site_factor" in changes:
+        asker.must_be_admin("set a site factor")
+        values["site"] = _integer("site_factor", changes["site_factor"], at_least=-MAX_NICE, at_most=MAX_NICE)
     if "array_task_throttle" in changes:
         if job.array_job_id is None:
             raise RequestError(f"cannot throttle job {job.display_id}: it is no array")
-        values["array_limit"] = _integer("array_task_throttle", changes["array_task_throttle"], at_least=0)
+        values["array_limit"] = _integer("array_task_throttle", changes["array_task_throttle"])
     if "dependency" in changes:
         values |= _new_dependency(tx.world, job, changes["dependency"])
     if "reservation" in changes:
@@ -92,8 +105,9 @@ def _changed_event(tx: Transaction, asker: Asker, job: Job, changes: dict[str, s
     if "deadline" in changes:
         values["deadline_at_s"] = _new_deadline(tx, job, changes["deadline"])
     deadline_s = values.get("deadline_at_s", job.deadline_at_s)
-    if deadline_s and not values.keys().isdisjoint(("deadline_at_s", "time_limit_s", "not_before_s")):
+    if deadline_s and not values.keys().isdisjoint(("deadline_at_s", "time_limit_s", "time_min_s", "not_before_s")):
         limit_s = values.get("time_limit_s", job.time_limit_s) if job.spec.time_limit_s is not None else None
+        limit_s = values.get("time_min_s", job.time_min_s) or limit_s
         check_deadline(deadline_s, limit_s, begin_s)
     return Changed(job_id=job.id, at_s=tx.now_s, by_uid=asker.uid, **values)
 
@@ -162,11 +176,11 @@ def _must_wait(job: Job, what: str) -> None:
         raise RequestError(f"cannot {what} job {job.display_id}: it is {job.state}")
 
 
-def _integer(name: str, text: str, *, at_least: int | None = None) -> int:
+def _integer(name: str, text: str, *, at_least: int = 0, at_most: int = MAX_COUNT) -> int:
     try:
         number = int(text)
     except ValueError:
-        raise RequestError(f"cannot set {name} to {text!r}: it is not a whole number") from None
-    if at_least is not None and not at_least <= number <= MAX_COUNT:
-        raise RequestError(f"cannot set {name} to {number}: it must be {at_least} to {MAX_COUNT}")
+        raise RequestError(f"cannot set {name} to {short(text)}: it is not a whole number") from None
+    if not at_least <= number <= at_most:
+        raise RequestError(f"cannot set {name} to {short(text)}: it must be {at_least} to {at_most}")
     return number

@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hpcsched.errors import RequestError
+from hpcsched.model.dates import parse_when
 from hpcsched.model.hostlist import expand_hostlist
 from hpcsched.model.reservation import Flag, Reservation
-from hpcsched.model.units import DAY_S, parse_time_s, parse_when
+from hpcsched.model.units import DAY_S, parse_time_s
 
 KEYS = {  # scontrol's name in lower case: what it changes
     "starttime": "start", "endtime": "end", "duration": "duration", "nodes": "nodes", "nodecnt": "node_count",

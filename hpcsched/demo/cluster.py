@@ -160,7 +160,7 @@ class LocalCluster:
     @property
     def api_socket(self) -> Path:
         """The controller's socket."""
-        return paths.api_socket({"HPCSCHED_CONFIG": str(self.config_dir)}, os.getuid())
+        return Path(paths.api_socket({"HPCSCHED_CONFIG": str(self.config_dir)}, os.getuid()))
 
     def run(
         self,

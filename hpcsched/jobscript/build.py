@@ -17,9 +17,9 @@ from hpcsched.jobscript.export import Export, exported
 from hpcsched.jobscript.layers import last
 from hpcsched.jobscript.options import Use, by_name
 from hpcsched.jobscript.script import check_script
+from hpcsched.model.dates import parse_when
 from hpcsched.model.resources import GpuRequest
 from hpcsched.model.spec import JobSpec
-from hpcsched.model.units import parse_when
 from hpcsched.sched.features import parse_constraint, parse_features
 
 _DIRECT = {  # option: field, where the value read is the field's
@@ -60,6 +60,7 @@ _DIRECT = {  # option: field, where the value read is the field's
     "reservation": "reservation",
     "signal": "signal",
     "time": "time_limit_s",
+    "time-min": "time_min_s",
     "tmp": "tmp_mib",
 }
 

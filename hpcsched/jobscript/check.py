@@ -30,7 +30,7 @@ from hpcsched.model.ids import NODE_NAME
 from hpcsched.model.pattern import Pattern
 from hpcsched.model.resources import ANY_GPU, GpuRequest
 from hpcsched.model.spec import ArraySpec, Dependency, DependencyKind, JobSpec, SignalSpec
-from hpcsched.model.units import MAX_SIGNAL, UNLIMITED_S
+from hpcsched.model.units import MAX_SIGNAL, UNLIMITED_S, format_time_s
 
 MAX_TEXT = 4_096
 MAX_NAME = 1_024
@@ -64,6 +64,15 @@ def check_spec(spec: JobSpec) -> None:
     _check_licenses(spec.licenses)
     if spec.signal is not None:
         _check_signal(spec.signal)
+
+
+def check_time_min(time_min_s: int | None, time_limit_s: int | None) -> None:
+    """Refuse a time limit that is less than what it may be lowered to."""
+    if time_min_s is not None and time_limit_s is not None and time_min_s > time_limit_s:
+        raise RequestError(
+            f"cannot lower the time limit of {format_time_s(time_limit_s)} to --time-min={format_time_s(time_min_s)}: "
+            "that is more"
+        )
 
 
 def _check_texts(spec: JobSpec) -> None:
@@ -152,12 +161,14 @@ def _check_numbers(spec: JobSpec) -> None:
         ("mem", spec.mem_per_node_mib, 0, 1 << 53),
         ("mem-per-cpu", spec.mem_per_cpu_mib, 0, 1 << 53),
         ("time", spec.time_limit_s, 1, UNLIMITED_S),
+        ("time-min", spec.time_min_s, 1, UNLIMITED_S),
         ("begin", spec.begin_at_s, 0, _LATEST_S),
         ("deadline", spec.deadline_at_s, 1, _LATEST_S),
         ("priority", spec.priority, 0, MAX_PRIORITY),
     ):
         if value is not None:
             _check_range(option, value, low, high)
+    check_time_min(spec.time_min_s, spec.time_limit_s)
     if spec.mem_per_node_mib is not None and spec.mem_per_cpu_mib is not None:
         raise RequestError("cannot take both --mem and --mem-per-cpu: they exclude each other")
     per_node, nodes = spec.ntasks_per_node, spec.nodes_max

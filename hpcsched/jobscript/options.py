@@ -13,7 +13,7 @@ from enum import Enum
 from functools import cache
 from typing import Any
 
-from hpcsched.errors import RequestError
+from hpcsched.errors import RequestError, UsageError
 from hpcsched.jobscript import values
 from hpcsched.jobscript.dependency import parse_dependency
 from hpcsched.jobscript.export import parse_export
@@ -144,6 +144,8 @@ _JOB_OPTIONS = (
          parse=values.parse_switches, variable="SWITCHES"),
     _job("time", "t", "TIME", help="time limit: minutes, M:S, H:M:S, D-H, D-H:M, D-H:M:S, UNLIMITED",
          parse=values.parse_limit_s, variable="TIMELIMIT"),
+    _job("time-min", "", "TIME", help="the time limit may be lowered to this if the job can then start earlier",
+         parse=values.parse_limit_s),
     _job("tmp", "", "SIZE", help="nodes that have so much disk for temporary files", parse=parse_mem_mib),
 )
 
@@ -188,7 +190,7 @@ _OTHER_OPTIONS = (
             "cpus of a node are not told apart"),
     *_noted("cluster-constraint", "only --constraint decides about features"),
     *_noted("clusters/M cluster", "there is one cluster"),
-    *_noted("time-min wait-all-nodes", "it is not taken into account"),
+    *_noted("wait-all-nodes", "it is not taken into account"),
     *_noted("propagate get-user-env no-kill/k oversubscribe/s", "it is not taken into account", value=None),
     *_noted("contiguous ignore-pbs overcommit/O reboot share spread-job unbuffered use-min-nodes",
             "it is not taken into account", value=False),
@@ -239,16 +241,25 @@ def find_option(name: str) -> Option:
         if len(found) == 1:
             return next(iter(found.values()))
         if found:
-            some = ", ".join(f"--{full}" for full in sorted(found)[:6])
-            raise RequestError(f"cannot tell which option --{name} is: it could be {some}")
+            some = [f"--{full}" for full in sorted(found)[:6]]
+            raise UsageError(
+                f"cannot tell which option --{name} is: it could be {', '.join(some)}",
+                getopt=f"option '--{name}' is ambiguous; possibilities: " + " ".join(f"'{one}'" for one in some),
+            )
         import difflib  # here, because a command that is not mistyped starts faster without it
 
         offered = [full for full in known if known[full].use in (Use.JOB, Use.COMMAND)]
         near = difflib.get_close_matches(name, offered, n=3, cutoff=0.6)
         if near:
             hint = " or ".join(f"--{full}" for full in near)
-            raise RequestError(f"cannot understand --{name}: no such option; did you mean {hint}?")
-    raise RequestError(f"cannot understand {values.short('--' + name)}: no such option; see hsub --help")
+            raise UsageError(
+                f"cannot understand --{name}: no such option; did you mean {hint}?",
+                getopt=f"unrecognized option '--{name}'",
+            )
+    raise UsageError(
+        f"cannot understand {values.short('--' + name)}: no such option; see hsub --help",
+        getopt=f"unrecognized option '--{name[:60]}'",
+    )
 
 
 def find_short(letter: str) -> Option:
@@ -258,7 +269,7 @@ def find_short(letter: str) -> Option:
         return known[letter]
     other = known.get(letter.swapcase())
     hint = f"did you mean -{other.short} (--{other.name})?" if other else "see hsub --help"
-    raise RequestError(f"cannot understand -{letter}: no such option; {hint}")
+    raise UsageError(f"cannot understand -{letter}: no such option; {hint}", getopt=f"invalid option -- '{letter}'")
 
 
 def refuse_if_unsupported(option: Option) -> None:

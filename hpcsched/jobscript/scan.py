@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hpcsched.errors import RequestError
+from hpcsched.errors import RequestError, UsageError
 from hpcsched.jobscript.options import Option, find_option, find_short, refuse_if_unsupported
 from hpcsched.jobscript.values import short
 
@@ -76,7 +76,10 @@ def _long(text: str, following: str | None, settings: Settings) -> int:
         put(settings, option, option.bare)
         return 0
     if following is None:
-        raise RequestError(f"cannot take --{option.name} without a value: write {option.spelling}")
+        raise UsageError(
+            f"cannot take --{option.name} without a value: write {option.spelling}",
+            getopt=f"option '--{option.name}' requires an argument",
+        )
     put(settings, option, following)
     return 1
 
@@ -94,7 +97,10 @@ def _cluster(letters: str, following: str | None, settings: Settings) -> int:
             put(settings, option, value)
             return 0
         if following is None:
-            raise RequestError(f"cannot take -{letter} without a value: write {option.spelling}")
+            raise UsageError(
+                f"cannot take -{letter} without a value: write {option.spelling}",
+                getopt=f"option requires an argument -- '{letter}'",
+            )
         put(settings, option, following)
         return 1
     return 0

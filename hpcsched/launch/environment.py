@@ -23,6 +23,9 @@ from hpcsched.model.units import UNLIMITED_S
 
 # The scheduler's to set. HPCSCHED_CONFIG and HPCSCHED_API tell commands in a job where their controller is.
 _RESERVED = re.compile(r"HPCSCHED_(?!CONFIG\Z|API\Z)|SLURM_(?!TIME_FORMAT\Z|CONF\Z)|SLURMD_")
+_OF_A_TASK = re.compile(
+    r"_(PROCID|LOCALID|NODEID|GTIDS|NODENAME|CPUS_ON_NODE|(GPUS|SHARDS)_ON_NODE|TOPOLOGY_ADDR(_PATTERN)?|GPU_DEVICES)\Z"
+)
 _USERS_CHOICE = frozenset({"MASTER_ADDR", "MASTER_PORT"})
 
 MASTER_PORT_LOW = 20_000  # below the ports that systems give out themselves (32768 and up)
@@ -76,6 +79,11 @@ def job_environment(
         facts["CPUS_PER_TASK"] = str(job.spec.cpus_per_task)
     ours = _twins(facts) | _of_node(first.node) | {"SLURM_PRIO_PROCESS": "0"}
     return with_users(dict(job.spec.env), ours)
+
+
+def allocation_facts(batch: Mapping[str, str]) -> dict[str, str]:
+    """Return what a command that holds a job, and runs on none of its nodes, has of the batch step's environment."""
+    return {name: value for name, value in batch.items() if _OF_A_TASK.search(name) is None}
 
 
 def step_environment(

@@ -61,6 +61,8 @@ class Changed(Event):
     reservation: str | None = None
     account: str | None = None
     qos: str | None = None
+    time_min_s: int | None = None  # 0: none
+    site: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +79,7 @@ class Allocated(Event):
     shares: tuple[Share, ...]
     lease_s: float | None = None
     partition: str | None = None  # of several that it asked for, the one that it got
+    time_limit_s: int | None = None  # to this its time limit was lowered so that it could start
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,12 +169,14 @@ class Exited(Event):
     """The batch step ended on its node, which has nothing left of the job.
 
     `requeue`: by its exit status it asked to be queued again (see `hpcsched.controller.reports`).
-    `ran_s`: how long it ran by the node's clock; the report of it may come much later. None: not known.
+    `ran_s`: how long it ran by the node's clock, `ago_s`: how long ago it ended; the report of it may come much later.
+    None: not known.
     """
 
     node: NodeName
     exit: ExitStatus
     ran_s: float | None = None
+    ago_s: float | None = None
     timed_out: bool = False
     out_of_memory: bool = False
     requeue: bool = False
@@ -230,6 +235,13 @@ class Adopted(Event):
     by_uid: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClockStepped(Event):
+    """The head node's clock was set by `by_s` seconds: the times of the attempt are what it would have shown then."""
+
+    by_s: float
+
+
 EVENTS: dict[str, type[Event]] = {
     cls.__name__: cls
     for cls in (
@@ -256,6 +268,7 @@ EVENTS: dict[str, type[Event]] = {
         NodeSilent,
         Requeued,
         Adopted,
+        ClockStepped,
     )
 }
 

@@ -16,13 +16,14 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from hpcsched.errors import InvariantError
-from hpcsched.lifecycle.clocks import charged, going_on, stopped
+from hpcsched.lifecycle.clocks import charged, going_on, moved, not_aging, settled, stopped
 from hpcsched.lifecycle.events import (
     Adopted,
     Allocated,
     BecameEligible,
     Changed,
     Claimed,
+    ClockStepped,
     EndRequested,
     Event,
     Exited,
@@ -44,9 +45,11 @@ from hpcsched.lifecycle.events import (
     Suspended,
 )
 from hpcsched.lifecycle.resize import (
+    can_do_without,
     claimed_later,
     given_back,
     is_moving,
+    lost_one,
     nodes_added,
     nodes_released,
     shrink_asked,
@@ -68,6 +71,8 @@ CHANGEABLE = {  # field of `Changed`: field of `Job`
     "reservation": "reservation_set",
     "account": "account_set",
     "qos": "qos_set",
+    "time_min_s": "time_min_set_s",
+    "site": "site",
 }
 
 CLOCK_DRIFT = 1.01
@@ -127,7 +132,7 @@ def lease_end_s(job: Job) -> float | None:
 
 
 def _held(job: Job, event: Held) -> Job:
-    return replace(job, hold=event.hold)
+    return replace(not_aging(job, event.at_s), hold=event.hold)
 
 
 def _adopted(job: Job, event: Adopted) -> Job:
@@ -140,8 +145,9 @@ def _released(job: Job, event: Released) -> Job:
 
 def _changed(job: Job, event: Changed) -> Job:
     changes = {field: value for name, field in CHANGEABLE.items() if (value := getattr(event, name)) is not None}
-    if event.dependency is not None:  # others count from here on: it is eligible when they let it
-        changes["eligible_at_s"] = None
+    later = event.not_before_s is not None and event.not_before_s > event.at_s
+    if event.dependency is not None or later or event.priority_set == 0:  # until these let it go its age stands still
+        job = not_aging(job, event.at_s)
     return replace(job, **changes)
 
 
@@ -179,6 +185,8 @@ def _allocated(job: Job, event: Allocated) -> Job:
         ended_by_uid=None,
         partition=event.partition or job.partition,
         partition_asked=job.partition if event.partition and event.partition != job.partition else "",
+        time_limit_s=event.time_limit_s if event.time_limit_s is not None else job.time_limit_s,
+        asked_limit_s=job.time_limit_s if event.time_limit_s is not None else None,
     )
 
 
@@ -253,17 +261,20 @@ def _end_requested_again(job: Job, event: EndRequested) -> Job:
     )
 
 
-def _exited(job: Job, event: Exited) -> Job:
+def _outcome_of(event: Exited) -> tuple[JobState, Reason]:
     if event.out_of_memory:
-        outcome, reason = JobState.OUT_OF_MEMORY, Reason.OUT_OF_MEMORY
-    elif event.timed_out:
-        outcome, reason = JobState.TIMEOUT, Reason.TIME_LIMIT
-    elif event.exit.signal:
-        outcome, reason = JobState.FAILED, Reason.RAISED_SIGNAL
-    elif event.exit.code:
-        outcome, reason = JobState.FAILED, Reason.NONZERO_EXIT
-    else:
-        outcome, reason = JobState.COMPLETED, Reason.NONE
+        return JobState.OUT_OF_MEMORY, Reason.OUT_OF_MEMORY
+    if event.timed_out:
+        return JobState.TIMEOUT, Reason.TIME_LIMIT
+    if event.exit.signal:
+        return JobState.FAILED, Reason.RAISED_SIGNAL
+    if event.exit.code:
+        return JobState.FAILED, Reason.NONZERO_EXIT
+    return JobState.COMPLETED, Reason.NONE
+
+
+def _exited(job: Job, event: Exited) -> Job:
+    outcome, reason = _outcome_of(event)
     ended = replace(
         going_on(job, event.at_s),
         state=COMPLETING,
@@ -278,16 +289,38 @@ def _exited(job: Job, event: Exited) -> Job:
 def _exited_while_ending(job: Job, event: Exited) -> Job:
     if job.save_s is not None and event.exit == DONE:  # what it was to save in time was its result
         job = replace(job, outcome=JobState.COMPLETED, requeue_wanted=False, reason_detail="", preempted_by=None)
+    elif _had_ended_in_time(job, event):
+        outcome, reason = _outcome_of(event)
+        job = replace(job, outcome=outcome, reason=reason, reason_detail="", requeue_wanted=event.requeue)
     return _without_node(_ran(replace(job, exit=event.exit, save_s=None), event), event.node, event.at_s)
 
 
+def _had_ended_in_time(job: Job, event: Exited) -> bool:
+    """Return whether a job that we ended at its time limit, for its node was silent, had ended before by itself."""
+    by_limit_alone = job.outcome is JobState.TIMEOUT and job.ended_by_uid is None and not job.reservation
+    if not by_limit_alone or event.ran_s is None or job.time_limit_s is None:
+        return False
+    return event.ran_s < job.time_limit_s + (job.suspended_s or 0.0)
+
+
 def _ran(job: Job, event: Exited) -> Job:
-    """Return the job with its start and end on our clock. Only durations are taken from the node's."""
+    """Return the job with its start and end on our clock, charged for what it held until that end.
+
+    Only durations are taken from the node's clock. Its end may be known much later, by a controller that was down, say:
+    nobody is charged for the time between.
+    """
     ran_s = max(0.0, event.ran_s or 0.0)
     started_at_s = job.started_at_s
+    if event.ago_s is not None:
+        ended_at_s = event.at_s - max(0.0, event.ago_s)
+    elif event.ran_s is not None and started_at_s is not None:
+        ended_at_s = started_at_s + ran_s
+    else:
+        ended_at_s = event.at_s
     if started_at_s is None:  # we never heard of its start
-        started_at_s = max(event.at_s - ran_s, job.allocated_at_s or event.at_s)
-    ended_at_s = event.at_s if event.ran_s is None else min(started_at_s + ran_s, event.at_s)
+        started_at_s = max(ended_at_s - ran_s, job.allocated_at_s or event.at_s)
+    ended_at_s = min(max(started_at_s, ended_at_s), event.at_s)
+    job = replace(settled(job, ended_at_s), charged_until_s=event.at_s)
     return replace(job, started_at_s=started_at_s, ended_at_s=ended_at_s)
 
 
@@ -306,6 +339,8 @@ def _launch_refused(job: Job, event: LaunchRefused) -> Job:
 def _node_lost(job: Job, event: NodeLost) -> Job:
     if is_moving(job, event.node):
         return given_back(job, event)
+    if can_do_without(job, event.node):
+        return lost_one(job, event)
     ended = replace(
         going_on(job, event.at_s),
         state=COMPLETING,
@@ -347,14 +382,14 @@ def _without_node(job: Job, node: NodeName, at_s: float) -> Job:
     if held:
         return replace(job, held_nodes=held)
     if job.requeue_wanted:
-        return _back_in_queue(job, at_s)
+        return _back_in_queue(job, at_s if job.ended_at_s is None else job.ended_at_s)
     if job.outcome is None:
         raise InvariantError(f"cannot end job {job.id}: it is completing without an outcome")
     job = replace(job, leaving=(), joining=(), wanted_nodes=())
     return replace(job, held_nodes=(), state=job.outcome, ended_at_s=at_s if job.ended_at_s is None else job.ended_at_s)
 
 
-def _back_in_queue(job: Job, at_s: float) -> Job:
+def _back_in_queue(job: Job, ended_at_s: float) -> Job:
     return replace(
         job,
         state=PENDING,
@@ -362,15 +397,26 @@ def _back_in_queue(job: Job, at_s: float) -> Job:
         restarts=job.restarts + 1,
         token="",
         held_nodes=(),
-        ended_at_s=at_s,
+        ended_at_s=ended_at_s,
         outcome=None,
         requeue_wanted=False,
         eligible_at_s=None,
+        aged_s=0.0,
         exit=None,
         reason=Reason.NONE,
         partition=job.partition_asked or job.partition,
         partition_asked="",
+        time_limit_s=job.asked_limit_s if job.asked_limit_s is not None else job.time_limit_s,
+        asked_limit_s=None,
     )
+
+
+def _clock_stepped(job: Job, event: ClockStepped) -> Job:
+    return moved(job, event.by_s)
+
+
+def _pause_moved(job: Job, event: ClockStepped) -> Job:
+    return replace(job, not_before_s=None if job.not_before_s is None else job.not_before_s + event.by_s)
 
 
 def _requeued(job: Job, event: Requeued) -> Job:
@@ -413,6 +459,8 @@ def _table() -> dict[tuple[JobState, type[Event]], Transition]:
         ((COMPLETING,), NodeSilent, _blamed_on_node),
         (tuple(FINAL), Requeued, _requeued),
         ((CONFIGURING, RUNNING), Adopted, _adopted),
+        ((*on_nodes, COMPLETING), ClockStepped, _clock_stepped),
+        ((PENDING,), ClockStepped, _pause_moved),
     ]
     return {(state, event): transition for states, event, transition in rows for state in states}
 

@@ -16,7 +16,7 @@ from hpcsched.errors import InvariantError
 from hpcsched.lifecycle.clocks import charged, settled
 from hpcsched.lifecycle.events import Claimed, NodeCleared, NodeLost, NodesAdded, NodesReleased, ShrinkAsked
 from hpcsched.model.ids import NodeName
-from hpcsched.model.job import Job
+from hpcsched.model.job import Job, JobState
 
 
 def shrink_asked(job: Job, event: ShrinkAsked) -> Job:
@@ -27,12 +27,14 @@ def shrink_asked(job: Job, event: ShrinkAsked) -> Job:
 
 def nodes_released(job: Job, event: NodesReleased) -> Job:
     """Return the job without these nodes, which it holds until they are clear."""
-    gone = set(event.nodes)
+    return _without(job, event.nodes)
+
+
+def _without(job: Job, nodes: tuple[NodeName, ...]) -> Job:
+    gone = set(nodes)
     first, *others = job.shares
     if first.node in gone or not gone <= {share.node for share in others}:
-        raise InvariantError(
-            f"cannot take {', '.join(event.nodes)} from job {job.id}: these are not among its other nodes"
-        )
+        raise InvariantError(f"cannot take {', '.join(nodes)} from job {job.id}: these are not among its other nodes")
     left = tuple(share for share in others if share.node in gone)
     return replace(
         job,
@@ -69,6 +71,17 @@ def claimed_later(job: Job, event: Claimed) -> Job:
 def is_moving(job: Job, node: NodeName) -> bool:
     """Return whether the job is about to get or to lose `node`: then it can do without it."""
     return any(share.node == node for share in (*job.leaving, *job.joining))
+
+
+def can_do_without(job: Job, node: NodeName) -> bool:
+    """Return whether an elastic job goes on when it loses `node`: one of its others, and enough are left."""
+    others = {share.node for share in job.shares[1:]}
+    return job.spec.elastic and job.state is JobState.RUNNING and node in others and len(others) >= job.spec.nodes_min
+
+
+def lost_one(job: Job, event: NodeLost) -> Job:
+    """Return the elastic job without a node that is lost, as if it had given it back."""
+    return given_back(_without(job, (event.node,)), event)
 
 
 def given_back(job: Job, event: NodeCleared | NodeLost) -> Job:

@@ -143,6 +143,10 @@ class Accounting:
             yield account
             account = self.account(account.parent)
 
+    def is_part_of(self, name: str, among: Container[str]) -> bool:
+        """Say whether the account, or one of its ancestors, is among these; one that is not configured has none."""
+        return name in among or any(account.name in among for account in self.lineage(name))
+
     def accounts_of(self, user: str) -> list[str]:
         """Return the accounts that `user` belongs to, in the order of the configuration."""
         named = [account.name for account in self.accounts if user in account.users]
@@ -179,8 +183,7 @@ def barred(
     accounting: Accounting, allow_accounts: Container[str], allow_qos: Container[str], account: str, qos: str
 ) -> Barred | None:
     """Return what keeps a job out where only these may come: an account lets all below it in; no names: everybody."""
-    names = [account, *(line.name for line in accounting.lineage(account))]
-    if allow_accounts and not any(name in allow_accounts for name in names):
+    if allow_accounts and not accounting.is_part_of(account, allow_accounts):
         return Barred.ACCOUNT
     return Barred.QOS if allow_qos and qos not in allow_qos else None
 

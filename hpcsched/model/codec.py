@@ -10,6 +10,7 @@ converters of a class are made from its annotations when they are first needed, 
 from __future__ import annotations
 
 import dataclasses
+import json
 import types
 from collections.abc import Callable, Mapping
 from enum import Enum
@@ -49,6 +50,50 @@ def value_from_json(cls: type[T], obj: object) -> T:
         return _class_converters(cls)[0](obj)
     except _Mismatch as error:
         raise ProtocolError(f"cannot read {cls.__name__}: {error}") from None
+
+
+class SpecReader:
+    """Reads many specifications from their JSON text, as of 10,000 jobs: fast, because most of each is as in others.
+
+    A text is cut, at keys that `JobSpec` has in this order, into what is the job's own (name, script, paths, words) and what
+    its user's jobs have in common (environment; all that was asked for), which is read once. A quote that stands behind a
+    comma and not behind a backslash is never inside a JSON text, so that nothing else looks like such a key; a text that has
+    been written otherwise is read whole. Equal texts give one value.
+    """
+
+    def __init__(self) -> None:
+        self._specs: dict[str, JobSpec] = {}
+        self._common: dict[tuple[str, str], dict[str, Any]] = {}
+
+    def read(self, text: str) -> JobSpec:
+        """Return the specification that `text` is. Raises ProtocolError if it is none."""
+        spec = self._specs.get(text)
+        if spec is None:
+            spec = self._specs[text] = self._read(text)
+        return spec
+
+    def _read(self, text: str) -> JobSpec:
+        head, _, rest = text.partition(',"env":')
+        env, _, rest = rest.partition(',"submit_line":')
+        line, found, tail = rest.partition(',"submit_dir":')
+        own = json.loads(f'{head},"submit_line":{line}}}') if found else {}
+        if own.keys() != _OWN:
+            return spec_from_json(json.loads(text))
+        common = self._common.get((env, tail))
+        if common is None:
+            common = self._common[env, tail] = _said(
+                spec_from_json(json.loads(f'{{"name":"","script":"","work_dir":"","env":{env},"submit_dir":{tail}'))
+            )
+        return JobSpec(**own | {"script_args": tuple(own["script_args"])}, **common)
+
+
+_OWN = {"name", "script", "work_dir", "script_args", "script_path", "submit_line"}
+
+
+def _said(spec: JobSpec) -> dict[str, Any]:
+    """Return the common fields that are not as they are by default."""
+    values = {field.name: (getattr(spec, field.name), field.default) for field in dataclasses.fields(spec)}
+    return {name: value for name, (value, default) in values.items() if name not in _OWN and value != default}
 
 
 # ----- reading

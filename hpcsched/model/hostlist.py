@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from itertools import product
 from math import prod
 
@@ -27,13 +26,15 @@ _PLAIN = Pattern(r"[^\[\],\s\x00-\x1f\x7f]*\Z")
 _TRAILING_NUMBER = Pattern(r"[0-9]{1,18}\Z")  # only ever matched against the digits at a name's end
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Span:
-    """The numbers low .. high inclusive, padded with zeros to `width`."""
+    """The numbers low .. high inclusive, padded with zeros to `width`. Plain: commands need no dataclass but this one."""
 
-    low: int
-    high: int
-    width: int
+    __slots__ = ("high", "low", "width")
+
+    def __init__(self, *, low: int, high: int, width: int) -> None:
+        self.low = low
+        self.high = high
+        self.width = width
 
     def __len__(self) -> int:
         return self.high - self.low + 1

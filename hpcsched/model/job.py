@@ -6,11 +6,11 @@ them. A job changes only in `hpcsched.lifecycle`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from hpcsched.model.ids import JobId, NodeName
-from hpcsched.model.resources import Share
+from hpcsched.model.resources import Share, without_cpus
 from hpcsched.model.spec import Dependency, JobSpec
 
 
@@ -180,12 +180,17 @@ class Job:
     hold: Hold = Hold.NONE
     priority_set: int | None = None  # an admin's or user's fixed priority
     nice: int = 0
+    site: int = 0  # what an admin adds to its priority
     time_limit_s: int | None = None
+    asked_limit_s: int | None = (
+        None  # of a job that holds nodes: what its time limit was before it was lowered; None: it was not
+    )
     partition: str = ""  # while it waits it may be several: a,b
     partition_asked: str = (
         ""  # of a job that holds nodes: the several that it was given this one of; "": this one alone
     )
     eligible_at_s: float | None = None  # since when nothing but resources keeps it waiting
+    aged_s: float = 0.0  # for how long nothing else did before that: what it waited before it was held, say
     not_before_s: float | None = None  # --begin, or the pause after a requeue
     attempt: int = 0
     token: str = ""  # of the current attempt's batch step, "" while pending
@@ -223,6 +228,7 @@ class Job:
     dependency_any_set: bool = False
     array_limit_set: int | None = None
     deadline_set_s: int | None = None  # 0: none any more
+    time_min_set_s: int | None = None  # 0: none any more
     reservation_set: str | None = None
     account_set: str | None = None
     qos_set: str | None = None
@@ -233,7 +239,7 @@ class Job:
         """What it holds now, of the nodes that it has not given back: without the cpus while another job has them."""
         every = (*self.shares, *self.leaving, *self.joining)
         held = tuple(share for share in every if share.node in self.held_nodes)
-        return held if self.suspended_for is None else tuple(replace(share, cpus=0) for share in held)
+        return held if self.suspended_for is None else without_cpus(held)
 
     @property
     def display_id(self) -> str:
@@ -263,6 +269,16 @@ class Job:
     def deadline_at_s(self) -> int | None:
         """When it must have ended."""
         return self.spec.deadline_at_s if self.deadline_set_s is None else self.deadline_set_s or None
+
+    @property
+    def time_min_s(self) -> int | None:
+        """To what its time limit may be lowered so that it starts earlier; None: it may not."""
+        return self.spec.time_min_s if self.time_min_set_s is None else self.time_min_set_s or None
+
+    @property
+    def accrued_from_s(self) -> float | None:
+        """Since when its age counts, what it waited before it was held added; None: it does not count now."""
+        return None if self.eligible_at_s is None else self.eligible_at_s - self.aged_s
 
     @property
     def account(self) -> str:

@@ -6,7 +6,8 @@ whose type is its profile (``1g.10gb``).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from hpcsched.model.ids import NodeName
 
@@ -54,3 +55,8 @@ class Share:
     def gpu_amount(self) -> float:
         """Return how many GPUs it holds, shards as their part of one."""
         return self.shards / self.shards_of if self.shards else float(len(self.gpus))
+
+
+def without_cpus(shares: Iterable[Share]) -> tuple[Share, ...]:
+    """Return what a job holds that stands still so that another has its cpus."""
+    return tuple(replace(share, cpus=0) for share in shares)

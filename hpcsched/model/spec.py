@@ -70,6 +70,9 @@ class JobSpec:
     stdin: str = ""  # empty: /dev/null
     open_mode: str = ""  # "", "append" or "truncate"; empty: truncate at first, append after a requeue
     time_limit_s: int | None = None  # None: the partition's default
+    time_min_s: int | None = (
+        None  # the time limit may be lowered to this if the job then starts earlier; None: it stays
+    )
     nodes_min: int = 1
     nodes_max: int = 1
     elastic: bool = False  # it may be asked to give nodes back, down to nodes_min, and be given more, up to nodes_max

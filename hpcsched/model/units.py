@@ -1,26 +1,24 @@
-"""Times, memory sizes, dates and signals in the notations of Slurm's commands, read and written.
+"""Times, memory sizes and signals in the notations of Slurm's commands, read and written.
 
-Knows no clock (`now_s` is an argument; only the local time zone is taken from the system). Every reader is linear in
-the length of its text and raises RequestError with the text, why it is refused and what would be right.
+Dates are `hpcsched.model.dates`'. Every reader is linear in the length of its text and raises RequestError with the text, why
+it is refused and what would be right.
 
-Sources: sbatch(1) --time, --mem, --begin, --signal; squeue(1) %l, %M, %m; signal(7).
+Sources: sbatch(1) --time, --mem, --signal; squeue(1) %l, %M, %m; signal(7).
 """
 
 from __future__ import annotations
 
-import re
-from datetime import datetime, timedelta
-from typing import TYPE_CHECKING
-
 from hpcsched.errors import RequestError
 from hpcsched.model.pattern import Pattern
 
+TYPE_CHECKING = False  # type checkers know the name; typing's own costs a command a tenth of its start
 if TYPE_CHECKING:
     from hpcsched.model.spec import SignalSpec
 
 MINUTE_S = 60
 HOUR_S = 3600
 DAY_S = 86_400
+MIB_PER_GIB = 1024
 
 # A job that asked for "no limit" bears this one: longer than any machine, still a date that a calendar can show.
 UNLIMITED_S = 36_500 * DAY_S
@@ -108,118 +106,6 @@ def format_mem(mib: int) -> str:
         mib //= 1024
         at += 1
     return f"{mib}{units[at]}"
-
-
-# ----- dates
-
-_RELATIVE = Pattern(r"now(?:([+-])([0-9]{1,10})\s*([a-z]*))?\Z")
-_RELATIVE_UNITS_S = {"second": 1, "minute": MINUTE_S, "hour": HOUR_S, "day": DAY_S, "week": 7 * DAY_S}
-_NAMED_HOURS = {"midnight": 0, "noon": 12, "fika": 15, "teatime": 16}
-_CLOCK = Pattern(r"([0-9]{1,2}):([0-9]{2})(?::([0-9]{2}))?(?:\.[0-9]{1,6})?([ap]m)?\Z")
-_ISO = Pattern(r"([0-9]{4})-([0-9]{1,2})-([0-9]{1,2})(?:t(.{1,20}))?\Z")
-_US_DATE = Pattern(r"([0-9]{1,2})[/.]([0-9]{1,2})(?:[/.]([0-9]{4}|[0-9]{2}))?\Z")
-_DIGITS_DATE = Pattern(r"([0-9]{2})([0-9]{2})([0-9]{2})?\Z")
-_EPOCH = Pattern(r"uts([0-9]{1,11})\Z")
-
-_Clock = tuple[int, int, int]
-_Date = tuple[int | None, int, int]  # the year may be missing
-
-
-def parse_when(text: str, now_s: float, *, past: bool = False) -> float:
-    """Return the Unix time that `text` means, as seen at `now_s`, in the local time zone.
-
-    ``now``, ``now+1hour``, ``now-2days``, ``16:00``, ``4:00PM``, ``midnight noon fika teatime``, ``today tomorrow``,
-    ``2027-01-20``, ``2027-01-20T12:34:00``, ``012027``, ``01/20/27``, ``01/20``, a time and a date with a space
-    between, ``uts1800000000``. What has no date or no year is the next such time, or with `past` (accounting) that of
-    today or this year. Raises RequestError.
-    """
-    lowered = text.strip().lower()
-    if len(lowered) > 80:
-        raise RequestError(f"cannot read time {_short(text)}: it is too long")
-    if relative := _RELATIVE.match(lowered):
-        return now_s + _relative_s(relative, text)
-    if epoch := _EPOCH.match(lowered):
-        return float(epoch.group(1))
-    now = datetime.fromtimestamp(now_s)
-    date, clock = _date_and_clock(lowered, now, text)
-    try:
-        return _resolve(date, clock, now, past=past).timestamp()
-    except (ValueError, OverflowError) as error:
-        raise RequestError(f"cannot read time {_short(text)}: {error}") from None
-
-
-def _relative_s(match: re.Match[str], text: str) -> int:
-    sign, count, unit = match.groups()
-    if sign is None:
-        return 0
-    names = [name for name in _RELATIVE_UNITS_S if name.startswith(unit.removesuffix("s") or "second")]
-    if len(names) != 1:
-        raise RequestError(f"cannot read time {_short(text)}: the unit is one of {', '.join(_RELATIVE_UNITS_S)}")
-    seconds = int(count) * _RELATIVE_UNITS_S[names[0]]
-    if seconds > UNLIMITED_S:
-        raise RequestError(f"cannot take time {_short(text)}: it is over {UNLIMITED_S // DAY_S} days from now")
-    return -seconds if sign == "-" else seconds
-
-
-def _date_and_clock(lowered: str, now: datetime, text: str) -> tuple[_Date | None, _Clock | None]:
-    """Return the date and the time of day that the words of `lowered` give, each at most once."""
-    date: _Date | None = None
-    clock: _Clock | None = None
-    words = re.sub(r"\s+([ap]m)\b", r"\1", lowered).split()  # 4:00 PM is one word
-    for word in words:
-        new_date, new_clock = _read_word(word, now)
-        if new_date is None and new_clock is None or date and new_date or clock and new_clock:
-            raise RequestError(
-                f"cannot read time {_short(text)}: write now+1hour, 16:00, tomorrow, 2027-01-20 or 2027-01-20T12:34:00"
-            )
-        date, clock = new_date or date, new_clock or clock
-    if date is None and clock is None:
-        raise RequestError("cannot read time '': it is empty")
-    return date, clock
-
-
-def _read_word(word: str, now: datetime) -> tuple[_Date | None, _Clock | None]:
-    if word in ("today", "tomorrow"):
-        day = now + timedelta(days=word == "tomorrow")
-        return (day.year, day.month, day.day), None
-    if word in _NAMED_HOURS:
-        return None, (_NAMED_HOURS[word], 0, 0)
-    if iso := _ISO.match(word):
-        clock = _read_clock(iso.group(4)) if iso.group(4) else None
-        if iso.group(4) and clock is None:
-            return None, None
-        return (int(iso.group(1)), int(iso.group(2)), int(iso.group(3))), clock
-    if short := _US_DATE.match(word) or _DIGITS_DATE.match(word):
-        month, day_of_month, year = short.groups()
-        return (_full_year(year), int(month), int(day_of_month)), None
-    return None, _read_clock(word)
-
-
-def _full_year(year: str | None) -> int | None:
-    return None if year is None else int(year) + (2000 if len(year) == 2 else 0)
-
-
-def _read_clock(word: str) -> _Clock | None:
-    match = _CLOCK.match(word)
-    if match is None:
-        return None
-    hour, minute, second = int(match.group(1)), int(match.group(2)), int(match.group(3) or 0)
-    if match.group(4):
-        if not 1 <= hour <= 12:
-            return None
-        hour = hour % 12 + (12 if match.group(4) == "pm" else 0)
-    return hour, minute, second
-
-
-def _resolve(date: _Date | None, clock: _Clock | None, now: datetime, *, past: bool) -> datetime:
-    """Return the moment; a date without a time is its midnight. Raises ValueError for a day that no calendar has."""
-    hour, minute, second = clock or (0, 0, 0)
-    if date is None:
-        at = now.replace(hour=hour, minute=minute, second=second, microsecond=0, fold=0)
-        return at if past or at > now else at + timedelta(days=1)
-    year, month, day = date
-    at = datetime(year or now.year, month, day, hour, minute, second)
-    return at if year or past or at > now else at.replace(year=now.year + 1)
 
 
 # ----- signals: Linux's numbers, whatever system the command runs on

@@ -22,6 +22,7 @@ class Start:
     job_id: JobId
     shares: tuple[Share, ...]
     partition: str = ""  # the one that it got, of those that it asked for
+    time_limit_s: int | None = None  # its time limit was lowered to this so that it fits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

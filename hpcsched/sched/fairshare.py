@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from hpcsched.model.accounting import Accounting, Association, Fairness
+from hpcsched.model.accounting import EVERYBODY, Accounting, Association, Fairness
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +80,7 @@ def tree_of(accounting: Accounting, charged: Mapping[Association, float]) -> Bra
     users: dict[str, list[Branch]] = {}
     for account in accounting.accounts:
         for user in account.users:
-            if user != "*" and (account.name, user) not in charged:
+            if user != EVERYBODY and (account.name, user) not in charged:
                 users.setdefault(account.name, []).append(_user(accounting, account.name, user, 0.0))
     for (name, user), usage in charged.items():
         users.setdefault(name, []).append(_user(accounting, name, user, usage))

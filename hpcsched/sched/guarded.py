@@ -1,22 +1,26 @@
 """Our own policy: short jobs first by prediction, and a guard that keeps jobs from waiting much longer than under plain EASY.
 
 Its measure is plain EASY's longest wait so far on the same jobs (see `rehearsal`): certain, and it only grows. Who has waited
-for a part of it is *old*. The old come first in the order of arrival: those that fit start, the first that does not is
-promised the earliest start that the requests of what runs allow, and the others start if they touch no promise. If all are old
-this is plain EASY, job by job. The young come by the time they have waited over the time that they are expected to run (see
-`predict`), weighed by their size: whoever waits moves up, a short job quickly. They start if they fit now and touch no promise.
+for a part of it is *old*. Wide jobs, for which room is hardest to find, count as having waited longer by their share of the
+machine: it is they that wait longest under plain EASY. The old come first, in the order of what they count as having waited:
+those that fit start, the first that does not is promised the earliest start that the requests of what runs allow, and the
+others start if they touch no promise. If all are old and width counts for nothing this is plain EASY, job by job. The young
+come by the time they have waited over the time that they are expected to run (see `predict`), weighed by their size: whoever
+waits moves up, a short job quickly. They start if they fit now and touch no promise.
+
+The work of those who overtake is what keeps the others waiting. So the nearer the first in line is to the measure, the shorter
+a job must be to be preferred: expected times beyond `GuardedPool._long_s` count alike, and such jobs come as they arrived.
 
 A few of the young are promised a start as well, for what is begun before they are old would still be in their way then: the
 first in line, for a late one, and the first of those that need much of the machine, for an early one. Before there is a
 measure, in the first days of a machine, nobody is old before a fixed time, and the first in the second order is promised a start.
 
-A prediction only orders jobs, promises count with requests: one that proves short delays no promise. Expected run times
-beyond `Guard.long_s` count as that.
+A prediction only orders jobs, promises count with requests: one that proves short delays no promise.
 
-What is proven: with `Guard.part` and `old_s` 0 (everybody is old) the schedule is plain EASY's, and what is promised to an old
-job does not slip as long as requests hold. What is not: that the longest wait stays below plain EASY's. As soon as one job
-starts elsewhere than under EASY all later ones do, and the longest of many thousand waits falls as luck has it: see
-man/adr/0011-the-guard-of-the-default-policy.md for how often it is above. Told of events like every pool; no clock.
+What is proven: with `Guard.part` and `old_s` 0 (everybody is old, and no width counts) the schedule is plain EASY's. What is not:
+that the longest wait stays below plain EASY's. As soon as one job starts elsewhere than under EASY all later ones do, and the
+longest of many thousand waits falls as luck has it: see man/adr/0011-the-guard-of-the-default-policy.md for how often it is
+above. Told of events like every pool; no clock.
 """
 
 from __future__ import annotations
@@ -77,38 +81,63 @@ class GuardedPool(Pool):
         if not self.free:
             return []
         learning = self.learnt_at_s is not None and now_s < self.learnt_at_s
+        long_s = self.guard.learning_long_s if learning else self._long_s(now_s)
         started: list[int] = []
-        left, steps = self._old_ones(self._old_after_s(learning), now_s, started)
+        old, young = self._by_age(now_s, learning)
+        steps = self._start_old(old, now_s, started)
         if not self.free:
             return started
-        guard = self.guard
         if learning:
             most = ANY if steps is None else self.free
-            young = self._ranked(now_s, left, most, guard.learning_long_s, self.learning_weights)
-            self._lead(young, now_s, started, steps)
-        elif young := self._ranked(now_s, left, self.free, guard.long_s, self.weights):
+            self._lead(self._ranked(now_s, young, most, long_s, self.learning_weights), now_s, started, steps)
+        elif ranked := self._ranked(now_s, young, self.free, long_s, self.weights):
             steps = steps if steps is not None else steps_of(self, now_s)
-            self._start_young(young, now_s, started, steps, self._promise_young(left, now_s, steps))
+            self._start_young(ranked, now_s, started, steps, self._promise_young(young, now_s, steps))
         return started
 
     def _measure_s(self) -> float:
         return max(self.guard.old_s, self.rehearsal.longest_wait_s)
 
-    def _old_after_s(self, learning: bool) -> float:
-        """Return how long a job that counts as old has waited."""
+    def _long_s(self, now_s: float) -> float:
+        """Return beyond which expected run times count alike: less, the longer the first in line has waited."""
+        guard = self.guard
+        waited_s = now_s - self.submits_s[self.queue[0][2]]
+        calm_s = max(0.0, guard.calm_part * self._measure_s() - waited_s)
+        return min(guard.long_s, guard.long_least_s + guard.long_per_calm * calm_s)
+
+    def _by_age(self, now_s: float, learning: bool) -> tuple[list[Waiting], list[Waiting]]:
+        """Return the old, who has counted as waiting longest first, and the young in the order of arrival."""
         old_after_s = self.guard.part * self._measure_s()
-        return max(old_after_s, self.guard.learning_old_s) if learning else old_after_s
+        bonus_s = 0.0 if learning else self.guard.wide_bonus * old_after_s / self.size
+        if learning:
+            old_after_s = max(old_after_s, self.guard.learning_old_s)
+        since_s = now_s - old_after_s  # who counts as submitted by then is old
+        submits_s = self.submits_s
+        old: list[tuple[float, int, Waiting]] = []
+        young: list[Waiting] = []
+        for at, job in enumerate(self.queue):
+            procs, _, number = job
+            if submits_s[number] - bonus_s * self.size > since_s:  # nobody behind is old, however wide
+                young += self.queue[at:]
+                break
+            counted_s = submits_s[number] - bonus_s * procs
+            if counted_s <= since_s:
+                old.append((counted_s, number, job))
+            else:
+                young.append(job)
+        old.sort()
+        return [job for _, _, job in old], young
 
-    def _old_ones(self, old_after_s: float, now_s: float, started: list[int]) -> tuple[int, Steps | None]:
-        """Start the old jobs that fit in the order of arrival; the first that do not are promised a start.
+    def _start_old(self, old: Sequence[Waiting], now_s: float, started: list[int]) -> Steps | None:
+        """Start the old jobs that fit in their order; the first that do not are promised a start.
 
-        Returns how many old ones are left, and what is free beside the promises (None: there are none).
+        Returns what is free beside the promises (None: there are none).
         """
         steps: Steps | None = None
         left = 0
-        for job in tuple(self.queue):
-            procs, limit_s, number = job
-            if now_s - self.submits_s[number] < old_after_s or not self.free:
+        for job in old:
+            procs, limit_s, _ = job
+            if not self.free:
                 break
             if left < self.guard.promises:
                 if steps is None and procs > self.free:
@@ -123,18 +152,16 @@ class GuardedPool(Pool):
                 self._go(job, now_s, started)
             else:
                 left += 1
-        return left, steps
+        return steps
 
-    def _promise_young(self, old: int, now_s: float, steps: Steps) -> dict[int, float]:
-        """Promise a start to the first few young jobs, and to the first wide one; return to whom, and when.
-
-        The first `old` of the queue are not young.
-        """
+    def _promise_young(self, young: Sequence[Waiting], now_s: float, steps: Steps) -> dict[int, float]:
+        """Promise a start to the first few young jobs, and to the first wide one; return to whom, and when."""
         guard = self.guard
         measure_s = self._measure_s()
         promised: dict[int, float] = {}
-        wide = next((job for job in self.queue[old:] if job[0] >= guard.wide * self.size), None)
-        wanted = [(job, guard.first_part) for job in self.queue[old : old + guard.first]]
+        wide = next((job for job in young if job[0] >= guard.wide * self.size), None)
+        bonus = guard.wide_bonus / self.size
+        wanted = [(job, guard.first_part * (1 - bonus * job[0])) for job in young[: guard.first]]
         for job, part in wanted if wide is None else [(wide, guard.wide_part), *wanted]:
             if job[2] not in promised:
                 promised[job[2]] = _promise(steps, job, max(now_s, self.submits_s[job[2]] + part * measure_s))
@@ -169,11 +196,13 @@ class GuardedPool(Pool):
                 steps = steps_of(self, now_s)
                 _promise(steps, job, now_s)
 
-    def _ranked(self, now_s: float, old: int, most: int, long_s: float, weights: Sequence[float]) -> list[Waiting]:
-        """Return the young jobs of at most `most` processors, the one that has waited most for its size first."""
+    def _ranked(
+        self, now_s: float, young: Sequence[Waiting], most: int, long_s: float, weights: Sequence[float]
+    ) -> list[Waiting]:
+        """Return those of `young` that need at most `most` processors, the one that has waited most for its size first."""
         longest_s, users, submits_s = self.history.longest_s, self.users, self.submits_s
         ranked = []
-        for job in self.queue[old:]:
+        for job in young:
             procs, limit_s, number = job
             if procs <= most:
                 expected_s = longest_s.get(users[number], limit_s)

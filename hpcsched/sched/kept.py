@@ -54,6 +54,11 @@ class Kept:
         """Return what is kept for `job`, in whichever partition."""
         return self._rooms.get(job.id)
 
+    def is_due(self, job_id: JobId) -> bool:
+        """Say whether what is kept for the job is so from now on."""
+        room = self._rooms.get(job_id)
+        return room is not None and room.start_s <= self._timeline.now_s
+
     def keep(self, job: PendingJob, start_s: float, end_s: float, parts: Sequence[Part]) -> None:
         """Keep `parts` for `job`, for which nothing is kept yet."""
         for part in parts:
@@ -87,6 +92,23 @@ class Kept:
             for part in room.parts:
                 self._timeline.take_back(part.node, room.start_s, room.end_s, part.use)
             self._counted.give(room.licenses, room.start_s, room.end_s)
+
+    def put_aside(self, job_id: JobId) -> tuple[Room, Promise | None] | None:
+        """Keep nothing for the job for the time being; what is returned can be `put_back`."""
+        room, promise = self._rooms.get(job_id), self.promises.get(job_id)
+        self.take_back(job_id)
+        return None if room is None else (room, promise)
+
+    def put_back(self, job: PendingJob, aside: tuple[Room, Promise | None]) -> Room:
+        """Keep again what was `put_aside`, and return it."""
+        room, promise = aside
+        for part in room.parts:
+            self._timeline.reserve(part.node, room.start_s, room.end_s, part.use)
+        self._counted.take(room.licenses, room.start_s, room.end_s)
+        self._rooms[job.id] = room
+        if promise is not None:
+            self.promises[job.id] = promise
+        return room
 
     def has_licenses(self, job: PendingJob, limit_s: float) -> bool:
         """Say whether the licences of `job` are free now, those that are kept for itself among them."""

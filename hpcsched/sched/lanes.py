@@ -5,13 +5,13 @@ Each has the nodes that answer, and its *head* once there is one: the first of i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 
 from hpcsched.model.node import Partition
 from hpcsched.model.reservation import Reservation
 from hpcsched.sched.eligible import Wait
-from hpcsched.sched.snapshot import PendingJob, Snapshot
+from hpcsched.sched.snapshot import NodeView, PendingJob, Snapshot
 
 
 @dataclass(slots=True)
@@ -65,3 +65,13 @@ class Lanes:
             names &= set(self._reservations[reservation].nodes)
         nodes = [at for at, node in enumerate(self._snapshot.nodes) if node.name in names and node.usable]
         return Lane(partition=partition, nodes=nodes, reservation=reservation)
+
+    def open_to(self, lane: Lane) -> Sequence[NodeView]:
+        """Return the nodes, those that are not in the lane's reservation marked as such."""
+        if not lane.reservation:
+            return self._snapshot.nodes
+        why = f"is not in reservation {lane.reservation!r}"
+        its = set(self._reservations[lane.reservation].nodes)
+        return [
+            node if node.name in its or node.why_not else replace(node, why_not=why) for node in self._snapshot.nodes
+        ]

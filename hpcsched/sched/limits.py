@@ -16,10 +16,8 @@ from enum import Enum
 from hpcsched.model.accounting import BILLING, CPU, GPU, LICENSE, MEM, NODE, Accounting, Limits, Tres
 from hpcsched.model.job import Reason
 from hpcsched.model.node import Partition
-from hpcsched.model.units import format_mem, format_time_s
+from hpcsched.model.units import MINUTE_S, format_mem, format_time_s
 from hpcsched.sched.words import plural
-
-MINUTE_S = 60.0
 
 
 class Kind(Enum):

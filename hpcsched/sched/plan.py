@@ -33,6 +33,7 @@ from hpcsched.sched.groups import Group, Groups
 from hpcsched.sched.intervals import NEVER_S
 from hpcsched.sched.kept import Kept
 from hpcsched.sched.lanes import Lane, Lanes
+from hpcsched.sched.lowered import longest
 from hpcsched.sched.placement import Part
 from hpcsched.sched.policy import Backfill, Policy
 from hpcsched.sched.priority import in_order, scale_of
@@ -46,7 +47,7 @@ from hpcsched.sched.reasons import (
 )
 from hpcsched.sched.request import LicenseCounts
 from hpcsched.sched.reservations import certain_until_s, cut_short_s, kept_by, not_now
-from hpcsched.sched.snapshot import NodeView, PendingJob, Snapshot, relaxed
+from hpcsched.sched.snapshot import PendingJob, Snapshot, relaxed
 from hpcsched.sched.tally import Tally
 from hpcsched.sched.timeline import Timeline
 from hpcsched.sched.tres import Held, held_by, held_of
@@ -148,7 +149,7 @@ class Planner:
     def absorb(self, start: Start, job: PendingJob) -> None:
         """Take account of `job`, which another plan with a younger view of the world has started meanwhile."""
         now_s = self.timeline.now_s
-        end_s = self._end_s(job, now_s)
+        end_s = self._end_s(job, now_s, start.time_limit_s)
         self.kept.take_back(job.id)
         for share in start.shares:
             self.timeline.absorb(share, end_s)
@@ -195,14 +196,16 @@ class Planner:
             if job is None or job.id in self.gone:
                 continue
             due_s = max(promise.start_s, self.timeline.now_s)
-            limit_s = self._end_s(job, due_s) - due_s
+            limit_s = self._end_s(job, due_s, self._least_s(job)) - due_s
             found = self.kept.still_possible(job, promise, self.lanes.nodes_of(job), limit_s)
             if found is not None:
                 start_s, parts = found
-                end_s = self._end_s(job, start_s)
+                end_s = self._end_s(job, start_s, self._least_s(job))
                 if end_s > start_s + limit_s + _SUM_ERROR_S:
                     pass  # it was to be cut short by a reservation, and is late for that
-                elif start_s <= self.timeline.now_s:
+                elif (
+                    start_s <= self.timeline.now_s and not job.lowers
+                ):  # that one is looked at in its turn: it may get more
                     if self.tally.why_not(job) is None and self._give(job, parts, end_s):
                         self.gone.add(job.id)
                 elif self._sure(start_s) is not None:
@@ -214,9 +217,10 @@ class Planner:
         """Return what one more job would get now if it came next; None: it would wait."""
         if self.lanes.of(job).head is not None and self.policy.backfill is Backfill.NONE:
             return None
-        if self.tally.why_not(job) is not None or not self._has_licenses(job):
+        end_s = self._end_s(job, self.timeline.now_s, self._least_s(job))
+        if self.tally.why_not(job) is not None or not self._has_licenses(job, end_s):
             return None
-        parts = self._group(job).place(self._end_s(job, self.timeline.now_s))
+        parts = self._group(job).place(end_s)
         if parts is None or (self.tally.limited and self.tally.why_not_there(job, self._held(job, parts)) is not None):
             return None
         return parts
@@ -256,13 +260,17 @@ class Planner:
     def _start_if_it_fits(self, job: PendingJob) -> bool:
         """Start `job` if it fits now; if it does not and never will on the nodes that answer, note that."""
         lane = self.lanes.of(job)
-        hopeless = lane.head is not None and self._is_hopeless(job, lane)
+        due = job.lowers and self.kept.is_due(job.id)
+        hopeless = lane.head is not None and not due and self._is_hopeless(job, lane)
         if hopeless and 0 < self.policy.backfill_depth <= len(self.groups):
             return False
         group = self._group(job)
         end_s = self._end_s(job, self.timeline.now_s)
         parts = None
-        if not hopeless and self._has_licenses(job):
+        if not hopeless and job.lowers:
+            parts, end_s = self._lowered(job, end_s)
+            self.in_vain += parts is None and lane.head is not None
+        elif not hopeless and self._has_licenses(job, end_s):
             parts = group.place(end_s)
             room = self.kept.of(job)
             if parts is None and room is not None and room.partition == job.partition:
@@ -274,6 +282,20 @@ class Planner:
                 self.waits[job.id] = never
             return False
         return self._give(job, parts, end_s)
+
+    def _lowered(self, job: PendingJob, end_s: float) -> tuple[list[Part] | None, float]:
+        """Return what `job`, whose time limit may be lowered, would get now, and until when: `end_s` or less."""
+
+        def fits(until_s: float) -> list[Part] | None:
+            return self._group(job).place(until_s) if self._has_licenses(job, until_s) else None
+
+        now_s, kept = self.timeline.now_s, self.kept.put_aside(job.id)  # it may have more than is kept for it
+        found = longest(fits, min(end_s, now_s + self._least_s(job)), end_s)
+        if found is None and kept is not None:
+            room = self.kept.put_back(job, kept)
+            if self.kept.is_due(job.id) and room.partition == job.partition:
+                return list(room.parts), room.end_s
+        return found or (None, end_s)
 
     def _give(self, job: PendingJob, parts: list[Part], end_s: float) -> bool:
         """Start `job` on `parts` until `end_s`, or with fewer nodes, if its limits allow that; else note why not."""
@@ -302,18 +324,19 @@ class Planner:
         """Start `job` on `parts` until `end_s`, and count what it takes of all that is counted."""
         self.kept.take_back(job.id)
         shares = tuple([self._take(part, end_s) for part in parts])
-        self.starts.append(Start(job_id=job.id, shares=shares, partition=job.partition))
+        lowered_s = round(end_s - self.timeline.now_s) if job.lowers else self._limit_s(job)
+        limit_s = lowered_s if lowered_s < self._limit_s(job) else None
+        self.starts.append(Start(job_id=job.id, shares=shares, partition=job.partition, time_limit_s=limit_s))
         self.tally.started(job, held)
         if job.licenses:
             self.counted.take(job.licenses, self.timeline.now_s, end_s)
 
-    def _has_licenses(self, job: PendingJob) -> bool:
-        now_s = self.timeline.now_s
-        return not job.licenses or self.kept.has_licenses(job, self._end_s(job, now_s) - now_s)
+    def _has_licenses(self, job: PendingJob, end_s: float) -> bool:
+        return not job.licenses or self.kept.has_licenses(job, end_s - self.timeline.now_s)
 
     def _short_of_licenses(self, job: PendingJob) -> Wait | None:
         """Return that `job` waits for licences, if it does."""
-        if self._has_licenses(job):
+        if self._has_licenses(job, self._end_s(job, self.timeline.now_s, self._least_s(job))):
             return None
         return no_licenses(job.licenses, self.counted.free_now(), dict(self.snapshot.ledger.accounting.licenses))
 
@@ -338,18 +361,8 @@ class Planner:
         if group not in self.never:
             nodes = [self.snapshot.nodes[at] for at in group.nodes]
             never = never_fits(group.shape, nodes)
-            self.never[group] = not_available(group.shape, lane.partition, self._open_to(lane)) if never else None
+            self.never[group] = not_available(group.shape, lane.partition, self.lanes.open_to(lane)) if never else None
         return self.never[group]
-
-    def _open_to(self, lane: Lane) -> Sequence[NodeView]:
-        """Return the nodes, those that are not in the lane's reservation marked as such."""
-        if not lane.reservation:
-            return self.snapshot.nodes
-        why = f"is not in reservation {lane.reservation!r}"
-        its = set(self.reservations[lane.reservation].nodes)
-        return [
-            node if node.name in its or node.why_not else replace(node, why_not=why) for node in self.snapshot.nodes
-        ]
 
     def _take(self, part: Part, end_s: float) -> Share:
         grant = self.timeline.start(part.node, end_s, part.use)
@@ -359,9 +372,14 @@ class Planner:
     def _limit_s(self, job: PendingJob) -> int:
         return known_limit_s(job.request.time_limit_s) or self.policy.default_time_limit_s
 
-    def _end_s(self, job: PendingJob, start_s: float) -> float:
+    def _least_s(self, job: PendingJob) -> int:
+        """Return for how long room is kept for `job`: for its limit, or for what that may be lowered to."""
+        limit_s = self._limit_s(job)
+        return min(limit_s, job.time_min_s) if job.lowers and job.time_min_s is not None else limit_s
+
+    def _end_s(self, job: PendingJob, start_s: float, limit_s: int | None = None) -> float:
         """Return when `job` has ended at the latest if it starts at `start_s`: by its limit, or because it is cut short."""
-        end_s = start_s + self._limit_s(job)
+        end_s = start_s + (self._limit_s(job) if limit_s is None else limit_s)
         cut_s = NEVER_S if job.free_to_go else cut_short_s(job, self.reservations)
         return min(end_s, cut_s) if start_s < cut_s else end_s
 
@@ -402,9 +420,9 @@ class Planner:
 
     def _reserved_from(self, job: PendingJob, lane: Lane) -> Wait | None:
         """Return the wait of a job that would fit now if nothing were reserved for others; None: it would not either."""
-        end_s = self._end_s(job, self.timeline.now_s)
+        end_s = self._end_s(job, self.timeline.now_s, self._least_s(job))
         group = self.unreserved.of(replace(job, reservation=""), lane.nodes)
-        if not self._has_licenses(job) or group.place(end_s) is None:
+        if not self._has_licenses(job, end_s) or group.place(end_s) is None:
             return None
         return kept_by(self.snapshot, job, group.nodes, end_s)
 
@@ -422,14 +440,14 @@ class Planner:
             return None
         start_s, parts = found
         self.kept.take_back(job.id)
-        self.kept.keep(job, start_s, self._end_s(job, start_s), parts)
+        self.kept.keep(job, start_s, self._end_s(job, start_s, self._least_s(job)), parts)
         if firm and self.keeps_promises and self._sure(start_s) is not None:
             self.kept.promise(job)
         return start_s
 
     def _earliest(self, job: PendingJob) -> tuple[float, list[Part]] | None:
         """Return from when on nodes and licences are free for `job`, and what of the nodes it would get; None: never."""
-        found = self._earliest_for(job, self._limit_s(job), self.timeline.now_s)
+        found = self._earliest_for(job, self._least_s(job), self.timeline.now_s)
         cut_s = NEVER_S if job.free_to_go else cut_short_s(job, self.reservations)
         if cut_s == NEVER_S or (found is not None and found[0] < cut_s):
             return found
@@ -437,7 +455,7 @@ class Planner:
 
     def _earliest_until(self, job: PendingJob, cut_s: float) -> tuple[float, list[Part]] | None:
         """Return from when on all is free for `job` until it is cut short: by halving, as nodes only get freer."""
-        from_s = max(self.timeline.now_s, cut_s - self._limit_s(job))
+        from_s = max(self.timeline.now_s, cut_s - self._least_s(job))
         profiles = [self.timeline.profiles[node] for node in self._group(job).nodes]
         later = {at_s for profile in profiles for at_s in profile.times_s if from_s < at_s < cut_s}
         times_s = [from_s, *sorted(later)]

@@ -22,7 +22,10 @@ class Backfill(StrEnum):
 class Guard:
     """How our own policy keeps jobs from being overtaken too long; see `guarded`. One set for all machines."""
 
-    part: float = 0.47  # of plain EASY's longest wait: who has waited longer is old, and no longer overtaken
+    part: float = 0.42  # of plain EASY's longest wait: who has waited longer is old, and no longer overtaken
+    wide_bonus: float = (
+        0.4  # of that: who needs the whole machine counts as having waited so much longer, others by their share
+    )
     old_s: float = 3600.0  # that wait counts as this at least
     promises: int = 1  # so many old ones that do not fit are promised a start at once
     first: int = 3  # so many of the young, the first in line, are promised a start
@@ -30,10 +33,15 @@ class Guard:
     wide: float = 0.63  # of the machine: who needs as much is hard to find room for
     wide_part: float = 0.06  # the first wide one is promised a start when it will have waited for this part
     size_power: float = -0.3  # how a job's processors weigh against it in the order of the young
-    long_s: float = 9000.0  # expected run times beyond this count as this
+    long_s: float = (
+        14400.0  # expected run times beyond this count as this, and beyond less when somebody has waited long:
+    )
+    long_least_s: float = 600.0  # this at least,
+    calm_part: float = 0.8  # of plain EASY's longest wait: what the first in line has not yet waited of it,
+    long_per_calm: float = 0.05  # so much of it is added
     learning_s: float = 10 * 86400.0  # so long a machine's history says too little
     learning_old_s: float = 329_000.0  # and nobody is old before this
-    learning_long_s: float = 14400.0  # in place of `long_s`
+    learning_long_s: float = 14400.0  # in place of all these
     learning_power: float = 0.5  # in place of `size_power`
 
 
@@ -67,6 +75,8 @@ class Policy:
     weight_assoc: int = 0
     weights_tres: tuple[tuple[str, float], ...] = ()
     favor_small: bool = False  # the size factor grows as the job gets smaller
+    small_relative_to_time: bool = False  # size is cpus over the time limit in minutes
+    accrue_always: bool = False  # age counts from the submission on
     age_max_s: float = 7 * 86400.0  # waiting longer than this adds nothing
     default_time_limit_s: int = 365 * 86400  # what a job without any limit is taken to need
     overdue_s: float = 30.0  # what is past its limit, or is being ended, is taken to end this much later

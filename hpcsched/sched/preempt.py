@@ -24,7 +24,7 @@ from hpcsched.model.job import Reason
 from hpcsched.model.reservation import Reservation
 from hpcsched.model.resources import Share
 from hpcsched.model.units import known_limit_s
-from hpcsched.sched.decisions import Plan, Preemption, Start, Victim
+from hpcsched.sched.decisions import Plan, Preemption, Resize, Start, Victim
 from hpcsched.sched.elastic import resizes
 from hpcsched.sched.eligible import Wait
 from hpcsched.sched.intervals import NEVER_S
@@ -56,10 +56,14 @@ def is_plain(snapshot: Snapshot, policy: Policy) -> bool:
 
 
 def as_running(
-    job: PendingJob, shares: tuple[Share, ...], now_s: float, reservations: Iterable[Reservation] = ()
+    job: PendingJob,
+    shares: tuple[Share, ...],
+    now_s: float,
+    reservations: Iterable[Reservation] = (),
+    lowered_s: int | None = None,
 ) -> RunningJob:
-    """Return the job as it is when it starts now on `shares`. It cannot be preempted at once."""
-    limit_s = known_limit_s(job.request.time_limit_s)
+    """Return the job as it is when it starts now on `shares`, its time limit `lowered_s`. It cannot be preempted at once."""
+    limit_s = lowered_s if lowered_s is not None else known_limit_s(job.request.time_limit_s)
     limit_ends_s = now_s + limit_s if limit_s is not None else NEVER_S
     ends_s = min(limit_ends_s, cut_short_s(job, {one.name: one for one in reservations}))
     alike = {name: getattr(job, name) for name in _ALIKE}
@@ -90,14 +94,13 @@ class _Stages:
         preemptions = self._preempt(made)
         for preemption in preemptions:
             waits[preemption.job_id] = self._making_room(preemption, waits[preemption.job_id])
-        in_line = self._in_order(job for job in self.world.pending if self._is_in_line(made, job))
         return Plan(
             starts=(*starts, *made.starts),
             waits=waits,
             preemptions=tuple(preemptions),
             resumes=tuple(resumes),
             given_up=tuple(given_up),
-            resizes=resizes(self.world, self.policy, in_line, self.make),
+            resizes=self._resizes(made),
             priorities=made.priorities,
             promises=made.promises,
         )
@@ -119,7 +122,7 @@ class _Stages:
             start = _start_of(self.make(world, self.policy), job)
             if start is not None:
                 starts.append(start)
-                running = (*running, as_running(job, start.shares, now_s, self.world.reservations))
+                running = (*running, _started(self.world, job, start))
             elif self._will_fit(world, job):
                 waits[job.id] = self._waits_for_ends(job)
                 blocks[job.id] = block
@@ -218,20 +221,28 @@ class _Stages:
         detail = f"{listed(who)} {'makes' if len(who) == 1 else 'make'} room for it"
         return replace(wait, reason=Reason.RESOURCES, detail=detail, expected_start_s=self.world.now_s + longest_s)
 
+    # ----- elastic jobs
+
+    def _resizes(self, made: Plan) -> tuple[Resize, ...]:
+        if all(job.elastic is None for job in self.world.running):
+            return ()  # the line is not put in order for nobody
+        in_line = self._in_order(job for job in self.world.pending if self._is_in_line(made, job))
+        return resizes(self.world, self.policy, in_line, self.make)
+
     # ----- small things
 
     def _in_order(self, jobs: Iterable[PendingJob]) -> list[PendingJob]:
         return in_order(list(jobs), self.world.partitions, scale_of(self.world), self.policy)
 
     def _with_starts(self, world: Snapshot, made: Plan) -> Snapshot:
-        shares = {start.job_id: start.shares for start in made.starts}
-        started = [
-            as_running(job, shares[job.id], world.now_s, world.reservations)
-            for job in world.pending
-            if job.id in shares
-        ]
-        pending = tuple(job for job in world.pending if job.id not in shares)
+        starts = {start.job_id: start for start in made.starts}
+        started = [_started(world, job, starts[job.id]) for job in world.pending if job.id in starts]
+        pending = tuple(job for job in world.pending if job.id not in starts)
         return replace(world, running=(*world.running, *started), pending=pending)
+
+
+def _started(world: Snapshot, job: PendingJob, start: Start) -> RunningJob:
+    return as_running(job, start.shares, world.now_s, world.reservations, start.time_limit_s)
 
 
 def _start_of(made: Plan, job: PendingJob) -> Start | None:

@@ -4,9 +4,10 @@ The priority is that of Slurm's multifactor plugin: an integer, the sum of weigh
 
     age         how long only other jobs were in its way, of age_max_s      fair-share  see `fairshare`
     size        the part of all nodes and that of all cpus, on average     partition   its priority_job_factor, of the highest
+                (or of the cpus alone, for each minute of the time limit)
     QOS         its priority, of the highest                               association that of the user or account, alike
     TRES        for each resource with a weight, licences too, the part of all that it asks for
-    site        the same for all
+    site        the same for all, and what an admin adds to the job
 
 A fixed priority replaces the sum, 0 holds the job. Source: priority_multifactor.html of Slurm's documentation.
 """
@@ -20,6 +21,7 @@ from operator import itemgetter
 from hpcsched.model.accounting import NO_ACCOUNTING, Accounting, Association
 from hpcsched.model.ids import JobId
 from hpcsched.model.node import Partition
+from hpcsched.model.units import MINUTE_S, known_limit_s
 from hpcsched.sched.policy import Policy
 from hpcsched.sched.snapshot import PendingJob, Snapshot
 from hpcsched.sched.tres import all_of, least_of
@@ -73,6 +75,8 @@ def scale_of(snapshot: Snapshot) -> Scale:
 
 def breakdown_of(job: PendingJob, partition: Partition | None, scale: Scale, policy: Policy) -> Breakdown:
     """Return the priority of `job` and what it is made of."""
+    if job.priority_set is not None:
+        return Breakdown(total=job.priority_set, fixed=True)
     tres = _tres(job, scale, policy)
     factors = {
         "age": _age(job, scale, policy),
@@ -83,8 +87,6 @@ def breakdown_of(job: PendingJob, partition: Partition | None, scale: Scale, pol
         "assoc": _assoc(job, scale),
         **{name: part for name, _, part in tres},
     }
-    if job.priority_set is not None:
-        return Breakdown(total=job.priority_set, fixed=True)
     parts = {
         "age": int(policy.weight_age * factors["age"]),
         "partition": int(policy.weight_partition * factors["partition"]),
@@ -94,10 +96,10 @@ def breakdown_of(job: PendingJob, partition: Partition | None, scale: Scale, pol
         "assoc": int(policy.weight_assoc * factors["assoc"]),
         "tres": sum(int(weight * part) for _, weight, part in tres),
     }
-    total = policy.weight_site + sum(parts.values()) - job.nice
+    total = policy.weight_site + job.site + sum(parts.values()) - job.nice
     return Breakdown(
         total=min(HIGHEST, max(1, total)),
-        site=policy.weight_site,
+        site=policy.weight_site + job.site,
         nice=job.nice,
         factors=tuple(factors.items()),
         **parts,
@@ -106,22 +108,24 @@ def breakdown_of(job: PendingJob, partition: Partition | None, scale: Scale, pol
 
 def _age(job: PendingJob, scale: Scale, policy: Policy) -> float:
     """Return how long only other jobs were in its way; of one that something else kept waiting until now nothing counts."""
-    if job.since_s is None:
+    since_s = job.submitted_at_s if policy.accrue_always else job.since_s
+    if since_s is None:
         return 0.0
-    return min(1.0, max(0.0, scale.now_s - job.since_s) / policy.age_max_s)
+    return min(1.0, max(0.0, scale.now_s - since_s) / policy.age_max_s)
 
 
 def priority_of(job: PendingJob, part: int, scale: Scale, policy: Policy) -> int:
     """Return `breakdown_of(...).total`, quicker: `part` has the weighted factors of partition and ledger (see `_shared`)."""
     if job.priority_set is not None:
         return job.priority_set
-    age = 0.0 if job.since_s is None else (scale.now_s - job.since_s) / policy.age_max_s
+    since_s = job.submitted_at_s if policy.accrue_always else job.since_s
+    age = 0.0 if since_s is None else (scale.now_s - since_s) / policy.age_max_s
     total = policy.weight_site + int(policy.weight_age * (0.0 if age < 0.0 else 1.0 if age > 1.0 else age)) + part
     if policy.weight_size:
         total += int(policy.weight_size * _size(job, scale, policy))
     if policy.weights_tres:
         total += sum(int(weight * part) for _, weight, part in _tres(job, scale, policy))
-    total -= job.nice
+    total += job.site - job.nice
     return HIGHEST if total > HIGHEST else 1 if total < 1 else total
 
 
@@ -204,8 +208,15 @@ def _tres(job: PendingJob, scale: Scale, policy: Policy) -> list[tuple[str, floa
 
 
 def _size(job: PendingJob, scale: Scale, policy: Policy) -> float:
-    """Return the part of the machine that the job asks for, nodes and cpus on average; with `favor_small` what it leaves."""
+    """Return the part of the machine that the job asks for, nodes and cpus on average; with `favor_small` what it leaves.
+
+    With `small_relative_to_time` it is that of the cpus alone, for each minute of the time limit.
+    """
     shape = job.request.shape
-    tasks = shape.ntasks if shape.ntasks is not None else shape.tasks_min * shape.nodes_min
-    part = min(1.0, (shape.nodes_min / scale.nodes + tasks * shape.cpus_per_task / scale.cpus) / 2)
+    cpus = shape.tasks_least * shape.cpus_per_task / scale.cpus
+    if policy.small_relative_to_time:
+        limit_s = known_limit_s(job.request.time_limit_s) or policy.default_time_limit_s
+        part = min(1.0, cpus / max(1.0, limit_s / MINUTE_S))
+    else:
+        part = min(1.0, (shape.nodes_min / scale.nodes + cpus) / 2)
     return 1.0 - part if policy.favor_small else part

@@ -16,11 +16,10 @@ from dataclasses import dataclass, field
 from hpcsched.model.accounting import NO_LIMITS, Accounting, Barred, barred
 from hpcsched.model.ids import JobId
 from hpcsched.model.job import Reason
-from hpcsched.model.units import known_limit_s
+from hpcsched.model.units import MINUTE_S, known_limit_s
 from hpcsched.sched.eligible import Wait
 from hpcsched.sched.limits import (
     EACH_USER,
-    MINUTE_S,
     SUBMISSION,
     TIMED,
     Holder,
@@ -235,7 +234,7 @@ class Quota:
                 mine = {
                     Holder.QOS: row.qos == rule.name,
                     Holder.USER: row.user == rule.name,
-                    Holder.ACCOUNT: any(line.name == rule.name for line in self._accounting.lineage(row.account)),
+                    Holder.ACCOUNT: self._accounting.is_part_of(row.account, (rule.name,)),
                     Holder.PARTITION: False,
                 }[rule.holder]
                 used_s += dict(row.amounts).get(rule.resource, 0.0) if mine else 0.0

@@ -68,6 +68,11 @@ class Shape:
         """Return the cpus that each of its nodes must have at the very least."""
         return self.tasks_min * self.cpus_per_task
 
+    @property
+    def tasks_least(self) -> int:
+        """Return how many tasks it has in all at the very least."""
+        return self.ntasks if self.ntasks is not None else self.tasks_min * self.nodes_min
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:

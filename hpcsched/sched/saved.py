@@ -8,7 +8,7 @@ and reservations are kept, not the blocks that follow from them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import MISSING, fields, replace
 from typing import Any
 
 from hpcsched.errors import ProtocolError
@@ -65,8 +65,4 @@ def _drop_usual(job: Json, usual: Mapping[str, Any]) -> None:
         _drop_usual(other, usual)
 
 
-_DEFAULTED = tuple(
-    name
-    for name in PendingJob.__dataclass_fields__
-    if name not in ("id", "display_id", "partition", "request", "submitted_at_s")
-)
+_DEFAULTED = tuple([field.name for field in fields(PendingJob) if field.default is not MISSING])

@@ -103,6 +103,7 @@ class PendingJob:
     submitted_at_s: float
     since_s: float | None = None
     nice: int = 0
+    site: int = 0
     priority_set: int | None = None
     hold: Hold = Hold.NONE
     not_before_s: float | None = None
@@ -123,6 +124,7 @@ class PendingJob:
     licenses: LicenseCounts = ()
     switches_wait_s: float | None = None  # so long few switches matter to it; None: the policy's time
     time_min_s: int | None = None  # its time limit may be cut down to this, if it starts earlier or at all by that
+    lowers: bool = False  # at its own word (--time-min): then the limit that it gets is its limit from then on
     free_to_go: bool = True  # neither hold, begin time, dependency nor array limit: no need to look at them
 
 
@@ -282,10 +284,15 @@ def snapshot_of(
 
 def relaxed(job: PendingJob, now_s: float, max_switch_wait_s: float) -> PendingJob:
     """Return `job` as it asks at `now_s`: one that has waited long enough for few switches takes more."""
-    wait_s = job.switches_wait_s if job.switches_wait_s is not None else max_switch_wait_s
-    if not job.request.shape.switches or job.since_s is None or now_s < job.since_s + wait_s:
+    until_s = switches_matter_until_s(job.since_s, job.switches_wait_s, max_switch_wait_s)
+    if not job.request.shape.switches or until_s is None or now_s < until_s:
         return job
     return replace(job, request=replace(job.request, shape=replace(job.request.shape, switches=0)))
+
+
+def switches_matter_until_s(since_s: float | None, own_s: float | None, max_switch_wait_s: float) -> float | None:
+    """Return until when a job whose age counts `since_s` waits for few switches: for its `own_s` if it has set that."""
+    return since_s + (own_s if own_s is not None else max_switch_wait_s) if since_s is not None else None
 
 
 def allows(shape: Shape, node: NodeView) -> bool:
@@ -331,7 +338,8 @@ def _pending_in(job: Job, partitions: Mapping[str, Partition], name: str, cache:
         partition=name,
         request=cache.request(job, partition),
         submitted_at_s=job.submitted_at_s,
-        since_s=job.eligible_at_s,
+        since_s=job.accrued_from_s,
+        site=job.site,
         nice=job.nice,
         priority_set=job.priority_set,
         hold=job.hold,
@@ -352,6 +360,7 @@ def _pending_in(job: Job, partitions: Mapping[str, Partition], name: str, cache:
         kept_shares=job.kept_shares,
         switches_wait_s=job.spec.switches_wait_s,
         time_min_s=time_min_s(job),
+        lowers=job.time_min_s is not None,
         free_to_go=not (
             job.hold is not Hold.NONE
             or job.priority_set == 0
@@ -367,6 +376,8 @@ def _pending_in(job: Job, partitions: Mapping[str, Partition], name: str, cache:
 
 def time_min_s(job: Job) -> int | None:
     """Return to what its time limit may be cut; None: not at all. One that nobody asked for gives way to a deadline."""
+    if job.time_min_s is not None:
+        return job.time_min_s if job.time_limit_s is None else min(job.time_min_s, job.time_limit_s)
     return LEAST_LIMIT_S if job.spec.time_limit_s is None and job.deadline_at_s is not None else None
 
 

@@ -7,18 +7,18 @@ from collections.abc import Iterable, Mapping
 from hpcsched.model.accounting import BILLING, CPU, GPU, LICENSE, MEM, NODE
 from hpcsched.model.ids import NodeName
 from hpcsched.model.resources import ANY_GPU, Share
+from hpcsched.model.units import MIB_PER_GIB
 from hpcsched.sched.gpus import GpuSlot, Units
 from hpcsched.sched.request import GpuCounts, Shape
 from hpcsched.sched.snapshot import NodeView
 
-MIB_PER_GIB = 1024
 Held = dict[str, float]
 Licenses = tuple[tuple[str, int], ...]
 
 
 def least_of(shape: Shape, licenses: Licenses = ()) -> Held:
     """Return what a job of `shape` will have at the very least."""
-    tasks = shape.ntasks if shape.ntasks is not None else shape.tasks_min * shape.nodes_min
+    tasks = shape.tasks_least
     cpus = tasks * shape.cpus_per_task
     held: Held = {NODE: shape.nodes_min, CPU: cpus, MEM: 0.0}
     if shape.mem_per_node_mib is not None:

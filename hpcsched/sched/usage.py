@@ -22,8 +22,8 @@ from hpcsched.model.ids import NodeName
 from hpcsched.model.job import Job
 from hpcsched.model.node import Partition
 from hpcsched.model.resources import Share
+from hpcsched.model.units import MIB_PER_GIB
 
-MIB_PER_GIB = 1024
 Amounts = tuple[tuple[str, float], ...]  # resource and resource-seconds
 Weights = Mapping[str, float]
 GpuTypes = Mapping[NodeName, Mapping[int, str]]  # of each node, by index
@@ -79,19 +79,21 @@ def charge_of(
 ) -> Amounts:
     """Return what an event of `at_s` that made `after` of `before` charges, as it counts then; () if nothing.
 
-    It was used evenly since what was held was last charged.
+    It was used evenly since what was held was last charged, until now, or until its end if that is heard of now.
     """
     cpu_s = after.charged_cpu_s - before.charged_cpu_s
     mem_mib_s = after.charged_mem_mib_s - before.charged_mem_mib_s
     gpu_s = after.charged_gpu_s - before.charged_gpu_s
     if not (cpu_s or mem_mib_s or gpu_s):
         return ()
-    lasted_s = at_s - _since_s(before, at_s)
+    until_s = at_s if before.ended_at_s is not None or after.ended_at_s is None else min(at_s, after.ended_at_s)
+    lasted_s = until_s - _since_s(before, until_s)
     part = integral(lasted_s, accounting.half_life_s) / lasted_s if lasted_s > 0 else 1.0
-    factor = part * factor_of(accounting, before.qos)
+    factor = part * decay(at_s - until_s, accounting.half_life_s) * factor_of(accounting, before.qos)
     released = len(set(before.held_nodes) - set(after.held_nodes))
-    licenses = () if released and after.held_nodes else before.spec.licenses  # they go back with the last node
-    counted_s = lasted_s * _counted(released or len(before.held_nodes), licenses, weights)
+    all_charged = not released or after.charged_until_s != before.charged_until_s
+    licenses = () if after.held_nodes and not all_charged else before.spec.licenses  # they go back with the last node
+    counted_s = lasted_s * _counted(len(before.held_nodes) if all_charged else released, licenses, weights)
     per_gpu = gpu_weight(before.shares, weights, types)
     return _amounts(cpu_s * factor, mem_mib_s * factor, gpu_s * factor, counted_s * factor, weights, per_gpu)
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from hpcsched.model.accounting import PreemptMode
-from hpcsched.model.resources import Share
+from hpcsched.model.resources import without_cpus
 from hpcsched.sched.decisions import Plan, Start
 from hpcsched.sched.policy import Policy
 from hpcsched.sched.ranks import lost_s, may_be_preempted, mode_of, outranks, weight
@@ -142,12 +142,7 @@ def without(snapshot: Snapshot, policy: Policy, victims: Iterable[RunningJob]) -
 
 def lent(job: RunningJob) -> RunningJob:
     """Return the job standing still: others may have its cpus, its memory and GPUs stay its own."""
-    return replace(job, runs=False, shares=lent_shares(job.shares), lent_shares=job.shares)
-
-
-def lent_shares(shares: Iterable[Share]) -> tuple[Share, ...]:
-    """Return what a job that stands still so that others have its cpus holds meanwhile."""
-    return tuple(replace(share, cpus=0) for share in shares)
+    return replace(job, runs=False, shares=without_cpus(job.shares), lent_shares=job.shares)
 
 
 class _Trial:

@@ -123,7 +123,7 @@ class _Course:
             for job in [job for job in self.pending if job.id in starts]:
                 start = starts[job.id]
                 here = next((one for one in (job, *job.others) if one.partition == start.partition), job)
-                running = as_running(here, start.shares, self.now_s, self._world.reservations)
+                running = as_running(here, start.shares, self.now_s, self._world.reservations, start.time_limit_s)
                 again = self._tell(job.id, JobState.RUNNING, started_at_s=self.now_s) or again
                 self.starts_s[job.id] = self.now_s
                 self._begin(replace(running, runs=True), self.now_s + self._lasts_s(here, running))
@@ -181,7 +181,8 @@ class _Course:
             if wait.reason not in _IN_LINE and wait.expected_start_s is not None:
                 yield wait.expected_start_s
             if job.deadline_at_s is not None:  # then it is too late
-                yield job.deadline_at_s - (job.request.time_limit_s or 0) + 0.001
+                least_s = job.time_min_s if job.time_min_s is not None else job.request.time_limit_s or 0
+                yield job.deadline_at_s - least_s + 0.001
             if job.request.shape.switches and job.since_s is not None:
                 own_s = job.switches_wait_s
                 yield job.since_s + (own_s if own_s is not None else self._policy.max_switch_wait_s)

@@ -3,7 +3,9 @@
 Of each job it takes submit time (field 2), run time (4), processors (8 requested, else 5 allocated), requested time (9, else
 the run time) and user (12). Every field must be a number, also of those that are not looked at: what is broken is no job.
 A job without run time or processors never ran: it is left out and counted. A job that ran longer than it asked for is taken
-to have asked for what it ran, since nothing can be planned around an end that does not come.
+to have asked for what it ran, since nothing can be planned around an end that does not come. Of a job that was swapped out there
+is one line for the whole of it, and behind it one for each part (status, field 11: 2, 3 or 4): the parts are left out, as the
+format's authors ask of studies of a workload.
 Knows nothing of schedules. Source: cs.huji.ac.il/labs/parallel/workload/swf.html.
 """
 
@@ -20,6 +22,7 @@ from typing import NamedTuple
 from hpcsched.errors import RequestError
 
 FIELDS = 18
+PARTS = frozenset("234")  # status of a line about a part of a job
 BIGGEST = 10**15  # a number beyond this (or none at all, as nan) is a mistake
 _HEADER = re.compile(r";\s*(MaxNodes|MaxProcs)\s*:\s*(\d+(?:,\d{3})*)", re.IGNORECASE)
 
@@ -44,6 +47,7 @@ class Trace:
     procs: int
     nodes: int = 0
     never_ran: int = 0  # lines left out: no run time or no processors
+    parts: int = 0  # lines left out: a part of the job of a line before
     overran: int = 0  # jobs whose request was raised to their run time
 
 
@@ -63,14 +67,20 @@ def trace_of(lines: Iterable[str], name: str) -> Trace:
     """Return the trace that `lines` hold; `name` stands for it in errors. Raises RequestError."""
     sizes: dict[str, int] = {}
     jobs: list[TraceJob] = []
-    never_ran = overran = 0
+    never_ran = overran = parts = 0
+    whole = ""  # the number of the job whose parts may follow
     for number, text in enumerate(lines, start=1):
         line = text.strip()
         if line.startswith(";"):
             if header := _HEADER.match(line):
                 sizes.setdefault(header[1].lower(), int(header[2].replace(",", "")))
         elif line:
-            job = _job(line, number, name)
+            fields = _fields(line, number, name)
+            if fields[0] == whole and fields[10] in PARTS:
+                parts += 1
+                continue
+            whole = fields[0]
+            job = _job(fields, number, name)
             if job is None:
                 never_ran += 1
                 continue
@@ -81,14 +91,20 @@ def trace_of(lines: Iterable[str], name: str) -> Trace:
     jobs.sort(key=_submit_s)  # stable: what comes at the same second stays in the order of the file
     nodes = sizes.get("maxnodes", 0)
     procs = sizes.get("maxprocs", 0) or nodes
-    return Trace(name=name, jobs=tuple(jobs), procs=procs, nodes=nodes, never_ran=never_ran, overran=overran)
+    return Trace(
+        name=name, jobs=tuple(jobs), procs=procs, nodes=nodes, never_ran=never_ran, parts=parts, overran=overran
+    )
 
 
-def _job(line: str, number: int, name: str) -> TraceJob | None:
-    """Return the job of one line, None if it never ran."""
+def _fields(line: str, number: int, name: str) -> list[str]:
     fields = line.split()
     if len(fields) != FIELDS:
         raise RequestError(f"cannot read line {number} of {name}: it has {len(fields)} fields, not {FIELDS}")
+    return fields
+
+
+def _job(fields: list[str], number: int, name: str) -> TraceJob | None:
+    """Return the job of one line, None if it never ran."""
     try:
         values = [_number(field) for field in fields]
     except ValueError as error:

@@ -94,21 +94,15 @@ def contents_of(path: Path) -> Contents:
 
 
 def _contents(connection: sqlite3.Connection) -> Contents:
-    (incarnation,) = connection.execute("SELECT value FROM meta WHERE key = 'incarnation'").fetchone()
-    jobs, last = connection.execute("SELECT count(*), coalesce(max(id), 0) FROM jobs").fetchone()
-    (floor,) = connection.execute(
-        "SELECT coalesce(max(CAST(value AS INTEGER)), 0) FROM meta WHERE key = 'last_job_id'"
-    ).fetchone()
-    (unfinished,) = connection.execute(
-        "SELECT count(*) FROM jobs WHERE state IN ('PENDING', 'CONFIGURING', 'RUNNING', 'SUSPENDED', 'COMPLETING')"
-    ).fetchone()
-    (at_s,) = connection.execute("SELECT coalesce(max(at_s), 0) FROM events").fetchone()
+    from hpcsched.store.seldom import Seldom  # SQLAlchemy: the controller imports this module to make backups only
+
+    incarnation, jobs, unfinished, last_job_id, at_s = Seldom(connection).counts()
     return Contents(
         incarnation=incarnation,
-        last_job_id=max(last, floor),
+        last_job_id=last_job_id,
         jobs=jobs,
         unfinished=unfinished,
-        last_event_at_s=float(at_s),
+        last_event_at_s=at_s,
     )
 
 
@@ -157,7 +151,9 @@ def _present(database: Path) -> Contents | None:
 
 def _begin_new_life(fresh: Path, contents: Contents, last_job_id: int, now_s: float, strays: str) -> str:
     """Migrate the copy and mark it: another incarnation, no node seen yet, no id given twice."""
-    open_database(fresh).dispose()
+    from hpcsched.store.seldom import Seldom
+
+    open_database(fresh).close()
     incarnation = secrets.token_hex(8)
     facts = {
         "incarnation": incarnation,
@@ -168,9 +164,7 @@ def _begin_new_life(fresh: Path, contents: Contents, last_job_id: int, now_s: fl
     }
     with closing(_connected(fresh, "rw")) as connection:
         connection.execute("BEGIN IMMEDIATE")
-        connection.executemany("INSERT OR REPLACE INTO meta (key, value) VALUES (?, ?)", list(facts.items()))
-        connection.execute("DELETE FROM meta WHERE key LIKE 'adopted:%'")  # that was said of another life
-        connection.execute("UPDATE nodes SET boot_id = ''")
+        Seldom(connection).mark_restored(facts)
         connection.execute("COMMIT")
         connection.execute("PRAGMA journal_mode=DELETE")
     return incarnation

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hpcsched.lifecycle.events import dependency_from_data, dependency_to_data, share_from_data, share_to_data
+from hpcsched.model.codec import SpecReader
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import ExitStatus, Hold, Job, JobState, Reason
 from hpcsched.model.node import Node
 from hpcsched.model.reservation import Flag, Reservation
 from hpcsched.model.resources import Share
 from hpcsched.model.spec import JobSpec
+from hpcsched.model.training import Failure, Training
 from hpcsched.sched.usage import Used
+
+ADOPTED = "adopted:"  # keys of the table meta
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +100,10 @@ def job_row(job: Job) -> dict[str, Any]:
         "reservation_set": job.reservation_set,
         "account_set": job.account_set,
         "qos_set": job.qos_set,
+        "time_min_set_s": job.time_min_set_s,
+        "asked_limit_s": job.asked_limit_s,
+        "site": job.site,
+        "aged_s": job.aged_s,
     }
 
 
@@ -171,7 +180,55 @@ def job_of(row: Any, spec: JobSpec) -> Job:
         reservation_set=row.reservation_set,
         account_set=row.account_set,
         qos_set=row.qos_set,
+        time_min_set_s=row.time_min_set_s,
+        asked_limit_s=row.asked_limit_s,
+        site=row.site,
+        aged_s=row.aged_s,
     )
+
+
+def submitted_job_of(row: Sequence[Any], spec: JobSpec, same: dict[str, str]) -> Job:
+    """Return the job of the columns `SUBMITTED`, of a row whose others are as in `AS_SUBMITTED`.
+
+    `same`: names that have been seen, so that each is kept once.
+    """
+    job_id, spec_id, array_job_id, array_task_id, uid, user, at_s, hold, priority, nice, limit_s, partition, *times = (
+        row
+    )
+    return Job(
+        id=job_id,
+        spec_id=spec_id,
+        spec=spec,
+        uid=uid,
+        user=same.setdefault(user, user),
+        submitted_at_s=at_s,
+        array_job_id=array_job_id,
+        array_task_id=array_task_id,
+        hold=_HOLDS[hold],
+        priority_set=priority,
+        nice=nice,
+        time_limit_s=limit_s,
+        partition=same.setdefault(partition, partition),
+        eligible_at_s=times[0],
+        not_before_s=times[1],
+    )
+
+
+SUBMITTED = (
+    "id", "spec_id", "array_job_id", "array_task_id", "uid", "user", "submitted_at_s", "hold", "priority_set", "nice",
+    "time_limit_s", "partition", "eligible_at_s", "not_before_s",
+)  # fmt: skip
+_HOLDS = {hold.value: hold for hold in Hold}
+_SAMPLE = Job(id=JobId(1), spec_id=1, spec=JobSpec(name="", script="", work_dir=""), uid=0, user="", submitted_at_s=0.0)
+AS_SUBMITTED = {
+    column: value for column, value in job_row(_SAMPLE).items() if column not in (*SUBMITTED, "name", "account")
+}  # the columns of a job to which nothing has happened; what a spec has as well is not looked at
+
+
+def specs_of(rows: Iterable[tuple[int, str]]) -> dict[int, JobSpec]:
+    """Return the specifications by their ids; equal ones, as of a script that is submitted again and again, are one."""
+    read = SpecReader().read
+    return {spec_id: read(text) for spec_id, text in rows}
 
 
 def node_row(node: Node) -> dict[str, Any]:
@@ -216,6 +273,26 @@ def used_of(row: Any) -> Used:
     """Return what a row of table `usage` says."""
     amounts = tuple((name, float(amount)) for name, amount in json.loads(row.amounts).items())
     return Used(account=row.account, user=row.user, qos=row.qos, at_s=row.at_s, amounts=amounts)
+
+
+def training_row(training: Training) -> dict[str, Any]:
+    """Return the row of table `training`."""
+    return {name: getattr(training, name) for name in Training.__dataclass_fields__}
+
+
+def training_of(row: Any) -> Training:
+    """Return what a row of table `training` says."""
+    return Training(**{name: getattr(row, name) for name in Training.__dataclass_fields__})
+
+
+def failure_row(failure: Failure) -> dict[str, Any]:
+    """Return the row of table `failures`."""
+    return {name: getattr(failure, name) for name in Failure.__dataclass_fields__} | {"echo": int(failure.echo)}
+
+
+def failure_of(row: Any) -> Failure:
+    """Return what a row of table `failures` says."""
+    return Failure(**{name: getattr(row, name) for name in Failure.__dataclass_fields__} | {"echo": bool(row.echo)})
 
 
 def reservation_row(reservation: Reservation) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """The tables, as SQLAlchemy Core sees them; `migrations/` makes them.
 
-Times are Unix seconds (REAL), lists and values of several parts are JSON text.
+Times are Unix seconds (REAL), lists and values of several parts are JSON text. Statements that do not wait for SQLAlchemy
+have the names from `hpcsched.store.columns`; a test holds both and the database against each other.
 """
 
 from __future__ import annotations
@@ -83,6 +84,10 @@ jobs = Table(
     Column("reservation_set", Text),
     Column("account_set", Text),
     Column("qos_set", Text),
+    Column("time_min_set_s", Integer),
+    Column("asked_limit_s", Integer),  # before the limit was lowered
+    Column("site", Integer, nullable=False),  # what an admin adds to the priority
+    Column("aged_s", Float, nullable=False),
     Index("jobs_by_state", "state"),
     Index("jobs_by_end", "ended_at_s"),
     Index("jobs_by_array", "array_job_id"),
@@ -149,6 +154,35 @@ usage = Table(
     Column("qos", Text, primary_key=True),
     Column("at_s", Float, nullable=False),
     Column("amounts", Text, nullable=False),
+)
+
+training = Table(
+    "training",
+    metadata,
+    Column("job_id", Integer, primary_key=True),
+    Column("attempt", Integer, nullable=False),
+    Column("at_s", Float, nullable=False),
+    Column("step", Integer, nullable=False),
+    Column("total_steps", Integer, nullable=False),
+    Column("loss", Float),
+    Column("samples_per_s", Float, nullable=False),
+    Column("steps_per_s", Float, nullable=False),
+    Column("checkpoint_step", Integer, nullable=False),
+    Column("checkpoint_at_s", Float),
+    Column("note", Text, nullable=False),
+)
+
+failures = Table(
+    "failures",
+    metadata,
+    Column("job_id", Integer, primary_key=True),
+    Column("attempt", Integer, primary_key=True),
+    Column("rank", Integer, primary_key=True),
+    Column("ranks", Integer, nullable=False),
+    Column("node", Text, nullable=False),
+    Column("at_s", Float, nullable=False),
+    Column("echo", Integer, nullable=False),
+    Column("text", Text, nullable=False),
 )
 
 reservations = Table(

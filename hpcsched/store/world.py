@@ -20,6 +20,7 @@ from hpcsched.model.job import ACTIVE, FINAL, Job, JobState
 from hpcsched.model.node import Node, Partition
 from hpcsched.model.reservation import Reservation
 from hpcsched.model.spec import JobSpec
+from hpcsched.model.training import Failure, Training
 from hpcsched.sched.eligible import Wait
 from hpcsched.sched.usage import Used, at, charge_of, plus, weights_of
 from hpcsched.store.rows import StepRow
@@ -54,6 +55,7 @@ class World:
     last_job_id: int = 0
     last_spec_id: int = 0
     usage: dict[tuple[str, str, str], Used] = field(default_factory=dict)  # what was given back, charged
+    training: dict[JobId, Training] = field(default_factory=dict)  # of active jobs: their programs' last word
     silent_since_s: dict[NodeName, float] = field(default_factory=dict)  # of nodes that are not connected: an estimate
     restored_last_id: int = 0  # of a database restored from a backup: the highest id in it
     ask_strays: bool = False  # nothing from before a restore is ended without an admin's word
@@ -234,6 +236,14 @@ class Transaction:
         """Note a step's row for the commit."""
         self.batch.steps[(step.job_id, step.attempt, step.step)] = step
 
+    def put_training(self, training: Training) -> None:
+        """Note a training program's word for the commit."""
+        self.batch.training[training.job_id] = training
+
+    def put_failure(self, failure: Failure) -> None:
+        """Note for the commit why a rank failed; the first word of a rank counts."""
+        self.batch.failures.append(failure)
+
     def note_request(self, uid: int, request_id: str, job_ids: list[int]) -> None:
         """Remember what a request id made, so that a repeated request gets the same jobs."""
         self.batch.requests.append((uid, request_id, job_ids, self.now_s))
@@ -287,6 +297,8 @@ class Transaction:
         self.batch.requests += inner.batch.requests
         self.batch.adopted += inner.batch.adopted
         self.batch.reservations |= inner.batch.reservations
+        self.batch.training |= inner.batch.training
+        self.batch.failures += inner.batch.failures
 
     def _charge(self, before: Job, after: Job, at_s: float) -> None:
         """Charge what the job gave back, if it did, to its user, account and QOS: in this very commit, so once."""

@@ -1,67 +1,73 @@
-"""Our ring beside MPI's own all-reduce: `mpirun -n 2 python tests/bench/allreduce.py`.
+"""Runs on every rank: seconds of an all-reduce over torch's Gloo, MPI's own, and ours, in turns in one run.
 
-Prints microseconds per operation for small messages, bus bandwidth 2(n-1)/n * S/t in GB/s for large ones, and the ratio;
-both are measured in turns in one run, so the ratio means something on a noisy machine.  Decides nothing.
+Usage: allreduce.py WHO,... BYTES...  with WHO of gloo, mpi and ours.  Rank 0 prints one JSON line: {who: {bytes: [seconds ...]}},
+each the time of the slowest rank.  What is large lies where gradients lie: in memory from `Communicator.empty`.
 """
 
 from __future__ import annotations
 
-import statistics
+import json
+import os
 import sys
 import time
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from mpi4py import MPI
 
-from hpctrain.comm.ring import Ring
+from hpctrain.comm import connect
 
-SIZES_BYTES = (4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20)
-ROUNDS = 7
+ROUNDS = 5
+ROUND_S = 0.3  # about so long is a round of one size, and at most MOST operations
+MOST = 200
+LARGE_BYTES = 1 << 20
 
 
-def main() -> int:
-    comm = MPI.COMM_WORLD
+def main() -> None:
+    """Measure."""
+    world = MPI.COMM_WORLD
+    os.sched_setaffinity(0, {world.rank % (os.cpu_count() or 1)})
     torch.set_num_threads(1)
-    ring = Ring(MPI, comm)
-    if comm.rank == 0:
-        print(f"{'bytes':>10} {'ring':>14} {'MPI':>14} {'MPI/ring time':>14}   {comm.size} ranks")
-    for size_bytes in SIZES_BYTES:
-        flat = torch.ones(size_bytes // 4)
-        buffer = flat.numpy()
-        operations = {
-            "ring": lambda flat=flat: ring.all_reduce(flat),
-            "mpi": lambda buffer=buffer: comm.Allreduce(MPI.IN_PLACE, buffer),
+    comm = connect("mpi", os.environ)
+    kinds = sys.argv[1].split(",")
+    if "gloo" in kinds:
+        address = world.bcast(os.environ.get("BENCH_ADDRESS", "127.0.0.1"))
+        store = dist.TCPStore(address, 29556, world.size, is_master=world.rank == 0)
+        dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
+    found: dict[str, dict[str, list[float]]] = {kind: {} for kind in kinds}
+    for size_bytes in map(int, sys.argv[2:]):
+        length = size_bytes // 4
+        flat = comm.empty(length, torch.float32) if size_bytes >= LARGE_BYTES else torch.empty(length)
+        plain = torch.empty(length)
+        operations: dict[str, Callable[[], object]] = {
+            "gloo": lambda plain=plain: dist.all_reduce(plain),
+            "mpi": lambda plain=plain: world.Allreduce(MPI.IN_PLACE, plain.numpy()),
+            "ours": lambda flat=flat: comm.all_reduce(flat),
         }
-        times_s: dict[str, list[float]] = {name: [] for name in operations}
-        repeats = max(1, min(200, (32 << 20) // size_bytes))
-        for turn in range(ROUNDS + 1):
-            for name, operation in operations.items():
-                elapsed_s = measure(comm, operation, repeats)
-                if turn:  # the first turn warms up
-                    times_s[name].append(elapsed_s)
-            flat.fill_(1.0)
-        ring_s, mpi_s = (statistics.median(times_s[name]) for name in ("ring", "mpi"))
-        if comm.rank == 0:
-            shown = [show(size_bytes, seconds, comm.size) for seconds in (ring_s, mpi_s)]
-            print(f"{size_bytes:>10} {shown[0]:>14} {shown[1]:>14} {mpi_s / ring_s:>14.2f}", flush=True)
-    return 0
+        for kind in kinds:
+            flat.fill_(0.0)
+            plain.fill_(0.0)
+            operations[kind]()
+            once_s = measure(world, operations[kind], 1)
+            repeats = max(1, min(MOST, int(ROUND_S / once_s)))
+            found[kind][str(size_bytes)] = [measure(world, operations[kind], repeats) for _ in range(ROUNDS)]
+    if world.rank == 0:
+        print(json.dumps(found), flush=True)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    comm.barrier()
+    comm.close()
 
 
-def measure(comm: MPI.Comm, operation: Callable[[], object], repeats: int) -> float:
+def measure(world: MPI.Comm, operation: Callable[[], object], repeats: int) -> float:
     """Seconds per operation, of the slowest rank."""
-    comm.Barrier()
+    world.Barrier()
     started_s = time.perf_counter()
     for _ in range(repeats):
         operation()
-    return comm.allreduce((time.perf_counter() - started_s) / repeats, MPI.MAX)
-
-
-def show(size_bytes: int, seconds: float, ranks: int) -> str:
-    if size_bytes < 1 << 20:
-        return f"{seconds * 1e6:.1f} us"
-    return f"{2 * (ranks - 1) / ranks * size_bytes / seconds / 1e9:.2f} GB/s"
+    return world.allreduce((time.perf_counter() - started_s) / repeats, MPI.MAX)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -7,11 +7,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import repeat
 from pathlib import Path
 
 from hpcsched.demo.cluster import LocalCluster
 from tests.bench.figures import Figure, from_samples
+
+INSTALLED = (
+    "hsub", "hqueue", "hcancel", "hinfo", "hprio", "hshare", "hwhy", "hlogs", "hacct", "hctl", "hhealth", "hrun", "hsim",
+    "hpcsched",
+)  # fmt: skip
 
 
 def run(quick: bool) -> list[Figure]:
@@ -25,17 +31,39 @@ def run(quick: bool) -> list[Figure]:
             "hsub of one script": [str(bin_dir / "hsub"), "--hold", str(script)],
             "hqueue": [str(bin_dir / "hqueue")],
             "hinfo": [str(bin_dir / "hinfo")],
-            "hcancel of one job": [str(bin_dir / "hcancel"), "last"],
+            "hcancel of one job": [str(bin_dir / "hcancel")],
         }
-        figures = []
-        for name, command in commands.items():
-            floors, times = [], []
-            for _ in range(rounds):
-                floors.append(_wall_ms([sys.executable, "-c", "pass"], os.environ))
-                times.append(_wall_ms(command, cluster.env))
-            floor = from_samples("", floors, "ms").value
-            figures.append(from_samples(name, times, "ms", bar="<= 6x", floor=floor, floor_name="python3 -c pass"))
-        return figures
+        starts = {f"{name} --version": [str(bin_dir / name), "--version"] for name in INSTALLED}
+        return [
+            *(
+                _beside_python(name, command, cluster.env, rounds, _waiting(cluster) if "of one job" in name else None)
+                for name, command in commands.items()
+            ),
+            *(_beside_python(name, command, cluster.env, rounds // 2) for name, command in starts.items()),
+        ]
+
+
+def _waiting(cluster: LocalCluster) -> Iterator[list[str]]:
+    """Yield the ids of the jobs that wait, one by one."""
+    for job in cluster.api("GET", "/v1/jobs?state=PENDING")["jobs"]:
+        yield [job["display_id"]]
+
+
+def _beside_python(
+    name: str,
+    command: Sequence[str],
+    env: Mapping[str, str],
+    rounds: int,
+    operands: Iterator[list[str]] | None = None,
+) -> Figure:
+    """Return how long `command`, each time with the next of `operands`, takes beside an empty Python run before it."""
+    operands = operands or repeat([])
+    floors, times = [], []
+    for _ in range(rounds):
+        floors.append(_wall_ms([sys.executable, "-c", "pass"], os.environ))
+        times.append(_wall_ms([*command, *next(operands)], env))
+    floor = from_samples("", floors, "ms").value
+    return from_samples(name, times, "ms", bar="<= 6x", floor=floor, floor_name="python3 -c pass")
 
 
 def _wall_ms(command: Sequence[str], env: Mapping[str, str]) -> float:

@@ -9,13 +9,14 @@ import os
 import stat
 import subprocess
 import sys
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 SUBNET = "10.213.7"
 # MPICH takes ranks of one kernel for one host, whatever their network: only TCP, as between machines.
-TCP_ONLY = {"MPIR_CVAR_NOLOCAL": "1", "UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "eth0", "OMP_NUM_THREADS": "1"}
+TCP_ONLY = {"MPIR_CVAR_NOLOCAL": "1", "UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "eth0", "GLOO_SOCKET_IFNAME": "eth0"}
 
 
 def can_make_hosts() -> bool:
@@ -26,7 +27,7 @@ def can_make_hosts() -> bool:
 @contextmanager
 def hosts(count: int, mbit_per_s: int, folder: Path) -> Iterator[list[str]]:
     """Make `count` namespaces on links of a rate, and give their addresses. `folder` gets the remote shell."""
-    tag = f"hb{os.getpid()}"
+    tag = _tag(folder)
     bridge = f"{tag}b"
     spaces = [f"{tag}n{at}" for at in range(count)]
     try:
@@ -46,20 +47,34 @@ def hosts(count: int, mbit_per_s: int, folder: Path) -> Iterator[list[str]]:
 
 def mpirun(addresses: Sequence[str], folder: Path, *arguments: str | Path) -> list[str]:
     """Return the command that runs Python with these arguments, a rank on each address."""
-    first = f"hb{os.getpid()}n0"
+    first = f"{_tag(folder)}n0"
     launcher = ["-launcher", "ssh", "-launcher-exec", str(folder / "enter"), "-iface", "eth0"]
-    program = [str(Path(sys.executable).with_name("mpirun")), *launcher, "-hosts", ",".join(addresses), "-ppn", "1"]
-    ranks = ["-n", str(len(addresses)), sys.executable, *map(str, arguments)]
-    return ["ip", "netns", "exec", first, *program, *ranks]
+    where = [*launcher, "-hosts", ",".join(addresses), "-ppn", "1"]
+    return ["ip", "netns", "exec", first, *_mpirun(len(addresses), where, arguments)]
+
+
+def mpirun_here(count: int, *arguments: str | Path) -> list[str]:
+    """Return the command that runs Python with these arguments on `count` ranks of this host."""
+    return _mpirun(count, [], arguments)
 
 
 def run(command: Sequence[str], extra: Mapping[str, str] | None = None, limit_s: float = 300.0) -> str:
     """Run `command` to its end and return what it printed."""
-    environ = os.environ | TCP_ONLY | dict(extra or {})
+    environ = os.environ | {"OMP_NUM_THREADS": "1"} | dict(extra or {})
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=limit_s, check=False)
     if done.returncode:
         raise RuntimeError(f"{command} failed: {done.stdout}{done.stderr}")
     return done.stdout
+
+
+def _mpirun(count: int, where: Sequence[str], arguments: Sequence[str | Path]) -> list[str]:
+    program = str(Path(sys.executable).with_name("mpirun"))
+    return [program, *where, "-n", str(count), sys.executable, *map(str, arguments)]
+
+
+def _tag(folder: Path) -> str:
+    """What the names of interfaces begin with: another for each folder, as the kernel takes its time to forget a name."""
+    return f"hb{zlib.crc32(str(folder).encode()):08x}"
 
 
 def _add(space: str, veth: str, bridge: str, address: str, mbit_per_s: int) -> None:

@@ -2,7 +2,7 @@
 
 The nodes answer at once that a job has started, and after some time that it has ended; so plans go on all the time. Prints
 "ready" once all jobs have been submitted and the first plan is made, and when it is told to stop (by a line) what the ticks took,
-in processor time.
+in processor time. A POLICY is that of backfill, or with preemption `easy+preemption`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import socket
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,19 +28,24 @@ from hpcsched.config import build_config
 from hpcsched.controller import requests
 from hpcsched.controller.alarm import Alarm
 from hpcsched.controller.backend import ControllerBackend
+from hpcsched.controller.configured import policy_of
 from hpcsched.controller.daemon import GC_THRESHOLD
 from hpcsched.controller.tick import Controller
 from hpcsched.model.ids import NodeName
 from hpcsched.model.node import Link, Node, NodeSpec, Partition
 from hpcsched.model.resources import Gpu, GpuRequest
 from hpcsched.model.spec import JobSpec
-from hpcsched.sched.policy import Backfill, Policy
+from hpcsched.sched.policy import Backfill
 from hpcsched.store.engine import incarnation, open_database, raise_epoch
 from hpcsched.store.store import Store
 from hpcsched.store.world import World
 
 AT_ONCE = 200  # jobs in one request
 RUNS_S = (60.0, 600.0)
+PREEMPTION = {  # with POLICY+preemption every tenth job may take the place of the others
+    "qos": {"low": {}, "high": {"preempt": ["low"]}},
+    "scheduler": {"preempt_type": "qos", "preempt_mode": "requeue"},
+}
 
 
 class Head:
@@ -47,13 +53,14 @@ class Head:
 
     def __init__(self, directory: Path, nodes: int, policy: str) -> None:
         engine = open_database(directory / "queue.db", make=True)
-        config = build_config({}, [], config_dir=directory, environ={})
+        policy, _, preempts = policy.partition("+")
+        config = build_config(PREEMPTION if preempts else {}, [], config_dir=directory, environ={})
         world = World(config=config, incarnation=incarnation(engine), epoch=raise_epoch(engine))
         names = [NodeName(f"n{at}") for at in range(nodes)]
         world.nodes = {name: _node(name) for name in names}
         world.partitions = {"main": Partition(name="main", nodes=tuple(names), default=True)}
         self.store = Store(engine)
-        self.controller = Controller(world, self.store, self, Policy(backfill=Backfill(policy)))
+        self.controller = Controller(world, self.store, self, replace(policy_of(config), backfill=Backfill(policy)))
         self.ticks_s: list[float] = []
         self.started = 0
         self.wake = Alarm(self._tick).wake
@@ -76,6 +83,9 @@ class Head:
     def monotonic_s(self) -> float:
         return time.monotonic()
 
+    def boot_clock(self) -> tuple[str, float]:
+        return "", 0.0
+
     def _tick(self) -> None:
         began_s = time.thread_time()
         self.controller.tick(time.time())
@@ -94,14 +104,15 @@ def _node(name: NodeName) -> Node:
     return Node(spec=spec, link=Link.UP, boot_id="b")
 
 
-def _specs(count: int) -> list[JobSpec]:
+def _specs(count: int, *, preemption: bool) -> list[JobSpec]:
     chance = random.Random(2)
     specs = []
-    for _ in range(count):
+    for at in range(count):
         gpus = chance.choice((1, 2, 4, 8))
         specs.append(
             JobSpec(
                 name="bench",
+                qos=("high" if at % 10 == 9 else "low") if preemption else "",
                 script="#!/bin/sh\n",
                 work_dir="/tmp",
                 cpus_per_task=8 * gpus,
@@ -138,12 +149,14 @@ async def serve(path: Path, nodes: int, jobs: int, policy: str) -> None:
             apply_config=list,
             database=Path(directory) / "queue.db",
         )
-        server = make_server(backend)
+        coming = asyncio.get_running_loop().create_future()
+        coming.set_result(backend)
+        server = make_server(backend, coming)
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(str(path))
         listener.listen()
         await server.serve(listener)
-        await _submit(head, _specs(jobs))
+        await _submit(head, _specs(jobs, preemption="+" in policy))
         while head.controller.last_plan is None or len(head.controller.last_plan.waits) < jobs // 2:
             await asyncio.sleep(0.1)
         gc.freeze()  # as the daemon does

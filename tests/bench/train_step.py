@@ -1,7 +1,9 @@
 """Runs on every rank: samples per second of one small GPT with different ways to exchange gradients, in turns in one run.
 
 Usage: train_step.py MODE... with modes alone (ranks do not talk: the limit), ddp:MB (torch DDP over Gloo with buckets of so
-many MB) and ours. Rank 0 prints one JSON line: the medians over the turns.
+many MB), ours (exact) and ours:SYNC (a word of `--sync`).  Rank 0 prints one JSON line: for each mode the samples per second of
+all ranks together (each rank's by its own clock), of each step measured and their median, and the milliseconds of CPU per step.
+A turn is one mode's STEPS steps, of which the first, that follows another mode, is not counted.
 """
 
 from __future__ import annotations
@@ -19,13 +21,13 @@ import torch.nn.functional as F
 from mpi4py import MPI
 from torch.nn.parallel import DistributedDataParallel
 
-from hpctrain.buckets import GradientBuckets
 from hpctrain.comm import connect
 from hpctrain.comm.base import SingleCommunicator
 from hpctrain.examples.gpt import Gpt
+from hpctrain.sync import make_sync
 
 LAYERS, WIDTH, HEADS, CONTEXT, BATCH, VOCABULARY = 6, 256, 8, 128, 8, 256
-TURNS, STEPS = 5, 6
+TURNS, STEPS = int(os.environ.get("BENCH_TURNS", "8")), 4
 
 
 def main() -> None:
@@ -35,21 +37,30 @@ def main() -> None:
     torch.set_num_threads(1)
     comm = connect("mpi", os.environ)
     steps = {mode: make(mode, comm, world) for mode in sys.argv[1:]}
-    seconds: dict[str, list[float]] = {mode: [] for mode in steps}
+    rates: dict[str, list[float]] = {mode: [] for mode in steps}
+    cpu_ms: dict[str, list[float]] = {mode: [] for mode in steps}
     for turn in range(TURNS + 1):
         for mode, step in steps.items():
+            step()
             world.Barrier()
-            started_s = time.perf_counter()
-            for _ in range(STEPS):
+            for _ in range(STEPS - 1):
+                started_s, started_cpu_s = time.perf_counter(), time.process_time()
                 step()
-            spent_s = world.allreduce((time.perf_counter() - started_s) / STEPS, MPI.MAX)
-            if turn:
-                seconds[mode].append(spent_s)
-    if comm.rank == 0:
-        rates = {mode: [comm.size * BATCH / s for s in times_s] for mode, times_s in seconds.items()}
-        print(json.dumps({mode: {"median": statistics.median(r), "all": r} for mode, r in rates.items()}), flush=True)
-    world.Barrier()
-    os._exit(0)  # Gloo's threads and DDP's hooks need no orderly end
+                spent_s, cpu_s = time.perf_counter() - started_s, time.process_time() - started_cpu_s
+                if turn:
+                    rates[mode].append(BATCH / spent_s)
+                    cpu_ms[mode].append(1e3 * cpu_s)
+    each = world.gather((rates, cpu_ms))
+    if each is not None:
+        together = {mode: [sum(step) for step in zip(*(one[0][mode] for one in each), strict=True)] for mode in steps}
+        shown = {
+            mode: {"median": statistics.median(r), "cpu_ms": statistics.median(cpu_ms[mode]), "all": r}
+            for mode, r in together.items()
+        }
+        print(json.dumps(shown), flush=True)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    comm.close()
 
 
 def make(mode: str, comm, world) -> Callable[[], None]:  # noqa: ANN001
@@ -60,9 +71,9 @@ def make(mode: str, comm, world) -> Callable[[], None]:  # noqa: ANN001
     kind, _, size = mode.partition(":")
     if kind == "ddp":
         return ddp_step(model, tokens_BT, float(size), world)
-    buckets = GradientBuckets(
-        model.parameters(), comm if kind == "ours" else SingleCommunicator(), overlap=kind == "ours"
-    )
+    buckets = make_sync(
+        size or "exact", list(model.parameters()), comm if kind == "ours" else SingleCommunicator(), overlap=None
+    ).buckets
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 
     def step() -> None:

@@ -175,6 +175,8 @@ def test_a_node_whose_disk_is_full_gets_no_jobs_until_there_is_room(tmp_path_fac
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m,mode=711", "hpcsched-test", str(small)], check=True)
     try:
         with LocalCluster(base, names=("n1", "n2"), settings=SETTINGS) as cluster:
+            # What the agent unpacks at its start would go again for want of room, and leave some.
+            wait_until(lambda: [p for p in small.glob("steps-*") if "." not in p.name], what="the unpacked modules")
             fill(small / "filler")
             job_id = int(cluster.run("hsub", "--parsable", "-w", "n1", stdin="#!/bin/sh\necho ran\n").stdout)
 

@@ -29,12 +29,16 @@ def test_a_killed_training_job_resumes_to_the_same_bits(
     output: Callable[[int], str],
 ) -> None:
     python = sys.executable
-    script = f"export PATH={Path(python).parent}:$PATH\nmpirun {python} -m hpctrain.examples.chargpt {SMALL} --steps 60"
+    script = (
+        f"export PATH={Path(python).parent}:$PATH\nmpirun {python} -m hpctrain.examples.chargpt {SMALL} --steps 200"
+    )
     whole = sub(f"{script} --out whole", "-N2", "--requeue", "-t", "5")
     assert ended(whole, 90)["state"] == "COMPLETED", output(whole)
     killed = sub(f"{script} --out killed", "-N2", "--requeue", "-t", "5", "--open-mode=append")
     metrics = cluster.share / "killed" / "metrics.jsonl"
     wait_until(lambda: any(line["step"] >= 20 for line in lines(metrics)), 60, "twenty steps")
+    published = cluster.share / "killed" / "checkpoints"
+    wait_until(lambda: list(published.glob("step-*.json")), 60, "a checkpoint")
     node = running(killed)["nodes"][1]
     assert cluster.machines is not None
     cluster.machines.power_off(node)
@@ -50,3 +54,46 @@ def weights(text: str) -> str:
     """Return the hash of the final weights that the program prints."""
     found = [line for line in text.splitlines() if "sha256" in line]
     return found[-1].split()[-1] if found else ""
+
+
+def test_a_training_job_says_how_far_it_is(
+    cluster: LocalCluster, sub: Callable[..., int], job: Any, ended: Any, output: Callable[[int], str]
+) -> None:
+    script = f"{sys.executable} -m hpctrain.examples.chargpt {SMALL} --steps 100000 --out told"
+    number = sub(script, "-t", "5")
+    told = wait_until(lambda: job(number)["training"], 60, "its first word")
+    assert (told["total_steps"], told["attempt"]) == (100000, 0), output(number)
+    assert min(told["loss"], told["samples_per_s"], told["ends_at_s"] - told["at_s"]) > 0
+    shown = cluster.run("hqueue", str(number)).stdout
+    assert "of 100000" in shown
+    assert "samples/s" in shown
+    assert "TrainStep=" in cluster.run("hctl", "show", "job", str(number)).stdout
+    cluster.run("hcancel", str(number))
+    ended(number)
+    assert job(number)["training"] is None
+    past = cluster.run("hacct", "-j", str(number), "-nXP", "-o", "TrainSteps,TrainLoss").stdout
+    assert past.split("|")[0].endswith("/100000")
+
+
+FAILS = """
+import os, sys
+from hpctrain.comm import connect
+from hpctrain.outermost import all_or_none
+comm = connect("auto", os.environ)
+with all_or_none(comm):
+    if comm.rank == 1:
+        raise ValueError("the tape is torn")
+    comm.barrier()
+"""
+
+
+def test_hlogs_says_which_rank_failed_first_and_why(
+    cluster: LocalCluster, sub: Callable[..., int], ended: Any, output: Callable[[int], str]
+) -> None:
+    (cluster.share / "fails.py").write_text(FAILS)
+    number = sub(f"hrun {sys.executable} fails.py", "-N2", "-n2", "-t", "5")
+    assert ended(number, 60)["state"] == "FAILED", output(number)
+    told = cluster.run("hlogs", str(number)).stderr.splitlines()
+    assert "first cause: rank 1 of 2" in told[0]
+    assert told[0].endswith("ValueError: the tape is torn")
+    assert any("noticed by: rank 0 of 2" in line for line in told), told

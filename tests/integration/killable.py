@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from sqlalchemy import select
 from waiting import wait_until
 
 from hpcsched import client, paths
@@ -31,7 +30,6 @@ from hpcsched.lifecycle.job import apply, submitted_jobs
 from hpcsched.model.codec import spec_to_json
 from hpcsched.model.job import ACTIVE, FINAL, Job, JobState
 from hpcsched.model.spec import ArraySpec, JobSpec
-from hpcsched.store import schema
 from hpcsched.store.engine import open_read_only
 from hpcsched.store.store import HistoryQuery, Store
 
@@ -303,12 +301,11 @@ class KillableCluster(LocalCluster):
 
     def violations(self) -> list[str]:
         """Return, in words, each promise that was broken. To be called when all jobs have ended."""
-        engine = open_read_only(self.database())
-        store = Store(engine)
+        database = open_read_only(self.database())
+        store = Store(database)
         jobs = {job.id: job for job in store.history(HistoryQuery(limit=1_000_000))}
-        with engine.connect() as connection:
-            rows = connection.execute(select(schema.events).order_by(schema.events.c.seq)).all()
-        events = [from_data(row.kind, row.job_id, row.at_s, json.loads(row.data)) for row in rows]
+        rows = database.execute("SELECT kind, job_id, at_s, data FROM events ORDER BY seq")
+        events = [from_data(kind, job_id, at_s, json.loads(data)) for kind, job_id, at_s, data in rows]
         store.close()
         found = [
             f"job {job_id} was acknowledged and is not there" for job_id in self.accepted.ids if job_id not in jobs

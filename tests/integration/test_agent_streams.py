@@ -13,6 +13,7 @@ from agent_client import AS_ROOT, INCARNATION, Controller, NodeUnderTest, new_to
 from waiting import wait_until
 
 from hpcnode import protocol
+from hpctrain.heartbeat import Heartbeat, Word
 
 ELSEWHERE = protocol.Address("n2", 5)
 
@@ -370,3 +371,48 @@ def test_a_command_that_does_not_read_holds_up_nobody_else(node: NodeUnderTest) 
     slow.close()
     controller.send(protocol.EndStep(token, 1.0, "its command is gone"))
     assert controller.final(token).status == protocol.ENDED
+
+
+# ----- training programs
+
+
+def test_a_training_program_says_how_far_it_is(node: NodeUnderTest) -> None:
+    controller = Controller(node)
+    controller.wait_status(controller.launch("sleep 100", token=new_token(job=1, attempt=3)), protocol.STARTED)
+    heartbeat = Heartbeat({"HPCSCHED_SOCKET": str(node.socket), "HPCSCHED_JOB_ID": "1"})
+    assert heartbeat.due()
+    assert heartbeat.say(word(step=7))
+    assert not heartbeat.due()
+    said = from_stream(controller, protocol.Progress)
+    assert (said.uid, said.job_id, said.attempt, said.message["step"]) == (os.geteuid(), 1, 3, 7)
+    assert heartbeat.say(word(step=8))
+    controller.close()
+    again = Controller(node)
+    assert from_stream(again, protocol.Progress).message["step"] == 8
+
+
+def test_who_is_not_of_the_job_is_not_passed_on(node: NodeUnderTest) -> None:
+    controller = Controller(node)
+    Heartbeat({"HPCSCHED_SOCKET": str(node.socket), "HPCSCHED_JOB_ID": "1"}).say(word(step=7))
+    wait_until(lambda: b"does not run on this node" in (node.root / "log").read_bytes())
+    controller.wait_status(controller.launch("sleep 100"), protocol.STARTED)
+    assert not [m for m, _ in controller.messages if isinstance(m, protocol.FromStream)]
+
+
+def test_without_an_agent_nothing_is_said(tmp_path: Path) -> None:
+    assert not Heartbeat({}).due()
+    assert not Heartbeat({"HPCSCHED_SOCKET": "/none", "HPCSCHED_JOB_ID": ""}).due()
+    assert not Heartbeat({"HPCSCHED_SOCKET": str(tmp_path / "none"), "HPCSCHED_JOB_ID": "1"}).say(word(step=1))
+
+
+def word(step: int) -> Word:
+    return Word(
+        step=step,
+        total_steps=10,
+        loss=float("nan"),
+        samples_per_s=float("inf"),
+        steps_per_s=2.0,
+        checkpoint_step=5,
+        checkpoint_at_s=0.0,
+        note="",
+    )

@@ -463,7 +463,7 @@ def test_hrun_does_not_poll(controller: Controller, run: Callable[..., Running])
         (("--lable", "x"), "unknown option --lable: did you mean --label?"),
         (("-Z", "x"), "unknown option -Z: the short options are "),
         (("--mem",), "option --mem needs a value: SIZE"),
-        (("--ntask=2", "x"), "option --ntask is ambiguous: --ntasks --ntasks-per-node"),
+        (("--ntask=2", "x"), "option --ntask is ambiguous: --ntasks --ntasks-per-core --ntasks-per-node"),
         (("--label=yes", "x"), "option --label takes no value"),
         (("-n2",), "no command given"),
         (("--mpi=pmix", "x"), "cannot start tasks with --mpi=pmix: only none is there. Start MPI programs with mpirun"),

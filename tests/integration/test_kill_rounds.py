@@ -23,6 +23,7 @@ from hpcsched.model.job import FINAL
 CONTROLLER_POINTS = [
     *(f"commit.{side}.{kind}" for kind in ("Submitted", "Started", "Exited") for side in ("before", "after")),
     *(f"commit.{side}.{kind}" for kind in ("NodeCleared", "EndRequested", "Requeued") for side in ("before", "after")),
+    *(f"commit.{side}.{kind}" for kind in ("Allocated", "Claimed") for side in ("before", "after")),
     *(f"{how}.{kind}" for kind in ("Launch", "Ack", "EndJob") for how in ("queued", "sent")),
 ]
 # Where the agent or the shepherd dies, and what becomes of the job: its state, and the attempt that came to it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import secrets
 from pathlib import Path
@@ -172,3 +173,42 @@ def test_an_entry_whose_launch_was_taken_back_starts_nothing(tmp_path: Path) -> 
     spool.void(launch.token)
     assert spool.read(launch.token).launch is None
     assert not spool.claim(launch, b"#!/bin/sh\n", "boot", (os.getuid(), os.getgid()))
+
+
+def test_the_lock_is_one_file_with_the_spec(tmp_path: Path) -> None:
+    spool, text = Spool(str(tmp_path), CrashPoints()), token()
+    assert spool.claim(launch_of(text), b"", "boot", (os.getuid(), os.getgid()))
+    held = spool.open_lock(text)
+    fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    assert os.path.samefile(os.path.join(spool.entry(text), "lock"), os.path.join(spool.entry(text), "spec"))
+    # An agent before this one opens it by its name alone.
+    other = os.open(os.path.join(spool.entry(text), "lock"), os.O_RDWR | os.O_CREAT)
+    with pytest.raises(BlockingIOError):
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    again = spool.open_lock(text)
+    with pytest.raises(BlockingIOError):
+        fcntl.flock(again, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    spool.void(text)
+    with pytest.raises(BlockingIOError):
+        fcntl.flock(again, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    for fd in (held, other, again):
+        os.close(fd)
+    assert spool.read(text).launch is None
+
+
+def test_a_file_system_without_second_names_has_a_lock_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_args: object, **_options: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refused)
+    spool, text = Spool(str(tmp_path), CrashPoints()), token()
+    assert spool.claim(launch_of(text), b"", "boot", (os.getuid(), os.getgid()))
+    held, again = spool.open_lock(text), spool.open_lock(text)
+    fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with pytest.raises(BlockingIOError):
+        fcntl.flock(again, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(held)
+    os.close(again)
+    assert spool.read(text).launch is not None

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from hpcsched.cli import hacct, hcancel, hctl, hinfo, hlogs, hprio, hqueue, hshare, hsim, hwhy
-from hpcsched.cli.jobfields import FIELDS
 from hpcsched.jobscript.options import OPTIONS
+from hpcsched.listing.jobfields import FIELDS
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS: dict[str, str] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]

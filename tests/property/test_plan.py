@@ -115,6 +115,8 @@ def worlds(draw: st.DrawFn) -> Snapshot:
         )
         for at in range(10, 10 + draw(st.integers(3, 8)))
     ]
+    least_s = draw(st.sampled_from([0, 0, 60, 600]))  # --time-min of every second job
+    waiting = [replace(job, lowers=True, time_min_s=least_s) if least_s and job.id % 2 else job for job in waiting]
     return Snapshot(now_s=NOW_S, nodes=nodes, partitions=partitions, running=running, pending=tuple(waiting))
 
 
@@ -156,7 +158,7 @@ def _run(snapshot: Snapshot, made: Plan, end: str = "limit") -> list[RunningJob]
     jobs = {job.id: job for job in snapshot.pending}
     running = []
     for start in made.starts:
-        limit_s = jobs[start.job_id].request.time_limit_s
+        limit_s = start.time_limit_s or jobs[start.job_id].request.time_limit_s
         running.append(
             RunningJob(
                 id=start.job_id,

@@ -48,9 +48,9 @@ def reserved_worlds(draw: st.DrawFn) -> Snapshot:
     return replace(snapshot, pending=tuple(pending), reservations=tuple(found), blocks=blocks_of(found, snapshot.now_s))
 
 
-def _end_s(snapshot: Snapshot, job: PendingJob) -> float:
+def _end_s(snapshot: Snapshot, job: PendingJob, lowered_s: int | None) -> float:
     own = [one.end_s for one in snapshot.reservations if one.name == job.reservation]
-    return min([snapshot.now_s + (job.request.time_limit_s or UNLIMITED_S), *own])
+    return min([snapshot.now_s + (lowered_s or job.request.time_limit_s or UNLIMITED_S), *own])
 
 
 @given(reserved_worlds(), POLICIES)
@@ -65,7 +65,7 @@ def test_nothing_starts_or_runs_into_a_reservation_that_it_is_not_in(snapshot: S
         nodes = {share.node for share in start.shares}
         for one in snapshot.reservations:
             if one.name != job.reservation and not nodes.isdisjoint(one.nodes):
-                until_s = min(_end_s(snapshot, job), snapshot.now_s + 10 * 86_400)
+                until_s = min(_end_s(snapshot, job, start.time_limit_s), snapshot.now_s + 10 * 86_400)
                 assert not list(occurrences(one, snapshot.now_s, until_s))
 
 
@@ -110,6 +110,7 @@ def test_no_start_is_expected_within_a_reservation_of_others(snapshot: Snapshot,
             continue
         assert set(shape.nodelist) <= set(names)
         limit_s = min(job.request.time_limit_s or UNLIMITED_S, 10 * 86_400)
+        limit_s = min(limit_s, job.time_min_s) if job.lowers and job.time_min_s is not None else limit_s
         for one in snapshot.reservations:
             if not set(shape.nodelist).isdisjoint(one.nodes):
                 assert not list(occurrences(one, wait.expected_start_s, wait.expected_start_s + limit_s))

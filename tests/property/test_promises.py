@@ -62,6 +62,8 @@ def _jobs(draw: st.DrawFn, at: int) -> Timed:
         nice=draw(st.sampled_from([0, 0, -50])),
         licenses=licenses,
     )
+    if least_s := draw(st.sampled_from([0, 0, 0, 10, 60])):
+        job = replace(job, lowers=True, time_min_s=least_s)
     where = draw(st.sampled_from(["a", "a", "b", "ab", "ba"]))
     views = tuple(replace(job, partition=name) for name in where)
     return draw(st.sampled_from([0, 0, 5, 35, 77, 160])), replace(views[0], others=views[1:])
@@ -113,11 +115,15 @@ class Story:
 
     def plan(self) -> Plan:
         self.made = plan(self.world, self.policy)
-        shares = {start.job_id: start.shares for start in self.made.starts}
-        assert len(shares) == len(self.made.starts)
+        starts = {start.job_id: start for start in self.made.starts}
+        assert len(starts) == len(self.made.starts)
         views = {job.id: job for job in self.world.pending}
-        started = [as_running(views[job_id], its, self.world.now_s) for job_id, its in shares.items()]
-        pending = tuple(job for job in self.world.pending if job.id not in shares)
+        now_s = self.world.now_s
+        started = [
+            as_running(views[start.job_id], start.shares, now_s, lowered_s=start.time_limit_s)
+            for start in self.made.starts
+        ]
+        pending = tuple(job for job in self.world.pending if job.id not in starts)
         self.world = replace(self.world, running=(*self.world.running, *started), pending=pending)
         return self.made
 

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcsched.errors import RequestError
+from hpcsched.model.dates import parse_when
 from hpcsched.model.units import (
     UNLIMITED_S,
     format_mem,
@@ -17,7 +18,6 @@ from hpcsched.model.units import (
     parse_signal,
     parse_signal_spec,
     parse_time_s,
-    parse_when,
     signal_name,
 )
 

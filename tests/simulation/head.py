@@ -7,14 +7,16 @@ memory; what was committed stays, for SQLite's commit is all or nothing (that a 
 from __future__ import annotations
 
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpcnode import protocol
 from hpcsched.config import Config, build_config
-from hpcsched.controller.daemon import node_of
+from hpcsched.controller.configured import node_of
+from hpcsched.controller.recovery import load_world
 from hpcsched.controller.stepping import Stepping
-from hpcsched.controller.tick import Controller, load_world
+from hpcsched.controller.tick import Controller
 from hpcsched.errors import HpcschedError, InvariantError, UnavailableError
 from hpcsched.model.accounting import PreemptMode, PreemptType, Qos
 from hpcsched.model.ids import NodeName
@@ -35,17 +37,16 @@ CONNECT_TIMEOUT_S = 20.0
 
 
 class Database:
-    """The one database, as an engine; emptied by `reset`."""
+    """The one database, in memory; emptied by `reset`."""
 
     def __init__(self) -> None:
-        self.engine = open_database(None)
-        self._raw: sqlite3.Connection = self.engine.raw_connection().driver_connection  # type: ignore[assignment]
+        self.connection = self._raw = open_database(None)
         self._empty = self._raw.serialize()
-        self.store = SimStore(self.engine)
+        self.store = SimStore(self.connection)
 
     def reset(self, incarnation_: str) -> None:
         """Make it the empty database of that incarnation."""
-        self._raw.deserialize(self._empty)
+        self._become(self._empty)
         self._set_meta(incarnation=incarnation_)
 
     def backup(self) -> bytes:
@@ -55,7 +56,7 @@ class Database:
     def restore(self, copy: bytes, incarnation_: str, now_s: float) -> None:
         """Go back to a copy, as a new incarnation: what `hpcsched.store.backup` writes into it."""
         last_id = self._highest_id()
-        self._raw.deserialize(copy)
+        self._become(copy)
         restored = self._highest_id()
         self._set_meta(
             incarnation=incarnation_,
@@ -65,10 +66,16 @@ class Database:
         )
         self._raw.execute("UPDATE nodes SET boot_id = ''")
 
+    def _become(self, copy: bytes) -> None:
+        """Take the contents of a copy. Not by `deserialize`: SQLite 3.40 does not survive that after a use of json_each."""
+        with closing(sqlite3.connect(":memory:")) as source:
+            source.deserialize(copy)
+            source.backup(self._raw)
+
     @property
     def incarnation(self) -> str:
         """The name of this life of it."""
-        return incarnation(self.engine)
+        return incarnation(self.connection)
 
     def _set_meta(self, **values: object) -> None:
         rows = [(key, str(value)) for key, value in values.items()]
@@ -204,9 +211,9 @@ class Head(Process):
     def start(self) -> None:
         """As `Daemon._build` and `_serve`."""
         world = self.world
-        engine = world.database.engine
+        database = world.database.connection
         store = world.database.store
-        self.ledger = ledger = Ledger(config=CONFIG, incarnation=incarnation(engine), epoch=raise_epoch(engine))
+        self.ledger = ledger = Ledger(config=CONFIG, incarnation=incarnation(database), epoch=raise_epoch(database))
         world.points.reached("epoch raised")
         stored = store.load_nodes()
         for name, machine in world.machines.items():
@@ -296,6 +303,9 @@ class Head(Process):
 
     def monotonic_s(self) -> float:
         return self.world.agenda.now_s
+
+    def boot_clock(self) -> tuple[str, float]:
+        return "head", self.world.agenda.now_s
 
 
 def _config() -> Config:

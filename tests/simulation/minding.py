@@ -214,6 +214,7 @@ class SimShepherd(Process):
             "tasks": [process.Identity(self.pid, self.ticks, machine.boot_id)],
             "shepherd": None,
             "boot_id": machine.boot_id,
+            "started_boot_s": machine.boot_s(),
             "uid": UID,
             "cgroup": None,
             "stream_to": self._stream_to(),
@@ -349,6 +350,9 @@ class SimShepherd(Process):
             assert self.launch is not None
             count = self.launch.tasks.count
             record |= {"codes": [self.code] * count, "signals": [self.signal] * count, "timed_out": self.timed_out}
+            boot_s = self.machine.boot_s()
+            record |= {"ran_s": boot_s - self.started["started_boot_s"], "ended_boot_s": boot_s}
+            record |= {"boot_id": self.machine.boot_id}
             if self.lease_over:
                 record["status"] = protocol.LOST
         if self.node_fault and not self.released:

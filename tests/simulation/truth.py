@@ -10,6 +10,8 @@
     I7  the same request id gives the same jobs
     I8  replaying a job's events gives its row
     I9  users are charged what their jobs are, once
+    I10 a job is charged what it held for as long as it held it, event by event: not while it was suspended, nor for the time
+        between its end and the controller's hearing of it, nor for a step of the controller's clock
     end a job that is COMPLETED has run to its end, once; what a shepherd has put on disk of an end is what is recorded of it,
         and no word of its node makes that a loss (an admin's word, a lease that ran out, or a restored database may)
     bar what a node was heard to have barred never runs there
@@ -27,7 +29,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hpcnode import protocol
-from hpcsched.lifecycle.events import Allocated, EndRequested, Event, Exited, NodeLost, Requeued, Submitted
+from hpcsched.lifecycle.events import (
+    Allocated,
+    ClockStepped,
+    EndRequested,
+    Event,
+    Exited,
+    NodeLost,
+    NodesAdded,
+    Requeued,
+    Resumed,
+    Submitted,
+    Suspended,
+)
 from hpcsched.lifecycle.job import apply, submitted_jobs
 from hpcsched.model.ids import JobId, Token
 from hpcsched.model.job import ACTIVE, FINAL, Job, JobState
@@ -84,6 +98,8 @@ class Truth:
         self._kept: dict[str, dict[str, Any]] = {}  # token -> how it ended, as its node's disk has it
         self._woken: set[tuple[JobId, int]] = set()  # attempts that are ended while another job has their cpus: see I6
         self._barred: set[str] = set()  # tokens that a controller was told are barred
+        self._held_cpu_s: dict[JobId, float] = {}  # what each job has held
+        self._counted_s: dict[JobId, tuple[float, float]] = {}  # until when that was counted, and can not be less
 
     def broken(self, invariant: str, text: str) -> None:
         """Raise the Violation."""
@@ -172,6 +188,7 @@ class Truth:
                 self._ever_cancelled.add(before.id)
             self._check_end_known(before, event)
             after = rows[event.job_id] = apply(before, event)
+            self._count_held(before, event, after)
             if before.suspended_for is not None and after.state is JobState.COMPLETING:
                 self._woken.add((after.id, after.attempt))
         for job in batch.jobs.values():
@@ -182,6 +199,28 @@ class Truth:
         for execution in self._live.values():
             self._check_known(execution)
         self._check_held()
+
+    def _count_held(self, before: Job, event: Event, after: Job) -> None:
+        """Count what the job held since its last event; nothing after the end that is heard of now."""
+        since_s, least_s = self._counted_s.get(before.id, (event.at_s, event.at_s))
+        if isinstance(event, ClockStepped):
+            since_s, least_s = since_s + event.by_s, least_s + event.by_s
+        until_s = event.at_s
+        if isinstance(event, Exited):
+            until_s = max(least_s, min(until_s, after.ended_at_s or until_s))
+        if before.suspended_at_s is None and before.held_nodes:
+            cpus = sum(share.cpus for share in before.holding)
+            self._held_cpu_s[before.id] = self._held_cpu_s.get(before.id, 0.0) + cpus * (until_s - since_s)
+        if (
+            isinstance(event, Allocated | Suspended | Resumed | NodesAdded | Exited)
+            or before.suspended_at_s is not None
+        ):
+            least_s = event.at_s
+        self._counted_s[before.id] = event.at_s, least_s
+        if before.held_nodes and not after.held_nodes:
+            held = self._held_cpu_s[before.id]
+            if abs(after.charged_cpu_s - held) > 1e-6 * max(1.0, held):
+                self.broken("I10", f"job {after.id} held {held} cpu-seconds, and is charged {after.charged_cpu_s}")
 
     def _check_end_known(self, job: Job, event: Event) -> None:
         final = self._kept.get(job.token)
@@ -257,6 +296,9 @@ class Truth:
         }
         self._cancelled = {job_id for job_id in self._cancelled if job_id in rows and rows[job_id].state in FINAL}
         self._ever_cancelled.clear()
+        self._held_cpu_s = {job.id: job.charged_cpu_s for job in rows.values()}
+        since_s = {job.id: job.charged_until_s or job.allocated_at_s for job in rows.values()}
+        self._counted_s = {job_id: (at_s, at_s) for job_id, at_s in since_s.items() if at_s is not None}
 
     # ----- what people were told
 

@@ -31,7 +31,6 @@ def gradients(comm: object, weights: list[float], overlap: bool) -> torch.Tensor
             loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
             (loss * (counts[comm.rank] / BATCH)).backward()
         buckets.exchange()
-    buckets.close()
     return torch.cat(buckets.flats)
 
 

@@ -12,7 +12,9 @@ from check_ring import DTYPES, LENGTHS, check
 from mpi4py import MPI
 
 from hpctrain.comm import hosts as hosts_module
+from hpctrain.comm.halves import HALVES
 from hpctrain.comm.hosts import Hosts
+from hpctrain.comm.links import connect_ring
 from hpctrain.comm.ways import choose, pick, ways_for
 from hpctrain.comm.window import Window
 
@@ -39,13 +41,14 @@ def main() -> None:
     hosts = Hosts(MPI, comm)
     assert hosts.count == min(pretended, comm.size), hosts.count
     window = Window(MPI, hosts.here, segment_bytes=4096) if hosts.here.size > 1 else None
-    ways = dict(ways_for(MPI, comm, hosts, window)) if comm.size > 1 else {}
+    wire = connect_ring(MPI, hosts.leaders) if hosts.count > 1 and hosts.leaders is not None else None
+    ways = dict(ways_for(MPI, comm, hosts, window, wire)) if comm.size > 1 else {}
     if window is not None and hosts.count == 1:
         ways["shared"] = InShared(window)
     for name, way in ways.items():
         for length in LENGTHS * 2:
             for dtype in DTYPES:
-                if name != "mpi" or dtype not in (torch.bfloat16, torch.float16):
+                if not (name == "mpi" or (name == "wire" and comm.size > 2)) or dtype not in HALVES:
                     check(way, comm, length, dtype, roundings=2 if name == "two levels" else 1)
     if comm.size > 1:
         choices = choose(MPI, comm, {name: way for name, way in ways.items() if name != "shared"})

@@ -3,6 +3,9 @@
 Usage: faulty_chargpt.py FAULT OPTIONS..., where FAULT is one of
     checkpoint:N    the process is killed (SIGKILL) in the middle of writing its N-th checkpoint's data
     rank:R:N        rank R is killed at the beginning of its step N
+    slot:S:N        who is in slot S of an elastic run is killed at the beginning of step N
+    still:S:N       ... is stopped (SIGSTOP) there
+    raises:R:N      rank R raises an error at the beginning of its step N
     await:N         rank 0 does not begin step N before a stop signal has come
     nan:R:N         rank R's loss is not a number at step N
 """
@@ -53,6 +56,17 @@ def at_step(wanted_rank: int, number: int, act) -> None:  # noqa: ANN001
     hpctrain.loop.seed_step = seed_step
 
 
+def in_slot(slot: int, number: int, act) -> None:  # noqa: ANN001
+    """Call `act` when who is in a slot of an elastic run begins a step, whatever its rank is then."""
+    if os.environ["HPCTRAIN_SLOT"] == str(slot):
+        for rank in range(8):
+            at_step(rank, number, act)
+
+
+def fail() -> None:
+    raise ValueError("a fault of the test's")
+
+
 def await_stop() -> None:
     seen: list[int] = []
     real = StopRequest._note
@@ -80,6 +94,12 @@ if __name__ == "__main__":
             die_in_data_file(int(arguments[0]))
         case "rank":
             at_step(int(arguments[0]), int(arguments[1]), lambda: os.kill(os.getpid(), signal.SIGKILL))
+        case "slot":
+            in_slot(int(arguments[0]), int(arguments[1]), lambda: os.kill(os.getpid(), signal.SIGKILL))
+        case "still":
+            in_slot(int(arguments[0]), int(arguments[1]), lambda: os.kill(os.getpid(), signal.SIGSTOP))
+        case "raises":
+            at_step(int(arguments[0]), int(arguments[1]), fail)
         case "await":
             await_stop()
         case "nan":

@@ -40,12 +40,14 @@ def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 @contextmanager
-def started(command: Sequence[str | Path], extra: Mapping[str, str] | None = None) -> Iterator[subprocess.Popen[str]]:
+def started(
+    command: Sequence[str | Path], extra: Mapping[str, str] | None = None, output: int = subprocess.PIPE
+) -> Iterator[subprocess.Popen[str]]:
     """This will start a command in a session of its own and kill what is left of that at the end."""
     process = subprocess.Popen(
         [str(part) for part in command],
         env=clean_environment(extra),
-        stdout=subprocess.PIPE,
+        stdout=output,
         stderr=subprocess.STDOUT,
         stdin=subprocess.DEVNULL,
         text=True,

@@ -1,4 +1,4 @@
-"""The one program of a node: `attach`, `agent`, `probe`, and the step commands `hrun` and `hrsh`."""
+"""The one program of a node: `attach`, `agent`, `probe`, the step commands `hrun` and `hrsh`, and two of Slurm's."""
 
 from __future__ import annotations
 
@@ -18,19 +18,31 @@ def main() -> int:
 
         return attach.main(rest)
     if word == "agent":
-        from hpcnode import agent
+        from hpcnode import agentcommand
 
-        return agent.main(rest)
-    if word in ("hrun", "hrsh"):
-        sys.argv[:] = [word, *rest]
-        return _step_command(word)
+        return agentcommand.main(rest)
+    if word in ("hrun", "hrsh", "srun", "scontrol", "hpty"):
+        return _step_command(word, rest)
     if word == "probe":
         return _probe(rest)
-    sys.stderr.write("usage: hpcnode attach|agent|probe|hrun|hrsh ...\n")
+    sys.stderr.write("usage: hpcnode attach|agent|probe|hrun|hrsh|srun|scontrol ...\n")
     return 2
 
 
-def _step_command(word: str) -> int:
+def _step_command(word: str, rest: List[str]) -> int:
+    if word == "srun":
+        from hpcnode import srun
+
+        return srun.main_on_node(rest[0], rest[1:])
+    if word == "hpty":
+        from hpcnode import terminal
+
+        return terminal.main(rest)
+    if word == "scontrol":
+        from hpcnode import scontrol
+
+        return scontrol.main(rest)
+    sys.argv[:] = [word, *rest]
     if word == "hrun":
         from hpcnode import hrun
 

@@ -6,12 +6,14 @@ while it is needed: it ends when for a while there was neither a controller nor 
 moment: shepherds run on, and the next agent finds them in the spool.
 
 SIGTERM: end now and leave the shepherds alone (another version takes over).
+
+All that it has in memory each fork maps again, and each first write into it copies: so modules that few need are imported
+where they are needed, in a child if that is possible.
 """
 
 from __future__ import annotations
 
 import fcntl
-import functools
 import gc
 import json
 import os
@@ -28,7 +30,6 @@ from hpcnode.faults import CrashPoints, crash_points
 from hpcnode.lease import Renewals
 from hpcnode.ledger import FORGET_AT_ONCE, REPEAT_S, Ledger
 from hpcnode.loop import READ, Loop, Stream, Timer, wake_on_signals
-from hpcnode.lossy import LossyLog
 from hpcnode.minders import Minders
 from hpcnode.mpi import MpiVariables
 from hpcnode.spool import Spool
@@ -121,8 +122,10 @@ class Agent:
         self._loop.later(REPEAT_S, self._repeat)
         self._loop.after_turn = self._after_turn
         gc.collect()
+        process.return_free_memory()
         gc.freeze()  # a shepherd's collector must not touch, and so copy, what it shares with us
         self._tidy()
+        place.unpack_aside(self.root, log)
         self._loop.run()
         self._tidy()
         os.unlink(self._socket_path)
@@ -133,7 +136,8 @@ class Agent:
         if place.version() == "source":
             return
         try:
-            for name in place.delete_old_bundles(self.root, process.is_named, time.time()):
+            old = place.delete_old_bundles(self.root, process.is_named, time.time())
+            for name in (*old, *place.delete_old_steps(self.root, process.is_named, time.time())):
                 log("deleted %s: nothing runs from it any more" % name)
         except OSError as error:
             log("cannot delete old bundles: %s" % error)
@@ -476,37 +480,3 @@ def take_lock(root: str, boot: str) -> int:
 def log(text: str) -> None:
     """Write a line to the agent's log (its stderr)."""
     print(time.strftime("%Y-%m-%dT%H:%M:%S"), text, file=sys.stderr, flush=True)
-
-
-def main(argv: List[str]) -> int:
-    """Run the agent: `agent --root R --cluster C --node N [--idle-s S] [--ready-fd N]`."""
-    import argparse
-
-    parser = argparse.ArgumentParser(prog="hpcnode agent")
-    parser.add_argument("--root", required=True)
-    parser.add_argument("--cluster", required=True)
-    parser.add_argument("--node", required=True)
-    parser.add_argument("--idle-s", type=float, default=IDLE_S)
-    parser.add_argument("--ready-fd", type=int, default=-1)
-    options = parser.parse_args(argv)
-    sys.stderr = LossyLog(2)
-    say = functools.partial(_say_why, options.ready_fd)
-    try:
-        agent = Agent(
-            root=options.root, cluster=options.cluster, node=options.node, idle_s=options.idle_s, environ=os.environ
-        )
-        agent.run(options.ready_fd)
-    except (AgentError, OSError) as error:
-        say(str(error))
-        return 1
-    return 0
-
-
-def _say_why(ready_fd: int, why: str) -> None:
-    """Tell whoever waits for us, and the log."""
-    log(why)
-    if ready_fd >= 0:
-        try:
-            os.write(ready_fd, ("error: %s\n" % why).encode("utf-8", "surrogateescape"))
-        except OSError:
-            pass  # it was told already that we are ready, or has gone

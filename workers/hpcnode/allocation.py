@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 
-from hpcnode import protocol
+from hpcnode import place, protocol
 
 
 def path_of(root: str, incarnation: str, job_id: int, attempt: int) -> str:
@@ -46,4 +45,4 @@ def known_generation(path: str) -> int:
 
 def forget_all(root: str) -> None:
     """Remove all files; no job may be running."""
-    shutil.rmtree(os.path.join(root, "allocation"), ignore_errors=True)
+    place.remove_tree(os.path.join(root, "allocation"))

@@ -4,18 +4,22 @@ Rules: who speaks is what the kernel says (SO_PEERCRED); a command speaks for a 
 user. They are not trusted: frames, memory and connections are bounded, and a slow one delays only itself. What they say goes
 to the controller, except what belongs to a token of this node: that goes straight to its shepherd.
 
+A training program says on a connection of its own how far it is (see `progress`); it is not answered.
+
 It does not know what steps are allowed: that is the controller's.
 """
 
 from __future__ import annotations
 
 import collections
+import json
 import socket
 import struct
 from typing import Any, Callable, Counter, Dict, List, Optional, Protocol, Tuple
 
 from hpcnode import protocol
 from hpcnode.loop import Loop, Stream
+from hpcnode.progress import Progresses
 
 FIRST_FRAME_S = 10.0
 MAX_FRAME_BYTES = 4 << 20
@@ -93,6 +97,7 @@ class Clients:
         self._clients: Dict[int, Client] = {}
         self._of_user: Counter[int] = collections.Counter()
         self._closed_unseen: List[int] = []  # closed while no controller listened
+        self._progresses = Progresses(loop, home)
 
     def __len__(self) -> int:
         return len(self._clients)
@@ -144,6 +149,7 @@ class Clients:
 
     def controller_came(self) -> None:
         """Say what went unsaid; let those go whose request may have been lost with the last connection."""
+        self._progresses.controller_came()
         for number in self._closed_unseen:
             self._home.to_controller(protocol.CloseStream(number))
         self._closed_unseen.clear()
@@ -195,8 +201,13 @@ class Clients:
     def _said(self, client: Client, message: protocol.Message, blob: bytes) -> None:
         if isinstance(message, protocol.StepRequest):
             self._request(client, message)
+        elif isinstance(message, protocol.ApiRequest):
+            self._ask(client, message, blob)
         elif isinstance(message, protocol.Ping):  # is anybody there? `attach` asks before it lets the controller speak
             self._deliver(client, protocol.Pong(message.request), b"")
+        elif isinstance(message, (protocol.Progress, protocol.Failure)) and not client.asked:
+            self._progresses.note(client.uid, message)
+            self._leave(client)  # one is enough: who has news comes again
         elif not client.asked:
             raise protocol.WireError("cannot begin with %s" % type(message).__name__)
         elif isinstance(message, (protocol.Input, protocol.OutputAck)) and self._home.owns_stream(
@@ -224,6 +235,26 @@ class Clients:
             client.unsent = request
             text = "this node's controller is away: the step waits for it"
             self._deliver(client, protocol.StepWaiting(request.job_id, text), b"")
+
+    def _ask(self, client: Client, request: protocol.ApiRequest, blob: bytes) -> None:
+        """Pass on a question of a command that runs in a job here; nobody waits for a controller that is away."""
+        if client.asked:
+            raise protocol.WireError("a connection asks once")
+        attempt = self._home.job_runs_here(request.job_id, client.uid)
+        client.job_id, client.attempt = request.job_id, attempt or 0
+        if attempt is None:
+            self._refuse(client, 403, "job %d does not run on this node as uid %d" % (request.job_id, client.uid))
+            return
+        client.asked = True
+        if not self._pass_on(client, request, blob):
+            client.asked = False
+            self._refuse(client, 503, "this node's controller is away")
+
+    def _refuse(self, client: Client, status: int, why: str) -> None:
+        kind = "UnavailableError" if status == 503 else "PermissionDeniedError"
+        body = json.dumps({"error": "cannot ask the controller: " + why, "kind": kind}).encode()
+        self._deliver(client, protocol.ApiAnswer(status, {}), body)
+        self._leave(client)
 
     def _pass_on(self, client: Client, message: protocol.Message, blob: bytes) -> bool:
         inner = protocol.to_json(message)

@@ -9,7 +9,7 @@ from hpcnode.tokens import Token
 from hpcnode.user import Account
 
 FINAL = frozenset({protocol.ENDED, protocol.BARRED, protocol.REFUSED, protocol.LOST})
-RESULT = ("codes", "signals", "timed_out", "out_of_memory", "why", "usage", "node_fault")
+RESULT = ("codes", "signals", "timed_out", "out_of_memory", "why", "usage", "node_fault", "ran_s")
 
 
 class Minding(Protocol):
@@ -72,14 +72,19 @@ class Entry:
         return self.launch.lease_s if self.launch is not None and self.launch.lease == protocol.KILL else 0.0
 
 
-def report_of(entry: Entry, now_s: float) -> protocol.Report:
-    """Return what is to be reported of an entry under its number; of one that is held: that it still runs."""
+def report_of(entry: Entry, now_s: float, boot_id: str, boot_s: float) -> protocol.Report:
+    """Return what is to be reported of an entry under its number; of one that is held: that it still runs.
+
+    `boot_id`, `boot_s`: of this boot, and for how long it has lasted.
+    """
     record = entry.record
     start = {"pid": record.get("pid", 0), "started_at_s": record.get("started_at_s", 0.0)}
     at_s = record.get("at_s", now_s)
     if entry.held:
         return protocol.Report(entry.seq, entry.token, protocol.STARTED, at_s, stream_to=_stream_to(entry), **start)
     result = {key: record[key] for key in RESULT if key in record}
+    if "ended_boot_s" in record and record.get("boot_id") == boot_id:
+        result["ago_s"] = max(0.0, boot_s - record["ended_boot_s"])
     status = protocol.READY if entry.prepared and entry.status == protocol.CLAIMED else entry.status
     return protocol.Report(entry.seq, entry.token, status, at_s, stream_to=_stream_to(entry), **start, **result)
 

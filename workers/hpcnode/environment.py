@@ -6,6 +6,7 @@ Computed before the change of user and handed to exec as it is; nothing of the a
 from __future__ import annotations
 
 import os
+import re
 from typing import Dict, List
 
 from hpcnode import allocation, protocol
@@ -17,6 +18,7 @@ GPUS_PER_TASK = "HPCSCHED_STEP_GPUS_PER_TASK"  # each task sees so many of the l
 AGENT_ROOT = "HPCSCHED_AGENT_ROOT"  # which agent's job a process is
 ALLOCATION_FILE = "HPCSCHED_ALLOCATION_FILE"
 MARKER = "HPCSCHED_TOKEN"  # how what is left of a step is known when its shepherd is gone
+_SLURM_PATH = re.compile(r"/hpcsched/slurm(-[0-9a-f]{12})?/?\Z")  # what `hpcsched slurm-path` prints
 DEFAULT_PATH = "/usr/local/bin:/usr/bin:/bin"
 
 
@@ -25,7 +27,7 @@ def step_environment(
 ) -> Dict[str, str]:
     """Return what all tasks of the step share."""
     env = dict(launch.env)
-    env["PATH"] = bin_dir(root) + ":" + env.get("PATH", DEFAULT_PATH)
+    env["PATH"] = _path(root, env.get("PATH", DEFAULT_PATH))
     env[AGENT_ROOT] = root
     env[SOCKET] = socket_path
     env[MARKER] = launch.token
@@ -47,6 +49,14 @@ def visible_devices() -> str:
 def _devices(launch: protocol.Launch) -> List[str]:
     named = launch.env.get(GPU_DEVICES, "").split(",")
     return named if len(named) == len(launch.gpus) and named[0] else [str(index) for index in launch.gpus]
+
+
+def _path(root: str, users: str) -> str:
+    """Return the PATH of tasks: with Slurm's names on it only where the user has put them there, on the head."""
+    ours = [bin_dir(root)]
+    if any(_SLURM_PATH.search(folder) for folder in users.split(":")):
+        ours.append(os.path.join(bin_dir(root), "slurm"))
+    return ":".join([*(folder for folder in ours if folder not in users.split(":")), users])
 
 
 def bin_dir(root: str) -> str:

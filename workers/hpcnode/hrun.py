@@ -17,9 +17,10 @@ import re
 import signal
 import sys
 import time
-from typing import Callable, Dict, List, Mapping, Optional, Sequence
+from typing import Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence
 
-from hpcnode import headsocket, protocol, stepoptions
+from hpcnode import headsocket, protocol, stepoptions, terminal
+from hpcnode.screen import Screen
 from hpcnode.stepclient import ALL_TASKS, ConnectionLost, Front, StepClient, connect, is_open
 from hpcnode.streamout import LineStream, Outlet
 
@@ -33,8 +34,8 @@ FORWARDED = (
 _SENT = (
     "account", "begin", "comment", "constraint", "cpus-per-task", "exact", "exclude", "exclusive", "gpus",
     "gpus-per-node", "gpus-per-task", "gres", "hint", "job-name", "label", "mem", "mem-per-cpu", "mincpus", "nodelist",
-    "nodes", "ntasks", "ntasks-per-node", "open-mode", "overcommit", "overlap", "partition", "prefer", "qos", "resize",
-    "switches", "time", "tmp",
+    "nodes", "ntasks", "ntasks-per-node", "open-mode", "overcommit", "overlap", "partition", "prefer", "qos",
+    "reservation", "resize", "switches", "time", "tmp",
 )  # fmt: skip
 _PATTERN = re.compile(r"%(%|\d*[A-Za-z])")
 _LETTER = re.compile(r"%(%|(\d{0,2})([jAJsxu]))")
@@ -44,38 +45,55 @@ class HrunError(Exception):
     """hrun cannot go on; the text is for the user."""
 
 
-def main(argv: Optional[Sequence[str]] = None) -> int:
-    """Run hrun with these words (default: the command line's) and return its exit code."""
+class Face(NamedTuple):
+    """Under which name hrun runs, and what depends on it."""
+
+    name: str = "hrun"
+    version: Optional[str] = None  # what --version says; None: ours
+    usage_code: int = 2  # for a command line that cannot be read
+
+
+HRUN = Face()
+
+
+def main(argv: Optional[Sequence[str]] = None, face: Face = HRUN, environ: Optional[Mapping[str, str]] = None) -> int:
+    """Run hrun with these words (default: the command line's) in this environment, and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    environ = os.environ if environ is None else environ
     try:
         values, command = stepoptions.parse(words)
-        values = stepoptions.with_defaults(values, os.environ)
-        said = _answer_at_once(values)
+        values = stepoptions.with_defaults(values, environ)
+        said = _answer_at_once(values, face)
         if said is not None:
             sys.stdout.write(said)
             return 0
         if not command and "resize" not in values:
-            raise stepoptions.UsageError("no command given: hrun [OPTIONS] COMMAND [ARGUMENT...]")
+            raise stepoptions.UsageError("no command given: %s [OPTIONS] COMMAND [ARGUMENT...]" % face.name)
     except stepoptions.UsageError as error:
-        _complain(str(error))
-        return 2
+        _complain(face, str(error))
+        return face.usage_code
     try:
-        return Hrun(values, command, os.environ).run()
+        return Hrun(values, command, environ, face).run()
     except (HrunError, ConnectionLost, protocol.WireError) as error:
-        _complain(str(error))
+        _complain(face, str(error))
         return 1
 
 
 class Hrun(Front):
     """One run of hrun."""
 
-    def __init__(self, values: stepoptions.Values, command: List[str], environ: Mapping[str, str]) -> None:
+    def __init__(
+        self, values: stepoptions.Values, command: List[str], environ: Mapping[str, str], face: Face = HRUN
+    ) -> None:
+        self._face = face
         self._values = values
         self._command = command
         self._environ = environ
         self._quiet = values.get("quiet") is True
         self._work_dir = os.path.abspath(str(values.get("chdir", "")) or os.getcwd())
         self._job_id = _job_id(values, environ)
+        self._at_terminal = values.get("pty") is True
+        self._screen = Screen(0)
         self._unsaid: List[str] = []  # what will be said of the wait if it turns out to be long
         self._talks = False
         self._interrupted_s: Optional[float] = None
@@ -90,7 +108,7 @@ class Hrun(Front):
         path = _socket_path(self._environ, in_job=self._job_id != 0)
         request = self._request()
         self._client = StepClient(_connect(path), self)
-        self._client.catch(FORWARDED)
+        self._client.catch((*FORWARDED, signal.SIGWINCH) if self._at_terminal else FORWARDED)
         signal.signal(signal.SIGTTIN, signal.SIG_IGN)  # in the background of a terminal: no input instead of a stop
         self._client.request(request)
         if "immediate" in self._values:
@@ -103,6 +121,8 @@ class Hrun(Front):
             raise HrunError(
                 "lost the connection to %s: %s. The step is ended with it; it cannot be taken up again" % (what, error)
             ) from None
+        finally:
+            self._screen.restore()
         return self._exit_code()
 
     # ----- the request
@@ -111,6 +131,10 @@ class Hrun(Front):
         options: Dict[str, object] = {name: self._values[name] for name in _SENT if name in self._values}
         if "exclusive" in options:
             options["exclusive"] = True
+        if self._at_terminal:
+            options.setdefault("job-name", os.path.basename(self._command[0]))
+            if not {"ntasks", "nodes", "ntasks-per-node"} & set(options):
+                options.update(ntasks="1", nodes="1")
         options["kill-on-bad-exit"] = _switch(self._values.get("kill-on-bad-exit", "0"))
         for target in (self._output, self._error, self._input):
             if target.node_file:
@@ -125,7 +149,7 @@ class Hrun(Front):
             version=protocol.VERSION,
             job_id=self._job_id,
             options=options,
-            argv=self._command,
+            argv=["hpty", "%dx%d" % terminal.size_of(0), *self._command] if self._at_terminal else self._command,
             work_dir=self._work_dir,
             env=exported(_text(self._values.get("export"), "ALL"), self._environ),
         )
@@ -136,7 +160,7 @@ class Hrun(Front):
         if not said.text or self._quiet:
             return
         if self._talks:
-            _say(said.text)
+            self._say(said.text)
         elif not self._unsaid:
             self._client.after(QUIET_S, self._talk)
         self._unsaid.append(said.text)
@@ -145,9 +169,15 @@ class Hrun(Front):
         self._unsaid.clear()
         if self._values.get("verbose"):
             nodes = " ".join("%s(%d)" % (node, count) for node, _, count, _ in said.tasks)
-            _say("step %d.%d: %d tasks on %s" % (said.job_id, said.step, sum(part[2] for part in said.tasks), nodes))
+            self._say(
+                "step %d.%d: %d tasks on %s" % (said.job_id, said.step, sum(part[2] for part in said.tasks), nodes)
+            )
         self._open_outputs(said)
         self._open_input(said)
+        if self._at_terminal:
+            self._client.wrap_input = lambda data: terminal.frame(terminal.TYPED, data)
+            self._client.feed(terminal.window_frame(0))
+            self._screen.make_raw()
 
     def on_task_over(self, task: int) -> None:
         wait_s = float(_number("wait", _text(self._values.get("wait"), "0")))
@@ -156,8 +186,10 @@ class Hrun(Front):
 
     def on_signal(self, signum: int) -> None:
         if self._client.started is None:
-            if signum != signal.SIGCONT:
+            if signum not in (signal.SIGCONT, signal.SIGWINCH):
                 self._client.give_up("cancelled by signal %d while waiting" % signum)
+        elif signum == signal.SIGWINCH:
+            self._client.feed(terminal.window_frame(0))
         elif signum != signal.SIGINT:
             self._client.signal_tasks(signum)
         else:
@@ -165,24 +197,24 @@ class Hrun(Front):
 
     def _on_interrupt(self, now_s: float) -> None:
         if self._interrupted_s is not None and now_s - self._interrupted_s <= AGAIN_S:
-            _say("forcing the step to end")
+            self._say("forcing the step to end")
             self._client.signal_tasks(signal.SIGKILL)
             return
         self._interrupted_s = now_s
-        _say("interrupt (one more within 1 sec to abort)")
+        self._say("interrupt (one more within 1 sec to abort)")
         started = self._client.started
         assert started is not None
         over = set(self._client.over_tasks())
         running = [task for task in range(_total(started)) if task not in over]
         for tasks, state in ((running, "running"), (sorted(over), "exited")):
             if tasks:
-                _say("StepId=%d.%d %s: %s" % (started.job_id, started.step, _task_list(tasks), state))
+                self._say("StepId=%d.%d %s: %s" % (started.job_id, started.step, _task_list(tasks), state))
 
     def _talk(self) -> None:
         if self._client.started is None:
             self._talks = True
             for text in self._unsaid:
-                _say(text)
+                self._say(text)
 
     def _too_late(self) -> None:
         if self._client.started is None:
@@ -190,7 +222,7 @@ class Hrun(Front):
 
     def _end_rest(self) -> None:
         if not self._quiet:
-            _say("the first task ended --wait seconds ago: ending the others")
+            self._say("the first task ended --wait seconds ago: ending the others")
         self._client.signal_tasks(signal.SIGKILL)
 
     # ----- files
@@ -223,7 +255,7 @@ class Hrun(Front):
     ) -> Callable[[int], Optional[LineStream]]:
         total = _total(started)
         width = len(str(total - 1))
-        by_line = total > 1 and not self._values.get("unbuffered")
+        by_line = total > 1 and not self._values.get("unbuffered") and not self._at_terminal
 
         def stream_of(task: int) -> LineStream:
             label = b"%*d: " % (width, task) if self._values.get("label") else b""
@@ -278,14 +310,20 @@ class Hrun(Front):
             raise HrunError(client.given_up)
         ended = client.ended
         if ended.error:
-            _complain(ended.error)
+            self._complain(ended.error)
         if client.given_up and not ended.error:
-            _complain(client.given_up)
+            self._complain(client.given_up)
         exits = [128 + signum if signum else code for code, signum in zip(ended.codes, ended.signals)]
         if client.started is not None and not ended.error:
             for line in failures(client.started, ended):
-                _complain(line)
+                self._complain(line)
         return max([1 if ended.error or client.given_up else 0, *exits])
+
+    def _say(self, text: str) -> None:
+        _say(self._face, text)
+
+    def _complain(self, text: str) -> None:
+        _complain(self._face, text)
 
 
 class _Target:
@@ -364,12 +402,12 @@ def _total(started: protocol.StepStarted) -> int:
     return sum(count for _, _, count, _ in started.tasks)
 
 
-def _answer_at_once(values: stepoptions.Values) -> Optional[str]:
+def _answer_at_once(values: stepoptions.Values, face: Face) -> Optional[str]:
     """Return what to print for options that start no step. Raises UsageError."""
     if values.get("help"):
-        return stepoptions.usage()
+        return stepoptions.usage("%s [OPTIONS] COMMAND [ARGUMENT...]" % face.name, "Start tasks on the nodes of a job.")
     if values.get("version"):
-        return "hpcsched %s\n" % _version()
+        return "%s\n" % (face.version or "hpcsched " + _version())
     mpi = _text(values.get("mpi"), "none")
     if mpi == "list":
         return "MPI plugin types are...\n\tnone\n"
@@ -377,6 +415,11 @@ def _answer_at_once(values: stepoptions.Values) -> Optional[str]:
         raise stepoptions.UsageError(
             "cannot start tasks with --mpi=%s: only none is there. Start MPI programs with mpirun, which uses the "
             "whole allocation" % mpi[:40]
+        )
+    if values.get("het-group", "0") != "0":
+        raise stepoptions.UsageError(
+            "cannot start tasks in --het-group=%s: jobs have no components but 0 here. Start one step for each program, "
+            "with & between them and wait behind" % values["het-group"]
         )
     for name in ("wait", "immediate"):
         if name in values:
@@ -443,13 +486,13 @@ def _text(value: object, default: str) -> str:
     return value if isinstance(value, str) and value else default
 
 
-def _say(text: str) -> None:
-    sys.stderr.write("hrun: %s\n" % text)
+def _say(face: Face, text: str) -> None:
+    sys.stderr.write("%s: %s\n" % (face.name, text))
     sys.stderr.flush()
 
 
-def _complain(text: str) -> None:
-    _say("error: " + text)
+def _complain(face: Face, text: str) -> None:
+    _say(face, "error: " + text)
 
 
 if __name__ == "__main__":

@@ -70,6 +70,7 @@ class Ledger:
         self._find_account = find_account
         self._log = log
         self._wall_s = wall_s
+        self._boot_s = boot_s
         self.leases = Leases(spool, log, boot_s)
         self.fault = ""  # why this node can take no launches
         self._by_job: Dict[Tuple[str, int], Set[str]] = {}
@@ -167,7 +168,7 @@ class Ledger:
         for entry in self.entries.values():
             if not entry.seq:
                 self._number(entry)
-            report = protocol.to_json(report_of(entry, self._wall_s()))
+            report = protocol.to_json(self._report(entry))
             del report["type"]
             reports.append(report)
         return reports
@@ -437,7 +438,7 @@ class Ledger:
         for seq, token in tuple(self._by_seq.items()):
             entry = self.entries[token]
             if seq < self._repeat_below and not entry.held:
-                self._send(report_of(entry, self._wall_s()))
+                self._send(self._report(entry))
         self._repeat_below = self._next_seq
         if self.fault:
             self._look_at_disk()  # after the refusals, or one of them would be the last word
@@ -588,7 +589,10 @@ class Ledger:
         entry.held = not self._may_tell(entry)
         if not entry.held:
             self._number(entry)
-            self._send(report_of(entry, self._wall_s()))
+            self._send(self._report(entry))
+
+    def _report(self, entry: Entry) -> protocol.Report:
+        return report_of(entry, self._wall_s(), self.boot_id, self._boot_s())
 
     def _number(self, entry: Entry) -> None:
         self._by_seq.pop(entry.seq, None)

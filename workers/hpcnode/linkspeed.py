@@ -7,7 +7,6 @@ first part of a second does not count: TCP starts slowly (RFC 5681). The figure 
 
 from __future__ import annotations
 
-import hmac
 import os
 import signal
 import socket
@@ -45,6 +44,8 @@ def give(token: str) -> int:
 
 def give_once(listener: socket.socket, token: str, for_s: float = GIVE_S) -> None:
     """Wait at `listener` for one who shows `token`, and give zeros for so long; others are turned away. Raises OSError."""
+    import hmac  # in a process of its own: no agent need have it in memory
+
     listener.settimeout(PATIENCE_S)
     while True:
         connection, _ = listener.accept()

@@ -194,8 +194,7 @@ class Minders:
         return True
 
     def _lock(self, token: str) -> Optional[int]:
-        path = os.path.join(self._spool.entry(token), "lock")
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        fd = self._spool.open_lock(token)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -6,13 +6,11 @@ What the variables are is `mpienv`'s business.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import shutil
 from typing import Callable, Dict
 
-from hpcnode import protocol
+from hpcnode import place, protocol
 from hpcnode.environment import bin_dir
 from hpcnode.user import Account
 
@@ -36,18 +34,18 @@ class MpiVariables:
         if shape not in self._known:
             if len(self._known) >= MAX_KNOWN:
                 self._known.clear()
-            self._known[shape] = self._make(shape, launch, account)
+            self._known[shape] = self._make(launch, account)
         return self._known[shape]
 
     def remove_files(self) -> None:
         """Remove all host files; nobody may be using one."""
         self._known.clear()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        place.remove_tree(self._folder)
 
-    def _make(self, shape: str, launch: protocol.Launch, account: Account) -> Dict[str, str]:
+    def _make(self, launch: protocol.Launch, account: Account) -> Dict[str, str]:
         from hpcnode.mpienv import mpi_environment  # most agents never need it
 
-        folder = os.path.join(self._folder, hashlib.sha256(shape.encode()).hexdigest()[:16])
+        folder = os.path.join(self._folder, launch.token.rpartition(".")[2])  # its nonce: a name never used twice
         try:
             os.makedirs(folder, exist_ok=True)
             for path in (self._folder, folder):

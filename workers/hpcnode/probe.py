@@ -16,7 +16,6 @@ import os
 import pwd
 import re
 import socket
-import subprocess
 import sys
 import time
 from typing import Any, Collection, Dict, List, Mapping, Optional
@@ -85,6 +84,8 @@ def gpus(environ: Mapping[str, str]) -> List[Dict[str, Any]]:
 
 def _output_of(*argv: str) -> str:
     """Return what a program says, "" if it fails or does not answer."""
+    import subprocess  # in a child: no agent need have it in memory
+
     try:
         done = subprocess.run(
             argv,

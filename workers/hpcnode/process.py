@@ -255,6 +255,13 @@ def _prctl(option: int, value: int) -> None:
         raise OSError(code, "prctl %d: %s" % (option, os.strerror(code)))
 
 
+def return_free_memory() -> None:
+    """Give the heap's free pages back to the system, where the C library can: a fork need not copy what maps them."""
+    trim = getattr(_libc(), "malloc_trim", None)  # glibc's; musl has none
+    if trim is not None:
+        trim(0)
+
+
 def become_subreaper() -> None:
     """Make orphans below this process its children instead of init's."""
     _prctl(PR_SET_CHILD_SUBREAPER, 1)

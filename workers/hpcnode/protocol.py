@@ -45,11 +45,38 @@ class WireError(Exception):
     """The peer sent what is not of this protocol."""
 
 
+class _Value:
+    """What `dataclass(frozen=True)` makes of a class, by methods that all share.
+
+    Compiled for each of the messages, they took a step command and an agent longer than Python takes to start.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__ or name not in type(self).__dataclass_fields__:  # `__init__` sets each field once
+            raise dataclasses.FrozenInstanceError("cannot assign to field %r" % name)
+        self.__dict__[name] = value
+
+    def __delattr__(self, name: str) -> None:
+        raise dataclasses.FrozenInstanceError("cannot delete field %r" % name)
+
+    def __eq__(self, other: object) -> bool:
+        return self.__dict__ == other.__dict__ if type(other) is type(self) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.__dict__.values()))
+
+    def __repr__(self) -> str:
+        return "%s(%s)" % (type(self).__name__, ", ".join("%s=%r" % item for item in self.__dict__.items()))
+
+
+_value = dataclasses.dataclass(repr=False, eq=False)
+
+
 # ----- messages: controller -> agent
 
 
-@dataclasses.dataclass(frozen=True)
-class Hello:
+@_value
+class Hello(_Value):
     """First on a connection. The agent answers Welcome, or Goodbye (and closes) if `epoch` is lower than one it has seen."""
 
     version: int
@@ -59,8 +86,8 @@ class Hello:
     node: str
 
 
-@dataclasses.dataclass(frozen=True)
-class TaskSet:
+@_value
+class TaskSet(_Value):
     """The tasks of a step that run on one node: ranks first_rank .. first_rank+count-1 of `total` on `nnodes` nodes."""
 
     first_rank: int
@@ -70,16 +97,16 @@ class TaskSet:
     nnodes: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Address:
+@_value
+class Address(_Value):
     """Where the output of a step goes: a stream of the agent on `node`, or of the controller itself (node "")."""
 
     node: str
     stream: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Launch:
+@_value
+class Launch(_Value):
     """Claim `token` and start its tasks here. The blob is the batch script (empty for a step that has `argv`).
 
     `user` is the account's name, "" for whoever the agent is. `stdout`/`stderr`/`stdin` are file paths with only the
@@ -127,15 +154,15 @@ class Launch:
     same_machine: bool = False  # the allocation's nodes are one machine posing as several
 
 
-@dataclasses.dataclass(frozen=True)
-class Go:
+@_value
+class Go(_Value):
     """Release the tasks of `token`, which was launched with `hold`. May be said again, and too early."""
 
     token: str
 
 
-@dataclasses.dataclass(frozen=True)
-class SignalStep:
+@_value
+class SignalStep(_Value):
     """Send `signum` to the processes of `token`: to its tasks' process groups, or to the batch shell alone."""
 
     token: str
@@ -144,8 +171,8 @@ class SignalStep:
     steps_too: bool = False  # of a batch token: also to every step of its job on this node
 
 
-@dataclasses.dataclass(frozen=True)
-class EndStep:
+@_value
+class EndStep(_Value):
     """Bar `token`: if it never ran here it never will; if it runs: TERM, after `grace_s` KILL, until its tree is empty.
 
     Answered by Report ENDED, BARRED, LOST or REFUSED (again, if it had ended before).
@@ -156,8 +183,8 @@ class EndStep:
     why: str  # cancelled | timeout | preempted | ...: noted in the spool for the log
 
 
-@dataclasses.dataclass(frozen=True)
-class EndJob:
+@_value
+class EndJob(_Value):
     """Leave nothing of this attempt (and of earlier ones) of the job on this node; no later launch of it may start.
 
     With `signum` that is what its processes get instead of TERM at first (only its batch shell if `batch_only`), so that it
@@ -172,8 +199,8 @@ class EndJob:
     batch_only: bool = False
 
 
-@dataclasses.dataclass(frozen=True)
-class SuspendJob:
+@_value
+class SuspendJob(_Value):
     """Have all processes of the job's attempt on this node stand still, or (`on` false) go on.
 
     What is launched of it meanwhile is prepared and not released. Time limits do not run. Not answered; said again on
@@ -186,8 +213,8 @@ class SuspendJob:
     on: bool
 
 
-@dataclasses.dataclass(frozen=True)
-class Allocation:
+@_value
+class Allocation(_Value):
     """The job's attempt, which runs, has `nodes` now; with `wanted` it is asked to give all but these back (`hrun --resize`).
 
     Kept in a file that the job is told of (HPCSCHED_ALLOCATION_FILE), then its processes here get SIGWINCH. One of a
@@ -202,15 +229,15 @@ class Allocation:
     wanted: List[str]
 
 
-@dataclasses.dataclass(frozen=True)
-class Ack:
+@_value
+class Ack(_Value):
     """These reports are committed: they need not be repeated, and ended spool entries may go."""
 
     seqs: List[int]
 
 
-@dataclasses.dataclass(frozen=True)
-class Probe:
+@_value
+class Probe(_Value):
     """Look at the node again; answered by Facts with the same `request`. With `measure` its speed is measured too.
 
     With `link_token` only the network is: without `link_host` the answer is the `link_port` where zeros are given to who
@@ -224,8 +251,8 @@ class Probe:
     link_port: int = 0
 
 
-@dataclasses.dataclass(frozen=True)
-class ReadFile:
+@_value
+class ReadFile(_Value):
     """Read up to `limit` bytes of `path` from `offset`, as `user`; answered by FileData with the same `request`.
 
     A negative `offset` counts from the end.
@@ -238,8 +265,8 @@ class ReadFile:
     limit: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Input:
+@_value
+class Input(_Value):
     """The blob is input for task `task` of the step (-1: all tasks) at `offset`; `eof` closes it after the blob."""
 
     token: str
@@ -248,8 +275,8 @@ class Input:
     eof: bool
 
 
-@dataclasses.dataclass(frozen=True)
-class OutputAck:
+@_value
+class OutputAck(_Value):
     """The reader has everything of this stream before `offset`: the shepherd may forget it."""
 
     token: str
@@ -258,31 +285,31 @@ class OutputAck:
     offset: int
 
 
-@dataclasses.dataclass(frozen=True)
-class ToStream:
+@_value
+class ToStream(_Value):
     """Deliver the inner message (and the blob) to the local step command on `stream`."""
 
     stream: int
     message: Dict[str, Any]
 
 
-@dataclasses.dataclass(frozen=True)
-class CloseStream:
+@_value
+class CloseStream(_Value):
     """Close `stream`; sent by the agent when a step command went away, by the controller when it is done with it."""
 
     stream: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Ping:
+@_value
+class Ping(_Value):
     request: int
 
 
 # ----- messages: agent -> controller
 
 
-@dataclasses.dataclass(frozen=True)
-class Welcome:
+@_value
+class Welcome(_Value):
     """The agent's answer to Hello: who it is and all that its spool knows (`inventory`: Report fields, seq included)."""
 
     version: int
@@ -295,15 +322,15 @@ class Welcome:
     facts: Dict[str, Any]
 
 
-@dataclasses.dataclass(frozen=True)
-class Goodbye:
+@_value
+class Goodbye(_Value):
     """The connection ends here: `why` in words."""
 
     why: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Report:
+@_value
+class Report(_Value):
     """What is so of `token` on this node. `status` is one of the words above.
 
     `seq` grows with every report of this node's spool and survives the agent. Times are this node's clock (Unix s).
@@ -325,10 +352,12 @@ class Report:
     usage: Dict[str, float] = dataclasses.field(default_factory=dict)
     stream_to: Optional[Address] = None
     node_fault: bool = False  # of REFUSED: the node is in no state to start anything (its disk is full, say)
+    ran_s: Optional[float] = None  # of ENDED: from release to end, by the clock that knows no steps
+    ago_s: Optional[float] = None  # of ENDED: how long ago that was when this was sent; None: the node has booted since
 
 
-@dataclasses.dataclass(frozen=True)
-class Condition:
+@_value
+class Condition(_Value):
     """Whether this node can take launches: `why` not, in words, or "". Said when that changes, and at each refusal.
 
     The same is in `Welcome.facts` under "fault".
@@ -337,8 +366,8 @@ class Condition:
     why: str
 
 
-@dataclasses.dataclass(frozen=True)
-class JobGone:
+@_value
+class JobGone(_Value):
     """Nothing of the job's attempts up to `attempt` is left on this node."""
 
     incarnation: str
@@ -346,16 +375,16 @@ class JobGone:
     attempt: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Facts:
+@_value
+class Facts(_Value):
     """Answer to Probe: see hpcnode.probe for the keys of `facts`."""
 
     request: int
     facts: Dict[str, Any]
 
 
-@dataclasses.dataclass(frozen=True)
-class FileData:
+@_value
+class FileData(_Value):
     """Answer to ReadFile: the blob is the data from `offset` on; `size` is the file's; `error` in words if it failed."""
 
     request: int
@@ -364,8 +393,8 @@ class FileData:
     error: str = ""
 
 
-@dataclasses.dataclass(frozen=True)
-class Output:
+@_value
+class Output(_Value):
     """The blob is output of task `task` on descriptor `fd` (1 or 2) at `offset`; `eof` after the last one."""
 
     to: Address
@@ -376,8 +405,8 @@ class Output:
     eof: bool
 
 
-@dataclasses.dataclass(frozen=True)
-class InputAck:
+@_value
+class InputAck(_Value):
     """Task `task` has taken its input before `offset`: more may be sent."""
 
     to: Address
@@ -386,8 +415,8 @@ class InputAck:
     offset: int
 
 
-@dataclasses.dataclass(frozen=True)
-class FromStream:
+@_value
+class FromStream(_Value):
     """A step command on this node's `stream` says the inner message (with the blob). The agent vouches for `uid`.
 
     `job_id` is the job whose environment the command runs in (the agent checked that it runs on this node as `uid`),
@@ -401,16 +430,16 @@ class FromStream:
     message: Dict[str, Any]
 
 
-@dataclasses.dataclass(frozen=True)
-class Pong:
+@_value
+class Pong(_Value):
     request: int
 
 
-# ----- messages: step command (hrun, hrsh) <-> controller, through an agent or directly
+# ----- messages: step command (hrun, hrsh) or training program <-> controller, through an agent or directly
 
 
-@dataclasses.dataclass(frozen=True)
-class StepRequest:
+@_value
+class StepRequest(_Value):
     """Start a step. `job_id` 0: allocate a job for it first (hrun alone). `options` are hrun's, by long name.
 
     Options that name resources are texts as the user typed them; the controller parses them.
@@ -424,16 +453,69 @@ class StepRequest:
     env: Dict[str, str]
 
 
-@dataclasses.dataclass(frozen=True)
-class StepWaiting:
+@_value
+class ApiRequest(_Value):
+    """A command in job `job_id` asks the controller's API, as the job's owner. `path` has the query; the blob is the body."""
+
+    job_id: int
+    method: str
+    path: str
+
+
+@_value
+class ApiAnswer(_Value):
+    """What the API answered; the blob is the body."""
+
+    status: int
+    headers: Dict[str, str]
+
+
+@_value
+class StepWaiting(_Value):
     """The job or step waits: `text` is for the user."""
 
     job_id: int
     text: str
 
 
-@dataclasses.dataclass(frozen=True)
-class StepStarted:
+@_value
+class Progress(_Value):
+    """How far a training program of job `job_id` is. It says so to the agent of its node, on a connection of its own.
+
+    The agent passes on the newest, at a bounded rate, within FromStream. `total_steps`, `steps_per_s`, `samples_per_s` and
+    `checkpoint_step` are 0 where they are not known; a `loss` that is none is left out. `age_s` is how long ago it was so,
+    which spares the nodes' clocks; `checkpoint_age_s` counts from the same moment. `note` is a line for people.
+    """
+
+    job_id: int
+    step: int
+    total_steps: int = 0
+    loss: Optional[float] = None
+    samples_per_s: float = 0.0
+    steps_per_s: float = 0.0
+    checkpoint_step: int = 0
+    checkpoint_age_s: Optional[float] = None
+    note: str = ""
+    age_s: float = 0.0
+
+
+@_value
+class Failure(_Value):
+    """Why rank `rank` of `ranks` of job `job_id` fails, in its own words; said and passed on as Progress is, but at once.
+
+    `echo`: it only noticed that another one is gone.
+    """
+
+    job_id: int
+    rank: int
+    ranks: int
+    text: str
+    echo: bool = False
+    age_s: float = 0.0
+
+
+@_value
+class StepStarted(_Value):
     """The step has its nodes. `tasks`: node, first rank, count, token for each node, in order."""
 
     job_id: int
@@ -441,15 +523,23 @@ class StepStarted:
     tasks: List[Tuple[str, int, int, str]]
 
 
-@dataclasses.dataclass(frozen=True)
-class StepSignal:
+@_value
+class Allocated(_Value):
+    """To halloc alone: its job has its nodes; `env` is what the scheduler sets for the command that holds it."""
+
+    job_id: int
+    env: Dict[str, str]
+
+
+@_value
+class StepSignal(_Value):
     """From hrun: pass `signum` on to all tasks."""
 
     signum: int
 
 
-@dataclasses.dataclass(frozen=True)
-class StepEnded:
+@_value
+class StepEnded(_Value):
     """All is over: codes and signals of all tasks by rank; `error` in words if the step could not run."""
 
     codes: List[int]
@@ -461,10 +551,11 @@ _MESSAGES = (
     Hello, Launch, Go, SignalStep, EndStep, EndJob, SuspendJob, Allocation, Ack,
     Probe, ReadFile, Input, OutputAck, ToStream, CloseStream,
     Ping, Welcome, Goodbye, Report, Condition, JobGone, Facts, FileData, Output, InputAck, FromStream, Pong,
-    StepRequest, StepWaiting, StepStarted, StepSignal, StepEnded,
+    StepRequest, StepWaiting, StepStarted, Allocated, StepSignal, StepEnded, Progress, Failure,
+    ApiRequest, ApiAnswer,
 )  # fmt: skip
 _BY_NAME: Dict[str, Type[Any]] = {cls.__name__: cls for cls in _MESSAGES}
-_HINTS: Dict[type, Dict[str, Any]] = {cls: get_type_hints(cls) for cls in (*_MESSAGES, TaskSet, Address)}
+_HINTS: Dict[type, Dict[str, Any]] = {}  # of those that have been read: to evaluate them all takes a while
 _REQUIRED: Dict[type, Tuple[str, ...]] = {
     cls: tuple(
         f.name
@@ -495,8 +586,7 @@ def to_json(message: Message) -> Dict[str, Any]:
     """
     obj: Dict[str, Any] = {"type": type(message).__name__}
     usual = _USUAL[type(message)]
-    for name in _HINTS[type(message)]:
-        value = getattr(message, name)
+    for name, value in message.__dict__.items():
         if name in usual and value == usual[name]:
             continue
         if isinstance(value, (TaskSet, Address)):
@@ -518,7 +608,9 @@ def from_json(obj: Any) -> Message:
 
 
 def _build(cls: Type[M], fields: Dict[str, Any]) -> M:
-    hints = _HINTS[cls]
+    hints = _HINTS.get(cls)
+    if hints is None:
+        hints = _HINTS[cls] = get_type_hints(cls)
     for name in _REQUIRED[cls]:
         if name not in fields:
             raise WireError("cannot read %s: it has no %s" % (cls.__name__, name))

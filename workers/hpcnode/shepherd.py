@@ -225,6 +225,7 @@ class Shepherd:
             "tasks": [identity for identity in who if identity is not None],
             "shepherd": process.identify(os.getpid(), self.setting.boot_id),
             "boot_id": self.setting.boot_id,
+            "started_boot_s": process.boot_clock_s(),
             "uid": self.job.account.uid,
             "cgroup": self._cgroup,
             "stream_to": self._stream_to(),
@@ -439,6 +440,9 @@ class Shepherd:
             record.update(
                 pid=self._started["pid"],
                 started_at_s=self._started["started_at_s"],
+                boot_id=self.setting.boot_id,
+                ended_boot_s=process.boot_clock_s(),
+                ran_s=process.boot_clock_s() - self._started["started_boot_s"],
                 codes=[task.code for task in self._tasks],
                 signals=[task.signal for task in self._tasks],
                 timed_out=self._timed_out,

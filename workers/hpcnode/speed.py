@@ -9,7 +9,6 @@ the kernel's word; a virtual one or Wi-Fi has none.
 
 from __future__ import annotations
 
-import hashlib
 import time
 
 CHUNK = b"\x5a" * (1 << 16)  # fits the nearest caches
@@ -19,6 +18,8 @@ ROUNDS = 5  # the best one counts: what disturbs only makes it slower
 
 def cpu_speed(rounds: int = ROUNDS, round_bytes: int = ROUND_BYTES) -> float:
     """Return the speed of a cpu, to three digits after the point; never 0."""
+    import hashlib  # asked for by an admin, in a child: no agent need have it in memory
+
     best = 0.0
     for _ in range(rounds):
         digest = hashlib.blake2b()

@@ -3,7 +3,8 @@
     ROOT/epochs               the controllers' terms that were seen, by incarnation
     ROOT/seq                  every report number below this may have been used
     ROOT/spool/TOKEN/spec     the Launch; the directory itself is the claim
-                     lock     held by the shepherd (and by what it has forked but not released) as long as it lives
+                     lock     another name of the same file, held by the shepherd as long as it lives, and by what it has
+                              forked but not released
                      started  who runs: written before the program is released
                      final    how it ended, or that it never will run
                      lease    when the controller was heard of last (see `lease`)
@@ -178,15 +179,41 @@ class Spool:
     def read(self, token: str) -> Found:
         """Return what the disk says of a token that has an entry."""
         entry = self.entry(token)
-        spec = read_object(os.path.join(entry, "spec"))
-        boot = spec.pop("boot_id", "") if spec else ""
+        launch, boot = self._read_spec(entry)
         return Found(
             token=token,
-            launch=_launch(spec),
+            launch=launch,
             boot_id=boot,
             started=read_object(os.path.join(entry, "started")),
             final=read_object(os.path.join(entry, "final")),
         )
+
+    def read_launch(self, token: str) -> Optional[protocol.Launch]:
+        """Return what a claimed token is to run, None if its entry does not say."""
+        return self._read_spec(self.entry(token))[0]
+
+    def _read_spec(self, entry: str) -> Tuple[Optional[protocol.Launch], str]:
+        spec = read_object(os.path.join(entry, "spec"))
+        boot = spec.pop("boot_id", "") if spec else ""
+        return _launch(spec), boot
+
+    def open_lock(self, token: str) -> int:
+        """Return a descriptor of the entry's lock file, to be locked by the caller.
+
+        The lock is a second name of the spec: a file system may take a good part of a launch to make one file more.
+        """
+        entry = self.entry(token)
+        path = os.path.join(entry, "lock")
+        flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            return os.open(path, flags)
+        except FileNotFoundError:
+            pass
+        try:
+            os.link(os.path.join(entry, "spec"), path, follow_symlinks=False)
+        except OSError:
+            flags |= os.O_CREAT  # a file system without second names, or an entry without a spec
+        return os.open(path, flags, 0o600)
 
     def load(self) -> List[Found]:
         """Return all entries. One that holds nothing yet says nothing: its maker died before it had answered anybody."""

@@ -65,6 +65,7 @@ class StepClient:
         self.outlets: Dict[int, Callable[[int], Optional[LineStream]]] = {}  # by descriptor: from task to its stream
         self.input_fd: Optional[int] = None
         self.input_task = 0  # or ALL_TASKS
+        self.wrap_input: Callable[[bytes], bytes] = lambda data: data  # what is sent for what was read
         self._sock = sock
         self._framer = protocol.Framer()
         self._sending = bytearray()
@@ -309,11 +310,17 @@ class StepClient:
             return  # somebody else has made it non-blocking, and was faster
         except OSError:
             data = b""  # a terminal that is not ours to read, or gone: as if it had ended
+        self.feed(self.wrap_input(data) if data else b"", eof=not data)
+
+    def feed(self, data: bytes, *, eof: bool = False) -> None:
+        """Send `data` as input to the task that takes it, or to all."""
+        if self._input_over:
+            return
         tokens = set(self._tokens.values()) if self.input_task == ALL_TASKS else {self._tokens[self.input_task]}
         for token in sorted(tokens):
-            self._send(protocol.Input(token=token, task=self.input_task, offset=self._input_sent, eof=not data), data)
+            self._send(protocol.Input(token=token, task=self.input_task, offset=self._input_sent, eof=eof), data)
         self._input_sent += len(data)
-        self._input_over = not data
+        self._input_over = eof
 
 
 def connect(path: str) -> socket.socket:

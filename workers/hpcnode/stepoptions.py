@@ -13,6 +13,8 @@ from typing import Dict, List, Mapping, NamedTuple, Sequence, Tuple, Union
 
 FLAG, VALUE, OPTIONAL = "flag", "value", "optional"
 
+_INPUT = ("SLURM_STDINMODE",)
+
 Values = Dict[str, Union[str, bool]]
 
 
@@ -31,13 +33,13 @@ class Option(NamedTuple):
 
 
 OPTIONS: Tuple[Option, ...] = (
-    Option("account", "A", VALUE, "NAME", "charge the job to this account"),
+    Option("account", "A", VALUE, "NAME", "charge the job to this account", ("SLURM_ACCOUNT",)),
     Option("begin", "b", VALUE, "TIME", "do not start the job before this time"),
     Option("chdir", "D", VALUE, "DIR", "run the tasks in DIR; default: here"),
     Option("comment", "", VALUE, "TEXT", "a comment on the job"),
     Option("constraint", "C", VALUE, "FEATURES", "features that the job's nodes must have"),
     Option("cpus-per-task", "c", VALUE, "N", "cpus for each task", ("HRUN_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK")),
-    Option("error", "e", VALUE, "PATTERN", "standard error: file pattern, none, all or a task's number"),
+    Option("error", "e", VALUE, "PATTERN", "standard error: file pattern, none, all or a task's number", ("SLURM_STDERRMODE",)),
     Option("exact", "", FLAG, "", "use only the cpus asked for (always so)", ("SLURM_EXACT",)),
     Option("exclude", "x", VALUE, "NODES", "do not use these nodes"),
     Option("exclusive", "", OPTIONAL, "", "a job of its own gets whole nodes; a step never shares its cpus"),
@@ -49,7 +51,7 @@ OPTIONS: Tuple[Option, ...] = (
     Option("help", "h", FLAG, "", "show this and exit"),
     Option("hint", "", VALUE, "WORDS", "synchronous: nodes of like speed; comm_bound: no slow links, few switches"),
     Option("immediate", "I", OPTIONAL, "SECONDS", "give up if the step has not started after SECONDS (default 5)"),
-    Option("input", "i", VALUE, "PATTERN", "standard input: file pattern, none, all or a task's number; default: task 0"),
+    Option("input", "i", VALUE, "PATTERN", "standard input: file pattern, none, all or a task's number; default: task 0", _INPUT),
     Option("job-name", "J", VALUE, "NAME", "name of the job and the step; default: the command's"),
     Option("jobid", "", VALUE, "ID", "start the step in this job; default: the one that hrun runs in"),
     Option("kill-on-bad-exit", "K", OPTIONAL, "0|1", "a task that fails ends the step", ("SLURM_KILL_BAD_EXIT",)),
@@ -63,43 +65,75 @@ OPTIONS: Tuple[Option, ...] = (
     Option("ntasks", "n", VALUE, "N", "number of tasks"),
     Option("ntasks-per-node", "", VALUE, "N", "tasks on each node"),
     Option("open-mode", "", VALUE, "MODE", "append to output files or truncate them (default)", ("SLURM_OPEN_MODE",)),
-    Option("output", "o", VALUE, "PATTERN", "standard output: file pattern, none, all or a task's number"),
+    Option("output", "o", VALUE, "PATTERN", "standard output: file pattern, none, all or a task's number", ("SLURM_STDOUTMODE",)),
     Option("overcommit", "O", FLAG, "", "let tasks share cpus", ("SLURM_OVERCOMMIT",)),
     Option("overlap", "", FLAG, "", "share the cpus and GPUs of other steps", ("SLURM_OVERLAP",)),
-    Option("partition", "p", VALUE, "NAME", "partition of the job"),
+    Option("partition", "p", VALUE, "NAME", "partition of the job", ("SLURM_PARTITION",)),
     Option("prefer", "", VALUE, "FEATURES", "rather nodes with these features, if they are free"),
-    Option("qos", "q", VALUE, "NAME", "quality of service of the job"),
+    Option("pty", "", FLAG, "", "give task 0 a terminal, and be it here"),
+    Option("qos", "q", VALUE, "NAME", "quality of service of the job", ("SLURM_QOS",)),
     Option("quiet", "Q", FLAG, "", "say nothing but errors"),
+    Option("reservation", "", VALUE, "NAME", "reservation that the job runs in"),
     Option("resize", "", VALUE, "N", "start nothing: have the job give back all but N of its nodes"),
     Option("switches", "", VALUE, "N[@TIME]", "nodes on so many switches at most; after TIME of waiting, on more"),
-    Option("time", "t", VALUE, "TIME", "time limit of the step, or of the job"),
+    Option("time", "t", VALUE, "TIME", "time limit of the step, or of the job", ("SLURM_TIMELIMIT",)),
     Option("tmp", "", VALUE, "SIZE", "nodes that have so much disk for temporary files"),
     Option("unbuffered", "u", FLAG, "", "pass output on at once, not line by line", ("SLURM_UNBUFFEREDIO",)),
     Option("verbose", "v", FLAG, "", "say what is done"),
     Option("version", "V", FLAG, "", "show the version and exit"),
     Option("wait", "W", VALUE, "SECONDS", "end the step so long after its first task ended", ("SLURM_WAIT",)),
+    Option("accel-bind", "", VALUE, "TYPE", "accepted", (), True),
+    Option("acctg-freq", "", VALUE, "SECONDS", "accepted", (), True),
+    Option("clusters", "M", VALUE, "NAMES", "accepted: there is one", (), True),
+    Option("compress", "", OPTIONAL, "TYPE", "accepted", (), True),
+    Option("cores-per-socket", "", VALUE, "N", "accepted", (), True),
     Option("cpu-bind", "", OPTIONAL, "TYPE", "accepted; tasks are not bound", ("SLURM_CPU_BIND",), True),
+    Option("cpu-freq", "", VALUE, "FREQUENCY", "accepted", (), True),
+    Option("cpus-per-gpu", "", VALUE, "N", "accepted", (), True),
+    Option("delay-boot", "", VALUE, "MINUTES", "accepted", (), True),
+    Option("disable-status", "X", FLAG, "", "accepted", (), True),
     Option("distribution", "m", VALUE, "TYPE", "accepted; the distribution is by blocks", (), True),
     Option("external-launcher", "", FLAG, "", "accepted", (), True),
+    Option("extra-node-info", "B", VALUE, "S[:C[:T]]", "accepted", (), True),
+    Option("gpu-bind", "", VALUE, "TYPE", "accepted", (), True),
+    Option("gpu-freq", "", VALUE, "FREQUENCY", "accepted", (), True),
+    Option("het-group", "", VALUE, "0", "accepted: jobs have one component", (), True),
+    Option("mail-type", "", VALUE, "EVENTS", "accepted", (), True),
+    Option("mail-user", "", VALUE, "ADDRESS", "accepted", (), True),
     Option("mem-bind", "", VALUE, "TYPE", "accepted", (), True),
+    Option("mem-per-gpu", "", VALUE, "SIZE", "accepted", (), True),
+    Option("msg-timeout", "", VALUE, "SECONDS", "accepted", (), True),
+    Option("network", "", VALUE, "TYPE", "accepted", (), True),
     Option("no-kill", "k", OPTIONAL, "", "accepted", (), True),
+    Option("ntasks-per-core", "", VALUE, "N", "accepted", (), True),
+    Option("ntasks-per-socket", "", VALUE, "N", "accepted", (), True),
+    Option("preserve-env", "E", FLAG, "", "accepted", (), True),
+    Option("profile", "", VALUE, "TYPE", "accepted", (), True),
+    Option("propagate", "", OPTIONAL, "LIMITS", "accepted", (), True),
+    Option("slurmd-debug", "", VALUE, "LEVEL", "accepted", (), True),
+    Option("sockets-per-node", "", VALUE, "N", "accepted", (), True),
+    Option("spread-job", "", FLAG, "", "accepted", (), True),
+    Option("threads", "T", VALUE, "N", "accepted", (), True),
     Option("threads-per-core", "", VALUE, "N", "accepted", (), True),
+    Option("use-min-nodes", "", FLAG, "", "accepted", (), True),
     Option("wckey", "", VALUE, "KEY", "accepted", (), True),
 )  # fmt: skip
 
 _ALIASES = {
+    "tasks": "ntasks",
     "tasks-per-node": "ntasks-per-node",
     "cpu_bind": "cpu-bind",
     "mem_bind": "mem-bind",
-    "kill": "kill-on-bad-exit",
+    "cluster": "clusters",
+    "pack-group": "het-group",
 }
-_LONG = {option.name: option for option in OPTIONS}
-_SHORT = {option.short: option for option in OPTIONS if option.short}
 
 
-def parse(words: Sequence[str]) -> Tuple[Values, List[str]]:
+def parse(words: Sequence[str], options: Sequence[Option] = OPTIONS) -> Tuple[Values, List[str]]:
     """Return the options by long name (a later one wins), and the command. Raises UsageError."""
     values: Values = {}
+    long = {option.name: option for option in options}
+    short = {option.short: option for option in options if option.short}
     at = 0
     while at < len(words):
         word = words[at]
@@ -109,14 +143,18 @@ def parse(words: Sequence[str]) -> Tuple[Values, List[str]]:
         if word == "-" or not word.startswith("-"):
             break
         following = words[at + 1] if at + 1 < len(words) else None
-        at += _long(word[2:], following, values) if word.startswith("--") else _cluster(word[1:], following, values)
+        at += (
+            _long(long, word[2:], following, values)
+            if word.startswith("--")
+            else _cluster(short, word[1:], following, values)
+        )
     return values, list(words[at:])
 
 
-def with_defaults(values: Values, environ: Mapping[str, str]) -> Values:
+def with_defaults(values: Values, environ: Mapping[str, str], options: Sequence[Option] = OPTIONS) -> Values:
     """Return `values` completed from the environment."""
     complete = dict(values)
-    for option in OPTIONS:
+    for option in options:
         if option.name in complete or option.accepted:
             continue
         natives = ["HPCSCHED_" + name[len("SLURM_") :] for name in option.env if name.startswith("SLURM_")]
@@ -130,13 +168,13 @@ def with_defaults(values: Values, environ: Mapping[str, str]) -> Values:
     return complete
 
 
-def usage() -> str:
+def usage(usage_line: str, what: str, options: Sequence[Option] = OPTIONS) -> str:
     """Return the text of --help."""
-    lines = ["Usage: hrun [OPTIONS] COMMAND [ARGUMENT...]", "", "Start tasks on the nodes of a job.", ""]
-    for option in OPTIONS:
+    lines = ["Usage: " + usage_line, "", what, ""]
+    for option in options:
         if not option.accepted:
             lines.append("  %-34s %s" % (_signature(option), option.help))
-    accepted = ", ".join("--" + option.name for option in OPTIONS if option.accepted)
+    accepted = ", ".join("--" + option.name for option in options if option.accepted)
     return "\n".join([*lines, "", "Accepted without effect: " + accepted, ""])
 
 
@@ -146,10 +184,10 @@ def _signature(option: Option) -> str:
     return short + "--" + option.name + (value if option.metavar else "")
 
 
-def _long(text: str, following: Union[str, None], values: Values) -> int:
+def _long(known: Mapping[str, Option], text: str, following: Union[str, None], values: Values) -> int:
     """Take the option ``--text`` and return how many words that were."""
     name, equals, value = text.partition("=")
-    option = _find(name)
+    option = _find(known, name)
     if option.kind == FLAG:
         if equals:
             raise UsageError("option --%s takes no value" % option.name)
@@ -161,11 +199,11 @@ def _long(text: str, following: Union[str, None], values: Values) -> int:
     return 1 + _following(option, "--" + option.name, following, values)
 
 
-def _cluster(letters: str, following: Union[str, None], values: Values) -> int:
+def _cluster(known: Mapping[str, Option], letters: str, following: Union[str, None], values: Values) -> int:
     for at, letter in enumerate(letters):
-        option = _SHORT.get(letter)
+        option = known.get(letter)
         if option is None:
-            raise UsageError("unknown option -%s: the short options are %s" % (letter, " ".join(sorted(_SHORT))))
+            raise UsageError("unknown option -%s: the short options are %s" % (letter, " ".join(sorted(known))))
         rest = letters[at + 1 :]
         if option.kind == FLAG or (option.kind == OPTIONAL and not rest[:1].isdigit()):
             values[option.name] = True
@@ -184,17 +222,17 @@ def _following(option: Option, shown: str, following: Union[str, None], values: 
     return 1
 
 
-def _find(name: str) -> Option:
-    exact = _LONG.get(_ALIASES.get(name, name))
+def _find(options: Mapping[str, Option], name: str) -> Option:
+    exact = options.get(_ALIASES.get(name, name))
     if exact is not None:
         return exact
-    longer = sorted(known for known in _LONG if name and known.startswith(name))
+    longer = sorted(known for known in options if name and known.startswith(name))
     if len(longer) == 1:
-        return _LONG[longer[0]]
+        return options[longer[0]]
     if longer:
         raise UsageError("option --%s is ambiguous: --%s" % (name, " --".join(longer)))
     import difflib  # only where somebody mistyped
 
-    near = difflib.get_close_matches(name, [*_LONG, *_ALIASES], n=3, cutoff=0.5)
+    near = difflib.get_close_matches(name, [*options, *_ALIASES], n=3, cutoff=0.5)
     hint = ": did you mean --%s?" % " or --".join(near) if near else ": see hrun --help"
     raise UsageError("unknown option --%s%s" % (name[:60], hint))

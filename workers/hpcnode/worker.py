@@ -13,7 +13,6 @@ import os
 import signal
 import socket
 import sys
-import traceback
 from typing import Dict, NamedTuple, NoReturn, Optional, Tuple
 
 from hpcnode import cgroup, process
@@ -50,6 +49,8 @@ def worker_main(setting: Setting, control: socket.socket) -> NoReturn:
         _mind_steps(setting, control)
         code = 0
     except BaseException:
+        import traceback  # not before it is needed: see `agent` for what an import costs
+
         traceback.print_exc(file=sys.stderr)  # the agent's log; what is not on disk is found by the agent
         sys.stderr.flush()
     finally:
@@ -102,7 +103,7 @@ def _next_order(setting: Setting, control: socket.socket) -> Optional[Tuple[Assi
     for fd in fds:
         os.set_inheritable(fd, False)
     token, account, environment, round_ = json.loads(data.decode("utf-8", "surrogateescape"))
-    launch = setting.spool.read(token).launch
+    launch = setting.spool.read_launch(token)
     if launch is None:
         raise ValueError("no launch in the spool entry of %s" % token)
     return Assignment(launch, Account(*account), environment, round_), fds[0], socket.socket(fileno=fds[1])

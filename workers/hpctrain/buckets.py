@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
-from hpctrain.comm import Communicator
+from hpctrain.comm import Communicator, Work
 from hpctrain.compress import Compressor, Exact
 
-BUCKET_BYTES = 4 << 20
+LAST_PART = 4  # the last bucket is at most so small a part of the others: nothing is left to do beside its exchange
 
 
 class GradientBuckets:
@@ -28,64 +28,75 @@ class GradientBuckets:
         self,
         parameters: Iterable[torch.nn.Parameter],
         comm: Communicator,
-        bucket_bytes: int = BUCKET_BYTES,
-        overlap: bool = False,
+        bucket_bytes: int | None = None,
+        overlap: bool | None = None,
     ) -> None:
+        """`bucket_bytes` and `overlap` are what suits the ranks' links, unless they are given."""
+        pace = comm.pace()
         self._compressor: Compressor = Exact(comm)
-        self._groups = _group(list(parameters), bucket_bytes)
-        self.flats = [_flatten(group, comm) for group in self._groups]
-        self._waiting = [len(group) for group in self._groups]
+        self.groups = _group(list(parameters), bucket_bytes or pace.bucket_bytes)
+        self.flats = [_flatten(group, comm) for group in self.groups]
+        self._waiting = [len(group) for group in self.groups]
         self._launched = 0
-        self._futures: list[Future[float]] = []
-        self._pool = ThreadPoolExecutor(1, "exchange") if overlap and comm.size > 1 else None
-        if self._pool is not None:
+        self.held = False  # more gradients are to be added before anything is sent
+        self._works: list[Work] = []
+        self._began_s = 0.0
+        self._overlap = (pace.beside if overlap is None else overlap) and comm.size > 1
+        self._hooks: list[RemovableHandle] = []
+        if self._overlap:
             self._hook()
 
     def compress(self, compressor: Compressor) -> None:
         """This will send gradients by another way from the next exchange on."""
         self._compressor = compressor
 
+    def rescale(self, factor: float) -> None:
+        """This will take note that gradients are so many times larger from the next step on."""
+        self._compressor.rescale(factor)
+
     def shapes(self, index: int) -> list[torch.Size]:
         """This will give the shapes of a bucket's parameters, in their order."""
-        return [parameter.shape for parameter in self._groups[index]]
+        return [parameter.shape for parameter in self.groups[index]]
 
     def zero(self) -> None:
         """This will set all gradients to zero, for the next backward pass."""
         for flat in self.flats:
             flat.zero_()
-        self._waiting = [len(group) for group in self._groups]
+        self._waiting = [len(group) for group in self.groups]
         self._launched = 0
 
     def exchange(self) -> tuple[float, float]:
         """This will make every gradient the sum over all ranks; all ranks call it after `backward`.
 
-        Returns seconds spent in the exchange and seconds that this call waited.
+        Returns seconds from its beginning to its end, and seconds that this call waited.
         """
         started_s = time.perf_counter()
-        if self._pool is None:
-            exchange_s = sum(self._reduce(index) for index in range(len(self.flats)))
-        else:
-            self._launch(up_to=len(self.flats))
-            exchange_s = sum(future.result() for future in self._futures)
-            self._futures.clear()
-        return exchange_s, time.perf_counter() - started_s
-
-    def close(self) -> None:
-        """This will end the exchange's thread."""
-        if self._pool is not None:
-            self._pool.shutdown()
-
-    def _reduce(self, index: int) -> float:
-        started_s = time.perf_counter()
-        self._compressor.sum(index, self.flats[index])
-        return time.perf_counter() - started_s
+        if not self._overlap:
+            for index, flat in enumerate(self.flats):
+                self._compressor.sum(index, flat)
+            waited_s = time.perf_counter() - started_s
+            return waited_s, waited_s
+        self._launch(up_to=len(self.flats))
+        for work in self._works:
+            work.wait()
+        self._works.clear()
+        now_s = time.perf_counter()
+        return now_s - self._began_s, now_s - started_s
 
     def _hook(self) -> None:
-        for index, group in enumerate(self._groups):
+        for index, group in enumerate(self.groups):
             for parameter in group:
-                parameter.register_post_accumulate_grad_hook(lambda _, index=index: self._arrived(index))
+                call = lambda _, index=index: self._arrived(index)  # noqa: E731
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(call))
+
+    def close(self) -> None:
+        """This will leave the parameters alone, so that other buckets can be made of them."""
+        for hook in self._hooks:
+            hook.remove()
 
     def _arrived(self, index: int) -> None:
+        if self.held:
+            return
         self._waiting[index] -= 1
         ready = self._launched
         while ready < len(self._waiting) and self._waiting[ready] <= 0:
@@ -93,24 +104,40 @@ class GradientBuckets:
         self._launch(up_to=ready)
 
     def _launch(self, up_to: int) -> None:
-        assert self._pool is not None
+        if self._launched == 0:
+            self._began_s = time.perf_counter()
         for index in range(self._launched, up_to):
-            self._futures.append(self._pool.submit(self._reduce, index))
+            self._works.append(self._compressor.begin(index, self.flats[index]))
         self._launched = max(self._launched, up_to)
 
 
 def _group(parameters: list[torch.nn.Parameter], bucket_bytes: int) -> list[list[torch.nn.Parameter]]:
     """Parameters from last to first (backward's order), cut where a bucket is full or the kind of number changes."""
+    order = [p for p in reversed(parameters) if p.requires_grad]
+    last = _last(order, bucket_bytes // LAST_PART)
     groups: list[list[torch.nn.Parameter]] = []
     kind, filled_bytes = None, 0
-    for parameter in reversed([p for p in parameters if p.requires_grad]):
-        size_bytes = parameter.numel() * parameter.element_size()
-        if kind != (parameter.dtype, parameter.device) or filled_bytes + size_bytes > bucket_bytes:
+    for at, parameter in enumerate(order):
+        size_bytes = _bytes(parameter)
+        full = filled_bytes + size_bytes > bucket_bytes
+        if kind != (parameter.dtype, parameter.device) or full or at == last:
             groups.append([])
             kind, filled_bytes = (parameter.dtype, parameter.device), 0
         groups[-1].append(parameter)
         filled_bytes += size_bytes
     return groups
+
+
+def _last(order: list[torch.nn.Parameter], most_bytes: int) -> int:
+    """Where the last bucket begins: it takes as many parameters as fit, but one at least."""
+    at, filled_bytes = len(order) - 1, 0
+    while at > 0 and (filled_bytes := filled_bytes + _bytes(order[at])) + _bytes(order[at - 1]) <= most_bytes:
+        at -= 1
+    return at
+
+
+def _bytes(parameter: torch.nn.Parameter) -> int:
+    return parameter.numel() * parameter.element_size()
 
 
 def _flatten(group: list[torch.nn.Parameter], comm: Communicator) -> torch.Tensor:

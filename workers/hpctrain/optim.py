@@ -1,4 +1,4 @@
-"""AdamW, the learning rate's course and gradient clipping, in few lines.
+"""AdamW and gradient clipping, in few lines.
 
 Why not torch.optim: constructing its first optimizer imports more than a second of compiler, at each restart; and a
 checkpoint that replays gradients later needs to know every operation of a step.  The state is the usual one: per
@@ -10,27 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Schedule:
-    """Linear warm-up to `peak_lr`, then a cosine down to `floor` times it at `total_steps`."""
-
-    peak_lr: float
-    warmup_steps: int
-    total_steps: int
-    floor: float = 0.05
-
-    def lr_at(self, step: int) -> float:
-        """This will give the learning rate of the step with this number (the first is 0)."""
-        if step < self.warmup_steps:
-            return self.peak_lr * (step + 1) / self.warmup_steps
-        span = max(1, self.total_steps - self.warmup_steps)
-        done = min(1.0, (step - self.warmup_steps) / span)
-        return self.peak_lr * (self.floor + (1 - self.floor) * 0.5 * (1 + math.cos(math.pi * done)))
 
 
 class AdamW:
@@ -45,7 +26,15 @@ class AdamW:
     ) -> None:
         self._parameters = {name: p for name, p in named_parameters if p.requires_grad}
         self._betas, self._eps, self._weight_decay = betas, eps, weight_decay
+        self._decayed = {name for name, p in self._parameters.items() if p.dim() >= 2}
         self._moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in self._parameters.items()}
+
+    def of_parts(self, parts: dict[str, torch.nn.Parameter], decayed: set[str]) -> AdamW:
+        """This will make one with the same settings for flat parts of these parameters, of which `decayed` were matrices."""
+        mine = [(name, part) for name, part in parts.items() if name in self._parameters]
+        made = AdamW(mine, self._betas, self._eps, self._weight_decay)
+        made._decayed = decayed
+        return made
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """This will give the live state by name: what a checkpoint keeps, and what a restore writes into."""
@@ -63,7 +52,7 @@ class AdamW:
             grad = parameter.grad
             if grad is None:
                 continue
-            if parameter.dim() >= 2 and self._weight_decay:
+            if name in self._decayed and self._weight_decay:
                 parameter.mul_(1 - lr * self._weight_decay)
             mean.lerp_(grad, 1 - beta1)
             square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
@@ -72,10 +61,30 @@ class AdamW:
 
 
 @torch.no_grad()
-def clip_by_global_norm(grads: list[torch.Tensor], limit: float) -> float:
-    """This will scale the gradients so that their norm over all of them is at most `limit`, and return what it was."""
-    norm = math.sqrt(sum(float(torch.linalg.vector_norm(grad, dtype=torch.float64)) ** 2 for grad in grads))
-    if norm > limit > 0:
-        for grad in grads:
-            grad.mul_(limit / norm)
+def clip_by_global_norm(grads: list[torch.Tensor], limit: float, scale: float = 1.0) -> float:
+    """This will divide the gradients by `scale`, then make their norm over all of them at most `limit`, and return what it was.
+
+    What is not finite stays as it is.
+    """
+    norm, factor = clip_factor(grads, limit, scale)
+    multiply(grads, factor)
     return norm
+
+
+@torch.no_grad()
+def clip_factor(grads: list[torch.Tensor], limit: float, scale: float = 1.0) -> tuple[float, float]:
+    """This will give the norm of gradients that are `scale` times too large, and what they have to be multiplied by.
+
+    That is 1 if the norm is not finite.
+    """
+    norm = math.sqrt(sum(float(torch.linalg.vector_norm(grad, dtype=torch.float64)) ** 2 for grad in grads)) / scale
+    factor = (limit / norm if norm > limit > 0 else 1.0) / scale
+    return norm, factor if math.isfinite(norm) else 1.0
+
+
+@torch.no_grad()
+def multiply(grads: list[torch.Tensor], factor: float) -> None:
+    """This will multiply gradients by a number."""
+    if factor != 1.0:
+        for grad in grads:
+            grad.mul_(factor)

@@ -1,17 +1,22 @@
 """The outermost edge of a rank: an error ends all ranks at once, and its reason is printed first.
 
-Without this the others would wait in a collective for a rank that is gone.
+Without this the others would wait in a collective for a rank that is gone.  In a job the scheduler is told the reason too, and
+whether it is one or only the echo of another rank's end: hlogs(1) shows the first cause first.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
+import hpctrain.comm
 from hpctrain.comm import Communicator
 from hpctrain.errors import EXIT_FAILED, TrainError
+from hpctrain.heartbeat import Heartbeat
 
 
 @contextmanager
@@ -24,10 +29,20 @@ def all_or_none(comm: Communicator) -> Iterator[None]:
         comm.abort(130)
     except TrainError as error:
         _say(comm, f"{error}\n")
+        _tell(comm, str(error), error)
         comm.abort(EXIT_FAILED)
-    except Exception:  # whatever it is, the others must not wait for us
-        _say(comm, traceback.format_exc())
+    except Exception as error:  # whatever it is, the others must not wait for us
+        text = traceback.format_exc()
+        _say(comm, text)
+        _tell(comm, text, error)
         comm.abort(EXIT_FAILED)
+
+
+def is_echo(error: BaseException) -> bool:
+    """This will say whether the error came up while ranks were exchanging: then another rank is gone, most likely."""
+    frames = traceback.extract_tb(error.__traceback__)
+    here = str(Path(hpctrain.comm.__file__).parent)
+    return not isinstance(error, TrainError) and any(frame.filename.startswith(here) for frame in frames)
 
 
 def _say(comm: Communicator, text: str) -> None:
@@ -35,3 +50,7 @@ def _say(comm: Communicator, text: str) -> None:
     label = f"rank {comm.rank} of {comm.size}: " if comm.size > 1 else ""
     sys.stderr.write(f"hpctrain: {label}{text}")
     sys.stderr.flush()
+
+
+def _tell(comm: Communicator, text: str, error: BaseException) -> None:
+    Heartbeat(os.environ).fail(comm.rank, comm.size, text, echo=is_echo(error))

@@ -2,10 +2,10 @@
 
     with start(options, "mnist") as run:
         model = Net().to(run.device)
-        optimizer = AdamW(model.named_parameters())
-        for batch in run.steps(model, optimizer):
-            inputs, targets = data[batch.low : batch.high]
-            batch.backward(F.cross_entropy(model(inputs), targets))
+        optimizer = torch.optim.AdamW(model.parameters())  # or hpctrain.optim.AdamW, which starts a second sooner
+        for batch in run.steps(model, optimizer, data=Rows(arrays, options.seed)):
+            part = batch.samples
+            batch.backward(F.cross_entropy(model(part["image"]), part["name"]))
     sys.exit(run.status)
 
 `options` are those of `hpctrain.options.add_options`.  One process is the same code as many ranks.  Does not know models or data.
@@ -21,37 +21,62 @@ import io
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sized
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar, cast
 
 import torch
 
-from hpctrain.checkpoint import BackgroundWriter, Claim, Restored, Retention, claim, restore_newest
+from hpctrain.agreement import agree, data_facts, facts_of, hash_of
+from hpctrain.batch import Batch
+from hpctrain.checkpoint import (
+    BackgroundWriter,
+    Claim,
+    KeptWriter,
+    Restored,
+    Retention,
+    Writer,
+    claim,
+    replay_through,
+    restore_newest,
+)
 from hpctrain.checkpoint.files import write_draft
-from hpctrain.checkpoint.restore import checkpoint_names
+from hpctrain.checkpoint.listing import checkpoint_names
+from hpctrain.checkpoint.restore import Replay
 from hpctrain.checkpoint.snapshot import layout_of
 from hpctrain.comm import Communicator, connect
+from hpctrain.data.dataset import Dataset
+from hpctrain.data.prefetch import Prefetcher
+from hpctrain.data.sources import Source
+from hpctrain.data.staging import staged
+from hpctrain.elastic.member import is_elastic
 from hpctrain.env import job_facts
-from hpctrain.errors import EXIT_FAILED, EXIT_REQUEUE, TrainError
+from hpctrain.errors import EXIT_FAILED, EXIT_REQUEUE, MismatchError, PeerLost, TrainError
 from hpctrain.loop import (
-    Batch,
     Identity,
     Loop,
     Progress,
-    Settings,
+    StepReport,
     Validation,
     broadcast_state,
+    hand_over,
     live_tensors,
     progress_from,
     seed_step,
 )
-from hpctrain.optim import AdamW
 from hpctrain.outermost import all_or_none
+from hpctrain.precision import Precision, loss_scale_for
+from hpctrain.prepare import prepare_model
+from hpctrain.profiling import Profile
+from hpctrain.settings import check_elastic, check_options, settings_of
 from hpctrain.signals import StopRequest
 from hpctrain.sync import make_sync
 from hpctrain.teller import Teller
+from hpctrain.torchoptim import Optimizer, optimizer_for
+from hpctrain.writers import check_writers
+from hpctrain.zero import ShardedOptimizer, check_elementwise
 
 DEFAULT_STEPS = 400
 T = TypeVar("T")
@@ -71,15 +96,28 @@ def start(options: argparse.Namespace, name: str, environ: Mapping[str, str] | N
         print(f"{name}: {error}", file=sys.stderr)
         raise SystemExit(EXIT_FAILED) from None
     with all_or_none(comm), StopRequest() as stop:
-        if options.threads or comm.size > 1:
+        if options.threads or comm.size > 1 or is_elastic(environ):
             torch.set_num_threads(options.threads or 1)
         seed_step(options.seed, 0, 0)  # weights that are made now are alike on all ranks, and in every attempt
         run = Run(options, name, comm, stop, environ)
         if options.verbose and run.is_first:
             print("\n".join(f"exchange: {line}" for line in comm.describe()), flush=True)
         yield run
-        comm.barrier()
+        with suppress(PeerLost):  # who is lost now has nothing left to do
+            comm.barrier()
         comm.close()
+
+
+@dataclass(slots=True, kw_only=True)
+class Task:
+    """What is trained, whoever takes part; `facts` are to be the same on all ranks."""
+
+    model: torch.nn.Module
+    optimizer: Optimizer
+    facts: dict[str, str]
+    validation: Validation | None
+    data: Source | None
+    samples: int | None
 
 
 class Run:
@@ -90,74 +128,194 @@ class Run:
     ) -> None:
         self._options, self._name, self._stop, self._environ = options, name, stop, environ
         self.comm = comm
-        self.rank, self.size = comm.rank, comm.size
-        self.is_first = comm.rank == 0  # who prints and writes
         on_gpu = comm.name == "nccl" or torch.cuda.is_available()
         self.device = torch.device("cuda") if on_gpu else torch.device("cpu")
-        self.finished = False
+        self._claim: Claim | None = None  # of the rank that writes
+        self._writer: Writer | None = None
+        self.finished = self._over = False
         self.weights_sha256 = ""  # after the steps: the same on all ranks
+
+    @property
+    def rank(self) -> int:
+        """Which rank this is; in an elastic run it changes."""
+        return self.comm.rank
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return self.comm.size
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that prints and writes."""
+        return self.comm.rank == 0
 
     @property
     def status(self) -> int:
         """The exit status that the scheduler understands."""
         return 0 if self.finished else EXIT_REQUEUE
 
+    def agree(self, what: str, value: object) -> None:
+        """This will return if `value` is the same on all ranks: bytes or numbers as they lie in memory; all ranks call it.
+
+        Raises:
+            MismatchError: it is not; `what` names it, as "data".
+        """
+        agree(self.comm, {what: hash_of(value)})
+
     def share(self, make: Callable[[], T]) -> T:
         """This will give every rank what `make` returns on the first one (picklable, small); all ranks call it."""
         return cast(T, self.comm.all_gather_object(make() if self.is_first else None)[0])
 
-    def steps(self, model: torch.nn.Module, optimizer: AdamW, validation: Validation | None = None) -> Iterator[Batch]:
+    def dataset(self, directory: Path) -> Dataset:
+        """This will open the data set in a directory that all nodes see, or its copy (`--stage`); all ranks call it.
+
+        Raises:
+            DamagedError: it is not whole, or of another version.
+            MismatchError: ranks see different data sets there.
+        """
+        where, said = staged(directory, self._options.stage, self.comm)
+        if self.is_first and said:
+            print("\n".join(said), flush=True)
+        dataset = Dataset(where)
+        digests = self.comm.all_gather_object(dataset.digest)
+        if len(set(digests)) != 1:
+            raise MismatchError(f"cannot train on {directory}: the ranks see different data sets there: {digests}")
+        return dataset
+
+    def steps(
+        self,
+        model: torch.nn.Module,
+        optimizer: Optimizer | torch.optim.Optimizer,
+        validation: Validation | None = None,
+        data: Source | None = None,
+        samples: int | None = None,
+    ) -> Iterator[Batch]:
         """This will go through the steps that are left, and give this rank's part of each batch; all ranks go along.
 
-        Of each batch the script calls `backward` once.  A rank that has no samples in a step is not given one.
+        Of each batch the script calls `backward` once; with `--micro-batch` a rank's part comes in pieces, each a batch here.
+        A rank that has no samples in a step is not given one.  What the script computes with a batch runs in `--precision`.
+        `batch.samples` is what `data[low:high]` gives (see `hpctrain.data.sources`), on the device and made ready beforehand.
+        `samples`: how many there are, if that is not what `data` says; then metrics have the epoch too.
         `validation(part, parts)` returns the sum of losses over one part of the validation samples, and how many they are.
         """
-        options, comm = self._options, self.comm
+        options = self._options
+        check_options(options)
+        check_writers(options.log)
+        samples = samples or (len(data) if isinstance(data, Sized) else None)
+        if options.zero:
+            check_elementwise(optimizer)
+        if is_elastic(self._environ):
+            check_elastic(options)
+        prepare_model(options, model)
+        task = Task(
+            model=model,
+            optimizer=optimizer_for(model, optimizer),
+            facts=facts_of(options, model, optimizer) | data_facts(data),
+            validation=validation,
+            data=data,
+            samples=samples,
+        )
+        progress: Progress | None = None
+        while not self._over:
+            self.comm.meet()
+            try:
+                loop, teller = self._generation(task, progress)
+                progress = loop.progress
+                with loop.profile.watching():
+                    yield from loop.steps(self._stop)
+                if not loop.changing:
+                    self._end(model, loop, teller)
+            except PeerLost as lost:
+                print(f"{self._name}: rank {self.rank} of {self.size}: {lost}", flush=True)
+
+    def _generation(self, task: Task, progress: Progress | None) -> tuple[Loop, Teller | None]:
+        """Make the loop of those who have met; `progress`: how far this rank is, None if it has nothing yet."""
+        options, comm, model, optimizer = self._options, self.comm, task.model, task.optimizer
+        hosts = agree(comm, task.facts)
         sync = make_sync(options.sync, list(model.parameters()), comm, overlap=options.overlap)
-        tensors = live_tensors(model, optimizer) | sync.tensors()
-        mine, restored = self._begin(tensors)
-        progress = self._share_progress(tensors, restored)
-        attempt = self.share(lambda: mine.attempt if mine else 0)
-        identity = Identity(attempt=attempt, generation=0, job=job_facts(self._environ).job)
-        teller = Teller(options, self._name, comm, identity, progress, model) if self.is_first else None
+        live = lambda: live_tensors(model, optimizer) | sync.tensors()  # noqa: E731
+        replay = replay_through(model, optimizer.step, live, lambda text: print(text, flush=True))
+        progress = self._catch_up(live, replay, progress)
+        if options.zero:
+            optimizer = task.optimizer = ShardedOptimizer(model, optimizer, sync.buckets, comm)
+        attempt = self.share(lambda: self._claim.attempt if self._claim else 0)
+        identity = Identity(attempt=attempt, generation=comm.generation, job=job_facts(self._environ).job)
+        teller = None
+        if self.is_first:
+            teller = Teller(options, self._name, comm, identity, progress, model, self._environ, hosts, task.samples)
+        profile = Profile(options.profile, options.out / "profile" / f"rank-{self.rank}.json")
         loop = Loop(
             model,
             optimizer,
-            validation,
+            task.validation,
             settings_of(options),
             comm,
             progress,
             identity,
             sync,
-            background_writer(options, mine, restored) if mine else None,
-            teller.step if teller else lambda report: None,
+            self._writer,
+            Prefetcher(task.data, self.device, options.prefetch) if task.data is not None else None,
+            lambda report: self._tell(report, teller),
+            profile,
         )
-        yield from loop.steps(self._stop)
-        self.finished = loop.finished
+        return loop, teller
+
+    def _tell(self, report: StepReport, teller: Teller | None) -> None:
+        self.comm.stepped(report.step, report.step_s)
+        if teller is not None:
+            teller.step(report)
+
+    def _end(self, model: torch.nn.Module, loop: Loop, teller: Teller | None) -> None:
+        self.weights_sha256 = check_replicas(model, self.comm)
+        self.finished, self._over = loop.finished, True
         if teller:
             teller.end(loop, self._stop, self.finished)
-        self.weights_sha256 = check_replicas(model, comm)
 
-    def _begin(self, tensors: dict[str, torch.Tensor]) -> tuple[Claim | None, Restored | None]:
-        """Claim the attempt and read the newest checkpoint, on rank 0; the others get nothing here."""
-        if not self.is_first:
-            return None, None
-        options, directory = self._options, self._options.out / "checkpoints"
+    def _catch_up(
+        self, live: Callable[[], dict[str, torch.Tensor]], replay: Replay, progress: Progress | None
+    ) -> Progress:
+        """Bring every rank to the state of the one that is furthest; if none has any, to that of the last checkpoint."""
+        steps = cast("list[int]", self.comm.all_gather_object(-1 if progress is None else progress.step))
+        furthest = steps.index(max(steps))
+        restored = None
+        if self.is_first and self._claim is None:
+            self._claim = self._take_over()
+            restored = self._restore(live(), replay) if max(steps) < 0 else None
+            self._writer = background_writer(self._options, self._claim, restored)
+        tensors = live()  # steps that were taken again may have made the optimizer's anew
+        if max(steps) < 0:
+            return self._share_progress(tensors, restored)
+        if min(steps) < max(steps):
+            hand_over(tensors, self.comm, furthest)
+            progress = cast(Progress, self.comm.all_gather_object(progress)[furthest])
+        assert progress is not None
+        return progress
+
+    def _take_over(self) -> Claim:
+        """Claim the attempt: whoever wrote before must not any more."""
+        directory = self._options.out / "checkpoints"
         names = checkpoint_names(directory)
-        if options.resume == "never" and names:
+        if self._options.resume == "never" and names:
             raise TrainError(
-                f"cannot start anew in {options.out}: it has checkpoints up to {names[0]}; give another --out"
+                f"cannot start anew in {self._options.out}: it has checkpoints up to {names[0]}; give another --out"
             )
-        mine = claim(directory, job_facts(self._environ), time.time())
-        return mine, restore_newest(directory, layout_of(tensors), lambda text: print(text, flush=True))
+        return claim(directory, job_facts(self._environ), time.time())
+
+    def _restore(self, tensors: dict[str, torch.Tensor], replay: Replay) -> Restored | None:
+        directory = self._options.out / "checkpoints"
+        return restore_newest(directory, layout_of(tensors), lambda text: print(text, flush=True), replay)
 
     def _share_progress(self, tensors: dict[str, torch.Tensor], restored: Restored | None) -> Progress:
         """Bring every rank to the restored state of rank 0, or to its fresh one."""
         if restored is not None:
+            assert restored.published.snapshot is not None
             restored.published.snapshot.pour(tensors)
         broadcast_state(tensors, self.comm)
         facts = self.share(lambda: restored.published.manifest.facts if restored else None)
-        progress = progress_from(facts.state, facts.step) if facts else Progress()
+        precision = Precision(self._options.precision)
+        fresh = Progress(loss_scale=loss_scale_for(precision, None))
+        progress = progress_from(facts.state, facts.step, precision) if facts else fresh
         if facts:
             self.comm.follow(facts.state.get("exchange"))
         progress.total_steps = self._options.steps or progress.total_steps
@@ -166,27 +324,12 @@ class Run:
         return progress
 
 
-def settings_of(options: argparse.Namespace) -> Settings:
-    """This will translate the options."""
-    return Settings(
-        steps=options.steps,
-        target_s=options.target_seconds if options.steps is None else None,
-        batch=options.batch,
-        seed=options.seed,
-        lr=options.lr,
-        warmup_steps=options.warmup,
-        clip_norm=options.clip,
-        checkpoint_every=options.checkpoint_every,
-        eval_every=options.eval_every,
-        weights=() if isinstance(options.shares, str) else options.shares,
-        balance=options.shares == "auto",
-    )
-
-
-def background_writer(options: argparse.Namespace, mine: Claim, restored: Restored | None) -> BackgroundWriter:
+def background_writer(options: argparse.Namespace, mine: Claim, restored: Restored | None) -> Writer:
     """This will make the writer, standing on what was restored."""
     distrusted = restored.damaged if restored else ()
     parent = restored.published if restored else None
+    if options.checkpoint_writer == "process":
+        return KeptWriter(mine, parent, options.base_every, options.keep, distrusted)
     return BackgroundWriter(mine, parent, options.base_every, Retention(mine, options.keep, distrusted))
 
 

@@ -48,16 +48,21 @@ class Sync:
             return ""
         parts = sorted(self._measured[1:])  # the first step warms up
         middle = parts[len(parts) // 2]
-        facts = torch.tensor(middle, dtype=torch.float64)
-        self.comm.all_reduce(facts)  # a mean over the ranks: the same on all
-        compute_s, waited_s = (facts / self.comm.size).tolist()
+        size = self.comm.size
+        facts = torch.zeros(2 * size, dtype=torch.float64)
+        facts[self.comm.rank], facts[size + self.comm.rank] = middle
+        self.comm.all_reduce(facts)
+        # The slowest rank waits for the exchange alone, the others for that rank too, which no bits would make quicker.
+        compute_s, waited_s = float(facts[:size].max()), float(facts[size:].min())
         name, why = decide(compute_s, waited_s)
+        link = self.comm.pace().bytes_per_s
+        over = f" over a link of {link / 1e6:.0f} MB/s" if link else ""
         if name != "exact":
             self.buckets.compress(compressor(name, self.comm, self.buckets.shapes))
-        return f"sync {name}: {why}"
+        return f"sync {name}: {why}{over}"
 
 
-def make_sync(name: str, parameters: list[torch.nn.Parameter], comm: Communicator, *, overlap: bool) -> Sync:
+def make_sync(name: str, parameters: list[torch.nn.Parameter], comm: Communicator, *, overlap: bool | None) -> Sync:
     """This will understand the user's word; all ranks call it.
 
     Raises:
@@ -73,7 +78,7 @@ def make_sync(name: str, parameters: list[torch.nn.Parameter], comm: Communicato
             raise TrainError(
                 f"cannot sync by {name!r}: write local:H with H steps from 1 to {LARGEST_H}, e.g. local:50"
             )
-    buckets = GradientBuckets(parameters, comm, overlap=overlap and not every)
+    buckets = GradientBuckets(parameters, comm, overlap=False if every else overlap)
     chosen: Compressor = Exact(comm) if inner == "auto" else compressor(inner, comm, buckets.shapes)
     if not every:
         buckets.compress(chosen)

@@ -7,15 +7,21 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from hpctrain.checkpoint import Report
 from hpctrain.comm import Communicator
 from hpctrain.errors import EXIT_REQUEUE
+from hpctrain.heartbeat import Heartbeat, Word
 from hpctrain.loop import Identity, Loop, Progress, StepReport
 from hpctrain.metrics import MetricsFile
+from hpctrain.scaling import RankTimes, Scaling
 from hpctrain.signals import StopRequest
+from hpctrain.writers import Writers
+
+PACE = 0.1  # what a step weighs in the pace that is told
 
 
 class Teller:
@@ -29,8 +35,17 @@ class Teller:
         identity: Identity,
         progress: Progress,
         model: torch.nn.Module,
+        environ: Mapping[str, str],
+        hosts: Sequence[str],
+        epoch_samples: int | None,
     ) -> None:
         self._options, self._comm, self._identity = options, comm, identity
+        self._heartbeat = Heartbeat(environ)
+        self._kept_step, self._kept_at_s = 0, 0.0  # the last checkpoint of this attempt, on the monotonic clock
+        self._epoch_samples = epoch_samples
+        self._scaling = Scaling(hosts)
+        self._writers = Writers(options.log, options.out, name, {"ranks": comm.size, **_plain(vars(options))})
+        self._pace_s = 0.0  # seconds of a step, the last ones counting most
         self._file = MetricsFile(options.out / "metrics.jsonl")
         self._resumed_from: int | None = progress.step or None
         count = sum(parameter.numel() for parameter in model.parameters())
@@ -43,7 +58,11 @@ class Teller:
 
     def step(self, report: StepReport) -> None:
         """Tell about one step."""
-        self._file.write(self._line(report))
+        line = self._line(report)
+        self._file.write(line)
+        self._writers.write({name: value for name, value in line.items() if value is not None})
+        if report.times is not None:
+            self._scaling.note(report.step_s, report.times)
         self._resumed_from = None
         last = report.step == report.total_steps
         if last or report.val_loss is not None or report.step % self._options.print_every == 0:
@@ -57,6 +76,25 @@ class Teller:
         if report.changed:
             print(f"step {report.step}: {report.changed}", flush=True)
         self._tell_checkpoint(report.checkpoint)
+        self._pace_s += (report.step_s - self._pace_s) * (PACE if self._pace_s else 1.0)
+        if last or self._heartbeat.due():
+            self._beat(report)
+
+    def _beat(self, report: StepReport) -> None:
+        """Tell the scheduler."""
+        rate = 1.0 / self._pace_s
+        self._heartbeat.say(
+            Word(
+                step=report.step,
+                total_steps=report.total_steps or 0,
+                loss=report.loss,
+                samples_per_s=rate * sum(report.shares),
+                steps_per_s=rate,
+                checkpoint_step=self._kept_step,
+                checkpoint_at_s=self._kept_at_s,
+                note=self._scaling.straggler(),
+            )
+        )
 
     def end(self, loop: Loop, stop: StopRequest, finished: bool) -> None:
         """Tell about what ended after the last step."""
@@ -65,6 +103,9 @@ class Teller:
             line = {"step": loop.progress.step, "attempt": self._identity.attempt, "time": round(time.time(), 3)}
             self._file.write(line | _checkpoint_facts(late))
         self._file.close()
+        self._writers.close()
+        if summary := self._scaling.summary():
+            print(summary, flush=True)
         if not finished and stop.received is None:
             print("another rank was asked to stop", flush=True)
         if not finished:
@@ -79,10 +120,20 @@ class Teller:
             "val_loss": None if report.val_loss is None else round(report.val_loss, 6),
             "lr": report.lr,
             "grad_norm": round(report.grad_norm, 6),
+            "loss_scale": report.loss_scale,
+            "batch": sum(report.shares),
             "samples_per_s": round(report.samples_per_s, 2),
+            "samples": report.samples,
+            "epoch": round(report.samples / self._epoch_samples, 6) if self._epoch_samples else None,
             "t_step_s": round(report.step_s, 6),
+            "t_data_s": round(report.data_s, 6),
+            "t_forward_s": round(report.forward_s, 6),
+            "t_backward_s": round(report.backward_s, 6),
+            "t_wait_s": round(report.wait_s, 6),
             "t_comm_s": round(report.comm_s, 6),
             "t_checkpoint_copy_s": round(report.checkpoint_copy_s, 6) or None,
+            "bytes": report.exchanged_bytes,
+            "ranks": _rank_facts(report.times),
             "shares": report.shares if len(report.shares) > 1 else None,
             "attempt": self._identity.attempt,
             "world": self._comm.size,
@@ -98,11 +149,26 @@ class Teller:
         if report.error:
             print(f"checkpoint of step {report.step}: {report.error}", flush=True)
             return
+        self._kept_step, self._kept_at_s = report.step, time.monotonic()
         print(
             f"checkpoint: step {report.step}, {report.kind}, {report.stored_bytes / 1e6:.2f} MB, written in "
             f"{report.write_s * 1e3:.0f} ms (training waited {report.copy_s * 1e3:.1f} ms)",
             flush=True,
         )
+        if report.note:
+            print(f"checkpoint: {report.note}", flush=True)
+
+
+def _rank_facts(times: RankTimes | None) -> dict[str, list[float]] | None:
+    """What each rank's own work and wait took, and getting data within its work."""
+    if times is None or len(times.own_s) == 1:
+        return None
+    parts = (("t_own_s", times.own_s), ("t_data_s", times.data_s), ("t_wait_s", times.wait_s))
+    return {name: [round(seconds, 6) for seconds in values] for name, values in parts}
+
+
+def _plain(options: Mapping[str, object]) -> dict[str, str]:
+    return {name: str(value) for name, value in options.items()}
 
 
 def _checkpoint_facts(report: Report | None) -> dict[str, object]:

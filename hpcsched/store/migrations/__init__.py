@@ -6,8 +6,7 @@ The number of the last one that ran is SQLite's ``user_version``.
 from __future__ import annotations
 
 from collections.abc import Callable
-
-from sqlalchemy import Connection
+from sqlite3 import Connection
 
 from hpcsched.store.migrations import (
     m0001_first,
@@ -17,6 +16,9 @@ from hpcsched.store.migrations import (
     m0005_reservations,
     m0006_resize,
     m0007_account_changes,
+    m0008_training,
+    m0009_failures,
+    m0010_lowered_limits,
 )
 
 MIGRATIONS: tuple[Callable[[Connection], None], ...] = (
@@ -27,4 +29,7 @@ MIGRATIONS: tuple[Callable[[Connection], None], ...] = (
     m0005_reservations.upgrade,
     m0006_resize.upgrade,
     m0007_account_changes.upgrade,
+    m0008_training.upgrade,
+    m0009_failures.upgrade,
+    m0010_lowered_limits.upgrade,
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sqlalchemy import Connection
+from sqlite3 import Connection
 
 STATEMENTS = (
     "CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID",
@@ -43,4 +43,4 @@ STATEMENTS = (
 def upgrade(connection: Connection) -> None:
     """Make the tables in an empty database."""
     for statement in STATEMENTS:
-        connection.exec_driver_sql(statement)
+        connection.execute(statement)

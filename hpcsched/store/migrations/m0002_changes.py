@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sqlalchemy import Connection
+from sqlite3 import Connection
 
 STATEMENTS = (
     "ALTER TABLE jobs ADD COLUMN partition_asked TEXT NOT NULL DEFAULT ''",
@@ -16,4 +16,4 @@ STATEMENTS = (
 def upgrade(connection: Connection) -> None:
     """Add the columns."""
     for statement in STATEMENTS:
-        connection.exec_driver_sql(statement)
+        connection.execute(statement)

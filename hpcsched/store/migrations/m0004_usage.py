@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from sqlalchemy import Connection
+from sqlite3 import Connection
 
 
 def upgrade(connection: Connection) -> None:
     """Make the table; what jobs used before is not charged afterwards."""
-    connection.exec_driver_sql(
+    connection.execute(
         """CREATE TABLE usage (
             account TEXT NOT NULL, user TEXT NOT NULL, qos TEXT NOT NULL, at_s REAL NOT NULL, amounts TEXT NOT NULL,
             PRIMARY KEY (account, user, qos)) WITHOUT ROWID"""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from sqlalchemy import Connection
+from sqlite3 import Connection
 
 
 def upgrade(connection: Connection) -> None:
     """Make the table."""
-    connection.exec_driver_sql(
+    connection.execute(
         """CREATE TABLE reservations (
             name TEXT PRIMARY KEY, start_s INTEGER NOT NULL, end_s INTEGER NOT NULL, nodes TEXT NOT NULL,
             users TEXT NOT NULL, accounts TEXT NOT NULL, partition TEXT NOT NULL, features TEXT NOT NULL,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sqlalchemy import Connection
+from sqlite3 import Connection
 
 COLUMNS = (
     "leaving TEXT NOT NULL DEFAULT '[]'",
@@ -16,4 +16,4 @@ COLUMNS = (
 def upgrade(connection: Connection) -> None:
     """Add the columns."""
     for column in COLUMNS:
-        connection.exec_driver_sql(f"ALTER TABLE jobs ADD COLUMN {column}")
+        connection.execute(f"ALTER TABLE jobs ADD COLUMN {column}")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from sqlalchemy import Connection
+from sqlite3 import Connection
 
 
 def upgrade(connection: Connection) -> None:
     """Add the columns."""
     for name in ("account_set", "qos_set"):
-        connection.exec_driver_sql(f"ALTER TABLE jobs ADD COLUMN {name} TEXT")
+        connection.execute(f"ALTER TABLE jobs ADD COLUMN {name} TEXT")

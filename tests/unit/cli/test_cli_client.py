@@ -24,21 +24,22 @@ def test_no_controller_says_where_it_looked_and_what_to_start(tmp_path: Path, mo
 def test_a_socket_that_others_cannot_reach_is_the_admins_to_mend(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(socket.socket, "connect", _denied, raising=False)
+    monkeypatch.setattr(client, "socket", _DeniedSocket)
     with pytest.raises(errors.UnavailableError, match=r"Permission denied\): an admin can set run_dir"):
         client.call("GET", "/v1/ping", where=tmp_path / "s")
 
 
-def _denied(sock: socket.socket, where: str) -> None:
-    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+class _DeniedSocket(socket.socket):
+    def connect(self, address: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
 
 def test_the_socket_is_found_below_the_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HPCSCHED_API", raising=False)
     monkeypatch.setenv("HPCSCHED_CONFIG", str(tmp_path))
-    assert client.socket_path() == tmp_path / "state" / "run" / "api.sock"
+    assert client.socket_path() == str(tmp_path / "state" / "run" / "api.sock")
     (tmp_path / "hpcsched.toml").write_text('[controller]\nrun_dir = "/run/elsewhere"\n')
-    assert client.socket_path() == Path("/run/elsewhere/api.sock")
+    assert client.socket_path() == "/run/elsewhere/api.sock"
 
 
 @pytest.mark.root

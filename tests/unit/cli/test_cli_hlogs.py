@@ -5,11 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fake_api import FakeApi, log_answer
+from fake_api import NOW_S, FakeApi, job, log_answer
 
 from hpcsched.cli import hlogs
 
 TEXT = b"".join(b"line %d\n" % i for i in range(100_000)) + b"no newline"
+
+
+@pytest.fixture(autouse=True)
+def a_job(api: FakeApi) -> None:
+    for reference in ("12", "last", "10_3"):
+        api.answers[f"GET /v1/job/{reference}"] = {"jobs": [job()]}
+
+
+def looks(api: FakeApi) -> list[dict[str, str]]:
+    return [given for route, given, _ in api.asked if route == "GET /v1/log"]
 
 
 def file_answer(data: bytes, *, most: int = 1000, ended: bool = True) -> Any:
@@ -29,7 +39,7 @@ def test_the_whole_output_comes_in_as_many_pieces_as_it_takes(api: FakeApi, capf
     api.answers["GET /v1/log"] = file_answer(TEXT[:25_000])
     assert hlogs.main(["12"]) == 0
     assert capfdbinary.readouterr().out == TEXT[:25_000]
-    assert len(api.asked) == 25
+    assert len(looks(api)) == 25
 
 
 @pytest.mark.parametrize(
@@ -57,7 +67,7 @@ def test_follow_goes_on_to_the_end_through_silence_and_a_restart(
     ]
     assert hlogs.main(["-f", "12"]) == 0
     assert capfdbinary.readouterr().out == b"one\ntwo\n"
-    assert [given["offset"] for _, given, _ in api.asked] == ["0", "0", "4", "4", "4"]
+    assert [given["offset"] for given in looks(api)] == ["0", "0", "4", "4", "4"]
     assert float(api.parameters("GET /v1/log")["wait_s"]) > 0
 
 
@@ -69,7 +79,7 @@ def test_a_file_that_began_anew_is_shown_from_its_beginning(api: FakeApi, capfdb
     ]
     assert hlogs.main(["-f", "12"]) == 0
     assert capfdbinary.readouterr().out == b"first try\ntwo\n"
-    assert [given["offset"] for _, given, _ in api.asked] == ["0", "10", "0"]
+    assert [given["offset"] for given in looks(api)] == ["0", "10", "0"]
 
 
 def test_standard_error_and_refusals(api: FakeApi, capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,3 +96,26 @@ def test_binary_output_passes_as_it_is(api: FakeApi, capfdbinary: Any) -> None:
     api.answers["GET /v1/log"] = file_answer(data)
     assert hlogs.main(["last"]) == 0
     assert capfdbinary.readouterr().out == data
+
+
+def test_why_ranks_failed_is_told_before_the_output_the_first_cause_first(api: FakeApi, capfdbinary: Any) -> None:
+    first = {
+        "rank": 1,
+        "ranks": 3,
+        "node": "n2",
+        "at_s": NOW_S,
+        "echo": False,
+        "text": "Traceback:\n  f\nOSError: \x1bgone\n",
+    }
+    echo = {"rank": 0, "ranks": 3, "node": "n1", "at_s": NOW_S, "echo": True, "text": ""}
+    api.answers["GET /v1/job/12"] = {"jobs": [job() | {"failures": [first, echo]}]}
+    api.answers["GET /v1/log"] = log_answer(b"output\n")
+    assert hlogs.main(["12"]) == 0
+    out, err = capfdbinary.readouterr()
+    assert out == b"output\n"
+    assert err.decode().splitlines() == [
+        "hlogs: first cause: rank 1 of 3 on n2 at 2027-01-15 08:00:00: OSError: ?gone",
+        "hlogs:     Traceback:",
+        "hlogs:       f",
+        "hlogs: noticed by: rank 0 of 3 on n1 at 2027-01-15 08:00:00: (no reason was given)",
+    ]

@@ -15,7 +15,7 @@ from waiting import wait_until
 
 from hpcsched import client
 from hpcsched.cli import hacct, hctl, hinfo, hqueue, hwhy
-from hpcsched.cli.jobfields import fold_arrays, index_ranges
+from hpcsched.listing.jobs import fold_arrays, index_ranges
 
 ME = client.my_name()
 
@@ -46,7 +46,7 @@ def test_hqueue_asks_for_the_jobs_that_are_meant(argv: list[str], asked: dict[st
 @pytest.mark.parametrize(
     ("command", "argv", "says"),
     [
-        (hqueue.main, ["--staes=all"], "did you mean --states?"),
+        (hqueue.main, ["--staes=all"], "did you mean --states or --"),
         (hqueue.main, ["-t", "XX"], "Invalid job state specified: XX"),
         (hqueue.main, ["-o", "id,nmae"], "did you mean name?"),
         (hqueue.main, ["-o", "%i %"], "cannot show column '%'"),

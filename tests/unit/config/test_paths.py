@@ -40,7 +40,7 @@ def test_a_cluster_of_its_own_keeps_all_below_its_directory() -> None:
     environ = {"HPCSCHED_CONFIG": "/x", "XDG_RUNTIME_DIR": "/run/user/0", "HOME": "/h"}
     for uid in (0, PLAIN):
         assert paths.own_config_dir(environ, uid) == Path("/x")
-        assert paths.api_socket(environ, uid) == Path("/x/state/run/api.sock")
+        assert paths.api_socket(environ, uid) == "/x/state/run/api.sock"
 
 
 @pytest.mark.parametrize(
@@ -58,11 +58,11 @@ def test_a_command_finds_the_socket_where_the_controller_puts_it(tmp_path: Path,
     tmp_path.chmod(0o755)
     (tmp_path / "hpcsched.toml").write_text(text)
     environ = {"HPCSCHED_CONFIG": str(tmp_path), "HOME": "/h"}
-    assert paths.api_socket(environ, PLAIN) == load_config(tmp_path, environ).api_socket
+    assert paths.api_socket(environ, PLAIN) == str(load_config(tmp_path, environ).api_socket)
 
 
 def test_a_plain_user_without_a_cluster_uses_the_system_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paths, "SYSTEM_CONFIG", tmp_path / "etc")
+    monkeypatch.setattr(paths, "SYSTEM_CONFIG", str(tmp_path / "etc"))
     environ = {"HOME": str(tmp_path)}
     own = tmp_path / ".config" / "hpcsched"
     assert paths.find_config_dir(environ, PLAIN) == own  # neither exists

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from world import Cluster
 
-from hpcsched.controller.tick import load_world
+from hpcsched.controller.recovery import load_world
 from hpcsched.store.backup import back_up, restore
 from hpcsched.store.engine import asks_about_strays, restored_last_id
 
@@ -32,7 +32,7 @@ class Restored:
     def start(self) -> Cluster:
         """Start a controller on what was restored, as the daemon does."""
         after = Cluster("n1", "n2", path=self._path / "h.db", up=False)
-        after.world.restored_last_id = restored_last_id(after.store._engine)
-        after.world.ask_strays = asks_about_strays(after.store._engine)
+        after.world.restored_last_id = restored_last_id(after.store.connection)
+        after.world.ask_strays = asks_about_strays(after.store.connection)
         load_world(after.world, after.store, after.now_s)
         return after

@@ -14,8 +14,8 @@ from hpcnode import protocol
 from hpcsched.api.views import why_waiting
 from hpcsched.controller import requests
 from hpcsched.controller.messages import claim_token
+from hpcsched.controller.recovery import load_world
 from hpcsched.controller.silence import GATHER_S
-from hpcsched.controller.tick import load_world
 from hpcsched.lifecycle.events import NodeLost
 from hpcsched.lifecycle.job import lease_end_s
 from hpcsched.model.ids import NodeName

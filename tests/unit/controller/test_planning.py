@@ -5,15 +5,18 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
+import pytest
 from jobs import T0
 from unit.controller.world import ROOT, Cluster
 from unit.sched.world import World, world
 
+from hpcsched.controller import planning
 from hpcsched.controller.planning import Planning, Slice
+from hpcsched.model.accounting import PreemptType, Qos
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import Hold, Job, JobState
 from hpcsched.sched.decisions import Plan, Start
-from hpcsched.sched.policy import Backfill
+from hpcsched.sched.policy import Backfill, Policy, PreemptRules
 
 
 class Clock:
@@ -219,3 +222,69 @@ def test_the_conservative_policy_keeps_what_an_earlier_plan_promised() -> None:
     urgent = cluster.submit(asker=ROOT, cpus_per_task=2, time_limit_s=100, nice=-1000)
     assert cluster.world.waits[first].expected_start_s == promised_s
     assert cluster.world.waits[urgent].expected_start_s == promised_s + 100
+
+
+@pytest.fixture
+def large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the smallest world count as large."""
+    monkeypatch.setattr(planning, "LARGE", 0)
+
+
+def victims() -> World:
+    """Return two nodes of running jobs, two jobs waiting that may take their places, and many that may not."""
+    qos = {"low": Qos(name="low"), "high": Qos(name="high", preempt=("low",))}
+    running = [f"{at}: n{at} 4c 1000s q=low" for at in (1, 2)]
+    waiting = ["10: n1 4c 50s q=high", "11: n2 4c 50s q=high", *(f"{20 + at}: 1c {60 + at}s" for at in range(20))]
+    sketch = world("2x4", running=running, waiting=waiting)
+    sketch.policy = Policy(weight_age=0, preempt=PreemptRules(type=PreemptType.QOS, qos=qos))
+    return sketch
+
+
+@pytest.mark.usefixtures("large")
+def test_a_plan_of_many_plans_is_made_in_slices_and_comes_to_the_same() -> None:
+    sketch = victims()
+    expected = sketch.full_plan()
+    assert [one.job_id for one in expected.preemptions] == [10, 11]
+    sliced = Sliced(sketch)
+    sliced.begin()
+    made, slices = sliced.finish()
+    assert made == expected
+    assert slices > 5
+
+
+@pytest.mark.usefixtures("large")
+def test_nothing_comes_in_between_a_plan_of_many_plans() -> None:
+    sliced = Sliced(victims())
+    sliced.begin()
+    sliced.go_on()
+    assert not sliced.planning.may_begin
+    sliced.finish()
+    assert sliced.planning.may_begin
+
+
+@pytest.mark.usefixtures("large")
+def test_nobody_makes_room_who_has_changed_since_the_plan_began() -> None:
+    sliced = Sliced(victims())
+    sliced.begin()
+    sliced.go_on()
+    sliced.sketch.change(1, nice=1)
+    while (done := sliced.go_on()).plan is None:
+        pass
+    assert [one.job_id for one in done.plan.preemptions] == [11]
+    assert done.stale
+    sliced.begin()
+    sliced.sketch.change_node("n2", drained=True)
+    while (done := sliced.go_on()).plan is None:
+        pass
+    assert [one.job_id for one in done.plan.preemptions] == [10]
+
+
+@pytest.mark.usefixtures("large")
+def test_a_plan_of_many_plans_that_is_forgotten_leaves_nothing_behind() -> None:
+    sliced = Sliced(victims())
+    sliced.begin()
+    sliced.go_on()
+    sliced.planning.forget()
+    assert not sliced.planning.under_way
+    sliced.begin()
+    assert [one.job_id for one in sliced.finish()[0].preemptions] == [10, 11]

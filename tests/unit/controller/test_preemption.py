@@ -13,8 +13,8 @@ from world import ANN, ROOT, Cluster
 from hpcnode import protocol
 from hpcsched.api.views import in_a_sentence, job_view, node_views, why_waiting
 from hpcsched.controller import requests, suspension
+from hpcsched.controller.recovery import load_world
 from hpcsched.controller.story import tell
-from hpcsched.controller.tick import load_world
 from hpcsched.model.accounting import PreemptMode, PreemptType, Qos
 from hpcsched.model.job import JobState
 from hpcsched.model.spec import SignalSpec

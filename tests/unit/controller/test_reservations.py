@@ -12,7 +12,7 @@ from world import ANN, BOB, ROOT, Cluster
 from hpcsched.api.identity import Asker
 from hpcsched.api.views import node_views
 from hpcsched.controller import requests, reserving, suspension
-from hpcsched.controller.tick import load_world
+from hpcsched.controller.recovery import load_world
 from hpcsched.controller.update import update
 from hpcsched.errors import HpcschedError, NotFoundError, PermissionDeniedError, RequestError, UnavailableError
 from hpcsched.model.job import JobState, Reason

@@ -11,8 +11,8 @@ from world import ANN, BOB, ROOT, Cluster
 from hpcnode import protocol
 from hpcsched.api.views import in_a_sentence, job_view, why_waiting
 from hpcsched.controller import requests, update
+from hpcsched.controller.recovery import load_world
 from hpcsched.controller.story import tell
-from hpcsched.controller.tick import load_world
 from hpcsched.model.ids import NodeName
 from hpcsched.model.job import JobState
 

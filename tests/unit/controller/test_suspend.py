@@ -10,7 +10,7 @@ from world import ANN, ROOT, Cluster
 from hpcnode import protocol
 from hpcsched.api.views import elapsed_s
 from hpcsched.controller import requests, suspension
-from hpcsched.controller.tick import load_world
+from hpcsched.controller.recovery import load_world
 from hpcsched.model.ids import NodeName
 from hpcsched.model.job import JobState
 

@@ -13,7 +13,7 @@ from world import ANN, BOB, ROOT, Cluster
 from hpcnode import protocol
 from hpcsched.api.views import how_it_ended
 from hpcsched.controller import requests
-from hpcsched.controller.tick import load_world
+from hpcsched.controller.recovery import load_world
 from hpcsched.errors import NotFoundError, PermissionDeniedError, RequestError, UnavailableError
 from hpcsched.model.ids import NodeName
 from hpcsched.model.job import Hold, JobState, Reason

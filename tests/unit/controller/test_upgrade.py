@@ -11,7 +11,7 @@ from jobs import T0
 from world import BOB, Cluster
 
 from hpcnode import protocol
-from hpcsched.controller.tick import load_world
+from hpcsched.controller.recovery import load_world
 from hpcsched.model.job import JobState, Reason
 from hpcsched.store.engine import open_database
 from hpcsched.store.migrations import MIGRATIONS

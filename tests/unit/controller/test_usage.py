@@ -13,7 +13,7 @@ from hpcsched.api.views import job_view
 from hpcsched.controller import amnesty, suspension
 from hpcsched.controller.accountviews import priority_views
 from hpcsched.controller.books import Books, charged, used_now
-from hpcsched.controller.tick import load_world
+from hpcsched.controller.recovery import load_world
 from hpcsched.errors import PermissionDeniedError, RequestError, UnavailableError
 from hpcsched.model.accounting import Account, Accounting, Limits, Qos
 from hpcsched.model.ids import JobId

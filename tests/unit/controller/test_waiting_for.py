@@ -9,8 +9,11 @@ import pytest
 from jobs import partition
 from world import ANN, ROOT, Cluster
 
+from hpcnode import protocol
 from hpcsched.controller.outlook import first_waiting
-from hpcsched.controller.tick import load_world
+from hpcsched.controller.recovery import load_world
+from hpcsched.controller.requests import hold, release
+from hpcsched.controller.story import tell
 from hpcsched.controller.update import update
 from hpcsched.errors import RequestError
 from hpcsched.model.ids import JobId
@@ -250,3 +253,81 @@ def test_of_two_partitions_only_those_count_that_can_run_the_job_at_all() -> Non
         cluster.submit(partition="a,b", nodes_min=3)
     with pytest.raises(RequestError, match="cannot submit to partition 'c': invalid partition name specified"):
         cluster.submit(partition="a,c")
+
+
+def lowered(cluster: Cluster) -> JobId:
+    """Return a job of an hour that has started with half of it, so that it makes its deadline; it may run again."""
+    deadline_s = int(cluster.now_s) + 1800
+    job_id = cluster.submit(time_limit_s=3600, time_min_s=600, deadline_at_s=deadline_s, requeue=True)
+    cluster.run(job_id)
+    return JobId(job_id)
+
+
+def test_a_lowered_limit_is_the_jobs_limit_and_the_nodes() -> None:
+    cluster = Cluster("n1")
+    job = cluster.job(lowered(cluster))
+    assert (job.time_limit_s, job.asked_limit_s) == (1800, 3600)
+    ((_, launch),) = cluster.sent(protocol.Launch)
+    assert launch.limit_s == 1800.0
+    told = [item["text"] for item in tell(job, cluster.store.load_events(job.id))]
+    assert any("its time limit lowered to 30:00" in text for text in told)
+
+
+def test_a_lowered_limit_is_as_it_was_when_the_job_is_queued_again() -> None:
+    cluster = Cluster("n1")
+    job_id = lowered(cluster)
+    cluster.welcome("n1", boot_id="boot-2")
+    job = cluster.job(job_id)
+    assert (job.attempt, job.time_limit_s, job.asked_limit_s) == (1, 3600, None)
+    assert cluster.replayed(job_id).time_limit_s == 3600
+
+
+def test_a_least_time_is_changed_while_the_job_waits_and_never_above_its_limit() -> None:
+    cluster = Cluster("n1")
+    cluster.submit(cpus_per_task=2)
+    job_id = cluster.submit(time_limit_s=3600)
+    assert change(cluster, str(job_id), time_min="30").time_min_s == 1800
+    with pytest.raises(RequestError, match="cannot lower the time limit of 10:00 to --time-min=30:00"):
+        change(cluster, str(job_id), time_limit="10")
+    assert change(cluster, str(job_id), time_min="none", time_limit="10").time_min_s is None
+    with pytest.raises(RequestError, match="cannot lower the time limit of 10:00"):
+        change(cluster, str(job_id), time_min="11")
+
+
+def test_a_least_time_above_the_partitions_default_is_refused() -> None:
+    cluster = Cluster("n1")
+    cluster.world.partitions = {"main": partition("n1", default_time_s=600)}
+    with pytest.raises(RequestError, match="cannot lower the time limit of 10:00"):
+        cluster.submit(time_min_s=601)
+
+
+def test_the_age_of_a_held_job_stands_still() -> None:
+    cluster = Cluster("n1")
+    cluster.submit(cpus_per_task=2)
+    job_id = cluster.submit()
+    cluster.tick(100.0)
+    cluster.ask(lambda tx: hold(tx, ANN, [str(job_id)]))
+    assert cluster.job(job_id).accrued_from_s is None
+    cluster.tick(1000.0)
+    cluster.ask(lambda tx: release(tx, ANN, [str(job_id)]))
+    cluster.tick(10.0)
+    job = cluster.job(job_id)
+    assert job.accrued_from_s is not None
+    assert cluster.now_s - job.accrued_from_s == pytest.approx(110.0, abs=2.0)
+    change(cluster, str(job_id), begin="now+1hour")
+    cluster.tick(1800.0)
+    assert cluster.job(job_id).accrued_from_s is None
+    assert cluster.job(job_id).aged_s == pytest.approx(110.0, abs=2.0)
+
+
+def test_numbers_that_are_no_nice_priority_or_site_factor_are_refused() -> None:
+    cluster = Cluster("n1")
+    cluster.submit(cpus_per_task=2)
+    job_id = cluster.submit()
+    for name in ("nice", "priority", "site_factor"):
+        with pytest.raises(RequestError, match="it must be"):
+            cluster.ask(lambda tx, name=name: update_as_root(tx, job_id, **{name: str(2**63)}))
+    with pytest.raises(RequestError, match="set a site factor"):
+        change(cluster, str(job_id), site_factor="5")
+    cluster.ask(lambda tx: update_as_root(tx, job_id, site_factor="-5"))
+    assert cluster.job(job_id).site == -5

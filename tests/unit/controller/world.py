@@ -33,6 +33,7 @@ class FakePorts:
     def __init__(self) -> None:
         self.sent: list[tuple[str, Any]] = []
         self.wakes: list[float] = []
+        self.boot = ("", 0.0)
         self._nonces = itertools.count(1)
 
     def send(self, node: NodeName, message: Any, blob: bytes = b"") -> None:
@@ -46,6 +47,9 @@ class FakePorts:
 
     def monotonic_s(self) -> float:
         return 0.0
+
+    def boot_clock(self) -> tuple[str, float]:
+        return self.boot
 
 
 class Cluster:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,10 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcnode import environment, files, local, place, probe, protocol, speed, streams
+from hpcnode import agentcommand, environment, files, local, place, probe, protocol, speed, streams
 from hpcnode.tokens import read_token
 from hpcnode.user import Account
 from hpcsched.errors import ProtocolError
+from hpcsched.launch.bundle import build_bundle
 from hpcsched.model.ids import Token
 
 NONCE = "0123456789abcdef" * 2
@@ -275,6 +279,36 @@ def test_bundles_that_nothing_runs_from_are_deleted_when_they_are_old(tmp_path: 
     }  # fmt: skip
 
 
+def test_step_commands_run_from_compiled_modules_beside_the_bundle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle = tmp_path / "hpcnode-abcd.pyz"
+    bundle.write_bytes(build_bundle().data)
+    monkeypatch.setattr(place, "program", lambda: str(bundle))
+    folder = place.unpack(str(tmp_path))
+    assert place.unpack(str(tmp_path)) == folder
+    assert {path.stem.partition(".")[0] for path in Path(folder).glob("__pycache__/*.pyc")} == {
+        path.stem for path in Path(folder).glob("*.py")
+    }
+    place.write_shims(str(tmp_path), folder)
+    (Path(folder) / "hrun.py").write_text("not Python")  # the compiled one runs, and nobody looks here
+    done = subprocess.run(
+        [tmp_path / "bin" / "hrun", "--version"], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.startswith("hpcsched")
+
+
+def test_modules_of_other_versions_are_deleted_when_nothing_runs_from_them(tmp_path: Path) -> None:
+    for name in ("steps-aa-cpython-39", "steps-bb-cpython-311", "steps-cc-cpython-311.77", "spool"):
+        (tmp_path / name / "hpcnode").mkdir(parents=True)
+        os.utime(tmp_path / name, (1000.0, 1000.0))
+    running = os.fsencode(tmp_path / "steps-bb-cpython-311" / "hpcnode")
+    gone = ["steps-aa-cpython-39", "steps-cc-cpython-311.77"]
+    assert place.delete_old_steps(str(tmp_path), running.__eq__, now_s=1500.0) == []
+    assert place.delete_old_steps(str(tmp_path), running.__eq__, now_s=2000.0) == gone
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["spool", "steps-bb-cpython-311"]
+
+
 def test_the_list_of_mig_devices() -> None:
     text = """GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-5d5ba0d6-d33d-2b2c-524d-9e3d8d2b8a77)
   MIG 1g.10gb     Device  0: (UUID: MIG-c6d4f1ef-42e4-5de3-91c7-45d71c87eb3f)
@@ -308,3 +342,66 @@ def test_the_link_of_the_default_route(tmp_path: Path) -> None:
 def test_a_speed_is_measured_when_asked_for(tmp_path: Path) -> None:
     assert speed.cpu_speed(rounds=1, round_bytes=1 << 20) > 0
     assert "speed" not in probe.facts(str(tmp_path), {}, (), thorough=False)
+
+
+def test_messages_are_values_that_nobody_changes() -> None:
+    address = protocol.Address("n1", 3)
+    assert address == protocol.Address(node="n1", stream=3)
+    assert hash(address) == hash(protocol.Address("n1", 3))
+    assert address != protocol.Address("n1", 4)
+    assert protocol.Go("t") != protocol.JobGone("t", 1, 0)
+    assert repr(address) == "Address(node='n1', stream=3)"
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        address.stream = 4  # type: ignore[misc]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        address.strem = 4  # type: ignore[attr-defined]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        del address.stream
+    assert dataclasses.replace(address, stream=5) == protocol.Address("n1", 5)
+
+
+def test_only_fields_of_a_message_are_read() -> None:
+    with pytest.raises(protocol.WireError, match="unknown field"):
+        protocol.from_json({"type": "Go", "token": "t", "__dict__": {}})
+    with pytest.raises(protocol.WireError, match="token is int, not str"):
+        protocol.from_json({"type": "Go", "token": 1})
+
+
+def test_an_agent_has_little_in_memory_that_each_fork_would_copy() -> None:
+    package = Path(place.__file__).parents[1]
+    code = "import sys; sys.path.insert(0, sys.argv[1]); import hpcnode.agentcommand; print(*sorted(sys.modules), sep='\\n')"
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", code, str(package)], capture_output=True, text=True, check=True
+    )
+    heavy = {"argparse", "bz2", "hashlib", "hmac", "lzma", "shutil", "subprocess", "threading", "traceback"}
+    assert "hpcnode.shepherd" in done.stdout.split()
+    assert heavy.isdisjoint(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--root", "/x", "--cluster", "c"], "missing: --node"),
+        (["--root", "/x", "--cluster", "c", "--node"], "unknown option or no value: --node"),
+        (["--root", "/x", "--cluster", "c", "--node", "n1", "--idle", "3"], "unknown option or no value: --idle"),
+        (["--root", "/x", "--cluster", "c", "--node", "n1", "--idle-s", "soon"], "soon"),
+    ],
+)
+def test_an_agent_refuses_words_that_it_does_not_know(
+    words: list[str], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert agentcommand.main(words) == 2
+    assert why in capsys.readouterr().err
+
+
+def test_a_tree_is_removed_whole_and_what_it_points_to_stays(tmp_path: Path) -> None:
+    (tmp_path / "ours" / "a" / "b").mkdir(parents=True)
+    (tmp_path / "ours" / "a" / "hosts").write_text("n1\n")
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "kept").touch()
+    (tmp_path / "ours" / "way").symlink_to(tmp_path / "theirs")
+    place.remove_tree(str(tmp_path / "ours" / "a"))
+    assert not (tmp_path / "ours" / "a").exists()
+    place.remove_tree(str(tmp_path / "ours"))
+    place.remove_tree(str(tmp_path / "ours"))
+    assert (tmp_path / "theirs" / "kept").exists()

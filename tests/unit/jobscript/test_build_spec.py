@@ -81,6 +81,14 @@ def test_more_nodes_than_tasks_become_as_many_as_tasks() -> None:
     assert found.notes == ("2 tasks cannot run on 3 nodes: the job asks for 2",)
 
 
+def test_a_least_time_is_no_more_than_the_limit() -> None:
+    assert spec("--time=60 --time-min=0:30:00").time_min_s == 1800
+    with pytest.raises(
+        RequestError, match="cannot lower the time limit of 1:00:00 to --time-min=1:01:00: that is more"
+    ):
+        build("--time=60 --time-min=61")
+
+
 def test_what_has_no_effect_is_accepted_and_said() -> None:
     found = build("--wckey=x --hint=nomultithread -M all --propagate")
     assert found.spec == spec("")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,7 +31,7 @@ from hpcsched.lifecycle.events import (
 )
 from hpcsched.lifecycle.job import TABLE, apply, can, submitted_jobs
 from hpcsched.model.ids import JobId, NodeName
-from hpcsched.model.job import ACTIVE, FINAL, ExitStatus, Hold, Job, JobState
+from hpcsched.model.job import ACTIVE, FINAL, ExitStatus, Hold, Job, JobState, Reason
 from hpcsched.model.spec import ArraySpec
 
 ONE = JobId(1)
@@ -98,6 +100,18 @@ def test_a_lost_node_sends_the_job_back_to_the_queue_only_when_no_node_has_anyth
     again = apply(ending, NodeCleared(job_id=ONE, at_s=T0 + 6, node=N1))
     assert (again.state, again.attempt, again.restarts, again.not_before_s) == (JobState.PENDING, 1, 1, T0 + 15)
     assert (again.token, again.exit) == ("", None)
+
+
+def test_an_elastic_job_goes_on_without_a_lost_node_as_long_as_enough_are_left() -> None:
+    job = after(allocated("n1", "n2"), STARTED)
+    lost = NodeLost(job_id=ONE, at_s=T0 + 50, node=N2, why="rebooted", requeue=True)
+    elastic = replace(job, spec=replace(job.spec, elastic=True, nodes_min=1))
+    left = apply(elastic, lost)
+    assert (left.state, left.held_nodes, left.left_nodes) == (JobState.RUNNING, (N1,), (N2,))
+    assert left.generation == job.generation + 1, "its processes hear of it"
+    assert left.charged_cpu_s == 50.0
+    assert apply(elastic, replace(lost, node=N1)).state is JobState.COMPLETING, "its script ran there"
+    assert apply(replace(elastic, spec=replace(elastic.spec, nodes_min=2)), lost).state is JobState.COMPLETING
 
 
 def test_a_script_that_fails_beside_a_lost_node_is_not_to_blame() -> None:
@@ -204,6 +218,43 @@ def test_a_job_ends_when_its_script_did_however_late_we_hear_of_it() -> None:
     assert (done.started_at_s, done.ended_at_s) == (T0 + 1, T0 + 4)
     unheard = after(allocated("n1"), late)  # nor of its start
     assert (unheard.started_at_s, unheard.ended_at_s) == (T0 + 3597, T0 + 3600)
+
+
+def test_nobody_is_charged_for_the_time_between_a_jobs_end_and_our_hearing_of_it() -> None:
+    late = Exited(job_id=ONE, at_s=T0 + 3600, node=N1, exit=ExitStatus(code=0), ran_s=3.0, ago_s=600.0)
+    done = after(allocated("n1"), STARTED, late)
+    held_s = (T0 + 3000) - (done.allocated_at_s or 0.0)
+    assert (done.ended_at_s, done.charged_cpu_s) == (T0 + 3000, pytest.approx(held_s * done.shares[0].cpus))
+    unheard = after(allocated("n1"), late)
+    assert (unheard.started_at_s, unheard.ended_at_s) == (T0 + 2997, T0 + 3000)
+
+
+def test_the_other_nodes_of_a_job_are_charged_until_its_end_and_from_the_hearing_of_it() -> None:
+    late = Exited(job_id=ONE, at_s=T0 + 3600, node=N1, exit=ExitStatus(code=0), ran_s=3.0, ago_s=600.0)
+    done = after(allocated("n1", "n2"), STARTED, late, NodeCleared(job_id=ONE, at_s=T0 + 3602, node=NodeName("n2")))
+    held_s = (T0 + 3000) - (done.allocated_at_s or 0.0)
+    first, second = done.shares
+    assert done.charged_cpu_s == pytest.approx(held_s * first.cpus + (held_s + 2) * second.cpus)
+
+
+@pytest.mark.parametrize(("code", "outcome"), [(0, JobState.COMPLETED), (3, JobState.FAILED)])
+def test_a_job_of_a_silent_node_that_had_ended_in_time_did_not_time_out(code: int, outcome: JobState) -> None:
+    ended = EndRequested(job_id=ONE, at_s=T0 + 100, outcome=JobState.TIMEOUT, by_uid=None, why="its time limit")
+    limit = Changed(job_id=ONE, at_s=T0, by_uid=7, time_limit_s=60)
+
+    def late(ran_s: float) -> Exited:
+        return Exited(job_id=ONE, at_s=T0 + 500, node=N1, exit=ExitStatus(code=code), ran_s=ran_s, ago_s=450.0)
+
+    done = after(limit, allocated("n1"), STARTED, ended, late(40.0))
+    assert (done.state, done.reason_detail) == (outcome, "")
+    over = after(limit, allocated("n1"), STARTED, ended, late(61.0))
+    assert (over.state, over.reason) == (JobState.TIMEOUT, Reason.TIME_LIMIT)
+
+
+@pytest.mark.parametrize("ago_s", [-100.0, 1e9])
+def test_an_end_is_never_before_the_start_or_in_the_future(ago_s: float) -> None:
+    done = after(allocated("n1"), STARTED, exited(ran_s=3.0, ago_s=ago_s))
+    assert T0 + 1 <= (done.ended_at_s or 0) <= T0 + 9
 
 
 @pytest.mark.parametrize("ran_s", [-100.0, 1e9])

@@ -7,6 +7,7 @@ from datetime import datetime
 import pytest
 
 from hpcsched.errors import RequestError
+from hpcsched.model.dates import parse_when
 from hpcsched.model.spec import SignalSpec
 from hpcsched.model.units import (
     UNLIMITED_S,
@@ -16,7 +17,6 @@ from hpcsched.model.units import (
     parse_signal,
     parse_signal_spec,
     parse_time_s,
-    parse_when,
     signal_name,
 )
 

@@ -43,6 +43,22 @@ def test_age_counts_from_when_only_resources_were_missing_and_is_capped() -> Non
     assert broken_down(since_s=9 * DAY_S).age == 0  # a clock that was set back makes nobody negative
 
 
+def test_a_site_factor_of_the_jobs_own_is_added() -> None:
+    assert broken_down(site=-70).site == 10_000 - 70
+    assert broken_down(site=-70).total == broken_down().total - 70
+
+
+def test_age_counts_from_the_submission_if_the_site_wants_that() -> None:
+    policy = replace(POLICY, accrue_always=True)
+    assert broken_down(policy, since_s=None, submitted_at_s=2.5 * DAY_S).age == 100
+
+
+def test_size_may_be_the_cpus_for_each_minute_of_the_limit() -> None:
+    policy = replace(POLICY, weight_size=80_000, small_relative_to_time=True, default_time_limit_s=120)
+    assert broken_down(policy).size == 5_000  # one cpu of eight, for the two minutes that a job without limit is given
+    assert broken_down(replace(policy, favor_small=True)).size == 75_000
+
+
 def test_small_jobs_may_be_favoured_instead() -> None:
     assert broken_down(replace(POLICY, favor_small=True)).size == 34
     assert broken_down(replace(POLICY, weight_size=16, favor_small=True)).size == 11
@@ -77,7 +93,16 @@ def test_the_total_stays_within_slurms_range() -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"nice": 7}, {"priority_set": 3}, {"since_s": None}, {"since_s": 5.0}, {"nice": 10**12}, {"nice": -(10**12)}],
+    [
+        {},
+        {"nice": 7},
+        {"priority_set": 3},
+        {"since_s": None},
+        {"since_s": 5.0},
+        {"nice": 10**12},
+        {"nice": -(10**12)},
+        {"site": 9},
+    ],
 )
 def test_the_quick_way_agrees_with_the_breakdown(changes: dict[str, object]) -> None:
     snapshot = world("2x4", waiting=["1: 2 nodes 2c"]).snapshot()

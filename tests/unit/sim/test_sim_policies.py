@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
+from unit.sim.brute import brute_starts
 from unit.sim.traces import PROCS, SMALL, job, traces
 
 from hpcsched.errors import RequestError
@@ -88,6 +89,29 @@ def test_nothing_that_begins_before_a_job_is_old_keeps_it_waiting_after() -> Non
     assert guarded(jobs, wide) == [0, 30, 40, 3]
 
 
+def test_of_the_old_the_wide_one_counts_as_having_waited_longer() -> None:
+    # Both are old at 30. Job 3 needs all, which counts as 10 s more; job 2 half, which counts as 5 s more.
+    jobs = [job(1, 0, 30, 10), job(2, 1, 30, 5), job(3, 2, 10, 10)]
+    guard = Guard(part=0.1, old_s=100, wide_bonus=1, learning_s=0)
+    assert guarded(jobs, guard) == [0, 40, 30]
+    assert guarded(jobs, replace(guard, wide_bonus=0)) == [0, 30, 60]
+
+
+def test_a_wide_one_is_old_before_a_narrow_one_that_came_with_it() -> None:
+    # At 8 job 2 is old for its size, having come at 1, and job 3, which is shorter, is not.
+    jobs = [job(1, 0, 8, 10, 8, 1), job(2, 1, 50, 10, 50, 2), job(3, 1, 10, 5, 10, 3)]
+    guard = Guard(part=0.1, old_s=100, wide_bonus=0.5, first=0, wide=2, learning_s=0)
+    assert guarded(jobs, guard) == [0, 8, 58]
+    assert guarded(jobs, replace(guard, wide_bonus=0)) == [0, 18, 8]
+
+
+def test_long_jobs_are_not_overtaken_for_their_length_once_somebody_has_waited_long() -> None:
+    jobs = [job(1, 0, 100, 10, 100, 1), job(2, 10, 50, 8, 1000, 2), job(3, 20, 50, 8, 100, 3)]
+    guard = Guard(part=0.9, old_s=10_000, first=0, wide=2, learning_s=0, long_least_s=10, long_per_calm=1)
+    assert guarded(jobs, guard) == [0, 150, 100]
+    assert guarded(jobs, replace(guard, calm_part=0.009)) == [0, 100, 150]  # 90 s are waited for, so none are left
+
+
 def test_a_job_that_takes_no_time_is_not_passed_for_ever() -> None:
     # It needs all; the others take turns on half of the machine each, and their limits are up together at no time.
     jobs = [job(1, 0, 10, 5), job(2, 1, 0, 10)] + [job(3 + at, 2 + 5 * at, 10, 5) for at in range(20)]
@@ -101,6 +125,13 @@ def test_the_quick_way_decides_as_the_planner_does(jobs: list[TraceJob]) -> None
     trace = Trace(name="t", jobs=tuple(jobs), procs=PROCS)
     for policy in ("fcfs", "easy", "easy-sjbf", "slurm-like"):
         assert starts(policy, jobs) == list(simulate(trace, policy, engine=PLAN).starts_s), policy
+
+
+@given(traces(most=40, asks=(0, 0.5)))
+@settings(max_examples=300, deadline=None)
+def test_the_definition_taken_at_its_word_decides_alike(jobs: list[TraceJob]) -> None:
+    for policy in ("fcfs", "easy", "easy-sjbf"):
+        assert starts(policy, jobs) == brute_starts(jobs, PROCS, policy), policy
 
 
 class Promised(PlannedLine):

@@ -72,6 +72,24 @@ def test_jobs_come_in_the_order_of_submission_and_else_of_the_file() -> None:
     assert [job.id for job in trace.jobs] == [2, 4, 1, 3]
 
 
+def test_the_parts_of_a_job_that_was_swapped_out_are_not_jobs_of_their_own() -> None:
+    whole, part = {"f1": 7, "f4": 90, "f8": 2}, {"f1": 7, "f2": -1, "f8": 2}
+    lines = [
+        line(f2=5, **whole, f11=1),
+        line(f4=40, **part, f11=2),
+        line(f4=50, **part, f11=3),
+        line(f1=8, f2=6, f4=1, f8=1, f11=3),  # of which there is no other line
+    ]
+    trace = trace_of(lines, "t")
+    assert [(job.id, job.run_s) for job in trace.jobs] == [(7, 90), (8, 1)]
+    assert trace.parts == 2
+
+
+def test_one_number_may_be_that_of_several_jobs() -> None:
+    trace = trace_of([line(f1=1, f2=at, f4=1, f8=1, f11=status) for at, status in ((0, 1), (1, 0), (2, 5))], "t")
+    assert [job.submit_s for job in trace.jobs] == [0, 1, 2]
+
+
 @pytest.mark.parametrize(
     ("broken", "why"),
     [

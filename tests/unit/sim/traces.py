@@ -25,13 +25,13 @@ def job(number: int, submit_s: float, run_s: float, procs: int, asked_s: float =
 
 
 @st.composite
-def traces(draw: st.DrawFn, most: int = 25) -> list[TraceJob]:
+def traces(draw: st.DrawFn, most: int = 25, asks: tuple[float, ...] = ()) -> list[TraceJob]:
     """Draw jobs of a pool of PROCS processors, many at the same second and with equal requests."""
     at_s = 0
     jobs = []
     for number in range(draw(st.integers(1, most))):
         at_s += draw(st.sampled_from([0, 0, 1, 3, 10]))
-        asked_s = draw(st.sampled_from([1, 5, 10, 20, 60]))
-        run_s = draw(st.integers(0, asked_s))
+        asked_s = draw(st.sampled_from([*asks, 1, 5, 10, 20, 60]))
+        run_s = draw(st.integers(0, int(asked_s)))
         jobs.append(job(number, at_s, run_s, draw(st.integers(1, PROCS)), asked_s, draw(st.integers(-1, 2))))
     return jobs

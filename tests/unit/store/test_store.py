@@ -9,21 +9,23 @@ from pathlib import Path
 
 import pytest
 from jobs import T0, job, node, share, spec
-from sqlalchemy import Engine
 
 from hpcsched.errors import ConfigError, UnavailableError
 from hpcsched.lifecycle.events import Allocated, Started, Submitted
 from hpcsched.lifecycle.job import apply, submitted_jobs
 from hpcsched.model.ids import JobId
-from hpcsched.model.job import ExitStatus, Job, JobState
+from hpcsched.model.job import ExitStatus, Hold, Job, JobState
 from hpcsched.model.spec import ArraySpec, Dependency, DependencyKind
+from hpcsched.model.training import Failure
+from hpcsched.store import columns, schema
 from hpcsched.store.engine import create_database, incarnation, open_database, raise_epoch
 from hpcsched.store.rows import StepRow
+from hpcsched.store.statements import name_of
 from hpcsched.store.store import Batch, HistoryQuery, Store
 
 
 @pytest.fixture
-def engine(tmp_path: Path) -> Engine:
+def database(tmp_path: Path) -> sqlite3.Connection:
     return open_database(tmp_path / "h.db", make=True)
 
 
@@ -31,8 +33,8 @@ def batch_of(*jobs: Job) -> Batch:
     return Batch(specs={one.spec_id: one.spec for one in jobs}, jobs={one.id: one for one in jobs})
 
 
-def test_a_job_comes_back_as_it_was(engine: Engine) -> None:
-    store = Store(engine)
+def test_a_job_comes_back_as_it_was(database: sqlite3.Connection) -> None:
+    store = Store(database)
     dependency = (Dependency(kind=DependencyKind.AFTER_OK, job_ids=(1, 2)),)
     whole = job(
         7,
@@ -48,8 +50,126 @@ def test_a_job_comes_back_as_it_was(engine: Engine) -> None:
     assert store.last_ids() == (7, 7)
 
 
-def test_only_recent_ends_are_loaded_and_the_history_has_them_all(engine: Engine) -> None:
-    store = Store(engine)
+def test_jobs_as_submitted_and_others_come_back_in_their_order(database: sqlite3.Connection) -> None:
+    store = Store(database)
+    jobs = [
+        job(1, hold=Hold.ADMIN, nice=7, priority_set=3, time_limit_s=60, not_before_s=T0 + 5, eligible_at_s=T0),
+        job(2, attempt=1, restarts=1),
+        job(3, reason_detail="was requeued"),
+        job(4, array_job_id=JobId(4), array_task_id=0, partition="a,b"),
+        job(5, qos_set=""),
+        job(6, state=JobState.COMPLETED, ended_at_s=T0 + 1),
+        job(7),
+    ]
+    store.commit(batch_of(*jobs))
+    assert store.load_jobs(ended_after_s=T0) == jobs
+    assert store.load_jobs(ended_after_s=T0 + 2) == [one for one in jobs if one.id != 6]
+
+
+def test_a_start_reads_nothing_of_the_history(database: sqlite3.Connection) -> None:
+    store = Store(database)
+    store.commit(batch_of(job(1)))
+    asked: list[str] = []
+    database.set_trace_callback(asked.append)
+    store.load_jobs(ended_after_s=T0)
+    store.past_runs([JobState.COMPLETED], 10)
+    database.set_trace_callback(None)
+    plans = [row[3] for query in asked for row in database.execute("EXPLAIN QUERY PLAN " + query)]
+    assert [plan for plan in plans if plan.startswith("SCAN jobs") or "SCAN specs" in plan or "ORDER BY" in plan] == []
+    assert len(asked) == 4
+
+
+def test_the_columns_are_those_of_the_database(database: sqlite3.Connection) -> None:
+    names = {name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    rows = {name_of(table): table._fields for table in vars(columns).values() if hasattr(table, "_fields")}
+    assert set(rows) == set(schema.metadata.tables) == names
+    for name, table in schema.metadata.tables.items():
+        assert rows[name] == tuple(table.columns.keys()), name
+        found = {row[1]: row[2:] for row in database.execute(f"PRAGMA table_info({name})")}
+        assert set(found) == set(rows[name]), name
+        for column in table.columns:
+            kind, not_null, _, key = found[column.name]
+            said = ({"FLOAT": "REAL"}.get(str(column.type), str(column.type)), column.primary_key)
+            assert said == (kind, key > 0), (name, column.name)
+            assert column.primary_key or column.nullable is not bool(not_null), (name, column.name)
+
+
+def test_what_is_written_seldom_is_undone_with_its_batch(database: sqlite3.Connection) -> None:
+    store = Store(database)
+    store.commit(Batch(adopted=["a"]))  # a second time is no error: it is there
+    with pytest.raises(UnavailableError, match="cannot write the database: .*nothing of the request was kept"):
+        store.commit(Batch(adopted=["b", "a"], failures=[failure(1), failure(1, node=None)]))
+    assert not database.in_transaction
+    assert (store.adopted(), store.load_failures(1, 0)) == ({"a"}, [])
+    store.commit(Batch(adopted=["a", "c"], failures=[failure(1), failure(1, text="another"), failure(0, echo=True)]))
+    assert (store.adopted(), store.load_failures(1, 0)) == ({"a", "c"}, [failure(1), failure(0, echo=True)])
+
+
+def failure(rank: int, node: str | None = "n1", text: str = "why", *, echo: bool = False) -> Failure:
+    return Failure(job_id=1, attempt=0, rank=rank, ranks=2, node=node, at_s=T0, echo=echo, text=text)  # type: ignore[arg-type]
+
+
+def test_a_reading_that_fails_says_so(database: sqlite3.Connection) -> None:
+    store = Store(database)
+    database.execute("DROP TABLE events")
+    with pytest.raises(UnavailableError, match="cannot read the database: no such table: events"):
+        store.load_events(1)
+
+
+def test_the_history_is_searched_by_all_that_hacct_names(database: sqlite3.Connection) -> None:
+    store = Store(database)
+    jobs = [
+        job(1, spec=spec(name="a"), user="ann"),
+        job(2, spec=spec(name="b"), user="bob", state=JobState.FAILED, ended_at_s=T0 + 9),
+        job(3, spec=spec(name="a"), user="bob", array_job_id=JobId(3), array_task_id=0),
+        job(4, spec=spec(name="a"), user="bob", array_job_id=JobId(3), array_task_id=1, submitted_at_s=T0 + 60),
+    ]
+    store.commit(batch_of(*jobs))
+    found = {
+        HistoryQuery(): [1, 2, 3, 4],
+        HistoryQuery(limit=2): [3, 4],
+        HistoryQuery(job_ids=(3, 2)): [2, 3, 4],
+        HistoryQuery(users=("bob", "eve")): [2, 3, 4],
+        HistoryQuery(states=("FAILED",)): [2],
+        HistoryQuery(names=("a",), users=("bob",)): [3, 4],
+        HistoryQuery(start_s=T0 + 10): [1, 3, 4],
+        HistoryQuery(end_s=T0 + 59): [1, 2, 3],
+    }
+    assert {query: [one.id for one in store.history(query)] for query in found} == found
+
+
+def test_a_start_and_its_ticks_do_not_import_sqlalchemy() -> None:
+    code = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parents[2])!r})
+from jobs import job
+import hpcsched.controller.daemon
+from hpcsched.store.engine import open_database, raise_epoch
+from hpcsched.store.store import Batch, Store
+store = Store(open_database(None))
+raise_epoch(store.connection)
+for read in (store.last_ids, store.adopted, store.load_nodes, store.load_usage, store.load_reservations):
+    read()
+store.load_training([1]), store.past_runs([], 1), store.request_jobs(1, "a")
+store.commit(Batch(specs={{1: job(1).spec}}, jobs={{1: job(1)}}, requests=[(1, "a", [1], 0.0)]))
+assert store.load_jobs(0.0) == [job(1)]
+assert "sqlalchemy" not in sys.modules
+store.load_events(1)
+assert "sqlalchemy" in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], timeout=60, check=True)
+
+
+def test_more_steps_and_jobs_are_found_than_a_statement_has_places_for(database: sqlite3.Connection) -> None:
+    store = Store(database)
+    store.commit(batch_of(job(1), job(2)))
+    many = tuple(range(1, 300_000))
+    assert [one.id for one in store.history(HistoryQuery(job_ids=many))] == [1, 2]
+    assert store.load_steps(many) == []
+
+
+def test_only_recent_ends_are_loaded_and_the_history_has_them_all(database: sqlite3.Connection) -> None:
+    store = Store(database)
     old = job(1, state=JobState.COMPLETED, ended_at_s=T0 - 100)
     new = job(2, state=JobState.FAILED, ended_at_s=T0 + 100)
     store.commit(batch_of(old, new, job(3)))
@@ -60,8 +180,8 @@ def test_only_recent_ends_are_loaded_and_the_history_has_them_all(engine: Engine
     assert [one.id for one in store.history(HistoryQuery(start_s=T0))] == [2, 3]
 
 
-def test_replaying_a_task_s_events_gives_its_row(engine: Engine) -> None:
-    store = Store(engine)
+def test_replaying_a_task_s_events_gives_its_row(database: sqlite3.Connection) -> None:
+    store = Store(database)
     array = spec(array=ArraySpec(indices=(3, 4)))
     submitted = Submitted(job_id=JobId(1), at_s=T0, spec_id=1, uid=5, user="ann", partition="main", time_limit_s=60)
     tasks = submitted_jobs(submitted, array)
@@ -79,8 +199,10 @@ def test_replaying_a_task_s_events_gives_its_row(engine: Engine) -> None:
     assert replayed == second == store.history(HistoryQuery(job_ids=(2,)))[0]
 
 
-def test_a_new_array_comes_back_as_its_tasks_and_with_what_happened_to_them_at_once(engine: Engine) -> None:
-    store = Store(engine)
+def test_a_new_array_comes_back_as_its_tasks_and_with_what_happened_to_them_at_once(
+    database: sqlite3.Connection,
+) -> None:
+    store = Store(database)
     array = spec(array=ArraySpec(indices=(0, 7, 3), limit=1), begin_at_s=int(T0) + 9, priority=5, account="physics")
     submitted = Submitted(job_id=JobId(11), at_s=T0, spec_id=1, uid=5, user="ann", partition="main", time_limit_s=60)
     tasks = submitted_jobs(submitted, array)
@@ -92,23 +214,23 @@ def test_a_new_array_comes_back_as_its_tasks_and_with_what_happened_to_them_at_o
     assert store.load_jobs(ended_after_s=T0) == [tasks[0], started, tasks[2]]
 
 
-def test_equal_specifications_are_one_value_after_loading(engine: Engine) -> None:
-    store = Store(engine)
+def test_equal_specifications_are_one_value_after_loading(database: sqlite3.Connection) -> None:
+    store = Store(database)
     store.commit(batch_of(job(1, spec=spec(name="same")), job(2, spec=spec(name="same")), job(3, spec=spec(name="no"))))
     first, second, third = store.load_jobs(ended_after_s=T0)
     assert first.spec is second.spec
     assert (first.spec.name, third.spec.name) == ("same", "no")
 
 
-def test_a_repeated_request_id_finds_its_jobs_and_only_its_user_s(engine: Engine) -> None:
-    store = Store(engine)
+def test_a_repeated_request_id_finds_its_jobs_and_only_its_user_s(database: sqlite3.Connection) -> None:
+    store = Store(database)
     store.commit(Batch(requests=[(1000, "abc", [4, 5], T0)]))
     assert store.request_jobs(1000, "abc") == [4, 5]
     assert store.request_jobs(1001, "abc") is None
 
 
-def test_nodes_and_steps_come_back(engine: Engine) -> None:
-    store = Store(engine)
+def test_nodes_and_steps_come_back(database: sqlite3.Connection) -> None:
+    store = Store(database)
     step = StepRow(job_id=1, attempt=0, step="10", name="a", nodes=("n1",), ntasks=2, state="RUNNING")
     batch = Batch(nodes={"n1": node(drained=True, drained_why="disk", boot_id="b")})
     batch.steps = {(1, 0, "10"): step, (1, 0, "2"): StepRow(**_values(step) | {"step": "2"})}
@@ -122,12 +244,11 @@ def _values(step: StepRow) -> dict[str, object]:
     return {name: getattr(step, name) for name in StepRow.__dataclass_fields__}
 
 
-def test_a_full_disk_keeps_nothing_of_the_batch_and_says_so(engine: Engine) -> None:
-    store = Store(engine)
+def test_a_full_disk_keeps_nothing_of_the_batch_and_says_so(database: sqlite3.Connection) -> None:
+    store = Store(database)
     store.commit(batch_of(job(1)))
-    with engine.connect() as connection:
-        pages = connection.exec_driver_sql("PRAGMA page_count").scalar_one()
-        connection.exec_driver_sql(f"PRAGMA max_page_count = {pages}")
+    (pages,) = database.execute("PRAGMA page_count").fetchone()
+    database.execute(f"PRAGMA max_page_count = {pages}")
     big = job(2, spec=spec(script="#!/bin/sh\n" + "x" * 1_000_000))
     with pytest.raises(UnavailableError, match="cannot write the database.*full"):
         store.commit(batch_of(big))
@@ -138,7 +259,7 @@ def test_the_epoch_rises_and_the_incarnation_stays(tmp_path: Path) -> None:
     path = tmp_path / "h.db"
     first = open_database(path, make=True)
     name, epoch = incarnation(first), raise_epoch(first)
-    first.dispose()
+    first.close()
     second = open_database(path)
     assert incarnation(second) == name
     assert raise_epoch(second) == epoch + 1

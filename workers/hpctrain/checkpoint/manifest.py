@@ -8,51 +8,22 @@ an unknown version or kind is refused, an unknown field kept out of the way.
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
+from hpctrain.checkpoint.chunks import TensorEntry, tensor_from_json, tensor_to_json
 from hpctrain.checkpoint.files import to_json
-from hpctrain.checkpoint.pack import Packing, digest
+from hpctrain.checkpoint.pack import digest
+from hpctrain.checkpoint.steplog import StepLog, log_from_json, log_to_json
 from hpctrain.errors import DamagedError
 
 FORMAT = "hpctrain-checkpoint"
 VERSION = 1
 HASH = "blake3"
-CHUNK_BYTES = 1 << 20
 SUFFIX = ".json"
 NAME = re.compile(r"step-(\d{10,})\.a(\d{4,})")
-ITEM_BYTES = {
-    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
-    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
-}  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
-    """A piece of a tensor: its length and hash, and where its bytes are if it is not the parent's."""
-
-    bytes: int
-    hash: str
-    packing: Packing
-    at: int = 0
-    stored: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorEntry:
-    """A tensor in chunks."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
-
-    @property
-    def bytes(self) -> int:
-        """The length of the tensor's content."""
-        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+KINDS = ("base", "delta", "gradients")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,14 +55,15 @@ class Manifest:
     """One checkpoint: a base, or an increment (of a `kind`) on its parent."""
 
     facts: Facts
-    kind: str  # "base" or "delta"; later "gradients"
+    kind: str  # one of KINDS
     parent: Parent | None
     base: str
     depth: int  # increments since the base
     chunk_bytes: int
     data_file: str
     data_bytes: int
-    tensors: tuple[TensorEntry, ...]
+    tensors: tuple[TensorEntry, ...]  # of "gradients": only those that no optimizer moves
+    log: StepLog | None = None  # of "gradients"
 
     @property
     def name(self) -> str:
@@ -124,9 +96,11 @@ def to_bytes(manifest: Manifest) -> bytes:
         "depth": manifest.depth,
         "chunk_bytes": manifest.chunk_bytes,
         "data": {"file": manifest.data_file, "bytes": manifest.data_bytes},
-        "tensors": [_tensor_to_json(tensor) for tensor in manifest.tensors],
+        "tensors": [tensor_to_json(tensor) for tensor in manifest.tensors],
         **facts,
     }
+    if manifest.log is not None:
+        body["log"] = log_to_json(manifest.log)
     return to_json(body | {"checksum": digest(to_json(body))}) + b"\n"
 
 
@@ -150,9 +124,6 @@ def from_bytes(content: bytes) -> Manifest:
         manifest = _from_json(body)
     except (KeyError, TypeError, ValueError) as error:
         raise DamagedError(f"a field is missing or wrong ({type(error).__name__}: {error})") from error
-    for tensor in manifest.tensors:
-        if sum(chunk.bytes for chunk in tensor.chunks) != tensor.bytes:
-            raise DamagedError(f"the chunks of {tensor.name!r} do not add up to its shape {tensor.shape}")
     return manifest
 
 
@@ -174,35 +145,8 @@ def _checked_body(content: bytes) -> tuple[dict[str, object], str]:
     return body, checksum
 
 
-def _tensor_to_json(tensor: TensorEntry) -> dict[str, object]:
-    chunks = []
-    for chunk in tensor.chunks:
-        entry: dict[str, object] = {"bytes": chunk.bytes, "hash": chunk.hash, "as": str(chunk.packing)}
-        if chunk.packing is not Packing.SAME:
-            entry |= {"at": chunk.at, "stored": chunk.stored}
-        chunks.append(entry)
-    return {"name": tensor.name, "dtype": tensor.dtype, "shape": list(tensor.shape), "chunks": chunks}
-
-
-def _tensor_from_json(entry: dict) -> TensorEntry:
-    if entry["dtype"] not in ITEM_BYTES:
-        raise ValueError(f"unknown dtype {entry['dtype']!r}")
-    chunks = tuple(
-        Chunk(
-            bytes=int(chunk["bytes"]),
-            hash=str(chunk["hash"]),
-            packing=Packing(chunk["as"]),
-            at=int(chunk.get("at", 0)),
-            stored=int(chunk.get("stored", 0)),
-        )
-        for chunk in entry["chunks"]
-    )
-    shape = tuple(int(size) for size in entry["shape"])
-    return TensorEntry(name=str(entry["name"]), dtype=entry["dtype"], shape=shape, chunks=chunks)
-
-
 def _from_json(body: dict) -> Manifest:
-    if body["kind"] not in ("base", "delta"):
+    if body["kind"] not in KINDS:
         raise ValueError(f"unknown kind {body['kind']!r}")
     parent = body["parent"]
     if (body["kind"] == "base") != (parent is None):
@@ -227,5 +171,6 @@ def _from_json(body: dict) -> Manifest:
         chunk_bytes=int(body["chunk_bytes"]),
         data_file=data_file,
         data_bytes=int(body["data"]["bytes"]),
-        tensors=tuple(_tensor_from_json(entry) for entry in body["tensors"]),
+        tensors=tuple(tensor_from_json(entry) for entry in body["tensors"]),
+        log=log_from_json(body["log"]) if body["kind"] == "gradients" else None,
     )

@@ -14,8 +14,8 @@ from collections.abc import Collection
 from pathlib import Path
 
 from hpctrain.checkpoint import fence, files
+from hpctrain.checkpoint.listing import checkpoint_names
 from hpctrain.checkpoint.manifest import SUFFIX, Manifest, from_bytes, order_of
-from hpctrain.checkpoint.restore import checkpoint_names
 from hpctrain.errors import DamagedError
 
 DOOMED = ".doomed"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from hpctrain.comm.background import Work
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.choose import BACKENDS, connect
 
-__all__ = ["BACKENDS", "Communicator", "connect"]
+__all__ = ["BACKENDS", "Communicator", "Work", "connect"]

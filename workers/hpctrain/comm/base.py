@@ -7,11 +7,30 @@ Rules, for every backend: collectives are called by all ranks in the same order;
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
+from hpctrain.comm.background import Work, done
 from hpctrain.errors import TrainError
+
+MOST_BUCKET_BYTES = 32 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """How the sum of much is best cut: into buckets of so many bytes, and whether beside backward or after it."""
+
+    bucket_bytes: int
+    beside: bool
+    bytes_per_s: float = 0.0  # of the link between hosts, both ways at once; 0: not measured
+
+    def __str__(self) -> str:
+        link = f", over links of {self.bytes_per_s / 1e6:.0f} MB/s" if self.bytes_per_s else ""
+        when = "beside" if self.beside else "after"
+        return f"in buckets of up to {self.bucket_bytes >> 10} KiB, {when} the backward pass{link}"
 
 
 class Communicator(Protocol):
@@ -24,11 +43,35 @@ class Communicator(Protocol):
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Replace `tensor` by its sum over all ranks; bit-identical on all of them."""
 
+    def begin(self, tensor: torch.Tensor, then: Callable[[], None] | None = None) -> Work:
+        """Sum like `all_reduce`, in the background; `then` is called there when the sum is there.
+
+        All ranks begin the same sums in the same order, and wait for them before any other exchange.
+        """
+
+    def run(self, call: Callable[[], None]) -> Work:
+        """Make a call that exchanges (`all_to_all` and so on) in the background, in the order of all that is begun so."""
+
+    def pace(self) -> Pace:
+        """How the sum of much is best cut."""
+
     def empty(self, length: int, dtype: torch.dtype) -> torch.Tensor:
         """A flat CPU tensor that is quick to exchange; all ranks call it with the same values."""
 
     def describe(self) -> list[str]:
         """How ranks exchange, in words: a few lines for a log."""
+
+    generation: int  # how often the group has changed
+    changing: bool  # other ranks are to take part after this step
+
+    def meet(self) -> None:
+        """Come together with those who take part now; before, and after a `PeerLost`, nothing can be exchanged.
+
+        Rank and size may be others then.  A group that never changes has met when it is made.
+        """
+
+    def stepped(self, step: int, step_s: float) -> None:
+        """Take note that this rank has taken a step, for whoever watches the group."""
 
     def plan(self) -> object:
         """What was measured and chosen here, as a JSON value; None: nothing was. It decides in which order numbers are summed."""
@@ -64,9 +107,32 @@ class SingleCommunicator:
     name = "single"
     rank = 0
     size = 1
+    generation = 0
+    changing = False
+
+    def meet(self) -> None:
+        """Nobody to meet."""
+
+    def stepped(self, step: int, step_s: float) -> None:
+        """Nobody watches."""
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """The sum over one rank is the tensor."""
+
+    def begin(self, tensor: torch.Tensor, then: Callable[[], None] | None = None) -> Work:
+        """The sum is there."""
+        if then is not None:
+            then()
+        return done()
+
+    def run(self, call: Callable[[], None]) -> Work:
+        """Nobody to wait for: it is made at once."""
+        call()
+        return done()
+
+    def pace(self) -> Pace:
+        """Nothing to cut, and nothing to do beside."""
+        return Pace(bucket_bytes=MOST_BUCKET_BYTES, beside=False)
 
     def empty(self, length: int, dtype: torch.dtype) -> torch.Tensor:
         """Plain memory."""

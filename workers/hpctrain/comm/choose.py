@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hpctrain.comm.base import Communicator, SingleCommunicator
+from hpctrain.comm.members import MembersCommunicator
 from hpctrain.comm.mpi import MpiCommunicator
 from hpctrain.comm.torchdist import TorchCommunicator
+from hpctrain.elastic.member import Membership, is_elastic
 from hpctrain.env import Launcher, Place, place
 from hpctrain.errors import TrainError
 
@@ -19,6 +21,10 @@ def connect(backend: str, environ: Mapping[str, str]) -> Communicator:
     Raises:
         TrainError: the backend does not exist, is not installed, or does not fit the launcher.
     """
+    if is_elastic(environ):
+        if backend not in ("auto", "members"):
+            raise TrainError(f"cannot use backend {backend!r} in an elastic run: its members make their own ring")
+        return MembersCommunicator(Membership(environ))
     here = place(environ)
     match choose(backend, here):
         case "mpi":

@@ -1,19 +1,25 @@
 """A group of ranks over mpi4py: our window and ring for tensors, MPI's own calls for the rest.
 
-Knows how to find MPI and to say what is missing.  CUDA tensors travel through a copy on the host.
+Knows how to find MPI and to say what is missing.  CUDA tensors travel through a copy on the host (see `staging`).
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from hpctrain.comm.base import check_contiguous
+from hpctrain.comm.background import Background, Work
+from hpctrain.comm.base import Pace, SingleCommunicator, check_contiguous
 from hpctrain.comm.hosts import Hosts
-from hpctrain.comm.ways import Choice, Way, choose, pick, ways_for
+from hpctrain.comm.links import connect_ring
+from hpctrain.comm.pace import pace_of
+from hpctrain.comm.staging import Cuda, Staging
+from hpctrain.comm.ways import Choice, Way, choose, pick, way_beside, ways_for
 from hpctrain.comm.window import Window
+from hpctrain.comm.wire import Wire
 from hpctrain.env import INSTALL_HINTS, Place
 from hpctrain.errors import MissingPackageError, TrainError
 
@@ -46,6 +52,9 @@ class MpiCommunicator:
 
     name = "mpi"
 
+    generation = 0
+    changing = False
+
     def __init__(self, place: Place) -> None:
         self._mpi = load_mpi()
         world = self._mpi.COMM_WORLD
@@ -64,10 +73,25 @@ class MpiCommunicator:
         self._window = Window(self._mpi, self._hosts.here) if self._hosts.here.Get_size() > 1 else None
         self._ways: dict[str, Way] = {}
         self.choices: list[Choice] = []
+        self._wire: Wire | None = None
+        if self._hosts.count > 1 and self._hosts.leaders is not None:
+            self._wire = connect_ring(self._mpi, self._hosts.leaders)
         if self.size > 1:
-            self._ways = ways_for(self._mpi, self._comm, self._hosts, self._window)
+            self._ways = ways_for(self._mpi, self._comm, self._hosts, self._window, self._wire)
             self.choices = choose(self._mpi, self._comm, self._ways)
         self._usual = next(iter(self._ways), "")
+        self._background = Background()
+        self._staging: Staging | None = None
+        self._pace = SingleCommunicator().pace()
+        if self.size > 1:
+            self._beside = way_beside(self._mpi, self._comm, self._hosts, self._window, self._wire)
+            self._pace = pace_of(self._mpi, self._hosts, self._wire or self._beside)
+
+    def meet(self) -> None:
+        """All have met."""
+
+    def stepped(self, step: int, step_s: float) -> None:
+        """Nobody watches."""
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sum over all ranks, in place."""
@@ -80,6 +104,34 @@ class MpiCommunicator:
         if host.device != tensor.device:
             tensor.copy_(host)
 
+    def begin(self, tensor: torch.Tensor, then: Callable[[], None] | None = None) -> Work:
+        """Sum in the background: over our own connections where each rank is a host, else in a thread that sleeps in between."""
+        check_contiguous(tensor)
+        if tensor.device.type != "cpu":
+            if self._staging is None:
+                self._staging = Staging(Cuda(tensor.device), self._begin_on_host)
+            return self._staging.begin(tensor, then)
+        return self._begin_on_host(tensor.detach().view(-1), then)
+
+    def _begin_on_host(self, flat_L: torch.Tensor, then: Callable[[], None] | None) -> Work:
+        if self._wire is not None and self._hosts.count == self.size and self._wire.sums(flat_L.dtype):
+            return self._wire.begin(flat_L, then)
+        return self._background.begin(lambda: self._sum_beside(flat_L, then))
+
+    def _sum_beside(self, flat_L: torch.Tensor, then: Callable[[], None] | None) -> None:
+        if self.size > 1 and flat_L.numel():
+            self._beside.all_reduce(flat_L)
+        if then is not None:
+            then()
+
+    def run(self, call: Callable[[], None]) -> Work:
+        """Make a call in a thread."""
+        return self._background.begin(call)
+
+    def pace(self) -> Pace:
+        """As the link between hosts was measured."""
+        return self._pace
+
     def empty(self, length: int, dtype: torch.dtype) -> torch.Tensor:
         """A flat tensor whose sum needs no copy: shared by the ranks of a host."""
         return torch.empty(length, dtype=dtype) if self._window is None else self._window.empty(length, dtype)
@@ -88,7 +140,13 @@ class MpiCommunicator:
         """How messages of which size are summed, and who is where, in words."""
         where = f"{self.size} ranks on {self._hosts.count} host{'s' * (self._hosts.count != 1)}"
         order = f", ring of hosts {' '.join(map(str, self._hosts.order))}" if self._hosts.count > 2 else ""
-        return [where + order, *map(str, self.choices)]
+        return [where + order, *map(str, self.choices), f"gradients: {self._pace}" + self._said_beside()]
+
+    def _said_beside(self) -> str:
+        if not self._pace.beside:
+            return ""
+        over = "our own connections" if self._wire is not None else "MPI, as hosts do not reach each other by TCP"
+        return f", between hosts over {over}"
 
     def plan(self) -> object:
         """For which sizes which way was chosen, and for how many ranks on how many hosts."""
@@ -154,6 +212,11 @@ class MpiCommunicator:
         """Free the group; MPI itself ends with the process."""
         if not self._closed:
             self._closed = True
+            if self._staging is not None:
+                self._staging.close()
+            self._background.close()
+            if self._wire is not None:
+                self._wire.close()
             if self._window is not None:
                 self._window.free()
             self._hosts.free()

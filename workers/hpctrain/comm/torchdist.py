@@ -8,22 +8,41 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from hpctrain.comm.base import check_contiguous
+from hpctrain.comm.background import Background, Work
+from hpctrain.comm.base import Pace, check_contiguous
 from hpctrain.comm.mpi import load_mpi
 from hpctrain.env import Launcher, Place
 from hpctrain.errors import TrainError
 
 TIMEOUT = timedelta(minutes=10)
+NCCL_BUCKET_BYTES = 25 << 20
+GLOO_BUCKET_BYTES = 4 << 20
+
+
+class _Asked(Work):
+    """What torch.distributed was asked for."""
+
+    def __init__(self, asked: dist.Work, then: Callable[[], None] | None) -> None:
+        super().__init__()
+        self._asked, self._then = asked, then
+
+    def wait(self) -> None:
+        self._asked.wait()
+        if self._then is not None:
+            self._then()
 
 
 class TorchCommunicator:
     """A torch.distributed group of all ranks; without a named backend they agree: NCCL if each has a GPU of its own."""
+
+    generation = 0
+    changing = False
 
     def __init__(self, backend: str | None, place: Place, environ: Mapping[str, str]) -> None:
         if not dist.is_available() or (backend == "nccl" and not dist.is_nccl_available()):
@@ -36,6 +55,13 @@ class TorchCommunicator:
         dist.init_process_group(self.name, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
         self.rank = rank
         self.size = size
+        self._background = Background()
+
+    def meet(self) -> None:
+        """All have met."""
+
+    def stepped(self, step: int, step_s: float) -> None:
+        """Nobody watches."""
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sum over all ranks, in place; the backend's ring gives every rank the same bits."""
@@ -44,6 +70,26 @@ class TorchCommunicator:
         dist.all_reduce(there)
         if there.device != tensor.device:
             tensor.copy_(there)
+
+    def begin(self, tensor: torch.Tensor, then: Callable[[], None] | None = None) -> Work:
+        """Sum by the backend's own threads or streams."""
+        check_contiguous(tensor)
+        if tensor.device != self._device:
+            return self._background.begin(lambda: self._sum_then(tensor, then))
+        return _Asked(dist.all_reduce(tensor.detach(), async_op=True), then)
+
+    def _sum_then(self, tensor: torch.Tensor, then: Callable[[], None] | None) -> None:
+        self.all_reduce(tensor)
+        if then is not None:
+            then()
+
+    def run(self, call: Callable[[], None]) -> Work:
+        """Make a call in a thread."""
+        return self._background.begin(call)
+
+    def pace(self) -> Pace:
+        """What DDP takes for NCCL; less for Gloo, so that a slow link has something to do early."""
+        return Pace(bucket_bytes=NCCL_BUCKET_BYTES if self.name == "nccl" else GLOO_BUCKET_BYTES, beside=True)
 
     def empty(self, length: int, dtype: torch.dtype) -> torch.Tensor:
         """Plain memory: the backend has its own."""
@@ -104,6 +150,7 @@ class TorchCommunicator:
 
     def close(self) -> None:
         """Leave the group."""
+        self._background.close()
         if dist.is_initialized():
             dist.destroy_process_group()
 

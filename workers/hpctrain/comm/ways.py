@@ -3,8 +3,8 @@
 A *way* sums a flat tensor over all ranks.  Which ways there are depends on where the ranks are: on one host, on hosts of one
 rank each, or both; which is best is measured, in well under a second, because it depends on MPI, links and cores.
 Rules: all ranks choose alike; what is chosen leaves the same bits on all ranks (MPI's own all-reduce is tried for that, and
-left out if it does not). Of three ranks or more the ways sum in different orders, and a run shall end with the same bits
-however fast its links were in its first second: there the choice is by size alone.
+left out if it does not). Of three ranks or more some ways sum in different orders, and a run shall end with the same bits
+however fast its links were at first: there the choice is by size alone, but between `ring` and `wire`, which sum alike.
 """
 
 from __future__ import annotations
@@ -21,10 +21,13 @@ from hpctrain.comm.halves import HALVES
 from hpctrain.comm.hosts import Hosts
 from hpctrain.comm.ring import SMALL_BYTES, Ring
 from hpctrain.comm.window import Window
+from hpctrain.comm.wire import Wire
 
-TRIED_BYTES = (1 << 10, 16 << 10, 256 << 10, 4 << 20)
+TRIED_BYTES = (1 << 10, 16 << 10, 256 << 10, 2 << 20)
 BUDGET_S = 0.6
 REPEATS = 4
+WORTH = 0.9  # another way is taken if it needs so much less time
+ALIKE = ("ring", "wire")  # sum in the same order
 GATHERED_BYTES = 256 << 10  # more than this is never gathered whole
 
 
@@ -48,7 +51,7 @@ class OwnAllreduce:
 class TwoLevels:
     """Ranks of a host meet in a window; the hosts' leaders go round the ring, and hand the sum to the others."""
 
-    def __init__(self, window: Window | None, ring: Ring | None) -> None:
+    def __init__(self, window: Window | None, ring: Way | None) -> None:
         self._window = window  # None: alone on its host
         self._ring = ring  # None: not a leader
 
@@ -59,6 +62,18 @@ class TwoLevels:
             self._ring.all_reduce(flat_L)
         if self._window is not None:
             self._window.broadcast(flat_L)
+
+
+class Leaders:
+    """One rank of each host: what is small is gathered over MPI, the rest goes round our own connections."""
+
+    def __init__(self, ring: Ring, wire: Wire) -> None:
+        self._ring, self._wire = ring, wire
+
+    def all_reduce(self, flat_L: torch.Tensor) -> None:
+        small = flat_L.numel() * flat_L.element_size() <= SMALL_BYTES
+        by_wire = not small and self._wire.sums(flat_L.dtype)
+        (self._wire if by_wire else self._ring).all_reduce(flat_L)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,65 +90,103 @@ class Choice:
         return f"{size}: {self.name} ({tried or 'not tried'})"
 
 
-def ways_for(mpi: Any, comm: Any, hosts: Hosts, window: Window | None) -> dict[str, Way]:
-    """This will name the ways that there are, the one to use untried first."""
+def ways_for(mpi: Any, comm: Any, hosts: Hosts, window: Window | None, wire: Wire | None) -> dict[str, Way]:
+    """This will name the ways that there are, the one to use untried first. `wire`: our own connections, on leaders."""
     if hosts.count == 1:
         assert window is not None
         return {"window": window, "mpi": OwnAllreduce(mpi, comm)}
     if hosts.count == comm.Get_size():
         assert hosts.leaders is not None
-        ring: dict[str, Way] = {"ring": Ring(mpi, hosts.leaders, small_bytes=0)}
-        return ring | {
+        ways: dict[str, Way] = {
+            "ring": Ring(mpi, hosts.leaders, small_bytes=0),
             "gather": Ring(mpi, hosts.leaders, small_bytes=GATHERED_BYTES),
             "mpi": OwnAllreduce(mpi, comm),
         }
-    leaders = Ring(mpi, hosts.leaders) if hosts.leaders is not None else None
-    return {"two levels": TwoLevels(window, leaders), "mpi": OwnAllreduce(mpi, comm)}
+        return ways | ({"wire": wire} if wire is not None else {})
+    return {
+        "two levels": TwoLevels(window, _of_leaders(mpi, hosts, wire, patient=False)),
+        "mpi": OwnAllreduce(mpi, comm),
+    }
+
+
+def way_beside(mpi: Any, comm: Any, hosts: Hosts, window: Window | None, wire: Wire | None) -> Way:
+    """This will give the way to sum in a thread, while the rank computes: one that sleeps while it waits."""
+    if hosts.count == 1:
+        assert window is not None
+        return window
+    if hosts.count == comm.Get_size():
+        assert hosts.leaders is not None
+        return Ring(mpi, hosts.leaders, small_bytes=0, patient=True)
+    return TwoLevels(window, _of_leaders(mpi, hosts, wire, patient=True))
+
+
+def _of_leaders(mpi: Any, hosts: Hosts, wire: Wire | None, *, patient: bool) -> Way | None:
+    if hosts.leaders is None:
+        return None
+    ring = Ring(mpi, hosts.leaders, patient=patient)
+    return ring if wire is None else Leaders(ring, wire)
 
 
 def choose(mpi: Any, comm: Any, ways: Mapping[str, Way]) -> list[Choice]:
     """This will measure the ways at some sizes, until its time is up, and say which to take; all ranks take part."""
-    choices = []
     usual = next(iter(ways))
     if comm.Get_size() > 2:
         small = [Choice(SMALL_BYTES, "gather", {})] if "gather" in ways else []
-        return [*small, Choice(None, usual, {})]
+        alike = {name: way for name, way in ways.items() if name in ALIKE}
+        last = measured(mpi, comm, alike, TRIED_BYTES[-1:])[-1:] if len(alike) > 1 else []
+        return [*small, *(Choice(None, one.name, one.seconds) for one in last)] or [*small, Choice(None, usual, {})]
+    choices = measured(mpi, comm, ways, TRIED_BYTES)
+    last = choices[-1].name
+    goes_on = last != "gather" and (last in ALIKE or len(choices) == len(TRIED_BYTES))
+    return [*choices, Choice(None, last if goes_on else usual, {})]
+
+
+def measured(mpi: Any, comm: Any, ways: Mapping[str, Way], sizes_bytes: tuple[int, ...]) -> list[Choice]:
+    """This will measure ways at sizes that grow, and stop at one that would take too long; the first is always measured."""
+    choices: list[Choice] = []
+    usual = next(iter(ways))
     began_s = time.perf_counter()
-    for size_bytes in TRIED_BYTES:
-        spent_s = comm.allreduce(time.perf_counter() - began_s, mpi.MAX)
-        if spent_s > BUDGET_S:
-            break
+    for size_bytes in sizes_bytes:
+        if choices:
+            growth = size_bytes / sizes_bytes[len(choices) - 1]
+            spent_s = comm.allreduce(time.perf_counter() - began_s, mpi.MAX)
+            if spent_s + REPEATS * growth * sum(choices[-1].seconds.values()) > BUDGET_S:
+                break
         seconds = {
-            name: _measure(mpi, comm, way, size_bytes)
+            name: measure(mpi, comm, way, size_bytes)
             for name, way in ways.items()
             if name != "gather" or size_bytes <= GATHERED_BYTES
         }
         if "mpi" in seconds and not _agrees(comm, ways["mpi"], size_bytes):
             del seconds["mpi"]
-        best = min(seconds, key=lambda name: seconds[name])
-        choices.append(Choice(4 * size_bytes, best if seconds[best] < 0.9 * seconds[usual] else usual, seconds))
-    last = choices[-1].name if len(choices) == len(TRIED_BYTES) else usual
-    return [*choices, Choice(None, last if last != "gather" else usual, {})]
+        choices.append(Choice(4 * size_bytes, _best(seconds, usual), seconds))
+    return choices
+
+
+def _best(seconds: Mapping[str, float], usual: str) -> str:
+    """The fastest; the usual one if that gains little."""
+    best = min(seconds, key=lambda name: seconds[name], default=usual)
+    return best if best == usual or seconds[best] < WORTH * seconds[usual] else usual
 
 
 def pick(choices: list[Choice], flat_L: torch.Tensor, usual: str) -> str:
     """This will name the way for a tensor. MPI does not know halves, nor is trusted to sum them in float32."""
     size_bytes = flat_L.numel() * flat_L.element_size()
     chosen = next(one.name for one in choices if one.up_to_bytes is None or size_bytes <= one.up_to_bytes)
-    return usual if chosen == "mpi" and flat_L.dtype in HALVES else chosen
+    return usual if chosen in ("mpi", "wire") and flat_L.dtype in HALVES else chosen
 
 
-def _measure(mpi: Any, comm: Any, way: Way, size_bytes: int) -> float:
-    """Seconds that the slowest rank takes; the same on all ranks."""
+def measure(mpi: Any, comm: Any, way: Way, size_bytes: int) -> float:
+    """This will give the seconds that the slowest rank takes; the same on all ranks. What takes long is measured less often."""
     flat_L = torch.ones(size_bytes // 4)
-    times_s = []
-    for _ in range(REPEATS):
+    times_s: list[float] = []
+    while len(times_s) < 2 or (len(times_s) < REPEATS and sum(times_s) < BUDGET_S / 10):
         comm.Barrier()
         started_s = time.perf_counter()
         way.all_reduce(flat_L)
-        times_s.append(time.perf_counter() - started_s)
+        times_s.append(comm.allreduce(time.perf_counter() - started_s, mpi.MAX))
         flat_L.fill_(1.0)
-    return comm.allreduce(min(times_s[1:]), mpi.MAX)
+    return min(times_s[1:])
 
 
 def _agrees(comm: Any, way: Way, size_bytes: int) -> bool:

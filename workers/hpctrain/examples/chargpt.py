@@ -1,8 +1,11 @@
-"""A character-level GPT that learns to write Python, from the standard library's source.
+"""A GPT that learns to write Python character by character, from the standard library's source, or what `--data` has.
 
     python -m hpctrain.examples.chargpt --out run                      one process
     mpirun -n 2 python -m hpctrain.examples.chargpt --out run          two ranks, our ring
     torchrun --nproc-per-node 2 -m hpctrain.examples.chargpt --out run two ranks, Gloo or NCCL
+
+    python -m hpctrain.data text --out texts --vocabulary 4096 FILE...  tokens of a text of one's own, and then
+    mpirun -n 2 python -m hpctrain.examples.chargpt --out run --data texts --stage /var/tmp
 
 Run it again with the same --out and it goes on from the last checkpoint.  Exit status: 0 the training is finished, 75
 stopped by SIGTERM or SIGUSR1 with a checkpoint made (queue me again), 1 an error, 2 a wrong option.
@@ -15,6 +18,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from hpctrain.env import require
 from hpctrain.errors import EXIT_FAILED, TrainError
@@ -49,15 +53,21 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model")
+    group.add_argument(
+        "--data",
+        type=Path,
+        metavar="DIR",
+        help="tokens that `python -m hpctrain.data text` has made (default: characters)",
+    )
     group.add_argument("--layers", type=positive, default=4, help="(%(default)s)")
     group.add_argument("--width", type=positive, default=128, help="(%(default)s)")
     group.add_argument("--heads", type=positive, default=4, help="(%(default)s)")
-    group.add_argument("--context", type=positive, default=64, help="characters that it sees (%(default)s)")
+    group.add_argument("--context", type=positive, default=64, help="characters or tokens that it sees (%(default)s)")
     group.add_argument(
         "--freeze", type=int, default=0, metavar="N", help="do not train the first N blocks (%(default)s)"
     )
     group.add_argument(
-        "--sample", type=int, default=400, metavar="N", help="characters to write at the end (%(default)s)"
+        "--sample", type=int, default=400, metavar="N", help="characters or tokens to write at the end (%(default)s)"
     )
 
 

@@ -6,13 +6,18 @@ Read `run` from top to bottom: this is what a script of one's own looks like.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from hpctrain.data import VOCABULARY, Corpus, Sampler, decode, encode, standard_library, windows
+from hpctrain.data import VOCABULARY, Corpus, Windows, decode, encode, standard_library, windows
+from hpctrain.data.dataset import TOKENIZER, Dataset
+from hpctrain.data.sources import Tokens
+from hpctrain.data.tokenizer import tokenizer_from
+from hpctrain.errors import TrainError
 from hpctrain.examples.gpt import Gpt, generate
 from hpctrain.optim import AdamW
 from hpctrain.run import Run, save_model, start
@@ -24,60 +29,90 @@ PROMPT = "def "
 def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     """This will train on this rank and return the exit status; every rank calls it."""
     with start(options, "chargpt", environ) as here:
-        model = Gpt(VOCABULARY, options.context, options.layers, options.width, options.heads).to(here.device)
+        text = tokens_of(here.dataset(options.data)) if options.data else characters_of(shared_corpus(here))
+        model = Gpt(text.vocabulary, options.context, options.layers, options.width, options.heads).to(here.device)
         for block in list(model.blocks)[: options.freeze]:
             block.requires_grad_(False)
-        text = Windows(shared_corpus(here), options.seed, options.context, here.device)
         optimizer = AdamW(model.named_parameters())
-        for batch in here.steps(model, optimizer, lambda part, parts: text.validation(model, part, parts)):
-            inputs_BT, targets_BT = text.training(batch.low, batch.high)
+        data = Windows(text.train, options.seed, options.context)
+        enough = text.validation is not None and text.validation.size > options.context
+        validation = Validation(model, text.validation, here.device) if enough else None
+        for batch in here.steps(model, optimizer, validation, data):
+            inputs_BT, targets_BT = batch.samples
             batch.backward(mean_loss(model, inputs_BT, targets_BT))
         if here.finished and here.is_first:
             save_model(options.out / "model.pt", model)
             if options.sample > 0:
-                print(f"\n--- sample ---\n{sample(model, options.sample, options.seed)}\n--- end ---")
+                print(f"\n--- sample ---\n{sample(model, text, options.sample, options.seed)}\n--- end ---")
             print(f"weights sha256 {here.weights_sha256}")
             print(f"model saved to {options.out / 'model.pt'}", flush=True)
     return here.status
 
 
 def mean_loss(model: torch.nn.Module, inputs_BT: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
-    """The mean next-character loss."""
+    """The mean loss of the next token."""
     logits_BTV = model(inputs_BT)
     return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
 
 
-def sample(model: Gpt, count: int, seed: int) -> str:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Text:
+    """Tokens for training and for validation, and what they mean."""
+
+    train: Tokens
+    validation: Tokens | None
+    vocabulary: int
+    encode: Callable[[str], Sequence[int]]
+    decode: Callable[[Sequence[int]], str]
+
+
+def characters_of(corpus: Corpus) -> Text:
+    """The characters of the standard library's source."""
+    return Text(
+        train=corpus.train,
+        validation=corpus.validation,
+        vocabulary=VOCABULARY,
+        encode=lambda text: encode(text.encode()).tolist(),
+        decode=decode,
+    )
+
+
+def tokens_of(dataset: Dataset) -> Text:
+    """The tokens of a prepared data set."""
+    content = dataset.tokenizer()
+    if content is None:
+        raise TrainError(f"cannot train on {dataset.directory}: it has {dataset.kind}, not tokens of a text")
+    tokenizer = tokenizer_from(content, str(dataset.directory / TOKENIZER))
+    return Text(
+        train=dataset.split("train"),
+        validation=dataset.split("validation") if "validation" in dataset.splits else None,
+        vocabulary=tokenizer.vocabulary,
+        encode=lambda text: tokenizer.encode(text).tolist(),
+        decode=tokenizer.decode,
+    )
+
+
+def sample(model: Gpt, text: Text, count: int, seed: int) -> str:
     """Some text that the model writes."""
-    first = [int(token) for token in encode(PROMPT.encode())]
-    return PROMPT + decode(generate(model, first, count, seed))
+    return PROMPT + text.decode(generate(model, list(text.encode(PROMPT)), count, seed))
 
 
-class Windows:
-    """Pieces of the corpus: what a model sees, and the same one character on."""
+class Validation:
+    """The sum of losses over one part of evenly spread validation windows, and their number."""
 
-    def __init__(self, corpus: Corpus, seed: int, length: int, device: torch.device) -> None:
-        self._corpus, self._device = corpus, device
-        self._sampler = Sampler(seed=seed, tokens=corpus.train.size, length=length)
+    def __init__(self, model: Gpt, tokens: Tokens, device: torch.device) -> None:
+        self._model, self._tokens, self._device = model, tokens, device
 
-    def training(self, low: int, high: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and targets of the training samples with global indexes [low, high)."""
-        return self._at(self._corpus.train, self._sampler.starts(low, high))
-
-    def validation(self, model: torch.nn.Module, part: int, parts: int) -> tuple[float, int]:
-        """The sum of losses over this part of evenly spread validation windows, and their number."""
-        tokens, length = self._corpus.validation, self._sampler.length
-        starts = np.linspace(0, tokens.size - length - 1, VALIDATION_SAMPLES).astype(np.int64)[part::parts]
+    def __call__(self, part: int, parts: int) -> tuple[float, int]:
+        last = self._tokens.size - self._model.context - 1
+        starts = np.linspace(0, last, VALIDATION_SAMPLES).astype(np.int64)[part::parts]
         if starts.size == 0:
             return 0.0, 0
-        return float(mean_loss(model, *self._at(tokens, starts))) * starts.size, starts.size
-
-    def _at(self, tokens: np.ndarray, starts: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         inputs_BT, targets_BT = (
-            torch.from_numpy(np.ascontiguousarray(part)).to(self._device)
-            for part in windows(tokens, starts, self._sampler.length)
+            torch.from_numpy(np.ascontiguousarray(half)).to(self._device)
+            for half in windows(self._tokens, starts, self._model.context)
         )
-        return inputs_BT, targets_BT
+        return float(mean_loss(self._model, inputs_BT, targets_BT)) * starts.size, starts.size
 
 
 def shared_corpus(here: Run) -> Corpus:

@@ -40,21 +40,18 @@ def run(options: argparse.Namespace) -> int:
     import torch.nn.functional as F  # noqa: PLC0415
     from sklearn.datasets import load_digits  # noqa: PLC0415
 
-    from hpctrain.data import order_of  # noqa: PLC0415
+    from hpctrain.data import Rows  # noqa: PLC0415
     from hpctrain.optim import AdamW  # noqa: PLC0415
     from hpctrain.run import save_model, start  # noqa: PLC0415
 
     with start(options, "digits") as here:
         digits = load_digits()
-        images_NCHW = torch.from_numpy(digits.images.astype(np.float32) / 16.0).unsqueeze(1).to(here.device)
-        names_N = torch.from_numpy(digits.target).to(here.device)
-        for_test = torch.arange(len(names_N)) % TEST_SHARE == 0
-        images_NCHW, names_N, test_images, test_names = (
-            images_NCHW[~for_test],
-            names_N[~for_test],
-            images_NCHW[for_test],
-            names_N[for_test],
-        )
+        images_NCHW, names_N = digits.images.astype(np.float32)[:, None] / 16, digits.target.astype(np.int64)
+        for_test = np.arange(len(names_N)) % TEST_SHARE == 0
+        data = Rows({"image": images_NCHW[~for_test], "name": names_N[~for_test]}, options.seed)
+        test_images = torch.from_numpy(images_NCHW[for_test]).to(here.device)
+        test_names = torch.from_numpy(names_N[for_test]).to(here.device)
+        here.agree("data", images_NCHW)
         model = torch.nn.Sequential(
             torch.nn.Conv2d(1, 32, 3, padding=1),
             torch.nn.ReLU(),
@@ -69,9 +66,9 @@ def run(options: argparse.Namespace) -> int:
             names = test_names[part::parts]
             return float(F.cross_entropy(model(test_images[part::parts]), names, reduction="sum")), len(names)
 
-        for batch in here.steps(model, AdamW(model.named_parameters()), validation):
-            picked = torch.from_numpy(order_of(batch.low, batch.high, len(names_N), options.seed))
-            batch.backward(F.cross_entropy(model(images_NCHW[picked]), names_N[picked]))
+        for batch in here.steps(model, AdamW(model.named_parameters()), validation, data):
+            digits = batch.samples
+            batch.backward(F.cross_entropy(model(digits["image"]), digits["name"]))
         if here.finished and here.is_first:
             with torch.no_grad():
                 right = float((model(test_images).argmax(dim=1) == test_names).float().mean())

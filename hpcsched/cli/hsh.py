@@ -1,0 +1,35 @@
+"""hsh: a shell, or a command, at a terminal on a node of a running job: a step beside those that run there already."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hpcnode import hrun
+from hpcsched import client
+from hpcsched.cli.errors import run_command
+from hpcsched.cli.options import HELP, VERSION, Command, UsageError, Words
+
+COMMAND = Command(
+    "hsh",
+    ("JOB [NODE [COMMAND [ARGUMENT...]]]",),
+    "Open a shell on a node of a running job (its first, unless NODE says which), or run a command at a terminal there. It "
+    "shares the job's cpus and GPUs with what runs already.",
+    (HELP, VERSION),
+    ("A JOB is a number, a task of an array (10_3), the name of one of your jobs, or 'last'.",),
+)
+_SHELL = ("sh", "-c", 'cd; exec "${SHELL:-/bin/sh}" -l')
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status."""
+    return run_command(COMMAND, _work, argv)
+
+
+def _work(words: Words) -> int:
+    if not words.operands:
+        raise UsageError("cannot tell on which job's node: name one job; see hsh --help")
+    reference, *rest = words.operands
+    job = client.call("GET", client.job_path(reference))["jobs"][0]
+    node = [f"--nodelist={rest[0]}"] if rest else []
+    step = [f"--jobid={job['id']}", "--overlap", "--overcommit", "-N1", "-n1", "--job-name=hsh", "--chdir=/", *node]
+    return hrun.main([*step, "--pty", *(rest[1:] or _SHELL)], hrun.Face("hsh"))

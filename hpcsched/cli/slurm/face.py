@@ -1,0 +1,83 @@
+"""What all commands with Slurm's names have in common: the version that they announce, and how they fail.
+
+Clients match these texts, so they are Slurm's to the letter; what there is to say beyond them follows on a line of its
+own. The version is below 23.11: clients then use neither the external launcher nor the later JSON.
+
+Source: the commands of Slurm 22.05 and 23.02; ``getopt_long(3)``.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import namedtuple
+from collections.abc import Callable, Sequence
+
+from hpcsched.cli.errors import FAILED, run_command
+from hpcsched.cli.options import Command, Option, Words
+from hpcsched.errors import HpcschedError, NotFoundError, UnavailableError, UsageError
+
+SLURM_VERSION = "23.02.7"
+NO_CONTACT = "Unable to contact slurm controller (connect failure)"
+INVALID_JOB = "Invalid job id specified"
+
+# Options that every command takes and that mean nothing in a cluster that is alone.
+ELSEWHERE = (
+    Option("clusters", "M", "NAMES", "there is one cluster", aliases=("cluster",)),
+    Option("federation", help="there is one cluster"),
+    Option("local", help="there is one cluster"),
+    Option("sibling", help="there is one cluster"),
+    Option("noconvert", help="numbers are never rounded"),
+)
+
+
+class Face(namedtuple("Face", "command contact")):
+    """A command with Slurm's name. `contact`: with which words it begins when the controller does not answer."""
+
+    __slots__ = ()
+
+    command: Command
+    contact: str
+
+
+def run_face(face: Face, work: Callable[[Words], int], argv: Sequence[str] | None) -> int:
+    """Run the command as Slurm's would run, and return its exit status."""
+    return run_command(
+        face.command,
+        work,
+        argv,
+        explain=lambda name, error: explained(name, error, face.contact),
+        version=lambda name: print(f"slurm {SLURM_VERSION}"),
+    )
+
+
+def look_again(words: Words, look: Callable[[Words], int]) -> int:
+    """Look once, or with --iterate again and again until interrupted; there are no operands. Raises UsageError."""
+    if words.operands:
+        raise UsageError("", getopt=f"error: Unrecognized option: {words.operands[0][:60]}")
+    if not words.has("iterate"):
+        return look(words)
+    pause_s = words.number("iterate", 1, at_least=1)
+    while True:
+        look(words)
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+        time.sleep(pause_s)
+
+
+def explained(name: str, error: HpcschedError, contact: str) -> tuple[str, int]:
+    """Return what Slurm's command says of an error, and its exit status."""
+    if isinstance(error, UsageError) and error.getopt:
+        return f'{name}: {error.getopt}\nTry "{name} --help" for more information', FAILED
+    if isinstance(error, UnavailableError) and not error.by_controller:
+        return f"{contact}: {NO_CONTACT}\n{name}: error: {error}", FAILED
+    if isinstance(error, NotFoundError) and str(error).startswith(INVALID_JOB):
+        return f"{contact}: {INVALID_JOB}", FAILED
+    return f"{name}: error: {error}", FAILED
+
+
+def with_names(options: Sequence[Option], names: str) -> tuple[Option, ...]:
+    """Return those of `options` that `names` (with spaces between) asks for: what both faces of a command have."""
+    wanted = names.split()
+    found = {option.name: option for option in options}
+    return tuple(found[name] for name in wanted)

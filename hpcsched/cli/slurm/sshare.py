@@ -1,0 +1,21 @@
+"""sshare: `hshare` under Slurm's name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hpcsched.cli import hshare
+from hpcsched.cli.options import Option
+from hpcsched.cli.slurm.face import ELSEWHERE, Face, run_face
+
+FACE = Face(
+    hshare.COMMAND._replace(
+        name="sshare", accepted=(*ELSEWHERE, Option("partition", "m"), Option("verbose", "v"), Option("usage"))
+    ),
+    "sshare: error",
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status."""
+    return run_face(FACE, hshare.show, argv)

@@ -1,0 +1,45 @@
+"""The API from a node that the controller's socket is not on: a command in a job asks by the node's agent.
+
+The agent vouches for the job that the command runs in, and the controller answers it as that job's owner, never as an
+admin. What the API's routes are neither end of this knows. See `hpcsched.controller.relaying`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from _socket import AF_UNIX, SO_PEERCRED, SOCK_STREAM, SOL_SOCKET, socket
+
+from hpcnode import protocol
+from hpcsched.errors import UnavailableError
+
+READ_BYTES = 256 << 10
+_UCRED_BYTES = 12  # struct ucred: pid, uid, gid
+
+
+def ask(
+    agent: str, job_id: int, method: str, path: str, data: bytes, timeout_s: float
+) -> tuple[int, dict[str, str], bytes]:
+    """Return status, headers and body of the answer. Raises UnavailableError, OSError if the connection breaks."""
+    sock = socket(AF_UNIX, SOCK_STREAM)
+    sock.settimeout(timeout_s)
+    try:
+        sock.connect(agent)
+        uid = int.from_bytes(sock.getsockopt(SOL_SOCKET, SO_PEERCRED, _UCRED_BYTES)[4:8], sys.byteorder)
+        if uid not in (0, os.getuid()):
+            raise UnavailableError(f"cannot ask the node's agent ({agent}): it is served by uid {uid}")
+        sock.sendall(protocol.encode(protocol.ApiRequest(job_id=job_id, method=method, path=path), data))
+        return _answer(sock)
+    finally:
+        sock.close()
+
+
+def _answer(sock: socket) -> tuple[int, dict[str, str], bytes]:
+    framer = protocol.Framer()
+    while received := sock.recv(READ_BYTES):
+        for message, blob in framer.feed(received):
+            if isinstance(message, protocol.ApiAnswer):
+                return message.status, message.headers, blob
+            why = getattr(message, "error", "") or getattr(message, "why", "") or type(message).__name__
+            raise UnavailableError(f"cannot ask the controller by this node's agent: {why}")
+    raise UnavailableError("cannot ask the controller by this node's agent: it closed the connection")

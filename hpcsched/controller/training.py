@@ -1,0 +1,106 @@
+"""What training programs say of themselves: kept for as long as their job runs, and its last word for the history.
+
+Rules: the newest is in memory at once, and on disk every WRITE_EVERY_S and when the job's attempt is over: it is worth no
+commit of its own for every step. A word of another attempt than the present one, or from a node that the job is not on,
+changes nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from hpcnode import protocol
+from hpcsched.errors import ProtocolError
+from hpcsched.model.ids import JobId, NodeName
+from hpcsched.model.job import ACTIVE, Job
+from hpcsched.model.training import Failure, Training
+from hpcsched.store.world import Transaction, World
+
+log = logging.getLogger("hpcsched.training")
+
+WRITE_EVERY_S = 60.0
+MAX_FAILURES = 64  # of one attempt: what the hundredth rank says is an echo of the first
+MAX_FAILED_JOBS = 1000  # of which the number of failures is known
+
+
+class Trainings:
+    """The last words of all training jobs. `keep` has a transaction done, in the end, whatever fails."""
+
+    def __init__(self, world: World, keep: Callable[[Callable[[Transaction], Any]], None]) -> None:
+        self._world = world
+        self._keep = keep
+        self._failures: dict[tuple[JobId, int], int] = {}  # how many were told, by job and attempt
+        self._written_s: dict[JobId, float] = {job_id: one.at_s for job_id, one in world.training.items()}
+
+    def told(self, node: NodeName, said: protocol.FromStream, now_s: float) -> None:
+        """Take what a program on `node` said. Raises ProtocolError or WireError."""
+        word = protocol.from_json(said.message)
+        job = self._world.jobs.get(JobId(said.job_id))
+        on = {share.node for share in job.shares} | set(job.held_nodes) if job is not None else set()
+        if job is None or said.attempt != job.attempt or node not in on:
+            raise ProtocolError(f"attempt {said.attempt} of job {said.job_id} is not on node {node}")
+        if isinstance(word, protocol.Failure):
+            self._failed(job, node, word, now_s)
+            return
+        training = training_of(job, word, now_s)
+        if job.state not in ACTIVE:  # its last word, which came after its end
+            self._write(training)
+            return
+        self._world.training[job.id] = training
+        if now_s - self._written_s.get(job.id, float("-inf")) >= WRITE_EVERY_S:
+            self._write(training)
+
+    def _failed(self, job: Job, node: NodeName, word: protocol.Failure, now_s: float) -> None:
+        key = job.id, job.attempt
+        count = self._failures.pop(key, 0) + 1
+        self._failures[key] = count  # the newest last
+        if count > MAX_FAILURES:
+            return
+        if len(self._failures) > MAX_FAILED_JOBS:
+            del self._failures[next(iter(self._failures))]
+        failure = Failure(
+            job_id=job.id,
+            attempt=job.attempt,
+            rank=word.rank,
+            ranks=word.ranks,
+            node=node,
+            at_s=now_s - max(0.0, word.age_s),
+            echo=word.echo,
+            text=word.text,
+        )
+        self._keep(lambda tx: tx.put_failure(failure))
+
+    def changed(self, job: Job) -> None:
+        """Take note that the job may be over: then its last word goes to the history, and is no news any more."""
+        if job.state in ACTIVE:
+            return
+        self._written_s.pop(job.id, None)
+        last = self._world.training.pop(job.id, None)
+        if last is not None:
+            self._write(last)
+
+    def _write(self, training: Training) -> None:
+        if training.job_id in self._world.training:
+            self._written_s[training.job_id] = training.at_s
+        self._keep(lambda tx: tx.put_training(training))
+
+
+def training_of(job: Job, progress: protocol.Progress, now_s: float) -> Training:
+    """Return what `progress` says of the job, in times of our clock."""
+    at_s = now_s - max(0.0, progress.age_s)
+    age_s = progress.checkpoint_age_s
+    return Training(
+        job_id=job.id,
+        attempt=job.attempt,
+        at_s=at_s,
+        step=progress.step,
+        total_steps=progress.total_steps,
+        loss=progress.loss,
+        samples_per_s=progress.samples_per_s,
+        steps_per_s=progress.steps_per_s,
+        checkpoint_step=progress.checkpoint_step,
+        checkpoint_at_s=None if age_s is None else at_s - max(0.0, age_s),
+        note=progress.note,
+    )

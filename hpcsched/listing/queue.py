@@ -1,0 +1,121 @@
+"""The queue as lines of text: which columns, in which order, with arrays folded or not. What squeue prints.
+
+Rendered by the controller for those that poll, so that only the text has to travel. A job is the JSON object of the API.
+Source: squeue(1), --sort, --array, --long.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import namedtuple
+from collections.abc import Sequence
+from operator import itemgetter
+
+from hpcsched.errors import UsageError
+from hpcsched.listing.formats import Cell, Field, Look, cell_text, format_lines
+from hpcsched.listing.jobfields import FIELDS, parse_format, parse_long_format
+from hpcsched.listing.jobs import Job, end_s, start_s
+
+# In the order in which Slurm numbers them, by which it sorts.
+_STATE_ORDER = (
+    "PENDING", "RUNNING", "SUSPENDED", "COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL",
+    "DEADLINE", "OUT_OF_MEMORY", "CONFIGURING", "COMPLETING",
+)  # fmt: skip
+_NUMBERS = {
+    "rawid": "id", "time": "elapsed_s", "limit": "time_limit_s", "nodes": "num_nodes", "cpus": "num_cpus", "mem": "mem_mib",
+    "priority": "priority", "share": "priority", "nice": "nice", "tasks": "num_tasks", "uid": "uid", "gpus": "gpus",
+    "submitted": "submitted_at_s",
+}  # fmt: skip
+_FAR = float("inf")
+
+
+class Listing(
+    namedtuple(
+        "Listing",
+        "cells order array header dated",
+        defaults=(
+            False,
+            True,
+            False,
+        ),
+    )
+):
+    """How the jobs shall be written. `order`: fields to sort by, with whether each is turned around."""
+
+    __slots__ = ()
+
+    cells: Sequence[Cell]
+    order: Sequence[tuple[Field, bool]]
+    array: bool  # each waiting task of an array on its line
+    header: bool
+    dated: bool  # with a line that says when
+
+
+def make_listing(
+    text: str, *, long: bool, order: str, array: bool = False, header: bool = True, dated: bool = False
+) -> Listing:
+    """Return the listing with the format `text`: of long names, or else of percent signs. Raises UsageError."""
+    cells = parse_long_format(text) if long else parse_format(text)
+    return Listing(cells, parse_order(order), array=array, header=header, dated=dated)
+
+
+def parse_order(text: str) -> list[tuple[Field, bool]]:
+    """Return the fields of ``P,t,-p``: squeue's letters, or names. Raises UsageError."""
+    keys = []
+    for word in filter(None, text.split(",")):
+        name = word.lstrip("+-")
+        field = next((one for one in FIELDS if name in ((one.letter,) if len(name) == 1 else (one.name,))), None)
+        if field is None:
+            raise UsageError(f"Invalid sort specification: {word[:60]}")
+        keys.append((field, word.startswith("-")))
+    return keys
+
+
+class Row(namedtuple("Row", "place ranks line")):
+    """A job's line, and by what it is sorted: `ranks`, one for each field of the listing's order, then `place`."""
+
+    __slots__ = ()
+
+    place: tuple[int, int]
+    ranks: Sequence[object]
+    line: str
+
+
+def row_of(job: Job, listing: Listing, look: Look) -> Row:
+    """Return the row that shows `job`, or an array's waiting tasks as one (``folded``)."""
+    place = (job["array_job_id"] or job["id"], job["array_task_id"] or 0)
+    ranks = [_rank(field, job, look) for field, _ in listing.order]
+    return Row(place, ranks, "".join([cell_text(cell, job, look) for cell in listing.cells]))
+
+
+def queue_lines(rows: Sequence[Row], listing: Listing, look: Look) -> list[str]:
+    """Return the lines of `rows` in the order that `listing` asks for, and else by number; with the headers."""
+    made = sorted(rows, key=itemgetter(0))
+    for at, (_, reverse) in reversed(list(enumerate(listing.order))):
+        made.sort(key=lambda row, at=at: row[1][at], reverse=reverse)  # type: ignore[misc]
+    lines = [time.strftime("%a %b %d %H:%M:%S %Y", time.localtime(look.now_s))] if listing.dated else []
+    return lines + format_lines(listing.cells, (), look, header=listing.header) + [row[2] for row in made]
+
+
+def _rank(field: Field, job: Job, look: Look) -> object:
+    match field.name:
+        case "id":
+            return (job["array_job_id"] or job["id"], job["array_task_id"] or 0)
+        case "st" | "state":
+            return _STATE_ORDER.index(job["state"])
+        case "start" | "eta":
+            return _known(start_s(job))
+        case "end":
+            return _known(end_s(job))
+        case "left":
+            return _known(None if job["time_limit_s"] is None else job["time_limit_s"] - job["elapsed_s"])
+        case "priority" | "share":
+            return job["priority"] or 0
+        case name if name in _NUMBERS:
+            return _known(job[_NUMBERS[name]])
+        case _:
+            return cell_text(Cell(field), job, look)
+
+
+def _known(value: float | None) -> float:
+    return _FAR if value is None else value

@@ -1,0 +1,46 @@
+"""Texts of one line: cleaned, fitted into a width, split at commas, and times as Slurm writes them.
+
+Knows no jobs. What a user chose (a job's name, a reason) may hold anything: `clean` keeps it from moving the terminal's
+cursor or from looking like a second line.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+
+def clean(value: object) -> str:
+    """Return `value` as one line without control characters: they become ``?``."""
+    text = value if type(value) is str else str(value)
+    return text if text.isprintable() else "".join(char if char.isprintable() else "?" for char in text)
+
+
+def fitted(text: str, width: int, *, right: bool = False) -> str:
+    """Return `text` in exactly `width` characters, cut if it is longer."""
+    cut = text[:width]
+    return cut.rjust(width) if right else cut.ljust(width)
+
+
+def date_text(at_s: float | None, none: str = "N/A") -> str:
+    """Return a time as Slurm writes it: ``2027-01-20T12:34:00``, local time."""
+    return none if at_s is None else time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(at_s))
+
+
+def split_list(text: str) -> list[str]:
+    """Return what stands between the commas of `text` that are not within brackets: ``a,10_[1,3]`` is two."""
+    items, depth, start = [], 0, 0
+    for at, char in enumerate(text):
+        depth += (char == "[") - (char == "]")
+        if char == "," and depth <= 0:
+            items.append(text[start:at])
+            start = at + 1
+    items.append(text[start:])
+    return [item.strip() for item in items if item.strip()]
+
+
+def nearest(word: str, known: Iterable[str]) -> list[str]:
+    """Return those of `known` that look like `word`, at most three."""
+    import difflib  # only ever needed for an error message
+
+    return difflib.get_close_matches(word[:60], list(known), n=3, cutoff=0.6)

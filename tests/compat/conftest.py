@@ -1,0 +1,69 @@
+"""A cluster of three nodes whose users have Slurm's names on their PATH: real clients, as they are, run against it.
+
+A client is a program of its own with a script from `clients/`. Those that take minutes run with `make compat` alone.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from clientrun import Client
+
+from hpcsched.cli.slurmpath import ensure_directory
+from hpcsched.demo.cluster import LocalCluster
+
+CLIENTS = Path(__file__).parent / "clients"
+QUICK = {"controller": {"requeue_delay_s": 0, "kill_wait_s": 2}}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave those that take minutes to `make compat`."""
+    if os.environ.get("HPCSCHED_COMPAT"):
+        return
+    for item in items:
+        if item.get_closest_marker("minutes"):
+            item.add_marker(pytest.mark.skip(reason="takes minutes: make compat"))
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[LocalCluster]:
+    # A short path: a unix socket's may have 107 bytes at most.
+    with tempfile.TemporaryDirectory(prefix="hpc") as directory:
+        Path(directory).chmod(0o755)
+        with LocalCluster(Path(directory), cpus=4, mem_mib=8192, settings=QUICK) as started:
+            yield started
+
+
+@pytest.fixture(scope="module")
+def slurm_env(cluster: LocalCluster) -> dict[str, str]:
+    """What a user has in the environment who has put Slurm's names on the PATH."""
+    return {"PATH": f"{ensure_directory()}{os.pathsep}{cluster.env['PATH']}", "HOME": str(cluster.base)}
+
+
+@pytest.fixture
+def client(cluster: LocalCluster, slurm_env: dict[str, str]) -> Client:
+    """Return a function that runs a client's script from `clients/` in the share, and fails if it fails."""
+
+    def run(script: str, *words: str, timeout_s: float = 100.0) -> subprocess.CompletedProcess[str]:
+        path = str(CLIENTS / script)
+        command = [sys.executable, path] if script.endswith(".py") else ["bash", path]
+        return cluster.run(*command, *words, env=slurm_env, timeout_s=timeout_s)
+
+    return run
+
+
+@pytest.fixture
+def slurm(cluster: LocalCluster, slurm_env: dict[str, str]) -> Client:
+    """Return a function that runs one of Slurm's commands as a user would."""
+
+    def run(*words: str, check: bool = True, **more: object) -> subprocess.CompletedProcess[str]:
+        env = slurm_env | dict(more.pop("env", {}))  # type: ignore[call-overload]
+        return cluster.run(*words, check=check, env=env, **more)  # type: ignore[arg-type]
+
+    return run

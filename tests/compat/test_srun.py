@@ -1,0 +1,98 @@
+"""srun as scripts and MPI launchers use it: in a job with nothing but what its nodes bring, and outside of one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from clientrun import Client
+
+from hpcsched.cli.slurmpath import ensure_directory
+from hpcsched.demo.cluster import LocalCluster
+
+
+@pytest.fixture
+def job(cluster: LocalCluster, slurm: Client, tmp_path: Path) -> Client:
+    """Return a function that runs a script as a job on two nodes, two tasks each, and returns its output."""
+
+    def run(text: str, *options: str) -> str:
+        path = cluster.share / "out"
+        path.unlink(missing_ok=True)
+        script = f"#!/bin/bash\nexec 2>&1\n{text}\n"
+        words = ("--parsable", "--wait", "-N2", "--ntasks-per-node=2", "-o", str(path), *options)
+        slurm("sbatch", *words, stdin=script, check=False)
+        return path.read_text()
+
+    return run  # type: ignore[return-value]
+
+
+def test_a_job_finds_srun_of_its_node(job: Client) -> None:
+    said = job(
+        'scontrol show hostnames; type -P srun; srun --version; srun -l -n4 sh -c "echo $SLURM_JOB_ID"', "-J", "x"
+    )
+    lines = str(said).splitlines()
+    assert lines[:2] == ["n1", "n2"]
+    assert lines[2].endswith("/bin/slurm/srun")
+    assert lines[3] == "slurm 23.02.7"
+    assert sorted(line.split(":")[0] for line in lines[4:]) == ["0", "1", "2", "3"]
+
+
+def test_the_full_scontrol_is_found_behind_that_of_the_node(job: Client) -> None:
+    assert "JobId=" in str(job("scontrol show job $SLURM_JOB_ID"))
+
+
+def test_nothing_but_the_jobs_number_is_needed(job: Client) -> None:
+    text = "for v in $(compgen -e | grep -E '^(SLURM|HPCSCHED)_' | grep -vx SLURM_JOB_ID); do unset $v; done\n"
+    assert sorted(str(job(text + "srun -N2 -n2 sh -c 'echo $SLURM_PROCID'")).split()) == ["0", "1"]
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        ("true", 0),
+        ("sh -c 'exit $((3 + SLURM_PROCID))'", 6),
+        ("sh -c 'kill -9 $$'", 137),
+        ("no-such-program", 2),
+        ("--no-such-option true", 1),
+        ("--mpi=pmix true", 1),
+        ("-n99 true", 1),
+        ("-n1 true : -n1 true", 1),
+        ("--het-group=1 true", 1),
+    ],
+)
+def test_exit_codes(job: Client, words: str, code: int) -> None:
+    assert str(job(f"srun {words}; echo code $?")).splitlines()[-1] == f"code {code}"
+
+
+def test_what_is_refused_says_what_to_do(job: Client) -> None:
+    said = str(job("srun --mpi=pmi2 true; srun true : true; srun --mpi=list"))
+    assert "srun: error: cannot start tasks with --mpi=pmi2" in said
+    assert "mpirun" in said
+    assert "srun: error: cannot start several programs as one step" in said
+    assert "MPI plugin types are...\n\tnone\n" in said
+
+
+def test_what_launchers_say(job: Client) -> None:
+    said = job(
+        'srun --ntasks-per-node=1 --kill-on-bad-exit --mpi=none --cpu-bind=none --ntasks=2 sh -c "echo a"\n'
+        "srun -N 2 -n 2 --input none sh -c 'cat; echo b $SLURM_NODEID'\n"
+        "srun --nodelist n1,n2 -N 2 -n 2 --input none --external-launcher true\n"
+        "srun -n1 --cpu-bind=q --cpus-per-task=1 --nodes=1 echo c\n"
+        "srun --unbuffered --overlap --jobid=$SLURM_JOB_ID -w n2 -n1 sh -c 'echo d $SLURMD_NODENAME'\n"
+        "srun --exclusive --exact --nodes 1 -n1 -l --hint=nomultithread -m block --gpu-bind=none --propagate echo e\n"
+    )
+    assert sorted(str(said).splitlines()) == ["0: e", "a", "a", "b 0", "b 1", "c", "d n2"]
+
+
+def test_outside_of_a_job(slurm: Client) -> None:
+    done = slurm(
+        "srun", "-N2", "-n3", "-l", "sh", "-c", "echo $SLURM_STEP_TASKS_PER_NODE; exit $SLURM_PROCID", check=False
+    )
+    assert sorted(done.stdout.splitlines()) == ["0: 2,1", "1: 2,1", "2: 2,1"]
+    assert done.returncode == 2
+    assert done.stderr.startswith("srun: error: ")
+
+
+def test_without_slurms_directory_on_the_path_a_job_has_no_srun(cluster: LocalCluster) -> None:
+    assert str(ensure_directory()) not in cluster.env["PATH"]
+    assert cluster.run("hrun", "sh", "-c", "type srun", check=False).returncode == 127

@@ -1,0 +1,74 @@
+"""An elastic job that trains: it gets ranks on idle nodes, they leave one that another job needs, each step is taken once."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from waiting import wait_until
+
+from hpcsched.demo.cluster import LocalCluster
+
+SMALL = "--layers 1 --width 32 --heads 2 --context 32 --batch 12 --eval-every 0 --sample 0 --checkpoint-every 50"
+SCRIPT = f"""exec {sys.executable} -m hpctrain.elastic --report report.json -- \\
+    {sys.executable} -m hpctrain.examples.chargpt {SMALL} --steps 1000000 --out elastic
+"""
+
+
+def worlds(path: Path) -> list[int]:
+    """How many ranks took each step."""
+    if not path.exists():
+        return []
+    lines = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    return [line["world"] for line in lines]
+
+
+def test_the_ranks_of_an_elastic_job_follow_its_nodes(
+    cluster: LocalCluster, sub: Callable[..., int], running: Any, ended: Any, output: Callable[[int], str]
+) -> None:
+    first = sub("while [ ! -e free ]; do sleep 0.05; done", "--exclusive", "-N1")
+    running(first)
+    number = sub(SCRIPT, "--exclusive", "-N1-3", "--elastic", "--ntasks-per-node=1", "--signal=B:USR1@10", "-t", "10")
+    metrics = cluster.share / "elastic" / "metrics.jsonl"
+    assert running(number)["num_nodes"] == 2
+
+    def until(world: int) -> None:
+        wait_until(lambda: worlds(metrics)[-1:] == [world], 90, f"{world} ranks")
+
+    until(2)
+    (cluster.share / "free").touch()
+    until(3)
+    other = sub("while [ ! -e over ]; do sleep 0.05; done", "--exclusive", "-N1")
+    running(other, timeout_s=60)
+    until(2)
+    (cluster.share / "over").touch()
+    assert ended(other)["state"] == "COMPLETED"
+    cluster.run("hcancel", "-b", "-s", "USR1", str(number))
+    assert ended(number, 60)["exit_code"] == 75, output(number)
+    report = json.loads((cluster.share / "report.json").read_text())
+    assert report["losses"] == [], "ranks left, none was lost"
+
+
+def test_an_elastic_job_goes_on_when_a_node_loses_power(
+    cluster: LocalCluster, sub: Callable[..., int], running: Any, job: Any, ended: Any, output: Callable[[int], str]
+) -> None:
+    script = SCRIPT.replace("--out elastic", "--out power")
+    number = sub(script, "--exclusive", "-N2-3", "--elastic", "--ntasks-per-node=1", "-t", "10")
+    metrics = cluster.share / "power" / "metrics.jsonl"
+    node = running(number)["nodes"][2]
+    wait_until(lambda: worlds(metrics)[-1:] == [3], 90, "3 ranks")
+    assert cluster.machines is not None
+    cluster.machines.power_off(node)
+    wait_until(lambda: worlds(metrics)[-1:] == [2], 60, "2 ranks")
+    cluster.machines.power_on(node)
+    wait_until(lambda: job(number)["num_nodes"] == 2, 60, "the controller to know that the node lost power")
+    before = len(worlds(metrics))
+    wait_until(lambda: len(worlds(metrics)) > before + 5, 60, "more steps")
+    assert (job(number)["state"], job(number)["attempt"]) == ("RUNNING", 0), output(number)
+    assert "it goes on without that node" in cluster.run("hctl", "story", str(number)).stdout
+    cluster.run("hcancel", str(number))
+    ended(number, 60)

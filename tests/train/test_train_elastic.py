@@ -1,0 +1,112 @@
+"""Elastic runs: ranks are killed, stopped and fail; the others take every step, each once, with the same samples."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from ranks import HERE, Ended, finish, started
+from test_train_resume import SMALL, STEPS, WITH_WAITING, lines_of
+from waiting import wait_until
+
+from hpctrain.errors import EXIT_REQUEUE
+
+FAULTY = HERE / "faulty_chargpt.py"
+
+
+def command(out: Path, fault: str, *more: str) -> list[str | Path]:
+    """An elastic run of the faulty GPT; `more` are options of the run."""
+    run = [sys.executable, "-m", "hpctrain.elastic", "--report", out.with_suffix(".json"), *more, "--"]
+    return [*run, sys.executable, FAULTY, fault, "--out", out, *SMALL]
+
+
+def elastic(out: Path, fault: str, *more: str) -> Ended:
+    with started(command(out, fault, *more), WITH_WAITING) as process:
+        return finish(process)
+
+
+def losses_of(out: Path) -> list[float]:
+    """The loss of each step, after checking that every step is told once, in order."""
+    lines = [line for line in lines_of(out) if "loss" in line]
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    return [line["loss"] for line in lines]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of a run in which nobody is lost."""
+    out = tmp_path_factory.mktemp("elastic") / "run"
+    ended = elastic(out, "none", "--ranks", "3")
+    assert ended.status == 0, ended.output
+    assert json.loads(out.with_suffix(".json").read_text())["losses"] == []
+    return losses_of(out)
+
+
+@pytest.mark.parametrize("slot", [0, 1])
+def test_the_others_go_on_without_a_killed_rank(undisturbed: list[float], tmp_path: Path, slot: int) -> None:
+    """Slot 0 is as a rule the rank that writes, and another one writes then."""
+    ended = elastic(tmp_path / "run", f"slot:{slot}:11", "--ranks", "3")
+    assert ended.status == 0, ended.output
+    assert losses_of(tmp_path / "run") == pytest.approx(undisturbed, rel=1e-4)
+    worlds = [line["world"] for line in lines_of(tmp_path / "run") if "loss" in line]
+    assert worlds[9] == 3
+    assert worlds[10] == 2, "the very next step is taken by the two that are left"
+    report = json.loads((tmp_path / "run.json").read_text())
+    assert len(report["losses"]) == len(report["next_step_s"]) == 1
+    assert "1 ranks lost, next step after" in ended.output
+
+
+def test_a_rank_that_is_silent_is_missed_and_ends_when_it_wakes(undisturbed: list[float], tmp_path: Path) -> None:
+    ended = elastic(tmp_path / "run", "still:1:11", "--ranks", "3")
+    assert ended.status == 0, ended.output
+    assert "silent for too long" in ended.output
+    assert losses_of(tmp_path / "run") == pytest.approx(undisturbed, rel=1e-4)
+
+
+def test_a_spare_or_a_new_process_steps_in_and_gets_the_state_from_a_peer(
+    undisturbed: list[float], tmp_path: Path
+) -> None:
+    """Fewer than two are not enough here, so nothing can go on before."""
+    ended = elastic(tmp_path / "run", "slot:0:11", "--ranks", "2", "--least", "2", "--spares", "1")
+    assert ended.status == 0, ended.output
+    assert losses_of(tmp_path / "run") == pytest.approx(undisturbed, rel=1e-4)
+    assert {line["world"] for line in lines_of(tmp_path / "run") if "loss" in line} == {2}
+
+
+def test_an_error_that_every_rank_would_meet_ends_the_run(tmp_path: Path) -> None:
+    ended = elastic(tmp_path / "run", "raises:1:5", "--ranks", "2")
+    assert ended.status == 1
+    assert "a fault of the test's" in ended.output
+    assert re.search(r"rank 1 of 2 failed", ended.output)
+
+
+def test_a_wrong_option_ends_the_run_at_once(tmp_path: Path) -> None:
+    wrong = [*command(tmp_path / "run", "none", "--ranks", "2"), "--no-such-option"]
+    with started(wrong, WITH_WAITING) as process:
+        ended = finish(process)
+    assert ended.status == 2
+    assert "before the run began" in ended.output
+
+
+def test_a_stop_signal_is_handed_on_and_the_run_goes_on_later(undisturbed: list[float], tmp_path: Path) -> None:
+    with started(command(tmp_path / "run", "await:8", "--ranks", "2"), WITH_WAITING) as process:
+        wait_until(lambda: len(lines_of(tmp_path / "run")) >= 7, 60, "seven steps")
+        process.send_signal(signal.SIGUSR1)
+        ended = finish(process)
+    assert ended.status == EXIT_REQUEUE, ended.output
+    ended = elastic(tmp_path / "run", "none", "--ranks", "3")
+    assert ended.status == 0, ended.output
+    assert losses_of(tmp_path / "run") == pytest.approx(undisturbed, rel=1e-4)
+
+
+def test_a_run_whose_output_nobody_reads_any_more_ends(tmp_path: Path) -> None:
+    readable, writable = os.pipe()
+    os.close(readable)
+    with started(command(tmp_path / "deaf", "slot:1:11", "--ranks", "2"), WITH_WAITING, output=writable) as run:
+        assert run.wait(60) == 1, "its ranks cannot print"
+    os.close(writable)

@@ -1,0 +1,127 @@
+"""The process that writes checkpoints: it has what was copied, whatever becomes of the trainer."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import HERE, finish, started
+from test_train_gradlog import NO_JOB, World, assert_alike, kinds
+from waiting import wait_until
+
+from hpctrain.checkpoint import Claim, KeptWriter, claim
+from hpctrain.checkpoint.buffers import Buffer, lay_out
+from hpctrain.checkpoint.handing import Handing
+from hpctrain.checkpoint.listing import checkpoint_names
+from hpctrain.checkpoint.write import Published
+from hpctrain.errors import StaleAttemptError
+
+LIMIT_S = 30
+WITH_WAITING = {"PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(HERE.parent)]).strip(os.pathsep)}
+
+
+class KeptWorld(World):
+    """As a `World`, but with a process that writes."""
+
+    def writer_for(self, mine: Claim, parent: Published | None, base_every: int) -> KeptWriter:
+        return KeptWriter(mine, parent, base_every, 9, chunk_bytes=4096)
+
+
+def newest(directory: Path) -> int:
+    return int(checkpoint_names(directory)[0][5:15])
+
+
+def test_what_a_process_writes_restores_to_the_same_bits_and_a_second_life_goes_on(tmp_path: Path) -> None:
+    whole = World(tmp_path / "whole")
+    whole.run(8)
+    first = KeptWorld(tmp_path / "kept")
+    assert kinds(first.run(5, base_every=4)) == ["base", "gradients", "gradients", "gradients", "base"]
+    second = KeptWorld(tmp_path / "kept")
+    assert kinds(second.run(3, base_every=4)) == ["gradients"] * 3
+    assert_alike(second, whole)
+    again = World(tmp_path / "kept")
+    again.restore()
+    assert_alike(again, whole)
+
+
+def test_a_later_attempt_ends_a_run_whose_process_writes(tmp_path: Path) -> None:
+    world = KeptWorld(tmp_path)
+    writer = world.writer()
+    world.move()
+    world.write(writer)
+    claim(tmp_path, NO_JOB, now_s=0.0)
+    world.move()
+    with pytest.raises(StaleAttemptError):
+        world.write(writer)
+    writer.close()
+
+
+def test_a_writing_process_that_is_killed_costs_its_checkpoint_and_the_next_is_a_base(tmp_path: Path) -> None:
+    world = KeptWorld(tmp_path)
+    writer = world.writer()
+    for _ in range(3):
+        world.move()
+        world.write(writer)
+    os.kill(writer.pid, signal.SIGKILL)
+    world.move()
+    report = world.write(writer)
+    assert "has ended with status -9; another one is started" in (report.error or "")
+    world.move()
+    assert world.write(writer).kind == "base"
+    world.move()
+    assert world.write(writer).kind == "gradients"
+    writer.close()
+    again = World(tmp_path)
+    again.restore()
+    assert_alike(again, world)
+
+
+def test_a_trainer_that_is_killed_leaves_its_last_copy_to_be_published(tmp_path: Path) -> None:
+    """Right after the copy, long before it can be on the share."""
+    with started([sys.executable, HERE / "die_after_copy.py", tmp_path], WITH_WAITING) as process:
+        ended = finish(process)
+    assert ended.status == -signal.SIGKILL, ended.output
+    wait_until(lambda: newest(tmp_path) == 4, LIMIT_S, "the last copy's publication")
+    again = World(tmp_path)
+    again.restore()
+    assert again.step == 4
+    whole = World(tmp_path / "whole")
+    whole.run(4)
+    assert_alike(again, whole)
+
+
+def test_the_process_that_writes_needs_no_torch() -> None:
+    code = "import hpctrain.checkpoint.keeper, sys; print('torch' in sys.modules)"
+    with started([sys.executable, "-c", code]) as process:
+        assert finish(process).output.split() == ["False"]
+
+
+def test_buffers_go_once_and_are_the_same_memory_at_both_ends() -> None:
+    one, other = (Handing(end) for end in socket.socketpair())
+    layout = lay_out([("a", "float32", (3,))])
+    buffers = [Buffer(layout) for _ in range(150)]
+    got: list[object] = []
+    reader = threading.Thread(target=lambda: got.extend(other.receive() for _ in range(2)))
+    reader.start()
+    one.send({"all": buffers})
+    one.send(buffers[7])
+    reader.join()
+    there = got[0]["all"]  # type: ignore[index]
+    assert got[1] is there[7]
+    buffers[149].content(layout[0])[:4] = b"abcd"
+    assert bytes(there[149].content(layout[0])[:4]) == b"abcd"
+    one.close()
+    with pytest.raises(EOFError):
+        other.receive()
+    other.close()
+
+
+def test_an_empty_state_has_a_buffer() -> None:
+    assert Buffer(()).bytes == 0
+    assert torch.frombuffer(Buffer(()).shared, dtype=torch.uint8).numel() == 1

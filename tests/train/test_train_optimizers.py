@@ -1,0 +1,118 @@
+"""torch's own optimizers under the loop: the same bits as without it, and as before a restart."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from hpctrain.errors import TrainError
+from hpctrain.optim import AdamW
+from hpctrain.torchoptim import TorchOptimizer, optimizer_for
+
+MAKERS = {
+    "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, dampening=0.5, nesterov=False),
+    "plain sgd": lambda ps: torch.optim.SGD(ps, lr=0.1),
+    "adamw": lambda ps: torch.optim.AdamW(ps, lr=0.1, amsgrad=True),
+    "adagrad": lambda ps: torch.optim.Adagrad(ps, lr=0.1, initial_accumulator_value=0.3),
+    "rmsprop": lambda ps: torch.optim.RMSprop(ps, lr=0.1, momentum=0.5, centered=True),
+    "nadam": lambda ps: torch.optim.NAdam(ps, lr=0.1),
+    "adafactor": lambda ps: torch.optim.Adafactor(ps, lr=0.1),
+}
+
+
+def model_of(seed: int = 3) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+
+
+def set_gradients(model: torch.nn.Module, number: int) -> None:
+    generator = torch.Generator().manual_seed(number)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+
+
+def flat(model: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_an_optimizer_moves_weights_as_it_does_by_itself(kind: str) -> None:
+    ours, plain = model_of(), model_of()
+    wrapped, alone = TorchOptimizer(ours, MAKERS[kind](ours.parameters())), MAKERS[kind](plain.parameters())
+    assert torch.equal(flat(ours), flat(plain))
+    for number in range(1, 5):
+        lr = 0.1 / number
+        set_gradients(ours, number)
+        set_gradients(plain, number)
+        alone.param_groups[0]["lr"] = lr
+        wrapped.step(number, lr)
+        alone.step()
+        assert torch.equal(flat(ours), flat(plain)), number
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_what_a_checkpoint_holds_is_enough_to_go_on_with_the_same_bits(kind: str) -> None:
+    model = model_of()
+    optimizer = TorchOptimizer(model, MAKERS[kind](model.parameters()))
+    layout = {name: (tensor.dtype, tensor.shape) for name, tensor in optimizer.tensors().items()}
+    for number in (1, 2):
+        set_gradients(model, number)
+        optimizer.step(number, 0.1)
+    assert {name: (tensor.dtype, tensor.shape) for name, tensor in optimizer.tensors().items()} == layout
+    other = model_of(seed=4)
+    other.load_state_dict(model.state_dict())
+    restarted = TorchOptimizer(other, MAKERS[kind](other.parameters()))
+    for name, tensor in copy.deepcopy(optimizer.tensors()).items():
+        restarted.tensors()[name].copy_(tensor)
+    for number in (3, 4):
+        for part, moved in ((model, optimizer), (other, restarted)):
+            set_gradients(part, number)
+            moved.step(number, 0.05)
+    assert torch.equal(flat(model), flat(other))
+
+
+def test_groups_keep_the_ratio_of_their_learning_rates() -> None:
+    model = model_of()
+    optimizer = torch.optim.SGD(
+        [{"params": model[0].parameters(), "lr": 0.2}, {"params": model[2].parameters(), "lr": 0.02}]
+    )
+    before = flat(model)
+    wrapped = TorchOptimizer(model, optimizer)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    wrapped.step(1, 0.5)
+    moved = before - flat(model)
+    assert moved[:40] == pytest.approx(0.5, abs=1e-6)
+    assert moved[40:] == pytest.approx(0.05, abs=1e-6)
+
+
+def test_frozen_weights_have_no_state_and_stay() -> None:
+    model = model_of()
+    model[0].requires_grad_(False)
+    wrapped = TorchOptimizer(model, torch.optim.AdamW(model.parameters()))
+    assert {name.split(".")[0] for name in wrapped.tensors()} == {"2"}
+
+
+def test_optimizers_that_cannot_be_served_are_refused_with_the_reason() -> None:
+    model = model_of()
+    with pytest.raises(TrainError, match="with LBFGS: it computes the loss several times within a step"):
+        TorchOptimizer(model, torch.optim.LBFGS(model.parameters()))
+    with pytest.raises(TrainError, match="this SGD: it has a parameter that is not of the model"):
+        TorchOptimizer(model, torch.optim.SGD(model_of().parameters(), lr=0.1))
+
+    class Counting(torch.optim.SGD):
+        def step(self, closure: object = None) -> None:  # type: ignore[override]
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    self.state[parameter]["calls"] = self.state[parameter].get("calls", 0) + 1
+
+    with pytest.raises(TrainError, match="with Counting: its state 'calls' is a int, and a checkpoint keeps tensors"):
+        TorchOptimizer(model, Counting(model.parameters(), lr=0.1))
+
+
+def test_our_own_is_taken_as_it_is() -> None:
+    model = model_of()
+    ours = AdamW(model.named_parameters())
+    assert optimizer_for(model, ours) is ours

@@ -1,0 +1,45 @@
+"""A controller that has just started: the queue is answered at once, all else when the rest is there."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from types import SimpleNamespace
+from typing import Any
+
+from hpcsched.api import web
+from hpcsched.api.app import make_server
+
+EARLY = SimpleNamespace(
+    admins=lambda: (), jobs=lambda asker, query: {"jobs": ["all"]}, queue=lambda asker, query: "all\n"
+)
+WHOLE = SimpleNamespace(ping=lambda: {"pid": 7})
+
+
+async def _ask(server: web.Server, path: str) -> bytes:
+    """Return the answer's body."""
+    ours, theirs = socket.socketpair()
+    loop = asyncio.get_running_loop()
+    await loop.connect_accepted_socket(lambda: web.Connection(server), theirs)
+    reader, writer = await asyncio.open_unix_connection(sock=ours)
+    writer.write(f"GET {path} HTTP/1.1\r\nConnection: close\r\n\r\n".encode())
+    answer = await reader.read()
+    writer.close()
+    return answer.partition(b"\r\n\r\n")[2]
+
+
+def test_the_queue_is_answered_before_all_else_is_there() -> None:
+    async def play() -> None:
+        coming: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        server = make_server(EARLY, coming)  # type: ignore[arg-type]
+        ping = asyncio.create_task(_ask(server, "/v1/ping"))
+        gone = asyncio.create_task(_ask(server, "/v1/ping"))
+        assert await _ask(server, "/v1/jobs") == b'{"version":1,"jobs":["all"]}'
+        assert await _ask(server, "/v1/queue") == b"all\n"
+        gone.cancel()
+        assert not ping.done()
+        coming.set_result(WHOLE)
+        assert await ping == b'{"version":1,"pid":7}'
+        await server.close()
+
+    asyncio.run(asyncio.wait_for(play(), 30))

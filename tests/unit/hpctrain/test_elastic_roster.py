@@ -1,0 +1,146 @@
+"""Who takes part in an elastic run: small worlds, and any order of events (a property)."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpctrain.elastic.roster import Roster, Settings, Standing
+
+
+def run_of(count: int, *, want: int | None = None, least: int = 1) -> Roster:
+    """A run of `count` members that have all said that they are ready."""
+    roster = Roster(Settings(least=least, want=want or count), 0.0)
+    for slot in range(count):
+        member = roster.join(slot, 0.0)
+        roster.ready(member.number, {"port": 1000 + slot}, 0.0)
+    return roster
+
+
+def said(orders: list[tuple[int, dict[str, object]]]) -> list[tuple[int, object]]:
+    return [(number, order["say"]) for number, order in orders]
+
+
+def members_of(orders: list[tuple[int, dict[str, object]]]) -> list[int]:
+    """The members of the generation that is announced, in the order of their ranks."""
+    news = next(order for _, order in orders if order["say"] == "generation")
+    return [member["number"] for member in news["members"]]  # type: ignore[attr-defined]
+
+
+def test_the_first_generation_waits_for_all_or_for_a_while() -> None:
+    roster = run_of(2, want=3)
+    assert roster.settle(59.0) == []
+    orders = roster.settle(60.0)
+    assert members_of(orders) == [0, 1]
+    assert roster.generation == 0
+
+
+def test_a_lost_member_breaks_the_generation_and_the_others_are_the_next_one() -> None:
+    roster = run_of(3)
+    roster.settle(0.0)
+    roster.lose(0, "its connection ended", 5.0)
+    assert said(roster.settle(5.0)) == [(1, "broken"), (2, "broken")]
+    roster.part(1, 0, 5.1)
+    assert roster.settle(5.1) == [], "told once, and 2 has not parted"
+    roster.part(2, 0, 5.2)
+    orders = roster.settle(5.2)
+    assert members_of(orders) == [1, 2]
+    assert orders[0][1]["lost"] == [{"number": 0, "why": "its connection ended", "unheard_s": 5.0}]
+
+
+def test_who_parts_first_does_not_hurry_a_member_that_still_computes_but_its_silence_does() -> None:
+    roster = run_of(2)
+    roster.settle(0.0)
+    roster.part(0, 0, 1.0)
+    assert roster.settle(1.0) == []
+    roster.beat(0, 3.9)
+    assert [member.number for member in roster.silent(4.0)] == [1]
+
+
+def test_a_spare_steps_in_for_a_lost_one_behind_those_who_have_the_state() -> None:
+    roster = run_of(3, want=2)
+    assert members_of(roster.settle(0.0)) == [0, 1]
+    roster.lose(0, "killed", 1.0)
+    roster.settle(1.0)
+    roster.part(1, 0, 1.0)
+    assert members_of(roster.settle(1.0)) == [1, 2]
+
+
+def test_one_who_comes_later_is_taken_in_between_two_steps() -> None:
+    roster = run_of(1, want=2)
+    roster.settle(60.0)
+    late = roster.join(1, 61.0)
+    roster.ready(late.number, {}, 62.0)
+    assert said(roster.settle(62.0)) == [(0, "changing")]
+    roster.part(0, 0, 63.0)
+    assert members_of(roster.settle(63.0)) == [0, late.number]
+
+
+def test_members_of_slots_that_are_given_back_leave_between_two_steps() -> None:
+    roster = run_of(3)
+    roster.settle(0.0)
+    roster.resize(2, {1})
+    assert said(roster.settle(1.0)) == [(0, "changing"), (1, "changing"), (2, "changing")]
+    for number in range(3):
+        roster.part(number, 0, 2.0)
+    orders = roster.settle(2.0)
+    assert (1, "leave") in said(orders)
+    assert members_of(orders) == [0, 2]
+    assert roster.settle(3.0) == [], "while it is on its way out nothing changes any more"
+
+
+def test_too_few_wait_for_more() -> None:
+    roster = run_of(2, least=2)
+    roster.settle(0.0)
+    roster.lose(1, "killed", 1.0)
+    roster.settle(1.0)
+    roster.part(0, 0, 1.0)
+    assert roster.settle(1.0) == []
+    again = roster.join(1, 2.0)
+    roster.ready(again.number, {}, 2.0)
+    assert members_of(roster.settle(2.0)) == [0, again.number]
+
+
+def test_when_one_has_finished_nobody_new_is_taken_in_and_the_rest_finish_among_themselves() -> None:
+    roster = run_of(3)
+    roster.settle(0.0)
+    roster.leave(0)
+    roster.close()
+    late = roster.join(3, 1.0)
+    roster.ready(late.number, {}, 1.0)
+    roster.part(1, 0, 1.0)
+    assert said(roster.settle(1.0)) == [(late.number, "leave")]
+    roster.part(2, 0, 1.0)
+    assert members_of(roster.settle(1.0)) == [1, 2]
+
+
+@given(st.data())
+def test_whatever_happens_nobody_lost_comes_back_and_survivors_keep_their_order(data: st.DataObject) -> None:
+    """Random events; members do as they are told. A generation's members are alive, and old ones lead it."""
+    roster = run_of(data.draw(st.integers(1, 4)), want=3)
+    lost: set[int] = set()
+    present: list[int] = []
+    now_s = 60.0
+    for _ in range(data.draw(st.integers(1, 25))):
+        now_s += 1.0
+        able = sorted(roster.members)
+        match data.draw(st.sampled_from(["lose", "join", "obey"])):
+            case "lose" if able:
+                number = data.draw(st.sampled_from(able))
+                roster.lose(number, "killed", now_s)
+                lost.add(number)
+            case "join":
+                roster.ready(roster.join(9, now_s).number, {}, now_s)
+            case _:
+                for number in able:
+                    if roster.members[number].told:
+                        roster.part(number, roster.generation, now_s)
+        for _, order in roster.settle(now_s):
+            if order["say"] == "generation":
+                chosen = [member["number"] for member in order["members"]]  # type: ignore[attr-defined]
+                assert not lost & set(chosen)
+                kept = [number for number in present if number in roster.members]
+                assert chosen[: len(kept)] == kept or chosen == present
+                present = chosen
+    inside = [m for m in roster.members.values() if m.standing in (Standing.IN, Standing.PARTED)]
+    assert {member.number for member in inside} == set(present) - lost

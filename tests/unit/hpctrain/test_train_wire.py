@@ -1,0 +1,119 @@
+"""The ring over sockets: exact sums, whoever begins when; a lost neighbour is told to who waits."""
+
+from __future__ import annotations
+
+import random
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpctrain.comm.background import Background
+from hpctrain.comm.wire import PIECE_BYTES, Wire
+from hpctrain.errors import TrainError
+
+PIECE = PIECE_BYTES // 4
+LENGTHS = (1, 2, 5, 1000, PIECE - 1, 2 * PIECE + 3)
+
+
+@contextmanager
+def ring(size: int) -> Iterator[list[Wire]]:
+    pairs = [socket.socketpair() for _ in range(size)]  # pair i leads from rank i to the next
+    wires = [Wire(rank, size, pairs[rank][0], pairs[rank - 1][1]) for rank in range(size)]
+    yield wires
+    for wire in wires:
+        wire.close()
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.integers(2, 5), st.lists(st.sampled_from(LENGTHS), min_size=1, max_size=4), st.randoms())
+def test_sums_are_the_same_bits_on_all_whoever_begins_first(
+    size: int, lengths: list[int], chance: random.Random
+) -> None:
+    generator = torch.Generator().manual_seed(len(lengths))
+    flats = [[torch.randn(length, generator=generator) for length in lengths] for _ in range(size)]
+    wanted = [sum(parts).tolist() for parts in zip(*[[f.double() for f in mine] for mine in flats], strict=True)]
+    turns = [rank for rank in range(size) for _ in lengths]
+    chance.shuffle(turns)
+    with ring(size) as wires:
+        begun = [0] * size
+        works = []
+        for rank in turns:
+            works.append(wires[rank].begin(flats[rank][begun[rank]]))
+            begun[rank] += 1
+        for work in works:
+            work.wait()
+    for at, want in enumerate(wanted):
+        assert flats[0][at].tolist() == pytest.approx(want, abs=1e-5)
+        assert all(torch.equal(mine[at], flats[0][at]) for mine in flats)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.int32])
+def test_other_kinds_of_numbers(dtype: torch.dtype) -> None:
+    flats = [torch.arange(1000).to(dtype) * (rank + 1) for rank in range(3)]
+    with ring(3) as wires:
+        works = [wire.begin(flat) for wire, flat in zip(wires, flats, strict=True)]
+        for work in works:
+            work.wait()
+    assert all(torch.equal(flat, torch.arange(1000).to(dtype) * 6) for flat in flats)
+
+
+def test_halves_of_two_ranks_are_rounded_once_and_of_more_are_left_to_another_way() -> None:
+    flats = [torch.full((9,), 256.0, dtype=torch.bfloat16), torch.full((9,), 1.0, dtype=torch.bfloat16)]
+    wanted = (flats[0].float() + flats[1].float()).bfloat16()
+    with ring(2) as wires:
+        assert wires[0].sums(torch.bfloat16)
+        for work in [wire.begin(flat) for wire, flat in zip(wires, flats, strict=True)]:
+            work.wait()
+    assert torch.equal(flats[0], wanted)
+    assert torch.equal(flats[1], wanted)
+    with ring(3) as wires:
+        assert not wires[0].sums(torch.bfloat16)
+        assert wires[0].sums(torch.float32)
+
+
+def test_what_is_to_follow_a_sum_finds_it() -> None:
+    flats = [torch.ones(PIECE * 3), torch.ones(PIECE * 3)]
+    seen: list[float] = []
+    with ring(2) as wires:
+        works = [
+            wires[0].begin(flats[0], lambda: seen.append(float(flats[0].sum()))),
+            wires[1].begin(flats[1]),
+        ]
+        for work in works:
+            work.wait()
+    assert seen == [6.0 * PIECE]
+
+
+def test_who_waits_for_a_lost_neighbour_is_told() -> None:
+    to_right, its_end = socket.socketpair()
+    from_left, left_end = socket.socketpair()
+    wire = Wire(0, 2, to_right, from_left)
+    work = wire.begin(torch.ones(10))
+    left_end.close()
+    with pytest.raises(TrainError, match="host before in the ring has ended"):
+        work.wait()
+    with pytest.raises(TrainError, match="ended"):
+        wire.begin(torch.ones(10)).wait()
+    wire.close()
+    its_end.close()
+
+
+def test_calls_in_the_background_keep_their_order_and_stop_at_the_first_that_fails() -> None:
+    background = Background()
+    made: list[int] = []
+
+    def fail() -> None:
+        raise ValueError("no disk")
+
+    works = [background.begin(lambda: made.append(1)), background.begin(fail), background.begin(lambda: made.append(2))]
+    works[0].wait()
+    for work in works[1:]:
+        with pytest.raises(TrainError, match="cannot sum: ValueError.*no disk"):
+            work.wait()
+    background.close()
+    assert made == [1]

@@ -1,0 +1,158 @@
+"""Formats: percent signs, long names, own names; widths, sides, suffixes, times."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "cli"))
+
+from fake_api import NOW_S, ended, job, running, task
+
+from hpcsched.errors import UsageError
+from hpcsched.listing.formats import Look, format_lines, relative_text
+from hpcsched.listing.jobfields import FIELDS, parse_format, parse_long_format
+from hpcsched.listing.jobs import fold_arrays
+from hpcsched.listing.queue import make_listing, queue_lines, row_of
+
+LOOK = Look(NOW_S)
+
+
+def shown(text: str, *jobs: dict, long: bool = False, header: bool = False) -> list[str]:
+    cells = parse_long_format(text) if long else parse_format(text)
+    return format_lines(cells, jobs, LOOK, header=header)
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("%i", "11"),
+        ("%5i|", "11   |"),
+        ("%.5i|", "   11|"),
+        ("%.1i|", "1|"),
+        ('{"id": %A, "j": "%j"}', '{"id": 11, "j": "train"}'),
+        ("%i<><> %t<><>", "11<><> R<><>"),
+        (" %A|%a|%T|%C", " 11|(null)|RUNNING|8"),
+        ("%i\x1f%j\x1f%u", "11\x1ftrain\x1fann"),
+        (r"%i\x1f%j", r"11\x1ftrain"),
+        ("100%% of %M", "100% of 6:40"),
+        ("%N %B %R", "n[1-2] n1 n[1-2]"),
+        ("%m %b %l %L %D", "4G gres/gpu:1 1:00:00 53:20 2"),
+    ],
+)
+def test_percent_signs(text: str, line: str) -> None:
+    assert shown(text, running()) == [line]
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("JobArrayID", "11".ljust(20)),
+        ("jobid:5,STATECOMPACT:.4", "11      R"),
+        ("jobid:###turm###,name:###turm###", "11###turm###train###turm###"),
+        ("Account:\x1f,JobID:\x1f", "(null)\x1f11\x1f"),
+        ("tres-per-node,nodelist:10,username:8,jobid:4", "gres/gpu:1".ljust(20) + "n[1-2]    ann     11  "),
+        ("tres-alloc:|", "cpu=8,mem=8G,node=2,billing=8,gres/gpu=2|"),
+        ("MaxNodes:6|,StateCompact:3", "N/A   |R  "),
+    ],
+)
+def test_long_names(text: str, line: str) -> None:
+    assert shown(text, running(), long=True) == [line]
+
+
+def test_a_header_is_fitted_like_the_column() -> None:
+    assert shown("%.9i %4P|", running(), header=True) == ["    JOBID PART|", "       11 main|"]
+    assert shown("JobArrayID:4,Reason:7", running(), long=True, header=True) == ["JOBIREASON ", "11  None   "]
+
+
+@pytest.mark.parametrize("text", ["%?", "%", "%12", "%.5"])
+def test_a_letter_that_there_is_not_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="no such column"):
+        parse_format(text)
+
+
+def test_a_long_name_that_there_is_not_is_refused_with_the_nearest() -> None:
+    with pytest.raises(UsageError, match="did you mean jobid"):
+        parse_long_format("jobbid")
+
+
+def test_every_letter_of_squeue_is_there() -> None:
+    letters = {field.letter for field in FIELDS if field.letter}
+    assert letters == set("aAbBcCdDeEfFgGhHiIjJkKlLmMnNoOpPqQrRStTuUvVwWxXyYzZ")
+    longs = [long for field in FIELDS for long in field.longs]
+    assert len(longs) == len(set(longs))
+
+
+def test_a_name_cannot_add_a_line() -> None:
+    assert shown("%j", running(name="a\nb\x1b[31m")) == ["a?b?[31m"]
+
+
+@pytest.mark.parametrize(
+    ("style", "text"),
+    [("", "2027-01-15T07:53:20"), ("standard", "2027-01-15T07:53:20"), ("relative", "07:53:20"), ("%s", "1799999600"),
+     ("%d.%m. %H:%M", "15.01. 07:53")],
+)  # fmt: skip
+def test_times_as_slurm_time_format_says(style: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import time
+
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    assert format_lines(parse_format("%S"), [running()], Look(NOW_S, style), header=False) == [text]
+    monkeypatch.undo()
+    time.tzset()
+
+
+def test_relative_times_name_the_nearer_days() -> None:
+    day = 86_400
+    assert relative_text(NOW_S - day, NOW_S).startswith("Ystday ")
+    assert relative_text(NOW_S + day, NOW_S).startswith("Tomorr ")
+    assert len(relative_text(NOW_S + 3 * day, NOW_S)) == 9
+    assert relative_text(NOW_S + 30 * day, NOW_S).split()[1] in ("Feb",)
+
+
+# ----- the queue
+
+
+def lines(order: str, *jobs: dict, array: bool = False, text: str = "%i") -> list[str]:
+    listing = make_listing(text, long=False, order=order, array=array, header=False)
+    return queue_lines([row_of(one, listing, LOOK) for one in (jobs if array else fold_arrays(jobs))], listing, LOOK)
+
+
+def test_waiting_tasks_of_an_array_are_one_line_unless_each_is_asked_for() -> None:
+    tasks = [task(20, index) for index in (0, 1, 2, 5)]
+    assert lines("", *tasks, running()) == ["11", "20_[0-2,5%2]"]
+    assert lines("", *tasks, array=True) == ["20_0", "20_1", "20_2", "20_5"]
+    assert lines("", *tasks, text="%F %K %A") == ["20 0-2,5%2 20"]
+    assert len(fold_arrays([*tasks, running()])) == 2
+
+
+def test_the_order_is_squeues_those_that_wait_before_those_that_run() -> None:
+    jobs = [running(5), job(6, priority=10), job(7, priority=90), ended(4)]
+    assert lines("P,t,-p", *jobs) == ["7", "6", "5", "4"]
+
+
+@pytest.mark.parametrize(
+    ("order", "found"),
+    [("i", "5 6 10"), ("-i", "10 6 5"), ("-V", "10 6 5"), ("S", "6 10 5"), ("-M", "5 6 10"), ("-id", "10 6 5"),
+     ("D,-i", "6 5 10")],
+)  # fmt: skip
+def test_the_order_that_is_asked_for(order: str, found: str) -> None:
+    jobs = [
+        job(5, expected_start_s=None, submitted_at_s=NOW_S - 30, elapsed_s=0.0) | {"elapsed_s": 99.0},
+        job(6, submitted_at_s=NOW_S - 20, expected_start_s=NOW_S + 5, num_nodes=1),
+        job(10, submitted_at_s=NOW_S - 10, expected_start_s=NOW_S + 50),
+    ]
+    jobs[0]["num_nodes"] = 1
+    assert lines(order, *jobs) == found.split()
+
+
+def test_an_order_that_there_is_not_is_refused() -> None:
+    with pytest.raises(UsageError, match="Invalid sort specification: nope"):
+        make_listing("%i", long=False, order="nope")
+
+
+def test_the_long_list_says_when() -> None:
+    listing = make_listing("%i", long=False, order="", header=True, dated=True)
+    assert queue_lines([], listing, LOOK)[1:] == ["JOBID"]

@@ -1,0 +1,94 @@
+"""A rank's samples of a step, whole or in pieces that fit into memory, and the gradients of each.
+
+Does not know the exchange: the loop says which piece is the last.
+Rules: the gradients of all pieces of all ranks add up to those of the mean over the global batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from hpctrain.errors import TrainError
+from hpctrain.phases import Phases
+
+
+class Batch:
+    """Training samples with global indexes [low, high) of a step: this rank's part, or a piece of it (`--micro-batch`)."""
+
+    def __init__(
+        self, low: int, high: int, step: int, scale: float, load: Callable[[int, int], Any] | None = None
+    ) -> None:
+        self.low, self.high, self.step = low, high, step
+        self._scale = scale
+        self._load = load
+        self.loss: float | None = None
+        self.phases: Phases | None = None  # a clock, if somebody wants to know
+
+    def __len__(self) -> int:
+        return self.high - self.low
+
+    @property
+    def samples(self) -> Any:
+        """What the data source given to `run.steps` has for these indexes, on this rank's device."""
+        if self._load is None:
+            raise TrainError(
+                "cannot give samples: run.steps(model, optimizer, data=SOURCE) was called without a source"
+            )
+        return self._load(self.low, self.high)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """This will compute gradients of `loss`, the mean over these samples; called once."""
+        if self.loss is not None:
+            raise TrainError(f"cannot compute gradients of step {self.step} twice: call backward once for each batch")
+        whole = loss.float() if loss.dtype in (torch.bfloat16, torch.float16) else loss
+        if self.phases is not None:
+            self.phases.backward_begins()
+        with torch.autocast(loss.device.type, enabled=False):
+            (whole * self._scale).backward()
+        self.loss = float(loss.detach())
+        if self.phases is not None:
+            self.phases.backward_ended()
+
+
+@dataclass(slots=True, kw_only=True)
+class Step:
+    """One step: how many samples each rank has, and the pieces of this one's."""
+
+    number: int  # from 1
+    low: int  # first sample of the step
+    counts: list[int]  # of each rank
+    rank: int
+    pieces: list[Batch] = field(default_factory=list)
+
+    @property
+    def size(self) -> int:
+        """Samples of all ranks."""
+        return sum(self.counts)
+
+    @property
+    def part(self) -> float:
+        """This rank's part of the samples."""
+        return self.counts[self.rank] / self.size
+
+    @property
+    def loss(self) -> float:
+        """The mean loss over this rank's samples; 0.0 if it has none."""
+        return sum((piece.loss or 0.0) * len(piece) for piece in self.pieces) / max(1, self.counts[self.rank])
+
+    def span(self) -> tuple[int, int]:
+        """This will give the indexes [low, high) of this rank's samples."""
+        low = self.low + sum(self.counts[: self.rank])
+        return low, low + self.counts[self.rank]
+
+
+def pieces_of(low: int, high: int, largest: int | None) -> list[tuple[int, int]]:
+    """This will cut [low, high) into pieces of about the same size, none over `largest`."""
+    if high <= low:
+        return []
+    count = -(-(high - low) // largest) if largest else 1
+    bounds = [low + (high - low) * at // count for at in range(count + 1)]
+    return list(zip(bounds, bounds[1:], strict=False))

@@ -1,0 +1,112 @@
+"""A writer that is a process of its own: the loop waits for the copy only, and what was copied outlives the trainer.
+
+Does not know what a checkpoint is made of.
+Rules: the process ends by itself after the trainer.  If it is killed, that costs the checkpoint in flight: another one is
+started, whose first checkpoint is a base.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+
+from hpctrain.checkpoint.background import Writer
+from hpctrain.checkpoint.buffers import Buffer
+from hpctrain.checkpoint.chunks import CHUNK_BYTES
+from hpctrain.checkpoint.fence import Claim
+from hpctrain.checkpoint.handing import Handing
+from hpctrain.checkpoint.maker import Maker, Order, Report, Standing, Task
+from hpctrain.checkpoint.manifest import Facts
+from hpctrain.checkpoint.retain import Retention
+from hpctrain.checkpoint.steplog import Taken
+from hpctrain.checkpoint.write import Published
+from hpctrain.errors import StaleAttemptError
+
+CLOSE_S = 20.0
+
+
+class KeptWriter(Writer):
+    """Writes in a process that outlives this one."""
+
+    def __init__(
+        self,
+        claim: Claim,
+        parent: Published | None,
+        base_every: int,
+        keep: int,
+        distrusted: tuple[str, ...] = (),
+        chunk_bytes: int = CHUNK_BYTES,
+    ) -> None:
+        self._task = Task(
+            claim=claim,
+            parent=parent,
+            base_every=base_every,
+            keep=keep,
+            distrusted=distrusted,
+            chunk_bytes=chunk_bytes,
+        )
+        super().__init__(Maker(claim, parent, base_every, Retention(claim, keep), chunk_bytes).standing, parent)
+        self._order: Order | None = None
+        self._start(self._task)
+
+    def close(self) -> None:
+        self._line.close()
+        try:
+            self._process.wait(CLOSE_S)
+        except subprocess.TimeoutExpired:
+            return  # it has its share to wait for, and ends by itself
+        finally:
+            self._snapshots.clear()
+
+    @property
+    def pid(self) -> int:
+        """The process that writes."""
+        return self._process.pid
+
+    def _start(self, task: Task) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, "-m", "hpctrain.checkpoint.keeper", str(theirs.fileno())]
+            paths = [path or os.getcwd() for path in sys.path]
+            self._process = subprocess.Popen(
+                command,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+            )
+        self._line = Handing(ours)
+        self._line.send(task)
+
+    def _hand_over(self, snapshot: Buffer | None, taken: Taken | None, facts: Facts, copy_s: float) -> None:
+        self._order = Order(snapshot=snapshot, taken=taken, facts=facts, copy_s=copy_s)
+        try:
+            self._line.send(self._order)
+        except OSError:
+            pass  # it is gone: `_result` finds that, and starts another
+
+    def _finished(self) -> bool:
+        return bool(select.select([self._line], [], [], 0)[0])
+
+    def _result(self) -> tuple[Report, Standing]:
+        assert self._order is not None
+        try:
+            said, standing = self._line.receive()  # type: ignore[misc]
+        except EOFError:
+            return self._gone(self._order)
+        if isinstance(said, StaleAttemptError):
+            raise said
+        return said, standing
+
+    def _gone(self, order: Order) -> tuple[Report, Standing]:
+        self._line.close()
+        status = self._process.wait()
+        self._task = replace(self._task, parent=None)
+        self._start(self._task)
+        why = f"the process that writes checkpoints has ended with status {status}; another one is started"
+        report = Report(step=order.facts.step, kind="", stored_bytes=0, copy_s=order.copy_s, write_s=0.0, error=why)
+        return report, replace(self._standing, by_log=None, room=False, kept=None)

@@ -1,0 +1,223 @@
+"""A group of ranks that may lose some and take in others: a ring of TCP connections, made anew for every generation.
+
+Who is in a generation the roster says (`hpctrain.elastic`).  Until `meet` a member is alone.  Everything is made of one
+exchange, the sum: what is gathered or handed round is bytes, added to the zeros of all others.
+Rules: an exchange in which a member is missing raises `PeerLost` on every other one, as fast as the roster misses it; what
+it had summed so far means nothing; the next `meet` is with those who are left.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+
+from hpctrain.comm.background import Background, Work, done
+from hpctrain.comm.base import Pace, check_contiguous
+from hpctrain.comm.halves import HALVES
+from hpctrain.comm.links import MEET_S, Offer, await_left, own_addresses, reach, tune
+from hpctrain.comm.wire import Wire
+from hpctrain.elastic.member import Membership
+from hpctrain.elastic.roster import Message, members_of
+from hpctrain.errors import PeerLost, TrainError
+
+BUCKET_BYTES = 4 << 20
+
+
+class MembersCommunicator:
+    """This member's part in the present generation."""
+
+    name = "members"
+
+    def __init__(self, membership: Membership) -> None:
+        self.membership = membership
+        self.generation = -1
+        self.rank, self.size = 0, 1  # alone
+        self._listener = socket.create_server(("", 0), backlog=64)
+        self._secret = os.urandom(16)
+        self._wire: Wire | None = None
+        self._background = Background()
+
+    @property
+    def changing(self) -> bool:
+        """Whether the roster wants another generation after this step."""
+        return self.membership.changing
+
+    def meet(self) -> None:
+        """This will leave the present generation for the next one, in which rank and size are others."""
+        if self.generation < 0:
+            port = self._listener.getsockname()[1]
+            addresses = [self.membership.host, *own_addresses()]
+            self.membership.ready({"addresses": addresses, "port": port, "secret": self._secret.hex()})
+        while True:
+            if self.generation >= 0:
+                self._part()
+            news = self.membership.next_generation()
+            members = members_of(news)
+            self.generation = cast(int, news["generation"])
+            self.size = len(members)
+            self.rank = [member["number"] for member in members].index(self.membership.number)
+            if self._connect(members):
+                return
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """The sum over all members, in place."""
+        self.begin(tensor).wait()
+
+    def begin(self, tensor: torch.Tensor, then: Callable[[], None] | None = None) -> Work:
+        """The same in the background."""
+        check_contiguous(tensor)
+        if self.size == 1 or tensor.numel() == 0:
+            if then is not None:
+                then()
+            return done()
+        assert self._wire is not None
+        flat = tensor.detach().view(-1)
+        if flat.device.type == "cpu" and self._wire.sums(flat.dtype):
+            return _Watched(self._wire.begin(flat, then))
+        wide = flat.to("cpu", torch.float32 if flat.dtype in HALVES else flat.dtype)
+        return _Watched(self._wire.begin(wide, lambda: _narrow(wide, flat, then)))
+
+    def run(self, call: Callable[[], None]) -> Work:
+        """A call that exchanges, in a thread."""
+        return self._background.begin(call)
+
+    def pace(self) -> Pace:
+        """Buckets that keep a slow link busy early."""
+        return Pace(bucket_bytes=BUCKET_BYTES, beside=True)
+
+    def empty(self, length: int, dtype: torch.dtype) -> torch.Tensor:
+        """Plain memory."""
+        return torch.empty(length, dtype=dtype)
+
+    def stepped(self, step: int, step_s: float) -> None:
+        """Tell the roster; useful seconds are those of the first rank."""
+        self.membership.stepped(step, step_s if self.rank == 0 else 0.0)
+
+    def describe(self) -> list[str]:
+        """How many there are."""
+        return [f"generation {self.generation}: {self.size} members in a ring of TCP connections"]
+
+    def plan(self) -> object:
+        """Nothing was chosen."""
+
+    def follow(self, plan: object) -> None:
+        """Nothing to choose."""
+
+    def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
+        """The tensor of `root`, bit for bit."""
+        check_contiguous(tensor)
+        flat = tensor.detach().view(-1).view(torch.uint8) if tensor.numel() else tensor.detach()
+        if self.rank != root:
+            flat.zero_()
+        self.all_reduce(flat)
+
+    def all_to_all(self, pieces: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Every rank's piece for this one."""
+        lengths = torch.zeros(self.size, self.size, dtype=torch.int64)
+        lengths[self.rank] = torch.tensor([piece.numel() for piece in pieces])
+        self.all_reduce(lengths)
+        parts = self.all_gather(torch.cat(pieces), lengths.sum(dim=1).tolist())
+        return [part.split(lengths[rank].tolist())[self.rank] for rank, part in enumerate(parts)]
+
+    def all_gather(self, piece: torch.Tensor, lengths: list[int]) -> list[torch.Tensor]:
+        """Every rank's piece."""
+        whole = torch.zeros(sum(lengths), dtype=torch.uint8)
+        parts = list(whole.split(lengths))
+        parts[self.rank].copy_(piece)
+        self.all_reduce(whole)
+        return parts
+
+    def barrier(self) -> None:
+        """Return when every member has come here."""
+        self.all_reduce(torch.zeros(1))
+
+    def all_gather_object(self, value: object) -> list[object]:
+        """Every rank's value, by rank."""
+        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        lengths = torch.zeros(self.size, dtype=torch.int64)
+        lengths[self.rank] = mine.numel()
+        self.all_reduce(lengths)
+        parts = self.all_gather(mine, lengths.tolist())
+        return [pickle.loads(part.numpy().tobytes()) for part in parts]  # noqa: S301 (of members: they had the key)
+
+    def abort(self, code: int) -> None:
+        """End this process, and the run with it."""
+        self.membership.failed(f"rank {self.rank} of {self.size} failed, see above")
+        os._exit(code)
+
+    def close(self) -> None:
+        """Leave the run: it is done."""
+        self.membership.done()
+        self._cut()
+        self._background.close()
+        self._listener.close()
+
+    def _part(self) -> None:
+        self._cut()
+        self.membership.part(self.generation)
+
+    def _cut(self) -> None:
+        wire, self._wire = self._wire, None
+        if wire is not None:
+            wire.break_off()
+            wire.close()
+            self._background.close()
+            self._background = Background()
+
+    def _connect(self, members: list[Message]) -> bool:
+        """Make the ring; whether that went well."""
+        if self.size == 1:
+            return True
+        left, right = members[self.rank - 1], members[(self.rank + 1) % self.size]
+        until_s = time.monotonic() + MEET_S
+        found: list[socket.socket] = []
+        mine = self._offer(members[self.rank], left)
+        waiter = threading.Thread(target=await_left, args=(self._listener, mine, until_s, found))
+        waiter.start()
+        peer = reach(self._offer(right, members[self.rank]))
+        waiter.join()
+        if peer is None or not found:
+            for one in (peer, *found):
+                if one is not None:
+                    one.close()
+            return False
+        for one in (peer, found[0]):
+            tune(one)
+        self._wire = Wire(self.rank, self.size, to_right=peer, from_left=found[0])
+        self.membership.watch(self._wire.break_off)
+        return True
+
+    def _offer(self, host: Message, guest: Message) -> Offer:
+        """Where `host` listens, and the two secrets by which it and `guest` know each other in this generation."""
+        seed = f"{host['secret']}.{guest['secret']}.{self.generation}".encode()
+        secrets = hashlib.blake2b(seed, digest_size=32).digest()
+        addresses = cast("list[str]", host["addresses"])
+        return Offer(addresses=tuple(addresses), port=cast(int, host["port"]), secret=secrets[:16], answer=secrets[16:])
+
+
+class _Watched(Work):
+    """A sum that fails when a member is lost."""
+
+    def __init__(self, work: Work) -> None:
+        super().__init__()
+        self._work = work
+
+    def wait(self) -> None:
+        try:
+            self._work.wait()
+        except TrainError as error:
+            raise PeerLost(str(error)) from None
+
+
+def _narrow(wide: torch.Tensor, flat: torch.Tensor, then: Callable[[], Any] | None) -> None:
+    flat.copy_(wide)
+    if then is not None:
+        then()

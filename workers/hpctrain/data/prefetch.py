@@ -1,0 +1,113 @@
+"""Samples made ready by a thread while the ranks compute.
+
+Does not know steps: the loop says which indexes come next.
+Rules: nothing depends on what was ready, so with and without there are the same bits; so many pieces ahead and no more bytes
+than the limit (but always one piece); an error in a source comes up where its samples are taken.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+
+from hpctrain.data.sources import Source
+
+LIMIT_BYTES = 1 << 29
+
+Span = tuple[int, int]
+
+
+class Prefetcher:
+    """A source's samples as tensors on a device, `ahead` pieces before they are taken (0: none)."""
+
+    def __init__(self, source: Source, device: torch.device, ahead: int, limit_bytes: int = LIMIT_BYTES) -> None:
+        self._source, self._device = source, device
+        self.ahead, self._limit_bytes = ahead, limit_bytes
+        self._pool = ThreadPoolExecutor(1, "data") if ahead > 0 else None
+        self._expected: list[Span] = []
+        self._ready: dict[Span, Future[Any]] = {}
+        self._piece_bytes = 0  # of the largest so far
+        self.waited_s = 0.0
+
+    def expect(self, spans: Iterable[Span]) -> None:
+        """This will say which samples are taken next, in their order; what was expected and is not any more is dropped."""
+        self._expected = list(spans)
+        self._fill()
+
+    def take(self, low: int, high: int) -> Any:
+        """This will give the samples [low, high)."""
+        started_s = time.perf_counter()
+        if (low, high) in self._expected:
+            self._expected.remove((low, high))
+        coming = self._ready.pop((low, high), None)
+        value = coming.result() if coming is not None else self._load((low, high))
+        self._piece_bytes = max(self._piece_bytes, bytes_of(value))
+        self._fill()
+        moved = moved_to(value, self._device)
+        self.waited_s += time.perf_counter() - started_s
+        return moved
+
+    def close(self) -> None:
+        """This will end the thread."""
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+    def _fill(self) -> None:
+        if self._pool is None:
+            return
+        most = 1  # until it is known how large a piece is
+        if self._piece_bytes:
+            most = max(1, min(self.ahead, self._limit_bytes // self._piece_bytes))
+        wanted = self._expected[:most]
+        for span in self._ready.keys() - set(wanted):
+            self._ready.pop(span).cancel()
+        for span in wanted:
+            if span not in self._ready:
+                self._ready[span] = self._pool.submit(self._load, span)
+
+    def _load(self, span: Span) -> Any:
+        value = as_tensors(self._source[span[0] : span[1]])
+        return pinned(value) if self._device.type == "cuda" else value
+
+
+def as_tensors(value: Any) -> Any:
+    """This will make tensors of arrays, also within tuples, lists and dicts; what is neither stays."""
+    if isinstance(value, np.ndarray):
+        if not value.flags.writeable or not value.flags.c_contiguous:
+            value = value.copy(order="C")
+        return torch.from_numpy(value)
+    return _each(value, as_tensors)
+
+
+def moved_to(value: Any, device: torch.device) -> Any:
+    """This will move tensors to a device, also within tuples, lists and dicts."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device, non_blocking=True)
+    return _each(value, lambda part: moved_to(part, device))
+
+
+def pinned(value: Any) -> Any:
+    """This will put tensors where a GPU reads them without a copy."""
+    return value.pin_memory() if isinstance(value, torch.Tensor) else _each(value, pinned)
+
+
+def bytes_of(value: Any) -> int:
+    """This will count the bytes of all tensors."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() * value.element_size()
+    if isinstance(value, dict):
+        return sum(bytes_of(part) for part in value.values())
+    return sum(bytes_of(part) for part in value) if isinstance(value, (tuple, list)) else 0
+
+
+def _each(value: Any, change: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: change(part) for name, part in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)(change(part) for part in value)
+    return value

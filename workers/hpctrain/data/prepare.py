@@ -1,0 +1,216 @@
+"""Data sets made of text files and of arrays; memory does not grow with their size.
+
+Does not know the command line.
+Rules: a document goes to the validation split by its content alone, so the same files give the same data set again; what cannot
+be read is refused by name and place, and leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+
+from hpctrain.data.dataset import DatasetWriter, new_directory
+from hpctrain.data.tokenizer import Tokenizer, train_tokenizer
+from hpctrain.errors import TrainError
+
+PIECE_BYTES = 1 << 20  # a longer text is cut at a line's end and counts as several documents
+BATCH_BYTES = 4 << 20  # of text that is tokenized at once
+LEARNED_BYTES = 64 << 20  # of text that a vocabulary is learned from
+TEXT, VALIDATION, TRAIN = "text", "validation", "train"
+
+
+@dataclass(slots=True)
+class _Filling:
+    """Tokens of a split that make no full shard yet."""
+
+    parts: list[np.ndarray] = field(default_factory=list)
+    count: int = 0
+
+
+def prepare_text(
+    out: Path,
+    paths: Sequence[Path],
+    *,
+    tokenizer: Tokenizer | None,
+    vocabulary: int,
+    validation: float,
+    shard_bytes: int,
+    key: str = TEXT,
+) -> dict[str, int]:
+    """This will make a data set of tokens at `out`, and return how many each split has.
+
+    Raises:
+        TrainError: a file cannot be read as text, or there is no text.
+    """
+    files = list(files_of(paths))
+    with new_directory(out) as draft:
+        if tokenizer is None:
+            tokenizer = train_tokenizer(_first(documents(files, key), LEARNED_BYTES), vocabulary)
+        writer = DatasetWriter(draft)
+        most = max(1, shard_bytes // tokenizer.dtype.itemsize)
+        filling = {TRAIN: _Filling(), VALIDATION: _Filling()}
+        for batch in _batches(documents(files, key)):
+            for text, tokens in zip(batch, tokenizer.encode_all(batch), strict=True):
+                split = VALIDATION if is_validation(text.encode(), validation) else TRAIN
+                _add(writer, split, filling[split], np.append(tokens, tokenizer.dtype.type(0)), most)
+        for split, rest in filling.items():
+            _flush(writer, split, rest)
+        sizes = writer.finish("tokens", tokenizer.vocabulary, tokenizer.to_bytes())
+        if TRAIN not in sizes:
+            raise TrainError(f"cannot prepare {out}: there is no text in {', '.join(map(str, paths))}")
+    return sizes
+
+
+def prepare_arrays(
+    out: Path, arrays: Mapping[str, np.ndarray], *, validation: float, shard_bytes: int
+) -> dict[str, int]:
+    """This will make a data set of the rows of arrays at `out`, and return how many each split has.
+
+    Raises:
+        TrainError: the arrays differ in their number of rows.
+    """
+    lengths = {name: len(array) if array.ndim else 0 for name, array in arrays.items()}
+    if len(set(lengths.values())) != 1 or not min(lengths.values()):
+        raise TrainError(
+            f"cannot prepare {out}: the arrays have {lengths} rows; all need the same number, at least one"
+        )
+    rows = next(iter(lengths.values()))
+    row_bytes = max(1, sum(array.nbytes // rows for array in arrays.values()))
+    chosen = np.array([is_validation(row.to_bytes(8, "little"), validation) for row in range(rows)])
+    with new_directory(out) as draft:
+        writer = DatasetWriter(draft)
+        for split, places in ((TRAIN, np.flatnonzero(~chosen)), (VALIDATION, np.flatnonzero(chosen))):
+            step = max(1, shard_bytes // row_bytes)
+            for low in range(0, len(places), step):
+                part = places[low : low + step]
+                writer.add(split, {name: array[part] for name, array in arrays.items()})
+        return writer.finish("rows")
+
+
+def arrays_in(path: Path) -> dict[str, np.ndarray]:
+    """This will read the arrays of an .npz file, or the one of an .npy file under the file's name.
+
+    Raises:
+        TrainError: it is neither.
+    """
+    try:
+        read = np.load(path, mmap_mode="r" if path.suffix == ".npy" else None, allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise TrainError(f"cannot read arrays from {path}: {error}") from error
+    return {path.stem: read} if isinstance(read, np.ndarray) else {name: read[name] for name in read.files}
+
+
+def files_of(paths: Iterable[Path]) -> Iterator[Path]:
+    """This will list the files, those of directories in the order of their names.
+
+    Raises:
+        TrainError: there is nothing of that name.
+    """
+    for path in paths:
+        if path.is_dir():
+            yield from sorted(file for file in path.rglob("*") if file.is_file())
+        elif path.exists():
+            yield path
+        else:
+            raise TrainError(f"cannot read {path}: there is no such file")
+
+
+def documents(files: Iterable[Path], key: str) -> Iterator[str]:
+    """This will give the texts of the files one by one: lines of .jsonl(.gz) under `key`, others whole or cut at lines' ends.
+
+    Raises:
+        TrainError: names the file and the place where it is no text.
+    """
+    for path in files:
+        try:
+            with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as stream:
+                lines = path.name.removesuffix(".gz").endswith(".jsonl")
+                yield from _lines(path, stream, key) if lines else _pieces(path, stream)
+        except (OSError, EOFError) as error:
+            raise TrainError(f"cannot read {path}: {error}") from error
+
+
+def is_validation(content: bytes, share: float) -> bool:
+    """This will say whether a document is among the `share` of all that are kept for validation."""
+    number = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big")
+    return number < share * 2**64
+
+
+def _pieces(path: Path, stream: IO[bytes]) -> Iterator[str]:
+    at, left = 0, b""
+    while True:
+        read = stream.read(PIECE_BYTES)
+        content = left + read
+        end = len(content) if not read else content.rfind(b"\n") + 1
+        if end:
+            yield _text(path, content[:end], at)
+            at += end
+        left = content[end:]
+        if not read:
+            return
+
+
+def _lines(path: Path, stream: IO[bytes] | io.BufferedIOBase, key: str) -> Iterator[str]:
+    for number, line in enumerate(stream, 1):
+        if not line.strip():
+            continue
+        try:
+            yield str(json.loads(line)[key])
+        except (ValueError, KeyError, TypeError) as error:
+            raise TrainError(
+                f"cannot read line {number} of {path}: it is no JSON object with {key!r} ({error!r})"
+            ) from error
+
+
+def _text(path: Path, content: bytes, at: int) -> str:
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise TrainError(f"cannot read {path}: byte {at + error.start} is not UTF-8 ({error.reason})") from error
+
+
+def _first(texts: Iterable[str], limit_bytes: int) -> Iterator[str]:
+    for text in texts:
+        yield text
+        limit_bytes -= len(text)
+        if limit_bytes <= 0:
+            return
+
+
+def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
+    batch: list[str] = []
+    for text in texts:
+        batch.append(text)
+        if sum(map(len, batch)) >= BATCH_BYTES or len(batch) >= 1000:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+def _add(writer: DatasetWriter, split: str, filling: _Filling, tokens: np.ndarray, most: int) -> None:
+    for low in itertools.count(0, most):
+        part = tokens[low : low + most]
+        if not part.size:
+            return
+        if filling.count + part.size > most:
+            _flush(writer, split, filling)
+        filling.parts.append(part)
+        filling.count += part.size
+
+
+def _flush(writer: DatasetWriter, split: str, filling: _Filling) -> None:
+    if filling.count:
+        writer.add(split, {"tokens": np.concatenate(filling.parts)})
+    filling.parts.clear()
+    filling.count = 0

@@ -1,0 +1,216 @@
+"""`python -m hpctrain.elastic [--ranks N] [--spares K] [--least M] -- COMMAND`: ranks that carry on without a lost one.
+
+Starts COMMAND once per rank, and again in the place of whoever is lost; in a job on its nodes, by hrun.  COMMAND is a training
+script of `hpctrain.run`.  Exit status: that of the ranks: 0 finished, 75 stopped with a checkpoint made, 1 an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import secrets
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from hpctrain.elastic.launch import Launcher, Slot, allocation, own_address
+from hpctrain.elastic.roster import Roster, Settings
+from hpctrain.elastic.serve import Server
+from hpctrain.errors import EXIT_FAILED, TrainError
+
+GRACE_S = 5.0
+AGAIN_S = 1.0  # after a process that ended before it took part
+MOST_LOSSES = 5  # for each rank, without a step between
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """This will run the ranks to their end, and return the exit status."""
+    options = parse(arguments)
+    try:
+        return asyncio.run(Elastic(options, os.environ).run())
+    except TrainError as error:
+        print(f"hpctrain: {error}", file=sys.stderr)
+        return EXIT_FAILED
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """This will read the options; a wrong one ends the program with status 2."""
+    parser = argparse.ArgumentParser(
+        prog="hpctrain.elastic", description="Train on ranks that may come and go; the others carry on."
+    )
+    parser.add_argument("--ranks", type=int, metavar="N", help="how many (default: in a job its tasks, else 2)")
+    parser.add_argument("--spares", type=int, default=0, metavar="K", help="that wait to step in (%(default)s)")
+    parser.add_argument("--least", type=int, default=1, metavar="M", help="go on with so few (%(default)s)")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="write what the faults cost, as JSON")
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="the training script")
+    options = parser.parse_args(arguments)
+    if options.command[:1] == ["--"]:
+        del options.command[0]
+    if not options.command:
+        parser.error("say what to run: python -m hpctrain.elastic -- python train.py --out run")
+    if options.ranks is not None and not 1 <= options.least <= options.ranks:
+        parser.error(f"--least {options.least} has to lie between 1 and --ranks {options.ranks}")
+    if options.spares < 0:
+        parser.error(f"--spares {options.spares}: cannot be negative")
+    return options
+
+
+class Elastic:
+    """One run: its roster, its processes, and what the faults cost."""
+
+    def __init__(self, options: argparse.Namespace, environ: Mapping[str, str]) -> None:
+        self._options, self._environ = options, environ
+        self._launcher = Launcher(options.command, environ)
+        self._key = secrets.token_hex(16)
+        self._slots: dict[int, Slot] = {}
+        self._keepers: dict[int, asyncio.Task[None]] = {}
+        self._retired: set[int] = set()
+        self._ended: dict[int, int] = {}  # how the last process of each slot did
+        self._status: int | None = None
+        self._losses_without_step, self._step_then = 0, -1
+
+    async def run(self) -> int:
+        """This will start everything, wait for the end, and say what it was like."""
+        here = allocation(self._environ)
+        places: list[str | None]
+        if here is None:
+            places = [None] * (self._options.ranks or 2)
+        else:
+            places = [node for node in here.nodes for _ in range(here.per_node)]
+        spares = [places[i % len(places)] for i in range(self._options.spares)]
+        settings = Settings(least=min(self._options.least, len(places)), want=len(places))
+        roster = Roster(settings, time.monotonic())
+        self._server = Server(roster, self._key, _say, self._lost)
+        port = await self._server.listen("0.0.0.0" if here else "127.0.0.1")
+        self._facts = {
+            "HPCTRAIN_ROSTER": f"{own_address(self._environ)}:{port}",
+            "HPCTRAIN_ROSTER_KEY": self._key,
+        }
+        self._heed_signals(in_job=here is not None)
+        for place in places:
+            self._open(place, spare=False)
+        for place in spares:
+            self._open(place, spare=True)
+        await self._server.over.wait()
+        return await self._end()
+
+    def _open(self, node: str | None, spare: bool) -> None:
+        slot = Slot(number=len(self._slots), node=node, spare=spare)
+        self._slots[slot.number] = slot
+        self._keepers[slot.number] = asyncio.create_task(self._keep(slot))
+
+    async def _keep(self, slot: Slot) -> None:
+        """Have a process run in a slot, one after another, until the run is over or the slot is given up."""
+        while not self._server.over.is_set() and slot.number not in self._retired:
+            await self._launcher.start(slot, self._facts | {"HPCTRAIN_SLOT": str(slot.number)})
+            process = self._launcher.processes[slot.number]
+            status = self._ended[slot.number] = await process.wait()
+            if self._server.over.is_set() or slot.number in self._retired:
+                return
+            if self._server.roster.generation < 0 and status > 0:
+                self._give_up(f"a rank ended with status {status} before the run began", status)
+            elif self._is_hopeless():
+                self._give_up(f"{self._losses_without_step} ranks were lost without a step between", EXIT_FAILED)
+            elif not any(member.slot == slot.number for member in self._server.roster.members.values()):
+                await asyncio.sleep(AGAIN_S if status > 0 else 0.0)
+
+    def _lost(self, slot: int) -> None:
+        process = self._launcher.processes.get(slot)
+        if process is not None and process.returncode is None:
+            process.kill()
+        if self._step_then < self._server.account.step:
+            self._step_then, self._losses_without_step = self._server.account.step, 0
+        self._losses_without_step += 1
+
+    def _is_hopeless(self) -> bool:
+        return self._losses_without_step > MOST_LOSSES * max(1, len(self._slots))
+
+    def _give_up(self, why: str, status: int) -> None:
+        self._status = status
+        self._server.failure = self._server.failure or why
+        self._server.over.set()
+
+    def _heed_signals(self, *, in_job: bool) -> None:
+        loop = asyncio.get_running_loop()
+        for number in STOP_SIGNALS:
+            loop.add_signal_handler(number, self._launcher.signal_all, number)
+        if in_job:
+            loop.add_signal_handler(signal.SIGWINCH, self._begin_resize)
+
+    def _begin_resize(self) -> None:
+        self._resizing = asyncio.create_task(self._resize())
+
+    async def _resize(self) -> None:
+        """Follow what the job has and is to keep: ranks leave between two steps, before their node is given back."""
+        here = allocation(self._environ)
+        assert here is not None
+        keep = here.wanted or here.nodes
+        leaving = {slot.number for slot in self._slots.values() if slot.node not in keep} - self._retired
+        self._retired |= leaving
+        for node in keep:
+            had = any(slot.node == node for slot in self._slots.values() if slot.number not in self._retired)
+            for _ in range(0 if had else here.per_node):
+                self._open(node, spare=False)
+        want = sum(not slot.spare for slot in self._slots.values() if slot.number not in self._retired)
+        self._server.roster.resize(want, set(self._retired))
+        self._server.settle()
+        await asyncio.gather(*(self._keepers[number] for number in leaving))
+        if here.wanted is not None:
+            await self._launcher.resize_job(len(here.wanted))
+
+    async def _end(self) -> int:
+        """Let the ranks come to their end; spares, and who is just being started, have nothing to do any more."""
+        server = self._server
+        if not server.failure:
+            ending = server.done | {member.slot for member in server.roster.inside()}
+            await asyncio.wait([self._keepers[slot] for slot in ending])  # ends: who is silent is missed
+        server.tell_all("end")
+        if server.failure:  # each may have something to say of it
+            await asyncio.wait(self._keepers.values(), timeout=GRACE_S)
+        for slot in self._keepers:
+            self._keepers[slot].cancel()
+            await self._launcher.end(slot)
+        await server.close()
+        self._report()
+        if server.failure:
+            print(f"hpctrain: {server.failure}", file=sys.stderr, flush=True)
+            return self._status or EXIT_FAILED
+        return max((self._ended[slot] for slot in server.done), default=EXIT_FAILED)
+
+    def _report(self) -> None:
+        account = self._server.account
+        wall_s = time.monotonic() - account.began_at_s
+        facts = {
+            "wall_s": wall_s,
+            "useful_s": account.useful_s,
+            "goodput": account.useful_s / wall_s,
+            "steps": account.step,
+            "losses": [{"why": x.why, "noticed_s": x.missed_at_s - x.heard_at_s} for x in account.losses],
+            "next_step_s": account.next_step_s,
+            "full_strength_s": account.full_s,
+        }
+        if self._options.report is not None:
+            self._options.report.write_text(json.dumps(facts) + "\n")
+        line = f"goodput {facts['goodput']:.1%}: {account.useful_s:.1f} s of steps in {wall_s:.1f} s"
+        if account.losses:
+            line += f"; {len(account.losses)} ranks lost"
+            for name, times_s in (("next step", account.next_step_s), ("full strength", account.full_s)):
+                if times_s:
+                    line += f", {name} after {statistics.median(times_s):.2f} s (worst {max(times_s):.2f})"
+        _say(line)
+
+
+def _say(text: str) -> None:
+    with suppress(BrokenPipeError):  # nobody listens any more: the ranks go on
+        print(f"elastic: {text}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

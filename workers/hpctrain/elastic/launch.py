@@ -1,0 +1,111 @@
+"""Starts an elastic run's ranks, and others in the place of those that are lost: beside it, or as steps of a job.
+
+One process per slot; a slot is a place on a node.  In a job each is a step of its own (`hrun` with one task), so that one
+that ends takes no other along, and nodes that the job gets or gives back are slots more or fewer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpctrain.errors import TrainError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """A place for a rank; `node` is None outside of a job."""
+
+    number: int
+    node: str | None
+    spare: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allocation:
+    """What a job has: its nodes, those it is to keep (None: all), and how many ranks a node takes."""
+
+    nodes: tuple[str, ...]
+    wanted: tuple[str, ...] | None
+    per_node: int
+
+
+def allocation(environ: Mapping[str, str]) -> Allocation | None:
+    """This will say which nodes the job has now; None outside of a job.
+
+    Raises:
+        TrainError: the job does not say.
+    """
+    if "HPCSCHED_JOB_ID" not in environ:
+        return None
+    nodes, wanted = _changed(Path(environ["HPCSCHED_ALLOCATION_FILE"])) or (_at_first(environ), ())
+    per_node = int(environ.get("HPCSCHED_NTASKS_PER_NODE") or 1)
+    return Allocation(nodes=nodes, wanted=wanted or None, per_node=per_node)
+
+
+def _changed(path: Path) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
+    """The nodes and those that are to be kept, if they have changed since the job began."""
+    try:
+        facts = json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    return tuple(facts["nodes"]), tuple(facts.get("wanted") or ())
+
+
+def _at_first(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Ask each node for its name."""
+    command = ["hrun", "--ntasks-per-node=1", "--overlap", "printenv", "HPCSCHED_NODENAME"]
+    asked = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    if asked.returncode:
+        raise TrainError(f"cannot tell which nodes the job has: {asked.stderr.strip()}")
+    return tuple(sorted(asked.stdout.split()))
+
+
+def own_address(environ: Mapping[str, str]) -> str:
+    """This will say how ranks on other nodes name this host."""
+    return environ["HPCSCHED_MASTER_ADDR"] if "HPCSCHED_JOB_ID" in environ else "127.0.0.1"
+
+
+class Launcher:
+    """The processes of a run, by slot."""
+
+    def __init__(self, command: Sequence[str], environ: Mapping[str, str]) -> None:
+        self._command, self._environ = list(command), dict(environ)
+        self._in_job = "HPCSCHED_JOB_ID" in environ
+        if self._in_job and shutil.which("hrun", path=environ.get("PATH")) is None:
+            raise TrainError("cannot start ranks: there is no hrun on PATH in this job")
+        self.processes: dict[int, asyncio.subprocess.Process] = {}
+
+    async def start(self, slot: Slot, facts: Mapping[str, str]) -> None:
+        """This will start a process in a slot."""
+        argv = self._command
+        if slot.node is not None:
+            argv = ["hrun", "--nodes=1", "--ntasks=1", f"--nodelist={slot.node}", "--quiet", "--unbuffered", *argv]
+        self.processes[slot.number] = await asyncio.create_subprocess_exec(
+            *argv, env=self._environ | dict(facts), stdin=asyncio.subprocess.DEVNULL
+        )
+
+    def signal_all(self, number: signal.Signals) -> None:
+        """This will hand a signal on to all ranks."""
+        for process in self.processes.values():
+            if process.returncode is None:
+                process.send_signal(number)
+
+    async def end(self, slot: int) -> None:
+        """This will make sure that nothing runs in a slot: hrun's end is the end of its step."""
+        process = self.processes.pop(slot, None)
+        if process is not None and process.returncode is None:
+            process.kill()
+            await process.wait()
+
+    async def resize_job(self, nodes: int) -> None:
+        """This will give back all but so many of the job's nodes."""
+        process = await asyncio.create_subprocess_exec("hrun", f"--resize={nodes}")
+        if await process.wait():
+            raise TrainError(f"cannot give nodes back: hrun --resize={nodes} failed")

@@ -1,0 +1,174 @@
+"""The roster's side of the members' connections: one TCP listener, a JSON object per line in both directions.
+
+A member says `join` (with the run's key and its slot), `ready`, `beat`, `part`, `done` or `failed`; it is told
+`generation`, `broken`, `changing`, `leave` or `end`.  A connection that ends is a member that is lost, unless it said `done`.
+Does not start processes, nor decide who takes part.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from hpctrain.elastic.roster import Loss, Message, Roster
+
+LINE_BYTES = 1 << 20
+LOOK_EVERY_S = 0.1
+
+
+@dataclass(slots=True, kw_only=True)
+class Account:
+    """What a run has done so far, for its goodput."""
+
+    began_at_s: float
+    step: int = -1
+    useful_s: float = 0.0
+    losses: list[Loss] = field(default_factory=list)
+    next_step_s: list[float] = field(default_factory=list)  # after each break, from the loss to the first step
+    full_s: list[float] = field(default_factory=list)  # ... until there were as many members as before
+
+
+class Server:
+    """Speaks with the members of a roster until the run is over."""
+
+    def __init__(self, roster: Roster, key: str, say: Callable[[str], None], on_lost: Callable[[int], None]) -> None:
+        self.roster, self._key, self._say, self._on_lost = roster, key, say, on_lost
+        self.account = Account(began_at_s=time.monotonic())
+        self.over = asyncio.Event()
+        self.done: set[int] = set()  # slots that have ended in an orderly way
+        self.failure = ""
+        self._writers: dict[int, asyncio.StreamWriter] = {}
+        self._broken_at_s: float | None = None  # a break whose first step is awaited
+        self._short_at_s: float | None = None  # since when there are too few members
+
+    async def listen(self, host: str) -> int:
+        """This will accept members from now on; returns the port."""
+        self._listener = await asyncio.start_server(self._serve, host, 0, limit=LINE_BYTES)
+        self._watcher = asyncio.create_task(self._watch())
+        self._watcher.add_done_callback(self._watched)
+        return int(self._listener.sockets[0].getsockname()[1])
+
+    async def close(self) -> None:
+        """This will end all connections."""
+        self._watcher.cancel()
+        self._listener.close()
+        for writer in self._writers.values():
+            writer.close()
+
+    def tell_all(self, wish: str) -> None:
+        """This will tell every member the same."""
+        for number in list(self._writers):
+            self._send(number, {"say": wish})
+
+    def settle(self) -> None:
+        """This will tell members what follows from what is known now."""
+        orders = self.roster.settle(time.monotonic())
+        for number, message in orders:
+            self._send(number, message)
+        news = next((message for _, message in orders if message["say"] == "generation"), None)
+        if news is not None:
+            self._note_generation(news)
+
+    def lose(self, number: int, why: str) -> None:
+        """This will give a member up."""
+        now_s = time.monotonic()
+        member = self.roster.members[number]
+        self.roster.lose(number, why, now_s)
+        self._on_lost(member.slot)
+        writer = self._writers.pop(number, None)
+        if writer is not None:
+            writer.close()
+        self.account.losses += [loss for loss in self.roster.losses if loss.number == number]
+        if self.roster.losses and self._broken_at_s is None:
+            self._broken_at_s = self.roster.losses[0].heard_at_s
+            self._short_at_s = self._short_at_s or self._broken_at_s
+        self._say(f"member {number} (slot {member.slot}) is lost: {why}")
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        number = None
+        try:
+            first = json.loads(await asyncio.wait_for(reader.readline(), 10.0))
+            if not hmac.compare_digest(str(first.get("key", "")), self._key):
+                return
+            number = self.roster.join(int(first["slot"]), time.monotonic()).number
+            self._writers[number] = writer
+            self._send(number, {"say": "welcome", "number": number})
+            if self.over.is_set():
+                self._send(number, {"say": "end"})
+            while (line := await reader.readline()) and number in self.roster.members:
+                self._hear(number, json.loads(line))
+                self.settle()
+        except (TimeoutError, OSError, ValueError, KeyError, TypeError, asyncio.LimitOverrunError) as error:
+            why = f"its connection broke ({error})"
+        else:
+            why = "its connection ended"
+        finally:
+            writer.close()
+        if number in self.roster.members:
+            self.lose(number, why)
+            self.settle()
+
+    def _hear(self, number: int, message: Message) -> None:
+        now_s = time.monotonic()
+        match message["say"]:
+            case "ready":
+                offer = message["offer"]
+                assert isinstance(offer, dict)
+                self.roster.ready(number, offer, now_s)
+            case "beat":
+                self.roster.beat(number, now_s)
+                self._note_step(int(str(message["step"])), float(str(message["useful_s"])), now_s)
+            case "part":
+                self.roster.part(number, int(str(message["generation"])), now_s)
+            case "done":
+                self.done.add(self.roster.members[number].slot)
+                self.roster.leave(number)
+                self.roster.close()
+                self.over.set()
+            case "failed":
+                self.failure = self.failure or str(message["why"])
+                self.over.set()
+            case other:
+                raise ValueError(f"a member said {other!r}")
+
+    def _note_step(self, step: int, useful_s: float, now_s: float) -> None:
+        account = self.account
+        if useful_s:  # of the first of the generation alone
+            account.useful_s += useful_s
+        if step <= account.step:
+            return
+        account.step = step
+        if self._broken_at_s is not None and not self.roster.losses:
+            account.next_step_s.append(now_s - self._broken_at_s)
+            self._broken_at_s = None
+
+    def _note_generation(self, news: Message) -> None:
+        members = news["members"]
+        assert isinstance(members, list)
+        if self._short_at_s is not None and len(members) >= self.roster.want:
+            self.account.full_s.append(time.monotonic() - self._short_at_s)
+            self._short_at_s = None
+        slots = ", ".join(str(self.roster.members[member["number"]].slot) for member in members)
+        self._say(f"generation {news['generation']}: {len(members)} members, in slots {slots}")
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            for member in self.roster.silent(time.monotonic()):
+                self.lose(member.number, "it was silent for too long")
+            self.settle()
+
+    def _watched(self, watcher: asyncio.Task[None]) -> None:
+        """Nobody would be missed any more: that ends the run."""
+        if not watcher.cancelled():
+            self.failure = self.failure or f"the roster failed: {watcher.exception()!r}"
+            self.over.set()
+
+    def _send(self, number: int, message: Message) -> None:
+        writer = self._writers.get(number)
+        if writer is not None and not writer.is_closing():
+            writer.write(json.dumps(message).encode() + b"\n")

@@ -1,0 +1,54 @@
+"""A trained network learns something new with most of its weights frozen: from the digits 0 to 4 to the digits 5 to 9.
+
+    python -m hpctrain.examples.finetune --out run                       one process
+    mpirun -n 2 python -m hpctrain.examples.finetune --out run           two ranks
+    python -m hpctrain.examples.finetune --out run --unfreeze            for comparison: nothing is frozen
+
+A few pictures of the new digits are enough, because the layers that see lines and bows are there already.  They are learned on
+the spot (one process, some seconds) and kept in `pretrained.pt`; with weights of one's own, `--from FILE`.  Frozen weights are
+neither exchanged nor written again: increments of a checkpoint hold the new part alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from hpctrain.env import require
+from hpctrain.errors import EXIT_FAILED, TrainError
+from hpctrain.options import add_options, positive
+
+KNOWN = 5  # digits below are learned beforehand
+PRETRAIN_STEPS = 150
+PRETRAIN_BATCH = 64
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """This will train as the options say, and return the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="finetune", description="Teach a trained network new digits, with frozen layers."
+    )
+    add_options(parser, batch=20, lr=1e-2, steps=80, warmup=5)
+    group = parser.add_argument_group("fine-tuning")
+    group.add_argument(
+        "--from", dest="source", type=Path, metavar="FILE", help="weights to begin with (default: made on the spot)"
+    )
+    group.add_argument(
+        "--pictures", type=positive, default=100, metavar="N", help="of new digits to learn from (%(default)s)"
+    )
+    group.add_argument("--unfreeze", action="store_true", help="train all weights")
+    options = parser.parse_args(arguments)
+    try:
+        require("torch", "numpy", "blake3", "zstandard", "sklearn")
+    except TrainError as error:
+        print(f"finetune: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    from hpctrain.examples.finetune_run import run  # noqa: PLC0415 (torch: only after the check)
+
+    return run(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

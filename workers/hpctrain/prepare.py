@@ -1,0 +1,35 @@
+"""What is done to a model before it is trained: recomputing, compiling.
+
+Rules: in place, and names of weights stay, so that checkpoints fit with and without.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+
+import torch
+
+from hpctrain.errors import TrainError
+
+
+def prepare_model(options: argparse.Namespace, model: torch.nn.Module) -> None:
+    """This will make forward what the options say, in place: names of weights stay.
+
+    Raises:
+        TrainError: that cannot be done with this model or on this machine.
+    """
+    if options.recompute:
+        from hpctrain.recompute import recompute_blocks  # noqa: PLC0415 (only who wants it waits for its import)
+
+        recompute_blocks(model)
+    if options.compile:
+        compiler = os.environ.get("CXX", "g++")
+        on_cpu = next((p.device.type for p in model.parameters()), "cpu") == "cpu"
+        if options.compile == "inductor" and on_cpu and shutil.which(compiler) is None:
+            raise TrainError(
+                f"cannot compile the model: there is no C++ compiler {compiler!r} here; install g++, set CXX, or leave "
+                "--compile away"
+            )
+        model.compile(backend=options.compile)

@@ -1,0 +1,62 @@
+"""A trace of some steps by torch's profiler, for `--profile N`: one file per rank, to be opened at ui.perfetto.dev.
+
+The first steps, which make caches, are left out.  Does not know what is trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+SKIPPED_STEPS = 3
+
+
+class Profile:
+    """Watches `steps` steps of this rank, from the one after `SKIPPED_STEPS` on; 0: watches nothing."""
+
+    def __init__(self, steps: int, path: Path) -> None:
+        self._left = steps
+        self._skip = SKIPPED_STEPS
+        self._path = path
+        self._profiler: Any = None
+
+    def step_begins(self) -> None:
+        """Begin to watch, if it is time."""
+        if not self._left or self._profiler is not None:
+            return
+        if self._skip:
+            self._skip -= 1
+            return
+        import torch.profiler  # noqa: PLC0415 (only who wants it waits for its import)
+
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        self._profiler = torch.profiler.profile(activities=activities, record_shapes=True)
+        self._profiler.start()
+
+    def step_ended(self) -> Path | None:
+        """Write the trace after the last step that was to be watched; returns where, if that was now."""
+        if self._profiler is None:
+            return None
+        self._left -= 1
+        return self._write() if self._left <= 0 else None
+
+    def _write(self) -> Path | None:
+        profiler, self._profiler, self._left = self._profiler, None, 0
+        if profiler is None:
+            return None
+        profiler.stop()
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(self._path))
+        return self._path
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """This will write what there is of the trace when the steps are over, or an error ends them."""
+        try:
+            yield
+        finally:
+            self._write()

@@ -1,0 +1,89 @@
+"""What several ranks are worth: which part of their time they compute, what takes the rest, and for whom they wait.
+
+A rank that waits least at the exchange came last: the others wait for it.  What even that one waits is the exchange itself.
+Fed with every rank's times of each step, the same on all ranks; measures nothing.
+Rules: efficiency is the part of all ranks' time that their own work takes: 1 is as fast as ranks that do not talk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+WARM_STEPS = 3  # the first ones make caches and connections
+LATELY = 0.05  # what a step weighs in what is said of the present
+WORTH_NAMING = 0.02  # of a step that the others wait
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankTimes:
+    """Seconds of each rank in one step: its own work, within that getting data, and its wait at the exchange."""
+
+    own_s: tuple[float, ...]
+    data_s: tuple[float, ...]
+    wait_s: tuple[float, ...]
+
+
+class Scaling:
+    """The sums over a run's steps."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = list(names)  # of the ranks' hosts
+        self._seen = 0
+        self._step_s = self._own_s = self._data_s = self._exchange_s = self._uneven_s = 0.0
+        self._late_s = [0.0] * len(names)  # how long the others waited while this rank was last
+        self._lately_s = [0.0] * len(names)
+        self._lately_step_s = 0.0
+
+    def note(self, step_s: float, times: RankTimes) -> None:
+        """This will take in one step."""
+        self._seen += 1
+        if self._seen <= WARM_STEPS:
+            return
+        count = len(times.own_s)
+        least_s = min(times.wait_s)
+        uneven_s = sum(times.wait_s) / count - least_s
+        last = times.wait_s.index(least_s)
+        self._step_s += step_s
+        self._own_s += sum(times.own_s) / count
+        self._data_s += sum(times.data_s) / count
+        self._exchange_s += least_s
+        self._uneven_s += uneven_s
+        others_s = uneven_s * count / max(1, count - 1)  # the mean over those that wait
+        self._late_s[last] += others_s
+        self._lately_s = [
+            old + ((others_s if rank == last else 0.0) - old) * LATELY for rank, old in enumerate(self._lately_s)
+        ]
+        self._lately_step_s += (step_s - self._lately_step_s) * (LATELY if self._lately_step_s else 1.0)
+
+    def straggler(self) -> str:
+        """This will name the rank for which the others have waited lately, if that is worth a word."""
+        worst = max(range(len(self._names)), key=lambda rank: self._lately_s[rank])
+        late_s = self._lately_s[worst]
+        if len(self._names) < 2 or late_s < WORTH_NAMING * self._lately_step_s:
+            return ""
+        return f"the others wait for {self._name(worst)}: {1e3 * late_s:.0f} ms of a step's {1e3 * self._lately_step_s:.0f}"
+
+    def summary(self) -> str:
+        """This will say in one line how well the ranks were used, and what limits them; empty if there were too few steps."""
+        if self._step_s <= 0:
+            return ""
+        efficiency = self._own_s / self._step_s
+        worst = max(range(len(self._names)), key=lambda rank: self._late_s[rank])
+        parts = {
+            "the exchange": self._exchange_s,
+            f"waiting for {self._name(worst)}": self._uneven_s,
+            "what is done between steps": max(0.0, self._step_s - self._own_s - self._exchange_s - self._uneven_s),
+        }
+        if len(self._names) == 1:
+            parts = {"what is done between steps": self._step_s - self._own_s}
+        shares = {name: seconds / self._step_s for name, seconds in parts.items()}
+        limit = max(shares, key=lambda name: shares[name])
+        rest = ", ".join(f"{name} {100 * share:.1f} %" for name, share in shares.items() if name != limit)
+        ranks = f"{len(self._names)} ranks compute" if len(self._names) > 1 else "the rank computes"
+        data = f"; of the computing, getting data {100 * self._data_s / max(self._own_s, 1e-9):.1f} %"
+        what = f"limited by {limit}, {100 * shares[limit]:.1f} %" + (f" ({rest})" if rest else "")
+        return f"scaling: {ranks} {100 * efficiency:.1f} % of the time; {what}{data}"
+
+    def _name(self, rank: int) -> str:
+        return f"rank {rank} on {self._names[rank]}"
