@@ -358,8 +358,7 @@ def fence(tx: Transaction, asker: Asker, nodes: str, why: str) -> Outcome:
         for job in tx.world.jobs_on(name):
             lost = lose_node(tx, job, name, f"node {name} was fenced by {asker.user}{': ' + why if why else ''}")
             outcome.became[lost.id] = _what_became(lost)
-        for key in [key for key in tx.world.kept if key[0] == name]:
-            del tx.world.kept[key]
+        tx.decided(key for key in tx.world.kept if key[0] == name)
         if name in tx.world.unseen_nodes():
             tx.set_node(name, boot_id="fenced")  # jobs of a restored database do not wait for it any more
     outcome.jobs = list(outcome.became)

@@ -168,9 +168,11 @@ def _adopt(tx: Transaction, asker: Asker, job: Job) -> None:
             tx.record(Claimed(job_id=job.id, at_s=tx.now_s, node=share.node))
     if tx.world.jobs[job.id].state is JobState.CONFIGURING:
         tx.record(Started(job_id=job.id, at_s=tx.now_s))
-    for key, kept in list(tx.world.kept.items()):
-        if _job_of(tx.world, kept.token) is not None and kept.token.job_id == job.id:
-            del tx.world.kept[key]
+    tx.decided(
+        key
+        for key, kept in tx.world.kept.items()
+        if kept.token.job_id == job.id and _job_of(tx.world, kept.token) is not None
+    )
 
 
 def end(tx: Transaction, asker: Asker, references: Iterable[str]) -> dict[NodeName, Answer]:
@@ -179,7 +181,6 @@ def end(tx: Transaction, asker: Asker, references: Iterable[str]) -> dict[NodeNa
     answers: dict[NodeName, Answer] = {}
     for token in _named(tx.world, references):
         answer = answers.setdefault(token.node, Answer())
-        tx.world.doomed.add((token.node, token.incarnation, int(token.job_id)))
         end_stray(token, tx.world.kept[token.node, str(token)].report, answer)
         job = _job_of(tx.world, token)
         if job is not None and job.state is not JobState.COMPLETING:

@@ -193,7 +193,9 @@ class Controller:
     def end_strays(self, ended: dict[NodeName, reports.Answer]) -> None:
         """Tell nodes to end what an admin wants ended."""
         for node, answer in ended.items():
-            self.strays |= {(node, *key): attempt for key, attempt in answer.strays.items()}
+            ending = {(node, *key): attempt for key, attempt in answer.strays.items()}
+            self.world.doomed.update(ending)
+            self.strays |= ending
             self._answer(node, answer)
 
     def _on_welcome(self, tx: Transaction, node: NodeName, welcome: protocol.Welcome) -> reports.Answer:

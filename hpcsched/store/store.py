@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from sqlite3 import Connection
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -71,8 +71,7 @@ class Batch:
     clock: str = ""  # how the head node's clocks stand, if that is new
 
     def __bool__(self) -> bool:
-        more = (self.usage, self.requests, self.reservations, self.training, self.failures, self.clock)
-        return any(map(bool, (self.specs, self.jobs, self.events, self.nodes, self.steps, *more)))
+        return any(getattr(self, part.name) for part in fields(self))
 
 
 class PastRun(NamedTuple):

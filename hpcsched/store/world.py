@@ -7,7 +7,7 @@ change and its commit.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -171,6 +171,7 @@ class Transaction:
         self._nodes_before: dict[NodeName, Node] = {}
         self._usage_before: dict[tuple[str, str, str], Used | None] = {}
         self._reservations_before: dict[str, Reservation | None] = {}
+        self._kept_before: dict[tuple[NodeName, str], Kept] = {}
         self._ids_before = (world.last_job_id, world.last_spec_id)
 
     def record(self, event: Event) -> Job:
@@ -227,6 +228,11 @@ class Transaction:
         self.world.adopted.add(token)
         self.batch.adopted.append(token)
 
+    def decided(self, keys: Iterable[tuple[NodeName, str]]) -> None:
+        """Ask no admin any more about these launches of a former incarnation."""
+        for key in list(keys):
+            self._kept_before[key] = self.world.kept.pop(key)
+
     def put_usage(self, used: Used) -> None:
         """Note what has been used for the commit."""
         self._usage_before.setdefault(used.key, self.world.usage.get(used.key))
@@ -264,6 +270,7 @@ class Transaction:
                 self.world.put(job)
         self.world.nodes.update(self._nodes_before)
         self.world.adopted.difference_update(self.batch.adopted)
+        self.world.kept |= self._kept_before
         for key, used in self._usage_before.items():
             if used is None:
                 del self.world.usage[key]
@@ -288,6 +295,7 @@ class Transaction:
         self.batch.usage |= inner.batch.usage
         for name, reservation in inner._reservations_before.items():
             self._reservations_before.setdefault(name, reservation)
+        self._kept_before |= inner._kept_before
         self.batch.specs |= inner.batch.specs
         self.batch.jobs |= inner.batch.jobs
         self.batch.arrays += inner.batch.arrays

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
-from world import Cluster
+from world import Cluster, full_disk
 
 from hpcnode import protocol
 from hpcsched.errors import UnavailableError
 from hpcsched.model.ids import NodeName
 from hpcsched.model.job import JobState
-from hpcsched.store.store import Batch
 
 
 def test_a_launch_that_its_node_barred_unasked_is_not_waited_for() -> None:
@@ -24,18 +20,6 @@ def test_a_launch_that_its_node_barred_unasked_is_not_waited_for() -> None:
     assert (cluster.job(job_id).state, cluster.job(job_id).attempt) == (JobState.CONFIGURING, 1)
     (again,) = [launch for _, launch in cluster.sent(protocol.Launch) if launch.attempt == 1]
     assert again.token != barred.token
-
-
-@contextmanager
-def full_disk(cluster: Cluster) -> Iterator[None]:
-    commit = cluster.store.commit
-
-    def fail(batch: Batch) -> None:
-        raise UnavailableError("cannot write the database: it is full")
-
-    cluster.store.commit = fail  # type: ignore[method-assign]
-    yield
-    cluster.store.commit = commit  # type: ignore[method-assign]
 
 
 def test_what_nodes_say_while_the_disk_is_full_counts_when_it_has_room_again() -> None:

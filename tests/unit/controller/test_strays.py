@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from restoredworld import Restored
-from world import ANN, ROOT, Cluster
+from world import ANN, ROOT, Cluster, full_disk
 
 from hpcnode import protocol
 from hpcsched.controller import requests, strays
 from hpcsched.controller.messages import claim_token
-from hpcsched.errors import NotFoundError, PermissionDeniedError, RequestError
+from hpcsched.errors import NotFoundError, PermissionDeniedError, RequestError, UnavailableError
 from hpcsched.model.ids import NodeName
 from hpcsched.model.job import JobState, Reason
 
@@ -52,6 +53,26 @@ def test_an_adopted_job_goes_on_as_it_runs_and_ends_as_itself(restored: Restored
     again.end(job_id)
     assert again.job(job_id).state is JobState.COMPLETED
     assert [type(event).__name__ for event in again.store.load_events(job_id)][-2:] == ["Adopted", "Exited"]
+
+
+@pytest.mark.parametrize("decide", [adopt, end])
+def test_a_decision_that_does_not_fit_on_the_disk_is_not_taken(
+    restored: Restored, decide: Callable[..., object]
+) -> None:
+    job_id = restored.before.submit()
+    restored.before.run(job_id)
+    restored.back_up()
+    after = restored.restore()
+    running = after.report(job_id, protocol.STARTED)
+    after.welcome("n1", inventory=(running,))
+    with full_disk(after), pytest.raises(UnavailableError):
+        decide(after, "all")
+    assert [view["job_id"] for view in strays.views(after.world)] == [job_id]
+    after.welcome("n1", inventory=(running,))  # and not at the next connection either
+    assert [view["job_id"] for view in strays.views(after.world)] == [job_id]
+    assert after.sent(protocol.EndJob) == []
+    adopt(after, "all")
+    assert strays.views(after.world) == []
 
 
 def test_an_adopted_job_is_ended_under_the_incarnation_that_it_has(restored: Restored) -> None:

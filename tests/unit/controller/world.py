@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from hpcsched.config import Config, build_config
 from hpcsched.controller import requests
 from hpcsched.controller.backend import ControllerBackend
 from hpcsched.controller.tick import Controller
+from hpcsched.errors import UnavailableError
 from hpcsched.lifecycle.events import Submitted
 from hpcsched.lifecycle.job import apply, submitted_jobs
 from hpcsched.model.ids import JobId, NodeName, Token
@@ -21,7 +24,7 @@ from hpcsched.model.job import Job
 from hpcsched.model.spec import JobSpec
 from hpcsched.sched.policy import Policy
 from hpcsched.store.engine import incarnation, open_database, raise_epoch
-from hpcsched.store.store import Store
+from hpcsched.store.store import Batch, Store
 from hpcsched.store.world import World
 
 ANN = Asker(uid=1000, user="ann", admin=False)
@@ -148,6 +151,19 @@ class Cluster:
         found = [(to, message) for to, message in self.ports.sent if isinstance(message, kind)]
         self.ports.sent = [item for item in self.ports.sent if not isinstance(item[1], kind)]
         return found
+
+
+@contextmanager
+def full_disk(cluster: Cluster) -> Iterator[None]:
+    """Nothing can be committed meanwhile."""
+    commit = cluster.store.commit
+
+    def fail(batch: Batch) -> None:
+        raise UnavailableError("cannot write the database: it is full")
+
+    cluster.store.commit = fail  # type: ignore[method-assign]
+    yield
+    cluster.store.commit = commit  # type: ignore[method-assign]
 
 
 def config(**controller: object) -> Config:

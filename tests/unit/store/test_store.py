@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -103,6 +104,15 @@ def test_what_is_written_seldom_is_undone_with_its_batch(database: sqlite3.Conne
     assert (store.adopted(), store.load_failures(1, 0)) == ({"a"}, [])
     store.commit(Batch(adopted=["a", "c"], failures=[failure(1), failure(1, text="another"), failure(0, echo=True)]))
     assert (store.adopted(), store.load_failures(1, 0)) == ({"a", "c"}, [failure(1), failure(0, echo=True)])
+
+
+@pytest.mark.parametrize("part", [part.name for part in fields(Batch)])
+def test_a_batch_with_any_one_part_is_not_empty(part: str) -> None:
+    """What the tick takes for empty is never committed."""
+    value = getattr(Batch(), part)
+    one: object = {1: None} if isinstance(value, dict) else [None] if isinstance(value, list) else "x"
+    assert not Batch()
+    assert Batch(**{part: one})  # type: ignore[arg-type]
 
 
 def failure(rank: int, node: str | None = "n1", text: str = "why", *, echo: bool = False) -> Failure:
