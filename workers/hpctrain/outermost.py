@@ -6,8 +6,13 @@ whether it is one or only the echo of another rank's end: hlogs(1) shows the fir
 
 from __future__ import annotations
 
+import array
+import fcntl
 import os
+import stat
 import sys
+import termios
+import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +22,8 @@ import hpctrain.comm
 from hpctrain.comm import Communicator
 from hpctrain.errors import EXIT_FAILED, TrainError
 from hpctrain.heartbeat import Heartbeat
+
+READ_LIMIT_S = 2.0  # the other ranks wait meanwhile
 
 
 @contextmanager
@@ -45,11 +52,34 @@ def is_echo(error: BaseException) -> bool:
     return not isinstance(error, TrainError) and any(frame.filename.startswith(here) for frame in frames)
 
 
+def wait_until_read(descriptor: int, limit_s: float = READ_LIMIT_S) -> bool:
+    """This will wait until the other end of a pipe, socket or terminal has taken what was written to it, or the limit is over.
+
+    A launcher that is told to abort ends at once (MPICH's does) and loses what its ranks wrote and it has not read yet.
+    """
+    mode = os.fstat(descriptor).st_mode
+    if not (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or os.isatty(descriptor)):
+        return True
+    request = (
+        termios.FIONREAD if stat.S_ISFIFO(mode) else termios.TIOCOUTQ
+    )  # ioctl_tty(2), unix(7): bytes not taken yet
+    unread = array.array("i", [0])
+    until = time.monotonic() + limit_s
+    while time.monotonic() < until:
+        fcntl.ioctl(descriptor, request, unread)
+        if unread[0] == 0:
+            return True
+        time.sleep(0.001)
+    return False
+
+
 def _say(comm: Communicator, text: str) -> None:
     sys.stdout.flush()
     label = f"rank {comm.rank} of {comm.size}: " if comm.size > 1 else ""
     sys.stderr.write(f"hpctrain: {label}{text}")
     sys.stderr.flush()
+    for stream in (sys.__stdout__, sys.__stderr__):
+        wait_until_read(stream.fileno())
 
 
 def _tell(comm: Communicator, text: str, error: BaseException) -> None:

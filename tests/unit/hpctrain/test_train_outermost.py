@@ -1,0 +1,31 @@
+"""What a rank prints before it aborts is read before the launcher is told: `wait_until_read`."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+
+from hpctrain.outermost import wait_until_read
+
+
+@pytest.mark.parametrize("kind", ["pipe", "socket"])
+def test_it_waits_until_the_other_end_has_read(kind: str) -> None:
+    reader, writer = os.pipe() if kind == "pipe" else [end.detach() for end in socket.socketpair()]
+    os.write(writer, b"why")
+    assert not wait_until_read(writer, limit_s=0.01)
+    read = threading.Timer(0.05, os.read, (reader, 3))
+    read.start()
+    assert wait_until_read(writer, limit_s=60)
+    read.join()
+    for end in (reader, writer):
+        os.close(end)
+
+
+def test_a_file_is_read_by_nobody_and_waits_for_nobody(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("w") as log:
+        print("why", file=log, flush=True)
+        assert wait_until_read(log.fileno(), limit_s=0)
