@@ -12,13 +12,15 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import uuid
 from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from waiting import wait_until
 
@@ -33,6 +35,7 @@ from hpcsched.model.spec import ArraySpec, JobSpec
 from hpcsched.store.engine import open_read_only
 from hpcsched.store.store import HistoryQuery, Store
 
+Cluster = TypeVar("Cluster", bound="KillableCluster")
 QUICK = {"controller": {"requeue_delay_s": 0, "kill_wait_s": 2}}
 CPUS = 4
 # How long is waited before a thing counts as stuck: each controller and agent is a new Python, and the machine may be busy.
@@ -67,6 +70,7 @@ class Accepted:
 
     ids: list[int] = field(default_factory=list)
     cancelled: list[int] = field(default_factory=list)  # whose cancellation was acknowledged as well
+    failing: list[int] = field(default_factory=list)  # which cannot but fail
 
 
 class KillableCluster(LocalCluster):
@@ -231,8 +235,7 @@ class KillableCluster(LocalCluster):
             name="marked",
             script="#!/bin/sh\n" + MARK.format(share=self.share) + script,
             work_dir=str(self.share),
-            stdout="/dev/null",
-            **fields,
+            **{"stdout": "/dev/null", **fields},
         )
 
     def one_task(self, for_s: float, **fields: Any) -> JobSpec:
@@ -327,6 +330,10 @@ class KillableCluster(LocalCluster):
             if job.id in self.accepted.cancelled:
                 found += [] if job.state is JobState.CANCELLED else [f"job {job.id} was cancelled, and is {job.state}"]
                 continue
+            if job.id in self.accepted.failing:
+                ends = (JobState.FAILED, JobState.NODE_FAIL)
+                found += [] if job.state in ends else [f"job {job.id} cannot but fail, and is {job.state}"]
+                continue
             asked = any(event.job_id == job.id and _is_requeue(event) for event in events)
             if job.attempt and not asked and not self._was_hit(job, since_s, events):
                 found.append(f"job {job.id} came to attempt {job.attempt}, and nothing explains it")
@@ -350,6 +357,15 @@ class KillableCluster(LocalCluster):
         nodes = {share.node for event in events if event.job_id == job.id for share in getattr(event, "shares", ())}
         hits = [kill for kill in self.kills if kill.what in ("shepherd", "power") and kill.node in nodes]
         return any(since_s - 1.0 <= kill.at_s <= (job.ended_at_s or 0.0) + 1.0 for kill in hits)
+
+
+def new_cluster(kind: type[Cluster], names: Sequence[str]) -> Iterator[Cluster]:
+    """Yield a running cluster in a directory of its own, with real sshds where the tests are to have them."""
+    with tempfile.TemporaryDirectory(prefix="hpc") as directory:
+        Path(directory).chmod(0o755)
+        server = "sshd" if os.environ.get("CI") == "true" else "auto"
+        with kind(Path(directory), names=names, server=server) as cluster:
+            yield cluster
 
 
 def check_history(events: list[Event], jobs: dict[Any, Job], cpus: int) -> list[str]:
@@ -413,6 +429,7 @@ class Flow:
     def __init__(self, cluster: KillableCluster, rng: random.Random, in_flight: int = 12) -> None:
         self._cluster, self._rng, self._in_flight = cluster, rng, in_flight
         self._stopped = threading.Event()
+        self.also: Callable[[], None] = lambda: None  # what else is done, again and again
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="flow")
 
@@ -423,6 +440,10 @@ class Flow:
     def __exit__(self, *_: object) -> None:
         self._stopped.set()
         self._thread.join()
+        self.check()
+
+    def check(self) -> None:
+        """Raise what has ended the flow, if something has."""
         if self._failure is not None:
             raise self._failure
 
@@ -435,6 +456,7 @@ class Flow:
                     self._cancel_one()
                 if self._rng.random() < 0.15:
                     self._requeue_one()
+                self.also()
         except BaseException as error:
             self._failure = error
 

@@ -1,31 +1,20 @@
-"""The controller, agents, shepherds and whole nodes are killed while jobs flow: nothing is lost, doubled or left behind."""
+"""Agents, shepherds, nodes and the controller are killed while jobs flow: nothing is lost, doubled or left behind."""
 
 from __future__ import annotations
 
-import os
 import random
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 from kill_rounds import kill_rounds
-from killable import PATIENCE_S, Flow, Kill, KillableCluster
+from killable import PATIENCE_S, Kill, KillableCluster, new_cluster
 from waiting import wait_until
 
 from hpcsched.demo.nodes import LoopbackNode
 from hpcsched.model.job import FINAL
 
-# Where the controller dies, with a job on one node and one on two in flight: before and after each commit and each send.
-CONTROLLER_POINTS = [
-    *(f"commit.{side}.{kind}" for kind in ("Submitted", "Started", "Exited") for side in ("before", "after")),
-    *(f"commit.{side}.{kind}" for kind in ("NodeCleared", "EndRequested", "Requeued") for side in ("before", "after")),
-    *(f"commit.{side}.{kind}" for kind in ("Allocated", "Claimed") for side in ("before", "after")),
-    *(f"{how}.{kind}" for kind in ("Launch", "Ack", "EndJob") for how in ("queued", "sent")),
-]
 # Where the agent or the shepherd dies, and what becomes of the job: its state, and the attempt that came to it.
 ONCE, AGAIN, REFUSED = ("COMPLETED", 0), ("COMPLETED", 1), ("FAILED", 0)
 NODE_POINTS = {
@@ -86,22 +75,14 @@ class CrashingCluster(KillableCluster):
         return f"dying at {point.partition(':')[0]}," in said
 
 
-def new_cluster(kind: type[KillableCluster]) -> Iterator[Any]:
-    with tempfile.TemporaryDirectory(prefix="hpc") as directory:
-        Path(directory).chmod(0o755)
-        server = "sshd" if os.environ.get("CI") == "true" else "auto"
-        with kind(Path(directory), names=NAMES, server=server) as cluster:
-            yield cluster
-
-
 @pytest.fixture
 def cluster() -> Iterator[KillableCluster]:
-    yield from new_cluster(KillableCluster)
+    yield from new_cluster(KillableCluster, NAMES)
 
 
 @pytest.fixture
 def crashing() -> Iterator[CrashingCluster]:
-    yield from new_cluster(CrashingCluster)
+    yield from new_cluster(CrashingCluster, NAMES)
 
 
 def explained(cluster: KillableCluster) -> None:
@@ -123,18 +104,6 @@ def test_nothing_is_lost_doubled_or_left_behind_whatever_is_killed_whenever(clus
     assert cluster.violations() == []
     wait_until(lambda: not cluster.leftovers(), PATIENCE_S, "the nodes to be empty")
     explained(cluster)
-
-
-def test_a_controller_that_dies_at_any_step_of_a_job_loses_and_doubles_nothing(cluster: KillableCluster) -> None:
-    with Flow(cluster, random.Random(7)):
-        for point in CONTROLLER_POINTS:
-            cluster.kill_controller()
-            cluster.start_controller(point)
-            wait_until(cluster.controller_died, PATIENCE_S, f"the controller to die at {point}")
-        cluster.up()
-    cluster.wait_until_ended(PATIENCE_S)
-    assert cluster.violations() == []
-    wait_until(lambda: not cluster.leftovers(), PATIENCE_S, "the nodes to be empty")
 
 
 def test_an_agent_or_shepherd_that_dies_at_any_step_loses_and_doubles_nothing(crashing: CrashingCluster) -> None:
