@@ -50,8 +50,8 @@ def end_job(job: Job, world: World) -> protocol.EndJob:
         return order
     wanted = job.spec.signal
     if wanted is None:
-        return replace(order, grace_s=job.save_s)
-    return replace(order, grace_s=job.save_s, signum=wanted.signum, batch_only=wanted.batch_only)
+        return protocol.changed(order, grace_s=job.save_s)
+    return protocol.changed(order, grace_s=job.save_s, signum=wanted.signum, batch_only=wanted.batch_only)
 
 
 def _incarnation(job: Job, world: World) -> str:
@@ -147,7 +147,7 @@ def signal_messages(
     if batch_only or not steps_too:
         return [(batch, node)]
     others = [share.node for share in job.shares[1:]]  # their steps are found by the node's claim of its part
-    return [(batch, node), *((replace(batch, token=claim_token(job, other)), other) for other in others)]
+    return [(batch, node), *((protocol.changed(batch, token=claim_token(job, other)), other) for other in others)]
 
 
 def account(job: Job, world: World, node: NodeName) -> str:

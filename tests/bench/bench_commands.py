@@ -11,12 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import repeat
 from pathlib import Path
 
+from hpcsched.cli.slurmpath import COMMANDS, ensure_directory
 from hpcsched.demo.cluster import LocalCluster
 from tests.bench.figures import Figure, from_samples
 
 INSTALLED = (
-    "hsub", "hqueue", "hcancel", "hinfo", "hprio", "hshare", "hwhy", "hlogs", "hacct", "hctl", "hhealth", "hrun", "hsim",
-    "hpcsched",
+    "hsub", "hqueue", "hcancel", "hinfo", "hprio", "hshare", "hwhy", "hlogs", "hacct", "hctl", "hhealth", "hrun", "halloc",
+    "hsh", "hsim", "hpcsched",
 )  # fmt: skip
 
 
@@ -33,7 +34,8 @@ def run(quick: bool) -> list[Figure]:
             "hinfo": [str(bin_dir / "hinfo")],
             "hcancel of one job": [str(bin_dir / "hcancel")],
         }
-        starts = {f"{name} --version": [str(bin_dir / name), "--version"] for name in INSTALLED}
+        places = {name: bin_dir for name in INSTALLED} | dict.fromkeys(COMMANDS, ensure_directory())
+        starts = {f"{name} --version": [str(place / name), "--version"] for name, place in places.items()}
         return [
             *(
                 _beside_python(name, command, cluster.env, rounds, _waiting(cluster) if "of one job" in name else None)

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -235,7 +235,7 @@ def launch_of(token: str, **fields: Any) -> protocol.Launch:
         mem_mib=0,
         gpus=[],
     )
-    return replace(base, **fields)
+    return protocol.changed(base, **fields)
 
 
 @contextlib.contextmanager

@@ -8,7 +8,6 @@ import secrets
 import signal
 import socket
 import struct
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -380,7 +379,7 @@ def test_a_launch_that_is_not_what_its_token_says_is_refused(node: NodeUnderTest
     controller.send(launch_of(token, job_id=9), script_of("true"))
     assert controller.final(token).status == protocol.REFUSED
     for bad in ("../../etc", "x" * 300, f"{INCARNATION}.1.0.batch.other.{'0' * 32}"):
-        controller.send(replace(launch_of(new_token()), token=bad), script_of("true"))
+        controller.send(protocol.changed(launch_of(new_token()), token=bad), script_of("true"))
     no_shebang = new_token()
     controller.send(launch_of(no_shebang), b"echo hi")
     assert "#!" in controller.final(no_shebang).why

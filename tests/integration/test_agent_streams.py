@@ -82,6 +82,22 @@ def test_output_comes_with_offsets_and_an_end_before_the_report(node: NodeUnderT
     wait_until(lambda: not (node.root / "spool" / token).exists(), what="the shepherd to go when all is taken")
 
 
+def test_one_worker_minds_many_steps_with_streams(node: NodeUnderTest) -> None:
+    controller = Controller(node)
+    workers = set()
+    for number in range(6):
+        token = controller.launch(argv=["cat"], stream_to=ELSEWHERE)
+        controller.send(protocol.Input(token, 0, 0, True), b"%d" % number)
+        reader = Reader()
+        reader.take_all(controller, 2)
+        ended = controller.final(token)
+        workers.add(node.shepherds()[token])
+        assert (reader.data[(0, 1)], ended.codes) == (b"%d" % number, [0])
+        controller.ack(ended)
+        wait_until(lambda token=token: not (node.root / "spool" / token).exists(), what="the step to be forgotten")
+    assert len(workers) < 6
+
+
 def test_output_that_was_not_taken_is_kept_and_the_writer_waits(node: NodeUnderTest) -> None:
     controller = Controller(node)
     token = controller.launch(

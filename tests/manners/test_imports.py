@@ -60,6 +60,11 @@ def test_a_command_imports_nothing_heavy(name: str) -> None:
     assert len(modules) < MOST_MODULES
 
 
+@pytest.mark.parametrize("name", ["hrun", "srun"])
+def test_a_step_command_does_without_what_it_does_not_need(name: str) -> None:
+    assert not {"dataclasses", "importlib.metadata", "inspect", "pathlib"} & imported(module_of(name))
+
+
 @pytest.mark.parametrize("name", ["hsub", "hqueue", "hcancel", "hinfo", "hlogs", "hprio", "hshare", "hwhy"])
 def test_what_tools_poll_does_without_dataclasses(name: str) -> None:
     """`dataclasses` imports `inspect`: 7 ms, nearly as much as Python's start; the others together take as long again."""

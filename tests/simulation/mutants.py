@@ -7,7 +7,6 @@ chain of events makes visible is looked for in the story in which it happens, wi
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -72,7 +71,7 @@ def _believes_every_report(real: Any) -> Any:
     def take(tx: Any, node: Any, token: Any, report: protocol.Report, answer: Any) -> None:
         job = tx.world.jobs.get(token.job_id)
         if job is not None and job.token:
-            report = dataclasses.replace(report, token=job.token)
+            report = protocol.changed(report, token=job.token)
         real(tx, node, token, report, answer)
 
     return take

@@ -19,7 +19,7 @@ import sys
 import time
 from typing import Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence
 
-from hpcnode import headsocket, protocol, stepoptions, terminal
+from hpcnode import __version__, headsocket, protocol, stepoptions, terminal
 from hpcnode.screen import Screen
 from hpcnode.stepclient import ALL_TASKS, ConnectionLost, Front, StepClient, connect, is_open
 from hpcnode.streamout import LineStream, Outlet
@@ -407,7 +407,7 @@ def _answer_at_once(values: stepoptions.Values, face: Face) -> Optional[str]:
     if values.get("help"):
         return stepoptions.usage("%s [OPTIONS] COMMAND [ARGUMENT...]" % face.name, "Start tasks on the nodes of a job.")
     if values.get("version"):
-        return "%s\n" % (face.version or "hpcsched " + _version())
+        return "%s\n" % (face.version or "hpcsched " + __version__)
     mpi = _text(values.get("mpi"), "none")
     if mpi == "list":
         return "MPI plugin types are...\n\tnone\n"
@@ -426,15 +426,6 @@ def _answer_at_once(values: stepoptions.Values, face: Face) -> Optional[str]:
             _number(name, _text(values[name], "0"))
     _switch(values.get("kill-on-bad-exit", "0"))
     return None
-
-
-def _version() -> str:
-    from importlib import metadata  # slow, and needed for nothing else
-
-    try:
-        return metadata.version("hpcsched")
-    except metadata.PackageNotFoundError:  # on a node
-        return "(launch protocol %d)" % protocol.VERSION
 
 
 def _job_id(values: stepoptions.Values, environ: Mapping[str, str]) -> int:

@@ -15,13 +15,14 @@ from typing import Any, Callable, Dict, List, Optional
 from hpcnode import cgroup, local, process, protocol
 from hpcnode.assignment import Setting
 from hpcnode.environment import MARKER
-from hpcnode.loop import READ, Loop, Stream
+from hpcnode.loop import READ, Loop, Stream, Timer
 from hpcnode.mpi import MpiVariables
 from hpcnode.relay import connect_in
 from hpcnode.user import Account
 from hpcnode.worker import Order, send_order, worker_main
 
 MAX_IDLE = 8  # workers that wait for the next short job
+SPARE_S = 0.02  # after the last idle worker was given a step, another one is made ready
 RETRY_S = 0.02
 MAX_RETRY_S = 1.0
 
@@ -43,6 +44,7 @@ class Minders:
         self._mpi = mpi
         self._spool = setting.spool
         self._workers: List[_Worker] = []
+        self._spare_timer: Optional[Timer] = None
         self._streams: Dict[str, Stream] = {}
         self._unsaid: Dict[str, List[bytes]] = {}  # for shepherds that we know to live but have not reached yet
         self.round = 0  # of the output's readers, see `local`
@@ -77,15 +79,26 @@ class Minders:
                 self._drop(worker)  # somebody killed it
                 continue
             worker.idle = False
+            self._want_spare()
             return
         worker = self._fork_worker()
         worker.idle = False
         send_order(worker.control, order, lock_fd, talk)
+        self._want_spare()
 
     def keep_one_ready(self) -> None:
-        """Have a worker at hand, so that the next launch need not wait for a fork."""
-        if not self._workers:
+        """Have a worker at hand: the next launch need not wait for a fork and for the kernel to move it into its group."""
+        self._spare_timer = None
+        if any(worker.idle for worker in self._workers):
+            return
+        try:
             self._fork_worker()
+        except OSError:
+            pass  # the launch that needs one says so
+
+    def _want_spare(self) -> None:
+        if self._spare_timer is None:
+            self._spare_timer = self._loop.later(SPARE_S, self.keep_one_ready)
 
     def forget_mpi_files(self) -> None:
         """Remove the host files of allocations that are over; no job may be running."""

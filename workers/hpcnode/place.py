@@ -97,10 +97,10 @@ def delete_old_bundles(root: str, in_use: Callable[[bytes], bool], now_s: float)
 
 
 def unpack(root: str) -> str:
-    """Return the directory with this bundle's modules, unpacked and compiled for this Python; make it if it is not there.
+    """Return what Python is to run of this bundle's modules, unpacked and compiled for it; unpack them if they are not yet.
 
-    A step command that starts from the bundle itself compiles its modules each time, which takes most of its time.
-    Raises OSError.
+    A step command that starts from the bundle itself compiles its modules each time, which takes most of its time; to
+    start from a directory takes longer than from a file. Raises OSError.
     """
     name = "steps-%s-%s" % (version(), sys.implementation.cache_tag)
     path = os.path.join(root, name)
@@ -113,7 +113,7 @@ def unpack(root: str) -> str:
             remove_tree(coming)
             if not os.path.isdir(path):  # else somebody was quicker
                 raise
-    return os.path.join(path, "hpcnode")
+    return os.path.join(path, "hpcnode", "__main__.py")
 
 
 def unpack_aside(root: str, log: Callable[[str], None]) -> None:

@@ -8,7 +8,6 @@ Does not know what the numbers mean.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Callable, Dict, List, Optional, Protocol, Tuple, Union
 
@@ -40,17 +39,17 @@ def check(progress: Word) -> None:
             raise protocol.WireError("cannot take %s: %s is %s" % (type(progress).__name__, name, str(value)[:20]))
 
 
-@dataclasses.dataclass
 class _Known:
     """The last word of one job."""
 
-    uid: int
-    attempt: int
-    progress: protocol.Progress
-    at_s: float
-    said_at_s: float = float("-inf")
-    unsaid: bool = True
-    waits: bool = False  # a timer will say it
+    def __init__(self, uid: int, attempt: int, progress: protocol.Progress, at_s: float) -> None:
+        self.uid = uid
+        self.attempt = attempt
+        self.progress = progress
+        self.at_s = at_s
+        self.said_at_s = float("-inf")
+        self.unsaid = True
+        self.waits = False  # a timer will say it
 
 
 class Progresses:
@@ -74,7 +73,7 @@ class Progresses:
         if isinstance(progress, protocol.Failure):
             self._note_failure(now_s, uid, attempt, progress)
             return
-        progress = dataclasses.replace(progress, note=progress.note[:MAX_NOTE])
+        progress = protocol.changed(progress, note=progress.note[:MAX_NOTE])
         known = self._known.get(progress.job_id)
         if known is None or known.attempt != attempt:
             self._forget_ended()
@@ -105,14 +104,14 @@ class Progresses:
             }
         self._failures[key] = self._failures.get(key, 0) + 1
         if self._failures[key] <= MAX_FAILURES:
-            self._unsaid.append((now_s, uid, attempt, dataclasses.replace(failure, text=failure.text[-MAX_TEXT:])))
+            self._unsaid.append((now_s, uid, attempt, protocol.changed(failure, text=failure.text[-MAX_TEXT:])))
             self._say_failures()
 
     def _say_failures(self) -> None:
         now_s = self._clock()
         unsaid, self._unsaid = self._unsaid, []
         for at_s, uid, attempt, failure in unsaid:
-            word = dataclasses.replace(failure, age_s=failure.age_s + now_s - at_s)
+            word = protocol.changed(failure, age_s=failure.age_s + now_s - at_s)
             if not self._home.to_controller(
                 protocol.FromStream(0, uid, failure.job_id, attempt, protocol.to_json(word))
             ):
@@ -125,7 +124,7 @@ class Progresses:
 
     def _say(self, known: _Known) -> None:
         now_s = self._clock()
-        word = dataclasses.replace(known.progress, age_s=known.progress.age_s + now_s - known.at_s)
+        word = protocol.changed(known.progress, age_s=known.progress.age_s + now_s - known.at_s)
         inner = protocol.to_json(word)
         frame = protocol.FromStream(0, known.uid, known.progress.job_id, known.attempt, inner)
         known.said_at_s = now_s

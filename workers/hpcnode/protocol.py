@@ -1,9 +1,9 @@
 """The messages between controller, agent, shepherd and the step commands: the one definition that every end uses.
 
 A frame is two big-endian 32-bit lengths, then a JSON object, then raw bytes (output, input, a script): see `Framer`.
-A message is a frozen dataclass; its JSON is its fields plus ``"type"``, without those that are as usual. Unknown types and
-fields, missing fields, wrong types, duplicate keys, NaN, too long frames and deep nesting are refused with `WireError`: a
-peer of another version is told so by `version` in `Hello` and `Welcome`, not by guessing.
+A message is a frozen value (see `message`); its JSON is its fields plus ``"type"``, without those that are as usual.
+Unknown types and fields, missing fields, wrong types, duplicate keys, NaN, too long frames and deep nesting are refused
+with `WireError`: a peer of another version is told so by `version` in `Hello` and `Welcome`, not by guessing.
 
 Rules (see LAUNCH in the design): a launch is named by its token; `Launch` may be sent again freely and is answered
 with the
@@ -15,10 +15,13 @@ Runs on Python 3.9 with the standard library only. Knows nothing of sockets, clo
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import struct
-from typing import Any, Dict, Iterator, List, Optional, Tuple, Type, TypeVar, Union, get_type_hints
+from typing import Any, Dict, Iterator, List, Optional, Tuple, Type
+
+from hpcnode.message import Fresh, Message, WireError, changed, from_fields, part, to_fields
+
+__all__ = ["Message", "WireError", "changed"]
 
 VERSION = 1
 MAX_JSON_BYTES = 8 << 20
@@ -41,42 +44,10 @@ REFUSED = "refused"  # it could not be started; `why` says so. Final
 LOST = "lost"  # its record says started, but shepherd and processes are gone without an exit status
 
 
-class WireError(Exception):
-    """The peer sent what is not of this protocol."""
-
-
-class _Value:
-    """What `dataclass(frozen=True)` makes of a class, by methods that all share.
-
-    Compiled for each of the messages, they took a step command and an agent longer than Python takes to start.
-    """
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in self.__dict__ or name not in type(self).__dataclass_fields__:  # `__init__` sets each field once
-            raise dataclasses.FrozenInstanceError("cannot assign to field %r" % name)
-        self.__dict__[name] = value
-
-    def __delattr__(self, name: str) -> None:
-        raise dataclasses.FrozenInstanceError("cannot delete field %r" % name)
-
-    def __eq__(self, other: object) -> bool:
-        return self.__dict__ == other.__dict__ if type(other) is type(self) else NotImplemented
-
-    def __hash__(self) -> int:
-        return hash(tuple(self.__dict__.values()))
-
-    def __repr__(self) -> str:
-        return "%s(%s)" % (type(self).__name__, ", ".join("%s=%r" % item for item in self.__dict__.items()))
-
-
-_value = dataclasses.dataclass(repr=False, eq=False)
-
-
 # ----- messages: controller -> agent
 
 
-@_value
-class Hello(_Value):
+class Hello(Message):
     """First on a connection. The agent answers Welcome, or Goodbye (and closes) if `epoch` is lower than one it has seen."""
 
     version: int
@@ -86,8 +57,8 @@ class Hello(_Value):
     node: str
 
 
-@_value
-class TaskSet(_Value):
+@part
+class TaskSet(Message):
     """The tasks of a step that run on one node: ranks first_rank .. first_rank+count-1 of `total` on `nnodes` nodes."""
 
     first_rank: int
@@ -97,16 +68,15 @@ class TaskSet(_Value):
     nnodes: int
 
 
-@_value
-class Address(_Value):
+@part
+class Address(Message):
     """Where the output of a step goes: a stream of the agent on `node`, or of the controller itself (node "")."""
 
     node: str
     stream: int
 
 
-@_value
-class Launch(_Value):
+class Launch(Message):
     """Claim `token` and start its tasks here. The blob is the batch script (empty for a step that has `argv`).
 
     `user` is the account's name, "" for whoever the agent is. `stdout`/`stderr`/`stdin` are file paths with only the
@@ -150,19 +120,17 @@ class Launch(_Value):
     lease: str = KEEP
     lease_s: float = 0.0
     hold: bool = False
-    hosts: List[Tuple[str, int]] = dataclasses.field(default_factory=list)  # (node, slots) of the whole allocation
+    hosts: List[Tuple[str, int]] = Fresh(list)  # (node, slots) of the whole allocation
     same_machine: bool = False  # the allocation's nodes are one machine posing as several
 
 
-@_value
-class Go(_Value):
+class Go(Message):
     """Release the tasks of `token`, which was launched with `hold`. May be said again, and too early."""
 
     token: str
 
 
-@_value
-class SignalStep(_Value):
+class SignalStep(Message):
     """Send `signum` to the processes of `token`: to its tasks' process groups, or to the batch shell alone."""
 
     token: str
@@ -171,8 +139,7 @@ class SignalStep(_Value):
     steps_too: bool = False  # of a batch token: also to every step of its job on this node
 
 
-@_value
-class EndStep(_Value):
+class EndStep(Message):
     """Bar `token`: if it never ran here it never will; if it runs: TERM, after `grace_s` KILL, until its tree is empty.
 
     Answered by Report ENDED, BARRED, LOST or REFUSED (again, if it had ended before).
@@ -183,8 +150,7 @@ class EndStep(_Value):
     why: str  # cancelled | timeout | preempted | ...: noted in the spool for the log
 
 
-@_value
-class EndJob(_Value):
+class EndJob(Message):
     """Leave nothing of this attempt (and of earlier ones) of the job on this node; no later launch of it may start.
 
     With `signum` that is what its processes get instead of TERM at first (only its batch shell if `batch_only`), so that it
@@ -199,8 +165,7 @@ class EndJob(_Value):
     batch_only: bool = False
 
 
-@_value
-class SuspendJob(_Value):
+class SuspendJob(Message):
     """Have all processes of the job's attempt on this node stand still, or (`on` false) go on.
 
     What is launched of it meanwhile is prepared and not released. Time limits do not run. Not answered; said again on
@@ -213,8 +178,7 @@ class SuspendJob(_Value):
     on: bool
 
 
-@_value
-class Allocation(_Value):
+class Allocation(Message):
     """The job's attempt, which runs, has `nodes` now; with `wanted` it is asked to give all but these back (`hrun --resize`).
 
     Kept in a file that the job is told of (HPCSCHED_ALLOCATION_FILE), then its processes here get SIGWINCH. One of a
@@ -229,15 +193,13 @@ class Allocation(_Value):
     wanted: List[str]
 
 
-@_value
-class Ack(_Value):
+class Ack(Message):
     """These reports are committed: they need not be repeated, and ended spool entries may go."""
 
     seqs: List[int]
 
 
-@_value
-class Probe(_Value):
+class Probe(Message):
     """Look at the node again; answered by Facts with the same `request`. With `measure` its speed is measured too.
 
     With `link_token` only the network is: without `link_host` the answer is the `link_port` where zeros are given to who
@@ -251,8 +213,7 @@ class Probe(_Value):
     link_port: int = 0
 
 
-@_value
-class ReadFile(_Value):
+class ReadFile(Message):
     """Read up to `limit` bytes of `path` from `offset`, as `user`; answered by FileData with the same `request`.
 
     A negative `offset` counts from the end.
@@ -265,8 +226,7 @@ class ReadFile(_Value):
     limit: int
 
 
-@_value
-class Input(_Value):
+class Input(Message):
     """The blob is input for task `task` of the step (-1: all tasks) at `offset`; `eof` closes it after the blob."""
 
     token: str
@@ -275,8 +235,7 @@ class Input(_Value):
     eof: bool
 
 
-@_value
-class OutputAck(_Value):
+class OutputAck(Message):
     """The reader has everything of this stream before `offset`: the shepherd may forget it."""
 
     token: str
@@ -285,31 +244,27 @@ class OutputAck(_Value):
     offset: int
 
 
-@_value
-class ToStream(_Value):
+class ToStream(Message):
     """Deliver the inner message (and the blob) to the local step command on `stream`."""
 
     stream: int
     message: Dict[str, Any]
 
 
-@_value
-class CloseStream(_Value):
+class CloseStream(Message):
     """Close `stream`; sent by the agent when a step command went away, by the controller when it is done with it."""
 
     stream: int
 
 
-@_value
-class Ping(_Value):
+class Ping(Message):
     request: int
 
 
 # ----- messages: agent -> controller
 
 
-@_value
-class Welcome(_Value):
+class Welcome(Message):
     """The agent's answer to Hello: who it is and all that its spool knows (`inventory`: Report fields, seq included)."""
 
     version: int
@@ -322,15 +277,13 @@ class Welcome(_Value):
     facts: Dict[str, Any]
 
 
-@_value
-class Goodbye(_Value):
+class Goodbye(Message):
     """The connection ends here: `why` in words."""
 
     why: str
 
 
-@_value
-class Report(_Value):
+class Report(Message):
     """What is so of `token` on this node. `status` is one of the words above.
 
     `seq` grows with every report of this node's spool and survives the agent. Times are this node's clock (Unix s).
@@ -344,20 +297,19 @@ class Report(_Value):
     at_s: float
     pid: int = 0
     started_at_s: float = 0.0
-    codes: List[int] = dataclasses.field(default_factory=list)
-    signals: List[int] = dataclasses.field(default_factory=list)
+    codes: List[int] = Fresh(list)
+    signals: List[int] = Fresh(list)
     timed_out: bool = False
     out_of_memory: bool = False
     why: str = ""
-    usage: Dict[str, float] = dataclasses.field(default_factory=dict)
+    usage: Dict[str, float] = Fresh(dict)
     stream_to: Optional[Address] = None
     node_fault: bool = False  # of REFUSED: the node is in no state to start anything (its disk is full, say)
     ran_s: Optional[float] = None  # of ENDED: from release to end, by the clock that knows no steps
     ago_s: Optional[float] = None  # of ENDED: how long ago that was when this was sent; None: the node has booted since
 
 
-@_value
-class Condition(_Value):
+class Condition(Message):
     """Whether this node can take launches: `why` not, in words, or "". Said when that changes, and at each refusal.
 
     The same is in `Welcome.facts` under "fault".
@@ -366,8 +318,7 @@ class Condition(_Value):
     why: str
 
 
-@_value
-class JobGone(_Value):
+class JobGone(Message):
     """Nothing of the job's attempts up to `attempt` is left on this node."""
 
     incarnation: str
@@ -375,16 +326,14 @@ class JobGone(_Value):
     attempt: int
 
 
-@_value
-class Facts(_Value):
+class Facts(Message):
     """Answer to Probe: see hpcnode.probe for the keys of `facts`."""
 
     request: int
     facts: Dict[str, Any]
 
 
-@_value
-class FileData(_Value):
+class FileData(Message):
     """Answer to ReadFile: the blob is the data from `offset` on; `size` is the file's; `error` in words if it failed."""
 
     request: int
@@ -393,8 +342,7 @@ class FileData(_Value):
     error: str = ""
 
 
-@_value
-class Output(_Value):
+class Output(Message):
     """The blob is output of task `task` on descriptor `fd` (1 or 2) at `offset`; `eof` after the last one."""
 
     to: Address
@@ -405,8 +353,7 @@ class Output(_Value):
     eof: bool
 
 
-@_value
-class InputAck(_Value):
+class InputAck(Message):
     """Task `task` has taken its input before `offset`: more may be sent."""
 
     to: Address
@@ -415,8 +362,7 @@ class InputAck(_Value):
     offset: int
 
 
-@_value
-class FromStream(_Value):
+class FromStream(Message):
     """A step command on this node's `stream` says the inner message (with the blob). The agent vouches for `uid`.
 
     `job_id` is the job whose environment the command runs in (the agent checked that it runs on this node as `uid`),
@@ -430,16 +376,14 @@ class FromStream(_Value):
     message: Dict[str, Any]
 
 
-@_value
-class Pong(_Value):
+class Pong(Message):
     request: int
 
 
 # ----- messages: step command (hrun, hrsh) or training program <-> controller, through an agent or directly
 
 
-@_value
-class StepRequest(_Value):
+class StepRequest(Message):
     """Start a step. `job_id` 0: allocate a job for it first (hrun alone). `options` are hrun's, by long name.
 
     Options that name resources are texts as the user typed them; the controller parses them.
@@ -453,8 +397,7 @@ class StepRequest(_Value):
     env: Dict[str, str]
 
 
-@_value
-class ApiRequest(_Value):
+class ApiRequest(Message):
     """A command in job `job_id` asks the controller's API, as the job's owner. `path` has the query; the blob is the body."""
 
     job_id: int
@@ -462,24 +405,21 @@ class ApiRequest(_Value):
     path: str
 
 
-@_value
-class ApiAnswer(_Value):
+class ApiAnswer(Message):
     """What the API answered; the blob is the body."""
 
     status: int
     headers: Dict[str, str]
 
 
-@_value
-class StepWaiting(_Value):
+class StepWaiting(Message):
     """The job or step waits: `text` is for the user."""
 
     job_id: int
     text: str
 
 
-@_value
-class Progress(_Value):
+class Progress(Message):
     """How far a training program of job `job_id` is. It says so to the agent of its node, on a connection of its own.
 
     The agent passes on the newest, at a bounded rate, within FromStream. `total_steps`, `steps_per_s`, `samples_per_s` and
@@ -499,8 +439,7 @@ class Progress(_Value):
     age_s: float = 0.0
 
 
-@_value
-class Failure(_Value):
+class Failure(Message):
     """Why rank `rank` of `ranks` of job `job_id` fails, in its own words; said and passed on as Progress is, but at once.
 
     `echo`: it only noticed that another one is gone.
@@ -514,8 +453,7 @@ class Failure(_Value):
     age_s: float = 0.0
 
 
-@_value
-class StepStarted(_Value):
+class StepStarted(Message):
     """The step has its nodes. `tasks`: node, first rank, count, token for each node, in order."""
 
     job_id: int
@@ -523,23 +461,20 @@ class StepStarted(_Value):
     tasks: List[Tuple[str, int, int, str]]
 
 
-@_value
-class Allocated(_Value):
+class Allocated(Message):
     """To halloc alone: its job has its nodes; `env` is what the scheduler sets for the command that holds it."""
 
     job_id: int
     env: Dict[str, str]
 
 
-@_value
-class StepSignal(_Value):
+class StepSignal(Message):
     """From hrun: pass `signum` on to all tasks."""
 
     signum: int
 
 
-@_value
-class StepEnded(_Value):
+class StepEnded(Message):
     """All is over: codes and signals of all tasks by rank; `error` in words if the step could not run."""
 
     codes: List[int]
@@ -554,28 +489,7 @@ _MESSAGES = (
     StepRequest, StepWaiting, StepStarted, Allocated, StepSignal, StepEnded, Progress, Failure,
     ApiRequest, ApiAnswer,
 )  # fmt: skip
-_BY_NAME: Dict[str, Type[Any]] = {cls.__name__: cls for cls in _MESSAGES}
-_HINTS: Dict[type, Dict[str, Any]] = {}  # of those that have been read: to evaluate them all takes a while
-_REQUIRED: Dict[type, Tuple[str, ...]] = {
-    cls: tuple(
-        f.name
-        for f in dataclasses.fields(cls)
-        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-    )
-    for cls in (*_MESSAGES, TaskSet, Address)
-}
-# What a field is where nothing is said.
-_USUAL: Dict[type, Dict[str, Any]] = {
-    cls: {
-        f.name: f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
-        for f in dataclasses.fields(cls)
-        if f.name not in _REQUIRED[cls]
-    }
-    for cls in (*_MESSAGES, TaskSet, Address)
-}
-
-Message = Any  # one of _MESSAGES
-M = TypeVar("M")
+_BY_NAME: Dict[str, Type[Message]] = {cls.__name__: cls for cls in _MESSAGES}
 
 
 def to_json(message: Message) -> Dict[str, Any]:
@@ -584,15 +498,7 @@ def to_json(message: Message) -> Dict[str, Any]:
     A step command of the version before, which runs in a job that outlives an upgrade, knows no newer fields: it must not
     be sent them for nothing.
     """
-    obj: Dict[str, Any] = {"type": type(message).__name__}
-    usual = _USUAL[type(message)]
-    for name, value in message.__dict__.items():
-        if name in usual and value == usual[name]:
-            continue
-        if isinstance(value, (TaskSet, Address)):
-            value = dict(value.__dict__)
-        obj[name] = value
-    return obj
+    return {"type": type(message).__name__, **to_fields(message)}
 
 
 def from_json(obj: Any) -> Message:
@@ -604,52 +510,7 @@ def from_json(obj: Any) -> Message:
         raise WireError("cannot read a message: unknown type %.60r" % (obj.get("type"),))
     fields = dict(obj)
     del fields["type"]
-    return _build(cls, fields)
-
-
-def _build(cls: Type[M], fields: Dict[str, Any]) -> M:
-    hints = _HINTS.get(cls)
-    if hints is None:
-        hints = _HINTS[cls] = get_type_hints(cls)
-    for name in _REQUIRED[cls]:
-        if name not in fields:
-            raise WireError("cannot read %s: it has no %s" % (cls.__name__, name))
-    for name, value in fields.items():
-        hint = hints.get(name)
-        if hint is None:
-            raise WireError("cannot read %s: unknown field %.60r" % (cls.__name__, name))
-        fields[name] = _check(cls, name, hint, value)
-    return cls(**fields)
-
-
-def _check(cls: type, name: str, hint: Any, value: Any) -> Any:
-    """Return `value` as what `hint` asks for; only the shapes that occur above are known."""
-    origin = getattr(hint, "__origin__", None)
-    if origin is Union:  # Optional[X]
-        return None if value is None else _check(cls, name, hint.__args__[0], value)
-    if hint is Any:
-        return value
-    if hint in (TaskSet, Address):
-        if not isinstance(value, dict):
-            raise WireError("cannot read %s: %s is not an object" % (cls.__name__, name))
-        return _build(hint, dict(value))
-    if hint is float and type(value) is int:
-        return float(value)
-    if origin is list:
-        if type(value) is not list:
-            raise WireError("cannot read %s: %s is not a list" % (cls.__name__, name))
-        return [_check(cls, name, hint.__args__[0], item) for item in value]
-    if origin is tuple:
-        if type(value) is not list or len(value) != len(hint.__args__):
-            raise WireError("cannot read %s: %s has not %d parts" % (cls.__name__, name, len(hint.__args__)))
-        return tuple(_check(cls, name, part, item) for part, item in zip(hint.__args__, value))
-    if origin is dict:
-        if type(value) is not dict:
-            raise WireError("cannot read %s: %s is not an object" % (cls.__name__, name))
-        return {key: _check(cls, name, hint.__args__[1], item) for key, item in value.items()}
-    if type(value) is not hint:
-        raise WireError("cannot read %s: %s is %s, not %s" % (cls.__name__, name, type(value).__name__, hint.__name__))
-    return value
+    return from_fields(cls, fields)
 
 
 def encode(message: Message, blob: bytes = b"") -> bytes:

@@ -43,9 +43,9 @@ class Relay:
         return self._agent is not None
 
     @property
-    def is_unused(self) -> bool:
-        """Whether there were no streams, and the first agent is still there."""
-        return not self._outputs and not self._inputs and self._listener is None
+    def is_over(self) -> bool:
+        """Whether nothing is left to be read from a task, and the first agent is still there."""
+        return all(stream.ended for stream in self._outputs) and self._listener is None
 
     @property
     def has_output(self) -> bool:
@@ -98,7 +98,11 @@ class Relay:
             self._loop.turn()
 
     def close(self) -> None:
-        """Close the connection."""
+        """Close the connection, and what is left of the tasks' input."""
+        for stream in self._inputs:
+            if stream.pipe >= 0:
+                self._loop.watch(stream.pipe, 0, _nothing)
+                stream.close()
         if self._agent is not None:
             self._agent.close()
 

@@ -93,7 +93,7 @@ class Shepherd:
     @property
     def is_clean(self) -> bool:
         """Whether nothing of the step is left, so that this process may mind another one."""
-        return self._childless and self._relay.is_unused
+        return self._childless and self._relay.is_over
 
     def close(self) -> None:
         """Close what the step had open."""

@@ -7,7 +7,7 @@ does not take its output stops the task that writes it (through the pipe), never
 from __future__ import annotations
 
 import os
-from typing import List, Optional, Tuple
+from typing import List, Tuple
 
 CHUNK = 64 << 10
 MAX_UNTAKEN = 1 << 20
@@ -165,8 +165,3 @@ class InputStream:
         if self.pipe >= 0:
             os.close(self.pipe)
             self.pipe = -1
-
-
-def by_task(streams: List[InputStream], task: int) -> Optional[InputStream]:
-    """Return the input stream of a task."""
-    return next((stream for stream in streams if stream.task == task), None)

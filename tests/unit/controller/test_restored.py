@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -32,7 +31,7 @@ def test_what_runs_from_before_is_ended_and_its_job_runs_again_when_that_is_gone
     (_, order), *_ = after.sent(protocol.EndJob)
     assert (order.incarnation, order.job_id) == (restored.before.world.incarnation, job_id)
     assert after.job(job_id).state is JobState.COMPLETING, "no word yet that it is gone"
-    after.says("n1", replace(running, status=protocol.ENDED, codes=[0], signals=[15]))
+    after.says("n1", protocol.changed(running, status=protocol.ENDED, codes=[0], signals=[15]))
     after.says("n1", protocol.JobGone(incarnation=order.incarnation, job_id=job_id, attempt=0))
     after.tick(60.0)
     assert (after.job(job_id).state, after.job(job_id).attempt) == (JobState.CONFIGURING, 1)
@@ -66,7 +65,7 @@ def test_another_launch_under_the_same_id_is_not_adopted(restored: Restored) -> 
     restored.back_up()
     after = restored.restore()
     token = restored.before.job(job_id).token.replace(".0.batch", ".4.batch")
-    other = replace(restored.before.report(job_id, protocol.STARTED), token=token)
+    other = protocol.changed(restored.before.report(job_id, protocol.STARTED), token=token)
     after.welcome("n1", inventory=(other,))
     ((_, order),) = after.sent(protocol.EndJob)
     assert (order.incarnation, order.attempt) == (restored.before.world.incarnation, 4)
@@ -78,7 +77,9 @@ def test_a_step_of_before_is_ended(restored: Restored) -> None:
     restored.before.run(job_id)
     restored.back_up()
     after = restored.restore()
-    step = replace(after.report(job_id, protocol.STARTED), token=after.job(job_id).token.replace(".batch.n1", ".0.n2"))
+    step = protocol.changed(
+        after.report(job_id, protocol.STARTED), token=after.job(job_id).token.replace(".batch.n1", ".0.n2")
+    )
     after.welcome("n2", inventory=(step,))
     assert [(to, order.job_id) for to, order in after.sent(protocol.EndJob)] == [("n2", job_id)]
 

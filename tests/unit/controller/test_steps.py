@@ -339,7 +339,7 @@ def test_output_goes_to_who_asked_also_after_the_end() -> None:
     )
     assert world.service.output_origin(N2, output) == HRUN
     assert world.service.output_origin(N1, output) is None  # not the node that the token was made for
-    elsewhere = replace(output, to=protocol.Address(node="n1", stream=6))
+    elsewhere = protocol.changed(output, to=protocol.Address(node="n1", stream=6))
     assert world.service.output_origin(N2, elsewhere) is None
     world.ends(first, 0)
     world.ends(second, 0)
@@ -602,7 +602,7 @@ def test_the_allocation_is_where_hrun_wants_it() -> None:
 )
 def test_bad_requests_are_refused_in_words(changes: dict[str, Any], text: str) -> None:
     world = World()
-    world.says(HRUN, replace(a_request(), **changes))
+    world.says(HRUN, protocol.changed(a_request(), **changes))
     assert text in world.ended().error
     assert world.launches() == []
 

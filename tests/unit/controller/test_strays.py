@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -119,7 +118,7 @@ def test_what_is_to_end_is_told_so_also_after_its_node_was_away_and_its_job_runs
     assert {order.incarnation for _, order in after.sent(protocol.EndJob)} == {former}
     after.welcome("n1", inventory=(running,))
     assert {order.incarnation for _, order in after.sent(protocol.EndJob)} == {former}
-    after.says("n1", replace(running, status=protocol.ENDED, codes=[0], signals=[15]))
+    after.says("n1", protocol.changed(running, status=protocol.ENDED, codes=[0], signals=[15]))
     after.says("n1", protocol.JobGone(incarnation=former, job_id=job_id, attempt=0))
     after.tick(60.0)
     assert after.job(job_id).state is JobState.CONFIGURING
@@ -144,7 +143,7 @@ def test_what_the_database_does_not_know_is_not_adopted_and_keeps_its_node_free_
     assert [share.node for share in after.job(new).shares] == ["n2"]
     waits = after.submit()
     assert after.job(waits).state is JobState.PENDING
-    after.says("n1", replace(running, status=protocol.ENDED, codes=[0], signals=[0]))
+    after.says("n1", protocol.changed(running, status=protocol.ENDED, codes=[0], signals=[0]))
     after.says("n1", protocol.JobGone(incarnation=restored.before.world.incarnation, job_id=later, attempt=0))
     after.tick(1.0)
     assert [share.node for share in after.job(waits).shares] == ["n1"]

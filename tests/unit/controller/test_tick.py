@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +124,7 @@ def test_a_stray_attempt_is_ended_and_another_node_s_word_is_not_taken() -> None
     started = cluster.report(job_id, protocol.STARTED)
     cluster.says("n2", started)
     assert cluster.job(job_id).state is JobState.CONFIGURING
-    stray = replace(started, token=started.token.replace(f".{job_id}.0.", ".77.4."))
+    stray = protocol.changed(started, token=started.token.replace(f".{job_id}.0.", ".77.4."))
     cluster.says("n1", stray)
     assert cluster.sent(protocol.EndJob)[0][1].job_id == 77
 
