@@ -17,6 +17,7 @@ from hpcsched import client
 from hpcsched.cli.errors import Explain, complain, guarded, note, print_version
 from hpcsched.cli.options import UsageError, option_lines
 from hpcsched.cli.output import clean, date_text, print_json
+from hpcsched.cli.submit import environment
 from hpcsched.client import Json
 from hpcsched.errors import NotFoundError, RequestError, UnavailableError
 from hpcsched.jobscript.build import Built
@@ -121,7 +122,7 @@ def _build(line: CommandLine, argv: Sequence[str], face: Face) -> tuple[Mapping[
         argv=tuple(argv),
         script=script,
         script_path=_path(line.script),
-        environ=os.environ,
+        environ=environment(),
         work_dir=work_dir,
         host=os.uname().nodename,
     )

@@ -105,10 +105,17 @@ def _words(name: str, argv: Sequence[str]) -> Json | None:
         "argv": list(argv),
         "script": text,
         "script_path": whole_path if whole_path.isprintable() else "",
-        "environ": dict(os.environ),
+        "environ": environment(),
         "work_dir": work_dir,
         "host": os.uname().nodename,
     }
+
+
+def environment() -> dict[str, str]:
+    """Return this process's environment, and its umask, which the job's processes are to have."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return {**os.environ, "SLURM_UMASK": f"{mask:04o}"}
 
 
 def options_end(argv: Sequence[str]) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hpcnode import protocol
+from hpcsched import paths
 from hpcsched.launch.environment import allocation_facts, job_environment
 from hpcsched.launch.files import job_file_patterns
 from hpcsched.lifecycle.clocks import cut_at_s
@@ -68,6 +69,7 @@ def _environment(job: Job, world: World) -> dict[str, str]:
     return job_environment(
         job,
         cluster=world.config.name,
+        conf=str(world.config.config_dir / paths.CONFIG_FILE),
         master_addr=address(first),
         share_dir=world.config.share,
         devices=devices_of(first),

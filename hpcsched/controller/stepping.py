@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hpcnode import protocol
+from hpcsched import paths
 from hpcsched.api.identity import Asker, asker_of
 from hpcsched.controller import messages, requests, resizing
 from hpcsched.controller.shells import OPTION, ShellPorts, Shells
@@ -268,6 +269,7 @@ class Stepping:
             step.number,
             step.tasks,
             cluster=config.name,
+            conf=str(config.config_dir / paths.CONFIG_FILE),
             share_dir=config.share,
             master_addr=messages.address(self._world.nodes[step.tasks[0].node]),
             cpus_per_task=options.shape.cpus_per_task,

@@ -3,7 +3,8 @@
 Knows nothing of what the scheduler adds later (`hpcsched.launch.environment`). Rules: ``ALL`` (the default) takes all,
 ``NONE`` and ``NIL`` none, a list those that it names; ``NAME=value`` sets one, ``ALL,NAME=value`` does both. What
 describes a job that `hsub` itself runs in is not taken along, and what cannot be a job's variable is left out with a
-note. Sources: sbatch(1), --export; execve(2), "Limits".
+note. The submitter's umask always goes along. Without the submitter's PATH a job has the node's, with Slurm's names on it if
+the submitter has them: Slurm's own are in /usr/bin. Sources: sbatch(1), --export; execve(2), "Limits".
 """
 
 from __future__ import annotations
@@ -18,6 +19,10 @@ from hpcsched.model.pattern import Pattern
 MAX_VARIABLES = 10_000
 MAX_ENV_BYTES = 1 << 20
 MAX_STRING_BYTES = 128 << 10  # NAME=value and its NUL: what Linux lets one string of an environment have
+
+UMASK = "SLURM_UMASK"
+NODE_PATH = "/usr/local/bin:/usr/bin:/bin"
+_SLURM_PATH = Pattern(r"/hpcsched/slurm(-[0-9a-f]{12})?/?\Z")  # what `hpcsched slurm-path` prints
 
 _NAME = Pattern(r"[^=\x00-\x20\x7f]+\Z")
 
@@ -97,6 +102,11 @@ def exported(export: Export, environ: Mapping[str, str]) -> tuple[dict[str, str]
         else:
             taken[name] = value
     taken.update(export.values)
+    if UMASK in environ:
+        taken[UMASK] = environ[UMASK]
+    slurm = [path for path in environ.get("PATH", "").split(":") if _SLURM_PATH.search(path)]
+    if slurm and "PATH" not in taken:
+        taken["PATH"] = ":".join([*slurm, NODE_PATH])
     return taken, [f"left out of the environment: {short(name)} is not UTF-8, or too long" for name in left_out]
 
 

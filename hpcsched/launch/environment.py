@@ -21,12 +21,13 @@ from hpcsched.model.job import Job
 from hpcsched.model.resources import GpuRequest
 from hpcsched.model.units import UNLIMITED_S
 
-# The scheduler's to set. HPCSCHED_CONFIG and HPCSCHED_API tell commands in a job where their controller is.
-_RESERVED = re.compile(r"HPCSCHED_(?!CONFIG\Z|API\Z)|SLURM_(?!TIME_FORMAT\Z|CONF\Z)|SLURMD_")
+# The scheduler's to set. HPCSCHED_CONFIG and HPCSCHED_API tell commands in a job where their controller is, SLURM_UMASK the
+# node what the submitter's umask was.
+_RESERVED = re.compile(r"HPCSCHED_(?!CONFIG\Z|API\Z)|SLURM_(?!TIME_FORMAT\Z|CONF\Z|UMASK\Z)|SLURMD_")
 _OF_A_TASK = re.compile(
     r"_(PROCID|LOCALID|NODEID|GTIDS|NODENAME|CPUS_ON_NODE|(GPUS|SHARDS)_ON_NODE|TOPOLOGY_ADDR(_PATTERN)?|GPU_DEVICES)\Z"
 )
-_USERS_CHOICE = frozenset({"MASTER_ADDR", "MASTER_PORT"})
+_USERS_CHOICE = frozenset({"MASTER_ADDR", "MASTER_PORT", "SLURM_CONF"})
 
 MASTER_PORT_LOW = 20_000  # below the ports that systems give out themselves (32768 and up)
 MASTER_PORTS = 10_000
@@ -36,6 +37,7 @@ def job_environment(
     job: Job,
     *,
     cluster: str,
+    conf: str = "",
     master_addr: str,
     restart_count: int | None = None,
     share_dir: str = "",
@@ -45,7 +47,8 @@ def job_environment(
 ) -> dict[str, str]:
     """Return the environment of the batch step of `job`, which runs on the first node of its shares.
 
-    `master_addr` is the address of that node as the others reach it; `restart_count` None is the job's own;
+    `conf` is the configuration's file; `master_addr` the address of that node as the others reach it;
+    `restart_count` None is the job's own;
     `share_dir` the directory that all nodes have in common, "" if there is none; `gid` the submitter's group, if known;
     `devices` what CUDA calls GPUs of the first node that it does not know by their index; `cut_at_s` when it is ended whatever
     its time limit is.
@@ -77,7 +80,7 @@ def job_environment(
         facts["NTASKS_PER_NODE"] = str(job.spec.ntasks_per_node)
     if job.spec.cpus_per_task_given:
         facts["CPUS_PER_TASK"] = str(job.spec.cpus_per_task)
-    ours = _twins(facts) | _of_node(first.node) | {"SLURM_PRIO_PROCESS": "0"}
+    ours = _twins(facts) | _of_node(first.node) | _of_installation(job, cluster, conf)
     return with_users(dict(job.spec.env), ours)
 
 
@@ -92,6 +95,7 @@ def step_environment(
     layout: Sequence[NodeTasks],
     *,
     cluster: str,
+    conf: str = "",
     master_addr: str,
     share_dir: str = "",
     gid: int | None = None,
@@ -130,7 +134,8 @@ def step_environment(
     if cpus is not None:
         facts["CPUS_PER_TASK"] = str(cpus)
     meeting = {"MASTER_ADDR": master_addr, "MASTER_PORT": str(master_port(job, step))}
-    return _twins(facts | meeting) | meeting | {"WORLD_SIZE": total}
+    ours = _twins(facts | meeting) | _of_installation(job, cluster, conf) | _NO_PORTS
+    return ours | meeting | {"WORLD_SIZE": total}
 
 
 def node_environment(
@@ -273,6 +278,14 @@ def _of_node(node: str) -> dict[str, str]:
         "SLURM_NODE_ALIASES": "(null)",
     }
 
+
+def _of_installation(job: Job, cluster: str, conf: str) -> dict[str, str]:
+    """Return what Slurm says of itself: its commands read it, ours do not."""
+    ours = {"SLURM_PRIO_PROCESS": "0", "SLURM_WORKING_CLUSTER": f"{cluster}:{job.spec.submit_host}:0:0:0"}
+    return ours | ({"SLURM_CONF": conf} if conf else {})
+
+
+_NO_PORTS = {"SLURM_SRUN_COMM_PORT": "0", "SLURM_STEP_LAUNCHER_PORT": "0"}  # hrun is reached by the agent alone
 
 # Facts that Slurm has no variable for, or that it leaves out where they are zero.
 _OURS_ONLY = frozenset({"STEP_GPUS_PER_TASK", "GPU_DEVICES", "ATTEMPT", "SHARE", "MASTER_ADDR", "MASTER_PORT"})

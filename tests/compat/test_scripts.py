@@ -59,6 +59,14 @@ def test_a_node_without_the_controllers_socket_asks_by_its_agent(cluster: LocalC
     )
 
 
+def test_a_job_that_takes_nothing_along_finds_slurms_commands(cluster: LocalCluster, slurm: Client) -> None:
+    script = "#!/bin/bash\numask\nsrun -N2 -n2 sh -c 'umask; echo $SLURM_UMASK ${MINE-none}'\nsqueue -h -j $SLURM_JOB_ID -o %t\n"
+    words = ("sbatch", "--parsable", "--wait", "-N2", "--export=NONE")
+    job_id = slurm("sh", "-c", 'umask 027; exec "$@"', "sh", *words, stdin=script, env={"MINE": "x"}).stdout.strip()
+    first, *tasks, state = output(cluster, job_id)
+    assert (first, sorted(tasks), state) == ("0027", ["0027", "0027", "0027 none", "0027 none"], "R")
+
+
 def test_by_its_agent_a_job_requeues_itself_but_changes_no_cluster(cluster: LocalCluster, slurm: Client) -> None:
     script = """#!/bin/bash
 #SBATCH --requeue --open-mode=append --mem=50M

@@ -388,6 +388,18 @@ def test_a_launch_that_is_not_what_its_token_says_is_refused(node: NodeUnderTest
     )
 
 
+@pytest.mark.parametrize(
+    ("given", "umask"), [("0002", "0002"), ("77", "0077"), ("", "0022"), ("0o2", "0022"), ("7777", "0022")]
+)
+def test_tasks_have_the_submitters_umask(given: str, umask: str, node: NodeUnderTest, work: Path) -> None:
+    controller = Controller(node)
+    env = {"PATH": "/usr/bin:/bin", **({"SLURM_UMASK": given} if given else {})}
+    show = f"umask > {work}/umask; echo ${{SLURM_UMASK-unset}} >> {work}/umask"
+    for script, fields in (("", {"argv": ["sh", "-c", show]}), (show, {})):
+        assert controller.final(controller.launch(script, env=env, **fields)).codes == [0]
+        assert lines(work / "umask") == [umask, given if fields and given else "unset"]
+
+
 def test_the_environment_is_the_controllers_and_the_nodes(node: NodeUnderTest, work: Path) -> None:
     controller = Controller(node)
     token = controller.launch(

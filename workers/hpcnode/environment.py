@@ -17,6 +17,8 @@ GPU_DEVICES = "HPCSCHED_GPU_DEVICES"  # what CUDA calls the launch's GPUs, where
 GPUS_PER_TASK = "HPCSCHED_STEP_GPUS_PER_TASK"  # each task sees so many of the launch's GPUs, in turn
 AGENT_ROOT = "HPCSCHED_AGENT_ROOT"  # which agent's job a process is
 ALLOCATION_FILE = "HPCSCHED_ALLOCATION_FILE"
+UMASK = "SLURM_UMASK"  # the submitter's, octal; a step has it in its environment as well
+USUAL_UMASK = 0o022
 MARKER = "HPCSCHED_TOKEN"  # how what is left of a step is known when its shepherd is gone
 _SLURM_PATH = re.compile(r"/hpcsched/slurm(-[0-9a-f]{12})?/?\Z")  # what `hpcsched slurm-path` prints
 DEFAULT_PATH = "/usr/local/bin:/usr/bin:/bin"
@@ -27,6 +29,8 @@ def step_environment(
 ) -> Dict[str, str]:
     """Return what all tasks of the step share."""
     env = dict(launch.env)
+    if launch.step == protocol.BATCH:
+        env.pop(UMASK, None)
     env["PATH"] = _path(root, env.get("PATH", DEFAULT_PATH))
     env[AGENT_ROOT] = root
     env[SOCKET] = socket_path
@@ -39,6 +43,14 @@ def step_environment(
     if launch.gpus or has_gpus:
         env[visible_devices()] = ",".join(_devices(launch))
     return env
+
+
+def umask_of(launch: protocol.Launch) -> int:
+    """Return the umask that the tasks get: what is no umask is taken for the usual one."""
+    text = launch.env.get(UMASK, "")
+    return (
+        int(text, 8) if 0 < len(text) <= 4 and set(text) <= set("01234567") and int(text, 8) <= 0o777 else USUAL_UMASK
+    )
 
 
 def visible_devices() -> str:

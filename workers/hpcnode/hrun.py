@@ -151,7 +151,7 @@ class Hrun(Front):
             options=options,
             argv=["hpty", "%dx%d" % terminal.size_of(0), *self._command] if self._at_terminal else self._command,
             work_dir=self._work_dir,
-            env=exported(_text(self._values.get("export"), "ALL"), self._environ),
+            env={**exported(_text(self._values.get("export"), "ALL"), self._environ), "SLURM_UMASK": _umask()},
         )
 
     # ----- what happens to the step
@@ -363,6 +363,12 @@ def exported(text: str, environ: Mapping[str, str]) -> Dict[str, str]:
         elif name not in ("ALL", "NONE") and name in environ:
             env[name] = environ[name]
     return env
+
+
+def _umask() -> str:
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return "%04o" % mask
 
 
 def failures(started: protocol.StepStarted, ended: protocol.StepEnded) -> List[str]:

@@ -149,6 +149,7 @@ class Shepherd:
             stderr_fd=stderr_fd,
             truncate_stdout=empties(launch.stdout),
             truncate_stderr=empties(launch.stderr),
+            umask=environment.umask_of(launch),
             release_fd=release_read,
             status_fd=status_write,
         )

@@ -22,7 +22,6 @@ from hpcnode.process import die_with_parent
 
 READY = b"R"
 NOT_RELEASED = 127
-UMASK = 0o022
 
 
 class TaskPlan(NamedTuple):
@@ -42,6 +41,7 @@ class TaskPlan(NamedTuple):
     stderr_fd: Optional[int]
     truncate_stdout: bool
     truncate_stderr: bool
+    umask: int
     release_fd: int
     status_fd: int
 
@@ -53,7 +53,7 @@ def run_task(plan: TaskPlan) -> NoReturn:
         _reset_signals()
         _restore_oom_score()
         user.become(plan.account)
-        os.umask(UMASK)
+        os.umask(plan.umask)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         _enter(plan.work_dir)
         _place_files(plan)

@@ -214,6 +214,14 @@ def test_export_takes_along(text: str, taken: dict[str, str]) -> None:
     assert exported(parse_export(text), ENVIRON) == (taken, [])
 
 
+def test_slurms_commands_and_the_umask_go_along_whatever_is_exported() -> None:
+    environ = ENVIRON | {"PATH": "/venv/libexec/hpcsched/slurm:/bin", "SLURM_UMASK": "0002"}
+    path = "/venv/libexec/hpcsched/slurm:/usr/local/bin:/usr/bin:/bin"
+    assert exported(parse_export("NONE"), environ) == ({"PATH": path, "SLURM_UMASK": "0002"}, [])
+    assert exported(parse_export("PATH=/x"), environ)[0]["PATH"] == "/x"
+    assert exported(parse_export("PATH"), environ)[0]["PATH"] == environ["PATH"]
+
+
 def test_a_job_submitted_from_within_a_job_takes_nothing_of_that_one_along() -> None:
     within = ENVIRON | {
         "HPCSCHED_JOB_ID": "1", "HPCSCHED_CONFIG": "/etc/x", "SLURM_JOB_ID": "1", "SLURM_TIME_FORMAT": "standard",

@@ -67,11 +67,16 @@ LAYOUT = (
 
 
 def batch(job: Job) -> dict[str, str]:
-    return job_environment(job, cluster="lab", master_addr="10.0.0.1", share_dir="/share", gid=100)
+    return job_environment(
+        job, cluster="lab", conf="/etc/hpcsched/hpcsched.toml", master_addr="10.0.0.1", share_dir="/share", gid=100
+    )
 
 
 def step(job: Job, layout: tuple[NodeTasks, ...] = LAYOUT, **more: int) -> dict[str, str]:
-    return step_environment(job, 1, layout, cluster="lab", master_addr="10.0.0.1", share_dir="/share", gid=100, **more)
+    return step_environment(
+        job, 1, layout, cluster="lab", conf="/etc/hpcsched/hpcsched.toml", master_addr="10.0.0.1", share_dir="/share",
+        gid=100, **more,
+    )  # fmt: skip
 
 
 RECORDED = {
@@ -92,14 +97,21 @@ def test_the_environment_is_the_recorded_one(name: str) -> None:
     assert text == path.read_text()
 
 
-# The names that this job found on Slurm, less what belongs to its installation (CONF, WORKING_CLUSTER) and what the node
-# has to add (TASK_PID); and those of the values that were recorded with them. The other values are by the manual.
+# The names that this job found on Slurm, less what the node has to add (TASK_PID, and UMASK in a step); and those of the
+# values that were recorded with them. The other values are by the manual.
 SLURMS_NAMES = (
-    "CLUSTER_NAME", "CPUS_ON_NODE", "CPUS_PER_TASK", "GTIDS", "JOBID", "JOB_CPUS_PER_NODE", "JOB_GID", "JOB_ID", "JOB_NAME",
-    "JOB_NODELIST", "JOB_NUM_NODES", "JOB_PARTITION", "JOB_UID", "JOB_USER", "LOCALID", "MEM_PER_CPU", "NNODES", "NODEID",
-    "NODELIST", "NODE_ALIASES", "NPROCS", "NTASKS", "NTASKS_PER_NODE", "PRIO_PROCESS", "PROCID", "SUBMIT_DIR",
-    "SUBMIT_HOST", "TASKS_PER_NODE", "TOPOLOGY_ADDR", "TOPOLOGY_ADDR_PATTERN",
+    "CLUSTER_NAME", "CONF", "CPUS_ON_NODE", "CPUS_PER_TASK", "GTIDS", "JOBID", "JOB_CPUS_PER_NODE", "JOB_GID", "JOB_ID",
+    "JOB_NAME", "JOB_NODELIST", "JOB_NUM_NODES", "JOB_PARTITION", "JOB_UID", "JOB_USER", "LOCALID", "MEM_PER_CPU", "NNODES",
+    "NODEID", "NODELIST", "NODE_ALIASES", "NPROCS", "NTASKS", "NTASKS_PER_NODE", "PRIO_PROCESS", "PROCID", "SUBMIT_DIR",
+    "SUBMIT_HOST", "TASKS_PER_NODE", "TOPOLOGY_ADDR", "TOPOLOGY_ADDR_PATTERN", "WORKING_CLUSTER",
 )  # fmt: skip
+# What srun added to it for its tasks.
+SRUNS_NAMES = (
+    "DISTRIBUTION", "LAUNCH_NODE_IPADDR", "SRUN_COMM_HOST", "SRUN_COMM_PORT", "STEPID", "STEP_ID", "STEP_LAUNCHER_PORT",
+    "STEP_NODELIST", "STEP_NUM_NODES", "STEP_NUM_TASKS", "STEP_TASKS_PER_NODE",
+)  # fmt: skip
+OF_23_02 = {"SLURM_JOB_START_TIME", "SLURM_JOB_END_TIME"}  # not in the 22.05 that was recorded
+OF_A_TASK = {"SLURM_PROCID", "SLURM_LOCALID"}  # the node adds them to a step
 SLURMS_VALUES = {
     "JOB_CPUS_PER_NODE": "2(x2)", "JOB_NODELIST": "tn[1-2]", "LOCALID": "0", "NODEID": "0", "NPROCS": "4", "NTASKS": "4",
     "NTASKS_PER_NODE": "2", "PROCID": "0", "TASKS_PER_NODE": "2(x2)",
@@ -108,14 +120,34 @@ SLURMS_VALUES = {
 
 def test_a_batch_step_finds_what_it_finds_under_slurm() -> None:
     env = batch(job(TWO_BY_TWO, *TN))
-    assert {f"SLURM_{name}" for name in SLURMS_NAMES} | {"SLURMD_NODENAME"} <= set(env)
+    assert slurms(env) == {f"SLURM_{name}" for name in SLURMS_NAMES} | {"SLURMD_NODENAME"} | OF_23_02
     assert {name: env[f"SLURM_{name}"] for name in SLURMS_VALUES} == SLURMS_VALUES
     assert "SLURM_MEM_PER_NODE" not in env
     assert "SLURM_RESTART_COUNT" not in env
 
 
+def test_a_task_of_a_step_finds_what_it_finds_under_slurm() -> None:
+    env = step(job(TWO_BY_TWO, *TN)) | node_environment(LAYOUT[1], node_rank=1, cpus=1, gpus=())
+    names = {f"SLURM_{name}" for name in (*SLURMS_NAMES, *SRUNS_NAMES)} | {"SLURMD_NODENAME"} | OF_23_02
+    assert slurms(env) == names - OF_A_TASK - {"SLURM_NTASKS_PER_NODE"}  # 2 and 1 tasks
+    assert env["SLURM_WORKING_CLUSTER"] == "lab:head:0:0:0"
+
+
+def test_the_submitters_slurm_conf_and_umask_stay() -> None:
+    env = batch(job(replace(PLAIN, env=(("SLURM_CONF", "/etc/slurm.conf"), ("SLURM_UMASK", "0002"))), share("n1")))
+    assert (env["SLURM_CONF"], env["SLURM_UMASK"]) == ("/etc/slurm.conf", "0002")
+
+
+def slurms(env: dict[str, str]) -> set[str]:
+    return {name for name in env if name.startswith(("SLURM_", "SLURMD_"))}
+
+
 def test_what_was_not_asked_for_is_not_set() -> None:
     env = batch(job(PLAIN, share("n1")))
+    names = set(SLURMS_NAMES) - {"NTASKS", "NPROCS", "NTASKS_PER_NODE", "CPUS_PER_TASK", "MEM_PER_CPU"} | {
+        "MEM_PER_NODE"
+    }
+    assert slurms(env) == {f"SLURM_{name}" for name in names} | {"SLURMD_NODENAME"} | OF_23_02
     for name in (
         "NTASKS",
         "NPROCS",
@@ -131,10 +163,13 @@ def test_what_was_not_asked_for_is_not_set() -> None:
     assert not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} & set(env)
 
 
+SLURMS_ALONE = re.compile(r"SLURM_(NODE_ALIASES|TOPOLOGY_|PRIO_|CONF|WORKING_|SRUN_COMM_PORT|STEP_LAUNCHER_)")
+
+
 def test_every_fact_has_both_names() -> None:
     for env in RECORDED.values():
         for name, value in env.items():
-            if name.startswith("SLURM_") and not re.match(r"SLURM_(NODE_ALIASES|TOPOLOGY_|PRIO_)", name):
+            if name.startswith("SLURM_") and not SLURMS_ALONE.match(name):
                 assert env["HPCSCHED_" + name.removeprefix("SLURM_")] == value
 
 
