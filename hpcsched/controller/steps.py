@@ -139,9 +139,12 @@ class StepService:
         """Compare what `node` knows (its `Welcome.inventory`) with what is known here, after every connection.
 
         Steps that nobody here knows are found again if their job's attempt runs, and ended if it does not. Launches
-        that did not arrive are sent again, and so are orders to end.
+        that did not arrive are sent again, and so are orders to end. Each step command there is said an empty word: of one
+        whose connection ended with an agent that was killed, the agent answers that it is gone.
         """
         self._welcomed.add(node)
+        for origin, job_id in self._streams_of(node):
+            self._ports.reply(origin, _waiting(job_id, ""), b"")
         said = {report.token: report for report in step_reports(inventory)}
         for report in said.values():
             if report.token not in self._by_token:
@@ -495,6 +498,12 @@ class StepService:
             ending=gone,
             state="CANCELLED" if gone else "",
         )
+
+    def _streams_of(self, node: NodeName) -> list[tuple[Origin, JobId]]:
+        """Return the step commands of `node` that wait for a step or have one, and for which job."""
+        known = [(origin, step.job.id) for origin, step in self._by_origin.items()]
+        known += [(waiting.origin, job_id) for job_id, queue in self._queues.items() for waiting in queue]
+        return [(origin, job_id) for origin, job_id in known if origin[0] == node]
 
     def _release_unclaimed(self) -> None:
         for job_id in sorted(self._unclaimed):

@@ -100,6 +100,9 @@ class Ledger:
                 self.shepherd_gone(entry.token)
             else:
                 self._publish(entry)
+        for entry in list(self.entries.values()):
+            if entry.is_final and entry.key.step == protocol.BATCH:
+                self._end_other_steps(entry)  # the agent before may have been killed before it could
 
     def _learn(self, entry: Entry, found: Found) -> None:
         entry.minded = found.boot_id in ("", self.boot_id) and self._minders.is_minded(entry.token)

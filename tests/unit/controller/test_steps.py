@@ -682,6 +682,20 @@ def test_a_launch_that_did_not_arrive_is_barred_once_nobody_wants_it() -> None:
     assert [order.token for order in world.said_to(N1, protocol.EndStep)] == [launch.token] * 2
 
 
+def test_step_commands_are_asked_for_when_their_node_has_connected_again() -> None:
+    """An agent that was killed took their connections along; the one after it says so."""
+    world = World()
+    world.asks(ntasks="8", exclusive=True)
+    world.asks(origin=SECOND, ntasks="8", exclusive=True)
+    (_, first), (_, second) = world.launches()
+    world.replies.clear()
+    started = [world.report(launch.token, protocol.STARTED) for launch in (first, second)]
+    world.service.node_welcome(N2, inventory(started[1]))
+    assert world.replies == {}
+    world.service.node_welcome(N1, inventory(started[0]))
+    assert world.replies == {origin: [protocol.StepWaiting(job_id=12, text="")] for origin in (HRUN, SECOND)}
+
+
 def test_a_node_that_forgot_a_running_step_has_lost_it() -> None:
     world = World()
     world.asks(nodes="2")

@@ -173,6 +173,19 @@ def test_a_batch_step_is_over_only_with_the_rest_of_its_job() -> None:
     assert world.statuses(batch) == ["started", "ended"]
 
 
+def test_a_batch_step_that_ended_while_there_was_no_agent_takes_the_rest_of_its_job_along() -> None:
+    world = World()
+    batch, step = world.launch(token()), world.launch(token(step="0"))
+    world.started(batch)
+    world.started(step)
+    world.spool.write_final(batch, {"status": protocol.ENDED, "at_s": 3.0, "codes": [1], "signals": [0]})
+    world.shepherds.living.discard(batch)
+    world.restart()
+    assert world.shepherds.said == [(step, ["end", 30.0, "the job's batch step is over"])]
+    world.ended(step)
+    assert world.statuses(batch)[-1] == "ended"
+
+
 @pytest.mark.parametrize("acknowledged", ["before", "after"])
 def test_the_end_of_a_batch_step_is_not_acknowledged_by_the_word_that_its_start_is(acknowledged: str) -> None:
     world = World()
