@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from hpcsched.api import web
+from hpcsched.api.breaks import Breaks
 from hpcsched.api.identity import Asker, asker_of, peer_uid
 from hpcsched.api.views import VERSION
 from hpcsched.errors import (
@@ -50,8 +51,8 @@ class Reader(Protocol):
     """What the routes ask first when a controller has started: the queue."""
 
     def admins(self) -> tuple[str, ...]: ...
-    def jobs(self, asker: Asker, query: dict[str, str]) -> Json: ...
-    def queue(self, asker: Asker, query: dict[str, str]) -> str: ...
+    async def jobs(self, asker: Asker, query: dict[str, str]) -> Json: ...
+    async def queue(self, asker: Asker, query: dict[str, str]) -> str: ...
 
 
 class Backend(Reader, Protocol):
@@ -177,11 +178,18 @@ class _Routes:
         return answer(await (await self._backend()).test(self._asker(request), spec))
 
     async def jobs(self, request: web.Request) -> web.Response:
-        return answer(self._reader.jobs(self._asker(request), request.query))
+        body = await self._reader.jobs(self._asker(request), request.query)
+        breaks, jobs = Breaks(), []
+        for job in body["jobs"]:
+            jobs.append(_JSON.encode(job))
+            if breaks.due():
+                await breaks.take()
+        head = _JSON.encode({"version": VERSION} | {name: body[name] for name in body if name != "jobs"})
+        return web.Response(f'{head[:-1]},"jobs":[{",".join(jobs)}]}}'.encode())
 
     async def queue(self, request: web.Request) -> web.Response:
-        """Send the queue as the lines of text that squeue prints."""
-        text = self._reader.queue(self._asker(request), request.query)
+        """Send the queue as the lines of text that squeue and hqueue print."""
+        text = await self._reader.queue(self._asker(request), request.query)
         return web.Response(text.encode("utf-8", "replace"), content_type="text/plain; charset=utf-8")
 
     async def job(self, request: web.Request) -> web.Response:

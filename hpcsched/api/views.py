@@ -11,121 +11,19 @@ import time
 from collections import Counter
 from typing import Any
 
-from hpcsched.api.identity import Asker
-from hpcsched.jobscript.dependency import terms_text
-from hpcsched.launch.files import job_files
-from hpcsched.lifecycle.clocks import cut_at_s, ran_s, suspended_s
 from hpcsched.lifecycle.effects import is_gathered, unclaimed_nodes
 from hpcsched.lifecycle.job import lease_end_s
 from hpcsched.model.hostlist import compress_hostlist
 from hpcsched.model.ids import NodeName
-from hpcsched.model.job import ACTIVE, SHORT_CODES, Hold, Job, JobState, Reason
+from hpcsched.model.job import ACTIVE, Hold, Job, JobState, Reason
 from hpcsched.model.node import Link, Node, NodeState, Partition
 from hpcsched.model.reservation import Reservation
-from hpcsched.model.spec import JobSpec
 from hpcsched.model.training import Failure, Training
 from hpcsched.model.units import format_mem, format_time_s
 from hpcsched.store.rows import StepRow
 from hpcsched.store.world import World
 
 VERSION = 1
-
-
-def job_view(job: Job, world: World, asker: Asker, now_s: float, *, whole: bool = False) -> dict[str, Any]:
-    """Return the job as `asker` may see it; `whole` adds script and environment."""
-    spec = job.spec
-    reason, detail, expected_s = why_waiting(job, world, now_s)
-    nodes = [share.node for share in job.shares] if job.state is not JobState.PENDING else []
-    partitions = [world.partitions[name] for name in job.partition.split(",") if name in world.partitions]
-    view: dict[str, Any] = {
-        "id": job.id,
-        "array_job_id": job.array_job_id,
-        "array_task_id": job.array_task_id,
-        "array_limit": job.array_limit if spec.array else None,
-        "display_id": job.display_id,
-        "name": spec.name,
-        "user": job.user,
-        "uid": job.uid,
-        "account": job.account,
-        "partition": job.partition,
-        "qos": job.qos,
-        "licenses": dict(spec.licenses),
-        "state": job.state.value,
-        "state_short": SHORT_CODES[job.state],
-        "reason": reason.value,
-        "reason_detail": detail,
-        "hold": job.hold.value,
-        "priority": _priority(job, world),
-        "nice": job.nice,
-        "site": job.site,
-        "attempt": job.attempt,
-        "restarts": job.restarts,
-        "submitted_at_s": job.submitted_at_s,
-        "eligible_at_s": job.eligible_at_s,
-        "accrued_from_s": job.accrued_from_s,
-        "not_before_s": job.not_before_s,
-        "expected_start_s": expected_s,
-        "allocated_at_s": job.allocated_at_s,
-        "started_at_s": job.started_at_s if job.state is not JobState.PENDING else None,
-        "ended_at_s": job.ended_at_s if job.state is not JobState.PENDING else None,
-        "elapsed_s": elapsed_s(job, now_s),
-        "suspended_s": suspended_s(job, now_s),
-        "suspended_for": job.suspended_for,
-        "elastic": [spec.nodes_min, spec.nodes_max or spec.nodes_min] if spec.elastic else None,
-        "wanted_nodes": list(job.wanted_nodes),
-        "preempted_by": job.preempted_by,
-        "time_limit_s": job.time_limit_s,
-        "time_min_s": job.time_min_s,
-        "cut_at_s": cut_at_s(job, world.reservations.get(job.reservation)) if job.state in ACTIVE else None,
-        "nodes": nodes,
-        "node_list": compress_hostlist(nodes),
-        "num_nodes": len(nodes) or spec.nodes_min,
-        "num_cpus": sum(share.cpus for share in job.shares) if nodes else asked_cpus(job),
-        "num_tasks": sum(share.tasks for share in job.shares) if nodes else asked_tasks(job),
-        "cpus_per_task": spec.cpus_per_task,
-        "mem_mib": sum(share.mem_mib for share in job.shares) if nodes else spec.mem_per_node_mib,
-        "gpus": sum(len(share.gpus) for share in job.shares if not share.shards) if nodes else asked_gpus(job),
-        "shards": sum(share.shards for share in job.shares) if nodes else asked_shards(job),
-        "shares": [
-            {
-                "node": s.node,
-                "cpus": s.cpus,
-                "mem_mib": s.mem_mib,
-                "gpus": list(s.gpus),
-                "tasks": s.tasks,
-                "shards": s.shards,
-            }
-            for s in (job.shares if nodes else ())
-        ],
-        "exit_code": job.exit.code if job.exit else None,
-        "exit_signal": job.exit.signal if job.exit else None,
-        "ended_by_uid": job.ended_by_uid,
-        "charged": {
-            "cpu_s": job.charged_cpu_s,
-            "mem_mib_s": job.charged_mem_mib_s,
-            "gpu_s": job.charged_gpu_s,
-        },
-        "requeue": spec.requeue if spec.requeue is not None else world.config.controller.requeue,
-        "exclusive": spec.exclusive,
-        "constraint": spec.constraint,
-        "prefer": spec.prefer,
-        "switches": spec.switches,
-        "hints": list(spec.hints),
-        "dependency": terms_text(job.dependency, any_one=job.dependency_any),
-        "deadline_at_s": job.deadline_at_s,
-        "reservation": job.reservation,
-        "mincpus": spec.mincpus,
-        "tmp_mib": spec.tmp_mib,
-        "asked_nodes": list(spec.nodelist),
-        "excluded_nodes": list(spec.exclude),
-        "submit_host": spec.submit_host,
-        "priority_tier": max((partition.priority_tier for partition in partitions), default=None),
-    }
-    view |= _private(job, asker.owns(job))
-    view["training"] = training_view(world.training.get(job.id)) if asker.owns(job) else None
-    if whole and asker.owns(job):
-        view |= {"script": spec.script, "script_args": list(spec.script_args), "env": dict(spec.env)}
-    return view
 
 
 def training_view(training: Training | None) -> dict[str, Any] | None:
@@ -157,65 +55,6 @@ def failure_view(failure: Failure) -> dict[str, Any]:
         "echo": failure.echo,
         "text": failure.text,
     }
-
-
-def _private(job: Job, shown: bool) -> dict[str, Any]:
-    if not shown:
-        return dict.fromkeys(("work_dir", "stdout", "stderr", "stdin", "submit_line", "comment", "command"))
-    files = job_files(job)
-    return {
-        "work_dir": job.spec.work_dir,
-        "stdout": files.stdout,
-        "stderr": files.stderr,
-        "stdin": files.stdin,
-        "submit_line": job.spec.submit_line,
-        "comment": job.spec.comment,
-        "command": _command(job.spec),
-    }
-
-
-def _command(spec: JobSpec) -> str | None:
-    """Return the script's path and its arguments; null: it was in no file (a job of hrun is called as its program)."""
-    program = spec.script_path or (spec.name if not spec.script else "")
-    return " ".join((program, *spec.script_args)) if program else None
-
-
-def asked_tasks(job: Job) -> int:
-    """Return how many tasks the job will have at least."""
-    if job.spec.ntasks is not None:
-        return job.spec.ntasks
-    return job.spec.nodes_min * (job.spec.ntasks_per_node or 1)
-
-
-def asked_cpus(job: Job) -> int:
-    """Return how many cpus the job will have at least."""
-    return asked_tasks(job) * job.spec.cpus_per_task
-
-
-def asked_gpus(job: Job) -> int:
-    """Return how many GPUs the job will have at least."""
-    spec = job.spec
-    total = sum(request.count for request in spec.gpus_total)
-    per_node = sum(request.count for request in spec.gpus_per_node) * spec.nodes_min
-    per_task = sum(request.count for request in spec.gpus_per_task) * asked_tasks(job)
-    return max(total, per_node, per_task)
-
-
-def asked_shards(job: Job) -> int:
-    """Return how many shards of GPUs the job will have at least."""
-    return sum(request.count for request in job.spec.shards_per_node) * job.spec.nodes_min
-
-
-def elapsed_s(job: Job, now_s: float) -> float:
-    """Return for how long the present or last attempt has run, without the time that it was suspended."""
-    if job.state is JobState.PENDING:
-        return 0.0
-    return ran_s(job, job.ended_at_s if job.ended_at_s is not None and job.state not in ACTIVE else now_s)
-
-
-def _priority(job: Job, world: World) -> int | None:
-    """Return the fixed priority of a job, else that of the last plan in which it stood in line; null: none is known."""
-    return job.priority_set if job.priority_set is not None else world.priorities.get(job.id)
 
 
 def why_waiting(job: Job, world: World, now_s: float) -> tuple[Reason, str, float | None]:

@@ -15,9 +15,10 @@ from hpcsched import client
 from hpcsched.cli.acctfields import Column, Row, columns_of, field_names, job_rows
 from hpcsched.cli.errors import run_command
 from hpcsched.cli.options import HELP, VERSION, Command, Option, UsageError, Words
-from hpcsched.cli.output import clean, columns, fitted, print_json
+from hpcsched.cli.output import clean, fitted, print_json
 from hpcsched.client import Json
 from hpcsched.listing.states import parse_states
+from hpcsched.listing.table import columns
 from hpcsched.model.dates import parse_when
 from hpcsched.model.hostlist import expand_hostlist
 

@@ -134,7 +134,8 @@ def _filters(words: Words) -> dict[str, str]:
 
 def _asked(references: Sequence[str], filters: dict[str, str]) -> list[str]:
     """Return those of the jobs meant that a person said yes to."""
-    jobs: list[Json] = client.call("GET", client.query("/v1/jobs", id=",".join(references), **filters))["jobs"]
+    wanted = {"nodes" if name == "node" else name: value for name, value in filters.items()}
+    jobs: list[Json] = client.call("GET", client.query("/v1/jobs", id=",".join(references), **wanted))["jobs"]
     chosen = []
     for job in jobs:
         if job["state"] in ENDED_STATES:

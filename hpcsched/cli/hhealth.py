@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from hpcsched import client, paths
 from hpcsched.cli.errors import run_command
 from hpcsched.cli.options import HELP, VERSION, Command, Option, UsageError, Words
-from hpcsched.cli.output import GREEN, RED, YELLOW, clean, painted, print_json, wants_colour
+from hpcsched.cli.output import clean, print_json, wants_colour
 from hpcsched.client import Json
 from hpcsched.errors import HpcschedError
 from hpcsched.health import head, remedy
 from hpcsched.health.nodes import check_node
 from hpcsched.health.report import Check, Status, worst
+from hpcsched.listing.table import GREEN, RED, YELLOW, painted
 from hpcsched.shareprobe import share_probe
 
 JSON_VERSION = 1

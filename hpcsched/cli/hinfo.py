@@ -14,10 +14,11 @@ from hpcsched.cli import reservation
 from hpcsched.cli.errors import run_command
 from hpcsched.cli.nodefields import FIELDS, groups_of
 from hpcsched.cli.options import HELP_LONG, VERSION, Command, Option, UsageError, Words
-from hpcsched.cli.output import DIM, GREEN, RED, YELLOW, bar, clean, columns, date_text, print_json, wants_colour
+from hpcsched.cli.output import bar, clean, date_text, print_json, wants_colour
 from hpcsched.client import Json
 from hpcsched.errors import NotFoundError
 from hpcsched.listing.formats import Look, cell_text, format_lines, header_text, parse_long, parse_percent
+from hpcsched.listing.table import DIM, GREEN, RED, YELLOW, columns
 from hpcsched.model.hostlist import compress_hostlist, expand_hostlist
 from hpcsched.model.units import format_mem, format_time_s
 

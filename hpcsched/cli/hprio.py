@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from hpcsched import client
 from hpcsched.cli.errors import run_command
 from hpcsched.cli.options import HELP_LONG, VERSION, Command, Option, UsageError, Words
-from hpcsched.cli.output import clean, columns, print_json
+from hpcsched.cli.output import clean, print_json
 from hpcsched.client import Json
+from hpcsched.listing.table import columns
 
 COMMAND = Command(
     "hprio",

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 from hpcsched.cli.errors import note, run_command
 from hpcsched.cli.options import HELP, VERSION, Command, Option, UsageError, Words
-from hpcsched.cli.output import columns, print_json
+from hpcsched.cli.output import print_json
 from hpcsched.client import Json
 from hpcsched.errors import RequestError
+from hpcsched.listing.table import columns
 from hpcsched.sim.metrics import json_of
 from hpcsched.sim.policies import PLAN, POLICIES, POOL, Simulation, simulate
 from hpcsched.sim.swf import read_trace

@@ -17,9 +17,10 @@ from pathlib import Path
 
 from hpcsched import client, paths
 from hpcsched.cli.options import UsageError, Words
-from hpcsched.cli.output import clean, columns, date_text, print_json
+from hpcsched.cli.output import clean, date_text, print_json
 from hpcsched.client import Json
 from hpcsched.errors import RequestError
+from hpcsched.listing.table import columns
 from hpcsched.model.hostlist import compress_hostlist, expand_hostlist
 from hpcsched.model.ids import NodeName
 from hpcsched.model.resources import Gpu

@@ -8,9 +8,10 @@ from typing import Any
 import click
 
 from hpcsched import client, paths
-from hpcsched.cli.output import columns, print_json
+from hpcsched.cli.output import print_json
 from hpcsched.config import Config, load_config
 from hpcsched.errors import ConfigError, NotFoundError, RequestError, UnavailableError
+from hpcsched.listing.table import columns
 
 
 @click.group()

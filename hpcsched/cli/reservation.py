@@ -9,9 +9,10 @@ from collections.abc import Sequence
 
 from hpcsched import client
 from hpcsched.cli.options import UsageError, Words, split_list
-from hpcsched.cli.output import clean, columns, date_text, print_json
+from hpcsched.cli.output import clean, date_text, print_json
 from hpcsched.client import Json
 from hpcsched.errors import NotFoundError
+from hpcsched.listing.table import columns
 from hpcsched.model.units import format_time_s
 
 RecordWords = Sequence[tuple[str, object]]

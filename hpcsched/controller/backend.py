@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 import hpcsched
 from hpcnode import protocol
 from hpcsched.api.identity import Asker, is_account
+from hpcsched.api.jobview import job_view
 from hpcsched.api.views import (
     failure_view,
     in_a_sentence,
-    job_view,
     node_views,
     partition_views,
     reservation_view,

@@ -1,20 +1,24 @@
-"""The queue as text, for squeue: which jobs are meant, and the lines that show them.
+"""The queue for whoever asks: which jobs are meant, and the lines that show them.
 
-Unlike the routes for our own commands it is lenient as squeue is: of several numbers those that there are, and nobody's
-jobs for a name that nobody has.
+For squeue it is lenient: of several numbers those that there are, and nobody's jobs for a name that nobody has. For our own
+commands it is strict: what is not there is more likely mistyped.
 """
 
 from __future__ import annotations
 
-from hpcsched.api.identity import Asker
+from collections.abc import Iterable
+
+from hpcsched.api.identity import Asker, is_account
 from hpcsched.controller.queuerows import QueueRows
 from hpcsched.controller.references import find_jobs
 from hpcsched.errors import NotFoundError, RequestError
+from hpcsched.listing import queue
 from hpcsched.listing.formats import Look
-from hpcsched.listing.queue import Listing, make_listing, queue_lines
+from hpcsched.listing.queue import Listing, make_listing
+from hpcsched.listing.table import DIM, painted
 from hpcsched.listing.text import split_list
 from hpcsched.model.hostlist import expand_hostlist
-from hpcsched.model.job import Job, JobState
+from hpcsched.model.job import ACTIVE, Job, JobState
 from hpcsched.store.world import World
 
 Query = dict[str, str]
@@ -29,23 +33,28 @@ _FILTERS = {
     "reservation": lambda job: (job.reservation,),
     "license": lambda job: tuple(name for name, _ in job.spec.licenses),
 }
-_LAYOUT = frozenset({"format", "long", "order", "array", "noheader", "dated", "time_format"})
-_OTHER = frozenset({"id", "state", "nodes", "expected"})
+_LAYOUT = frozenset({"format", "long", "order", "array", "noheader", "dated", "time_format", "fit", "colour", "others"})
+_OTHER = frozenset({"id", "state", "nodes", "expected", "strict"})
 
 
-def queue_text(world: World, kept: QueueRows, asker: Asker, query: Query, now_s: float) -> str:
+async def queue_text(world: World, kept: QueueRows, asker: Asker, query: Query, now_s: float) -> str:
     """Return the lines that `query` asks for. Raises RequestError."""
-    unknown = set(query) - _LAYOUT - _OTHER - set(_FILTERS)
-    if unknown:
-        raise RequestError(f"cannot list jobs by {', '.join(sorted(unknown))}")
     listing = _listing(query)
-    jobs = selected(world, asker, query)
-    if query.get("expected"):
-        jobs = [job for job in jobs if job.state is JobState.PENDING]
+    jobs = selected(world, asker, {name: query[name] for name in query if name not in _LAYOUT})
     look = Look(now_s, query.get("time_format", ""))
-    layout = tuple(query.get(name, "") for name in ("format", "long", "order"))
-    lines = queue_lines(kept.rows(jobs, listing, layout, asker, look), listing, look)
-    return "".join([f"{line}\n" for line in lines])
+    layout = tuple(query.get(name, "") for name in ("format", "long", "order", "fit", "colour"))
+    text = queue.queue_text(await kept.rows(jobs, listing, layout, asker, look), listing, look)
+    return text + (_others(world, jobs, colour=listing.colour) if query.get("others") else "")
+
+
+def _others(world: World, jobs: Iterable[Job], *, colour: bool) -> str:
+    """Return the line about the jobs that are not among `jobs`, for a person who sees their own alone."""
+    shown = {job.id for job in jobs}
+    others = [job.state for job in world.jobs.values() if job.id not in shown]
+    running, waiting = sum(state in ACTIVE for state in others), others.count(JobState.PENDING)
+    if not running and not waiting:
+        return ""
+    return painted(f"others: {running} running, {waiting} waiting (hqueue -a)", DIM if colour else "") + "\n"
 
 
 def _listing(query: Query) -> Listing:
@@ -56,14 +65,22 @@ def _listing(query: Query) -> Listing:
         array=query.get("array") == "1",
         header=query.get("noheader") != "1",
         dated=query.get("dated") == "1",
+        fit=query.get("fit") == "1",
+        colour=query.get("colour") == "1",
     )
 
 
 def selected(world: World, asker: Asker, query: Query) -> list[Job]:
-    """Return the jobs that squeue's filters ask for. Raises NotFoundError, RequestError."""
-    jobs = _numbered(world, asker, query["id"]) if query.get("id") else list(world.jobs.values())
-    states = _states(query.get("state", ""))
+    """Return the jobs that the filters ask for. Raises NotFoundError, RequestError."""
+    unknown = set(query) - _OTHER - set(_FILTERS)
+    if unknown:
+        raise RequestError(f"cannot list jobs by {', '.join(sorted(unknown))}")
+    strict = query.get("strict") == "1"
+    jobs = _numbered(world, asker, query["id"], strict=strict) if query.get("id") else list(world.jobs.values())
+    states = frozenset({JobState.PENDING}) if query.get("expected") else _states(query.get("state", ""))
     jobs = [job for job in jobs if job.state in states]
+    if strict:
+        _check_users(world, query.get("user", ""))
     for name, values_of in _FILTERS.items():
         if query.get(name):
             wanted = set(query[name].split(","))
@@ -74,14 +91,21 @@ def selected(world: World, asker: Asker, query: Query) -> list[Job]:
     return jobs
 
 
-def _numbered(world: World, asker: Asker, text: str) -> list[Job]:
+def _check_users(world: World, text: str) -> None:
+    """Refuse the name of a user of whom nobody has heard: it is more likely mistyped than idle."""
+    for name in text.split(",") if text else ():
+        if not name.isdigit() and not is_account(name) and not any(job.user == name for job in world.jobs.values()):
+            raise RequestError(f"Invalid user: {name}")
+
+
+def _numbered(world: World, asker: Asker, text: str, *, strict: bool) -> list[Job]:
     references = split_list(text)
     found: dict[int, Job] = {}
     for reference in references:
         try:
             found |= {job.id: job for job in find_jobs(world, reference, asker.uid)}
         except NotFoundError:
-            if len(references) == 1:  # as squeue: of several it shows those that there are
+            if strict or len(references) == 1:  # squeue shows of several those that there are
                 raise
     return list(found.values())
 

@@ -1,4 +1,4 @@
-"""What is said of a job in a word or two: its state's why, its times, its memory; and how an array's tasks become one line.
+"""What is said of a job in a word or two: its state's why, its times, its memory.
 
 A job is the JSON object of the API. Knows neither columns nor which jobs are asked for.
 """
@@ -135,27 +135,6 @@ def array_text(job: Job) -> str:
 def id_text(job: Job) -> str:
     """Return the number by which people call the job: ``12``, ``10_3``, of a folded line ``10_[3-9%2]``."""
     return f"{job['array_job_id']}_{job['folded']}" if job.get("folded") else job["display_id"]
-
-
-def fold_arrays(jobs: Sequence[Job]) -> list[Job]:
-    """Return `jobs` with the waiting tasks of an array as one: ``10_[3-9%2]``. Those that have run before stay alone."""
-    folded: list[Job] = []
-    first: dict[tuple[object, ...], tuple[int, list[int]]] = {}
-    for job in jobs:
-        if not is_waiting(job) or job["array_task_id"] is None or job["restarts"] or job["attempt"]:
-            folded.append(job)
-            continue
-        key = (job["array_job_id"], job["partition"], job["hold"], job["nice"], job["time_limit_s"])
-        if key not in first:
-            first[key] = (len(folded), [])
-            folded.append(job)
-        first[key][1].append(job["array_task_id"])
-    for at, indices in first.values():
-        limit = folded[at].get("array_limit")
-        text = f"[{index_ranges(indices)}{f'%{limit}' if limit else ''}]"
-        if len(indices) > 1:
-            folded[at] = folded[at] | {"folded": text}
-    return folded
 
 
 def index_ranges(indices: Sequence[int]) -> str:

@@ -1,7 +1,7 @@
-"""The queue as lines of text: which columns, in which order, with arrays folded or not. What squeue prints.
+"""The queue as lines of text: which columns, in which order. What squeue and hqueue print.
 
-Rendered by the controller for those that poll, so that only the text has to travel. A job is the JSON object of the API.
-Source: squeue(1), --sort, --array, --long.
+Rendered by the controller, so that only the text has to travel and a row that has not changed is not written again. A job is
+the JSON object of the API. Source: squeue(1), --sort, --array, --long.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ from collections.abc import Sequence
 from operator import itemgetter
 
 from hpcsched.errors import UsageError
-from hpcsched.listing.formats import Cell, Field, Look, cell_text, format_lines
+from hpcsched.listing.formats import Cell, Field, Look, cell_text, format_lines, header_text
 from hpcsched.listing.jobfields import FIELDS, parse_format, parse_long_format
 from hpcsched.listing.jobs import Job, end_s, start_s
+from hpcsched.listing.states import ACTIVE_STATES, ENDED_STATES
+from hpcsched.listing.table import DIM, GREEN, RED, YELLOW, columns
 
 # In the order in which Slurm numbers them, by which it sorts.
 _STATE_ORDER = (
@@ -27,18 +29,12 @@ _NUMBERS = {
     "submitted": "submitted_at_s",
 }  # fmt: skip
 _FAR = float("inf")
+# Those that run, that wait, that have ended: an order, not a column.
+_PHASE = Field("phase", "", "", lambda job, look: str(_phase(job)))
 
 
 class Listing(
-    namedtuple(
-        "Listing",
-        "cells order array header dated",
-        defaults=(
-            False,
-            True,
-            False,
-        ),
-    )
+    namedtuple("Listing", "cells order array header dated fit colour", defaults=(False, True, False, False, False))
 ):
     """How the jobs shall be written. `order`: fields to sort by, with whether each is turned around."""
 
@@ -49,14 +45,14 @@ class Listing(
     array: bool  # each waiting task of an array on its line
     header: bool
     dated: bool  # with a line that says when
+    fit: bool  # a table: columns as wide as they need to be
+    colour: bool  # a table's lines in the colour of the job's state
 
 
-def make_listing(
-    text: str, *, long: bool, order: str, array: bool = False, header: bool = True, dated: bool = False
-) -> Listing:
-    """Return the listing with the format `text`: of long names, or else of percent signs. Raises UsageError."""
+def make_listing(text: str, *, long: bool, order: str, fit: bool = False, **layout: bool) -> Listing:
+    """Return the listing with the format `text`: of long names, or else of percent signs or names. Raises UsageError."""
     cells = parse_long_format(text) if long else parse_format(text)
-    return Listing(cells, parse_order(order), array=array, header=header, dated=dated)
+    return Listing(cells, parse_order(order), fit=fit and not long and "%" not in text, **layout)
 
 
 def parse_order(text: str) -> list[tuple[Field, bool]]:
@@ -64,43 +60,77 @@ def parse_order(text: str) -> list[tuple[Field, bool]]:
     keys = []
     for word in filter(None, text.split(",")):
         name = word.lstrip("+-")
-        field = next((one for one in FIELDS if name in ((one.letter,) if len(name) == 1 else (one.name,))), None)
+        field = next((one for one in (*FIELDS, _PHASE) if name and name in (one.letter, one.name)), None)
         if field is None:
-            raise UsageError(f"Invalid sort specification: {word[:60]}")
+            raise UsageError(
+                f"Invalid sort specification: {word[:60]}; write squeue's letters or columns: -S name or -S -time"
+            )
         keys.append((field, word.startswith("-")))
     return keys
 
 
-class Row(namedtuple("Row", "place ranks line")):
+class Row(namedtuple("Row", "place ranks cells colour")):
     """A job's line, and by what it is sorted: `ranks`, one for each field of the listing's order, then `place`."""
 
     __slots__ = ()
 
     place: tuple[int, int]
     ranks: Sequence[object]
-    line: str
+    cells: Sequence[str]  # of a table; else one, the whole line
+    colour: str
 
 
 def row_of(job: Job, listing: Listing, look: Look) -> Row:
     """Return the row that shows `job`, or an array's waiting tasks as one (``folded``)."""
     place = (job["array_job_id"] or job["id"], job["array_task_id"] or 0)
-    ranks = [_rank(field, job, look) for field, _ in listing.order]
-    return Row(place, ranks, "".join([cell_text(cell, job, look) for cell in listing.cells]))
+    cells = [cell_text(cell, job, look) for cell in listing.cells]
+    colour = _colour(job["state"]) if listing.colour else ""
+    return Row(place, ranks_of(job, listing, look), cells if listing.fit else ("".join(cells),), colour)
 
 
-def queue_lines(rows: Sequence[Row], listing: Listing, look: Look) -> list[str]:
-    """Return the lines of `rows` in the order that `listing` asks for, and else by number; with the headers."""
+def ranks_of(job: Job, listing: Listing, look: Look) -> list[object]:
+    """Return by what the row of `job` is sorted."""
+    return [_rank(field, job, look) for field, _ in listing.order]
+
+
+def queue_text(rows: Sequence[Row], listing: Listing, look: Look) -> str:
+    """Return `rows` as text in the order that `listing` asks for, and else by number; with the headers."""
     made = sorted(rows, key=itemgetter(0))
     for at, (_, reverse) in reversed(list(enumerate(listing.order))):
         made.sort(key=lambda row, at=at: row[1][at], reverse=reverse)  # type: ignore[misc]
+    if listing.fit:
+        headers = [header_text(cell) for cell in listing.cells] if listing.header else []
+        right = [at for at, cell in enumerate(listing.cells) if cell.right]
+        colours = [row.colour for row in made] if listing.colour else ()
+        return columns(headers, [row[2] for row in made], right=right, colours=colours)
     lines = [time.strftime("%a %b %d %H:%M:%S %Y", time.localtime(look.now_s))] if listing.dated else []
-    return lines + format_lines(listing.cells, (), look, header=listing.header) + [row[2] for row in made]
+    lines += format_lines(listing.cells, (), look, header=listing.header)
+    lines += [row[2][0] for row in made]
+    return "".join([f"{line}\n" for line in lines])
+
+
+def _phase(job: Job) -> int:
+    return 0 if job["state"] in ACTIVE_STATES else 2 if job["state"] in ENDED_STATES else 1
+
+
+def _colour(state: str) -> str:
+    match state:
+        case "RUNNING" | "COMPLETING":
+            return GREEN
+        case "PENDING" | "CONFIGURING" | "SUSPENDED":
+            return YELLOW
+        case "COMPLETED" | "CANCELLED":
+            return DIM
+        case _:
+            return RED
 
 
 def _rank(field: Field, job: Job, look: Look) -> object:
     match field.name:
         case "id":
             return (job["array_job_id"] or job["id"], job["array_task_id"] or 0)
+        case "phase":
+            return _phase(job)
         case "st" | "state":
             return _STATE_ORDER.index(job["state"])
         case "start" | "eta":

@@ -63,28 +63,20 @@ def _look(words: Words) -> int:
     if words.has("json"):
         from hpcsched.cli.slurm.jobjson import print_jobs  # only here: polling does without it
 
-        return print_jobs(client.call("GET", client.query("/v1/jobs", id=",".join(words.listed("jobs")))))
+        return print_jobs(client.call("GET", client.query("/v1/jobs", strict="0", **_filters(words))))
     if words.has("steps"):
         from hpcsched.cli.steplist import print_steps
 
         return print_steps(words)
-    sys.stdout.write(client.fetch_text(client.query("/v1/queue", **_query(words))))
+    sys.stdout.write(client.fetch_text(client.query("/v1/queue", **_filters(words), **_layout(words))))
     return 0
 
 
-def _query(words: Words) -> Json:
-    """Return the parameters of the request."""
+def _filters(words: Words) -> Json:
+    """Return which jobs the words ask for, as parameters of the request."""
     env = os.environ
-    text, long = _format(words)
     states = words.listed("states") or _words(env.get("SQUEUE_STATES", ""))
-    query: Json = {
-        "format": text,
-        "long": "1" if long else "",
-        "order": ",".join(words.given.get("sort", ())) or env.get("SQUEUE_SORT", "") or _order(words),
-        "array": "1" if words.has("array") or "SQUEUE_ARRAY" in env else "",
-        "noheader": "1" if words.has("noheader") else "",
-        "dated": "1" if words.has("long") and not words.has("noheader") else "",
-        "time_format": env.get("SLURM_TIME_FORMAT", ""),
+    filters: Json = {
         "id": ",".join(words.listed("jobs")),
         "state": _states(states),
         "nodes": ",".join(words.given.get("nodelist", ())),
@@ -92,10 +84,25 @@ def _query(words: Words) -> Json:
     }
     for option, parameter in _FILTERS.items():
         values = words.listed(option) or _words(env.get(_VARIABLES.get(option, ""), ""))
-        query[parameter] = ",".join(values)
+        filters[parameter] = ",".join(values)
     if words.has("me"):
-        query["user"] = str(os.getuid())
-    return query
+        filters["user"] = str(os.getuid())
+    return filters
+
+
+def _layout(words: Words) -> Json:
+    """Return how the jobs shall be written, as parameters of the request."""
+    env = os.environ
+    text, long = _format(words)
+    return {
+        "format": text,
+        "long": "1" if long else "",
+        "order": ",".join(words.given.get("sort", ())) or env.get("SQUEUE_SORT", "") or _order(words),
+        "array": "1" if words.has("array") or "SQUEUE_ARRAY" in env else "",
+        "noheader": "1" if words.has("noheader") else "",
+        "dated": "1" if words.has("long") and not words.has("noheader") else "",
+        "time_format": env.get("SLURM_TIME_FORMAT", ""),
+    }
 
 
 def _words(text: str) -> list[str]:

@@ -6,10 +6,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
-from fake_api import NOW_S, FakeApi, ended, job, node, partition, running, step, task
+from fake_api import NOW_S, FakeApi, ended, job, node, partition, queue_answer, running, step, task
 
 from hpcsched.cli import hacct, hctl, hinfo, hqueue, hsub, hwhy
 
@@ -28,6 +27,7 @@ JOBS = [
     ),
     HOSTILE,
 ]
+FOLDED = [one | {"folded": "[3-5,9%2]"} if one["id"] == 23 else one for one in JOBS if one["id"] not in (24, 25, 29)]
 NODES = [
     node(
         "n1",
@@ -114,16 +114,12 @@ CASES: dict[str, tuple[Callable[[Sequence[str]], int], list[str]]] = {
 }
 
 
-def in_states(states: str) -> list[dict[str, Any]]:
-    """Return the jobs that are in one of `states`, all of them for none."""
-    return [one for one in JOBS if not states or one["state"] in states.split(",")]
-
-
 def prepare(api: FakeApi) -> None:
     """Give the API the queue, the nodes and the history of these tests."""
     now = {"now_s": NOW_S}
     api.answers |= {
-        "GET /v1/jobs": lambda body, given: {**now, "jobs": in_states(given.get("state", ""))},
+        "GET /v1/jobs": {**now, "jobs": JOBS},
+        "GET /v1/queue": lambda body, given: queue_answer(*(JOBS if given.get("array") else FOLDED))(body, given),
         "GET /v1/nodes": {**now, "nodes": NODES},
         "GET /v1/partitions": {"partitions": PARTITIONS},
         "GET /v1/history": {**now, "jobs": HISTORY},

@@ -10,9 +10,20 @@ from typing import Any
 from hpcsched.api import web
 from hpcsched.api.app import make_server
 
-EARLY = SimpleNamespace(
-    admins=lambda: (), jobs=lambda asker, query: {"jobs": ["all"]}, queue=lambda asker, query: "all\n"
-)
+
+class Early:
+    """The queue alone."""
+
+    def admins(self) -> tuple[str, ...]:
+        return ()
+
+    async def jobs(self, asker: Any, query: Any) -> dict[str, Any]:
+        return {"jobs": ["all"]}
+
+    async def queue(self, asker: Any, query: Any) -> str:
+        return "all\n"
+
+
 WHOLE = SimpleNamespace(ping=lambda: {"pid": 7})
 
 
@@ -31,7 +42,7 @@ async def _ask(server: web.Server, path: str) -> bytes:
 def test_the_queue_is_answered_before_all_else_is_there() -> None:
     async def play() -> None:
         coming: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        server = make_server(EARLY, coming)  # type: ignore[arg-type]
+        server = make_server(Early(), coming)
         ping = asyncio.create_task(_ask(server, "/v1/ping"))
         gone = asyncio.create_task(_ask(server, "/v1/ping"))
         assert await _ask(server, "/v1/jobs") == b'{"version":1,"jobs":["all"]}'

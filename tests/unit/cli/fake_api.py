@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
+from hpcsched.listing.formats import Look
+from hpcsched.listing.queue import make_listing, queue_text, row_of
+
 Json = dict[str, Any]
 Answer = Json | tuple[int, Json] | bytes | Callable[[Json, dict[str, str]], Any]
 
@@ -80,6 +83,26 @@ def _http(answer: Any) -> bytes:
     status, body = answer if isinstance(answer, tuple) else (200, answer)
     data = json.dumps({"version": 1, **body}).encode()
     return b"HTTP/1.1 %d X\r\nContent-Length: %d\r\n\r\n%s" % (status, len(data), data)
+
+
+def queue_answer(*jobs: Json) -> Callable[[Json, dict[str, str]], bytes]:
+    """Return how ``GET /v1/queue`` is answered if there are these jobs: in the layout that it asks for."""
+
+    def answer(body: Json, given: dict[str, str]) -> bytes:
+        layout = {name: given.get(name) == "1" for name in ("long", "fit", "colour", "array", "dated")}
+        listing = make_listing(given["format"], order=given["order"], header=given.get("noheader") != "1", **layout)
+        look = Look(NOW_S, given.get("time_format", ""))
+        wanted = set(given.get("state", "ALL").split(","))
+        shown = [one for one in jobs if "ALL" in wanted or one["state"] in wanted]
+        return text_answer(queue_text([row_of(one, listing, look) for one in shown], listing, look))
+
+    return answer
+
+
+def text_answer(text: str) -> bytes:
+    """Return the bytes of an answer that is text."""
+    data = text.encode()
+    return b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\nContent-Length: %d\r\n\r\n%s" % (len(data), data)
 
 
 def log_answer(data: bytes, *, offset: int = 0, size: int | None = None, ended: bool = True) -> bytes:

@@ -10,14 +10,15 @@ import sys
 from typing import Any
 
 import pytest
-from fake_api import NOW_S, FakeApi, ended, job, node, partition, running, task
+from fake_api import NOW_S, FakeApi, ended, job, node, partition, queue_answer, running, task
 from waiting import wait_until
 
 from hpcsched import client
 from hpcsched.cli import hacct, hctl, hinfo, hqueue, hwhy
-from hpcsched.listing.jobs import fold_arrays, index_ranges
+from hpcsched.errors import UsageError
 
 ME = client.my_name()
+LAYOUT = {"format", "long", "order", "array", "noheader", "fit", "colour", "others"}
 
 
 @pytest.mark.parametrize(
@@ -25,6 +26,8 @@ ME = client.my_name()
     [
         ([], {"user": ME}),
         (["-a"], {}),
+        (["-a", "-A", "phys", "-w", "n[1-2]", "-R", "r"], {"account": "phys", "nodes": "n[1-2]", "reservation": "r"}),
+        (["-a", "--start"], {"expected": "1"}),
         (["-u", "ann,bob"], {"user": "ann,bob"}),
         (["-u", "ann", "--me"], {"user": f"ann,{ME}"}),
         (["-j", "12,10_[1,3]", "-h"], {"id": "12,10_[1,3]"}),
@@ -38,9 +41,51 @@ ME = client.my_name()
     ],
 )
 def test_hqueue_asks_for_the_jobs_that_are_meant(argv: list[str], asked: dict[str, str], api: FakeApi) -> None:
-    api.answers["GET /v1/jobs"] = {"now_s": NOW_S, "jobs": []}
+    api.answers |= {"GET /v1/jobs": {"now_s": NOW_S, "jobs": []}, "GET /v1/queue": queue_answer()}
+    for route, more in (("GET /v1/queue", []), ("GET /v1/jobs", ["--json"])):
+        assert hqueue.main([*argv, *more]) == 0
+        filters = {name: value for name, value in api.parameters(route).items() if name not in LAYOUT}
+        assert filters == {"strict": "1", "state": "ALL", **asked}
+
+
+@pytest.mark.parametrize(
+    ("argv", "asked"),
+    [
+        ([], {"format": hqueue.DEFAULT_COLUMNS, "order": "phase", "fit": "1"}),
+        (["-l"], {"format": hqueue.LONG_COLUMNS, "order": "phase", "fit": "1"}),
+        (["--start"], {"format": hqueue.START_COLUMNS, "order": "phase", "fit": "1"}),
+        (["-r", "-S", "-time,id"], {"format": hqueue.DEFAULT_COLUMNS, "order": "-time,id,phase", "fit": "1", "array": "1"}),
+        (["-O", "JobID:8"], {"format": "JobID:8", "order": "phase", "fit": "1", "long": "1"}),
+        (["-q"], {"format": "%i", "order": "phase", "fit": "1", "array": "1", "noheader": "1"}),
+    ],
+)  # fmt: skip
+def test_hqueue_asks_for_its_layout(argv: list[str], asked: dict[str, str], api: FakeApi) -> None:
+    api.answers["GET /v1/queue"] = queue_answer()
     assert hqueue.main(argv) == 0
-    assert api.parameters("GET /v1/jobs") == asked
+    assert {name: value for name, value in api.parameters("GET /v1/queue").items() if name in LAYOUT} == asked
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["-o", "id,nmae"], "did you mean name?"),
+        (["-o", "%i %"], "cannot show column '%'"),
+        (["-o", "%é"], "cannot show column"),
+        (["-S", "nope"], "Invalid sort specification: nope; write squeue's letters or columns"),
+    ],
+)
+def test_columns_that_there_are_not_are_refused_by_the_controller(
+    argv: list[str], says: str, api: FakeApi, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def answer(body: Any, given: dict[str, str]) -> Any:
+        try:
+            return queue_answer()(body, given)
+        except UsageError as error:
+            return 400, {"error": str(error), "kind": "UsageError"}
+
+    api.answers["GET /v1/queue"] = answer
+    assert hqueue.main(argv) == 2
+    assert says in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -48,10 +93,6 @@ def test_hqueue_asks_for_the_jobs_that_are_meant(argv: list[str], asked: dict[st
     [
         (hqueue.main, ["--staes=all"], "did you mean --states or --"),
         (hqueue.main, ["-t", "XX"], "Invalid job state specified: XX"),
-        (hqueue.main, ["-o", "id,nmae"], "did you mean name?"),
-        (hqueue.main, ["-o", "%i %"], "cannot show column '%'"),
-        (hqueue.main, ["-o", "%é"], "cannot show column"),
-        (hqueue.main, ["-S", "nope"], "cannot show column 'nope'"),
         (hqueue.main, ["--watch=0"], "at least 0.1"),
         (hinfo.main, ["n1"], "write -N -n NODE"),
         (hinfo.main, ["-t", "up"], "Invalid node state specified: up"),
@@ -110,27 +151,17 @@ def test_an_elastic_job_is_shown_with_what_it_was_asked_for(api: FakeApi, capsys
 
 def test_an_array_is_a_table_and_its_waiting_tasks_one_line(api: FakeApi, capsys: pytest.CaptureFixture[str]) -> None:
     api.answers["GET /v1/job/20"] = {"now_s": NOW_S, "jobs": [task(20, index) for index in (1, 2, 3)]}
+    api.answers["GET /v1/queue"] = queue_answer(task(20, 1) | {"folded": "[1-3%2]"})
     assert hqueue.main(["20"]) == 0
     assert capsys.readouterr().out.splitlines()[1].split()[0] == "20_[1-3%2]"
+    assert api.parameters("GET /v1/queue")["id"] == "20"
 
 
 def test_a_job_whose_node_is_silent_says_so_beside_its_nodes(api: FakeApi, capsys: pytest.CaptureFixture[str]) -> None:
     jobs = [running() | {"reason": "NodeDown", "node_list": "n[1-2]"}, job() | {"reason": "NodeDown"}]
-    api.answers["GET /v1/jobs"] = {"now_s": NOW_S, "jobs": jobs}
+    api.answers["GET /v1/queue"] = queue_answer(*jobs)
     assert hqueue.main(["-o", "where", "--noheader"]) == 0
     assert [line.strip() for line in capsys.readouterr().out.splitlines()[:2]] == ["n[1-2] (NodeDown)", "(NodeDown)"]
-
-
-def test_tasks_fold_only_where_they_are_alike() -> None:
-    tasks = [task(20, 1), task(20, 2), task(20, 3, restarts=1), task(20, 4, hold="user"), task(40, 1), running()]
-    assert [one.get("folded") or one["display_id"] for one in fold_arrays(tasks)] == [
-        "[1-2%2]",
-        "20_3",
-        "20_4",
-        "40_1",
-        "11",
-    ]
-    assert index_ranges([5, 1, 2, 3, 9, 8]) == "1-3,5,8-9"
 
 
 def test_hacct_asks_for_arrays_whole_and_keeps_the_tasks_that_are_meant(
@@ -308,22 +339,23 @@ def on_terminal(module: str, *argv: str, **environ: str) -> str:
 def test_colours_bars_and_the_line_of_others_are_for_terminals(
     api: FakeApi, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    api.answers["GET /v1/jobs"] = {"now_s": NOW_S, "jobs": [running(), ended()]}
-    api.answers["GET /v1/ping"] = {"counts": {"RUNNING": 3, "PENDING": 4, "COMPLETED": 9}}
-    shown = on_terminal("hqueue")
-    assert "\x1b[32m" in shown
-    assert "others: 2 running, 4 waiting (hqueue -a)" in shown
+    api.answers["GET /v1/queue"] = queue_answer(running(), ended())
+    assert "\x1b[32m" in on_terminal("hqueue")
+    assert api.parameters("GET /v1/queue")["others"] == "1"
     plain = on_terminal("hqueue", NO_COLOR="1")
     assert "\x1b" not in plain
+    on_terminal("hqueue", "-a")
+    assert "others" not in api.parameters("GET /v1/queue")
     assert hqueue.main([]) == 0
-    assert capsys.readouterr().out + "others: 2 running, 4 waiting (hqueue -a)\n" == plain
+    assert capsys.readouterr().out == plain
+    assert not {"colour", "others"} & set(api.parameters("GET /v1/queue"))
     api.answers["GET /v1/nodes"] = {"now_s": NOW_S, "nodes": [node("n1", cpus_alloc=4, state="MIXED")]}
     api.answers["GET /v1/partitions"] = {"partitions": []}
     assert "[#####-----] 4/8" in on_terminal("hinfo", "-N")
 
 
 def test_a_reader_that_has_seen_enough_is_no_error(api: FakeApi) -> None:
-    api.answers["GET /v1/jobs"] = {"now_s": NOW_S, "jobs": [job(number) for number in range(1, 3000)]}
+    api.answers["GET /v1/queue"] = queue_answer(*[job(number) for number in range(1, 3000)])
     command = "import sys; from hpcsched.cli.hqueue import main; sys.exit(main())"
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}  # would hide the error
     process = subprocess.Popen(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_api import NOW_S, FakeApi, ended, job, node, partition, running, step, task
+from fake_api import NOW_S, FakeApi, ended, job, node, partition, running, step
 
 from hpcsched.cli import hqueue
 from hpcsched.cli.slurm import sacct, sacctmgr, sbatch, scancel, scontrol, sdiag, sinfo, sprio, squeue, sshare, sstat
@@ -439,15 +439,6 @@ def test_sacctmgr_lists_accounts_and_changes_nothing(api: FakeApi, capsys: Out) 
     assert capsys.readouterr().out == "lab\n"
     assert sacctmgr.main(["add", "user", "eve"]) == 1
     assert "hpcsched.toml" in capsys.readouterr().err
-
-
-def test_native_hqueue_takes_long_names_and_filters(api: FakeApi, capsys: Out) -> None:
-    jobs = [running(account="a"), job(account="b"), task(20, 1, account="a")]
-    api.answers["GET /v1/jobs"] = {"now_s": NOW_S, "jobs": jobs}
-    assert hqueue.main(["-a", "-h", "-O", "JobArrayID:6,StateCompact:2", "-A", "a"]) == 0
-    assert capsys.readouterr().out == "11    R \n20_1  PD\n"
-    assert hqueue.main(["-a", "-q", "-w", "n[2-3]"]) == 0
-    assert capsys.readouterr().out == "11\n"
 
 
 def test_usage_errors_cross_the_wire_as_such(api: FakeApi, capsys: Out) -> None:

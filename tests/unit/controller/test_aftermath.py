@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from jobs import T0, node
 from world import ANN, ROOT, Cluster
@@ -82,9 +84,9 @@ def test_a_user_that_nobody_knows_is_refused_and_one_with_jobs_is_not() -> None:
     cluster = Cluster("n1")
     cluster.submit()  # of ann, who need not have an account here
     backend = cluster.backend()
-    assert len(backend.jobs(ROOT, {"user": "ann,root"})["jobs"]) == 1
+    assert len(asyncio.run(backend.jobs(ROOT, {"user": "ann,root"}))["jobs"]) == 1
     with pytest.raises(RequestError, match="Invalid user: nosuch"):
-        backend.jobs(ROOT, {"user": "root,nosuch"})
+        asyncio.run(backend.jobs(ROOT, {"user": "root,nosuch"}))
 
 
 def test_a_drained_node_is_drained_although_it_is_down_as_well() -> None:

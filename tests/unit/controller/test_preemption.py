@@ -11,7 +11,8 @@ import pytest
 from world import ANN, ROOT, Cluster
 
 from hpcnode import protocol
-from hpcsched.api.views import in_a_sentence, job_view, node_views, why_waiting
+from hpcsched.api.jobview import job_view
+from hpcsched.api.views import in_a_sentence, node_views, why_waiting
 from hpcsched.controller import requests, suspension
 from hpcsched.controller.recovery import load_world
 from hpcsched.controller.story import tell

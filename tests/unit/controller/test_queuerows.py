@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from jobs import T0
 from world import ANN, BOB, Cluster
 
+from hpcsched.api import breaks
 from hpcsched.controller import queuerows, requests
 from hpcsched.controller.queuerows import QueueRows
 from hpcsched.controller.queueview import queue_text
@@ -22,6 +24,14 @@ QUERIES: tuple[dict[str, str], ...] = (
     DEFAULT | {"array": "1", "state": "ALL", "order": "-t,j"},
     {"format": "%i %L %S %V %Q %k", "order": "-i", "noheader": "1"},
     {"format": "JobID:8,PendingTime:10,Reason", "long": "1", "time_format": "relative"},
+    {
+        "format": "id,name,st,why,eta,priority",
+        "state": "ALL",
+        "fit": "1",
+        "colour": "1",
+        "order": "phase",
+        "others": "1",
+    },
 )
 
 
@@ -29,20 +39,24 @@ QUERIES: tuple[dict[str, str], ...] = (
 def written(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The jobs whose rows were written."""
     jobs: list[int] = []
-    job_view = queuerows.job_view
+    row_of = queuerows.row_of
 
-    def noted(job: Any, *rest: Any) -> dict[str, Any]:
-        jobs.append(int(job.id))
-        return job_view(job, *rest)
+    def noted(view: Any, *rest: Any) -> Any:
+        jobs.append(int(view.job.id))
+        return row_of(view, *rest)
 
-    monkeypatch.setattr(queuerows, "job_view", noted)
+    monkeypatch.setattr(queuerows, "row_of", noted)
     return jobs
+
+
+def text_of(cluster: Cluster, kept: QueueRows, query: dict[str, str], now_s: float = T0, asker: Any = ANN) -> str:
+    return asyncio.run(queue_text(cluster.world, kept, asker, query, now_s))
 
 
 def look(cluster: Cluster, kept: QueueRows, query: dict[str, str], now_s: float = T0, asker: Any = ANN) -> str:
     """Return the text, which must be as if nothing had been kept."""
-    text = queue_text(cluster.world, kept, asker, query, now_s)
-    assert text == queue_text(cluster.world, QueueRows(cluster.world), asker, query, now_s)
+    text = text_of(cluster, kept, query, now_s, asker)
+    assert text == text_of(cluster, QueueRows(cluster.world), query, now_s, asker)
     return text
 
 
@@ -75,19 +89,19 @@ def test_only_what_has_changed_is_written_again(written: list[int]) -> None:
     cluster = Cluster("n1")
     kept = QueueRows(cluster.world)
     ids = [cluster.submit(hold=True) for _ in range(4)]
-    queue_text(cluster.world, kept, ANN, DEFAULT, T0)
+    text_of(cluster, kept, DEFAULT, T0)
     assert sorted(written) == ids
     written.clear()
-    queue_text(cluster.world, kept, ANN, DEFAULT | {"noheader": "1"}, T0 + 60)
+    text_of(cluster, kept, DEFAULT | {"noheader": "1"}, T0 + 60)
     assert written == []
     cluster.ask(lambda tx: requests.release(tx, ANN, [str(ids[2])]))
     assert cluster.job(ids[2]).hold is Hold.NONE
     written.clear()
-    queue_text(cluster.world, kept, ANN, DEFAULT, T0 + 61)
+    text_of(cluster, kept, DEFAULT, T0 + 61)
     assert written == [ids[2]]
     cluster.world.partitions = dict(cluster.world.partitions)  # the configuration was read again
     written.clear()
-    queue_text(cluster.world, kept, ANN, DEFAULT, T0 + 62)
+    text_of(cluster, kept, DEFAULT, T0 + 62)
     assert sorted(written) == ids
 
 
@@ -104,5 +118,43 @@ def test_few_layouts_are_kept() -> None:
     kept = QueueRows(cluster.world)
     cluster.submit(hold=True)
     for width in range(1, 20):
-        queue_text(cluster.world, kept, ANN, {"format": f"%{width}i"}, T0)
+        text_of(cluster, kept, {"format": f"%{width}i"}, T0)
     assert len(kept._kept) == queuerows.MOST_KEPT
+
+
+def test_a_row_that_shows_nothing_of_what_the_next_plan_says_is_sorted_anew_and_not_written(written: list[int]) -> None:
+    cluster = Cluster("n1")
+    kept = QueueRows(cluster.world)
+    ids = [cluster.submit(hold=True) for _ in range(3)]
+    query = {"format": "%i %r", "order": "-p", "noheader": "1"}
+
+    def plan(reason: Reason, *priorities: int) -> str:
+        wait = {"reason": reason, "detail": f"{priorities}", "expected_start_s": T0 + priorities[0]}
+        cluster.world.waits = {job_id: Wait(**wait) for job_id in ids}
+        cluster.world.priorities = dict(zip(ids, priorities, strict=True))
+        return text_of(cluster, kept, query)
+
+    assert plan(Reason.PRIORITY, 1, 2, 3) == "3 Priority\n2 Priority\n1 Priority\n"
+    written.clear()
+    assert plan(Reason.PRIORITY, 30, 10, 20) == "1 Priority\n3 Priority\n2 Priority\n"
+    assert written == []
+    assert plan(Reason.RESOURCES, 30, 10, 20) == "1 Resources\n3 Resources\n2 Resources\n"
+    assert sorted(written) == ids
+
+
+def test_others_are_answered_while_many_rows_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(breaks, "SLICE_S", 0.0)
+    cluster = Cluster("n1")
+    for _ in range(5):
+        cluster.submit(hold=True)
+    heard: list[str] = []
+
+    async def both() -> None:
+        async def ask(name: str, query: dict[str, str]) -> None:
+            await queue_text(cluster.world, QueueRows(cluster.world), ANN, query, T0)
+            heard.append(name)
+
+        await asyncio.gather(ask("all", DEFAULT), ask("one", DEFAULT | {"id": "1"}))
+
+    asyncio.run(both())
+    assert heard == ["one", "all"]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from world import ANN, BOB, Cluster
 
 from hpcsched.controller.queuerows import QueueRows
 from hpcsched.controller.queueview import queue_text
+from hpcsched.controller.reading import Reading
 from hpcsched.controller.requests import cancel
 from hpcsched.errors import NotFoundError, RequestError
 from hpcsched.model.spec import ArraySpec
@@ -27,7 +30,7 @@ def cluster() -> Cluster:
 
 def shown(cluster: Cluster, text: str = "%i", **query: str) -> list[str]:
     asked = {"format": text, "noheader": "1", "order": "i", **query}
-    return queue_text(cluster.world, QueueRows(cluster.world), ANN, asked, cluster.now_s).splitlines()
+    return asyncio.run(queue_text(cluster.world, QueueRows(cluster.world), ANN, asked, cluster.now_s)).splitlines()
 
 
 @pytest.mark.parametrize(
@@ -75,11 +78,31 @@ def test_what_only_the_owner_may_see_is_null_for_others(cluster: Cluster) -> Non
 
 
 def test_the_format_may_be_one_of_long_names_with_a_header(cluster: Cluster) -> None:
-    text = queue_text(
-        cluster.world,
-        QueueRows(cluster.world),
-        ANN,
-        {"format": "JobID:4,State:8", "long": "1", "id": "1"},
-        cluster.now_s,
-    )
-    assert text == "JOBISTATE   \n1   CONFIGUR\n"
+    lines = shown(cluster, "JobID:4,State:8", long="1", id="1", noheader="0")
+    assert lines == ["JOBISTATE   ", "1   CONFIGUR"]
+
+
+@pytest.mark.parametrize(
+    ("query", "says"),
+    [({"id": "2,999"}, "Invalid job id specified: 999"), ({"user": "nobody-here"}, "Invalid user: nobody-here")],
+)
+def test_who_asks_strictly_is_told_of_what_is_not_there(cluster: Cluster, query: dict[str, str], says: str) -> None:
+    shown(cluster, **query)
+    with pytest.raises(RequestError, match=says):
+        shown(cluster, strict="1", **query)
+
+
+def test_a_person_is_told_of_the_jobs_that_are_not_shown(cluster: Cluster) -> None:
+    assert shown(cluster, user="bob", others="1")[-1] == "others: 1 running, 3 waiting (hqueue -a)"
+    assert shown(cluster, others="1")[-1] == "4_[0-2]"
+
+
+def test_the_jobs_as_json_are_those_that_are_listed(cluster: Cluster) -> None:
+    reading = Reading(cluster.world, lambda: cluster.now_s)
+    for query, ids in (
+        ({"user": "bob"}, [2, 3]),
+        ({"account": "physics"}, [2]),
+        ({"nodes": "n1"}, [1]),
+        ({"state": "CANCELLED"}, [7]),
+    ):
+        assert [job["id"] for job in asyncio.run(reading.jobs(ANN, query))["jobs"]] == ids

@@ -9,7 +9,8 @@ import pytest
 from world import ANN, BOB, ROOT, Cluster
 
 from hpcnode import protocol
-from hpcsched.api.views import in_a_sentence, job_view, why_waiting
+from hpcsched.api.jobview import job_view
+from hpcsched.api.views import in_a_sentence, why_waiting
 from hpcsched.controller import requests, update
 from hpcsched.controller.recovery import load_world
 from hpcsched.controller.story import tell

@@ -8,7 +8,7 @@ import pytest
 from world import ANN, ROOT, Cluster
 
 from hpcnode import protocol
-from hpcsched.api.views import elapsed_s
+from hpcsched.api.jobview import elapsed_s
 from hpcsched.controller import requests, suspension
 from hpcsched.controller.recovery import load_world
 from hpcsched.model.ids import NodeName

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from unit.controller.world import BOB, ROOT, Cluster
 
-from hpcsched.api.views import job_view
+from hpcsched.api.jobview import job_view
 from hpcsched.controller import amnesty, suspension
 from hpcsched.controller.accountviews import priority_views
 from hpcsched.controller.books import Books, charged, used_now

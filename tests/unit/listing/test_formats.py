@@ -14,8 +14,8 @@ from fake_api import NOW_S, ended, job, running, task
 from hpcsched.errors import UsageError
 from hpcsched.listing.formats import Look, format_lines, relative_text
 from hpcsched.listing.jobfields import FIELDS, parse_format, parse_long_format
-from hpcsched.listing.jobs import fold_arrays
-from hpcsched.listing.queue import make_listing, queue_lines, row_of
+from hpcsched.listing.jobs import index_ranges
+from hpcsched.listing.queue import make_listing, queue_text, row_of
 
 LOOK = Look(NOW_S)
 
@@ -115,17 +115,36 @@ def test_relative_times_name_the_nearer_days() -> None:
 # ----- the queue
 
 
-def lines(order: str, *jobs: dict, array: bool = False, text: str = "%i") -> list[str]:
-    listing = make_listing(text, long=False, order=order, array=array, header=False)
-    return queue_lines([row_of(one, listing, LOOK) for one in (jobs if array else fold_arrays(jobs))], listing, LOOK)
+def lines(order: str, *jobs: dict, text: str = "%i", **layout: bool) -> list[str]:
+    listing = make_listing(text, long=False, order=order, **{"header": False, **layout})
+    return queue_text([row_of(one, listing, LOOK) for one in jobs], listing, LOOK).splitlines()
 
 
-def test_waiting_tasks_of_an_array_are_one_line_unless_each_is_asked_for() -> None:
-    tasks = [task(20, index) for index in (0, 1, 2, 5)]
-    assert lines("", *tasks, running()) == ["11", "20_[0-2,5%2]"]
-    assert lines("", *tasks, array=True) == ["20_0", "20_1", "20_2", "20_5"]
-    assert lines("", *tasks, text="%F %K %A") == ["20 0-2,5%2 20"]
-    assert len(fold_arrays([*tasks, running()])) == 2
+def test_a_line_for_several_tasks_of_an_array_has_their_indices() -> None:
+    tasks = task(20, 0) | {"folded": "[0-2,5%2]"}
+    assert lines("", tasks, running()) == ["11", "20_[0-2,5%2]"]
+    assert lines("", tasks, text="%F %K %A") == ["20 0-2,5%2 20"]
+    assert index_ranges([5, 1, 2, 3, 9, 8]) == "1-3,5,8-9"
+
+
+def test_a_table_is_as_wide_as_it_needs_to_be_and_has_its_states_colours() -> None:
+    jobs = [running(5, name="a"), job(1234, name="longer", state="FAILED")]
+    layout = {"text": "id,name,state", "fit": True}
+    assert lines("", *jobs, **layout, header=True) == [
+        "JOBID   NAME   STATE",
+        "    5      a RUNNING",
+        " 1234 longer  FAILED",
+    ]
+    assert lines("", *jobs, **layout, colour=True) == [
+        "\x1b[32m   5      a RUNNING\x1b[0m",
+        "\x1b[31m1234 longer  FAILED\x1b[0m",
+    ]
+    assert lines("", *jobs, text="%i|%j", fit=True) == ["5|a", "1234|longer"]
+
+
+def test_those_that_run_may_come_first_then_those_that_wait_and_those_that_have_ended() -> None:
+    assert lines("phase", ended(4), job(7), running(5), job(6)) == ["5", "6", "7", "4"]
+    assert lines("-user,phase", ended(4), job(7, user="zoe"), running(5)) == ["7", "5", "4"]
 
 
 def test_the_order_is_squeues_those_that_wait_before_those_that_run() -> None:
@@ -155,4 +174,4 @@ def test_an_order_that_there_is_not_is_refused() -> None:
 
 def test_the_long_list_says_when() -> None:
     listing = make_listing("%i", long=False, order="", header=True, dated=True)
-    assert queue_lines([], listing, LOOK)[1:] == ["JOBID"]
+    assert queue_text([], listing, LOOK).splitlines()[1:] == ["JOBID"]

@@ -1,0 +1,246 @@
+"""How a job looks as JSON (version 1): each of its values, and how it is made of the ledger.
+
+The queue is asked for often and shows few of the values of each job, so a value can be had without the others: `JobView`.
+What only its owner and admins may see (paths, command line, comment, script, environment) is null for others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from hpcsched.api.identity import Asker
+from hpcsched.api.views import training_view, why_waiting
+from hpcsched.jobscript.dependency import terms_text
+from hpcsched.launch.files import JobFiles, job_files
+from hpcsched.lifecycle.clocks import cut_at_s, ran_s, suspended_s
+from hpcsched.model.hostlist import compress_hostlist
+from hpcsched.model.job import ACTIVE, SHORT_CODES, Job, JobState, Reason
+from hpcsched.model.resources import Share
+from hpcsched.model.spec import JobSpec
+from hpcsched.store.world import World
+
+
+class JobView(dict[str, Any]):
+    """A job as `asker` may see it, each value made when it is first asked for: those in the dict have been asked for."""
+
+    __slots__ = ("_files", "_why", "asker", "job", "now_s", "world")
+
+    def __init__(self, job: Job, world: World, asker: Asker, now_s: float) -> None:
+        self.job = job
+        self.world = world
+        self.asker = asker
+        self.now_s = now_s
+        self._files: JobFiles | None = None
+        self._why: tuple[Reason, str, float | None] | None = None
+
+    def __missing__(self, name: str) -> Any:
+        made = self[name] = VALUES[name](self)
+        return made
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return the value, made if need be; of a name that no job has, what was put in, or `default`."""
+        return self[name] if name in VALUES else super().get(name, default)
+
+    @property
+    def why(self) -> tuple[Reason, str, float | None]:
+        """The reason, a sentence for people, and the expected start."""
+        if self._why is None:
+            self._why = why_waiting(self.job, self.world, self.now_s)
+        return self._why
+
+    @property
+    def files(self) -> JobFiles:
+        """Where the input and output are."""
+        if self._files is None:
+            self._files = job_files(self.job)
+        return self._files
+
+    @property
+    def shares(self) -> tuple[Share, ...]:
+        """What the job has, or had, of which node; nothing while it waits."""
+        return self.job.shares if self.job.state is not JobState.PENDING else ()
+
+
+def job_view(job: Job, world: World, asker: Asker, now_s: float, *, whole: bool = False) -> dict[str, Any]:
+    """Return the job as `asker` may see it; `whole` adds script and environment."""
+    view = JobView(job, world, asker, now_s)
+    made = {name: view[name] for name in VALUES}
+    if whole and asker.owns(job):
+        made |= {"script": job.spec.script, "script_args": list(job.spec.script_args), "env": dict(job.spec.env)}
+    return made
+
+
+_Value = Callable[[JobView], Any]
+
+
+def _plain(view: JobView, name: str) -> Any:
+    return getattr(view.job, name)
+
+
+def _asked(view: JobView, name: str) -> Any:
+    return getattr(view.job.spec, name)
+
+
+def _plains(*names: str) -> dict[str, _Value]:
+    return {name: partial(_plain, name=name) for name in names}
+
+
+def _askeds(*names: str) -> dict[str, _Value]:
+    return {name: partial(_asked, name=name) for name in names}
+
+
+def _private(value: _Value) -> _Value:
+    """Return `value` for those who may see it."""
+    return lambda view: value(view) if view.asker.owns(view.job) else None
+
+
+def _unless_waiting(name: str) -> _Value:
+    """Return a time of the attempt: a job that waits again has none."""
+    return lambda view: None if view.job.state is JobState.PENDING else getattr(view.job, name)
+
+
+VALUES: dict[str, _Value] = {
+    **_plains("id", "array_job_id", "array_task_id"),
+    "array_limit": lambda view: view.job.array_limit if view.job.spec.array else None,
+    "display_id": lambda view: view.job.display_id,
+    **_askeds("name"),
+    **_plains("user", "uid", "account", "partition", "qos"),
+    "licenses": lambda view: dict(view.job.spec.licenses),
+    "state": lambda view: view.job.state.value,
+    "state_short": lambda view: SHORT_CODES[view.job.state],
+    "reason": lambda view: view.why[0].value,
+    "reason_detail": lambda view: view.why[1],
+    "hold": lambda view: view.job.hold.value,
+    "priority": lambda view: _priority(view.job, view.world),
+    **_plains("nice", "site", "attempt", "restarts", "submitted_at_s", "eligible_at_s"),
+    **_plains("accrued_from_s", "not_before_s"),
+    "expected_start_s": lambda view: view.why[2],
+    **_plains("allocated_at_s"),
+    "started_at_s": _unless_waiting("started_at_s"),
+    "ended_at_s": _unless_waiting("ended_at_s"),
+    "elapsed_s": lambda view: elapsed_s(view.job, view.now_s),
+    "suspended_s": lambda view: suspended_s(view.job, view.now_s),
+    **_plains("suspended_for"),
+    "elastic": lambda view: _elastic(view.job.spec),
+    "wanted_nodes": lambda view: list(view.job.wanted_nodes),
+    **_plains("preempted_by", "time_limit_s", "time_min_s"),
+    "cut_at_s": lambda view: _cut_at_s(view),
+    "nodes": lambda view: [share.node for share in view.shares],
+    "node_list": lambda view: compress_hostlist(view["nodes"]) if view.shares else "",
+    "num_nodes": lambda view: len(view.shares) or view.job.spec.nodes_min,
+    "num_cpus": lambda view: sum(share.cpus for share in view.shares) if view.shares else asked_cpus(view.job),
+    "num_tasks": lambda view: sum(share.tasks for share in view.shares) if view.shares else asked_tasks(view.job),
+    **_askeds("cpus_per_task"),
+    "mem_mib": lambda view: (
+        sum(share.mem_mib for share in view.shares) if view.shares else view.job.spec.mem_per_node_mib
+    ),
+    "gpus": lambda view: _gpus(view),
+    "shards": lambda view: sum(share.shards for share in view.shares) if view.shares else asked_shards(view.job),
+    "shares": lambda view: [_share(share) for share in view.shares],
+    "exit_code": lambda view: view.job.exit.code if view.job.exit else None,
+    "exit_signal": lambda view: view.job.exit.signal if view.job.exit else None,
+    **_plains("ended_by_uid"),
+    "charged": lambda view: {
+        "cpu_s": view.job.charged_cpu_s,
+        "mem_mib_s": view.job.charged_mem_mib_s,
+        "gpu_s": view.job.charged_gpu_s,
+    },
+    "requeue": lambda view: (
+        view.job.spec.requeue if view.job.spec.requeue is not None else view.world.config.controller.requeue
+    ),
+    **_askeds("exclusive", "constraint", "prefer", "switches"),
+    "hints": lambda view: list(view.job.spec.hints),
+    "dependency": lambda view: terms_text(view.job.dependency, any_one=view.job.dependency_any),
+    **_plains("deadline_at_s", "reservation"),
+    **_askeds("mincpus", "tmp_mib"),
+    "asked_nodes": lambda view: list(view.job.spec.nodelist),
+    "excluded_nodes": lambda view: list(view.job.spec.exclude),
+    **_askeds("submit_host"),
+    "priority_tier": lambda view: _priority_tier(view),
+    "work_dir": _private(lambda view: view.job.spec.work_dir),
+    "stdout": _private(lambda view: view.files.stdout),
+    "stderr": _private(lambda view: view.files.stderr),
+    "stdin": _private(lambda view: view.files.stdin),
+    "submit_line": _private(lambda view: view.job.spec.submit_line),
+    "comment": _private(lambda view: view.job.spec.comment),
+    "command": _private(lambda view: _command(view.job.spec)),
+    "training": _private(lambda view: training_view(view.world.training.get(view.job.id))),
+}
+
+
+def _share(share: Share) -> dict[str, Any]:
+    return {
+        "node": share.node,
+        "cpus": share.cpus,
+        "mem_mib": share.mem_mib,
+        "gpus": list(share.gpus),
+        "tasks": share.tasks,
+        "shards": share.shards,
+    }
+
+
+def _elastic(spec: JobSpec) -> list[int] | None:
+    return [spec.nodes_min, spec.nodes_max or spec.nodes_min] if spec.elastic else None
+
+
+def _cut_at_s(view: JobView) -> float | None:
+    job = view.job
+    return cut_at_s(job, view.world.reservations.get(job.reservation)) if job.state in ACTIVE else None
+
+
+def _gpus(view: JobView) -> int:
+    if view.shares:
+        return sum(len(share.gpus) for share in view.shares if not share.shards)
+    return asked_gpus(view.job)
+
+
+def _priority_tier(view: JobView) -> int | None:
+    partitions = view.world.partitions
+    names = view.job.partition.split(",")
+    return max((partitions[name].priority_tier for name in names if name in partitions), default=None)
+
+
+def _command(spec: JobSpec) -> str | None:
+    """Return the script's path and its arguments; null: it was in no file (a job of hrun is called as its program)."""
+    program = spec.script_path or (spec.name if not spec.script else "")
+    return " ".join((program, *spec.script_args)) if program else None
+
+
+def asked_tasks(job: Job) -> int:
+    """Return how many tasks the job will have at least."""
+    if job.spec.ntasks is not None:
+        return job.spec.ntasks
+    return job.spec.nodes_min * (job.spec.ntasks_per_node or 1)
+
+
+def asked_cpus(job: Job) -> int:
+    """Return how many cpus the job will have at least."""
+    return asked_tasks(job) * job.spec.cpus_per_task
+
+
+def asked_gpus(job: Job) -> int:
+    """Return how many GPUs the job will have at least."""
+    spec = job.spec
+    total = sum(request.count for request in spec.gpus_total)
+    per_node = sum(request.count for request in spec.gpus_per_node) * spec.nodes_min
+    per_task = sum(request.count for request in spec.gpus_per_task) * asked_tasks(job)
+    return max(total, per_node, per_task)
+
+
+def asked_shards(job: Job) -> int:
+    """Return how many shards of GPUs the job will have at least."""
+    return sum(request.count for request in job.spec.shards_per_node) * job.spec.nodes_min
+
+
+def elapsed_s(job: Job, now_s: float) -> float:
+    """Return for how long the present or last attempt has run, without the time that it was suspended."""
+    if job.state is JobState.PENDING:
+        return 0.0
+    return ran_s(job, job.ended_at_s if job.ended_at_s is not None and job.state not in ACTIVE else now_s)
+
+
+def _priority(job: Job, world: World) -> int | None:
+    """Return the fixed priority of a job, else that of the last plan in which it stood in line; null: none is known."""
+    return job.priority_set if job.priority_set is not None else world.priorities.get(job.id)
