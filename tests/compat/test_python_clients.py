@@ -20,9 +20,7 @@ def test_simple_slurm(client: Client) -> None:
     assert client("use_simple_slurm.py").stdout.endswith("well done\n")
 
 
-@pytest.mark.minutes
 def test_psij(client: Client) -> None:
-    """It looks at the queue every 30 seconds."""
     assert client("use_psij.py").stdout == "well done\n"
 
 

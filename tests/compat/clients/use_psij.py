@@ -1,12 +1,13 @@
-"""psij-python: a job on two nodes by srun, and one that is cancelled while it runs."""
+"""psij-python: a job on two nodes by srun, and one that is cancelled while it runs. It looks at the queue every two seconds."""
 
 import datetime
 from pathlib import Path
 
 import psij
+from psij.executors.batch.slurm import SlurmExecutorConfig
 
 LIMIT = datetime.timedelta(seconds=80)
-executor = psij.JobExecutor.get_instance("slurm", config=psij.JobExecutorConfig.DEFAULT)
+executor = psij.JobExecutor.get_instance("slurm", config=SlurmExecutorConfig(queue_polling_interval=2))
 out = Path.cwd() / "psij.out"
 spec = psij.JobSpec(
     executable="/bin/hostname",
