@@ -2,6 +2,7 @@
 
 Every host listens for a moment and says over MPI at which addresses, with a secret; who connects shows the secret and is
 shown another, so that an address that several hosts have (a bridge of containers, loopback) leads to the right one or to none.
+Who connects says at last that it is still there: who was answered too late has tried again, on another connection.
 Rules: all or none: if one pair cannot meet, nobody has connections, and MPI's are used.
 """
 
@@ -13,7 +14,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,9 @@ from hpctrain.comm.wire import Wire
 
 MEET_S = 5.0
 TRY_S = 1.0
+NAP_S = 0.02
 SECRET_BYTES = 16
+STILL_HERE = b"\1"
 BUFFER_BYTES = 4 << 20
 SIOCGIFADDR = 0x8915
 VIRTUAL = ("docker", "br-", "veth", "virbr", "cni", "lo")  # interfaces to try last
@@ -49,9 +52,10 @@ def connect_ring(mpi: Any, comm: Any) -> Wire | None:
         )
         offers = comm.allgather(offer)
         found: list[socket.socket] = []
-        waiter = threading.Thread(target=await_left, args=(listener, offer, time.monotonic() + MEET_S, found))
+        until_s = time.monotonic() + MEET_S
+        waiter = threading.Thread(target=await_left, args=(listener, offer, until_s, found))
         waiter.start()
-        right = reach(offers[(rank + 1) % size])
+        right = reach(offers[(rank + 1) % size], until_s)
         waiter.join()
     met = right is not None and bool(found)
     if comm.allreduce(int(met), mpi.MIN):
@@ -78,36 +82,48 @@ def own_addresses() -> list[str]:
     return addresses
 
 
-def await_left(listener: socket.socket, offer: Offer, until_s: float, found: list[socket.socket]) -> None:
+def await_left(
+    listener: socket.socket,
+    offer: Offer,
+    until_s: float,
+    found: list[socket.socket],
+    is_given_up: Callable[[], bool] = lambda: False,
+) -> None:
     """Put the connection of the one who knows the secret into `found`."""
-    while not found and (left_s := until_s - time.monotonic()) > 0:
-        listener.settimeout(left_s)
+    listener.settimeout(NAP_S)
+    while not found and not is_given_up() and time.monotonic() < until_s:
         try:
             peer, _ = listener.accept()
         except TimeoutError:
-            return
-        if _receive(peer, SECRET_BYTES) == offer.secret:
-            peer.sendall(offer.answer)
+            continue
+        if _receive(peer, SECRET_BYTES) == offer.secret and _send(peer, offer.answer) and _receive(peer, 1):
             found.append(peer)
         else:
             peer.close()
 
 
-def reach(offer: Offer) -> socket.socket | None:
-    """The connection to the one who made an offer."""
-    for address in offer.addresses:
-        try:
-            peer = socket.create_connection((address, offer.port), TRY_S)
-        except OSError:
-            continue
-        try:
-            peer.sendall(offer.secret)
-            if _receive(peer, SECRET_BYTES) == offer.answer:
+def reach(offer: Offer, until_s: float, is_given_up: Callable[[], bool] = lambda: False) -> socket.socket | None:
+    """The connection to the one who made an offer; each of its addresses is tried again and again."""
+    while True:
+        for address in offer.addresses:
+            if is_given_up() or time.monotonic() > until_s:
+                return None
+            try:
+                peer = socket.create_connection((address, offer.port), TRY_S)
+            except OSError:
+                continue
+            if _send(peer, offer.secret) and _receive(peer, SECRET_BYTES) == offer.answer and _send(peer, STILL_HERE):
                 return peer
-        except OSError:
-            pass  # somebody else's port
-        peer.close()
-    return None
+            peer.close()  # somebody else's port, or one who is slow
+        time.sleep(NAP_S)
+
+
+def _send(peer: socket.socket, content: bytes) -> bool:
+    try:
+        peer.sendall(content)
+    except OSError:
+        return False  # it is gone
+    return True
 
 
 def _receive(peer: socket.socket, length: int) -> bytes:

@@ -44,6 +44,7 @@ class MembersCommunicator:
         self._secret = os.urandom(16)
         self._wire: Wire | None = None
         self._background = Background()
+        self._failed = False  # an exchange of this generation did
 
     @property
     def changing(self) -> bool:
@@ -58,7 +59,9 @@ class MembersCommunicator:
             self.membership.ready({"addresses": addresses, "port": port, "secret": self._secret.hex()})
         while True:
             if self.generation >= 0:
-                self._part()
+                self._cut()
+                self.membership.part(self.generation, failed=self._failed)
+            self._failed = False
             news = self.membership.next_generation()
             members = members_of(news)
             self.generation = cast(int, news["generation"])
@@ -66,6 +69,7 @@ class MembersCommunicator:
             self.rank = [member["number"] for member in members].index(self.membership.number)
             if self._connect(members):
                 return
+            self._failed = True
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """The sum over all members, in place."""
@@ -81,9 +85,12 @@ class MembersCommunicator:
         assert self._wire is not None
         flat = tensor.detach().view(-1)
         if flat.device.type == "cpu" and self._wire.sums(flat.dtype):
-            return _Watched(self._wire.begin(flat, then))
+            return _Watched(self._wire.begin(flat, then), self._note_failure)
         wide = flat.to("cpu", torch.float32 if flat.dtype in HALVES else flat.dtype)
-        return _Watched(self._wire.begin(wide, lambda: _narrow(wide, flat, then)))
+        return _Watched(self._wire.begin(wide, lambda: _narrow(wide, flat, then)), self._note_failure)
+
+    def _note_failure(self) -> None:
+        self._failed = True
 
     def run(self, call: Callable[[], None]) -> Work:
         """A call that exchanges, in a thread."""
@@ -160,10 +167,6 @@ class MembersCommunicator:
         self._background.close()
         self._listener.close()
 
-    def _part(self) -> None:
-        self._cut()
-        self.membership.part(self.generation)
-
     def _cut(self) -> None:
         wire, self._wire = self._wire, None
         if wire is not None:
@@ -180,9 +183,10 @@ class MembersCommunicator:
         until_s = time.monotonic() + MEET_S
         found: list[socket.socket] = []
         mine = self._offer(members[self.rank], left)
-        waiter = threading.Thread(target=await_left, args=(self._listener, mine, until_s, found))
+        is_broken = lambda: self.membership.is_broken(self.generation)  # noqa: E731
+        waiter = threading.Thread(target=await_left, args=(self._listener, mine, until_s, found, is_broken))
         waiter.start()
-        peer = reach(self._offer(right, members[self.rank]))
+        peer = reach(self._offer(right, members[self.rank]), until_s, is_broken)
         waiter.join()
         if peer is None or not found:
             for one in (peer, *found):
@@ -192,7 +196,7 @@ class MembersCommunicator:
         for one in (peer, found[0]):
             tune(one)
         self._wire = Wire(self.rank, self.size, to_right=peer, from_left=found[0])
-        self.membership.watch(self._wire.break_off)
+        self.membership.watch(self.generation, self._wire.break_off)
         return True
 
     def _offer(self, host: Message, guest: Message) -> Offer:
@@ -206,14 +210,15 @@ class MembersCommunicator:
 class _Watched(Work):
     """A sum that fails when a member is lost."""
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: Work, on_failure: Callable[[], None]) -> None:
         super().__init__()
-        self._work = work
+        self._work, self._on_failure = work, on_failure
 
     def wait(self) -> None:
         try:
             self._work.wait()
         except TrainError as error:
+            self._on_failure()
             raise PeerLost(str(error)) from None
 
 

@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from typing import cast
 
 from hpctrain.elastic.roster import Message
 from hpctrain.errors import EXIT_REQUEUE, TrainError
@@ -49,6 +50,7 @@ class Membership:
         self.host = self._socket.getsockname()[0]  # as the roster's host sees this one
         self._generations: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._break_off: Callable[[], None] = lambda: None
+        self._broken = -1  # the last generation that broke
         self._step, self._useful_s = -1, 0.0
         self._due = threading.Event()
         self._closed = False
@@ -60,10 +62,10 @@ class Membership:
         """This will say that this member can take part, and where others reach it."""
         self._send({"say": "ready", "offer": offer})
 
-    def part(self, generation: int) -> None:
-        """This will say that this member exchanges no more in a generation."""
+    def part(self, generation: int, *, failed: bool) -> None:
+        """This will say that this member exchanges no more in a generation; `failed`: it cannot, and nobody can."""
         self._break_off = lambda: None
-        self._send({"say": "part", "generation": generation})
+        self._send({"say": "part", "generation": generation, "failed": failed})
 
     def next_generation(self) -> Message:
         """This will wait for the next generation in which this member takes part."""
@@ -71,9 +73,15 @@ class Membership:
         self.changing = False
         return news
 
-    def watch(self, break_off: Callable[[], None]) -> None:
-        """This will have `break_off` called, in another thread, when exchanging has no sense any more."""
+    def is_broken(self, generation: int) -> bool:
+        """This will say whether exchanging in a generation has no sense any more."""
+        return self._broken >= generation
+
+    def watch(self, generation: int, break_off: Callable[[], None]) -> None:
+        """This will have `break_off` called as soon as that is so, at once or in another thread."""
         self._break_off = break_off
+        if self.is_broken(generation):
+            break_off()
 
     def stepped(self, step: int, useful_s: float) -> None:
         """This will note a step that was taken; `useful_s` is counted once for a run: by the first rank alone."""
@@ -113,6 +121,7 @@ class Membership:
             case "changing":
                 self.changing = True
             case "broken":
+                self._broken = cast(int, message["generation"])
                 self._break_off()
             case "leave":
                 self._out("it is not needed any more", status=0)

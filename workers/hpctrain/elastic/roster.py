@@ -7,6 +7,7 @@ Rules:
 - A member that was declared lost is never heard again: its number is not given twice, and it is told that it is out.
 - Those who hold the state of the run come first, in their old order, so the first of a generation can hand it to the others.
 - Nobody is waited for who is silent: heartbeats decide, not what he was doing.
+- Once one has left a generation because an exchange failed, no other one is left waiting in it.
 """
 
 from __future__ import annotations
@@ -72,6 +73,7 @@ class Roster:
         self.members: dict[int, Member] = {}
         self.generation = -1
         self.losses: list[Loss] = []  # since the last generation was formed
+        self._broken = False  # an exchange of this generation failed
 
     @property
     def want(self) -> int:
@@ -94,12 +96,13 @@ class Roster:
         """This will note that a member is alive."""
         self.members[number].heard_at_s = now_s
 
-    def part(self, number: int, generation: int, now_s: float) -> None:
-        """This will note that a member has left a generation and waits for the next."""
+    def part(self, number: int, generation: int, now_s: float, *, failed: bool) -> None:
+        """This will note that a member has left a generation and waits for the next. `failed`: it could not exchange."""
         member = self.members[number]
         member.heard_at_s = now_s
         if generation == self.generation and member.standing is Standing.IN:
             member.standing = Standing.PARTED
+            self._broken |= failed
 
     def leave(self, number: int) -> None:
         """This will forget a member that has ended in an orderly way."""
@@ -119,6 +122,11 @@ class Roster:
     def close(self) -> None:
         """This will take in nobody any more: the run is at its end for one who took part."""
         self._closed = True
+
+    def excuse(self, late_s: float, now_s: float) -> None:
+        """This will hold it against nobody that the roster itself has not listened for so long."""
+        for member in self.members.values():
+            member.heard_at_s = min(now_s, member.heard_at_s + late_s)
 
     def silent(self, now_s: float) -> list[Member]:
         """This will name the members that have not been heard for too long; who starts has longer to do so."""
@@ -141,7 +149,7 @@ class Roster:
         if all(member.standing is Standing.PARTED for member in inside):
             return orders + self._form(inside, ready, now_s)
         leaves = any(member.slot in self._leaving for member in inside)
-        if self.losses:
+        if self.losses or self._broken:
             orders += self._tell(inside, "broken")
         elif leaves or (ready and len(inside) < self._settings.want):
             orders += self._tell(inside, "changing")
@@ -159,6 +167,7 @@ class Roster:
         if len(chosen) < max(1, self._settings.want if patient else self._settings.least):
             return orders
         self.generation += 1
+        self._broken = False
         for member in chosen:
             member.standing, member.told = Standing.IN, ""
         lost, self.losses = self.losses, []

@@ -18,6 +18,7 @@ from hpctrain.elastic.roster import Loss, Message, Roster
 
 LINE_BYTES = 1 << 20
 LOOK_EVERY_S = 0.1
+LATE_S = 0.5
 
 
 @dataclass(slots=True, kw_only=True)
@@ -123,7 +124,7 @@ class Server:
                 self.roster.beat(number, now_s)
                 self._note_step(int(str(message["step"])), float(str(message["useful_s"])), now_s)
             case "part":
-                self.roster.part(number, int(str(message["generation"])), now_s)
+                self.roster.part(number, int(str(message["generation"])), now_s, failed=bool(message["failed"]))
             case "done":
                 self.done.add(self.roster.members[number].slot)
                 self.roster.leave(number)
@@ -156,9 +157,16 @@ class Server:
         self._say(f"generation {news['generation']}: {len(members)} members, in slots {slots}")
 
     async def _watch(self) -> None:
+        looked_at_s = time.monotonic()
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
-            for member in self.roster.silent(time.monotonic()):
+            now_s = time.monotonic()
+            late_s = now_s - looked_at_s - LOOK_EVERY_S
+            looked_at_s = now_s
+            if late_s > LATE_S:  # this process stood still: what members said meanwhile is still to be read
+                self._say(f"the roster itself stood still for {late_s:.1f} s")
+                self.roster.excuse(late_s, now_s)
+            for member in self.roster.silent(now_s):
                 self.lose(member.number, "it was silent for too long")
             self.settle()
 
