@@ -3,7 +3,7 @@
 Usage: faulty_chargpt.py FAULT OPTIONS..., where FAULT is one of
     checkpoint:N    the process is killed (SIGKILL) in the middle of writing its N-th checkpoint's data
     rank:R:N        rank R is killed at the beginning of its step N
-    slot:S:N        who is in slot S of an elastic run is killed at the beginning of step N
+    slot:S:N        who is in slot S of an elastic run, or began as rank S, is killed at the beginning of step N
     still:S:N       ... is stopped (SIGSTOP) there
     raises:R:N      rank R raises an error at the beginning of its step N
     await:N         rank 0 does not begin step N before a stop signal has come
@@ -57,8 +57,8 @@ def at_step(wanted_rank: int, number: int, act) -> None:  # noqa: ANN001
 
 
 def in_slot(slot: int, number: int, act) -> None:  # noqa: ANN001
-    """Call `act` when who is in a slot of an elastic run begins a step, whatever its rank is then."""
-    if os.environ["HPCTRAIN_SLOT"] == str(slot):
+    """Call `act` when who is in a slot of an elastic run, or began as that rank, begins a step, whatever its rank is then."""
+    if os.environ.get("HPCTRAIN_SLOT", os.environ.get("OMPI_COMM_WORLD_RANK")) == str(slot):
         for rank in range(8):
             at_step(rank, number, act)
 

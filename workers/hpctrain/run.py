@@ -51,7 +51,6 @@ from hpctrain.data.dataset import Dataset
 from hpctrain.data.prefetch import Prefetcher
 from hpctrain.data.sources import Source
 from hpctrain.data.staging import staged
-from hpctrain.elastic.member import is_elastic
 from hpctrain.env import job_facts
 from hpctrain.errors import EXIT_FAILED, EXIT_REQUEUE, MismatchError, PeerLost, TrainError
 from hpctrain.loop import (
@@ -96,7 +95,7 @@ def start(options: argparse.Namespace, name: str, environ: Mapping[str, str] | N
         print(f"{name}: {error}", file=sys.stderr)
         raise SystemExit(EXIT_FAILED) from None
     with all_or_none(comm), StopRequest() as stop:
-        if options.threads or comm.size > 1 or is_elastic(environ):
+        if options.threads or comm.size > 1 or comm.elastic:
             torch.set_num_threads(options.threads or 1)
         seed_step(options.seed, 0, 0)  # weights that are made now are alike on all ranks, and in every attempt
         run = Run(options, name, comm, stop, environ)
@@ -205,7 +204,7 @@ class Run:
         samples = samples or (len(data) if isinstance(data, Sized) else None)
         if options.zero:
             check_elementwise(optimizer)
-        if is_elastic(self._environ):
+        if self.comm.elastic:
             check_elastic(options)
         prepare_model(options, model)
         task = Task(

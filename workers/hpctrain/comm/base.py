@@ -61,6 +61,7 @@ class Communicator(Protocol):
     def describe(self) -> list[str]:
         """How ranks exchange, in words: a few lines for a log."""
 
+    elastic: bool  # ranks may be lost, and the others go on
     generation: int  # how often the group has changed
     changing: bool  # other ranks are to take part after this step
 
@@ -107,6 +108,7 @@ class SingleCommunicator:
     name = "single"
     rank = 0
     size = 1
+    elastic = False
     generation = 0
     changing = False
 

@@ -35,6 +35,7 @@ class MembersCommunicator:
     """This member's part in the present generation."""
 
     name = "members"
+    elastic = True
 
     def __init__(self, membership: Membership) -> None:
         self.membership = membership

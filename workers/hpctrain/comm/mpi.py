@@ -52,6 +52,7 @@ class MpiCommunicator:
 
     name = "mpi"
 
+    elastic = False
     generation = 0
     changing = False
 

@@ -41,6 +41,7 @@ class _Asked(Work):
 class TorchCommunicator:
     """A torch.distributed group of all ranks; without a named backend they agree: NCCL if each has a GPU of its own."""
 
+    elastic = False
     generation = 0
     changing = False
 
