@@ -14,7 +14,6 @@ from hpcsched.model.resources import ANY_GPU, Gpu
 from hpcsched.model.units import format_mem, format_time_s
 from hpcsched.sched.features import matches
 from hpcsched.sched.gang import choose
-from hpcsched.sched.gpus import gpu_slots
 from hpcsched.sched.placement import Seat, mem_least, seat_of, tasks_that_fit
 from hpcsched.sched.request import Request, Shape, gpu_count, gpus_least
 from hpcsched.sched.snapshot import NodeView, allows, node_view
@@ -189,8 +188,7 @@ def _in_all(shape: Shape, nodes: list[NodeView], where: str, among: str) -> str:
 def _has_seats(shape: Shape, nodes: Sequence[NodeView], wanted: int) -> bool:
     """Say whether at least `wanted` of `nodes` could take a share of `shape`; stops looking when they are found."""
     for node in nodes:
-        types = gpu_slots(node.gpus)
-        wanted -= tasks_that_fit(shape, node, types, whole(node, types)) > 0
+        wanted -= tasks_that_fit(shape, node, node.slots, whole(node)) > 0
         if wanted <= 0:
             return True
     return False
@@ -211,8 +209,7 @@ def _is(gpu: Gpu, kind: str) -> bool:
 def _seats(shape: Shape, nodes: Sequence[NodeView]) -> list[Seat]:
     seats = []
     for at, node in enumerate(nodes):
-        types = gpu_slots(node.gpus)
-        seat = seat_of(shape, at, node, types, whole(node, types))
+        seat = seat_of(shape, at, node, node.slots, whole(node))
         if seat is not None:
             seats.append(seat)
     return seats

@@ -18,7 +18,7 @@ from collections import Counter
 from typing import NamedTuple
 
 from hpcsched.model.resources import Share
-from hpcsched.sched.gpus import GpuSlot, Units, gpu_slots
+from hpcsched.sched.gpus import GpuSlot, Units
 from hpcsched.sched.request import Shape, gpu_count
 from hpcsched.sched.snapshot import Snapshot
 from hpcsched.sched.timeline import Room, less
@@ -85,7 +85,7 @@ class Mix:
 
 def mix_of(snapshot: Snapshot) -> Mix | None:
     """Return the mix of what runs and waits in `snapshot`; None where there are no GPUs, or nothing asks for any."""
-    slots = {node.name: gpu_slots(node.gpus) for node in snapshot.nodes if node.gpus}
+    slots = {node.name: node.slots for node in snapshot.nodes if node.gpus}
     if not slots:
         return None
     counts: Counter[Demand] = Counter()

@@ -79,8 +79,9 @@ class Quota:
         self._memo: dict[tuple[int, int, int | None], Wait | None] = {}
         self._minutes_used: dict[tuple[Holder, str, str], float] = {}
         self._growing: dict[JobId, RunningJob] = {}
-        self.any = _has_limits(snapshot)
-        if self.any:
+        self.any = _has_rules(snapshot)
+        self.bounded = _has_limits(snapshot)
+        if self.bounded:
             self._growing = {job.id: job for job in snapshot.running if job.elastic is not None}
             for job in snapshot.running:
                 # One that stands still for another gets its cpus back: they count meanwhile, as in Slurm.
@@ -111,7 +112,7 @@ class Quota:
 
     def started(self, job: PendingJob, held: Held) -> None:
         """Count `job`, which the plan starts with this."""
-        if self.any:
+        if self.bounded:
             self._count(job, held, known_limit_s(job.request.time_limit_s))
             self._memo.clear()
 
@@ -249,13 +250,15 @@ def _limit_s(job: RunningJob) -> float | None:
     return job.ends_at_s - job.began_at_s if job.ends_at_s is not None else None
 
 
+def _has_rules(snapshot: Snapshot) -> bool:
+    """Whether a job may be kept waiting by limits, or because its account or QOS is gone or not let in."""
+    accounting, partitions = snapshot.ledger.accounting, snapshot.partitions.values()
+    barred_ones = any(partition.allow_accounts or partition.allow_qos for partition in partitions)
+    return bool(accounting.accounts or accounting.qos or barred_ones) or _has_limits(snapshot)
+
+
 def _has_limits(snapshot: Snapshot) -> bool:
+    """Whether anything is limited, so that it must be counted what running jobs take."""
     accounting = snapshot.ledger.accounting
-    return bool(
-        accounting.accounts
-        or accounting.qos
-        or accounting.users
-        or any(
-            part.limits != NO_LIMITS or part.allow_accounts or part.allow_qos for part in snapshot.partitions.values()
-        )
-    )
+    limited = (*accounting.accounts, *accounting.users, *accounting.qos, *snapshot.partitions.values())
+    return any(one.limits != NO_LIMITS for one in limited)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -22,7 +23,7 @@ from hpcsched.model.spec import Dependency, DependencyKind, JobSpec
 from hpcsched.model.units import known_limit_s
 from hpcsched.sched.blocks import Block, blocks_of
 from hpcsched.sched.features import matches
-from hpcsched.sched.gpus import GpuSlot, Units
+from hpcsched.sched.gpus import GpuSlot, Units, all_units, gpu_slots
 from hpcsched.sched.predict import NO_EXPERIENCE, Experience
 from hpcsched.sched.request import LicenseCounts, Request, Shape, request_of, time_limit_in
 from hpcsched.sched.usage import Used
@@ -31,7 +32,7 @@ LEAST_LIMIT_S = 60  # a time limit is not cut to less
 _ON_ITS_WAY = frozenset({JobState.CONFIGURING, JobState.RUNNING, JobState.SUSPENDED})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # no __slots__: what its GPUs come to is worked out once
 class NodeView:
     """What a node can give, and whether it may be given anything now (`why_not` empty: it may)."""
 
@@ -50,6 +51,15 @@ class NodeView:
     @property
     def usable(self) -> bool:
         return not self.why_not
+
+    @cached_property
+    def slots(self) -> tuple[GpuSlot, ...]:
+        return gpu_slots(self.gpus)
+
+    @cached_property
+    def units(self) -> Units:
+        """What it has of its `slots` when it is empty."""
+        return all_units(self.gpus, self.slots)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,7 @@ class Tally:
     @property
     def limited(self) -> bool:
         """Whether anybody has set a limit, so that it matters what jobs get."""
-        return self._quota.any
+        return self._quota.bounded
 
     def why_not(self, job: PendingJob) -> Wait | None:
         """Return which limit keeps `job` waiting whatever is free, or None."""

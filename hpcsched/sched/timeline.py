@@ -11,7 +11,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 
 from hpcsched.model.resources import Share
-from hpcsched.sched.gpus import FreeGpus, GpuSlot, Grant, Units, all_units, gpu_slots
+from hpcsched.sched.gpus import FreeGpus, GpuSlot, Grant, Units
 from hpcsched.sched.intervals import NEVER_S
 from hpcsched.sched.policy import Policy
 from hpcsched.sched.snapshot import NodeView, RunningJob, Snapshot
@@ -19,9 +19,9 @@ from hpcsched.sched.snapshot import NodeView, RunningJob, Snapshot
 Room = tuple[int, int, Units]  # free (or taken) cpus, memory in MiB, units of the node's GPU slots
 
 
-def whole(node: NodeView, types: tuple[GpuSlot, ...]) -> Room:
+def whole(node: NodeView) -> Room:
     """Return all that the node has."""
-    return node.cpus, node.mem_mib, all_units(node.gpus, types)
+    return node.cpus, node.mem_mib, node.units
 
 
 def less(room: Room, use: Room) -> Room:
@@ -126,7 +126,7 @@ class Timeline:
         self.now_s = snapshot.now_s
         self._policy = policy
         self.nodes = snapshot.nodes
-        self.types = [gpu_slots(node.gpus) for node in snapshot.nodes]
+        self.types = [node.slots for node in snapshot.nodes]
         kinds: dict[
             tuple[int, int, tuple[GpuSlot, ...]], int
         ] = {}  # nodes of one kind differ in nothing that a share needs
@@ -198,7 +198,7 @@ class Timeline:
         return job.ends_at_s if job.ends_at_s > self.now_s else self.now_s + self._policy.overdue_s
 
     def _profiles(self, running: Iterable[RunningJob]) -> list[Profile]:
-        rooms = [whole(node, types) for node, types in zip(self.nodes, self.types, strict=True)]
+        rooms = [whole(node) for node in self.nodes]
         ends: list[tuple[float, int, Room]] = []
         for job in running:
             end_s = self.end_of(job)

@@ -72,9 +72,9 @@ def all_of(nodes: Iterable[NodeView], licenses: Licenses = ()) -> Held:
     nodes = tuple(nodes)
     whole: Held = {NODE: len(nodes), CPU: sum(n.cpus for n in nodes), MEM: sum(n.mem_mib for n in nodes)}
     for node in nodes:
-        for gpu in node.gpus:
-            for name in (GPU, f"{GPU}:{gpu.type.lower()}"):
-                whole[name] = whole.get(name, 0) + 1
+        for slot, count in zip(node.slots, node.units, strict=True):
+            for name in (GPU, f"{GPU}:{slot.type}"):
+                whole[name] = whole.get(name, 0) + count // slot.shards
     _add_licenses(whole, licenses)
     return whole
 
