@@ -125,7 +125,7 @@ def test_a_plain_user_can_keep_the_cluster_use_it_and_stop_it(place: Path) -> No
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    options = ["--seconds", "5", "--training", SMALL, "--keep", "--dir", str(base), "--server", "embedded"]
+    options = ["--seconds", "12", "--training", SMALL, "--keep", "--dir", str(base), "--server", "embedded"]
     said = run(*DEMO, *options)
     assert "behind the embedded SSH server" in said
     assert f"hpcsched demo --stop {base}" in said

@@ -317,7 +317,7 @@ def test_a_frozen_node_holds_its_connections_and_goes_on_when_thawed(
         wait_until(lambda: "T" in _states(own_cluster), what="the stopped shell")
         own_cluster.freeze("node-a")
         assert daemon in own_cluster.processes("node-a")
-        assert set(_states(own_cluster)) == {"T"}
+        wait_until(lambda: set(_states(own_cluster)) == {"T"}, what="all to stand still")
         own_cluster.thaw("node-a")
         echo.sendall(b"still here")
         assert echo.recv(100) == b"still here"
