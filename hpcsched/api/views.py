@@ -13,6 +13,7 @@ from typing import Any
 
 from hpcsched.lifecycle.effects import is_gathered, unclaimed_nodes
 from hpcsched.lifecycle.job import lease_end_s
+from hpcsched.lifecycle.resize import can_do_without
 from hpcsched.model.hostlist import compress_hostlist
 from hpcsched.model.ids import NodeName
 from hpcsched.model.job import ACTIVE, Hold, Job, JobState, Reason
@@ -131,15 +132,19 @@ def _limbo(job: Job, lost: list[NodeName], world: World, now_s: float) -> str:
     silent = f"node {node.name} does not answer ({node.link_why})"
     if not is_gathered(job):
         return f"{silent}; the job has not been started anywhere, and goes back to the queue if the node stays away"
-    ways = "answers or has been rebooted"
+    proof = "has been rebooted"
     lease_s = lease_end_s(job)
     if lease_s is not None and node.name in world.silent_since_s and not world.is_former(job):
         left_s = max(0.0, world.silent_since_s[node.name] + lease_s - now_s)
-        ways += f", in {math.ceil(left_s)} s when the job's lease there has run out for certain"
-    return (
-        f"{silent}; the job may still run there. It goes on when the node {ways}, "
-        f"or when an admin says that it is gone: hctl fence {node.name}"
-    )
+        proof += f", in {math.ceil(left_s)} s when the job's lease there has run out for certain"
+    proof += f", or an admin says that it is gone: hctl fence {node.name}"
+    if job.state is JobState.COMPLETING:
+        fate = "goes back to the queue" if job.requeue_wanted else f"ends as {job.outcome}"
+        return f"{silent}; something of the job may still run there. The job {fate} when the node answers, {proof}"
+    fate = "goes back to the queue" if world.requeues(job) else "ends as NODE_FAIL"
+    if can_do_without(job, node.name):
+        fate = "goes on without the node"
+    return f"{silent}; the job may still run there, and goes on when the node answers. It {fate} when the node {proof}"
 
 
 def node_state(node: Node, cpus_alloc: int, reserved: Reservation | None = None) -> NodeState:

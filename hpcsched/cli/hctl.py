@@ -283,6 +283,8 @@ def _story(rest: Sequence[str], words: Words) -> int:
         return 0
     for event in answer["events"]:
         print(f"{date_text(event['at_s'])}  {clean(event['text'])}")
+    if answer.get("now"):
+        print(f"{date_text(answer['now_s'])}  now: {clean(answer['now'])}")
     return 0
 
 

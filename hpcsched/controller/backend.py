@@ -168,7 +168,10 @@ class ControllerBackend(Reading):
         job = self._one(asker, reference)
         asker.must_own(job, "tell the story of")
         events = self._controller.store.load_events(job.id)
-        return {"job_id": job.id, "events": tell(job, events)}
+        now_s = self._clock()
+        reason, detail, _ = why_waiting(job, self._world, now_s)
+        now = "" if job.state in FINAL else in_a_sentence(job, reason, detail)
+        return {"job_id": job.id, "events": tell(job, events), "now_s": now_s, "now": now}
 
     async def why(self, asker: Asker, reference: str) -> Json:
         """Say why a job waits: a fresh plan over the world as it is, explained."""
@@ -186,6 +189,8 @@ class ControllerBackend(Reading):
         if job.state is JobState.PENDING:
             snapshot = self._controller.snapshot(self._world.jobs_to_plan(), self._clock())
             answer |= await asyncio.to_thread(why_words, snapshot, self._controller.policy, job.id)
+            if reason is Reason.BEGIN_TIME and job.restarts and "lines" in answer:
+                answer["lines"][0] = f"{reason.value}: {answer['text']}."  # the plan does not know why it begins later
         return answer
 
     async def act(self, asker: Asker, verb: str, body: Json) -> Json:

@@ -432,6 +432,4 @@ def miss_node(tx: Transaction, job: Job, node: NodeName) -> None:
 
 
 def _requeue_after_loss(tx: Transaction, job: Job) -> tuple[bool, float]:
-    settings = tx.world.config.controller
-    wanted = job.spec.requeue if job.spec.requeue is not None else settings.requeue
-    return wanted and bool(job.spec.script), tx.now_s + settings.requeue_delay_s
+    return tx.world.requeues(job), tx.now_s + tx.world.config.controller.requeue_delay_s

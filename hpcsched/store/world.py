@@ -74,6 +74,11 @@ class World:
         """Return whether the job was launched before the database was restored, and not since."""
         return bool(job.token) and not job.token.startswith(self.incarnation + ".") and job.token not in self.adopted
 
+    def requeues(self, job: Job) -> bool:
+        """Return whether the job goes back to the queue when its node is lost."""
+        wanted = job.spec.requeue if job.spec.requeue is not None else self.config.controller.requeue
+        return wanted and bool(job.spec.script)
+
     def unseen_nodes(self) -> list[NodeName]:
         """Return the nodes that may still run what was launched before the database was restored."""
         return [name for name, node in self.nodes.items() if not node.boot_id] if self.restored_last_id else []
