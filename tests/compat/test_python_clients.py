@@ -43,6 +43,12 @@ def test_snakemake(status: str, client: Client, slurm: Client) -> None:
     assert {"rule_a|COMPLETED", "rule_b|COMPLETED"} <= set(rules)
 
 
+@pytest.mark.minutes
+def test_lightning(client: Client) -> None:
+    """Eight processes import torch, four at a time."""
+    assert client("use_lightning.py", timeout_s=250).stdout == "well done\n"
+
+
 def test_clustershell(client: Client, slurm: Client) -> None:
     job_id = slurm("sbatch", "--parsable", "--nodelist=n2", "--mem=100M", "--wrap", "sleep 600").stdout.strip()
     wait_until(lambda: slurm("squeue", "-h", "-j", job_id, "-o", "%t").stdout == "R\n", 20, "the job to run")
