@@ -278,4 +278,6 @@ def step_view(step: StepRow) -> dict[str, Any]:
         "cpu_user_s": step.cpu_user_s,
         "cpu_system_s": step.cpu_system_s,
         "max_rss_kib": step.max_rss_kib,
+        "disk_read_bytes": step.disk_read_bytes,
+        "disk_write_bytes": step.disk_write_bytes,
     }

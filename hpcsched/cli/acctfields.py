@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import namedtuple
 from collections.abc import Callable, Sequence
 
+from hpcsched.cli import efficiency
 from hpcsched.cli.options import UsageError, nearest, split_list
 from hpcsched.cli.output import date_text
 from hpcsched.client import Json
@@ -214,11 +215,41 @@ def _group(job: Json, *, number: bool) -> str:
     return next(field for field in jobfields.FIELDS if field.name == name).text(job, Look(0.0))
 
 
-def _usage_in(row: Row) -> str:
-    if not row.step or row.step["cpu_user_s"] is None:
+def _moved(key: str, *, each: bool = False) -> Callable[[Row], str]:
+    """Return the writer of what a step has read or written in all, or `each` of its tasks on average."""
+
+    def text(row: Row) -> str:
+        count = row.step.get(key) if row.step else None  # of the controller before this one: none
+        return "" if count is None or row.step is None else size_text(count / (row.step["ntasks"] if each else 1))
+
+    return text
+
+
+def size_text(count: float) -> str:
+    """Return a number of bytes as sacct does: ``512``, ``3.50M``, ``50M``."""
+    size, unit = float(count), ""
+    for larger in "KMGTP":
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return (f"{size:.0f}" if size == int(size) else f"{size:.2f}") + unit
+
+
+def _tres_usage(row: Row, *, tasks: int, out: bool = False) -> str:
+    """Return what a step has used as sacct's TRESUsage columns: cpu and bytes divided by `tasks`, and the memory of one task."""
+    step = row.step
+    if not step or step["cpu_user_s"] is None:
         return ""
-    memory = f",mem={row.step['max_rss_kib']}K" if row.step["max_rss_kib"] else ""
-    return f"cpu={_time(_cpu_s(row, 'cpu_user_s', 'cpu_system_s'))}{memory}"
+    moved = step.get("disk_write_bytes" if out else "disk_read_bytes")
+    disk = [] if moved is None else [f"fs/disk={moved // tasks}"]
+    if out:
+        return ",".join(disk)
+    memory = [f"mem={step['max_rss_kib']}K"] if step["max_rss_kib"] else []
+    return ",".join([f"cpu={_time(_cpu_s(row, 'cpu_user_s', 'cpu_system_s') / tasks)}", *disk, *memory])
+
+
+def _usage(*, each: bool, out: bool = False) -> Callable[[Row], str]:
+    return lambda row: _tres_usage(row, tasks=max(1, row.step["ntasks"]) if each and row.step else 1, out=out)
 
 
 def _average_cpu(row: Row) -> str:
@@ -231,6 +262,10 @@ def _flags(job: Json) -> str:
     return "SchedBackfill" if job["started_at_s"] is not None else ""
 
 
+def _part(part: Callable[[Json], float | None]) -> Callable[[Row], str]:
+    return lambda row: "" if row.step else efficiency.part_text(part(row.job))
+
+
 def _req_tres(row: Row) -> str:
     return "" if row.step else tres_text(row.job, billing=True)
 
@@ -238,13 +273,17 @@ def _req_tres(row: Row) -> str:
 # fmt: off
 _COLUMNS = (
     Column("Account", _of_job("account"), True),
+    Column("Advice", lambda row: "" if row.step else efficiency.advice(row.job), False),
     Column("AllocCPUS", _alloc_cpus, True),
     Column("AllocNodes", lambda row: str(len(_nodes(row))), True),
     Column("AllocTRES", _tres, True),
     Column("AveCPU", _average_cpu, True),
+    Column("AveDiskRead", _moved("disk_read_bytes", each=True), True, slurms=14),
+    Column("AveDiskWrite", _moved("disk_write_bytes", each=True), True, slurms=14),
     Column("AveRSS", _max_rss, True),
     Column("Comment", _only_job("comment"), True, slurms=14),
     Column("Constraints", _only_job("constraint"), True, slurms=18),
+    Column("CPUEff", _part(efficiency.cpu_part), True),
     Column("CPUTime", lambda row: _time(_cpu_time_s(row)), True),
     Column("CPUTimeRAW", lambda row: str(int(_cpu_time_s(row))), True),
     Column("DerivedExitCode", lambda row: "" if row.step else _derived_exit(row), True, slurms=15),
@@ -259,7 +298,10 @@ _COLUMNS = (
     Column("JobID", _id, False, slurms=12),
     Column("JobIDRaw", _raw_id, False, slurms=12),
     Column("JobName", _name, True),
+    Column("MaxDiskRead", _moved("disk_read_bytes", each=True), True, slurms=12),
+    Column("MaxDiskWrite", _moved("disk_write_bytes", each=True), True, slurms=12),
     Column("MaxRSS", _max_rss, True),
+    Column("MemEff", _part(efficiency.mem_part), True),
     Column("NCPUS", _alloc_cpus, True),
     Column("NNodes", lambda row: str(len(_nodes(row)) or row.job["num_nodes"]), True, slurms=8),
     Column("NodeList", _node_list, True, slurms=15),
@@ -283,12 +325,16 @@ _COLUMNS = (
     Column("SubmitLine", _only_job("submit_line"), True, slurms=20),
     Column("Suspended", _job_text(lambda job: _time(job.get("suspended_s", 0.0))), True),
     Column("SystemCPU", lambda row: _cpu_text(_cpu_s(row, "cpu_system_s")), True),
+    Column("TimeEff", _part(efficiency.time_part), True),
     Column("Timelimit", _job_text(lambda job: format_time_s(job["time_limit_s"], full=True)), True),
     Column("TimelimitRaw", _job_text(lambda job: str((job["time_limit_s"] or 0) // 60 or "UNLIMITED")), True),
     Column("TotalCPU", lambda row: _cpu_text(_cpu_s(row, "cpu_user_s", "cpu_system_s")), True),
-    Column("TRESUsageInAve", _usage_in, True, slurms=14),
-    Column("TRESUsageInMax", _usage_in, True, slurms=14),
-    Column("TRESUsageInTot", _usage_in, True, slurms=14),
+    Column("TRESUsageInAve", _usage(each=True), True, slurms=14),
+    Column("TRESUsageInMax", _usage(each=True), True, slurms=14),
+    Column("TRESUsageInTot", _usage(each=False), True, slurms=14),
+    Column("TRESUsageOutAve", _usage(each=True, out=True), True, slurms=15),
+    Column("TRESUsageOutMax", _usage(each=True, out=True), True, slurms=15),
+    Column("TRESUsageOutTot", _usage(each=False, out=True), True, slurms=15),
     Column("TrainCheckpoint", lambda row: "" if row.step else _trained(row, "checkpoint_step"), True),
     Column("TrainLoss", lambda row: "" if row.step else loss_text(row.job).replace("N/A", ""), True),
     Column("TrainSamplesPerSec", lambda row: "" if row.step else rate_text(row.job).replace("N/A", ""), True),
@@ -301,13 +347,13 @@ _COLUMNS = (
 
 # What sacct has and what is not counted here: known, and empty.
 _EMPTY = (
-    "AdminComment AssocID AveCPUFreq AveDiskRead AveDiskWrite AvePages AveVMSize BlockID ConsumedEnergy "
-    "ConsumedEnergyRaw Container DBIndex Extra FailedNode JobExtra Layout Licenses MaxDiskRead MaxDiskReadNode MaxDiskReadTask "
-    "MaxDiskWrite MaxDiskWriteNode MaxDiskWriteTask MaxPages MaxPagesNode MaxPagesTask MaxRSSNode MaxRSSTask MaxVMSize "
+    "AdminComment AssocID AveCPUFreq AvePages AveVMSize BlockID ConsumedEnergy "
+    "ConsumedEnergyRaw Container DBIndex Extra FailedNode JobExtra Layout Licenses MaxDiskReadNode MaxDiskReadTask "
+    "MaxDiskWriteNode MaxDiskWriteTask MaxPages MaxPagesNode MaxPagesTask MaxRSSNode MaxRSSTask MaxVMSize "
     "MaxVMSizeNode MaxVMSizeTask McsLabel MinCPU MinCPUNode MinCPUTask PlannedCPU PlannedCPURAW QOSRAW ReqCPUFreq "
     "ReqCPUFreqGov ReqCPUFreqMax ReqCPUFreqMin ReqGRES AllocGRES ReservationId SystemComment TRESUsageInMaxNode "
-    "TRESUsageInMaxTask TRESUsageInMin TRESUsageInMinNode TRESUsageInMinTask TRESUsageOutAve TRESUsageOutMax "
-    "TRESUsageOutMaxNode TRESUsageOutMaxTask TRESUsageOutMin TRESUsageOutMinNode TRESUsageOutMinTask TRESUsageOutTot WCKey "
+    "TRESUsageInMaxTask TRESUsageInMin TRESUsageInMinNode TRESUsageInMinTask "
+    "TRESUsageOutMaxNode TRESUsageOutMaxTask TRESUsageOutMin TRESUsageOutMinNode TRESUsageOutMinTask WCKey "
     "WCKeyID"
 )
 # fmt: on

@@ -23,6 +23,7 @@ from hpcsched.model.dates import parse_when
 from hpcsched.model.hostlist import expand_hostlist
 
 DEFAULT_FIELDS = "JobID,JobName,Partition,Account,AllocCPUS,State,ExitCode"
+EFFICIENCY = "JobID,JobName,State,Elapsed,TimeEff,CPUEff,MemEff,Advice"
 DAY_S = 86_400
 
 COMMAND = Command(
@@ -34,6 +35,9 @@ COMMAND = Command(
         Option("allocations", "X", help="show jobs alone, not their steps"),
         Option("allusers", "a", help="show everybody's jobs"),
         Option("delimiter", "", "TEXT", "put this between columns instead of |, with --parsable or --parsable2"),
+        Option(
+            "eff", help="show how much of its time, cpus and memory each job used, and what to ask for the next time"
+        ),
         Option("endtime", "E", "TIME", "show jobs that were submitted before: now, 16:00, 2027-01-20T12:34"),
         Option("format", "o", "LIST", "show these columns, each with a width if wanted: JobID,State%20,NodeList"),
         Option("helpformat", "e", help="list the columns"),
@@ -61,7 +65,7 @@ COMMAND = Command(
 class Manners(
     namedtuple(
         "Manners",
-        "run fields columns fixed since_s everybody print_json",
+        "run fields columns fixed since_s everybody print_json jobs",
         defaults=(
             DEFAULT_FIELDS,
             tuple,
@@ -69,6 +73,7 @@ class Manners(
             lambda now_s: now_s - DAY_S,
             False,
             print_json,
+            lambda jobs, words: jobs,
         ),
     )
 ):
@@ -83,6 +88,7 @@ class Manners(
     since_s: Callable[[float], float]
     everybody: bool  # where nobody is named, everybody is meant
     print_json: Callable[[Json], object]
+    jobs: Callable[[list[Json], Words], list[Json]]  # those that were found, as they shall be shown
 
 
 def _run(work: Callable[[Words], int], argv: Sequence[str] | None) -> int:
@@ -103,15 +109,18 @@ def _work(words: Words, manners: Manners) -> int:
     if words.has("helpformat"):
         sys.stdout.write("\n".join(field_names(manners.columns())) + "\n")
         return 0
-    shown = columns_of(",".join(words.given.get("format", [manners.fields])), manners.columns())
+    fields = EFFICIENCY if words.has("eff") else manners.fields
+    shown = columns_of(",".join(words.given.get("format", [fields])), manners.columns())
     if manners.fixed:
         shown = [column if column.width else column._replace(width=column.slurms) for column in shown]
     shown = _in_units(shown, words.last("units"))
     answer = _ask(words, time.time(), manners)
+    answer["jobs"] = manners.jobs(answer["jobs"], words)
     if words.has("json"):
         manners.print_json(answer)
         return 0
-    rows = [row for job in answer["jobs"] for row in job_rows(job, steps=not words.has("allocations"))]
+    rows = [row for job in answer["jobs"] for row in job_rows(job, steps=_wants_steps(words))]
+    rows = _of_steps(rows, words.listed("jobs"))
     header = not words.has("noheader")
     if words.has("parsable") or words.has("parsable2"):
         sys.stdout.write(_parsable(shown, rows, words, header))
@@ -120,7 +129,26 @@ def _work(words: Words, manners: Manners) -> int:
     return 0
 
 
-_SIZES = ("MaxRSS", "AveRSS", "ReqMem")
+def _of_steps(rows: list[Row], references: Sequence[str]) -> list[Row]:
+    """Return the rows without those that are not meant where steps are named: ``12.0``."""
+    jobs = {reference for reference in references if "." not in reference}
+    named = {tuple(reference.split(".", 1)) for reference in references if "." in reference}
+    if not named or jobs:
+        return rows
+    return [
+        row for row in rows if row.step and (_names(row.job) & {job for job, step in named if step == row.step["step"]})
+    ]
+
+
+def _names(job: Json) -> set[str]:
+    return {str(job["id"]), job["display_id"]}
+
+
+def _wants_steps(words: Words) -> bool:
+    return not words.has("allocations") and (words.has("format") or not words.has("eff"))
+
+
+_SIZES = ("MaxRSS", "AveRSS", "ReqMem", "AveDiskRead", "AveDiskWrite", "MaxDiskRead", "MaxDiskWrite")
 _UNITS = "KMGTP"
 
 
@@ -143,7 +171,8 @@ def _converted(size: str, letter: str) -> str:
     if not size or size[-1] not in _UNITS:
         return size
     kib = float(size[:-1]) * 1024 ** _UNITS.index(size[-1])
-    return f"{kib / 1024 ** _UNITS.index(letter):.2f}".rstrip("0").rstrip(".") + letter
+    size_in = kib / 1024 ** _UNITS.index(letter)
+    return (f"{size_in:.0f}" if size_in == int(size_in) else f"{size_in:.2f}") + letter
 
 
 def _ask(words: Words, now_s: float, manners: Manners) -> Json:

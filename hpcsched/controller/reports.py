@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hpcnode import protocol
+from hpcsched.controller.measured import used
 from hpcsched.controller.messages import claim_token
 from hpcsched.controller.requests import end_lost, give_back, lose_node, miss_node, note_condition
 from hpcsched.errors import ProtocolError
@@ -180,9 +181,7 @@ def _batch_row(job: Job, node: NodeName, report: protocol.Report | None, *, outc
         ended_at_s=None if report is None else job.ended_at_s,
         exit_code=None if report is None else exit_status(report).code,
         exit_signal=None if report is None else exit_status(report).signal,
-        cpu_user_s=usage.get("cpu_user_s"),
-        cpu_system_s=usage.get("cpu_system_s"),
-        max_rss_kib=int(usage["max_rss_kib"]) if "max_rss_kib" in usage else None,
+        **used([usage]),
     )
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hpcnode import protocol
+from hpcsched.controller.measured import used
 from hpcsched.controller.stepplace import Place
 from hpcsched.errors import ProtocolError
 from hpcsched.model.ids import ALLOC_STEP, BATCH_STEP, NodeName, Token
@@ -121,7 +122,6 @@ def row_of(step: Step, ended_at_s: float | None = None) -> StepRow:
     runs = step.in_rank_order()
     code = max((code for run in runs for code in run.codes), default=0)
     signal = max((signal for run in runs for signal in run.signals), default=0)
-    usages = [run.usage for run in runs if run.usage]
     ended = ended_at_s is not None
     return StepRow(
         job_id=step.job.id,
@@ -135,9 +135,7 @@ def row_of(step: Step, ended_at_s: float | None = None) -> StepRow:
         ended_at_s=ended_at_s,
         exit_code=code if ended else None,
         exit_signal=signal if ended else None,
-        cpu_user_s=sum(usage.get("cpu_user_s", 0.0) for usage in usages) if usages else None,
-        cpu_system_s=sum(usage.get("cpu_system_s", 0.0) for usage in usages) if usages else None,
-        max_rss_kib=int(max(usage.get("max_rss_kib", 0.0) for usage in usages)) if usages else None,
+        **used(run.usage for run in runs),
     )
 
 

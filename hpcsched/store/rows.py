@@ -39,6 +39,8 @@ class StepRow:
     cpu_user_s: float | None = None
     cpu_system_s: float | None = None
     max_rss_kib: int | None = None
+    disk_read_bytes: int | None = None
+    disk_write_bytes: int | None = None
 
 
 def job_row(job: Job) -> dict[str, Any]:

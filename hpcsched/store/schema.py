@@ -134,7 +134,9 @@ steps = Table(
     Column("exit_signal", Integer),
     Column("cpu_user_s", Float),
     Column("cpu_system_s", Float),
-    Column("max_rss_kib", Integer),
+    Column("max_rss_kib", Integer),  # of the task that had most
+    Column("disk_read_bytes", Integer),
+    Column("disk_write_bytes", Integer),
 )
 
 requests = Table(

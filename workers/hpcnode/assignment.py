@@ -2,34 +2,12 @@
 
 from __future__ import annotations
 
-import resource
 from typing import Dict, NamedTuple, Optional
 
 from hpcnode import protocol
 from hpcnode.faults import CrashPoints
 from hpcnode.spool import Spool
 from hpcnode.user import Account
-
-
-class Usage:
-    """What all that has ended below has used."""
-
-    def __init__(self) -> None:
-        self.user_s = 0.0
-        self.system_s = 0.0
-        self.max_rss_kib = 0
-
-    def add(self, usage: resource.struct_rusage) -> None:
-        self.user_s += usage.ru_utime
-        self.system_s += usage.ru_stime
-        self.max_rss_kib = max(self.max_rss_kib, usage.ru_maxrss)
-
-    def as_dict(self) -> Dict[str, float]:
-        return {
-            "cpu_user_s": self.user_s,
-            "cpu_system_s": self.system_s,
-            "max_rss_kib": float(self.max_rss_kib),
-        }
 
 
 class Setting(NamedTuple):

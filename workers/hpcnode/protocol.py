@@ -288,7 +288,8 @@ class Report(Message):
 
     `seq` grows with every report of this node's spool and survives the agent. Times are this node's clock (Unix s).
     For ENDED: `codes` and `signals` have one entry per task, in rank order (code 0..255, or signal > 0).
-    `usage`: cpu_user_s, cpu_system_s, max_rss_kib (of the whole step on this node), as far as it is known.
+    `usage`: cpu_user_s, cpu_system_s, disk_read_bytes, disk_write_bytes (of the whole step on this node) and max_rss_kib (of one
+    of its tasks), as far as it is known.
     """
 
     seq: int

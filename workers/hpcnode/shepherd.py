@@ -22,13 +22,14 @@ import time
 from typing import Any, Dict, List, Optional, Set
 
 from hpcnode import cgroup, environment, files, limits, process, protocol
-from hpcnode.assignment import Assignment, Setting, Task, Usage
+from hpcnode.assignment import Assignment, Setting, Task
 from hpcnode.lease import LOOK_S, StepLease
 from hpcnode.loop import READ, Loop, Timer
 from hpcnode.relay import Relay
 from hpcnode.streams import untaken_limit
 from hpcnode.suspension import Suspension
 from hpcnode.task import READY, TaskPlan, run_task
+from hpcnode.usage import FIRST_LOOK_S, Usage
 
 LINGER_S = 3600.0  # how long output waits for a reader that takes none of it
 RETRY_S = 1.0  # between attempts to record an end on a full disk
@@ -244,6 +245,7 @@ class Shepherd:
         self._relay.say(["started", self._started])
         self._suspension.begin()
         self._set_limits()
+        self.loop.later(FIRST_LOOK_S, self._look_at_usage)
 
     def _stream_to(self) -> Optional[Dict[str, Any]]:
         address = self.launch.stream_to
@@ -294,6 +296,10 @@ class Shepherd:
         if self._final is None:
             self._timed_out = True
             self._end(self.launch.grace_s, "timeout")
+
+    def _look_at_usage(self) -> None:
+        if self._final is None:
+            self.loop.later(self._usage.look(process.children_of(os.getpid())), self._look_at_usage)
 
     def _watch_memory(self) -> None:
         if self._final is not None:

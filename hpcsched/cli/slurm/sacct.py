@@ -12,6 +12,8 @@ from hpcsched.cli.acctfields import Column, slurms_columns
 from hpcsched.cli.options import HELP, VERSION, Command, Option, Words
 from hpcsched.cli.slurm.face import ELSEWHERE, Face, run_face, with_names
 from hpcsched.client import Json
+from hpcsched.listing.jobs import index_ranges
+from hpcsched.listing.states import parse_states
 
 BRIEF = "JobID,State,ExitCode"
 LONG = (
@@ -29,12 +31,13 @@ FACE = Face(Command(
     (
         *with_names(hacct.COMMAND.options, "accounts allocations allusers delimiter endtime format helpformat jobs json name "
                     "nodelist noheader parsable parsable2 partition qos starttime state units user"),
+        Option("array", help="show each waiting task of an array on a line of its own"),
         Option("brief", "b", help=f"show {BRIEF}"),
         Option("long", "l", help="show nearly all columns"),
         HELP,
         VERSION,
     ),
-    accepted=(*ELSEWHERE, Option("allclusters", "L"), Option("array"), Option("associations", "x", "LIST"),
+    accepted=(*ELSEWHERE, Option("allclusters", "L"), Option("associations", "x", "LIST"),
               Option("duplicates", "D"), Option("truncate", "T"), Option("verbose", "v"), Option("completion", "c"),
               Option("whole-hetjob", "", "YES", bare=""), Option("use-local-uid"), Option("wckeys", "W", "LIST"),
               Option("yaml"), Option("usage"), Option("gid", "g", "LIST", aliases=("group",)), Option("flags", "F", "LIST"),
@@ -51,6 +54,8 @@ def _run(work: Callable[[Words], int], argv: Sequence[str] | None) -> int:
         for option, text in (("brief", BRIEF), ("long", LONG)):
             if words.has(option):
                 words.given.setdefault("format", [text])
+        if "RUNNING" in parse_states(words.listed("state")):
+            words.given["state"].append(",".join(_RUNNING))
         return int(work(words))
 
     return run_face(FACE, shaped, argv)
@@ -74,8 +79,36 @@ def _print_json(answer: Json) -> None:
     print_accounting(answer, client.call("GET", "/v1/ping")["cluster"])
 
 
+def _slurms(jobs: list[Json], words: Words) -> list[Json]:
+    """Return the jobs in the states of Slurm's accounting, and an array's waiting tasks as one: ``10_[3-9%2]``."""
+    made = [job | {"state": _RUNNING.get(job["state"], job["state"])} for job in jobs]
+    folds: dict[int, list[Json]] = {}
+    for job in () if words.has("array") else made:
+        if job["state"] == "PENDING" and job["array_task_id"] is not None and not job["restarts"]:
+            folds.setdefault(job["array_job_id"], []).append(job)
+    first = {tasks[0]["id"]: _folded(tasks) for tasks in folds.values() if len(tasks) > 1}
+    rest = {job["id"] for tasks in folds.values() for job in tasks[1:]}
+    return [first.get(job["id"], job) for job in made if job["id"] not in rest]
+
+
+_RUNNING = {"CONFIGURING": "RUNNING", "COMPLETING": "RUNNING"}  # what sacct knows of a job that is not over
+
+
+def _folded(tasks: list[Json]) -> Json:
+    one = tasks[0]
+    limit = f"%{one['array_limit']}" if one["array_limit"] else ""
+    indices = index_ranges([task["array_task_id"] for task in tasks])
+    return one | {"id": one["array_job_id"], "display_id": f"{one['array_job_id']}_[{indices}{limit}]"}
+
+
 MANNERS = hacct.Manners(
-    _run, columns=_columns, fixed=True, since_s=_midnight_s, everybody=os.getuid() == 0, print_json=_print_json
+    _run,
+    columns=_columns,
+    fixed=True,
+    since_s=_midnight_s,
+    everybody=os.getuid() == 0,
+    print_json=_print_json,
+    jobs=_slurms,
 )
 
 

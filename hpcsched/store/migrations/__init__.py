@@ -19,6 +19,7 @@ from hpcsched.store.migrations import (
     m0008_training,
     m0009_failures,
     m0010_lowered_limits,
+    m0011_step_io,
 )
 
 MIGRATIONS: tuple[Callable[[Connection], None], ...] = (
@@ -32,4 +33,5 @@ MIGRATIONS: tuple[Callable[[Connection], None], ...] = (
     m0008_training.upgrade,
     m0009_failures.upgrade,
     m0010_lowered_limits.upgrade,
+    m0011_step_io.upgrade,
 )

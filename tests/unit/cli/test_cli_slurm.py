@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_api import NOW_S, FakeApi, ended, job, node, partition, running, step
+from fake_api import NOW_S, FakeApi, ended, job, node, partition, running, step, task
 
 from hpcsched.cli import hqueue
 from hpcsched.cli.slurm import sacct, sacctmgr, sbatch, scancel, scontrol, sdiag, sinfo, sprio, squeue, sshare, sstat
@@ -445,3 +445,32 @@ def test_usage_errors_cross_the_wire_as_such(api: FakeApi, capsys: Out) -> None:
     api.answers["GET /v1/queue"] = (400, {"error": "Invalid sort specification: x", "kind": UsageError.__name__})
     assert squeue.main(["-S", "x"]) == 1
     assert capsys.readouterr().err == "squeue: error: Invalid sort specification: x\n"
+
+
+def test_sacct_has_slurm_s_states_and_an_array_s_waiting_tasks_as_one(api: FakeApi, capsys: Out) -> None:
+    tasks = [task(20, index) | {"steps": []} for index in (1, 2, 5)]
+    jobs = [running(state="COMPLETING") | {"steps": []}, running(12, state="CONFIGURING") | {"steps": []}, *tasks]
+    api.answers["GET /v1/history"] = {"now_s": NOW_S, "jobs": jobs}
+    assert sacct.main(["-nPa", "-o", "JobID,JobIDRaw,State"]) == 0
+    assert capsys.readouterr().out.split() == ["11|11|RUNNING", "12|12|RUNNING", "20_[1-2,5%2]|20|PENDING"]
+    assert sacct.main(["-nPa", "--array", "-o", "JobID", "-s", "R,PD"]) == 0
+    assert capsys.readouterr().out.split() == ["11", "12", "20_1", "20_2", "20_5"]
+    asked = api.parameters("GET /v1/history")["state"].split(",")
+    assert sorted(asked) == ["COMPLETING", "CONFIGURING", "PENDING", "RUNNING"]
+
+
+def test_sacct_shows_what_a_step_has_read_and_written(api: FakeApi, capsys: Out) -> None:
+    moved = step("0", ntasks=2, disk_read_bytes=3 * 2**20, disk_write_bytes=999)
+    api.answers["GET /v1/history"] = {"now_s": NOW_S, "jobs": [ended() | {"steps": [moved]}]}
+    assert sacct.main(["-nP", "-j", "10.0", "-o", "JobID,AveDiskRead,MaxDiskWrite,TRESUsageInTot,TRESUsageOutAve"]) == 0
+    assert capsys.readouterr().out == "10.0|1.50M|499.50|cpu=00:01:00,fs/disk=3145728,mem=20480K|fs/disk=499\n"
+    assert sacct.main(["-nP", "-j", "10.0", "-o", "AveDiskRead", "--units=K"]) == 0
+    assert capsys.readouterr().out == "1536K\n"
+
+
+def test_a_step_that_is_named_is_shown_alone(api: FakeApi, capsys: Out) -> None:
+    steps = [step("batch"), step("0"), step("1")]
+    api.answers["GET /v1/history"] = {"now_s": NOW_S, "jobs": [ended() | {"steps": steps}]}
+    for named, shown in (("10.1", "10.1"), ("10.batch,10.0", "10.batch 10.0"), ("10,10.1", "10 10.batch 10.0 10.1")):
+        assert sacct.main(["-nP", "-o", "JobID", "-j", named]) == 0
+        assert capsys.readouterr().out.split() == shown.split()

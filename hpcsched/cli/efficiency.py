@@ -1,0 +1,110 @@
+"""How much of what a job was given it used, and in one line what to ask for the next time: `hacct --eff`.
+
+A job is the JSON object of the API's history. Processor time is that of all its steps; memory is what its largest step took,
+its tasks taken to be alike (as seff does). Only of jobs that are over: what still runs has not been measured to its end.
+"""
+
+from __future__ import annotations
+
+import math
+
+from hpcsched.client import Json
+from hpcsched.listing.states import ENDED_STATES
+from hpcsched.model.units import format_mem, format_time_s
+
+SHORT_S = 10  # who ran less has hardly begun
+BUSY = 0.5  # of the cpus, at least: the rest waits for something now and then
+ROOMY = 0.3  # of the memory, at most: less would do
+SPARE = 1.25  # of memory to ask for, times what was used
+SMALL_MIB = 512  # nobody else misses so little
+LATE = 0.25  # of the time limit, at most: a shorter one starts sooner
+LONG_S = 3600
+
+
+def time_part(job: Json) -> float | None:
+    """Return which part of its time limit the job ran; None: it has none."""
+    return job["elapsed_s"] / job["time_limit_s"] if job["time_limit_s"] and job["started_at_s"] else None
+
+
+def cpu_part(job: Json) -> float | None:
+    """Return for which part of its time the job's cpus were busy; None: that is not known."""
+    busy_s = _cpu_s(job)
+    given_s = job["elapsed_s"] * job["num_cpus"]
+    return None if busy_s is None or given_s <= 0 else busy_s / given_s
+
+
+def mem_part(job: Json) -> float | None:
+    """Return which part of its memory the job used; None: that is not known, or it was given all there is."""
+    used_mib = _used_mib(job)
+    return None if used_mib is None or not job["mem_mib"] else used_mib / job["mem_mib"]
+
+
+def part_text(part: float | None) -> str:
+    """Return a part as ``37%``."""
+    return "" if part is None else f"{part * 100:.0f}%"
+
+
+def advice(job: Json) -> str:
+    """Return in one line what to ask for the next time; "" of a job that is not over or never ran."""
+    if job["state"] not in ENDED_STATES or job["started_at_s"] is None:
+        return ""
+    nodes = max(1, job["num_nodes"])
+    if job["state"] == "OUT_OF_MEMORY":
+        given = (job["mem_mib"] or 0) // nodes
+        wanted = _round_mib(max(2 * given, SPARE * (_used_mib(job) or 0) / nodes))
+        return f"took more than the {format_mem(given)} that it had on each node: --mem={format_mem(wanted)}"
+    if job["state"] == "TIMEOUT":
+        limit = format_time_s(job["time_limit_s"])
+        return f"was ended at its limit of {limit}: a longer --time, or checkpoints and --requeue"
+    if job["elapsed_s"] < SHORT_S:
+        return "ran too shortly to tell"
+    found = [text for text in (_about_cpus(job), _about_memory(job, nodes), _about_time(job)) if text]
+    return "; ".join(found) or ("used what it was given" if cpu_part(job) is not None else "nothing was measured")
+
+
+def _cpu_s(job: Json) -> float | None:
+    steps = [step for step in _steps(job) if step["cpu_user_s"] is not None]
+    return sum(step["cpu_user_s"] + (step["cpu_system_s"] or 0.0) for step in steps) if steps else None
+
+
+def _used_mib(job: Json) -> float | None:
+    sizes = [step["max_rss_kib"] * step["ntasks"] / 1024 for step in _steps(job) if step["max_rss_kib"]]
+    return max(sizes, default=None)
+
+
+def _steps(job: Json) -> list[Json]:
+    return [step for step in job["steps"] if step.get("attempt", job["attempt"]) == job["attempt"]]
+
+
+def _about_cpus(job: Json) -> str:
+    part = cpu_part(job)
+    if part is None or part >= BUSY:
+        return ""
+    if job["gpus"]:
+        return f"its {job['num_cpus']} cpus were busy for {part_text(part)} of the time, as may be with GPUs"
+    busy = part * job["num_cpus"]
+    if job["num_cpus"] == 1 or math.ceil(busy) >= job["num_cpus"]:
+        return f"its cpu was busy for {part_text(part)} of the time: it waited for files, the network or others"
+    return f"of its {job['num_cpus']} cpus {busy:.1f} were busy: ask for {max(1, math.ceil(busy))}"
+
+
+def _about_memory(job: Json, nodes: int) -> str:
+    part, used_mib = mem_part(job), _used_mib(job)
+    if part is None or used_mib is None or part > ROOMY or job["mem_mib"] / nodes < SMALL_MIB:
+        return ""
+    wanted = _round_mib(SPARE * used_mib / nodes)
+    given = format_mem(job["mem_mib"] // nodes)
+    return f"used {format_mem(math.ceil(used_mib / nodes))} of {given} on a node: --mem={format_mem(wanted)}"
+
+
+def _about_time(job: Json) -> str:
+    part = time_part(job)
+    if part is None or part > LATE or job["time_limit_s"] < LONG_S or job["state"] != "COMPLETED":
+        return ""
+    return f"took {format_time_s(job['elapsed_s'])} of {format_time_s(job['time_limit_s'])}: a shorter --time starts sooner"
+
+
+def _round_mib(mib: float) -> int:
+    """Return a size that a person would write: in steps of 100M, above 1G of 1G."""
+    step = 100 if mib < 1024 else 1024
+    return math.ceil(mib / step) * step
