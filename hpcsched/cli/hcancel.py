@@ -45,8 +45,8 @@ COMMAND = Command(
         VERSION,
     ),
     (
-        "A JOB is a number, a task of an array (10_3), some of its tasks (10_[1-3,7]), the name of one of your jobs, or "
-        "'last'.",
+        "A JOB is a number, a task of an array (10_3), some of its tasks (10_[1-3,7]), a step (10.0, or 10.batch for the "
+        "script), the name of one of your jobs, or 'last'.",
     ),
 )
 
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None, manners: Manners = NATIVE) -> int:
 
 def _work(words: Words, manners: Manners) -> int:
     references = [reference for operand in words.operands for reference in split_list(operand)]
-    _check(references, words, manners)
+    _check(words, manners)
     filters = _filters(words)
     if not references and not filters:
         if manners.slurms:
@@ -100,16 +100,13 @@ def _work(words: Words, manners: Manners) -> int:
         named = references if manners.slurms and references else answer["jobs"]
         for job_id in named:
             what = "Terminating job" if signum is None else f"Signal {signum} to batch job"
+            if "." in str(job_id):
+                what = "Terminating step" if signum is None else f"Signal {signum} to step"
             print(f"{manners.command.name}: {what} {job_id}", file=sys.stderr)
     return _report(answer["errors"], words, manners)
 
 
-def _check(references: Sequence[str], words: Words, manners: Manners) -> None:
-    name = manners.command.name
-    for reference in references:
-        number, dot, step = reference.partition(".")
-        if dot and number.replace("_", "").isdigit():
-            raise RequestError(f"cannot cancel step {step[:20]} alone: only whole jobs can be; write {name} {number}")
+def _check(words: Words, manners: Manners) -> None:
     if words.has("batch") and not words.has("signal") and not manners.slurms:
         raise UsageError("cannot take --batch without --signal: a job is always ended as a whole")
 

@@ -32,6 +32,7 @@ from hpcsched.controller.fleet import Fleet
 from hpcsched.controller.outlook import first_start, first_waiting, why_words
 from hpcsched.controller.reading import Reading
 from hpcsched.controller.references import find_jobs
+from hpcsched.controller.stepcancel import act_on_steps, sort_out
 from hpcsched.controller.story import tell
 from hpcsched.controller.tick import Controller
 from hpcsched.controller.update import update
@@ -200,25 +201,39 @@ class ControllerBackend(Reading):
             raise RequestError('cannot do that: the body must be {"jobs": [references], "filters": {name: text}}')
         if not references and not filters:
             raise RequestError(f"cannot {verb}: no job was named")
-        if verb == "cancel" and body.get("signal"):
-            signum = parse_signal(str(body["signal"]))
-            batch, full = bool(body.get("batch")), bool(body.get("full"))
-            outcome = await self._change(
-                lambda tx: requests.signal(tx, asker, references, filters, signum, batch, full)
-            )
-            self._controller.send_signals(outcome.signals)
-            return outcome.as_json()
+        if verb == "cancel":
+            return await self._cancel(asker, references, filters, body)
         if verb == "update":
             changes = body.get("changes")
             if not isinstance(changes, dict):
                 raise RequestError('cannot change the job: the body must have {"changes": {name: text}}')
             texts = {str(name): str(value) for name, value in changes.items()}
             outcome = await self._change(lambda tx: update(tx, asker, references, texts))
-        elif verb == "cancel":
-            outcome = await self._change(lambda tx: requests.cancel(tx, asker, references, filters))
         else:
             work = _WORK[verb]
             outcome = await self._change(lambda tx: work(tx, asker, references))
+        return outcome.as_json()
+
+    async def _cancel(self, asker: Asker, references: list[str], filters: dict[str, str], body: Json) -> Json:
+        """End what is meant, or send it a signal: jobs, batch scripts, steps."""
+        meant = sort_out(references)
+        signum = parse_signal(str(body["signal"])) if body.get("signal") else None
+        batch, full = bool(body.get("batch")), bool(body.get("full"))
+
+        def work(tx: Transaction) -> requests.Outcome:
+            outcome = requests.Outcome()
+            if signum is None and (meant.jobs or meant.batch or not references):
+                outcome.add(requests.cancel(tx, asker, [*meant.jobs, *meant.batch], filters))
+            if signum is not None and (meant.jobs or not references):
+                outcome.add(requests.signal(tx, asker, meant.jobs, filters, signum, batch, full))
+            if signum is not None and meant.batch:
+                outcome.add(requests.signal(tx, asker, meant.batch, filters, signum, True, False))
+            return outcome
+
+        outcome = await self._change(work)
+        self._controller.send_signals(outcome.signals)
+        if meant.steps and self._controller.listener is not None:
+            act_on_steps(self._world, self._controller.listener, asker, meant.steps, filters, signum, outcome)
         return outcome.as_json()
 
     def history(self, asker: Asker, query: Json) -> Json:

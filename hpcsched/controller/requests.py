@@ -55,6 +55,12 @@ class Outcome:
         """Note that a reference was refused."""
         self.errors.append({"job": reference, "error": str(error), "kind": type(error).__name__})
 
+    def add(self, other: Outcome) -> None:
+        """Note what another part of the request came to."""
+        self.jobs += other.jobs
+        self.errors += other.errors
+        self.signals += other.signals
+
     def as_json(self) -> dict[str, Any]:
         """Return the part that the asker sees."""
         answer: dict[str, Any] = {"jobs": self.jobs, "errors": self.errors}

@@ -123,6 +123,10 @@ class Stepping:
 
         self._in_tick(work)
 
+    def act_on_step(self, job: Job, number: int, signum: int | None, by: str) -> bool:
+        """Send a signal to the tasks of a running step, or (None) end it; return whether there is one."""
+        return self.service.act_on(job, number, signum, by)
+
     def node_welcome(self, node: NodeName, inventory: list[dict[str, Any]]) -> None:
         """Compare the steps known here with what the node knows."""
         mine = [item for item in inventory if str(item.get("token")).startswith(self._world.incarnation + ".")]

@@ -204,6 +204,16 @@ class StepService:
                 run.ended = True
             self._finish(step)
 
+    def act_on(self, job: Job, number: int, signum: int | None, by: str) -> bool:
+        """Send a signal to the tasks of the job's running step, or (None) end it; return whether there is one."""
+        step = self._steps.get((job.id, job.attempt, number))
+        if step is not None and signum is not None:
+            self._signal(step, signum)
+        elif step is not None:
+            step.error = step.error or f"step {job.display_id}.{number} is ended: cancelled by {by}"
+            self._end(step, "cancelled", state="CANCELLED")
+        return step is not None
+
     def concerns(self, job_id: JobId) -> bool:
         """Return whether a step of the job waits or runs here, or one is awaited."""
         known = job_id in self._queues or job_id in self._held or job_id in self._unclaimed
@@ -435,8 +445,10 @@ class StepService:
         if not 1 <= signum <= 64:
             raise ProtocolError(f"cannot send signal {signum}: there is none of that number")
         step = self._by_origin.get(origin)
-        if step is None or step.finished:
-            return
+        if step is not None and not step.finished:
+            self._signal(step, signum)
+
+    def _signal(self, step: Step, signum: int) -> None:
         if signum == _SIGKILL:
             self._end(step, "killed", grace_s=0.0, state="CANCELLED")
             return

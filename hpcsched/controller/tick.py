@@ -91,6 +91,8 @@ class Listener(Protocol):
 
     def step_reported(self, node: NodeName, report: protocol.Report) -> None: ...
 
+    def act_on_step(self, job: Job, number: int, signum: int | None, by: str) -> bool: ...
+
 
 class Controller:
     """The ledger and what happens to it."""

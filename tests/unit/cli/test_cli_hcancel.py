@@ -65,8 +65,6 @@ def test_somebody_elses_job_is_always_an_error(api: FakeApi, capsys: pytest.Capt
     ("argv", "status", "says"),
     [
         ([], 2, "no job was named"),
-        (["12.0"], 1, "only whole jobs can be; write hcancel 12"),
-        (["10_3.batch"], 1, "write hcancel 10_3"),
         (["-b", "12"], 2, "--batch without --signal"),
         (["-s", "NOPE", "12"], 1, "cannot read signal 'NOPE'"),
         (["-t", "nope"], 2, "Invalid job state specified: nope"),

@@ -388,6 +388,21 @@ def test_waiting_steps_start_in_their_order() -> None:
     assert started == [1, 2]
 
 
+def test_one_step_is_signalled_or_ended_and_the_others_are_not() -> None:
+    world = World()
+    world.asks(nodes="1", ntasks="1")
+    world.asks(origin=SECOND, nodes="1", ntasks="1")
+    first, second = (launch.token for _, launch in world.launches())
+    del world.sent[:]
+    assert world.service.act_on(world.jobs[JobId(12)], 1, 10, "ann")
+    assert [(type(m), m.token) for _, m, _ in world.sent] == [(protocol.SignalStep, second)]
+    assert world.service.act_on(world.jobs[JobId(12)], 0, None, "ann")
+    assert [(m.token, m.grace_s) for _, m, _ in world.sent[1:]] == [(first, 30.0)]
+    assert world.service.act_on(world.jobs[JobId(12)], 1, 9, "ann")
+    assert [(m.token, m.grace_s) for _, m, _ in world.sent[2:]] == [(second, 0.0)]
+    assert not world.service.act_on(world.jobs[JobId(12)], 2, None, "ann")
+
+
 def test_a_step_goes_where_there_is_room() -> None:
     world = World()
     world.asks(nodes="1", ntasks="4")
