@@ -25,6 +25,9 @@ from hpcsched.store.rows import StepRow
 from hpcsched.store.world import World
 
 VERSION = 1
+_UNDECIDED = (
+    "it runs from before the database was restored from a backup; an admin decides whether it goes on: hctl strays"
+)
 
 
 def training_view(training: Training | None) -> dict[str, Any] | None:
@@ -76,6 +79,8 @@ def why_waiting(job: Job, world: World, now_s: float) -> tuple[Reason, str, floa
             return job.reason, _starting(job), None
         if job.state is JobState.SUSPENDED:
             return job.reason, _standing_still(job), None
+        if any(world.job_of_former(kept.token) is job for kept in world.kept.values()):
+            return job.reason, _UNDECIDED, None
     return job.reason, job.reason_detail, None
 
 
@@ -171,7 +176,7 @@ def node_views(world: World, now_s: float) -> list[dict[str, Any]]:
     shares = [(job.id, share) for job in world.active_jobs() for share in job.holding]
     return [
         _node_view(node, [item for item in shares if item[1].node == node.name], world, reserved.get(node.name))
-        for node in world.nodes.values()
+        for node in world.open_nodes()
     ]
 
 

@@ -22,14 +22,12 @@ from hpcsched.lifecycle.job import can
 from hpcsched.model.hostlist import expand_hostlist
 from hpcsched.model.ids import NodeName
 from hpcsched.model.job import ACTIVE, FINAL, Hold, Job, JobState
-from hpcsched.model.node import Link, Partition
+from hpcsched.model.node import OURSELVES, Link, Partition
 from hpcsched.model.reservation import Reservation
 from hpcsched.model.spec import JobSpec
 from hpcsched.sched.feasible import impossible
 from hpcsched.sched.request import request_of
 from hpcsched.store.world import Transaction, World
-
-OURSELVES = "hpcschedd"  # who drains a node that says that it can take no launches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

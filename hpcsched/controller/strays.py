@@ -12,7 +12,6 @@ A former launch that waits for a decision is known to memory alone: nodes tell o
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 from hpcnode import protocol
@@ -25,12 +24,10 @@ from hpcsched.lifecycle.events import Adopted, Claimed, Started
 from hpcsched.lifecycle.job import can
 from hpcsched.model.ids import ALLOC_STEP, BATCH_STEP, JobId, NodeName, Token
 from hpcsched.model.job import Job, JobState, Reason
-from hpcsched.model.node import Node
 from hpcsched.sched.eligible import Wait
-from hpcsched.store.world import Kept, Transaction, World
+from hpcsched.store.world import Kept, Transaction, World, is_attempt_of
 
 LIVING = (protocol.CLAIMED, protocol.READY, protocol.STARTED)
-BLOCKED = "runs what was launched before the database was restored: hctl strays"
 
 
 def keep(world: World, node: NodeName, token: Token, report: protocol.Report, answer: Answer) -> None:
@@ -117,18 +114,7 @@ def views(world: World) -> list[dict[str, Any]]:
             "user": job.user if job is not None else None,
         }
         for (node, text), kept in world.kept.items()
-        for job in [_job_of(world, kept.token)]
-    ]
-
-
-def open_nodes(world: World) -> Iterable[Node]:
-    """Return the nodes as a plan may use them: one that runs what no job here holds has no room that is known."""
-    if not world.kept:
-        return world.nodes.values()
-    taken = {node for (node, _), kept in world.kept.items() if _job_of(world, kept.token) is None}
-    return [
-        replace(node, drained=True, drained_why=BLOCKED) if node.name in taken and not node.drained else node
-        for node in world.nodes.values()
+        for job in [world.job_of_former(kept.token)]
     ]
 
 
@@ -141,10 +127,10 @@ def adopt(tx: Transaction, asker: Asker, references: Iterable[str]) -> list[int]
     references = list(references)
     named = _named(tx.world, references)
     if references == ["all"]:
-        named = [token for token in named if _job_of(tx.world, token) is not None] or named
+        named = [token for token in named if tx.world.job_of_former(token) is not None] or named
     adopted: dict[int, None] = {}
     for token in named:
-        job = _job_of(tx.world, token)
+        job = tx.world.job_of_former(token)
         if job is None:
             raise RequestError(
                 f"cannot adopt {token}: the restored database does not know this launch, so that its owner and what it "
@@ -171,7 +157,7 @@ def _adopt(tx: Transaction, asker: Asker, job: Job) -> None:
     tx.decided(
         key
         for key, kept in tx.world.kept.items()
-        if kept.token.job_id == job.id and _job_of(tx.world, kept.token) is not None
+        if kept.token.job_id == job.id and tx.world.job_of_former(kept.token) is not None
     )
 
 
@@ -182,7 +168,7 @@ def end(tx: Transaction, asker: Asker, references: Iterable[str]) -> dict[NodeNa
     for token in _named(tx.world, references):
         answer = answers.setdefault(token.node, Answer())
         end_stray(token, tx.world.kept[token.node, str(token)].report, answer)
-        job = _job_of(tx.world, token)
+        job = tx.world.job_of_former(token)
         if job is not None and job.state is not JobState.COMPLETING:
             end_lost(tx, job, f"ended by {asker.user}: the database was restored from a backup")
     return answers
@@ -191,22 +177,7 @@ def end(tx: Transaction, asker: Asker, references: Iterable[str]) -> dict[NodeNa
 def is_adopted(world: World, token: Token) -> bool:
     """Return whether the launch is a part of a job that was adopted."""
     job = world.jobs.get(token.job_id)
-    return job is not None and job.token in world.adopted and _is_of(job, token)
-
-
-def _job_of(world: World, token: Token) -> Job | None:
-    """Return the job, holding nodes, that this launch of before the restore belongs to by its whole token."""
-    job = world.jobs.get(token.job_id)
-    if job is None or not job.token or not job.held_nodes or not _is_of(job, token):
-        return None
-    if token.step == BATCH_STEP and str(token) != job.token:
-        return None
-    return job if token.node in job.held_nodes else None
-
-
-def _is_of(job: Job, token: Token) -> bool:
-    own = Token.parse(job.token)
-    return (own.incarnation, own.attempt) == (token.incarnation, token.attempt)
+    return job is not None and job.token in world.adopted and is_attempt_of(job, token)
 
 
 def _named(world: World, references: Iterable[str]) -> list[Token]:

@@ -466,7 +466,7 @@ class Controller:
         reservations = world.reservations.values()
         return snapshot_of(
             jobs,
-            strays.open_nodes(world),
+            world.open_nodes(),
             world.partitions.values(),
             now_s,
             cache,

@@ -208,7 +208,7 @@ class NodeLink:
             self._heard_s = now_s  # it was this process that stood still: what came meanwhile is not read yet
         silent_s = now_s - self._heard_s
         if silent_s >= self._times.down_after_s:
-            self._fail(f"{self.spec.name} does not answer: no sign of life for {silent_s:.0f} s")
+            self._fail(f"no sign of life for {silent_s:.0f} s")
             return
         if silent_s >= self._times.heartbeat_s * 0.9:
             self._pings += 1

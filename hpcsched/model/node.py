@@ -13,6 +13,8 @@ from hpcsched.model.accounting import NO_LIMITS, Limits
 from hpcsched.model.ids import NodeName
 from hpcsched.model.resources import Gpu
 
+OURSELVES = "hpcschedd"  # who drains a node that says, or of which is known, that it can take no launches
+
 
 class Link(StrEnum):
     UNKNOWN = "unknown"  # not heard of since the controller started

@@ -15,9 +15,9 @@ from hpcsched.config import Config
 from hpcsched.errors import InvariantError
 from hpcsched.lifecycle.events import Event, Submitted
 from hpcsched.lifecycle.job import apply, submitted_jobs
-from hpcsched.model.ids import JobId, NodeName, Token
+from hpcsched.model.ids import BATCH_STEP, JobId, NodeName, Token
 from hpcsched.model.job import ACTIVE, FINAL, Job, JobState
-from hpcsched.model.node import Node, Partition
+from hpcsched.model.node import OURSELVES, Node, Partition
 from hpcsched.model.reservation import Reservation
 from hpcsched.model.spec import JobSpec
 from hpcsched.model.training import Failure, Training
@@ -25,6 +25,8 @@ from hpcsched.sched.eligible import Wait
 from hpcsched.sched.usage import Used, at, charge_of, plus, weights_of
 from hpcsched.store.rows import StepRow
 from hpcsched.store.store import Batch
+
+BLOCKED = "runs what was launched before the database was restored: hctl strays"
 
 
 class Kept(NamedTuple):
@@ -73,6 +75,24 @@ class World:
     def is_former(self, job: Job) -> bool:
         """Return whether the job was launched before the database was restored, and not since."""
         return bool(job.token) and not job.token.startswith(self.incarnation + ".") and job.token not in self.adopted
+
+    def job_of_former(self, token: Token) -> Job | None:
+        """Return the job, holding nodes, that this launch of before a restore belongs to by its whole token."""
+        job = self.jobs.get(token.job_id)
+        if job is None or not job.token or not job.held_nodes or not is_attempt_of(job, token):
+            return None
+        if token.step == BATCH_STEP and str(token) != job.token:
+            return None
+        return job if token.node in job.held_nodes else None
+
+    def open_nodes(self) -> list[Node]:
+        """Return the nodes as a plan may use them: one that runs what no job here holds has no room that is known."""
+        taken = {node for (node, _), kept in self.kept.items() if self.job_of_former(kept.token) is None}
+        blocked = {"drained": True, "drained_why": BLOCKED, "drained_by": OURSELVES}
+        return [
+            replace(node, **blocked) if node.name in taken and not node.drained else node  # type: ignore[arg-type]
+            for node in self.nodes.values()
+        ]
 
     def requeues(self, job: Job) -> bool:
         """Return whether the job goes back to the queue when its node is lost."""
@@ -329,6 +349,12 @@ class Transaction:
         self._jobs_before.setdefault(job.id, self.world.jobs.get(job.id))
         self.world.put(job)
         self.batch.jobs[job.id] = job
+
+
+def is_attempt_of(job: Job, token: Token) -> bool:
+    """Return whether the launch is a part of the attempt that the job is at."""
+    own = Token.parse(job.token)
+    return (own.incarnation, own.attempt) == (token.incarnation, token.attempt)
 
 
 def _keep(reservations: dict[str, Reservation], name: str, reservation: Reservation | None) -> None:

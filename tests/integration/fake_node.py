@@ -8,7 +8,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import hpcnode
-from hpcnode import protocol
 from hpcsched.launch.bundle import Bundle, build_bundle
 
 MAIN = """
@@ -80,12 +79,6 @@ def main():
 
 def fake_bundle(extra: bytes = b"") -> Bundle:
     """Return a bundle with the stand-in; `extra` makes its hash another."""
-    assert protocol.__file__ is not None
     assert hpcnode.__file__ is not None
-    return build_bundle(
-        {
-            "hpcnode/__init__.py": Path(hpcnode.__file__).read_bytes(),
-            "hpcnode/protocol.py": Path(protocol.__file__).read_bytes(),
-            "hpcnode/__main__.py": MAIN.encode() + extra,
-        }
-    )
+    files = {f"hpcnode/{path.name}": path.read_bytes() for path in Path(hpcnode.__file__).parent.glob("*.py")}
+    return build_bundle(files | {"hpcnode/__main__.py": MAIN.encode() + extra})

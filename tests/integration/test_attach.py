@@ -175,6 +175,16 @@ def test_attach_passes_on_much_both_ways(root: Path) -> None:
     controller.close()
 
 
+def test_attach_says_that_it_was_the_agent_that_ended(root: Path) -> None:
+    controller = Attached(root, *source())
+    pid = controller.welcome.pid
+    os.kill(pid, signal.SIGKILL)
+    assert controller.process.stderr is not None
+    assert f"the agent has ended or was killed (see {root}/log)" in controller.process.stderr.read().decode()
+    assert controller.process.wait(10) == 1
+    controller.close()
+
+
 def test_attach_says_why_there_is_no_agent(root: Path) -> None:
     (root / "spool").write_text("in the way")
     done = subprocess.run(

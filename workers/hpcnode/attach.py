@@ -53,7 +53,9 @@ def main(argv: List[str]) -> int:
     except (AttachError, OSError) as error:
         sys.stderr.write("hpcnode: %s\n" % error)
         return 1
-    join(sock)
+    if not join(sock):
+        sys.stderr.write("hpcnode: the agent has ended or was killed (see %s/log)\n" % options.root)
+        return 1
     return 0
 
 
@@ -188,8 +190,11 @@ def open_log(root: str):  # type: ignore[no-untyped-def]
     return os.fdopen(fd, "ab")
 
 
-def join(sock: socket.socket) -> None:
-    """Pass on stdin to the socket and the socket to stdout, each as fast as the other end takes it, until either ends."""
+def join(sock: socket.socket) -> bool:
+    """Pass on stdin to the socket and the socket to stdout, each as fast as the other end takes it, until either ends.
+
+    Returns False if it was the agent that ended.
+    """
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     pumps = [_Pump(0, sock.fileno()), _Pump(sock.fileno(), 1)]
     for fd in (0, 1, sock.fileno()):
@@ -206,6 +211,7 @@ def join(sock: socket.socket) -> None:
                 for pump in pumps:
                     if key.fd in (pump.source, pump.sink):
                         pump.move()
+    return not pumps[1].over
 
 
 def _set(selector: selectors.PollSelector, fd: int, events: int) -> None:

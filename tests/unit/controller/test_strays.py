@@ -10,6 +10,7 @@ from restoredworld import Restored
 from world import ANN, ROOT, Cluster, full_disk
 
 from hpcnode import protocol
+from hpcsched.api.views import node_views
 from hpcsched.controller import requests, strays
 from hpcsched.controller.messages import claim_token
 from hpcsched.errors import NotFoundError, PermissionDeniedError, RequestError, UnavailableError
@@ -147,6 +148,27 @@ def test_what_the_database_does_not_know_is_not_adopted_and_keeps_its_node_free_
     after.says("n1", protocol.JobGone(incarnation=restored.before.world.incarnation, job_id=later, attempt=0))
     after.tick(1.0)
     assert [share.node for share in after.job(waits).shares] == ["n1"]
+
+
+def test_what_waits_for_a_decision_is_shown_where_people_look(restored: Restored) -> None:
+    known = restored.before.submit()
+    restored.before.run(known)
+    restored.back_up()
+    later = restored.before.submit(nodelist=("n2",))
+    restored.before.run(later)
+    reports = {
+        "n1": restored.before.report(known, protocol.STARTED),
+        "n2": restored.before.report(later, protocol.STARTED),
+    }
+    after = restored.restore()
+    for name, report in reports.items():
+        after.welcome(name, inventory=(report,))
+    assert "an admin decides whether it goes on: hctl strays" in after.backend().story(ROOT, str(known))["now"]
+    blocked = {view["name"]: (view["state"], view["drained_why"]) for view in node_views(after.world, after.now_s)}
+    why = "runs what was launched before the database was restored: hctl strays"
+    assert blocked == {"n1": ("MIXED", ""), "n2": ("DRAINED", why)}
+    adopt(after, str(reports["n1"].token))
+    assert after.backend().story(ROOT, str(known))["now"] == f"job {known} is RUNNING"
 
 
 def test_all_that_can_be_adopted_is_and_the_rest_waits_for_another_word(restored: Restored) -> None:

@@ -258,7 +258,7 @@ def test_a_silent_link_is_pinged_and_then_given_up() -> None:
         ((ping, _),) = framer.feed(pipe.writes.get(timeout=PATIENCE_S))
         assert ping == protocol.Ping(request=expected)
     world.loop.advance(15)
-    assert world.said[1:] == [("down", "n1 does not answer: no sign of life for 45 s")]
+    assert world.said[1:] == [("down", "no sign of life for 45 s")]
     assert not world.link.up
 
 
