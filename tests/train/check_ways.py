@@ -15,7 +15,7 @@ from hpctrain.comm import hosts as hosts_module
 from hpctrain.comm.halves import HALVES
 from hpctrain.comm.hosts import Hosts
 from hpctrain.comm.links import connect_ring
-from hpctrain.comm.ways import choose, pick, ways_for
+from hpctrain.comm.ways import choose, for_halves, pick, ways_for
 from hpctrain.comm.window import Window
 
 
@@ -52,10 +52,12 @@ def main() -> None:
                     check(way, comm, length, dtype, roundings=2 if name == "two levels" else 1)
     if comm.size > 1:
         choices = choose(MPI, comm, {name: way for name, way in ways.items() if name != "shared"})
-        names = [pick(choices, torch.empty(length), next(iter(ways))) for length in (1, 5000, 10**6, 10**7)]
+        names = [pick(choices, torch.empty(length), for_halves(ways)) for length in (1, 5000, 10**6, 10**7)]
         assert len(set(map(tuple, comm.allgather(names)))) == 1
-        halves = pick(choices, torch.empty(5, dtype=torch.bfloat16), "usual")
-        assert halves != "mpi"
+        halves = {pick(choices, torch.empty(length, dtype=torch.bfloat16), for_halves(ways)) for length in (5, 10**7)}
+        assert not halves & {"mpi", "wire"}, halves
+        if comm.size > 2 and hosts.count > 1:
+            assert names[0] == "mpi", names  # how often ranks wait for each other is all that counts
     if comm.rank == 0:
         print(f"checked {' '.join(ways)} on {comm.size}")
 

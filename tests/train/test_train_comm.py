@@ -33,7 +33,7 @@ def test_the_ring_sums_any_length_and_type_to_the_same_bits_on_all_ranks(count: 
         (3, 1, "window mpi shared"),
         (3, 2, "two levels mpi"),
         (4, 2, "two levels mpi"),
-        (4, 4, "ring gather mpi wire"),
+        (4, 4, "wire ring gather mpi"),
     ],
 )
 def test_every_way_to_sum_gives_the_same_bits_on_all_ranks(count: int, hosts: int, ways: str) -> None:

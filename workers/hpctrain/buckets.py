@@ -18,7 +18,9 @@ from torch.utils.hooks import RemovableHandle
 from hpctrain.comm import Communicator, Work
 from hpctrain.compress import Compressor, Exact
 
-LAST_PART = 4  # the last bucket is at most so small a part of the others: nothing is left to do beside its exchange
+# A bucket is at most this part of what is left (but as much of a usual one at least): the less backward has still to do,
+# the less may wait to be sent.
+PARTS = 4
 
 
 class GradientBuckets:
@@ -114,26 +116,19 @@ class GradientBuckets:
 def _group(parameters: list[torch.nn.Parameter], bucket_bytes: int) -> list[list[torch.nn.Parameter]]:
     """Parameters from last to first (backward's order), cut where a bucket is full or the kind of number changes."""
     order = [p for p in reversed(parameters) if p.requires_grad]
-    last = _last(order, bucket_bytes // LAST_PART)
+    left_bytes = sum(map(_bytes, order))
     groups: list[list[torch.nn.Parameter]] = []
-    kind, filled_bytes = None, 0
-    for at, parameter in enumerate(order):
+    kind, room_bytes = None, 0
+    for parameter in order:
         size_bytes = _bytes(parameter)
-        full = filled_bytes + size_bytes > bucket_bytes
-        if kind != (parameter.dtype, parameter.device) or full or at == last:
+        if kind != (parameter.dtype, parameter.device) or size_bytes > room_bytes:
             groups.append([])
-            kind, filled_bytes = (parameter.dtype, parameter.device), 0
+            kind = (parameter.dtype, parameter.device)
+            room_bytes = min(bucket_bytes, max(left_bytes, bucket_bytes) // PARTS)
         groups[-1].append(parameter)
-        filled_bytes += size_bytes
+        room_bytes -= size_bytes
+        left_bytes -= size_bytes
     return groups
-
-
-def _last(order: list[torch.nn.Parameter], most_bytes: int) -> int:
-    """Where the last bucket begins: it takes as many parameters as fit, but one at least."""
-    at, filled_bytes = len(order) - 1, 0
-    while at > 0 and (filled_bytes := filled_bytes + _bytes(order[at])) + _bytes(order[at - 1]) <= most_bytes:
-        at -= 1
-    return at
 
 
 def _bytes(parameter: torch.nn.Parameter) -> int:

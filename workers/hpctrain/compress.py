@@ -147,7 +147,8 @@ class Rounded(_Lossy):
         if half_L is None:
             half_L = self._halves[index] = self._comm.empty(flat_L.numel(), self._dtype)
         half_L.copy_(flat_L)
-        torch.sub(flat_L, half_L, out=residual_L)
+        residual_L.copy_(half_L)  # as float32: torch subtracts numbers of one kind faster
+        torch.sub(flat_L, residual_L, out=residual_L)
         _drop_what_is_not_finite(residual_L)
         return half_L
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.buckets import LAST_PART, GradientBuckets
+from hpctrain.buckets import PARTS, GradientBuckets
 from hpctrain.comm.base import SingleCommunicator
 from hpctrain.comm.pace import bucket_bytes
 
@@ -21,11 +21,15 @@ def cut(sizes: list[int], most: int) -> list[list[int]]:
 
 
 def test_buckets_go_from_the_last_parameter_to_the_first_and_end_with_a_small_one() -> None:
-    assert cut([10, 10, 60, 60, 60], most=128) == [[4, 3], [2], [1, 0]]
+    assert cut([10, 10, 500, 60, 60], most=128) == [[4, 3], [2], [1, 0]]
 
 
 def test_a_last_parameter_that_is_large_is_alone() -> None:
     assert cut([100, 10, 10], most=128) == [[2, 1], [0]]
+
+
+def test_what_is_there_early_does_not_wait_for_a_large_gradient_near_the_end() -> None:
+    assert cut([16, 192, 64, 256, 256, 256, 256], most=256) == [[6], [5], [4], [3], [2], [1], [0]]
 
 
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=12), st.integers(4, 400))
@@ -34,7 +38,7 @@ def test_every_parameter_is_in_one_bucket_in_order_and_none_is_too_full(sizes: l
     assert [at for bucket in buckets for at in bucket] == list(reversed(range(len(sizes))))
     for bucket in buckets:
         assert len(bucket) == 1 or sum(sizes[at] for at in bucket) <= most
-    assert len(buckets[-1]) == 1 or sum(sizes[at] for at in buckets[-1]) <= most // LAST_PART
+    assert len(buckets[-1]) == 1 or sum(sizes[at] for at in buckets[-1]) <= most // PARTS
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from hpctrain.comm.hosts import Hosts
 from hpctrain.comm.links import connect_ring
 from hpctrain.comm.pace import pace_of
 from hpctrain.comm.staging import Cuda, Staging
-from hpctrain.comm.ways import Choice, Way, choose, pick, way_beside, ways_for
+from hpctrain.comm.ways import Choice, Way, choose, for_halves, pick, way_beside, ways_for
 from hpctrain.comm.window import Window
 from hpctrain.comm.wire import Wire
 from hpctrain.env import INSTALL_HINTS, Place
@@ -80,7 +80,7 @@ class MpiCommunicator:
         if self.size > 1:
             self._ways = ways_for(self._mpi, self._comm, self._hosts, self._window, self._wire)
             self.choices = choose(self._mpi, self._comm, self._ways)
-        self._usual = next(iter(self._ways), "")
+        self._for_halves = for_halves(self._ways)
         self._background = Background()
         self._staging: Staging | None = None
         self._pace = SingleCommunicator().pace()
@@ -101,7 +101,7 @@ class MpiCommunicator:
             return
         host = tensor.detach().cpu()  # the tensor itself if it is there already
         flat_L = host.view(-1)
-        self._ways[pick(self.choices, flat_L, self._usual)].all_reduce(flat_L)
+        self._ways[pick(self.choices, flat_L, self._for_halves)].all_reduce(flat_L)
         if host.device != tensor.device:
             tensor.copy_(host)
 

@@ -5,6 +5,7 @@ rank each, or both; which is best is measured, in well under a second, because i
 Rules: all ranks choose alike; what is chosen leaves the same bits on all ranks (MPI's own all-reduce is tried for that, and
 left out if it does not). Of three ranks or more some ways sum in different orders, and a run shall end with the same bits
 however fast its links were at first: there the choice is by size alone, but between `ring` and `wire`, which sum alike.
+What is small is MPI's there, whose order depends on sizes and on who is where, not on what was measured.
 """
 
 from __future__ import annotations
@@ -97,12 +98,12 @@ def ways_for(mpi: Any, comm: Any, hosts: Hosts, window: Window | None, wire: Wir
         return {"window": window, "mpi": OwnAllreduce(mpi, comm)}
     if hosts.count == comm.Get_size():
         assert hosts.leaders is not None
-        ways: dict[str, Way] = {
+        ways: dict[str, Way] = {"wire": wire} if wire is not None else {}
+        return ways | {
             "ring": Ring(mpi, hosts.leaders, small_bytes=0),
             "gather": Ring(mpi, hosts.leaders, small_bytes=GATHERED_BYTES),
             "mpi": OwnAllreduce(mpi, comm),
         }
-        return ways | ({"wire": wire} if wire is not None else {})
     return {
         "two levels": TwoLevels(window, _of_leaders(mpi, hosts, wire, patient=False)),
         "mpi": OwnAllreduce(mpi, comm),
@@ -131,14 +132,23 @@ def choose(mpi: Any, comm: Any, ways: Mapping[str, Way]) -> list[Choice]:
     """This will measure the ways at some sizes, until its time is up, and say which to take; all ranks take part."""
     usual = next(iter(ways))
     if comm.Get_size() > 2:
-        small = [Choice(SMALL_BYTES, "gather", {})] if "gather" in ways else []
+        small = [Choice(SMALL_BYTES, name, {}) for name in _for_small(comm, ways)]
         alike = {name: way for name, way in ways.items() if name in ALIKE}
         last = measured(mpi, comm, alike, TRIED_BYTES[-1:])[-1:] if len(alike) > 1 else []
-        return [*small, *(Choice(None, one.name, one.seconds) for one in last)] or [*small, Choice(None, usual, {})]
+        return [*small, *([Choice(None, one.name, one.seconds) for one in last] or [Choice(None, usual, {})])]
     choices = measured(mpi, comm, ways, TRIED_BYTES)
     last = choices[-1].name
     goes_on = last != "gather" and (last in ALIKE or len(choices) == len(TRIED_BYTES))
     return [*choices, Choice(None, last if goes_on else usual, {})]
+
+
+def _for_small(comm: Any, ways: Mapping[str, Way]) -> list[str]:
+    """The way for what is small, of three ranks or more: no bytes count, but how often ranks wait for each other."""
+    if "window" in ways:
+        return []  # nothing is faster
+    if _agrees(comm, ways["mpi"], SMALL_BYTES):
+        return ["mpi"]
+    return ["gather"] if "gather" in ways else []
 
 
 def measured(mpi: Any, comm: Any, ways: Mapping[str, Way], sizes_bytes: tuple[int, ...]) -> list[Choice]:
@@ -169,11 +179,16 @@ def _best(seconds: Mapping[str, float], usual: str) -> str:
     return best if best == usual or seconds[best] < WORTH * seconds[usual] else usual
 
 
-def pick(choices: list[Choice], flat_L: torch.Tensor, usual: str) -> str:
-    """This will name the way for a tensor. MPI does not know halves, nor is trusted to sum them in float32."""
+def for_halves(ways: Mapping[str, Way]) -> str:
+    """This will name the way that sums any number of halves in float32. MPI does not know them, nor is trusted to do so."""
+    return next((name for name in ways if name not in ("mpi", "wire")), "")
+
+
+def pick(choices: list[Choice], flat_L: torch.Tensor, halves: str) -> str:
+    """This will name the way for a tensor; `halves` is the one for these."""
     size_bytes = flat_L.numel() * flat_L.element_size()
     chosen = next(one.name for one in choices if one.up_to_bytes is None or size_bytes <= one.up_to_bytes)
-    return usual if chosen in ("mpi", "wire") and flat_L.dtype in HALVES else chosen
+    return halves if chosen in ("mpi", "wire") and flat_L.dtype in HALVES else chosen
 
 
 def measure(mpi: Any, comm: Any, way: Way, size_bytes: int) -> float:

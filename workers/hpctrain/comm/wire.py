@@ -31,8 +31,8 @@ from hpctrain.comm.halves import HALVES
 from hpctrain.comm.ring import split
 from hpctrain.errors import TrainError
 
-PIECE_BYTES = 256 << 10
-WOKEN_FOR_BYTES = 128 << 10
+PIECE_BYTES = 512 << 10
+WOKEN_FOR_BYTES = 256 << 10  # far less than a connection's window: who waits for more than fits waits for ever
 HEAD = struct.Struct(
     "!IIII"
 )  # the sum's number, how many hops the piece has made, where in the chunk it begins, its length
@@ -71,6 +71,9 @@ class Wire:
         self._landing = memoryview(np.empty(PIECE_BYTES, np.uint8))
         self._piece: _Piece | None = None
         self._lowat = 1
+        self._full = self._empty = (
+            False  # the kernel took, or had, less than it was asked for: ask again when `poll` says so
+        )
         self._broken: TrainError | None = None
         self._closing = self._cut = self._left_has_ended = False
         self._thread = threading.Thread(target=self._run, name="wire", daemon=True)
@@ -153,6 +156,8 @@ class Wire:
         while not self._closing:
             stuck = self._piece is not None and self._piece.target is None
             wanted = {self._left: not stuck and not self._left_has_ended, self._right: bool(self._out)}
+            if wanted[self._left]:
+                self._be_woken_for(self._missing())
             for one, event in ((self._left, select.POLLIN), (self._right, select.POLLOUT)):
                 if wanted[one] and not watched[one]:
                     poller.register(one, event)
@@ -162,6 +167,10 @@ class Wire:
             for fd, _ in poller.poll():
                 if fd == self._wakes.fileno():
                     self._wakes.recv(4096)
+                elif fd == self._left.fileno():
+                    self._empty = False
+                else:
+                    self._full = False
             if self._cut:
                 raise TrainError("cannot sum over hosts: it was broken off")
             self._take_begun()
@@ -188,11 +197,12 @@ class Wire:
 
     def _flush(self) -> None:
         """Give the kernel as much as it takes."""
-        while self._out:
+        while self._out and not self._full:
             one, parts = self._out[0]
             try:
                 sent = self._right.sendmsg(parts)
             except BlockingIOError:
+                self._full = True
                 return
             except OSError as error:
                 raise TrainError(f"cannot sum over hosts: the next host in the ring is gone ({error})") from None
@@ -201,13 +211,14 @@ class Wire:
                 sent -= len(parts.pop(0))
             if parts:
                 parts[0] = parts[0][sent:]
+                self._full = True
             else:
                 self._out.popleft()
             self._progress(one, before - (len(parts[-1]) if parts else 0))
 
     def _receive(self) -> None:
         """Take what has come from the left, until nothing more is there or it is for a sum that is not begun."""
-        while not self._left_has_ended:
+        while not self._left_has_ended and not self._empty:
             piece = self._piece
             if piece is not None and piece.target is None and not self._find_target(piece):
                 return
@@ -218,13 +229,14 @@ class Wire:
             try:
                 got = self._left.recvmsg_into(buffers)[0]
             except BlockingIOError:
-                self._be_woken_for(len(buffers[0]))
+                self._empty = True
                 return
             except OSError as error:
                 raise TrainError(f"cannot sum over hosts: the host before in the ring is gone ({error})") from None
             if got == 0:
                 self._left_has_ended = True
                 return
+            self._empty = got < sum(map(len, buffers))
             self._note(piece, got)
             self._flush()
 
@@ -275,6 +287,10 @@ class Wire:
                 one.then()
             del self._open[one.number]
             one.work.end()
+
+    def _missing(self) -> int:
+        """How many bytes are to come before there is something to do."""
+        return HEAD.size - self._head_has if self._piece is None else self._piece.length - self._piece.has
 
     def _be_woken_for(self, missing: int) -> None:
         lowat = min(missing, WOKEN_FOR_BYTES)
