@@ -38,6 +38,7 @@ OPTIONS = tuple(
     stepoptions.Option(name, short, kind, "", "accepted", (), True)
     for name, short, kind in (
         ("bell", "", stepoptions.FLAG),
+        ("distribution", "m", stepoptions.VALUE),
         ("kill-command", "K", stepoptions.OPTIONAL),
         ("no-bell", "", stepoptions.FLAG),
         ("wait-all-nodes", "", stepoptions.VALUE),

@@ -278,6 +278,7 @@ class Stepping:
             master_addr=messages.address(self._world.nodes[step.tasks[0].node]),
             cpus_per_task=options.shape.cpus_per_task,
             ntasks_per_node=options.shape.ntasks_per_node,
+            plane=options.shape.plane,
         )
 
     def _asker(self, uid: int) -> Asker:

@@ -101,6 +101,7 @@ def launch_of(
             total=step.ntasks,
             node_rank=node_rank,
             nnodes=len(step.nodes),
+            scattered=list(place.tasks.scattered),
         ),
         cpus=place.cpus,
         mem_mib=place.mem_mib,

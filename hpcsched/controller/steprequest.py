@@ -19,6 +19,7 @@ from hpcsched.errors import RequestError
 from hpcsched.jobscript.values import (
     Gres,
     parse_count,
+    parse_distribution,
     parse_gpus,
     parse_gres,
     parse_hints,
@@ -49,6 +50,7 @@ KNOWN_OPTIONS = frozenset(
         "constraint",
         "cpu-bind",
         "cpus-per-task",
+        "distribution",
         "error",
         "exact",
         "exclude",
@@ -254,6 +256,7 @@ def _shape(given: _Given, job: Job) -> StepShape:
         nodelist=given.value("nodelist", parse_node_names) or (),
         exclude=given.value("exclude", parse_node_names) or (),
         overcommit=given.flag("overcommit"),
+        plane=given.value("distribution", parse_distribution),
     )
 
 

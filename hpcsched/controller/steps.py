@@ -351,8 +351,11 @@ class StepService:
         self._keep(step)
         self._ports.record(row_of(step))
         started = [(p.tasks.node, p.tasks.first_rank, p.tasks.count, step.runs[p.tasks.node].token) for p in places]
+        scattered = [list(place.tasks.scattered) for place in places] if options.shape.plane is not None else []
         self._ports.reply(
-            waiting.origin, protocol.StepStarted(job_id=job.id, step=step.number, tasks=list(started)), b""
+            waiting.origin,
+            protocol.StepStarted(job_id=job.id, step=step.number, tasks=list(started), scattered=scattered),
+            b"",
         )
         for run in step.runs.values():
             self._ports.send(run.node, run.launch, b"")
@@ -416,12 +419,7 @@ class StepService:
         if step.origin is None:
             self._forget(step)
         else:
-            runs = step.in_rank_order()
-            ended = protocol.StepEnded(
-                codes=[code for run in runs for code in run.codes],
-                signals=[signal for run in runs for signal in run.signals],
-                error=step.error,
-            )
+            ended = protocol.StepEnded(codes=step.by_rank("codes"), signals=step.by_rank("signals"), error=step.error)
             self._ports.reply(step.origin, ended, b"")
         if step.owns_job:
             self._ports.release(step.job.id, ExitStatus(code=row.exit_code or 0, signal=row.exit_signal or 0))

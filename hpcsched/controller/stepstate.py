@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from hpcnode import protocol
 from hpcsched.controller.measured import used
@@ -70,6 +70,15 @@ class Step:
     def in_rank_order(self) -> list[Run]:
         """Return its runs, the one with rank 0 first."""
         return [self.runs[node] for node in self.nodes if node in self.runs]
+
+    def by_rank(self, what: Literal["codes", "signals"]) -> list[int]:
+        """Return the tasks' codes or signals by rank; for a step that was found again, by node and its ranks."""
+        found = []
+        for run in self.in_rank_order():
+            values: list[int] = getattr(run, what)
+            ranks = run.place.tasks.ranks if run.place is not None else range(len(found), len(found) + len(values))
+            found += zip(ranks, values, strict=False)
+        return [value for _, value in sorted(found)]
 
     def outcome(self) -> str:
         """Return as what it has ended, a job state's name: one that was left and yet ended well has completed."""

@@ -40,6 +40,20 @@ MAIL_TYPES = (
 # fmt: on
 
 
+def parse_distribution(text: str) -> int | None:
+    """Return how many tasks ``--distribution`` deals to each node in turn; None: blocks.
+
+    What it says of sockets and cores means nothing here.
+    """
+    nodes = text.lower().partition(":")[0].partition(",")[0]
+    kind, equals, size = nodes.partition("=")
+    if kind == "plane" and equals:
+        return parse_count(size)
+    if kind in ("block", "*", "cyclic") and not equals:
+        return 1 if kind == "cyclic" else None
+    raise RequestError(f"cannot read --distribution={short(text)}: block, cyclic or plane=N is needed")
+
+
 def parse_count(text: str) -> int:
     """Return a number of tasks, cpus or the like: 1 to `MAX_COUNT`."""
     number = parse_integer(text)

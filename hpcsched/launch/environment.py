@@ -101,11 +101,13 @@ def step_environment(
     gid: int | None = None,
     cpus_per_task: int | None = None,
     ntasks_per_node: int | None = None,
+    plane: int | None = None,
 ) -> dict[str, str]:
     """Return what the scheduler sets for step number `step` of `job`, as far as it is the same on all of its nodes.
 
     `layout` says which ranks run where, in order; `master_addr` is the address of the step's first node as the others
-    reach it. `cpus_per_task` and `ntasks_per_node` are what the step asked for itself; the job's where it did not.
+    reach it; `plane` is as in `StepShape`.
+    `cpus_per_task` and `ntasks_per_node` are what the step asked for itself; the job's where it did not.
     `node_environment` adds what differs from node to node; `with_users` puts the user's variables underneath.
     """
     counts = [part.count for part in layout]
@@ -124,7 +126,7 @@ def step_environment(
         "NTASKS": total,
         "NPROCS": total,
         "TASKS_PER_NODE": tasks_per_node_text(counts),
-        "DISTRIBUTION": "block",
+        **_distribution(plane),
         "LAUNCH_NODE_IPADDR": master_addr,
         "SRUN_COMM_HOST": master_addr,
     }
@@ -152,10 +154,9 @@ def node_environment(
     `devices` is as in `job_environment`. With `gpus_per_task` the node gives each task so many of `gpus` for its own.
     The node itself adds what differs from task to task: PROCID, LOCALID, RANK, LOCAL_RANK, TASK_PID, TASK_GPUS.
     """
-    ranks = range(part.first_rank, part.first_rank + part.count)
     facts = {
         "NODEID": str(node_rank),
-        "GTIDS": ",".join(map(str, ranks)),
+        "GTIDS": ",".join(map(str, part.ranks)),
         "CPUS_ON_NODE": str(cpus),
         **_gpus_on_node(gpus),
         **({"STEP_GPUS": ",".join(map(str, gpus))} if gpus else {}),
@@ -277,6 +278,12 @@ def _of_node(node: str) -> dict[str, str]:
         "SLURM_TOPOLOGY_ADDR_PATTERN": "node",
         "SLURM_NODE_ALIASES": "(null)",
     }
+
+
+def _distribution(plane: int | None) -> dict[str, str]:
+    if plane is None or plane == 1:
+        return {"DISTRIBUTION": "block" if plane is None else "cyclic"}
+    return {"DISTRIBUTION": "plane", "DIST_PLANESIZE": str(plane)}
 
 
 def _of_installation(job: Job, cluster: str, conf: str) -> dict[str, str]:

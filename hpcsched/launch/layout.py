@@ -1,10 +1,11 @@
 """Which tasks of a step run on which of the job's nodes.
 
 Slurm's block distribution: every node gets one task, then the nodes are filled in the job's order, as far as their cpus
-go. It knows nothing of other steps: whoever places a step beside others hands in shares with the cpus that are free.
+go. A cyclic one deals tasks to the nodes in turn, `plane=N` N at a time. It knows nothing of other steps: whoever places a
+step beside others hands in shares with the cpus that are free.
 
-Rules: ranks are contiguous on each node and ascend in the job's order of nodes (a step that is found again after a
-restart relies on it). What can never be laid out in these shares raises RequestError with the numbers.
+Rules: ranks ascend on each node; in a block distribution they are contiguous, and ascend in the job's order of nodes. What
+can never be laid out in these shares raises RequestError with the numbers.
 
 Source: srun(1), ``--distribution=block``; `-N3 -n5` on nodes of 4 cpus gives 3,1,1 on a Slurm 22.05.
 """
@@ -35,15 +36,22 @@ class StepShape:
     nodelist: tuple[NodeName, ...] = ()  # all of them must take part
     exclude: tuple[NodeName, ...] = ()
     overcommit: bool = False  # more tasks than cpus are welcome
+    plane: int | None = None  # so many tasks are dealt to each node in turn (1: cyclic); None: by blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeTasks:
-    """The ranks first_rank .. first_rank+count-1 run on `node`."""
+    """The ranks first_rank .. first_rank+count-1 run on `node`, or those that `scattered` lists, if that is not empty."""
 
     node: NodeName
     first_rank: int
     count: int
+    scattered: tuple[int, ...] = ()
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """The ranks on the node, ascending."""
+        return self.scattered or range(self.first_rank, self.first_rank + self.count)
 
 
 def lay_out(shares: Sequence[Share], shape: StepShape) -> tuple[NodeTasks, ...]:
@@ -62,7 +70,10 @@ def lay_out(shares: Sequence[Share], shape: StepShape) -> tuple[NodeTasks, ...]:
         raise RequestError(_too_few_nodes(shares, candidates, shape, low))
     chosen = _choose(usable, shape, room, ntasks, low, high)
     if ntasks is None:
-        return _number(chosen, [_default_tasks(share, shape, room[share.node]) for share in chosen])
+        counts = [_default_tasks(share, shape, room[share.node]) for share in chosen]
+        return _number(chosen, counts) if shape.plane is None else _deal(chosen, counts, sum(counts), shape.plane)
+    if shape.plane is not None and sum(room[share.node] for share in chosen) >= ntasks:
+        return _deal(chosen, [room[share.node] for share in chosen], ntasks, shape.plane)
     counts = _block([room[share.node] for share in chosen], ntasks)
     if counts is None:
         raise RequestError(_too_many_tasks(chosen, shape, ntasks, sum(room[share.node] for share in chosen)))
@@ -174,6 +185,26 @@ def _number(chosen: Sequence[Share], counts: Sequence[int]) -> tuple[NodeTasks, 
         placed.append(NodeTasks(node=share.node, first_rank=first_rank, count=count))
         first_rank += count
     return tuple(placed)
+
+
+def _deal(chosen: Sequence[Share], room: Sequence[int], ntasks: int, plane: int) -> tuple[NodeTasks, ...]:
+    """Return `ntasks` tasks dealt to the nodes in turn, `plane` at a time, as long as there is room for them."""
+    ranks: list[list[int]] = [[] for _ in chosen]
+    rank = 0
+    while rank < ntasks:
+        for mine, places in zip(ranks, room, strict=True):
+            take = min(plane, places - len(mine), ntasks - rank)
+            mine.extend(range(rank, rank + take))
+            rank += take
+    if not all(ranks):
+        filled = sum(1 for mine in ranks if mine)
+        raise RequestError(
+            f"cannot give the step {_count(len(chosen), 'node')}: {_count(ntasks, 'task')}, {plane} at a time, need {filled}"
+        )
+    return tuple(
+        NodeTasks(node=share.node, first_rank=mine[0], count=len(mine), scattered=tuple(mine))
+        for share, mine in zip(chosen, ranks, strict=True)
+    )
 
 
 def _too_few_nodes(shares: Sequence[Share], candidates: Sequence[Share], shape: StepShape, low: int) -> str:

@@ -84,6 +84,29 @@ def test_what_launchers_say(job: Client) -> None:
     assert sorted(str(said).splitlines()) == ["0: e", "a", "a", "b 0", "b 1", "c", "d n2"]
 
 
+def test_tasks_are_dealt_as_asked_for(job: Client) -> None:
+    show = "sh -c 'echo $SLURM_PROCID $SLURMD_NODENAME $SLURM_LOCALID $SLURM_GTIDS $SLURM_DISTRIBUTION'"
+    said = str(
+        job(f"srun -l -m cyclic {show}; SLURM_DISTRIBUTION=plane=1 srun -l -n3 {show}; srun -m plane=2:cyclic {show}")
+    )
+    lines = said.splitlines()
+    assert sorted(lines[:4]) == [
+        "0: 0 n1 0 0,2 cyclic",
+        "1: 1 n2 0 1,3 cyclic",
+        "2: 2 n1 1 0,2 cyclic",
+        "3: 3 n2 1 1,3 cyclic",
+    ]
+    assert sorted(lines[4:7]) == ["0: 0 n1 0 0,2 cyclic", "1: 1 n2 0 1 cyclic", "2: 2 n1 1 0,2 cyclic"]
+    assert sorted(lines[7:]) == ["0 n1 0 0,1 plane", "1 n1 1 0,1 plane", "2 n2 0 2,3 plane", "3 n2 1 2,3 plane"]
+
+
+def test_several_programs(cluster: LocalCluster, job: Client) -> None:
+    (cluster.share / "m.conf").write_text("0 echo server %t\n* sh -c 'echo client %o; exit %t'\n")
+    said = str(job("srun --multi-prog m.conf; echo $?")).splitlines()
+    errors = [f"srun: error: n{1 + task // 2}: task {task}: Exited with exit code {task}" for task in (1, 2, 3)]
+    assert sorted(said) == ["3", "client 0", "client 1", "client 2", "server 0", *errors]
+
+
 def test_outside_of_a_job(slurm: Client) -> None:
     done = slurm(
         "srun", "-N2", "-n3", "-l", "sh", "-c", "echo $SLURM_STEP_TASKS_PER_NODE; exit $SLURM_PROCID", check=False

@@ -106,6 +106,8 @@ def mismatch(launch: protocol.Launch, key: Token, script: bytes) -> str:
         return "cannot run the step: it has no command"
     if not 1 <= launch.tasks.count <= 4096:
         return "cannot run %d tasks on one node" % launch.tasks.count
+    if launch.tasks.scattered and len(launch.tasks.scattered) != launch.tasks.count:
+        return "cannot run %d tasks with %d ranks" % (launch.tasks.count, len(launch.tasks.scattered))
     bad = [name for name, value in launch.env.items() if not name or "=" in name or "\0" in name + value]
     if bad:
         return "cannot run with a variable named %.60r: names have no '=' and nothing has a NUL byte" % bad[0]

@@ -79,11 +79,11 @@ def bin_dir(root: str) -> str:
 def task_environment(shared: Dict[str, str], launch: protocol.Launch, local_rank: int) -> Dict[str, str]:
     """Return the environment of the task with this number on this node."""
     tasks = launch.tasks
-    rank = tasks.first_rank + local_rank
+    rank = tasks.ranks()[local_rank]
     env = dict(shared)
     for name, value in (("PROCID", rank), ("LOCALID", local_rank), ("NODEID", tasks.node_rank)):
         env["HPCSCHED_" + name] = env["SLURM_" + name] = str(value)
-    env["SLURM_GTIDS"] = ",".join(str(number) for number in _ranks(tasks))
+    env["SLURM_GTIDS"] = ",".join(str(number) for number in tasks.ranks())
     each = env.get(GPUS_PER_TASK, "")
     if each.isdigit() and int(each) * (local_rank + 1) <= len(launch.gpus):
         own = slice(int(each) * local_rank, int(each) * (local_rank + 1))
@@ -97,10 +97,6 @@ def task_environment(shared: Dict[str, str], launch: protocol.Launch, local_rank
             LOCAL_WORLD_SIZE=str(tasks.count),
         )
     return env
-
-
-def _ranks(tasks: protocol.TaskSet) -> List[int]:
-    return list(range(tasks.first_rank, tasks.first_rank + tasks.count))
 
 
 def node_has_gpus() -> bool:

@@ -32,7 +32,7 @@ FORWARDED = (
     signal.SIGCONT,
 )  # fmt: skip
 _SENT = (
-    "account", "begin", "comment", "constraint", "cpus-per-task", "exact", "exclude", "exclusive", "gpus",
+    "account", "begin", "comment", "constraint", "cpus-per-task", "distribution", "exact", "exclude", "exclusive", "gpus",
     "gpus-per-node", "gpus-per-task", "gres", "hint", "job-name", "label", "mem", "mem-per-cpu", "mincpus", "nodelist",
     "nodes", "ntasks", "ntasks-per-node", "open-mode", "overcommit", "overlap", "partition", "prefer", "qos",
     "reservation", "resize", "switches", "time", "tmp",
@@ -97,6 +97,8 @@ class Hrun(Front):
         self._unsaid: List[str] = []  # what will be said of the wait if it turns out to be long
         self._talks = False
         self._interrupted_s: Optional[float] = None
+        if values.get("multi-prog"):
+            self._take_programs(command)
         self._output = _Target("output", str(values.get("output", "")))
         self._error = _Target("error", str(values.get("error", "")))
         self._input = _Target("input", str(values.get("input", "")))
@@ -129,6 +131,8 @@ class Hrun(Front):
 
     def _request(self) -> protocol.StepRequest:
         options: Dict[str, object] = {name: self._values[name] for name in _SENT if name in self._values}
+        if options.get("distribution") == "plane":  # as the variable says it
+            options["distribution"] = "plane=" + self._environ.get("SLURM_DIST_PLANESIZE", "")
         if "exclusive" in options:
             options["exclusive"] = True
         if self._at_terminal:
@@ -153,6 +157,17 @@ class Hrun(Front):
             work_dir=self._work_dir,
             env={**exported(_text(self._values.get("export"), "ALL"), self._environ), "SLURM_UMASK": _umask()},
         )
+
+    def _take_programs(self, command: List[str]) -> None:
+        from hpcnode import multiprog  # few need it
+
+        if len(command) > 1:
+            raise HrunError("cannot take arguments with --multi-prog: they stand in %s" % command[0])
+        self._values.setdefault("job-name", os.path.basename(command[0]))
+        try:
+            self._command = multiprog.command_of(command[0])
+        except multiprog.MultiProgError as error:
+            raise HrunError(str(error)) from None
 
     # ----- what happens to the step
 
@@ -374,9 +389,9 @@ def _umask() -> str:
 def failures(started: protocol.StepStarted, ended: protocol.StepEnded) -> List[str]:
     """Return a line for each group of tasks of a node that failed alike."""
     lines = []
-    for node, first, count, _ in started.tasks:
+    for node, ranks, _ in started.parts():
         groups: Dict[str, List[int]] = {}
-        for task in range(first, min(first + count, len(ended.codes))):
+        for task in (rank for rank in ranks if rank < len(ended.codes)):
             code, signum = ended.codes[task], ended.signals[task]
             if signum:
                 groups.setdefault(_signal_text(signum), []).append(task)

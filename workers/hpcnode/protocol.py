@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import struct
-from typing import Any, Dict, Iterator, List, Optional, Tuple, Type
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple, Type
 
 from hpcnode.message import Fresh, Message, WireError, changed, from_fields, part, to_fields
 
@@ -66,6 +66,11 @@ class TaskSet(Message):
     total: int
     node_rank: int
     nnodes: int
+    scattered: List[int] = Fresh(list)  # the ranks, where they are not contiguous
+
+    def ranks(self) -> Sequence[int]:
+        """Return the ranks of these tasks, ascending."""
+        return self.scattered or range(self.first_rank, self.first_rank + self.count)
 
 
 @part
@@ -455,11 +460,20 @@ class Failure(Message):
 
 
 class StepStarted(Message):
-    """The step has its nodes. `tasks`: node, first rank, count, token for each node, in order."""
+    """The step has its nodes. `tasks`: node, first rank, count, token for each node, in order.
+
+    `scattered` has the ranks of each node where they are not contiguous.
+    """
 
     job_id: int
     step: int
     tasks: List[Tuple[str, int, int, str]]
+    scattered: List[List[int]] = Fresh(list)
+
+    def parts(self) -> List[Tuple[str, Sequence[int], str]]:
+        """Return node, ranks and token for each node."""
+        ranks = self.scattered or [range(first, first + count) for _, first, count, _ in self.tasks]
+        return [(node, mine, token) for (node, _, _, token), mine in zip(self.tasks, ranks)]
 
 
 class Allocated(Message):

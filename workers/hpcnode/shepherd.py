@@ -118,7 +118,7 @@ class Shepherd:
 
     def _fork_task(self, local_rank: int, shared: Dict[str, str], release_read: int) -> None:
         launch = self.launch
-        rank = launch.tasks.first_rank + local_rank
+        rank = launch.tasks.ranks()[local_rank]
         stdin_fd = self._input_pipe(rank)
         stdout_fd = self._output_pipe(rank, 1, launch.stdout)
         both = stdout_fd is None and launch.stderr == "" and launch.stdout != ""

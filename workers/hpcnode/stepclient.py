@@ -233,8 +233,8 @@ class StepClient:
         if self.started is not None:
             return
         self.started = said
-        for _, first, count, token in said.tasks:
-            self._tokens.update({task: token for task in range(first, first + count)})
+        for _, ranks, token in said.parts():
+            self._tokens.update(dict.fromkeys(ranks, token))
         self.front.on_started(said)
         for fd, stream_of in self.outlets.items():
             for task in self._tokens:

@@ -403,6 +403,19 @@ def test_one_step_is_signalled_or_ended_and_the_others_are_not() -> None:
     assert not world.service.act_on(world.jobs[JobId(12)], 2, None, "ann")
 
 
+def test_tasks_that_are_dealt_in_turn_end_by_their_numbers() -> None:
+    world = World()
+    started = world.asks(ntasks="5", distribution="cyclic")
+    (_, first), (_, second) = world.launches()
+    assert (list(first.tasks.ranks()), list(second.tasks.ranks())) == ([0, 2, 4], [1, 3])
+    assert [(node, list(ranks)) for node, ranks, _ in started.parts()] == [("n1", [0, 2, 4]), ("n2", [1, 3])]
+    assert second.env["SLURM_GTIDS"] == "1,3"
+    world.ends(first, 10, 12, 14)
+    world.ends(second, 11, 13)
+    assert world.replies[HRUN][-1].codes == [10, 11, 12, 13, 14]
+    assert "plane=N is needed" in world.asks(origin=SECOND, distribution="arbitrary").error
+
+
 def test_a_step_goes_where_there_is_room() -> None:
     world = World()
     world.asks(nodes="1", ntasks="4")

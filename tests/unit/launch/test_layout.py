@@ -50,6 +50,28 @@ def test_a_step_is_laid_out_as_slurm_does(cpus: tuple[int, ...], shape: StepShap
     assert placed(lay_out(shares(*cpus), shape)) == expected
 
 
+@pytest.mark.parametrize(
+    ("cpus", "shape", "expected"),
+    [
+        ((4, 4, 4), StepShape(ntasks=5, plane=1), [(0, 3), (1, 4), (2,)]),
+        ((1, 4, 2), StepShape(ntasks=6, plane=1), [(0,), (1, 3, 5), (2, 4)]),  # a full node is passed over
+        ((4, 4), StepShape(ntasks=7, plane=2), [(0, 1, 4, 5), (2, 3, 6)]),
+        ((3, 8), StepShape(ntasks=9, plane=2), [(0, 1, 4), (2, 3, 5, 6, 7, 8)]),
+        ((4, 4), StepShape(ntasks_per_node=2, plane=1), [(0, 2), (1, 3)]),
+        ((4, 4), StepShape(ntasks=2, plane=1, overcommit=True), [(0,), (1,)]),
+    ],
+)
+def test_tasks_are_dealt_in_turn(cpus: tuple[int, ...], shape: StepShape, expected: list[tuple[int, ...]]) -> None:
+    layout = lay_out(shares(*cpus), shape)
+    assert [tuple(part.ranks) for part in layout] == expected
+    assert [(part.first_rank, part.count) for part in layout] == [(ranks[0], len(ranks)) for ranks in expected]
+
+
+def test_a_plane_that_leaves_a_node_without_tasks_is_refused() -> None:
+    with pytest.raises(RequestError, match="cannot give the step 2 nodes: 3 tasks, 4 at a time, need 1"):
+        lay_out(shares(4, 4), StepShape(ntasks=3, plane=4))
+
+
 def test_without_numbers_a_step_has_the_jobs_tasks() -> None:
     assert placed(lay_out(shares(4, 4, tasks=2), StepShape())) == "n1:0+2 n2:2+2"
     assert placed(lay_out(shares(4, 4, tasks=2), StepShape(nodes_min=1))) == "n1:0+2"

@@ -1,0 +1,99 @@
+"""srun --multi-prog: a file says which tasks run which program; it becomes one shell command that all tasks run.
+
+A line is ``0-3,7 program argument...`` or ``* program argument...`` (the tasks that no line before it has). ``%t`` is the task's
+number, ``%o`` its place in its line. A ``#`` begins a comment, a backslash at the end of a line goes on with the next.
+
+Source: srun(1), "MULTIPLE PROGRAM CONFIGURATION".
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from typing import List, Set, Tuple
+
+MAX_BYTES = 100_000  # of the shell command: one word of a command line may have 128 KiB
+
+_TASKS = re.compile(r"\*|\d+(-\d+)?(,\d+(-\d+)?)*\Z")
+_HOLE = re.compile(r"(%[to])")
+
+
+class MultiProgError(Exception):
+    """The file cannot be read; the text says why."""
+
+
+def command_of(path: str) -> List[str]:
+    """Return the command that runs, in each task, the program that the file at `path` has for it. Raises MultiProgError."""
+    try:
+        with open(path, encoding="utf-8", errors="surrogateescape") as file:
+            text = file.read()
+    except OSError as error:
+        raise MultiProgError("cannot read %s: %s" % (path, error.strerror)) from None
+    script = script_of(text, path)
+    if len(script) > MAX_BYTES:
+        raise MultiProgError("cannot use %s: it comes to %d bytes, %d are the most" % (path, len(script), MAX_BYTES))
+    return ["/bin/sh", "-c", script]
+
+
+def script_of(text: str, path: str) -> str:
+    """Return a shell script that becomes the program of its task. Raises MultiProgError with the line's number."""
+    seen: Set[int] = set()
+    cases = []
+    for number, line in _lines(text):
+        where = "%s, line %d" % (path, number)
+        try:
+            words = shlex.split(line, comments=True)
+        except ValueError as error:
+            raise MultiProgError("cannot read %s: %s" % (where, error)) from None
+        if not words:
+            continue
+        if not _TASKS.match(words[0]):
+            raise MultiProgError(
+                "cannot read %s: it begins with %.40r, not with tasks as 0-3,7 or *" % (where, words[0])
+            )
+        if len(words) == 1:
+            raise MultiProgError("cannot read %s: tasks %.40s have no program" % (where, words[0]))
+        cases += _cases(words[0], words[1:], seen, where)
+    other = 'echo "srun: error: no program for task $t in %s" >&2; exit 1' % re.sub(r'["$`\\]', "", path)
+    return "t=$SLURM_PROCID; case $t in\n%s\n*) %s;;\nesac" % ("\n".join(cases), other)
+
+
+def _lines(text: str) -> List[Tuple[int, str]]:
+    """Return the lines with their numbers, those that go on made one."""
+    lines: List[Tuple[int, str]] = []
+    goes_on = False
+    for number, line in enumerate(text.splitlines(), start=1):
+        if goes_on:
+            lines[-1] = (lines[-1][0], lines[-1][1] + " " + line.rstrip("\\"))
+        else:
+            lines.append((number, line.rstrip("\\")))
+        goes_on = line.endswith("\\")
+    return lines
+
+
+def _cases(tasks: str, words: List[str], seen: Set[int], where: str) -> List[str]:
+    command = "exec %s" % " ".join(_quoted(word) for word in words)
+    missing = "command -v %s >/dev/null || exit 2" % _quoted(words[0])  # what a task says whose program is not there
+    run = "%s; %s" % (missing, command)
+    if tasks == "*":
+        return ["*) o=$((t - %d)); %s;;" % (len(seen), run)]
+    cases = []
+    place = 0
+    for span in tasks.split(","):
+        first, _, last = span.partition("-")
+        numbers = range(int(first), int(last or first) + 1)
+        if not numbers or len(numbers) > 100_000:
+            raise MultiProgError("cannot read %s: %s are no tasks" % (where, span))
+        if not seen.isdisjoint(numbers):
+            raise MultiProgError("cannot read %s: tasks %s have a program already" % (where, span))
+        seen.update(numbers)
+        o = "o=$((t - %d))" % (int(first) - place)
+        cases.append("%s) %s; %s;;" % ("|".join(map(str, numbers)), o, run))
+        place += len(numbers)
+    return cases
+
+
+def _quoted(word: str) -> str:
+    """Return a word of the shell that is `word` with the task's number and place filled in."""
+    holes = {"%t": '"$t"', "%o": '"$o"'}
+    return "".join(holes.get(piece) or shlex.quote(piece) for piece in _HOLE.split(word) if piece) or "''"
