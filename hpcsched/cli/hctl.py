@@ -36,6 +36,7 @@ COMMAND = Command(
         "snapshot FILE",
         "strays | strays adopt|end TOKEN...|all",
         "reset usage all | [Account=LIST] [User=LIST]",
+        "checkpoint list|verify|prune|export JOB|DIRECTORY [FILE] [NAME=VALUE...]",
         "ping | reconfigure",
     ),
     "Look at jobs, nodes, partitions and the configuration, and change them. 'update' changes a job's time_limit, "
@@ -48,7 +49,9 @@ COMMAND = Command(
     "without it. 'backup' copies the database, beside all that goes on, to a new file for 'hpcsched restore'. "
     "'snapshot' writes the world as the planner sees it to a file ('-': standard output) for 'hsim replay' and 'hsim whatif'. "
     "'strays' lists what nodes run from before a restore that asks, 'strays adopt' goes on with it as the job that it is, "
-    "'strays end' ends it. 'reset usage' has what was used until now count no more for fair share and limits.",
+    "'strays end' ends it. 'checkpoint' looks at "
+    "a training job's checkpoints, here and as you: prune takes keep=K every=HOURS, export step=N all=yes and a FILE "
+    "(.safetensors, or else for torch.load). 'reset usage' has what was used until now count no more for fair share and limits.",
     (
         Option("json", help="print as JSON, version 1"),
         Option("oneliner", "o", help="print each record on one line"),
@@ -443,6 +446,12 @@ def _reconfigure(rest: Sequence[str], words: Words) -> int:
     return 0
 
 
+def _checkpoint(rest: Sequence[str], _words: Words) -> int:
+    from hpcsched.cli import checkpoint  # noqa: PLC0415 - it brings subprocess, which nothing else here needs
+
+    return checkpoint.run(rest)
+
+
 _VERBS: dict[str, Callable[[Sequence[str], Words], int]] = {
     "show": _show,
     "hold": _act("hold"),
@@ -462,4 +471,5 @@ _VERBS: dict[str, Callable[[Sequence[str], Words], int]] = {
     "backup": _backup,
     "snapshot": _snapshot,
     "strays": _strays,
+    "checkpoint": _checkpoint,
 }

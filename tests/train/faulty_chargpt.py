@@ -30,10 +30,10 @@ def die_in_data_file(number: int) -> None:
     real_write, real_new = files.write_all, files.write_new
     state = {"data_files": 0, "in_data_file": False}
 
-    def write_new(path, pieces):  # noqa: ANN001, ANN202
+    def write_new(path, pieces, **options):  # noqa: ANN001, ANN003, ANN202
         state["in_data_file"] = path.name.startswith("data-")
         state["data_files"] += state["in_data_file"]
-        return real_new(path, pieces)
+        return real_new(path, pieces, **options)
 
     def write_all(descriptor: int, piece: bytes | memoryview) -> int:
         if state["in_data_file"] and state["data_files"] == number and len(piece) > 1000:

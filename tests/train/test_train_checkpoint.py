@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import HERE, finish, started
 
-from hpctrain.checkpoint import BackgroundWriter, Claim, Facts, Report, Retention, claim, files, restore_newest
+from hpctrain.checkpoint import BackgroundWriter, Claim, Facts, Policy, Report, Retention, claim, files, restore_newest
 from hpctrain.checkpoint import pack as packing
 from hpctrain.checkpoint.manifest import from_bytes
 from hpctrain.checkpoint.restore import checkpoint_names, read_chain
@@ -53,7 +53,7 @@ def write(
     mine = mine or claim(directory, NO_JOB, now_s=0.0)
     restored = restore(directory)
     parent = restored.published if restored else None
-    writer = BackgroundWriter(mine, parent, base_every, Retention(mine, keep), chunk_bytes=CHUNK_BYTES)
+    writer = BackgroundWriter(mine, parent, base_every, Retention(mine, Policy(keep=keep)), chunk_bytes=CHUNK_BYTES)
     reports = []
     for step in steps:
         writer.begin(state(step), facts(step, mine.attempt))
@@ -78,7 +78,7 @@ def assert_holds(directory: Path, step: int) -> None:
 
 
 def data_file(directory: Path, name: str) -> Path:
-    return directory / from_bytes((directory / f"{name}.json").read_bytes()).data_file
+    return directory / from_bytes((directory / f"{name}.json").read_bytes()).data[0].file
 
 
 def flip_byte(path: Path, at: int) -> None:
@@ -161,7 +161,7 @@ def test_old_chains_go_in_two_passes_and_the_kept_ones_restore(tmp_path: Path) -
     assert [name for name in os.listdir(tmp_path) if name.endswith(".doomed")], "the first pass only renames"
     assert checkpoint_names(tmp_path)[-1].startswith("step-0000000003")
     assert len(list(tmp_path.glob("data-step-0000000001*"))) == 1
-    Retention(mine, 2).sweep()
+    Retention(mine, Policy(keep=2)).sweep()
     assert not list(tmp_path.glob("data-step-0000000001*"))
     assert not list(tmp_path.glob("*.doomed"))
     assert_holds(tmp_path, 5)
@@ -176,7 +176,7 @@ def test_what_a_dead_writer_left_goes_after_two_passes(tmp_path: Path) -> None:
     ours = tmp_path / "data-step-0000000009.a0001-0123456789ab.bin"
     for path in (*left, ours):
         path.write_bytes(b"half")
-    retention = Retention(mine, 2)
+    retention = Retention(mine, Policy(keep=2))
     assert retention.sweep() == []
     assert sorted(retention.sweep()) == sorted(path.name for path in left)
     assert ours.exists()
@@ -246,7 +246,9 @@ def test_nothing_whole_is_an_error_and_nothing_at_all_is_a_fresh_start(tmp_path:
 def test_a_checkpoint_of_another_model_is_refused_with_the_first_difference(tmp_path: Path) -> None:
     write(tmp_path, [1])
     other = state(0) | {"model.w": torch.zeros(37, 92)}
-    with pytest.raises(MismatchError, match=r"holds 'model.w' float32\[37, 91\] where this model has 'model.w'"):
+    with pytest.raises(
+        MismatchError, match=r"this model has 'model.w' float32\[37, 92\], the checkpoint has it as float32\[37, 91\]"
+    ):
         restore_newest(tmp_path, layout_of(other), print)
 
 
@@ -261,7 +263,7 @@ def test_a_stale_attempt_publishes_nothing(tmp_path: Path) -> None:
     with pytest.raises(StaleAttemptError, match="this is attempt 0, and attempt 1 has taken over"):
         write(tmp_path, [2], mine=stale)
     with pytest.raises(StaleAttemptError):
-        Retention(stale, 1).sweep()
+        Retention(stale, Policy(keep=1)).sweep()
     assert checkpoint_names(tmp_path) == ["step-0000000001.a0000"]
     write(tmp_path, [2], mine=later)
     assert_holds(tmp_path, 2)
@@ -335,7 +337,7 @@ def test_a_share_without_hard_links_still_publishes_once(tmp_path: Path, monkeyp
 
 def test_a_full_share_costs_a_checkpoint_and_not_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mine = claim(tmp_path, NO_JOB, now_s=0.0)
-    writer = BackgroundWriter(mine, None, 10, Retention(mine, 2), chunk_bytes=CHUNK_BYTES)
+    writer = BackgroundWriter(mine, None, 10, Retention(mine, Policy(keep=2)), chunk_bytes=CHUNK_BYTES)
     with monkeypatch.context() as full:
         full.setattr(files.os, "write", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left")))
         writer.begin(state(1), facts(1, mine.attempt))

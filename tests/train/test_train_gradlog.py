@@ -16,6 +16,7 @@ from hpctrain.checkpoint import (
     Claim,
     Facts,
     GradientLog,
+    Policy,
     Report,
     Restored,
     Retention,
@@ -34,8 +35,8 @@ from hpctrain.checkpoint.snapshot import layout_of
 from hpctrain.checkpoint.write import Published
 from hpctrain.env import JobFacts
 from hpctrain.errors import NoCheckpointError
-from hpctrain.loop import live_tensors
 from hpctrain.optim import AdamW, multiply
+from hpctrain.state import live_tensors
 from hpctrain.torchoptim import optimizer_for
 
 NO_JOB = JobFacts(job=None, attempt=None, restarts=0)
@@ -86,13 +87,13 @@ class World:
         mine = mine or claim(self.directory, NO_JOB, now_s=0.0)
         parent = restored.published if restored else None
         writer = self.writer_for(mine, parent, base_every)
-        self.log = GradientLog(self.model, self.groups, self.flats, self.step, most_bytes)
+        self.log = GradientLog(self.model, self.groups, self.flats, self.step, most_bytes, self.optimizer.settings())
         writer.follow(self.log)
         self.attempt = mine.attempt
         return writer
 
     def writer_for(self, mine: Claim, parent: Published | None, base_every: int) -> Writer:
-        return BackgroundWriter(mine, parent, base_every, Retention(mine, 9), chunk_bytes=4096)
+        return BackgroundWriter(mine, parent, base_every, Retention(mine, Policy(keep=9)), chunk_bytes=4096)
 
     def move(self) -> None:
         self.step += 1
@@ -297,11 +298,11 @@ def test_a_log_without_an_optimizer_cannot_be_used(tmp_path: Path) -> None:
 
 def test_the_probe_sees_one_bit() -> None:
     model = torch.nn.Linear(3, 3)
-    before = gradlog.probe_of(model)
+    before = gradlog.probe_of(model.state_dict())
     assert gradlog.difference(before, before) == 0.0
     with torch.no_grad():
         model.weight.view(torch.int32)[0, 0] ^= 1
-    assert 0 < gradlog.difference(before, gradlog.probe_of(model)) < 1e-6
+    assert 0 < gradlog.difference(before, gradlog.probe_of(model.state_dict())) < 1e-6
 
 
 # ---- the whole path

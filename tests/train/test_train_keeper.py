@@ -15,7 +15,7 @@ from ranks import HERE, finish, started
 from test_train_gradlog import NO_JOB, World, assert_alike, kinds
 from waiting import wait_until
 
-from hpctrain.checkpoint import Claim, KeptWriter, claim
+from hpctrain.checkpoint import Claim, KeptWriter, Policy, claim
 from hpctrain.checkpoint.buffers import Buffer, lay_out
 from hpctrain.checkpoint.handing import Handing
 from hpctrain.checkpoint.listing import checkpoint_names
@@ -30,7 +30,7 @@ class KeptWorld(World):
     """As a `World`, but with a process that writes."""
 
     def writer_for(self, mine: Claim, parent: Published | None, base_every: int) -> KeptWriter:
-        return KeptWriter(mine, parent, base_every, 9, chunk_bytes=4096)
+        return KeptWriter(mine, parent, base_every, Policy(keep=9), chunk_bytes=4096)
 
 
 def newest(directory: Path) -> int:

@@ -52,8 +52,8 @@ def wait_for_checkpoints() -> None:
 
     real = Writer.begin
 
-    def begin(self: Writer, *arguments: object) -> float:
-        copy_s = real(self, *arguments)
+    def begin(self: Writer, *arguments: object, **options: object) -> float:
+        copy_s = real(self, *arguments, **options)
         wait_until(self._finished, 30, "a checkpoint")
         return copy_s
 

@@ -6,12 +6,11 @@ Rules:
 - The gradient equals that of one process on the same global batch: each rank's mean loss is weighted by its samples.
 - Everything that a step depends on is the checkpoint's tensors and (seed, step, rank): random numbers are seeded anew
   for each step, samples are addressed by index.  So a run that was killed goes on bit for bit.
-- Only rank 0 writes; ranks agree at each step whether to stop.
+- Ranks agree at each step whether to stop, and what the next checkpoint is made of.
 """
 
 from __future__ import annotations
 
-import enum
 import math
 import random
 import time
@@ -23,7 +22,8 @@ import torch
 
 from hpctrain.balance import Balance
 from hpctrain.batch import Batch, Step, pieces_of
-from hpctrain.checkpoint import Facts, GradientLog, Report, Writer
+from hpctrain.checkpoint import Facts, GradientLog, Report, Wish, Writer
+from hpctrain.checkpoint.snapshot import State
 from hpctrain.comm import Communicator
 from hpctrain.data import shares
 from hpctrain.data.prefetch import Prefetcher, Span
@@ -36,20 +36,13 @@ from hpctrain.profiling import Profile
 from hpctrain.scaling import RankTimes
 from hpctrain.settings import Settings
 from hpctrain.signals import StopRequest
+from hpctrain.state import state_to_write
 from hpctrain.sync import Sync
 from hpctrain.torchoptim import Optimizer
 from hpctrain.zero import ShardedOptimizer
 
 # With a target time, this many steps are measured before the number of steps is fixed.
 MEASURED_STEPS = 20
-
-
-class Needs(enum.Enum):
-    """What a checkpoint that is due is made of."""
-
-    NOTHING = 0  # it does not begin now
-    LOG = 1
-    STATE = 2
 
 
 # The sum of losses over one part (of so many) of the validation samples, and how many samples that part has.
@@ -126,12 +119,6 @@ def progress_from(state: Mapping[str, object], step: int, precision: Precision) 
     )
 
 
-def live_tensors(model: torch.nn.Module, optimizer: Optimizer) -> dict[str, torch.Tensor]:
-    """This will name every tensor that a restart needs: weights, buffers and the optimizer's moments."""
-    weights = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
-    return weights | {f"optim.{name}": tensor for name, tensor in optimizer.tensors().items()}
-
-
 def broadcast_state(tensors: Mapping[str, torch.Tensor], comm: Communicator) -> None:
     """This will give every rank the tensors of rank 0."""
     for tensor in tensors.values():
@@ -166,7 +153,9 @@ class Loop:
         feed: Prefetcher | None,
         on_step: Callable[[StepReport], None],
         profile: Profile,
+        shared: bool = False,
     ) -> None:
+        """`writer`: None on ranks that write nothing; `shared`: every rank has one, which writes a part."""
         self._model, self._optimizer, self._validation = model, optimizer, validation
         self._settings, self._comm = settings, comm
         self.progress = progress
@@ -189,7 +178,10 @@ class Loop:
         self.late_reports: list[Report] = []  # of checkpoints that ended after the last step
         self._due = False
         self.changing = False  # ended because others are to take part
+        self._shared = shared
         self._log = self._gradient_log() if writer is not None else None
+        if writer is not None and settings.checkpoint_every > 0:
+            writer.prepare(self._state())
 
     def steps(self, stop: StopRequest) -> Iterator[Batch]:
         """This will train to the end, or until a stop signal, and publish the state; what it gives is to be learned from.
@@ -404,11 +396,11 @@ class Loop:
         self._due |= every > 0 and self.progress.step % every == 0
         if not self._due or not self._meets_after(self.progress.step):
             return report, 0.0
-        needs = self._first_says(self._needs() if self._writer is not None and self._writer.idle() else Needs.NOTHING)
-        if needs is Needs.NOTHING:
+        wish = self._agreed(self._writer.wish() if self._writer is not None else Wish.NOTHING)
+        if wish is Wish.NOTHING:
             return report, 0.0
         self._due = False
-        return report, self._begin_checkpoint(needs)
+        return report, self._begin_checkpoint(wish)
 
     def _gradient_log(self) -> GradientLog | None:
         """The log of gradients, if ranks take the same ones in every step, and a checkpoint comes before it is too long."""
@@ -416,32 +408,36 @@ class Loop:
             return None
         grads_bytes = sum(flat.nbytes for flat in self._buckets.flats)
         state_bytes = sum(tensor.nbytes for tensor in self._model.state_dict().values()) + 2 * grads_bytes
-        log = GradientLog(self._model, self._buckets.groups, self._buckets.flats, self.progress.step, state_bytes)
+        rank, size = (self._comm.rank, self._comm.size) if self._shared else (0, 1)
+        buckets, step = self._buckets, self.progress.step
+        log = GradientLog(
+            self._model, buckets.groups, buckets.flats, step, state_bytes, self._optimizer.settings(), rank, size
+        )
         if not grads_bytes or log.most_steps < self._settings.checkpoint_every:
             return None
         assert self._writer is not None
         self._writer.follow(log)
         return log
 
-    def _needs(self) -> Needs:
-        """What the next checkpoint is made of."""
-        assert self._writer is not None
-        return Needs.LOG if self._writer.log_suffices() else Needs.STATE
+    def _agreed(self, wish: Wish) -> Wish:
+        """What all ranks that have to know make the next checkpoint of."""
+        if self._shared:  # each writes a part of it
+            wishes = torch.zeros(self._comm.size, dtype=torch.int64)
+            wishes[self._comm.rank] = wish.value
+            self._comm.all_reduce(wishes)
+            return Wish(int(wishes.max()) if int(wishes.min()) else 0)
+        if isinstance(self._optimizer, ShardedOptimizer):  # each has a part of it, which the first one gathers
+            said = torch.tensor([wish.value])
+            self._comm.broadcast(said)
+            return Wish(int(said))
+        return wish
 
-    def _first_says(self, needs: Needs) -> Needs:
-        """What the first rank says, if the others have to know: they have a part of what a checkpoint keeps."""
-        if not isinstance(self._optimizer, ShardedOptimizer):
-            return needs
-        said = torch.tensor([needs.value])
-        self._comm.broadcast(said)
-        return Needs(int(said))
-
-    def _begin_checkpoint(self, needs: Needs) -> float:
+    def _begin_checkpoint(self, wish: Wish) -> float:
         """Have the state as it is now written, and return the seconds that this waited; who has a part of it comes along."""
         started_s = time.perf_counter()
-        tensors = self._tensors() if needs is Needs.STATE else None
+        state = self._state() if wish is not Wish.LOG else None
         if self._writer is not None:
-            self._writer.begin(tensors, self._facts())
+            self._writer.begin(state, self._facts(), base=self._shared and wish is Wish.BASE)
         return time.perf_counter() - started_s
 
     def _publish_last(self) -> None:
@@ -449,9 +445,9 @@ class Loop:
         writer, step = self._writer, self.progress.step
         reports = [writer.wait()] if writer is not None else []
         missing = writer is not None and writer.last_step != step and self._settings.checkpoint_every > 0
-        needs = self._first_says(self._needs() if missing else Needs.NOTHING)
-        if needs is not Needs.NOTHING:
-            self._begin_checkpoint(needs)
+        wish = self._agreed(writer.wish() if writer is not None and missing else Wish.NOTHING)
+        if wish is not Wish.NOTHING:
+            self._begin_checkpoint(wish)
             reports += [writer.wait()] if writer is not None else []
         if writer is not None:
             writer.close()
@@ -460,8 +456,9 @@ class Loop:
                 raise TrainError(f"cannot keep the last state (step {step}): {self.late_reports[-1].error}")
         self._comm.barrier()
 
-    def _tensors(self) -> dict[str, torch.Tensor]:
-        return live_tensors(self._model, self._optimizer) | self._sync.tensors()
+    def _state(self) -> State:
+        comm = self._comm if self._shared else None
+        return state_to_write(self._model, self._optimizer, self._sync.tensors(), comm)
 
     def _facts(self) -> Facts:
         return Facts(

@@ -9,13 +9,18 @@ Sources: Loshchilov and Hutter, "Decoupled weight decay regularization", 2019.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
+
+STRETCH = 1 << 16  # numbers
 
 
 class AdamW:
     """Adam with decoupled weight decay; decay for matrices only."""
+
+    KIND = "hpctrain.optim.AdamW"
 
     def __init__(
         self,
@@ -36,6 +41,25 @@ class AdamW:
         made._decayed = decayed
         return made
 
+    def settings(self) -> dict[str, object]:
+        """This will give what `from_settings` needs, as JSON values: for who has a checkpoint, and not the program."""
+        betas, decayed = list(self._betas), sorted(self._decayed)
+        return {
+            "kind": self.KIND,
+            "betas": betas,
+            "eps": self._eps,
+            "weight_decay": self._weight_decay,
+            "decayed": decayed,
+        }
+
+    @classmethod
+    def from_settings(cls, parameters: Mapping[str, torch.nn.Parameter], settings: Mapping[str, Any]) -> AdamW:
+        """This will make one for these parameters as `settings` gave it."""
+        beta1, beta2 = settings["betas"]
+        made = cls(parameters.items(), (beta1, beta2), settings["eps"], settings["weight_decay"])
+        made._decayed = set(settings["decayed"])
+        return made
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """This will give the live state by name: what a checkpoint keeps, and what a restore writes into."""
         first = {f"{name}.exp_avg": m for name, (m, _) in self._moments.items()}
@@ -48,16 +72,23 @@ class AdamW:
         beta1, beta2 = self._betas
         correction1, correction2 = 1 - beta1**number, 1 - beta2**number
         for name, parameter in self._parameters.items():
-            mean, square = self._moments[name]
-            grad = parameter.grad
-            if grad is None:
+            if parameter.grad is None:
                 continue
-            if name in self._decayed and self._weight_decay:
-                parameter.mul_(1 - lr * self._weight_decay)
-            mean.lerp_(grad, 1 - beta1)
-            square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-            scale = (square.sqrt() / math.sqrt(correction2)).add_(self._eps)
-            parameter.addcdiv_(mean, scale, value=-lr / correction1)
+            decay = 1 - lr * self._weight_decay if name in self._decayed and self._weight_decay else 1.0
+            for part, grad, mean, square in _in_stretches(parameter, parameter.grad, *self._moments[name]):
+                if decay != 1.0:
+                    part.mul_(decay)
+                mean.lerp_(grad, 1 - beta1)
+                square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+                scale = square.sqrt().div_(math.sqrt(correction2)).add_(self._eps)
+                part.addcdiv_(mean, scale, value=-lr / correction1)
+
+
+def _in_stretches(*alike: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """The same stretches of tensors of one shape: on a CPU as long as its cache has room for; whole if they lie otherwise."""
+    if alike[0].device.type != "cpu" or not all(one.is_contiguous() for one in alike):
+        return iter([alike])
+    return zip(*(one.detach().view(-1).split(STRETCH) for one in alike), strict=True)
 
 
 @torch.no_grad()

@@ -159,6 +159,9 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         help="who writes them: a process that goes on with it if training is killed, or a thread (%(default)s)",
     )
     group.add_argument("--keep", type=positive, default=2, help="chains of base and increments kept (%(default)s)")
+    group.add_argument(
+        "--keep-every", type=float, default=0.0, metavar="HOURS", help="and one of so many hours (0: none older)"
+    )
     group.add_argument("--eval-every", type=int, default=50, metavar="N", help="steps; 0: never (%(default)s)")
     group.add_argument(
         "--log",

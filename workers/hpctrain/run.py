@@ -35,6 +35,7 @@ from hpctrain.checkpoint import (
     BackgroundWriter,
     Claim,
     KeptWriter,
+    Policy,
     Restored,
     Retention,
     Writer,
@@ -43,10 +44,12 @@ from hpctrain.checkpoint import (
     restore_newest,
 )
 from hpctrain.checkpoint.files import write_draft
+from hpctrain.checkpoint.group import Seat
 from hpctrain.checkpoint.listing import checkpoint_names
 from hpctrain.checkpoint.restore import Replay
 from hpctrain.checkpoint.snapshot import layout_of
 from hpctrain.comm import Communicator, connect
+from hpctrain.comm.links import own_addresses
 from hpctrain.data.dataset import Dataset
 from hpctrain.data.prefetch import Prefetcher
 from hpctrain.data.sources import Source
@@ -61,7 +64,6 @@ from hpctrain.loop import (
     Validation,
     broadcast_state,
     hand_over,
-    live_tensors,
     progress_from,
     seed_step,
 )
@@ -71,6 +73,7 @@ from hpctrain.prepare import prepare_model
 from hpctrain.profiling import Profile
 from hpctrain.settings import check_elastic, check_options, settings_of
 from hpctrain.signals import StopRequest
+from hpctrain.state import live_tensors
 from hpctrain.sync import make_sync
 from hpctrain.teller import Teller
 from hpctrain.torchoptim import Optimizer, optimizer_for
@@ -130,7 +133,10 @@ class Run:
         on_gpu = comm.name == "nccl" or torch.cuda.is_available()
         self.device = torch.device("cuda") if on_gpu else torch.device("cpu")
         self._claim: Claim | None = None  # of the rank that writes
+        self._distrusted: tuple[str, ...] = ()
         self._writer: Writer | None = None
+        # Ranks that come and go leave it to the first of them.
+        self._shares_writing = comm.size > 1 and not is_elastic(environ) and options.checkpoint_writer == "process"
         self.finished = self._over = False
         self.weights_sha256 = ""  # after the steps: the same on all ranks
 
@@ -236,9 +242,11 @@ class Run:
         live = lambda: live_tensors(model, optimizer) | sync.tensors()  # noqa: E731
         replay = replay_through(model, optimizer.step, live, lambda text: print(text, flush=True))
         progress = self._catch_up(live, replay, progress)
+        attempt = self.share(lambda: self._claim.attempt if self._claim else 0)
+        if self._shares_writing and self._writer is None:
+            self._writer = self._join_writers(attempt)
         if options.zero:
             optimizer = task.optimizer = ShardedOptimizer(model, optimizer, sync.buckets, comm)
-        attempt = self.share(lambda: self._claim.attempt if self._claim else 0)
         identity = Identity(attempt=attempt, generation=comm.generation, job=job_facts(self._environ).job)
         teller = None
         if self.is_first:
@@ -257,8 +265,21 @@ class Run:
             Prefetcher(task.data, self.device, options.prefetch) if task.data is not None else None,
             lambda report: self._tell(report, teller),
             profile,
+            self._shares_writing,
         )
         return loop, teller
+
+    def _join_writers(self, attempt: int) -> Writer:
+        """Have a process write this rank's part of each checkpoint, and the first one's publish them; all ranks call it."""
+        options, size = self._options, self.size
+        if self.is_first:
+            assert self._claim is not None
+            first = KeptWriter(self._claim, None, options.base_every, policy_of(options), self._distrusted, ranks=size)
+            self.comm.all_gather_object(first.seats(own_addresses()))
+            return first
+        seats = cast("list[Seat]", self.comm.all_gather_object(None)[0])
+        mine = Claim(directory=options.out / "checkpoints", attempt=attempt)
+        return KeptWriter(mine, None, options.base_every, policy_of(options), ranks=size, seat=seats[self.rank])
 
     def _tell(self, report: StepReport, teller: Teller | None) -> None:
         self.comm.stepped(report.step, report.step_s)
@@ -281,7 +302,9 @@ class Run:
         if self.is_first and self._claim is None:
             self._claim = self._take_over()
             restored = self._restore(live(), replay) if max(steps) < 0 else None
-            self._writer = background_writer(self._options, self._claim, restored)
+            self._distrusted = restored.damaged if restored else ()
+            if not self._shares_writing:
+                self._writer = background_writer(self._options, self._claim, restored)
         tensors = live()  # steps that were taken again may have made the optimizer's anew
         if max(steps) < 0:
             return self._share_progress(tensors, restored)
@@ -323,13 +346,18 @@ class Run:
         return progress
 
 
+def policy_of(options: argparse.Namespace) -> Policy:
+    """This will say which checkpoints stay."""
+    return Policy(keep=options.keep, every_s=3600 * options.keep_every)
+
+
 def background_writer(options: argparse.Namespace, mine: Claim, restored: Restored | None) -> Writer:
     """This will make the writer, standing on what was restored."""
     distrusted = restored.damaged if restored else ()
     parent = restored.published if restored else None
     if options.checkpoint_writer == "process":
-        return KeptWriter(mine, parent, options.base_every, options.keep, distrusted)
-    return BackgroundWriter(mine, parent, options.base_every, Retention(mine, options.keep, distrusted))
+        return KeptWriter(mine, parent, options.base_every, policy_of(options), distrusted)
+    return BackgroundWriter(mine, parent, options.base_every, Retention(mine, policy_of(options), distrusted))
 
 
 def check_replicas(model: torch.nn.Module, comm: Communicator) -> str:

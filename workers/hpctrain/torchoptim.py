@@ -28,6 +28,9 @@ class Optimizer(Protocol):
     def step(self, number: int, lr: float) -> None:
         """Move the weights by their gradients; `number` counts from 1."""
 
+    def settings(self) -> dict[str, object]:
+        """Its kind, and what it can be made of again, as JSON values."""
+
 
 def optimizer_for(model: torch.nn.Module, optimizer: Optimizer | torch.optim.Optimizer) -> Optimizer:
     """This will give the loop's view of an optimizer; ours is one already."""
@@ -70,6 +73,10 @@ class TorchOptimizer:
                         "checkpoint keeps tensors"
                     )
         return found
+
+    def settings(self) -> dict[str, object]:
+        """This will give its kind only: parameter groups are the program's."""
+        return {"kind": f"{type(self.plain).__module__}.{self._kind}"}
 
     def step(self, number: int, lr: float) -> None:
         """This will move the weights by their gradients; `number` counts from 1."""

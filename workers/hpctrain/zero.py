@@ -13,12 +13,14 @@ Sources: Rajbhandari et al., "ZeRO: memory optimizations toward training trillio
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
 from hpctrain.buckets import GradientBuckets
+from hpctrain.checkpoint.snapshot import Piece as CheckpointPiece
 from hpctrain.comm import Communicator
 from hpctrain.errors import TrainError
 from hpctrain.optim import AdamW
@@ -62,6 +64,7 @@ class ShardedOptimizer:
         """
         self._comm = comm
         names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._settings = optimizer.settings()
         whole = optimizer.tensors()
         self._shapes = {name: tensor.shape for name, tensor in whole.items()}
         self._kinds = {name: tensor.dtype for name, tensor in whole.items()}
@@ -86,6 +89,23 @@ class ShardedOptimizer:
         """This will give the whole state by name, gathered from all ranks: a copy. All ranks call it."""
         mine = self._optimizer.tensors()
         return {name: self._gathered(name, mine.get(name)) for name in self._shapes}
+
+    def settings(self) -> dict[str, object]:
+        """This will give those of the plain optimizer."""
+        return self._settings
+
+    def pieces(self) -> dict[str, torch.Tensor | CheckpointPiece]:
+        """This will give this rank's part of the state, for a checkpoint that each rank writes its part of."""
+        mine: dict[str, torch.Tensor | CheckpointPiece] = {}
+        low_of = {piece.name: piece.low for piece in self._pieces}
+        for name, tensor in self._optimizer.tensors().items():
+            parameter = _parameter_of(name, self._cuts)
+            shape, numbers = tuple(self._shapes[name]), self._cuts[parameter][-1]
+            if math.prod(shape) == numbers:
+                mine[name] = CheckpointPiece(part=tensor.detach().reshape(-1), low=low_of[parameter], whole=shape)
+            elif low_of[parameter] == 0:  # a step count, say: each rank that has some of the weight has it
+                mine[name] = tensor
+        return mine
 
     def step(self, number: int, lr: float) -> None:
         """This will move this rank's part of the weights by their gradients, and take over what the others have moved."""

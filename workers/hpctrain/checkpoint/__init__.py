@@ -11,7 +11,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hpctrain.checkpoint.background import BackgroundWriter, Writer
+    from hpctrain.checkpoint.background import BackgroundWriter, Wish, Writer
     from hpctrain.checkpoint.fence import Claim, claim
     from hpctrain.checkpoint.gradlog import GradientLog
     from hpctrain.checkpoint.kept import KeptWriter
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hpctrain.checkpoint.manifest import Facts
     from hpctrain.checkpoint.replay import replay_through
     from hpctrain.checkpoint.restore import Restored, restore_newest
-    from hpctrain.checkpoint.retain import Retention
+    from hpctrain.checkpoint.retain import Policy, Retention
 
 # Where each name is: whoever needs no torch (the process that writes) imports none.
 _HOMES = {
@@ -28,9 +28,11 @@ _HOMES = {
     "Facts": "manifest",
     "GradientLog": "gradlog",
     "KeptWriter": "kept",
+    "Policy": "retain",
     "Report": "maker",
     "Restored": "restore",
     "Retention": "retain",
+    "Wish": "background",
     "Writer": "background",
     "claim": "fence",
     "replay_through": "replay",
@@ -43,9 +45,11 @@ __all__ = [
     "Facts",
     "GradientLog",
     "KeptWriter",
+    "Policy",
     "Report",
     "Restored",
     "Retention",
+    "Wish",
     "Writer",
     "claim",
     "replay_through",

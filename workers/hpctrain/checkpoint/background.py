@@ -8,22 +8,30 @@ that has taken over ends the run.
 
 from __future__ import annotations
 
+import enum
+import threading
 import time
-from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
-import torch
-
-from hpctrain.checkpoint.buffers import Buffer
 from hpctrain.checkpoint.chunks import CHUNK_BYTES
 from hpctrain.checkpoint.fence import Claim
 from hpctrain.checkpoint.gradlog import GradientLog
-from hpctrain.checkpoint.maker import Maker, Report, Standing
+from hpctrain.checkpoint.group import First, Other
+from hpctrain.checkpoint.maker import Maker, Order, Report, Standing
 from hpctrain.checkpoint.manifest import Facts
 from hpctrain.checkpoint.retain import Retention
-from hpctrain.checkpoint.snapshot import Snapshot, layout_of
+from hpctrain.checkpoint.snapshot import Snapshot, State, layout_of
 from hpctrain.checkpoint.steplog import Taken
 from hpctrain.checkpoint.write import Published
+
+
+class Wish(enum.IntEnum):
+    """What a rank would make the next checkpoint of; of all ranks' wishes the greatest counts, unless one says NOTHING."""
+
+    NOTHING = 0  # it does not begin now
+    LOG = 1  # the gradients since the last one
+    STATE = 2
+    BASE = 3  # a state that stands on nothing
 
 
 class Writer:
@@ -35,6 +43,7 @@ class Writer:
         self._snapshots = [kept] if isinstance(kept, Snapshot) else []
         self._log: GradientLog | None = None
         self._lent: tuple[GradientLog | None, Taken | None] | None = None  # what is in flight
+        self._touching: threading.Thread | None = None
 
     @property
     def last_step(self) -> int:
@@ -45,23 +54,40 @@ class Writer:
         """This will let increments be the gradients that `log` notes, where they are smaller than what changed."""
         self._log = log
 
+    def prepare(self, state: State) -> None:
+        """This will get the memory for copies of such a state beforehand, beside whatever else is done."""
+        layout = layout_of(state)
+        alike = [snapshot for snapshot in self._snapshots if snapshot.layout == layout]
+        fresh = [Snapshot(layout) for _ in range(len(alike), 2)]
+        self._snapshots = [*alike, *fresh]
+        self._touching = threading.Thread(target=lambda: [one.touch() for one in fresh], name="touch", daemon=True)
+        self._touching.start()
+
     def idle(self) -> bool:
         """This will say whether a new checkpoint can begin now; `collect` what is finished first."""
         return self._lent is None
+
+    def wish(self) -> Wish:
+        """This will say what the next checkpoint would best be made of."""
+        if not self.idle():
+            return Wish.NOTHING
+        if not self._standing.room:
+            return Wish.BASE
+        return Wish.LOG if self.log_suffices() else Wish.STATE
 
     def log_suffices(self) -> bool:
         """This will say whether the next checkpoint needs no tensors, because it is the gradients since the last one."""
         return self._standing.takes_log and self._log is not None and self._log.covers(self.last_step)
 
-    def begin(self, tensors: Mapping[str, torch.Tensor] | None, facts: Facts) -> float:
-        """This will copy the tensors (None: `log_suffices`) and start to write; returns the seconds of the copy."""
+    def begin(self, state: State | None, facts: Facts, *, base: bool = False) -> float:
+        """This will copy the state (None: `log_suffices`) and start to write; returns the seconds of the copy."""
         assert self._lent is None, "one checkpoint at a time"
         started_s = time.perf_counter()
         taken = self._log.take(facts.step) if self._log is not None else None
-        snapshot = self._copied(tensors) if tensors is not None else None
+        snapshot = self._copied(state) if state is not None else None
         copy_s = time.perf_counter() - started_s
         self._lent = (self._log, taken)
-        self._hand_over(snapshot, taken, facts, copy_s)
+        self._hand_over(Order(snapshot=snapshot, taken=taken, facts=facts, copy_s=copy_s, base=base))
         return copy_s
 
     def collect(self) -> Report | None:
@@ -90,16 +116,16 @@ class Writer:
         """This will end whoever writes, after what is in flight."""
         raise NotImplementedError
 
-    def _copied(self, tensors: Mapping[str, torch.Tensor]) -> Snapshot:
-        layout = layout_of(tensors)
+    def _copied(self, state: State) -> Snapshot:
+        layout = layout_of(state)
         alike = [snapshot for snapshot in self._snapshots if snapshot.layout == layout]
         free = [snapshot for snapshot in alike if snapshot.number != self._standing.kept]
         snapshot = free[0] if free else Snapshot(layout)
         self._snapshots = alike if free else [*alike, snapshot]
-        snapshot.fill(tensors)
+        snapshot.fill(state)
         return snapshot
 
-    def _hand_over(self, snapshot: Buffer | None, taken: Taken | None, facts: Facts, copy_s: float) -> None:
+    def _hand_over(self, order: Order) -> None:
         raise NotImplementedError
 
     def _finished(self) -> bool:
@@ -119,17 +145,20 @@ class BackgroundWriter(Writer):
         base_every: int,
         retention: Retention,
         chunk_bytes: int = CHUNK_BYTES,
+        group: First | Other | None = None,
     ) -> None:
-        self._maker = Maker(claim, parent, base_every, retention, chunk_bytes)
+        self._maker = Maker(claim, parent, base_every, retention, chunk_bytes, group)
         super().__init__(self._maker.standing, parent)
-        self._pool = ThreadPoolExecutor(1, "checkpoint")
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._flight: Future[Report] | None = None
 
     def close(self) -> None:
-        self._pool.shutdown()
+        self._thread.shutdown()
+        self._maker.close()
 
-    def _hand_over(self, snapshot: Buffer | None, taken: Taken | None, facts: Facts, copy_s: float) -> None:
-        self._flight = self._pool.submit(self._maker.make, snapshot, taken, facts, copy_s)
+    def _hand_over(self, order: Order) -> None:
+        self._flight = self._thread.submit(self._maker.make, order)
+        self._thread.submit(self._maker.tidy)
 
     def _finished(self) -> bool:
         return self._flight is not None and self._flight.done()

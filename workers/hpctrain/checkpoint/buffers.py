@@ -7,40 +7,58 @@ file without a name, so it is gone when the last process that has it ends.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import math
 import mmap
 import os
 import tempfile
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from hpctrain.checkpoint.chunks import ITEM_BYTES
 
 ALIGN_BYTES = 64
+POPULATE_WRITE = 23  # madvise(2), Linux 5.14
 _numbers = itertools.count()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
-    """Where a tensor lies in the buffer."""
+    """Where a tensor, or a piece of one, lies in the buffer.
+
+    A piece is flat: the numbers of a tensor of shape `whole` from the number `low` on.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     at: int
     bytes: int
+    low: int = 0
+    whole: tuple[int, ...]
+
+    @property
+    def low_bytes(self) -> int:
+        """Where the piece begins in its tensor."""
+        return self.low * ITEM_BYTES[self.dtype]
 
 
 Layout = tuple[Slot, ...]
 
 
-def lay_out(kinds: list[tuple[str, str, tuple[int, ...]]]) -> Layout:
+def lay_out(kinds: Iterable[tuple[str, str, tuple[int, ...]]]) -> Layout:
     """This will lay out tensors of which name, dtype and shape are known."""
+    return lay_out_pieces((name, dtype, shape, 0, shape) for name, dtype, shape in kinds)
+
+
+def lay_out_pieces(kinds: Iterable[tuple[str, str, tuple[int, ...], int, tuple[int, ...]]]) -> Layout:
+    """This will lay out pieces: name, dtype, shape, first number, and the shape of the whole tensor."""
     slots, at = [], 0
-    for name, dtype, shape in kinds:
+    for name, dtype, shape, low, whole in kinds:
         size_bytes = math.prod(shape) * ITEM_BYTES[dtype]
-        slots.append(Slot(name=name, dtype=dtype, shape=shape, at=at, bytes=size_bytes))
+        slots.append(Slot(name=name, dtype=dtype, shape=shape, at=at, bytes=size_bytes, low=low, whole=whole))
         at += -(-size_bytes // ALIGN_BYTES) * ALIGN_BYTES
     return tuple(slots)
 
@@ -57,6 +75,15 @@ class Buffer:
         self.shared = mmap.mmap(self.descriptor, length)
         self._memory = memoryview(self.shared)
         weakref.finalize(self, os.close, self.descriptor)
+
+    def touch(self) -> None:
+        """This will have the kernel give all of the memory now, not page by page while somebody waits for a copy.
+
+        Another thread may write into it meanwhile; kernels that cannot leave it as it was.
+        """
+        start = ctypes.addressof(ctypes.c_char.from_buffer(self.shared))
+        libc = ctypes.CDLL(None)
+        libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(len(self.shared)), POPULATE_WRITE)
 
     @property
     def bytes(self) -> int:

@@ -10,20 +10,28 @@ Sources: open(2), link(2), close(2); RFC 1813 section 4 (retransmitted requests)
 from __future__ import annotations
 
 import errno
+import fcntl
+import itertools
 import json
+import mmap
 import os
 import secrets
 from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from hpctrain.errors import PublishError
 
 # File systems without hard links say one of these; then the name alone (never used twice) has to do.
 NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
+DIRECT = getattr(os, "O_DIRECT", 0)
+BLOCK_BYTES = 8 << 20
 
 
-def write_new(path: Path, pieces: Iterable[bytes | memoryview]) -> int:
+def write_new(path: Path, pieces: Iterable[bytes | memoryview], *, direct: bool = False) -> int:
     """This will create the file, write the pieces, fsync and close it, and return the bytes written.
+
+    `direct`: past the page cache, where the file system can: for what is large and not read again soon.
 
     Raises:
         FileExistsError: the name is taken.
@@ -32,7 +40,10 @@ def write_new(path: Path, pieces: Iterable[bytes | memoryview]) -> int:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     closed = False
     try:
-        written_bytes = sum(write_all(descriptor, piece) for piece in pieces)
+        if direct:
+            written_bytes = _write_blocks(descriptor, pieces)
+        else:
+            written_bytes = sum(write_all(descriptor, piece) for piece in pieces)
         os.fsync(descriptor)
         closed = True  # also when close fails: the descriptor is gone then
         os.close(descriptor)
@@ -50,6 +61,46 @@ def write_all(descriptor: int, piece: bytes | memoryview) -> int:
     while rest:
         rest = rest[os.write(descriptor, rest) :]
     return len(memoryview(piece).cast("B"))
+
+
+def _write_blocks(descriptor: int, pieces: Iterable[bytes | memoryview]) -> int:
+    """Gather the pieces in aligned blocks, and write one past the page cache while the next is filled; the rest plainly.
+
+    Fresh memory is touched at a fraction of the speed of a copy, and the page cache is fresh memory.
+    """
+    blocks = itertools.cycle([memoryview(mmap.mmap(-1, BLOCK_BYTES)) for _ in range(2)])
+    block, filled, written_bytes = next(blocks), 0, 0
+    with ThreadPoolExecutor(1, "disk") as disk:
+        under_way: Future[None] = disk.submit(lambda: None)
+        for piece in pieces:
+            rest = memoryview(piece).cast("B")
+            written_bytes += len(rest)
+            while rest:
+                part = rest[: BLOCK_BYTES - filled]
+                block[filled : filled + len(part)] = part
+                filled, rest = filled + len(part), rest[len(part) :]
+                if filled == BLOCK_BYTES:
+                    under_way.result()
+                    under_way = disk.submit(_write_direct, descriptor, block)
+                    block, filled = next(blocks), 0
+        under_way.result()
+    write_all(descriptor, block[:filled])
+    return written_bytes
+
+
+def _write_direct(descriptor: int, block: memoryview) -> None:
+    """Write a block directly; file systems that cannot, and what is left of a short write, say EINVAL: that goes plainly."""
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | DIRECT)
+        while block:
+            block = block[os.write(descriptor, block) :]
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            raise
+    finally:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
+    write_all(descriptor, block)
 
 
 def write_draft(path: Path, content: bytes) -> Path:

@@ -12,11 +12,11 @@ Sources: the idea of gradients as increments: "LowDiff" (2025), which is lossy.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
-from hpctrain.checkpoint.snapshot import Snapshot, layout_of
+from hpctrain.checkpoint.snapshot import Piece, Snapshot, layout_of, share_of
 from hpctrain.checkpoint.steplog import LoggedStep, StepLog, Taken
 
 PROBED = 4  # numbers of each tensor
@@ -32,14 +32,22 @@ class GradientLog:
         flats: list[torch.Tensor],
         step: int,
         most_bytes: int,
+        optimizer: Mapping[str, object],
+        rank: int = 0,
+        size: int = 1,
     ) -> None:
-        """`groups` are the parameters of each of `flats`, in their order; at most `most_bytes` of gradients are kept."""
+        """`groups` are the parameters of each of `flats`, in their order; at most `most_bytes` of gradients are kept.
+
+        Of several ranks that have the same gradients, each keeps a part.
+        """
         names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self._model, self._flats = model, {str(index): flat for index, flat in enumerate(flats)}
+        self._rank, self._size, self._optimizer = rank, size, optimizer
+        self._model = model
+        self._flats = {str(index): _part_of(flat, rank, size) for index, flat in enumerate(flats)}
         self._order = tuple(tuple(names[id(parameter)] for parameter in group) for group in groups)
         self._layout = layout_of(self._flats)
         trained = {name for group in self._order for name in group}
-        self._loose = [name for name in model.state_dict() if name not in trained]
+        self._loose = [f"model.{name}" for name in model.state_dict() if name not in trained]
         self._device = device_facts(model)
         step_bytes = sum(slot.bytes for slot in self._layout)
         self.most_steps = max(1, most_bytes // max(1, step_bytes))
@@ -70,21 +78,18 @@ class GradientLog:
         self._since, self._steps, self._intact = step, [], True
         if not intact:
             return None
-        state = self._model.state_dict()
-        loose = {name: state[name] for name in self._loose}
-        kept = (
-            self._loose_spare.pop()
-            if self._loose_spare
-            else Snapshot(layout_of({f"model.{name}": tensor for name, tensor in loose.items()}))
-        )
-        kept.fill({f"model.{name}": tensor for name, tensor in loose.items()})
+        state = {f"model.{name}": tensor for name, tensor in self._model.state_dict().items()}
+        loose = share_of({name: state[name] for name in self._loose}, self._rank, self._size, own_of_first(self._model))
+        kept = self._loose_spare.pop() if self._loose_spare else Snapshot(layout_of(loose))
+        kept.fill(loose)
         return Taken(
             since=since,
             steps=steps,
             order=self._order,
             loose=kept,
             device=self._device,
-            probe=probe_of(self._model),
+            optimizer=self._optimizer,
+            probe=probe_of(self._model.state_dict()),
         )
 
     def give_back(self, taken: Taken) -> None:
@@ -97,19 +102,30 @@ class GradientLog:
         self._steps, self._intact = [], False
 
 
+def own_of_first(model: torch.nn.Module) -> set[str]:
+    """This will name what may differ among ranks, so that the first one's counts: buffers."""
+    return {f"model.{name}" for name, _ in model.named_buffers()}
+
+
+def _part_of(flat: torch.Tensor, rank: int, size: int) -> torch.Tensor | Piece:
+    if size == 1:
+        return flat
+    low, high = (flat.numel() * one // size for one in (rank, rank + 1))
+    return Piece(part=flat[low:high], low=low, whole=tuple(flat.shape))
+
+
 @torch.no_grad()
 def take_again(
-    model: torch.nn.Module,
+    named: Mapping[str, torch.nn.Parameter],
     move: Callable[[int, float], None],
     log: StepLog,
-    flats_of: Callable[[int], list[torch.Tensor]],
+    gradients: Iterator[list[torch.Tensor]],
 ) -> None:
-    """This will take the steps of a log; `move(number, lr)` is the optimizer's step, `flats_of(n)` reads the n-th's gradients."""
-    named = dict(model.named_parameters())
+    """This will take the steps of a log; `move(number, lr)` is the optimizer's step, `gradients` gives those of each."""
     kept = {name: parameter.grad for name, parameter in named.items()}
     try:
-        for index, step in enumerate(log.steps):
-            for names, flat in zip(log.order, flats_of(index), strict=True):
+        for step in log.steps:
+            for names, flat in zip(log.order, next(gradients), strict=True):
                 if step.factor != 1.0:
                     flat.mul_(step.factor)
                 low = 0
@@ -125,10 +141,10 @@ def take_again(
 
 
 @torch.no_grad()
-def probe_of(model: torch.nn.Module) -> bytes:
-    """This will give some numbers of each of the model's tensors, as float64."""
+def probe_of(state: Mapping[str, torch.Tensor]) -> bytes:
+    """This will give some numbers of each of the model's tensors, by name, as float64."""
     picked = []
-    for tensor in model.state_dict().values():
+    for _, tensor in sorted(state.items()):
         flat = tensor.detach().reshape(-1)
         picked.append(flat[:: max(1, flat.numel() // PROBED)][:PROBED].to(torch.float64))
     return torch.cat(picked).cpu().numpy().tobytes() if picked else b""

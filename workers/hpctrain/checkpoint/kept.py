@@ -8,21 +8,21 @@ started, whose first checkpoint is a base.
 from __future__ import annotations
 
 import os
+import secrets
 import select
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 
 from hpctrain.checkpoint.background import Writer
-from hpctrain.checkpoint.buffers import Buffer
 from hpctrain.checkpoint.chunks import CHUNK_BYTES
 from hpctrain.checkpoint.fence import Claim
+from hpctrain.checkpoint.group import SECRET_BYTES, Seat
 from hpctrain.checkpoint.handing import Handing
-from hpctrain.checkpoint.maker import Maker, Order, Report, Standing, Task
-from hpctrain.checkpoint.manifest import Facts
-from hpctrain.checkpoint.retain import Retention
-from hpctrain.checkpoint.steplog import Taken
+from hpctrain.checkpoint.maker import Order, Report, Standing, Task, standing_of
+from hpctrain.checkpoint.retain import Policy
 from hpctrain.checkpoint.write import Published
 from hpctrain.errors import StaleAttemptError
 
@@ -37,24 +37,34 @@ class KeptWriter(Writer):
         claim: Claim,
         parent: Published | None,
         base_every: int,
-        keep: int,
+        policy: Policy,
         distrusted: tuple[str, ...] = (),
         chunk_bytes: int = CHUNK_BYTES,
+        ranks: int = 1,
+        seat: Seat | None = None,
     ) -> None:
+        """`ranks` write together; `seat` is where the others find the first of them, which has none."""
         self._task = Task(
             claim=claim,
             parent=parent,
             base_every=base_every,
-            keep=keep,
+            policy=policy,
             distrusted=distrusted,
             chunk_bytes=chunk_bytes,
+            ranks=ranks,
+            seat=seat,
+            secret=secrets.token_bytes(SECRET_BYTES),
         )
-        super().__init__(Maker(claim, parent, base_every, Retention(claim, keep), chunk_bytes).standing, parent)
+        # Of the first of several ranks: it outlives a process that writes, so that the others find the next one there.
+        self._listener = socket.create_server(("", 0), backlog=ranks) if ranks > 1 and seat is None else None
         self._order: Order | None = None
+        super().__init__(standing_of(parent, base_every, chunk_bytes), parent)
         self._start(self._task)
 
     def close(self) -> None:
         self._line.close()
+        if self._listener is not None:
+            self._listener.close()
         try:
             self._process.wait(CLOSE_S)
         except subprocess.TimeoutExpired:
@@ -67,14 +77,23 @@ class KeptWriter(Writer):
         """The process that writes."""
         return self._process.pid
 
+    def seats(self, addresses: Sequence[str]) -> list[Seat]:
+        """This will say where the other ranks' writers find this one, by rank; it is on a host with these addresses."""
+        assert self._listener is not None
+        port = self._listener.getsockname()[1]
+        secret, several = self._task.secret, tuple(addresses)
+        return [Seat(rank=rank, addresses=several, port=port, secret=secret) for rank in range(self._task.ranks)]
+
     def _start(self, task: Task) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            command = [sys.executable, "-m", "hpctrain.checkpoint.keeper", str(theirs.fileno())]
+            listener = [self._listener.fileno()] if self._listener else []
+            given = [theirs.fileno(), *listener]
+            command = [sys.executable, "-m", "hpctrain.checkpoint.keeper", *map(str, given)]
             paths = [path or os.getcwd() for path in sys.path]
             self._process = subprocess.Popen(
                 command,
-                pass_fds=[theirs.fileno()],
+                pass_fds=given,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
@@ -82,8 +101,8 @@ class KeptWriter(Writer):
         self._line = Handing(ours)
         self._line.send(task)
 
-    def _hand_over(self, snapshot: Buffer | None, taken: Taken | None, facts: Facts, copy_s: float) -> None:
-        self._order = Order(snapshot=snapshot, taken=taken, facts=facts, copy_s=copy_s)
+    def _hand_over(self, order: Order) -> None:
+        self._order = order
         try:
             self._line.send(self._order)
         except OSError:

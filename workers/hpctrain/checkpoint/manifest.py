@@ -19,7 +19,7 @@ from hpctrain.checkpoint.steplog import StepLog, log_from_json, log_to_json
 from hpctrain.errors import DamagedError
 
 FORMAT = "hpctrain-checkpoint"
-VERSION = 1
+VERSION = 2
 HASH = "blake3"
 SUFFIX = ".json"
 NAME = re.compile(r"step-(\d{10,})\.a(\d{4,})")
@@ -32,6 +32,14 @@ class Parent:
 
     name: str
     checksum: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataFile:
+    """A file of chunks."""
+
+    file: str
+    bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,8 +68,7 @@ class Manifest:
     base: str
     depth: int  # increments since the base
     chunk_bytes: int
-    data_file: str
-    data_bytes: int
+    data: tuple[DataFile, ...]  # of each rank that wrote
     tensors: tuple[TensorEntry, ...]  # of "gradients": only those that no optimizer moves
     log: StepLog | None = None  # of "gradients"
 
@@ -95,7 +102,7 @@ def to_bytes(manifest: Manifest) -> bytes:
         "base": manifest.base,
         "depth": manifest.depth,
         "chunk_bytes": manifest.chunk_bytes,
-        "data": {"file": manifest.data_file, "bytes": manifest.data_bytes},
+        "data": [asdict(data) for data in manifest.data],
         "tensors": [tensor_to_json(tensor) for tensor in manifest.tensors],
         **facts,
     }
@@ -151,10 +158,11 @@ def _from_json(body: dict) -> Manifest:
     parent = body["parent"]
     if (body["kind"] == "base") != (parent is None):
         raise ValueError("a base has no parent, an increment has one")
-    data_file = str(body["data"]["file"])
-    if "/" in data_file or data_file.startswith("."):
-        raise ValueError(f"data file {data_file!r} lies outside of the directory")
-    return Manifest(
+    data = tuple(DataFile(file=str(entry["file"]), bytes=int(entry["bytes"])) for entry in body["data"])
+    outside = [one.file for one in data if "/" in one.file or one.file.startswith(".")]
+    if outside:
+        raise ValueError(f"data file {outside[0]!r} lies outside of the directory")
+    manifest = Manifest(
         facts=Facts(
             step=int(body["step"]),
             attempt=int(body["attempt"]),
@@ -169,8 +177,11 @@ def _from_json(body: dict) -> Manifest:
         base=str(body["base"]),
         depth=int(body["depth"]),
         chunk_bytes=int(body["chunk_bytes"]),
-        data_file=data_file,
-        data_bytes=int(body["data"]["bytes"]),
+        data=data,
         tensors=tuple(tensor_from_json(entry) for entry in body["tensors"]),
         log=log_from_json(body["log"]) if body["kind"] == "gradients" else None,
     )
+    flats = [flat for step in manifest.log.steps for flat in step.flats] if manifest.log else []
+    if any(chunk.file >= len(data) for tensor in (*manifest.tensors, *flats) for chunk in tensor.chunks):
+        raise ValueError("a chunk is in a data file that is not named")
+    return manifest

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from hpctrain.checkpoint.gradlog import device_facts, difference, probe_of, take_again
-from hpctrain.checkpoint.restore import Replay, read_gradients
+from hpctrain.checkpoint.restore import Gradients, Replay
 from hpctrain.checkpoint.write import Published
 from hpctrain.errors import DamagedError
 
@@ -31,6 +31,7 @@ def replay_through(
         published.snapshot.pour(live())
         named = dict(model.named_parameters())
         loose = {entry.name for entry in published.manifest.tensors}
+        gradients = iter(Gradients(directory, published.logs))
         for manifest in published.logs:
             log = manifest.log
             assert log is not None
@@ -39,7 +40,7 @@ def replay_through(
                 raise DamagedError(f"its log has gradients of {missing[0]!r}, which this model does not have")
             for step in log.steps:
                 _check_sizes(log.order, [flat.shape for flat in step.flats], named)
-            take_again(model, move, log, lambda index, manifest=manifest: read_gradients(directory, manifest, index))
+            take_again(named, move, log, gradients)
         _keep_loose(published, live(), loose)
         _compare(published, model, warn)
         published.snapshot.fill(live())
@@ -68,7 +69,7 @@ def _check_sizes(
 def _compare(published: Published, model: torch.nn.Module, warn: Callable[[str], None]) -> None:
     log = published.manifest.log
     assert log is not None
-    now = probe_of(model)
+    now = probe_of(model.state_dict())
     if now == log.probe:
         return
     apart, here = difference(now, log.probe), device_facts(model)

@@ -6,18 +6,71 @@ Rules: the buffer is used again, see `buffers`.  Every tensor begins at a multip
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 
 import torch
 
-from hpctrain.checkpoint.buffers import Buffer, Layout, Slot, lay_out
-from hpctrain.checkpoint.chunks import ITEM_BYTES
+from hpctrain.checkpoint.buffers import Buffer, Layout, Slot, lay_out_pieces
+from hpctrain.checkpoint.chunks import CHUNK_BYTES, ITEM_BYTES
 from hpctrain.errors import MismatchError, TrainError
 
 
-def layout_of(tensors: Mapping[str, torch.Tensor]) -> Layout:
-    """This will lay the tensors out one after another."""
-    return lay_out([(name, dtype_name(tensor), tuple(tensor.shape)) for name, tensor in tensors.items()])
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """What one rank has of a tensor of shape `whole`: its numbers from `low` on, flat."""
+
+    part: torch.Tensor
+    low: int
+    whole: tuple[int, ...]
+
+
+State = Mapping[str, torch.Tensor | Piece]
+
+
+def layout_of(state: State) -> Layout:
+    """This will lay tensors, and pieces of tensors, out one after another."""
+    return lay_out_pieces(_kind(name, one) for name, one in state.items())
+
+
+def _kind(name: str, one: torch.Tensor | Piece) -> tuple[str, str, tuple[int, ...], int, tuple[int, ...]]:
+    if isinstance(one, Piece):
+        return name, dtype_name(one.part), tuple(one.part.shape), one.low, tuple(one.whole)
+    return name, dtype_name(one), tuple(one.shape), 0, tuple(one.shape)
+
+
+def share_of(tensors: Mapping[str, torch.Tensor], rank: int, size: int, of_first: Collection[str] = ()) -> State:
+    """This will cut what all ranks have alike, so that each writes about as much; `of_first`: what the first one writes whole.
+
+    Within a tensor it is cut where chunks begin, so that chunks are the same for any number of ranks.
+    """
+    shared = {name: tensor for name, tensor in tensors.items() if name not in of_first}
+    total = sum(tensor.nbytes for tensor in shared.values())
+    low, high = total * rank // size, total * (rank + 1) // size
+    state: dict[str, torch.Tensor | Piece] = {}
+    if rank == 0:
+        state |= {name: tensor for name, tensor in tensors.items() if name in of_first}
+    at = 0
+    for name, tensor in shared.items():
+        end = at + tensor.nbytes
+        first, last = (_cut(bound - at, tensor) for bound in (low, high))
+        if not tensor.nbytes:
+            whole = rank == 0
+        else:
+            whole = first <= 0 and last >= tensor.numel()
+        if whole:
+            state[name] = tensor
+        elif last > first:
+            state[name] = Piece(part=tensor.detach().reshape(-1)[first:last], low=first, whole=tuple(tensor.shape))
+        at = end
+    return state
+
+
+def _cut(at_bytes: int, tensor: torch.Tensor) -> int:
+    """Which number of a tensor the first is after a bound, once this is moved to where a chunk begins, or to the end."""
+    if at_bytes >= tensor.nbytes:
+        return tensor.numel()
+    return max(0, at_bytes) // CHUNK_BYTES * CHUNK_BYTES // tensor.element_size()
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
@@ -39,10 +92,11 @@ class Snapshot(Buffer):
         super().__init__(layout)
         self._buffer = torch.frombuffer(self.shared, dtype=torch.uint8)
 
-    def fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """This will copy the tensors into the buffer; they have to be those of the layout."""
+    def fill(self, state: State) -> None:
+        """This will copy the state into the buffer; it has to be of this layout."""
         for slot in self.layout:
-            self._view(slot).copy_(tensors[slot.name].detach())
+            one = state[slot.name]
+            self._view(slot).copy_((one.part if isinstance(one, Piece) else one).detach())
 
     def pour(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """This will copy the buffer into live tensors."""
@@ -60,16 +114,22 @@ class Snapshot(Buffer):
 
 
 def compare(saved: Layout, live: Layout, source: str) -> None:
-    """This will return if a checkpoint's tensors are those of the model.
+    """This will return if a checkpoint's tensors are those of the model, in whatever order.
 
     Raises:
         MismatchError: names the first tensor that differs.
     """
-    for old, new in zip(saved, live, strict=False):
-        if (old.name, old.dtype, old.shape) != (new.name, new.dtype, new.shape):
+    there = {slot.name: slot for slot in saved}
+    for new in live:
+        old = there.pop(new.name, None)
+        if old is None or (old.dtype, old.shape) != (new.dtype, new.shape):
+            has = "has no such tensor" if old is None else f"has it as {old.dtype}{list(old.shape)}"
             raise MismatchError(
-                f"cannot resume from {source}: it holds {old.name!r} {old.dtype}{list(old.shape)} where this model has "
-                f"{new.name!r} {new.dtype}{list(new.shape)}; give the options of the first run, or another --out"
+                f"cannot resume from {source}: this model has {new.name!r} {new.dtype}{list(new.shape)}, the checkpoint "
+                f"{has}; give the options of the first run, or another --out"
             )
-    if len(saved) != len(live):
-        raise MismatchError(f"cannot resume from {source}: it holds {len(saved)} tensors, this model has {len(live)}")
+    if there:
+        raise MismatchError(
+            f"cannot resume from {source}: it has {next(iter(there))!r}, which this model has not; give the options of the "
+            "first run, or another --out"
+        )

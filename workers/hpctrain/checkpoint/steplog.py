@@ -35,6 +35,7 @@ class Taken:
     order: tuple[tuple[str, ...], ...]
     loose: Buffer
     device: Mapping[str, object]
+    optimizer: Mapping[str, object]
     probe: bytes
 
 
@@ -54,6 +55,7 @@ class StepLog:
 
     order: tuple[tuple[str, ...], ...]  # which parameters lie one after another in which flat
     device: Mapping[str, object]  # on what the run computed
+    optimizer: Mapping[str, object]  # its kind, and settings if it can be made of them
     probe: bytes  # some numbers of the weights after the last step, as float64
     steps: tuple[StepEntry, ...]
 
@@ -72,6 +74,7 @@ def log_to_json(log: StepLog) -> dict[str, object]:
     return {
         "order": [list(names) for names in log.order],
         "device": dict(log.device),
+        "optimizer": dict(log.optimizer),
         "probe": log.probe.hex(),
         "steps": steps,
     }
@@ -91,4 +94,10 @@ def log_from_json(body: dict[str, Any]) -> StepLog:
         if len(flats) != len(order) or not (math.isfinite(lr) and math.isfinite(factor)):
             raise ValueError(f"step {step['number']} of the log has {len(flats)} flats for {len(order)}, lr {lr}")
         steps.append(StepEntry(number=int(step["number"]), lr=lr, factor=factor, flats=flats))
-    return StepLog(order=order, device=dict(body["device"]), probe=bytes.fromhex(body["probe"]), steps=tuple(steps))
+    return StepLog(
+        order=order,
+        device=dict(body["device"]),
+        optimizer=dict(body["optimizer"]),
+        probe=bytes.fromhex(body["probe"]),
+        steps=tuple(steps),
+    )

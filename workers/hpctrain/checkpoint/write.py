@@ -1,23 +1,32 @@
-"""One checkpoint from a snapshot, or from a log of gradients, to a published manifest.
+"""One checkpoint: this rank's part of it to a data file, and the parts of all ranks to a published manifest.
 
-Knows its parent by its manifest and its content; does not know torch, threads, models or when to write.
-Rules: the data file is durable before the manifest that names it appears; the fence is asked in between; a chunk that
-did not change is not written, one that did is stored in the smallest of the packings, each content once.
+Knows the parent by its name and its chunks' hashes; does not know torch, threads, models or when to write.
+Rules: data files are durable before the manifest that names them appears; the fence is asked in between.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 from hpctrain.checkpoint import fence, files
-from hpctrain.checkpoint.buffers import Buffer, Slot
-from hpctrain.checkpoint.chunks import CHUNK_BYTES, ITEM_BYTES, Chunk, TensorEntry
+from hpctrain.checkpoint.buffers import Buffer
+from hpctrain.checkpoint.chunks import (
+    CHUNK_BYTES,
+    ITEM_BYTES,
+    PieceEntry,
+    hashes_of,
+    joined,
+    piece_from_json,
+    piece_to_json,
+)
 from hpctrain.checkpoint.listing import LATEST
 from hpctrain.checkpoint.manifest import (
     SUFFIX,
+    DataFile,
     Facts,
     Manifest,
     Parent,
@@ -25,200 +34,197 @@ from hpctrain.checkpoint.manifest import (
     checksum_of,
     to_bytes,
 )
-from hpctrain.checkpoint.pack import Packing, digest, pack
+from hpctrain.checkpoint.pack import pack
+from hpctrain.checkpoint.packer import Packer, Wanted
 from hpctrain.checkpoint.steplog import StepEntry, StepLog, Taken
 
 DATA_MAGIC = b"HPCTDAT1"
 SAMPLED = 8  # one chunk of so many is packed to estimate what all would take
-Pieces = Generator[bytes | memoryview, None, TensorEntry]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Published:
-    """A checkpoint that readers can find, with its content for the next one to stand on.
+    """A checkpoint that was read, with its content for the next one to stand on.
 
-    `snapshot` is None after a log of gradients was written: nobody copied the state then.  `logs` are the steps that have
-    still to be taken, on top of the snapshot, to come to the checkpoint: only after reading.
+    `logs` are the steps that have still to be taken, on top of the snapshot, to come to the checkpoint.
     """
 
     manifest: Manifest
     checksum: str
     snapshot: Buffer | None
-    stored_bytes: int
     logs: tuple[Manifest, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footing:
+    """A published checkpoint as the next one can stand on it: by its name and by what this rank has of it."""
+
+    name: str
+    checksum: str
+    step: int
+    kind: str
+    base: str
+    depth: int
+    snapshot: Buffer | None
+    hashes: Mapping[str, Mapping[int, str]]  # of chunks, by tensor and by where they begin
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What one rank has written of a checkpoint."""
+
+    data: DataFile
+    stands_on: str | None  # the name of the parent that it was made from
+    pieces: tuple[PieceEntry, ...]
+    steps: tuple[tuple[PieceEntry, ...], ...]  # of each logged step, the gradients
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedLog:
     """A log of gradients ready to be written."""
 
-    log: StepLog
-    tensors: tuple[TensorEntry, ...]
-    pieces: list[bytes | memoryview]
+    pieces: tuple[PieceEntry, ...]
+    steps: tuple[tuple[PieceEntry, ...], ...]
+    content: list[bytes | memoryview]
 
     @property
     def bytes(self) -> int:
         """What it takes in the data file."""
-        return sum(len(piece) for piece in self.pieces)
+        return sum(len(piece) for piece in self.content)
 
 
-class _Packer:
-    """Chunks on their way into the data file: where each one went."""
-
-    def __init__(self, chunk_bytes: int) -> None:
-        self._chunk_bytes = chunk_bytes
-        self._stored_before: dict[str, Chunk] = {}
-        self._at = len(DATA_MAGIC)
-
-    def tensor(self, slot: Slot, content: memoryview, entry: TensorEntry | None, old: memoryview | None) -> Pieces:
-        """This will give what belongs into the data file; `entry` and `old` are the parent's."""
-        chunks: list[Chunk] = []
-        for index, low in enumerate(range(0, slot.bytes, self._chunk_bytes)):
-            before = old[low : low + self._chunk_bytes] if old is not None else None
-            hash_before = entry.chunks[index].hash if entry is not None else None
-            now = content[low : low + self._chunk_bytes]
-            chunk, stored = self._store(now, ITEM_BYTES[slot.dtype], hash_before, before)
-            chunks.append(chunk)
-            if stored is not None:
-                yield stored
-        return TensorEntry(name=slot.name, dtype=slot.dtype, shape=slot.shape, chunks=tuple(chunks))
-
-    def _store(
-        self, content: memoryview, item_bytes: int, hash_before: str | None, before: memoryview | None
-    ) -> tuple[Chunk, bytes | memoryview | None]:
-        hash_now = digest(content)
-        if hash_now == hash_before:
-            return Chunk(bytes=len(content), hash=hash_now, packing=Packing.SAME), None
-        known = self._stored_before.get(hash_now)
-        if known is not None and known.bytes == len(content):
-            return known, None
-        packing, stored = pack(content, item_bytes, before)
-        chunk = Chunk(bytes=len(content), hash=hash_now, packing=packing, at=self._at, stored=len(stored))
-        self._at += len(stored)
-        if packing is Packing.RAW:  # the others depend on the kind of number, or on the parent
-            self._stored_before[hash_now] = chunk
-        return chunk, stored
+def footing_of(published: Published) -> Footing:
+    """This will say of a checkpoint that was read what the next one needs to know."""
+    manifest = published.manifest
+    return Footing(
+        name=manifest.name,
+        checksum=published.checksum,
+        step=manifest.facts.step,
+        kind=manifest.kind,
+        base=manifest.base,
+        depth=manifest.depth,
+        snapshot=published.snapshot,
+        hashes={tensor.name: hashes_of(tensor) for tensor in manifest.tensors},
+    )
 
 
-def pack_log(taken: Taken, parent: Published, chunk_bytes: int) -> PackedLog:
+def next_footing(
+    name: str, checksum: str, facts: Facts, kind: str, parent: Footing | None, part: Part, snapshot: Buffer | None
+) -> Footing:
+    """This will say of a checkpoint that was published just now what the next one needs to know."""
+    hashes: dict[str, dict[int, str]] = {}
+    for piece in part.pieces:
+        low = piece.low
+        for chunk in piece.chunks:
+            hashes.setdefault(piece.name, {})[low] = chunk.hash
+            low += chunk.bytes
+    base, depth = (name, 0) if parent is None else (parent.base, parent.depth + 1)
+    return Footing(
+        name=name,
+        checksum=checksum,
+        step=facts.step,
+        kind=kind,
+        base=base,
+        depth=depth,
+        snapshot=snapshot,
+        hashes=hashes,
+    )
+
+
+def pack_log(taken: Taken, parent: Footing | None, pool: Executor, chunk_bytes: int = CHUNK_BYTES) -> PackedLog:
     """This will pack the gradients of steps, and the tensors that no optimizer moves where they differ from the parent's."""
-    packer, pieces = _Packer(chunk_bytes), []
-    before = {entry.name: entry for entry in parent.manifest.tensors}
-    tensors = []
-    for slot in taken.loose.layout:
-        entry = _collect(packer.tensor(slot, taken.loose.content(slot), before.get(slot.name), None), pieces)
-        tensors.append(entry)
-    steps = []
-    for step in taken.steps:
-        flats = [
-            _collect(packer.tensor(slot, step.flats.content(slot), None, None), pieces) for slot in step.flats.layout
-        ]
-        steps.append(StepEntry(number=step.number, lr=step.lr, factor=step.factor, flats=tuple(flats)))
-    log = StepLog(order=taken.order, device=taken.device, probe=taken.probe, steps=tuple(steps))
-    return PackedLog(log=log, tensors=tuple(tensors), pieces=pieces)
+    at, content = len(DATA_MAGIC), []
+
+    def packed(wanted: Iterable[Wanted]) -> tuple[PieceEntry, ...]:
+        nonlocal at
+        made = _collect(Packer(chunk_bytes, at, pool).run(wanted), content)
+        at = len(DATA_MAGIC) + sum(len(piece) for piece in content)
+        return made
+
+    loose = packed(_wanted(taken.loose, parent.hashes if parent else {}, None))
+    steps = tuple(packed(_wanted(step.flats, {}, None)) for step in taken.steps)
+    return PackedLog(pieces=loose, steps=steps, content=content)
 
 
-def estimated_bytes(snapshot: Buffer, parent: Published, chunk_bytes: int) -> int:
+def estimated_bytes(snapshot: Buffer, old: Buffer, chunk_bytes: int = CHUNK_BYTES) -> int:
     """This will estimate what an increment of packed changes would take, from some of its chunks."""
-    assert parent.snapshot is not None
     number, raw, stored, whole = 0, 0, 0, 0
     for slot in snapshot.layout:
-        content, old = snapshot.content(slot), parent.snapshot.content(slot)
+        content, before = snapshot.content(slot), old.content(slot)
         whole += slot.bytes
         for low in range(0, slot.bytes, chunk_bytes):
             number += 1
             if number % SAMPLED != 1:
                 continue
-            now, before = content[low : low + chunk_bytes], old[low : low + chunk_bytes]
+            now, then = content[low : low + chunk_bytes], before[low : low + chunk_bytes]
             raw += len(now)
-            stored += 0 if now == before else len(pack(now, ITEM_BYTES[slot.dtype], before)[1])
+            stored += 0 if now == then else len(pack(now, ITEM_BYTES[slot.dtype], then)[1])
     return whole * stored // max(1, raw)
 
 
-def write_checkpoint(
+def write_part(
     claim: fence.Claim,
     snapshot: Buffer,
     facts: Facts,
-    parent: Published | None,
+    parent: Footing | None,
+    pool: Executor,
     chunk_bytes: int = CHUNK_BYTES,
-) -> Published:
-    """This will write and publish a checkpoint: an increment on `parent`, or a base without one.
+) -> Part:
+    """This will write this rank's part of a checkpoint: of an increment on `parent`, or of a base without one.
 
     Raises:
-        PublishError: the share failed; nothing was published.
-        StaleAttemptError: a later attempt has taken over; nothing was published.
+        PublishError: the share failed.
+        StaleAttemptError: a later attempt has taken over.
     """
-    packer, tensors = _Packer(chunk_bytes), []
+    packer = Packer(chunk_bytes, len(DATA_MAGIC), pool, frugal=parent is not None)
+    old = parent.snapshot if parent else None
+    found: list[PieceEntry] = []
 
-    def pieces() -> Generator[bytes | memoryview, None, None]:
-        for number, slot in enumerate(snapshot.layout):
-            entry = parent.manifest.tensors[number] if parent else None
-            old = parent.snapshot.content(slot) if parent and parent.snapshot else None
-            tensors.append((yield from packer.tensor(slot, snapshot.content(slot), entry, old)))
+    def content() -> Generator[bytes | memoryview, None, None]:
+        found.extend((yield from packer.run(_wanted(snapshot, parent.hashes if parent else {}, old))))
 
-    return _write(claim, "delta" if parent else "base", facts, parent, chunk_bytes, pieces(), tensors, None, snapshot)
+    data = _write(claim, facts, content())
+    return Part(data=data, stands_on=parent.name if parent else None, pieces=tuple(found), steps=())
 
 
-def write_log(
-    claim: fence.Claim, packed: PackedLog, facts: Facts, parent: Published, chunk_bytes: int = CHUNK_BYTES
-) -> Published:
-    """This will write and publish an increment that is a log of gradients on `parent`.
+def write_log(claim: fence.Claim, packed: PackedLog, facts: Facts, parent: Footing) -> Part:
+    """This will write this rank's part of an increment that is a log of gradients on `parent`.
 
-    Raises: as `write_checkpoint`.
+    Raises: as `write_part`.
     """
-    tensors = list(packed.tensors)
-    return _write(claim, "gradients", facts, parent, chunk_bytes, packed.pieces, tensors, packed.log, None)
+    data = _write(claim, facts, packed.content)
+    return Part(data=data, stands_on=parent.name, pieces=packed.pieces, steps=packed.steps)
 
 
-def _write(
+def publish(
     claim: fence.Claim,
-    kind: str,
     facts: Facts,
-    parent: Published | None,
-    chunk_bytes: int,
-    pieces: Iterable[bytes | memoryview],
-    tensors: list[TensorEntry],  # complete when all pieces have been asked for
-    log: StepLog | None,
-    snapshot: Buffer | None,
-) -> Published:
-    directory, name = claim.directory, checkpoint_name(facts.step, facts.attempt)
-    fence.check(claim)
-    data_path = directory / f"data-{name}-{secrets.token_hex(6)}.bin"
-    data_bytes = files.write_new(data_path, _after_magic(pieces))
-    files.sync_directory(directory)
+    parts: Sequence[Part],
+    parent: Footing | None,
+    taken: Taken | None,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> tuple[str, str, int]:
+    """This will publish the parts of all ranks as one checkpoint; `taken`: as a log of gradients.
+
+    Returns the manifest's name, checksum and length.
+
+    Raises: as `write_part`; then nothing was published.
+    """
+    kind = "base" if parent is None else "delta" if taken is None else "gradients"
+    name = checkpoint_name(facts.step, facts.attempt)
     manifest = Manifest(
         facts=facts,
         kind=kind,
-        parent=Parent(name=parent.manifest.name, checksum=parent.checksum) if parent else None,
-        base=parent.manifest.base if parent else name,
-        depth=parent.manifest.depth + 1 if parent else 0,
+        parent=Parent(name=parent.name, checksum=parent.checksum) if parent else None,
+        base=parent.base if parent else name,
+        depth=parent.depth + 1 if parent else 0,
         chunk_bytes=chunk_bytes,
-        data_file=data_path.name,
-        data_bytes=data_bytes,
-        tensors=tuple(tensors),
-        log=log,
+        data=tuple(part.data for part in parts),
+        tensors=joined([part.pieces for part in parts]),
+        log=_log_of(taken, parts) if taken is not None else None,
     )
     content = to_bytes(manifest)
-    _publish(claim, directory / (name + SUFFIX), content)
-    stored_bytes = data_bytes + len(content)
-    return Published(manifest=manifest, checksum=checksum_of(content), snapshot=snapshot, stored_bytes=stored_bytes)
-
-
-def _after_magic(pieces: Iterable[bytes | memoryview]) -> Generator[bytes | memoryview, None, None]:
-    yield DATA_MAGIC
-    yield from pieces
-
-
-def _collect(made: Pieces, into: list[bytes | memoryview]) -> TensorEntry:
-    """Run a packer's generator to its end, and return what it returns."""
-    while True:
-        try:
-            into.append(next(made))
-        except StopIteration as end:
-            return end.value
-
-
-def _publish(claim: fence.Claim, path: Path, content: bytes) -> None:
+    path = claim.directory / (name + SUFFIX)
     draft = files.write_draft(path, content)
     try:
         fence.check(claim)
@@ -226,3 +232,75 @@ def _publish(claim: fence.Claim, path: Path, content: bytes) -> None:
     finally:
         files.remove(draft)
     files.replace_hint(path.with_name(LATEST), path.name.encode() + b"\n")
+    return name, checksum_of(content), len(content)
+
+
+def part_to_json(part: Part) -> dict[str, object]:
+    """This will give a part as a rank tells it to the one that publishes."""
+    return {
+        "file": part.data.file,
+        "bytes": part.data.bytes,
+        "stands_on": part.stands_on,
+        "pieces": [piece_to_json(piece) for piece in part.pieces],
+        "steps": [[piece_to_json(piece) for piece in step] for step in part.steps],
+    }
+
+
+def part_from_json(body: dict[str, Any]) -> Part:
+    """This will read what `part_to_json` gave."""
+    return Part(
+        data=DataFile(file=body["file"], bytes=body["bytes"]),
+        stands_on=body["stands_on"],
+        pieces=tuple(piece_from_json(piece) for piece in body["pieces"]),
+        steps=tuple(tuple(piece_from_json(piece) for piece in step) for step in body["steps"]),
+    )
+
+
+def _log_of(taken: Taken, parts: Sequence[Part]) -> StepLog:
+    steps = [
+        StepEntry(
+            number=step.number,
+            lr=step.lr,
+            factor=step.factor,
+            flats=joined([part.steps[index] for part in parts]),
+        )
+        for index, step in enumerate(taken.steps)
+    ]
+    return StepLog(
+        order=taken.order,
+        device=taken.device,
+        optimizer=taken.optimizer,
+        probe=taken.probe,
+        steps=tuple(steps),
+    )
+
+
+def _wanted(snapshot: Buffer, hashes: Mapping[str, Mapping[int, str]], old: Buffer | None) -> Iterator[Wanted]:
+    for slot in snapshot.layout:
+        before = old.content(slot) if old is not None else None
+        yield Wanted(slot=slot, content=snapshot.content(slot), hashes=hashes.get(slot.name, {}), old=before)
+
+
+def _write(claim: fence.Claim, facts: Facts, content: Iterable[bytes | memoryview]) -> DataFile:
+    fence.check(claim)
+    name = checkpoint_name(facts.step, facts.attempt)
+    path = claim.directory / f"data-{name}-{secrets.token_hex(6)}.bin"
+    size_bytes = files.write_new(path, _after_magic(content), direct=True)
+    files.sync_directory(claim.directory)
+    return DataFile(file=path.name, bytes=size_bytes)
+
+
+def _after_magic(content: Iterable[bytes | memoryview]) -> Generator[bytes | memoryview, None, None]:
+    yield DATA_MAGIC
+    yield from content
+
+
+def _collect(
+    made: Generator[bytes | memoryview, None, tuple[PieceEntry, ...]], into: list[bytes | memoryview]
+) -> tuple[PieceEntry, ...]:
+    """Run a packer's generator to its end, and return what it returns."""
+    while True:
+        try:
+            into.append(next(made))
+        except StopIteration as end:
+            return end.value

@@ -1,0 +1,210 @@
+"""Checkpoints: what training loses to them, until they are durable, their bytes, and how soon they are restored.
+
+Everything on the disk of the working directory; peers (torch.save) and floors (a warm copy, a plain read) in the same run.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from hpctrain.checkpoint import KeptWriter, Policy, claim
+from tests.bench.checkpoint_world import NO_JOB, World, facts
+from tests.bench.figures import Figure, from_samples
+
+GPT_110M = 110_000_000  # parameters; with AdamW's moments three times as many numbers
+BASE_EVERY = 100
+SIZES = {"full, fp32 gradients": {}, "full, bf16 gradients": {"bf16": True}, "90 % frozen": {"frozen": 0.9}}
+BARS = {"full, fp32 gradients": ">= 3.4", "full, bf16 gradients": ">= 8", "90 % frozen": ">= 12"}
+
+
+def run(quick: bool = False) -> list[Figure]:
+    """Return all of it; `quick`: smaller states, fewer rounds."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(dir=os.environ.get("BENCH_DIR", ".")) as folder:
+        here = Path(folder)
+        parts = os.environ.get("BENCH_PARTS", "snapshot loop bytes restore").split()
+        figures: list[Figure] = []
+        if "snapshot" in parts:
+            figures += snapshots(here, GPT_110M // (10 if quick else 1), 3 if quick else 4)
+        if "loop" in parts:
+            figures += loops(here, 2 if quick else 4)
+        if "bytes" in parts:
+            figures += sizes(here)
+        if "restore" in parts:
+            figures += restores(here, 2 if quick else 4)
+        return figures
+
+
+def snapshots(here: Path, parameters: int, rounds: int) -> list[Figure]:
+    """The first snapshots of a state: how long training stands still, and until it is durable."""
+    rows = 1000
+    tensors = {f"optim.{name}": torch.randn(rows, parameters // rows) * 1e-3 for name in ("w", "m", "v")}
+    size_mb = sum(tensor.nbytes for tensor in tensors.values()) / 1e6
+    own = {name: tensor.clone() for name, tensor in tensors.items()}
+    warm_s = [_timed(lambda: [to.copy_(tensors[name]) for name, to in own.items()]) for _ in range(2 * rounds)]  # noqa: B023
+    writer = KeptWriter(claim(here / "snapshots", NO_JOB, time.time()), None, 1, Policy(keep=1))
+    writer.prepare(tensors)
+    time.sleep(8)  # as after the first steps of a run
+    stalled_s, durable_s = [], []
+    for step in range(1, rounds + 1):
+        time.sleep(0.5)
+        started_s = time.perf_counter()
+        stalled_s.append(writer.begin(tensors, facts(step)))
+        report = writer.wait()
+        durable_s.append(time.perf_counter() - started_s)
+        time.sleep(1)  # the one before is removed
+        assert report is not None
+        assert report.error is None, report.error
+    writer.close()
+    saved_s = [_timed(lambda: _torch_save(here / "saved.pt", tensors)) for _ in range(rounds)]
+    return [
+        from_samples(
+            f"snapshot of {size_mb:.0f} MB: training waits",
+            stalled_s,
+            "s",
+            bar="<= 1.5x",
+            floor=statistics.median(warm_s),
+            floor_name="a warm copy",
+        ),
+        Figure(name="  the first one of the run", value=stalled_s[0], unit="s"),
+        from_samples(
+            "  until it is durable",
+            durable_s,
+            "s",
+            bar="<= 0.3x",
+            floor=statistics.median(saved_s),
+            floor_name="torch.save + fsync",
+        ),
+    ]
+
+
+def loops(here: Path, turns: int) -> list[Figure]:
+    """What a loop loses to an increment after each step, and after each tenth, with a base after each hundred increments."""
+    figures = []
+    for every, bar in ((1, "<= 0.05"), (10, "<= 0.015")):
+        world = World(8, 512, 8)
+        writer = world.writer(here / f"every-{every}", BASE_EVERY)
+        log, world.log = world.log, None
+        for _ in range(2):
+            world.move()
+        plain_s: list[float] = []
+        with_s: list[float] = []
+        base_s: list[float] = []
+        for turn in range(turns):
+            world.log = None
+            plain_s += [_timed(world.move) for _ in range(10)]
+            world.log = log
+            if turn == 0:  # a base, and the increment that chooses
+                for steps in (1, every):
+                    for _ in range(steps - 1):
+                        world.move()
+                    world.move()
+                    base_s.append(_lost(world, writer, 2))
+            else:  # what happened in between is not in the log: this one is of changes
+                world.move()
+                world.written(writer)
+            with_s += _steps(world, writer, every)
+            writer.wait()
+        writer.close()
+        step_s = statistics.median(plain_s)
+        # The base and the choice, once in a hundred increments.
+        lost_s = statistics.mean(with_s) - statistics.mean(plain_s) + sum(base_s) / (BASE_EVERY * every)
+        figures.append(
+            Figure(
+                name=f"25 M parameters, increment every {every}: loop time lost",
+                value=lost_s / step_s,
+                unit="of a step",
+                bar=bar,
+                samples=[round(one / step_s - 1, 4) for one in with_s],
+            )
+        )
+    figures.append(Figure(name="  a step", value=step_s, unit="s"))
+    return figures
+
+
+def _steps(world: World, writer: KeptWriter, every: int) -> list[float]:
+    """Ten steps with increments; a step's seconds with what it waits for a checkpoint."""
+    taken_s = []
+    for number in range(1, 11):
+        started_s = time.perf_counter()
+        world.move()
+        writer.collect()
+        if number % every == 0 and writer.idle():
+            world.begin(writer)
+        taken_s.append(time.perf_counter() - started_s)
+    return taken_s
+
+
+def _lost(world: World, writer: KeptWriter, _steps: int) -> float:
+    started_s = time.perf_counter()
+    world.begin(writer)
+    copy_s = time.perf_counter() - started_s
+    report = writer.wait()
+    assert report is not None
+    assert report.error is None, report.error
+    return copy_s
+
+
+def sizes(here: Path) -> list[Figure]:
+    """How many times smaller an increment of one step is than the state."""
+    figures = []
+    for name, options in SIZES.items():
+        world = World(10, 256, 8, **options)
+        writer = world.writer(here / name.replace(" ", "-"), BASE_EVERY)
+        for _ in range(20):
+            world.move()
+        world.written(writer)
+        found = []
+        for _ in range(4):
+            world.move()
+            found.append(world.state_bytes() / world.written(writer).stored_bytes)
+        writer.close()
+        figures.append(from_samples(f"state over increment of a step, {name}", found, "x", bar=BARS[name]))
+    return figures
+
+
+def restores(here: Path, rounds: int) -> list[Figure]:
+    """A base and ten increments, over a plain read of the base."""
+    world = World(8, 512, 1)
+    directory = here / "restored"
+    writer = world.writer(directory, BASE_EVERY)
+    for number in range(11):
+        world.move(compute=number < 3)
+        world.written(writer)
+    writer.close()
+    base = min(directory.glob("data-step-*.bin"))
+    read_s = [_timed(base.read_bytes) for _ in range(rounds)]
+    again = World(8, 512, 1)
+    taken_s = [_timed(lambda: again.restore(directory)) for _ in range(rounds)]
+    for name, tensor in again.tensors().items():
+        assert torch.equal(tensor, world.tensors()[name]), name
+    return [
+        from_samples(
+            "restore of a base (25 M parameters) and 10 increments",
+            taken_s,
+            "s",
+            bar="<= 2x",
+            floor=statistics.median(read_s),
+            floor_name="a plain read of the base",
+        )
+    ]
+
+
+def _torch_save(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    with path.open("wb") as stream:
+        torch.save(tensors, stream)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _timed(call: Callable[[], object]) -> float:
+    started_s = time.perf_counter()
+    call()
+    return time.perf_counter() - started_s

@@ -1,0 +1,117 @@
+"""`python -m hpctrain.checkpoint`, as `hctl checkpoint` runs it: list, verify, prune, export."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import HERE
+from test_train_checkpoint import data_file, flip_byte, state, write
+from test_train_gradlog import World
+
+from hpctrain.checkpoint.__main__ import main
+from hpctrain.checkpoint.listing import checkpoint_names
+
+
+def steps_in(directory: Path) -> list[int]:
+    return [int(name[5:15]) for name in checkpoint_names(directory)]
+
+
+def test_list_has_each_checkpoint_and_what_it_stands_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, [1, 2])
+    assert main(["list", str(tmp_path)]) == 0
+    head, newest, oldest = capsys.readouterr().out.splitlines()
+    assert head.split()[:3] == ["STEP", "KIND", "ATTEMPT"]
+    assert newest.split()[:2] == ["2", "delta"]
+    assert newest.endswith("step-0000000001.a0000")
+    assert oldest.split()[:2] == ["1", "base"]
+
+
+def test_verify_names_the_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, [1, 2])
+    assert main(["verify", str(tmp_path)]) == 0
+    damaged = data_file(tmp_path, "step-0000000002.a0000")
+    flip_byte(damaged, damaged.stat().st_size // 2)
+    assert main(["verify", str(tmp_path)]) == 1
+    told = capsys.readouterr().out.splitlines()[-2:]
+    assert told[0].startswith("step-0000000002.a0000: damaged: chunk ")
+    assert damaged.name in told[0]
+    assert told[1].startswith("step-0000000001.a0000: whole")
+
+
+def test_verify_reads_logged_gradients(tmp_path: Path) -> None:
+    World(tmp_path).run(3)
+    assert main(["verify", str(tmp_path)]) == 0
+    damaged = data_file(tmp_path, "step-0000000002.a0000")
+    flip_byte(damaged, damaged.stat().st_size // 2)
+    assert main(["verify", str(tmp_path), "--step", "1"]) == 0
+    assert main(["verify", str(tmp_path), "--step", "2"]) == 1
+    assert main(["verify", str(tmp_path), "--step", "3"]) == 1  # it stands on it
+
+
+def test_prune_keeps_the_newest_whole_chains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, list(range(1, 9)), base_every=2)  # bases 1, 3, 5, 7
+    flip_byte(data_file(tmp_path, "step-0000000007.a0000"), 100)
+    assert main(["prune", str(tmp_path), "--keep", "1"]) == 0
+    assert "step-0000000007.a0000 is damaged and does not count" in capsys.readouterr().out
+    assert 5 in steps_in(tmp_path)
+    assert 6 in steps_in(tmp_path)
+    assert not {1, 2, 3, 4} & set(steps_in(tmp_path))
+    assert not list(tmp_path.glob("data-step-0000000001*"))
+    assert main(["verify", str(tmp_path), "--step", "6"]) == 0
+
+
+def test_prune_removes_nothing_where_nothing_is_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, [1, 2], base_every=1)
+    for name in checkpoint_names(tmp_path):
+        data_file(tmp_path, name).unlink()
+    assert main(["prune", str(tmp_path), "--keep", "1"]) == 1
+    assert "nothing there is whole" in capsys.readouterr().err
+    assert steps_in(tmp_path) == [2, 1]
+
+
+@pytest.mark.parametrize("name", ["out.pt", "out.safetensors"])
+def test_an_export_has_the_weights_under_the_models_names(tmp_path: Path, name: str) -> None:
+    if name.endswith("safetensors"):
+        pytest.importorskip("safetensors")
+    write(tmp_path / "run" / "checkpoints", [1, 2])
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / name)]) == 0
+    if name.endswith("safetensors"):
+        from safetensors.torch import load_file
+
+        there = load_file(tmp_path / name)
+    else:
+        there = torch.load(tmp_path / name, weights_only=True)
+    wanted = {key.removeprefix("model."): one for key, one in state(2).items() if key.startswith("model.")}
+    assert there.keys() == wanted.keys()
+    for key, tensor in wanted.items():
+        assert torch.equal(there[key], tensor), key
+
+
+def test_an_export_takes_logged_steps_again(tmp_path: Path) -> None:
+    world = World(tmp_path / "run")
+    world.run(4)
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out.pt"), "--all"]) == 0
+    there = torch.load(tmp_path / "out.pt", weights_only=True)
+    for name, tensor in world.tensors().items():
+        assert torch.equal(there[name], tensor), name
+
+
+def test_an_export_of_steps_by_an_unknown_optimizer_goes_back_to_a_state(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    World(tmp_path / "run", "adamw").run(4)
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out.pt")]) == 0
+    told = capsys.readouterr()
+    assert "can only be taken again by the program that took them" in told.err
+    assert f"{tmp_path / 'out.pt'}: step 1, " in told.out
+
+
+def test_an_empty_directory_is_an_error(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "hpctrain.checkpoint", "list", str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=HERE, check=False)
+    assert ended.returncode == 1
+    assert "cannot find checkpoints in" in ended.stderr

@@ -1,0 +1,159 @@
+"""Looks at a directory of checkpoints: `python -m hpctrain.checkpoint list|verify|prune|export DIRECTORY ...`.
+
+What `hctl checkpoint` runs.  Does not know jobs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from pathlib import Path
+
+from hpctrain.checkpoint.listing import checkpoint_names
+from hpctrain.checkpoint.manifest import Manifest
+from hpctrain.checkpoint.restore import read_chain, read_checkpoint, verify_log
+from hpctrain.checkpoint.retain import Policy, prune
+from hpctrain.errors import DamagedError, TrainError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """This will run one command, and return the exit status: 1 if something is damaged or cannot be done."""
+    options = _parser().parse_args(argv)
+    directory = options.directory
+    if (directory / "checkpoints").is_dir():
+        directory = directory / "checkpoints"
+    try:
+        if not checkpoint_names(directory):
+            raise TrainError(f"cannot find checkpoints in {directory}: there is no manifest; name a run's --out")
+        work: Callable[[Path, argparse.Namespace], int] = options.work
+        return work(directory, options)
+    except (TrainError, OSError) as error:
+        print(f"checkpoint: {error}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="hpctrain.checkpoint", description="Look at the checkpoints of a run.")
+    words = parser.add_subparsers(required=True, metavar="list|verify|prune|export")
+    for name, work, text in (
+        ("list", _list, "what there is, the newest first"),
+        ("verify", _verify, "read all of it, and name what is damaged"),
+        ("prune", _prune, "remove old chains; the newest whole one stays"),
+        ("export", _export, "write one as a file: FILE.safetensors, or what torch.load reads"),
+    ):
+        word = words.add_parser(name, help=text, description=text)
+        word.add_argument("directory", type=Path, metavar="DIRECTORY", help="a run's --out, or its checkpoints/")
+        word.set_defaults(work=work)
+        if name == "prune":
+            word.add_argument("--keep", type=int, default=2, metavar="K", help="the newest chains (%(default)s)")
+            word.add_argument("--every", type=float, default=0.0, metavar="HOURS", help="and one of so many hours")
+        if name in ("export", "verify"):
+            word.add_argument("--step", type=int, help="of the checkpoint (default: the newest whole one, or all)")
+        if name == "export":
+            word.add_argument("file", type=Path, metavar="FILE")
+            word.add_argument("--all", action="store_true", help="the optimizer's state too, not the weights alone")
+    return parser
+
+
+def _list(directory: Path, _options: argparse.Namespace) -> int:
+    print(f"{'STEP':>10}  {'KIND':<9}  {'ATTEMPT':>7}  {'RANKS':>5}  {'MB':>10}  {'WRITTEN':<19}  STANDS ON")
+    status = 0
+    for name in checkpoint_names(directory):
+        try:
+            manifest = read_chain(directory, name)[-1][0]
+        except DamagedError as error:
+            print(f"{name}: damaged: {error}")
+            status = 1
+            continue
+        facts = manifest.facts
+        size_mb = sum(data.bytes for data in manifest.data) / 1e6
+        written = datetime.fromtimestamp(facts.written_at_s).isoformat(sep=" ", timespec="seconds")
+        parent = manifest.parent.name if manifest.parent else ""
+        print(
+            f"{facts.step:>10}  {manifest.kind:<9}  {facts.attempt:>7}  {facts.world:>5}  {size_mb:>10.2f}  {written}  {parent}"
+        )
+    return status
+
+
+def _verify(directory: Path, options: argparse.Namespace) -> int:
+    status = 0
+    for name in _wanted(directory, options.step):
+        started_s = time.perf_counter()
+        try:
+            _check(directory, name)
+        except DamagedError as error:
+            print(f"{name}: damaged: {error}", flush=True)
+            status = 1
+        else:
+            print(f"{name}: whole ({time.perf_counter() - started_s:.1f} s)", flush=True)
+    return status
+
+
+def _check(directory: Path, name: str) -> None:
+    published = read_checkpoint(directory, name)
+    verify_log(directory, published.logs)
+
+
+def _prune(directory: Path, options: argparse.Namespace) -> int:
+    policy = Policy(keep=options.keep, every_s=3600 * options.every)
+    whole: set[str] = set()  # chains
+    damaged = []
+    for name in checkpoint_names(directory):
+        if len(whole) >= policy.keep:
+            break
+        if _is_whole(directory, name):
+            whole.add(read_chain(directory, name)[0][0].name)
+        else:
+            print(f"{name} is damaged and does not count")
+            damaged.append(name)
+    if not whole:
+        raise TrainError(f"cannot prune {directory}: nothing there is whole, so all of it stays")
+    removed = prune(directory, policy, damaged)
+    print("\n".join([*removed, f"removed {len(removed)} files"]))
+    return 0
+
+
+def _is_whole(directory: Path, name: str) -> bool:
+    try:
+        _check(directory, name)
+    except DamagedError:
+        return False
+    return True
+
+
+def _export(directory: Path, options: argparse.Namespace) -> int:
+    from hpctrain.checkpoint.export import exported, write_export  # noqa: PLC0415 (the others need no torch.save)
+
+    for name in _wanted(directory, options.step):
+        try:
+            manifest, tensors = exported(directory, name, everything=options.all)
+        except DamagedError as error:
+            print(f"{name} cannot be used: {error}; trying the one before", file=sys.stderr)
+            continue
+        write_export(options.file, manifest, tensors)
+        print(f"{options.file}: step {manifest.facts.step}, {len(tensors)} tensors{_note(manifest)}")
+        return 0
+    raise TrainError(f"cannot export from {directory}: no checkpoint{_of(options.step)} is whole")
+
+
+def _note(manifest: Manifest) -> str:
+    return "; its logged steps were taken again" if manifest.log is not None else ""
+
+
+def _of(step: int | None) -> str:
+    return "" if step is None else f" of step {step}"
+
+
+def _wanted(directory: Path, step: int | None) -> list[str]:
+    names = checkpoint_names(directory)
+    wanted = [name for name in names if step is None or name.startswith(f"step-{step:010d}.")]
+    if not wanted:
+        raise TrainError(f"cannot find a checkpoint{_of(step)} in {directory}: there are {', '.join(names[:9])}")
+    return wanted
+
+
+if __name__ == "__main__":
+    sys.exit(main())

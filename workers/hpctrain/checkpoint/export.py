@@ -1,0 +1,83 @@
+"""A checkpoint as one file that other programs read: safetensors, or what torch.load takes.
+
+Needs no model: logged steps are taken again by an optimizer that is made of what the log says of it.
+Rules: a file appears whole; names are the model's own, without `model.`, unless all tensors are asked for.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from pathlib import Path
+
+import torch
+
+from hpctrain.checkpoint.files import write_draft
+from hpctrain.checkpoint.gradlog import difference, probe_of, take_again
+from hpctrain.checkpoint.manifest import Manifest
+from hpctrain.checkpoint.restore import Gradients, read_checkpoint
+from hpctrain.checkpoint.snapshot import Snapshot
+from hpctrain.checkpoint.write import Published
+from hpctrain.env import require
+from hpctrain.errors import DamagedError
+from hpctrain.optim import AdamW
+
+
+def exported(directory: Path, name: str, *, everything: bool) -> tuple[Manifest, dict[str, torch.Tensor]]:
+    """This will read a checkpoint, logged steps included: the model's tensors by its own names, or all of them.
+
+    Raises:
+        DamagedError: it is not whole, or its steps cannot be taken again without the program that took them.
+    """
+    published = read_checkpoint(directory, name)
+    snapshot = published.snapshot
+    assert isinstance(snapshot, Snapshot)
+    tensors = {slot.name: tensor for slot, tensor in zip(snapshot.layout, snapshot.tensors(), strict=True)}
+    if published.logs:
+        _take_again(directory, published, tensors)
+    if not everything:
+        tensors = {name.removeprefix("model."): one for name, one in tensors.items() if name.startswith("model.")}
+    return published.manifest, {name: one.clone() for name, one in tensors.items()}
+
+
+def write_export(path: Path, manifest: Manifest, tensors: dict[str, torch.Tensor]) -> None:
+    """This will write the tensors to a file: of safetensors if it is called so, else of torch.save."""
+    if path.suffix == ".safetensors":
+        require("safetensors")
+        from safetensors.torch import save  # noqa: PLC0415 (an optional package)
+
+        content = save(tensors, {"step": str(manifest.facts.step), "checkpoint": manifest.name})
+    else:
+        buffer = io.BytesIO()
+        torch.save(tensors, buffer)
+        content = buffer.getvalue()
+    os.replace(write_draft(path, content), path)
+
+
+def _take_again(directory: Path, published: Published, tensors: dict[str, torch.Tensor]) -> None:
+    loose = {entry.name: tensors[entry.name].clone() for entry in published.manifest.tensors}
+    gradients = iter(Gradients(directory, published.logs))
+    for manifest in published.logs:
+        log = manifest.log
+        assert log is not None
+        named = {name: torch.nn.Parameter(tensors[f"model.{name}"]) for names in log.order for name in names}
+        if log.optimizer.get("kind") != AdamW.KIND:
+            raise DamagedError(
+                "its steps can only be taken again by the program that took them: export the step of a base, or resume "
+                "the run and let it end"
+            )
+        optimizer = AdamW.from_settings(named, dict(log.optimizer))
+        for name, moment in optimizer.tensors().items():
+            moment.copy_(tensors[f"optim.{name}"])
+        take_again(named, optimizer.step, log, gradients)
+        for name, moment in optimizer.tensors().items():
+            tensors[f"optim.{name}"].copy_(moment)
+    for name, tensor in loose.items():
+        tensors[name].copy_(tensor)
+    model = {name.removeprefix("model."): one for name, one in tensors.items() if name.startswith("model.")}
+    assert published.manifest.log is not None
+    apart = difference(probe_of(model), published.manifest.log.probe)
+    if apart:
+        raise DamagedError(
+            f"its logged steps lead to other weights here than where they were taken first (by up to {apart:g})"
+        )

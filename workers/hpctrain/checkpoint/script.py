@@ -1,0 +1,308 @@
+"""Checkpoints for any script: what has a `state_dict()` is kept, in the background, and restored.
+
+    kept = Checkpointer("run1", model=model, optimizer=optimizer, schedule=schedule)  # goes on from the last checkpoint
+    for step in range(kept.step, 10_000):
+        ...                                                                           # a step, as ever
+        kept.step_done()                                                              # one in 50 is kept
+
+Knows no training loop.
+Rules: SIGTERM and SIGUSR1 end the script after the present step, with a checkpoint, and with a status that asks for another run
+(75).  Of several ranks the first one writes, and all read; so what is kept is what all of them have alike.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from hpctrain.checkpoint.fence import Claim, claim
+from hpctrain.checkpoint.kept import KeptWriter
+from hpctrain.checkpoint.listing import checkpoint_names
+from hpctrain.checkpoint.maker import Report
+from hpctrain.checkpoint.manifest import Facts
+from hpctrain.checkpoint.restore import Restored, restore_newest
+from hpctrain.checkpoint.retain import Policy
+from hpctrain.checkpoint.snapshot import Snapshot
+from hpctrain.checkpoint.tree import flattened, grown
+from hpctrain.env import job_facts, place
+from hpctrain.errors import EXIT_REQUEUE, MismatchError
+from hpctrain.heartbeat import Heartbeat, Word
+from hpctrain.signals import StopRequest
+
+
+class Stateful(Protocol):
+    """What can be kept: a model, an optimizer, a schedule, a scaler, a sampler."""
+
+    def state_dict(self) -> Any:
+        """Its state."""
+
+    def load_state_dict(self, state: Any) -> Any:
+        """Take a state over."""
+
+
+class Trees:
+    """Checkpoints of nested state in a directory: the newest one, and the writing of others."""
+
+    def __init__(
+        self,
+        out: str | os.PathLike[str],
+        *,
+        base_every: int = 10,
+        keep: int = 2,
+        keep_every_hours: float = 0.0,
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        """`base_every`: one in so many holds everything, the others what has changed; `keep` chains of such stay."""
+        self._environ = os.environ if environ is None else environ
+        self.directory = Path(out) / "checkpoints"
+        self._base_every, self._policy = base_every, Policy(keep=keep, every_s=3600 * keep_every_hours)
+        self._claim: Claim | None = None
+        self._writer: KeptWriter | None = None
+        self._restored: Restored | None = None
+        self._heartbeat = Heartbeat(self._environ)
+        self._kept_step, self._kept_at_s = 0, 0.0
+
+    def newest(self) -> tuple[int, Any] | None:
+        """This will read the newest checkpoint that is whole, and give its step and the tree; None: there is none.
+
+        Raises:
+            NoCheckpointError: there are checkpoints, and none is whole.
+        """
+        self._restored = restore_newest(self.directory, None, _tell)
+        if self._restored is None:
+            return None
+        published = self._restored.published
+        assert isinstance(published.snapshot, Snapshot)
+        names = [slot.name for slot in published.snapshot.layout]
+        tensors = dict(zip(names, (tensor.clone() for tensor in published.snapshot.tensors()), strict=True))
+        facts = published.manifest.facts
+        if "tree" not in facts.state:
+            raise MismatchError(
+                f"cannot go on from {self.directory}: its checkpoints are of hpctrain's own loop; give another directory"
+            )
+        return facts.step, grown(facts.state["tree"], tensors)
+
+    def begin(self, step: int, tree: object) -> bool:
+        """This will copy a tree and start to write it; False: the last one is still under way, and this one is left out."""
+        tensors, skeleton = flattened(tree)
+        writer = self._writer or self._new_writer()
+        self.collect()
+        if not writer.idle():
+            _tell(f"checkpoint of step {step}: left out, the one before is still being written")
+            return False
+        facts = Facts(
+            step=step,
+            attempt=self._claim.attempt if self._claim else 0,
+            generation=0,
+            world=place(self._environ).world,
+            job=job_facts(self._environ).job,
+            written_at_s=round(time.time(), 3),
+            state={"tree": skeleton},
+        )
+        writer.begin(tensors, facts)
+        return True
+
+    def collect(self) -> Report | None:
+        """This will take note of what has been finished."""
+        return self._note(self._writer.collect() if self._writer else None)
+
+    def wait(self) -> Report | None:
+        """This will wait for what is being written."""
+        return self._note(self._writer.wait() if self._writer else None)
+
+    def close(self) -> None:
+        """This will finish."""
+        self.wait()
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def tell(self, step: int) -> None:
+        """This will tell the scheduler how far a job is, now and then."""
+        if self._heartbeat.due():
+            word = Word(
+                step=step,
+                total_steps=0,
+                loss=float("nan"),
+                samples_per_s=0.0,
+                steps_per_s=0.0,
+                checkpoint_step=self._kept_step,
+                checkpoint_at_s=self._kept_at_s,
+                note="",
+            )
+            self._heartbeat.say(word)
+
+    def _note(self, report: Report | None) -> Report | None:
+        if report is not None and report.error:
+            _tell(f"checkpoint of step {report.step}: {report.error}")
+        elif report is not None:
+            self._kept_step, self._kept_at_s = report.step, time.monotonic()
+        return report
+
+    def _new_writer(self) -> KeptWriter:
+        self._claim = claim(self.directory, job_facts(self._environ), time.time())
+        damaged = self._restored.damaged if self._restored else ()
+        parent = self._restored.published if self._restored else None
+        self._writer = KeptWriter(self._claim, parent, self._base_every, self._policy, damaged)
+        return self._writer
+
+
+class Checkpointer:
+    """Keeps objects with a `state_dict()`, and the random numbers."""
+
+    def __init__(
+        self,
+        out: str | os.PathLike[str],
+        *,
+        every: int = 50,
+        base_every: int = 10,
+        keep: int = 2,
+        keep_every_hours: float = 0.0,
+        environ: Mapping[str, str] | None = None,
+        **parts: Stateful,
+    ) -> None:
+        """Goes on from the newest checkpoint in `out`, if there is one: the parts are as they were after `step` steps.
+
+        Raises:
+            MismatchError: what is there is of another model; names the first tensor that differs.
+            NoCheckpointError: there are checkpoints, and none is whole.
+        """
+        environ = os.environ if environ is None else environ
+        self._parts, self._every = parts, every
+        self._first = place(environ).rank == 0
+        self._trees = Trees(out, base_every=base_every, keep=keep, keep_every_hours=keep_every_hours, environ=environ)
+        self._stop = StopRequest()
+        self._stop.__enter__()
+        self.step = 0
+        found = self._trees.newest() if checkpoint_names(self._trees.directory) else None
+        if found is not None:
+            self.step, tree = found
+            self._take_over(tree)
+
+    def step_done(self) -> None:
+        """This will count a step, and keep the state if it is due; or end the script, if a signal has asked for that.
+
+        Raises:
+            SystemExit: with 75; the state is kept.
+        """
+        self.step += 1
+        stops = self._anybody_stops()
+        if self._first:
+            self._trees.collect()
+            if self._every > 0 and self.step % self._every == 0 and not stops:
+                self._trees.begin(self.step, self._tree())
+            self._trees.tell(self.step)
+        if stops:
+            self.close()
+            print(f"stopped by a signal at step {self.step}, to be resumed (exit {EXIT_REQUEUE})", flush=True)
+            raise SystemExit(EXIT_REQUEUE)
+
+    def save(self) -> None:
+        """This will keep the state as it is now, and wait until it is on the share."""
+        if self._first:
+            self._trees.wait()
+            self._trees.begin(self.step, self._tree())
+            self._trees.wait()
+
+    def close(self) -> None:
+        """This will keep the last state, and finish."""
+        if self._first and self._every > 0 and self._kept_step() != self.step:
+            self.save()
+        self._trees.close()
+        self._stop.__exit__(None, None, None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        elif kind is not SystemExit:
+            self._trees.close()
+
+    def _kept_step(self) -> int:
+        self._trees.wait()
+        return self._trees._kept_step
+
+    def _anybody_stops(self) -> bool:
+        stops = self._stop.received is not None
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+            said = torch.tensor([int(stops)], device=device)
+            dist.all_reduce(said, dist.ReduceOp.MAX)
+            return bool(said)
+        return stops
+
+    def _tree(self) -> dict[str, object]:
+        parts = {name: part.state_dict() for name, part in self._parts.items()}
+        return {"parts": parts, "random": random_state()}
+
+    def _take_over(self, tree: Any) -> None:
+        there = tree["parts"]
+        if there.keys() != self._parts.keys():
+            raise MismatchError(
+                f"cannot go on from {self._trees.directory}: it has {', '.join(there)}, and this script keeps "
+                f"{', '.join(self._parts)}"
+            )
+        for name, part in self._parts.items():
+            if isinstance(part, torch.nn.Module):
+                check_alike(there[name], part.state_dict(), self._trees.directory, name)
+        for name, part in self._parts.items():
+            part.load_state_dict(there[name])
+        set_random_state(tree["random"])
+
+
+def check_alike(saved: Mapping[str, Any], live: Mapping[str, Any], source: Path, what: str) -> None:
+    """This will return if a model's saved tensors are those that it has.
+
+    Raises:
+        MismatchError: names the first one that differs.
+    """
+    for name in [*live, *saved]:
+        has = [_kind(tensors[name]) if name in tensors else "none" for tensors in (saved, live)]
+        if has[0] != has[1]:
+            raise MismatchError(
+                f"cannot go on from {source}: for {what}'s {name!r} it has {has[0]}, this script {has[1]}"
+            )
+
+
+def random_state() -> dict[str, object]:
+    """This will give the state of Python's, NumPy's and torch's generators."""
+    state: dict[str, object] = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    return state
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """This will take over what `random_state` gave; a GPU's where there are as many."""
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if torch.cuda.is_available() and len(state.get("cuda", ())) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(state["cuda"])
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    return type(value).__name__
+
+
+def _tell(text: str) -> None:
+    print(text, flush=True)

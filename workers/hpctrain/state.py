@@ -1,0 +1,39 @@
+"""What a run's state is made of, tensor by tensor, and who writes which part of it.
+
+Does not know how it is stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from hpctrain.checkpoint.gradlog import own_of_first
+from hpctrain.checkpoint.snapshot import State, share_of
+from hpctrain.comm import Communicator
+from hpctrain.torchoptim import Optimizer
+from hpctrain.zero import ShardedOptimizer
+
+
+def live_tensors(model: torch.nn.Module, optimizer: Optimizer) -> dict[str, torch.Tensor]:
+    """This will name every tensor that a restart needs: weights, buffers and the optimizer's moments."""
+    weights = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    return weights | {f"optim.{name}": tensor for name, tensor in optimizer.tensors().items()}
+
+
+def state_to_write(
+    model: torch.nn.Module, optimizer: Optimizer, more: Mapping[str, torch.Tensor], comm: Communicator | None
+) -> State:
+    """This will give what this rank writes: of ranks that write together its part, else (`comm` None) all of it.
+
+    Who has a part of the optimizer's state calls it with the others.
+    """
+    if comm is None:
+        return live_tensors(model, optimizer) | dict(more)
+    if isinstance(optimizer, ShardedOptimizer):
+        shared = {f"model.{name}": tensor for name, tensor in model.state_dict().items()} | dict(more)
+        own = {f"optim.{name}": piece for name, piece in optimizer.pieces().items()}
+    else:
+        shared, own = live_tensors(model, optimizer) | dict(more), {}
+    return {**share_of(shared, comm.rank, comm.size, own_of_first(model)), **own}
