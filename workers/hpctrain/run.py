@@ -136,7 +136,7 @@ class Run:
         self._distrusted: tuple[str, ...] = ()
         self._writer: Writer | None = None
         # Ranks that come and go leave it to the first of them.
-        self._shares_writing = comm.size > 1 and not is_elastic(environ) and options.checkpoint_writer == "process"
+        self._shares_writing = comm.size > 1 and not comm.elastic and options.checkpoint_writer == "process"
         self.finished = self._over = False
         self.weights_sha256 = ""  # after the steps: the same on all ranks
 
