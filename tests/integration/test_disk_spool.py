@@ -102,7 +102,7 @@ def test_nothing_runs_twice_and_no_word_is_taken_back_whenever_the_power_fails(
             disk.mark(promise)
         node.promises.clear()
 
-    assert node.ledger.hello(INCARNATION, 1) == ""
+    assert node.ledger.terms.begin(INCARNATION, 1) == ""
     did("epoch 1")
     for token in (ended, acknowledged, running):
         node.ledger.launch(launch_of(token, epoch=1), SCRIPT)
@@ -117,7 +117,7 @@ def test_nothing_runs_twice_and_no_word_is_taken_back_whenever_the_power_fails(
     did()
     node.ledger.end_job(protocol.EndJob(INCARNATION, 5, 0, 0.0))
     did()
-    assert node.ledger.hello(INCARNATION, 2) == ""
+    assert node.ledger.terms.begin(INCARNATION, 2) == ""
     did("epoch 2")
     node.ledger.launch(launch_of(later, epoch=2), SCRIPT)
     did()
@@ -140,8 +140,8 @@ def check(root: Path, marks: list[list[str]], tokens: list[str], over: str, wher
     after = Node(root, "boot-2")
     epoch = max((int(mark[1]) for mark in marks if mark[0] == "epoch"), default=0)
     if epoch > 1:
-        assert "of the past" in after.ledger.hello(INCARNATION, epoch - 1), where
-    assert after.ledger.hello(INCARNATION, 9) == "", where
+        assert "of the past" in after.ledger.terms.begin(INCARNATION, epoch - 1), where
+    assert after.ledger.terms.begin(INCARNATION, 9) == "", where
     for token in tokens:
         after.ledger.launch(launch_of(token, epoch=9), SCRIPT)
     released = {mark[1] for mark in marks if mark[0] == "released"}

@@ -93,7 +93,7 @@ class SimAgent(Process):
 
     def greeted(self, connection: Connection, hello: protocol.Hello) -> None:
         """Take a connection whose first frame is Hello as the controller's, if it may be that."""
-        why = self.ledger.hello(hello.incarnation, hello.epoch)
+        why = self.ledger.terms.begin(hello.incarnation, hello.epoch)
         if why:
             self.world.tell(f"{self} refuses a controller: {why}")
             connection.to_head(protocol.Goodbye(why))
@@ -110,7 +110,7 @@ class SimAgent(Process):
             boot_id=self.machine.boot_id,
             agent_version="simulated",
             pid=1,
-            epoch=self.ledger.epochs.epoch,
+            epoch=self.ledger.terms.seen.epoch,
             inventory=self.ledger.inventory(),
             facts={"machine_id": self.machine.name, "is_root": True, "fault": self.ledger.fault},
         )

@@ -209,7 +209,7 @@ class Agent:
         if (hello.cluster, hello.node) != (self.cluster, self.node):
             return "this is node %s of cluster %s" % (self.node, self.cluster)
         try:
-            return self._ledger.hello(hello.incarnation, hello.epoch)
+            return self._ledger.terms.begin(hello.incarnation, hello.epoch)
         except OSError as error:
             return "cannot keep the controller's term in %s: %s" % (self.root, error.strerror)
 
@@ -233,7 +233,7 @@ class Agent:
             boot_id=self._boot_id,
             agent_version=place.version(),
             pid=os.getpid(),
-            epoch=self._ledger.epochs.epoch,
+            epoch=self._ledger.terms.seen.epoch,
             inventory=self._ledger.inventory(),
             facts=facts,
         )

@@ -1,8 +1,8 @@
-"""One token as the ledger knows it, what the ledger needs of the shepherds, and how an entry becomes a Report. Plain code."""
+"""Tokens as the ledger knows them, what it needs of the shepherds, and how an entry becomes a Report. Plain code."""
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, Optional, Protocol, Tuple
+from typing import Any, Dict, Iterator, List, Optional, Protocol, Set, Tuple
 
 from hpcnode import protocol
 from hpcnode.tokens import Token
@@ -70,6 +70,46 @@ class Entry:
     def lease_s(self) -> float:
         """How long it may run without word of the controller; 0: for ever."""
         return self.launch.lease_s if self.launch is not None and self.launch.lease == protocol.KILL else 0.0
+
+
+class Entries(Dict[str, Entry]):
+    """All entries of a node, by token. `add` and `remove` alone change them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._of_job: Dict[Tuple[str, int], Set[str]] = {}
+
+    def add(self, entry: Entry) -> None:
+        """Take in an entry."""
+        self[entry.token] = entry
+        self._of_job.setdefault(entry.key.job, set()).add(entry.token)
+
+    def remove(self, token: str) -> Entry:
+        """Take out an entry, and return it."""
+        entry = self.pop(token)
+        siblings = self._of_job[entry.key.job]
+        siblings.discard(token)
+        if not siblings:
+            del self._of_job[entry.key.job]
+        return entry
+
+    def of_job(self, job: Tuple[str, int], up_to_attempt: int) -> Iterator[Entry]:
+        """Yield the entries of the job's attempts up to that one; they may be removed meanwhile."""
+        for token in tuple(self._of_job.get(job, ())):
+            entry = self[token]
+            if entry.key.attempt <= up_to_attempt:
+                yield entry
+
+    def batch_is_over(self, key: Token) -> bool:
+        """Whether the attempt's batch step has ended here: with its report the controller takes the node back."""
+        batches = (e for e in self.of_job(key.job, 1 << 62) if e.key.step == protocol.BATCH)
+        return any(batch.is_final and batch.key.attempt >= key.attempt for batch in batches)
+
+    def may_tell(self, entry: Entry) -> bool:
+        """Whether its state may be told: a batch step's end, only when nothing else of its attempt is left here."""
+        if not entry.is_final or entry.key.step != protocol.BATCH:
+            return True
+        return all(e.is_final for e in self.of_job(entry.key.job, entry.key.attempt))
 
 
 def report_of(entry: Entry, now_s: float, boot_id: str, boot_s: float) -> protocol.Report:

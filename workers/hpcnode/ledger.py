@@ -11,24 +11,25 @@ Rules:
 - A token starts at most once: the claim is exclusive, and a shepherd is started again only when its lock is free and it had
   put no `started` on disk, for then nothing was released.
 - A final state never changes. A batch step's end is reported when nothing else of its job is left on this node.
-- A report is repeated until its number is acknowledged; a newer one of the same token takes the place of an older one.
 - An older attempt is gone before a newer one of the same job starts here.
 - What has a lease starts only under one that was renewed on the connection that its launch came by (see `lease`).
-- A spool that cannot be written is a fault of the node, not of the job: the controller is told of it, and when it is over.
 """
 
 from __future__ import annotations
 
 import errno
 import time
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Set, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Set, Tuple
 
 from hpcnode import protocol
-from hpcnode.entry import Entry, Minding, mismatch, report_of
+from hpcnode.entry import Entries, Entry, Minding, mismatch
 from hpcnode.lease import Leases
 from hpcnode.process import boot_clock_s
-from hpcnode.spool import Epochs, Found, Spool, token_of
+from hpcnode.reports import Reports
+from hpcnode.spool import Found, Spool, token_of
+from hpcnode.terms import Terms
 from hpcnode.tokens import Token, read_token
+from hpcnode.unwritten import Unwritten
 from hpcnode.user import Account, UserError
 
 MAX_STARTS = 3
@@ -62,27 +63,21 @@ class Ledger:
     ) -> None:
         self.node = node
         self.boot_id = boot_id
-        self.entries: Dict[str, Entry] = {}
-        self.epochs = spool.epochs()
+        self.entries = Entries()
+        self.terms = Terms(spool)
         self._spool = spool
         self._minders = minders
         self._send = send
         self._find_account = find_account
         self._log = log
         self._wall_s = wall_s
-        self._boot_s = boot_s
+        self._reports = Reports(spool=spool, send=send, boot_id=boot_id, wall_s=wall_s, boot_s=boot_s)
+        self._unwritten = Unwritten(spool, send, log)
         self.leases = Leases(spool, log, boot_s)
-        self.fault = ""  # why this node can take no launches
-        self._by_job: Dict[Tuple[str, int], Set[str]] = {}
-        self._by_seq: Dict[int, str] = {}
-        self._next_seq, self._seq_end = spool.reserve_seqs()
         self._gone: List[_Gone] = []
         self._suspended: Dict[Tuple[str, int], int] = {}  # job -> its attempt that stands still, as this agent was told
         self._to_forget: Dict[str, None] = {}
         self._stuck: Set[str] = set()  # neither final nor minded: `tick` looks again
-        self._repeat_below = 0
-        self._unbarred: Dict[str, Dict[str, Any]] = {}  # tombstones that a full disk did not take yet
-        self._unended: List[protocol.EndJob] = []  # the same for orders to end a job
 
     # ----- start
 
@@ -115,16 +110,14 @@ class Ledger:
             entry.status, entry.record = found.final["status"], found.final
 
     def _add(self, entry: Entry) -> Entry:
-        self.entries[entry.token] = entry
-        self._by_job.setdefault(entry.key.job, set()).add(entry.token)
+        self.entries.add(entry)
         self.leases.add(entry)
         return entry
 
-    def _of_job(self, job: Tuple[str, int], up_to_attempt: int) -> Iterator[Entry]:
-        for token in tuple(self._by_job.get(job, ())):
-            entry = self.entries[token]
-            if entry.key.attempt <= up_to_attempt:
-                yield entry
+    @property
+    def fault(self) -> str:
+        """Why this node can take no launches; "": it can."""
+        return self._unwritten.fault
 
     @property
     def is_idle(self) -> bool:
@@ -135,25 +128,7 @@ class Ledger:
             entry.minded or not (entry.is_final or entry.key.step == protocol.ALLOC) for entry in self.entries.values()
         )
 
-    # ----- the controller: who it is
-
-    def hello(self, incarnation: str, epoch: int) -> str:
-        """Take a controller's term, durably; return "" or why it is refused."""
-        known = self.epochs
-        if incarnation in known.former:
-            return "this node obeys incarnation %s since; %s is of the past" % (known.incarnation, incarnation)
-        if incarnation == known.incarnation and epoch < known.epoch:
-            return "this node has seen epoch %d; %d is of the past" % (known.epoch, epoch)
-        if (incarnation, epoch) != (known.incarnation, known.epoch):
-            former = known.former
-            if known.incarnation not in ("", incarnation):
-                former = (*former, known.incarnation)
-            try:
-                self._spool.store_epochs(Epochs(incarnation, epoch, former))
-            except OSError as error:
-                return "cannot write to the spool %s: %s" % (self._spool.path, error.strerror)
-            self.epochs = self._spool.epochs()
-        return ""
+    # ----- the controller: whether it is there
 
     def renewed(self, asked_s: float) -> None:
         """The controller has answered a question of that time (boot clock): whatever still has its lease keeps it."""
@@ -167,14 +142,7 @@ class Ledger:
 
     def inventory(self) -> List[Dict[str, Any]]:
         """Return a report of everything that is known."""
-        reports = []
-        for entry in self.entries.values():
-            if not entry.seq:
-                self._number(entry)
-            report = protocol.to_json(self._report(entry))
-            del report["type"]
-            reports.append(report)
-        return reports
+        return self._reports.inventory(self.entries.values())
 
     # ----- the controller: what it wants
 
@@ -184,8 +152,8 @@ class Ledger:
         if key is None or key.node != self.node:
             self._log("launch dropped: %.200r is no token of node %s" % (launch.token, self.node))
             return
-        if launch.epoch < self.epochs.epoch or key.incarnation != self.epochs.incarnation:
-            self._log("launch of %s dropped: of epoch %d, now %d" % (launch.token, launch.epoch, self.epochs.epoch))
+        if self.terms.is_past(key.incarnation, launch.epoch):
+            self._log("launch of %s dropped: of epoch %d, now %d" % (launch.token, launch.epoch, self.terms.seen.epoch))
             return
         entry = self.entries.get(launch.token)
         if entry is not None:
@@ -193,17 +161,12 @@ class Ledger:
                 self._publish(entry)
             return
         if self._spool.done.is_over(key):
-            self._tell_over(launch.token, "it is over and was acknowledged, or its attempt is")
+            self._reports.tell_over(launch.token, "it is over and was acknowledged, or its attempt is")
             return
-        if key.step != protocol.BATCH and self._batch_is_over(key):
-            self._tell_over(launch.token, "the job's batch step is over")
+        if key.step != protocol.BATCH and self.entries.batch_is_over(key):
+            self._reports.tell_over(launch.token, "the job's batch step is over")
             return
         self._claim(launch, key, script)
-
-    def _batch_is_over(self, key: Token) -> bool:
-        """Whether the attempt's batch step has ended here: with its report the controller takes the node back."""
-        batches = (e for e in self._of_job(key.job, 1 << 62) if e.key.step == protocol.BATCH)
-        return any(batch.is_final and batch.key.attempt >= key.attempt for batch in batches)
 
     def _claim(self, launch: protocol.Launch, key: Token, script: bytes) -> None:
         entry = Entry(launch.token, key, launch, self.boot_id)
@@ -234,7 +197,7 @@ class Ledger:
         """Start the shepherd of a claimed entry, once nothing of an older attempt is left, and under its lease."""
         if entry.lease_s and entry.renewed_s is None:
             return  # `renewed` comes back to it
-        older = [e for e in self._of_job(entry.key.job, entry.key.attempt - 1) if not e.is_final]
+        older = [e for e in self.entries.of_job(entry.key.job, entry.key.attempt - 1) if not e.is_final]
         for other in older:
             self._end(other, 0.0, "attempt %d of the job starts here" % entry.key.attempt)
         if older:
@@ -276,7 +239,7 @@ class Ledger:
 
     def signal_job(self, incarnation: str, job_id: int, attempt: int, signum: int) -> None:
         """Pass a signal to all that runs here of the job's attempt, its batch shell included."""
-        for entry in self._of_job((incarnation, job_id), attempt):
+        for entry in self.entries.of_job((incarnation, job_id), attempt):
             if entry.key.attempt == attempt and entry.status == protocol.STARTED:
                 self._minders.say(entry.token, ["signal", signum, False])
                 if entry.key.step == protocol.BATCH:
@@ -284,7 +247,7 @@ class Ledger:
 
     def signal_steps(self, batch: Entry, signum: int) -> None:
         """Pass a signal to the other steps of the batch step's attempt on this node."""
-        for other in self._of_job(batch.key.job, batch.key.attempt):
+        for other in self.entries.of_job(batch.key.job, batch.key.attempt):
             if other is not batch and other.status == protocol.STARTED:
                 self._minders.say(other.token, ["signal", signum, False])
 
@@ -297,7 +260,7 @@ class Ledger:
         entry = self.entries.get(order.token)
         if entry is None:
             if self._spool.done.is_over(key):
-                self._tell_over(order.token, "it was over before")
+                self._reports.tell_over(order.token, "it was over before")
             else:
                 self._bar(order.token, key, protocol.BARRED, order.why)
         elif entry.is_final:
@@ -309,9 +272,9 @@ class Ledger:
     def end_job(self, order: protocol.EndJob) -> None:
         """Leave nothing of the job's attempts up to this one; answered by JobGone."""
         job = (order.incarnation, order.job_id)
-        durable = self._note_ended(order)
+        durable = self._unwritten.note_ended(order)
         self._suspended.pop(job, None)
-        for entry in self._of_job(job, order.attempt):
+        for entry in self.entries.of_job(job, order.attempt):
             if not entry.is_final:
                 self._end(entry, order.grace_s, "the job is over", order.signum, order.batch_only)
         if durable:
@@ -325,35 +288,16 @@ class Ledger:
             self._suspended[job] = order.attempt
         elif self._suspended.get(job) == order.attempt:
             del self._suspended[job]
-        for entry in self._of_job(job, order.attempt):
+        for entry in self.entries.of_job(job, order.attempt):
             if entry.key.attempt == order.attempt and not entry.is_final:
                 self._minders.say(entry.token, ["suspend", order.on])
 
-    def _note_ended(self, order: protocol.EndJob) -> bool:
-        """Make durable that nothing of it may start; False: not yet, it is tried again and answered then."""
-        try:
-            self._spool.done.end_attempts((order.incarnation, order.job_id), order.attempt)
-        except OSError as error:
-            if order not in self._unended:
-                self._unended.append(order)
-                self._is_unwell(
-                    "cannot note in the spool %s that a job is over: %s" % (self._spool.path, error.strerror)
-                )
-            return False
-        if order in self._unended:
-            self._unended.remove(order)
-        return True
-
     def ack(self, seqs: List[int]) -> None:
         """These reports are committed."""
-        for seq in seqs:
-            token = self._by_seq.pop(seq, None)
-            entry = self.entries.get(token) if token is not None else None
-            if entry is not None and entry.seq == seq:
-                entry.acked = True
-                if entry.is_final and not entry.held:  # of one that is held it was the start that is acknowledged
-                    self._minders.say(entry.token, ["acknowledged"])
-                    self._forget_if_over(entry)
+        for entry in self._reports.acknowledged(seqs):
+            if entry.is_final and not entry.held:  # of one that is held it was the start that is acknowledged
+                self._minders.say(entry.token, ["acknowledged"])
+                self._forget_if_over(entry)
 
     # ----- the shepherds
 
@@ -420,9 +364,7 @@ class Ledger:
         """Do again what could not be done: ends that wait for processes to go, or for room on the disk."""
         for token in tuple(self._stuck):
             self._look_again(token)
-        for token, record in list(self._unbarred.items()):
-            self._try_tombstone(token, record)
-        for order in tuple(self._unended):
+        for order in self._unwritten.retry():
             self.end_job(order)
 
     def _look_again(self, token: str) -> None:
@@ -434,33 +376,12 @@ class Ledger:
     @property
     def waits(self) -> bool:
         """Whether `tick` has something to try again soon."""
-        return bool(self._stuck or self._unbarred or self._unended)
+        return bool(self._stuck) or self._unwritten.waits
 
     def repeat(self) -> None:
         """Send again the reports that have had no answer since the last call; look whether a fault is still there."""
-        for seq, token in tuple(self._by_seq.items()):
-            entry = self.entries[token]
-            if seq < self._repeat_below and not entry.held:
-                self._send(self._report(entry))
-        self._repeat_below = self._next_seq
-        if self.fault:
-            self._look_at_disk()  # after the refusals, or one of them would be the last word
-
-    def _is_unwell(self, why: str) -> None:
-        """This node can take no launches: say so."""
-        if why != self.fault:
-            self._log(why)
-        self.fault = why
-        self._send(protocol.Condition(why))
-
-    def _look_at_disk(self) -> None:
-        try:
-            self._spool.try_to_write()
-        except OSError as error:
-            self._log("the spool %s still cannot be written: %s" % (self._spool.path, error))
-            return
-        self.fault = ""
-        self._send(protocol.Condition(""))
+        self._reports.repeat()
+        self._unwritten.look_again()  # after the refusals, or one of them would be the last word
 
     def forget_some(self) -> List[str]:
         """Forget what is over and acknowledged, with one fsync for all of it; returns the entries to be removed."""
@@ -472,12 +393,7 @@ class Ledger:
             return []
         self._to_forget.clear()
         for token in tokens:
-            entry = self.entries.pop(token)
-            self._by_seq.pop(entry.seq, None)
-            siblings = self._by_job[entry.key.job]
-            siblings.discard(token)
-            if not siblings:
-                del self._by_job[entry.key.job]
+            self._reports.forget(self.entries.remove(token))
         return tokens
 
     @property
@@ -498,18 +414,8 @@ class Ledger:
         """This token, of which there is no entry, never runs here."""
         entry = self._add(Entry(token, key, None, self.boot_id))
         record = self._final(status, why)
-        self._try_tombstone(token, record)
+        self._unwritten.bury(token, record)
         self._finish(entry, record)
-
-    def _try_tombstone(self, token: str, record: Dict[str, Any]) -> None:
-        try:
-            if not self._spool.bar(token, record):
-                self._spool.write_final(token, record)
-            self._unbarred.pop(token, None)
-        except OSError as error:
-            if token not in self._unbarred:
-                self._is_unwell("cannot write a tombstone in the spool %s: %s" % (self._spool.path, error.strerror))
-            self._unbarred[token] = record  # this agent remembers it; it is tried again
 
     def _refuse(self, entry: Entry, why: str, node_fault: bool = False) -> None:
         record = self._final(protocol.REFUSED, why)
@@ -519,13 +425,13 @@ class Ledger:
 
     def _finish_unstarted(self, entry: Entry, record: Dict[str, Any]) -> None:
         """Say that it never runs, once no later agent would start it."""
-        self._try_tombstone(entry.token, record)
-        if entry.token in self._unbarred:
+        self._unwritten.bury(entry.token, record)
+        if self._unwritten.has(entry.token):
             try:
                 self._spool.void(entry.token)
             except OSError as error:
                 self._log("cannot take back the claim of %s: %s" % (entry.token, error))
-                del self._unbarred[entry.token]
+                self._unwritten.drop(entry.token)
                 entry.ending = (0.0, record["why"])
                 self._stuck.add(entry.token)  # not told before it is kept
                 return
@@ -549,11 +455,11 @@ class Ledger:
     def _finish(self, entry: Entry, record: Dict[str, Any]) -> None:
         entry.status, entry.record = record["status"], record
         if record.get("node_fault"):
-            self._is_unwell(record["why"])
+            self._unwritten.is_unwell(record["why"])
         if entry.key.step == protocol.BATCH:
             self._end_other_steps(entry)
         self._publish(entry)
-        for other in self._of_job(entry.key.job, 1 << 62):
+        for other in self.entries.of_job(entry.key.job, 1 << 62):
             if other is entry:
                 continue
             if other.held:
@@ -563,51 +469,26 @@ class Ledger:
         self._answer_gone()
 
     def _end_other_steps(self, batch: Entry) -> None:
-        for other in self._of_job(batch.key.job, batch.key.attempt):
+        for other in self.entries.of_job(batch.key.job, batch.key.attempt):
             if not other.is_final and (other.ending is None or other.saving):
                 grace_s = other.launch.grace_s if other.launch is not None else 0.0
                 self._end(other, grace_s, "the job's batch step is over")
 
     def _answer_gone(self) -> None:
         for gone in tuple(self._gone):
-            if all(entry.is_final for entry in self._of_job(gone.job, gone.attempt)):
+            if all(entry.is_final for entry in self.entries.of_job(gone.job, gone.attempt)):
                 self._gone.remove(gone)
                 self._send(protocol.JobGone(gone.job[0], gone.job[1], gone.attempt))
 
     def _forget_if_over(self, entry: Entry) -> None:
         told = entry.is_final and entry.acked and not entry.held
-        if told and not entry.minded and entry.token not in self._unbarred:
+        if told and not entry.minded and not self._unwritten.has(entry.token):
             self._to_forget[entry.token] = None
 
     # ----- reports
 
-    def _may_tell(self, entry: Entry) -> bool:
-        """A batch step is over for the controller when nothing else of its attempt is left here."""
-        if not entry.is_final or entry.key.step != protocol.BATCH:
-            return True
-        return all(e.is_final for e in self._of_job(entry.key.job, entry.key.attempt))
-
     def _publish(self, entry: Entry) -> None:
         """Report the entry's present state under a new number."""
-        entry.held = not self._may_tell(entry)
+        entry.held = not self.entries.may_tell(entry)
         if not entry.held:
-            self._number(entry)
-            self._send(self._report(entry))
-
-    def _report(self, entry: Entry) -> protocol.Report:
-        return report_of(entry, self._wall_s(), self.boot_id, self._boot_s())
-
-    def _number(self, entry: Entry) -> None:
-        self._by_seq.pop(entry.seq, None)
-        entry.seq, entry.acked = self._new_seq(), False
-        self._by_seq[entry.seq] = entry.token
-
-    def _new_seq(self) -> int:
-        if self._next_seq >= self._seq_end:
-            self._next_seq, self._seq_end = self._spool.reserve_seqs(self._next_seq)
-        self._next_seq += 1
-        return self._next_seq - 1
-
-    def _tell_over(self, token: str, why: str) -> None:
-        """Answer for a token whose entry has gone: it will not run."""
-        self._send(protocol.Report(self._new_seq(), token, protocol.BARRED, self._wall_s(), why=why))
+            self._reports.send(entry)

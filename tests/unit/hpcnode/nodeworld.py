@@ -165,7 +165,7 @@ class World:
         self.boot_id = "boot"
         self.now_s = 500.0
         self.restart()
-        assert self.ledger.hello(INCARNATION, 1) == ""
+        assert self.ledger.terms.begin(INCARNATION, 1) == ""
 
     def restart(self) -> None:
         self.ledger = Ledger(

@@ -260,5 +260,5 @@ def test_a_controller_whose_term_cannot_be_noted_is_refused_in_words() -> None:
         raise OSError(28, "No space left on device")
 
     world.spool.store_epochs = fail  # type: ignore[method-assign]
-    assert "No space left on device" in world.ledger.hello(INCARNATION, 2)
-    assert world.ledger.epochs.epoch == 1
+    assert "No space left on device" in world.ledger.terms.begin(INCARNATION, 2)
+    assert world.ledger.terms.seen.epoch == 1

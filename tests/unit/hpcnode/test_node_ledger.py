@@ -236,13 +236,13 @@ def test_a_newer_attempt_waits_until_the_older_one_is_gone() -> None:
 
 def test_commands_of_an_older_epoch_or_another_incarnation_are_dropped() -> None:
     world = World()
-    assert world.ledger.hello(INCARNATION, 5) == ""
-    assert "epoch 5" in world.ledger.hello(INCARNATION, 4)
+    assert world.ledger.terms.begin(INCARNATION, 5) == ""
+    assert "epoch 5" in world.ledger.terms.begin(INCARNATION, 4)
     world.launch(token(), epoch=4)
     assert (world.sent, world.shepherds.starts) == ([], [])
     assert "dropped" in world.logged[-1]
-    assert world.ledger.hello("0123456789", 1) == ""
-    assert "of the past" in world.ledger.hello(INCARNATION, 9)
+    assert world.ledger.terms.begin("0123456789", 1) == ""
+    assert "of the past" in world.ledger.terms.begin(INCARNATION, 9)
     world.launch(token(), epoch=9)
     assert world.shepherds.starts == []
 
