@@ -45,6 +45,7 @@ def training_view(training: Training | None) -> dict[str, Any] | None:
         "ends_at_s": training.ends_at_s,
         "checkpoint_step": training.checkpoint_step or None,
         "checkpoint_at_s": training.checkpoint_at_s,
+        "goodput": training.goodput,
         "note": training.note,
     }
 

@@ -14,7 +14,7 @@ from hpcsched.cli.options import UsageError, nearest, split_list
 from hpcsched.cli.output import date_text
 from hpcsched.client import Json
 from hpcsched.listing.formats import Look
-from hpcsched.listing.jobs import exit_text, loss_text, memory_of_node, rate_text, step_text, tres_text
+from hpcsched.listing.jobs import exit_text, goodput_text, loss_text, memory_of_node, rate_text, step_text, tres_text
 from hpcsched.model.hostlist import compress_hostlist
 from hpcsched.model.units import format_time_s
 
@@ -336,6 +336,7 @@ _COLUMNS = (
     Column("TRESUsageOutMax", _usage(each=True, out=True), True, slurms=15),
     Column("TRESUsageOutTot", _usage(each=False, out=True), True, slurms=15),
     Column("TrainCheckpoint", lambda row: "" if row.step else _trained(row, "checkpoint_step"), True),
+    Column("TrainGoodput", lambda row: "" if row.step else goodput_text(row.job).replace("N/A", ""), True),
     Column("TrainLoss", lambda row: "" if row.step else loss_text(row.job).replace("N/A", ""), True),
     Column("TrainSamplesPerSec", lambda row: "" if row.step else rate_text(row.job).replace("N/A", ""), True),
     Column("TrainSteps", lambda row: "" if row.step else step_text(row.job).replace("N/A", ""), True),

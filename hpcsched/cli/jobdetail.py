@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 from hpcsched.cli.output import clean, when_text
-from hpcsched.listing.jobs import Job, checkpoint_text, end_s, exit_text, is_waiting, loss_text, rate_text, reason, why
+from hpcsched.listing.jobs import (
+    Job,
+    checkpoint_text,
+    end_s,
+    exit_text,
+    goodput_text,
+    is_waiting,
+    loss_text,
+    rate_text,
+    reason,
+    why,
+)
 from hpcsched.listing.states import ENDED_STATES
 from hpcsched.model.units import format_mem, format_time_s
 
@@ -85,6 +96,8 @@ def _training(job: Job, now_s: float) -> str:
         parts.append(f"loss {loss_text(job)}")
     if told["samples_per_s"] is not None:
         parts.append(f"{rate_text(job)} samples/s")
+    if told.get("goodput") is not None:
+        parts.append(f"goodput {goodput_text(job)}")
     if told["ends_at_s"] is not None and told["ends_at_s"] > now_s:
         parts.append(f"done at {when_text(told['ends_at_s'], now_s)} (in {format_time_s(told['ends_at_s'] - now_s)})")
     return ", ".join(parts)

@@ -10,7 +10,17 @@ from collections.abc import Sequence
 
 from hpcsched.cli.output import clean, date_text
 from hpcsched.client import Json
-from hpcsched.listing.jobs import end_s, exit_text, loss_text, memory_of_node, rate_text, reason, start_s, step_text
+from hpcsched.listing.jobs import (
+    end_s,
+    exit_text,
+    goodput_text,
+    loss_text,
+    memory_of_node,
+    rate_text,
+    reason,
+    start_s,
+    step_text,
+)
 from hpcsched.model.hostlist import compress_hostlist
 from hpcsched.model.units import format_time_s
 
@@ -105,6 +115,7 @@ def _training(job: Json) -> list[Words]:
     return [
         [("TrainStep", step_text(job)), ("TrainLoss", loss_text(job)), ("TrainSamplesPerSec", rate_text(job))],
         [("TrainEnd", date_text(told["ends_at_s"], "Unknown")), ("TrainTold", date_text(told["at_s"]))],
+        [("TrainGoodput", goodput_text(job))] if told.get("goodput") is not None else (),
         [("Checkpoint", kept), ("CheckpointTime", date_text(told["checkpoint_at_s"], "Unknown"))] if kept else (),
         [("TrainNote", told["note"])] if told["note"] else (),
     ]

@@ -102,5 +102,6 @@ def training_of(job: Job, progress: protocol.Progress, now_s: float) -> Training
         steps_per_s=progress.steps_per_s,
         checkpoint_step=progress.checkpoint_step,
         checkpoint_at_s=None if age_s is None else at_s - max(0.0, age_s),
+        goodput=progress.goodput,
         note=progress.note,
     )

@@ -94,6 +94,12 @@ def rate_text(job: Job) -> str:
     return "N/A" if rate is None else f"{rate:.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
+def goodput_text(job: Job) -> str:
+    """Return which part of a training job's time went into steps that count."""
+    share = training(job).get("goodput")
+    return "N/A" if share is None else f"{share:.1%}"
+
+
 def checkpoint_text(job: Job, now_s: float) -> str:
     """Return the step of a training job's last checkpoint and its age."""
     told = training(job)

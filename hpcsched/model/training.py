@@ -38,6 +38,7 @@ class Training:
     steps_per_s: float
     checkpoint_step: int
     checkpoint_at_s: float | None
+    goodput: float | None  # steps that count: their part of the time since the run first began
     note: str  # what a person should know: which rank the others wait for, say
 
     @property

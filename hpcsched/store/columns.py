@@ -30,7 +30,7 @@ Requests = namedtuple("Requests", "uid request_id job_ids at_s")
 Usage = namedtuple("Usage", "account user qos at_s amounts")
 Training = namedtuple(
     "Training",
-    "job_id attempt at_s step total_steps loss samples_per_s steps_per_s checkpoint_step checkpoint_at_s note",
+    "job_id attempt at_s step total_steps loss samples_per_s steps_per_s checkpoint_step checkpoint_at_s note goodput",
 )
 Failures = namedtuple("Failures", "job_id attempt rank ranks node at_s echo text")
 Reservations = namedtuple(

@@ -172,6 +172,7 @@ training = Table(
     Column("checkpoint_step", Integer, nullable=False),
     Column("checkpoint_at_s", Float),
     Column("note", Text, nullable=False),
+    Column("goodput", Float),
 )
 
 failures = Table(

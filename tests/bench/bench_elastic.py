@@ -28,7 +28,7 @@ PATIENCE_S = 90.0
 
 def run(quick: bool = False) -> list[Figure]:
     """Return how long it took after ranks were killed, and after they were stopped."""
-    with tempfile.TemporaryDirectory() as directory, _running(Path(directory)) as elastic:
+    with tempfile.TemporaryDirectory() as directory, running(Path(directory)) as elastic:
         killed = [elastic.strike(signal.SIGKILL) for _ in range(5 if quick else 100)]
         stopped = [elastic.strike(signal.SIGSTOP) for _ in range(2 if quick else 5)]
         elastic.check_steps()
@@ -40,7 +40,7 @@ def run(quick: bool = False) -> list[Figure]:
     ]
 
 
-class _Elastic:
+class Elastic:
     """A run, its processes and the lines that it has written."""
 
     def __init__(self, out: Path, launcher: int) -> None:
@@ -56,16 +56,20 @@ class _Elastic:
     def strike(self, number: signal.Signals) -> tuple[float, float]:
         """Send a signal to one of the ranks; return the seconds to the next step, and to one that all ranks took."""
         _until(lambda: self._world() == RANKS and len(self._processes()) > RANKS)
-        inside = re.findall(r"members, in slots (.*)", self._log.read_text())[-1].split(", ")
-        victim = self._processes()[self._choice.choice(inside)]
-        at_s = time.time()
-        os.kill(victim, number)
-        step = self.lines()[-1]["step"]
+        at_s, step = self.hit(number)
         # A step that was already under way may end as if nothing had happened: the one after it cannot.
         _until(lambda: self._after(step + 1, at_s, 1))
         next_s = self._after(step + 1, at_s, 1)[0] - at_s
         _until(lambda: self._after(step + 1, at_s, RANKS))
         return next_s, self._after(step + 1, at_s, RANKS)[0] - at_s
+
+    def hit(self, number: signal.Signals) -> tuple[float, int]:
+        """Send a signal to one of the ranks; return when, and the last step then."""
+        inside = re.findall(r"members, in slots (.*)", self._log.read_text())[-1].split(", ")
+        victim = self._processes()[self._choice.choice(inside)]
+        at_s = time.time()
+        os.kill(victim, number)
+        return at_s, self.lines()[-1]["step"]
 
     def check_steps(self) -> None:
         """Raise if a step is missing, or was taken twice."""
@@ -91,14 +95,15 @@ class _Elastic:
 
 
 @contextmanager
-def _running(out: Path) -> Iterator[_Elastic]:
-    script = [sys.executable, "-m", "hpctrain.examples.chargpt", "--out", str(out / "run"), *SMALL.split()]
+def running(out: Path, model: str = SMALL) -> Iterator[Elastic]:
+    """A run of the GPT with these options, and a spare."""
+    script = [sys.executable, "-m", "hpctrain.examples.chargpt", "--out", str(out / "run"), *model.split()]
     launch = [sys.executable, "-m", "hpctrain.elastic", "--ranks", str(RANKS), "--spares", "1", "--", *script]
     environ = os.environ | {"OMP_NUM_THREADS": "1"}
     with (out / "log").open("w") as log:
         process = subprocess.Popen([*launch, "--steps", "10000000"], env=environ, stdout=log, stderr=log)
         try:
-            yield _Elastic(out, process.pid)
+            yield Elastic(out, process.pid)
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait(PATIENCE_S)

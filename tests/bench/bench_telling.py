@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from hpctrain.batch import Batch
 from hpctrain.comm.base import SingleCommunicator
 from hpctrain.examples.gpt import Gpt
+from hpctrain.goodput import Goodput
 from hpctrain.loop import Identity, Progress, StepReport
 from hpctrain.optim import AdamW
 from hpctrain.options import add_options
@@ -73,7 +74,9 @@ def teller(out: Path) -> Callable[[], None]:
     model = torch.nn.Linear(1, 1)
     identity = Identity(attempt=0, generation=0, job=None)
     comm = SingleCommunicator()
-    told = Teller(options, "bench", comm, identity, Progress(), model, {}, ["n1", "n2"], 10_000)
+    told = Teller(
+        options, "bench", comm, identity, Progress(), model, {}, ["n1", "n2"], 10_000, Goodput(began_at_s=time.time())
+    )
     phases, batch = Phases(model), Batch(0, 1, 1, 1.0)
     count = 0
 

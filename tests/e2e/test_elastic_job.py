@@ -50,7 +50,7 @@ def test_the_ranks_of_an_elastic_job_follow_its_nodes(
     cluster.run("hcancel", "-b", "-s", "USR1", str(number))
     assert ended(number, 60)["exit_code"] == 75, output(number)
     report = json.loads((cluster.share / "report.json").read_text())
-    assert report["losses"] == [], "ranks left, none was lost"
+    assert report["faults"] == [], "ranks left, none was lost"
 
 
 def test_an_elastic_job_goes_on_when_a_node_loses_power(

@@ -430,5 +430,6 @@ def word(step: int) -> Word:
         steps_per_s=2.0,
         checkpoint_step=5,
         checkpoint_at_s=0.0,
+        goodput=0.5,
         note="",
     )

@@ -43,7 +43,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     out = tmp_path_factory.mktemp("elastic") / "run"
     ended = elastic(out, "none", "--ranks", "3")
     assert ended.status == 0, ended.output
-    assert json.loads(out.with_suffix(".json").read_text())["losses"] == []
+    assert json.loads(out.with_suffix(".json").read_text())["faults"] == []
     return losses_of(out)
 
 
@@ -57,8 +57,12 @@ def test_the_others_go_on_without_a_killed_rank(undisturbed: list[float], tmp_pa
     assert worlds[9] == 3
     assert worlds[10] == 2, "the very next step is taken by the two that are left"
     report = json.loads((tmp_path / "run.json").read_text())
-    assert len(report["losses"]) == len(report["next_step_s"]) == 1
-    assert "1 ranks lost, next step after" in ended.output
+    (fault,) = report["faults"]
+    assert (fault["step"], fault["lost_steps"], fault["lost"][0]["slot"]) == (10, 0, slot)
+    assert fault["next_step_s"] > 0
+    assert "1 faults, 0 steps lost, missed after" in ended.output
+    goodput = [line["interruptions"] for line in lines_of(tmp_path / "run") if "loss" in line]
+    assert goodput == [0] * 10 + [1] * (STEPS - 10)
 
 
 def test_a_rank_that_is_silent_is_missed_and_ends_when_it_wakes(undisturbed: list[float], tmp_path: Path) -> None:

@@ -429,7 +429,8 @@ class Progress(Message):
     """How far a training program of job `job_id` is. It says so to the agent of its node, on a connection of its own.
 
     The agent passes on the newest, at a bounded rate, within FromStream. `total_steps`, `steps_per_s`, `samples_per_s` and
-    `checkpoint_step` are 0 where they are not known; a `loss` that is none is left out. `age_s` is how long ago it was so,
+    `checkpoint_step` are 0 where they are not known; a `loss` that is none is left out. `goodput` is the part of the run's time
+    that went into steps which count. `age_s` is how long ago it was so,
     which spares the nodes' clocks; `checkpoint_age_s` counts from the same moment. `note` is a line for people.
     """
 
@@ -441,6 +442,7 @@ class Progress(Message):
     steps_per_s: float = 0.0
     checkpoint_step: int = 0
     checkpoint_age_s: Optional[float] = None
+    goodput: Optional[float] = None
     note: str = ""
     age_s: float = 0.0
 

@@ -33,6 +33,7 @@ class Word:
     steps_per_s: float
     checkpoint_step: int
     checkpoint_at_s: float  # of the monotonic clock
+    goodput: float  # useful time over all time
     note: str
 
 
@@ -81,6 +82,7 @@ class Heartbeat:
             "total_steps": word.total_steps,
             "samples_per_s": _number(word.samples_per_s) or 0.0,
             "steps_per_s": _number(word.steps_per_s) or 0.0,
+            "goodput": word.goodput,
             "note": word.note,
         }
         if _number(word.loss) is not None:

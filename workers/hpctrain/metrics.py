@@ -11,7 +11,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
+
+BLOCK_BYTES = 64 << 10
 
 
 class MetricsFile:
@@ -35,16 +37,32 @@ class MetricsFile:
         self._stream.close()
 
 
-def read_metrics(path: Path) -> Iterator[dict[str, object]]:
+def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
     """This will give the lines that are whole, in the file's order."""
     with path.open("rb") as stream:
-        for raw in stream:
-            try:
-                line = json.loads(raw)
-            except ValueError:
-                continue  # half a line of a killed attempt
-            if isinstance(line, dict) and "step" in line:
-                yield line
+        yield from filter(None, map(_line_of, stream))
+
+
+def read_backwards(path: Path) -> Iterator[dict[str, Any]]:
+    """This will give the lines that are whole, the last one first; none if there is no file."""
+    if not path.exists():
+        return
+    with path.open("rb") as stream:
+        at, rest = stream.seek(0, 2), b""
+        while at > 0:
+            size = min(BLOCK_BYTES, at)
+            at = stream.seek(at - size)
+            rest, *lines = (stream.read(size) + rest).split(b"\n")
+            yield from filter(None, map(_line_of, reversed(lines)))
+        yield from filter(None, [_line_of(rest)])
+
+
+def _line_of(raw: bytes) -> dict[str, Any] | None:
+    try:
+        line = json.loads(raw)
+    except ValueError:
+        return None  # half a line of a killed attempt
+    return line if isinstance(line, dict) and "step" in line else None
 
 
 def _ends_in_half_a_line(path: Path) -> bool:

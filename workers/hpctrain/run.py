@@ -56,6 +56,7 @@ from hpctrain.data.sources import Source
 from hpctrain.data.staging import staged
 from hpctrain.env import job_facts
 from hpctrain.errors import EXIT_FAILED, EXIT_REQUEUE, MismatchError, PeerLost, TrainError
+from hpctrain.goodput import carried_on
 from hpctrain.loop import (
     Identity,
     Loop,
@@ -138,6 +139,8 @@ class Run:
         # Ranks that come and go leave it to the first of them.
         self._shares_writing = comm.size > 1 and not comm.elastic and options.checkpoint_writer == "process"
         self.finished = self._over = False
+        self._began_at_s = time.time()
+        self._interrupted = False  # ranks were lost since the last generation, or all are started again
         self.weights_sha256 = ""  # after the steps: the same on all ranks
 
     @property
@@ -232,6 +235,7 @@ class Run:
                 if not loop.changing:
                     self._end(model, loop, teller)
             except PeerLost as lost:
+                self._interrupted = True
                 print(f"{self._name}: rank {self.rank} of {self.size}: {lost}", flush=True)
 
     def _generation(self, task: Task, progress: Progress | None) -> tuple[Loop, Teller | None]:
@@ -250,7 +254,13 @@ class Run:
         identity = Identity(attempt=attempt, generation=comm.generation, job=job_facts(self._environ).job)
         teller = None
         if self.is_first:
-            teller = Teller(options, self._name, comm, identity, progress, model, self._environ, hosts, task.samples)
+            goodput = carried_on(
+                options.out / "metrics.jsonl", progress.step, interrupted=self._interrupted, began_at_s=self._began_at_s
+            )
+            teller = Teller(
+                options, self._name, comm, identity, progress, model, self._environ, hosts, task.samples, goodput
+            )
+        self._interrupted = False
         profile = Profile(options.profile, options.out / "profile" / f"rank-{self.rank}.json")
         loop = Loop(
             model,
@@ -307,6 +317,7 @@ class Run:
                 self._writer = background_writer(self._options, self._claim, restored)
         tensors = live()  # steps that were taken again may have made the optimizer's anew
         if max(steps) < 0:
+            self._interrupted = True
             return self._share_progress(tensors, restored)
         if min(steps) < max(steps):
             hand_over(tensors, self.comm, furthest)

@@ -14,6 +14,7 @@ import torch
 from hpctrain.checkpoint import Report
 from hpctrain.comm import Communicator
 from hpctrain.errors import EXIT_REQUEUE
+from hpctrain.goodput import Goodput
 from hpctrain.heartbeat import Heartbeat, Word
 from hpctrain.loop import Identity, Loop, Progress, StepReport
 from hpctrain.metrics import MetricsFile
@@ -38,8 +39,9 @@ class Teller:
         environ: Mapping[str, str],
         hosts: Sequence[str],
         epoch_samples: int | None,
+        goodput: Goodput,
     ) -> None:
-        self._options, self._comm, self._identity = options, comm, identity
+        self._options, self._comm, self._identity, self._goodput = options, comm, identity, goodput
         self._heartbeat = Heartbeat(environ)
         self._kept_step, self._kept_at_s = 0, 0.0  # the last checkpoint of this attempt, on the monotonic clock
         self._epoch_samples = epoch_samples
@@ -64,6 +66,10 @@ class Teller:
         if report.times is not None:
             self._scaling.note(report.step_s, report.times)
         self._resumed_from = None
+        if line["interrupted_s"] is not None:
+            print(
+                f"step {report.step}: {line['interrupted_s']:.2f} s after the one before the interruption", flush=True
+            )
         last = report.step == report.total_steps
         if last or report.val_loss is not None or report.step % self._options.print_every == 0:
             validation = f"  val {report.val_loss:.4f}" if report.val_loss is not None else ""
@@ -92,6 +98,7 @@ class Teller:
                 steps_per_s=rate,
                 checkpoint_step=self._kept_step,
                 checkpoint_at_s=self._kept_at_s,
+                goodput=self._goodput.share(time.time()),
                 note=self._scaling.straggler(),
             )
         )
@@ -106,6 +113,7 @@ class Teller:
         self._writers.close()
         if summary := self._scaling.summary():
             print(summary, flush=True)
+        print(self._goodput.describe(time.time()), flush=True)
         if not finished and stop.received is None:
             print("another rank was asked to stop", flush=True)
         if not finished:
@@ -113,6 +121,7 @@ class Teller:
             print(f"stopped by {why} at step {loop.progress.step}, to be resumed (exit {EXIT_REQUEUE})", flush=True)
 
     def _line(self, report: StepReport) -> dict[str, object]:
+        now_s = time.time()
         line: dict[str, object] = {
             "step": report.step,
             "total_steps": report.total_steps,
@@ -139,9 +148,9 @@ class Teller:
             "world": self._comm.size,
             "backend": self._comm.name,
             "resumed_from": self._resumed_from,
-            "time": round(time.time(), 3),
+            "time": round(now_s, 3),
         }
-        return line | _checkpoint_facts(report.checkpoint)
+        return line | self._goodput.step(report.step_s, now_s) | _checkpoint_facts(report.checkpoint)
 
     def _tell_checkpoint(self, report: Report | None) -> None:
         if report is None:

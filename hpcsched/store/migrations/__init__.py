@@ -20,6 +20,7 @@ from hpcsched.store.migrations import (
     m0009_failures,
     m0010_lowered_limits,
     m0011_step_io,
+    m0012_goodput,
 )
 
 MIGRATIONS: tuple[Callable[[Connection], None], ...] = (
@@ -34,4 +35,5 @@ MIGRATIONS: tuple[Callable[[Connection], None], ...] = (
     m0009_failures.upgrade,
     m0010_lowered_limits.upgrade,
     m0011_step_io.upgrade,
+    m0012_goodput.upgrade,
 )

@@ -55,13 +55,14 @@ def test_what_a_program_says_is_shown_to_its_owner_with_when_it_will_be_done() -
     assert shown(cluster, job_id) is None
     says(
         cluster, job_id, 20, total_steps=100, loss=1.5, samples_per_s=640, steps_per_s=4, age_s=2, checkpoint_step=10,
-        checkpoint_age_s=3, note="rank 1 is slow",
+        checkpoint_age_s=3, goodput=0.97, note="rank 1 is slow",
     )  # fmt: skip
     told = shown(cluster, job_id)
     at_s = cluster.now_s - 2
     assert told == {
         "at_s": at_s, "attempt": 0, "step": 20, "total_steps": 100, "loss": 1.5, "samples_per_s": 640, "steps_per_s": 4,
-        "ends_at_s": at_s + 20, "checkpoint_step": 10, "checkpoint_at_s": at_s - 3, "note": "rank 1 is slow",
+        "ends_at_s": at_s + 20, "checkpoint_step": 10, "checkpoint_at_s": at_s - 3, "goodput": 0.97,
+        "note": "rank 1 is slow",
     }  # fmt: skip
     assert shown(cluster, job_id, BOB) is None
     assert past(cluster, job_id) == told
@@ -73,8 +74,10 @@ def test_what_is_not_known_is_not_made_up() -> None:
     job_id = a_job(cluster)
     says(cluster, job_id, 20)
     told = shown(cluster, job_id)
-    unknown = ("total_steps", "loss", "samples_per_s", "steps_per_s", "ends_at_s", "checkpoint_step", "checkpoint_at_s")
-    assert [told[name] for name in unknown] == [None] * 7
+    unknown = (
+        "total_steps", "loss", "samples_per_s", "steps_per_s", "ends_at_s", "checkpoint_step", "checkpoint_at_s", "goodput",
+    )  # fmt: skip
+    assert [told[name] for name in unknown] == [None] * 8
 
 
 def test_a_steady_talker_costs_one_commit_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:

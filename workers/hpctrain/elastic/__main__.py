@@ -12,7 +12,6 @@ import json
 import os
 import secrets
 import signal
-import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -74,7 +73,7 @@ class Elastic:
         self._retired: set[int] = set()
         self._ended: dict[int, int] = {}  # how the last process of each slot did
         self._status: int | None = None
-        self._losses_without_step, self._step_then = 0, -1
+        self._losses_without_step, self._step_then = 0, 0
 
     async def run(self) -> int:
         """This will start everything, wait for the end, and say what it was like."""
@@ -185,26 +184,11 @@ class Elastic:
         return max((self._ended[slot] for slot in server.done), default=EXIT_FAILED)
 
     def _report(self) -> None:
-        account = self._server.account
-        wall_s = time.monotonic() - account.began_at_s
-        facts = {
-            "wall_s": wall_s,
-            "useful_s": account.useful_s,
-            "goodput": account.useful_s / wall_s,
-            "steps": account.step,
-            "losses": [{"why": x.why, "noticed_s": x.missed_at_s - x.heard_at_s} for x in account.losses],
-            "next_step_s": account.next_step_s,
-            "full_strength_s": account.full_s,
-        }
+        account, now_s = self._server.account, time.monotonic()
         if self._options.report is not None:
-            self._options.report.write_text(json.dumps(facts) + "\n")
-        line = f"goodput {facts['goodput']:.1%}: {account.useful_s:.1f} s of steps in {wall_s:.1f} s"
-        if account.losses:
-            line += f"; {len(account.losses)} ranks lost"
-            for name, times_s in (("next step", account.next_step_s), ("full strength", account.full_s)):
-                if times_s:
-                    line += f", {name} after {statistics.median(times_s):.2f} s (worst {max(times_s):.2f})"
-        _say(line)
+            self._options.report.write_text(json.dumps(account.facts(now_s)) + "\n")
+        for line in account.describe(now_s):
+            _say(line)
 
 
 def _say(text: str) -> None:

@@ -46,6 +46,7 @@ class Loss:
     """A member that was lost, and when it was heard last and missed."""
 
     number: int
+    slot: int
     why: str
     heard_at_s: float
     missed_at_s: float
@@ -112,7 +113,9 @@ class Roster:
         """This will take a member for lost."""
         member = self.members.pop(number)
         if member.standing in (Standing.IN, Standing.PARTED):
-            self.losses.append(Loss(number=number, why=why, heard_at_s=member.heard_at_s, missed_at_s=now_s))
+            self.losses.append(
+                Loss(number=number, slot=member.slot, why=why, heard_at_s=member.heard_at_s, missed_at_s=now_s)
+            )
 
     def resize(self, want: int, leaving: set[int]) -> None:
         """This will have generations of `want` members, without those in the slots `leaving`."""

@@ -12,25 +12,13 @@ import hmac
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
-from hpctrain.elastic.roster import Loss, Message, Roster
+from hpctrain.elastic.account import Account
+from hpctrain.elastic.roster import Message, Roster
 
 LINE_BYTES = 1 << 20
 LOOK_EVERY_S = 0.1
 LATE_S = 0.5
-
-
-@dataclass(slots=True, kw_only=True)
-class Account:
-    """What a run has done so far, for its goodput."""
-
-    began_at_s: float
-    step: int = -1
-    useful_s: float = 0.0
-    losses: list[Loss] = field(default_factory=list)
-    next_step_s: list[float] = field(default_factory=list)  # after each break, from the loss to the first step
-    full_s: list[float] = field(default_factory=list)  # ... until there were as many members as before
 
 
 class Server:
@@ -38,13 +26,11 @@ class Server:
 
     def __init__(self, roster: Roster, key: str, say: Callable[[str], None], on_lost: Callable[[int], None]) -> None:
         self.roster, self._key, self._say, self._on_lost = roster, key, say, on_lost
-        self.account = Account(began_at_s=time.monotonic())
+        self.account = Account(time.monotonic())
         self.over = asyncio.Event()
         self.done: set[int] = set()  # slots that have ended in an orderly way
         self.failure = ""
         self._writers: dict[int, asyncio.StreamWriter] = {}
-        self._broken_at_s: float | None = None  # a break whose first step is awaited
-        self._short_at_s: float | None = None  # since when there are too few members
 
     async def listen(self, host: str) -> int:
         """This will accept members from now on; returns the port."""
@@ -83,10 +69,9 @@ class Server:
         writer = self._writers.pop(number, None)
         if writer is not None:
             writer.close()
-        self.account.losses += [loss for loss in self.roster.losses if loss.number == number]
-        if self.roster.losses and self._broken_at_s is None:
-            self._broken_at_s = self.roster.losses[0].heard_at_s
-            self._short_at_s = self._short_at_s or self._broken_at_s
+        for loss in self.roster.losses:
+            if loss.number == number:
+                self.account.lose(loss)
         self._say(f"member {number} (slot {member.slot}) is lost: {why}")
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -122,7 +107,7 @@ class Server:
                 self.roster.ready(number, offer, now_s)
             case "beat":
                 self.roster.beat(number, now_s)
-                self._note_step(int(str(message["step"])), float(str(message["useful_s"])), now_s)
+                self.account.note_step(int(str(message["step"])), float(str(message["useful_s"])), now_s)
             case "part":
                 self.roster.part(number, int(str(message["generation"])), now_s, failed=bool(message["failed"]))
             case "done":
@@ -136,23 +121,10 @@ class Server:
             case other:
                 raise ValueError(f"a member said {other!r}")
 
-    def _note_step(self, step: int, useful_s: float, now_s: float) -> None:
-        account = self.account
-        if useful_s:  # of the first of the generation alone
-            account.useful_s += useful_s
-        if step <= account.step:
-            return
-        account.step = step
-        if self._broken_at_s is not None and not self.roster.losses:
-            account.next_step_s.append(now_s - self._broken_at_s)
-            self._broken_at_s = None
-
     def _note_generation(self, news: Message) -> None:
         members = news["members"]
         assert isinstance(members, list)
-        if self._short_at_s is not None and len(members) >= self.roster.want:
-            self.account.full_s.append(time.monotonic() - self._short_at_s)
-            self._short_at_s = None
+        self.account.form([member["number"] for member in members], self.roster.want, time.monotonic())
         slots = ", ".join(str(self.roster.members[member["number"]].slot) for member in members)
         self._say(f"generation {news['generation']}: {len(members)} members, in slots {slots}")
 

@@ -1,0 +1,63 @@
+"""What part of a run's time went into steps that count, over interruptions and restarts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpctrain.goodput import Goodput, carried_on
+from hpctrain.metrics import BLOCK_BYTES, MetricsFile, read_backwards, read_metrics
+
+
+def life(path: Path, goodput: Goodput, steps: range, *, from_s: float, step_s: float = 1.0) -> None:
+    """Steps of `step_s` each, one after another."""
+    file = MetricsFile(path)
+    for at, step in enumerate(steps, 1):
+        now_s = from_s + at * step_s
+        file.write({"step": step, "time": now_s} | goodput.step(step_s, now_s))
+    file.close()
+
+
+def test_steps_that_have_to_be_taken_again_counted_for_nothing(tmp_path: Path) -> None:
+    """Ten steps, a night in the queue's time, and on from the checkpoint of step 6."""
+    path = tmp_path / "metrics.jsonl"
+    first = carried_on(path, 0, interrupted=True, began_at_s=1000.0)
+    assert (first.began_at_s, first.interruptions, first.lost_steps) == (1000.0, 0, 0)
+    life(path, first, range(1, 11), from_s=1000.0)
+    again = carried_on(path, 6, interrupted=True, began_at_s=1030.0)
+    assert (again.began_at_s, again.useful_s, again.interruptions, again.lost_steps) == (1000.0, 6.0, 1, 4)
+    life(path, again, range(7, 15), from_s=1030.0)
+    line = list(read_metrics(path))[10]
+    assert (line["step"], line["interrupted_s"], line["lost_steps"]) == (7, 21.0, 4)
+    last = list(read_metrics(path))[-1]
+    assert (last["useful_s"], last["goodput"]) == (14.0, pytest.approx(14 / 38, abs=1e-4))
+    assert "interrupted_s" not in last
+    assert again.describe(1038.0) == "goodput: 36.8%, 14.0 s of steps in 38.0 s; interrupted 1 times, 4 steps lost"
+
+
+def test_ranks_that_come_and_go_in_an_orderly_way_interrupt_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    life(path, carried_on(path, 0, interrupted=True, began_at_s=0.0), range(1, 4), from_s=0.0)
+    account = carried_on(path, 3, interrupted=False, began_at_s=99.0)
+    assert (account.useful_s, account.interruptions, account.lost_steps, account.last_at_s) == (3.0, 0, 0, None)
+
+
+def test_everything_is_lost_without_a_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    life(path, carried_on(path, 0, interrupted=True, began_at_s=0.0), range(1, 4), from_s=0.0)
+    account = carried_on(path, 0, interrupted=True, began_at_s=99.0)
+    assert (account.began_at_s, account.useful_s, account.lost_steps) == (0.0, 0.0, 3)
+
+
+def test_lines_of_a_version_that_kept_no_account_begin_none(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step":4,"time":5.0}\n')
+    assert carried_on(tmp_path / "metrics.jsonl", 4, interrupted=True, began_at_s=7.0) == Goodput(began_at_s=7.0)
+
+
+def test_lines_are_read_backwards_over_blocks_and_half_lines(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    assert list(read_backwards(path)) == []
+    count = 3 * BLOCK_BYTES // 100
+    path.write_text("".join(f'{{"step":{step},"of":"{"x" * 100}"}}\n' for step in range(count)) + '{"step":')
+    assert [line["step"] for line in read_backwards(path)] == list(reversed(range(count)))

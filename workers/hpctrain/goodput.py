@@ -1,0 +1,74 @@
+"""How much of a run's time went into steps that count, over all its lives: an account that each line of metrics.jsonl carries on.
+
+The time is that from the run's first beginning until now, restarts and waiting in a queue included.  A step that has to be taken
+again, because the run goes on from an older checkpoint, counted for nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpctrain.metrics import read_backwards
+
+
+@dataclass(slots=True, kw_only=True)
+class Goodput:
+    """The account of a run; times of day in seconds."""
+
+    began_at_s: float
+    useful_s: float = 0.0  # of steps that count
+    interruptions: int = 0  # ranks were lost, or all of them were started again
+    lost_steps: int = 0  # that had to be taken again
+    last_at_s: float | None = None  # when the last step was over, if the run was interrupted after it
+
+    def step(self, step_s: float, now_s: float) -> dict[str, object]:
+        """This will count a step that is over now, and give what metrics.jsonl keeps."""
+        self.useful_s += step_s
+        interrupted_s = None if self.last_at_s is None else round(now_s - self.last_at_s, 3)
+        self.last_at_s = None
+        return {
+            "goodput": round(self.share(now_s), 4),
+            "useful_s": round(self.useful_s, 6),
+            "began_at_s": round(self.began_at_s, 3),
+            "interruptions": self.interruptions,
+            "interrupted_s": interrupted_s,  # from the step before to this one
+            "lost_steps": self.lost_steps,
+        }
+
+    def share(self, now_s: float) -> float:
+        """This will give the useful part of the time until now."""
+        return min(1.0, self.useful_s / max(now_s - self.began_at_s, 1e-9))
+
+    def describe(self, now_s: float) -> str:
+        """This will say it in words."""
+        return (
+            f"goodput: {self.share(now_s):.1%}, {self.useful_s:.1f} s of steps in {now_s - self.began_at_s:.1f} s; "
+            f"interrupted {self.interruptions} times, {self.lost_steps} steps lost"
+        )
+
+
+def carried_on(path: Path, step: int, *, interrupted: bool, began_at_s: float) -> Goodput:
+    """This will take up the account in a metrics file for a run that has come to `step`, or begin one.
+
+    `interrupted`: ranks were lost, or are started again; else they only come and go in an orderly way.
+    """
+    newest: dict[str, Any] | None = None
+    useful_s = 0.0
+    for line in read_backwards(path):
+        if "useful_s" not in line:
+            continue
+        newest = newest or line
+        if line["step"] <= step:
+            useful_s = line["useful_s"]
+            break
+    if newest is None:
+        return Goodput(began_at_s=began_at_s)
+    return Goodput(
+        began_at_s=newest["began_at_s"],
+        useful_s=useful_s,
+        interruptions=newest["interruptions"] + interrupted,
+        lost_steps=newest["lost_steps"] + max(0, newest["step"] - step),
+        last_at_s=newest["time"] if interrupted else None,
+    )
