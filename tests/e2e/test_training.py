@@ -67,7 +67,11 @@ def test_a_training_job_says_how_far_it_is(
     shown = cluster.run("hqueue", str(number)).stdout
     assert "of 100000" in shown
     assert "samples/s" in shown
-    assert "TrainStep=" in cluster.run("hctl", "show", "job", str(number)).stdout
+    assert "goodput" in shown
+    assert 0 < told["goodput"] <= 1
+    words = cluster.run("hctl", "show", "job", str(number)).stdout
+    assert "TrainStep=" in words
+    assert "TrainGoodput=" in words
     cluster.run("hcancel", str(number))
     ended(number)
     assert job(number)["training"] is None

@@ -121,9 +121,7 @@ class Elastic:
                 await asyncio.sleep(AGAIN_S if status > 0 else 0.0)
 
     def _lost(self, slot: int) -> None:
-        process = self._launcher.processes.get(slot)
-        if process is not None and process.returncode is None:
-            process.kill()
+        self._launcher.signal(slot, signal.SIGKILL)
         if self._step_then < self._server.account.step:
             self._step_then, self._losses_without_step = self._server.account.step, 0
         self._losses_without_step += 1

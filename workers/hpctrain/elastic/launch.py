@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -93,15 +95,22 @@ class Launcher:
 
     def signal_all(self, number: signal.Signals) -> None:
         """This will hand a signal on to all ranks."""
-        for process in self.processes.values():
-            if process.returncode is None:
-                process.send_signal(number)
+        for slot in self.processes:
+            self.signal(slot, number)
+
+    def signal(self, slot: int, number: signal.Signals) -> None:
+        """This will send a signal to the process in a slot, if there is one."""
+        process = self.processes.get(slot)
+        if process is not None and process.returncode is None:
+            # Not `send_signal`: that may take the exit status away from asyncio, which then makes one up.
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, number)
 
     async def end(self, slot: int) -> None:
         """This will make sure that nothing runs in a slot: hrun's end is the end of its step."""
+        self.signal(slot, signal.SIGKILL)
         process = self.processes.pop(slot, None)
-        if process is not None and process.returncode is None:
-            process.kill()
+        if process is not None:
             await process.wait()
 
     async def resize_job(self, nodes: int) -> None:
