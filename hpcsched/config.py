@@ -22,13 +22,8 @@ from typing import Any
 from hpcsched import paths
 from hpcsched.config_account_keys import ALL_PARTITION, ALL_WEIGHTS
 from hpcsched.config_accounts import TABLES, accounting_of, check_partitions, limits_from
-from hpcsched.config_keys import (
-    CLUSTER,
-    CONTROLLER,
-    LOCAL_HOST,
-    NODE,
-    SCHEDULER,
-)
+from hpcsched.config_keys import CLUSTER, CONTROLLER, NODE, SCHEDULER
+from hpcsched.config_kinds import LOCAL_HOST
 from hpcsched.config_tables import refuse_unknown, table_of, values_of
 from hpcsched.config_topology import on_their_switches
 from hpcsched.errors import ConfigError

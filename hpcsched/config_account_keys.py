@@ -6,11 +6,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from hpcsched.config_keys import (
-    PARTITION,
-    SECTIONS,
+from hpcsched.config_keys import PARTITION, SECTIONS, WEIGHTS
+from hpcsched.config_kinds import (
     USER_NAME,
-    WEIGHTS,
     BadValue,
     Key,
     memory_mib,

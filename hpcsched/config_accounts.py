@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcsched.config_account_keys import ACCOUNT, FAIRSHARE, LICENSES, QOS, USER
-from hpcsched.config_keys import BadValue
+from hpcsched.config_kinds import BadValue
 from hpcsched.config_tables import table_of, values_of
 from hpcsched.errors import ConfigError
 from hpcsched.model.accounting import Account, Accounting, Fairness, Limits, PreemptMode, Qos, UserRules

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hpcsched.config_keys import REQUIRED, BadValue, Key
+from hpcsched.config_kinds import REQUIRED, BadValue, Key
 from hpcsched.errors import ConfigError
 from hpcsched.model.nearest import nearest
 

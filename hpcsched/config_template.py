@@ -9,7 +9,8 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 
 from hpcsched.config_account_keys import ACCOUNT, ALL_PARTITION, ALL_SECTIONS, QOS, USER
-from hpcsched.config_keys import NODE, SWITCH, Key, toml_value
+from hpcsched.config_keys import NODE, SWITCH
+from hpcsched.config_kinds import Key, toml_value
 
 _HEAD = """\
 # The configuration of hpcsched: see hpcsched.toml(5). Nodes have files of their own in nodes.d/.

@@ -19,7 +19,7 @@ import click
 from hpcsched import paths
 from hpcsched.cli.setup import write_file
 from hpcsched.config import Config, node_from
-from hpcsched.config_keys import LOCAL_HOST, BadValue, host, user
+from hpcsched.config_kinds import LOCAL_HOST, BadValue, host, user
 from hpcsched.config_template import render_node
 from hpcsched.errors import ConfigError, RequestError, UnavailableError
 from hpcsched.launch import dial_for

@@ -17,7 +17,7 @@ from hpcsched import paths
 from hpcsched.cli.nodeadd import identity_of, look_at, measured_keys
 from hpcsched.cli.setup import write_file
 from hpcsched.config import Config, node_from
-from hpcsched.config_keys import toml_value
+from hpcsched.config_kinds import toml_value
 from hpcsched.errors import NotFoundError, RequestError, UnavailableError
 from hpcsched.launch import dial_for
 from hpcsched.launch.bundle import build_bundle

@@ -45,7 +45,7 @@ def make_link(
 
 def dial_for(spec: NodeSpec, config: Config) -> Dial:
     """Return what opens the way onto this node: SSH, or none if it is this machine."""
-    from hpcsched.config_keys import LOCAL_HOST
+    from hpcsched.config_kinds import LOCAL_HOST
     from hpcsched.launch.local import local_dial
 
     if spec.host == LOCAL_HOST:

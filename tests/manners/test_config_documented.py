@@ -14,7 +14,8 @@ from hpcsched.cli.main import COMMANDS, hpcsched_command
 from hpcsched.cli.node import node
 from hpcsched.cli.setup import init
 from hpcsched.config_account_keys import ACCOUNT, ALL_PARTITION, ALL_SECTIONS, QOS, USER
-from hpcsched.config_keys import NODE, REQUIRED, SWITCH, Key
+from hpcsched.config_keys import NODE, SWITCH
+from hpcsched.config_kinds import REQUIRED, Key
 from hpcsched.config_template import default_config
 
 REPOSITORY = Path(hpcsched.__file__).parent.parent

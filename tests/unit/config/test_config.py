@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hpcsched import config_keys
+from hpcsched import config_kinds
 from hpcsched.config import Config, load_config, load_node, natural_order
 from hpcsched.config_template import default_config, render_config, render_node
 from hpcsched.errors import ConfigError
@@ -36,7 +36,7 @@ def write(tmp_path: Path) -> Write:
 
 def node(**keys: Any) -> str:
     given = {"host": "h.example", "host_key": HOST_KEY, "cpus": 4, "memory": "8G"} | keys
-    return "".join(f"{key} = {config_keys.toml_value(value)}\n" for key, value in given.items() if value is not None)
+    return "".join(f"{key} = {config_kinds.toml_value(value)}\n" for key, value in given.items() if value is not None)
 
 
 def load(path: Path) -> Config:
