@@ -19,9 +19,9 @@ from hpcsched.errors import ConfigError
 from hpcsched.jobscript import options as jobscript
 
 SHELLS = ("bash", "zsh", "fish")
-_TABLES = ("hacct", "hcancel", "hctl", "hinfo", "hlogs", "hprio", "hqueue", "hshare", "hsim", "hwhy")
+_TABLES = ("hacct", "hcancel", "hctl", "hinfo", "hlogs", "hprio", "hqueue", "hshare", "hsim", "htunnel", "hwhy")
 _SLURMS = ("sacct", "scancel", "scontrol", "sinfo", "sprio", "squeue", "sshare")
-_TAKE_JOBS = ("hcancel", "hctl", "hlogs", "hqueue", "hwhy", "scancel", "scontrol")
+_TAKE_JOBS = ("hcancel", "hctl", "hlogs", "hqueue", "htunnel", "hwhy", "scancel", "scontrol")
 
 # How to find out, when the key is pressed, what an option's value may be.
 _JOBS, _PARTITIONS, _NODES = "hqueue -aqr", "hinfo -h -o %R", "hinfo -hN -o %n"

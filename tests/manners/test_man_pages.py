@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcsched.cli import hacct, hcancel, hctl, hinfo, hlogs, hprio, hqueue, hshare, hsim, hwhy
+from hpcsched.cli import hacct, hcancel, hctl, hinfo, hlogs, hprio, hqueue, hshare, hsim, htunnel, hwhy
 from hpcsched.jobscript.options import OPTIONS
 from hpcsched.listing.jobfields import FIELDS
 
@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPTS: dict[str, str] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
 TABLES = {
     module.COMMAND.name: [(option.spelling, option.help) for option in module.COMMAND.options]
-    for module in (hacct, hcancel, hctl, hinfo, hlogs, hprio, hqueue, hshare, hsim, hwhy)
+    for module in (hacct, hcancel, hctl, hinfo, hlogs, hprio, hqueue, hshare, hsim, htunnel, hwhy)
 } | {"hsub": [(option.spelling, option.help) for option in OPTIONS]}
 
 _TOKEN = re.compile(r"(?<![\w-])(?:--[A-Za-z][\w-]*|-[A-Za-z](?![\w-]))")

@@ -22,7 +22,7 @@ def main() -> int:
         from hpcnode import agentcommand
 
         return agentcommand.main(rest)
-    if word in ("hrun", "hrsh", "srun", "scontrol", "hpty"):
+    if word in ("hrun", "hrsh", "srun", "scontrol", "hpty", "htun"):
         _leave(_step_command(word, rest))
     if word == "probe":
         return _probe(rest)
@@ -39,6 +39,10 @@ def _step_command(word: str, rest: List[str]) -> int:
         from hpcnode import terminal
 
         return terminal.main(rest)
+    if word == "htun":
+        from hpcnode import tunnel
+
+        return tunnel.main(rest)
     if word == "scontrol":
         from hpcnode import scontrol
 

@@ -164,7 +164,7 @@ def delete_old_steps(root: str, in_use: Callable[[bytes], bool], now_s: float) -
 
 
 def write_shims(root: str, source: str = "") -> None:
-    """Put hrun, hrsh and hpty into ROOT/bin, and what has Slurm's name into ROOT/bin/slurm.
+    """Put hrun, hrsh, hpty and htun into ROOT/bin, and what has Slurm's name into ROOT/bin/slurm.
 
     They are for this bundle, or for `source`, which is what Python is to run instead of it.
     """
@@ -176,6 +176,7 @@ def write_shims(root: str, source: str = "") -> None:
         "hrun": ["hrun"],
         "hrsh": ["hrsh"],
         "hpty": ["hpty"],
+        "htun": ["htun"],
         "slurm/srun": ["srun", root],
         "slurm/scontrol": ["scontrol"],
     }
