@@ -1,4 +1,4 @@
-"""The steps of running jobs: who may start one, where its tasks go, which step waits, how it ends.
+"""The steps of running jobs: where the tasks go, which step waits, how it ends. Who may start one: `steprights`.
 
 `StepService` minds every step but the batch step. It does no I/O: it speaks through the callables in
 `StepPorts`. It does not know how a job gets its nodes, what a process is, or what a row looks like on disk.
@@ -8,8 +8,6 @@ Rules:
 - A step belongs to the stream of the step command (hrun, hrsh) that asked for it: its *origin*. If that stream closes,
   the step ends. Only the origin may feed, signal or acknowledge; only the node that a token was made for may report
   on it.
-- Only the job's owner, root or an admin may add a step. Who asks is what the kernel said to the head, or on a node
-  the owner of the job that the agent vouches for: user numbers of another machine mean nothing here.
 - A step on several nodes is prepared on all of them before a task starts on any: `Go` follows the last READY. If one cannot,
   none starts.
 - Steps of a job that need the same cpus run one after the other, in the order of their requests, except `overlap` ones.
@@ -32,11 +30,12 @@ from hpcnode import protocol
 from hpcsched.controller.stepplace import Place, place_step
 from hpcsched.controller.stepports import StepPlan, StepPorts, launch_of
 from hpcsched.controller.steprequest import StepOptions, read_options
+from hpcsched.controller.steprights import asking_uid, may_launch, permitted_job
 from hpcsched.controller.stepstate import HEAD, Origin, Run, Step, blame_job, no_word, row_of, step_reports, take_end
-from hpcsched.errors import HpcschedError, NotFoundError, PermissionDeniedError, ProtocolError, RequestError
+from hpcsched.errors import HpcschedError, ProtocolError, RequestError
 from hpcsched.launch.environment import with_users
 from hpcsched.model.ids import JobId, NodeName, Token
-from hpcsched.model.job import ACTIVE, ExitStatus, Job, JobState
+from hpcsched.model.job import ACTIVE, ExitStatus, Job
 
 _SIGKILL = 9
 _BUSY = "step creation temporarily disabled, retrying (Requested nodes are busy)"
@@ -236,7 +235,7 @@ class StepService:
             self._resize(origin, said, request)
             return
         if request.job_id:
-            self._enqueue(origin, request, self._permitted_job(origin, said, JobId(request.job_id)))
+            self._enqueue(origin, request, permitted_job(self._ports, origin, said, JobId(request.job_id)))
             return
         if origin[0] != HEAD:
             raise RequestError("cannot allocate a job from a node: run hrun in a job, or on the head node")
@@ -248,48 +247,18 @@ class StepService:
         """Have the job give back what it has beyond so many nodes."""
         if not request.job_id:
             raise RequestError("cannot resize a job: run hrun --resize in one, or name it with --jobid")
-        job = self._permitted_job(origin, said, JobId(request.job_id))
+        job = permitted_job(self._ports, origin, said, JobId(request.job_id))
         count = str(request.options["resize"])
         if not count.isdigit():
             raise RequestError(
                 f"cannot resize job {job.display_id} to {count[:20]!r} nodes: that is not a whole number"
             )
-        self._ports.resize(job, int(count), self._asking_uid(origin, said))
+        self._ports.resize(job, int(count), asking_uid(self._ports, origin, said))
         self._ports.reply(origin, protocol.StepEnded(codes=[], signals=[]), b"")
 
     def _is_busy(self, origin: Origin) -> bool:
         waiting = [each.origin for queue in self._queues.values() for each in queue]
         return origin in self._by_origin or origin in waiting or any(w.origin == origin for w in self._held.values())
-
-    def _permitted_job(self, origin: Origin, said: protocol.FromStream, job_id: JobId) -> Job:
-        job = self._ports.job(job_id)
-        if job is None:
-            raise NotFoundError(f"cannot start a step in job {job_id}: Invalid job id specified")
-        in_job = origin[0] != HEAD and said.job_id == job_id
-        if in_job and said.attempt != job.attempt:
-            raise RequestError(f"cannot start a step in attempt {said.attempt} of job {job_id}: it is over")
-        if not in_job and not self._may_act(self._asking_uid(origin, said), job):
-            raise PermissionDeniedError(f"cannot start a step in job {job_id}: it is {job.user}'s")
-        if self._ports.is_adopted(job):
-            raise RequestError(f"cannot start a step in job {job_id}: it runs from before the database was restored")
-        # The node's word that the batch step has started may come after the first hrun of its script.
-        # And a script may ask just when it is suspended: then its nodes prepare the step, and let it go with the rest.
-        if job.state is not JobState.RUNNING and not (in_job and _may_launch(job)):
-            raise RequestError(f"cannot start a step in job {job_id}: it is {job.state}, not RUNNING")
-        return job
-
-    def _asking_uid(self, origin: Origin, said: protocol.FromStream) -> int:
-        if origin[0] == HEAD:
-            return said.uid
-        home = self._ports.job(JobId(said.job_id))
-        if home is None or home.attempt != said.attempt:
-            raise PermissionDeniedError(
-                f"cannot start a step from {origin[0]}: this command runs in no job there; run it on the head node"
-            )
-        return home.uid
-
-    def _may_act(self, uid: int, job: Job) -> bool:
-        return uid in (0, job.uid) or self._ports.is_admin(uid)
 
     def _enqueue(self, origin: Origin, request: protocol.StepRequest, job: Job) -> None:
         options = read_options(request, job)
@@ -312,7 +281,7 @@ class StepService:
         """Start, in their order, the waiting steps of the job that fit now."""
         job = self._ports.job(job_id)
         queue = self._queues.get(job_id)
-        while job is not None and _may_launch(job) and queue and queue[0].options is not None:
+        while job is not None and may_launch(job) and queue and queue[0].options is not None:
             place = place_step(job, queue[0].options, self._busy(job))
             if place is None:
                 return
@@ -459,7 +428,7 @@ class StepService:
     def _absent(self, step: Step, run: Run) -> None:
         """Deal with a run that its node does not know: its launch was lost on the way, or its record is lost."""
         job = self._ports.job(step.job.id)
-        held = job is not None and job.attempt == step.job.attempt and _may_launch(job, run.node)
+        held = job is not None and job.attempt == step.job.attempt and may_launch(job, run.node)
         if run.launch is not None and not run.started and not step.ending and held:
             self._ports.send(run.node, run.launch, b"")
             return
@@ -523,12 +492,6 @@ class StepService:
             self._unclaimed.discard(job_id)
             if job is not None and not any(step.job.id == job_id for step in self._steps.values()):
                 self._ports.release(job_id, ExitStatus(code=1))
-
-
-def _may_launch(job: Job, node: NodeName | None = None) -> bool:
-    """Return whether the job has its nodes (and this one), and is not on its way to its end."""
-    running = job.state in (JobState.CONFIGURING, JobState.RUNNING, JobState.SUSPENDED)
-    return running and (node is None or node in job.held_nodes)
 
 
 def _waiting(job_id: JobId, text: str) -> protocol.StepWaiting:

@@ -1,14 +1,15 @@
 """The messages between controller, agent, shepherd and the step commands: the one definition that every end uses.
 
+Those of the step commands are written down in `commandwords`; here is all else, and the frames in which all of them go.
+
 A frame is two big-endian 32-bit lengths, then a JSON object, then raw bytes (output, input, a script): see `Framer`.
 A message is a frozen value (see `message`); its JSON is its fields plus ``"type"``, without those that are as usual.
 Unknown types and fields, missing fields, wrong types, duplicate keys, NaN, too long frames and deep nesting are refused
 with `WireError`: a peer of another version is told so by `version` in `Hello` and `Welcome`, not by guessing.
 
 Rules (see LAUNCH in the design): a launch is named by its token; `Launch` may be sent again freely and is answered
-with the
-present state; a `Report` is repeated until its `seq` is acknowledged by `Ack`; a lower `epoch` than one seen is
-refused.
+with the present state; a `Report` is repeated until its `seq` is acknowledged by `Ack`; a lower `epoch` than one seen
+is refused.
 
 Runs on Python 3.9 with the standard library only. Knows nothing of sockets, clocks or files.
 """
@@ -19,6 +20,18 @@ import json
 import struct
 from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple, Type
 
+from hpcnode.commandwords import (
+    Allocated,
+    ApiAnswer,
+    ApiRequest,
+    Failure,
+    Progress,
+    StepEnded,
+    StepRequest,
+    StepSignal,
+    StepStarted,
+    StepWaiting,
+)
 from hpcnode.message import Fresh, Message, WireError, changed, from_fields, part, to_fields
 
 __all__ = ["Message", "WireError", "changed"]
@@ -384,119 +397,6 @@ class FromStream(Message):
 
 class Pong(Message):
     request: int
-
-
-# ----- messages: step command (hrun, hrsh) or training program <-> controller, through an agent or directly
-
-
-class StepRequest(Message):
-    """Start a step. `job_id` 0: allocate a job for it first (hrun alone). `options` are hrun's, by long name.
-
-    Options that name resources are texts as the user typed them; the controller parses them.
-    """
-
-    version: int
-    job_id: int
-    options: Dict[str, Any]
-    argv: List[str]
-    work_dir: str
-    env: Dict[str, str]
-
-
-class ApiRequest(Message):
-    """A command in job `job_id` asks the controller's API, as the job's owner. `path` has the query; the blob is the body."""
-
-    job_id: int
-    method: str
-    path: str
-
-
-class ApiAnswer(Message):
-    """What the API answered; the blob is the body."""
-
-    status: int
-    headers: Dict[str, str]
-
-
-class StepWaiting(Message):
-    """The job or step waits: `text` is for the user."""
-
-    job_id: int
-    text: str
-
-
-class Progress(Message):
-    """How far a training program of job `job_id` is. It says so to the agent of its node, on a connection of its own.
-
-    The agent passes on the newest, at a bounded rate, within FromStream. `total_steps`, `steps_per_s`, `samples_per_s` and
-    `checkpoint_step` are 0 where they are not known; a `loss` that is none is left out. `goodput` is the part of the run's time
-    that went into steps which count. `age_s` is how long ago it was so,
-    which spares the nodes' clocks; `checkpoint_age_s` counts from the same moment. `note` is a line for people.
-    """
-
-    job_id: int
-    step: int
-    total_steps: int = 0
-    loss: Optional[float] = None
-    samples_per_s: float = 0.0
-    steps_per_s: float = 0.0
-    checkpoint_step: int = 0
-    checkpoint_age_s: Optional[float] = None
-    goodput: Optional[float] = None
-    note: str = ""
-    age_s: float = 0.0
-
-
-class Failure(Message):
-    """Why rank `rank` of `ranks` of job `job_id` fails, in its own words; said and passed on as Progress is, but at once.
-
-    `echo`: it only noticed that another one is gone.
-    """
-
-    job_id: int
-    rank: int
-    ranks: int
-    text: str
-    echo: bool = False
-    age_s: float = 0.0
-
-
-class StepStarted(Message):
-    """The step has its nodes. `tasks`: node, first rank, count, token for each node, in order.
-
-    `scattered` has the ranks of each node where they are not contiguous.
-    """
-
-    job_id: int
-    step: int
-    tasks: List[Tuple[str, int, int, str]]
-    scattered: List[List[int]] = Fresh(list)
-
-    def parts(self) -> List[Tuple[str, Sequence[int], str]]:
-        """Return node, ranks and token for each node."""
-        ranks = self.scattered or [range(first, first + count) for _, first, count, _ in self.tasks]
-        return [(node, mine, token) for (node, _, _, token), mine in zip(self.tasks, ranks)]
-
-
-class Allocated(Message):
-    """To halloc alone: its job has its nodes; `env` is what the scheduler sets for the command that holds it."""
-
-    job_id: int
-    env: Dict[str, str]
-
-
-class StepSignal(Message):
-    """From hrun: pass `signum` on to all tasks."""
-
-    signum: int
-
-
-class StepEnded(Message):
-    """All is over: codes and signals of all tasks by rank; `error` in words if the step could not run."""
-
-    codes: List[int]
-    signals: List[int]
-    error: str = ""
 
 
 _MESSAGES = (
