@@ -20,10 +20,12 @@ if TYPE_CHECKING:
     from hpctrain.checkpoint.replay import replay_through
     from hpctrain.checkpoint.restore import Restored, restore_newest
     from hpctrain.checkpoint.retain import Policy, Retention
+    from hpctrain.checkpoint.script import Checkpointer
 
 # Where each name is: whoever needs no torch (the process that writes) imports none.
 _HOMES = {
     "BackgroundWriter": "background",
+    "Checkpointer": "script",
     "Claim": "fence",
     "Facts": "manifest",
     "GradientLog": "gradlog",
@@ -41,6 +43,7 @@ _HOMES = {
 
 __all__ = [
     "BackgroundWriter",
+    "Checkpointer",
     "Claim",
     "Facts",
     "GradientLog",

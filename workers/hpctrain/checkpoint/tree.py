@@ -36,7 +36,7 @@ def grown(skeleton: Any, tensors: Mapping[str, torch.Tensor]) -> object:
         case "value":
             return value
         case "float":
-            return float(value)
+            return float.fromhex(value)
         case "bytes":
             return bytes.fromhex(value)
         case "dict":

@@ -1,0 +1,90 @@
+"""Checkpoints under Hugging Face's Trainer:
+
+    kept = Checkpoints("run1", every=50)
+    trainer = Trainer(model, TrainingArguments(..., save_strategy="no"), callbacks=[kept], ...)
+    trainer.train(resume_from_checkpoint=kept.newest())
+    sys.exit(kept.status)
+
+Model, optimizer, schedule, random numbers and the trainer's own state are kept, in the background and as increments; `newest`
+makes a checkpoint directory of the Trainer's own kind of them.  Needs the package `transformers`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from hpctrain.checkpoint.script import Trees, random_state
+from hpctrain.errors import EXIT_REQUEUE
+from hpctrain.signals import StopRequest
+
+FILES = {"model": "pytorch_model.bin", "optimizer": "optimizer.pt", "lr_scheduler": "scheduler.pt"}
+
+
+class Checkpoints(TrainerCallback):
+    """Keeps the trainer's state every so many steps, at the end, and when a signal asks to stop."""
+
+    def __init__(self, out: str | os.PathLike[str], *, every: int = 50, base_every: int = 10, keep: int = 2) -> None:
+        self._trees = Trees(out, base_every=base_every, keep=keep)
+        self._resumed = Path(out) / f"huggingface-{os.getpid()}"
+        self._every = every
+        self._stop = StopRequest()
+        self._last = 0
+        self.status = 0  # the exit status that the scheduler understands
+
+    def newest(self) -> str | None:
+        """This will give a directory that `train` takes as `resume_from_checkpoint`; None: there is no checkpoint."""
+        found = self._trees.newest()
+        if found is None:
+            return None
+        self._last, tree = found
+        self._resumed.mkdir(parents=True, exist_ok=True)
+        for name, file in FILES.items():
+            torch.save(tree[name], self._resumed / file)
+        kept = tree["random"]
+        states = {"python": kept["python"], "numpy": kept["numpy"], "cpu": kept["torch"]}
+        torch.save(states | ({"cuda": kept["cuda"]} if "cuda" in kept else {}), self._resumed / "rng_state.pth")
+        (self._resumed / "trainer_state.json").write_text(tree["trainer"])
+        return str(self._resumed)
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any
+    ) -> None:
+        """Begin to note signals."""
+        self._stop.__enter__()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any) -> None:
+        """Keep the state if it is due, or if the run is to stop."""
+        stops = self._stop.received is not None
+        if state.is_world_process_zero:
+            if state.global_step % self._every == 0 or stops:
+                self._keep(state, parts, wait=stops)
+            self._trees.tell(state.global_step)
+        if stops:
+            self.status = EXIT_REQUEUE
+            control.should_training_stop = True
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any) -> None:
+        """Keep the last state."""
+        if state.is_world_process_zero and self._last != state.global_step:
+            self._keep(state, parts, wait=True)
+        self._trees.close()
+        self._stop.__exit__(None, None, None)
+        shutil.rmtree(self._resumed, ignore_errors=True)
+
+    def _keep(self, state: TrainerState, parts: dict[str, Any], *, wait: bool) -> None:
+        tree: dict[str, object] = {name: parts[name].state_dict() for name in FILES}
+        tree |= {"trainer": json.dumps(asdict(state), sort_keys=True), "random": random_state()}
+        if wait:
+            self._trees.wait()
+        if self._trees.begin(state.global_step, tree):
+            self._last = state.global_step
+        if wait:
+            self._trees.wait()

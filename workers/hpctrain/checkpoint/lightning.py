@@ -1,0 +1,85 @@
+"""Checkpoints under PyTorch Lightning:
+
+    kept = Checkpoints("run1", every=50)
+    trainer = Trainer(callbacks=[kept], enable_checkpointing=False, ...)
+    trainer.fit(model, data, ckpt_path=kept.newest())
+    sys.exit(kept.status)
+
+What Lightning itself would write is kept, in the background and as increments; `newest` makes Lightning's own file of it again.
+Needs the package `lightning`.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from hpctrain.checkpoint.script import Trees
+from hpctrain.errors import EXIT_REQUEUE
+from hpctrain.signals import StopRequest
+
+
+class Checkpoints(Callback):
+    """Keeps the trainer's state every so many steps, at the end, and when a signal asks to stop."""
+
+    def __init__(self, out: str | os.PathLike[str], *, every: int = 50, base_every: int = 10, keep: int = 2) -> None:
+        self._trees = Trees(out, base_every=base_every, keep=keep)
+        self._out, self._every = Path(out), every
+        self._stop = StopRequest()
+        self._last = 0
+        self.status = 0  # the exit status that the scheduler understands
+
+    def newest(self) -> str | None:
+        """This will give a file that `fit` takes as `ckpt_path`, made of the newest checkpoint; None: there is none."""
+        found = self._trees.newest()
+        if found is None:
+            return None
+        self._last, tree = found
+        path = self._out / f"lightning-{os.getpid()}.ckpt"
+        torch.save(tree, path)
+        return str(path)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin to note signals; Lightning has read its file."""
+        (self._out / f"lightning-{os.getpid()}.ckpt").unlink(missing_ok=True)
+        self._stop.__enter__()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Keep the state if it is due, or if the run is to stop."""
+        step = trainer.global_step
+        stops = bool(trainer.strategy.reduce_boolean_decision(self._stop.received is not None, all=False))
+        due = step > self._last and step % self._every == 0
+        if due or stops:
+            self._keep(trainer, wait=stops)
+        self._trees.tell(step)
+        if stops:
+            self.status = EXIT_REQUEUE
+            trainer.should_stop = True
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Keep the last state."""
+        if self._last != trainer.global_step:
+            self._keep(trainer, wait=True)
+        self._trees.close()
+        self._stop.__exit__(None, None, None)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Let what is under way be finished."""
+        self._trees.close()
+
+    def _keep(self, trainer: Trainer, *, wait: bool) -> None:
+        tree = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        if not trainer.is_global_zero:
+            return
+        if wait:
+            self._trees.wait()
+        if self._trees.begin(trainer.global_step, tree):
+            self._last = trainer.global_step
+        if wait:
+            self._trees.wait()
