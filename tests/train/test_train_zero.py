@@ -38,6 +38,14 @@ def test_and_over_gloo() -> None:
         assert ended.status == 0, ended.output
 
 
+@needs_mpi
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_sums_of_each_ranks_part_alone_are_enough_between_hosts(ranks: int) -> None:
+    ended = run_mpi(ranks, HERE / "check_own_part.py")
+    assert ended.status == 0, ended.output
+    assert f"own parts on {ranks}" in ended.output
+
+
 UNLIKE = ("--shares", "5,2", "--optimizer", "adamw", "--clip", "0.1")
 
 

@@ -16,6 +16,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from hpctrain.comm import Communicator, Work
+from hpctrain.comm.ring import split
 from hpctrain.compress import Compressor, Exact
 
 # A bucket is at most this part of what is left (but as much of a usual one at least): the less backward has still to do,
@@ -35,7 +36,9 @@ class GradientBuckets:
     ) -> None:
         """`bucket_bytes` and `overlap` are what suits the ranks' links, unless they are given."""
         pace = comm.pace()
+        self._comm = comm
         self._compressor: Compressor = Exact(comm)
+        self._own_part = False
         self.groups = _group(list(parameters), bucket_bytes or pace.bucket_bytes)
         self.flats = [_flatten(group, comm) for group in self.groups]
         self._waiting = [len(group) for group in self.groups]
@@ -51,6 +54,26 @@ class GradientBuckets:
     def compress(self, compressor: Compressor) -> None:
         """This will send gradients by another way from the next exchange on."""
         self._compressor = compressor
+        self._own_part = False
+
+    def sum_own_part(self) -> None:
+        """This will leave only this rank's part of each bucket to be the sum from the next exchange on, if all bits are sent."""
+        if isinstance(self._compressor, Exact):
+            self.compress(Exact(self._comm, own_part=True))
+            self._own_part = True
+
+    @torch.no_grad()
+    def squares(self) -> torch.Tensor:
+        """This will give the sum of squares of each part of each bucket (buckets, ranks); all ranks call it after `exchange`."""
+        size = self._comm.size
+        squares_BR = torch.zeros(len(self.flats), size, dtype=torch.float64)
+        for row_R, flat in zip(squares_BR, self.flats, strict=True):
+            for rank, part in enumerate(split(flat, size)):
+                if rank == self._comm.rank or not self._own_part:
+                    row_R[rank] = torch.linalg.vector_norm(part, dtype=torch.float64) ** 2
+        if self._own_part:
+            self._comm.all_reduce(squares_BR)
+        return squares_BR
 
     def rescale(self, factor: float) -> None:
         """This will take note that gradients are so many times larger from the next step on."""

@@ -71,16 +71,17 @@ def compressor(name: str, comm: Communicator, shapes: Callable[[int], list[torch
 
 
 class Exact:
-    """All bits."""
+    """All bits; in the background, of each rank's part alone if `own_part` says that this is enough."""
 
-    def __init__(self, comm: Communicator) -> None:
+    def __init__(self, comm: Communicator, *, own_part: bool = False) -> None:
         self._comm = comm
+        self._own_part = own_part
 
     def sum(self, index: int, flat_L: torch.Tensor) -> None:
         self._comm.all_reduce(flat_L)
 
     def begin(self, index: int, flat_L: torch.Tensor) -> Work:
-        return self._comm.begin(flat_L)
+        return self._comm.begin(flat_L, own_part=self._own_part)
 
     def rescale(self, factor: float) -> None:
         """Nothing is left over."""

@@ -217,6 +217,11 @@ class Loop:
             self._publish_last()
 
     @property
+    def keeps_gradients(self) -> bool:
+        """Whether this rank keeps the gradients of each step, for a checkpoint."""
+        return self._log is not None
+
+    @property
     def finished(self) -> bool:
         """Whether all steps are done."""
         total = self.progress.total_steps
@@ -310,7 +315,7 @@ class Loop:
     def _move(self, batch: Step, lr: float) -> tuple[float, str]:
         """Move the weights by the gradients, if these are finite; returns their norm, and what changes, in words."""
         progress, scale = self.progress, self.progress.loss_scale.value
-        grad_norm, factor = clip_factor(self._buckets.flats, self._settings.clip_norm, scale)
+        grad_norm, factor = clip_factor(self._buckets.squares(), self._settings.clip_norm, scale)
         finite = math.isfinite(grad_norm)
         try:
             said = progress.loss_scale.learn(finite)

@@ -91,24 +91,12 @@ def _in_stretches(*alike: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
     return zip(*(one.detach().view(-1).split(STRETCH) for one in alike), strict=True)
 
 
-@torch.no_grad()
-def clip_by_global_norm(grads: list[torch.Tensor], limit: float, scale: float = 1.0) -> float:
-    """This will divide the gradients by `scale`, then make their norm over all of them at most `limit`, and return what it was.
-
-    What is not finite stays as it is.
-    """
-    norm, factor = clip_factor(grads, limit, scale)
-    multiply(grads, factor)
-    return norm
-
-
-@torch.no_grad()
-def clip_factor(grads: list[torch.Tensor], limit: float, scale: float = 1.0) -> tuple[float, float]:
+def clip_factor(squares: torch.Tensor, limit: float, scale: float = 1.0) -> tuple[float, float]:
     """This will give the norm of gradients that are `scale` times too large, and what they have to be multiplied by.
 
-    That is 1 if the norm is not finite.
+    `squares`: sums of squares, float64, of parts that make up all gradients.  The factor is 1 if the norm is not finite.
     """
-    norm = math.sqrt(sum(float(torch.linalg.vector_norm(grad, dtype=torch.float64)) ** 2 for grad in grads)) / scale
+    norm = math.sqrt(float(squares.sum())) / scale
     factor = (limit / norm if norm > limit > 0 else 1.0) / scale
     return norm, factor if math.isfinite(norm) else 1.0
 

@@ -277,6 +277,8 @@ class Run:
             profile,
             self._shares_writing,
         )
+        if options.zero and not any(comm.all_gather_object(loop.keeps_gradients)):
+            sync.buckets.sum_own_part()
         return loop, teller
 
     def _join_writers(self, attempt: int) -> Writer:

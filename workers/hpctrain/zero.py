@@ -1,6 +1,10 @@
 """Optimizer state in shards (ZeRO-1): each rank keeps the moments of its part of the weights, and moves that part alone.
 
-    each bucket of gradients:  summed over the ranks ->  a rank moves its part of the weights  ->  the parts are handed round
+    each bucket of gradients:  a rank gets the sum of its part  ->  moves that part of the weights  ->  the parts are handed round
+
+Two thirds of the bytes of sums that all ranks get whole, where our own connections join hosts of one rank each
+(`GradientBuckets.sum_own_part`); other ways to sum give each rank all parts, as does a run that keeps its gradients in its
+checkpoints, or sends them in fewer bits.
 
 Weights lie in flat buckets like their gradients, and a rank's part of a bucket is one piece of it: parameters are cut wherever
 it ends.  So the optimizer must treat each number by itself; whether it does is tried on a small matrix, whole and in pieces.

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.comm.background import Background
+from hpctrain.comm.ring import split
 from hpctrain.comm.wire import PIECE_BYTES, Wire
 from hpctrain.errors import TrainError
 
@@ -50,6 +51,23 @@ def test_sums_are_the_same_bits_on_all_whoever_begins_first(
     for at, want in enumerate(wanted):
         assert flats[0][at].tolist() == pytest.approx(want, abs=1e-5)
         assert all(torch.equal(mine[at], flats[0][at]) for mine in flats)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("length", [1, 2, 1001, 5 * PIECE + 1])
+def test_a_rank_may_get_its_part_alone_in_half_the_bytes_to_the_same_bits(size: int, length: int) -> None:
+    flats = [torch.randn(length, generator=torch.Generator().manual_seed(rank)) for rank in range(size)]
+    own = [flat.clone() for flat in flats]
+    with ring(size) as wires:
+        works = [wire.begin(part, own_part=True) for wire, part in zip(wires, own, strict=True)]
+        works += [wire.begin(flat) for wire, flat in zip(wires, flats, strict=True)]
+        for work in works:
+            work.wait()
+    for rank in range(size):
+        assert torch.equal(split(own[rank], size)[rank], split(flats[rank], size)[rank])
+        others = torch.cat([part for at, part in enumerate(split(own[rank], size)) if at != rank])
+        whole = torch.cat([part for at, part in enumerate(split(flats[rank], size)) if at != rank])
+        assert not others.numel() or not torch.equal(others, whole)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.int32])

@@ -43,10 +43,11 @@ class Communicator(Protocol):
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Replace `tensor` by its sum over all ranks; bit-identical on all of them."""
 
-    def begin(self, tensor: torch.Tensor, then: Callable[[], None] | None = None) -> Work:
+    def begin(self, tensor: torch.Tensor, then: Callable[[], None] | None = None, *, own_part: bool = False) -> Work:
         """Sum like `all_reduce`, in the background; `then` is called there when the sum is there.
 
         All ranks begin the same sums in the same order, and wait for them before any other exchange.
+        `own_part`: this rank's part alone (see `ring.split`) has to be the sum; what is in the others then, nobody says.
         """
 
     def run(self, call: Callable[[], None]) -> Work:
@@ -121,7 +122,7 @@ class SingleCommunicator:
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """The sum over one rank is the tensor."""
 
-    def begin(self, tensor: torch.Tensor, then: Callable[[], None] | None = None) -> Work:
+    def begin(self, tensor: torch.Tensor, then: Callable[[], None] | None = None, *, own_part: bool = False) -> Work:
         """The sum is there."""
         if then is not None:
             then()

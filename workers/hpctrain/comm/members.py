@@ -76,7 +76,7 @@ class MembersCommunicator:
         """The sum over all members, in place."""
         self.begin(tensor).wait()
 
-    def begin(self, tensor: torch.Tensor, then: Callable[[], None] | None = None) -> Work:
+    def begin(self, tensor: torch.Tensor, then: Callable[[], None] | None = None, *, own_part: bool = False) -> Work:
         """The same in the background."""
         check_contiguous(tensor)
         if self.size == 1 or tensor.numel() == 0:

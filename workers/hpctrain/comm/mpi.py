@@ -105,18 +105,19 @@ class MpiCommunicator:
         if host.device != tensor.device:
             tensor.copy_(host)
 
-    def begin(self, tensor: torch.Tensor, then: Callable[[], None] | None = None) -> Work:
+    def begin(self, tensor: torch.Tensor, then: Callable[[], None] | None = None, *, own_part: bool = False) -> Work:
         """Sum in the background: over our own connections where each rank is a host, else in a thread that sleeps in between."""
         check_contiguous(tensor)
         if tensor.device.type != "cpu":
             if self._staging is None:
                 self._staging = Staging(Cuda(tensor.device), self._begin_on_host)
             return self._staging.begin(tensor, then)
-        return self._begin_on_host(tensor.detach().view(-1), then)
+        return self._begin_on_host(tensor.detach().view(-1), then, own_part=own_part)
 
-    def _begin_on_host(self, flat_L: torch.Tensor, then: Callable[[], None] | None) -> Work:
+    def _begin_on_host(self, flat_L: torch.Tensor, then: Callable[[], None] | None, *, own_part: bool = False) -> Work:
         if self._wire is not None and self._hosts.count == self.size and self._wire.sums(flat_L.dtype):
-            return self._wire.begin(flat_L, then)
+            # Parts are numbered as ranks are, not as hosts stand in the ring.
+            return self._wire.begin(flat_L, then, own_part=own_part and self._hosts.order == list(range(self.size)))
         return self._background.begin(lambda: self._sum_beside(flat_L, then))
 
     def _sum_beside(self, flat_L: torch.Tensor, then: Callable[[], None] | None) -> None:

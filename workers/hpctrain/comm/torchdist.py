@@ -72,7 +72,7 @@ class TorchCommunicator:
         if there.device != tensor.device:
             tensor.copy_(there)
 
-    def begin(self, tensor: torch.Tensor, then: Callable[[], None] | None = None) -> Work:
+    def begin(self, tensor: torch.Tensor, then: Callable[[], None] | None = None, *, own_part: bool = False) -> Work:
         """Sum by the backend's own threads or streams."""
         check_contiguous(tensor)
         if tensor.device != self._device:

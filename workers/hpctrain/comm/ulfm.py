@@ -66,7 +66,7 @@ class UlfmCommunicator:
         if host.device != tensor.device:
             tensor.copy_(host)
 
-    def begin(self, tensor: torch.Tensor, then: Callable[[], None] | None = None) -> Work:
+    def begin(self, tensor: torch.Tensor, then: Callable[[], None] | None = None, *, own_part: bool = False) -> Work:
         """The same in a thread."""
         if self.size == 1 and then is None:
             return done()

@@ -45,6 +45,7 @@ class _Sum:
     number: int
     chunks: list[memoryview]
     dtype: torch.dtype
+    hops: int  # that a piece makes
     left_bytes: int
     coming_bytes: int  # of these: from the left
     then: Callable[[], None] | None
@@ -83,23 +84,27 @@ class Wire:
         """Whether numbers of this kind are summed as the rules want it."""
         return self._size == 2 or dtype not in HALVES
 
-    def begin(self, flat_L: torch.Tensor, then: Callable[[], None] | None = None) -> Work:
+    def begin(self, flat_L: torch.Tensor, then: Callable[[], None] | None = None, *, own_part: bool = False) -> Work:
         """This will sum `flat_L` (one dimension, CPU, contiguous) over all ranks, in place, in the background.
 
-        `then` is called in the background when the sum is there.
+        `then` is called in the background when the sum is there.  `own_part`: only this rank's chunk of `split` will be the
+        sum, the others are left as they are in between: half the bytes.
         """
         chunks = [memoryview(chunk.detach().view(torch.uint8).numpy()) for chunk in split(flat_L, self._size)]
         total, mine = sum(map(len, chunks)), len(chunks[self._rank])
         before, after = len(chunks[self._rank - 1]), len(chunks[(self._rank + 1) % self._size])
         # To be added to, all chunks come by but the one that starts here, and all go on but the one that ends here, which is
         # whole then; all the others come back whole, and all go on but the one that the next host has made whole.
-        left_bytes = (total - before) + (total - mine) + (total - mine) + (total - after)
+        coming, going, hops = total - before, total - mine, self._size - 1
+        if not own_part:
+            coming, going, hops = coming + total - mine, going + total - after, 2 * hops
         one = _Sum(
             number=self._count,
             chunks=chunks,
             dtype=flat_L.dtype,
-            left_bytes=left_bytes,
-            coming_bytes=(total - before) + (total - mine),
+            hops=hops,
+            left_bytes=coming + going,
+            coming_bytes=coming,
             then=then,
         )
         self._count += 1
@@ -276,7 +281,7 @@ class Wire:
         if piece.hops < self._size - 1:
             _add(self._landing[: piece.length], place, one.dtype)
         one.coming_bytes -= piece.length
-        if piece.hops < 2 * self._size - 3:
+        if piece.hops + 1 < one.hops:
             self._send(one, piece.hops + 1, piece.low, place)
         self._progress(one, piece.length)
 
