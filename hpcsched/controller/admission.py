@@ -7,10 +7,10 @@ jobs may leave later is taken and waits; one that breaks a limit by itself, or i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from hpcsched.errors import RequestError
 from hpcsched.model.accounting import Accounting, Barred, barred, resolve
+from hpcsched.model.frozen import replace
 from hpcsched.model.job import Job
 from hpcsched.model.nearest import nearest
 from hpcsched.model.node import Partition

@@ -102,7 +102,7 @@ class ControllerBackend(Reading):
             "now_s": self._clock(),
             "incarnation": self._world.incarnation,
             "epoch": self._world.epoch,
-            "counts": dict(Counter(job.state.value for job in self._world.jobs.values())),
+            "counts": {state.value: count for state, count in self._world.count_states().items()},
             "nodes": dict(Counter(view["state"] for view in node_views(self._world, self._clock()))),
             "unseen_nodes": list(self._world.unseen_nodes()),
             "strays": [

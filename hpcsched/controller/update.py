@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 from hpcsched.api.identity import Asker
@@ -19,6 +18,7 @@ from hpcsched.jobscript.values import MAX_COUNT, MAX_NICE, MAX_PRIORITY, short
 from hpcsched.lifecycle.events import Changed
 from hpcsched.lifecycle.job import can
 from hpcsched.model.dates import parse_when
+from hpcsched.model.frozen import replace
 from hpcsched.model.job import Job, JobState
 from hpcsched.model.spec import JobSpec
 from hpcsched.model.units import UNLIMITED_S, parse_time_s

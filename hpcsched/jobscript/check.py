@@ -78,6 +78,8 @@ def check_time_min(time_min_s: int | None, time_limit_s: int | None) -> None:
 def _check_texts(spec: JobSpec) -> None:
     for field in _TEXTS:
         text = getattr(spec, field)
+        if len(text) <= MAX_NAME and text.isprintable():  # as nearly all are: neither control characters nor surrogates
+            continue
         most = {"name": MAX_NAME, "submit_line": 1 << 20}.get(field, MAX_TEXT)
         what = "--" + {"stdout": "output", "stderr": "error", "stdin": "input"}.get(field, field.replace("_", "-"))
         if len(text) > most:

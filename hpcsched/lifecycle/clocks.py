@@ -9,8 +9,7 @@ between the end of a job's script, as its node recorded it, and our hearing of i
 
 from __future__ import annotations
 
-from dataclasses import replace
-
+from hpcsched.model.frozen import replace
 from hpcsched.model.ids import NodeName
 from hpcsched.model.job import Job
 from hpcsched.model.reservation import Reservation

@@ -13,7 +13,6 @@ is left to run.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from hpcsched.errors import InvariantError
 from hpcsched.lifecycle.clocks import charged, going_on, moved, not_aging, settled, stopped
@@ -54,6 +53,7 @@ from hpcsched.lifecycle.resize import (
     nodes_released,
     shrink_asked,
 )
+from hpcsched.model.frozen import replace
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import FINAL, ExitStatus, Hold, Job, JobState, Reason
 from hpcsched.model.spec import JobSpec
@@ -88,25 +88,26 @@ COMPLETING = JobState.COMPLETING
 
 def submitted_jobs(event: Submitted, spec: JobSpec) -> tuple[Job, ...]:
     """Return the job that `event` makes, or all tasks of its array, with consecutive ids."""
-    common = {
-        "spec_id": event.spec_id,
-        "spec": spec,
-        "uid": event.uid,
-        "user": event.user,
-        "submitted_at_s": event.at_s,
-        "hold": Hold.USER if spec.hold or spec.priority == 0 else Hold.NONE,
-        "priority_set": spec.priority or None,
-        "nice": spec.nice,
-        "partition": event.partition,
-        "time_limit_s": event.time_limit_s,
-        "not_before_s": spec.begin_at_s,
-        "eligible_at_s": None if spec.hold or spec.dependency or spec.begin_at_s else event.at_s,
-    }
+    first = Job(
+        id=event.job_id,
+        spec_id=event.spec_id,
+        spec=spec,
+        uid=event.uid,
+        user=event.user,
+        submitted_at_s=event.at_s,
+        array_job_id=event.job_id if spec.array is not None else None,
+        hold=Hold.USER if spec.hold or spec.priority == 0 else Hold.NONE,
+        priority_set=spec.priority or None,
+        nice=spec.nice,
+        partition=event.partition,
+        time_limit_s=event.time_limit_s,
+        not_before_s=spec.begin_at_s,
+        eligible_at_s=None if spec.hold or spec.dependency or spec.begin_at_s else event.at_s,
+    )
     if spec.array is None:
-        return (Job(id=event.job_id, **common),)
+        return (first,)
     return tuple(
-        Job(id=JobId(event.job_id + i), array_job_id=event.job_id, array_task_id=index, **common)
-        for i, index in enumerate(spec.array.indices)
+        replace(first, id=JobId(event.job_id + i), array_task_id=index) for i, index in enumerate(spec.array.indices)
     )
 
 

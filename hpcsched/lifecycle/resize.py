@@ -10,11 +10,10 @@ The first node, where the batch step runs, stays.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from hpcsched.errors import InvariantError
 from hpcsched.lifecycle.clocks import charged, settled
 from hpcsched.lifecycle.events import Claimed, NodeCleared, NodeLost, NodesAdded, NodesReleased, ShrinkAsked
+from hpcsched.model.frozen import replace
 from hpcsched.model.ids import NodeName
 from hpcsched.model.job import Job, JobState
 

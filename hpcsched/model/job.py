@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from hpcsched.model.frozen import frozen
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.resources import Share, without_cpus
 from hpcsched.model.spec import Dependency, JobSpec
@@ -156,7 +157,7 @@ class ExitStatus:
         return f"{self.code}:{self.signal}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Job:
     """A job, or one task of an array, as the controller keeps it. One row of the table `jobs`.
 

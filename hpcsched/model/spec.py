@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from hpcsched.model.frozen import frozen
 from hpcsched.model.ids import NodeName
 from hpcsched.model.resources import GpuRequest
 
@@ -48,7 +49,7 @@ class SignalSpec:
     batch_only: bool = False  # B: - to the batch shell alone, not to its children and steps
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class JobSpec:
     """What a user asked for. Never changes after submission (but see `Job` for what an update may override)."""
 

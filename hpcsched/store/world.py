@@ -7,8 +7,10 @@ change and its commit.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from hpcsched.config import Config
@@ -27,6 +29,7 @@ from hpcsched.store.rows import StepRow
 from hpcsched.store.store import Batch
 
 BLOCKED = "runs what was launched before the database was restored: hctl strays"
+_STATE = attrgetter("state")
 
 
 class Kept(NamedTuple):
@@ -118,6 +121,15 @@ class World:
         else:
             self.active.pop(job.id, None)
 
+    def add(self, jobs: Sequence[Job]) -> dict[JobId, Job]:
+        """Keep a job that was submitted now, or all tasks of an array; return them by id."""
+        made = {job.id: job for job in jobs}
+        self.jobs |= made
+        self.pending |= dict.fromkeys(made)
+        if jobs[0].array_job_id is not None:
+            self.arrays[jobs[0].array_job_id] = dict.fromkeys(made)
+        return made
+
     def drop(self, job_id: JobId) -> None:
         """Forget the job here (its row stays in the store)."""
         job = self.jobs.pop(job_id, None)
@@ -129,6 +141,10 @@ class World:
         self.pending.pop(job_id, None)
         self.active.pop(job_id, None)
         self.waits.pop(job_id, None)
+
+    def count_states(self) -> Counter[JobState]:
+        """Return how many jobs are in each state."""
+        return Counter(map(_STATE, self.jobs.values()))
 
     def active_jobs(self) -> list[Job]:
         """Return the jobs that hold nodes."""
@@ -229,8 +245,8 @@ class Transaction:
         self.batch.events.append(event)
         if spec.array is not None:
             self.batch.arrays.append(jobs)
-        for job in jobs:
-            self._put(job)
+        self._jobs_before |= dict.fromkeys(job.id for job in jobs)
+        self.batch.jobs |= world.add(jobs)
         return list(jobs)
 
     def set_node(self, name: NodeName, **changes: object) -> Node:
