@@ -1,7 +1,7 @@
 """What every command uses to talk to the controller: HTTP/1.1 and JSON over its unix socket.
 
-Commands must start fast, so this speaks the little of HTTP that our own server needs (RFC 9112: a request with
-Content-Length, an answer until the connection ends) instead of importing http.client, which costs as much as Python's
+Commands must start fast, so this speaks the little of HTTP that our own server needs (RFC 9112: a request and an answer, both
+with Content-Length) instead of importing http.client, which costs as much as Python's
 start; for the same reason its values are plain tuples (`dataclasses` is another 6 ms), paths are text, and the socket is
 the interpreter's own (`socket` makes enumerations of some hundred constants first). Knows no routes but that of logs.
 
@@ -232,24 +232,35 @@ def _connect(where: str, timeout_s: float) -> socket:
 
 
 def _read(sock: socket) -> Response:
+    """Return the answer as soon as all of it has come: what the controller does before it hangs up is not waited for."""
     received = bytearray()
-    while data := sock.recv(READ_BYTES):
+    head: tuple[int, dict[str, str]] | None = None
+    missing = 1
+    while missing > 0:
+        data = sock.recv(READ_BYTES)
+        if not data:
+            where = "before it answered" if head is None else "in the middle of its answer"
+            raise BrokenConnectionError(f"lost the connection to the hpcsched controller {where}")
         received += data
         if len(received) > MAX_ANSWER_BYTES:
             raise errors.ProtocolError("cannot read the controller's answer: it is too long")
-    head, found, body = bytes(received).partition(b"\r\n\r\n")
-    if not found:
-        raise BrokenConnectionError("lost the connection to the hpcsched controller before it answered")
-    lines = head.decode("latin-1").split("\r\n")
+        if head is None and (end := received.find(b"\r\n\r\n")) >= 0:
+            *head, length = _head(bytes(received[:end]))
+            del received[: end + 4]
+        if head is not None:
+            missing = length - len(received)
+    status, headers = head
+    return Response(status=status, headers=headers, body=bytes(received[:length]))
+
+
+def _head(text: bytes) -> tuple[int, dict[str, str], int]:
+    """Return what the head of an answer says: status, headers, and how many bytes follow."""
+    lines = text.decode("latin-1").split("\r\n")
     headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines[1:])}
     try:
-        status = int(lines[0].split(" ", 2)[1])
-        length = int(headers["content-length"])
+        return int(lines[0].split(" ", 2)[1]), headers, int(headers["content-length"])
     except (IndexError, KeyError, ValueError):
         raise errors.ProtocolError("cannot read the controller's answer: it is not the HTTP that we speak") from None
-    if len(body) < length:
-        raise BrokenConnectionError("lost the connection to the hpcsched controller in the middle of its answer")
-    return Response(status=status, headers=headers, body=body)
 
 
 def _json(response: Response) -> object:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import threading
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,28 @@ def test_an_answer_that_is_cut_or_no_answer_is_an_error(api: FakeApi, raw: bytes
     api.answers["GET /v1/ping"] = raw
     with pytest.raises(kind):
         client.call("GET", "/v1/ping")
+
+
+def test_an_answer_is_taken_when_it_is_whole_however_late_the_server_hangs_up(tmp_path: Path) -> None:
+    hung_up = []
+
+    def serve(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        with connection:
+            while not connection.recv(1000).endswith(b"\r\n\r\n"):
+                pass
+            for part in (b"HTTP/1.1 200 OK\r\nContent-Le", b"ngth: 8\r\n\r", b'\n{"a"', b": 1}"):
+                connection.sendall(part)
+            hung_up.append(connection.recv(1))  # by the client, before us
+
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(str(tmp_path / "s"))
+        listener.listen(1)
+        server = threading.Thread(target=serve, args=(listener,))
+        server.start()
+        assert client.call("GET", "/v1/ping", where=tmp_path / "s", timeout_s=20) == {"a": 1}
+        server.join(20)
+    assert hung_up == [b""]
 
 
 def test_a_broken_connection_is_tried_again_with_the_same_request(api: FakeApi) -> None:
