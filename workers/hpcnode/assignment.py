@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Dict, NamedTuple, Optional
+from typing import Dict, NamedTuple, Optional, Sequence
 
 from hpcnode import protocol
 from hpcnode.faults import CrashPoints
+from hpcnode.process import Identity
 from hpcnode.spool import Spool
 from hpcnode.user import Account
 
@@ -20,6 +21,15 @@ class Setting(NamedTuple):
     socket_path: str
     cgroup_base: Optional[str]
     has_gpus: bool
+
+
+class Own(NamedTuple):
+    """What the process of a shepherd has of its own, the same for all steps that it minds one after the other."""
+
+    identity: Identity
+    signals: Sequence[int]  # that it handles or ignores
+    cgroup: Optional[str]  # of this process and its tasks
+    limits_memory: bool  # the kernel can do that for the cgroup
 
 
 class Assignment(NamedTuple):

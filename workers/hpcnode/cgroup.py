@@ -81,10 +81,14 @@ def enter_own(base: str) -> Optional[str]:
     return path if _write(path + "/cgroup.procs", "0") else None
 
 
+def can_limit_memory(path: str) -> bool:
+    """Return whether the kernel limits the memory of this group for us, where it may be asked to for the first time."""
+    _write(os.path.dirname(path) + "/cgroup.subtree_control", "+memory")
+    return os.path.exists(path + "/memory.max")
+
+
 def limit_memory(path: str, mem_mib: int) -> bool:
     """Limit the group's memory (0: no more); return whether the kernel does that for us."""
-    if mem_mib > 0:
-        _write(os.path.dirname(path) + "/cgroup.subtree_control", "+memory")
     return _write(path + "/memory.max", str(mem_mib << 20) if mem_mib > 0 else "max") and mem_mib > 0
 
 

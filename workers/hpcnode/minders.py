@@ -22,6 +22,7 @@ from hpcnode.user import Account
 from hpcnode.worker import Order, send_order, worker_main
 
 MAX_IDLE = 8  # workers that wait for the next short job
+TRIM_S = 10.0  # jobs that end together are often followed by as many: until then all that minded them wait
 SPARE_S = 0.02  # after the last idle worker was given a step, another one is made ready
 RETRY_S = 0.02
 MAX_RETRY_S = 1.0
@@ -45,6 +46,7 @@ class Minders:
         self._spool = setting.spool
         self._workers: List[_Worker] = []
         self._spare_timer: Optional[Timer] = None
+        self._trim_timer: Optional[Timer] = None
         self._streams: Dict[str, Stream] = {}
         self._unsaid: Dict[str, List[bytes]] = {}  # for shepherds that we know to live but have not reached yet
         self.round = 0  # of the output's readers, see `local`
@@ -125,11 +127,19 @@ class Minders:
             said = worker.control.recv(16)
         except OSError:
             said = b""
-        idle = sum(other.idle for other in self._workers)
-        if not said or idle >= MAX_IDLE:
-            self._drop(worker)  # it ends when it finds us gone
-        else:
-            worker.idle = True
+        if not said:
+            self._drop(worker)
+            return
+        worker.idle = True
+        if self._trim_timer is None:
+            self._trim_timer = self._loop.later(TRIM_S, self._trim)
+
+    def _trim(self) -> None:
+        """Let go of workers that a burst of jobs has left. They end when they find us gone."""
+        self._trim_timer = None
+        idle = [worker for worker in self._workers if worker.idle]
+        for worker in idle[MAX_IDLE:]:
+            self._drop(worker)
 
     def _drop(self, worker: _Worker) -> None:
         self._workers.remove(worker)

@@ -56,14 +56,15 @@ def boot_id(environ: Mapping[str, str]) -> str:
 def read_stat(pid: int) -> Optional[Stat]:
     """Return what /proc says of `pid`, or None if there is no such process."""
     try:
-        text = _read("/proc/%d/stat" % pid)
+        text = read_file("/proc/%d/stat" % pid)
     except (FileNotFoundError, ProcessLookupError):
         return None
     fields = text.rpartition(b")")[2].split()  # the name in front may hold anything
     return Stat(fields[0].decode(), int(fields[1]), int(fields[3]), int(fields[19]), int(fields[21]))
 
 
-def _read(path: str) -> bytes:
+def read_file(path: str) -> bytes:
+    """Return what a small file of /proc says. Raises OSError. Not by `open`, which asks four things before it reads."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return os.read(fd, 4096)
@@ -125,7 +126,7 @@ def is_named(words: bytes) -> bool:
     """Return whether a process, other than this one, has `words` in its command line."""
     for name in os.listdir("/proc"):
         try:
-            if name.isdigit() and int(name) != os.getpid() and words in _read("/proc/%s/cmdline" % name):
+            if name.isdigit() and int(name) != os.getpid() and words in read_file("/proc/%s/cmdline" % name):
                 return True
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             pass  # it has ended, or is hidden from us: then it is none of ours

@@ -22,7 +22,7 @@ import time
 from typing import Any, Dict, List, Optional, Set
 
 from hpcnode import cgroup, environment, files, limits, process, protocol
-from hpcnode.assignment import Assignment, Setting, Task
+from hpcnode.assignment import Assignment, Own, Setting, Task
 from hpcnode.lease import LOOK_S, StepLease
 from hpcnode.loop import READ, Loop, Timer
 from hpcnode.relay import Relay
@@ -38,10 +38,9 @@ RETRY_S = 1.0  # between attempts to record an end on a full disk
 class Shepherd:
     """The state of one step on this node, and what it does about each thing that happens."""
 
-    def __init__(
-        self, setting: Setting, job: Assignment, agent: socket.socket, loop: Loop, group: Optional[str]
-    ) -> None:
+    def __init__(self, setting: Setting, job: Assignment, agent: socket.socket, loop: Loop, own: Own) -> None:
         self.setting = setting
+        self.own = own
         self.job = job
         self.launch = job.launch
         self.token = job.launch.token
@@ -56,8 +55,7 @@ class Shepherd:
         self._final_kept = False
         self._final_told = False
         self._acknowledged = False
-        self._cgroup = group  # of this process and its tasks
-        self._suspension = Suspension(loop, group)
+        self._suspension = Suspension(loop, own.cgroup)
         self._kernel_limits_memory = False
         self._memory_kills = 0
         self._ending_at_s: Optional[float] = None  # on the boot clock: when everything is killed
@@ -80,9 +78,10 @@ class Shepherd:
     def run(self) -> None:
         """Run the step to its end."""
         self.setting.faults.reached("shepherd.begun")
-        if self._cgroup is not None and self.launch.mem_mib > 0:
-            self._kernel_limits_memory = cgroup.limit_memory(self._cgroup, self.launch.mem_mib)
-            self._memory_kills = cgroup.memory_kills(self._cgroup)
+        group = self.own.cgroup
+        if group is not None and self.own.limits_memory and self.launch.mem_mib > 0:
+            self._kernel_limits_memory = cgroup.limit_memory(group, self.launch.mem_mib)
+            self._memory_kills = cgroup.memory_kills(group)
         self._relay.say_here()
         try:
             self._fork_tasks()
@@ -153,6 +152,7 @@ class Shepherd:
             umask=environment.umask_of(launch),
             release_fd=release_read,
             status_fd=status_write,
+            signals=self.own.signals,
         )
         pid = os.fork()
         if pid == 0:
@@ -225,11 +225,11 @@ class Shepherd:
             "at_s": time.time(),
             "started_at_s": time.time(),
             "tasks": [identity for identity in who if identity is not None],
-            "shepherd": process.identify(os.getpid(), self.setting.boot_id),
+            "shepherd": self.own.identity,
             "boot_id": self.setting.boot_id,
             "started_boot_s": process.boot_clock_s(),
             "uid": self.job.account.uid,
-            "cgroup": self._cgroup,
+            "cgroup": self.own.cgroup,
             "stream_to": self._stream_to(),
         }
         try:
@@ -442,7 +442,7 @@ class Shepherd:
             "stream_to": self._stream_to(),
         }
         if status == protocol.ENDED:
-            if self._kernel_limits_memory and cgroup.memory_kills(self._cgroup or "") > self._memory_kills:
+            if self._kernel_limits_memory and cgroup.memory_kills(self.own.cgroup or "") > self._memory_kills:
                 self._out_of_memory = True
             record.update(
                 pid=self._started["pid"],
@@ -466,7 +466,7 @@ class Shepherd:
         """Put the end on disk and tell it, then go as soon as the output was taken."""
         self._final = final
         if self._kernel_limits_memory:
-            cgroup.limit_memory(self._cgroup or "", 0)
+            cgroup.limit_memory(self.own.cgroup or "", 0)
         self.loop.later(LINGER_S, lambda: self._linger(self._relay.taken_bytes))
         self._keep_final()
 

@@ -4,18 +4,20 @@ own session, the shepherd's settings undone, pipes in place -> become the user -
 as the user -> say "ready" -> wait until the shepherd has put on disk who we are -> exec.
 
 If the shepherd dies before it releases us, the pipe that we wait on ends, and so do we: without its record nothing runs.
-It never returns, raises or runs the shepherd's code.
+It never returns, raises or runs the shepherd's code. Each page of memory that it touches is copied by the kernel, and takes
+longer than what is done there: so signals are set by the module in C below `signal`, which says what was set before as an enum.
 
 Sources: credentials(7), execve(2), signal(7).
 """
 
 from __future__ import annotations
 
+import _signal
 import errno
 import os
 import resource
 import signal
-from typing import Dict, List, NamedTuple, NoReturn, Optional
+from typing import Dict, List, NamedTuple, NoReturn, Optional, Sequence
 
 from hpcnode import files, user
 from hpcnode.process import die_with_parent
@@ -44,13 +46,23 @@ class TaskPlan(NamedTuple):
     umask: int
     release_fd: int
     status_fd: int
+    signals: Sequence[int]  # those to be put back to what a program begins with: see `touched_signals`
+
+
+def touched_signals() -> List[int]:
+    """Return the signals that this process, and so what it forks, handles or ignores.
+
+    To be asked once: Python takes longer to say it of all than a task takes otherwise from its fork to its program.
+    """
+    numbers = (number for number in range(1, 32) if number not in (signal.SIGKILL, signal.SIGSTOP))
+    return [number for number in numbers if signal.getsignal(number) is not signal.SIG_DFL]
 
 
 def run_task(plan: TaskPlan) -> NoReturn:
     """Become the task. Writes READY, or why not, to the status pipe; after the release writes only if exec fails."""
     try:
         os.setsid()
-        _reset_signals()
+        _reset_signals(plan.signals)
         _restore_oom_score()
         user.become(plan.account)
         os.umask(plan.umask)
@@ -73,12 +85,11 @@ def _refuse(plan: TaskPlan, why: str) -> NoReturn:
     os._exit(NOT_RELEASED)
 
 
-def _reset_signals() -> None:
+def _reset_signals(touched: Sequence[int]) -> None:
     signal.set_wakeup_fd(-1)
-    for number in range(1, 32):
-        if number not in (signal.SIGKILL, signal.SIGSTOP) and signal.getsignal(number) is not signal.SIG_DFL:
-            signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    for number in touched:
+        _signal.signal(number, _signal.SIG_DFL)
+    _signal.pthread_sigmask(_signal.SIG_SETMASK, [])
 
 
 def _restore_oom_score() -> None:
@@ -118,7 +129,8 @@ def _path(text: str) -> str:
 
 
 def _execute(plan: TaskPlan) -> NoReturn:
-    env = dict(plan.env, SLURM_TASK_PID=str(os.getpid()))
+    env = plan.env
+    env["SLURM_TASK_PID"] = str(os.getpid())
     try:
         if plan.is_script:
             _execute_script(plan.argv, env)

@@ -68,9 +68,9 @@ def _moved_below() -> Optional[Tuple[int, int]]:
 
 
 def _moved(path: str) -> Optional[Tuple[int, int]]:
+    """Return what an io file of proc(5) says in its first two lines, rchar and wchar."""
     try:
-        with open(path) as file:
-            counts = dict(line.split(": ") for line in file.read().splitlines())
+        words = process.read_file(path).split(None, 4)
     except OSError:
         return None
-    return int(counts["rchar"]), int(counts["wchar"])
+    return int(words[1]), int(words[3])

@@ -16,9 +16,10 @@ import sys
 from typing import Dict, NamedTuple, NoReturn, Optional, Tuple
 
 from hpcnode import cgroup, process
-from hpcnode.assignment import Assignment, Setting
+from hpcnode.assignment import Assignment, Own, Setting
 from hpcnode.loop import Loop, wake_on_signals
 from hpcnode.shepherd import Shepherd
+from hpcnode.task import touched_signals
 from hpcnode.user import Account
 
 IDLE = b"i"
@@ -74,15 +75,15 @@ class _Current:
 
 def _mind_steps(setting: Setting, control: socket.socket) -> None:
     loop, current = Loop(), _Current()
-    group = cgroup.enter_own(setting.cgroup_base) if setting.cgroup_base else None
     calls = {signal.SIGCHLD: current.reap, signal.SIGTERM: current.told_to_stop}
     wake_on_signals(loop, {**calls, signal.SIGINT: lambda: None, signal.SIGHUP: lambda: None})
+    own = _own(setting)
     while True:
         order = _next_order(setting, control)
         if order is None:
             return
         job, lock_fd, talk = order
-        current.shepherd = shepherd = Shepherd(setting, job, talk, loop, group)
+        current.shepherd = shepherd = Shepherd(setting, job, talk, loop, own)
         shepherd.run()
         if not shepherd.is_clean:
             return  # what is left goes with this process
@@ -94,6 +95,18 @@ def _mind_steps(setting: Setting, control: socket.socket) -> None:
             control.send(IDLE)
         except OSError:
             return  # the agent is gone
+
+
+def _own(setting: Setting) -> Own:
+    identity = process.identify(os.getpid(), setting.boot_id)
+    assert identity is not None
+    group = cgroup.enter_own(setting.cgroup_base) if setting.cgroup_base else None
+    return Own(
+        identity=identity,
+        signals=touched_signals(),
+        cgroup=group,
+        limits_memory=group is not None and cgroup.can_limit_memory(group),
+    )
 
 
 def _next_order(setting: Setting, control: socket.socket) -> Optional[Tuple[Assignment, int, socket.socket]]:

@@ -1,0 +1,88 @@
+"""How many workers an agent keeps for the next jobs. Nothing is forked: a worker is the other end of its socket."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+from nodeworld import launch, token
+
+from hpcnode import minders, process
+from hpcnode.assignment import Setting
+from hpcnode.faults import CrashPoints
+from hpcnode.loop import Loop
+from hpcnode.mpi import MpiVariables
+from hpcnode.spool import Spool
+from hpcnode.user import find_account
+from hpcnode.worker import IDLE
+
+BURST = minders.MAX_IDLE + 4
+
+
+class Node:
+    """Minders over a spool below `root`, and the workers' ends."""
+
+    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.workers: list[socket.socket] = []
+        self.job = 0
+        make_pair = socket.socketpair
+
+        def pair(family: int, kind: int) -> tuple[socket.socket, socket.socket]:
+            ours, theirs = make_pair(family, kind)
+            if kind == socket.SOCK_SEQPACKET:
+                self.workers.append(theirs.dup())
+            return ours, theirs
+
+        monkeypatch.setattr(socket, "socketpair", pair)
+        monkeypatch.setattr(os, "fork", lambda: 1)
+        self.loop = Loop()
+        self.spool = Spool(str(root), CrashPoints())
+        setting = Setting(self.spool, CrashPoints(), process.boot_id({}), "n1", str(root / "sock"), None, False)
+        self.minders = minders.Minders(self.loop, setting, MpiVariables(str(root), print))
+
+    def start(self, count: int) -> None:
+        """Start so many jobs at once."""
+        for _ in range(count):
+            self.job += 1
+            one = launch(token(self.job))
+            self.spool.claim(one, b"#!/bin/sh\n", "boot", (os.geteuid(), os.getegid()))
+            self.minders.start(one, find_account("", os.geteuid()))
+
+    def end_all(self) -> None:
+        """Have all workers say that they are idle."""
+        for worker in self.workers:
+            worker.send(IDLE)
+        self.loop.turn()
+
+
+def test_the_workers_of_a_burst_wait_for_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    node = Node(tmp_path, monkeypatch)
+    node.start(BURST)
+    made = len(node.workers)
+    assert made >= BURST
+    node.end_all()
+    node.start(BURST)
+    assert len(node.workers) == made
+
+
+def test_workers_that_nobody_needs_after_a_burst_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(minders, "TRIM_S", 0.0)
+    node = Node(tmp_path, monkeypatch)
+    node.start(BURST)
+    node.end_all()
+    for worker in node.workers:
+        worker.setblocking(False)
+    left = [worker for worker in node.workers if _is_open(worker)]
+    assert len(left) == minders.MAX_IDLE
+
+
+def _is_open(worker: socket.socket) -> bool:
+    """Whether the agent keeps its end; the worker may still have an order to read."""
+    try:
+        while worker.recv(1 << 17):
+            pass
+    except BlockingIOError:
+        return True
+    return False
