@@ -19,12 +19,16 @@ def suspend(controller: Controller, job: int, on: bool = True) -> None:
 def stands_still(pid: int) -> bool:
     stat = process.read_stat(pid)
     assert stat is not None
-    if stat.state in "TD":  # D: its child was stopped between vfork and exec, and it waits for that
+    if stat.state == "T":
         return True
     groups = [line[3:] for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines() if line.startswith("0::")]
     mounts = [line.split()[1] for line in Path("/proc/mounts").read_text().splitlines() if " cgroup2 " in line]
-    events = [Path(mounts[0] + group) / "cgroup.events" for group in groups if mounts and group != "/"]
-    return any("frozen 1" in path.read_text() for path in events)
+    own = [Path(mounts[0] + group) for group in groups if mounts and group != "/"]
+    if stat.state == "D":  # between vfork and exec it waits for its child: it stands still if that does
+        below = [process.read_stat(child) for child in process.children_of(pid)]
+        stopped = any(child is not None and child.state == "T" for child in below)
+        return stopped or any((path / "cgroup.freeze").read_text() == "1\n" for path in own)
+    return any("frozen 1" in (path / "cgroup.events").read_text() for path in own)
 
 
 # Two processes, one of which detached itself; each can be seen to run by the file that it makes when it is asked to.
