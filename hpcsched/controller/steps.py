@@ -271,7 +271,7 @@ class StepService:
                 self._start(waiting, options, job, place)
                 return
         self._queues.setdefault(job.id, deque()).append(waiting)
-        self._ports.reply(origin, _waiting(job.id, f"job {job.id} {_BUSY}"), b"")
+        self._ports.reply(origin, _waiting(job.id, f"Job {job.id} {_BUSY}"), b"")
 
     def _busy(self, job: Job) -> list[Place]:
         runs = [run for step in self._steps.values() if step.job.id == job.id for run in step.runs.values()]
@@ -288,7 +288,7 @@ class StepService:
             waiting = queue.popleft()
             self._set_queue(job_id, queue)
             assert waiting.options is not None
-            self._start(waiting, waiting.options, job, place)
+            self._start(waiting, waiting.options, job, place, has_waited=True)
 
     def _set_queue(self, job_id: JobId, waiting: Iterable[_Waiting]) -> None:
         queue = deque(waiting)
@@ -299,7 +299,15 @@ class StepService:
 
     # ----- start and end
 
-    def _start(self, waiting: _Waiting, options: StepOptions, job: Job, places: tuple[Place, ...]) -> None:
+    def _start(
+        self,
+        waiting: _Waiting,
+        options: StepOptions,
+        job: Job,
+        places: tuple[Place, ...],
+        *,
+        has_waited: bool = False,
+    ) -> None:
         step = Step(
             job=job,
             number=self._next_number(job),
@@ -320,6 +328,8 @@ class StepService:
         self._keep(step)
         self._ports.record(row_of(step))
         started = [(p.tasks.node, p.tasks.first_rank, p.tasks.count, step.runs[p.tasks.node].token) for p in places]
+        if has_waited:
+            self._ports.reply(waiting.origin, _waiting(job.id, f"Step created for StepId={job.id}.{step.number}"), b"")
         scattered = [list(place.tasks.scattered) for place in places] if options.shape.plane is not None else []
         self._ports.reply(
             waiting.origin,

@@ -102,8 +102,6 @@ class Hrun(Front):
         self._output = _Target("output", str(values.get("output", "")))
         self._error = _Target("error", str(values.get("error", "")))
         self._input = _Target("input", str(values.get("input", "")))
-        if self._output.node_file and self._error.local_file:
-            raise HrunError("cannot keep --error in one file while --output is one per task: give --error a %t")
 
     def run(self) -> int:
         """Ask for the step, be there while it runs, return the exit code."""
@@ -143,6 +141,8 @@ class Hrun(Front):
         for target in (self._output, self._error, self._input):
             if target.node_file:
                 options[target.name] = target.node_file
+        if self._output.node_file and self._error.local_file:
+            options["error"] = protocol.STREAMED
         if self._input.is_default and not is_open(0):
             options["input"] = os.devnull
         elif self._input.to_all:

@@ -47,6 +47,8 @@ ALLOC = "alloc"  # a job's part on a node that does not run its batch step: clai
 KEEP, KILL = "keep", "kill"  # Launch.lease
 LEASE_OVER = "its lease ran out"
 
+STREAMED = "-"  # Launch.stderr: a stream of its own although stdout is a file
+
 # What a Report can say of a token.
 CLAIMED = "claimed"  # the spool entry exists, the program is not released yet
 READY = "ready"  # of a launch with `hold`: all is prepared, it waits for Go
@@ -100,7 +102,8 @@ class Launch(Message):
     `user` is the account's name, "" for whoever the agent is. `stdout`/`stderr`/`stdin` are file paths with only the
     per-task patterns (%t %n) left to fill, relative to `work_dir`; with `stream_to`, empty ones are streams instead,
     and an empty
-    stdin is fed by `Input` to task 0. An empty stderr goes where stdout goes when that is a file. `gpus` are indices.
+    stdin is fed by `Input` to task 0. An empty stderr goes where stdout goes when that is a file (STREAMED: it does not).
+    `gpus` are indices.
     `limit_s` counts from the start of the program: then TERM, after `grace_s` KILL, and the report says timed_out.
     `signum` is sent `signal_before_s` before that limit (0: none), to the batch process alone if `signal_batch_only`.
 

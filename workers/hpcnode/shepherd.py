@@ -121,7 +121,8 @@ class Shepherd:
         stdin_fd = self._input_pipe(rank)
         stdout_fd = self._output_pipe(rank, 1, launch.stdout)
         both = stdout_fd is None and launch.stderr == "" and launch.stdout != ""
-        stderr_fd = None if both else self._output_pipe(rank, 2, launch.stderr)
+        stderr_path = "" if launch.stderr == protocol.STREAMED else launch.stderr
+        stderr_fd = None if both else self._output_pipe(rank, 2, stderr_path)
         status_read, status_write = os.pipe2(os.O_CLOEXEC)
 
         def path(pattern: str) -> str:

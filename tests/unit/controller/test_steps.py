@@ -369,7 +369,7 @@ def test_a_step_waits_for_cpus_and_starts_when_they_are_free() -> None:
     world = World()
     world.asks(ntasks="8")
     waiting = world.asks(origin=SECOND, ntasks="1")
-    assert waiting.text == "job 12 step creation temporarily disabled, retrying (Requested nodes are busy)"
+    assert waiting.text == "Job 12 step creation temporarily disabled, retrying (Requested nodes are busy)"
     (_, first), (_, second) = world.launches()
     world.ends(first, 0, 0, 0, 0)
     assert isinstance(world.replies[SECOND][-1], protocol.StepStarted)  # n1 is free, though the first step goes on

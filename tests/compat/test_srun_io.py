@@ -1,0 +1,116 @@
+"""srun's files, input, exit codes and waits, as srun(1) says: each case is a script in a job on two nodes, two tasks each."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from clientrun import Client
+from test_srun import job  # noqa: F401 - a fixture
+
+from hpcsched.demo.cluster import LocalCluster
+
+SHOW = "sh -c 'echo out $SLURM_PROCID; echo err $SLURM_PROCID >&2'"
+
+
+def files(folder: Path) -> dict[str, list[str]]:
+    return {path.name: sorted(path.read_text().splitlines()) for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ("-n2 -N2 -o %t.out -e %t.err", {f"{t}.{s}": [f"{s} {t}"] for t in (0, 1) for s in ("out", "err")}),
+        (
+            "-n4 -o %N-%n.%s",
+            {"n1-0.0": ["err 0", "err 1", "out 0", "out 1"], "n2-1.0": ["err 2", "err 3", "out 2", "out 3"]},
+        ),
+        ("-n2 -o 1 -e all.err", {"all.err": ["err 0", "err 1"]}),
+        ("-n12 -O -o %3t", {f"{t:03}": [f"err {t}", f"out {t}"] for t in range(12)}),
+        ("-n1 -J my/name -o %x-%u-%%-%A", {f"my_name-{os.environ.get('USER', 'root')}-%-JOB": ["err 0", "out 0"]}),
+        ("-n2 -l -o %j.%s.out", {"JOB.0.out": ["0: err 0", "0: out 0", "1: err 1", "1: out 1"]}),
+        ("-n2 -o %t -e both", {"0": ["out 0"], "1": ["out 1"], "both": ["err 0", "err 1"]}),
+        ("-n1 -o none -e J%J", {"JJOB.0": ["err 0"]}),
+    ],
+)
+def test_output_goes_where_its_pattern_says(
+    options: str,
+    expected: dict[str, list[str]],
+    cluster: LocalCluster,
+    tmp_path: Path,
+    job: Client,  # noqa: F811
+) -> None:
+    tmp_path.chmod(0o777)
+    said = str(job(f"cd {tmp_path}; srun {options} {SHOW}; echo $SLURM_JOB_ID $?")).splitlines()
+    job_id, code = said[-1].split()
+    assert code == "0", said
+    assert files(tmp_path) == {name.replace("JOB", job_id): lines for name, lines in expected.items()}
+    assert said[:-1] == (["out 1"] if "-o 1" in options else [])
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("echo hi | srun -n3 sh -c 'read x; echo $SLURM_PROCID $x'", ["0 hi", "1", "2"]),
+        ("echo hi | srun -n3 -i all sh -c 'read x; echo $SLURM_PROCID $x'", ["0 hi", "1 hi", "2 hi"]),
+        ("echo hi | srun -n3 -i 2 sh -c 'read x; echo $SLURM_PROCID $x'", ["0", "1", "2 hi"]),
+        ("echo hi | srun -n3 -i none sh -c 'read x; echo $SLURM_PROCID $x'", ["0", "1", "2"]),
+        ("echo hi > f; srun -n2 -N2 --input=f sh -c 'read x; echo $SLURM_PROCID $x'", ["0 hi", "1 hi"]),
+        ("echo a > i0; echo b > i1; srun -n2 -i i%t sh -c 'read x; echo $SLURM_PROCID $x'", ["0 a", "1 b"]),
+        ("printf 'x\\ny\\n' | while read l; do srun -n1 -i none echo $l; done", ["x", "y"]),
+    ],
+)
+def test_input_reaches_the_tasks_that_are_to_have_it(line: str, expected: list[str], job: Client) -> None:  # noqa: F811
+    assert sorted(str(job(line)).splitlines()) == expected
+
+
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        ("srun -n3 sh -c 'exit $SLURM_PROCID'", 2),
+        ("srun -n2 sh -c 'kill -$((SLURM_PROCID + 9)) $$'", 138),
+        ("srun -n2 sh -c '[ $SLURM_PROCID = 0 ] || exit 3; kill -15 $$'", 143),
+        ("srun --kill-on-bad-exit=1 -n4 sh -c '[ $SLURM_PROCID = 3 ] && exit 5; exec sleep 600'", 143),
+        ("SLURM_KILL_BAD_EXIT=1 srun -n4 sh -c '[ $SLURM_PROCID = 3 ] && exit 5; exec sleep 600'", 143),
+        ("srun -W 1 -n2 sh -c '[ $SLURM_PROCID = 1 ] && exit 0; exec sleep 600'", 137),
+        ("srun -t 0:02 -n1 sleep 600", 143),
+        ("srun -n1 /etc/passwd", 13),
+        ("srun -D /nonexistent -n1 true", 1),
+        ("timeout -s TERM 3 srun -n2 sleep 600", 124),
+        ("srun --jobid=99999 true", 1),
+        ("srun -w n3 true", 1),
+        ("srun", 1),
+    ],
+)
+def test_exit_codes(line: str, code: int, job: Client) -> None:  # noqa: F811
+    assert str(job(f"{line}\necho code $?")).splitlines()[-1] == f"code {code}"
+
+
+def test_steps_wait_for_cpus_and_say_so(job: Client) -> None:  # noqa: F811
+    said = str(
+        job(
+            "srun --exact -n4 -c1 sh -c 'echo first; while [ ! -e go ]; do sleep 0.1; done' &\n"
+            "sleep 1; (sleep 3; touch go) &\n"
+            "srun --overlap -n1 echo beside\n"
+            "srun --exact -n1 echo second; wait; rm go"
+        )
+    ).splitlines()
+    assert said.index("beside") < said.index("second")
+    busy = [line for line in said if "temporarily disabled" in line]
+    assert busy == [
+        f"srun: Job {busy[0].split()[2]} step creation temporarily disabled, retrying (Requested nodes are busy)"
+    ]
+    assert f"srun: Step created for StepId={busy[0].split()[2]}.2" in said
+
+
+def test_a_step_from_outside_of_its_job(cluster: LocalCluster, slurm: Client) -> None:
+    job_id = slurm("sbatch", "--parsable", "-N2", "--wrap", "while [ ! -e over ]; do sleep 0.1; done").stdout.strip()
+    show = "echo $SLURM_JOB_ID $SLURM_STEP_ID $SLURM_PROCID $SLURMD_NODENAME; exit 4"
+    try:
+        wait = slurm("srun", f"--jobid={job_id}", "--overlap", "-w", "n2", "-n1", "sh", "-c", show, check=False)
+        assert (wait.returncode, wait.stdout) == (4, f"{job_id} 0 0 n2\n")
+        by_env = slurm("srun", "--overlap", "-N2", "sh", "-c", show, check=False, env={"SLURM_JOB_ID": job_id})
+        assert sorted(by_env.stdout.splitlines()) == [f"{job_id} 1 0 n1", f"{job_id} 1 1 n2"]
+    finally:
+        (cluster.share / "over").touch()
