@@ -3,39 +3,16 @@ v0.0.39, that of Slurm 23.02), as far as we have what they name. The values are 
 
 from __future__ import annotations
 
-import sys
-
 from hpcsched.cli.output import print_json
-from hpcsched.cli.slurm.face import SLURM_VERSION
+from hpcsched.cli.slurm.openapi import limit_minutes, meta, number
 from hpcsched.cli.slurm.records import ids
 from hpcsched.client import Json
 from hpcsched.listing.jobs import end_s, gres_of_node, start_s, tres_text
 
 
-def _meta() -> Json:
-    major, micro, minor = SLURM_VERSION.split(".")
-    return {
-        "plugin": {"type": "openapi/v0.0.39", "name": "Slurm OpenAPI v0.0.39", "data_parser": "data_parser/v0.0.39"},
-        "command": sys.argv,
-        "Slurm": {
-            "version": {"major": int(major), "micro": int(minor), "minor": int(micro)},
-            "release": SLURM_VERSION,
-        },
-    }
-
-
-def _number(value: float | None) -> Json:
-    """Return a number as the parser writes one that may be missing or without limit."""
-    return {"set": value is not None, "infinite": False, "number": int(value or 0)}
-
-
-def _limit_minutes(seconds: float | None) -> Json:
-    return {"set": True, "infinite": seconds is None, "number": 0 if seconds is None else int(seconds) // 60}
-
-
 def print_jobs(answer: Json) -> int:
     """Print the jobs of the API's answer as squeue does; return the exit status."""
-    print_json({"meta": _meta(), "jobs": [_job(job) for job in answer["jobs"]], "warnings": [], "errors": []})
+    print_json({"meta": meta(), "jobs": [_job(job) for job in answer["jobs"]], "warnings": [], "errors": []})
     return 0
 
 
@@ -43,19 +20,19 @@ def _job(job: Json) -> Json:
     _, group = ids(job["user"], job["uid"])
     return {
         "account": job["account"],
-        "array_job_id": _number(job["array_job_id"] or 0),
-        "array_task_id": _number(job["array_task_id"]),
+        "array_job_id": number(job["array_job_id"] or 0),
+        "array_task_id": number(job["array_task_id"]),
         "array_task_string": job.get("folded", ""),
         "batch_host": job["nodes"][0] if job["nodes"] else "",
         "command": job["command"] or "",
         "comment": job["comment"] or "",
-        "cpus": _number(job["num_cpus"]),
-        "cpus_per_task": _number(job["cpus_per_task"]),
+        "cpus": number(job["num_cpus"]),
+        "cpus_per_task": number(job["cpus_per_task"]),
         "current_working_directory": job["work_dir"] or "",
-        "deadline": _number(job.get("deadline_at_s") or 0),
+        "deadline": number(job.get("deadline_at_s") or 0),
         "dependency": job["dependency"],
-        "eligible_time": _number(job["eligible_at_s"] or 0),
-        "end_time": _number(end_s(job) or 0),
+        "eligible_time": number(job["eligible_at_s"] or 0),
+        "end_time": number(end_s(job) or 0),
         "exit_code": _exit(job),
         "features": job["constraint"],
         "group_id": int(group.rpartition("(")[2].rstrip(")")),
@@ -72,13 +49,13 @@ def _job(job: Json) -> Json:
             ],
         },
         "job_state": job["state"],
-        "memory_per_node": _number(job["mem_mib"]),
+        "memory_per_node": number(job["mem_mib"]),
         "name": job["name"],
         "nice": job["nice"],
-        "node_count": _number(job["num_nodes"]),
+        "node_count": number(job["num_nodes"]),
         "nodes": job["node_list"],
         "partition": job["partition"],
-        "priority": _number(job["priority"] or 0),
+        "priority": number(job["priority"] or 0),
         "qos": job["qos"] or "normal",
         "required_nodes": ",".join(job.get("asked_nodes") or ()),
         "requeue": job["requeue"],
@@ -87,12 +64,12 @@ def _job(job: Json) -> Json:
         "standard_error": job["stderr"] or "",
         "standard_input": job["stdin"] or "/dev/null",
         "standard_output": job["stdout"] or "",
-        "start_time": _number(start_s(job) or 0),
+        "start_time": number(start_s(job) or 0),
         "state_description": job["reason_detail"],
         "state_reason": job["reason"] or "None",
-        "submit_time": _number(job["submitted_at_s"]),
-        "tasks": _number(job["num_tasks"]),
-        "time_limit": _limit_minutes(job["time_limit_s"]),
+        "submit_time": number(job["submitted_at_s"]),
+        "tasks": number(job["num_tasks"]),
+        "time_limit": limit_minutes(job["time_limit_s"]),
         "tres_alloc_str": tres_text(job, billing=True) if job["node_list"] else "",
         "tres_per_node": gres_of_node(job) if job["gpus"] else "",
         "tres_req_str": tres_text(job, billing=True),
@@ -104,13 +81,13 @@ def _job(job: Json) -> Json:
 def _exit(one: Json) -> Json:
     code, signum = one["exit_code"] or 0, one["exit_signal"] or 0
     status = "SIGNALED" if signum else "ERROR" if code else "SUCCESS" if one["ended_at_s"] else "PENDING"
-    return {"status": status, "return_code": _number(code), "signal": {"signal_id": signum, "name": ""}}
+    return {"status": status, "return_code": number(code), "signal": {"signal_id": signum, "name": ""}}
 
 
 def print_accounting(answer: Json, cluster: str) -> None:
     """Print the jobs of the history as sacct does."""
     jobs = [_accounted(job, cluster) for job in answer["jobs"]]
-    print_json({"meta": _meta(), "jobs": jobs, "warnings": [], "errors": []})
+    print_json({"meta": meta(), "jobs": jobs, "warnings": [], "errors": []})
 
 
 def _accounted(job: Json, cluster: str) -> Json:
@@ -119,7 +96,7 @@ def _accounted(job: Json, cluster: str) -> Json:
         "account": job["account"],
         "comment": {"administrator": "", "job": job["comment"] or "", "system": ""},
         "allocation_nodes": len(job["nodes"]),
-        "array": {"job_id": job["array_job_id"] or 0, "task_id": _number(job["array_task_id"]), "task": ""},
+        "array": {"job_id": job["array_job_id"] or 0, "task_id": number(job["array_task_id"]), "task": ""},
         "cluster": cluster,
         "constraints": job["constraint"],
         "derived_exit_code": _exit(job),
@@ -129,9 +106,9 @@ def _accounted(job: Json, cluster: str) -> Json:
         "name": job["name"],
         "nodes": job["node_list"] or "None assigned",
         "partition": job["partition"],
-        "priority": _number(job["priority"] or 0),
+        "priority": number(job["priority"] or 0),
         "qos": job["qos"] or "normal",
-        "required": {"CPUs": job["num_cpus"], "memory_per_node": _number(job["mem_mib"])},
+        "required": {"CPUs": job["num_cpus"], "memory_per_node": number(job["mem_mib"])},
         "restart_cnt": job["restarts"],
         "state": {"current": job["state"], "reason": job["reason"] or "None"},
         "steps": [_step(job, step) for step in job["steps"]],
@@ -143,7 +120,7 @@ def _accounted(job: Json, cluster: str) -> Json:
             "start": int(job["started_at_s"] or 0),
             "submission": int(job["submitted_at_s"]),
             "suspended": int(job.get("suspended_s") or 0),
-            "limit": _limit_minutes(job["time_limit_s"]),
+            "limit": limit_minutes(job["time_limit_s"]),
         },
         "tres": {"allocated": _tres(job) if job["nodes"] else [], "requested": _tres(job)},
         "user": job["user"],

@@ -145,24 +145,41 @@ def _share(share: Json) -> Words:
 _STATES = {"UNKNOWN": "UNKNOWN", "DRAINED": "IDLE+DRAIN", "MAINT": "IDLE+MAINTENANCE"}
 
 
-def node_lines(node: Json) -> list[Words]:
-    """Return the lines of a node."""
-    facts = node.get("facts") or {}
-    state = _STATES.get(node["state"], node["state"])
-    if node["state"] == "DRAINING":
-        state = "MIXED+DRAIN" if node["cpus_alloc"] < node["cpus"] else "ALLOCATED+DRAIN"
+def node_state(node: Json) -> str:
+    """Return a node's state in scontrol's words: ``IDLE+DRAIN``."""
     if node["drained"] and node["link"] == "down":
-        state = "DOWN+DRAIN"
+        return "DOWN+DRAIN"
+    if node["state"] == "DRAINING":
+        return "MIXED+DRAIN" if node["cpus_alloc"] < node["cpus"] else "ALLOCATED+DRAIN"
+    return _STATES.get(node["state"], str(node["state"]))
+
+
+def tres_of_node(node: Json) -> tuple[str, str]:
+    """Return what a node has, and what of it is allocated: ``cpu=8,mem=4G,billing=8,gres/gpu=2``."""
     gpus = len(node["gpus"])
-    features = ",".join(node["features"])
-    mem_mib = node["mem_mib"]
-    tres = f"cpu={node['cpus']},mem={format_mem(mem_mib)},billing={node['cpus']}" + (
-        f",gres/gpu={gpus}" if gpus else ""
-    )
+    whole = [f"cpu={node['cpus']}", f"mem={format_mem(node['mem_mib'])}", f"billing={node['cpus']}"]
+    whole += [f"gres/gpu={gpus}"] if gpus else []
     alloc = [f"cpu={node['cpus_alloc']}"] if node["cpus_alloc"] else []
     alloc += [f"mem={format_mem(node['mem_alloc_mib'])}"] if node["mem_alloc_mib"] else []
     alloc += [f"gres/gpu={node['gpus_alloc']}"] if node["gpus_alloc"] else []
-    why, by, at_s = _why(node)
+    return ",".join(whole), ",".join(alloc)
+
+
+def tres_of_nodes(partition: Json, nodes: list[Json]) -> str:
+    """Return what a partition has; `nodes` are its nodes."""
+    mem_mib, gpus = sum(node["mem_mib"] for node in nodes), sum(len(node["gpus"]) for node in nodes)
+    tres = f"cpu={partition['cpus']},mem={format_mem(mem_mib)},node={len(nodes)},billing={partition['cpus']}"
+    return tres + (f",gres/gpu={gpus}" if gpus else "")
+
+
+def node_lines(node: Json) -> list[Words]:
+    """Return the lines of a node."""
+    facts = node.get("facts") or {}
+    gpus = len(node["gpus"])
+    features = ",".join(node["features"])
+    mem_mib = node["mem_mib"]
+    tres, alloc = tres_of_node(node)
+    why, by, at_s = why_out_of_use(node)
     return [
         [("NodeName", node["name"]), ("Arch", facts.get("arch", "x86_64")), ("CoresPerSocket", node["cpus"])],
         [("CPUAlloc", node["cpus_alloc"]), ("CPUEfctv", node["cpus"]), ("CPUTot", node["cpus"]), ("CPULoad", "N/A")],
@@ -179,7 +196,7 @@ def node_lines(node: Json) -> list[Words]:
             ("Boards", 1),
         ],
         [
-            ("State", state),
+            ("State", node_state(node)),
             ("ThreadsPerCore", 1),
             ("TmpDisk", node.get("tmp_mib") or 0),
             ("Weight", node["weight"]),
@@ -190,7 +207,7 @@ def node_lines(node: Json) -> list[Words]:
         [("BootTime", "None"), ("SlurmdStartTime", date_text(node["link_since_s"] or None, "None"))],
         [("LastBusyTime", date_text(node["link_since_s"] or None, "None"))],
         [("CfgTRES", Text(tres))],
-        [("AllocTRES", Text(",".join(alloc)))],
+        [("AllocTRES", Text(alloc))],
         [("CapWatts", "n/a")],
         [("CurrentWatts", 0), ("AveWatts", 0)],
         [("ExtSensorsJoules", "n/s"), ("ExtSensorsWatts", 0), ("ExtSensorsTemp", "n/s")],
@@ -199,7 +216,8 @@ def node_lines(node: Json) -> list[Words]:
     ]
 
 
-def _why(node: Json) -> tuple[str, str, float | None]:
+def why_out_of_use(node: Json) -> tuple[str, str, float | None]:
+    """Return why a node is drained or down, by whom and since when; "": it is not."""
     if node["drained"]:
         return node["drained_why"], node["drained_by"], node["drained_at_s"]
     return (node["link_why"], "slurm", node["link_since_s"] or None) if node["state"] == "DOWN" else ("", "", None)
@@ -209,8 +227,6 @@ def partition_lines(partition: Json, nodes: list[Json]) -> list[Words]:
     """Return the lines of a partition; `nodes` are its nodes."""
     limit = "UNLIMITED" if partition["max_time_s"] is None else format_time_s(partition["max_time_s"], full=True)
     usual = "NONE" if partition["default_time_s"] is None else format_time_s(partition["default_time_s"], full=True)
-    mem_mib, gpus = sum(node["mem_mib"] for node in nodes), sum(len(node["gpus"]) for node in nodes)
-    tres = f"cpu={partition['cpus']},mem={format_mem(mem_mib)},node={len(nodes)},billing={partition['cpus']}"
     return [
         [("PartitionName", partition["name"])],
         [
@@ -250,7 +266,7 @@ def partition_lines(partition: Json, nodes: list[Json]) -> list[Words]:
         ],
         [("JobDefaults", None)],
         [("DefMemPerNode", "UNLIMITED"), ("MaxMemPerNode", "UNLIMITED")],
-        [("TRES", Text(tres + (f",gres/gpu={gpus}" if gpus else "")))],
+        [("TRES", Text(tres_of_nodes(partition, nodes)))],
     ]
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 
 from hpcsched import client
 from hpcsched.cli import hacct
-from hpcsched.cli.acctfields import Column, slurms_columns
-from hpcsched.cli.options import HELP, VERSION, Command, Option, Words
+from hpcsched.cli.acctfields import Column, field_names, slurms_columns
+from hpcsched.cli.errors import FAILED
+from hpcsched.cli.options import HELP, VERSION, Command, Option, Words, split_list
 from hpcsched.cli.slurm.face import ELSEWHERE, Face, run_face, with_names
 from hpcsched.client import Json
+from hpcsched.errors import NotFoundError, RequestError
 from hpcsched.listing.jobs import index_ranges
 from hpcsched.listing.states import parse_states
 
@@ -54,9 +57,17 @@ def _run(work: Callable[[Words], int], argv: Sequence[str] | None) -> int:
         for option, text in (("brief", BRIEF), ("long", LONG)):
             if words.has(option):
                 words.given.setdefault("format", [text])
+        known = {name.lower() for name in field_names(_columns())}
+        for name in (word.partition("%")[0] for word in split_list(",".join(words.given.get("format", ())))):
+            if name.lower() not in known:
+                raise RequestError(f'Invalid field requested: "{name[:60]}"')
         if "RUNNING" in parse_states(words.listed("state")):
             words.given["state"].append(",".join(_RUNNING))
-        return int(work(words))
+        try:
+            return int(work(words))
+        except NotFoundError as error:
+            print(f"sacct: fatal: Bad job/step specified: {str(error).partition(': ')[2]}", file=sys.stderr)
+            return FAILED
 
     return run_face(FACE, shaped, argv)
 

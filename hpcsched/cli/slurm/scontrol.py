@@ -134,12 +134,21 @@ def _show_chosen(answer: Json, key: str, wanted: Sequence[str], what: str, words
     missing = [name for name in wanted if name not in by_name]
     chosen = [by_name[name] for name in wanted if name in by_name] if wanted else list(answer[key])
     if words.has("json"):
-        print_json({**answer, key: chosen})
+        _print_json(key, chosen)
     else:
         _print([_lines(key, one) for one in chosen], words)
     for name in missing:
         print(f"{what} {clean(name)} not found")
     return FAILED if missing else 0
+
+
+def _print_json(key: str, chosen: Sequence[Json]) -> None:
+    from hpcsched.cli.slurm import clusterjson  # few ask for it
+
+    if key == "nodes":
+        clusterjson.print_nodes(chosen)
+    else:
+        clusterjson.print_partitions(chosen, client.call("GET", "/v1/nodes")["nodes"])
 
 
 def _lines(key: str, one: Json) -> list[showtext.Words]:

@@ -11,7 +11,6 @@ from hpcsched import client
 from hpcsched.cli import hinfo, reservation
 from hpcsched.cli.nodefields import FIELDS, Group, groups_of
 from hpcsched.cli.options import HELP_LONG, VERSION, Command, Option, UsageError, Words
-from hpcsched.cli.output import print_json
 from hpcsched.cli.slurm.face import ELSEWHERE, Face, look_again, run_face, with_names
 from hpcsched.client import Json
 from hpcsched.listing.formats import Cell, Look, cell_text, format_lines, header_text, parse_long, parse_percent
@@ -74,7 +73,9 @@ def _look(words: Words) -> int:
         partitions = [one for one in partitions if one["name"] in wanted]
     nodes = [node for node in answer["nodes"] if _is_shown(node, words, partitions)]
     if words.has("json"):
-        print_json({**answer, "partitions": partitions, "nodes": nodes})
+        from hpcsched.cli.slurm.clusterjson import print_nodes  # polling does without it
+
+        print_nodes(nodes)
         return 0
     groups = groups_of(cells, partitions, nodes, each=words.has("Node") or words.has("exact"))
     groups = _sorted([group for group in groups if group.nodes or not _narrows(words)], words)

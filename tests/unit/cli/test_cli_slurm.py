@@ -474,3 +474,39 @@ def test_a_step_that_is_named_is_shown_alone(api: FakeApi, capsys: Out) -> None:
     for named, shown in (("10.1", "10.1"), ("10.batch,10.0", "10.batch 10.0"), ("10,10.1", "10 10.batch 10.0 10.1")):
         assert sacct.main(["-nP", "-o", "JobID", "-j", named]) == 0
         assert capsys.readouterr().out.split() == shown.split()
+
+
+def test_nodes_and_partitions_as_json_have_slurm_s_names(api: FakeApi, capsys: Out) -> None:
+    idle = node(
+        "n1", gpus=[{"index": 0, "type": "a100"}], gpus_alloc=1, cpus_alloc=2, mem_alloc_mib=1024, state="MIXED"
+    )
+    drained = node("n2", state="DRAINED", drained=True, drained_why="fan", drained_by="ann", drained_at_s=NOW_S)
+    api.answers["GET /v1/nodes"] = {"now_s": NOW_S, "nodes": [idle, drained]}
+    api.answers["GET /v1/partitions"] = {"partitions": [partition("main", ["n1", "n2"], max_time_s=3600)]}
+    for command in (lambda: sinfo.main(["--json"]), lambda: scontrol.main(["show", "node", "--json"])):
+        assert command() == 0
+        answer = json.loads(capsys.readouterr().out)
+        first, second = answer["nodes"]
+        assert (first["name"], first["state"], first["partitions"]) == ("n1", ["MIXED"], ["main"])
+        assert (first["cpus"], first["alloc_cpus"], first["alloc_idle_cpus"]) == (8, 2, 6)
+        assert (first["real_memory"], first["alloc_memory"], first["gres"]) == (16384, 1024, "gpu:1")
+        assert first["tres_used"] == "cpu=2,mem=1G,gres/gpu=1"
+        assert (second["state"], second["reason"], second["reason_set_by_user"]) == (["IDLE", "DRAIN"], "fan", "ann")
+        assert (answer["errors"], answer["meta"]["Slurm"]["release"]) == ([], "23.02.7")
+    assert scontrol.main(["show", "partition", "main", "--json"]) == 0
+    (shown,) = json.loads(capsys.readouterr().out)["partitions"]
+    assert (shown["name"], shown["nodes"]["total"], shown["partition"]["state"]) == ("main", 2, ["UP"])
+    assert shown["maximums"]["time"] == {"set": True, "infinite": False, "number": 60}
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["-o", "JobID,nope"], 'sacct: error: Invalid field requested: "nope"\n'),
+        (["-j", "no one"], "sacct: fatal: Bad job/step specified: no one\n"),
+    ],
+)
+def test_what_sacct_cannot_show_it_says_in_slurm_s_words(argv: list[str], says: str, api: FakeApi, capsys: Out) -> None:
+    api.answers["GET /v1/jobs"] = (404, {"error": "Invalid job id specified: no one", "kind": "NotFoundError"})
+    assert sacct.main(argv) == 1
+    assert capsys.readouterr().err.endswith(says)
