@@ -154,7 +154,7 @@ VALUES: dict[str, _Value] = {
     "hints": lambda view: list(view.job.spec.hints),
     "dependency": lambda view: terms_text(view.job.dependency, any_one=view.job.dependency_any),
     **_plains("deadline_at_s", "reservation"),
-    **_askeds("mincpus", "tmp_mib"),
+    **_askeds("mincpus", "tmp_mib", "mem_per_cpu_mib"),
     "asked_nodes": lambda view: list(view.job.spec.nodelist),
     "excluded_nodes": lambda view: list(view.job.spec.exclude),
     **_askeds("submit_host"),

@@ -14,7 +14,7 @@ from hpcsched.cli.options import UsageError, nearest, split_list
 from hpcsched.cli.output import date_text
 from hpcsched.client import Json
 from hpcsched.listing.formats import Look
-from hpcsched.listing.jobs import exit_text, goodput_text, loss_text, memory_of_node, rate_text, step_text, tres_text
+from hpcsched.listing.jobs import exit_text, goodput_text, loss_text, memory_in_all, rate_text, step_text, tres_text
 from hpcsched.model.hostlist import compress_hostlist
 from hpcsched.model.units import format_time_s
 
@@ -313,7 +313,7 @@ _COLUMNS = (
     Column("QOS", _only_job("qos"), True),
     Column("Reason", _reason, True, slurms=22),
     Column("ReqCPUS", _req_cpus, True, slurms=8),
-    Column("ReqMem", lambda row: "" if row.step else memory_of_node(row.job), True),
+    Column("ReqMem", lambda row: "" if row.step else memory_in_all(row.job), True),
     Column("ReqNodes", lambda row: str(row.job["num_nodes"]) if row.step is None else "", True, slurms=8),
     Column("ReqTRES", _req_tres, True),
     Column("Reservation", _only_job("reservation"), True, slurms=20),

@@ -47,11 +47,20 @@ def exit_text(job: Job) -> str:
     return f"{job['exit_code'] or 0}:{job['exit_signal'] or 0}"
 
 
-def memory_of_node(job: Job) -> str:
-    """Return the memory on each node."""
+def memory_asked(job: Job) -> str:
+    """Return the memory that was asked for, on each node or, if it was asked for so, for each cpu."""
+    if job.get("mem_per_cpu_mib"):  # of the controller before this one: none
+        return format_mem(job["mem_per_cpu_mib"])
     if job["mem_mib"] is None:
         return "0"
     return format_mem(job["mem_mib"] // (max(1, job["num_nodes"]) if job["node_list"] else 1))
+
+
+def memory_in_all(job: Job) -> str:
+    """Return the memory of the whole job, on all of its nodes."""
+    if not job["node_list"] and job.get("mem_per_cpu_mib"):
+        return format_mem(job["mem_per_cpu_mib"] * job["num_cpus"])
+    return format_mem((job["mem_mib"] or 0) * (1 if job["node_list"] else max(1, job["num_nodes"])))
 
 
 def start_s(job: Job) -> float | None:
@@ -126,8 +135,7 @@ def gres_of_node(job: Job) -> str:
 
 def tres_text(job: Job, *, billing: bool = False) -> str:
     """Return what the job has, or asks for as long as it waits, as ``cpu=8,mem=4G,node=2,gres/gpu=2``."""
-    mem_mib = (job["mem_mib"] or 0) * (1 if job["node_list"] else max(1, job["num_nodes"]))
-    parts = [f"cpu={job['num_cpus']}", f"mem={format_mem(mem_mib)}", f"node={job['num_nodes']}"]
+    parts = [f"cpu={job['num_cpus']}", f"mem={memory_in_all(job)}", f"node={job['num_nodes']}"]
     parts += [f"billing={job['num_cpus']}"] if billing else []
     counts = (("gpu", job["gpus"]), ("shard", job.get("shards", 0)))
     return ",".join(parts + [f"gres/{name}={count}" for name, count in counts if count])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from hpcsched.cli.showtext import Words
 from hpcsched.client import Json
-from hpcsched.listing.jobs import end_s, exit_text, gres_of_node, memory_of_node, reason, start_s, tres_text
+from hpcsched.listing.jobs import end_s, exit_text, gres_of_node, memory_asked, reason, start_s, tres_text
 from hpcsched.listing.text import clean, date_text
 from hpcsched.model.hostlist import compress_hostlist
 from hpcsched.model.units import format_mem, format_time_s
@@ -112,7 +112,7 @@ def job_lines(job: Json) -> list[Words]:
         *(_share(share) for share in job["shares"]),
         [
             ("MinCPUsNode", max(1, job.get("mincpus") or 0)),
-            ("MinMemoryNode", memory_of_node(job)),
+            ("MinMemoryCPU" if job.get("mem_per_cpu_mib") else "MinMemoryNode", memory_asked(job)),
             ("MinTmpDiskNode", format_mem(job.get("tmp_mib") or 0)),
         ],
         [("Features", job["constraint"]), ("DelayBoot", "00:00:00")],

@@ -243,8 +243,8 @@ def test_sacct_has_sacct_widths_and_a_space_behind_each(api: FakeApi, capsys: Ou
         (["-X", "-n", "-o", "nodelist%-20"], "n[1-2]               "),
         (["-Xnp", "-o", "JobID,ExitCode,DerivedExitCode"], "10|3:0|0:0|"),
         (["-XnP", "--delimiter=^|^", "-o", "JobID,Elapsed,NNodes,ReqMem,Timelimit,AdminComment"],
-         "10^|^00:01:01^|^2^|^4G^|^01:00:00^|^"),
-        (["-XnP", "--units=M", "-o", "ReqMem,CPUTimeRAW,Planned"], "4096M|488|00:01:40"),
+         "10^|^00:01:01^|^2^|^8G^|^01:00:00^|^"),
+        (["-XnP", "--units=M", "-o", "ReqMem,CPUTimeRAW,Planned"], "8192M|488|00:01:40"),
         (["-XnP", "-b"], "10|FAILED|3:0"),
     ],
 )  # fmt: skip

@@ -14,7 +14,7 @@ from fake_api import NOW_S, ended, job, running, task
 from hpcsched.errors import UsageError
 from hpcsched.listing.formats import Look, format_lines, relative_text
 from hpcsched.listing.jobfields import FIELDS, parse_format, parse_long_format
-from hpcsched.listing.jobs import index_ranges
+from hpcsched.listing.jobs import index_ranges, memory_asked, memory_in_all
 from hpcsched.listing.queue import make_listing, queue_text, row_of
 
 LOOK = Look(NOW_S)
@@ -175,3 +175,15 @@ def test_an_order_that_there_is_not_is_refused() -> None:
 def test_the_long_list_says_when() -> None:
     listing = make_listing("%i", long=False, order="", header=True, dated=True)
     assert queue_text([], listing, LOOK).splitlines()[1:] == ["JOBID"]
+
+
+def test_memory_is_shown_as_it_was_asked_for_and_of_the_whole_job() -> None:
+    waiting, runs = (
+        job() | {"mem_per_cpu_mib": 100, "mem_mib": None},
+        running() | {"mem_per_cpu_mib": 100, "mem_mib": 800},
+    )
+    for one in (waiting, runs):
+        assert (memory_asked(one), memory_in_all(one)) == ("100M", "800M")
+    assert (memory_asked(running()), memory_in_all(running())) == ("4G", "8G")
+    assert (memory_asked(job()), memory_in_all(job())) == ("4G", "8G")
+    assert (memory_asked(job(mem_mib=None)), memory_in_all(job(mem_mib=None))) == ("0", "0")
