@@ -226,7 +226,7 @@ def _known(reference: str) -> str:
     if number.partition("_")[0].isdigit():
         return number
     jobs = client.call("GET", client.query("/v1/jobs", id=reference))["jobs"]
-    return str(jobs[0]["display_id"])
+    return str(jobs[0]["array_job_id"] or jobs[0]["id"])
 
 
 def _is_meant(job: Json, reference: str) -> bool:

@@ -1,11 +1,11 @@
-"""What users call a job: `12`, `10_3`, `10_[1-3,7]`, `10` for a whole array, `last`, or a unique name."""
+"""What users call a job: `12`, `10_3`, `10_[1-3,7]`, `10` for a whole array, `last` for what they submitted last, or a name."""
 
 from __future__ import annotations
 
 import re
 
 from hpcsched.errors import NotFoundError, RequestError
-from hpcsched.model.job import Job
+from hpcsched.model.job import FINAL, Job
 from hpcsched.store.world import World
 
 _REFERENCE = re.compile(r"(\d+)(?:_(?:(\d+)|\[([0-9,\-]+)\]))?(?:\+0)?\Z")
@@ -19,7 +19,7 @@ def find_jobs(world: World, reference: str, uid: int) -> list[Job]:
     """
     match = _REFERENCE.match(reference)
     if match is None:
-        return [_by_name(world, reference, uid)]
+        return _by_name(world, reference, uid)
     job_id, task, tasks = match.groups()
     found = world.numbered(int(job_id))
     if task is not None or tasks is not None:
@@ -30,19 +30,27 @@ def find_jobs(world: World, reference: str, uid: int) -> list[Job]:
     return found
 
 
-def _by_name(world: World, name: str, uid: int) -> Job:
+def _by_name(world: World, name: str, uid: int) -> list[Job]:
+    """Return the user's job of that name, of an array all tasks; one that is not over rather than those that are."""
     mine = [job for job in world.jobs.values() if job.uid == uid]
     if name == "last":
         if not mine:
             raise NotFoundError("Invalid job id specified: you have no recent job")
-        return max(mine, key=lambda job: job.id)
+        last = max(map(_submission, mine))
+        return [job for job in mine if _submission(job) == last]
     named = [job for job in mine if job.spec.name == name]
     if not named:
         raise NotFoundError(f"Invalid job id specified: {name}")
-    if len(named) > 1:
-        ids = " ".join(job.display_id for job in named[:10])
-        raise RequestError(f"cannot tell which job {name!r} means: you have {len(named)} of that name: {ids}")
-    return named[0]
+    live = {_submission(job) for job in named if job.state not in FINAL} or {_submission(job) for job in named}
+    if len(live) > 1:
+        ids = " ".join(map(str, sorted(live)[:10]))
+        raise RequestError(f"cannot tell which job {name!r} means: you have {len(live)} of that name: {ids}")
+    return [job for job in named if _submission(job) in live]
+
+
+def _submission(job: Job) -> int:
+    """Return the number that `hsub` has said."""
+    return job.array_job_id or job.id
 
 
 def _indices(text: str) -> set[int]:

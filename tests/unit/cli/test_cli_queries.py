@@ -181,6 +181,9 @@ def test_hacct_finds_jobs_by_name_and_times_in_slurms_notations(api: FakeApi) ->
     assert api.parameters("GET /v1/history") == {
         "id": "33", "state": "COMPLETED,FAILED", "start_s": str(NOW_S - 8 * 3600), "end_s": str(NOW_S)
     }  # fmt: skip
+    api.answers["GET /v1/jobs"] = {"now_s": NOW_S, "jobs": [task(20, 1), task(20, 2)]}
+    assert hacct.main(["-j", "last"]) == 0
+    assert api.parameters("GET /v1/history") == {"id": "20"}
     assert hacct.main([]) == 0
     assert set(api.parameters("GET /v1/history")) == {"user", "start_s"}
 
