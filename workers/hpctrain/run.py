@@ -40,6 +40,7 @@ from hpctrain.checkpoint import (
     Retention,
     Writer,
     claim,
+    refuge,
     replay_through,
     restore_newest,
 )
@@ -55,7 +56,7 @@ from hpctrain.data.prefetch import Prefetcher
 from hpctrain.data.sources import Source
 from hpctrain.data.staging import staged
 from hpctrain.env import job_facts
-from hpctrain.errors import EXIT_FAILED, EXIT_REQUEUE, MismatchError, PeerLost, TrainError
+from hpctrain.errors import EXIT_FAILED, EXIT_REQUEUE, MismatchError, PeerLost, PublishError, TrainError
 from hpctrain.goodput import carried_on
 from hpctrain.loop import (
     Identity,
@@ -313,6 +314,7 @@ class Run:
         restored = None
         if self.is_first and self._claim is None:
             self._claim = self._take_over()
+            self._bring_back()
             restored = self._restore(live(), replay) if max(steps) < 0 else None
             self._distrusted = restored.damaged if restored else ()
             if not self._shares_writing:
@@ -336,6 +338,17 @@ class Run:
                 f"cannot start anew in {self._options.out}: it has checkpoints up to {names[0]}; give another --out"
             )
         return claim(directory, job_facts(self._environ), time.time())
+
+    def _bring_back(self) -> None:
+        """What an earlier attempt could keep on this host only goes to the share first."""
+        assert self._claim is not None
+        try:
+            names = refuge.bring_back(refuge.place_for(self._claim.directory), self._claim)
+        except (OSError, PublishError) as error:
+            print(f"checkpoint: what this host has kept cannot be brought to the share: {error}", flush=True)
+            return
+        for name in names:
+            print(f"checkpoint: {name}, which this host has kept, is on the share now", flush=True)
 
     def _restore(self, tensors: dict[str, torch.Tensor], replay: Replay) -> Restored | None:
         directory = self._options.out / "checkpoints"

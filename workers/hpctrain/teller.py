@@ -43,6 +43,7 @@ class Teller:
     ) -> None:
         self._options, self._comm, self._identity, self._goodput = options, comm, identity, goodput
         self._heartbeat = Heartbeat(environ)
+        self._away = ""  # why the last checkpoint is not on the share
         self._kept_step, self._kept_at_s = 0, 0.0  # the last checkpoint of this attempt, on the monotonic clock
         self._epoch_samples = epoch_samples
         self._scaling = Scaling(hosts)
@@ -99,7 +100,7 @@ class Teller:
                 checkpoint_step=self._kept_step,
                 checkpoint_at_s=self._kept_at_s,
                 goodput=self._goodput.share(time.time()),
-                note=self._scaling.straggler(),
+                note=self._away or self._scaling.straggler(),
             )
         )
 
@@ -155,6 +156,7 @@ class Teller:
     def _tell_checkpoint(self, report: Report | None) -> None:
         if report is None:
             return
+        self._away = f"checkpoints: {report.error}" if report.error else ""
         if report.error:
             print(f"checkpoint of step {report.step}: {report.error}", flush=True)
             return

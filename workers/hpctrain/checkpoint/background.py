@@ -106,7 +106,10 @@ class Writer:
             return None
         (log, taken), self._lent = self._lent, None
         report, self._standing = self._result()
-        if log is not None and taken is not None:  # of an elastic run the loop, and its log, may be another by now
+        held = taken is not None and taken.loose.number in self._standing.held  # somebody reads them still
+        if (
+            log is not None and taken is not None and not held
+        ):  # of an elastic run the loop, and its log, may be another by now
             log.give_back(taken)
         if self._log is not None:
             self._log.enabled = self._standing.by_log is not False
@@ -119,7 +122,8 @@ class Writer:
     def _copied(self, state: State) -> Snapshot:
         layout = layout_of(state)
         alike = [snapshot for snapshot in self._snapshots if snapshot.layout == layout]
-        free = [snapshot for snapshot in alike if snapshot.number != self._standing.kept]
+        taken = {self._standing.kept, *self._standing.held}
+        free = [snapshot for snapshot in alike if snapshot.number not in taken]
         snapshot = free[0] if free else Snapshot(layout)
         self._snapshots = alike if free else [*alike, snapshot]
         snapshot.fill(state)

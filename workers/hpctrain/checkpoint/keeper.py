@@ -2,23 +2,34 @@
 
 It packs, hashes and writes what the trainer has copied into memory that both have.  Does not know torch.
 Rules: what was handed over whole is published, also if the trainer is killed meanwhile: a job's signals, which go to all of
-its processes, are not for this one.  It ends when the trainer has, after what it is about.
+its processes, are not for this one.  It ends when the trainer has, after what it is about.  While the share fails, or does not
+answer, the newest state goes to this node's own disk, and to the share as soon as that takes it.
 """
 
 from __future__ import annotations
 
 import os
+import select
 import signal
 import socket
 import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
 
+from hpctrain.checkpoint import refuge
+from hpctrain.checkpoint.buffers import Buffer
 from hpctrain.checkpoint.group import First, Other
 from hpctrain.checkpoint.handing import Handing
-from hpctrain.checkpoint.maker import Maker, Order, Task
+from hpctrain.checkpoint.maker import Maker, Order, Report, Standing, Task
 from hpctrain.checkpoint.retain import Retention
-from hpctrain.errors import StaleAttemptError
+from hpctrain.errors import PublishError, StaleAttemptError
 
 NICE = 5  # the trainer's own work comes first
+PATIENCE_S = 60.0  # a share that takes longer than this is away
+AGAIN_S = 10.0  # until it is asked again
 
 
 def main(descriptor: int, listener: int | None = None) -> int:
@@ -30,19 +41,94 @@ def main(descriptor: int, listener: int | None = None) -> int:
     try:
         task = line.receive()
         assert isinstance(task, Task)
-        retention = Retention(task.claim, task.policy, task.distrusted)
-        maker = Maker(task.claim, task.parent, task.base_every, retention, task.chunk_bytes, _group(task, listener))
+        keeper = Keeper(task, _group(task, listener), float(os.environ.get("HPCTRAIN_PATIENCE_S", PATIENCE_S)))
         while True:
+            while not select.select([line], [], [], AGAIN_S if keeper.waiting else None)[0]:
+                keeper.again()
             order = line.receive()
             assert isinstance(order, Order)
-            try:
-                said: object = maker.make(order)
-            except StaleAttemptError as error:
-                said = error
-            line.send((said, maker.standing))
-            maker.tidy()
+            line.send(keeper.make(order))
+            keeper.tidy()
     except (EOFError, ConnectionError):
         return 0
+
+
+class Keeper:
+    """Has checkpoints made on the share, and on this node's own disk while the share does not take them."""
+
+    def __init__(self, task: Task, group: First | Other | None, patience_s: float) -> None:
+        self._task, self._patience_s = task, patience_s
+        retention = Retention(task.claim, task.policy, task.distrusted)
+        self._maker = Maker(task.claim, task.parent, task.base_every, retention, task.chunk_bytes, group)
+        self._alone = group is None  # else no process has the whole state
+        self._share = ThreadPoolExecutor(1, "share")
+        self._slow: Future[Report] | None = None  # what the share has not answered yet
+        self._read: set[int] = set()  # numbers of buffers that this one still reads
+        self._place = refuge.place_for(task.claim.directory)
+        self._packers = ThreadPoolExecutor(1, "refuge")
+        self.waiting = False  # something is to be brought to the share
+
+    def make(self, order: Order) -> tuple[Report | StaleAttemptError, Standing]:
+        """This will make a checkpoint, somewhere."""
+        started_s = time.perf_counter()
+        if self._slow is not None and self._slow.done():
+            self._slow, self._read = None, set()
+        if self._slow is not None:
+            return self._locally(order, started_s, "the share still does not answer")
+        self._slow = self._share.submit(self._maker.make, order)
+        try:
+            report = self._slow.result(self._patience_s if self._alone else None)
+        except TimeoutError:
+            self._read = {buffer.number for buffer in _buffers(order)}
+            return self._locally(order, started_s, f"the share has not answered for {self._patience_s:g} s")
+        except StaleAttemptError as error:
+            return error, self._maker.standing
+        self._slow = None
+        if report.error and self._alone:
+            return self._locally(order, started_s, report.error)
+        return report, self._maker.standing
+
+    def again(self) -> None:
+        """This will bring to the share what it has not taken before, if it takes it now."""
+        if self._slow is not None and not self._slow.done():
+            return
+        with suppress(PublishError, OSError, StaleAttemptError):
+            for name in refuge.bring_back(self._place, self._task.claim):
+                print(f"checkpoint: {name} is on the share now, which takes them again", flush=True)
+            self.waiting = False
+
+    def tidy(self) -> None:
+        """This will remove what is not wanted any more."""
+        if self._slow is None:
+            self._maker.tidy()
+
+    def _locally(self, order: Order, started_s: float, why: str) -> tuple[Report, Standing]:
+        """Keep the state on this node's own disk."""
+        self.waiting, where = True, "only the running program has the state"
+        if order.snapshot is not None:
+            try:
+                refuge.keep(self._place, order.snapshot, order.facts, self._packers, self._task.chunk_bytes)
+                where = f"kept on {socket.gethostname()} in {self._place}"
+            except (PublishError, OSError) as error:
+                where += f": {error}"
+        report = Report(
+            step=order.facts.step,
+            kind="base",
+            stored_bytes=0,
+            copy_s=order.copy_s,
+            write_s=time.perf_counter() - started_s,
+            error=f"{why}; {where}",
+        )
+        standing = Standing(away=True) if self._slow is not None else replace(self._maker.standing, away=True)
+        return report, replace(standing, held=frozenset(self._read))
+
+
+def _buffers(order: Order) -> Iterator[Buffer]:
+    if order.snapshot is not None:
+        yield order.snapshot
+    if order.taken is not None:
+        yield order.taken.loose
+        yield from (step.flats for step in order.taken.steps)
 
 
 def _group(task: Task, listener: int | None) -> First | Other | None:

@@ -61,11 +61,13 @@ class Standing:
     by_log: bool | None = None  # whether gradients are smaller; None: not yet measured in this chain
     room: bool = False  # for another increment in this chain
     kept: int | None = None  # the number of the buffer that the next increment is taken against
+    held: frozenset[int] = frozenset()  # numbers of buffers that somebody still reads
+    away: bool = False  # the share has not taken the last one
 
     @property
     def takes_log(self) -> bool:
         """Whether the next checkpoint can be gradients alone."""
-        return bool(self.by_log) and self.room
+        return bool(self.by_log) and self.room and not self.away
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

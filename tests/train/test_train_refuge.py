@@ -1,0 +1,146 @@
+"""A share that is full, read-only, slow or away: the newest state is on the node's own disk, and on the share later."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from test_train_checkpoint import CHUNK_BYTES, NO_JOB, assert_holds, facts, state, write
+
+from hpctrain.checkpoint import claim, files, refuge
+from hpctrain.checkpoint.keeper import Keeper
+from hpctrain.checkpoint.listing import checkpoint_names
+from hpctrain.checkpoint.maker import Order, Report, Task
+from hpctrain.checkpoint.retain import Policy
+from hpctrain.checkpoint.snapshot import Snapshot, layout_of
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HPCTRAIN_REFUGE", str(tmp_path / "local"))
+    return refuge.place_for(tmp_path / "share")
+
+
+class World:
+    def __init__(self, share: Path, patience_s: float = 60.0) -> None:
+        self.claim = claim(share, NO_JOB, now_s=0.0)
+        task = Task(
+            claim=self.claim, parent=None, base_every=9, policy=Policy(keep=2), distrusted=(), chunk_bytes=CHUNK_BYTES
+        )
+        self.keeper = Keeper(task, None, patience_s)
+
+    def make(self, step: int) -> Report:
+        snapshot = Snapshot(layout_of(state(step)))
+        snapshot.fill(state(step))
+        made = Order(snapshot=snapshot, taken=None, facts=facts(step, self.claim.attempt), copy_s=0.0)
+        report, self.standing = self.keeper.make(made)
+        assert isinstance(report, Report)
+        self.number = snapshot.number
+        return report
+
+
+def failing(share: Path, error: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.open
+
+    def refuse(path: object, flags: int, *more: object, **options: object) -> int:
+        if str(path).startswith(str(share)) and flags & os.O_CREAT:
+            raise OSError(error, os.strerror(error))
+        return real(path, flags, *more, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(files.os, "open", refuse)
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EROFS, errno.ESTALE, errno.EIO])
+def test_what_the_share_does_not_take_is_kept_here_and_brought_there_later(
+    tmp_path: Path, place: Path, monkeypatch: pytest.MonkeyPatch, error: int
+) -> None:
+    share = tmp_path / "share"
+    world = World(share)
+    assert world.make(1).error is None
+    with monkeypatch.context() as broken:
+        failing(share, error, broken)
+        for step in (2, 3):
+            told = world.make(step).error or ""
+            assert os.strerror(error) in told
+            assert f"in {place}" in told
+            assert world.standing.away
+            assert world.standing.last_step == 1
+        assert [name[:15] for name in checkpoint_names(place)] == ["step-0000000003"], "the newest alone"
+        world.keeper.again()
+        assert world.keeper.waiting
+    assert_holds(share, 1)
+    world.keeper.again()
+    assert not world.keeper.waiting
+    assert not list(place.iterdir()) or [path.name for path in place.iterdir()] == ["LATEST"]
+    assert_holds(share, 3)
+    assert world.make(4).error is None
+    assert_holds(share, 4)
+
+
+def test_a_share_that_hangs_is_not_waited_for_and_its_buffer_is_left_alone(
+    tmp_path: Path, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    share, back = tmp_path / "share", threading.Event()
+    world = World(share, patience_s=0.2)
+    real = files.write_new
+
+    def hang(path: Path, pieces: object, **options: object) -> int:
+        if path.parent == share:
+            assert back.wait(60)
+        return real(path, pieces, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(files, "write_new", hang)
+    assert "has not answered for 0.2 s; kept on " in (world.make(1).error or "")
+    held = world.number
+    assert world.standing.held == {held}
+    assert "the share still does not answer; kept on " in (world.make(2).error or "")
+    assert world.standing.held == {held}
+    assert checkpoint_names(place)[0].startswith("step-0000000002")
+    slow = world.keeper._slow
+    back.set()
+    assert slow is not None
+    assert slow.result(60).error is None
+    world.keeper.again()
+    assert_holds(share, 2)
+    assert world.make(3).error is None
+    assert not world.standing.held
+    assert_holds(share, 3)
+
+
+def test_a_disk_of_ones_own_that_is_full_too_is_said(
+    tmp_path: Path, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(tmp_path / "share")
+    failing(tmp_path, errno.ENOSPC, monkeypatch)
+    assert "only the running program has the state: " in (world.make(1).error or "")
+    monkeypatch.undo()
+    monkeypatch.setenv("HPCTRAIN_REFUGE", str(tmp_path / "local"))
+    assert world.make(2).error is None
+
+
+def test_an_older_state_of_this_host_does_not_go_to_the_share(tmp_path: Path, place: Path) -> None:
+    snapshot = Snapshot(layout_of(state(2)))
+    snapshot.fill(state(2))
+    with ThreadPoolExecutor(1) as pool:
+        refuge.keep(place, snapshot, facts(2, 0), pool, CHUNK_BYTES)
+    share = tmp_path / "share"
+    write(share, [1, 2, 3])
+    assert refuge.bring_back(place, claim(share, NO_JOB, now_s=0.0)) == []
+    assert checkpoint_names(place) == []
+    assert_holds(share, 3)
+
+
+def test_a_run_that_begins_anew_brings_it_first(tmp_path: Path, place: Path) -> None:
+    share = tmp_path / "share"
+    write(share, [1])
+    snapshot = Snapshot(layout_of(state(2)))
+    snapshot.fill(state(2))
+    with ThreadPoolExecutor(1) as pool:
+        refuge.keep(place, snapshot, facts(2, 0), pool, CHUNK_BYTES)
+    mine = claim(share, NO_JOB, now_s=0.0)
+    assert refuge.bring_back(place, mine) == ["step-0000000002.a0000"]
+    assert_holds(share, 2)

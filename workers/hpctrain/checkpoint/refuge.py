@@ -1,0 +1,114 @@
+"""A place on this node's own disk for the newest state, while the share does not take it.
+
+Holds one checkpoint, a base, in the format of the share; it is brought there when that is possible again.
+Rules: of each run on this host one directory, of its user alone; the checkpoint before is removed when the new one is whole; what
+is brought back keeps its name, and is published by the rules of `write`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import Executor
+from pathlib import Path
+
+from hpctrain.checkpoint import fence, files
+from hpctrain.checkpoint.buffers import Buffer
+from hpctrain.checkpoint.chunks import CHUNK_BYTES
+from hpctrain.checkpoint.fence import Claim
+from hpctrain.checkpoint.listing import LATEST, checkpoint_names
+from hpctrain.checkpoint.manifest import SUFFIX, Facts, from_bytes, order_of
+from hpctrain.checkpoint.write import publish, write_part
+from hpctrain.errors import DamagedError
+
+PIECE_BYTES = 1 << 20
+
+
+def place_for(directory: Path) -> Path:
+    """This will name the refuge of the checkpoints in a directory."""
+    digest = hashlib.sha256(os.fsencode(os.path.abspath(directory))).hexdigest()[:16]
+    top = Path(os.environ.get("HPCTRAIN_REFUGE") or Path(tempfile.gettempdir(), f"hpctrain-{os.getuid()}"))
+    return top / digest
+
+
+def keep(place: Path, snapshot: Buffer, facts: Facts, pool: Executor, chunk_bytes: int = CHUNK_BYTES) -> None:
+    """This will keep a state here, instead of the one before.
+
+    Raises:
+        OSError, PublishError: this disk does not take it either.
+    """
+    place.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if place.stat().st_uid != os.getuid():
+        raise PermissionError(f"{place} is another user's")
+    before = checkpoint_names(place)
+    here = Claim(directory=place, attempt=facts.attempt)
+    part = write_part(here, snapshot, facts, None, pool, chunk_bytes)
+    publish(here, facts, [part], None, None, chunk_bytes)
+    for name in before:
+        _remove(place, name)
+
+
+def bring_back(place: Path, mine: Claim) -> list[str]:
+    """This will publish what is here on the share, unless something newer is there; and leave nothing here.
+
+    Returns the names of what was published.
+
+    Raises:
+        PublishError, OSError: the share still does not take it; it stays here.
+        StaleAttemptError: a later attempt has taken over.
+    """
+    published = []
+    for name in checkpoint_names(place):
+        there = checkpoint_names(mine.directory)
+        if not there or (order_of(name) or ()) > (order_of(there[0]) or ()):
+            try:
+                _publish(place, name, mine)
+            except DamagedError:
+                pass  # this disk has lost it
+            else:
+                published.append(name)
+        _remove(place, name)
+    return published
+
+
+def _publish(place: Path, name: str, mine: Claim) -> None:
+    fence.check(mine)
+    content = (place / (name + SUFFIX)).read_bytes()
+    for data in from_bytes(content).data:
+        target = mine.directory / data.file
+        if files.remove(target):  # of a publication that was broken off
+            files.sync_directory(mine.directory)
+        files.write_new(target, _pieces(place / data.file, data.bytes), direct=True)
+    files.sync_directory(mine.directory)
+    draft = files.write_draft(mine.directory / (name + SUFFIX), content)
+    try:
+        fence.check(mine)
+        files.commit(draft, mine.directory / (name + SUFFIX))
+    finally:
+        files.remove(draft)
+    files.replace_hint(mine.directory / LATEST, (name + SUFFIX).encode() + b"\n")
+
+
+def _pieces(path: Path, length: int) -> Iterator[bytes]:
+    try:
+        with path.open("rb") as stream:
+            for low in range(0, length, PIECE_BYTES):
+                piece = stream.read(min(PIECE_BYTES, length - low))
+                if len(piece) != min(PIECE_BYTES, length - low):
+                    raise DamagedError(f"{path} ends early")
+                yield piece
+    except FileNotFoundError as error:
+        raise DamagedError(f"{path} is not there") from error
+
+
+def _remove(place: Path, name: str) -> None:
+    path = place / (name + SUFFIX)
+    try:
+        data = [one.file for one in from_bytes(path.read_bytes()).data]
+    except (DamagedError, FileNotFoundError):
+        data = []
+    files.remove(path)
+    for file in data:
+        files.remove(place / file)
