@@ -5,6 +5,7 @@
 #              crash with every fault of every message, each pair in one small story (an hour; EVERY=50: every 50th pair;
 #              STORIES=all: in every story that has it); goes on where it was stopped (sim-out/)
 # make kill-rounds  a real cluster with real sshds: in each of ROUNDS=300 rounds something is killed while jobs flow (SEED=1)
+# make checkpoint-rounds  checkpoints on a share like NFS: in each of ROUNDS=1000 rounds requests fail and writers die (SEED=1)
 # make compat  the clients of Slurm that take minutes as well, unmodified, against a cluster on this machine
 # make lint    style and architecture
 # make clean   remove what make made
@@ -21,7 +22,7 @@ TORCH ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo 'torch>=2.6' || e
 # instead, whose imports take as long as Python's start, at the start of every command.
 PLAIN_PATHS := --config-settings editable_mode=compat
 
-.PHONY: venv demo test compat bench sim kill-rounds lint clean
+.PHONY: venv demo test compat bench sim kill-rounds checkpoint-rounds lint clean
 
 venv: $(VENV)/.done
 
@@ -58,6 +59,9 @@ sim: venv
 
 kill-rounds: venv
 	@$(BIN)/python -m tests.integration.kill_rounds --rounds $(or $(ROUNDS),300) --seed $(or $(SEED),1)
+
+checkpoint-rounds: venv
+	@$(BIN)/python -m tests.train.checkpoint_rounds --rounds $(or $(ROUNDS),1000) --seed $(or $(SEED),1)
 
 lint: venv
 	$(BIN)/ruff check .

@@ -75,7 +75,7 @@ class Keeper:
             self._slow, self._read = None, set()
         if self._slow is not None:
             return self._locally(order, started_s, "the share still does not answer")
-        self._slow = self._share.submit(self._maker.make, order)
+        self._slow = self._share.submit(self._on_share, order)
         try:
             report = self._slow.result(self._patience_s if self._alone else None)
         except TimeoutError:
@@ -87,6 +87,11 @@ class Keeper:
         if report.error and self._alone:
             return self._locally(order, started_s, report.error)
         return report, self._maker.standing
+
+    def _on_share(self, order: Order) -> Report:
+        """Make it on the share, and once more if that fails: some errors do not last."""
+        report = self._maker.make(order)
+        return self._maker.make(order) if report.error and self._alone else report
 
     def again(self) -> None:
         """This will bring to the share what it has not taken before, if it takes it now."""

@@ -9,11 +9,13 @@ attempt.  LATEST is only one more name to look at.  Tensors are read by several 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -27,8 +29,10 @@ from hpctrain.checkpoint.snapshot import Layout, Snapshot, compare
 from hpctrain.checkpoint.write import Published
 from hpctrain.errors import DamagedError, NoCheckpointError
 
+T = TypeVar("T")
 # Brings live tensors and the snapshot from what was read to the checkpoint, through `logs`; raises DamagedError.
 Replay = Callable[[Path, Published], None]
+AGAIN_S = (0.0, 0.01, 0.1, 1.0)  # what is waited before it is read again
 STRETCH_BYTES = 16 << 20  # what a thread reads at a time
 
 
@@ -168,10 +172,26 @@ def read_chain(directory: Path, name: str) -> list[tuple[Manifest, str]]:
     return chain[::-1]
 
 
+def patiently(call: Callable[[], T]) -> T:
+    """This will read, and again if the share fails: a handle that is stale, or one error, is no damage.
+
+    Raises:
+        OSError: it fails each time, or there is nothing.
+    """
+    for wait_s in AGAIN_S:
+        try:
+            return call()
+        except FileNotFoundError:
+            raise
+        except OSError:
+            time.sleep(wait_s)
+    return call()
+
+
 def _read_manifest(directory: Path, name: str) -> tuple[Manifest, str]:
     path = directory / (name + SUFFIX)
     try:
-        content = path.read_bytes()
+        content = patiently(path.read_bytes)
     except OSError as error:
         raise DamagedError(f"{path.name} cannot be read ({error.strerror})") from error
     try:
@@ -215,7 +235,7 @@ def _opened(directory: Path, manifest: Manifest) -> Iterator[list[int]]:
 @contextmanager
 def _opened_one(path: Path, length: int) -> Iterator[int]:
     try:
-        with path.open("rb") as stream:
+        with patiently(lambda: path.open("rb")) as stream:
             size_bytes = os.fstat(stream.fileno()).st_size
             if size_bytes != length:
                 raise DamagedError(f"{path.name} has {size_bytes} bytes instead of {length}")
