@@ -5,6 +5,7 @@ Usage: faulty_chargpt.py FAULT OPTIONS..., where FAULT is one of
     rank:R:N        rank R is killed at the beginning of its step N
     slot:S:N        who is in slot S of an elastic run, or began as rank S, is killed at the beginning of step N
     still:S:N       ... is stopped (SIGSTOP) there
+    untold:N        rank 0 is killed when all have taken step N, before it tells of it
     raises:R:N      rank R raises an error at the beginning of its step N
     await:N         rank 0 does not begin step N before a stop signal has come
     nan:R:N         rank R's loss is not a number at step N
@@ -22,6 +23,7 @@ import hpctrain.loop
 from hpctrain.checkpoint import files
 from hpctrain.examples import chargpt_run
 from hpctrain.examples.chargpt import main
+from hpctrain.run import Run
 from hpctrain.signals import StopRequest
 
 
@@ -63,6 +65,18 @@ def in_slot(slot: int, number: int, act) -> None:  # noqa: ANN001
             at_step(rank, number, act)
 
 
+def before_telling(number: int) -> None:
+    """Kill rank 0 when step `number` is over."""
+    real = Run._tell
+
+    def tell(self: Run, report, teller) -> None:  # noqa: ANN001
+        if self.is_first and report.step == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        real(self, report, teller)
+
+    Run._tell = tell
+
+
 def fail() -> None:
     raise ValueError("a fault of the test's")
 
@@ -98,6 +112,8 @@ if __name__ == "__main__":
             in_slot(int(arguments[0]), int(arguments[1]), lambda: os.kill(os.getpid(), signal.SIGKILL))
         case "still":
             in_slot(int(arguments[0]), int(arguments[1]), lambda: os.kill(os.getpid(), signal.SIGSTOP))
+        case "untold":
+            before_telling(int(arguments[0]))
         case "raises":
             at_step(int(arguments[0]), int(arguments[1]), fail)
         case "await":

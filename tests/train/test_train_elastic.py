@@ -65,6 +65,14 @@ def test_the_others_go_on_without_a_killed_rank(undisturbed: list[float], tmp_pa
     assert goodput == [0] * 10 + [1] * (STEPS - 10)
 
 
+def test_a_step_that_the_lost_rank_did_not_tell_any_more_is_told_by_another(
+    undisturbed: list[float], tmp_path: Path
+) -> None:
+    ended = elastic(tmp_path / "run", "untold:11", "--ranks", "2")
+    assert ended.status == 0, ended.output
+    assert losses_of(tmp_path / "run") == pytest.approx(undisturbed, rel=1e-4)
+
+
 def test_a_rank_that_is_silent_is_missed_and_ends_when_it_wakes(undisturbed: list[float], tmp_path: Path) -> None:
     ended = elastic(tmp_path / "run", "still:1:11", "--ranks", "3")
     assert ended.status == 0, ended.output

@@ -22,6 +22,7 @@ class Goodput:
     interruptions: int = 0  # ranks were lost, or all of them were started again
     lost_steps: int = 0  # that had to be taken again
     last_at_s: float | None = None  # when the last step was over, if the run was interrupted after it
+    told_step: int = 0  # the last one of which there is a line
 
     def step(self, step_s: float, now_s: float) -> dict[str, object]:
         """This will count a step that is over now, and give what metrics.jsonl keeps."""
@@ -71,4 +72,5 @@ def carried_on(path: Path, step: int, *, interrupted: bool, began_at_s: float) -
         interruptions=newest["interruptions"] + interrupted,
         lost_steps=newest["lost_steps"] + max(0, newest["step"] - step),
         last_at_s=newest["time"] if interrupted else None,
+        told_step=newest["step"],
     )

@@ -141,6 +141,7 @@ class Run:
         self._shares_writing = comm.size > 1 and not comm.elastic and options.checkpoint_writer == "process"
         self.finished = self._over = False
         self._began_at_s = time.time()
+        self._last_step: tuple[StepReport, float] | None = None  # and when it was over
         self._interrupted = False  # ranks were lost since the last generation, or all are started again
         self.weights_sha256 = ""  # after the steps: the same on all ranks
 
@@ -261,6 +262,8 @@ class Run:
             teller = Teller(
                 options, self._name, comm, identity, progress, model, self._environ, hosts, task.samples, goodput
             )
+            if self._last_step is not None:
+                teller.make_up(*self._last_step)
         self._interrupted = False
         profile = Profile(options.profile, options.out / "profile" / f"rank-{self.rank}.json")
         loop = Loop(
@@ -295,6 +298,7 @@ class Run:
         return KeptWriter(mine, None, options.base_every, policy_of(options), ranks=size, seat=seats[self.rank])
 
     def _tell(self, report: StepReport, teller: Teller | None) -> None:
+        self._last_step = report, time.time()
         self.comm.stepped(report.step, report.step_s)
         if teller is not None:
             teller.step(report)
@@ -325,7 +329,8 @@ class Run:
             return self._share_progress(tensors, restored)
         if min(steps) < max(steps):
             hand_over(tensors, self.comm, furthest)
-            progress = cast(Progress, self.comm.all_gather_object(progress)[furthest])
+            told = self.comm.all_gather_object((progress, self._last_step))[furthest]
+            progress, self._last_step = cast("tuple[Progress, tuple[StepReport, float] | None]", told)
         assert progress is not None
         return progress
 

@@ -61,7 +61,7 @@ class Teller:
 
     def step(self, report: StepReport) -> None:
         """Tell about one step."""
-        line = self._line(report)
+        line = self._line(report, time.time())
         self._file.write(line)
         self._writers.write({name: value for name, value in line.items() if value is not None})
         if report.times is not None:
@@ -86,6 +86,15 @@ class Teller:
         self._pace_s += (report.step_s - self._pace_s) * (PACE if self._pace_s else 1.0)
         if last or self._heartbeat.due():
             self._beat(report)
+
+    def make_up(self, report: StepReport, over_at_s: float) -> None:
+        """Tell about the last step, which was over then, if the rank that had to is lost and did not."""
+        if report.step != self._goodput.told_step + 1:
+            return
+        interrupted = self._goodput.last_at_s is not None
+        self._goodput.last_at_s = None
+        self._file.write(self._line(report, over_at_s))
+        self._goodput.last_at_s = over_at_s if interrupted else None
 
     def _beat(self, report: StepReport) -> None:
         """Tell the scheduler."""
@@ -121,8 +130,7 @@ class Teller:
             why = stop.received.name if stop.received else "a signal"
             print(f"stopped by {why} at step {loop.progress.step}, to be resumed (exit {EXIT_REQUEUE})", flush=True)
 
-    def _line(self, report: StepReport) -> dict[str, object]:
-        now_s = time.time()
+    def _line(self, report: StepReport, now_s: float) -> dict[str, object]:
         line: dict[str, object] = {
             "step": report.step,
             "total_steps": report.total_steps,
