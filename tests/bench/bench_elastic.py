@@ -88,7 +88,10 @@ class Elastic:
         """The process in each slot."""
         found = {}
         for pid in Path(f"/proc/{self._launcher}/task/{self._launcher}/children").read_text().split():
-            slot = re.search(rb"HPCTRAIN_SLOT=(\d+)", Path(f"/proc/{pid}/environ").read_bytes())
+            try:
+                slot = re.search(rb"HPCTRAIN_SLOT=(\d+)", Path(f"/proc/{pid}/environ").read_bytes())
+            except (FileNotFoundError, ProcessLookupError):
+                continue  # it has just ended
             if slot:
                 found[slot[1].decode()] = int(pid)
         return found

@@ -25,8 +25,8 @@ def command(out: Path, fault: str, *more: str) -> list[str | Path]:
     return [*run, sys.executable, FAULTY, fault, "--out", out, *SMALL]
 
 
-def elastic(out: Path, fault: str, *more: str) -> Ended:
-    with started(command(out, fault, *more), WITH_WAITING) as process:
+def elastic(out: Path, fault: str, *more: str, backend: str = "auto") -> Ended:
+    with started([*command(out, fault, *more), "--backend", backend], WITH_WAITING) as process:
         return finish(process)
 
 
@@ -88,6 +88,23 @@ def test_a_spare_or_a_new_process_steps_in_and_gets_the_state_from_a_peer(
     assert ended.status == 0, ended.output
     assert losses_of(tmp_path / "run") == pytest.approx(undisturbed, rel=1e-4)
     assert {line["world"] for line in lines_of(tmp_path / "run") if "loss" in line} == {2}
+
+
+@pytest.mark.parametrize("fault", ["slot:1:11", "still:1:11"])
+def test_gloo_gets_a_fresh_group_for_every_generation(undisturbed: list[float], tmp_path: Path, fault: str) -> None:
+    """Of the second fault Gloo knows nothing, and would wait for ever."""
+    ended = elastic(tmp_path / "run", fault, "--ranks", "3", backend="gloo")
+    assert ended.status == 0, ended.output
+    assert "cannot sum over gloo" in ended.output
+    assert losses_of(tmp_path / "run") == pytest.approx(undisturbed, rel=1e-4)
+    worlds = [line["world"] for line in lines_of(tmp_path / "run") if "loss" in line]
+    assert (worlds[9], worlds[10]) == (3, 2)
+
+
+def test_a_backend_that_cannot_lose_ranks_is_refused(tmp_path: Path) -> None:
+    ended = elastic(tmp_path / "run", "none", "--ranks", "2", backend="mpi")
+    assert ended.status == 1
+    assert "cannot use backend 'mpi' in an elastic run" in ended.output
 
 
 def test_an_error_that_every_rank_would_meet_ends_the_run(tmp_path: Path) -> None:

@@ -23,9 +23,11 @@ def connect(backend: str, environ: Mapping[str, str]) -> Communicator:
         TrainError: the backend does not exist, is not installed, or does not fit the launcher.
     """
     if is_elastic(environ):
-        if backend not in ("auto", "members"):
-            raise TrainError(f"cannot use backend {backend!r} in an elastic run: its members make their own ring")
-        return MembersCommunicator(Membership(environ))
+        if backend not in ("auto", "gloo"):
+            raise TrainError(
+                f"cannot use backend {backend!r} in an elastic run: its members make their own ring, or use gloo"
+            )
+        return MembersCommunicator(Membership(environ), by_gloo=backend == "gloo")
     here = place(environ)
     match choose(backend, here):
         case "mpi":

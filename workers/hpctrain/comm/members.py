@@ -21,6 +21,7 @@ import torch
 
 from hpctrain.comm.background import Background, Work, done
 from hpctrain.comm.base import Pace, check_contiguous
+from hpctrain.comm.fresh import FreshGroup, store_for
 from hpctrain.comm.halves import HALVES
 from hpctrain.comm.links import MEET_S, Offer, await_left, own_addresses, reach, tune
 from hpctrain.comm.wire import Wire
@@ -37,8 +38,10 @@ class MembersCommunicator:
     name = "members"
     elastic = True
 
-    def __init__(self, membership: Membership) -> None:
+    def __init__(self, membership: Membership, *, by_gloo: bool = False) -> None:
         self.membership = membership
+        self._by_gloo = by_gloo
+        self._group: FreshGroup | None = None
         self.generation = -1
         self.rank, self.size = 0, 1  # alone
         self._listener = socket.create_server(("", 0), backlog=64)
@@ -85,6 +88,8 @@ class MembersCommunicator:
             return done()
         assert self._wire is not None
         flat = tensor.detach().view(-1)
+        if self._group is not None and flat.device.type == "cpu":
+            return _Watched(self._group.begin(flat, then), self._note_failure)
         if flat.device.type == "cpu" and self._wire.sums(flat.dtype):
             return _Watched(self._wire.begin(flat, then), self._note_failure)
         wide = flat.to("cpu", torch.float32 if flat.dtype in HALVES else flat.dtype)
@@ -111,7 +116,8 @@ class MembersCommunicator:
 
     def describe(self) -> list[str]:
         """How many there are."""
-        return [f"generation {self.generation}: {self.size} members in a ring of TCP connections"]
+        how = "over gloo" if self._group is not None else "in a ring of TCP connections"
+        return [f"generation {self.generation}: {self.size} members {how}"]
 
     def plan(self) -> object:
         """Nothing was chosen."""
@@ -170,6 +176,9 @@ class MembersCommunicator:
 
     def _cut(self) -> None:
         wire, self._wire = self._wire, None
+        group, self._group = self._group, None
+        if group is not None:
+            group.break_off()
         if wire is not None:
             wire.break_off()
             wire.close()
@@ -198,6 +207,26 @@ class MembersCommunicator:
             tune(one)
         self._wire = Wire(self.rank, self.size, to_right=peer, from_left=found[0])
         self.membership.watch(self.generation, self._wire.break_off)
+        return not self._by_gloo or self._make_group(members)
+
+    def _make_group(self, members: list[Message]) -> bool:
+        """Make the group that sums instead of the ring, which all meet over; whether that went well."""
+        assert self._wire is not None
+        wire, until_s = self._wire, time.monotonic() + MEET_S
+        hosts = [cast("list[str]", member["addresses"])[0] for member in members]
+        try:
+            store = store_for(self.rank, hosts[0], lambda port: cast(int, self.all_gather_object(port)[0]), MEET_S)
+            left_s = max(0.1, until_s - time.monotonic())
+            group = FreshGroup(self.rank, self.size, store, hosts[self.rank], left_s)
+        except TrainError:  # as when the ring cannot be made: the next generation will do
+            return False
+        self._group = group
+
+        def break_off() -> None:
+            wire.break_off()
+            group.break_off()
+
+        self.membership.watch(self.generation, break_off)
         return True
 
     def _offer(self, host: Message, guest: Message) -> Offer:
