@@ -36,7 +36,7 @@ COMMANDS = {
     "sreport": "hpcsched.cli.slurm.refused",
     "strigger": "hpcsched.cli.slurm.refused",
     "sbcast": "hpcsched.cli.slurm.sbcast",
-    "sattach": "hpcsched.cli.slurm.refused",
+    "sattach": "hpcsched.cli.slurm.sattach",
 }
 LONGEST_FIRST_LINE = 120  # older Linux cuts it at 127
 

@@ -32,7 +32,8 @@ from hpcsched.controller.stepports import StepPlan, StepPorts, launch_of
 from hpcsched.controller.steprequest import StepOptions, read_options
 from hpcsched.controller.steprights import asking_uid, may_launch, permitted_job
 from hpcsched.controller.stepstate import HEAD, Origin, Run, Step, blame_job, no_word, row_of, step_reports, take_end
-from hpcsched.errors import HpcschedError, ProtocolError, RequestError
+from hpcsched.controller.watching import Watching
+from hpcsched.errors import HpcschedError, NotFoundError, ProtocolError, RequestError
 from hpcsched.launch.environment import with_users
 from hpcsched.model.ids import JobId, NodeName, Token
 from hpcsched.model.job import ACTIVE, ExitStatus, Job
@@ -58,6 +59,7 @@ class StepService:
         self._by_origin: dict[Origin, Step] = {}  # kept after the end, until the stream closes: output may still come
         self._queues: dict[JobId, deque[_Waiting]] = {}
         self._held: dict[JobId, _Waiting] = {}  # waits for its own job to run
+        self._watching = Watching(ports.send)
         self._numbers: dict[tuple[JobId, int], int] = {}
         self._welcomed: set[NodeName] = set()
         self._unclaimed: set[JobId] = set()  # allocations that run, and nobody known asked for
@@ -94,6 +96,7 @@ class StepService:
             if waiting.origin == origin:
                 del self._held[job_id]
                 self._ports.release(job_id, ExitStatus(code=1))
+        self._watching.drop(origin)
         step = self._by_origin.pop(origin, None)
         if step is None:
             return
@@ -130,9 +133,10 @@ class StepService:
     def output_origin(self, node: NodeName, output: protocol.Output | protocol.InputAck) -> Origin | None:
         """Return where `output`, which came from `node`, must go; None: nobody wants it (drop it)."""
         found = self._by_token.get(output.token)
-        if found is None or found[1].node != node or found[0].origin is None:
+        if found is None or found[1].node != node:
             return None
-        return found[0].origin if found[0].origin == (output.to.node, output.to.stream) else None
+        origin = NodeName(output.to.node), output.to.stream
+        return origin if found[0].origin == origin or self._watching.hears(origin, found[0]) else None
 
     def node_welcome(self, node: NodeName, inventory: Iterable[Mapping[str, Any]]) -> None:
         """Compare what `node` knows (its `Welcome.inventory`) with what is known here, after every connection.
@@ -234,6 +238,9 @@ class StepService:
         if "resize" in request.options:
             self._resize(origin, said, request)
             return
+        if "attach" in request.options:
+            self._attach(origin, said, request)
+            return
         if request.job_id:
             self._enqueue(origin, request, permitted_job(self._ports, origin, said, JobId(request.job_id)))
             return
@@ -256,9 +263,22 @@ class StepService:
         self._ports.resize(job, int(count), asking_uid(self._ports, origin, said))
         self._ports.reply(origin, protocol.StepEnded(codes=[], signals=[]), b"")
 
+    def _attach(self, origin: Origin, said: protocol.FromStream, request: protocol.StepRequest) -> None:
+        """Have `origin` hear the output of a running step."""
+        job = permitted_job(self._ports, origin, said, JobId(request.job_id))
+        number = str(request.options["attach"])
+        step = self._steps.get((job.id, job.attempt, int(number))) if number.isdigit() else None
+        if step is None or any(run.place is None for run in step.runs.values()):
+            raise NotFoundError(
+                f"Invalid job id specified: no step {job.id}.{number[:20]} is running that can be attached to"
+            )
+        self._ports.reply(origin, step.started(), b"")
+        self._watching.add(origin, step)
+
     def _is_busy(self, origin: Origin) -> bool:
         waiting = [each.origin for queue in self._queues.values() for each in queue]
-        return origin in self._by_origin or origin in waiting or any(w.origin == origin for w in self._held.values())
+        known = origin in self._by_origin or origin in self._watching
+        return known or origin in waiting or any(w.origin == origin for w in self._held.values())
 
     def _enqueue(self, origin: Origin, request: protocol.StepRequest, job: Job) -> None:
         options = read_options(request, job)
@@ -327,15 +347,9 @@ class StepService:
             step.runs[node] = run
         self._keep(step)
         self._ports.record(row_of(step))
-        started = [(p.tasks.node, p.tasks.first_rank, p.tasks.count, step.runs[p.tasks.node].token) for p in places]
         if has_waited:
             self._ports.reply(waiting.origin, _waiting(job.id, f"Step created for StepId={job.id}.{step.number}"), b"")
-        scattered = [list(place.tasks.scattered) for place in places] if options.shape.plane is not None else []
-        self._ports.reply(
-            waiting.origin,
-            protocol.StepStarted(job_id=job.id, step=step.number, tasks=list(started), scattered=scattered),
-            b"",
-        )
+        self._ports.reply(waiting.origin, step.started(), b"")
         for run in step.runs.values():
             self._ports.send(run.node, run.launch, b"")
 
@@ -395,10 +409,12 @@ class StepService:
         self._steps.pop((step.job.id, step.job.attempt, step.number), None)
         row = row_of(step, ended_at_s=self._ports.now_s())
         self._ports.record(row)
+        ended = protocol.StepEnded(codes=step.by_rank("codes"), signals=step.by_rank("signals"), error=step.error)
+        for listener in self._watching.over(step):
+            self._ports.reply(listener, ended, b"")
         if step.origin is None:
             self._forget(step)
         else:
-            ended = protocol.StepEnded(codes=step.by_rank("codes"), signals=step.by_rank("signals"), error=step.error)
             self._ports.reply(step.origin, ended, b"")
         if step.owns_job:
             self._ports.release(step.job.id, ExitStatus(code=row.exit_code or 0, signal=row.exit_signal or 0))

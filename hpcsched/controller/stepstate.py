@@ -71,6 +71,17 @@ class Step:
         """Return its runs, the one with rank 0 first."""
         return [self.runs[node] for node in self.nodes if node in self.runs]
 
+    def started(self) -> protocol.StepStarted:
+        """Return what a step command is told of it; all its runs have a place."""
+        parts = [(run.place.tasks, run.token) for run in self.in_rank_order() if run.place is not None]
+        scattered = [list(tasks.ranks) for tasks, _ in parts] if any(tasks.scattered for tasks, _ in parts) else []
+        return protocol.StepStarted(
+            job_id=self.job.id,
+            step=self.number,
+            tasks=[(tasks.node, tasks.first_rank, tasks.count, token) for tasks, token in parts],
+            scattered=scattered,
+        )
+
     def by_rank(self, what: Literal["codes", "signals"]) -> list[int]:
         """Return the tasks' codes or signals by rank; for a step that was found again, by node and its ranks."""
         found = []

@@ -1,12 +1,14 @@
-"""Steps of a running job, one by one, from outside: scancel ID.STEP."""
+"""Steps of a running job, one by one, from outside: scancel ID.STEP, sattach ID.STEP."""
 
 from __future__ import annotations
 
 import getpass
+import subprocess
 
 from clientrun import Client
 from waiting import wait_until
 
+from hpcsched.cli.slurmpath import ensure_directory
 from hpcsched.demo.cluster import LocalCluster
 
 SCRIPT = """#!/bin/bash
@@ -43,3 +45,35 @@ def test_scancel_of_a_step(cluster: LocalCluster, slurm: Client) -> None:
     rows = slurm("sacct", "-n", "-P", "-j", job_id, "-o", "JobID,State").stdout.split()
     assert f"{job_id}.1|CANCELLED" in rows
     assert f"{job_id}|COMPLETED" in rows
+
+
+def test_sattach(cluster: LocalCluster, slurm: Client) -> None:
+    """One task runs on the node that srun runs on, and the output of the other passes the controller anyhow."""
+    task = "echo early; while [ ! -e heard ]; do echo here $SLURM_PROCID; sleep 0.2; done; echo last; exit $((SLURM_PROCID + 4))"
+    script = f"#!/bin/bash\nsrun -N2 -n2 sh -c '{task}'\n"
+    job_id = slurm("sbatch", "--parsable", "-N2", stdin=script).stdout.strip()
+    step = f"{job_id}.0"
+    try:
+        wait_until(lambda: step in slurm("squeue", "-h", "-s", "-j", job_id, "-o", "%i").stdout, 30, "the step")
+        wait_until(lambda: "early" in (cluster.share / f"slurm-{job_id}.out").read_text(), 30, "its output")
+        told = slurm("sattach", "--layout", step).stdout
+        assert told.splitlines()[3:] == ["  Node 0 (n1), 1 task(s): 0", "  Node 1 (n2), 1 task(s): 1"]
+        shown = cluster.share / "shown"
+        with shown.open("w") as out:
+            command = [str(ensure_directory() / "sattach"), "-l", step]
+            listener = subprocess.Popen(command, env=cluster.env, stdout=out, stderr=subprocess.PIPE, text=True)
+        try:
+            wait_until(lambda: {"0: here 0", "1: here 1"} <= set(shown.read_text().splitlines()), 30, "both tasks")
+            (cluster.share / "heard").touch()
+            assert listener.wait(60) == 5
+        finally:
+            listener.kill()
+            listener.wait()
+        lines = shown.read_text().splitlines()
+        assert {"0: last", "1: last"} <= set(lines)
+        assert "0: early" not in lines
+    finally:
+        (cluster.share / "heard").touch()
+    gone = slurm("sattach", step, check=False)
+    assert gone.returncode == 1
+    assert "Invalid job id specified" in gone.stderr or "not RUNNING" in gone.stderr

@@ -92,6 +92,7 @@ class Agent:
         self._controller: Optional[Stream] = None
         self._welcomed = False
         self._gpus: Optional[List[Dict[str, Any]]] = None  # None: not asked yet
+        self._watchers: Dict[str, List[protocol.Address]] = {}  # who else is sent the output of a token
         self._paused = False
         self._idle_timer: Optional[Timer] = None
         self._tick_timer: Optional[Timer] = None
@@ -267,6 +268,7 @@ class Agent:
     def _controller_gone(self, stream: Stream) -> None:
         if stream is self._controller:
             self._controller, self._welcomed = None, False
+            self._watchers.clear()  # it asks again, if anybody still listens
             self._end_renewals()
             self._clients.controller_went()
 
@@ -302,6 +304,8 @@ class Agent:
             self._ask_for_facts(message, self.to_controller)
         elif isinstance(message, protocol.ReadFile):
             self._read_file(message)
+        elif isinstance(message, protocol.Watch):
+            self._watch(message)
         elif isinstance(message, (protocol.ToStream, protocol.CloseStream)):
             self._to_client(message, blob)
         elif isinstance(message, protocol.Input):
@@ -310,6 +314,13 @@ class Agent:
             self.to_shepherd(message.token, ["taken", message.task, message.fd, message.offset], b"")
         else:
             raise protocol.WireError("a controller cannot say %s" % type(message).__name__)
+
+    def _watch(self, order: protocol.Watch) -> None:
+        others = [to for to in self._watchers.pop(order.token, ()) if to != order.to]
+        if order.on and order.token in self._ledger.entries:
+            others.append(order.to)
+        if others:
+            self._watchers[order.token] = others
 
     def _tell_allocation(self, order: protocol.Allocation) -> None:
         try:
@@ -385,6 +396,8 @@ class Agent:
             if words[5] != self._minders.round:
                 return  # it was sent to the reader before; it comes again
             message = protocol.Output(to, token, *words[1:5])
+            for other in self._watchers.get(token, ()):
+                self.to_controller(protocol.changed(message, to=other), blob)
         else:
             message = protocol.InputAck(to, token, *words[1:])
         if to.node == self.node:
@@ -393,6 +406,7 @@ class Agent:
             self.to_controller(message, blob)
 
     def _shepherd_gone(self, token: str) -> None:
+        self._watchers.pop(token, None)
         self._ledger.shepherd_gone(token)
 
     def job_runs_here(self, job_id: int, uid: int) -> Optional[int]:

@@ -256,6 +256,14 @@ class Input(Message):
     eof: bool
 
 
+class Watch(Message):
+    """Send the output of this token to this stream as well, from now on (or no more, if not `on`). It acknowledges nothing."""
+
+    token: str
+    to: Address
+    on: bool
+
+
 class OutputAck(Message):
     """The reader has everything of this stream before `offset`: the shepherd may forget it."""
 
@@ -404,7 +412,7 @@ class Pong(Message):
 
 _MESSAGES = (
     Hello, Launch, Go, SignalStep, EndStep, EndJob, SuspendJob, Allocation, Ack,
-    Probe, ReadFile, Input, OutputAck, ToStream, CloseStream,
+    Probe, ReadFile, Input, Watch, OutputAck, ToStream, CloseStream,
     Ping, Welcome, Goodbye, Report, Condition, JobGone, Facts, FileData, Output, InputAck, FromStream, Pong,
     StepRequest, StepWaiting, StepStarted, Allocated, StepSignal, StepEnded, Progress, Failure,
     ApiRequest, ApiAnswer,

@@ -18,7 +18,7 @@ import selectors
 import signal
 import socket
 import time
-from typing import Callable, Dict, List, Optional, Tuple, Union
+from typing import Callable, Dict, List, Optional, Set, Tuple, Union
 
 from hpcnode import protocol
 from hpcnode.streamout import LineStream, Outlet
@@ -321,6 +321,27 @@ class StepClient:
             self._send(protocol.Input(token=token, task=self.input_task, offset=self._input_sent, eof=eof), data)
         self._input_sent += len(data)
         self._input_over = eof
+
+
+class ListeningClient(StepClient):
+    """One that hears a step that somebody else has asked for, from some moment on: it acknowledges nothing and sends nothing."""
+
+    def __init__(self, sock: socket.socket, front: Front) -> None:
+        super().__init__(sock, front)
+        self._begun: Set[Tuple[int, int]] = set()
+
+    def _is_over(self) -> bool:
+        return bool(self.given_up) or self.ended is not None  # what was written comes before word of the end
+
+    def _on_output(self, message: protocol.Output, blob: bytes) -> None:
+        stream = self._streams.get((message.task, message.fd))
+        if stream is not None and (message.task, message.fd) not in self._begun:
+            self._begun.add((message.task, message.fd))
+            stream.begin_at(message.offset)
+        super()._on_output(message, blob)
+
+    def _acknowledge(self) -> None:
+        pass
 
 
 def connect(path: str) -> socket.socket:

@@ -90,6 +90,10 @@ class LineStream:
             self.finish()
         return True
 
+    def begin_at(self, offset: int) -> None:
+        """Take what comes from `offset` on: nobody wants what was before."""
+        self.received = self._acknowledged = offset
+
     def finish(self) -> None:
         """Pass a last line without an end on."""
         if self._partial:

@@ -15,7 +15,6 @@ from hpcsched.cli.slurm.face import SLURM_VERSION
 _INSTEAD = {
     "sreport": "use sacct, sshare or hacct --json",
     "strigger": "use --mail-type, or --dependency for a job that starts after another",
-    "sattach": "use hlogs -f JOB",
 }
 
 

@@ -362,6 +362,47 @@ def test_a_step_command_that_goes_away_takes_its_step_along() -> None:
     assert not world.has_ended()  # there is nobody to tell
 
 
+# ----- listening to a running step
+
+
+def test_who_listens_to_a_step_gets_its_output_and_its_end() -> None:
+    world = World()
+    started = world.asks(nodes="2")
+    (_, first), (_, second) = world.launches()
+    assert world.asks(origin=SECOND, attach="0") == started
+    to = protocol.Address(node="n1", stream=6)
+    for node, launch in ((N1, first), (N2, second)):
+        assert world.said_to(node, protocol.Watch) == [protocol.Watch(token=launch.token, to=to, on=True)]
+    output = protocol.Output(to=to, token=second.token, task=1, fd=1, offset=0, eof=False)
+    assert world.service.output_origin(N2, output) == SECOND
+    assert world.service.output_origin(N2, protocol.changed(output, to=protocol.Address("n1", 7))) is None
+    world.ends(first, 0)
+    world.ends(second, 3)
+    assert world.ended(SECOND).codes == world.ended().codes == [0, 3]
+
+
+def test_who_stops_listening_does_the_step_nothing() -> None:
+    world = World()
+    world.asks(nodes="1")
+    world.asks(origin=SECOND, attach="0")
+    world.service.on_stream_closed(SECOND)
+    assert [order.on for order in world.said_to(N1, protocol.Watch)] == [True, False]
+    assert world.said_to(N1, protocol.EndStep) == []
+    world.ends(world.launches()[0][1], 0)
+    assert not world.has_ended(SECOND)
+
+
+@pytest.mark.parametrize(
+    ("step", "uid", "why"),
+    [("1", ANN, "no step 12.1 is running"), ("batch", ANN, "no step 12.batch"), ("0", BOB, "it is ann's")],
+)
+def test_listening_is_refused(step: str, uid: int, why: str) -> None:
+    world = World()
+    world.asks(nodes="1")
+    assert why in world.asks(origin=(HEAD, 3), uid=uid, attach=step).error
+    assert world.said_to(N1, protocol.Watch) == []
+
+
 # ----- waiting for cpus
 
 

@@ -1,0 +1,113 @@
+"""sattach: shows the output of a running step from now on, and ends as the step does. Nothing is sent to its tasks.
+
+Source: sattach(1).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+
+from hpcnode import headsocket, protocol
+from hpcnode.stepclient import ConnectionLost, Front, ListeningClient, connect
+from hpcnode.streamout import LineStream, Outlet
+from hpcsched.cli.options import HELP, VERSION, Command, Option, UsageError, Words
+from hpcsched.cli.slurm.face import ELSEWHERE, Face, run_face
+from hpcsched.errors import RequestError, UnavailableError
+
+FACE = Face(
+    Command(
+        "sattach",
+        ("[OPTIONS] JOB.STEP",),
+        "Show the output of a running step from now on, and end as the step does. Interrupting it does the step nothing.",
+        (
+            Option("error-filter", "e", "TASK", "show standard error of this task alone: a number, all or none"),
+            Option("label", "l", help="begin each line with the task's number"),
+            Option("layout", help="show which tasks run on which nodes, and end"),
+            Option("output-filter", "o", "TASK", "show standard output of this task alone: a number, all or none"),
+            Option("quiet", "Q", help="say nothing but errors"),
+            Option("verbose", "v", help="say more"),
+            HELP,
+            VERSION,
+        ),
+        accepted=(*ELSEWHERE, Option("input-filter", "i", "TASK")),
+    ),
+    "sattach: error",
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status."""
+    return run_face(FACE, _work, argv)
+
+
+def _work(words: Words) -> int:
+    if len(words.operands) != 1:
+        raise UsageError("", getopt="error: Job step id is needed: sattach JOB.STEP")
+    job_id, _, step = words.operands[0].partition(".")
+    if not job_id.isdigit() or not step.isdigit():
+        raise RequestError(
+            f"Invalid job id specified: {words.operands[0][:40]}: a number, a dot and a number are needed"
+        )
+    try:
+        sock = connect(headsocket.steps_socket(os.environ, os.getuid()))
+    except (OSError, headsocket.NotFound) as error:
+        raise UnavailableError(f"cannot reach the controller: {getattr(error, 'strerror', None) or error}") from None
+    front = _Attached(words)
+    client = front.client = ListeningClient(sock, front)
+    client.catch((signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
+    request = protocol.StepRequest(
+        version=protocol.VERSION, job_id=int(job_id), options={"attach": step}, argv=[], work_dir="/", env={}
+    )
+    client.request(request)
+    try:
+        client.run()
+    except ConnectionLost as error:
+        raise UnavailableError(f"lost the connection to the controller: {error}") from None
+    if client.ended is None:
+        return 0
+    if client.ended.error and not client.ended.codes:
+        raise RequestError(client.ended.error)
+    return max((128 + s if s else c for c, s in zip(client.ended.codes, client.ended.signals, strict=True)), default=0)
+
+
+class _Attached(Front):
+    client: ListeningClient
+
+    def __init__(self, words: Words) -> None:
+        self._label = words.has("label")
+        self._layout = words.has("layout")
+        self._filters = {1: words.last("output-filter") or "all", 2: words.last("error-filter") or "all"}
+
+    def on_started(self, said: protocol.StepStarted) -> None:
+        if self._layout:
+            print(layout(said))
+            self.client.give_up("that was all")
+        width = len(str(sum(len(ranks) for _, ranks, _ in said.parts()) - 1))
+        for fd, wanted in self._filters.items():
+            self.client.outlets[fd] = self._streams(Outlet(fd), wanted, width)
+
+    def on_signal(self, signum: int) -> None:
+        self.client.give_up("interrupted")
+
+    def _streams(self, outlet: Outlet, wanted: str, width: int):  # type: ignore[no-untyped-def]
+        def stream_of(task: int) -> LineStream:
+            label = b"%*d: " % (width, task) if self._label else b""
+            return LineStream(outlet if wanted in ("all", str(task)) else None, label)
+
+        return stream_of
+
+
+def layout(said: protocol.StepStarted) -> str:
+    """Return which tasks run where, as Slurm writes it."""
+    parts = said.parts()
+    nodes = " ".join(node for node, _, _ in parts)
+    lines = [
+        "Job step layout:",
+        f"  {sum(len(ranks) for _, ranks, _ in parts)} tasks, {len(parts)} nodes ({nodes})",
+        "",
+    ]
+    for number, (node, ranks, _) in enumerate(parts):
+        lines.append(f"  Node {number} ({node}), {len(ranks)} task(s): {' '.join(map(str, ranks))}")
+    return "\n".join(lines)
