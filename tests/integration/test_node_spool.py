@@ -212,3 +212,44 @@ def test_a_file_system_without_second_names_has_a_lock_all_the_same(
     os.close(held)
     os.close(again)
     assert spool.read(text).launch is not None
+
+
+def test_files_of_removed_records_are_written_anew(tmp_path: Path) -> None:
+    spool = Spool(str(tmp_path), CrashPoints())
+    first, second, third = (launch_of(token(job=job)) for job in (1, 2, 3))
+    owner = (os.getuid(), os.getgid())
+
+    def inode(text: str, name: str) -> int:
+        return os.stat(os.path.join(spool.entry(text), name)).st_ino
+
+    assert spool.claim(first, b"#!/bin/sh\n", "boot", owner)
+    spool.write_started(first.token, {"status": "started", "long": "x" * 5000})
+    spool.write_final(first.token, {"status": "ended"})
+    used = {inode(first.token, "started"), inode(first.token, "final")}
+    spool.remove([first.token])
+    assert spool.claim(second, b"#!/bin/sh\n", "boot", owner)
+    assert (spool.read(second.token).started, spool.read(second.token).final) == (None, None)
+    spool.write_started(second.token, {"status": "started"})
+    assert (spool.read(second.token).started, spool.read(second.token).final) == ({"status": "started"}, None)
+    spool.write_final(second.token, {"status": "ended", "why": "by itself"})
+    assert spool.read(second.token).final == {"status": "ended", "why": "by itself"}
+    assert {inode(second.token, "started"), inode(second.token, "final")} == used
+    spool.remove([second.token])
+    again = Spool(str(tmp_path), CrashPoints())
+    assert again.load() == []
+    assert os.listdir(again.spare) == []  # after a power failure they might still be somebody's
+    assert again.claim(third, b"#!/bin/sh\n", "boot", owner)
+    assert sorted(os.listdir(again.entry(third.token))) == ["spec"]
+
+
+def test_few_files_are_kept_for_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hpcnode.spool.MAX_SPARE", 2)
+    spool = Spool(str(tmp_path), CrashPoints())
+    tokens = [token(job=job) for job in (1, 2, 3)]
+    for text in tokens:
+        assert spool.claim(launch_of(text), b"", "boot", (os.getuid(), os.getgid()))
+        spool.write_started(text, {"status": "started"})
+        spool.write_final(text, {"status": "ended"})
+    spool.remove(tokens)
+    assert len(os.listdir(spool.spare)) == 2
+    assert os.listdir(spool.path) == []

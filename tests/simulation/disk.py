@@ -239,10 +239,12 @@ class SimOs:
 
     def rename(self, old: str, new: str) -> None:
         disk, parts = self.split(old)
-        folder, target = disk.folder(parts[:-1]), new.rpartition("/")[2]
-        disk.at("rename", target)
-        folder.names[target] = folder.names.pop(parts[-1])
-        disk.at("renamed", target)
+        source, target, name = disk.folder(parts[:-1]), disk.folder(self.split(new)[1][:-1]), new.rpartition("/")[2]
+        disk.at("rename", name)
+        if parts[-1] not in source.names:
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory", old)
+        target.names[name] = source.names.pop(parts[-1])
+        disk.at("renamed", name)
 
     def listdir(self, path: str) -> list[str]:
         disk, parts = self.split(path)

@@ -10,6 +10,7 @@
                      lease    when the controller was heard of last (see `lease`)
     ROOT/spool/done, done.1   tokens that are over and were acknowledged (see `done`)
     ROOT/jobs/TOKEN           the batch script, its user's to read and to run
+    ROOT/spare                files of removed entries, to be written anew: see below
 
 What is durable when, and why that is enough for *never twice*:
 - A claim need not survive a power failure by itself: until `started` is durable nothing was released, and after a power
@@ -19,6 +20,11 @@ What is durable when, and why that is enough for *never twice*:
   that the entry has no `spec` any more (`void`).
 - An epoch is durable before a command of that controller is obeyed.
 - An entry goes only when its final report was acknowledged, and after `done` has it.
+
+To make a file takes some file systems longer than all the rest (ext4 looks through what was deleted of late), so what held
+`started` and `final` of a removed entry is lent to a later one, as `started.new` and `final.new`. Nobody reads those; they are
+emptied, written and synced before they get a name that counts, as new ones would be. After a power failure a file might still
+have its name here, too: so no agent uses what it finds, and scripts and specs, which are not synced, are never lent.
 
 Knows nothing of processes, sockets and clocks. Its directories are 0700 and the agent's own, `jobs` 0711: no job's user can
 make or replace a name in them, so paths are safe here.
@@ -40,6 +46,8 @@ SEQ_BLOCK = 1_000_000
 TRY_BYTES = 64 << 10  # what an entry with a script may take
 MAX_FORMER_INCARNATIONS = 64
 KEPT = frozenset({"spec", "lock", "started", "final"})
+RECORDS = ("started", "final")
+MAX_SPARE = 256  # files
 
 
 class Found(NamedTuple):
@@ -67,9 +75,12 @@ class Spool:
         self.root = root
         self.path = os.path.join(root, "spool")
         self.jobs = os.path.join(root, "jobs")
+        self.spare = os.path.join(root, "spare")
+        self._spare_names: List[str] = []
         self._faults = faults
         os.makedirs(self.path, 0o700, exist_ok=True)
         os.makedirs(self.jobs, 0o711, exist_ok=True)
+        os.makedirs(self.spare, 0o700, exist_ok=True)
         sync_way_to(os.path.abspath(root))  # what is durable below is only as durable as the way to it
         os.chmod(self.jobs, 0o711 if os.geteuid() == 0 else 0o700)
         self.done = DoneLog(self.path, faults)
@@ -120,7 +131,20 @@ class Spool:
         write_plainly(os.path.join(entry, "spec.new"), to_bytes(spec), 0o600)
         os.rename(os.path.join(entry, "spec.new"), os.path.join(entry, "spec"))
         self._faults.reached("claim.written")
+        if launch.step != protocol.ALLOC:
+            self._lend(entry)
         return True
+
+    def _lend(self, entry: str) -> None:
+        """Put spare files where the entry's records are going to be written, if there are some."""
+        for record in RECORDS:
+            self._spare_names = self._spare_names or os.listdir(self.spare)
+            if not self._spare_names:
+                return
+            try:
+                os.rename(os.path.join(self.spare, self._spare_names.pop()), os.path.join(entry, record + ".new"))
+            except OSError:
+                return  # then the record's writer makes one
 
     def _keep_script(self, token: str, script: bytes, owner: Tuple[int, int]) -> None:
         path = self.script(token)
@@ -217,6 +241,8 @@ class Spool:
 
     def load(self) -> List[Found]:
         """Return all entries. One that holds nothing yet says nothing: its maker died before it had answered anybody."""
+        for name in os.listdir(self.spare):
+            os.unlink(os.path.join(self.spare, name))
         names = [name for name in sorted(os.listdir(self.path)) if read_token(name) is not None]
         empty = {name for name in names if not KEPT.intersection(os.listdir(self.entry(name)))}
         for name in empty:
@@ -237,18 +263,23 @@ class Spool:
 
     def remove(self, tokens: Iterable[str]) -> None:
         """Remove entries. Slow on some file systems, so the agent lets a child do it; what stays is found at its start."""
+        room = MAX_SPARE - len(os.listdir(self.spare))
         for token in tokens:
-            self._remove(token)
+            self._remove(token, keep_records=room > 0)
+            room -= len(RECORDS)
         self._faults.reached("forget.after")
 
-    def _remove(self, token: str) -> None:
+    def _remove(self, token: str, keep_records: bool = False) -> None:
         entry = self.entry(token)
         try:
             os.unlink(self.script(token))
         except FileNotFoundError:
             pass  # a step without one
         for name in os.listdir(entry):
-            os.unlink(os.path.join(entry, name))
+            if keep_records and name in RECORDS:
+                os.rename(os.path.join(entry, name), os.path.join(self.spare, "%s.%s" % (token, name)))
+            else:
+                os.unlink(os.path.join(entry, name))
         os.rmdir(entry)
 
 
