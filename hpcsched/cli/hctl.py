@@ -272,7 +272,7 @@ def update_node(rest: Sequence[str], words: Words) -> int:
     """Do what ``update NodeName=n1 State=DRAIN Reason=why`` asks for."""
     changes = {name.lower(): value for name, _, value in (word.partition("=") for word in rest)}
     nodes, state, why = (changes.pop(name, "") for name in ("nodename", "state", "reason"))
-    if changes or state.upper() not in ("DRAIN", "RESUME", "UNDRAIN"):
+    if changes or state.upper() not in ("DRAIN", "RESUME", "UNDRAIN", "IDLE"):
         raise UsageError("cannot update a node so: write State=DRAIN with Reason=WHY, or State=RESUME")
     return _drain([nodes, why], words) if state.upper() == "DRAIN" else _resume([nodes], words)
 

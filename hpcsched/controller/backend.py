@@ -365,7 +365,7 @@ class ControllerBackend(Reading):
         """Return the priorities of the waiting jobs among those that `query` asks for, as in `jobs`."""
         now_s = self._clock()
         snapshot = self._controller.snapshot(self._world.jobs_to_plan(), now_s)
-        wanted = [job.id for job in self._selected(asker, query)]
+        wanted = [job.id for job in self.selected(asker, query)]
         return {"now_s": now_s, **priority_views(snapshot, self._controller.policy, wanted)}
 
     async def snapshot(self) -> Json:

@@ -10,6 +10,7 @@ from hpcsched.api.identity import Asker
 from hpcsched.api.jobview import job_view
 from hpcsched.controller.queuerows import QueueRows
 from hpcsched.controller.queueview import queue_text, selected
+from hpcsched.model.job import Job
 from hpcsched.store.world import World
 
 Json = dict[str, Any]
@@ -26,10 +27,14 @@ class Reading:
     def admins(self) -> tuple[str, ...]:
         return self._world.config.controller.admins
 
+    def selected(self, asker: Asker, query: dict[str, str]) -> list[Job]:
+        """Return the jobs that a query asks for, as our own commands ask. Raises NotFoundError, RequestError."""
+        return selected(self._world, asker, {"state": "ALL", "strict": "1"} | query)
+
     async def jobs(self, asker: Asker, query: dict[str, str]) -> Json:
         now_s = self._clock()
         breaks, views = Breaks(), []
-        for job in selected(self._world, asker, {"state": "ALL", "strict": "1"} | query):
+        for job in self.selected(asker, query):
             views.append(job_view(job, self._world, asker, now_s))
             if breaks.due():
                 await breaks.take()

@@ -64,6 +64,21 @@ def update(tx: Transaction, asker: Asker, references: Iterable[str], changes: di
     return each_job(tx, asker, references, {}, "change", one)
 
 
+def _time_limit_s(job: Job, text: str) -> int | None:
+    """Return the time limit that is asked for: ``2:00:00``, or so much more or less: ``+30``. 0 is no limit, as in Slurm."""
+    if text[:1] not in "+-" or not text:
+        return parse_time_s(text) or None
+    if job.time_limit_s is None:
+        raise RequestError(f"cannot change the time limit of job {job.display_id} by {text}: it has none")
+    by_s = parse_time_s(text[1:]) or 0
+    limit_s = job.time_limit_s + (by_s if text[0] == "+" else -by_s)
+    if limit_s <= 0:
+        raise RequestError(
+            f"cannot change the time limit of job {job.display_id} by {text}: nothing would be left of it"
+        )
+    return limit_s
+
+
 def _changed_event(tx: Transaction, asker: Asker, job: Job, changes: dict[str, str]) -> Changed:
     values: dict[str, Any] = {}
     if "begin" in changes:
@@ -71,7 +86,7 @@ def _changed_event(tx: Transaction, asker: Asker, job: Job, changes: dict[str, s
         values["not_before_s"] = parse_when(changes["begin"], tx.now_s)
     begin_s = max(tx.now_s, values.get("not_before_s", job.not_before_s) or 0)
     if "time_limit" in changes:
-        limit_s = parse_time_s(changes["time_limit"]) or None  # 0 is no limit, as in Slurm
+        limit_s = _time_limit_s(job, changes["time_limit"])
         if job.state is not JobState.PENDING:
             raise RequestError(f"cannot change the time limit of job {job.display_id}: it is {job.state}")
         if not asker.admin and job.time_limit_s is not None and (limit_s is None or limit_s > job.time_limit_s):

@@ -17,11 +17,11 @@ from hpcsched.model.units import DAY_S, HOUR_S, MINUTE_S, UNLIMITED_S
 
 _RELATIVE = Pattern(r"now(?:([+-])([0-9]{1,10})\s*([a-z]*))?\Z")
 _RELATIVE_UNITS_S = {"second": 1, "minute": MINUTE_S, "hour": HOUR_S, "day": DAY_S, "week": 7 * DAY_S}
-_NAMED_HOURS = {"midnight": 0, "noon": 12, "fika": 15, "teatime": 16}
+_NAMED_HOURS = {"midnight": 0, "noon": 12, "elevenses": 11, "fika": 15, "teatime": 16}
 _CLOCK = Pattern(r"([0-9]{1,2}):([0-9]{2})(?::([0-9]{2}))?(?:\.[0-9]{1,6})?([ap]m)?\Z")
 _ISO = Pattern(r"([0-9]{4})-([0-9]{1,2})-([0-9]{1,2})(?:[t-](.{1,20}))?\Z")
-_US_DATE = Pattern(r"([0-9]{1,2})[/.]([0-9]{1,2})(?:[/.]([0-9]{4}|[0-9]{2}))?\Z")
-_DIGITS_DATE = Pattern(r"([0-9]{2})([0-9]{2})([0-9]{2})?\Z")
+_US_DATE = Pattern(r"([0-9]{1,2})[/.]([0-9]{1,2})(?:[/.]([0-9]{4}|[0-9]{2}))?(?:-(.{1,20}))?\Z")
+_DIGITS_DATE = Pattern(r"([0-9]{2})([0-9]{2})([0-9]{2})?(?:-(.{1,20}))?\Z")
 _EPOCH = Pattern(r"uts([0-9]{1,11})\Z")
 
 _Clock = tuple[int, int, int]
@@ -32,7 +32,7 @@ def parse_when(text: str, now_s: float, *, past: bool = False) -> float:
     """Return the Unix time that `text` means, as seen at `now_s`, in the local time zone.
 
     ``now``, ``now+1hour``, ``now-2days``, ``16:00``, ``4:00PM``, ``midnight noon fika teatime``, ``today tomorrow``,
-    ``2027-01-20``, ``2027-01-20T12:34:00``, ``012027``, ``01/20/27``, ``01/20``, a time and a date with a space
+    ``2027-01-20``, ``2027-01-20T12:34:00``, ``012027``, ``01/20/27-12:34``, ``01/20``, a time and a date with a space
     between, ``uts1800000000``. What has no date or no year is the next such time, or with `past` (accounting) that of
     today or this year. Raises RequestError.
     """
@@ -88,14 +88,15 @@ def _read_word(word: str, now: datetime) -> tuple[_Date | None, _Clock | None]:
     if word in _NAMED_HOURS:
         return None, (_NAMED_HOURS[word], 0, 0)
     if iso := _ISO.match(word):
-        clock = _read_clock(iso.group(4)) if iso.group(4) else None
-        if iso.group(4) and clock is None:
-            return None, None
-        return (int(iso.group(1)), int(iso.group(2)), int(iso.group(3))), clock
-    if short := _US_DATE.match(word) or _DIGITS_DATE.match(word):
-        month, day_of_month, year = short.groups()
-        return (_full_year(year), int(month), int(day_of_month)), None
-    return None, _read_clock(word)
+        year, month, day_of_month, time = iso.groups()
+    elif short := _US_DATE.match(word) or _DIGITS_DATE.match(word):
+        month, day_of_month, year, time = short.groups()
+    else:
+        return None, _read_clock(word)
+    clock = _read_clock(time) if time else None
+    if time and clock is None:
+        return None, None
+    return (_full_year(year), int(month), int(day_of_month)), clock
 
 
 def _full_year(year: str | None) -> int | None:

@@ -252,6 +252,7 @@ _Work = Callable[[Sequence[str], Words], int]
 _ENTITIES: dict[str, _Work] = {
     "job": _show_job,
     "jobs": _show_job,
+    "jobid": _show_job,
     "node": _show_node,
     "nodes": _show_node,
     "partition": _show_partition,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from unit.controller.world import ANN, BOB, Cluster
+from unit.controller.world import ANN, BOB, ROOT, Cluster
 
 from hpcsched.api.identity import Asker
 from hpcsched.controller.accountviews import license_views
@@ -202,3 +202,16 @@ def test_licences_are_shown_with_what_is_free() -> None:
         {"name": "matlab", "total": 3, "used": 2, "free": 1},
         {"name": "stata", "total": 1, "used": 0, "free": 1},
     ]
+
+
+def test_a_time_limit_is_changed_by_so_much() -> None:
+    made = Cluster("n1")
+    job, endless = made.submit(hold=True, time_limit_s=3600), made.submit(hold=True)
+    for change, limit_s in (("-30", 1800), ("+10", 2400), ("1:00:00", 3600)):
+        assert made.ask(lambda tx, change=change: update(tx, ROOT, [str(job)], {"time_limit": change})).errors == []
+        assert made.job(job).time_limit_s == limit_s
+    for which, change, says in ((job, "-60", "nothing would be left"), (endless, "+5", "it has none")):
+        refused = made.ask(
+            lambda tx, which=which, change=change: update(tx, ROOT, [str(which)], {"time_limit": change})
+        )
+        assert says in refused.errors[0]["error"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from jobs import T0
-from world import ANN, BOB, Cluster
+from unit.controller.world import ANN, BOB, Cluster
 
 from hpcsched.api import breaks
 from hpcsched.controller import queuerows, requests

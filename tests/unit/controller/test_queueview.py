@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from world import ANN, BOB, Cluster
+from unit.controller.world import ANN, BOB, Cluster
 
 from hpcsched.controller.queuerows import QueueRows
 from hpcsched.controller.queueview import queue_text
@@ -106,3 +106,10 @@ def test_the_jobs_as_json_are_those_that_are_listed(cluster: Cluster) -> None:
         ({"state": "CANCELLED"}, [7]),
     ):
         assert [job["id"] for job in asyncio.run(reading.jobs(ANN, query))["jobs"]] == ids
+
+
+def test_the_priorities_are_those_of_the_jobs_that_are_asked_for(cluster: Cluster) -> None:
+    answer = cluster.backend().priorities(ANN, {"user": "bob"})
+    assert [job["id"] for job in answer["jobs"]] == [2, 3]
+    with pytest.raises(RequestError, match="Invalid user: nobody-here"):
+        cluster.backend().priorities(ANN, {"user": "nobody-here"})

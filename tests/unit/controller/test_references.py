@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from world import ANN, BOB, Cluster
+from unit.controller.world import ANN, BOB, Cluster
 
 from hpcsched.controller.references import find_jobs
 from hpcsched.controller.requests import cancel

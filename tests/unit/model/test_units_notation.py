@@ -127,6 +127,10 @@ NOW = datetime(2026, 11, 21, 15, 30, 10)
         ("0101", datetime(2027, 1, 1)),
         ("01/20/27", datetime(2027, 1, 20)),
         ("10:00 1/20", datetime(2027, 1, 20, 10)),
+        ("01/20/27-10:05", datetime(2027, 1, 20, 10, 5)),
+        ("012027-10:05:06", datetime(2027, 1, 20, 10, 5, 6)),
+        ("01.20-4:00pm", datetime(2027, 1, 20, 16)),
+        ("elevenses", datetime(2026, 11, 22, 11)),
     ],
 )
 def test_a_date_is_read_in_local_time(text: str, expected: datetime) -> None:
