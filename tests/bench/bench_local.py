@@ -12,8 +12,9 @@ from tests.bench.figures import Figure
 
 MBIT_PER_S = 100
 SYNC = "local:25:int8"
-STEPS = 300
-OPTIONS = ("-m", "hpctrain.examples.chargpt", "--checkpoint-every", "0", "--eval-every", str(STEPS), "--sample", "0")
+STEPS = 2000  # of a model so small that they take half a minute: at first any two ways to train differ
+MODEL = ("--layers", "2", "--width", "64", "--heads", "4", "--context", "32")
+OPTIONS = ("-m", "hpctrain.examples.chargpt", "--checkpoint-every", "0", "--sample", "0", *MODEL)
 
 
 def run(quick: bool = False) -> list[Figure]:
@@ -24,7 +25,7 @@ def run(quick: bool = False) -> list[Figure]:
     steps = STEPS // 5 if quick else STEPS
     with tempfile.TemporaryDirectory() as folder, hosts.hosts(2, MBIT_PER_S, Path(folder)) as addresses:
         here = Path(folder)
-        options = (*OPTIONS, "--steps", str(steps))
+        options = (*OPTIONS, "--steps", str(steps), "--eval-every", str(steps))
         hosts.run(hosts.mpirun_here(2, *options, "--out", here / "exact"))
         command = hosts.mpirun(addresses, here, *options, "--sync", SYNC, "--out", here / "local")
         hosts.run(command, hosts.TCP_ONLY)

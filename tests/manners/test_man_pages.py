@@ -6,6 +6,7 @@ options are a table: it spells each as the table does, and what it says of it be
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import re
 import shutil
@@ -19,6 +20,7 @@ import pytest
 from hpcsched.cli import hacct, hcancel, hctl, hinfo, hlogs, hprio, hqueue, hshare, hsim, htunnel, hwhy
 from hpcsched.jobscript.options import OPTIONS
 from hpcsched.listing.jobfields import FIELDS
+from hpctrain.options import add_options
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS: dict[str, str] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
@@ -111,6 +113,14 @@ def tagged(path: Path) -> list[tuple[str, str]]:
 def test_the_page_has_exactly_the_options_of_the_help(name: str) -> None:
     page = options_in([tag for tag, _ in tagged(page_of(name)) if tag.startswith("-")])
     shown = help_options(name)
+    assert (page - shown, shown - page) == (set(), set())
+
+
+def test_the_page_of_training_scripts_has_exactly_their_options() -> None:
+    parser = argparse.ArgumentParser(add_help=False)
+    add_options(parser)
+    shown = {spelling for action in parser._actions for spelling in action.option_strings}
+    page = options_in([tag for tag, _ in tagged(ROOT / "man" / "hpctrain.1") if tag.startswith("-")])
     assert (page - shown, shown - page) == (set(), set())
 
 

@@ -16,8 +16,10 @@ import torch
 from hpctrain.comm import Communicator
 from hpctrain.compress import Compressor
 
-OUTER_LR = 0.7
-MOMENTUM = 0.9
+# The paper's 0.7 and 0.9 are for many ranks that meet many times.  Of two that meet 80 times the momentum of the steep first
+# ways is still felt at the end: a loss 5 % over that of exact steps, and 1 % with these (`make bench BENCH=local`).
+OUTER_LR = 0.8
+MOMENTUM = 0.5
 PIECE_NUMBERS = 1 << 20
 
 
