@@ -56,7 +56,10 @@ def test_nothing_but_the_jobs_number_is_needed(job: Client) -> None:
         ("--no-such-option true", 1),
         ("--mpi=pmix true", 1),
         ("-n99 true", 1),
-        ("-n1 true : -n1 true", 1),
+        ("-n1 true : -n2 sh -c 'exit $((4 + SLURM_PROCID))'", 6),
+        ("-n1 true : no-such-program", 2),
+        ("-n1 true : -N2 true", 1),
+        ("-n1 true :", 1),
         ("--het-group=1 true", 1),
     ],
 )
@@ -65,10 +68,10 @@ def test_exit_codes(job: Client, words: str, code: int) -> None:
 
 
 def test_what_is_refused_says_what_to_do(job: Client) -> None:
-    said = str(job("srun --mpi=pmi2 true; srun true : true; srun --mpi=list"))
+    said = str(job("srun --mpi=pmi2 true; srun true : -c2 true; srun --mpi=list"))
     assert "srun: error: cannot start tasks with --mpi=pmi2" in said
     assert "mpirun" in said
-    assert "srun: error: cannot start several programs as one step" in said
+    assert "srun: error: cannot give part 2 of the step its own --cpus-per-task" in said
     assert "MPI plugin types are...\n\tnone\n" in said
 
 
@@ -105,6 +108,12 @@ def test_several_programs(cluster: LocalCluster, job: Client) -> None:
     said = str(job("srun --multi-prog m.conf; echo $?")).splitlines()
     errors = [f"srun: error: n{1 + task // 2}: task {task}: Exited with exit code {task}" for task in (1, 2, 3)]
     assert sorted(said) == ["3", "client 0", "client 1", "client 2", "server 0", *errors]
+
+
+def test_several_programs_on_the_command_line(job: Client) -> None:
+    show = "echo $SLURM_PROCID/$SLURM_NTASKS $SLURMD_NODENAME"
+    said = str(job(f"srun -l -n1 sh -c '{show} a' : -n3 sh -c '{show} \"b c\"'"))
+    assert sorted(said.splitlines()) == ["0: 0/4 n1 a", "1: 1/4 n1 b c", "2: 2/4 n2 b c", "3: 3/4 n2 b c"]
 
 
 def test_outside_of_a_job(slurm: Client) -> None:

@@ -1,16 +1,17 @@
-"""srun --multi-prog: a file says which tasks run which program; it becomes one shell command that all tasks run.
+"""Several programs as one step: srun --multi-prog FILE, and srun A : B. They become one shell command that all tasks run.
 
-A line is ``0-3,7 program argument...`` or ``* program argument...`` (the tasks that no line before it has). ``%t`` is the task's
-number, ``%o`` its place in its line. A ``#`` begins a comment, a backslash at the end of a line goes on with the next.
+A line of the file is ``0-3,7 program argument...`` or ``* program argument...`` (the tasks that no line before it has). ``%t``
+is the task's number, ``%o`` its place in its line. A ``#`` begins a comment, a backslash at the end of a line goes on with the
+next.
 
-Source: srun(1), "MULTIPLE PROGRAM CONFIGURATION".
+Source: srun(1), "MULTIPLE PROGRAM CONFIGURATION", and "Heterogeneous Steps" of Slurm's documentation.
 """
 
 from __future__ import annotations
 
 import re
 import shlex
-from typing import List, Set, Tuple
+from typing import List, Sequence, Set, Tuple
 
 MAX_BYTES = 100_000  # of the shell command: one word of a command line may have 128 KiB
 
@@ -29,10 +30,17 @@ def command_of(path: str) -> List[str]:
             text = file.read()
     except OSError as error:
         raise MultiProgError("cannot read %s: %s" % (path, error.strerror)) from None
-    script = script_of(text, path)
-    if len(script) > MAX_BYTES:
-        raise MultiProgError("cannot use %s: it comes to %d bytes, %d are the most" % (path, len(script), MAX_BYTES))
-    return ["/bin/sh", "-c", script]
+    return _shell(script_of(text, path), path)
+
+
+def command_for(programs: Sequence[Tuple[int, List[str]]]) -> List[str]:
+    """Return the command that runs these programs, each in so many tasks, one after the other. Raises MultiProgError."""
+    cases, first = [], 0
+    for count, words in programs:
+        numbers = "|".join(map(str, range(first, first + count)))
+        cases.append("%s) %s;;" % (numbers, _exec([shlex.quote(word) for word in words])))
+        first += count
+    return _shell("case $SLURM_PROCID in\n%s\nesac" % "\n".join(cases), "the command line")
 
 
 def script_of(text: str, path: str) -> str:
@@ -72,9 +80,7 @@ def _lines(text: str) -> List[Tuple[int, str]]:
 
 
 def _cases(tasks: str, words: List[str], seen: Set[int], where: str) -> List[str]:
-    command = "exec %s" % " ".join(_quoted(word) for word in words)
-    missing = "command -v %s >/dev/null || exit 2" % _quoted(words[0])  # what a task says whose program is not there
-    run = "%s; %s" % (missing, command)
+    run = _exec([_quoted(word) for word in words])
     if tasks == "*":
         return ["*) o=$((t - %d)); %s;;" % (len(seen), run)]
     cases = []
@@ -91,6 +97,17 @@ def _cases(tasks: str, words: List[str], seen: Set[int], where: str) -> List[str
         cases.append("%s) %s; %s;;" % ("|".join(map(str, numbers)), o, run))
         place += len(numbers)
     return cases
+
+
+def _exec(words: Sequence[str]) -> str:
+    """Return what has the shell become this program; 2 is what a task says whose program is not there."""
+    return "command -v %s >/dev/null || exit 2; exec %s" % (words[0], " ".join(words))
+
+
+def _shell(script: str, source: str) -> List[str]:
+    if len(script) > MAX_BYTES:
+        raise MultiProgError("cannot use %s: it comes to %d bytes, %d are the most" % (source, len(script), MAX_BYTES))
+    return ["/bin/sh", "-c", script]
 
 
 def _quoted(word: str) -> str:
