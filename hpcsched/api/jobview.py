@@ -7,7 +7,7 @@ What only its owner and admins may see (paths, command line, comment, script, en
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from operator import attrgetter
 from typing import Any
 
 from hpcsched.api.identity import Asker
@@ -66,7 +66,7 @@ class JobView(dict[str, Any]):
 def job_view(job: Job, world: World, asker: Asker, now_s: float, *, whole: bool = False) -> dict[str, Any]:
     """Return the job as `asker` may see it; `whole` adds script and environment."""
     view = JobView(job, world, asker, now_s)
-    made = {name: view[name] for name in VALUES}
+    made = {name: value(view) for name, value in VALUES.items()}
     if whole and asker.owns(job):
         made |= {"script": job.spec.script, "script_args": list(job.spec.script_args), "env": dict(job.spec.env)}
     return made
@@ -75,20 +75,12 @@ def job_view(job: Job, world: World, asker: Asker, now_s: float, *, whole: bool 
 _Value = Callable[[JobView], Any]
 
 
-def _plain(view: JobView, name: str) -> Any:
-    return getattr(view.job, name)
-
-
-def _asked(view: JobView, name: str) -> Any:
-    return getattr(view.job.spec, name)
-
-
 def _plains(*names: str) -> dict[str, _Value]:
-    return {name: partial(_plain, name=name) for name in names}
+    return {name: attrgetter(f"job.{name}") for name in names}
 
 
 def _askeds(*names: str) -> dict[str, _Value]:
-    return {name: partial(_asked, name=name) for name in names}
+    return {name: attrgetter(f"job.spec.{name}") for name in names}
 
 
 def _private(value: _Value) -> _Value:
