@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from waiting import wait_until
 
 from hpcsched.demo.cluster import LocalCluster
+from hpctrain.metrics import read_metrics
 
 SMALL = "--layers 1 --width 32 --heads 2 --context 32 --batch 12 --eval-every 0 --sample 0 --checkpoint-every 50"
 SCRIPT = f"""exec {sys.executable} -m hpctrain.elastic --report report.json -- \\
     {sys.executable} -m hpctrain.examples.chargpt {SMALL} --steps 1000000 --out elastic
 """
+
+
+def told(path: Path) -> list[dict[str, Any]]:
+    """The lines of steps."""
+    return [line for line in read_metrics(path) if "loss" in line] if path.exists() else []
+
+
+def losses(path: Path) -> list[float]:
+    """The loss of each step, as it was taken last."""
+    return [loss for _, loss in sorted({line["step"]: line["loss"] for line in told(path)}.items())]
 
 
 def worlds(path: Path) -> list[int]:
@@ -72,3 +85,39 @@ def test_an_elastic_job_goes_on_when_a_node_loses_power(
     assert "it goes on without that node" in cluster.run("hctl", "story", str(number)).stdout
     cluster.run("hcancel", str(number))
     ended(number, 60)
+
+
+@pytest.mark.timeout(400)
+def test_when_all_nodes_and_the_controller_die_the_job_goes_on_later_with_the_same_samples(
+    cluster: LocalCluster, sub: Callable[..., int], running: Any, ended: Any, output: Callable[[int], str]
+) -> None:
+    words = "--steps 400 --checkpoint-every 4 --base-every 3"
+    options = (
+        "--exclusive",
+        "-N2-3",
+        "--elastic",
+        "--ntasks-per-node=1",
+        "-t",
+        "10",
+        "--requeue",
+        "--open-mode=append",
+    )
+    number = sub(SCRIPT.replace("--steps 1000000", words).replace("--out elastic", "--out dead"), *options)
+    metrics = cluster.share / "dead" / "metrics.jsonl"
+    nodes = running(number)["nodes"]
+    wait_until(lambda: len(told(metrics)) >= 20, 90, "twenty steps")
+    assert cluster.machines is not None
+    cluster.down()
+    for node in nodes:
+        cluster.machines.power_off(node)
+    for node in nodes:
+        cluster.machines.power_on(node)
+    cluster.up()
+    done = ended(number, 180)
+    assert (done["state"], done["attempt"]) == ("COMPLETED", 1), output(number)
+    assert sorted({line["step"] for line in told(metrics)}) == list(range(1, 401))
+    assert told(metrics)[-1]["interruptions"] == 1
+    train = f"{sys.executable} -m hpctrain.examples.chargpt {SMALL} {words} --out whole"
+    whole = subprocess.run(train.split(), cwd=cluster.share, capture_output=True, text=True, check=False)
+    assert whole.returncode == 0, whole.stderr
+    assert losses(metrics) == pytest.approx(losses(cluster.share / "whole" / "metrics.jsonl"), rel=1e-3)

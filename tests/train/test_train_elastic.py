@@ -133,6 +133,18 @@ def test_a_stop_signal_is_handed_on_and_the_run_goes_on_later(undisturbed: list[
     assert losses_of(tmp_path / "run") == pytest.approx(undisturbed, rel=1e-4)
 
 
+def test_a_stop_signal_before_the_run_has_begun_ends_it(tmp_path: Path) -> None:
+    """Ranks that never come: what they are doing still, importing say, ends by the signal itself."""
+    run = [sys.executable, "-m", "hpctrain.elastic", "--ranks", "2", "--", "sh", "-c", "echo here; exec sleep 1000"]
+    with started(run, WITH_WAITING) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "here\n"
+        process.send_signal(signal.SIGTERM)
+        ended = finish(process)
+    assert ended.status == EXIT_REQUEUE, ended.output
+    assert "SIGTERM came before the run began" in ended.output
+
+
 def test_a_run_whose_output_nobody_reads_any_more_ends(tmp_path: Path) -> None:
     readable, writable = os.pipe()
     os.close(readable)

@@ -21,7 +21,7 @@ from pathlib import Path
 from hpctrain.elastic.launch import Launcher, Slot, allocation, own_address
 from hpctrain.elastic.roster import Roster, Settings
 from hpctrain.elastic.serve import Server
-from hpctrain.errors import EXIT_FAILED, TrainError
+from hpctrain.errors import EXIT_FAILED, EXIT_REQUEUE, TrainError
 
 GRACE_S = 5.0
 AGAIN_S = 1.0  # after a process that ended before it took part
@@ -73,6 +73,7 @@ class Elastic:
         self._retired: set[int] = set()
         self._ended: dict[int, int] = {}  # how the last process of each slot did
         self._status: int | None = None
+        self._stopping = False
         self._losses_without_step, self._step_then = 0, 0
 
     async def run(self) -> int:
@@ -107,7 +108,7 @@ class Elastic:
 
     async def _keep(self, slot: Slot) -> None:
         """Have a process run in a slot, one after another, until the run is over or the slot is given up."""
-        while not self._server.over.is_set() and slot.number not in self._retired:
+        while not self._server.over.is_set() and slot.number not in self._retired and not self._stopping:
             await self._launcher.start(slot, self._facts | {"HPCTRAIN_SLOT": str(slot.number)})
             process = self._launcher.processes[slot.number]
             status = self._ended[slot.number] = await process.wait()
@@ -119,6 +120,8 @@ class Elastic:
                 self._give_up(f"{self._losses_without_step} ranks were lost without a step between", EXIT_FAILED)
             elif not any(member.slot == slot.number for member in self._server.roster.members.values()):
                 await asyncio.sleep(AGAIN_S if status > 0 else 0.0)
+        if self._stopping and self._launcher.all_ended:
+            self._give_up("every rank ended at the stop signal", EXIT_REQUEUE)
 
     def _lost(self, slot: int) -> None:
         self._launcher.signal(slot, signal.SIGKILL)
@@ -137,9 +140,16 @@ class Elastic:
     def _heed_signals(self, *, in_job: bool) -> None:
         loop = asyncio.get_running_loop()
         for number in STOP_SIGNALS:
-            loop.add_signal_handler(number, self._launcher.signal_all, number)
+            loop.add_signal_handler(number, self._stop, number)
         if in_job:
             loop.add_signal_handler(signal.SIGWINCH, self._begin_resize)
+
+    def _stop(self, number: signal.Signals) -> None:
+        """Have the ranks stop with a checkpoint; before they have begun there is nothing to keep."""
+        self._stopping = True
+        self._launcher.signal_all(number)
+        if self._server.roster.generation < 0:
+            self._give_up(f"{number.name} came before the run began", EXIT_REQUEUE)
 
     def _begin_resize(self) -> None:
         self._resizing = asyncio.create_task(self._resize())

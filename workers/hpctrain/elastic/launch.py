@@ -93,6 +93,11 @@ class Launcher:
             *argv, env=self._environ | dict(facts), stdin=asyncio.subprocess.DEVNULL
         )
 
+    @property
+    def all_ended(self) -> bool:
+        """Whether no process runs."""
+        return all(process.returncode is not None for process in self.processes.values())
+
     def signal_all(self, number: signal.Signals) -> None:
         """This will hand a signal on to all ranks."""
         for slot in self.processes:
