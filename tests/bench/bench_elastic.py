@@ -53,6 +53,10 @@ class Elastic:
             return []
         return [json.loads(line) for line in self._metrics.read_text().splitlines() if line.endswith("}")]
 
+    def wait_for_start(self) -> None:
+        """Return when steps are being taken."""
+        _until(self._world)
+
     def strike(self, number: signal.Signals) -> tuple[float, float]:
         """Send a signal to one of the ranks; return the seconds to the next step, and to one that all ranks took."""
         _until(lambda: self._world() == RANKS and len(self._processes()) > RANKS)

@@ -29,6 +29,7 @@ def run(quick: bool = False) -> list[Figure]:
 def train(out: Path, for_s: float) -> dict:
     """Train in `out`, going on from what is there, and kill a rank every minute; return the last line of the metrics."""
     with running(out, MODEL) as elastic:
+        elastic.wait_for_start()
         began_s = time.monotonic()
         for minute in range(1, int(for_s / EVERY_S) + 1):
             time.sleep(max(0.0, began_s + minute * EVERY_S - EVERY_S / 2 - time.monotonic()))
