@@ -4,12 +4,12 @@
 
 Rules:
 - Nothing is released before `started` is on disk; nothing is told before it is on disk.
-- It is the subreaper of all that starts below, so *no child is left* means that the tree is empty, whoever detached.
+- It is the subreaper of all that starts below (see `tree`).
 - When the tasks are over, what they left behind is killed at once; if an end was asked for, after its grace.
 - The agent may go and come: then it listens in its spool entry until the next one connects.
 - A step with a lease is ended here when that runs out, whether there is an agent or not.
 
-It does not know the controller, nor other steps. Sources: prctl(2) PR_SET_CHILD_SUBREAPER, wait(2), unix(7).
+It does not know the controller, nor other steps. Sources: unix(7).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import signal
 import socket
 import sys
 import time
-from typing import Any, Dict, List, Optional, Set
+from typing import Any, Dict, List, Optional
 
 from hpcnode import cgroup, environment, files, limits, process, protocol
 from hpcnode.assignment import Assignment, Own, Setting, Task
@@ -29,6 +29,7 @@ from hpcnode.relay import Relay
 from hpcnode.streams import untaken_limit
 from hpcnode.suspension import Suspension
 from hpcnode.task import READY, TaskPlan, run_task
+from hpcnode.tree import Tree
 from hpcnode.usage import FIRST_LOOK_S, Usage
 
 LINGER_S = 3600.0  # how long output waits for a reader that takes none of it
@@ -61,8 +62,7 @@ class Shepherd:
         self._ending_at_s: Optional[float] = None  # on the boot clock: when everything is killed
         self._end_timer: Optional[Timer] = None
         self._told_to_end = False
-        self._told: Set[int] = set()  # who got TERM
-        self._kill_rounds = 0
+        self._tree = Tree(loop)
         self._why = ""
         self._may_go = not self.launch.hold
         self._lease = StepLease(self.launch, lambda: setting.spool.renewed_s(self.token))
@@ -70,7 +70,6 @@ class Shepherd:
         self._node_fault = False
         self._timed_out = False
         self._out_of_memory = False
-        self._childless = False
         self._usage = Usage()
 
     # ----- from the fork to the release
@@ -93,7 +92,7 @@ class Shepherd:
     @property
     def is_clean(self) -> bool:
         """Whether nothing of the step is left, so that this process may mind another one."""
-        return self._childless and self._relay.is_over
+        return self._tree.is_empty and self._relay.is_over
 
     def close(self) -> None:
         """Close what the step had open."""
@@ -354,51 +353,24 @@ class Shepherd:
         at_s = process.boot_clock_s() + grace_s
         if grace_s > 0 and not signum and not self._told_to_end:
             self._told_to_end = True
-            self._terminate(process.descendants([os.getpid()]))
+            self._tree.terminate()
         elif signum and self._ending_at_s is None and (not batch_only or self.launch.step == protocol.BATCH):
             self._signal(signum, batch_only)
         if self._ending_at_s is None or at_s < self._ending_at_s:
             self._ending_at_s = at_s
             if self._end_timer is not None:
                 self._end_timer.cancel()
-            self._end_timer = self.loop.later(grace_s, self._kill_all)
-
-    def _terminate(self, pids: List[int]) -> None:
-        self._told.update(pids)
-        process.signal_all(pids, signal.SIGTERM)
-        process.signal_all(pids, signal.SIGCONT)
-
-    def _terminate_orphans(self) -> None:
-        """TERM to what was forked while the tree was told to end, and whose parent has ended since: it missed it."""
-        if self._told and self._ending_at_s is not None and process.boot_clock_s() < self._ending_at_s:
-            self._terminate([pid for pid in process.children_of(os.getpid()) if pid not in self._told])
-
-    def _kill_all(self) -> None:
-        """Kill the tree, again and again until nothing is left of it."""
-        if self._final is not None or self._childless:
-            return
-        if self._kill_rounds > 0:
-            process.stop_all_below_us()  # so that nothing forks away from the kill
-        process.signal_all(process.descendants([os.getpid()]), signal.SIGKILL)
-        self._kill_rounds += 1
-        self.loop.later(min(1.0, 0.01 * 2**self._kill_rounds), self._kill_all)
+            self._end_timer = self.loop.later(grace_s, self._tree.kill)
 
     def reap(self) -> None:
         """Collect whatever has ended below."""
-        while True:
-            try:
-                pid, status, usage = os.wait4(-1, os.WNOHANG)
-            except ChildProcessError:
-                self._childless = True
-                break
-            if pid == 0:
-                break
+        for pid, status, usage in self._tree.reap():
             self._usage.add(usage)
             for task in self._tasks:
                 if task.pid == pid:
                     self._task_over(task, status)
-        if not self._childless:
-            self._terminate_orphans()
+        if not self._tree.is_empty and self._ending_at_s is not None and process.boot_clock_s() < self._ending_at_s:
+            self._tree.terminate_orphans()
         self._check_over()
 
     def _task_over(self, task: Task, status: int) -> None:
@@ -414,10 +386,10 @@ class Shepherd:
     def _check_over(self) -> None:
         if not self._released or self._final is not None or not all(task.over for task in self._tasks):
             return
-        if not self._childless:
+        if not self._tree.is_empty:
             if self._ending_at_s is None:
                 self._ending_at_s = 0.0
-                self._kill_all()
+                self._tree.kill()
             return
         self.setting.faults.reached("tasks.over")
         for task in self._tasks:
