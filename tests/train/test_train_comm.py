@@ -60,6 +60,11 @@ def test_auto_sends_fewer_bits_only_where_that_pays_and_says_why() -> None:
     assert decide(0.1, 1.0)[1].endswith("local steps would help more: --sync local:50:int8")
 
 
+def test_who_says_an_unknown_way_to_sync_is_told_all_there_are() -> None:
+    with pytest.raises(TrainError, match=r"cannot sync by 'carrier-pigeon': say exact, bf16.*local:H.* or auto"):
+        make_sync("carrier-pigeon", [torch.nn.Parameter(torch.zeros(3))], SingleCommunicator(), overlap=False)
+
+
 @pytest.mark.parametrize(
     "name",
     [

@@ -13,7 +13,7 @@ import torch
 
 from hpctrain.buckets import GradientBuckets
 from hpctrain.comm import Communicator
-from hpctrain.compress import Compressor, Exact, compressor
+from hpctrain.compress import NAMES, Compressor, Exact, compressor
 from hpctrain.errors import TrainError
 from hpctrain.localsteps import LocalSteps
 
@@ -69,6 +69,10 @@ def make_sync(name: str, parameters: list[torch.nn.Parameter], comm: Communicato
         TrainError: there is no such way.
     """
     kind, _, rest = name.partition(":")
+    if kind not in (*NAMES, "local", "auto"):
+        raise TrainError(
+            f"cannot sync by {name!r}: say {', '.join(NAMES)}, topk:SHARE, powersgd:RANK, local:H[:COMPRESSION] or auto"
+        )
     every, inner = 0, name
     if kind == "local":
         number, _, inner = rest.partition(":")
