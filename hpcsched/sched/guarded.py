@@ -3,13 +3,15 @@
 Its measure is plain EASY's longest wait so far on the same jobs (see `rehearsal`): certain, and it only grows. Who has waited
 for a part of it is *old*. Wide jobs, for which room is hardest to find, count as having waited longer by their share of the
 machine: it is they that wait longest under plain EASY. The old come first, in the order of what they count as having waited:
-those that fit start, the first that does not is promised the earliest start that the requests of what runs allow, and the
-others start if they touch no promise. If all are old and width counts for nothing this is plain EASY, job by job. The young
-come by the time they have waited over the time that they are expected to run (see `predict`), weighed by their size: whoever
-waits moves up, a short job quickly. They start if they fit now and touch no promise.
+those that fit start, the first few that do not are promised the earliest start that the requests of what runs allow, and the
+others start if they touch no promise. The young come by the time they have waited over the time that they are expected to run
+(see `predict`), weighed by their size: whoever waits moves up, a short job quickly. They start if they fit and touch no promise.
 
 The work of those who overtake is what keeps the others waiting. So the nearer the first in line is to the measure, the shorter
 a job must be to be preferred: expected times beyond `GuardedPool._long_s` count alike, and such jobs come as they arrived.
+
+Jobs that ask for next to nothing (see `quick`) go ahead of all, promises or not, while nobody has waited for nearly as long as
+the measure. So a promise can be late, but not for many at once: what goes ahead holds a small share of the machine.
 
 A few of the young are promised a start as well, for what is begun before they are old would still be in their way then: the
 first in line, for a late one, and the first of those that need much of the machine, for an early one. Before there is a
@@ -17,10 +19,11 @@ measure, in the first days of a machine, nobody is old before a fixed time, and 
 
 A prediction only orders jobs, promises count with requests: one that proves short delays no promise.
 
-What is proven: with `Guard.part` and `old_s` 0 (everybody is old, and no width counts) the schedule is plain EASY's. What is not:
-that the longest wait stays below plain EASY's. As soon as one job starts elsewhere than under EASY all later ones do, and the
-longest of many thousand waits falls as luck has it: see man/adr/0011-the-guard-of-the-default-policy.md for how often it is
-above. Told of events like every pool; no clock.
+What is proven: with `Guard.part` and `old_s` 0 (everybody is old, and no width counts), one promise and nothing quick the
+schedule is plain EASY's, and those that went ahead hold no more than their share of the machine. What is not: that the longest
+wait stays below plain EASY's. As soon as one job starts elsewhere than under EASY all later ones do, and the longest of many
+thousand waits falls as luck has it: see man/adr/0011-the-guard-of-the-default-policy.md for how often it is above. Told of
+events like every pool; no clock.
 """
 
 from __future__ import annotations
@@ -51,6 +54,8 @@ class GuardedPool(Pool):
         self.guard = guard
         self.weights = [count**guard.size_power for count in procs]
         self.learning_weights = [count**guard.learning_power for count in procs]
+        self.quick = [guard.quick.is_quick(limits_s[job], count / size) for job, count in enumerate(procs)]
+        self.quick_room = guard.quick.share * size  # what quick jobs that run leave of it
         self.history = History()
         self.rehearsal = Rehearsal(size, procs, limits_s)
         self.submits_s: dict[int, float] = {}
@@ -67,6 +72,8 @@ class GuardedPool(Pool):
 
     def end(self, job: int, now_s: float) -> Sequence[int]:
         self.history.record(self.users[job], now_s - self.starts_s.pop(job))
+        if self.quick[job]:
+            self.quick_room += self.procs[job]
         self.rehearsal.ended(job, now_s)
         self.rehearsal.go_on(now_s, more_may_come=False)
         return super().end(job, now_s)
@@ -75,6 +82,8 @@ class GuardedPool(Pool):
         super().start(job, now_s)
         del self.submits_s[job]
         self.starts_s[job] = now_s
+        if self.quick[job]:
+            self.quick_room -= self.procs[job]
         self.rehearsal.started(job, now_s)
 
     def choose(self, now_s: float) -> list[int]:
@@ -83,6 +92,9 @@ class GuardedPool(Pool):
         learning = self.learnt_at_s is not None and now_s < self.learnt_at_s
         long_s = self.guard.learning_long_s if learning else self._long_s(now_s)
         started: list[int] = []
+        self._start_quick(now_s, learning, long_s, started)
+        if not self.free:
+            return started
         old, young = self._by_age(now_s, learning)
         steps = self._start_old(old, now_s, started)
         if not self.free:
@@ -104,6 +116,16 @@ class GuardedPool(Pool):
         waited_s = now_s - self.submits_s[self.queue[0][2]]
         calm_s = max(0.0, guard.calm_part * self._measure_s() - waited_s)
         return min(guard.long_s, guard.long_least_s + guard.long_per_calm * calm_s)
+
+    def _start_quick(self, now_s: float, learning: bool, long_s: float, started: list[int]) -> None:
+        """Start what fits of those that are little work, unless somebody has waited for too long."""
+        most_s = self.guard.quick.part * max(self._measure_s(), self.guard.learning_old_s if learning else 0.0)
+        if now_s - self.submits_s[self.queue[0][2]] > most_s:
+            return
+        quick = [job for job in self.queue if self.quick[job[2]]]
+        for job in self._ranked(now_s, quick, self.free, long_s, self.weights):
+            if job[0] <= self.free and job[0] <= self.quick_room:
+                self._go(job, now_s, started)
 
     def _by_age(self, now_s: float, learning: bool) -> tuple[list[Waiting], list[Waiting]]:
         """Return the old, who has counted as waiting longest first, and the young in the order of arrival."""

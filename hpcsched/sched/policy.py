@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from hpcsched.model.accounting import PreemptMode, PreemptType, Qos
+from hpcsched.sched.quick import Quick
 
 
 class Backfill(StrEnum):
@@ -22,13 +23,14 @@ class Backfill(StrEnum):
 class Guard:
     """How our own policy keeps jobs from being overtaken too long; see `guarded`. One set for all machines."""
 
-    part: float = 0.42  # of plain EASY's longest wait: who has waited longer is old, and no longer overtaken
+    part: float = 0.5  # of plain EASY's longest wait: who has waited longer is old, and no longer overtaken
     wide_bonus: float = (
         0.4  # of that: who needs the whole machine counts as having waited so much longer, others by their share
     )
     old_s: float = 3600.0  # that wait counts as this at least
-    promises: int = 1  # so many old ones that do not fit are promised a start at once
-    first: int = 3  # so many of the young, the first in line, are promised a start
+    quick: Quick = Quick()  # who goes ahead of everybody
+    promises: int = 2  # so many old ones that do not fit are promised a start at once
+    first: int = 2  # so many of the young, the first in line, are promised a start
     first_part: float = 0.9  # when they will have waited for this part
     wide: float = 0.63  # of the machine: who needs as much is hard to find room for
     wide_part: float = 0.06  # the first wide one is promised a start when it will have waited for this part

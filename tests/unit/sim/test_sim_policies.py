@@ -14,6 +14,7 @@ from hpcsched.errors import RequestError
 from hpcsched.sched.guarded import GuardedPool
 from hpcsched.sched.policy import Backfill, Guard
 from hpcsched.sched.promises import ConservativePool
+from hpcsched.sched.quick import Quick
 from hpcsched.sched.rehearsal import Rehearsal
 from hpcsched.sim.planned import PlannedLine
 from hpcsched.sim.policies import PLAN, POLICIES, simulate
@@ -52,11 +53,17 @@ def test_default_lets_the_user_of_short_jobs_go_first() -> None:
     assert starts("default", jobs) == [0, 10, 102, 100]
 
 
-def guarded(jobs: Sequence[TraceJob], guard: Guard) -> list[float]:
-    line = GuardedPool(
+NOT_QUICK = Quick(share=0)
+
+
+def guarded_pool(jobs: Sequence[TraceJob], guard: Guard) -> GuardedPool:
+    return GuardedPool(
         PROCS, [one.procs for one in jobs], [one.asked_s for one in jobs], [one.user for one in jobs], guard
     )
-    return replay(jobs, line)
+
+
+def guarded(jobs: Sequence[TraceJob], guard: Guard) -> list[float]:
+    return replay(jobs, guarded_pool(jobs, guard))
 
 
 def test_a_job_that_asked_for_no_time_holds_nothing() -> None:
@@ -69,7 +76,7 @@ def test_a_job_that_asked_for_no_time_holds_nothing() -> None:
 @given(traces(most=40))
 @settings(max_examples=200, deadline=None)
 def test_default_is_plain_easy_if_everybody_is_old(jobs: list[TraceJob]) -> None:
-    assert guarded(jobs, Guard(part=0, old_s=0, learning_s=0)) == starts("easy", jobs)
+    assert guarded(jobs, Guard(part=0, old_s=0, learning_s=0, promises=1, quick=NOT_QUICK)) == starts("easy", jobs)
 
 
 @given(traces(most=40))
@@ -82,7 +89,7 @@ def test_the_guard_lets_every_job_start_whatever_its_numbers(jobs: list[TraceJob
 def test_nothing_that_begins_before_a_job_is_old_keeps_it_waiting_after() -> None:
     # Job 2 needs all and is old at 45. Job 3 would run until 102; job 4 is over by then.
     jobs = [job(1, 0, 30, 5), job(2, 1, 10, 10), job(3, 2, 100, 5), job(4, 3, 20, 5)]
-    guard = Guard(part=0.5, old_s=100, first=1, first_part=0.5, wide=2, learning_s=0)
+    guard = Guard(quick=NOT_QUICK, promises=1, part=0.5, old_s=100, first=1, first_part=0.5, wide=2, learning_s=0)
     assert guarded(jobs, guard) == [0, 30, 40, 3]
     assert guarded(jobs, replace(guard, first=0)) == [0, 102, 2, 30]
     wide = replace(guard, first=0, wide=0.8, wide_part=0.5)
@@ -92,7 +99,7 @@ def test_nothing_that_begins_before_a_job_is_old_keeps_it_waiting_after() -> Non
 def test_of_the_old_the_wide_one_counts_as_having_waited_longer() -> None:
     # Both are old at 30. Job 3 needs all, which counts as 10 s more; job 2 half, which counts as 5 s more.
     jobs = [job(1, 0, 30, 10), job(2, 1, 30, 5), job(3, 2, 10, 10)]
-    guard = Guard(part=0.1, old_s=100, wide_bonus=1, learning_s=0)
+    guard = Guard(quick=NOT_QUICK, promises=1, part=0.1, old_s=100, wide_bonus=1, learning_s=0)
     assert guarded(jobs, guard) == [0, 40, 30]
     assert guarded(jobs, replace(guard, wide_bonus=0)) == [0, 30, 60]
 
@@ -100,16 +107,54 @@ def test_of_the_old_the_wide_one_counts_as_having_waited_longer() -> None:
 def test_a_wide_one_is_old_before_a_narrow_one_that_came_with_it() -> None:
     # At 8 job 2 is old for its size, having come at 1, and job 3, which is shorter, is not.
     jobs = [job(1, 0, 8, 10, 8, 1), job(2, 1, 50, 10, 50, 2), job(3, 1, 10, 5, 10, 3)]
-    guard = Guard(part=0.1, old_s=100, wide_bonus=0.5, first=0, wide=2, learning_s=0)
+    guard = Guard(quick=NOT_QUICK, promises=1, part=0.1, old_s=100, wide_bonus=0.5, first=0, wide=2, learning_s=0)
     assert guarded(jobs, guard) == [0, 8, 58]
     assert guarded(jobs, replace(guard, wide_bonus=0)) == [0, 18, 8]
 
 
 def test_long_jobs_are_not_overtaken_for_their_length_once_somebody_has_waited_long() -> None:
     jobs = [job(1, 0, 100, 10, 100, 1), job(2, 10, 50, 8, 1000, 2), job(3, 20, 50, 8, 100, 3)]
-    guard = Guard(part=0.9, old_s=10_000, first=0, wide=2, learning_s=0, long_least_s=10, long_per_calm=1)
+    guard = Guard(
+        quick=NOT_QUICK,
+        promises=1,
+        part=0.9,
+        old_s=10_000,
+        first=0,
+        wide=2,
+        learning_s=0,
+        long_least_s=10,
+        long_per_calm=1,
+    )
     assert guarded(jobs, guard) == [0, 150, 100]
     assert guarded(jobs, replace(guard, calm_part=0.009)) == [0, 100, 150]  # 90 s are waited for, so none are left
+
+
+def test_a_quick_job_goes_ahead_of_the_first_in_line() -> None:
+    # All are old, so all else is EASY's. Job 3 asks for 5 s of 2 processors: 1 s of the machine.
+    jobs = [job(1, 0, 30, 10), job(2, 1, 50, 10), job(3, 2, 4, 2, 5)]
+    quick = Quick(limit_s=5, work_s=1, share=0.2, part=0.03)
+    at = lambda quick: guarded(jobs, Guard(part=0, old_s=1000, learning_s=0, promises=1, quick=quick))  # noqa: E731
+    assert at(quick) == [0, 34, 30]
+    for never in ({"limit_s": 4}, {"work_s": 0.9}, {"share": 0.1}, {"part": 0.028}):  # job 2 has waited for 29 s
+        assert at(replace(quick, **never)) == [0, 30, 80], never
+
+
+@given(traces(most=40))
+@settings(max_examples=200, deadline=None)
+def test_those_that_went_ahead_hold_no_more_than_their_share(jobs: list[TraceJob]) -> None:
+    guard = Guard(part=0, old_s=60, learning_s=0, quick=Quick(limit_s=10, work_s=5, share=0.4))
+    line = guarded_pool(jobs, guard)
+    at_s: dict[int, float] = {}
+    start_quick = line._start_quick
+
+    def watched(now_s: float, learning: bool, long_s: float, started: list[int]) -> None:
+        start_quick(now_s, learning, long_s, started)
+        at_s.update(dict.fromkeys(started, now_s))
+        held = sum(jobs[number].procs for number, start_s in at_s.items() if now_s < start_s + jobs[number].run_s)
+        assert held <= 0.4 * PROCS
+
+    line._start_quick = watched  # type: ignore[method-assign]
+    replay(jobs, line)
 
 
 def test_a_job_that_takes_no_time_is_not_passed_for_ever() -> None:
