@@ -14,9 +14,9 @@ from hpcsched.cli.options import UsageError, nearest, split_list
 from hpcsched.cli.output import date_text
 from hpcsched.client import Json
 from hpcsched.listing.formats import Look
-from hpcsched.listing.jobs import exit_text, goodput_text, loss_text, memory_in_all, rate_text, step_text, tres_text
+from hpcsched.listing.jobs import exit_text, goodput_text, loss_text, memory_in_all, rate_text, step_text
 from hpcsched.model.hostlist import compress_hostlist
-from hpcsched.model.units import format_time_s
+from hpcsched.model.units import format_mem, format_time_s
 
 
 class Row(namedtuple("Row", "job step")):
@@ -171,13 +171,32 @@ def _trained(row: Row, key: str) -> str:
 
 
 def _tres(row: Row) -> str:
-    if row.step or not row.job["nodes"]:
-        return ""
+    """Return what a job or a step had, in sacct's order, which is the alphabet's."""
     job = row.job
-    parts = [f"cpu={job['num_cpus']}", f"mem={job['mem_mib']}M", f"node={job['num_nodes']}"]
+    if not job["nodes"]:
+        return ""
+    if row.step is None:
+        return _in_order(_amounts(job, job["mem_mib"] or 0))
+    mem_mib = sum(share["mem_mib"] for share in job["shares"] if share["node"] in row.step["nodes"])
+    nodes = len(row.step["nodes"])
+    return _in_order({"cpu": _alloc_cpus(row), "mem": format_mem(mem_mib), "node": str(nodes)})
+
+
+def _req_tres(row: Row) -> str:
+    if row.step:
+        return ""
+    return _in_order(_amounts(row.job, 0) | {"mem": memory_in_all(row.job)})
+
+
+def _amounts(job: Json, mem_mib: int) -> dict[str, str]:
+    cpus = str(job["num_cpus"])
+    amounts = {"billing": cpus, "cpu": cpus, "mem": format_mem(mem_mib), "node": str(job["num_nodes"])}
     shards = job.get("shards", 0)  # of the controller before this one: none
-    parts += [f"gres/{name}={count}" for name, count in (("gpu", job["gpus"]), ("shard", shards)) if count]
-    return ",".join(parts)
+    return amounts | {f"gres/{name}": str(count) for name, count in (("gpu", job["gpus"]), ("shard", shards)) if count}
+
+
+def _in_order(amounts: dict[str, str]) -> str:
+    return ",".join(f"{name}={amount}" for name, amount in sorted(amounts.items()))
 
 
 def _req_cpus(row: Row) -> str:
@@ -264,10 +283,6 @@ def _flags(job: Json) -> str:
 
 def _part(part: Callable[[Json], float | None]) -> Callable[[Row], str]:
     return lambda row: "" if row.step else efficiency.part_text(part(row.job))
-
-
-def _req_tres(row: Row) -> str:
-    return "" if row.step else tres_text(row.job, billing=True)
 
 
 # fmt: off

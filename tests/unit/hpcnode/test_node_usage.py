@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from waiting import wait_until
 
 from hpcnode.usage import LAST_LOOK_S, Usage
@@ -20,6 +21,9 @@ def ended(process: subprocess.Popen[bytes]) -> object:
     return os.wait4(process.pid, 0)[2]
 
 
+@pytest.mark.skipif(
+    not Path("/proc/self/io").exists(), reason="this kernel does not count what processes read and write"
+)
 def test_what_was_read_and_written_is_that_of_all_below(tmp_path: Path) -> None:
     usage = Usage()
     (tmp_path / "own").write_bytes(b"x" * 5_000_000)  # by the shepherd itself: not the step's
