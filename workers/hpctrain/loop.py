@@ -23,6 +23,7 @@ import torch
 from hpctrain.balance import Balance
 from hpctrain.batch import Batch, Step, pieces_of
 from hpctrain.checkpoint import Facts, GradientLog, Report, Wish, Writer
+from hpctrain.checkpoint.interval import Interval
 from hpctrain.checkpoint.snapshot import State
 from hpctrain.comm import Communicator
 from hpctrain.data import shares
@@ -36,17 +37,14 @@ from hpctrain.profiling import Profile
 from hpctrain.scaling import RankTimes
 from hpctrain.settings import Settings
 from hpctrain.signals import StopRequest
-from hpctrain.state import state_to_write
+from hpctrain.state import gradient_log, state_to_write
 from hpctrain.sync import Sync
 from hpctrain.torchoptim import Optimizer
+from hpctrain.validation import Validation, validation_loss
 from hpctrain.zero import ShardedOptimizer
 
 # With a target time, this many steps are measured before the number of steps is fixed.
 MEASURED_STEPS = 20
-
-
-# The sum of losses over one part (of so many) of the validation samples, and how many samples that part has.
-Validation = Callable[[int, int], tuple[float, int]]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -154,6 +152,7 @@ class Loop:
         on_step: Callable[[StepReport], None],
         profile: Profile,
         shared: bool = False,
+        interval: Interval | None = None,
     ) -> None:
         """`writer`: None on ranks that write nothing; `shared`: every rank has one, which writes a part."""
         self._model, self._optimizer, self._validation = model, optimizer, validation
@@ -179,8 +178,10 @@ class Loop:
         self._due = False
         self.changing = False  # ended because others are to take part
         self._shared = shared
-        self._log = self._gradient_log() if writer is not None else None
-        if writer is not None and settings.checkpoint_every > 0:
+        self._interval = interval or Interval(settings.checkpoint_every)
+        self._step_s = 0.0
+        self._log = self._gradient_log()
+        if writer is not None and self._interval.wanted:
             writer.prepare(self._state())
 
     def steps(self, stop: StopRequest) -> Iterator[Batch]:
@@ -284,6 +285,7 @@ class Loop:
         progress.next_sample += batch.size
         step_s = time.perf_counter() - started_s
         self._fix_total(step_s)
+        self._step_s = step_s
         checkpoint, copy_s = self._checkpoint()
         self._on_step(
             StepReport(
@@ -397,30 +399,31 @@ class Loop:
     def _checkpoint(self) -> tuple[Report | None, float]:
         """Begin one if it is due and none is in flight; else it stays due for the next step."""
         report = self._writer.collect() if self._writer is not None else None
-        every = self._settings.checkpoint_every
-        self._due |= every > 0 and self.progress.step % every == 0
+        if report is not None:
+            self._interval.learn(self._step_s, report.copy_s, report.write_s)
+        self._due |= self._interval.due(self.progress.step)
         if not self._due or not self._meets_after(self.progress.step):
             return report, 0.0
         wish = self._agreed(self._writer.wish() if self._writer is not None else Wish.NOTHING)
         if wish is Wish.NOTHING:
             return report, 0.0
         self._due = False
-        return report, self._begin_checkpoint(wish)
+        copy_s = self._begin_checkpoint(wish)
+        if self._interval.measured:
+            steps = torch.tensor([self._interval.steps()])
+            self._comm.broadcast(steps)
+            said = self._interval.next_after(self.progress.step, int(steps))
+            if said and self._comm.rank == 0:
+                print(said, flush=True)
+        return report, copy_s
 
     def _gradient_log(self) -> GradientLog | None:
         """The log of gradients, if ranks take the same ones in every step, and a checkpoint comes before it is too long."""
-        if self._sync.local is not None or self._settings.checkpoint_every <= 0:
+        if self._sync.local is not None or not self._interval.wanted or self._writer is None:
             return None
-        grads_bytes = sum(flat.nbytes for flat in self._buckets.flats)
-        state_bytes = sum(tensor.nbytes for tensor in self._model.state_dict().values()) + 2 * grads_bytes
-        rank, size = (self._comm.rank, self._comm.size) if self._shared else (0, 1)
-        buckets, step = self._buckets, self.progress.step
-        log = GradientLog(
-            self._model, buckets.groups, buckets.flats, step, state_bytes, self._optimizer.settings(), rank, size
-        )
-        if not grads_bytes or log.most_steps < self._settings.checkpoint_every:
-            return None
-        assert self._writer is not None
+        comm = self._comm if self._shared else None
+        every = self._settings.checkpoint_every or 1
+        log = gradient_log(self._model, self._optimizer, self._buckets, self.progress.step, every, comm)
         self._writer.follow(log)
         return log
 
@@ -449,7 +452,7 @@ class Loop:
         """The state as it is now has to be on the share before a rank leaves."""
         writer, step = self._writer, self.progress.step
         reports = [writer.wait()] if writer is not None else []
-        missing = writer is not None and writer.last_step != step and self._settings.checkpoint_every > 0
+        missing = writer is not None and writer.last_step != step and self._interval.wanted
         wish = self._agreed(writer.wish() if writer is not None and missing else Wish.NOTHING)
         if wish is not Wish.NOTHING:
             self._begin_checkpoint(wish)
@@ -482,17 +485,6 @@ class Loop:
             return None
         with self._settings.precision.autocast(self._device):
             return validation_loss(self._model, self._validation, self._comm)
-
-
-@torch.no_grad()
-def validation_loss(model: torch.nn.Module, validation: Validation, comm: Communicator) -> float:
-    """This will give the mean loss over the validation samples; all ranks take a part of them."""
-    model.eval()
-    total, count = validation(comm.rank, comm.size)
-    model.train()
-    facts = torch.tensor([total, float(count)], dtype=torch.float64)
-    comm.all_reduce(facts)
-    return float(facts[0] / facts[1])
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:

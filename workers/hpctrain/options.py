@@ -148,7 +148,13 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--resume", choices=("auto", "never"), default="auto", help="go on if DIR has checkpoints (%(default)s)"
     )
-    group.add_argument("--checkpoint-every", type=int, default=50, metavar="N", help="steps; 0: never (%(default)s)")
+    group.add_argument(
+        "--checkpoint-every",
+        type=_every,
+        default=50,
+        metavar="N|auto",
+        help="steps; 0: never; auto: by what one costs and how often the run is interrupted (%(default)s)",
+    )
     group.add_argument(
         "--base-every", type=positive, default=10, metavar="M", help="every M-th is a base (%(default)s)"
     )
@@ -174,6 +180,10 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         "--profile", type=int, default=0, metavar="N", help="trace N steps of each rank into DIR/profile (%(default)s)"
     )
     group.add_argument("--print-every", type=positive, default=10, metavar="N", help="steps (%(default)s)")
+
+
+def _every(text: str) -> int | None:
+    return None if text == "auto" else int(text)
 
 
 def _writers(text: str) -> tuple[str, ...]:

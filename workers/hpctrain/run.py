@@ -46,6 +46,7 @@ from hpctrain.checkpoint import (
 )
 from hpctrain.checkpoint.files import write_draft
 from hpctrain.checkpoint.group import Seat
+from hpctrain.checkpoint.interval import Interval, claims_at_s
 from hpctrain.checkpoint.listing import checkpoint_names
 from hpctrain.checkpoint.restore import Replay
 from hpctrain.checkpoint.snapshot import layout_of
@@ -63,7 +64,6 @@ from hpctrain.loop import (
     Loop,
     Progress,
     StepReport,
-    Validation,
     broadcast_state,
     hand_over,
     progress_from,
@@ -79,6 +79,7 @@ from hpctrain.state import live_tensors
 from hpctrain.sync import make_sync
 from hpctrain.teller import Teller
 from hpctrain.torchoptim import Optimizer, optimizer_for
+from hpctrain.validation import Validation
 from hpctrain.writers import check_writers
 from hpctrain.zero import ShardedOptimizer, check_elementwise
 
@@ -343,6 +344,10 @@ class Run:
                 f"cannot start anew in {self._options.out}: it has checkpoints up to {names[0]}; give another --out"
             )
         return claim(directory, job_facts(self._environ), time.time())
+
+    def _interval(self) -> Interval:
+        claims_s = claims_at_s(self._claim.directory) if self._claim is not None else []
+        return Interval(self._options.checkpoint_every, claims_s, time.time())
 
     def _bring_back(self) -> None:
         """What an earlier attempt could keep on this host only goes to the share first."""

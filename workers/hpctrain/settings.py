@@ -21,7 +21,7 @@ class Settings:
     lr: float
     warmup_steps: int
     clip_norm: float
-    checkpoint_every: int
+    checkpoint_every: int | None  # steps; 0: never, None: as it is best
     eval_every: int
     weights: tuple[float, ...]  # samples per rank, relatively; empty: equal shares
     balance: bool  # shares follow the ranks' measured speeds

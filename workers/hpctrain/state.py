@@ -9,7 +9,8 @@ from collections.abc import Mapping
 
 import torch
 
-from hpctrain.checkpoint.gradlog import own_of_first
+from hpctrain.buckets import GradientBuckets
+from hpctrain.checkpoint.gradlog import GradientLog, own_of_first
 from hpctrain.checkpoint.snapshot import State, share_of
 from hpctrain.comm import Communicator
 from hpctrain.torchoptim import Optimizer
@@ -37,3 +38,19 @@ def state_to_write(
     else:
         shared, own = live_tensors(model, optimizer) | dict(more), {}
     return {**share_of(shared, comm.rank, comm.size, own_of_first(model)), **own}
+
+
+def gradient_log(
+    model: torch.nn.Module,
+    optimizer: Optimizer,
+    buckets: GradientBuckets,
+    step: int,
+    every: int,
+    comm: Communicator | None,
+) -> GradientLog | None:
+    """This will make a log of what this rank keeps of gradients, if at least `every` steps have room in it; `comm` as above."""
+    grads_bytes = sum(flat.nbytes for flat in buckets.flats)
+    state_bytes = sum(tensor.nbytes for tensor in model.state_dict().values()) + 2 * grads_bytes
+    rank, size = (comm.rank, comm.size) if comm is not None else (0, 1)
+    log = GradientLog(model, buckets.groups, buckets.flats, step, state_bytes, optimizer.settings(), rank, size)
+    return log if grads_bytes and log.most_steps >= every else None
