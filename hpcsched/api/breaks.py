@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-SLICE_S = 0.010
+SLICE_S = 0.025
 
 
 class Breaks:

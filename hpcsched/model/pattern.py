@@ -1,6 +1,6 @@
 """Regular expressions that are compiled when they are first used.
 
-Commands import every pattern and use a few; compiling all of them took a tenth of `hsub`'s time. The cache is re's own.
+Commands import every pattern and use a few; compiling all of them took a tenth of `hsub`'s time.
 """
 
 from __future__ import annotations
@@ -12,14 +12,17 @@ from collections.abc import Callable, Iterator
 class Pattern:
     """What `re.compile` returns, as far as it is used here. Wrong patterns show at the first use: tests see to that."""
 
-    __slots__ = ("flags", "text")
+    __slots__ = ("_pattern", "flags", "text")
 
     def __init__(self, text: str, flags: int = 0) -> None:
         self.text = text
         self.flags = flags
+        self._pattern: re.Pattern[str] | None = None
 
     def _compiled(self) -> re.Pattern[str]:
-        return re.compile(self.text, self.flags)
+        if self._pattern is None:
+            self._pattern = re.compile(self.text, self.flags)
+        return self._pattern
 
     def match(self, string: str) -> re.Match[str] | None:
         return self._compiled().match(string)
