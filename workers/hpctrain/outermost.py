@@ -15,7 +15,7 @@ import termios
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import hpctrain.comm
@@ -74,12 +74,14 @@ def wait_until_read(descriptor: int, limit_s: float = READ_LIMIT_S) -> bool:
 
 
 def _say(comm: Communicator, text: str) -> None:
-    sys.stdout.flush()
     label = f"rank {comm.rank} of {comm.size}: " if comm.size > 1 else ""
-    sys.stderr.write(f"hpctrain: {label}{text}")
-    sys.stderr.flush()
-    for stream in (sys.__stdout__, sys.__stderr__):
-        wait_until_read(stream.fileno())
+    with suppress(BrokenPipeError):  # nobody listens any more; all ranks end all the same
+        sys.stdout.flush()
+    with suppress(BrokenPipeError):
+        sys.stderr.write(f"hpctrain: {label}{text}")
+        sys.stderr.flush()
+        for stream in (sys.__stdout__, sys.__stderr__):
+            wait_until_read(stream.fileno())
 
 
 def _tell(comm: Communicator, text: str, error: BaseException) -> None:

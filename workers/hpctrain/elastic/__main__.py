@@ -15,8 +15,8 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
+from typing import TextIO
 
 from hpctrain.elastic.launch import Launcher, Slot, allocation, own_address
 from hpctrain.elastic.roster import Roster, Settings
@@ -187,7 +187,7 @@ class Elastic:
         await server.close()
         self._report()
         if server.failure:
-            print(f"hpctrain: {server.failure}", file=sys.stderr, flush=True)
+            _print(f"hpctrain: {server.failure}", sys.stderr)
             return self._status or EXIT_FAILED
         return max((self._ended[slot] for slot in server.done), default=EXIT_FAILED)
 
@@ -200,8 +200,14 @@ class Elastic:
 
 
 def _say(text: str) -> None:
-    with suppress(BrokenPipeError):  # nobody listens any more: the ranks go on
-        print(f"elastic: {text}", flush=True)
+    _print(f"elastic: {text}", sys.stdout)
+
+
+def _print(line: str, stream: TextIO) -> None:
+    try:
+        print(line, file=stream, flush=True)
+    except BrokenPipeError:  # nobody listens any more: the ranks go on, and nothing is to be flushed at the end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 if __name__ == "__main__":
