@@ -93,7 +93,8 @@ class ConservativePool:
     def __init__(self, size: int, procs: Sequence[int], limits_s: Sequence[float]) -> None:
         self.steps = Steps(float("-inf"), size)
         self.procs = procs
-        self.limits_s = limits_s
+        # A promise of no length would keep nobody out: what comes later could be promised the same processors.
+        self.limits_s = [limit_s or 1.0 for limit_s in limits_s]
         self.ends_of: dict[int, float] = {}
         self.promises: dict[int, float] = {}  # of each job that waits
 

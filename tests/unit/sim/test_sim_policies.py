@@ -234,7 +234,13 @@ class Watched(ConservativePool):
         return started
 
 
-@given(traces())
+def test_a_promise_to_a_job_that_asked_for_no_time_keeps_others_out() -> None:
+    # Job 2 is promised 5, when job 1 is at its limit; job 3 would have half of the machine until 7.
+    jobs = [job(1, 0, 2, 5, 5), job(2, 1, 0, 10), job(3, 1, 6, 5)]
+    assert starts("conservative", jobs) == [0, 2, 2]
+
+
+@given(traces(asks=(0, 0.5)))
 @settings(max_examples=200, deadline=None)
 def test_no_promised_start_slips(jobs: list[TraceJob]) -> None:
     line = Watched(jobs)
