@@ -94,6 +94,30 @@ def test_what_is_launched_in_a_suspended_job_waits_for_it(node: NodeUnderTest, w
     assert controller.final(step).codes == [0]
 
 
+def test_it_waits_from_its_first_moment_also_if_the_agent_dies_right_after_it_gave_the_step_away(
+    node: NodeUnderTest, work: Path
+) -> None:
+    node.kill()
+    node.start(crash_at="fork.after:2")  # nothing can follow the order that the shepherd of the step was given
+    controller = Controller(node)
+    controller.launch(SCRIPT, token=new_token(job=3), work_dir=str(work))
+    both = pids(work, 2)
+    suspend(controller, 3)
+    wait_until(lambda: all(map(stands_still, both)))
+    step = controller.launch(argv=["touch", "ran"], token=new_token(job=3, step="0"), work_dir=str(work))
+    wait_until(lambda: controller.pump(0.1) or controller.closed, what="the agent to die")
+    node.start()
+    again = Controller(node)
+    status = {report["token"]: report["status"] for report in again.welcome.inventory}
+    other = again.launch(argv=["true"], token=new_token(job=4, step="0"))
+    assert again.final(other).status == protocol.ENDED
+    assert [status.get(step), again.reports(step)] == [protocol.CLAIMED, []]
+    assert not (work / "ran").exists()
+    suspend(again, 3, on=False)
+    assert again.final(step).codes == [0]
+    assert (work / "ran").exists()
+
+
 def test_a_suspended_job_that_is_ended_has_its_grace(node: NodeUnderTest, work: Path) -> None:
     controller = Controller(node)
     token = controller.launch(

@@ -52,7 +52,7 @@ class Node:
 
     # ----- what the ledger asks of shepherds
 
-    def start(self, launch: protocol.Launch, _account: Any) -> None:
+    def start(self, launch: protocol.Launch, _account: Any, _suspended: bool) -> None:
         boot_id = self.ledger.boot_id
         started = {
             "status": protocol.STARTED,

@@ -115,7 +115,7 @@ class SimShepherd(Process):
 
     kind = "shepherd"
 
-    def __init__(self, machine: Machine, token: str, agent: SimAgent) -> None:
+    def __init__(self, machine: Machine, token: str, agent: SimAgent, suspended: bool) -> None:
         self.machine, self.token, self.world = machine, token, machine.world
         self.spool = agent.spool
         self.wire: Wire | None = Wire(agent, self)
@@ -130,7 +130,7 @@ class SimShepherd(Process):
         self.ending_at_s: float | None = None
         self.why = ""
         self.may_go = True
-        self.suspended = False
+        self.suspended = suspended
         self.overdue: list[tuple[Program, Behaviour]] = []
         self.lease: StepLease | None = None
         self.lease_over = self.node_fault = False
@@ -458,7 +458,7 @@ class SimMinders:
         self._wires: dict[str, Wire] = {}
         self._unsaid: dict[str, list[list[Any]]] = {}
 
-    def start(self, launch: protocol.Launch, account: Account) -> None:
+    def start(self, launch: protocol.Launch, account: Account, suspended: bool) -> None:
         """As `Minders.start`: the lock, then the fork."""
         token, machine = launch.token, self._machine
         if self.is_minded(token):
@@ -467,7 +467,7 @@ class SimMinders:
         if self._world.flip(self._world.fork_fails):
             self._world.faults["fork failed"] += 1
             raise OSError(11, "Resource temporarily unavailable")
-        shepherd = SimShepherd(machine, token, self._agent)
+        shepherd = SimShepherd(machine, token, self._agent, suspended)
         machine.lock(token, shepherd)
         machine.shepherds[token] = shepherd
         machine.started(shepherd)

@@ -39,6 +39,7 @@ class Assignment(NamedTuple):
     account: Account
     environment: Dict[str, str]  # to be added
     round: int  # of the output's readers, see `local`
+    suspended: bool  # the job stands still: the tasks are not released before it goes on
 
 
 class Task:

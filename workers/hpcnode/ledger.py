@@ -215,10 +215,10 @@ class Ledger:
             if launch.step == protocol.ALLOC:
                 self._publish(entry)
                 return
-            self._minders.start(launch, entry.account)
+            # In one word with the order: said after it, a quick shepherd has released its tasks by then.
+            suspended = self._suspended.get(entry.key.job) == entry.key.attempt
+            self._minders.start(launch, entry.account, suspended)
             entry.minded = True
-            if self._suspended.get(entry.key.job) == entry.key.attempt:
-                self._minders.say(entry.token, ["suspend", True])
         except UserError as error:
             self._refuse(entry, str(error))
         except OSError as error:

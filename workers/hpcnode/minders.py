@@ -53,9 +53,9 @@ class Minders:
         self.on_words: Callable[[str, List[Any], bytes], None] = lambda _token, _words, _blob: None
         self.on_gone: Callable[[str], None] = lambda _token: None
 
-    def start(self, launch: protocol.Launch, account: Account) -> None:
-        """Give a claimed token to a worker. Raises OSError if the node cannot fork."""
-        order = Order(launch.token, account, self._mpi.variables(launch, account), self.round)
+    def start(self, launch: protocol.Launch, account: Account, suspended: bool) -> None:
+        """Give a claimed token to a worker; if its job is suspended, it waits. Raises OSError if the node cannot fork."""
+        order = Order(launch.token, account, self._mpi.variables(launch, account), self.round, suspended)
         lock_fd = self._lock(launch.token)
         if lock_fd is None:
             raise OSError("its spool entry is locked by another shepherd")

@@ -56,7 +56,7 @@ class Shepherd:
         self._final_kept = False
         self._final_told = False
         self._acknowledged = False
-        self._suspension = Suspension(loop, own.cgroup)
+        self._suspension = Suspension(loop, own.cgroup, job.suspended)
         self._kernel_limits_memory = False
         self._memory_kills = 0
         self._ending_at_s: Optional[float] = None  # on the boot clock: when everything is killed

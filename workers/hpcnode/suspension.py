@@ -22,8 +22,8 @@ from hpcnode.process import boot_clock_s
 class Suspension:
     """Whether the processes below this one stand still, and for how long they have run."""
 
-    def __init__(self, loop: Loop, group: Optional[str]) -> None:
-        self.on = False
+    def __init__(self, loop: Loop, group: Optional[str], on: bool) -> None:
+        self.on = on  # from the first moment: then there is nothing yet to stop, and the caller releases nothing
         self._loop = loop
         self._group = group
         self._frozen = False  # by the kernel, not by SIGSTOP

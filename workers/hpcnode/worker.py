@@ -33,6 +33,7 @@ class Order(NamedTuple):
     account: Account
     environment: Dict[str, str]
     round: int
+    suspended: bool
 
 
 def send_order(control: socket.socket, order: Order, lock_fd: int, talk: socket.socket) -> None:
@@ -115,8 +116,9 @@ def _next_order(setting: Setting, control: socket.socket) -> Optional[Tuple[Assi
         return None
     for fd in fds:
         os.set_inheritable(fd, False)
-    token, account, environment, round_ = json.loads(data.decode("utf-8", "surrogateescape"))
+    token, account, environment, round_, suspended = json.loads(data.decode("utf-8", "surrogateescape"))
     launch = setting.spool.read_launch(token)
     if launch is None:
         raise ValueError("no launch in the spool entry of %s" % token)
-    return Assignment(launch, Account(*account), environment, round_), fds[0], socket.socket(fileno=fds[1])
+    job = Assignment(launch, Account(*account), environment, round_, suspended)
+    return job, fds[0], socket.socket(fileno=fds[1])

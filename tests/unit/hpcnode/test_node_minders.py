@@ -48,7 +48,7 @@ class Node:
             self.job += 1
             one = launch(token(self.job))
             self.spool.claim(one, b"#!/bin/sh\n", "boot", (os.geteuid(), os.getegid()))
-            self.minders.start(one, find_account("", os.geteuid()))
+            self.minders.start(one, find_account("", os.geteuid()), suspended=False)
 
     def end_all(self) -> None:
         """Have all workers say that they are idle."""
