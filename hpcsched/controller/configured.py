@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 from hpcsched.config import Config
@@ -53,3 +55,22 @@ def policy_of(config: Config) -> Policy:
             qos={qos.name: qos for qos in config.accounting.qos},
         ),
     )
+
+
+def settings_changed(before: Config, after: Config) -> list[str]:
+    """Return in words what differs but for nodes and partitions: each section with its keys that do."""
+    changed = [] if before.accounting == after.accounting else ["accounts, QOS, licences or fair share"]
+    old, new = before.scheduler, after.scheduler
+    sections = {
+        "cluster": _differ(before, after, ("name", "share")),
+        "controller": _differ(before.controller, after.controller),
+        "scheduler": _differ(replace(old, weights=new.weights), new),
+        "scheduler.weights": _differ(old.weights, new.weights),
+    }
+    return changed + [f"[{name}] {', '.join(keys)}" for name, keys in sections.items() if keys]
+
+
+def _differ(before: Any, after: Any, keys: Sequence[str] = ()) -> list[str]:
+    """Return which of `keys`, of all fields without them, two dataclasses have different values of."""
+    names = keys or [field.name for field in fields(after)]
+    return [name for name in names if getattr(before, name) != getattr(after, name)]

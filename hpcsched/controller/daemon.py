@@ -21,7 +21,7 @@ from hpcsched.api.app import Backend
 from hpcsched.config import Config, load_config
 from hpcsched.controller.alarm import Alarm
 from hpcsched.controller.backend import ControllerBackend
-from hpcsched.controller.configured import node_of, policy_of
+from hpcsched.controller.configured import node_of, policy_of, settings_changed
 from hpcsched.controller.faults import crash_around_commits, crash_points
 from hpcsched.controller.fleet import Fleet, monotonic_s
 from hpcsched.controller.heads import HeadStreams
@@ -136,8 +136,7 @@ class Daemon:
         partitions = {partition.name: partition for partition in config.partitions}
         if partitions != world.partitions:
             changed.append("partitions: " + ", ".join(partitions))
-        if config.accounting != world.config.accounting:
-            changed.append("accounts, QOS, licences or fair share")
+        changed += settings_changed(world.config, config)
         world.partitions = partitions
         world.config = self._config = config
         self.controller.policy = policy_of(config)

@@ -72,6 +72,8 @@ def simulate(trace: Trace, policy: str, procs: int = 0, engine: str = POOL) -> S
             f"cannot tell the size of the machine: {trace.name} has no MaxProcs; give --nodes and --cpus"
         )
     jobs = tuple(job for job in trace.jobs if job.procs <= size)
+    if not jobs:
+        raise RequestError(_nothing_to_do(trace, size))
     line = _line(jobs, policy, size, engine)
     began_s = time.perf_counter()
     starts_s = replay(jobs, line)
@@ -84,6 +86,16 @@ def simulate(trace: Trace, policy: str, procs: int = 0, engine: str = POOL) -> S
         metrics=metrics_of(jobs, starts_s, size),
         took_s=took_s,
         too_big=len(trace.jobs) - len(jobs),
+    )
+
+
+def _nothing_to_do(trace: Trace, size: int) -> str:
+    if not trace.jobs:
+        return f"cannot simulate {trace.name}: it has no job that ran"
+    least = min(job.procs for job in trace.jobs)
+    return (
+        f"cannot simulate {trace.name}: none of its {len(trace.jobs)} jobs fits on {size} processors, the smallest needs "
+        f"{least}; give --nodes and --cpus"
     )
 
 

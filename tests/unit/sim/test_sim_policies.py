@@ -285,3 +285,10 @@ def test_what_is_too_big_or_unknown_is_told() -> None:
         simulate(trace, "magic")
     with pytest.raises(RequestError, match="no MaxProcs"):
         simulate(Trace(name="t", jobs=(), procs=0), "easy")
+
+
+def test_a_trace_of_which_nothing_is_left_is_refused() -> None:
+    with pytest.raises(RequestError, match="none of its 2 jobs fits on 10 processors, the smallest needs 11"):
+        simulate(Trace(name="t", jobs=(job(1, 0, 5, 12), job(2, 0, 5, 11)), procs=PROCS), "easy")
+    with pytest.raises(RequestError, match="no job that ran"):
+        simulate(Trace(name="t", jobs=(), procs=PROCS), "easy")
