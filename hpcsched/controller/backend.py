@@ -17,6 +17,7 @@ from hpcsched.api.identity import Asker, is_account
 from hpcsched.api.jobview import job_view
 from hpcsched.api.views import (
     failure_view,
+    how_it_ended,
     in_a_sentence,
     node_views,
     partition_views,
@@ -171,7 +172,8 @@ class ControllerBackend(Reading):
         events = self._controller.store.load_events(job.id)
         now_s = self._clock()
         reason, detail, _ = why_waiting(job, self._world, now_s)
-        now = "" if job.state in FINAL else in_a_sentence(job, reason, detail)
+        over = f"job {job.display_id} is {job.state}{how_it_ended(job)}"
+        now = over if job.state in FINAL else in_a_sentence(job, reason, detail)
         return {"job_id": job.id, "events": tell(job, events), "now_s": now_s, "now": now}
 
     async def why(self, asker: Asker, reference: str) -> Json:

@@ -6,7 +6,7 @@ Signals are not events: they are returned as `Signals` to be sent after the comm
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ from hpcsched.api.identity import Asker
 from hpcsched.controller.admission import admit, settle
 from hpcsched.controller.dependencies import check_deadline, check_dependency
 from hpcsched.controller.references import find_jobs, matches
+from hpcsched.controller.repeated import jobs_again
 from hpcsched.controller.reserving import check_use
 from hpcsched.errors import HpcschedError, NotFoundError, PermissionDeniedError, RequestError
 from hpcsched.jobscript import check
@@ -28,6 +29,8 @@ from hpcsched.model.spec import JobSpec
 from hpcsched.sched.feasible import impossible
 from hpcsched.sched.request import request_of
 from hpcsched.store.world import Transaction, World
+
+Seen = Callable[[int, str], Mapping[int, JobSpec] | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,18 +68,16 @@ class Outcome:
         return answer | ({"became": list(self.became.values())} if self.became else {})
 
 
-def submit(
-    tx: Transaction, asker: Asker, request_id: str, specs: list[JobSpec], seen: Callable[[int, str], list[int] | None]
-) -> list[dict[str, int]]:
+def submit(tx: Transaction, asker: Asker, request_id: str, specs: list[JobSpec], seen: Seen) -> list[dict[str, int]]:
     """Queue the jobs; return for each its id and number of tasks. A request id that was seen gets its jobs again.
 
-    `seen` looks a request id up among those committed before.
+    `seen` looks a request id up among those committed before: the jobs that it made, with what was asked for.
     """
     known = None
     if request_id:
         known = tx.requested(asker.uid, request_id) or seen(asker.uid, request_id)
     if known is not None:
-        return [{"job_id": job_id, "tasks": 1} for job_id in known]
+        return jobs_again(request_id, known, specs)
     answers: list[dict[str, int]] = []
     for spec in specs:
         check_rank(asker, spec.nice, spec.priority)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from hpcsched.api.identity import user_name
 from hpcsched.jobscript.dependency import terms_text
 from hpcsched.lifecycle.events import (
     Adopted,
@@ -50,11 +51,11 @@ def sentence(job: Job, event: Event) -> str:
             what = "as part of an array " if job.array_job_id is not None else ""
             return f"submitted {what}by {event.user} to partition {event.partition}"
         case Held():
-            return f"held by uid {event.by_uid}"
+            return f"held by {user_name(event.by_uid)}"
         case Released():
-            return f"released by uid {event.by_uid}"
+            return f"released by {user_name(event.by_uid)}"
         case Changed():
-            return f"changed by uid {event.by_uid}: {_changes(event)}"
+            return f"changed by {user_name(event.by_uid)}: {_changes(event)}"
         case BecameEligible():
             return "nothing but other jobs and resources keeps it waiting from now on"
         case Allocated():
@@ -69,10 +70,14 @@ def sentence(job: Job, event: Event) -> str:
         case Started():
             return "started on its first node"
         case Suspended():
-            who = f"by uid {event.by_uid}" if event.for_job is None else f"so that job {event.for_job} has its cpus"
+            who = (
+                f"by {user_name(event.by_uid)}"
+                if event.for_job is None
+                else f"so that job {event.for_job} has its cpus"
+            )
             return f"suspended {who}"
         case Resumed():
-            return "goes on" if event.by_uid is None else f"goes on: resumed by uid {event.by_uid}"
+            return "goes on" if event.by_uid is None else f"goes on: resumed by {user_name(event.by_uid)}"
         case NodesKept():
             nodes = compress_hostlist(share.node for share in event.shares)
             return f"{nodes} is kept for it: what it needs there is being freed"
@@ -105,13 +110,13 @@ def sentence(job: Job, event: Event) -> str:
             back = "; it will go back to the queue" if event.requeue else ""
             return f"{event.why}{back}"
         case Adopted():
-            return f"adopted by uid {event.by_uid} after the database was restored: it runs on"
+            return f"adopted by {user_name(event.by_uid)} after the database was restored: it runs on"
         case ClockStepped():
             how = "forward" if event.by_s > 0 else "back"
             by = format_time_s(round(abs(event.by_s)))
             return f"the head node's clock was set {how} by {by}: the job's times were moved along"
         case Requeued():
-            return f"put back into the queue by uid {event.by_uid}"
+            return f"put back into the queue by {user_name(event.by_uid)}"
         case _:
             return type(event).__name__
 

@@ -213,12 +213,12 @@ class Store:
         with reading(self.connection):
             return self.seldom.events(job_id)
 
-    def request_jobs(self, uid: int, request_id: str) -> list[int] | None:
-        """Return the ids of the jobs that this request made, None if it has not been seen."""
+    def request_jobs(self, uid: int, request_id: str) -> dict[int, JobSpec] | None:
+        """Return the jobs that this request made (of an array its first task's), None if it has not been seen."""
         query = "SELECT job_ids FROM requests WHERE uid = ? AND request_id = ?"
         with reading(self.connection) as connection:
             row = connection.execute(query, (uid, request_id)).fetchone()
-        return None if row is None else json.loads(row[0])
+            return None if row is None else specs_of(connection.execute(_SPECS_OF_JOBS, row))
 
     def adopted(self) -> set[str]:
         """Return the tokens of before a restore whose jobs go on by an admin's word."""
@@ -265,6 +265,8 @@ _IS_AS_SUBMITTED = " AND ".join(f"{name} IS :{name}" for name in AS_SUBMITTED)
 _AS_SUBMITTED = f"SELECT {', '.join(SUBMITTED)} FROM jobs WHERE {_IS_AS_SUBMITTED}"
 _JOB_IN_LIST = "WHERE job_id IN (SELECT value FROM json_each(?))"
 _SPECS_OF = "SELECT id, spec FROM specs WHERE id IN ({})"
+_SPECS_OF_JOBS = """SELECT jobs.id, specs.spec FROM jobs JOIN specs ON specs.id = jobs.spec_id
+    WHERE jobs.id IN (SELECT value FROM json_each(?)) ORDER BY jobs.id"""
 # The last to end are found by the index of ends; + keeps SQLite from sorting all that ended so.
 _PAST_RUNS = """SELECT id, uid, coalesce(eligible_at_s, submitted_at_s), started_at_s, ended_at_s FROM jobs
     WHERE ended_at_s IS NOT NULL AND started_at_s IS NOT NULL AND +state IN (SELECT value FROM json_each(:states))

@@ -295,11 +295,11 @@ class Transaction:
         """Remember what a request id made, so that a repeated request gets the same jobs."""
         self.batch.requests.append((uid, request_id, job_ids, self.now_s))
 
-    def requested(self, uid: int, request_id: str) -> list[int] | None:
-        """Return what a request id has made in this very transaction, which no store knows yet; None: nothing."""
+    def requested(self, uid: int, request_id: str) -> dict[int, JobSpec] | None:
+        """Return the jobs that a request id has made in this very transaction, which no store knows yet; None: none."""
         for noted_uid, noted_id, job_ids, _ in self.batch.requests:
             if (noted_uid, noted_id) == (uid, request_id):
-                return job_ids
+                return {job_id: self.world.jobs[JobId(job_id)].spec for job_id in job_ids}
         return None if self._within is None else self._within.requested(uid, request_id)
 
     def undo(self) -> None:

@@ -73,12 +73,12 @@ def test_an_elastic_job_goes_on_without_the_node() -> None:
     assert "It goes on without the node when the node has been rebooted" in now(cluster, job_id)
 
 
-def test_the_story_of_a_job_that_is_over_has_no_now() -> None:
+def test_the_story_of_a_job_that_is_over_ends_with_how_it_ended() -> None:
     cluster = Cluster("n1")
     job_id = cluster.submit()
     cluster.run(job_id)
     cluster.end(job_id)
-    assert now(cluster, job_id) == ""
+    assert now(cluster, job_id) == "job 1 is COMPLETED"
 
 
 def test_a_job_that_lost_its_node_says_so_while_it_waits_to_begin_again() -> None:

@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import spec
+from jobs import T0, spec
 from world import ANN, BOB, ROOT, Cluster
 
 from hpcnode import protocol
 from hpcsched.api.views import how_it_ended
 from hpcsched.controller import requests
 from hpcsched.controller.recovery import load_world
+from hpcsched.controller.repeated import jobs_again
 from hpcsched.errors import NotFoundError, PermissionDeniedError, RequestError, UnavailableError
 from hpcsched.model.ids import NodeName
 from hpcsched.model.job import Hold, JobState, Reason
@@ -101,6 +102,44 @@ def test_the_same_request_id_gives_the_same_job() -> None:
     cluster = Cluster("n1")
     assert cluster.submit(request_id="r1") == cluster.submit(request_id="r1") == 1
     assert cluster.submit(BOB, request_id="r1") == 2
+
+
+def test_a_request_id_that_comes_again_for_another_job_is_refused_with_what_differs() -> None:
+    cluster = Cluster("n1")
+    cluster.submit(request_id="r1", script="#!/bin/sh\n")
+    with pytest.raises(RequestError, match="'r1': it has already made job 1, which differs in its script, nodes_min"):
+        cluster.submit(request_id="r1", script="#!/bin/sh\nid\n", nodes_min=2)
+    two = [spec(script="#!/bin/sh\n"), spec()]
+    with pytest.raises(RequestError, match="it has already made job 1, and 2 are asked for now"):
+        cluster.ask(lambda tx: requests.submit(tx, ANN, "r1", two, cluster.store.request_jobs))
+    assert list(cluster.world.jobs) == [1]
+
+
+def test_where_and_when_a_command_ran_makes_no_other_job_of_it() -> None:
+    cluster = Cluster("n1")
+    tasks = ArraySpec(indices=(1, 2, 3))
+    first = cluster.submit(request_id="r1", array=tasks, begin_at_s=int(T0) + 60, env=(("SHLVL", "1"),))
+    again = spec(array=tasks, begin_at_s=int(T0) + 61, env=(("SHLVL", "2"),), submit_dir="/tmp", script_path="/tmp/x")
+    answer = cluster.ask(lambda tx: requests.submit(tx, ANN, "r1", [again], cluster.store.request_jobs))
+    assert answer == [{"job_id": first, "tasks": 3}]
+
+
+def test_a_job_that_got_its_account_from_the_configuration_is_the_same_when_it_is_asked_for_again() -> None:
+    made = {7: spec(account="lab", qos="normal")}
+    assert jobs_again("r1", made, [spec()]) == [{"job_id": 7, "tasks": 1}]
+    with pytest.raises(RequestError, match="differs in its account"):
+        jobs_again("r1", made, [spec(account="other")])
+
+
+def test_a_jobs_story_names_people_and_ends_with_how_the_job_did() -> None:
+    cluster = Cluster("n1")
+    job_id = cluster.submit(hold=True)
+    cluster.ask(lambda tx: requests.release(tx, ROOT, [str(job_id)]))
+    cluster.run(job_id)
+    cluster.end(job_id, code=3)
+    story = cluster.backend().story(ANN, str(job_id))
+    assert "released by root" in [event["text"] for event in story["events"]]
+    assert story["now"] == f"job {job_id} is FAILED: its script ended with exit code 3"
 
 
 def test_a_report_with_an_old_token_changes_nothing() -> None:

@@ -12,6 +12,7 @@ from world import BOB, Cluster
 
 from hpcnode import protocol
 from hpcsched.controller.recovery import load_world
+from hpcsched.model.ids import JobId
 from hpcsched.model.job import JobState, Reason
 from hpcsched.store.engine import open_database
 from hpcsched.store.migrations import MIGRATIONS
@@ -47,7 +48,7 @@ def test_all_jobs_are_there_and_the_schema_is_ours(database: Path) -> None:
     assert [job.id for job in cluster.store.history(HistoryQuery(users=("bob",)))] == [3, 7]
     assert [step.state for step in cluster.store.load_steps([1, 2])] == ["COMPLETED", "RUNNING"]
     assert [type(event).__name__ for event in cluster.store.load_events(6)] == ["Submitted"]
-    assert cluster.store.request_jobs(1000, "one") == [1]
+    assert cluster.store.request_jobs(1000, "one") == {1: cluster.world.jobs[JobId(1)].spec}
     with closing(sqlite3.connect(database)) as connection:
         assert connection.execute("PRAGMA user_version").fetchone() == (len(MIGRATIONS),)
     assert open_database(database) is not None  # and once more, with nothing left to migrate

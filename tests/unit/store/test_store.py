@@ -234,8 +234,10 @@ def test_equal_specifications_are_one_value_after_loading(database: sqlite3.Conn
 
 def test_a_repeated_request_id_finds_its_jobs_and_only_its_user_s(database: sqlite3.Connection) -> None:
     store = Store(database)
-    store.commit(Batch(requests=[(1000, "abc", [4, 5], T0)]))
-    assert store.request_jobs(1000, "abc") == [4, 5]
+    made = {number: job(number) for number in (4, 5)}
+    specs = {one.spec_id: one.spec for one in made.values()}
+    store.commit(Batch(specs=specs, jobs=made, requests=[(1000, "abc", [4, 5], T0)]))
+    assert store.request_jobs(1000, "abc") == {4: made[4].spec, 5: made[5].spec}
     assert store.request_jobs(1001, "abc") is None
 
 
