@@ -279,6 +279,7 @@ class Stepping:
             cpus_per_task=options.shape.cpus_per_task,
             ntasks_per_node=options.shape.ntasks_per_node,
             plane=options.shape.plane,
+            arbitrary=bool(options.shape.hosts),
         )
 
     def _asker(self, uid: int) -> Asker:

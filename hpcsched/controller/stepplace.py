@@ -68,7 +68,7 @@ def _places(
     left = options.gpus_total
     for part in layout:
         share = by_node[part.node]
-        cpus = min(part.count * options.shape.cpus_per_task, share.cpus)
+        cpus = min(part.cpus or part.count * options.shape.cpus_per_task, share.cpus)
         free = [gpu for gpu in share.gpus if gpu not in used_gpus.get(part.node, ())]
         wanted = _gpus_wanted(options, part.count)
         if wanted is None and left is not None:

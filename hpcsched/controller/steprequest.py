@@ -10,6 +10,7 @@ Source: srun(1).
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -31,6 +32,7 @@ from hpcsched.jobscript.values import (
 )
 from hpcsched.launch.layout import StepShape, lay_out
 from hpcsched.model.dates import parse_when
+from hpcsched.model.ids import NodeName
 from hpcsched.model.job import Job
 from hpcsched.model.resources import GpuRequest
 from hpcsched.model.spec import JobSpec
@@ -61,6 +63,7 @@ KNOWN_OPTIONS = frozenset(
         "gpus-per-task",
         "gres",
         "hint",
+        "hosts",
         "immediate",
         "input",
         "job-name",
@@ -80,6 +83,7 @@ KNOWN_OPTIONS = frozenset(
         "overcommit",
         "overlap",
         "partition",
+        "parts",
         "prefer",
         "qos",
         "reservation",
@@ -91,6 +95,8 @@ KNOWN_OPTIONS = frozenset(
         "wait",
     ]
 )
+
+PART_OPTIONS = frozenset({"nodes", "ntasks", "cpus-per-task", "ntasks-per-node", "nodelist", "exclude"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,12 +252,36 @@ def _name(request: protocol.StepRequest, given: _Given) -> str:
 
 
 def _shape(given: _Given, job: Job) -> StepShape:
+    """Return what the step asks for. Its parts, if it has some (srun A : B), are a list of options as JSON."""
+    shape = _simple_shape(given, _default_cpus(job))
+    hosts = tuple(host for host in given.text("hosts").split(",") if host)
+    parts = tuple(_simple_shape(part, 1) for part in _parts(given.text("parts")))
+    return replace(
+        shape,
+        hosts=parse_node_names(",".join(hosts)) and tuple(NodeName(host) for host in hosts),
+        parts=tuple(replace(part, overcommit=shape.overcommit, plane=shape.plane) for part in parts),
+    )
+
+
+def _parts(text: str) -> list[_Given]:
+    if not text:
+        return []
+    try:
+        parts = json.loads(text)
+    except ValueError:
+        parts = None
+    if not isinstance(parts, list) or not all(isinstance(one, dict) and one.keys() <= PART_OPTIONS for one in parts):
+        raise RequestError("cannot start the step: its parts are no list of options that a part may have")
+    return [_Given(one) for one in parts]
+
+
+def _simple_shape(given: _Given, cpus: int) -> StepShape:
     nodes_min, nodes_max = given.value("nodes", parse_nodes) or (None, None)
     return StepShape(
         nodes_min=nodes_min,
         nodes_max=nodes_max,
         ntasks=given.value("ntasks", parse_count),
-        cpus_per_task=given.value("cpus-per-task", parse_count) or _default_cpus(job),
+        cpus_per_task=given.value("cpus-per-task", parse_count) or cpus,
         ntasks_per_node=given.value("ntasks-per-node", parse_count),
         nodelist=given.value("nodelist", parse_node_names) or (),
         exclude=given.value("exclude", parse_node_names) or (),

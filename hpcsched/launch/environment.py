@@ -102,11 +102,12 @@ def step_environment(
     cpus_per_task: int | None = None,
     ntasks_per_node: int | None = None,
     plane: int | None = None,
+    arbitrary: bool = False,
 ) -> dict[str, str]:
     """Return what the scheduler sets for step number `step` of `job`, as far as it is the same on all of its nodes.
 
     `layout` says which ranks run where, in order; `master_addr` is the address of the step's first node as the others
-    reach it; `plane` is as in `StepShape`.
+    reach it; `plane` is as in `StepShape`, `arbitrary` whether it names the node of each task.
     `cpus_per_task` and `ntasks_per_node` are what the step asked for itself; the job's where it did not.
     `node_environment` adds what differs from node to node; `with_users` puts the user's variables underneath.
     """
@@ -126,7 +127,7 @@ def step_environment(
         "NTASKS": total,
         "NPROCS": total,
         "TASKS_PER_NODE": tasks_per_node_text(counts),
-        **_distribution(plane),
+        **({"DISTRIBUTION": "arbitrary"} if arbitrary else _distribution(plane)),
         "LAUNCH_NODE_IPADDR": master_addr,
         "SRUN_COMM_HOST": master_addr,
     }

@@ -1,8 +1,9 @@
 """Which tasks of a step run on which of the job's nodes.
 
 Slurm's block distribution: every node gets one task, then the nodes are filled in the job's order, as far as their cpus
-go. A cyclic one deals tasks to the nodes in turn, `plane=N` N at a time. It knows nothing of other steps: whoever places a
-step beside others hands in shares with the cpus that are free.
+go. A cyclic one deals tasks to the nodes in turn, `plane=N` N at a time; an arbitrary one says the node of each task. The
+parts of a step (srun A : B) are laid out one after the other, on nodes of their own where there are enough. It knows nothing of
+other steps: whoever places a step beside others hands in shares with the cpus that are free.
 
 Rules: ranks ascend on each node; in a block distribution they are contiguous, and ascend in the job's order of nodes. What
 can never be laid out in these shares raises RequestError with the numbers.
@@ -12,8 +13,8 @@ Source: srun(1), ``--distribution=block``; `-N3 -n5` on nodes of 4 cpus gives 3,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 from hpcsched.errors import RequestError
@@ -37,16 +38,22 @@ class StepShape:
     exclude: tuple[NodeName, ...] = ()
     overcommit: bool = False  # more tasks than cpus are welcome
     plane: int | None = None  # so many tasks are dealt to each node in turn (1: cyclic); None: by blocks
+    hosts: tuple[NodeName, ...] = ()  # the node of each task
+    parts: tuple[StepShape, ...] = ()  # their tasks are numbered through; what the whole says else does not count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeTasks:
-    """The ranks first_rank .. first_rank+count-1 run on `node`, or those that `scattered` lists, if that is not empty."""
+    """The ranks first_rank .. first_rank+count-1 run on `node`, or those that `scattered` lists, if that is not empty.
+
+    They take `cpus` together; 0: as many each as the step's shape says.
+    """
 
     node: NodeName
     first_rank: int
     count: int
     scattered: tuple[int, ...] = ()
+    cpus: int = 0
 
     @property
     def ranks(self) -> Sequence[int]:
@@ -60,7 +67,11 @@ def lay_out(shares: Sequence[Share], shape: StepShape) -> tuple[NodeTasks, ...]:
     Raises:
         RequestError: the shares cannot hold such a step.
     """
+    if shape.parts:
+        return _lay_out_parts(shares, shape.parts)
     _check_numbers(shape)
+    if shape.hosts:
+        return _lay_out_hosts(shares, shape)
     candidates = _candidates(shares, shape)
     room = {share.node: _room(share, shape) for share in candidates}
     usable = [share for share in candidates if room[share.node] > 0]
@@ -78,6 +89,66 @@ def lay_out(shares: Sequence[Share], shape: StepShape) -> tuple[NodeTasks, ...]:
     if counts is None:
         raise RequestError(_too_many_tasks(chosen, shape, ntasks, sum(room[share.node] for share in chosen)))
     return _number(chosen, counts)
+
+
+def _lay_out_parts(shares: Sequence[Share], parts: Sequence[StepShape]) -> tuple[NodeTasks, ...]:
+    """Return the tasks of all parts: each on nodes that none before it uses, or beside them if these are too few."""
+    ranks: dict[NodeName, list[int]] = {share.node: [] for share in shares}
+    cpus = dict.fromkeys(ranks, 0)
+    total = 0
+    for number, part in enumerate(parts, start=1):
+        free = [replace(share, cpus=max(0, share.cpus - cpus[share.node])) for share in shares]
+        try:
+            layout = _beside(free, [share for share in free if not ranks[share.node]], part)
+        except RequestError as error:
+            raise RequestError(f"part {number} of the step: {error}") from None
+        for tasks in layout:
+            ranks[tasks.node] += [total + rank for rank in tasks.ranks]
+            cpus[tasks.node] += tasks.count * part.cpus_per_task
+        total += sum(tasks.count for tasks in layout)
+    return _gathered(ranks, cpus)
+
+
+def _beside(free: Sequence[Share], untouched: Sequence[Share], part: StepShape) -> tuple[NodeTasks, ...]:
+    if untouched:
+        try:
+            return lay_out(untouched, part)
+        except RequestError:
+            pass  # beside other parts there may be room
+    return lay_out(free, part)
+
+
+def _lay_out_hosts(shares: Sequence[Share], shape: StepShape) -> tuple[NodeTasks, ...]:
+    """Return the tasks on the nodes that are named for each."""
+    hosts = shape.hosts[: shape.ntasks]
+    if shape.ntasks is not None and len(hosts) < shape.ntasks:
+        raise RequestError(f"cannot give the step {_count(shape.ntasks, 'task')}: its list has {len(hosts)} hosts")
+    held = {share.node: share for share in shares}
+    ranks: dict[NodeName, list[int]] = {share.node: [] for share in shares}
+    for rank, node in enumerate(hosts):
+        if node not in held:
+            raise RequestError(f"cannot start the step on {node}: the job has {compress_hostlist(sorted(held))}")
+        ranks[node].append(rank)
+    for node, mine in ranks.items():
+        if not shape.overcommit and len(mine) * shape.cpus_per_task > held[node].cpus:
+            raise RequestError(
+                f"cannot give the step {_count(len(mine), 'task')} on {node}: the job has {held[node].cpus} cpus there"
+            )
+    return _gathered(ranks, {})
+
+
+def _gathered(ranks: Mapping[NodeName, list[int]], cpus: Mapping[NodeName, int]) -> tuple[NodeTasks, ...]:
+    return tuple(
+        NodeTasks(
+            node=node,
+            first_rank=mine[0],
+            count=len(mine),
+            scattered=() if mine[-1] - mine[0] == len(mine) - 1 else tuple(mine),
+            cpus=cpus.get(node, 0),
+        )
+        for node, mine in ranks.items()
+        if mine
+    )
 
 
 def tasks_per_node_text(counts: Sequence[int]) -> str:

@@ -58,7 +58,7 @@ def test_nothing_but_the_jobs_number_is_needed(job: Client) -> None:
         ("-n99 true", 1),
         ("-n1 true : -n2 sh -c 'exit $((4 + SLURM_PROCID))'", 6),
         ("-n1 true : no-such-program", 2),
-        ("-n1 true : -N2 true", 1),
+        ("-n1 true : --mem=1G true", 1),
         ("-n1 true :", 1),
         ("--het-group=1 true", 1),
     ],
@@ -68,10 +68,10 @@ def test_exit_codes(job: Client, words: str, code: int) -> None:
 
 
 def test_what_is_refused_says_what_to_do(job: Client) -> None:
-    said = str(job("srun --mpi=pmi2 true; srun true : -c2 true; srun --mpi=list"))
+    said = str(job("srun --mpi=pmi2 true; srun true : --mem=9M true; srun --mpi=list"))
     assert "srun: error: cannot start tasks with --mpi=pmi2" in said
     assert "mpirun" in said
-    assert "srun: error: cannot give part 2 of the step its own --cpus-per-task" in said
+    assert "srun: error: cannot give part 2 of the step its own --mem" in said
     assert "MPI plugin types are...\n\tnone\n" in said
 
 
@@ -114,6 +114,33 @@ def test_several_programs_on_the_command_line(job: Client) -> None:
     show = "echo $SLURM_PROCID/$SLURM_NTASKS $SLURMD_NODENAME"
     said = str(job(f"srun -l -n1 sh -c '{show} a' : -n3 sh -c '{show} \"b c\"'"))
     assert sorted(said.splitlines()) == ["0: 0/4 n1 a", "1: 1/4 n1 b c", "2: 2/4 n2 b c", "3: 3/4 n2 b c"]
+
+
+def test_several_programs_with_nodes_and_cpus_of_their_own(slurm: Client, job: Client) -> None:
+    show = "sh -c 'echo $SLURM_PROCID/$SLURM_NTASKS $SLURMD_NODENAME $SLURM_CPUS_PER_TASK $SLURM_GTIDS'"
+    said = str(job(f"srun -l -N1 -c2 {show} : -N1 --ntasks-per-node=2 {show}; srun -w n2 {show} : -w n1 -n2 {show}"))
+    lines = said.splitlines()
+    assert sorted(lines[:3]) == ["0: 0/3 n1 2 0", "1: 1/3 n2 1 1,2", "2: 2/3 n2 1 1,2"]
+    assert sorted(lines[3:]) == ["0/3 n2 1 0", "1/3 n1 1 1,2", "2/3 n1 1 1,2"]
+    alone = slurm("srun", "-l", "-N1", "-c2", "hostname", ":", "-N2", "-n2", "printenv", "SLURM_STEP_NUM_NODES")
+    assert sorted(line.split()[0] for line in alone.stdout.splitlines()) == ["0:", "1:", "2:"]
+    assert "1: 3\n" in alone.stdout
+
+
+def test_a_file_of_hosts(cluster: LocalCluster, job: Client) -> None:
+    (cluster.share / "hosts").write_text("n2\nn1*2\n")
+    show = "sh -c 'echo $SLURM_PROCID $SLURMD_NODENAME $SLURM_DISTRIBUTION'"
+    said = str(
+        job(
+            f"SLURM_HOSTFILE=hosts srun -m arbitrary {show}; srun -n1 -w ./hosts -N2 -n2 {show}; srun -m arbitrary true"
+        )
+    )
+    lines = said.splitlines()
+    assert sorted(lines[:3]) == ["0 n2 arbitrary", "1 n1 arbitrary", "2 n1 arbitrary"]
+    assert sorted(lines[3:5]) == ["0 n1 block", "1 n2 block"]
+    assert lines[5:] == [
+        "srun: error: cannot deal tasks with -m arbitrary: SLURM_HOSTFILE must name the file of their hosts"
+    ]
 
 
 def test_outside_of_a_job(slurm: Client) -> None:

@@ -23,6 +23,7 @@ from hpcnode import __version__, headsocket, protocol, stepoptions, terminal
 from hpcnode.screen import Screen
 from hpcnode.stepclient import ALL_TASKS, ConnectionLost, Front, StepClient, connect, is_open
 from hpcnode.streamout import LineStream, Outlet
+from hpcnode.taskwords import failures, task_list
 
 QUIET_S = 0.5  # a shorter wait is not worth a word
 AGAIN_S = 1.0  # two interrupts within this time end the step
@@ -34,7 +35,7 @@ FORWARDED = (
 _SENT = (
     "account", "begin", "comment", "constraint", "cpus-per-task", "distribution", "exact", "exclude", "exclusive", "gpus",
     "gpus-per-node", "gpus-per-task", "gres", "hint", "job-name", "label", "mem", "mem-per-cpu", "mincpus", "nodelist",
-    "nodes", "ntasks", "ntasks-per-node", "open-mode", "overcommit", "overlap", "partition", "prefer", "qos",
+    "nodes", "ntasks", "ntasks-per-node", "open-mode", "overcommit", "overlap", "partition", "parts", "prefer", "qos",
     "reservation", "resize", "switches", "time", "tmp",
 )  # fmt: skip
 _PATTERN = re.compile(r"%(%|\d*[A-Za-z])")
@@ -62,6 +63,15 @@ def main(argv: Optional[Sequence[str]] = None, face: Face = HRUN, environ: Optio
     environ = os.environ if environ is None else environ
     try:
         values, command = stepoptions.parse(words)
+    except stepoptions.UsageError as error:
+        _complain(face, str(error))
+        return face.usage_code
+    return start(values, command, face, environ)
+
+
+def start(values: stepoptions.Values, command: List[str], face: Face, environ: Mapping[str, str]) -> int:
+    """Run hrun with these options, completed from the environment, and return its exit code."""
+    try:
         values = stepoptions.with_defaults(values, environ)
         said = _answer_at_once(values, face)
         if said is not None:
@@ -131,6 +141,8 @@ class Hrun(Front):
         options: Dict[str, object] = {name: self._values[name] for name in _SENT if name in self._values}
         if options.get("distribution") == "plane":  # as the variable says it
             options["distribution"] = "plane=" + self._environ.get("SLURM_DIST_PLANESIZE", "")
+        if "/" in str(options.get("nodelist", "")) or str(options.get("distribution", "")).startswith("arbitrary"):
+            self._read_hosts(options)
         if "exclusive" in options:
             options["exclusive"] = True
         if self._at_terminal:
@@ -157,6 +169,14 @@ class Hrun(Front):
             work_dir=self._work_dir,
             env={**exported(_text(self._values.get("export"), "ALL"), self._environ), "SLURM_UMASK": _umask()},
         )
+
+    def _read_hosts(self, options: Dict[str, object]) -> None:
+        from hpcnode import hostfile  # few need it
+
+        try:
+            hostfile.settle(options, self._environ)
+        except hostfile.HostFileError as error:
+            raise HrunError(str(error)) from None
 
     def _take_programs(self, command: List[str]) -> None:
         from hpcnode import multiprog  # few need it
@@ -223,7 +243,7 @@ class Hrun(Front):
         running = [task for task in range(_total(started)) if task not in over]
         for tasks, state in ((running, "running"), (sorted(over), "exited")):
             if tasks:
-                self._say("StepId=%d.%d %s: %s" % (started.job_id, started.step, _task_list(tasks), state))
+                self._say("StepId=%d.%d %s: %s" % (started.job_id, started.step, task_list(tasks), state))
 
     def _talk(self) -> None:
         if self._client.started is None:
@@ -384,39 +404,6 @@ def _umask() -> str:
     mask = os.umask(0o077)
     os.umask(mask)
     return "%04o" % mask
-
-
-def failures(started: protocol.StepStarted, ended: protocol.StepEnded) -> List[str]:
-    """Return a line for each group of tasks of a node that failed alike."""
-    lines = []
-    for node, ranks, _ in started.parts():
-        groups: Dict[str, List[int]] = {}
-        for task in (rank for rank in ranks if rank < len(ended.codes)):
-            code, signum = ended.codes[task], ended.signals[task]
-            if signum:
-                groups.setdefault(_signal_text(signum), []).append(task)
-            elif code:
-                groups.setdefault("Exited with exit code %d" % code, []).append(task)
-        lines += ["%s: %s: %s" % (node, _task_list(tasks, "task"), how) for how, tasks in groups.items()]
-    return lines
-
-
-def _signal_text(signum: int) -> str:
-    try:
-        return signal.strsignal(signum) or "signal %d" % signum
-    except ValueError:
-        return "signal %d" % signum
-
-
-def _task_list(tasks: List[int], word: str = "tasks") -> str:
-    spans: List[List[int]] = []
-    for task in tasks:
-        if spans and spans[-1][1] == task - 1:
-            spans[-1][1] = task
-        else:
-            spans.append([task, task])
-    text = ",".join(str(a) if a == b else "%d-%d" % (a, b) for a, b in spans)
-    return ("tasks " if len(tasks) > 1 or word == "tasks" else "task ") + text
 
 
 def _total(started: protocol.StepStarted) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from typing import List, Sequence, Set, Tuple
+from typing import List, Mapping, Sequence, Set, Tuple
 
 MAX_BYTES = 100_000  # of the shell command: one word of a command line may have 128 KiB
 
@@ -33,12 +33,13 @@ def command_of(path: str) -> List[str]:
     return _shell(script_of(text, path), path)
 
 
-def command_for(programs: Sequence[Tuple[int, List[str]]]) -> List[str]:
-    """Return the command that runs these programs, each in so many tasks, one after the other. Raises MultiProgError."""
+def command_for(programs: Sequence[Tuple[int, Mapping[str, str], List[str]]]) -> List[str]:
+    """Return the command that runs these programs, each in so many tasks and with these variables. Raises MultiProgError."""
     cases, first = [], 0
-    for count, words in programs:
+    for count, env, words in programs:
         numbers = "|".join(map(str, range(first, first + count)))
-        cases.append("%s) %s;;" % (numbers, _exec([shlex.quote(word) for word in words])))
+        exports = "".join("export %s=%s; " % (name, shlex.quote(value)) for name, value in env.items())
+        cases.append("%s) %s%s;;" % (numbers, exports, _exec([shlex.quote(word) for word in words])))
         first += count
     return _shell("case $SLURM_PROCID in\n%s\nesac" % "\n".join(cases), "the command line")
 

@@ -72,6 +72,50 @@ def test_a_plane_that_leaves_a_node_without_tasks_is_refused() -> None:
         lay_out(shares(4, 4), StepShape(ntasks=3, plane=4))
 
 
+@pytest.mark.parametrize(
+    ("cpus", "parts", "expected"),
+    [
+        (
+            (4, 4, 4),
+            (StepShape(ntasks=1, cpus_per_task=4), StepShape(nodes_min=2, ntasks=4)),
+            "n1:0/4 n2:1,2,3/3 n3:4/1",
+        ),
+        (
+            (2, 2),
+            (StepShape(ntasks=1), StepShape(ntasks=3)),
+            "n1:0,1/2 n2:2,3/2",
+        ),  # n2 alone is too small for the second
+        ((4, 4), (StepShape(ntasks=1), StepShape(ntasks=1), StepShape(ntasks=2)), "n1:0,2/2 n2:1,3/2"),
+        ((4, 4), (StepShape(ntasks=2, nodelist=names("n2")), StepShape(ntasks=1, nodelist=names("n2"))), "n2:0,1,2/3"),
+        ((4, 4), (StepShape(nodes_min=2, ntasks=2), StepShape(nodes_min=2, ntasks=2)), "n1:0,2/2 n2:1,3/2"),
+    ],
+)
+def test_parts_of_a_step_have_nodes_of_their_own_if_there_are_enough(
+    cpus: tuple[int, ...], parts: tuple[StepShape, ...], expected: str
+) -> None:
+    layout = lay_out(shares(*cpus), StepShape(parts=parts))
+    assert " ".join(f"{one.node}:{','.join(map(str, one.ranks))}/{one.cpus}" for one in layout) == expected
+
+
+def test_a_part_without_room_is_refused_by_its_number() -> None:
+    with pytest.raises(
+        RequestError, match="part 2 of the step: cannot give the step 2 tasks: the job has 1 cpu on 1 node"
+    ):
+        lay_out(shares(2), StepShape(parts=(StepShape(ntasks=1), StepShape(ntasks=2))))
+
+
+def test_a_list_of_hosts_says_where_each_task_runs() -> None:
+    layout = lay_out(shares(4, 4, 4), StepShape(hosts=names("n3", "n1", "n1", "n3")))
+    assert [(one.node, tuple(one.ranks)) for one in layout] == [("n1", (1, 2)), ("n3", (0, 3))]
+    assert placed(lay_out(shares(4, 4), StepShape(ntasks=1, hosts=names("n2", "n1")))) == "n2:0+1"
+    with pytest.raises(RequestError, match="cannot give the step 3 tasks: its list has 1 hosts"):
+        lay_out(shares(4), StepShape(ntasks=3, hosts=names("n1")))
+    with pytest.raises(RequestError, match="cannot start the step on n7: the job has n1"):
+        lay_out(shares(4), StepShape(hosts=names("n7")))
+    with pytest.raises(RequestError, match="cannot give the step 2 tasks on n1: the job has 1 cpus there"):
+        lay_out(shares(1), StepShape(hosts=names("n1", "n1")))
+
+
 def test_without_numbers_a_step_has_the_jobs_tasks() -> None:
     assert placed(lay_out(shares(4, 4, tasks=2), StepShape())) == "n1:0+2 n2:2+2"
     assert placed(lay_out(shares(4, 4, tasks=2), StepShape(nodes_min=1))) == "n1:0+2"

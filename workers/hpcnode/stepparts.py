@@ -1,0 +1,94 @@
+"""srun A : B: several programs as one step, whose tasks are numbered through, each part with nodes and cpus of its own.
+
+The step is asked for with the numbers of its parts; which program a task runs is settled where it starts, by a shell command
+that all of them run. What else the parts say (files, labels, memory ...) concerns the step, so that only the first says it.
+
+Source: "Heterogeneous Job Steps" of Slurm's documentation.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Dict, List, Mapping, Sequence, Tuple
+
+from hpcnode import hrun, multiprog, stepoptions
+
+MAX_TASKS = 100_000
+OWN = ("nodes", "ntasks", "cpus-per-task", "ntasks-per-node", "nodelist", "exclude")  # what a part may say for itself
+
+
+def run(words: Sequence[str], face: hrun.Face, environ: Mapping[str, str]) -> int:
+    """Run the step that the words ask for and return its exit code."""
+    try:
+        values, command = as_one(words)
+    except (stepoptions.UsageError, multiprog.MultiProgError) as error:
+        sys.stderr.write("%s: error: %s\n" % (face.name, error))
+        return face.usage_code
+    return hrun.start(values, command, face, environ)
+
+
+def as_one(words: Sequence[str]) -> Tuple[stepoptions.Values, List[str]]:
+    """Return the options and the command of the step that ``A : B`` asks for. Raises UsageError, MultiProgError."""
+    common: stepoptions.Values = {}
+    parts: List[Dict[str, str]] = []
+    commands = []
+    for number, part in enumerate(_split(words), start=1):
+        values, command = stepoptions.parse(part)
+        if not command:
+            raise stepoptions.UsageError("part %d of the step has no command" % number)
+        own = {name: str(values.pop(name)) for name in OWN if name in values}
+        own["ntasks"] = str(_tasks(own, number))
+        common = values if number == 1 else common
+        strange = [name for name, value in values.items() if common.get(name) != value]
+        if strange:
+            raise stepoptions.UsageError(
+                "cannot give part %d of the step its own --%s: the parts of srun A : B may differ in their programs and in %s"
+                % (number, strange[0], ", ".join("--" + name for name in OWN))
+            )
+        parts.append(own)
+        commands.append(command)
+    common.setdefault("job-name", os.path.basename(commands[0][0]))
+    asked = any("cpus-per-task" in own for own in parts)
+    programs = [(int(own["ntasks"]), _cpus(own) if asked else {}, command) for own, command in zip(parts, commands)]
+    return {**common, **_allocation(parts), "parts": json.dumps(parts)}, multiprog.command_for(programs)
+
+
+def _cpus(own: Mapping[str, str]) -> Dict[str, str]:
+    """Return what the tasks of a part find of their cpus in the environment."""
+    cpus = own.get("cpus-per-task", "1")
+    return {"HPCSCHED_CPUS_PER_TASK": cpus, "SLURM_CPUS_PER_TASK": cpus}
+
+
+def _split(words: Sequence[str]) -> List[List[str]]:
+    parts: List[List[str]] = [[]]
+    for word in words:
+        if word == ":":
+            parts.append([])
+        else:
+            parts[-1].append(word)
+    return parts
+
+
+def _tasks(own: Mapping[str, str], number: int) -> int:
+    """Return how many tasks a part has: --ntasks, or --ntasks-per-node (default: 1) on each of its nodes."""
+    nodes = own.get("nodes", "1")
+    if "ntasks" not in own and nodes.isdigit():
+        return int(nodes) * _count(own.get("ntasks-per-node", "1"), "ntasks-per-node", number)
+    return _count(own.get("ntasks", nodes), "ntasks" if "ntasks" in own else "nodes", number)
+
+
+def _count(text: str, name: str, number: int) -> int:
+    if not text.isdigit() or not 1 <= int(text) <= MAX_TASKS:
+        raise stepoptions.UsageError("cannot read --%s=%s of part %d: a number is needed" % (name, text[:40], number))
+    return int(text)
+
+
+def _allocation(parts: Sequence[Mapping[str, str]]) -> stepoptions.Values:
+    """Return the numbers of the job that is made for the step where it is not in one: enough for all of its parts."""
+    values: stepoptions.Values = {"ntasks": str(sum(int(part["ntasks"]) for part in parts))}
+    if any("nodes" in part for part in parts):
+        values["nodes"] = str(sum(int(part.get("nodes", "1").partition("-")[0]) for part in parts))
+    cpus = [int(part["cpus-per-task"]) for part in parts if part.get("cpus-per-task", "").isdigit()]
+    return {**values, "cpus-per-task": str(max(cpus))} if cpus else values
