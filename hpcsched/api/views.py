@@ -17,7 +17,7 @@ from hpcsched.lifecycle.resize import can_do_without
 from hpcsched.model.hostlist import compress_hostlist
 from hpcsched.model.ids import NodeName
 from hpcsched.model.job import ACTIVE, Hold, Job, JobState, Reason
-from hpcsched.model.node import Link, Node, NodeState, Partition
+from hpcsched.model.node import OURSELVES, Link, Node, NodeState, Partition
 from hpcsched.model.reservation import Reservation
 from hpcsched.model.training import Failure, Training
 from hpcsched.model.units import format_mem, format_time_s
@@ -85,8 +85,10 @@ def why_waiting(job: Job, world: World, now_s: float) -> tuple[Reason, str, floa
     return job.reason, job.reason_detail, None
 
 
-def in_a_sentence(job: Job, reason: Reason, detail: str) -> str:
+def in_a_sentence(job: Job, world: World, reason: Reason, detail: str) -> str:
     """Return what there is to say of a job, with the job in it; `reason` and `detail` are those of `why_waiting`."""
+    if job.state is JobState.COMPLETING and reason is not Reason.NODE_LOST:
+        return f"job {job.display_id} {_ending(job, world)}"
     if job.state in (JobState.CONFIGURING, JobState.SUSPENDED) and detail and reason is not Reason.NODE_LOST:
         return f"job {job.display_id} {detail}"
     asked = f", and was asked to make do with {compress_hostlist(job.wanted_nodes)}" if job.wanted_nodes else ""
@@ -133,6 +135,17 @@ def _standing_still(job: Job) -> str:
     return f"is suspended: job {job.suspended_for} has its cpus, it goes on when they are free"
 
 
+def _ending(job: Job, world: World) -> str:
+    why = f" ({job.reason_detail})" if job.reason_detail else ""
+    unfit = [node for name in job.held_nodes if (node := world.nodes[name]).drained and node.drained_by == OURSELVES]
+    hindered = f"; node {unfit[0].name}: {unfit[0].drained_why}" if unfit else ""
+    return f"{_fate(job)}{why} when nothing of it is left on {compress_hostlist(job.held_nodes)}{hindered}"
+
+
+def _fate(job: Job) -> str:
+    return "goes back to the queue" if job.requeue_wanted else f"ends as {job.outcome}"
+
+
 def _limbo(job: Job, lost: list[NodeName], world: World, now_s: float) -> str:
     node = world.nodes[lost[0]]
     silent = f"node {node.name} does not answer ({node.link_why})"
@@ -145,8 +158,9 @@ def _limbo(job: Job, lost: list[NodeName], world: World, now_s: float) -> str:
         proof += f", in {math.ceil(left_s)} s when the job's lease there has run out for certain"
     proof += f", or an admin says that it is gone: hctl fence {node.name}"
     if job.state is JobState.COMPLETING:
-        fate = "goes back to the queue" if job.requeue_wanted else f"ends as {job.outcome}"
-        return f"{silent}; something of the job may still run there. The job {fate} when the node answers, {proof}"
+        return (
+            f"{silent}; something of the job may still run there. The job {_fate(job)} when the node answers, {proof}"
+        )
     fate = "goes back to the queue" if world.requeues(job) else "ends as NODE_FAIL"
     if can_do_without(job, node.name):
         fate = "goes on without the node"

@@ -173,7 +173,7 @@ class ControllerBackend(Reading):
         now_s = self._clock()
         reason, detail, _ = why_waiting(job, self._world, now_s)
         over = f"job {job.display_id} is {job.state}{how_it_ended(job)}"
-        now = over if job.state in FINAL else in_a_sentence(job, reason, detail)
+        now = over if job.state in FINAL else in_a_sentence(job, self._world, reason, detail)
         return {"job_id": job.id, "events": tell(job, events), "now_s": now_s, "now": now}
 
     async def why(self, asker: Asker, reference: str) -> Json:
@@ -182,7 +182,7 @@ class ControllerBackend(Reading):
         job = first_waiting(jobs)
         reason, detail, expected_s = why_waiting(job, self._world, self._clock())
         answer: Json = {
-            "text": in_a_sentence(job, reason, detail),
+            "text": in_a_sentence(job, self._world, reason, detail),
             "reason": reason.value,
             "expected_start_s": expected_s,
             "job": job.display_id,

@@ -41,11 +41,19 @@ from hpcsched.model.units import format_time_s
 
 def tell(job: Job, events: list[Event]) -> list[dict[str, Any]]:
     """Return the events with a sentence each."""
-    return [{"at_s": event.at_s, "kind": type(event).__name__, "text": sentence(job, event)} for event in events]
+    told = []
+    ending = False  # its attempt is being ended for good: what happens meanwhile brings it back no more
+    for event in events:
+        if isinstance(event, EndRequested):
+            ending = not event.requeue
+        elif isinstance(event, Requeued | Allocated):
+            ending = False
+        told.append({"at_s": event.at_s, "kind": type(event).__name__, "text": sentence(job, event, ending)})
+    return told
 
 
-def sentence(job: Job, event: Event) -> str:
-    """Return what `event` did to `job`, in words."""
+def sentence(job: Job, event: Event, ending: bool) -> str:
+    """Return what `event` did to `job`, in words; `ending`: its attempt was being ended for good."""
     match event:
         case Submitted():
             what = "as part of an array " if job.array_job_id is not None else ""
@@ -102,12 +110,12 @@ def sentence(job: Job, event: Event) -> str:
         case NodeCleared():
             return f"{event.node} has nothing left of it"
         case NodeLost():
-            back = "; it goes back to the queue" if event.requeue else ""
+            back = "; it goes back to the queue" if event.requeue and not ending else ""
             if event.node in job.left_nodes:
                 back = "; it goes on without that node"
             return f"lost on {event.node}: {event.why}{back}"
         case NodeSilent():
-            back = "; it will go back to the queue" if event.requeue else ""
+            back = "; it will go back to the queue" if event.requeue and not ending else ""
             return f"{event.why}{back}"
         case Adopted():
             return f"adopted by {user_name(event.by_uid)} after the database was restored: it runs on"

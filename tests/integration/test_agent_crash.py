@@ -8,7 +8,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from agent_client import FINAL, INCARNATION, Controller, NodeUnderTest, launch_of, new_token, running_node, script_of
+from agent_client import (
+    FINAL,
+    INCARNATION,
+    Controller,
+    NodeUnderTest,
+    fill_done_log,
+    launch_of,
+    new_token,
+    running_node,
+    script_of,
+)
 from waiting import wait_until
 
 from hpcnode import protocol
@@ -23,7 +33,6 @@ LAUNCH_POINTS = {
     "fork.before": protocol.ENDED,
     "fork.after": protocol.ENDED,
     "shepherd.begun": protocol.REFUSED,  # each of its shepherds dies there
-    "shepherd.begun:2": protocol.ENDED,
     "tasks.forked": protocol.REFUSED,
     "started.before": protocol.REFUSED,
     "started.after": protocol.LOST,  # recorded as released, though it was not: it must not run again
@@ -32,6 +41,7 @@ LAUNCH_POINTS = {
     "final.before": protocol.LOST,
     "final.after": protocol.ENDED,
     "forget.before": protocol.ENDED,
+    "done.turned": protocol.ENDED,
     "forget.noted": protocol.ENDED,
     "forget.after": protocol.ENDED,
 }
@@ -118,6 +128,8 @@ def _report(fields: dict[str, object]) -> protocol.Report:
 @pytest.mark.parametrize("point", LAUNCH_POINTS)
 def test_a_launch_runs_once_whoever_is_killed_where(node: NodeUnderTest, place: Path, point: str) -> None:
     marker = place / "marker"
+    if point == "done.turned":
+        fill_done_log(node.root)
     node.start(crash_at=point)
     token = new_token()
     launch = launch_of(token, append=True, stdout=str(marker), work_dir=str(place))
@@ -128,7 +140,7 @@ def test_a_launch_runs_once_whoever_is_killed_where(node: NodeUnderTest, place: 
     assert final.status == expected, final
     assert len(runs) == (1 if expected == protocol.ENDED else len(runs))
     assert len(runs) <= 1
-    assert "crash" not in node.said
+    assert f"dying at {point}," in (node.root / "log").read_text()
     late = controller.connect() or controller.connect()
     assert late is not None
     late.send(launch, script_of("echo ran"))

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from agent_client import fill_done_log
 from kill_rounds import kill_rounds
 from killable import PATIENCE_S, Kill, KillableCluster, new_cluster
 from waiting import wait_until
@@ -34,6 +35,7 @@ NODE_POINTS = {
     "final.before": AGAIN,
     "final.after": ONCE,
     "forget.before": ONCE,
+    "done.turned": ONCE,
     "forget.noted": ONCE,
     "forget.after": ONCE,
 }
@@ -67,6 +69,8 @@ class CrashingCluster(KillableCluster):
         self.kill_agent(node)
         wait_until(lambda: self.agent_pid(node) is None and not self.minders(node), PATIENCE_S, "the node to be idle")
         (self.agent_root(node) / "log").unlink(missing_ok=True)
+        if point == "done.turned":
+            fill_done_log(self.agent_root(node))
 
     def has_crashed(self, node: str, point: str) -> bool:
         """Return whether somebody on the node has died at `point`."""

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from world import ROOT, Cluster
 
+from hpcnode import protocol
 from hpcsched.controller import requests
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import JobState
@@ -63,6 +64,29 @@ def test_a_job_that_is_being_ended_on_a_silent_node_says_what_it_will_be(by: str
     assert cluster.job(job_id).state is JobState.COMPLETING
     fate = "ends as CANCELLED" if by == "cancel" else "goes back to the queue"
     assert f"something of the job may still run there. The job {fate} when the node answers" in now(cluster, job_id)
+
+
+def test_a_job_that_is_being_ended_says_where_something_of_it_may_be_left_and_what_hinders_the_node() -> None:
+    cluster = Cluster("n1")
+    job_id = cluster.submit(requeue=True)
+    cluster.run(job_id)
+    cluster.ask(lambda tx: requests.cancel(tx, ROOT, [str(job_id)], {}))
+    ends = f"job {job_id} ends as CANCELLED (cancelled by root) when nothing of it is left on n1"
+    assert now(cluster, job_id) == ends
+    cluster.says("n1", protocol.Condition(why="No space left on device"))
+    assert now(cluster, job_id) == f"{ends}; node n1: No space left on device"
+
+
+def test_the_story_of_a_cancelled_job_that_is_lost_does_not_say_that_it_runs_again() -> None:
+    cluster = Cluster("n1")
+    job_id = cluster.submit(requeue=True)
+    cluster.run(job_id)
+    cluster.ask(lambda tx: requests.cancel(tx, ROOT, [str(job_id)], {}))
+    cluster.says("n1", cluster.report(job_id, protocol.LOST, why="its shepherd was killed"))
+    story = cluster.backend().story(ROOT, str(job_id))
+    assert story["now"] == f"job {job_id} is CANCELLED"
+    (lost,) = [event["text"] for event in story["events"] if event["kind"] == "NodeLost"]
+    assert lost == "lost on n1: node n1 lost the job: its shepherd was killed"
 
 
 def test_an_elastic_job_goes_on_without_the_node() -> None:

@@ -103,7 +103,9 @@ def test_one_that_is_suspended_goes_on_afterwards_and_its_node_is_never_overbook
     assert states(cluster, low) == ["SUSPENDED"]
     victim = cluster.job(low)
     reason, detail, _ = why_waiting(victim, cluster.world, cluster.now_s)
-    assert in_a_sentence(victim, reason, detail).startswith(f"job {low} is suspended: job {high} has its cpus")
+    assert in_a_sentence(victim, cluster.world, reason, detail).startswith(
+        f"job {low} is suspended: job {high} has its cpus"
+    )
     cluster.tick()  # it was asked for by the tick that suspended it
     assert states(cluster, low, high) == ["SUSPENDED", "CONFIGURING"]
     assert [message.on for _, message in cluster.sent(protocol.SuspendJob)] == [True]

@@ -95,7 +95,7 @@ def test_an_elastic_job_is_asked_for_nodes_that_another_waits_for_and_may_give_t
     asked = cluster.job(job_id)
     reason, detail, _ = why_waiting(asked, cluster.world, cluster.now_s)
     text = f"job {job_id} is RUNNING, and was asked to make do with n[1-2]"
-    assert in_a_sentence(asked, reason, detail) == text
+    assert in_a_sentence(asked, cluster.world, reason, detail) == text
     shown = job_view(asked, cluster.world, ROOT, cluster.now_s)
     assert (shown["elastic"], shown["wanted_nodes"]) == ([1, 3], ["n1", "n2"])
     another = cluster.submit(nodes_min=3, cpus_per_task=2)  # not on all that the job can do without
