@@ -34,6 +34,7 @@ from hpctrain.optim import clip_factor, multiply
 from hpctrain.phases import Phases
 from hpctrain.precision import LossScale, Precision, loss_scale_for
 from hpctrain.profiling import Profile
+from hpctrain.replicas import Replicas
 from hpctrain.scaling import RankTimes
 from hpctrain.settings import Settings
 from hpctrain.signals import StopRequest
@@ -117,23 +118,6 @@ def progress_from(state: Mapping[str, object], step: int, precision: Precision) 
     )
 
 
-def broadcast_state(tensors: Mapping[str, torch.Tensor], comm: Communicator) -> None:
-    """This will give every rank the tensors of rank 0."""
-    for tensor in tensors.values():
-        comm.broadcast(tensor)
-
-
-def hand_over(tensors: Mapping[str, torch.Tensor], comm: Communicator, source: int) -> None:
-    """This will give every rank the tensors of rank `source`; whoever is interrupted keeps what it had."""
-    whole = {name: tensor.clone() for name, tensor in tensors.items()}
-    for tensor in whole.values():
-        comm.broadcast(tensor, source)
-    comm.barrier()
-    if comm.rank != source:
-        for name, tensor in tensors.items():
-            tensor.copy_(whole[name])
-
-
 class Loop:
     """One run of a task, from `progress` to its end or a stop signal."""
 
@@ -166,6 +150,7 @@ class Loop:
         self._buckets = sync.buckets
         self._exchanged_bytes = sum(flat.nbytes for flat in sync.buckets.flats) if comm.size > 1 else 0
         self._phases = Phases(model)
+        self._replicas = Replicas(model, comm)
         self.profile = profile
         weights = settings.weights or (1.0,) * comm.size
         if len(weights) != comm.size:
@@ -359,8 +344,10 @@ class Loop:
         facts = torch.zeros(3 + 3 * size, dtype=torch.float64)
         facts[0], facts[1], facts[2] = local_loss, float(stop), float(self._comm.changing)
         facts[3 + 3 * rank : 6 + 3 * rank] = torch.tensor(own)
+        facts = torch.cat([facts, self._replicas.changes()])
         self._comm.all_reduce(facts)
-        loss, stops, changes, *each = facts.tolist()
+        self._replicas.follow(facts[3 + 3 * size :], batch.counts)
+        loss, stops, changes, *each = facts[: 3 + 3 * size].tolist()
         self.changing = changes > 0
         if not math.isfinite(loss):
             self._refuse_loss(batch, local_loss)
@@ -450,6 +437,7 @@ class Loop:
 
     def _publish_last(self) -> None:
         """The state as it is now has to be on the share before a rank leaves."""
+        self._replicas.settle(self._counts)  # validation may have changed something
         writer, step = self._writer, self.progress.step
         reports = [writer.wait()] if writer is not None else []
         missing = writer is not None and writer.last_step != step and self._interval.wanted

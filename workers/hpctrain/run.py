@@ -64,8 +64,6 @@ from hpctrain.loop import (
     Loop,
     Progress,
     StepReport,
-    broadcast_state,
-    hand_over,
     progress_from,
     seed_step,
 )
@@ -73,6 +71,7 @@ from hpctrain.outermost import all_or_none
 from hpctrain.precision import Precision, loss_scale_for
 from hpctrain.prepare import prepare_model
 from hpctrain.profiling import Profile
+from hpctrain.replicas import broadcast_state, hand_over
 from hpctrain.settings import check_elastic, check_options, settings_of
 from hpctrain.signals import StopRequest
 from hpctrain.state import live_tensors

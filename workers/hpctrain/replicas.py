@@ -1,0 +1,76 @@
+"""What keeps ranks alike: a whole state given to others, and a model's buffers after each step.
+
+Buffers are running statistics of batch norm, counters, whatever a forward pass writes.
+Weights stay alike because all ranks move them by the same gradient; buffers each rank writes by its own samples.  So after a step
+those of the rank that had most samples (the lowest of equals) replace the others', as `DistributedDataParallel` does with
+rank 0's: here rank 0 may have no samples at all.
+Rules: only what some rank has changed goes over the wire, so that large constant tables (masks, positions) cost a comparison;
+their values are compared, as torch's version counters do not see batch norm's kernels, `.data`, or another tensor in the place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from hpctrain.comm import Communicator
+
+
+def broadcast_state(tensors: Mapping[str, torch.Tensor], comm: Communicator) -> None:
+    """This will give every rank the tensors of rank 0."""
+    for tensor in tensors.values():
+        comm.broadcast(tensor)
+
+
+def hand_over(tensors: Mapping[str, torch.Tensor], comm: Communicator, source: int) -> None:
+    """This will give every rank the tensors of rank `source`; whoever is interrupted keeps what it had."""
+    whole = {name: tensor.clone() for name, tensor in tensors.items()}
+    for tensor in whole.values():
+        comm.broadcast(tensor, source)
+    comm.barrier()
+    if comm.rank != source:
+        for name, tensor in tensors.items():
+            tensor.copy_(whole[name])
+
+
+class Replicas:
+    """This rank's buffers of a model, and what the ranks last agreed on."""
+
+    def __init__(self, model: torch.nn.Module, comm: Communicator) -> None:
+        self._model, self._comm = model, comm
+        self._names = [name for name, _ in model.named_buffers()] if comm.size > 1 else []
+        self._agreed: dict[str, torch.Tensor] = {}  # nothing at first: what is not agreed on counts as changed
+
+    def changes(self) -> torch.Tensor:
+        """This will mark with 1.0 which buffers have changed here; [buffers], float64, to be summed over the ranks."""
+        now = self._now()
+        changed = [name not in self._agreed or not torch.equal(now[name], self._agreed[name]) for name in self._names]
+        return torch.tensor(changed, dtype=torch.float64)
+
+    @torch.no_grad()
+    def follow(self, changes: torch.Tensor, counts: Sequence[int]) -> None:
+        """This will take the buffers with a sum above 0.0 in `changes` from the rank with most samples (`counts`, by rank)."""
+        names = [name for name, sum_ in zip(self._names, changes.tolist(), strict=True) if sum_ > 0]
+        if not names:
+            return
+        now = self._now()
+        pieces = [now[name].reshape(-1).view(torch.uint8) for name in names]
+        whole = torch.cat(pieces)
+        root = max(range(len(counts)), key=lambda rank: (counts[rank], -rank))
+        self._comm.broadcast(whole, root)
+        for name, piece in zip(names, whole.split([len(piece) for piece in pieces]), strict=True):
+            agreed = piece.clone().view(now[name].dtype).view(now[name].shape)
+            now[name].copy_(agreed)
+            self._agreed[name] = agreed
+
+    def settle(self, counts: Sequence[int]) -> None:
+        """This will do both; all ranks call it."""
+        if self._names:
+            changes = self.changes()
+            self._comm.all_reduce(changes)
+            self.follow(changes, counts)
+
+    def _now(self) -> dict[str, torch.Tensor]:
+        """The buffers as they are: a module may have put another tensor in the place of one."""
+        return {name: tensor.detach() for name, tensor in self._model.named_buffers()} if self._names else {}
