@@ -14,8 +14,8 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from hpcsched.api import web
-from hpcsched.api.breaks import Breaks
 from hpcsched.api.identity import Asker, asker_of, peer_uid
+from hpcsched.api.jobview import json_text
 from hpcsched.api.views import VERSION
 from hpcsched.errors import (
     HpcschedError,
@@ -51,7 +51,7 @@ class Reader(Protocol):
     """What the routes ask first when a controller has started: the queue."""
 
     def admins(self) -> tuple[str, ...]: ...
-    async def jobs(self, asker: Asker, query: dict[str, str]) -> Json: ...
+    async def jobs(self, asker: Asker, query: dict[str, str]) -> bytes: ...
     async def queue(self, asker: Asker, query: dict[str, str]) -> str: ...
 
 
@@ -178,14 +178,7 @@ class _Routes:
         return answer(await (await self._backend()).test(self._asker(request), spec))
 
     async def jobs(self, request: web.Request) -> web.Response:
-        body = await self._reader.jobs(self._asker(request), request.query)
-        breaks, jobs = Breaks(), []
-        for job in body["jobs"]:
-            jobs.append(_JSON.encode(job))
-            if breaks.due():
-                await breaks.take()
-        head = _JSON.encode({"version": VERSION} | {name: body[name] for name in body if name != "jobs"})
-        return web.Response(f'{head[:-1]},"jobs":[{",".join(jobs)}]}}'.encode())
+        return web.Response(await self._reader.jobs(self._asker(request), request.query))
 
     async def queue(self, request: web.Request) -> web.Response:
         """Send the queue as the lines of text that squeue and hqueue print."""
@@ -294,11 +287,7 @@ class _Routes:
 
 def answer(body: Json, status: int = 200) -> web.Response:
     """Return `body` with the version as a response."""
-    return web.Response(_JSON.encode({"version": VERSION, **body}).encode(), status)
-
-
-# The values are made for the answer: they hold no circles that it would have to look for.
-_JSON = json.JSONEncoder(separators=(",", ":"), check_circular=False)
+    return web.Response(json_text({"version": VERSION, **body}).encode(), status)
 
 
 async def _body(request: web.Request) -> Json:

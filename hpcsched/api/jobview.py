@@ -6,6 +6,7 @@ What only its owner and admins may see (paths, command line, comment, script, en
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
@@ -20,6 +21,9 @@ from hpcsched.model.job import ACTIVE, SHORT_CODES, Job, JobState, Reason
 from hpcsched.model.resources import Share
 from hpcsched.model.spec import JobSpec
 from hpcsched.store.world import World
+
+# Values that are made for an answer hold no circles that it would have to look for.
+json_text = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 
 
 class JobView(dict[str, Any]):

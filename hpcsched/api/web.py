@@ -168,6 +168,11 @@ class Server:
         loop = asyncio.get_running_loop()
         self._server = await loop.create_unix_server(lambda: Connection(self), sock=listener, backlog=BACKLOG)
 
+    @property
+    def unsent_bytes(self) -> int:
+        """So much of the answers has not been taken by those who asked."""
+        return sum(connection.unsent_bytes for connection in self.connections)
+
     async def close(self) -> None:
         """Take no more requests, and end all connections."""
         if self._server is not None:
@@ -205,6 +210,10 @@ class Connection(asyncio.Protocol):
         self._idle_timer.cancel()
         self._server.connections.discard(self)
         # What it asked for is done all the same: the task ends by itself.
+
+    @property
+    def unsent_bytes(self) -> int:
+        return self._transport.get_write_buffer_size()
 
     def close(self) -> asyncio.Task[None] | None:
         """End the connection now; return what still works for it, cancelled."""

@@ -9,7 +9,7 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -39,8 +39,6 @@ log = logging.getLogger("hpcsched.daemon")
 
 CLOCK_LOOK_S = 30.0  # a time of day that is waited for may come sooner: the clock may be set meanwhile
 EXIT_INVARIANT = 70  # EX_SOFTWARE of sysexits.h: our own ledger is wrong
-# Who has waited for our start is answered before the connections to the nodes and the first plan take the processor.
-FIRST_ANSWERS_S = 0.05
 # When the nodes have been connected: what `hacct` and the like need takes a tenth of a second to import.
 AT_LEISURE_S = 2.0
 # The ledger is many thousands of values without cycles: looking through them all for garbage was half of the time that
@@ -72,8 +70,13 @@ class Daemon:
         gc.set_threshold(*GC_THRESHOLD)
         gc.enable()
 
-    async def run(self, coming: asyncio.Future[Backend], mode: int, router: web.Router) -> int:
-        """Answer whoever waits for what is `coming`, and serve until a signal or a broken invariant; return the exit status."""
+    async def run(
+        self, coming: asyncio.Future[Backend], mode: int, router: web.Router, answered: Callable[[], Awaitable[None]]
+    ) -> int:
+        """Answer whoever waits for what is `coming`, and serve until a signal or a broken invariant; return the exit status.
+
+        The nodes are connected, and the first plan begins, when those who have waited for our start have been `answered`.
+        """
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, self._stop.set)
@@ -91,7 +94,7 @@ class Daemon:
             await self.heads.serve(self._config.steps_socket, mode)
             coming.set_result(backend)
             log.info("ready at %s", self._config.api_socket)
-            await asyncio.sleep(FIRST_ANSWERS_S)
+            await answered()
             self.fleet.configure(self._config)
             for job in self.controller.world.active_jobs():
                 self.stepping.job_running(job)

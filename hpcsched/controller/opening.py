@@ -28,8 +28,8 @@ from hpcsched.store.store import Store
 log = logging.getLogger("hpcsched.daemon")
 
 BACKLOG = 1024
-# Who has waited for our start is answered before the rest is imported.
-FIRST_ANSWERS_S = 0.02
+LOOK_S = 0.02
+FIRST_ANSWERS_S = 1.0  # who asks again and again may put off the rest of a start by so much, and not longer
 
 
 async def serve(config: Config, clock: Callable[[], float] = time.time) -> int:
@@ -53,16 +53,33 @@ async def _serve(config: Config, listener: socket.socket, mode: int, clock: Call
     world = begin_term(config, store, clock())
     log.info("term %d of cluster %s, %d jobs known", world.epoch, config.name, len(world.jobs))
     coming: asyncio.Future[Backend] = asyncio.get_running_loop().create_future()
-    server = make_server(Reading(world, clock), coming)
+    reading = Reading(world, clock)
+    server = make_server(reading, coming)
+
+    async def answered() -> None:
+        await first_answers(lambda: bool(reading.under_way or server.unsent_bytes))
+
     try:
         await server.serve(listener)
-        await asyncio.sleep(FIRST_ANSWERS_S)
+        await answered()
         from hpcsched.controller.daemon import Daemon  # a hundred modules
 
-        return await Daemon(config, world, store, clock).run(coming, mode, server.router)
+        return await Daemon(config, world, store, clock).run(coming, mode, server.router, answered)
     finally:
         await server.close()
         store.close()
+
+
+async def first_answers(under_way: Callable[[], bool], most_s: float = FIRST_ANSWERS_S) -> None:
+    """Let those who have waited for our start be answered, and wait until no answer is `under_way`, `most_s` at most.
+
+    What comes next keeps the processor for as long as a whole answer takes.
+    """
+    loop = asyncio.get_running_loop()
+    until_s = loop.time() + most_s
+    await asyncio.sleep(LOOK_S)
+    while under_way() and loop.time() < until_s:
+        await asyncio.sleep(LOOK_S)
 
 
 def _make_run_dir(run_dir: Path) -> int:

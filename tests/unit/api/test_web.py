@@ -177,3 +177,30 @@ def test_requests_are_answered_in_order_however_their_bytes_arrive(data: st.Data
     first, *others = _ask(*pieces)
     assert first == (200, "slow")
     assert [told["body"] for _, told in others] == bodies
+
+
+def test_what_a_client_does_not_read_is_unsent_until_it_does() -> None:
+    size = 1 << 22  # more than a socket takes by itself
+
+    async def large(request: web.Request) -> web.Response:
+        return web.Response(b"x" * size)
+
+    async def play() -> None:
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            server = web.Server(web.Router([web.get("/large", large)]), _refusal)
+            assert server.unsent_bytes == 0
+            loop = asyncio.get_running_loop()
+            await loop.connect_accepted_socket(lambda: web.Connection(server), theirs)
+            ours.setblocking(False)
+            await loop.sock_sendall(ours, b"GET /large HTTP/1.1\r\n\r\n")
+            while not server.unsent_bytes:
+                await asyncio.sleep(0)
+            received = 0
+            while received < size:
+                received += len(await loop.sock_recv(ours, 1 << 20))
+            while server.unsent_bytes:
+                await asyncio.sleep(0)
+            await server.close()
+
+    asyncio.run(asyncio.wait_for(play(), 60))

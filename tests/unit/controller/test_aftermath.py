@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import pytest
 from jobs import T0, node
@@ -84,7 +85,7 @@ def test_a_user_that_nobody_knows_is_refused_and_one_with_jobs_is_not() -> None:
     cluster = Cluster("n1")
     cluster.submit()  # of ann, who need not have an account here
     backend = cluster.backend()
-    assert len(asyncio.run(backend.jobs(ROOT, {"user": "ann,root"}))["jobs"]) == 1
+    assert len(json.loads(asyncio.run(backend.jobs(ROOT, {"user": "ann,root"})))["jobs"]) == 1
     with pytest.raises(RequestError, match="Invalid user: nosuch"):
         asyncio.run(backend.jobs(ROOT, {"user": "root,nosuch"}))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import pytest
 from unit.controller.world import ANN, BOB, Cluster
@@ -105,7 +106,7 @@ def test_the_jobs_as_json_are_those_that_are_listed(cluster: Cluster) -> None:
         ({"nodes": "n1"}, [1]),
         ({"state": "CANCELLED"}, [7]),
     ):
-        assert [job["id"] for job in asyncio.run(reading.jobs(ANN, query))["jobs"]] == ids
+        assert [job["id"] for job in json.loads(asyncio.run(reading.jobs(ANN, query)))["jobs"]] == ids
 
 
 def test_the_priorities_are_those_of_the_jobs_that_are_asked_for(cluster: Cluster) -> None:
