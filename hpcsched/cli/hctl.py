@@ -40,8 +40,10 @@ COMMAND = Command(
         "ping | reconfigure",
     ),
     "Look at jobs, nodes, partitions and the configuration, and change them. 'update' changes a job's time_limit, "
-    "time_min, partition, nice, priority, site_factor, begin, deadline, dependency, reservation, account, qos or "
-    "array_task_throttle; 'create', 'update' and "
+    "time_min, partition, nice, priority, site_factor, begin, deadline, dependency, reservation, account, qos, "
+    "array_task_throttle, name, comment, mail_user or requeue, and of one that waits also num_nodes, ntasks, "
+    "ntasks_per_node, cpus_per_task, mem, mem_per_cpu, gres, constraint, prefer, nodelist, exclude, mincpus, tmp, licenses "
+    "and work_dir; 'create', 'update' and "
     "'delete' are also for reservations: ReservationName= StartTime= EndTime= Duration= Users= Accounts= Nodes= NodeCnt= "
     "Features= PartitionName= Flags=. 'story' tells all that happened to a job. 'suspend' "
     "has a running job stand still, with all that it holds, until 'resume JOB'. 'drain' lets no new job start on nodes, "
@@ -223,6 +225,22 @@ _CHANGES = {  # Slurm's names, without regard to case and _
     "starttime": "begin",
     "arraytaskthrottle": "array_task_throttle",
     "reservationname": "reservation",
+    "jobname": "name",
+    "features": "constraint",
+    "reqnodelist": "nodelist",
+    "excnodelist": "exclude",
+    "minmemorynode": "mem",
+    "minmemorycpu": "mem_per_cpu",
+    "mempercpu": "mem_per_cpu",
+    "numtasks": "ntasks",
+    "ntaskspernode": "ntasks_per_node",
+    "cpuspertask": "cpus_per_task",
+    "cpus/task": "cpus_per_task",
+    "mincpusnode": "mincpus",
+    "mintmpdisknode": "tmp",
+    "trespernode": "gres",
+    "mailuser": "mail_user",
+    "workdir": "work_dir",
 }
 
 

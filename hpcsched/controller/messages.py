@@ -9,7 +9,7 @@ from hpcsched import paths
 from hpcsched.launch.environment import allocation_facts, job_environment
 from hpcsched.launch.files import job_file_patterns
 from hpcsched.lifecycle.clocks import cut_at_s
-from hpcsched.lifecycle.effects import ClaimPart, ClearNode, Effect, GoOn, Halt, StartBatch, TellAllocation
+from hpcsched.lifecycle.effects import ClaimPart, ClearNode, Effect, GoOn, Halt, SetLimit, StartBatch, TellAllocation
 from hpcsched.model.ids import ALLOC_STEP, BATCH_STEP, NodeName, Token
 from hpcsched.model.job import Job
 from hpcsched.model.node import Node, address_of
@@ -35,6 +35,8 @@ def message_for(effect: Effect, world: World) -> tuple[protocol.Message, bytes]:
                 wanted=list(job.wanted_nodes),
             )
             return message, b""
+        case SetLimit(job=job):
+            return protocol.TimeLimit(token=job.token, limit_s=_limit_s(job)), b""
         case Halt(job=job) | GoOn(job=job):
             return protocol.SuspendJob(_incarnation(job, world), job.id, job.attempt, isinstance(effect, Halt)), b""
 
@@ -99,7 +101,7 @@ def launch_batch(job: Job, world: World, node: NodeName) -> protocol.Launch:
         stderr=files.stderr,
         stdin=files.stdin,
         append=spec.open_mode == "append" or (spec.open_mode != "truncate" and job.restarts > 0),
-        limit_s=None if job.time_limit_s is None else float(job.time_limit_s),
+        limit_s=_limit_s(job),
         grace_s=float(world.config.controller.kill_wait_s),
         signum=spec.signal.signum if spec.signal else 0,
         signal_before_s=float(spec.signal.before_s) if spec.signal else 0.0,
@@ -109,6 +111,10 @@ def launch_batch(job: Job, world: World, node: NodeName) -> protocol.Launch:
         hosts=hosts(job),
         same_machine=same_machine(job, world),
     )
+
+
+def _limit_s(job: Job) -> float | None:
+    return None if job.time_limit_s is None else float(job.time_limit_s)
 
 
 def claim_part(job: Job, world: World, node: NodeName) -> protocol.Launch:

@@ -27,6 +27,7 @@ from hpcsched.lifecycle.events import (
     NodesReleased,
     Released,
     Requeued,
+    Respecified,
     Resumed,
     ShrinkAsked,
     Started,
@@ -64,6 +65,9 @@ def sentence(job: Job, event: Event, ending: bool) -> str:
             return f"released by {user_name(event.by_uid)}"
         case Changed():
             return f"changed by {user_name(event.by_uid)}: {_changes(event)}"
+        case Respecified():
+            said = ", ".join(f"{name} = {value}" for name, value in event.changes.items())
+            return f"changed by {user_name(event.by_uid)}: {said}"
         case BecameEligible():
             return "nothing but other jobs and resources keeps it waiting from now on"
         case Allocated():

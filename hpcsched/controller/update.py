@@ -1,4 +1,7 @@
-"""What may be changed of jobs after their submission: ``hctl update``, each change checked and turned into one event."""
+"""What may be changed of jobs after their submission: ``hctl update``, each change checked and turned into one event.
+
+What a job asked for in its specification is asked for anew by `respecify`.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from hpcsched.controller.dependencies import check_deadline, check_dependency, d
 from hpcsched.controller.requests import Outcome, check_rank, each_job, find_partitions, possible_partitions
 from hpcsched.controller.reserving import check_use
 from hpcsched.controller.resizing import shrink
+from hpcsched.controller.respecify import OPTIONS, respecify
 from hpcsched.errors import RequestError
 from hpcsched.jobscript.check import check_time_min
 from hpcsched.jobscript.dependency import parse_dependency
@@ -20,6 +24,7 @@ from hpcsched.lifecycle.job import can
 from hpcsched.model.dates import parse_when
 from hpcsched.model.frozen import replace
 from hpcsched.model.job import Job, JobState
+from hpcsched.model.nearest import nearest
 from hpcsched.model.spec import JobSpec
 from hpcsched.model.units import UNLIMITED_S, parse_time_s
 from hpcsched.store.world import Transaction, World
@@ -35,7 +40,6 @@ CHANGES = frozenset(
         "dependency",
         "deadline",
         "reservation",
-        "num_nodes",
         "account",
         "qos",
         "time_min",
@@ -46,20 +50,27 @@ CHANGES = frozenset(
 
 def update(tx: Transaction, asker: Asker, references: Iterable[str], changes: dict[str, str]) -> Outcome:
     """Change what may be changed of the named jobs: see `CHANGES`."""
-    unknown = set(changes) - CHANGES
+    unknown = set(changes) - CHANGES - OPTIONS.keys()
     if unknown or not changes:
-        raise RequestError(
-            f"cannot change {', '.join(sorted(unknown)) or 'nothing'}: can change {', '.join(sorted(CHANGES))}"
-        )
+        known = sorted(CHANGES | OPTIONS.keys())
+        near = nearest(min(unknown), known) if unknown else ()
+        hint = f"did you mean {' or '.join(near)}?" if near else f"can change {', '.join(known)}"
+        raise RequestError(f"cannot change {', '.join(sorted(unknown)) or 'nothing'}: {hint}")
+    made: dict[int, int] = {}
 
     def one(job: Job, outcome: Outcome) -> None:
         if not can(job, Changed):
             raise RequestError(f"cannot change job {job.display_id}: it is {job.state}")
-        rest = {name: text for name, text in changes.items() if name != "num_nodes"}
-        if rest:
-            job = tx.record(_changed_event(tx, asker, job, rest))
-        if "num_nodes" in changes:
-            shrink(tx, job, _integer("num_nodes", changes["num_nodes"]), asker.uid)
+        anew = {name: text for name, text in changes.items() if name in OPTIONS}
+        rest = {name: text for name, text in changes.items() if name in CHANGES}
+        changed = _changed_event(tx, asker, job, rest) if rest else None
+        count = anew.pop("num_nodes", None) if job.state is not JobState.PENDING else None
+        if anew:
+            job = respecify(tx, job, anew, asker.uid, made)
+        if changed is not None:
+            job = tx.record(changed)
+        if count is not None:
+            shrink(tx, job, _integer("num_nodes", count), asker.uid)
 
     return each_job(tx, asker, references, {}, "change", one)
 
@@ -87,8 +98,6 @@ def _changed_event(tx: Transaction, asker: Asker, job: Job, changes: dict[str, s
     begin_s = max(tx.now_s, values.get("not_before_s", job.not_before_s) or 0)
     if "time_limit" in changes:
         limit_s = _time_limit_s(job, changes["time_limit"])
-        if job.state is not JobState.PENDING:
-            raise RequestError(f"cannot change the time limit of job {job.display_id}: it is {job.state}")
         if not asker.admin and job.time_limit_s is not None and (limit_s is None or limit_s > job.time_limit_s):
             asker.must_be_admin(f"raise the time limit of job {job.display_id}")
         values["time_limit_s"] = limit_s or UNLIMITED_S

@@ -22,7 +22,7 @@ from hpcsched.model.resources import GpuRequest
 from hpcsched.model.spec import JobSpec
 from hpcsched.sched.features import parse_constraint, parse_features
 
-_DIRECT = {  # option: field, where the value read is the field's
+DIRECT = {  # option: field, where the value read is the field's
     "account": "account",
     "array": "array",
     "comment": "comment",
@@ -96,7 +96,7 @@ def build_spec(
     values = _read(options)
     notes = [f"--{name} has no effect: {by_name()[name].help}" for name in options if by_name()[name].use is Use.NOTED]
     env, env_notes = exported(values.get("export", Export(everything=True)), environ)
-    fields: dict[str, Any] = {field: values[name] for name, field in _DIRECT.items() if name in values}
+    fields: dict[str, Any] = {field: values[name] for name, field in DIRECT.items() if name in values}
     fields.setdefault("name", default_name)
     fields["cpus_per_task_given"] = "cpus-per-task" in values
     fields["mail_type"] = tuple(dict.fromkeys(event for events in values.get("mail-type", ()) for event in events))

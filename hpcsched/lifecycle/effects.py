@@ -60,7 +60,15 @@ class TellAllocation:
     job: Job
 
 
-Effect = StartBatch | ClaimPart | ClearNode | Halt | GoOn | TellAllocation
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetLimit:
+    """The attempt's batch step on `node` is ended at the job's time limit, which is not the one that it was launched with."""
+
+    node: NodeName
+    job: Job
+
+
+Effect = StartBatch | ClaimPart | ClearNode | Halt | GoOn | TellAllocation | SetLimit
 
 
 def effects_of(job: Job) -> tuple[Effect, ...]:
@@ -71,17 +79,27 @@ def effects_of(job: Job) -> tuple[Effect, ...]:
         case JobState.CONFIGURING if job.spec.script:
             return (StartBatch(node=job.shares[0].node, job=job),)
         case JobState.SUSPENDED:
-            return (*_moves(job), *(Halt(node=node, job=job) for node in job.held_nodes))
+            return (*_moves(job), *_limit(job), *(Halt(node=node, job=job) for node in job.held_nodes))
         case JobState.RUNNING:
             going: tuple[Effect, ...] = ()
             if job.suspended_s is not None:
                 going = tuple(GoOn(node=node, job=job) for node in job.held_nodes)
             told = job.shares if job.generation else ()
-            return (*_moves(job), *going, *(TellAllocation(node=share.node, job=job) for share in told))
+            return (*_moves(job), *_limit(job), *going, *(TellAllocation(node=share.node, job=job) for share in told))
         case JobState.COMPLETING:
             return tuple(ClearNode(node=node, job=job) for node in job.held_nodes)
         case _:
             return ()
+
+
+def _limit(job: Job) -> tuple[Effect, ...]:
+    """Return what the node of the batch step must know if the time limit was changed while the job ran.
+
+    A limit that was lowered so that it could start was so before the launch: to say it again does no harm.
+    """
+    if job.asked_limit_s is None or not job.spec.script:
+        return ()
+    return (SetLimit(node=job.shares[0].node, job=job),)
 
 
 def _moves(job: Job) -> tuple[Effect, ...]:

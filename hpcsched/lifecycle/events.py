@@ -66,6 +66,18 @@ class Changed(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Respecified(Event):
+    """Its owner or an admin changed what it asks for: these fields of its specification, as JSON values.
+
+    What it asks for then has a row of its own, number `spec_id`.
+    """
+
+    by_uid: int
+    spec_id: int
+    changes: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BecameEligible(Event):
     """From now on only other jobs and resources keep it waiting: its age counts."""
 
@@ -249,6 +261,7 @@ EVENTS: dict[str, type[Event]] = {
         Held,
         Released,
         Changed,
+        Respecified,
         BecameEligible,
         Allocated,
         Claimed,

@@ -37,6 +37,7 @@ from hpcsched.lifecycle.events import (
     NodesReleased,
     Released,
     Requeued,
+    Respecified,
     Resumed,
     ShrinkAsked,
     Started,
@@ -53,6 +54,7 @@ from hpcsched.lifecycle.resize import (
     nodes_released,
     shrink_asked,
 )
+from hpcsched.model.codec import spec_from_json, spec_to_json
 from hpcsched.model.frozen import replace
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import FINAL, ExitStatus, Hold, Job, JobState, Reason
@@ -149,7 +151,13 @@ def _changed(job: Job, event: Changed) -> Job:
     later = event.not_before_s is not None and event.not_before_s > event.at_s
     if event.dependency is not None or later or event.priority_set == 0:  # until these let it go its age stands still
         job = not_aging(job, event.at_s)
+    if event.time_limit_s is not None and job.state is not PENDING:
+        changes["asked_limit_s"] = changes["time_limit_s"]  # in its next life as well
     return replace(job, **changes)
+
+
+def _respecified(job: Job, event: Respecified) -> Job:
+    return replace(job, spec=spec_from_json(spec_to_json(job.spec) | event.changes), spec_id=event.spec_id)
 
 
 def _became_eligible(job: Job, event: BecameEligible) -> Job:
@@ -433,6 +441,7 @@ def _table() -> dict[tuple[JobState, type[Event]], Transition]:
         ((PENDING,), Held, _held),
         ((PENDING,), Released, _released),
         ((PENDING, *on_nodes), Changed, _changed),
+        ((PENDING, *on_nodes), Respecified, _respecified),
         ((PENDING,), BecameEligible, _became_eligible),
         ((PENDING,), Allocated, _allocated),
         ((CONFIGURING,), Claimed, _claimed),

@@ -184,7 +184,7 @@ class Job:
     site: int = 0  # what an admin adds to its priority
     time_limit_s: int | None = None
     asked_limit_s: int | None = (
-        None  # of a job that holds nodes: what its time limit was before it was lowered; None: it was not
+        None  # of a job that holds nodes whose limit was lowered or changed: the one of its next life; None: the same
     )
     partition: str = ""  # while it waits it may be several: a,b
     partition_asked: str = (

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from hpcsched.config import Config
 from hpcsched.errors import InvariantError
-from hpcsched.lifecycle.events import Event, Submitted
+from hpcsched.lifecycle.events import Event, Respecified, Submitted
 from hpcsched.lifecycle.job import apply, submitted_jobs
 from hpcsched.model.ids import BATCH_STEP, JobId, NodeName, Token
 from hpcsched.model.job import ACTIVE, FINAL, Job, JobState
@@ -248,6 +248,21 @@ class Transaction:
         self._jobs_before |= dict.fromkeys(job.id for job in jobs)
         self.batch.jobs |= world.add(jobs)
         return list(jobs)
+
+    def respecify(self, job: Job, changes: dict[str, Any], *, by_uid: int, spec_id: int | None = None) -> Job:
+        """Have the job ask for something else: `changes` are fields of its specification, as JSON values.
+
+        `spec_id` is that of a specification which this transaction has made of the same one in the same way, if it has.
+        """
+        made = spec_id is None
+        if spec_id is None:
+            self.world.last_spec_id += 1
+            spec_id = self.world.last_spec_id
+        event = Respecified(job_id=job.id, at_s=self.now_s, by_uid=by_uid, spec_id=spec_id, changes=changes)
+        changed = self.record(event)
+        if made:
+            self.batch.specs[spec_id] = changed.spec
+        return changed
 
     def set_node(self, name: NodeName, **changes: object) -> Node:
         """Change what is kept of a node."""

@@ -256,3 +256,19 @@ def test_a_rebooted_node_reports_its_jobs_lost_and_kills_no_stranger(place: Path
         assert [(r["status"], r["why"]) for r in again.welcome.inventory] == [("lost", "the node was rebooted")]
         assert again.welcome.boot_id == "second"
         assert alive(stranger) == stranger
+
+
+def test_a_time_limit_that_is_changed_counts_from_the_start(node: NodeUnderTest, work: Path) -> None:
+    controller = Controller(node)
+    script = "trap 'echo warned >> out' USR1; touch up; while :; do sleep 0.05; done"
+    token = controller.launch(script, work_dir=str(work), limit_s=3600.0, grace_s=0.5, signum=signal.SIGUSR1,
+                              signal_before_s=1800.0, signal_batch_only=True)  # fmt: skip
+    controller.wait_status(token, protocol.STARTED)
+    wait_until(lambda: (work / "up").exists())
+    controller.send(protocol.TimeLimit(token, 1799.0))  # so it is warned now
+    wait_until(lambda: (work / "out").exists())
+    for limit_s in (None, 3600.0, 0.1):
+        controller.send(protocol.TimeLimit(token, limit_s))
+    ended = controller.final(token)
+    assert (ended.timed_out, ended.why) == (True, "timeout")
+    assert (work / "out").read_text().split() == ["warned"]  # once

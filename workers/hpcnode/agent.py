@@ -288,6 +288,8 @@ class Agent:
             ledger.end_job(message)
         elif isinstance(message, protocol.SuspendJob):
             ledger.suspend_job(message)
+        elif isinstance(message, protocol.TimeLimit):
+            self.to_shepherd(message.token, ["limit", message.limit_s], b"")
         elif isinstance(message, protocol.Allocation):
             self._tell_allocation(message)
         elif isinstance(message, protocol.SignalStep):

@@ -199,6 +199,13 @@ class SuspendJob(Message):
     on: bool
 
 
+class TimeLimit(Message):
+    """The time limit of `token`, which has been launched, is `limit_s` now (None: none). Said again on every connection."""
+
+    token: str
+    limit_s: Optional[float] = None
+
+
 class Allocation(Message):
     """The job's attempt, which runs, has `nodes` now; with `wanted` it is asked to give all but these back (`hrun --resize`).
 
@@ -411,7 +418,7 @@ class Pong(Message):
 
 
 _MESSAGES = (
-    Hello, Launch, Go, SignalStep, EndStep, EndJob, SuspendJob, Allocation, Ack,
+    Hello, Launch, Go, SignalStep, EndStep, EndJob, SuspendJob, TimeLimit, Allocation, Ack,
     Probe, ReadFile, Input, Watch, OutputAck, ToStream, CloseStream,
     Ping, Welcome, Goodbye, Report, Condition, JobGone, Facts, FileData, Output, InputAck, FromStream, Pong,
     StepRequest, StepWaiting, StepStarted, Allocated, StepSignal, StepEnded, Progress, Failure,

@@ -69,6 +69,8 @@ class Shepherd:
         self._lease_over = False
         self._node_fault = False
         self._timed_out = False
+        self._warned = False  # that the time limit is near
+        self._limit_s: Optional[float] = None
         self._out_of_memory = False
         self._usage = Usage()
 
@@ -244,7 +246,9 @@ class Shepherd:
         self.setting.faults.reached("released")
         self._relay.say(["started", self._started])
         self._suspension.begin()
-        self._set_limits()
+        self._set_time_limit(self.launch.limit_s)
+        if self.launch.mem_mib > 0 and not self._kernel_limits_memory:
+            self.loop.later(limits.WATCH_S, self._watch_memory)
         self.loop.later(FIRST_LOOK_S, self._look_at_usage)
 
     def _stream_to(self) -> Optional[Dict[str, Any]]:
@@ -268,14 +272,14 @@ class Shepherd:
 
     # ----- limits
 
-    def _set_limits(self) -> None:
-        launch = self.launch
-        if launch.limit_s is not None:
-            if launch.signum and launch.signal_before_s > 0:
-                self._suspension.after_run(max(0.0, launch.limit_s - launch.signal_before_s), self._warn)
-            self._suspension.after_run(launch.limit_s, self._limit_reached)
-        if launch.mem_mib > 0 and not self._kernel_limits_memory:
-            self.loop.later(limits.WATCH_S, self._watch_memory)
+    def _set_time_limit(self, limit_s: Optional[float]) -> None:
+        """End the step when it has run for so long (None: never), whatever was to happen before; warn it as the job asked."""
+        self._suspension.forget()
+        self._limit_s = limit_s
+        if limit_s is not None:
+            if self.launch.signum and self.launch.signal_before_s > 0 and not self._warned:
+                self._suspension.after_run(max(0.0, limit_s - self.launch.signal_before_s), self._warn)
+            self._suspension.after_run(limit_s, self._limit_reached)
 
     def _watch_lease(self) -> None:
         """End the step when its lease runs out; whatever of its grace has passed meanwhile is gone."""
@@ -288,6 +292,7 @@ class Shepherd:
         self.loop.later(min(LOOK_S, left_s) if left_s > 0 else LOOK_S, self._watch_lease)
 
     def _warn(self) -> None:
+        self._warned = True
         self._signal(self.launch.signum, self.launch.signal_batch_only)
         if self.launch.step == protocol.BATCH and not self.launch.signal_batch_only:
             self._relay.say(["signal_steps", self.launch.signum])
@@ -493,6 +498,9 @@ class Shepherd:
             self._end(*words[1:5])
         elif words[0] == "signal":
             self._signal(words[1], words[2])
+        elif words[0] == "limit":
+            if self._released and self._final is None and words[1] != self._limit_s:
+                self._set_time_limit(words[1])
         elif words[0] == "suspend":
             self._suspend(words[1])
         elif words[0] == "go":

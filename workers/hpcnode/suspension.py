@@ -43,6 +43,11 @@ class Suspension:
         if self._since_s is not None:
             self._set_alarm(run_s, call)
 
+    def forget(self) -> None:
+        """Call nothing of what was to be called after a run."""
+        self._cancel()
+        self._alarms.clear()
+
     def stop(self) -> None:
         """Have everything below this process stand still, also what forks meanwhile."""
         if self.on:
@@ -51,9 +56,7 @@ class Suspension:
         if self._since_s is not None:
             self._ran_s += boot_clock_s() - self._since_s
             self._since_s = None
-        for timer in self._timers:
-            timer.cancel()
-        self._timers.clear()
+        self._cancel()
         self._frozen = self._group is not None and cgroup.freeze_others(self._group)
         if not self._frozen:
             process.stop_all_below_us()
@@ -72,9 +75,15 @@ class Suspension:
         for run_s, call in self._alarms:
             self._set_alarm(run_s, call)
 
+    def _cancel(self) -> None:
+        for timer in self._timers:
+            timer.cancel()
+        self._timers.clear()
+
     def _set_alarm(self, run_s: float, call: Callable[[], None]) -> None:
         def ring() -> None:
             self._alarms.remove((run_s, call))
             call()
 
-        self._timers.append(self._loop.later(max(0.0, run_s - self._ran_s), ring))
+        ran_s = self._ran_s + (boot_clock_s() - self._since_s if self._since_s is not None else 0.0)
+        self._timers.append(self._loop.later(max(0.0, run_s - ran_s), ring))

@@ -1,0 +1,122 @@
+"""What a job asks for is changed after its submission: while it waits all of it, later its name and the like, and its time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from world import ANN, ROOT, Cluster
+
+from hpcnode import protocol
+from hpcsched.api.identity import Asker
+from hpcsched.controller.recovery import load_world
+from hpcsched.controller.requests import requeue
+from hpcsched.controller.story import tell
+from hpcsched.controller.update import update
+from hpcsched.errors import RequestError
+from hpcsched.model.ids import NodeName
+from hpcsched.model.job import JobState
+from hpcsched.model.spec import ArraySpec
+from hpcsched.store.world import World
+
+
+def change(cluster: Cluster, reference: object, asker: Asker = ANN, **changes: str) -> list[str]:
+    """Change a job as ``hctl update`` does, and return what was refused."""
+    outcome = cluster.ask(lambda tx: update(tx, asker, [str(reference)], changes))
+    return [error["error"] for error in outcome.errors]
+
+
+def test_a_waiting_job_asks_for_something_else() -> None:
+    cluster = Cluster("n1", "n2")
+    job_id = cluster.submit(hold=True, mem_per_cpu_mib=10)
+    assert (
+        change(cluster, job_id, name="x", mem="64M", nodelist="n2", cpus_per_task="2", num_nodes="1-2", gres="none")
+        == []
+    )
+    assert change(cluster, job_id, comment="why not", requeue="0") == []
+    spec = cluster.job(job_id).spec
+    assert (spec.name, spec.comment, spec.requeue) == ("x", "why not", False)
+    assert (spec.mem_per_node_mib, spec.mem_per_cpu_mib) == (64, None)
+    assert (spec.nodelist, spec.cpus_per_task, spec.nodes_min, spec.nodes_max) == (("n2",), 2, 1, 2)
+    assert cluster.replayed(job_id) == cluster.job(job_id)
+    assert change(cluster, job_id, nodelist="", num_nodes="1") == []
+    assert cluster.job(job_id).spec.nodelist == ()
+    told = tell(cluster.job(job_id), cluster.store.load_events(job_id))
+    assert any("changed by" in one["text"] and "name = x" in one["text"] for one in told)
+
+
+def test_what_can_never_start_or_is_too_late_is_refused_and_changes_nothing() -> None:
+    cluster = Cluster("n1")
+    job_id = cluster.submit(hold=True)
+    before = cluster.job(job_id)
+    for wrong, says in (
+        ({"num_nodes": "2"}, "two nodes"),
+        ({"nodelist": "n9"}, "n9"),
+        ({"mem": "x"}, "x"),
+        ({"work_dir": "here"}, "not absolute"),
+        ({"name": "ok", "time_limit": "0:00:x"}, "time"),
+    ):
+        refused = change(cluster, job_id, **wrong)
+        assert len(refused) == 1
+        assert says in refused[0]
+        assert cluster.job(job_id) == before
+    running = cluster.submit()
+    cluster.run(running)
+    assert change(cluster, running, mem="5M") == [f"cannot change mem of job {running}: it is RUNNING"]
+    assert change(cluster, running, name="later", comment="c", mail_user="ann@x") == []
+    assert cluster.job(running).spec.name == "later"
+
+
+def test_an_unknown_name_is_answered_with_the_nearest_one() -> None:
+    cluster = Cluster("n1")
+    job_id = cluster.submit(hold=True)
+    with pytest.raises(RequestError, match="cannot change commnt: did you mean comment"):
+        change(cluster, job_id, commnt="x")
+    with pytest.raises(RequestError, match="cannot change zzz: can change account, array_task_throttle"):
+        change(cluster, job_id, zzz="x")
+
+
+def test_tasks_of_an_array_share_what_they_ask_for(tmp_path: Path) -> None:
+    path = tmp_path / "db"
+    cluster = Cluster("n1", path=path)
+    array = cluster.submit(hold=True, array=ArraySpec(indices=(0, 1, 2)))
+    assert change(cluster, f"{array}_[0-1]", name="two") == []
+    jobs = [cluster.job(array + at) for at in range(3)]
+    assert [job.spec.name for job in jobs[:2]] == ["two", "two"]
+    assert jobs[2].spec.name != "two"
+    assert jobs[0].spec_id == jobs[1].spec_id != jobs[2].spec_id
+    again = World(config=cluster.world.config, incarnation=cluster.world.incarnation, epoch=cluster.world.epoch)
+    load_world(again, cluster.store, cluster.now_s)
+    assert [again.jobs[job.id] for job in jobs] == jobs
+
+
+@pytest.mark.parametrize("limit", ["+60", "UNLIMITED"])
+def test_the_time_limit_of_a_running_job_is_told_to_its_node(limit: str) -> None:
+    cluster = Cluster("n1")
+    job_id = cluster.submit(time_limit_s=3600)
+    cluster.run(job_id)
+    assert "raise the time limit of job 1" in change(cluster, job_id, time_limit=limit)[0]
+    assert cluster.job(job_id).time_limit_s == 3600
+    assert cluster.sent(protocol.TimeLimit) == []
+    assert change(cluster, job_id, time_limit="30") == []
+    token = cluster.job(job_id).token
+    assert cluster.sent(protocol.TimeLimit) == [("n1", protocol.TimeLimit(token=token, limit_s=1800.0))]
+    assert change(cluster, job_id, ROOT, time_limit=limit) == []
+    [(_, told)] = cluster.sent(protocol.TimeLimit)
+    assert told.limit_s == cluster.job(job_id).time_limit_s
+    assert told.limit_s is not None
+    assert told.limit_s > 3600
+    cluster.welcome("n1", inventory=(cluster.report(job_id, protocol.STARTED),))
+    assert [message for _, message in cluster.sent(protocol.TimeLimit)] == [told]  # it may have been lost
+
+
+def test_a_job_that_is_queued_again_keeps_its_changed_limit() -> None:
+    cluster = Cluster("n1")
+    job_id = cluster.submit(time_limit_s=3600)
+    cluster.run(job_id)
+    assert change(cluster, job_id, time_limit="30") == []
+    cluster.end(job_id, 1)
+    cluster.ask(lambda tx: requeue(tx, ANN, [str(job_id)]))
+    job = cluster.job(job_id)
+    assert (job.state, job.time_limit_s) == (JobState.PENDING, 1800)
+    assert job.shares[0].node == NodeName("n1")
