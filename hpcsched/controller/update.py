@@ -53,9 +53,9 @@ def update(tx: Transaction, asker: Asker, references: Iterable[str], changes: di
     unknown = set(changes) - CHANGES - OPTIONS.keys()
     if unknown or not changes:
         known = sorted(CHANGES | OPTIONS.keys())
-        near = nearest(min(unknown), known) if unknown else ()
-        hint = f"did you mean {' or '.join(near)}?" if near else f"can change {', '.join(known)}"
-        raise RequestError(f"cannot change {', '.join(sorted(unknown)) or 'nothing'}: {hint}")
+        near = nearest(min(unknown), known) if unknown else ""
+        wrong = ", ".join(sorted(unknown)) or "nothing"
+        raise RequestError(f"cannot change {wrong}{near or ': can change ' + ', '.join(known)}")
     made: dict[int, int] = {}
 
     def one(job: Job, outcome: Outcome) -> None:

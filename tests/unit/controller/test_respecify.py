@@ -70,7 +70,7 @@ def test_what_can_never_start_or_is_too_late_is_refused_and_changes_nothing() ->
 def test_an_unknown_name_is_answered_with_the_nearest_one() -> None:
     cluster = Cluster("n1")
     job_id = cluster.submit(hold=True)
-    with pytest.raises(RequestError, match="cannot change commnt: did you mean comment"):
+    with pytest.raises(RequestError, match=r"cannot change commnt \(did you mean comment"):
         change(cluster, job_id, commnt="x")
     with pytest.raises(RequestError, match="cannot change zzz: can change account, array_task_throttle"):
         change(cluster, job_id, zzz="x")
