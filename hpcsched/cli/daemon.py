@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import click
 
@@ -31,10 +31,8 @@ def up() -> None:
     from hpcsched.config import load_config
 
     config = load_config(paths.find_config_dir(os.environ, os.getuid()))
-    state_dir = config.controller.state_dir
-    state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-    log = state_dir / LOG_FILE
-    with log.open("ab") as stream:
+    log = config.controller.state_dir / LOG_FILE
+    with open_log(log) as stream:
         start = stream.tell()
         process = subprocess.Popen(
             [sys.executable, "-m", "hpcsched.controller", "--config", str(config.config_dir)],
@@ -46,6 +44,15 @@ def up() -> None:
         )
     _wait_until_it_answers(process, log, start)
     click.echo(f"hpcschedd runs (process {process.pid}, log {log})")
+
+
+def open_log(log: Path) -> BinaryIO:
+    """Return the log, open for appending; its directory is made. Raises UnavailableError."""
+    try:
+        log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return log.open("ab")
+    except OSError as error:
+        raise UnavailableError(f"cannot start hpcschedd: cannot write its log {log}: {error.strerror}") from None
 
 
 def _wait_until_it_answers(process: subprocess.Popen[bytes], log: Path, start: int) -> None:

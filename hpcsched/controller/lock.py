@@ -23,13 +23,18 @@ class StateLock:
         self._holder = state_dir / HOLDER_FILE
 
     def acquire(self, now_text: str, what: str = "start") -> None:
-        """Take the lock, to do `what`. Raises UnavailableError naming who holds it."""
+        """Take the lock, to do `what`. Raises UnavailableError: who holds it, or why nothing can be written there."""
         try:
             self._lock.acquire(timeout=0)
+            self._note_holder(now_text)
         except Timeout:
             raise UnavailableError(
                 f"cannot {what}: {self._describe_holder()} holds {self._lock.lock_file}; stop it with 'hpcsched down'"
             ) from None
+        except OSError as error:  # a full disk, one that is read-only
+            raise UnavailableError(f"cannot {what}: cannot write to {self._holder.parent}: {error.strerror}") from None
+
+    def _note_holder(self, now_text: str) -> None:
         holder = {"pid": os.getpid(), "since": now_text, "host": os.uname().nodename}
         temporary = self._holder.with_suffix(".tmp")
         temporary.write_text(json.dumps(holder) + "\n")

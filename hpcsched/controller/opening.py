@@ -35,7 +35,7 @@ FIRST_ANSWERS_S = 1.0  # who asks again and again may put off the rest of a star
 async def serve(config: Config, clock: Callable[[], float] = time.time) -> int:
     """Serve until a signal or a broken invariant; return the exit status."""
     settings = config.controller
-    make_private_dir(settings.state_dir)
+    make_own_dir(settings.state_dir)
     lock = StateLock(settings.state_dir)
     lock.acquire(datetime.fromtimestamp(clock()).isoformat(sep=" ", timespec="seconds"))
     mode = _make_run_dir(settings.run_dir)
@@ -85,11 +85,7 @@ async def first_answers(under_way: Callable[[], bool], most_s: float = FIRST_ANS
 def _make_run_dir(run_dir: Path) -> int:
     """Make the directory of the sockets; return the sockets' mode: for everybody if we serve everybody."""
     for_all = os.getuid() == 0
-    run_dir.mkdir(parents=True, exist_ok=True)
-    status = run_dir.stat()
-    if status.st_uid != os.getuid():
-        raise ConfigError(f"cannot use {run_dir} for the sockets: it belongs to uid {status.st_uid}, not to us")
-    run_dir.chmod(0o755 if for_all else 0o700)
+    make_own_dir(run_dir, 0o755 if for_all else 0o700)
     return 0o666 if for_all else 0o600
 
 
@@ -107,10 +103,13 @@ def listening_socket(path: Path, mode: int) -> socket.socket:
     return listener
 
 
-def make_private_dir(path: Path) -> None:
-    """Make the directory, for us alone. Raises ConfigError if it is somebody else's."""
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = path.stat()
-    if status.st_uid != os.getuid():
-        raise ConfigError(f"cannot use {path}: it belongs to uid {status.st_uid}, we are uid {os.getuid()}")
-    path.chmod(0o700)
+def make_own_dir(path: Path, mode: int = 0o700) -> None:
+    """Make the directory, by default for us alone. Raises ConfigError if it is somebody else's, or cannot be made."""
+    try:
+        path.mkdir(mode=mode, parents=True, exist_ok=True)
+        status = path.stat()
+        if status.st_uid != os.getuid():
+            raise ConfigError(f"cannot use {path}: it belongs to uid {status.st_uid}, we are uid {os.getuid()}")
+        path.chmod(mode)
+    except OSError as error:
+        raise ConfigError(f"cannot use {path}: {error.strerror}") from None
