@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from hpcnode.spool import Epochs, Spool
 
+ADVICE = (
+    ": another controller runs, or the database is an older copy (the way to put one in its place is hpcsched restore)"
+)
+
 
 class Terms:
     """The controllers' terms that this node has seen; kept on disk."""
@@ -16,9 +20,9 @@ class Terms:
         """Take a controller's term, durably; return "" or why it is refused."""
         seen = self.seen
         if incarnation in seen.former:
-            return "this node obeys incarnation %s since; %s is of the past" % (seen.incarnation, incarnation)
+            return "this node obeys incarnation %s since; %s is of the past%s" % (seen.incarnation, incarnation, ADVICE)
         if incarnation == seen.incarnation and epoch < seen.epoch:
-            return "this node has seen epoch %d; %d is of the past" % (seen.epoch, epoch)
+            return "this node has seen epoch %d; %d is of the past%s" % (seen.epoch, epoch, ADVICE)
         if (incarnation, epoch) != (seen.incarnation, seen.epoch):
             former = seen.former
             if seen.incarnation not in ("", incarnation):
