@@ -134,11 +134,13 @@ class NotedShepherds:
         self.tree_left = False
         self.fails = False
 
-    def start(self, spec: protocol.Launch, account: Account) -> None:
+    def start(self, spec: protocol.Launch, account: Account, suspended: bool) -> None:
         if self.fails:
             raise OSError("no more processes")
         assert spec.token not in self.living
         self.living.add(spec.token)
+        if suspended:  # the order itself says so
+            self.said.append((spec.token, ["suspend", True]))
         self.starts.append(spec.token)
 
     def adopt(self, text: str) -> None:
