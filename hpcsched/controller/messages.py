@@ -23,8 +23,8 @@ def message_for(effect: Effect, world: World) -> tuple[protocol.Message, bytes]:
             return launch_batch(job, world, node), job.spec.script.encode("utf-8", "surrogateescape")
         case ClaimPart(node=node, job=job):
             return claim_part(job, world, node), b""
-        case ClearNode(job=job):
-            return end_job(job, world), b""
+        case ClearNode(node=node, job=job):
+            return end_job(job, world, node), b""
         case TellAllocation(job=job):
             message = protocol.Allocation(
                 incarnation=_incarnation(job, world),
@@ -41,13 +41,17 @@ def message_for(effect: Effect, world: World) -> tuple[protocol.Message, bytes]:
             return protocol.SuspendJob(_incarnation(job, world), job.id, job.attempt, isinstance(effect, Halt)), b""
 
 
-def end_job(job: Job, world: World) -> protocol.EndJob:
-    """Return the order to end the job's attempt; while it may still save what it has, by its own signal (``--signal``)."""
+def end_job(job: Job, world: World, node: NodeName) -> protocol.EndJob:
+    """Return the order to end the job's attempt on `node`.
+
+    While it may still save what it has, by its own signal (``--signal``).
+    """
     order = protocol.EndJob(
         incarnation=_incarnation(job, world),
         job_id=job.id,
         attempt=job.attempt,
         grace_s=float(world.config.controller.kill_wait_s),
+        stay=job.stay_on(node),
     )
     if job.save_s is None:
         return order
@@ -141,7 +145,7 @@ def claim_part(job: Job, world: World, node: NodeName) -> protocol.Launch:
 
 def claim_token(job: Job, node: NodeName) -> str:
     """Return the token of the claim on `node`: it follows from that of the attempt's batch step."""
-    return str(replace(Token.parse(job.token), step=ALLOC_STEP, node=node))
+    return str(replace(Token.parse(job.token), step=ALLOC_STEP, node=node, stay=job.stay_on(node)))
 
 
 def signal_messages(

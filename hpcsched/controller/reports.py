@@ -35,7 +35,9 @@ class Answer:
 
     acks: list[int] = field(default_factory=list)
     steps: list[protocol.Report] = field(default_factory=list)  # for the step service
-    strays: dict[tuple[str, int], int] = field(default_factory=dict)  # (incarnation, job) -> highest attempt to end
+    strays: dict[tuple[str, int], tuple[int, int]] = field(
+        default_factory=dict
+    )  # (incarnation, job) -> last life to end
 
 
 def read_token(report: protocol.Report, node: NodeName) -> Token:
@@ -102,7 +104,7 @@ def _on_refusal(tx: Transaction, job: Job, node: NodeName, report: protocol.Repo
     if report.node_fault:
         note_condition(tx, node, report.why)
         give_back(tx, job, node, f"node {node} could not start the job: {report.why}")
-    elif can(job, LaunchRefused):
+    elif job.state in (JobState.CONFIGURING, JobState.COMPLETING):
         tx.record(LaunchRefused(job_id=job.id, at_s=tx.now_s, node=node, why=report.why))
 
 
@@ -137,6 +139,8 @@ def _on_later_claim(tx: Transaction, job: Job, node: NodeName, report: protocol.
         return
     if report.status == protocol.CLAIMED:
         tx.record(Claimed(job_id=job.id, at_s=tx.now_s, node=node))
+    elif report.status == protocol.REFUSED and not report.node_fault:
+        tx.record(LaunchRefused(job_id=job.id, at_s=tx.now_s, node=node, why=report.why))
     else:
         if report.node_fault:
             note_condition(tx, node, report.why)
@@ -147,7 +151,7 @@ def end_stray(token: Token, report: protocol.Report, answer: Answer) -> None:
     """Have what is not in the ledger (any more, on this node) ended, and let its end be forgotten."""
     if report.status in (protocol.CLAIMED, protocol.READY, protocol.STARTED):
         key = (token.incarnation, int(token.job_id))
-        answer.strays[key] = max(token.attempt, answer.strays.get(key, 0))
+        answer.strays[key] = max(token.life, answer.strays.get(key, (0, 0)))
     answer.acks.append(report.seq)
 
 
@@ -186,9 +190,11 @@ def _batch_row(job: Job, node: NodeName, report: protocol.Report | None, *, outc
 
 
 def on_job_gone(tx: Transaction, node: NodeName, gone: protocol.JobGone) -> None:
-    """Take the word of `node` that nothing is left there of the job's attempts up to `gone.attempt`."""
+    """Take the word of `node` that nothing is left there of the job up to that stay in that attempt."""
     job = tx.world.jobs.get(JobId(gone.job_id))
-    if job is None or not job.token.startswith(gone.incarnation + ".") or gone.attempt < job.attempt:
+    if job is None or not job.token.startswith(gone.incarnation + "."):
+        return
+    if (gone.attempt, gone.stay) < (job.attempt, job.stay_on(node)):
         return
     over = job.state is JobState.COMPLETING or is_moving(job, node)
     if node in job.held_nodes and over and can(job, NodeCleared):

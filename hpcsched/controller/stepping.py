@@ -263,6 +263,7 @@ class Stepping:
                 step=step,
                 node=node,
                 nonce=self._ports.nonce(),
+                stay=job.stay_on(node),
             )
         )
 

@@ -109,11 +109,11 @@ class Controller:
         self._books = Books(world)
         self._memory = Memory(store.past_runs(TELLING, LAST_JOBS))
         self.training = Trainings(world, lambda work: self.ask(work, _log_failure, keep=True))
-        # (node, incarnation, job) -> the highest attempt there that is being ended
-        self.strays: dict[tuple[NodeName, str, int], int] = {}
+        # (node, incarnation, job) -> the last attempt, and stay, there that is being ended
+        self.strays: dict[tuple[NodeName, str, int], tuple[int, int]] = {}
         self._silences = Silences(ports.monotonic_s)
         self._clock_mark = mark_of(store.clock())
-        self._asked: dict[JobId, tuple[int, set[NodeName]]] = {}  # attempt, and who was asked to claim its part
+        self._asked: dict[JobId, set[str]] = {}  # claims that nodes were asked for
         self._inbox: list[_Item] = []
         self._unwritable = ""  # why the last commit failed
         self._plan_wanted = True
@@ -189,13 +189,13 @@ class Controller:
         else:
             answer.steps.append(report)
         # Known before the plan of this very tick: a job that is being ended must not start elsewhere.
-        self.strays |= {(node, *key): attempt for key, attempt in answer.strays.items()}
+        self.strays |= {(node, *key): life for key, life in answer.strays.items()}
         return answer
 
     def end_strays(self, ended: dict[NodeName, reports.Answer]) -> None:
         """Tell nodes to end what an admin wants ended."""
         for node, answer in ended.items():
-            ending = {(node, *key): attempt for key, attempt in answer.strays.items()}
+            ending = {(node, *key): life for key, life in answer.strays.items()}
             self.world.doomed.update(ending)
             self.strays |= ending
             self._answer(node, answer)
@@ -239,13 +239,11 @@ class Controller:
             return
         if answer.acks:
             self._ports.send(node, protocol.Ack(seqs=answer.acks))
-        for (incarnation, job_id), attempt in answer.strays.items():
+        for (incarnation, job_id), (attempt, stay) in answer.strays.items():
             former = f" of incarnation {incarnation}" if incarnation != self.world.incarnation else ""
             log.warning("node %s has attempt %d of job %d%s, not ours: ending it", node, attempt, job_id, former)
             grace_s = self.world.config.controller.kill_wait_s
-            self._ports.send(
-                node, protocol.EndJob(incarnation=incarnation, job_id=job_id, attempt=attempt, grace_s=grace_s)
-            )
+            self._ports.send(node, protocol.EndJob(incarnation, job_id, attempt, grace_s, stay=stay))
         for report in answer.steps:
             self._step_reported(node, report)
 
@@ -273,11 +271,11 @@ class Controller:
             self._ports.send(effect.node, message, blob)
 
     def _is_first(self, effect: ClaimPart) -> bool:
-        attempt, nodes = self._asked.get(effect.job.id, (effect.job.attempt, set()))
-        if attempt != effect.job.attempt:
-            nodes = set()
-        self._asked[effect.job.id] = (effect.job.attempt, nodes | {effect.node})
-        return effect.node not in nodes
+        asked = self._asked.setdefault(effect.job.id, set())
+        claim = messages.claim_token(effect.job, effect.node)
+        is_first = claim not in asked
+        asked.add(claim)
+        return is_first
 
     # ----- the tick
 

@@ -52,6 +52,7 @@ from hpcsched.lifecycle.resize import (
     lost_one,
     nodes_added,
     nodes_released,
+    refused_later,
     shrink_asked,
 )
 from hpcsched.model.codec import spec_from_json, spec_to_json
@@ -184,6 +185,7 @@ def _allocated(job: Job, event: Allocated) -> Job:
         leaving=(),
         joining=(),
         left_nodes=(),
+        barred_nodes=(),
         wanted_nodes=(),
         generation=0,
         started_at_s=None,
@@ -453,6 +455,7 @@ def _table() -> dict[tuple[JobState, type[Event]], Transition]:
         ((RUNNING,), NodesAdded, nodes_added),
         ((RUNNING, SUSPENDED), Claimed, claimed_later),
         ((RUNNING, SUSPENDED), NodeCleared, given_back),
+        ((RUNNING, SUSPENDED), LaunchRefused, refused_later),
         ((RUNNING,), Suspended, _suspended),
         ((SUSPENDED,), Resumed, _resumed),
         ((PENDING,), NodesKept, _nodes_kept),

@@ -3,8 +3,10 @@
     shares   what it has                       leaving   given back, until the node says that nothing of it is left there
     joining  given, until the node has taken its part (then it is one of `shares`)
 
-A node that a job has given back is not given to the same attempt again: the node holds the attempt for over. Each change that
-the job is to hear of raises `generation`; what its nodes are told (see `effects`) bears it, so that saying it again does nothing.
+    left     once for each time that it was given back or lost: for that node the next time is another stay (see `ids`)
+
+A node may be given to the same attempt again, unless it has refused to take its part. Each change that the job is to hear of
+raises `generation`; what its nodes are told (see `effects`) bears it, so that saying it again does nothing.
 The first node, where the batch step runs, stays.
 """
 
@@ -12,7 +14,15 @@ from __future__ import annotations
 
 from hpcsched.errors import InvariantError
 from hpcsched.lifecycle.clocks import charged, settled
-from hpcsched.lifecycle.events import Claimed, NodeCleared, NodeLost, NodesAdded, NodesReleased, ShrinkAsked
+from hpcsched.lifecycle.events import (
+    Claimed,
+    LaunchRefused,
+    NodeCleared,
+    NodeLost,
+    NodesAdded,
+    NodesReleased,
+    ShrinkAsked,
+)
 from hpcsched.model.frozen import replace
 from hpcsched.model.ids import NodeName
 from hpcsched.model.job import Job, JobState
@@ -39,7 +49,6 @@ def _without(job: Job, nodes: tuple[NodeName, ...]) -> Job:
         job,
         shares=(first, *(share for share in others if share.node not in gone)),
         leaving=job.leaving + left,
-        left_nodes=job.left_nodes + tuple(share.node for share in left),
         claimed_nodes=tuple(name for name in job.claimed_nodes if name not in gone),
         wanted_nodes=(),
         generation=job.generation + 1,
@@ -50,8 +59,8 @@ def nodes_added(job: Job, event: NodesAdded) -> Job:
     """Return the job that has been given these shares: charged from now on, its own when their nodes have claimed them."""
     job = settled(job, event.at_s)
     names = tuple(share.node for share in event.shares)
-    if set(names) & {*job.held_nodes, *job.left_nodes}:
-        raise InvariantError(f"cannot give job {job.id} {', '.join(names)}: it has or had them")
+    if set(names) & {*job.held_nodes, *job.barred_nodes}:
+        raise InvariantError(f"cannot give job {job.id} {', '.join(names)}: it has them, or they have refused")
     return replace(job, joining=job.joining + event.shares, held_nodes=job.held_nodes + names)
 
 
@@ -83,17 +92,20 @@ def lost_one(job: Job, event: NodeLost) -> Job:
     return given_back(_without(job, (event.node,)), event)
 
 
-def given_back(job: Job, event: NodeCleared | NodeLost) -> Job:
+def refused_later(job: Job, event: LaunchRefused) -> Job:
+    """Return the running job without a node that does not take its part, and would not another time."""
+    return replace(given_back(job, event), barred_nodes=(*job.barred_nodes, event.node))
+
+
+def given_back(job: Job, event: NodeCleared | NodeLost | LaunchRefused) -> Job:
     """Return the running job without a node that it was about to get or to lose."""
     if not is_moving(job, event.node):
         raise InvariantError(f"cannot take {event.node} from job {job.id}: it has not given it back")
     job = charged(job, event.node, event.at_s)
-    joining = tuple(share for share in job.joining if share.node != event.node)
-    left = job.left_nodes if len(joining) == len(job.joining) else (*job.left_nodes, event.node)
     return replace(
         job,
         held_nodes=tuple(name for name in job.held_nodes if name != event.node),
         leaving=tuple(share for share in job.leaving if share.node != event.node),
-        joining=joining,
-        left_nodes=left,
+        joining=tuple(share for share in job.joining if share.node != event.node),
+        left_nodes=(*job.left_nodes, event.node),
     )

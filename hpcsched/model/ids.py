@@ -1,7 +1,9 @@
 """Identifiers, and the token that names one launch.
 
 A token is ``incarnation.job.attempt.step.node.nonce``: file-safe and never used twice. The incarnation is made with the
-database (or when it is restored from a backup), so that a job id which comes round again is still another job.
+database (or when it is restored from a backup), so that a job id which comes round again is still another job. A node that
+has left an attempt and was given to it again has another *stay* there, written behind the attempt (``2-1``): what is late from
+one stay is not taken for a part of the next.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ ALLOC_STEP = "alloc"  # the job's claim on each of its other nodes
 
 NODE_NAME = Pattern(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}\Z")
 _TOKEN = Pattern(
-    r"([0-9a-f]{8,32})\.(\d{1,18})\.(\d{1,9})\.(batch|alloc|\d{1,9})\.([A-Za-z0-9][A-Za-z0-9_-]{0,62})\.([0-9a-f]{32})\Z"
+    r"([0-9a-f]{8,32})\.(\d{1,18})\.(\d{1,9})(?:-([1-9]\d{0,8}))?\.(batch|alloc|\d{1,9})\.([A-Za-z0-9][A-Za-z0-9_-]{0,62})\.([0-9a-f]{32})\Z"
 )
 
 
@@ -35,9 +37,16 @@ class Token:
     step: str  # BATCH_STEP, ALLOC_STEP or the step's number
     node: NodeName
     nonce: str  # 128 bit, hex
+    stay: int = 0  # how often the node has left the attempt before
 
     def __str__(self) -> str:
-        return f"{self.incarnation}.{self.job_id}.{self.attempt}.{self.step}.{self.node}.{self.nonce}"
+        attempt = f"{self.attempt}-{self.stay}" if self.stay else self.attempt
+        return f"{self.incarnation}.{self.job_id}.{attempt}.{self.step}.{self.node}.{self.nonce}"
+
+    @property
+    def life(self) -> tuple[int, int]:
+        """Attempt and stay: nodes end what they have of a job up to one of them."""
+        return self.attempt, self.stay
 
     @classmethod
     def parse(cls, text: str) -> Token:
@@ -45,7 +54,7 @@ class Token:
         match = _TOKEN.match(text)
         if match is None:
             raise ProtocolError(f"cannot read launch token {text[:200]!r}: not incarnation.job.attempt.step.node.nonce")
-        incarnation, job, attempt, step, node, nonce = match.groups()
+        incarnation, job, attempt, stay, step, node, nonce = match.groups()
         return cls(
             incarnation=incarnation,
             job_id=JobId(int(job)),
@@ -53,4 +62,5 @@ class Token:
             step=step,
             node=NodeName(node),
             nonce=nonce,
+            stay=int(stay or 0),
         )

@@ -216,7 +216,8 @@ class Job:
     save_s: float | None = None  # it is being ended by the signal that lets it save what it has: so long it may take
     leaving: tuple[Share, ...] = ()  # given back by the running job; it holds them until their nodes are clear
     joining: tuple[Share, ...] = ()  # given to the running job; their nodes have not claimed them yet
-    left_nodes: tuple[NodeName, ...] = ()  # given back by this attempt, which cannot have them again
+    left_nodes: tuple[NodeName, ...] = ()  # that this attempt had or was given, once for each time
+    barred_nodes: tuple[NodeName, ...] = ()  # of these: that refused to take their part, and are not asked again
     wanted_nodes: tuple[NodeName, ...] = ()  # it has been asked to keep these alone
     generation: int = 0  # how often the attempt has heard of another allocation
     kept_shares: tuple[Share, ...] = ()  # of a waiting job: others are being ended so that it starts on these
@@ -241,6 +242,10 @@ class Job:
         every = (*self.shares, *self.leaving, *self.joining)
         held = tuple(share for share in every if share.node in self.held_nodes)
         return held if self.suspended_for is None else without_cpus(held)
+
+    def stay_on(self, node: NodeName) -> int:
+        """Return how often the attempt has lost or given back `node` before: what is launched there bears it."""
+        return self.left_nodes.count(node)
 
     @property
     def display_id(self) -> str:

@@ -439,7 +439,7 @@ def _elastic(job: Job, view: RunningJob, partitions: Mapping[str, Partition], ca
         nodes_min=job.spec.nodes_min,
         nodes_max=job.spec.nodes_max,
         wanted=job.wanted_nodes,
-        barred=job.left_nodes,
+        barred=job.barred_nodes,
         moving=bool(job.leaving or job.joining),
     )
 

@@ -106,6 +106,7 @@ def job_row(job: Job) -> dict[str, Any]:
         "asked_limit_s": job.asked_limit_s,
         "site": job.site,
         "aged_s": job.aged_s,
+        "barred_nodes": json.dumps(job.barred_nodes) if job.barred_nodes else "[]",
     }
 
 
@@ -186,6 +187,7 @@ def job_of(row: Any, spec: JobSpec) -> Job:
         asked_limit_s=row.asked_limit_s,
         site=row.site,
         aged_s=row.aged_s,
+        barred_nodes=() if row.barred_nodes == "[]" else tuple(map(NodeName, json.loads(row.barred_nodes))),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -60,13 +61,14 @@ def test_the_ranks_of_an_elastic_job_follow_its_nodes(
     until(2)
     (cluster.share / "over").touch()
     assert ended(other)["state"] == "COMPLETED"
+    until(3)  # the node that it gave back has come back
     cluster.run("hcancel", "-b", "-s", "USR1", str(number))
     assert ended(number, 60)["exit_code"] == 75, output(number)
     report = json.loads((cluster.share / "report.json").read_text())
     assert report["faults"] == [], "ranks left, none was lost"
 
 
-def test_an_elastic_job_goes_on_when_a_node_loses_power(
+def test_an_elastic_job_goes_on_when_a_node_loses_power_and_has_it_again_when_it_is_back(
     cluster: LocalCluster, sub: Callable[..., int], running: Any, job: Any, ended: Any, output: Callable[[int], str]
 ) -> None:
     script = SCRIPT.replace("--out elastic", "--out power")
@@ -78,11 +80,11 @@ def test_an_elastic_job_goes_on_when_a_node_loses_power(
     cluster.machines.power_off(node)
     wait_until(lambda: worlds(metrics)[-1:] == [2], 60, "2 ranks")
     cluster.machines.power_on(node)
-    wait_until(lambda: job(number)["num_nodes"] == 2, 60, "the controller to know that the node lost power")
-    before = len(worlds(metrics))
-    wait_until(lambda: len(worlds(metrics)) > before + 5, 60, "more steps")
+    wait_until(lambda: worlds(metrics)[-1:] == [3], 90, "3 ranks again")
     assert (job(number)["state"], job(number)["attempt"]) == ("RUNNING", 0), output(number)
-    assert "it goes on without that node" in cluster.run("hctl", "story", str(number)).stdout
+    story = cluster.run("hctl", "story", str(number)).stdout
+    assert "it goes on without that node" in story
+    assert f"is given {node} as well" in story
     cluster.run("hcancel", str(number))
     ended(number, 60)
 
@@ -118,6 +120,7 @@ def test_when_all_nodes_and_the_controller_die_the_job_goes_on_later_with_the_sa
     assert sorted({line["step"] for line in told(metrics)}) == list(range(1, 401))
     assert told(metrics)[-1]["interruptions"] == 1
     train = f"{sys.executable} -m hpctrain.examples.chargpt {SMALL} {words} --out whole"
-    whole = subprocess.run(train.split(), cwd=cluster.share, capture_output=True, text=True, check=False)
+    alone = os.environ | {"OMP_NUM_THREADS": "1"}  # threads that wait for each other are slow on a busy machine
+    whole = subprocess.run(train.split(), cwd=cluster.share, capture_output=True, text=True, check=False, env=alone)
     assert whole.returncode == 0, whole.stderr
     assert losses(metrics) == pytest.approx(losses(cluster.share / "whole" / "metrics.jsonl"), rel=1e-3)

@@ -18,7 +18,7 @@ from hpcnode.spool import Epochs, Spool
 from hpcnode.tokens import Token, read_token
 
 
-def token(job: int = 1, attempt: int = 0, step: str = "batch") -> str:
+def token(job: int = 1, attempt: int | str = 0, step: str = "batch") -> str:
     return f"feedc0de.{job}.{attempt}.{step}.n1.{secrets.token_hex(16)}"
 
 
@@ -32,12 +32,26 @@ def test_what_is_over_is_known_after_a_restart(tmp_path: Path) -> None:
     done = DoneLog(str(tmp_path), CrashPoints())
     texts = [token(job=number, step="0") for number in range(5)]
     done.add(texts[:3])
-    done.end_attempts(("feedc0de", 9), 4)
+    done.end_attempts(("feedc0de", 9), (4, 0))
+    done.end_attempts(("feedc0de", 8), (4, 1))
     for log in (done, DoneLog(str(tmp_path), CrashPoints())):
         assert [log.is_over(key(text)) for text in texts] == [True, True, True, False, False]
         assert log.is_over(key(token(job=9, attempt=4, step="7")))
         assert not log.is_over(key(token(job=9, attempt=5)))
+        assert not log.is_over(key(token(job=9, attempt="4-1", step="7"))), "the node was given to it again"
+        assert log.is_over(key(token(job=8, attempt="4-1", step="7")))
+        assert not log.is_over(key(token(job=8, attempt="4-2", step="7")))
         assert not log.is_over(key(token(job=0, step="1")))
+
+
+def test_two_claims_of_an_attempt_differ_by_their_stay_alone(tmp_path: Path) -> None:
+    done = DoneLog(str(tmp_path), CrashPoints())
+    first = token(attempt=2, step="alloc")
+    second = first.replace(".2.", ".2-1.")
+    done.add([first])
+    for log in (done, DoneLog(str(tmp_path), CrashPoints())):
+        assert (log.is_noted(first), log.is_noted(second)) == (True, False)
+        assert (log.is_over(key(first)), log.is_over(key(second))) == (True, False)
 
 
 def test_an_ended_batch_step_ends_its_attempt(tmp_path: Path) -> None:

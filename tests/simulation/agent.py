@@ -156,6 +156,8 @@ class SimAgent(Process):
                 self.ledger.end_job(message)
             case protocol.SuspendJob():
                 self.ledger.suspend_job(message)
+            case protocol.Allocation():
+                self.world.people.hear_allocation(self.machine, message)
             case protocol.SignalStep():
                 self.ledger.signal_step(message)
             case protocol.Go():

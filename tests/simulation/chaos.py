@@ -170,11 +170,12 @@ class Wish:
     lease: str = "keep"
     qos: str = "normal"
     cpus: int = 1
+    elastic: bool = False  # content with one of its nodes, gives others back and is given more
 
     def __str__(self) -> str:
         words = [f"{self.how.runs_s} s", f"code {self.how.code}"]
         words += [w for w in ("stubborn", "leaves", "escapes", "cannot_start", "step") if getattr(self.how, w)]
-        words += [f"{self.nodes} nodes"] if self.nodes > 1 else []
+        words += [f"{self.nodes} nodes{' at most' if self.elastic else ''}"] if self.nodes > 1 else []
         words += [f"array of {self.tasks}"] if self.tasks else []
         words += [f"requeue={self.requeue}"] if self.requeue is not None else []
         words += [f"limit {self.limit_s} s"] if self.limit_s is not None else []
@@ -206,6 +207,7 @@ def _job(rng: random.Random, nodes: int, cpus: int) -> Wish:
         lease=rng.choice(("keep", "keep", "kill")),
         qos=rng.choice(("normal", "normal", "normal", "high", *LOW)),
         cpus=rng.choice((1, 1, cpus)),
+        elastic=wanted > 1 and rng.random() < 0.5,
     )
 
 
@@ -292,6 +294,7 @@ def _spec(wish: Wish) -> Any:
     return job_spec(
         wish.how,
         nodes=wish.nodes,
+        **({"elastic": True, "nodes_min": 1} if wish.elastic else {}),
         array=ArraySpec(indices=tuple(range(wish.tasks))) if wish.tasks else None,
         requeue=wish.requeue,
         time_limit_s=wish.limit_s,

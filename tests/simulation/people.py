@@ -13,6 +13,7 @@ from hpcsched.model.ids import JobId
 from hpcsched.model.job import Hold, JobState
 from hpcsched.model.spec import JobSpec
 from simulation.machine import Machine
+from simulation.minding import behaviour_of
 
 if TYPE_CHECKING:
     from simulation.agent import SimAgent
@@ -39,6 +40,7 @@ class People:
         self.jobs: dict[str, list[JobId]] = {}  # by request id: what the client was told
         self._submitting: set[str] = set()
         self._streams = 0
+        self._heard: dict[tuple[str, int, int], int] = {}  # (incarnation, job, attempt) -> generation of its allocation
 
     # ----- requests
 
@@ -128,13 +130,27 @@ class People:
 
     # ----- step commands
 
-    def start_step(self, machine: Machine, launch: protocol.Launch) -> None:
-        """Have the script that runs as `launch` run a step on all its nodes."""
+    def start_step(self, machine: Machine, launch: protocol.Launch, nodes: int = 0) -> None:
+        """Have the script that runs as `launch` run a step on so many nodes, or on all that it began with."""
         agent = machine.agent
         if agent is None:
             return
         self._streams += 1
-        StepCommand(self.world, agent, self._streams, launch).send()
+        StepCommand(self.world, agent, self._streams, launch, nodes or len(launch.hosts)).send()
+
+    def hear_allocation(self, machine: Machine, told: protocol.Allocation) -> None:
+        """A script that runs there does as it is asked; on nodes that it is given it runs a step, if it is one that does."""
+        key = (told.incarnation, told.job_id, told.attempt)
+        scripts = (one.launch for one in machine.programs.values() if one.is_main and one.launch.step == protocol.BATCH)
+        script = next((one for one in scripts if (one.job_id, one.attempt) == key[1:]), None)
+        if script is None or told.generation <= self._heard.get(key, 0):
+            return
+        self._heard[key] = told.generation
+        if told.wanted:
+            refs, change = [str(told.job_id)], {"num_nodes": str(len(told.wanted))}
+            self._ask(f"update {told.job_id}", lambda tx, _: update.update(tx, ANN, refs, change), lambda _: None)
+        elif behaviour_of(script).step and len(told.nodes) > 1:
+            self.start_step(machine, script, len(told.nodes))
 
 
 class _Request:
@@ -192,15 +208,15 @@ class _Request:
 class StepCommand:
     """An hrun in a job's script: asks for a step, and ends with its script."""
 
-    def __init__(self, world: World, agent: SimAgent, stream: int, launch: protocol.Launch) -> None:
-        self._world, self._agent, self._stream, self._launch = world, agent, stream, launch
+    def __init__(self, world: World, agent: SimAgent, stream: int, launch: protocol.Launch, nodes: int) -> None:
+        self._world, self._agent, self._stream, self._launch, self._nodes = world, agent, stream, launch, nodes
 
     def send(self) -> None:
         launch = self._launch
         request = protocol.StepRequest(
             version=protocol.VERSION,
             job_id=launch.job_id,
-            options={"nodes": str(len(launch.hosts)), "ntasks": str(len(launch.hosts)), "output": "/tmp/out"},
+            options={"nodes": str(self._nodes), "ntasks": str(self._nodes), "output": "/tmp/out"},
             argv=["program", "3.0", "0"],
             work_dir="/tmp",
             env={},

@@ -200,6 +200,11 @@ STORIES = (
     Story("a job is preempted and cancelled", ONE, preempt("cancel")),
     Story("a job stands still for another", ONE, preempt("suspend")),
     Story("a job gives a node back", TWO, ((1.0, submit(Behaviour(2.5), nodes=2)), (2.0, give_back))),
+    Story(
+        "a node comes back to its job",
+        TWO,
+        ((1.0, submit(Behaviour(5.0, step=True), nodes=2, nodes_min=1, elastic=True)), (2.0, give_back)),
+    ),
     Story("a job has two nodes", TWO, ((1.0, submit(SHORT, nodes=2)),)),
     Story("a job on two nodes is cancelled", TWO, ((1.0, submit(LONG, nodes=2)), (2.0, cancel))),
     *(full_disk(after) for after in range(8)),

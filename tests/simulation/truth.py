@@ -161,6 +161,8 @@ class Truth:
             self.broken(invariant, f"{token} runs on {execution.machine} unseen: {what}")
         elif token.node not in job.held_nodes:
             self.broken("I6", f"{token} runs on {token.node}, which its job does not hold any more")
+        elif token.stay != job.stay_on(token.node):
+            self.broken("I6", f"{token} runs on {token.node}, which its job has given back and been given again")
 
     # ----- the ledger
 

@@ -267,8 +267,7 @@ def job_spec(how: Behaviour, **fields: Any) -> JobSpec:
         script="#!/bin/sh\n",
         work_dir="/tmp",
         script_args=how.as_args(),
-        nodes_min=nodes,
         nodes_max=nodes,
         nodes_given=nodes > 1,
-        **fields,
+        **{"nodes_min": nodes, **fields},
     )

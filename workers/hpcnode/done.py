@@ -2,7 +2,7 @@
 
 Two kinds of lines, in `spool/done` and (older) `spool/done.1`:
     t TOKEN                       this token is over and was acknowledged
-    j INCARNATION JOB ATTEMPT     nothing of this job's attempts up to this one may start here
+    j INCARNATION JOB ATTEMPT     nothing of this job's attempts up to this one may start here (ATTEMPT-STAY: see `tokens`)
 
 The log is durable before an entry is removed, and before an EndJob is obeyed. It is bounded: when `done` has LINES lines it
 becomes `done.1` and that is dropped, so at least the last LINES facts are known. What makes a launch later than that
@@ -18,9 +18,10 @@ from typing import Dict, Iterable, List, Set, Tuple
 
 from hpcnode.durable import sync_folder, write_all
 from hpcnode.faults import CrashPoints
-from hpcnode.tokens import Token, read_token
+from hpcnode.tokens import Life, Token, read_token
 
 LINES = 32_768
+NEVER = (-1, 0)
 
 
 class _Part:
@@ -28,7 +29,7 @@ class _Part:
 
     def __init__(self) -> None:
         self.nonces: Set[bytes] = set()
-        self.floors: Dict[Tuple[str, int], int] = {}
+        self.floors: Dict[Tuple[str, int], Life] = {}
         self.lines = 0
 
     def take(self, line: str) -> None:
@@ -39,16 +40,18 @@ class _Part:
             token = read_token(words[1])
             if token is not None:
                 self.learn(token)
-        elif words[0] == "j" and len(words) == 4 and words[2].isdigit() and words[3].isdigit():
-            self.raise_floor((words[1], int(words[2])), int(words[3]))
+        elif words[0] == "j" and len(words) == 4 and words[2].isdigit():
+            attempt, _, stay = words[3].partition("-")
+            if attempt.isdigit() and (stay or "0").isdigit():
+                self.raise_floor((words[1], int(words[2])), (int(attempt), int(stay or 0)))
 
     def learn(self, token: Token) -> None:
-        self.nonces.add(bytes.fromhex(token.nonce))
+        self.nonces.add(_name(token))
         if token.step == "batch":
-            self.raise_floor(token.job, token.attempt)
+            self.raise_floor(token.job, token.life)
 
-    def raise_floor(self, job: Tuple[str, int], attempt: int) -> None:
-        self.floors[job] = max(attempt, self.floors.get(job, -1))
+    def raise_floor(self, job: Tuple[str, int], life: Life) -> None:
+        self.floors[job] = max(life, self.floors.get(job, NEVER))
 
 
 class DoneLog:
@@ -64,25 +67,26 @@ class DoneLog:
 
     def is_over(self, token: Token) -> bool:
         """Return whether this token may not start because it, or its attempt, is over."""
-        nonce = bytes.fromhex(token.nonce)
+        name = _name(token)
         return any(
-            nonce in part.nonces or token.attempt <= part.floors.get(token.job, -1)
+            name in part.nonces or token.life <= part.floors.get(token.job, NEVER)
             for part in (self._newer, self._older)
         )
 
     def is_noted(self, text: str) -> bool:
         """Return whether this very token was noted."""
-        nonce = bytes.fromhex(text.rpartition(".")[2])
-        return nonce in self._newer.nonces or nonce in self._older.nonces
+        token = read_token(text)
+        return token is not None and any(_name(token) in part.nonces for part in (self._newer, self._older))
 
     def add(self, tokens: Iterable[str]) -> None:
         """Note these tokens durably."""
         self._append(["t " + text for text in tokens])
 
-    def end_attempts(self, job: Tuple[str, int], attempt: int) -> None:
-        """Note durably that no attempt of the job up to this one may start here."""
-        if all(part.floors.get(job, -1) < attempt for part in (self._newer, self._older)):
-            self._append(["j %s %d %d" % (job[0], job[1], attempt)])
+    def end_attempts(self, job: Tuple[str, int], life: Life) -> None:
+        """Note durably that no attempt of the job up to this one (of its last: no stay up to this) may start here."""
+        if all(part.floors.get(job, NEVER) < life for part in (self._newer, self._older)):
+            attempt, stay = life
+            self._append(["j %s %d %d%s" % (*job, attempt, "-%d" % stay if stay else "")])
 
     def _append(self, lines: List[str]) -> None:
         if not lines:
@@ -106,6 +110,11 @@ class DoneLog:
         sync_folder(self._folder)
         self._faults.reached("done.turned")
         self._older, self._newer = self._newer, _Part()
+
+
+def _name(token: Token) -> bytes:
+    """Return what no other token of this node has: the claims of one attempt share a nonce, each has a stay of its own."""
+    return bytes.fromhex(token.nonce) + (b"%d" % token.stay if token.stay else b"")
 
 
 def _read(path: str) -> _Part:

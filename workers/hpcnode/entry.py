@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Dict, Iterator, List, Optional, Protocol, Set, Tuple
 
 from hpcnode import protocol
-from hpcnode.tokens import Token
+from hpcnode.tokens import Life, Token
 from hpcnode.user import Account
 
 FINAL = frozenset({protocol.ENDED, protocol.BARRED, protocol.REFUSED, protocol.LOST})
@@ -93,23 +93,23 @@ class Entries(Dict[str, Entry]):
             del self._of_job[entry.key.job]
         return entry
 
-    def of_job(self, job: Tuple[str, int], up_to_attempt: int) -> Iterator[Entry]:
-        """Yield the entries of the job's attempts up to that one; they may be removed meanwhile."""
+    def of_job(self, job: Tuple[str, int], up_to: Optional[Life] = None) -> Iterator[Entry]:
+        """Yield the entries of the job's attempts and stays up to that one, or all; they may be removed meanwhile."""
         for token in tuple(self._of_job.get(job, ())):
             entry = self[token]
-            if entry.key.attempt <= up_to_attempt:
+            if up_to is None or entry.key.life <= up_to:
                 yield entry
 
     def batch_is_over(self, key: Token) -> bool:
         """Whether the attempt's batch step has ended here: with its report the controller takes the node back."""
-        batches = (e for e in self.of_job(key.job, 1 << 62) if e.key.step == protocol.BATCH)
+        batches = (e for e in self.of_job(key.job) if e.key.step == protocol.BATCH)
         return any(batch.is_final and batch.key.attempt >= key.attempt for batch in batches)
 
     def may_tell(self, entry: Entry) -> bool:
         """Whether its state may be told: a batch step's end, only when nothing else of its attempt is left here."""
         if not entry.is_final or entry.key.step != protocol.BATCH:
             return True
-        return all(e.is_final for e in self.of_job(entry.key.job, entry.key.attempt))
+        return all(e.is_final for e in self.of_job(entry.key.job, entry.key.life))
 
 
 def report_of(entry: Entry, now_s: float, boot_id: str, boot_s: float) -> protocol.Report:

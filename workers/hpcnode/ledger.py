@@ -28,7 +28,7 @@ from hpcnode.process import boot_clock_s
 from hpcnode.reports import Reports
 from hpcnode.spool import Found, Spool, token_of
 from hpcnode.terms import Terms
-from hpcnode.tokens import Token, read_token
+from hpcnode.tokens import Life, Token, read_token
 from hpcnode.unwritten import Unwritten
 from hpcnode.user import Account, UserError
 
@@ -42,7 +42,7 @@ class _Gone(NamedTuple):
     """An EndJob that is not answered yet."""
 
     job: Tuple[str, int]
-    attempt: int
+    life: Life
 
 
 class Ledger:
@@ -197,7 +197,7 @@ class Ledger:
         """Start the shepherd of a claimed entry, once nothing of an older attempt is left, and under its lease."""
         if entry.lease_s and entry.renewed_s is None:
             return  # `renewed` comes back to it
-        older = [e for e in self.entries.of_job(entry.key.job, entry.key.attempt - 1) if not e.is_final]
+        older = [e for e in self.entries.of_job(entry.key.job) if e.key.life < entry.key.life and not e.is_final]
         for other in older:
             self._end(other, 0.0, "attempt %d of the job starts here" % entry.key.attempt)
         if older:
@@ -239,7 +239,7 @@ class Ledger:
 
     def signal_job(self, incarnation: str, job_id: int, attempt: int, signum: int) -> None:
         """Pass a signal to all that runs here of the job's attempt, its batch shell included."""
-        for entry in self.entries.of_job((incarnation, job_id), attempt):
+        for entry in self.entries.of_job((incarnation, job_id)):
             if entry.key.attempt == attempt and entry.status == protocol.STARTED:
                 self._minders.say(entry.token, ["signal", signum, False])
                 if entry.key.step == protocol.BATCH:
@@ -247,7 +247,7 @@ class Ledger:
 
     def signal_steps(self, batch: Entry, signum: int) -> None:
         """Pass a signal to the other steps of the batch step's attempt on this node."""
-        for other in self.entries.of_job(batch.key.job, batch.key.attempt):
+        for other in self.entries.of_job(batch.key.job, batch.key.life):
             if other is not batch and other.status == protocol.STARTED:
                 self._minders.say(other.token, ["signal", signum, False])
 
@@ -274,11 +274,12 @@ class Ledger:
         job = (order.incarnation, order.job_id)
         durable = self._unwritten.note_ended(order)
         self._suspended.pop(job, None)
-        for entry in self.entries.of_job(job, order.attempt):
+        life = order.attempt, order.stay
+        for entry in self.entries.of_job(job, life):
             if not entry.is_final:
                 self._end(entry, order.grace_s, "the job is over", order.signum, order.batch_only)
         if durable:
-            self._gone.append(_Gone(job, order.attempt))
+            self._gone.append(_Gone(job, life))
             self._answer_gone()
 
     def suspend_job(self, order: protocol.SuspendJob) -> None:
@@ -288,7 +289,7 @@ class Ledger:
             self._suspended[job] = order.attempt
         elif self._suspended.get(job) == order.attempt:
             del self._suspended[job]
-        for entry in self.entries.of_job(job, order.attempt):
+        for entry in self.entries.of_job(job):
             if entry.key.attempt == order.attempt and not entry.is_final:
                 self._minders.say(entry.token, ["suspend", order.on])
 
@@ -459,7 +460,7 @@ class Ledger:
         if entry.key.step == protocol.BATCH:
             self._end_other_steps(entry)
         self._publish(entry)
-        for other in self.entries.of_job(entry.key.job, 1 << 62):
+        for other in self.entries.of_job(entry.key.job):
             if other is entry:
                 continue
             if other.held:
@@ -469,16 +470,16 @@ class Ledger:
         self._answer_gone()
 
     def _end_other_steps(self, batch: Entry) -> None:
-        for other in self.entries.of_job(batch.key.job, batch.key.attempt):
+        for other in self.entries.of_job(batch.key.job, batch.key.life):
             if not other.is_final and (other.ending is None or other.saving):
                 grace_s = other.launch.grace_s if other.launch is not None else 0.0
                 self._end(other, grace_s, "the job's batch step is over")
 
     def _answer_gone(self) -> None:
         for gone in tuple(self._gone):
-            if all(entry.is_final for entry in self.entries.of_job(gone.job, gone.attempt)):
+            if all(entry.is_final for entry in self.entries.of_job(gone.job, gone.life)):
                 self._gone.remove(gone)
-                self._send(protocol.JobGone(gone.job[0], gone.job[1], gone.attempt))
+                self._send(protocol.JobGone(*gone.job, *gone.life))
 
     def _forget_if_over(self, entry: Entry) -> None:
         told = entry.is_final and entry.acked and not entry.held

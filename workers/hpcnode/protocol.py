@@ -174,6 +174,7 @@ class EndStep(Message):
 class EndJob(Message):
     """Leave nothing of this attempt (and of earlier ones) of the job on this node; no later launch of it may start.
 
+    Nor of this `stay` (and earlier ones) of the node in the attempt: when it is given to it again, that is the next.
     With `signum` that is what its processes get instead of TERM at first (only its batch shell if `batch_only`), so that it
     can save what it has; after `grace_s` comes KILL. Answered by JobGone.
     """
@@ -184,6 +185,7 @@ class EndJob(Message):
     grace_s: float
     signum: int = 0
     batch_only: bool = False
+    stay: int = 0
 
 
 class SuspendJob(Message):
@@ -356,11 +358,12 @@ class Condition(Message):
 
 
 class JobGone(Message):
-    """Nothing of the job's attempts up to `attempt` is left on this node."""
+    """Nothing of the job's attempts up to `attempt` (of that: of the stays up to `stay`) is left on this node."""
 
     incarnation: str
     job_id: int
     attempt: int
+    stay: int = 0
 
 
 class Facts(Message):

@@ -1,5 +1,6 @@
 """The token that names one launch, as the node reads it: ``incarnation.job.attempt.step.node.nonce``.
 
+A node that has left an attempt and was given to it again has another stay there, written behind the attempt: ``2-1``.
 The controller's twin is `hpcsched.model.ids.Token`; both take the same texts.
 """
 
@@ -8,8 +9,10 @@ from __future__ import annotations
 import re
 from typing import NamedTuple, Optional, Tuple
 
+Life = Tuple[int, int]  # attempt, and stay of a node in it: what a node has of a job is over in this order
+
 _TOKEN = re.compile(
-    r"([0-9a-f]{8,32})\.(\d{1,18})\.(\d{1,9})\.(batch|alloc|\d{1,9})\.([A-Za-z0-9][A-Za-z0-9_-]{0,62})\.([0-9a-f]{32})\Z"
+    r"([0-9a-f]{8,32})\.(\d{1,18})\.(\d{1,9})(?:-([1-9]\d{0,8}))?\.(batch|alloc|\d{1,9})\.([A-Za-z0-9][A-Za-z0-9_-]{0,62})\.([0-9a-f]{32})\Z"
 )
 
 
@@ -22,11 +25,17 @@ class Token(NamedTuple):
     step: str
     node: str
     nonce: str
+    stay: int = 0
 
     @property
     def job(self) -> Tuple[str, int]:
         """The job, whichever attempt."""
         return self.incarnation, self.job_id
+
+    @property
+    def life(self) -> Life:
+        """Which attempt, and which stay of this node in it."""
+        return self.attempt, self.stay
 
 
 def read_token(text: str) -> Optional[Token]:
@@ -34,5 +43,5 @@ def read_token(text: str) -> Optional[Token]:
     match = _TOKEN.match(text)
     if match is None:
         return None
-    incarnation, job, attempt, step, node, nonce = match.groups()
-    return Token(incarnation, int(job), int(attempt), step, node, nonce)
+    incarnation, job, attempt, stay, step, node, nonce = match.groups()
+    return Token(incarnation, int(job), int(attempt), step, node, nonce, int(stay or 0))

@@ -72,7 +72,7 @@ class Unwritten:
     def note_ended(self, order: protocol.EndJob) -> bool:
         """Make durable that nothing of the job may start; False: not yet, it is tried again and answered then."""
         try:
-            self._spool.done.end_attempts((order.incarnation, order.job_id), order.attempt)
+            self._spool.done.end_attempts((order.incarnation, order.job_id), (order.attempt, order.stay))
         except OSError as error:
             if order not in self._ended:
                 self._ended.append(order)

@@ -21,6 +21,7 @@ from hpcsched.store.migrations import (
     m0010_lowered_limits,
     m0011_step_io,
     m0012_goodput,
+    m0013_barred_nodes,
 )
 
 MIGRATIONS: tuple[Callable[[Connection], None], ...] = (
@@ -36,4 +37,5 @@ MIGRATIONS: tuple[Callable[[Connection], None], ...] = (
     m0010_lowered_limits.upgrade,
     m0011_step_io.upgrade,
     m0012_goodput.upgrade,
+    m0013_barred_nodes.upgrade,
 )

@@ -160,14 +160,47 @@ def test_a_node_that_cannot_take_its_part_is_left_out_and_the_job_goes_on() -> N
 
 
 def test_a_node_that_reboots_while_it_is_given_or_given_back_ends_nothing() -> None:
-    cluster, job_id, _ = growing()
+    cluster, job_id, claim = growing()
     cluster.welcome("n2", boot_id="boot-2")
-    assert (cluster.job(job_id).state, cluster.job(job_id).held_nodes) == (JobState.RUNNING, ("n1",))
+    job = cluster.job(job_id)
+    assert (job.state, nodes(cluster, job_id), [share.node for share in job.joining]) == (
+        JobState.RUNNING,
+        "n1",
+        ["n2"],
+    )
+    assert cluster.sent(protocol.Launch)[-1][1].token == claim.token.replace(".0.alloc", ".0-1.alloc"), (
+        "it is tried again"
+    )
     cluster = Cluster("n1", "n2")
     job_id = start(cluster, 2, 2)
     resize(cluster, job_id, 1)
     cluster.welcome("n2", boot_id="boot-2")
     assert (cluster.job(job_id).state, cluster.job(job_id).held_nodes) == (JobState.RUNNING, ("n1",))
+
+
+def test_a_node_that_comes_back_is_another_stay_and_nothing_late_of_the_first_is_taken_for_it() -> None:
+    cluster, job_id, claim = growing()
+    cluster.says("n2", protocol.Report(seq=9, token=claim.token, status=protocol.CLAIMED, at_s=cluster.now_s))
+    resize(cluster, job_id, 1)
+    ((_, end),) = cluster.sent(protocol.EndJob)
+    assert (end.attempt, end.stay, cluster.sent(protocol.Launch)) == (0, 0, [])
+    gone = protocol.JobGone(end.incarnation, job_id, end.attempt, end.stay)
+    cluster.says("n2", gone)
+    to, again = cluster.sent(protocol.Launch)[-1]
+    assert (to, again.step, again.token) == ("n2", "alloc", claim.token.replace(".0.alloc", ".0-1.alloc"))
+    cluster.says("n2", gone)
+    cluster.says("n2", protocol.Report(seq=10, token=claim.token, status=protocol.BARRED, at_s=cluster.now_s))
+    assert [share.node for share in cluster.job(job_id).joining] == ["n2"], "these were of the stay before"
+    cluster.says("n2", protocol.Report(seq=11, token=again.token, status=protocol.CLAIMED, at_s=cluster.now_s))
+    assert nodes(cluster, job_id) == "n1 n2"
+    assert told(cluster)[-1][2:] == ("n1 n2", "")
+    resize(cluster, job_id, 1)
+    assert [order.stay for _, order in cluster.sent(protocol.EndJob)] == [1]
+    cluster.says("n2", gone)
+    assert cluster.job(job_id).held_nodes == ("n1", "n2"), "what runs there of the second stay has not gone"
+    cluster.gone(job_id, "n2")
+    assert cluster.job(job_id).stay_on(NodeName("n2")) == 2
+    assert cluster.replayed(job_id) == cluster.job(job_id)
 
 
 def test_a_job_that_ends_meanwhile_leaves_nothing_on_any_of_them() -> None:

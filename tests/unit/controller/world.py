@@ -133,7 +133,8 @@ class Cluster:
     def gone(self, job_id: int, name: str) -> None:
         """Have a node say that nothing is left of the job's attempt."""
         job = self.job(job_id)
-        self.says(name, protocol.JobGone(incarnation=self.world.incarnation, job_id=job.id, attempt=job.attempt))
+        stay = job.stay_on(NodeName(name))
+        self.says(name, protocol.JobGone(self.world.incarnation, job_id=job.id, attempt=job.attempt, stay=stay))
 
     def backend(self) -> ControllerBackend:
         """Return what the API asks, but for what needs connections to nodes."""

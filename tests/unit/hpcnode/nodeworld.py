@@ -8,14 +8,14 @@ from typing import Any
 from hpcnode import protocol
 from hpcnode.ledger import Ledger
 from hpcnode.spool import Epochs, Found
-from hpcnode.tokens import Token, read_token
+from hpcnode.tokens import Life, Token, read_token
 from hpcnode.user import Account, UserError
 
 INCARNATION = "feedc0de"
 ACCOUNT = Account("ann", 1001, 1001, [1001], "/home/ann", "/bin/sh")
 
 
-def token(job: int = 1, attempt: int = 0, step: str = "batch") -> str:
+def token(job: int = 1, attempt: int | str = 0, step: str = "batch") -> str:
     return f"{INCARNATION}.{job}.{attempt}.{step}.n1.{secrets.token_hex(16)}"
 
 
@@ -24,7 +24,7 @@ def launch(text: str, epoch: int = 1, **fields: Any) -> protocol.Launch:
     return protocol.Launch(
         token=text,
         job_id=int(job),
-        attempt=int(attempt),
+        attempt=int(attempt.partition("-")[0]),
         step=step,
         epoch=epoch,
         user=fields.pop("user", "ann"),
@@ -49,7 +49,7 @@ class MemorySpool:
         self.known = Epochs("", 0, ())
         self.end = 1
         self.over: set[str] = set()
-        self.floors: dict[tuple[str, int], int] = {}
+        self.floors: dict[tuple[str, int], Life] = {}
         self.full = False
         self.done = self
         self.renewals: dict[str, float] = {}
@@ -113,15 +113,14 @@ class MemorySpool:
         for text in tokens:
             key = read_token(text)
             if key is not None and key.step == "batch":
-                self.end_attempts(key.job, key.attempt)
+                self.end_attempts(key.job, key.life)
             del self.entries[text]
 
     def is_over(self, key: Token) -> bool:
-        text = f"{key.incarnation}.{key.job_id}.{key.attempt}.{key.step}.{key.node}.{key.nonce}"
-        return text in self.over or key.attempt <= self.floors.get(key.job, -1)
+        return key in map(read_token, self.over) or key.life <= self.floors.get(key.job, (-1, 0))
 
-    def end_attempts(self, job: tuple[str, int], attempt: int) -> None:
-        self.floors[job] = max(attempt, self.floors.get(job, -1))
+    def end_attempts(self, job: tuple[str, int], life: Life) -> None:
+        self.floors[job] = max(life, self.floors.get(job, (-1, 0)))
 
 
 class NotedShepherds:

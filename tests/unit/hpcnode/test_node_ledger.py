@@ -223,6 +223,27 @@ def test_an_ended_job_is_answered_when_all_of_it_is_gone() -> None:
     assert world.launch(token(attempt=2)) == world.shepherds.starts[-1]
 
 
+def test_a_node_that_is_given_to_the_same_attempt_again_takes_it_and_nothing_late_of_before() -> None:
+    world = World()
+    first = world.launch(token(attempt=1, step="alloc"))
+    end = protocol.EndJob(INCARNATION, 1, 1, 1.0)
+    world.ledger.end_job(end)
+    assert world.sent[-1] == protocol.JobGone(INCARNATION, 1, 1)
+    again, step = world.launch(first.replace(".1.alloc", ".1-1.alloc")), world.launch(token(attempt="1-1", step="5"))
+    assert (world.statuses(again), world.shepherds.starts) == (["claimed"], [step])
+    world.started(step)
+    world.ledger.end_job(end)  # comes twice
+    assert world.sent[-1] == protocol.JobGone(INCARNATION, 1, 1), "not of the stay that it is at"
+    assert world.statuses(again) == ["claimed"]
+    late = world.launch(token(attempt=1, step="4"))
+    assert (world.statuses(late), world.shepherds.starts) == (["barred"], [step])
+    world.ledger.end_job(protocol.changed(end, stay=1))
+    assert world.statuses(again) == ["claimed", "barred"]
+    world.ended(step)
+    assert world.sent[-1] == protocol.JobGone(INCARNATION, 1, 1, stay=1)
+    assert world.statuses(world.launch(token(attempt="1-1", step="6"))) == ["barred"]
+
+
 def test_a_newer_attempt_waits_until_the_older_one_is_gone() -> None:
     world = World()
     old = world.launch(token())

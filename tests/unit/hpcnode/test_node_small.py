@@ -27,7 +27,8 @@ NONCE = "0123456789abcdef" * 2
     st.one_of(
         st.text(max_size=80),
         st.from_regex(
-            r"[0-9a-f]{7,9}\.\d{1,3}\.\d\.(batch|7|x)\.[A-Za-z0-9_./-]{1,5}\.[0-9a-f]{31,33}\n?", fullmatch=True
+            r"[0-9a-f]{7,9}\.\d{1,3}\.\d(-\d{1,2})?\.(batch|7|x)\.[A-Za-z0-9_./-]{1,5}\.[0-9a-f]{31,33}\n?",
+            fullmatch=True,
         ),
     )
 )
@@ -38,7 +39,15 @@ def test_both_ends_take_the_same_tokens(text: str) -> None:
         assert read_token(text) is None
     else:
         theirs = read_token(text)
-        assert theirs == (ours.incarnation, ours.job_id, ours.attempt, ours.step, ours.node, ours.nonce)
+        assert theirs == (ours.incarnation, ours.job_id, ours.attempt, ours.step, ours.node, ours.nonce, ours.stay)
+
+
+def test_a_token_bears_the_stay_of_its_node_from_the_second_on() -> None:
+    first, second = f"feedc0de.12.3.alloc.n1.{NONCE}", f"feedc0de.12.3-1.alloc.n1.{NONCE}"
+    assert [str(Token.parse(text)) for text in (first, second)] == [first, second]
+    found = [read_token(text) for text in (first, second)]
+    assert [token and token.life for token in found] == [(3, 0), (3, 1)]
+    assert read_token(first.replace(".3.", ".3-0.")) is None, "a launch has one name"
 
 
 def test_a_token_is_a_file_name() -> None:

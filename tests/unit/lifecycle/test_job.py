@@ -193,7 +193,7 @@ ANY_EVENT = st.sampled_from(
 def test_whatever_happens_a_job_holds_nodes_exactly_while_it_is_active(events: list[Event]) -> None:
     state = job()
     for event in events:
-        if isinstance(event, NodeCleared) and state.state in (JobState.RUNNING, JobState.SUSPENDED):
+        if isinstance(event, NodeCleared | LaunchRefused) and state.state in (JobState.RUNNING, JobState.SUSPENDED):
             with pytest.raises(InvariantError, match="it has not given it back"):
                 apply(state, event)  # a job that runs is rid only of nodes that it is about to get or to lose
         elif can(state, type(event)):

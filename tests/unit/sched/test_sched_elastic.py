@@ -63,9 +63,10 @@ def test_an_idle_node_goes_to_the_job_that_began_first_when_nobody_is_in_line() 
     assert grows(elastic("3x4", ["1: n1 4c 100s"], ["2: 3 nodes 4c 10s"], high=3)) == {}
 
 
-def test_it_grows_no_further_than_it_wants_nor_onto_what_it_had() -> None:
+def test_it_grows_no_further_than_it_wants_nor_onto_what_refused_it() -> None:
     assert grows(elastic("3x4", ["1: n1,n2 4c 100s"], high=2)) == {}
-    assert grows(elastic("3x4", ["1: n1 4c 100s"]).change(1, left_nodes=("n2",))) == {1: "n3:4"}
+    assert grows(elastic("3x4", ["1: n1 4c 100s"]).change(1, barred_nodes=("n2",))) == {1: "n3:4"}
+    assert grows(elastic("2x4", ["1: n1 4c 100s"]).change(1, left_nodes=("n2",))) == {1: "n2:4"}
     assert grows(elastic("3x4", ["1: n1 4c 100s"]).change(1, leaving=made_share())) == {}
 
 
