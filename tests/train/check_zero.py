@@ -34,6 +34,7 @@ def model_of() -> torch.nn.Sequential:
     torch.manual_seed(3)
     model = torch.nn.Sequential(torch.nn.Linear(40, 70), torch.nn.Linear(70, 31), torch.nn.Linear(31, 5))
     model[1].bias.requires_grad_(False)
+    model.register_parameter("gain", torch.nn.Parameter(torch.tensor(0.5)))
     return model
 
 

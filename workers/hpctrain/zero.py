@@ -86,8 +86,7 @@ class ShardedOptimizer:
             for piece in self._pieces:
                 for name, tensor in _states_of(piece.name, mine):
                     source = whole[name]
-                    same = source.shape == piece.whole.shape
-                    tensor.copy_(source.reshape(-1)[piece.low : piece.high] if same else source)
+                    tensor.copy_(_slice_of(source, piece))
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """This will give the whole state by name, gathered from all ranks: a copy. All ranks call it."""
@@ -145,8 +144,10 @@ class ShardedOptimizer:
             self._cuts[name] = cuts
             low, high = cuts[comm.rank], cuts[comm.rank + 1]
             if high > low:
-                part = torch.nn.Parameter(flat[at + low : at + high])
-                part.grad = grads[at + low : at + high]
+                # A single number that is no vector stays that: its optimizer's state is then shaped as it is elsewhere.
+                shape = parameter.shape if parameter.dim() == 0 else (high - low,)
+                part = torch.nn.Parameter(flat[at + low : at + high].view(shape))
+                part.grad = grads[at + low : at + high].view(shape)
                 self._pieces.append(Piece(name=name, whole=parameter, part=part, low=low, high=high))
             at = end
         self._flats.append(flat)
@@ -220,7 +221,7 @@ def _copy_for(optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parame
     """A fresh optimizer of the same kind and settings for other parameters."""
     group = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
     fresh = copy.copy(optimizer)
-    first = next(iter(optimizer.state.values()), {})
+    first = next((state for parameter, state in optimizer.state.items() if parameter.dim()), {})
     fresh.param_groups = [copy.deepcopy(group) | {"params": parameters, "lr": PROBE_LR}]
     fresh.state = type(optimizer.state)(dict)
     for parameter in parameters:  # what its maker has put there
@@ -234,11 +235,14 @@ def _copy_for(optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parame
 def _sliced(state: dict[str, object], piece: Piece) -> dict[str, object]:
     """A parameter's state as its maker left it, of a piece of it."""
     return {
-        name: value.reshape(-1)[piece.low : piece.high].clone()
-        if isinstance(value, torch.Tensor) and value.shape == piece.whole.shape
-        else copy.deepcopy(value)
+        name: _slice_of(value, piece).clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
         for name, value in state.items()
     }
+
+
+def _slice_of(state: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """The piece's part of a state that has a number for each of the weight's; one for all of them, a step count, as it is."""
+    return state.reshape(-1)[piece.low : piece.high] if state.dim() and state.shape == piece.whole.shape else state
 
 
 def _states_of(name: str, tensors: dict[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
