@@ -163,7 +163,6 @@ class Slice:
         self.starts = starts
         self.dropped = dropped
         self.plan = plan
-        self.took_s = run.took_s if run is not None else 0.0
         self.stale = run is not None and run.stale  # the world changed while it was made: another should follow
         self._run = run
 

@@ -19,6 +19,7 @@ from hpcsched.controller.books import Books
 from hpcsched.controller.clockstep import keep_step, mark_of
 from hpcsched.controller.memory import LAST_JOBS, TELLING, Memory
 from hpcsched.controller.overdue import end_overdue
+from hpcsched.controller.pace import Pace
 from hpcsched.controller.planning import SLICE_S, Planning
 from hpcsched.controller.preemption import carry_out
 from hpcsched.controller.requests import SignalJob, miss_node, note_condition
@@ -41,7 +42,6 @@ from hpcsched.store.world import Transaction, World
 
 log = logging.getLogger("hpcsched.controller")
 
-PLAN_PAUSE_MAX_S = 0.5
 PURGE_EVERY_S = 60.0
 
 RETRY_S = 1.0  # after a commit that failed
@@ -118,7 +118,7 @@ class Controller:
         self._unwritable = ""  # why the last commit failed
         self._plan_wanted = True
         self._planning = Planning(ports.monotonic_s)
-        self._next_plan_s = 0.0  # of the monotonic clock: when there is time for planning again
+        self._pace = Pace(ports.monotonic_s)
         self._waits = Waits()
         self._timer_at_s: float | None = None  # when a begin time or a time limit comes round
         self._next_purge_s = 0.0
@@ -364,18 +364,17 @@ class Controller:
                 self.listener.job_ended(job.id)
 
     def _plan_if_due(self, tx: Transaction) -> None:
-        """Plan, unless the last plan took long and has only just ended: planning may take a quarter of the time."""
-        began_s = self._ports.monotonic_s()
-        if began_s < self._next_plan_s:
+        """Plan for a while, if it is time for that."""
+        wait_s = self._pace.begin_turn()
+        if wait_s > 0.0:
             if self._plan_wanted or self._planning.under_way:
-                self._ports.wake(self._next_plan_s - began_s)
+                self._ports.wake(wait_s)
             return
         if self._plan_wanted and self._planning.may_begin:
             self._plan_wanted = False
             self._begin_plan(tx.now_s)
-            took_s = self._ports.monotonic_s() - began_s
-            if took_s >= SLICE_S:  # enough for this tick
-                self._ports.wake(took_s)
+            if self._pace.turn_s() >= SLICE_S:  # enough for this tick
+                self._ports.wake(self._pace.end_turn())
                 return
         if not self._planning.under_way:
             return
@@ -385,10 +384,8 @@ class Controller:
             if start.job_id not in held_back:
                 self._start(tx, self.world.jobs[start.job_id], start)
         if done.plan is None:
-            pause_s = self._ports.monotonic_s() - began_s
             self._plan_wanted = self._plan_wanted or done.dropped > 0
         else:
-            pause_s = min(3 * done.took_s, PLAN_PAUSE_MAX_S)
             self._plan_wanted = self._plan_wanted or done.stale
             self.last_plan = done.plan
             self._promises = self._still_promised(done.plan)
@@ -401,7 +398,7 @@ class Controller:
                 self.replan()
             self.world.waits |= held_back
             self._wake_for_timers(tx.now_s)
-        self._next_plan_s = self._ports.monotonic_s() + pause_s
+        pause_s = self._pace.end_turn(whole=done.plan is not None)
         if self._plan_wanted or self._planning.under_way:
             self._ports.wake(pause_s)
 
