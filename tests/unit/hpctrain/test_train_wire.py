@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -18,12 +18,18 @@ from hpctrain.comm.wire import PIECE_BYTES, Wire
 from hpctrain.errors import TrainError
 
 PIECE = PIECE_BYTES // 4
-LENGTHS = (1, 2, 5, 1000, PIECE - 1, 2 * PIECE + 3)
+LENGTHS = (1, 2, 5, 1000, PIECE - 1, 2 * PIECE + 3, 9 * PIECE)
+
+
+def tcp_pair() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        one = socket.create_connection(listener.getsockname())
+        return one, listener.accept()[0]
 
 
 @contextmanager
-def ring(size: int) -> Iterator[list[Wire]]:
-    pairs = [socket.socketpair() for _ in range(size)]  # pair i leads from rank i to the next
+def ring(size: int, pair: Callable[[], tuple[socket.socket, socket.socket]] = tcp_pair) -> Iterator[list[Wire]]:
+    pairs = [pair() for _ in range(size)]  # pair i leads from rank i to the next
     wires = [Wire(rank, size, pairs[rank][0], pairs[rank - 1][1]) for rank in range(size)]
     yield wires
     for wire in wires:
@@ -31,16 +37,24 @@ def ring(size: int) -> Iterator[list[Wire]]:
 
 
 @settings(max_examples=10, deadline=None)
-@given(st.integers(2, 5), st.lists(st.sampled_from(LENGTHS), min_size=1, max_size=4), st.randoms())
+@given(
+    st.integers(2, 5),
+    st.lists(st.sampled_from(LENGTHS), min_size=1, max_size=4),
+    st.randoms(),
+    st.sampled_from([tcp_pair, socket.socketpair]),
+)
 def test_sums_are_the_same_bits_on_all_whoever_begins_first(
-    size: int, lengths: list[int], chance: random.Random
+    size: int,
+    lengths: list[int],
+    chance: random.Random,
+    pair: Callable[[], tuple[socket.socket, socket.socket]],
 ) -> None:
     generator = torch.Generator().manual_seed(len(lengths))
     flats = [[torch.randn(length, generator=generator) for length in lengths] for _ in range(size)]
     wanted = [sum(parts).tolist() for parts in zip(*[[f.double() for f in mine] for mine in flats], strict=True)]
     turns = [rank for rank in range(size) for _ in lengths]
     chance.shuffle(turns)
-    with ring(size) as wires:
+    with ring(size, pair) as wires:
         begun = [0] * size
         works = []
         for rank in turns:

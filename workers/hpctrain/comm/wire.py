@@ -31,8 +31,8 @@ from hpctrain.comm.halves import HALVES
 from hpctrain.comm.ring import split
 from hpctrain.errors import TrainError
 
-PIECE_BYTES = 512 << 10
-WOKEN_FOR_BYTES = 256 << 10  # far less than a connection's window: who waits for more than fits waits for ever
+PIECE_BYTES = 512 << 10  # at most; far less than a connection's window: who waits for more than fits waits for ever
+ALIGNED = 64  # bytes, of a piece but the last of a chunk
 HEAD = struct.Struct(
     "!IIII"
 )  # the sum's number, how many hops the piece has made, where in the chunk it begins, its length
@@ -44,6 +44,7 @@ class _Sum:
 
     number: int
     chunks: list[memoryview]
+    least_bytes: int  # of any piece of it
     dtype: torch.dtype
     hops: int  # that a piece makes
     left_bytes: int
@@ -101,6 +102,7 @@ class Wire:
         one = _Sum(
             number=self._count,
             chunks=chunks,
+            least_bytes=min((high - low for chunk in chunks for low, high in _cuts(len(chunk))), default=0),
             dtype=flat_L.dtype,
             hops=hops,
             left_bytes=coming + going,
@@ -159,10 +161,10 @@ class Wire:
         poller.register(self._wakes, select.POLLIN)
         watched = {self._left: False, self._right: False}
         while not self._closing:
-            stuck = self._piece is not None and self._piece.target is None
-            wanted = {self._left: not stuck and not self._left_has_ended, self._right: bool(self._out)}
-            if wanted[self._left]:
-                self._be_woken_for(self._missing())
+            missing_bytes = self._missing()
+            wanted = {self._left: missing_bytes > 0, self._right: bool(self._out)}
+            if missing_bytes:
+                self._be_woken_for(missing_bytes)
             for one, event in ((self._left, select.POLLIN), (self._right, select.POLLOUT)):
                 if wanted[one] and not watched[one]:
                     poller.register(one, event)
@@ -192,8 +194,8 @@ class Wire:
                 return
             self._open[one.number] = one
             first = one.chunks[self._rank - 1]
-            for low in range(0, len(first), PIECE_BYTES):
-                self._send(one, 0, low, first[low : low + PIECE_BYTES])
+            for low, high in _cuts(len(first)):
+                self._send(one, 0, low, first[low:high])
             self._progress(one, 0)
 
     def _send(self, one: _Sum, hops: int, low: int, piece: memoryview) -> None:
@@ -294,14 +296,19 @@ class Wire:
             one.work.end()
 
     def _missing(self) -> int:
-        """How many bytes are to come before there is something to do."""
-        return HEAD.size - self._head_has if self._piece is None else self._piece.length - self._piece.has
+        """How many bytes are to come before there is something to do: a whole piece.  0: whatever comes, there is not."""
+        if self._left_has_ended:
+            return 0
+        if self._piece is not None:
+            return self._piece.length - self._piece.has if self._piece.target is not None else 0
+        # The next piece may be of a sum that is not begun, and shorter: nothing can be done then until it is.
+        least = min((one.least_bytes for one in self._open.values() if one.coming_bytes), default=0)
+        return least and HEAD.size - self._head_has + least
 
-    def _be_woken_for(self, missing: int) -> None:
-        lowat = min(missing, WOKEN_FOR_BYTES)
-        if lowat != self._lowat:
-            self._left.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, lowat)
-            self._lowat = lowat
+    def _be_woken_for(self, missing_bytes: int) -> None:
+        if missing_bytes != self._lowat:
+            self._left.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, missing_bytes)
+            self._lowat = missing_bytes
 
 
 class _Piece:
@@ -313,6 +320,15 @@ class _Piece:
         self.number, self.hops, self.low, self.length = number, hops, low, length
         self.has = self.chunk = 0
         self.target: memoryview | None = None
+
+
+def _cuts(length: int) -> list[tuple[int, int]]:
+    """Where the pieces of a chunk begin and end: of about the same length, so that who waits for one knows how much will come."""
+    if length == 0:
+        return []
+    each = -(-length // -(-length // PIECE_BYTES))
+    each += -each % ALIGNED
+    return [(low, min(low + each, length)) for low in range(0, length, each)]
 
 
 def _add(incoming: memoryview, place: memoryview, dtype: torch.dtype) -> None:
