@@ -13,7 +13,7 @@ from tests.bench import hosts
 from tests.bench.figures import Figure, from_samples
 
 STEP = Path(__file__).with_name("train_step.py")
-MODES = ("alone", "ddp:25", "ddp:4", "ours:bf16", "ours")
+MODES = ("alone", "ddp:25", "ddp:4", "ddp:4:bf16", "ours:bf16", "ours")
 BARS = {  # of the ranks that do not talk
     ("one host", "ours"): ">= 0.96",
     ("two hosts, 1 Gbit/s", "ours"): ">= 0.92",

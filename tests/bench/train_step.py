@@ -1,8 +1,9 @@
 """Runs on every rank: samples per second of one small GPT with different ways to exchange gradients, in turns in one run.
 
 Usage: train_step.py MODE... with modes alone (ranks do not talk: the limit), ddp:MB (torch DDP over Gloo with buckets of so
-many MB), ours (exact) and ours:SYNC (a word of `--sync`).  Rank 0 prints one JSON line: for each mode the samples per second of
-all ranks together (each rank's by its own clock), of each step measured and their median, and the milliseconds of CPU per step.
+many MB), ddp:MB:bf16 (with its hook that sends bfloat16), ours (exact) and ours:SYNC (a word of `--sync`).  Rank 0 prints one
+JSON line: for each mode the samples per second of all ranks together (each rank's by its own clock), of each step measured and
+their median, and the milliseconds of CPU per step.
 A turn is one mode's STEPS steps, of which the first, that follows another mode, is not counted.
 """
 
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from mpi4py import MPI
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from hpctrain.comm import connect
@@ -70,7 +72,8 @@ def make(mode: str, comm, world) -> Callable[[], None]:  # noqa: ANN001
     tokens_BT = torch.randint(0, VOCABULARY, (BATCH, CONTEXT + 1), generator=torch.Generator().manual_seed(world.rank))
     kind, _, size = mode.partition(":")
     if kind == "ddp":
-        return ddp_step(model, tokens_BT, float(size), world)
+        megabytes, _, hook = size.partition(":")
+        return ddp_step(model, tokens_BT, float(megabytes), world, bf16=hook == "bf16")
     buckets = make_sync(
         size or "exact", list(model.parameters()), comm if kind == "ours" else SingleCommunicator(), overlap=None
     ).buckets
@@ -85,13 +88,22 @@ def make(mode: str, comm, world) -> Callable[[], None]:  # noqa: ANN001
     return step
 
 
-def ddp_step(model: torch.nn.Module, tokens_BT: torch.Tensor, megabytes: float, world) -> Callable[[], None]:  # noqa: ANN001
+def ddp_step(
+    model: torch.nn.Module,
+    tokens_BT: torch.Tensor,
+    megabytes: float,
+    world,  # noqa: ANN001
+    *,
+    bf16: bool,
+) -> Callable[[], None]:
     """Return one training step of torch's DistributedDataParallel over Gloo."""
     if not dist.is_initialized():
         address = world.bcast(os.environ.get("BENCH_ADDRESS", "127.0.0.1"))
         store = dist.TCPStore(address, 29555, world.size, is_master=world.rank == 0)
         dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
     wrapped = DistributedDataParallel(model, bucket_cap_mb=megabytes, gradient_as_bucket_view=True)
+    if bf16:  # without its name, by which DDP refuses this hook on a CPU
+        wrapped.register_comm_hook(None, lambda group, bucket: default_hooks.bf16_compress_hook(group, bucket))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 
     def step() -> None:

@@ -25,6 +25,7 @@ BLOCK = 256  # numbers that share a scale
 SMALL = 4096  # a bucket with fewer numbers is sent exactly
 KEPT_SHARE = 0.01
 RANK = 4
+STRETCH = 1 << 16  # numbers that are rounded at a time
 
 NAMES = ("exact", "bf16", "fp16", "int8", "topk", "powersgd")
 
@@ -131,25 +132,33 @@ class Rounded(_Lossy):
         super().__init__(comm)
         self._dtype = dtype
         self._halves: dict[int, torch.Tensor] = {}
+        self._back = torch.empty(STRETCH)
+
+    def sum(self, index: int, flat_L: torch.Tensor) -> None:
+        if flat_L.numel() <= SMALL:
+            self._comm.all_reduce(flat_L)
+            return
+        half_L = self._rounded(index, flat_L)
+        self._comm.all_reduce(half_L)
+        flat_L.copy_(half_L)
 
     def begin(self, index: int, flat_L: torch.Tensor) -> Work:
         if flat_L.numel() <= SMALL:
             return self._comm.begin(flat_L)
-        half_L = self._rounded(index, flat_L.add_(self._residual(index, flat_L)), self._residual(index, flat_L))
+        half_L = self._rounded(index, flat_L)
         return self._comm.begin(half_L, lambda: flat_L.copy_(half_L))
 
-    def _send(self, index: int, flat_L: torch.Tensor, residual_L: torch.Tensor) -> None:
-        half_L = self._rounded(index, flat_L, residual_L)
-        self._comm.all_reduce(half_L)
-        flat_L.copy_(half_L)
-
-    def _rounded(self, index: int, flat_L: torch.Tensor, residual_L: torch.Tensor) -> torch.Tensor:
-        half_L = self._halves.get(index)
+    def _rounded(self, index: int, flat_L: torch.Tensor) -> torch.Tensor:
+        """What is sent of `flat_L` and the residual; what is not is the residual then.  In stretches that stay in the cache."""
+        half_L, residual_L = self._halves.get(index), self._residual(index, flat_L)
         if half_L is None:
             half_L = self._halves[index] = self._comm.empty(flat_L.numel(), self._dtype)
-        half_L.copy_(flat_L)
-        residual_L.copy_(half_L)  # as float32: torch subtracts numbers of one kind faster
-        torch.sub(flat_L, residual_L, out=residual_L)
+        on_cpu = flat_L.device.type == "cpu"
+        stretch = STRETCH if on_cpu else flat_L.numel()
+        for part, left, half in zip(*(one.split(stretch) for one in (flat_L, residual_L, half_L)), strict=True):
+            left += part
+            half.copy_(left)
+            left -= self._back[: part.numel()].copy_(half) if on_cpu else half  # a CPU is slow at two kinds of numbers
         _drop_what_is_not_finite(residual_L)
         return half_L
 
@@ -279,6 +288,8 @@ def _split(flat_L: torch.Tensor, bounds: list[int]) -> list[torch.Tensor]:
 
 
 def _drop_what_is_not_finite(residual_L: torch.Tensor) -> torch.Tensor:
+    if residual_L.device.type == "cpu" and math.isfinite(residual_L.sum()):
+        return residual_L  # to look is quicker than to write
     return residual_L.nan_to_num_(0.0, 0.0, 0.0)
 
 
