@@ -14,28 +14,32 @@ from pathlib import Path
 
 import click
 
+from hpcnode import stepoptions
+from hpcsched.cli import halloc, hctl, main
 from hpcsched.cli.options import Command, Option
+from hpcsched.cli.slurm import scontrol
 from hpcsched.errors import ConfigError
 from hpcsched.jobscript import options as jobscript
 
 SHELLS = ("bash", "zsh", "fish")
-_TABLES = ("hacct", "hcancel", "hctl", "hinfo", "hlogs", "hprio", "hqueue", "hshare", "hsim", "htunnel", "hwhy")
-_SLURMS = ("sacct", "scancel", "scontrol", "sinfo", "sprio", "squeue", "sshare")
-_TAKE_JOBS = ("hcancel", "hctl", "hlogs", "hqueue", "htunnel", "hwhy", "scancel", "scontrol")
+_TABLES = ("hacct", "hcancel", "hctl", "hinfo", "hlogs", "hprio", "hqueue", "hsh", "hshare", "hsim", "htunnel", "hwhy")
+_SLURMS = ("sacct", "sattach", "scancel", "scontrol", "sinfo", "sprio", "squeue", "sshare", "sstat")
+_TAKE_JOBS = ("hcancel", "hctl", "hlogs", "hqueue", "hsh", "htunnel", "hwhy", "sattach", "scancel", "scontrol")
 
 # How to find out, when the key is pressed, what an option's value may be.
 _JOBS, _PARTITIONS, _NODES = "hqueue -aqr", "hinfo -h -o %R", "hinfo -hN -o %n"
-_VALUES = {"jobs": _JOBS, "dependency": _JOBS, "partition": _PARTITIONS, "nodelist": _NODES, "nodes": _NODES,
+_VALUES = {"jobs": _JOBS, "jobid": _JOBS, "dependency": _JOBS, "partition": _PARTITIONS, "nodelist": _NODES, "nodes": _NODES,
            "exclude": _NODES}  # fmt: skip
 
 
-class Completed(namedtuple("Completed", "name options")):
-    """A command: its name and its options, each (long name, letter, whether it has a value, help)."""
+class Completed(namedtuple("Completed", "name options verbs", defaults=((),))):
+    """A command: its name, its options, each (long name, letter, whether it has a value, help), and its first words."""
 
     __slots__ = ()
 
     name: str
     options: tuple[tuple[str, str, bool, str], ...]
+    verbs: tuple[str, ...]
 
 
 @click.command("completion")
@@ -54,9 +58,7 @@ def text_for(shell: str) -> str:
     found = commands()
     if shell == "fish":
         return _fish(found)
-    start = (
-        "autoload -U +X compinit && compinit\nautoload -U +X bashcompinit && bashcompinit\n" if shell == "zsh" else ""
-    )
+    start = _ZSH if shell == "zsh" else ""
     return start + _bash(found)
 
 
@@ -75,7 +77,7 @@ def install_for(shell: str, environ: os._Environ[str] | dict[str, str]) -> Path:
     text = text_for(shell)
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        for name in ("hpcsched", *(command.name for command in commands())):
+        for name in (command.name for command in commands()):
             (directory / f"{name}{end}").write_text(text)  # a shell loads the file of the command that it sees
     except OSError as error:
         raise ConfigError(f"cannot write {error.filename}: {error.strerror}") from None
@@ -89,7 +91,14 @@ def commands() -> list[Completed]:
     for name in ("hsub", "sbatch"):
         given = tuple((one.name, one.short, one.takes_value, one.help) for one in jobscript.OPTIONS)
         found.append(Completed(name, given))
-    return found
+    for names, options in ((("hrun", "srun"), stepoptions.OPTIONS), (("halloc", "salloc"), halloc.OPTIONS)):
+        shown = tuple(
+            (one.name, one.short, one.kind == stepoptions.VALUE, one.help) for one in options if not one.accepted
+        )
+        found += [Completed(name, shown) for name in names]
+    verbs = {"hctl": hctl.VERBS, "scontrol": scontrol.VERBS}
+    found = [one._replace(verbs=tuple(verbs.get(one.name, ()))) for one in found]
+    return [*found, Completed("hpcsched", (), tuple(main.COMMANDS))]
 
 
 def _of_table(command: Command) -> Completed:
@@ -103,6 +112,10 @@ def _row(option: Option) -> tuple[str, str, bool, str]:
 # ----- bash, and zsh
 
 
+_ZSH = """\
+autoload -U +X compinit && compinit
+autoload -U +X bashcompinit && bashcompinit
+"""
 _BASH = """\
 # Completion of hpcsched's commands, made by: hpcsched completion
 _hpcsched_words() {{  # the options of a command
@@ -110,10 +123,18 @@ _hpcsched_words() {{  # the options of a command
 {options}
   esac
 }}
+_hpcsched_verbs() {{  # the first words of a command
+  case $1 in
+{verbs}
+  esac
+}}
 _hpcsched_complete() {{
-  local cur=${{COMP_WORDS[COMP_CWORD]}} prev=${{COMP_WORDS[COMP_CWORD-1]}} name=${{COMP_WORDS[0]##*/}} ask=
+  local cur=${{COMP_WORDS[COMP_CWORD]}} prev=${{COMP_WORDS[COMP_CWORD-1]}} name=${{COMP_WORDS[0]##*/}} ask= before=
   [ "$prev" = "=" ] && prev=${{COMP_WORDS[COMP_CWORD-2]}}
   [ "$cur" = "=" ] && cur=
+  case $cur in
+    --*=*) prev=${{cur%%=*}} before=${{cur%%=*}}= cur=${{cur#*=}} ;;  # zsh: one word
+  esac
   case $name:$prev in
 {values}
   esac
@@ -121,12 +142,15 @@ _hpcsched_complete() {{
     case $cur in
       -*) COMPREPLY=($(compgen -W "$(_hpcsched_words "$name")" -- "$cur")); return ;;
     esac
+    if [ "$COMP_CWORD" = 1 ] && [ -n "$(_hpcsched_verbs "$name")" ]; then
+      COMPREPLY=($(compgen -W "$(_hpcsched_verbs "$name")" -- "$cur")); return
+    fi
     case $name in
       {jobs}) ask="{ask_jobs}" ;;
       *) COMPREPLY=($(compgen -f -- "$cur")); return ;;
     esac
   fi
-  COMPREPLY=($(compgen -W "$($ask 2>/dev/null)" -- "$cur"))
+  COMPREPLY=($(compgen -P "$before" -W "$($ask 2>/dev/null)" -- "$cur"))
 }}
 complete -o bashdefault -F _hpcsched_complete {names}
 """
@@ -142,6 +166,7 @@ def _bash(found: Sequence[Completed]) -> str:
     ]
     return _BASH.format(
         options="\n".join(options),
+        verbs="\n".join(f"    {one.name}) echo '{' '.join(one.verbs)}' ;;" for one in found if one.verbs),
         values="\n".join(values),
         jobs="|".join(_TAKE_JOBS),
         ask_jobs=_JOBS,
@@ -164,6 +189,9 @@ def _fish(found: Sequence[Completed]) -> str:
             if has_value:
                 words.append(f"-x -a '({_VALUES[name]} 2>/dev/null)'" if name in _VALUES else "-r")
             lines.append(" ".join(words))
+        if one.verbs:
+            first = "test (count (commandline -opc)) -eq 1"
+            lines.append(f"complete -c {one.name} -f -n '{first}' -a '{' '.join(one.verbs)}'")
         if one.name in _TAKE_JOBS:
             lines.append(f"complete -c {one.name} -f -a '({_JOBS} 2>/dev/null)'")
     return "\n".join(lines) + "\n"

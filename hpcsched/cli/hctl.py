@@ -76,9 +76,9 @@ def _work(words: Words) -> int:
     if not words.operands:
         raise UsageError("cannot tell what to do: see hctl --help")
     verb, *rest = words.operands
-    work = _VERBS.get(verb.lower())
+    work = VERBS.get(verb.lower())
     if work is None:
-        raise UsageError(_no_such("verb", verb, _VERBS))
+        raise UsageError(_no_such("verb", verb, VERBS))
     return work(rest, words)
 
 
@@ -470,7 +470,7 @@ def _checkpoint(rest: Sequence[str], _words: Words) -> int:
     return checkpoint.run(rest)
 
 
-_VERBS: dict[str, Callable[[Sequence[str], Words], int]] = {
+VERBS: dict[str, Callable[[Sequence[str], Words], int]] = {
     "show": _show,
     "hold": _act("hold"),
     "release": _act("release"),

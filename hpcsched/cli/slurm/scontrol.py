@@ -63,11 +63,11 @@ def _work(words: Words) -> int:
     if not words.operands:
         raise UsageError("no command was given: see scontrol --help; it has no prompt of its own here")
     verb, *rest = words.operands
-    found = _found(verb, _VERBS)
+    found = _found(verb, VERBS)
     if found is None:
         print(f"invalid keyword: {clean(verb)}", file=sys.stderr)
         return FAILED
-    return _VERBS[found](rest, words)
+    return VERBS[found](rest, words)
 
 
 def _found(word: str, known: Iterable[str]) -> str | None:
@@ -424,7 +424,7 @@ def _refused(what: str, instead: str) -> _Work:
     return work
 
 
-_VERBS: dict[str, _Work] = {
+VERBS: dict[str, _Work] = {
     "show": _show,
     "update": _update,
     "updatejob": _update,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -48,6 +49,48 @@ def test_bash_asks_for_jobs_partitions_and_nodes(bash) -> None:
     assert "hinfo:-h" in bash("hsub", "-p", "")
     assert "hinfo:-hN" in bash("sinfo", "-n", "hi")
     assert bash("hsub", "scr") == ["script"]
+
+
+def test_bash_completes_steps_and_first_words(bash) -> None:
+    assert bash("srun", "--kill") == ["--kill-on-bad-exit"]
+    assert "hinfo:-h" in bash("hrun", "-p", "")
+    assert bash("sattach", "1") == ["12", "10_3"]
+    assert bash("hctl", "susp") == ["suspend"]
+    assert bash("hctl", "suspend", "1") == ["12", "10_3"]
+    assert bash("hpcsched", "compl") == ["completion"]
+
+
+def test_a_value_joined_to_its_option_is_completed_as_zsh_has_it(bash) -> None:
+    assert bash("hqueue", "--jobs=10") == ["--jobs=10_3"]
+
+
+@pytest.mark.skipif(shutil.which("zsh") is None, reason="no zsh here")
+def test_zsh_takes_the_functions_of_bash(tmp_path: Path) -> None:
+    (tmp_path / "script").write_text(completion.text_for("zsh"))
+    code = "source ./script && print $_comps[squeue] && whence -w _hpcsched_complete"
+    env = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
+    done = subprocess.run(
+        ["zsh", "-fc", code], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.splitlines() == [
+        "_bash_complete -o bashdefault -F _hpcsched_complete",
+        "_hpcsched_complete: function",
+    ]
+
+
+@pytest.mark.skipif(shutil.which("fish") is None, reason="no fish here")
+def test_fish_completes_options_jobs_and_first_words(tmp_path: Path) -> None:
+    (tmp_path / "script").write_text(completion.text_for("fish"))
+    (tmp_path / "hqueue").write_text("#!/bin/sh\necho 12 10_3 | tr ' ' '\\n'\n")
+    (tmp_path / "hqueue").chmod(0o755)
+    lines = ("hqueue --sta", "hcancel 1", "hctl susp", "srun --kill")
+    code = "source ./script; " + "; ".join(f"complete -C '{line}'" for line in lines)
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "HOME": str(tmp_path)}
+    done = subprocess.run(
+        ["fish", "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=True
+    )
+    words = [line.split("\t")[0] for line in done.stdout.splitlines()]
+    assert words == ["--start", "--states", "10_3", "12", "suspend", "--kill-on-bad-exit"]
 
 
 def test_fish_has_every_option_of_a_command() -> None:
