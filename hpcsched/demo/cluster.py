@@ -141,7 +141,7 @@ class LocalCluster:
         """Delete the cluster's directory."""
         shutil.rmtree(self.base, ignore_errors=True)
 
-    def wait_for_nodes(self, timeout_s: float = 30.0) -> None:
+    def wait_for_nodes(self, timeout_s: float = 60.0) -> None:
         """Wait until every node answers the controller."""
         deadline_s = time.monotonic() + timeout_s
         while True:

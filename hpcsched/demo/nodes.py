@@ -23,7 +23,7 @@ from hpcsched.errors import ConfigError, RequestError
 
 __all__ = ["LoopbackNode", "LoopbackNodes", "start_nodes", "write_ssh_config"]
 
-READY_S = 20.0
+READY_S = 60.0
 
 
 class LoopbackNodes:

@@ -50,7 +50,7 @@ def slurm_env(cluster: LocalCluster) -> dict[str, str]:
 def client(cluster: LocalCluster, slurm_env: dict[str, str]) -> Client:
     """Return a function that runs a client's script from `clients/` in the share, and fails if it fails."""
 
-    def run(script: str, *words: str, timeout_s: float = 100.0) -> subprocess.CompletedProcess[str]:
+    def run(script: str, *words: str, timeout_s: float = 250.0) -> subprocess.CompletedProcess[str]:
         path = str(CLIENTS / script)
         command = [sys.executable, path] if script.endswith(".py") else ["bash", path]
         return cluster.run(*command, *words, env=slurm_env, timeout_s=timeout_s)

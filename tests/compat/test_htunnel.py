@@ -10,7 +10,7 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 from clientrun import Client
-from waiting import wait_until
+from waiting import PATIENCE_S, wait_until
 
 from hpcsched.demo.cluster import LocalCluster
 
@@ -34,7 +34,7 @@ def test_a_server_in_a_job(cluster: LocalCluster, slurm: Client) -> None:
     (cluster.share / "serve.py").write_text(SERVER)
     job_id = slurm("sbatch", "--parsable", "-w", "n2", "--wrap", f"{sys.executable} serve.py").stdout.strip()
     port_file = cluster.share / "port"
-    port = wait_until(lambda: port_file.exists() and port_file.read_text().strip(), 30, "the server")
+    port = wait_until(lambda: port_file.exists() and port_file.read_text().strip(), what="the server")
     run = "import sys; from hpcsched.cli.htunnel import main; sys.exit(main())"
     command = [sys.executable, "-c", run, job_id, port]
     tunnel = subprocess.Popen(command, env=cluster.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -45,13 +45,13 @@ def test_a_server_in_a_job(cluster: LocalCluster, slurm: Client) -> None:
         assert match, (line, tunnel.poll())
 
         def get(number: int) -> bool:
-            with urllib.request.urlopen(f"{match[1]}/{number}", timeout=60) as answer:
+            with urllib.request.urlopen(f"{match[1]}/{number}", timeout=PATIENCE_S) as answer:
                 return answer.read() == f"{job_id}/{number}".encode() * 100_000
 
         with ThreadPoolExecutor(4) as pool:
             assert all(pool.map(get, range(8)))
         tunnel.send_signal(signal.SIGINT)
-        assert tunnel.wait(60) == 0
+        assert tunnel.wait(PATIENCE_S) == 0
     finally:
         tunnel.kill()
         tunnel.wait()

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from clientrun import Client
-from waiting import wait_until
+from waiting import PATIENCE_S, wait_until
 
 from hpcsched.cli.slurmpath import ensure_directory
 from hpcsched.demo.cluster import LocalCluster
@@ -30,7 +30,7 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self.fd, text.encode())
 
-    def shows(self, text: str, timeout_s: float = 30.0) -> None:
+    def shows(self, text: str, timeout_s: float = PATIENCE_S) -> None:
         """Wait until it shows this, and forget what came before."""
         deadline_s = time.monotonic() + timeout_s
         while text.encode() not in self.shown:
@@ -80,7 +80,7 @@ def test_a_shell_at_a_terminal(cluster: LocalCluster) -> None:
         terminal.type("echo again-$((1+1))\n")
         terminal.shows("again-2")
         terminal.type("exit 5\n")
-        assert terminal.process.wait(timeout=30) == 5
+        assert terminal.process.wait(timeout=PATIENCE_S) == 5
 
 
 def test_input_that_is_no_terminal_ends_the_program(slurm: Client) -> None:
@@ -97,7 +97,7 @@ def test_a_program_that_is_killed_or_missing(slurm: Client) -> None:
 
 def test_a_shell_on_a_node_of_a_running_job(cluster: LocalCluster, slurm: Client) -> None:
     job_id = slurm("sbatch", "--parsable", "-N2", "--wrap", "sleep 600").stdout.strip()
-    wait_until(lambda: slurm("squeue", "-h", "-j", job_id, "-o", "%t").stdout == "R\n", 20, "the job to run")
+    wait_until(lambda: slurm("squeue", "-h", "-j", job_id, "-o", "%t").stdout == "R\n", what="the job to run")
     done = cluster.run(
         "hsh", job_id, "n2", "--", "sh", "-c", "echo $SLURM_JOB_ID $SLURMD_NODENAME; exit 3", check=False
     )
@@ -105,5 +105,5 @@ def test_a_shell_on_a_node_of_a_running_job(cluster: LocalCluster, slurm: Client
     with at_terminal(cluster, "hsh", job_id) as terminal:
         terminal.type("echo on-$SLURMD_NODENAME; exit\n")
         terminal.shows("on-n1")
-        assert terminal.process.wait(timeout=30) == 0
+        assert terminal.process.wait(timeout=PATIENCE_S) == 0
     slurm("scancel", job_id)

@@ -38,7 +38,7 @@ def test_parsl(client: Client) -> None:
 @pytest.mark.parametrize("status", ["sacct", "squeue"])
 def test_snakemake(status: str, client: Client, slurm: Client) -> None:
     """It looks at its jobs twice a minute or so."""
-    assert client("use_snakemake.sh", status, timeout_s=200).stdout == "well done\n"
+    assert client("use_snakemake.sh", status).stdout == "well done\n"
     rules = slurm("sacct", "-X", "-n", "-P", "-o", "Comment,State").stdout.split()
     assert {"rule_a|COMPLETED", "rule_b|COMPLETED"} <= set(rules)
 
@@ -47,12 +47,12 @@ def test_snakemake(status: str, client: Client, slurm: Client) -> None:
 @pytest.mark.timeout(600)
 def test_lightning(client: Client) -> None:
     """Eight processes import torch, four at a time."""
-    assert client("use_lightning.py", timeout_s=550).stdout == "well done\n"
+    assert client("use_lightning.py").stdout == "well done\n"
 
 
 def test_clustershell(client: Client, slurm: Client) -> None:
     job_id = slurm("sbatch", "--parsable", "--nodelist=n2", "--mem=100M", "--wrap", "sleep 600").stdout.strip()
-    wait_until(lambda: slurm("squeue", "-h", "-j", job_id, "-o", "%t").stdout == "R\n", 20, "the job to run")
+    wait_until(lambda: slurm("squeue", "-h", "-j", job_id, "-o", "%t").stdout == "R\n", what="the job to run")
     assert client("use_clustershell.py", job_id, "n2").stdout == "well done\n"
     slurm("scancel", job_id)
 

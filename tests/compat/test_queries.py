@@ -93,7 +93,7 @@ def queue(cluster: object, slurm_env: dict[str, str]) -> None:
     )
     run("sbatch", "-H", "--wrap", "true")
     run("sbatch", "-H", "-a", "0-3", "--wrap", "true")
-    wait_until(lambda: run("squeue", "-h", "-s", "-o", "%i").split() == ["1.batch", "1.0"], 60, "the step to run")
+    wait_until(lambda: run("squeue", "-h", "-s", "-o", "%i").split() == ["1.batch", "1.0"], what="the step to run")
 
 
 @pytest.mark.parametrize(("command", "shape"), ASKED, ids=[command.split("{")[0][:40] for command, _ in ASKED])

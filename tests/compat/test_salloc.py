@@ -7,7 +7,7 @@ import signal
 import subprocess
 
 from clientrun import Client
-from waiting import wait_until
+from waiting import PATIENCE_S, wait_until
 
 from hpcsched.cli.slurmpath import ensure_directory
 from hpcsched.demo.cluster import LocalCluster
@@ -24,7 +24,7 @@ def test_a_command_has_the_jobs_environment_and_starts_steps(slurm: Client) -> N
     assert sorted(lines[1:]) == ["0: n1", "1: n1", "2: n2", "3: n2"]
     job_id = done.stderr.split()[-1]
     assert done.stderr == f"salloc: Granted job allocation {job_id}\nsalloc: Relinquishing job allocation {job_id}\n"
-    wait_until(lambda: slurm("squeue", "-h", "-j", job_id, check=False).stdout == "", 20, "the job to end")
+    wait_until(lambda: slurm("squeue", "-h", "-j", job_id, check=False).stdout == "", what="the job to end")
     assert slurm("sacct", "-Xnj", job_id, "-o", "JobName,State").stdout.split() == ["held", "COMPLETED"]
 
 
@@ -35,7 +35,7 @@ def test_a_job_that_is_cancelled_hangs_up_its_command(cluster: LocalCluster, slu
     assert process.stdout is not None
     job_id = process.stdout.readline().strip()
     slurm("scancel", job_id)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 1
     assert f"salloc: error: Job allocation {job_id} has been revoked." in err
 
@@ -47,8 +47,8 @@ def test_one_that_waits_may_be_interrupted(cluster: LocalCluster, slurm: Client)
     assert process.stderr is not None
     assert "queued and waiting for resources" in process.stderr.readline()
     process.send_signal(signal.SIGINT)
-    assert "cancelled while waiting" in process.communicate(timeout=30)[1]
-    wait_until(lambda: slurm("squeue", "-h", "-n", "later").stdout == "", 20, "the job to be gone")
+    assert "cancelled while waiting" in process.communicate(timeout=PATIENCE_S)[1]
+    wait_until(lambda: slurm("squeue", "-h", "-n", "later").stdout == "", what="the job to be gone")
 
 
 def test_what_is_refused(slurm: Client) -> None:

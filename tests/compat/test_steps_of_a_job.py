@@ -6,7 +6,7 @@ import getpass
 import subprocess
 
 from clientrun import Client
-from waiting import wait_until
+from waiting import PATIENCE_S, wait_until
 
 from hpcsched.cli.slurmpath import ensure_directory
 from hpcsched.demo.cluster import LocalCluster
@@ -27,7 +27,7 @@ def test_scancel_of_a_step(cluster: LocalCluster, slurm: Client) -> None:
     def running() -> list[str]:
         return slurm("squeue", "-h", "-s", "-j", job_id, "-o", "%i").stdout.split()
 
-    wait_until(lambda: f"{job_id}.0" in running(), 30, "the first step")
+    wait_until(lambda: f"{job_id}.0" in running(), what="the first step")
     unknown = slurm("scancel", "-v", f"{job_id}.7")
     assert f"scancel: Terminating step {job_id}.7" in unknown.stderr
     assert "Invalid job id specified" in unknown.stderr
@@ -36,9 +36,9 @@ def test_scancel_of_a_step(cluster: LocalCluster, slurm: Client) -> None:
         slurm("scancel", "--signal=USR1", f"{job_id}.0")
         return f"{job_id}.1" in running()
 
-    wait_until(first_is_over, 30, "the second step")
+    wait_until(first_is_over, what="the second step")
     slurm("scancel", f"{job_id}.1")
-    wait_until(lambda: not slurm("squeue", "-h", "-j", job_id).stdout, 60, "the end of the job")
+    wait_until(lambda: not slurm("squeue", "-h", "-j", job_id).stdout, what="the end of the job")
     shown = (cluster.share / f"slurm-{job_id}.out").read_text().splitlines()
     assert [line for line in shown if line.startswith(("first", "second", "third"))][1:] == ["second 143", "third 0"]
     assert f"srun: error: step {job_id}.1 is ended: cancelled by {getpass.getuser()}" in shown
@@ -54,8 +54,8 @@ def test_sattach(cluster: LocalCluster, slurm: Client) -> None:
     job_id = slurm("sbatch", "--parsable", "-N2", stdin=script).stdout.strip()
     step = f"{job_id}.0"
     try:
-        wait_until(lambda: step in slurm("squeue", "-h", "-s", "-j", job_id, "-o", "%i").stdout, 30, "the step")
-        wait_until(lambda: "early" in (cluster.share / f"slurm-{job_id}.out").read_text(), 30, "its output")
+        wait_until(lambda: step in slurm("squeue", "-h", "-s", "-j", job_id, "-o", "%i").stdout, what="the step")
+        wait_until(lambda: "early" in (cluster.share / f"slurm-{job_id}.out").read_text(), what="its output")
         told = slurm("sattach", "--layout", step).stdout
         assert told.splitlines()[3:] == ["  Node 0 (n1), 1 task(s): 0", "  Node 1 (n2), 1 task(s): 1"]
         shown = cluster.share / "shown"
@@ -63,9 +63,9 @@ def test_sattach(cluster: LocalCluster, slurm: Client) -> None:
             command = [str(ensure_directory() / "sattach"), "-l", step]
             listener = subprocess.Popen(command, env=cluster.env, stdout=out, stderr=subprocess.PIPE, text=True)
         try:
-            wait_until(lambda: {"0: here 0", "1: here 1"} <= set(shown.read_text().splitlines()), 30, "both tasks")
+            wait_until(lambda: {"0: here 0", "1: here 1"} <= set(shown.read_text().splitlines()), what="both tasks")
             (cluster.share / "heard").touch()
-            assert listener.wait(60) == 5
+            assert listener.wait(PATIENCE_S) == 5
         finally:
             listener.kill()
             listener.wait()

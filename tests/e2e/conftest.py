@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from waiting import wait_until
+from waiting import PATIENCE_S, wait_until
 
 from hpcsched.demo.cluster import LocalCluster
 
@@ -53,7 +53,7 @@ def ended(job: Callable[[int], dict[str, Any]]) -> Callable[..., dict[str, Any]]
     """Return a function that waits until a job has ended, and returns it."""
     final = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"}
 
-    def wait(job_id: int, timeout_s: float = 30.0) -> dict[str, Any]:
+    def wait(job_id: int, timeout_s: float = PATIENCE_S) -> dict[str, Any]:
         wait_until(lambda: job(job_id)["state"] in final, timeout_s, f"the end of job {job_id}")
         return job(job_id)
 
@@ -64,7 +64,7 @@ def ended(job: Callable[[int], dict[str, Any]]) -> Callable[..., dict[str, Any]]
 def running(job: Callable[[int], dict[str, Any]]) -> Callable[..., dict[str, Any]]:
     """Return a function that waits until a job runs, and returns it."""
 
-    def wait(job_id: int, attempt: int = 0, timeout_s: float = 30.0) -> dict[str, Any]:
+    def wait(job_id: int, attempt: int = 0, timeout_s: float = PATIENCE_S) -> dict[str, Any]:
         def is_running() -> bool:
             found = job(job_id)
             return found["state"] == "RUNNING" and found["attempt"] == attempt

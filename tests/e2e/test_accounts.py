@@ -57,7 +57,7 @@ def test_who_may_submit_what(lab: LocalCluster, sub: Any) -> None:
 def test_limits_and_licences_keep_jobs_waiting_and_say_so(
     lab: LocalCluster, sub: Any, running: Any, ended: Any
 ) -> None:
-    first = sub("sleep 60", "-q", "single", "-L", "matlab")
+    first = sub("sleep 600", "-q", "single", "-L", "matlab")
     running(first)
     limited, licensed = sub("true", "-q", "single"), sub("true", "-L", "matlab")
     wait_until(lambda: reason_of(lab, limited) == "QOSMaxJobsPerUserLimit", what="the limit to be the reason")

@@ -36,7 +36,7 @@ def worlds(path: Path) -> list[int]:
     """How many ranks took each step."""
     if not path.exists():
         return []
-    lines = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+    lines = list(read_metrics(path))
     assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
     return [line["world"] for line in lines]
 
@@ -51,19 +51,19 @@ def test_the_ranks_of_an_elastic_job_follow_its_nodes(
     assert running(number)["num_nodes"] == 2
 
     def until(world: int) -> None:
-        wait_until(lambda: worlds(metrics)[-1:] == [world], 90, f"{world} ranks")
+        wait_until(lambda: worlds(metrics)[-1:] == [world], what=f"{world} ranks")
 
     until(2)
     (cluster.share / "free").touch()
     until(3)
     other = sub("while [ ! -e over ]; do sleep 0.05; done", "--exclusive", "-N1")
-    running(other, timeout_s=60)
+    running(other)
     until(2)
     (cluster.share / "over").touch()
     assert ended(other)["state"] == "COMPLETED"
     until(3)  # the node that it gave back has come back
     cluster.run("hcancel", "-b", "-s", "USR1", str(number))
-    assert ended(number, 60)["exit_code"] == 75, output(number)
+    assert ended(number)["exit_code"] == 75, output(number)
     report = json.loads((cluster.share / "report.json").read_text())
     assert report["faults"] == [], "ranks left, none was lost"
 
@@ -75,18 +75,18 @@ def test_an_elastic_job_goes_on_when_a_node_loses_power_and_has_it_again_when_it
     number = sub(script, "--exclusive", "-N2-3", "--elastic", "--ntasks-per-node=1", "-t", "10")
     metrics = cluster.share / "power" / "metrics.jsonl"
     node = running(number)["nodes"][2]
-    wait_until(lambda: worlds(metrics)[-1:] == [3], 90, "3 ranks")
+    wait_until(lambda: worlds(metrics)[-1:] == [3], what="3 ranks")
     assert cluster.machines is not None
     cluster.machines.power_off(node)
-    wait_until(lambda: worlds(metrics)[-1:] == [2], 60, "2 ranks")
+    wait_until(lambda: worlds(metrics)[-1:] == [2], what="2 ranks")
     cluster.machines.power_on(node)
-    wait_until(lambda: worlds(metrics)[-1:] == [3], 90, "3 ranks again")
+    wait_until(lambda: worlds(metrics)[-1:] == [3], what="3 ranks again")
     assert (job(number)["state"], job(number)["attempt"]) == ("RUNNING", 0), output(number)
     story = cluster.run("hctl", "story", str(number)).stdout
     assert "it goes on without that node" in story
     assert f"is given {node} as well" in story
     cluster.run("hcancel", str(number))
-    ended(number, 60)
+    ended(number)
 
 
 @pytest.mark.timeout(400)
@@ -107,7 +107,7 @@ def test_when_all_nodes_and_the_controller_die_the_job_goes_on_later_with_the_sa
     number = sub(SCRIPT.replace("--steps 1000000", words).replace("--out elastic", "--out dead"), *options)
     metrics = cluster.share / "dead" / "metrics.jsonl"
     nodes = running(number)["nodes"]
-    wait_until(lambda: len(told(metrics)) >= 20, 90, "twenty steps")
+    wait_until(lambda: len(told(metrics)) >= 20, what="twenty steps")
     assert cluster.machines is not None
     cluster.down()
     for node in nodes:

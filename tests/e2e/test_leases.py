@@ -77,11 +77,11 @@ def test_a_job_with_a_lease_runs_elsewhere_without_anybodys_word(
     cluster.machines.power_off(node)
     wait_until(lambda: job(job_id)["reason"] == "NodeDown", what="the node to be missed")
     assert "lease there has run out for certain" in cluster.run("hwhy", str(job_id)).stdout
-    assert running(job_id, attempt=1, timeout_s=30)["nodes"] != [node]
+    assert running(job_id, attempt=1)["nodes"] != [node]
     assert "lease there ran out" in cluster.run("hctl", "story", str(job_id)).stdout
     cluster.run("hcancel", str(job_id))
     cluster.machines.power_on(node)
-    cluster.wait_for_nodes(30)
+    cluster.wait_for_nodes()
 
 
 def test_behind_a_cut_cable_the_old_attempt_has_ended_before_the_new_one_starts(
@@ -94,12 +94,12 @@ def test_behind_a_cut_cable_the_old_attempt_has_ended_before_the_new_one_starts(
     for pid in stopped:
         os.kill(pid, signal.SIGSTOP)
     try:
-        running(job_id, attempt=1, timeout_s=30)
+        running(job_id, attempt=1)
         wait_until(lambda: "1" in beats(cluster), what="the second attempt to run")
     finally:
         for pid in stopped:
             os.kill(pid, signal.SIGCONT)
-    cluster.wait_for_nodes(30)
+    cluster.wait_for_nodes()
     cluster.run("hcancel", str(job_id))
     wait_until(lambda: job(job_id)["state"] == "CANCELLED")
     seen = beats(cluster)
@@ -115,12 +115,12 @@ def test_a_job_on_several_nodes_starts_on_all_or_goes_back(
         job_id = sub("echo ran $HPCSCHED_ATTEMPT >> ran", "-N3", "--no-requeue")
         assert job(job_id)["state"] == "CONFIGURING"
         assert "waits for n3 to take its part" in cluster.run("hwhy", str(job_id)).stdout
-        wait_until(lambda: job(job_id)["state"] == "PENDING", 30, "the job to go back to the queue")
+        wait_until(lambda: job(job_id)["state"] == "PENDING", what="the job to go back to the queue")
         assert "n3 did not answer before the job could start" in cluster.run("hctl", "story", str(job_id)).stdout
         assert not (cluster.share / "ran").exists()
     finally:
         cluster.machines.thaw("n3")
-    assert ended(job_id, 30)["state"] == "COMPLETED"
+    assert ended(job_id)["state"] == "COMPLETED"
     assert (cluster.share / "ran").read_text() == "ran 1\n"
 
 
@@ -152,7 +152,7 @@ def test_a_newer_version_takes_over_under_running_jobs(
         cluster.wait_for_nodes()
         assert not versions() & old
         said = cluster.share / f"slurm-{stepping}.out"
-        wait_until(lambda: "hrun 1" in said.read_text(), 20, "hrun to be told")
+        wait_until(lambda: "hrun 1" in said.read_text(), what="hrun to be told")
         assert "The step is ended with it" in said.read_text()
         (cluster.share / "go").touch()
         for job_id in (plain, stepping):
@@ -195,7 +195,7 @@ def test_a_node_whose_disk_is_full_gets_no_jobs_until_there_is_room(tmp_path_fac
             assert elsewhere.returncode == 0
             assert job()["attempt"] == attempts == 1
             (small / "filler").unlink()
-            wait_until(lambda: job()["state"] == "COMPLETED", 30, "the job to run")
+            wait_until(lambda: job()["state"] == "COMPLETED", what="the job to run")
             assert not node()["drained"]
     finally:
         subprocess.run(["umount", "-l", str(small)], check=True)

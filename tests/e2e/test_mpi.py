@@ -45,7 +45,7 @@ def test_mpirun_uses_all_nodes_and_slots(
 ) -> None:
     (cluster.share / "hello.py").write_text(HELLO)
     job_id = sub(f"export PATH={mpi_bin}:$PATH\nmpirun python hello.py", "-N2", "--ntasks-per-node=2")
-    assert ended(job_id, 60)["state"] == "COMPLETED", output(job_id)
+    assert ended(job_id)["state"] == "COMPLETED", output(job_id)
     lines = sorted(line for line in output(job_id).splitlines() if line.startswith("rank"))
     assert [line.split(" on ")[0] for line in lines] == [f"rank {i} of 4" for i in range(4)], output(job_id)
     assert cluster.machines is not None
@@ -66,7 +66,7 @@ def test_all_ranks_die_with_the_job(
     (cluster.share / "stay.py").write_text(HELLO + "import time\ntime.sleep(600)\n")
     job_id = sub(f"export PATH={mpi_bin}:$PATH\nmpirun python stay.py", "-N2")
     running(job_id)
-    wait_until(lambda: output(job_id).count("rank") == 2, 60, "both ranks to speak")
+    wait_until(lambda: output(job_id).count("rank") == 2, what="both ranks to speak")
     cluster.run("hcancel", str(job_id))
     assert ended(job_id)["state"] == "CANCELLED"
     assert cluster.machines is not None
@@ -74,6 +74,6 @@ def test_all_ranks_die_with_the_job(
         for pid in cluster.machines.processes(name):
             try:
                 command = Path(f"/proc/{pid}/cmdline").read_bytes()
-            except FileNotFoundError:
+            except OSError:  # it has ended
                 continue
             assert b"stay.py" not in command

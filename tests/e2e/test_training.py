@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,14 +10,13 @@ from typing import Any
 from waiting import wait_until
 
 from hpcsched.demo.cluster import LocalCluster
+from hpctrain.metrics import read_metrics
 
 SMALL = "--layers 1 --width 32 --heads 2 --context 32 --batch 8 --eval-every 0 --sample 0 --checkpoint-every 4 --base-every 3"
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+    return list(read_metrics(path)) if path.exists() else []
 
 
 def test_a_killed_training_job_resumes_to_the_same_bits(
@@ -33,17 +31,17 @@ def test_a_killed_training_job_resumes_to_the_same_bits(
         f"export PATH={Path(python).parent}:$PATH\nmpirun {python} -m hpctrain.examples.chargpt {SMALL} --steps 200"
     )
     whole = sub(f"{script} --out whole", "-N2", "--requeue", "-t", "5")
-    assert ended(whole, 90)["state"] == "COMPLETED", output(whole)
+    assert ended(whole)["state"] == "COMPLETED", output(whole)
     killed = sub(f"{script} --out killed", "-N2", "--requeue", "-t", "5", "--open-mode=append")
     metrics = cluster.share / "killed" / "metrics.jsonl"
-    wait_until(lambda: any(line["step"] >= 20 for line in lines(metrics)), 60, "twenty steps")
+    wait_until(lambda: any(line["step"] >= 20 for line in lines(metrics)), what="twenty steps")
     published = cluster.share / "killed" / "checkpoints"
-    wait_until(lambda: list(published.glob("step-*.json")), 60, "a checkpoint")
+    wait_until(lambda: list(published.glob("step-*.json")), what="a checkpoint")
     node = running(killed)["nodes"][1]
     assert cluster.machines is not None
     cluster.machines.power_off(node)
     cluster.machines.power_on(node)
-    done = ended(killed, 90)
+    done = ended(killed)
     assert (done["state"], done["attempt"]) == ("COMPLETED", 1), output(killed)
     second = [line["step"] for line in lines(metrics) if line["attempt"] == 1]
     assert second[0] > 1, "it began again from nothing"
@@ -61,7 +59,7 @@ def test_a_training_job_says_how_far_it_is(
 ) -> None:
     script = f"{sys.executable} -m hpctrain.examples.chargpt {SMALL} --steps 100000 --out told"
     number = sub(script, "-t", "5")
-    told = wait_until(lambda: job(number)["training"], 60, "its first word")
+    told = wait_until(lambda: job(number)["training"], what="its first word")
     assert (told["total_steps"], told["attempt"]) == (100000, 0), output(number)
     assert min(told["loss"], told["samples_per_s"], told["ends_at_s"] - told["at_s"]) > 0
     shown = cluster.run("hqueue", str(number)).stdout
@@ -96,7 +94,7 @@ def test_hlogs_says_which_rank_failed_first_and_why(
 ) -> None:
     (cluster.share / "fails.py").write_text(FAILS)
     number = sub(f"hrun {sys.executable} fails.py", "-N2", "-n2", "-t", "5")
-    assert ended(number, 60)["state"] == "FAILED", output(number)
+    assert ended(number)["state"] == "FAILED", output(number)
     told = cluster.run("hlogs", str(number)).stderr.splitlines()
     assert "first cause: rank 1 of 2" in told[0]
     assert told[0].endswith("ValueError: the tape is torn")

@@ -80,7 +80,7 @@ def ended(cluster: LocalCluster, job_id: int) -> dict[str, Any]:
         found = cluster.api("GET", f"/v1/job/{job_id}")["jobs"][0]
         return found if found["state"] in ("COMPLETED", "FAILED", "CANCELLED") else None
 
-    return wait_until(job, 20, "the job's end")
+    return wait_until(job, what="the job's end")
 
 
 def test_a_job_runs_as_its_submitter_whatever_the_request_says(cluster: LocalCluster) -> None:

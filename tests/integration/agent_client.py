@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from waiting import wait_until
+from waiting import PATIENCE_S, wait_until
 
 import hpcnode
 from hpcnode import protocol
@@ -29,7 +29,6 @@ from hpcnode.done import LINES
 PROGRAM = Path(hpcnode.__file__).parent
 PYTHON = os.environ.get("HPCSCHED_TEST_NODE_PYTHON", sys.executable)
 INCARNATION = "feedc0de"
-DEADLINE_S = 20.0
 AS_ROOT = os.geteuid() == 0
 FINAL = {protocol.ENDED, protocol.BARRED, protocol.REFUSED, protocol.LOST}
 
@@ -101,7 +100,7 @@ class NodeUnderTest:
         """Kill the agent as a power cut would, its shepherds excepted."""
         assert self.agent is not None
         self.agent.kill()
-        self.agent.wait(DEADLINE_S)
+        self.agent.wait(PATIENCE_S)
 
     def shepherds(self) -> dict[str, int]:
         """Return token -> pid of the shepherds whose start is recorded."""
@@ -131,7 +130,7 @@ class NodeUnderTest:
 
     def stop(self) -> None:
         """Kill everything of this node."""
-        deadline_s = time.monotonic() + DEADLINE_S
+        deadline_s = time.monotonic() + PATIENCE_S
         while self.processes() and time.monotonic() < deadline_s:
             for pid in self.processes():
                 with contextlib.suppress(ProcessLookupError):
@@ -139,7 +138,7 @@ class NodeUnderTest:
             for agent in self.agents:
                 agent.poll()
         for agent in self.agents:
-            agent.wait(DEADLINE_S)
+            agent.wait(PATIENCE_S)
 
 
 class Controller:
@@ -175,7 +174,7 @@ class Controller:
         self.messages += list(self._framer.feed(data))
         return True
 
-    def wait(self, wanted: Callable[[protocol.Message], bool], timeout_s: float = DEADLINE_S) -> Any:
+    def wait(self, wanted: Callable[[protocol.Message], bool], timeout_s: float = PATIENCE_S) -> Any:
         """Return the first message that is wanted, of those that came and those that come."""
         deadline_s = time.monotonic() + timeout_s
         seen = 0
@@ -192,13 +191,13 @@ class Controller:
     def reports(self, token: str) -> list[protocol.Report]:
         return [m for m, _ in self.messages if isinstance(m, protocol.Report) and m.token == token]
 
-    def wait_status(self, token: str, *statuses: str, timeout_s: float = DEADLINE_S) -> protocol.Report:
+    def wait_status(self, token: str, *statuses: str, timeout_s: float = PATIENCE_S) -> protocol.Report:
         """Return the first report of the token that says one of these."""
         return self.wait(
             lambda m: isinstance(m, protocol.Report) and m.token == token and m.status in statuses, timeout_s
         )
 
-    def final(self, token: str, timeout_s: float = DEADLINE_S) -> protocol.Report:
+    def final(self, token: str, timeout_s: float = PATIENCE_S) -> protocol.Report:
         return self.wait_status(token, *FINAL, timeout_s=timeout_s)
 
     def ack(self, *reports: protocol.Report) -> None:

@@ -40,6 +40,7 @@ QUICK = {"controller": {"requeue_delay_s": 0, "kill_wait_s": 2}}
 CPUS = 4
 # How long is waited before a thing counts as stuck: each controller and agent is a new Python, and the machine may be busy.
 PATIENCE_S = 240.0
+NOTICED_S = 5.0  # until the controller knows of a death, and gives away no more of what is dead
 # One write of less than PIPE_BUF bytes to a file opened for appending: lines do not mix.
 MARK = 'echo "$HPCSCHED_JOB_ID $HPCSCHED_ATTEMPT" >> {share}/ran\n'
 
@@ -57,11 +58,12 @@ HRUN_LOST = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kill:
-    """What was killed, on which node ("": the head), and when it was over."""
+    """What was killed, on which node, after and before which moment."""
 
     what: str
     node: str
-    at_s: float
+    since_s: float
+    until_s: float
 
 
 @dataclass(slots=True)
@@ -116,7 +118,7 @@ class KillableCluster(LocalCluster):
         """SIGKILL."""
         assert self._controller is not None
         self._controller.kill()
-        self._controller.wait(timeout=10)
+        self._controller.wait(timeout=PATIENCE_S)
 
     def controller_died(self) -> bool:
         """Return whether the controller has killed itself."""
@@ -131,7 +133,7 @@ class KillableCluster(LocalCluster):
         try:
             if self._controller is not None:
                 self._controller.terminate()
-                self._controller.wait(timeout=20)
+                self._controller.wait(timeout=PATIENCE_S)
         finally:
             if self.machines is not None:
                 self.machines.stop()
@@ -175,19 +177,25 @@ class KillableCluster(LocalCluster):
         return bool(pids) and self._killed("shepherd", node, rng.choice(pids))
 
     def _killed(self, what: str, node: str, pid: int) -> bool:
+        since_s = time.time()
         try:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
             return False
-        self.kills.append(Kill(what=what, node=node, at_s=time.time()))
+        self.note_kill(what, node, since_s)
         return True
+
+    def note_kill(self, what: str, node: str, since_s: float) -> None:
+        """Remember that something was killed between then and now."""
+        self.kills.append(Kill(what=what, node=node, since_s=since_s, until_s=time.time()))
 
     def cycle_power(self, node: str) -> None:
         """Pull the node's plug, and put it back."""
         assert self.machines is not None
+        since_s = time.time()
         self.machines.power_off(node)
-        self.kills.append(Kill(what="power", node=node, at_s=time.time()))
         self.machines.power_on(node)
+        self.note_kill("power", node, since_s)
 
     # ----- jobs
 
@@ -356,7 +364,8 @@ class KillableCluster(LocalCluster):
         """Return whether a shepherd or a node that the job may have had was killed in the job's time."""
         nodes = {share.node for event in events if event.job_id == job.id for share in getattr(event, "shares", ())}
         hits = [kill for kill in self.kills if kill.what in ("shepherd", "power") and kill.node in nodes]
-        return any(since_s - 1.0 <= kill.at_s <= (job.ended_at_s or 0.0) + 1.0 for kill in hits)
+        ended_s = job.ended_at_s or 0.0
+        return any(since_s - NOTICED_S <= kill.until_s and kill.since_s <= ended_s + NOTICED_S for kill in hits)
 
 
 def new_cluster(kind: type[Cluster], names: Sequence[str]) -> Iterator[Cluster]:

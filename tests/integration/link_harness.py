@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fake_node import fake_bundle
+from waiting import PATIENCE_S
 
 from hpcnode import protocol
 from hpcsched.demo.nodes import LoopbackNode
@@ -23,8 +24,7 @@ from hpcsched.model.ids import NodeName
 from hpcsched.model.node import NodeSpec
 
 IDENTITY = ControllerIdentity(cluster="testing", incarnation="0123456789abcdef", epoch=1)
-TIMES = LinkTimes(connect_s=20, heartbeat_s=0.3, down_after_s=5, retry_first_s=0.05, retry_most_s=0.5)
-PATIENCE_S = 30.0
+TIMES = LinkTimes(connect_s=60, heartbeat_s=0.3, down_after_s=30, retry_first_s=0.05, retry_most_s=0.5)
 
 
 class Listener:
@@ -42,8 +42,9 @@ class Listener:
     def on_down(self, node: NodeName, why: str) -> None:
         self._said.put_nowait(("down", why, b""))
 
-    async def wait_up(self) -> protocol.Welcome:
-        return (await self._next("up"))[0]
+    async def wait_up(self, *, after_downs: bool = False) -> protocol.Welcome:
+        """Return the next welcome; with `after_downs` the link may fail to come up before, however often."""
+        return (await self._next("up", skipped="down" if after_downs else ""))[0]
 
     async def wait_message(self) -> tuple[Any, bytes]:
         return await self._next("message")
@@ -51,8 +52,11 @@ class Listener:
     async def wait_down(self) -> str:
         return (await self._next("down"))[0]
 
-    async def _next(self, wanted: str) -> tuple[Any, bytes]:
-        kind, what, blob = await asyncio.wait_for(self._said.get(), PATIENCE_S)
+    async def _next(self, wanted: str, skipped: str = "") -> tuple[Any, bytes]:
+        async with asyncio.timeout(PATIENCE_S):
+            kind, what, blob = await self._said.get()
+            while kind == skipped:
+                kind, what, blob = await self._said.get()
         assert kind == wanted, f"the link said {kind}: {what}, not {wanted}"
         return what, blob
 
@@ -81,7 +85,7 @@ def local_spec(root: Path, **changes: Any) -> NodeSpec:
 
 def settings_with(config_file: Path = Path("/nonexistent"), **changes: Any) -> SshSettings:
     """Return SSH settings that read nothing of the person who runs the tests."""
-    return SshSettings(**({"config_file": config_file, "launch_key": None, "timeout_s": 15.0} | changes))
+    return SshSettings(**({"config_file": config_file, "launch_key": None, "timeout_s": 60.0} | changes))
 
 
 @contextlib.asynccontextmanager

@@ -73,7 +73,7 @@ class LosingDisk:
     ) -> None:
         _libc().umount2(os.fsencode(self.path), 2)  # MNT_DETACH
         self._control.close()
-        self._server.wait(timeout=10)
+        self._server.wait()
 
 
 def why_not() -> str:

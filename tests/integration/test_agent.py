@@ -8,11 +8,12 @@ import secrets
 import signal
 import socket
 import struct
+import time
 from pathlib import Path
 
 import pytest
 from agent_client import AS_ROOT, INCARNATION, Controller, NodeUnderTest, launch_of, new_token, running_node, script_of
-from waiting import wait_until
+from waiting import PATIENCE_S, wait_until
 
 from hpcnode import protocol
 
@@ -264,7 +265,7 @@ def _as_nobody(node: NodeUnderTest, data: bytes) -> bytes:
     if pid == 0:
         os.setresuid(65534, 65534, 65534)
         sock = socket.socket(socket.AF_UNIX)
-        sock.settimeout(10)
+        sock.settimeout(PATIENCE_S)
         sock.connect(str(node.socket))
         sock.sendall(data)
         answer = b""
@@ -315,16 +316,18 @@ def test_a_bad_frame_of_the_controller_ends_its_connection_but_no_job(node: Node
     assert [r["status"] for r in again.welcome.inventory] == [protocol.STARTED]
 
 
-def test_an_agent_that_nobody_needs_ends_and_one_with_a_job_stays(place: Path) -> None:
+def test_an_agent_that_nobody_needs_ends_and_one_with_a_job_stays(place: Path, work: Path) -> None:
     with running_node(place / "node", idle_s=0.3) as node:
         controller = Controller(node)
-        token = controller.launch("sleep 1.5")
+        token = controller.launch("while [ ! -e go ]; do sleep 0.05; done", work_dir=str(work))
         controller.wait_status(token, protocol.STARTED)
         controller.close()
         agent = node.agent
         assert agent is not None
-        with pytest.raises(AssertionError):
-            wait_until(lambda: agent.poll() is not None, timeout_s=0.8)
+        stays_until_s = time.monotonic() + 0.8
+        wait_until(lambda: agent.poll() is not None or time.monotonic() > stays_until_s)
+        assert agent.poll() is None
+        (work / "go").touch()
         wait_until(lambda: agent.poll() is not None, what="the agent to end")
         assert agent.returncode == 0
         assert not node.socket.exists()

@@ -100,10 +100,10 @@ def test_the_time_limit_ends_a_step_after_a_warning(node: NodeUnderTest, work: P
     token = controller.launch(
         "trap 'echo warned >> out' USR1; trap 'echo told >> out; exit 0' TERM; while :; do sleep 0.05; done",
         work_dir=str(work),
-        limit_s=1.0,
-        grace_s=5.0,
+        limit_s=4.0,
+        grace_s=60.0,
         signum=signal.SIGUSR1,
-        signal_before_s=0.5,
+        signal_before_s=1.5,
         signal_batch_only=True,
     )
     ended = controller.final(token)
@@ -118,9 +118,9 @@ def test_the_warning_reaches_steps_but_not_the_batch_shell(node: NodeUnderTest, 
         "trap 'echo shell >> out' USR1; wait; wait",
         token=new_token(job=7),
         work_dir=str(work),
-        limit_s=2.0,
+        limit_s=4.0,
         signum=signal.SIGUSR1,
-        signal_before_s=1.0,
+        signal_before_s=1.5,
     )
     step = controller.launch(
         argv=["sh", "-c", "trap 'echo step >> out' USR1; while :; do sleep 0.05; done"],

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,9 @@ from agent_client import INCARNATION, Controller, NodeUnderTest, new_token, runn
 from waiting import wait_until
 
 from hpcnode import protocol
+from hpcnode.lease import read_renewal
 
-KILL: dict[str, Any] = {"lease": protocol.KILL, "lease_s": 3.0, "grace_s": 0.5}
+KILL: dict[str, Any] = {"lease": protocol.KILL, "lease_s": 4.0, "grace_s": 0.5}
 BEAT = "trap 'echo told' TERM; while :; do date +%s.%N >> beats; sleep 0.05; done"
 
 
@@ -40,24 +41,28 @@ def beats(work: Path) -> int:
     return len(path.read_text().split()) if path.exists() else 0
 
 
-def answer_for(controller: Controller, seconds: float) -> None:
-    """Be there: answer what the agent asks, for so long."""
+def answer_until(controller: Controller, done: Callable[[], object]) -> None:
+    """Be there: answer what the agent asks, until something is so."""
     answered: set[int] = set()
-    deadline_s = time.monotonic() + seconds
-    while time.monotonic() < deadline_s:
+
+    def take() -> bool:
         for message, _ in controller.messages:
             if isinstance(message, protocol.Ping) and message.request not in answered:
                 answered.add(message.request)
                 controller.send(protocol.Pong(message.request))
         controller.pump(0.05)
+        return bool(done())
+
+    wait_until(take)
 
 
 def test_a_job_with_a_lease_lives_on_the_controllers_word_alone(node: NodeUnderTest, work: Path) -> None:
     controller = Controller(node)
     leased = controller.launch(BEAT, work_dir=str(work), **KILL)
     kept = controller.launch("while [ ! -e go ]; do sleep 0.05; done", new_token(job=2), work_dir=str(work))
-    answer_for(controller, 4.0)  # longer than the lease
-    assert beats(work) > 0
+    answer_until(controller, lambda: beats(work))
+    longer_s = time.monotonic() + KILL["lease_s"] + 1.0
+    answer_until(controller, lambda: time.monotonic() > longer_s)
     assert not [report for report in controller.reports(leased) if report.status != protocol.STARTED]
     controller.close()
     wait_until(lambda: (node.root / "spool" / leased / "final").exists(), what="the lease to run out")
@@ -74,8 +79,7 @@ def test_a_job_with_a_lease_lives_on_the_controllers_word_alone(node: NodeUnderT
 def test_it_needs_no_agent_to_end(node: NodeUnderTest, work: Path) -> None:
     controller = Controller(node)
     leased = controller.launch(BEAT, work_dir=str(work), **KILL)
-    answer_for(controller, 0.5)
-    assert beats(work) > 0
+    answer_until(controller, lambda: beats(work))
     node.kill()
     wait_until(lambda: (node.root / "spool" / leased / "final").exists(), what="the lease to run out")
     node.start()
@@ -93,7 +97,6 @@ def test_a_controller_that_does_not_answer_starts_nothing(node: NodeUnderTest, w
     controller.close()
     wait_until(lambda: (node.root / "spool" / leased / "final").exists(), what="the launch to be barred")
     again = Controller(node)
-    answer_for(again, 0.3)
     assert again.welcome.inventory[0]["status"] == protocol.BARRED
     assert beats(work) == 0
     again.close()
@@ -101,13 +104,14 @@ def test_a_controller_that_does_not_answer_starts_nothing(node: NodeUnderTest, w
 
 def test_an_agent_that_took_over_renews_what_it_found(node: NodeUnderTest, work: Path) -> None:
     controller = Controller(node)
-    leased = controller.launch(BEAT, work_dir=str(work), **KILL)
-    answer_for(controller, 0.5)
+    leased = controller.launch(BEAT, work_dir=str(work), **KILL | {"lease_s": 60.0})
+    answer_until(controller, lambda: beats(work))
     node.kill()
     node.start()
+    entry = str(node.root / "spool" / leased)
+    before_s = read_renewal(entry) or 0.0
     again = Controller(node)
-    answer_for(again, 4.0)
-    assert not (node.root / "spool" / leased / "final").exists()
+    answer_until(again, lambda: (read_renewal(entry) or 0.0) > before_s)
     again.send(protocol.EndStep(leased, 0.0, "enough"))
     assert again.final(leased).status == protocol.ENDED
     again.close()

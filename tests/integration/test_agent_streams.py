@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from agent_client import AS_ROOT, INCARNATION, Controller, NodeUnderTest, new_token, running_node
-from waiting import wait_until
+from waiting import PATIENCE_S, wait_until
 
 from hpcnode import protocol
 from hpctrain.heartbeat import Heartbeat, Word
@@ -55,7 +55,7 @@ class Reader:
             self.take(controller)
             return len(self.over) >= streams
 
-        wait_until(step, timeout_s=30, what="the end of the output")
+        wait_until(step, what="the end of the output")
 
 
 def untaken(controller: Controller) -> int:
@@ -206,7 +206,7 @@ def test_much_input_waits_for_a_slow_program(node: NodeUnderTest, place: Path) -
 
 def test_a_program_that_reads_no_input_does_not_block_its_sender(node: NodeUnderTest) -> None:
     controller = Controller(node)
-    token = controller.launch(argv=["sh", "-c", "exec <&-; sleep 0.5"], stream_to=ELSEWHERE)
+    token = controller.launch(argv=["sh", "-c", "exec <&-"], stream_to=ELSEWHERE)
     for number in range(10):
         controller.send(protocol.Input(token, 0, number * 50_000, False), b"x" * 50_000)
     controller.wait(lambda m: isinstance(m, protocol.InputAck) and m.offset == 500_000)
@@ -349,7 +349,7 @@ def _ask_as_nobody(node: NodeUnderTest) -> bytes:
     if pid == 0:
         os.setresuid(65534, 65534, 65534)
         sock = socket.socket(socket.AF_UNIX)
-        sock.settimeout(10)
+        sock.settimeout(PATIENCE_S)
         sock.connect(str(node.socket))
         sock.sendall(request)
         answer = b""

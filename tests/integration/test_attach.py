@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from agent_client import Controller, NodeUnderTest, launch_of, new_token, script_of
-from waiting import wait_until
+from waiting import PATIENCE_S, wait_until
 
 from hpcnode import process, protocol
 from hpcsched.launch.bundle import build_bundle
@@ -65,7 +65,7 @@ class Attached(Controller):
         for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
             assert pipe is not None
             pipe.close()
-        self.process.wait(10)
+        self.process.wait(PATIENCE_S)
 
 
 def source() -> list[str]:
@@ -181,7 +181,7 @@ def test_attach_says_that_it_was_the_agent_that_ended(root: Path) -> None:
     os.kill(pid, signal.SIGKILL)
     assert controller.process.stderr is not None
     assert f"the agent has ended or was killed (see {root}/log)" in controller.process.stderr.read().decode()
-    assert controller.process.wait(10) == 1
+    assert controller.process.wait(PATIENCE_S) == 1
     controller.close()
 
 
@@ -191,7 +191,7 @@ def test_attach_says_why_there_is_no_agent(root: Path) -> None:
         [*source(), "attach", "--root", str(root), "--cluster", "c", "--node", "n1"],
         stdin=subprocess.DEVNULL,
         capture_output=True,
-        timeout=60,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == 1

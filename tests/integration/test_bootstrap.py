@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import PATIENCE_S
 
 from hpcsched.launch.bundle import MARK, Bundle, bootstrap_argv, bootstrap_command, build_bundle
 
@@ -37,7 +38,7 @@ def order(bundle: Bundle, root: Path | str, **changes: Any) -> bytes:
 
 def run(argv: list[str], said: bytes, **options: Any) -> tuple[list[dict[str, Any]], bytes]:
     """Return the lines that the bootstrap said, and all that came after its last."""
-    done = subprocess.run(argv, input=said, stdout=subprocess.PIPE, timeout=30, check=False, **options)
+    done = subprocess.run(argv, input=said, stdout=subprocess.PIPE, timeout=PATIENCE_S, check=False, **options)
     answers, rest = [], done.stdout
     while rest.startswith(b"\n" + MARK):
         line, _, rest = rest[1 + len(MARK) :].partition(b"\n")
@@ -183,5 +184,5 @@ def test_stdin_may_be_a_socket(bundle: Bundle, tmp_path: Path) -> None:
         ours.sendall(order(bundle, tmp_path / "root") + bundle.data)
         ours.shutdown(socket.SHUT_WR)
         said = b"".join(iter(lambda: ours.recv(65536), b""))
-    assert process.wait(timeout=30) == 0
+    assert process.wait(timeout=PATIENCE_S) == 0
     assert said.endswith(b"--node n|")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -68,23 +69,24 @@ def test_jobs_outlive_a_clock_that_is_set_and_are_charged_until_they_ended(clust
     first, second = (
         submit(cluster, f"while [ ! -e {gate} ]; do sleep 0.05; done", "-t", "30", "-N2") for gate in gates
     )
-    wait_until(lambda: [cluster.state(one) for one in (first, second)] == ["RUNNING"] * 2, 30, "the jobs to run")
+    wait_until(lambda: [cluster.state(one) for one in (first, second)] == ["RUNNING"] * 2, what="the jobs to run")
     cluster.set_clock(HOUR_S)
     short = submit(cluster, "true")  # whatever makes the controller look at its clock
-    wait_until(lambda: cluster.state(short) == "COMPLETED", 30, "a job to end on the new clock")
+    wait_until(lambda: cluster.state(short) == "COMPLETED", what="a job to end on the new clock")
     assert [cluster.state(one) for one in (first, second)] == ["RUNNING"] * 2
-    assert "clock was set forward by 1:00:00" in cluster.run("hctl", "story", str(first)).stdout
+    story = cluster.run("hctl", "story", str(first)).stdout
+    assert re.search(r"clock was set forward by (0:59:5\d|1:00:0\d)", story), story
     gates[0].touch()
-    wait_until(lambda: cluster.state(first) == "COMPLETED", 30, "the first job to end")
+    wait_until(lambda: cluster.state(first) == "COMPLETED", what="the first job to end")
     assert cluster.job(first)["elapsed_s"] < HOUR_S / 2
 
     cluster.kill_controller()
     gates[1].touch()
     spools = [cluster.agent_root(node) / "spool" for node in ("n1", "n2")]
     end = f"*.{second}.0.batch.*/final"
-    wait_until(lambda: any(list(spool.glob(end)) for spool in spools), 30, "the second job's end on its node's disk")
+    wait_until(lambda: any(list(spool.glob(end)) for spool in spools), what="the second job's end on its node's disk")
     ended_s, down_s = time.monotonic(), 1.0
-    wait_until(lambda: time.monotonic() > ended_s + down_s, 30, "the controller to have been down for a while")
+    wait_until(lambda: time.monotonic() > ended_s + down_s, what="the controller to have been down for a while")
     cluster.set_clock(-HOUR_S)  # while it is down
     cluster.up()
     wait_until(lambda: cluster.state(second) == "COMPLETED", PATIENCE_S, "the second job's end to be heard of")

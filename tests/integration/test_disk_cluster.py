@@ -66,7 +66,7 @@ def test_a_controller_that_cannot_write_refuses_work_loses_nothing_and_goes_on(
     gate = cluster.share / "gate"
     script = f"while [ ! -e {gate} ]; do sleep 0.05; done; exit 7"
     running = cluster.submit_as_user(script=script)
-    wait_until(lambda: cluster.state(running) == "RUNNING", 20, "the job to run")
+    wait_until(lambda: cluster.state(running) == "RUNNING", what="the job to run")
     cluster.head_disk.fail(error)
     refused = cluster.run("hsub", stdin="#!/bin/sh\ntrue\n", check=False)
     assert refused.returncode == 1
@@ -74,14 +74,14 @@ def test_a_controller_that_cannot_write_refuses_work_loses_nothing_and_goes_on(
     assert str(running) in cluster.run("hqueue").stdout, "what is known can still be read"
     gate.touch()
     cluster.kill_agent("n2")
-    wait_until(lambda: cluster.agent_pid("n2"), 30, "a new agent on n2")
+    wait_until(lambda: cluster.agent_pid("n2"), what="a new agent on n2")
     assert cluster.state(running) == "RUNNING", "its end cannot be on disk"
     assert cluster.head_disk.heal() > 0
-    wait_until(lambda: cluster.state(running) == "FAILED", 20, "the end of the job to be recorded")
+    wait_until(lambda: cluster.state(running) == "FAILED", what="the end of the job to be recorded")
     assert cluster.job(running)["exit_code"] == 7
-    cluster.wait_for_nodes(20)
+    cluster.wait_for_nodes()
     after = cluster.submit_as_user("-N2")
-    wait_until(lambda: cluster.state(after) == "COMPLETED", 20, "a new job to end")
+    wait_until(lambda: cluster.state(after) == "COMPLETED", what="a new job to end")
     cluster.kill_controller()
     cluster.up()
     assert (cluster.state(running), cluster.state(after)) == ("FAILED", "COMPLETED")
@@ -90,21 +90,21 @@ def test_a_controller_that_cannot_write_refuses_work_loses_nothing_and_goes_on(
 def test_a_node_without_room_starts_nothing_says_why_and_goes_on_afterwards(cluster: ClusterOnDisk) -> None:
     gate = cluster.share / "gate"
     running = cluster.submit_as_user("-w", "n1", script=f"while [ ! -e {gate} ]; do sleep 0.05; done")
-    wait_until(lambda: cluster.state(running) == "RUNNING", 20, "the job to run")
+    wait_until(lambda: cluster.state(running) == "RUNNING", what="the job to run")
     agent = cluster.agent_pid_at(cluster.node_disk.path / "agent")
     cluster.node_disk.fail(errno.ENOSPC)
     refused = cluster.submit_as_user("-w", "n1")
-    wait_until(lambda: cluster.node("n1")["drained"], 20, "the node to be drained")
+    wait_until(lambda: cluster.node("n1")["drained"], what="the node to be drained")
     assert "No space left on device" in cluster.node("n1")["drained_why"]
-    wait_until(lambda: cluster.state(refused) == "PENDING", 20, "the job to go back to the queue")
+    wait_until(lambda: cluster.state(refused) == "PENDING", what="the job to go back to the queue")
     assert "No space left on device" in cluster.run("hctl", "story", str(refused)).stdout
     gate.touch()
     elsewhere = cluster.submit_as_user("-w", "n2")
-    wait_until(lambda: cluster.state(elsewhere) == "COMPLETED", 20, "another node's job to end")
+    wait_until(lambda: cluster.state(elsewhere) == "COMPLETED", what="another node's job to end")
     assert cluster.agent_pid_at(cluster.node_disk.path / "agent") == agent, "the agent lives"
     assert cluster.node_disk.heal() > 0
-    wait_until(lambda: cluster.state(running) == "COMPLETED", 20, "the end of the job to be told")
-    wait_until(lambda: cluster.state(refused) == "COMPLETED", 30, "the job that waited to end")
+    wait_until(lambda: cluster.state(running) == "COMPLETED", what="the end of the job to be told")
+    wait_until(lambda: cluster.state(refused) == "COMPLETED", what="the job that waited to end")
     assert not cluster.node("n1")["drained"]
 
 
@@ -112,7 +112,7 @@ def test_a_node_that_has_no_room_for_the_controllers_term_says_so_and_comes_back
     cluster.node_disk.fail(errno.ENOSPC)
     cluster.kill_controller()
     cluster.up()
-    wait_until(lambda: cluster.node("n1")["link"] == "down", 20, "the node to be given up")
+    wait_until(lambda: cluster.node("n1")["link"] == "down", what="the node to be given up")
     assert "No space left on device" in cluster.node("n1")["link_why"]
     cluster.node_disk.heal()
-    cluster.wait_for_nodes(40)
+    cluster.wait_for_nodes()

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from waiting import wait_until
+from waiting import PATIENCE_S, wait_until
 
 from hpcsched.demo.nodes import LoopbackNodes, start_nodes
 
@@ -30,7 +30,7 @@ class Head:
             env=self._environ,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=PATIENCE_S,
             check=False,
         )
         assert status is None or done.returncode == status, done.stdout + done.stderr
@@ -46,7 +46,7 @@ class Head:
     def reload(self) -> None:
         """Have the controller read the configuration again."""
         code = "from hpcsched import client; client.call('POST', '/v1/reconfigure', {})"
-        subprocess.run([sys.executable, "-c", code], env=self._environ, timeout=60, check=True)
+        subprocess.run([sys.executable, "-c", code], env=self._environ, timeout=PATIENCE_S, check=True)
 
     def state_of(self, node: str) -> str:
         return {
@@ -66,7 +66,7 @@ def head(tmp_path: Path) -> Iterator[Head]:
             head("hpcsched", "node", "add", where, "--name", node.name, "--memory", "100M", "--cpus", "1", *access)
         head("hpcsched", "up")
         try:
-            wait_until(lambda: "unknown" not in head("hpcsched", "node", "list"), 30, "the nodes to be up")
+            wait_until(lambda: "unknown" not in head("hpcsched", "node", "list"), what="the nodes to be up")
             yield head
         finally:
             head("hpcsched", "down")
@@ -90,7 +90,7 @@ def test_health_of_a_cluster(head: Head) -> None:
     was = toml.read_text()
     toml.write_text(was.replace("cpus = 1", "cpus = 4000"))
     head.reload()
-    wait_until(lambda: head.health().get("a resources", {}).get("status") == "CRITICAL", 30, "a to be seen as smaller")
+    wait_until(lambda: head.health().get("a resources", {}).get("status") == "CRITICAL", what="a to be seen as smaller")
     assert bad(head.health("--resume")) == {"a resources": "CRITICAL"}
     assert head.done == []
     head.health("--drain")
@@ -101,15 +101,15 @@ def test_health_of_a_cluster(head: Head) -> None:
     assert head.done == []
     toml.write_text(was)
     head.reload()
-    wait_until(lambda: head.health().get("a resources", {}).get("status") == "OK", 30, "a to be seen as it is")
+    wait_until(lambda: head.health().get("a resources", {}).get("status") == "OK", what="a to be seen as it is")
     head.health("--resume")
     assert head.done == ["resumed a"]
     assert head.state_of("a") == "IDLE"
 
     # What does not answer is said with why, and left to the controller.
     head.nodes.power_off("b")
-    wait_until(lambda: bad(head.health()) == {"b link": "CRITICAL"}, 30, "b to be down")
-    wait_until(lambda: "Connection refused" in head("hhealth", "-q", status=2), 30, "the reason to be known")
+    wait_until(lambda: bad(head.health()) == {"b link": "CRITICAL"}, what="b to be down")
+    wait_until(lambda: "Connection refused" in head("hhealth", "-q", status=2), what="the reason to be known")
     said = head("hhealth", "-q", "--drain", status=2)
     assert "CRITICAL node b: link: down for " in said
     assert "OK " not in said

@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
-from waiting import wait_until
+from waiting import PATIENCE_S, wait_until
 
 from hpcnode import headsocket, protocol
 from hpcnode.protocol import Input, Output, OutputAck, StepEnded, StepRequest, StepSignal, StepStarted, StepWaiting
 from hpcsched import paths
 
 M = TypeVar("M")
-TIMEOUT_S = 10.0
 PYTHON = os.environ.get("HPCSCHED_TEST_NODE_PYTHON", sys.executable)  # nodes may have one as old as 3.9
 HERE = protocol.Address(node="", stream=1)
 
@@ -32,7 +31,7 @@ class Controller:
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.listener.bind(str(path))
         self.listener.listen(1)
-        self.listener.settimeout(TIMEOUT_S)
+        self.listener.settimeout(PATIENCE_S)
         self.path = path
         self.connection: socket.socket | None = None
         self._framer = protocol.Framer()
@@ -40,7 +39,7 @@ class Controller:
 
     def take(self, kind: type[M], wanted: Callable[[M], bool] = lambda message: True) -> tuple[M, bytes]:
         """Return the next message of this kind (that is wanted); others that come before it are kept."""
-        deadline_s = time.monotonic() + TIMEOUT_S
+        deadline_s = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline_s:
             for at, (message, blob) in enumerate(self._came):
                 if isinstance(message, kind) and wanted(message):
@@ -52,7 +51,7 @@ class Controller:
     def _receive(self) -> None:
         if self.connection is None:
             self.connection, _ = self.listener.accept()
-            self.connection.settimeout(TIMEOUT_S)
+            self.connection.settimeout(PATIENCE_S)
         data = self.connection.recv(1 << 16)
         assert data, f"the client closed the connection; still unread: {self._came}"
         self._came += self._framer.feed(data)
@@ -93,9 +92,13 @@ def controller(tmp_path: Path) -> Iterator[Controller]:
 class Running:
     """A command under test."""
 
-    def __init__(self, module: str, args: tuple[str, ...], env: dict[str, str], cwd: Path) -> None:
+    def __init__(
+        self, module: str, args: tuple[str, ...], env: dict[str, str], cwd: Path, changes: str = "pass"
+    ) -> None:
+        """Start `module`'s main, after `changes` to it (named `m`): a busy machine must not run into its short times."""
+        code = f"import sys, {module} as m; {changes}; sys.exit(m.main())"
         self.process = subprocess.Popen(
-            [PYTHON, "-m", module, *args],
+            [PYTHON, "-c", code, *args],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -105,7 +108,7 @@ class Running:
 
     def finish(self, stdin: bytes = b"") -> tuple[int, str, str]:
         """Wait for its end; return exit code, output, errors."""
-        out, err = self.process.communicate(stdin, timeout=TIMEOUT_S)
+        out, err = self.process.communicate(stdin, timeout=PATIENCE_S)
         return self.process.returncode, out.decode(), err.decode()
 
 
@@ -113,11 +116,11 @@ class Running:
 def run(controller: Controller, tmp_path: Path) -> Iterator[Callable[..., Running]]:
     started: list[Running] = []
 
-    def start(*args: str, module: str = "hpcnode.hrun", **variables: str) -> Running:
+    def start(*args: str, module: str = "hpcnode.hrun", changes: str = "pass", **variables: str) -> Running:
         env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "HPCSCHED_"))}
         env["PYTHONPATH"] = str(Path(protocol.__file__).parents[1])
         env |= {"HPCSCHED_JOB_ID": "12", "HPCSCHED_SOCKET": str(controller.path), **variables}
-        started.append(Running(module, args, env, tmp_path))
+        started.append(Running(module, args, env, tmp_path, changes))
         return started[-1]
 
     yield start
@@ -315,7 +318,7 @@ def test_output_of_one_task_only(controller: Controller, run: Callable[..., Runn
 
 
 def test_an_interrupt_tells_and_a_second_one_kills(controller: Controller, run: Callable[..., Running]) -> None:
-    hrun = run("prog")
+    hrun = run("prog", changes="m.AGAIN_S = 1000.0")
     controller.start()
     controller.output(1, b"", eof=True)
     controller.output(1, b"", fd=2, eof=True)
@@ -365,7 +368,7 @@ def test_a_closed_stdout_is_told_to_the_tasks(controller: Controller, run: Calla
     controller.output(0, b"", offset=18, eof=True)
     controller.output(0, b"", fd=2, eof=True)
     controller.say(StepEnded(codes=[0], signals=[13]))
-    assert hrun.process.wait(TIMEOUT_S) == 141
+    assert hrun.process.wait(PATIENCE_S) == 141
 
 
 def test_a_long_wait_is_told_of(controller: Controller, run: Callable[..., Running]) -> None:
@@ -382,7 +385,7 @@ def test_a_long_wait_is_told_of(controller: Controller, run: Callable[..., Runni
 
 
 def test_a_short_wait_is_not(controller: Controller, run: Callable[..., Running]) -> None:
-    hrun = run("prog")
+    hrun = run("prog", changes="m.QUIET_S = 1000.0")
     controller.take(StepRequest)
     controller.say(StepWaiting(job_id=12, text="job 12 queued and waiting for resources"))
     controller.say(StepStarted(job_id=12, step=0, tasks=[("n1", 0, 1, "token0")]))
@@ -446,11 +449,13 @@ def test_hrun_does_not_poll(controller: Controller, run: Callable[..., Running])
 
     state = Path(f"/proc/{hrun.process.pid}/stat")
     wait_until(lambda: state.read_text().rpartition(")")[2].split()[0] == "S", what="hrun to sleep")
-    before = switches()
-    hrun.process.poll()
-    deadline_s = time.monotonic() + 0.7
-    wait_until(lambda: time.monotonic() > deadline_s)
-    assert switches() - before <= 2
+
+    def rests() -> bool:
+        before, until_s = switches(), time.monotonic() + 0.7
+        wait_until(lambda: time.monotonic() > until_s)
+        return switches() - before <= 2
+
+    wait_until(rests, what="hrun to rest when it has settled")
     controller.output(0, b"", offset=3, eof=True)
     controller.output(0, b"", fd=2, eof=True)
     controller.say(StepEnded(codes=[0], signals=[0]))

@@ -10,11 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from waiting import wait_until
+from waiting import PATIENCE_S, wait_until
 
 from hpcsched.demo.cluster import LocalCluster
-
-TIMEOUT_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +24,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
 
 def hrun(cluster: LocalCluster, *args: str, stdin: str = "") -> tuple[int, str, str]:
     done = subprocess.run(
-        ["hrun", *args], env=cluster.env, input=stdin, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        ["hrun", *args], env=cluster.env, input=stdin, capture_output=True, text=True, timeout=PATIENCE_S, check=False
     )
     return done.returncode, done.stdout, done.stderr
 
@@ -42,7 +40,7 @@ def submit(cluster: LocalCluster, tmp_path: Path, text: str) -> str:
         env=cluster.env,
         capture_output=True,
         text=True,
-        timeout=TIMEOUT_S,
+        timeout=PATIENCE_S,
         check=True,
     )
     return done.stdout.strip()
@@ -51,13 +49,18 @@ def submit(cluster: LocalCluster, tmp_path: Path, text: str) -> str:
 def output(tmp_path: Path, until: str = "over\n") -> str:
     """Return the job's output once it has `until` in it."""
     path = tmp_path / "out"
-    wait_until(lambda: path.exists() and until in path.read_text(), TIMEOUT_S, f"{until!r} in the job's output")
+    wait_until(lambda: path.exists() and until in path.read_text(), what=f"{until!r} in the job's output")
     return path.read_text()
 
 
 def in_job(cluster: LocalCluster, tmp_path: Path, text: str) -> list[str]:
     submit(cluster, tmp_path, text)
     return output(tmp_path).splitlines()[:-1]
+
+
+def long_sleep(number: int) -> str:
+    """Return an argument for `sleep` that no other run of these tests has on this machine."""
+    return f"{number}{os.getpid():08}"
 
 
 def sleepers(mark: str) -> list[int]:
@@ -136,9 +139,10 @@ def test_files_of_tasks(cluster: LocalCluster, tmp_path: Path) -> None:
 
 
 def test_a_bad_exit_ends_all_nodes(cluster: LocalCluster, tmp_path: Path) -> None:
-    text = "hrun -K -N2 -n2 sh -c '[ $SLURM_PROCID = 0 ] && exit 3; exec sleep 91919191'; echo code $?"
+    mark = long_sleep(1)
+    text = f"hrun -K -N2 -n2 sh -c '[ $SLURM_PROCID = 0 ] && exit 3; exec sleep {mark}'; echo code $?"
     assert in_job(cluster, tmp_path, text)[-1] == "code 143"
-    assert sleepers("91919191") == []
+    assert sleepers(mark) == []
 
 
 def test_hrsh(cluster: LocalCluster, tmp_path: Path) -> None:
@@ -147,11 +151,12 @@ def test_hrsh(cluster: LocalCluster, tmp_path: Path) -> None:
 
 
 def test_a_killed_hrun_leaves_nothing(cluster: LocalCluster) -> None:
-    process = subprocess.Popen(["hrun", "-N2", "-n2", "sleep", "82828282"], env=cluster.env, stdin=subprocess.DEVNULL)
-    wait_until(lambda: len(sleepers("82828282")) == 2, TIMEOUT_S, "both tasks")
+    mark = long_sleep(2)
+    process = subprocess.Popen(["hrun", "-N2", "-n2", "sleep", mark], env=cluster.env, stdin=subprocess.DEVNULL)
+    wait_until(lambda: len(sleepers(mark)) == 2, what="both tasks")
     process.kill()
     process.wait()
-    wait_until(lambda: not sleepers("82828282"), TIMEOUT_S, "the tasks to end")
+    wait_until(lambda: not sleepers(mark), what="the tasks to end")
 
 
 def test_signals_reach_the_tasks(cluster: LocalCluster) -> None:
@@ -165,14 +170,14 @@ def test_signals_reach_the_tasks(cluster: LocalCluster) -> None:
     assert process.stdout is not None
     assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
     process.send_signal(signal.SIGUSR1)
-    out, _ = process.communicate(timeout=TIMEOUT_S)
+    out, _ = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, out) == (4, "got\ngot\n")
 
 
 def test_a_step_lives_through_a_restart_of_the_controller(cluster: LocalCluster, tmp_path: Path) -> None:
     text = "hrun -N2 -n2 sh -c 'echo ready; until [ -e go ]; do sleep 0.1; done; echo done; exit $SLURM_PROCID'; echo code $?"
     submit(cluster, tmp_path, text)
-    wait_until(lambda: (tmp_path / "out").exists() and (tmp_path / "out").read_text() == "ready\n" * 2, TIMEOUT_S)
+    wait_until(lambda: (tmp_path / "out").exists() and (tmp_path / "out").read_text() == "ready\n" * 2)
     cluster.down()
     cluster.up()
     cluster.wait_for_nodes()

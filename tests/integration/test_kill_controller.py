@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from killable import PATIENCE_S, Flow, Kill, KillableCluster, new_cluster
+from killable import PATIENCE_S, Flow, KillableCluster, new_cluster
 from waiting import wait_until
 
 from hpcsched.model.job import FINAL
@@ -53,8 +53,8 @@ class Provoking:
         cluster.accepted.failing.append(job_id)
         wait_until(lambda: cluster.ran()[(job_id, 0)], PATIENCE_S, f"job {job_id} to run")
         assert cluster.machines is not None
+        off_s = time.time()
         cluster.machines.power_off(NAMES[1])
-        self._note_power()
         gate.touch()
         wait_until(
             lambda: f"while node {NAMES[1]} did not answer" in cluster.job(job_id).get("reason_detail", ""),
@@ -62,10 +62,7 @@ class Provoking:
             f"the silence of {NAMES[1]} to be blamed for the end of job {job_id}",
         )
         cluster.machines.power_on(NAMES[1])
-        self._note_power()  # a job that was given the node meanwhile was hit as well
-
-    def _note_power(self) -> None:
-        self._cluster.kills.append(Kill(what="power", node=NAMES[1], at_s=time.time()))
+        cluster.note_kill("power", NAMES[1], off_s)  # a job that was given the node meanwhile was hit as well
 
 
 PROVOKED: dict[str, tuple[Callable[[Provoking], None], tuple[str, ...], tuple[str, ...]]] = {

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 from agent_client import fill_done_log
 from kill_rounds import kill_rounds
-from killable import PATIENCE_S, Kill, KillableCluster, new_cluster
+from killable import PATIENCE_S, KillableCluster, new_cluster
 from waiting import wait_until
 
 from hpcsched.demo.nodes import LoopbackNode
@@ -113,6 +113,7 @@ def test_nothing_is_lost_doubled_or_left_behind_whatever_is_killed_whenever(clus
 def test_an_agent_or_shepherd_that_dies_at_any_step_loses_and_doubles_nothing(crashing: CrashingCluster) -> None:
     for batch in range(0, len(NODE_POINTS), len(NAMES)):
         points = dict(zip(NAMES, list(NODE_POINTS)[batch : batch + len(NAMES)], strict=False))
+        since_s = time.time()
         crashing.kill_controller()
         for node, point in points.items():
             crashing.crash_next_agent(node, point)
@@ -122,7 +123,7 @@ def test_an_agent_or_shepherd_that_dies_at_any_step_loses_and_doubles_nothing(cr
             wait_until(
                 lambda node=node, point=point: crashing.has_crashed(node, point), PATIENCE_S, f"a death at {point}"
             )
-            crashing.kills.append(Kill(what="shepherd", node=node, at_s=time.time()))
+            crashing.note_kill("shepherd", node, since_s)
             if NODE_POINTS[point] == AGAIN:
                 crashing.kill_agent(node)  # or the next shepherd would die there as well
         crashing.wait_until_ended(PATIENCE_S, str(points))

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from waiting import wait_until
+from waiting import PATIENCE_S, wait_until
 
 from hpcnode import mpienv
 
@@ -90,7 +90,7 @@ class Job:
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
 
-    def run(self, *command: str, timeout_s: float = 15) -> tuple[int, str]:
+    def run(self, *command: str, timeout_s: float = PATIENCE_S) -> tuple[int, str]:
         process = self.popen(*command)
         try:
             output, _ = process.communicate(timeout=timeout_s)
@@ -233,7 +233,7 @@ def test_sigterm_ends_daemons_and_ranks(bin_dir: str, state: Path) -> None:
     try:
         wait_until(lambda: len(list(state.glob("up.*"))) == 3, what="three ranks")
         process.terminate()
-        process.communicate(timeout=10)
+        process.communicate(timeout=PATIENCE_S)
         wait_until(lambda: not job.left(), what="the end of all processes")
     finally:
         job.kill_left()

@@ -26,14 +26,14 @@ def test_a_restored_cluster_ends_what_runs_from_before_and_gives_no_number_twice
     gate = f"while [ ! -e {cluster.share}/gate ]; do sleep 0.05; done\n"
     (running,) = cluster.submit(cluster.spec(gate))
     (held,) = cluster.submit(cluster.one_task(0, hold=True))
-    wait_until(lambda: cluster.ran()[(running, 0)], 20, "the job to run")
-    wait_until(lambda: cluster.job(running)["state"] == "RUNNING", 20, "the controller to know it")
+    wait_until(lambda: cluster.ran()[(running, 0)], what="the job to run")
+    wait_until(lambda: cluster.job(running)["state"] == "RUNNING", what="the controller to know it")
     said = cluster.run("hctl", "backup", "backup", cwd=cluster.base).stdout
     assert str(backup) in said
     again = cluster.run("hctl", "backup", str(backup), check=False)
     assert (again.returncode, "there already" in again.stderr) == (1, True)
     (later,) = cluster.submit(cluster.spec(gate))
-    wait_until(lambda: cluster.ran()[(later, 0)], 20, "the later job to run")
+    wait_until(lambda: cluster.ran()[(later, 0)], what="the later job to run")
     refused = cluster.run("hpcsched", "restore", str(backup), check=False)
     assert "holds" in refused.stderr
     cluster.kill_controller()
@@ -42,7 +42,7 @@ def test_a_restored_cluster_ends_what_runs_from_before_and_gives_no_number_twice
     cluster.run("hpcsched", "restore", "--force", str(backup))
     cluster.up()
     cluster.wait_for_nodes()
-    wait_until(lambda: cluster.ran()[(running, 1)], 30, "the job of the backup to run again")
+    wait_until(lambda: cluster.ran()[(running, 1)], what="the job of the backup to run again")
     assert "restored from a backup" in cluster.run("hctl", "story", str(running)).stdout
     assert "not ours: ending it" in cluster.log_tail()
     assert cluster.run("hqueue", "-j", str(later), check=False).returncode == 1
@@ -50,19 +50,19 @@ def test_a_restored_cluster_ends_what_runs_from_before_and_gives_no_number_twice
     assert new > later
     cluster.ask("/v1/release", {"jobs": [str(held)]})
     (cluster.share / "gate").touch()
-    wait_until(cluster.all_ended, 30, "all jobs to end")
+    wait_until(cluster.all_ended, what="all jobs to end")
     assert cluster.ran() == {(running, 0): 1, (later, 0): 1, (running, 1): 1, (new, 0): 1, (held, 0): 1}
-    wait_until(lambda: not cluster.leftovers(), 20, "the nodes to be empty")
+    wait_until(lambda: not cluster.leftovers(), what="the nodes to be empty")
 
 
 def test_a_restore_that_asks_leaves_what_runs_alone_and_an_adopted_job_runs_once(cluster: KillableCluster) -> None:
     backup = cluster.base / "backup"
     gate = f"while [ ! -e {cluster.share}/gate ]; do sleep 0.05; done\n"
     (running,) = cluster.submit(cluster.spec(gate))
-    wait_until(lambda: cluster.job(running)["state"] == "RUNNING", 20, "the job to run")
+    wait_until(lambda: cluster.job(running)["state"] == "RUNNING", what="the job to run")
     cluster.run("hctl", "backup", str(backup))
     (later,) = cluster.submit(cluster.spec(gate))
-    wait_until(lambda: cluster.ran()[(later, 0)], 20, "the later job to run")
+    wait_until(lambda: cluster.ran()[(later, 0)], what="the later job to run")
     cluster.kill_controller()
     assert "hctl strays" in cluster.run("hpcsched", "restore", "--force", "--strays=ask", str(backup)).stdout
     cluster.up()
@@ -76,9 +76,9 @@ def test_a_restore_that_asks_leaves_what_runs_alone_and_an_adopted_job_runs_once
     adopted = cluster.run("hctl", "strays", "adopt", mine.split()[0]).stdout
     assert adopted == f"adopted: {running}; still to decide about: 1\n"
     cluster.run("hctl", "strays", "end", other.split()[0])
-    wait_until(lambda: "Nothing from before" in cluster.run("hctl", "strays").stdout, 20, "the other to be gone")
+    wait_until(lambda: "Nothing from before" in cluster.run("hctl", "strays").stdout, what="the other to be gone")
     (cluster.share / "gate").touch()
-    wait_until(lambda: cluster.job(running)["state"] == "COMPLETED", 30, "the adopted job to end")
+    wait_until(lambda: cluster.job(running)["state"] == "COMPLETED", what="the adopted job to end")
     assert cluster.ran() == {(running, 0): 1, (later, 0): 1}
     assert "adopted by " in cluster.run("hctl", "story", str(running)).stdout
-    wait_until(lambda: not cluster.leftovers(), 20, "the nodes to be empty")
+    wait_until(lambda: not cluster.leftovers(), what="the nodes to be empty")

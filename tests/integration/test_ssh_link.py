@@ -12,6 +12,7 @@ import socket
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import paramiko
@@ -32,7 +33,7 @@ from hpcsched.model.node import NodeSpec
 
 MIB = 1 << 20
 OTHER_KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIHVZF4l5bhNmVmZVp3ym9tR0pXoV4cRyEGQf8NUZzr3H"
-QUICK = LinkTimes(connect_s=1.5, heartbeat_s=0.1, down_after_s=1, retry_first_s=0.05, retry_most_s=0.5)
+QUICK = LinkTimes(connect_s=4, heartbeat_s=0.1, down_after_s=2, retry_first_s=0.05, retry_most_s=0.5)
 
 
 SERVERS = [pytest.param("sshd", marks=pytest.mark.sshd), "embedded"]
@@ -206,21 +207,21 @@ def test_an_agent_that_is_silent_is_given_up(spec: NodeSpec) -> None:
     behave(spec, "mute")
 
     async def run() -> None:
-        async with linked(spec, times=QUICK) as (_, listener):
+        async with linked(spec, times=replace(QUICK, connect_s=60)) as (_, listener):
             await listener.wait_up()
-            assert await listener.wait_down() == "no sign of life for 1 s"
+            assert await listener.wait_down() == "no sign of life for 2 s"
 
     asyncio.run(run())
 
 
 def test_an_idle_agent_that_answers_pings_stays(spec: NodeSpec) -> None:
-    times = LinkTimes(connect_s=20, heartbeat_s=0.05, down_after_s=1)
+    times = LinkTimes(connect_s=60, heartbeat_s=0.05, down_after_s=3)
 
     async def run() -> None:
         async with linked(spec, times=times) as (link, listener):
             await listener.wait_up()
             with pytest.raises(TimeoutError):  # nothing is said for longer than a silent one would be kept
-                await asyncio.wait_for(listener.wait_down(), 1.5)
+                await asyncio.wait_for(listener.wait_down(), 4)
             assert link.up
 
     asyncio.run(run())
@@ -305,7 +306,7 @@ def ssh_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     path = tmp_path / "agent.sock"
     process = subprocess.Popen(["ssh-agent", "-D", "-a", path], stdout=subprocess.DEVNULL)
     try:
-        wait_until(path.exists, 10, "the SSH agent")
+        wait_until(path.exists, what="the SSH agent")
         monkeypatch.setenv("SSH_AUTH_SOCK", str(path))
         yield
     finally:
@@ -384,21 +385,21 @@ def test_a_server_that_says_nothing_runs_into_the_time_limit(nodes: LoopbackNode
         port = mute.getsockname()[1]
         spec = spec_of(nodes.nodes["a"], port=port)
         said = asyncio.run(why_down(spec, QUICK))
-    assert said == f"cannot reach a: no answer within 1.5 s while logging in to {spec.user}@127.0.0.1:{port}"
+    assert said == f"cannot reach a: no answer within 4 s while logging in to {spec.user}@127.0.0.1:{port}"
 
 
 def test_a_frozen_node_is_down_and_comes_back(own_nodes: LoopbackNodes) -> None:
     async def run() -> None:
         spec = spec_of(own_nodes.nodes["a"])
         async with linked(spec, times=QUICK) as (link, listener):
-            await listener.wait_up()
+            await listener.wait_up(after_downs=True)
             own_nodes.freeze("a")
             assert "no sign of life" in await listener.wait_down()
             assert not link.up
             said = await listener.wait_down()
-            assert said.startswith("cannot reach a: no answer within 1.5 s while ")
+            assert said.startswith("cannot reach a: no answer within 4 s while ")
             own_nodes.thaw("a")
-            await listener.wait_up()
+            await listener.wait_up(after_downs=True)
 
     asyncio.run(run())
 

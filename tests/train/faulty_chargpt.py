@@ -90,7 +90,7 @@ def await_stop() -> None:
         real(self, number, frame)
 
     StopRequest._note = note
-    at_step(0, int(arguments[0]), lambda: wait_until(lambda: seen, 30, "a stop signal"))
+    at_step(0, int(arguments[0]), lambda: wait_until(lambda: seen, what="a stop signal"))
 
 
 def loss_is_nan() -> None:

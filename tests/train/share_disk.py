@@ -78,7 +78,7 @@ class ShareDisk:
         for path in self.paths:
             _libc().umount2(os.fsencode(path), 2)  # MNT_DETACH
         self._control.close()
-        self._server.wait(timeout=10)
+        self._server.wait()
 
 
 # ----- the server's process

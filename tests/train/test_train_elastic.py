@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from ranks import HERE, Ended, finish, started
 from test_train_resume import SMALL, STEPS, WITH_WAITING, lines_of
-from waiting import wait_until
+from waiting import PATIENCE_S, wait_until
 
 from hpctrain.errors import EXIT_REQUEUE
 
@@ -124,7 +124,7 @@ def test_a_wrong_option_ends_the_run_at_once(tmp_path: Path) -> None:
 
 def test_a_stop_signal_is_handed_on_and_the_run_goes_on_later(undisturbed: list[float], tmp_path: Path) -> None:
     with started(command(tmp_path / "run", "await:8", "--ranks", "2"), WITH_WAITING) as process:
-        wait_until(lambda: len(lines_of(tmp_path / "run")) >= 7, 60, "seven steps")
+        wait_until(lambda: len(lines_of(tmp_path / "run")) >= 7, what="seven steps")
         process.send_signal(signal.SIGUSR1)
         ended = finish(process)
     assert ended.status == EXIT_REQUEUE, ended.output
@@ -149,5 +149,5 @@ def test_a_run_whose_output_nobody_reads_any_more_ends(tmp_path: Path) -> None:
     readable, writable = os.pipe()
     os.close(readable)
     with started(command(tmp_path / "deaf", "slot:1:11", "--ranks", "2"), WITH_WAITING, output=writable) as run:
-        assert run.wait(60) == 1, "its ranks cannot print"
+        assert run.wait(PATIENCE_S) == 1, "its ranks cannot print"
     os.close(writable)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from ranks import HERE, finish, started
 from test_train_gradlog import NO_JOB, World, assert_alike, kinds
-from waiting import wait_until
+from waiting import PATIENCE_S, wait_until
 
 from hpctrain.checkpoint import Claim, KeptWriter, Policy, claim
 from hpctrain.checkpoint.buffers import Buffer, lay_out
@@ -22,7 +22,6 @@ from hpctrain.checkpoint.listing import checkpoint_names
 from hpctrain.checkpoint.write import Published
 from hpctrain.errors import StaleAttemptError
 
-LIMIT_S = 30
 WITH_WAITING = {"PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(HERE.parent)]).strip(os.pathsep)}
 
 
@@ -87,7 +86,7 @@ def test_a_trainer_that_is_killed_leaves_its_last_copy_to_be_published(tmp_path:
     with started([sys.executable, HERE / "die_after_copy.py", tmp_path], WITH_WAITING) as process:
         ended = finish(process)
     assert ended.status == -signal.SIGKILL, ended.output
-    wait_until(lambda: newest(tmp_path) == 4, LIMIT_S, "the last copy's publication")
+    wait_until(lambda: newest(tmp_path) == 4, PATIENCE_S, "the last copy's publication")
     again = World(tmp_path)
     again.restore()
     assert again.step == 4

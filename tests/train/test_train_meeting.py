@@ -8,10 +8,9 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from waiting import PATIENCE_S
 
 from hpctrain.comm.links import Offer, await_left, reach
-
-PATIENCE_S = 30.0
 
 
 @pytest.fixture

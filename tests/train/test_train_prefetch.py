@@ -41,7 +41,7 @@ def numbers() -> Iterator[Numbers]:
 
 
 def settled(feed: Prefetcher) -> None:
-    wait_until(lambda: all(future.done() for future in feed._ready.values()), 20, "the thread")
+    wait_until(lambda: all(future.done() for future in feed._ready.values()), what="the thread")
 
 
 @given(

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from test_train_checkpoint import CHUNK_BYTES, NO_JOB, assert_holds, facts, state, write
+from waiting import PATIENCE_S
 
 from hpctrain.checkpoint import claim, files, refuge
 from hpctrain.checkpoint.keeper import Keeper
@@ -90,7 +91,7 @@ def test_a_share_that_hangs_is_not_waited_for_and_its_buffer_is_left_alone(
 
     def hang(path: Path, pieces: object, **options: object) -> int:
         if path.parent == share:
-            assert back.wait(60)
+            assert back.wait(PATIENCE_S)
         return real(path, pieces, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(files, "write_new", hang)
@@ -103,7 +104,7 @@ def test_a_share_that_hangs_is_not_waited_for_and_its_buffer_is_left_alone(
     slow = world.keeper._slow
     back.set()
     assert slow is not None
-    assert slow.result(60).error is None
+    assert slow.result(PATIENCE_S).error is None
     world.keeper.again()
     assert_holds(share, 2)
     assert world.make(3).error is None

@@ -110,7 +110,7 @@ def test_a_stop_signal_makes_a_checkpoint_and_asks_to_be_queued_again(
 ) -> None:
     command = mpirun(2, FAULTY, "await:6", *options(tmp_path, "--checkpoint-every", "1000"))
     with started(command, WITH_WAITING) as process:
-        wait_until(lambda: len(lines_of(tmp_path)) == 5, 30, "the fifth step")
+        wait_until(lambda: len(lines_of(tmp_path)) == 5, what="the fifth step")
         process.send_signal(number)
         stopped = finish(process)
     assert stopped.status == EXIT_REQUEUE, stopped.output

@@ -54,7 +54,7 @@ def wait_for_checkpoints() -> None:
 
     def begin(self: Writer, *arguments: object, **options: object) -> float:
         copy_s = real(self, *arguments, **options)
-        wait_until(self._finished, 30, "a checkpoint")
+        wait_until(self._finished, what="a checkpoint")
         return copy_s
 
     Writer.begin = begin

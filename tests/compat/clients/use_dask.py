@@ -10,11 +10,11 @@ from dask_jobqueue import SLURMCluster
 
 cluster = SLURMCluster(
     cores=1, processes=1, memory="800MB", queue="main", walltime="00:05:00", log_directory="dask", local_directory="/tmp",
-    death_timeout=60, python=sys.executable,
+    death_timeout=240, python=sys.executable,
 )  # fmt: skip
 cluster.scale(2)
 client = Client(cluster)
-client.wait_for_workers(2, timeout=80)
+client.wait_for_workers(2, timeout=240)
 assert client.gather(client.map(lambda x: x * x, range(10))) == [x * x for x in range(10)]
 jobs = client.run(lambda: os.environ["SLURM_JOB_ID"])
 assert len(set(jobs.values())) == 2, jobs

@@ -6,7 +6,7 @@ from pathlib import Path
 import psij
 from psij.executors.batch.slurm import SlurmExecutorConfig
 
-LIMIT = datetime.timedelta(seconds=80)
+LIMIT = datetime.timedelta(minutes=4)
 executor = psij.JobExecutor.get_instance("slurm", config=SlurmExecutorConfig(queue_polling_interval=2))
 out = Path.cwd() / "psij.out"
 spec = psij.JobSpec(

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from waiting import PATIENCE_S
 
 from hpcnode import protocol
 from hpcsched.launch.bundle import MARK, Bundle
@@ -18,7 +19,6 @@ from hpcsched.launch.pipe import Abort, LinkError, Progress
 from hpcsched.model.ids import NodeName
 from hpcsched.model.node import NodeSpec
 
-PATIENCE_S = 10.0
 SPEC = NodeSpec(name=NodeName("n1"), host="h", host_key="", cpus=1, mem_mib=1)
 WELCOME = protocol.Welcome(
     version=protocol.VERSION, node="n1", boot_id="b", agent_version="v", pid=1, epoch=1, inventory=[], facts={}
