@@ -47,7 +47,7 @@ def test_snakemake(status: str, client: Client, slurm: Client) -> None:
 @pytest.mark.timeout(600)
 def test_lightning(client: Client) -> None:
     """Eight processes import torch, four at a time."""
-    assert client("use_lightning.py").stdout == "well done\n"
+    assert client("use_lightning.py", timeout_s=550).stdout == "well done\n"
 
 
 def test_clustershell(client: Client, slurm: Client) -> None:

@@ -74,7 +74,9 @@ def test_input_reaches_the_tasks_that_are_to_have_it(line: str, expected: list[s
         ("srun --kill-on-bad-exit=1 -n4 sh -c '[ $SLURM_PROCID = 3 ] && exit 5; exec sleep 600'", 143),
         ("SLURM_KILL_BAD_EXIT=1 srun -n4 sh -c '[ $SLURM_PROCID = 3 ] && exit 5; exec sleep 600'", 143),
         ("srun -W 1 -n2 sh -c '[ $SLURM_PROCID = 1 ] && exit 0; exec sleep 600'", 137),
-        ("srun -t 0:02 -n1 sleep 600", 143),
+        pytest.param(
+            "srun -t 0:02 -n1 sleep 600", 143, marks=pytest.mark.minutes
+        ),  # seconds are rounded up to a minute
         ("srun -n1 /etc/passwd", 13),
         ("srun -D /nonexistent -n1 true", 1),
         ("timeout -s TERM 3 srun -n2 sleep 600", 124),
@@ -90,10 +92,11 @@ def test_exit_codes(line: str, code: int, job: Client) -> None:  # noqa: F811
 def test_steps_wait_for_cpus_and_say_so(job: Client) -> None:  # noqa: F811
     said = str(
         job(
-            "srun --exact -n4 -c1 sh -c 'echo first; while [ ! -e go ]; do sleep 0.1; done' &\n"
-            "sleep 1; (sleep 3; touch go) &\n"
+            "srun --exact -n4 -c1 sh -c 'touch up; echo first; while [ ! -e go ]; do sleep 0.1; done' &\n"
+            "until [ -e up ]; do sleep 0.1; done\n"
             "srun --overlap -n1 echo beside\n"
-            "srun --exact -n1 echo second; wait; rm go"
+            "srun --exact -n1 echo second 2>&1 | tee busy &\n"
+            "until grep -q 'temporarily disabled' busy; do sleep 0.1; done; touch go; wait; rm up go busy"
         )
     ).splitlines()
     assert said.index("beside") < said.index("second")

@@ -21,9 +21,9 @@ SETTINGS = {
     "controller": {
         "requeue_delay_s": 0,
         "kill_wait_s": 1,
-        "lease_s": 3,
+        "lease_s": 6,  # long enough for a command on a busy machine
         "heartbeat_s": 0.5,
-        "node_down_after_s": 1.5,
+        "node_down_after_s": 5,
     }
 }
 BEAT = "while :; do echo $HPCSCHED_ATTEMPT $(date +%s.%N) >> beats; sleep 0.05; done"
@@ -113,7 +113,7 @@ def test_a_job_on_several_nodes_starts_on_all_or_goes_back(
     cluster.machines.freeze("n3")
     try:
         job_id = sub("echo ran $HPCSCHED_ATTEMPT >> ran", "-N3", "--no-requeue")
-        assert job(job_id)["state"] == "CONFIGURING"
+        wait_until(lambda: job(job_id)["state"] == "CONFIGURING")
         assert "waits for n3 to take its part" in cluster.run("hwhy", str(job_id)).stdout
         wait_until(lambda: job(job_id)["state"] == "PENDING", what="the job to go back to the queue")
         assert "n3 did not answer before the job could start" in cluster.run("hctl", "story", str(job_id)).stdout

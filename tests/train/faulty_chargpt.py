@@ -2,7 +2,7 @@
 
 Usage: faulty_chargpt.py FAULT OPTIONS..., where FAULT is one of
     checkpoint:N    the process is killed (SIGKILL) in the middle of writing its N-th checkpoint's data
-    rank:R:N        rank R is killed at the beginning of its step N
+    rank:R:N        rank R is killed at the beginning of its step N, or when there is a checkpoint if that is later
     slot:S:N        who is in slot S of an elastic run, or began as rank S, is killed at the beginning of step N
     still:S:N       ... is stopped (SIGSTOP) there
     untold:N        rank 0 is killed when all have taken step N, before it tells of it
@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from pathlib import Path
 
 from waiting import wait_until
 
@@ -77,6 +78,13 @@ def before_telling(number: int) -> None:
     Run._tell = tell
 
 
+def die_with_a_checkpoint() -> None:
+    """Kill this rank when there is something to go on from: steps are done long before they are written."""
+    published = Path(sys.argv[sys.argv.index("--out") + 1]) / "checkpoints"
+    wait_until(lambda: list(published.glob("step-*.json")), what="a checkpoint")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def fail() -> None:
     raise ValueError("a fault of the test's")
 
@@ -107,7 +115,7 @@ if __name__ == "__main__":
         case "checkpoint":
             die_in_data_file(int(arguments[0]))
         case "rank":
-            at_step(int(arguments[0]), int(arguments[1]), lambda: os.kill(os.getpid(), signal.SIGKILL))
+            at_step(int(arguments[0]), int(arguments[1]), die_with_a_checkpoint)
         case "slot":
             in_slot(int(arguments[0]), int(arguments[1]), lambda: os.kill(os.getpid(), signal.SIGKILL))
         case "still":

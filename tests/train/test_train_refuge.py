@@ -103,6 +103,7 @@ def test_a_share_that_hangs_is_not_waited_for_and_its_buffer_is_left_alone(
     assert checkpoint_names(place)[0].startswith("step-0000000002")
     slow = world.keeper._slow
     back.set()
+    world.keeper._patience_s = PATIENCE_S
     assert slow is not None
     assert slow.result(PATIENCE_S).error is None
     world.keeper.again()
