@@ -124,7 +124,7 @@ SCHEDULER = (
         kind=one_of("easy", "easy-sjbf", "default", "conservative", "slurm-like", "fifo"),
         default="easy",
         help="easy: a job may start ahead of its turn if it does not delay the first in line (EASY backfill); easy-sjbf: "
-        "the same, short limits first; default: the same, short expected run times first, but for who has waited long; "
+        "the same, short limits first; default: short expected run times first, but for who has waited long; "
         "slurm-like, conservative: nor the first 100, or 1000, in line; fifo: never.",
     ),
     Key(

@@ -17,7 +17,7 @@ from hpcnode import protocol
 from hpcsched.controller import messages, reports, reserving, strays
 from hpcsched.controller.books import Books
 from hpcsched.controller.clockstep import keep_step, mark_of
-from hpcsched.controller.memory import LAST_JOBS, TELLING, Memory
+from hpcsched.controller.memory import memory_of
 from hpcsched.controller.overdue import end_overdue
 from hpcsched.controller.pace import Pace
 from hpcsched.controller.planning import SLICE_S, Planning
@@ -107,7 +107,7 @@ class Controller:
         self._ports = ports
         self._views = SnapshotCache()
         self._books = Books(world)
-        self._memory = Memory(store.past_runs(TELLING, LAST_JOBS))
+        self._memory = memory_of(store, world, policy, self._views)
         self.training = Trainings(world, lambda work: self.ask(work, _log_failure, keep=True))
         # (node, incarnation, job) -> the last attempt, and stay, there that is being ended
         self.strays: dict[tuple[NodeName, str, int], tuple[int, int]] = {}
@@ -316,7 +316,7 @@ class Controller:
         if many:  # who asked for so much need not wait for the plan as well: it comes behind the answer
             self._ports.wake(0.0)
         for job in tx.batch.jobs.values():
-            self._after(self.world.jobs.get(job.id, job))
+            self._after(self.world.jobs.get(job.id, job), now_s)
         self._purge(now_s)
         if proof_in_s is not None:
             self._ports.wake(proof_in_s)
@@ -346,11 +346,11 @@ class Controller:
             self._unwritable = ""
         return True
 
-    def _after(self, job: Job) -> None:
+    def _after(self, job: Job, now_s: float) -> None:
         """Act on a job that has changed."""
+        self._memory.note(job, now_s)
         if job.state is JobState.PENDING and not job.attempt:
             return  # nobody has heard of it yet
-        self._memory.note(job)
         self.training.changed(job)
         if job.state is not JobState.CONFIGURING:
             self._asked.pop(job.id, None)
@@ -458,7 +458,6 @@ class Controller:
         """Return the world with these `jobs` as a plan sees it."""
         world = self.world
         ledger = self._books.ledger(now_s, fairshare=bool(self.policy.weight_fairshare))
-        reservations = world.reservations.values()
         return snapshot_of(
             jobs,
             world.open_nodes(),
@@ -466,9 +465,9 @@ class Controller:
             now_s,
             cache,
             ledger,
-            reservations,
+            world.reservations.values(),
             self._promises,
-            self._memory.experience(),
+            self._memory.experience(now_s),
         )
 
     def reconfigured(self) -> None:
@@ -476,6 +475,7 @@ class Controller:
         self._views = SnapshotCache()
         self._books.forget()
         self._planning.forget()
+        self._memory.rehearse(self.world, self.policy, self._views)
         self.replan()
 
     def replan(self) -> None:

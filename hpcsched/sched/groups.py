@@ -214,7 +214,7 @@ class Group:
         """Say whether its part of a node is free from now until `own_from_s`, and the node is not set aside until `end_s`."""
         timeline = self._timeline
         now_s = timeline.now_s
-        free = timeline.profiles[own.node].earliest(own.use, own_from_s - now_s, now_s) <= now_s
+        free = own_from_s <= now_s or timeline.profiles[own.node].earliest(own.use, own_from_s - now_s, now_s) <= now_s
         return free and self._openings.is_open(own.node, now_s, end_s)
 
     def _forget_if_given(self) -> None:

@@ -41,10 +41,13 @@ class Lanes:
 
     def of(self, job: PendingJob) -> Lane:
         """Return the line of `job`."""
-        lane = self._lanes.get((job.partition, job.reservation))
+        return self.at(job.partition, job.reservation)
+
+    def at(self, partition: str, reservation: str) -> Lane:
+        """Return the line of the jobs of this partition and reservation."""
+        lane = self._lanes.get((partition, reservation))
         if lane is None:  # of a reservation that no job which waits is in
-            lane = self._lane(self._snapshot.partitions[job.partition], job.reservation)
-            self._lanes[job.partition, job.reservation] = lane
+            lane = self._lanes[partition, reservation] = self._lane(self._snapshot.partitions[partition], reservation)
         return lane
 
     def nodes_of(self, job: PendingJob) -> Set[int]:

@@ -4,8 +4,8 @@ Jobs are looked at in order (see `priority`). One that fits starts. The first of
 *head*: it gets a reservation at the earliest time at which it will fit if every running job lasts to its limit (its *shadow
 time*). With EASY backfill a later job may start if it fits now and leaves every reservation untouched: it ends before, or
 takes what the heads do not need. On one pool of equal processors this is EASY as Lifka and Feitelson define it, job by job.
-`easy-sjbf` tries the later ones shortest first, `default` in the order of `behind`; `conservative` and `slurm-like` reserve
-for more than the heads. Without backfill nothing behind a head starts on the nodes of its partition.
+`easy-sjbf` tries the later ones shortest first; `conservative` and `slurm-like` reserve for more than the heads; with `default`
+`guard` decides who starts, and who is promised what. Without backfill nothing behind a head starts on the nodes of its partition.
 
 Within one plan free resources only dwindle. So a shape that did not fit need not be tried again, and the seats
 of a shape on the nodes are kept and only mended where something started: that makes large queues cheap.
@@ -22,14 +22,14 @@ from hpcsched.model.ids import JobId
 from hpcsched.model.job import Reason
 from hpcsched.model.resources import Share
 from hpcsched.model.units import known_limit_s
-from hpcsched.sched.behind import in_turn, old_ones
 from hpcsched.sched.blocks import Closed
 from hpcsched.sched.counted import Counted
 from hpcsched.sched.decisions import Plan, Start
-from hpcsched.sched.eligible import Eligibility, Wait
+from hpcsched.sched.eligible import Wait
 from hpcsched.sched.feasible import never_fits
 from hpcsched.sched.fragments import mix_of
 from hpcsched.sched.groups import Group, Groups
+from hpcsched.sched.guardplan import guarded
 from hpcsched.sched.intervals import NEVER_S
 from hpcsched.sched.kept import Kept
 from hpcsched.sched.lanes import Lane, Lanes
@@ -37,17 +37,16 @@ from hpcsched.sched.lowered import longest
 from hpcsched.sched.placement import Part
 from hpcsched.sched.policy import Backfill, Policy
 from hpcsched.sched.priority import in_order, scale_of
+from hpcsched.sched.queue import those_in_line
 from hpcsched.sched.reasons import (
     behind_head,
     no_licenses,
     not_available,
-    partition_down,
-    partition_unknown,
     shortfall,
 )
 from hpcsched.sched.request import LicenseCounts
-from hpcsched.sched.reservations import certain_until_s, cut_short_s, kept_by, not_now
-from hpcsched.sched.snapshot import PendingJob, Snapshot, relaxed
+from hpcsched.sched.reservations import certain_until_s, cut_short_s, kept_by
+from hpcsched.sched.snapshot import PendingJob, Snapshot
 from hpcsched.sched.tally import Tally
 from hpcsched.sched.timeline import Timeline
 from hpcsched.sched.tres import Held, held_by, held_of
@@ -87,20 +86,14 @@ class Planner:
         self.kept = Kept(snapshot, self.timeline, self.counted, closed)
         self.keeps_promises = policy.backfill is Backfill.CONSERVATIVE
         self.in_vain = 0
-        self.reorders = policy.backfill in (Backfill.EASY_SJBF, Backfill.DEFAULT)
-        self.old: frozenset[JobId] | None = (
-            None  # with the policy "default" alone: behind the heads only they are promised anything
-        )
-        if policy.backfill is Backfill.DEFAULT:
-            self.old = old_ones(snapshot.pending, snapshot, policy)
+        self.decided = False  # who starts: what is left is to say why the others wait
         # So many jobs of each partition are promised a start: the head, and with some policies more.
         self.promises = {
             Backfill.CONSERVATIVE: policy.conservative_depth,
             Backfill.SLURM_LIKE: policy.promises,
-            Backfill.DEFAULT: 1 + policy.old_promises,
         }.get(policy.backfill, 1)
         self.several = {job.id for job in snapshot.pending if job.others}
-        self.placed: set[JobId] = set()  # of these, those that have been started
+        self.placed: set[JobId] = set()  # of these, those that have been started in their turn
         self.most_free_cpus: dict[str, tuple[int, int]] = {}
         self.looked_at = 0
         self.steps = self._make()
@@ -118,33 +111,30 @@ class Planner:
 
     def _make(self) -> Iterator[None]:
         """Make the plan; each step takes a few milliseconds at most, but to put a long queue in order."""
-        eligible = self._eligible()
+        eligible = those_in_line(self.snapshot, self.policy, self.reservations, self.waits)
         yield
         scale = scale_of(self.snapshot)
         queue = in_order(eligible, self.snapshot.partitions, scale, self.policy, self.priorities)
         yield
         yield from self._keep_promises(queue)
+        if self.policy.backfill is Backfill.DEFAULT:
+            yield from guarded(self, queue)
+            self.decided = True
         behind: list[PendingJob] = []
         later: list[PendingJob] = []
         for job in queue:
-            if self.reorders and self.lanes.of(job).head is not None:
+            if self.policy.backfill is Backfill.EASY_SJBF and self.lanes.of(job).head is not None:
                 later.append(job)
             else:
                 self._look_at(job, behind)
                 yield
-        for job in self._reordered(later):
+        for job in sorted(later, key=self.limit_s):  # stable: equals stay in their order
             self._look_at(job, behind)
             yield
         for job in behind:  # give them an expected start, as if each had a reservation
             if job.id in self.waits:  # else it has started since, in another of its partitions
                 self._expect(job, firm=False)
                 yield
-
-    def _reordered(self, later: list[PendingJob]) -> list[PendingJob]:
-        """Return the jobs behind the heads as they are to be tried; equals stay in their order."""
-        if self.old is None:
-            return sorted(later, key=self._limit_s)
-        return in_turn(later, self.old, self.snapshot, self._limit_s)
 
     def absorb(self, start: Start, job: PendingJob) -> None:
         """Take account of `job`, which another plan with a younger view of the world has started meanwhile."""
@@ -184,8 +174,26 @@ class Planner:
         wait = self.tally.why_not(job)
         if wait is not None:
             self.waits[job.id] = wait
-        elif not self._start_if_it_fits(job) and job.id not in self.waits:
+        elif (self.decided or not self._start_if_it_fits(job)) and job.id not in self.waits:
             self._queue(job, behind)
+
+    def start_now(self, job: PendingJob) -> bool:
+        """Start `job`, wherever it stands in line, if it fits and touches no promise but its own; say whether it does."""
+        self.looked_at += 1
+        self.waits.pop(job.id, None)
+        wait = self.tally.why_not(job)
+        if wait is not None:
+            self.waits[job.id] = wait
+        elif self._start_if_it_fits(job, first=False):
+            self.gone.add(job.id)
+            return True
+        return False
+
+    def keep_from(self, job: PendingJob, from_s: float) -> bool:
+        """Keep room for `job` from the first time at or after `from_s` at which it fits; say whether something is kept for it."""
+        if job.id in self.gone or job.id in self.waits or self.tally.why_not(job) is not None:
+            return False
+        return self._reserve(job, from_s=from_s) is not None
 
     def _keep_promises(self, queue: Sequence[PendingJob]) -> Iterator[None]:
         """Keep what was promised by the plan before to those of `queue`; start what is due."""
@@ -233,35 +241,17 @@ class Planner:
         found = self._earliest(job)
         return found if found is not None and found[0] < self.timeline.sure_until_s else None
 
-    # ----- who is looked at
-
-    def _eligible(self) -> list[PendingJob]:
-        """Return the jobs that only resources (and array limits) can keep waiting; note why the others do."""
-        eligibility, now_s, partitions = Eligibility(self.snapshot), self.snapshot.now_s, self.snapshot.partitions
-        closed = {name: partition_down(name) for name, part in self.snapshot.partitions.items() if not part.up}
-        found = []
-        for job in self.snapshot.pending:
-            wait = None if job.free_to_go else eligibility.why_not(job) or not_now(job, self.reservations, now_s)
-            if wait is not None:
-                self.waits[job.id] = wait
-                continue
-            views = (job, *job.others) if job.others else (job,)
-            if job.request.shape.switches:
-                views = tuple([relaxed(view, self.snapshot.now_s, self.policy.max_switch_wait_s) for view in views])
-            opened = [view for view in views if view.partition in partitions and view.partition not in closed]
-            found += opened
-            if not opened:
-                name = job.partition
-                self.waits[job.id] = closed.get(name) or closed.setdefault(name, partition_unknown(name))
-        return found
-
     # ----- does it start
 
-    def _start_if_it_fits(self, job: PendingJob) -> bool:
-        """Start `job` if it fits now; if it does not and never will on the nodes that answer, note that."""
+    def _start_if_it_fits(self, job: PendingJob, *, first: bool = True) -> bool:
+        """Start `job` if it fits now; if it does not and never will on the nodes that answer, note that.
+
+        We look less far for those behind a head, and for those that are not `first` to be tried.
+        """
         lane = self.lanes.of(job)
-        due = job.lowers and self.kept.is_due(job.id)
-        hopeless = lane.head is not None and not due and self._is_hopeless(job, lane)
+        behind = lane.head is not None or not first
+        due = self.kept.is_due(job.id)
+        hopeless = behind and not due and self._is_hopeless(job, lane)
         if hopeless and 0 < self.policy.backfill_depth <= len(self.groups):
             return False
         group = self._group(job)
@@ -269,13 +259,13 @@ class Planner:
         parts = None
         if not hopeless and job.lowers:
             parts, end_s = self._lowered(job, end_s)
-            self.in_vain += parts is None and lane.head is not None
+            self.in_vain += parts is None and behind
         elif not hopeless and self._has_licenses(job, end_s):
             parts = group.place(end_s)
             room = self.kept.of(job)
             if parts is None and room is not None and room.partition == job.partition:
                 parts = group.place_with(room.parts, room.start_s, end_s)
-            self.in_vain += parts is None and lane.head is not None
+            self.in_vain += parts is None and behind
         if parts is None:
             never = self._never(group, lane)
             if never is not None:
@@ -324,8 +314,8 @@ class Planner:
         """Start `job` on `parts` until `end_s`, and count what it takes of all that is counted."""
         self.kept.take_back(job.id)
         shares = tuple([self._take(part, end_s) for part in parts])
-        lowered_s = round(end_s - self.timeline.now_s) if job.lowers else self._limit_s(job)
-        limit_s = lowered_s if lowered_s < self._limit_s(job) else None
+        lowered_s = round(end_s - self.timeline.now_s) if job.lowers else self.limit_s(job)
+        limit_s = lowered_s if lowered_s < self.limit_s(job) else None
         self.starts.append(Start(job_id=job.id, shares=shares, partition=job.partition, time_limit_s=limit_s))
         self.tally.started(job, held)
         if job.licenses:
@@ -369,17 +359,18 @@ class Planner:
         name = self.snapshot.nodes[part.node].name
         return Share(node=name, cpus=part.use[0], mem_mib=part.use[1], tasks=part.tasks, **grant._asdict())
 
-    def _limit_s(self, job: PendingJob) -> int:
+    def limit_s(self, job: PendingJob) -> int:
+        """Return the time limit of `job`, in seconds."""
         return known_limit_s(job.request.time_limit_s) or self.policy.default_time_limit_s
 
     def _least_s(self, job: PendingJob) -> int:
         """Return for how long room is kept for `job`: for its limit, or for what that may be lowered to."""
-        limit_s = self._limit_s(job)
+        limit_s = self.limit_s(job)
         return min(limit_s, job.time_min_s) if job.lowers and job.time_min_s is not None else limit_s
 
     def _end_s(self, job: PendingJob, start_s: float, limit_s: int | None = None) -> float:
         """Return when `job` has ended at the latest if it starts at `start_s`: by its limit, or because it is cut short."""
-        end_s = start_s + (self._limit_s(job) if limit_s is None else limit_s)
+        end_s = start_s + (self.limit_s(job) if limit_s is None else limit_s)
         cut_s = NEVER_S if job.free_to_go else cut_short_s(job, self.reservations)
         return min(end_s, cut_s) if start_s < cut_s else end_s
 
@@ -394,8 +385,7 @@ class Planner:
         if lane.behind is None:
             lane.behind = behind_head(lane.head.display_id, job.partition)
         self.waits[job.id] = self._short_of_licenses(job) or lane.behind
-        may_be = self.old is None or job.id in self.old
-        if (lane.promised < self.promises and may_be) or self.kept.of(job) is not None:
+        if lane.promised < self.promises or self.kept.of(job) is not None:
             lane.promised += 1
             self._expect(job)
         elif len(behind) < self.policy.estimate_depth:
@@ -426,8 +416,8 @@ class Planner:
             return None
         return kept_by(self.snapshot, job, group.nodes, end_s)
 
-    def _reserve(self, job: PendingJob, *, firm: bool = True) -> float | None:
-        """Keep room for `job` from the earliest time at which it fits, and return that time; None: not in this partition.
+    def _reserve(self, job: PendingJob, *, firm: bool = True, from_s: float = 0.0) -> float | None:
+        """Keep room for `job` from when it fits, `from_s` at the earliest, and return that time; None: not in this partition.
 
         What was promised stays, and what is kept now is promised for later plans if it is `firm`. Of several partitions room is
         kept in the one where it fits earliest.
@@ -435,7 +425,7 @@ class Planner:
         room = self.kept.of(job)
         if room is not None and room.partition == job.partition:
             return room.start_s
-        found = self._earliest(job)
+        found = self._earliest(job, from_s)
         if found is None or (room is not None and room.start_s <= found[0]):
             return None
         start_s, parts = found
@@ -445,17 +435,18 @@ class Planner:
             self.kept.promise(job)
         return start_s
 
-    def _earliest(self, job: PendingJob) -> tuple[float, list[Part]] | None:
-        """Return from when on nodes and licences are free for `job`, and what of the nodes it would get; None: never."""
-        found = self._earliest_for(job, self._least_s(job), self.timeline.now_s)
+    def _earliest(self, job: PendingJob, from_s: float = 0.0) -> tuple[float, list[Part]] | None:
+        """Return from when on, `from_s` or later, nodes and licences are free for `job`, and what it would get; None: never."""
+        from_s = max(self.timeline.now_s, from_s)
+        found = self._earliest_for(job, self._least_s(job), from_s)
         cut_s = NEVER_S if job.free_to_go else cut_short_s(job, self.reservations)
         if cut_s == NEVER_S or (found is not None and found[0] < cut_s):
             return found
-        return self._earliest_until(job, cut_s) or found
+        return self._earliest_until(job, from_s, cut_s) or found
 
-    def _earliest_until(self, job: PendingJob, cut_s: float) -> tuple[float, list[Part]] | None:
+    def _earliest_until(self, job: PendingJob, from_s: float, cut_s: float) -> tuple[float, list[Part]] | None:
         """Return from when on all is free for `job` until it is cut short: by halving, as nodes only get freer."""
-        from_s = max(self.timeline.now_s, cut_s - self._least_s(job))
+        from_s = max(from_s, cut_s - self._least_s(job))
         profiles = [self.timeline.profiles[node] for node in self._group(job).nodes]
         later = {at_s for profile in profiles for at_s in profile.times_s if from_s < at_s < cut_s}
         times_s = [from_s, *sorted(later)]

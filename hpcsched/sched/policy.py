@@ -14,14 +14,16 @@ class Backfill(StrEnum):
     NONE = "none"  # strict order: nothing starts behind a job that cannot
     EASY = "easy"  # a later job may start now if the first waiting job of each partition starts no later for it
     EASY_SJBF = "easy-sjbf"  # the same, and of the later jobs those with the shortest time limits are tried first
-    DEFAULT = "default"  # the same, by expected run times, with a guard for those that have waited long; see `behind`
+    DEFAULT = (
+        "default"  # short jobs first by expected run times, with a guard for those that have waited long; see `guard`
+    )
     CONSERVATIVE = "conservative"  # every job that is looked at is promised a start, and none may delay another's
     SLURM_LIKE = "slurm-like"  # the first few that wait are promised a start; later ones start if they touch no promise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Guard:
-    """How our own policy keeps jobs from being overtaken too long; see `guarded`. One set for all machines."""
+    """How our own policy keeps jobs from being overtaken too long; see `guard`. One set for all machines."""
 
     part: float = 0.5  # of plain EASY's longest wait: who has waited longer is old, and no longer overtaken
     wide_bonus: float = (
@@ -45,6 +47,9 @@ class Guard:
     learning_old_s: float = 329_000.0  # and nobody is old before this
     learning_long_s: float = 14400.0  # in place of all these
     learning_power: float = 0.5  # in place of `size_power`
+
+
+DEFAULT_GUARD = Guard()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,8 +93,4 @@ class Policy:
     conservative_depth: int = 1_000  # and so many with "conservative"; those behind them wait
     preempt: PreemptRules = field(default_factory=PreemptRules)
     estimate_depth: int = 10  # so many waiting jobs of the queue's front get an expected start
-    # With "default": a job is old that has waited for so much of the longest wait, or so long if that is more; and so many old
-    # ones of each partition are promised a start besides its head.
-    old_part: float = 0.5
-    old_least_s: float = 3600.0
-    old_promises: int = 5
+    guard: Guard = DEFAULT_GUARD  # of "default"

@@ -1,8 +1,9 @@
 """Backfill on one pool of alike processors, which nothing but a count of free ones describes, followed event by event.
 
 It is what the simulator runs: some ten times quicker than a snapshot and a `plan` for each event. `plan` itself does not use
-it; it has its own, general code. For first come first served, EASY, EASY-SJBF and the Slurm-like policy a property test holds the
-two to the same starts. `promises.ConservativePool` and `guarded.GuardedPool` decide otherwise than `plan` does or can.
+it; it has its own, general code. For first come first served, EASY, EASY-SJBF, the Slurm-like policy and our own (whose
+decisions are the same code, `guard`) a property test holds the two to the same starts. `promises.ConservativePool` decides
+otherwise than `plan`.
 
 The rules, to the second: a running job's processors are free again when its time limit is up, or when it ends if that comes
 first. The queue is in the order of arrival. EASY: heads start while they fit; the first that does not fit is promised its *shadow

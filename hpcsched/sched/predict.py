@@ -37,10 +37,14 @@ class History:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experience:
-    """What is remembered of ended jobs: the longest of each user's last few runs, by uid, and the longest of their waits."""
+    """What is remembered: the longest of each user's last few runs, by uid, and how plain EASY would have served all jobs.
+
+    `easy_wait_s`: its longest wait so far (see `rehearsal`); `began_s`: when the first job came, None: none has.
+    """
 
     longest_runs_s: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
-    longest_wait_s: float = 0.0
+    easy_wait_s: float = 0.0
+    began_s: float | None = None
 
 
 NO_EXPERIENCE = Experience()

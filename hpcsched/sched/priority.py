@@ -129,6 +129,11 @@ def priority_of(job: PendingJob, part: int, scale: Scale, policy: Policy) -> int
     return HIGHEST if total > HIGHEST else 1 if total < 1 else total
 
 
+def without_age(job: PendingJob, priority: int, scale: Scale, policy: Policy) -> int:
+    """Return what the priority of `job` is but for its age; a fixed one is what it is."""
+    return priority if job.priority_set is not None else priority - int(policy.weight_age * _age(job, scale, policy))
+
+
 def in_order(
     jobs: Iterable[PendingJob],
     partitions: Mapping[str, Partition],

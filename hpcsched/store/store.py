@@ -190,6 +190,12 @@ class Store:
         with reading(self.connection) as connection:
             return [PastRun(*row) for row in reversed(connection.execute(_PAST_RUNS, values).fetchall())]
 
+    def first_submitted_s(self) -> float | None:
+        """Return when the first job of all was submitted, None: there has been none."""
+        with reading(self.connection) as connection:
+            row = connection.execute("SELECT submitted_at_s FROM jobs ORDER BY id LIMIT 1").fetchone()
+            return row[0] if row is not None else None
+
     def load_reservations(self) -> list[Reservation]:
         """Return all reservations, by name."""
         return list(map(reservation_of, self._rows(columns.Reservations, "ORDER BY name")))

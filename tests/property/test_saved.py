@@ -65,7 +65,7 @@ def full_worlds(draw: st.DrawFn) -> Snapshot:
         snapshot = replace(snapshot, reservations=(RESERVED,), blocks=blocks_of((RESERVED,), NOW_S))
     if draw(st.booleans()):
         fact = JobFact(id=JobId(3), state=JobState.COMPLETED, array_task_id=2, ended_at_s=1.0)
-        experience = Experience(longest_runs_s={0: 12.0, 1000: 7.25}, longest_wait_s=99.0)
+        experience = Experience(longest_runs_s={0: 12.0, 1000: 7.25}, easy_wait_s=99.0, began_s=-5.5)
         snapshot = replace(snapshot, facts={3: (fact,)}, ledger=LEDGER, experience=experience)
     if draw(st.booleans()):
         promises = plan(snapshot, Policy(backfill=Backfill.CONSERVATIVE)).promises

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -11,8 +12,10 @@ from unit.sim.brute import brute_starts
 from unit.sim.traces import PROCS, SMALL, job, traces
 
 from hpcsched.errors import RequestError
-from hpcsched.sched.guarded import GuardedPool
+from hpcsched.sched.guard import Candidate
+from hpcsched.sched.guarded import GuardedPool, PoolRoom
 from hpcsched.sched.policy import Backfill, Guard
+from hpcsched.sched.pool import Waiting
 from hpcsched.sched.promises import ConservativePool
 from hpcsched.sched.quick import Quick
 from hpcsched.sched.rehearsal import Rehearsal
@@ -142,19 +145,17 @@ def test_a_quick_job_goes_ahead_of_the_first_in_line() -> None:
 @given(traces(most=40))
 @settings(max_examples=200, deadline=None)
 def test_those_that_went_ahead_hold_no_more_than_their_share(jobs: list[TraceJob]) -> None:
-    guard = Guard(part=0, old_s=60, learning_s=0, quick=Quick(limit_s=10, work_s=5, share=0.4))
-    line = guarded_pool(jobs, guard)
-    at_s: dict[int, float] = {}
-    start_quick = line._start_quick
+    line = guarded_pool(jobs, Guard(part=0, old_s=60, learning_s=0, quick=Quick(limit_s=10, work_s=5, share=0.4)))
+    has_for_quick = PoolRoom.has_for_quick
 
-    def watched(now_s: float, learning: bool, long_s: float, started: list[int]) -> None:
-        start_quick(now_s, learning, long_s, started)
-        at_s.update(dict.fromkeys(started, now_s))
-        held = sum(jobs[number].procs for number, start_s in at_s.items() if now_s < start_s + jobs[number].run_s)
-        assert held <= 0.4 * PROCS
+    def watched(room: PoolRoom, one: Candidate[Waiting]) -> bool:
+        allowed = has_for_quick(room, one)
+        held = sum(jobs[at].procs for at, end_s in line.ends_of.items() if line.quick[at] and end_s > room.now_s)
+        assert not allowed or held + one.amount <= 0.4 * PROCS
+        return allowed
 
-    line._start_quick = watched  # type: ignore[method-assign]
-    replay(jobs, line)
+    with mock.patch.object(PoolRoom, "has_for_quick", watched):
+        replay(jobs, line)
 
 
 def test_a_job_that_takes_no_time_is_not_passed_for_ever() -> None:
@@ -170,6 +171,22 @@ def test_the_quick_way_decides_as_the_planner_does(jobs: list[TraceJob]) -> None
     trace = Trace(name="t", jobs=tuple(jobs), procs=PROCS)
     for policy in ("fcfs", "easy", "easy-sjbf", "slurm-like"):
         assert starts(policy, jobs) == list(simulate(trace, policy, engine=PLAN).starts_s), policy
+
+
+GUARDS = (
+    Guard(),
+    Guard(learning_s=0),
+    Guard(learning_s=40, learning_old_s=30, old_s=30),
+    Guard(learning_s=0, old_s=20, quick=Quick(limit_s=10, work_s=5, share=0.4)),
+    Guard(learning_s=0, old_s=60, part=0.3, first_part=0.2, promises=1, long_s=30, long_least_s=10),
+)
+
+
+@given(traces(most=30))
+@settings(max_examples=150, deadline=None)
+def test_default_is_the_same_on_a_pool_and_in_a_plan(jobs: list[TraceJob]) -> None:
+    for guard in GUARDS:
+        assert guarded(jobs, guard) == replay(jobs, PlannedLine(jobs, Backfill.DEFAULT, PROCS, guard)), guard
 
 
 @given(traces(most=40, asks=(0, 0.5)))
