@@ -206,7 +206,7 @@ class Story:
             lambda scene: self._watch.job(scene)["attempt"] >= 1, RECONNECT_S, "the job to be queued again"
         )
         self._watch.say("good", f"job {self.job_id} is in the queue again by itself, as attempt 1")
-        scene = self._watch.until(self._watch.is_running, START_S, "the new attempt to start")
+        scene = self._watch.until(self._watch.has_run, START_S, "the new attempt to start")
         self._outcome.requeue_s = time.monotonic() - self._on_s
         self._watch.say("note", f"attempt 1 runs on {self._watch.job(scene)['node_list']}")
         scene = self._watch.until(

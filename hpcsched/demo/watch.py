@@ -160,3 +160,7 @@ class Watch:
     def is_running(self, scene: Scene) -> bool:
         """Say whether the training job runs."""
         return bool(self.job(scene)["state"] == "RUNNING")
+
+    def has_run(self, scene: Scene) -> bool:
+        """Say whether the training job runs, or has since one looked last."""
+        return self.job(scene)["state"] in ("RUNNING", "COMPLETING", "COMPLETED")

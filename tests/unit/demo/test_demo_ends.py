@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from scenes import job, training, whole_scene
@@ -13,7 +14,7 @@ from hpcsched.demo.closing import closing_rows, sample_of
 from hpcsched.demo.keeper import stop_kept
 from hpcsched.demo.scene import Moment, Scene
 from hpcsched.demo.show import Wishes, make_directory, plan_of
-from hpcsched.demo.story import Outcome
+from hpcsched.demo.story import Outcome, Story
 from hpcsched.demo.watch import Watch
 from hpcsched.errors import RequestError, UnavailableError
 
@@ -116,3 +117,14 @@ def test_further_options_of_the_training_win() -> None:
     assert plan.checkpoint_every == 7
     assert plan.training_options[-1] == "--checkpoint-every 7"
     assert plan.python in ("python3", Path(sys.executable).name)
+
+
+def test_an_attempt_that_was_over_before_one_looked_has_been_seen(tmp_path: Path) -> None:
+    """A terminal that was stopped for a while, or a machine that slept."""
+    over = whole_scene(
+        jobs=(job(1, "chargpt", attempt=1, state="COMPLETED", exit_code=0),), training=training(500, restart_at=300)
+    )
+    story = Story(SimpleNamespace(share=tmp_path), None, None, None)  # type: ignore[arg-type]
+    story._watch = watch(over)
+    story._resume()
+    assert story._outcome.resumed_from == 287
