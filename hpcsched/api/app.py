@@ -31,6 +31,7 @@ from hpcsched.model.spec import JobSpec
 log = logging.getLogger("hpcsched.api")
 
 MAX_REQUEST_ID = 200
+MAX_JOBS = 2000  # of one request: others' wait until all of them have been checked
 LOG_CHUNK_BYTES = 1 << 20
 LOG_WAIT_S = 20.0
 
@@ -152,6 +153,10 @@ class _Routes:
             return await self._submit_words(request, request_id, body["words"])
         if not isinstance(jobs, list) or not jobs or not isinstance(request_id, str):
             raise RequestError('cannot submit: the body must be {"request_id": text, "jobs": [...]}')
+        if len(jobs) > MAX_JOBS:
+            raise RequestError(
+                f"cannot submit {len(jobs)} jobs at once: the most is {MAX_JOBS}; an array counts as one"
+            )
         specs = [spec_from_json(job) for job in jobs]
         return answer(await self._submit(request, request_id, specs))
 
@@ -292,12 +297,20 @@ def answer(body: Json, status: int = 200) -> web.Response:
 
 async def _body(request: web.Request) -> Json:
     try:
-        body = json.loads(request.body or b"{}")
+        body = json.loads(request.body or b"{}", object_pairs_hook=_fields)
     except (ValueError, RecursionError) as error:
         raise RequestError(f"cannot read the request: {error}") from None
     if not isinstance(body, dict):
         raise RequestError("cannot read the request: not a JSON object")
     return body
+
+
+def _fields(pairs: list[tuple[str, Any]]) -> Json:
+    """Return an object of a request. Raises ValueError if a field is there twice: who reads it might see the other one."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a field is there twice")
+    return found
 
 
 def _number(query: Any, name: str, default: int) -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import socket
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping
@@ -22,6 +23,9 @@ from urllib.parse import parse_qsl, unquote
 
 import httptools
 
+from hpcsched.api.crowd import Crowd
+from hpcsched.api.identity import peer_uid
+
 log = logging.getLogger("hpcsched.api")
 
 MAX_HEAD_BYTES = 64 << 10
@@ -29,6 +33,7 @@ MAX_BODY_BYTES = 64 << 20
 IDLE_S = 30.0
 BACKLOG = 1024
 MAX_AHEAD = 100  # requests that a client may have sent before they are answered
+MAX_UNSENT_BYTES = 256 << 20  # that one account has not read; an answer that is all that it has not read may be larger
 
 
 class BadRequestError(Exception):
@@ -157,10 +162,13 @@ def _matched(parts: tuple[_Part, ...], words: list[str]) -> dict[str, str] | Non
 class Server:
     """Serves an application, a `Router` and how refusals look, until it is closed."""
 
-    def __init__(self, router: Router, refusal: Refusal) -> None:
+    def __init__(self, router: Router, refusal: Refusal, most_connections: int | None = None) -> None:
+        """`most_connections` of one account; by default a quarter of the files that this process may have open."""
         self.router = router
         self.refusal = refusal
         self.connections: set[Connection] = set()
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self.crowd = Crowd(most_connections or max(1, files // 4), MAX_UNSENT_BYTES)
         self._server: asyncio.Server | None = None
 
     async def serve(self, listener: socket.socket) -> None:
@@ -195,6 +203,8 @@ class Connection(asyncio.Protocol):
         self._task: asyncio.Task[None] | None = None
         self._heard_s = 0.0
         self._asks_no_more = False
+        self._unread = False  # the client does not read as fast as it asks
+        self._unsent_bytes = 0  # when it was last looked whether the client reads
         self._refused = False  # what came is no HTTP: nothing more is read
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -202,18 +212,37 @@ class Connection(asyncio.Protocol):
         self._transport = transport
         self._loop = asyncio.get_running_loop()
         self._peer: socket.socket = transport.get_extra_info("socket")
+        self._uid = peer_uid(self._peer)
         self._server.connections.add(self)
+        self._server.crowd.comes(self._uid, self)
         self._heard_s = self._loop.time()
         self._idle_timer = self._loop.call_later(IDLE_S, self._look_idle)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._idle_timer.cancel()
         self._server.connections.discard(self)
+        self._server.crowd.goes(self._uid, self)
         # What it asked for is done all the same: the task ends by itself.
+
+    @property
+    def is_busy(self) -> bool:
+        return self._task is not None
 
     @property
     def unsent_bytes(self) -> int:
         return self._transport.get_write_buffer_size()
+
+    def drop(self) -> None:
+        """End the connection now; what still works for it goes on."""
+        self._transport.abort()
+
+    def pause_writing(self) -> None:
+        self._unread = True
+
+    def resume_writing(self) -> None:
+        self._unread = False
+        if self._task is None:
+            self._next()
 
     def close(self) -> asyncio.Task[None] | None:
         """End the connection now; return what still works for it, cancelled."""
@@ -225,7 +254,7 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._refused:
             return
-        self._heard_s = self._loop.time()
+        self._hear()
         try:
             self._parser.feed_data(data)
             if self._coming is not None and self._coming.grows_too_long(len(data)):
@@ -241,13 +270,17 @@ class Connection(asyncio.Protocol):
             self._refuse(why or BadRequestError(400, f"cannot read the request: it is not HTTP/1.1 ({error})"))
         if self._task is None:
             self._next()
-        elif len(self._waiting) > MAX_AHEAD:
+        if len(self._waiting) > MAX_AHEAD:
             self._transport.pause_reading()  # it sends ahead of its answers: they come first
+
+    def _hear(self) -> None:
+        self._heard_s = self._loop.time()
+        self._server.crowd.is_heard(self._uid, self)
 
     def eof_received(self) -> bool:
         """The client sends no more, and may still read: what it has asked for is answered before the connection ends."""
         self._asks_no_more = True
-        return self._task is not None
+        return self._task is not None or bool(self._waiting)
 
     # ----- what the parser finds
 
@@ -306,13 +339,18 @@ class Connection(asyncio.Protocol):
     def _look_idle(self) -> None:
         quiet_s = self._loop.time() - self._heard_s
         if self._task is None and quiet_s >= IDLE_S:
-            self._transport.close()
-            return
+            if not self.unsent_bytes:
+                self._transport.close()
+                return
+            if self.unsent_bytes == self._unsent_bytes:
+                self.drop()
+                return
+        self._unsent_bytes = self.unsent_bytes
         self._idle_timer = self._loop.call_later(max(1.0, IDLE_S - quiet_s), self._look_idle)
 
     def _next(self) -> None:
-        """Begin to answer the next request if one is there."""
-        if not self._waiting:
+        """Begin to answer the next request if one is there, and what was answered before has been read, nearly."""
+        if not self._waiting or self._unread:
             return
         request = self._waiting.popleft()
         if isinstance(request, BadRequestError):
@@ -332,10 +370,10 @@ class Connection(asyncio.Protocol):
         self._task = None
         self._send(response, keep=keep)
         if keep and not self._transport.is_closing():
-            self._heard_s = self._loop.time()
+            self._hear()
             self._transport.resume_reading()
             self._next()
-            if self._asks_no_more and self._task is None:
+            if self._asks_no_more and self._task is None and not self._waiting:
                 self._transport.close()
 
     def _send(self, response: Response, *, keep: bool) -> None:
@@ -352,9 +390,12 @@ class Connection(asyncio.Protocol):
         head = ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1", "replace")
         if len(response.body) < MAX_HEAD_BYTES:
             self._transport.write(head + response.body)
-        else:
+        elif self._server.crowd.may_leave(self._uid, len(response.body)):
             self._transport.write(head)
             self._transport.write(response.body)
+        else:
+            log.warning("uid %d does not read its answers: one of its connections is ended", self._uid)
+            self.drop()
         if not keep:
             self._transport.close()
 

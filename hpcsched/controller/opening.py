@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import resource
 import socket
 import time
 from collections.abc import Callable
@@ -28,6 +29,7 @@ from hpcsched.store.store import Store
 log = logging.getLogger("hpcsched.daemon")
 
 BACKLOG = 1024
+OPEN_FILES = 65_536
 LOOK_S = 0.02
 FIRST_ANSWERS_S = 1.0  # who asks again and again may put off the rest of a start by so much, and not longer
 
@@ -35,6 +37,7 @@ FIRST_ANSWERS_S = 1.0  # who asks again and again may put off the rest of a star
 async def serve(config: Config, clock: Callable[[], float] = time.time) -> int:
     """Serve until a signal or a broken invariant; return the exit status."""
     settings = config.controller
+    _allow_open_files()
     make_own_dir(settings.state_dir)
     lock = StateLock(settings.state_dir)
     lock.acquire(datetime.fromtimestamp(clock()).isoformat(sep=" ", timespec="seconds"))
@@ -80,6 +83,12 @@ async def first_answers(under_way: Callable[[], bool], most_s: float = FIRST_ANS
     await asyncio.sleep(LOOK_S)
     while under_way() and loop.time() < until_s:
         await asyncio.sleep(LOOK_S)
+
+
+def _allow_open_files() -> None:
+    """Have room for many who ask at once: many systems let a process have 1,024 open files, but more if it says so."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, OPEN_FILES)), hard))
 
 
 def _make_run_dir(run_dir: Path) -> int:

@@ -35,7 +35,6 @@ ServerKind = Literal["sshd", "embedded"]
 ANSWER_S = 5.0
 SWITCH_S = 30.0
 LOG_TAIL_BYTES = 2000
-HOPELESS = (paramiko.AuthenticationException, paramiko.BadHostKeyException)  # trying again changes nothing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,7 +128,7 @@ class Machine:
         with self._lock:
             self._own_hostname = self._read_line(deadline_s) == "up own"
         while (problem := _ssh_problem(self.node)) is not None:
-            if isinstance(problem, HOPELESS) or not self.processes() or time.monotonic() > deadline_s:
+            if is_hopeless(problem) or not self.processes() or time.monotonic() > deadline_s:
                 raise UnavailableError(
                     f"cannot start node {self.name!r} on port {self.port}: {type(problem).__name__}: {problem};"
                     f" its log {self._log} ends:\n{_tail(self._log)}"
@@ -197,6 +196,13 @@ class Machine:
                 raise UnavailableError(f"cannot use node {self.name!r}: its supervisor has ended; {_tail(self._log)}")
             line += byte
         return line.decode().strip()
+
+
+def is_hopeless(problem: Exception) -> bool:
+    """Return whether to try again changes nothing. A server that was too slow, or went away, is no refusal of the key."""
+    if isinstance(problem, paramiko.AuthenticationException):
+        return not any(word in str(problem) for word in ("timeout", "shut down"))
+    return isinstance(problem, paramiko.BadHostKeyException)
 
 
 def _make_node_directories(root: Path, ssh_dir: Path, user: str) -> None:

@@ -204,3 +204,89 @@ def test_what_a_client_does_not_read_is_unsent_until_it_does() -> None:
             await server.close()
 
     asyncio.run(asyncio.wait_for(play(), 60))
+
+
+async def _connected(server: web.Server) -> socket.socket:
+    """Return our end of a connection to the server."""
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    with theirs:
+        await asyncio.get_running_loop().connect_accepted_socket(lambda: web.Connection(server), theirs.dup())
+    return ours
+
+
+async def _status(ours: socket.socket, path: str) -> bytes:
+    """Ask; return the first line of the answer, b"" if the connection was ended."""
+    loop = asyncio.get_running_loop()
+    try:
+        await loop.sock_sendall(ours, f"GET {path} HTTP/1.1\r\n\r\n".encode())
+        return (await loop.sock_recv(ours, 1 << 16)).partition(b"\r\n")[0]
+    except ConnectionError:
+        return b""
+
+
+def test_one_connection_too_many_ends_the_account_s_that_was_silent_longest() -> None:
+    async def play() -> None:
+        server = web.Server(web.Router(ROUTES), _refusal, most_connections=3)
+        first, second, third = [await _connected(server) for _ in range(3)]
+        assert await _status(first, "/echo") == b"HTTP/1.1 200 OK"
+        fourth = await _connected(server)
+        assert await _status(second, "/echo") == b""
+        for ours in (first, third, fourth):
+            assert await _status(ours, "/echo") == b"HTTP/1.1 200 OK"
+        await server.close()
+        for ours in (first, second, third, fourth):
+            ours.close()
+
+    asyncio.run(asyncio.wait_for(play(), 60))
+
+
+def test_who_does_not_read_is_answered_no_more_until_he_does() -> None:
+    size, asked = 1 << 22, 0
+
+    async def large(request: web.Request) -> web.Response:
+        nonlocal asked
+        asked += 1
+        return web.Response(b"x" * size)
+
+    async def play() -> None:
+        server = web.Server(web.Router([web.get("/large", large)]), _refusal)
+        with await _connected(server) as ours:
+            loop = asyncio.get_running_loop()
+            await loop.sock_sendall(ours, b"GET /large HTTP/1.1\r\n\r\n" * 3)
+            ours.shutdown(socket.SHUT_WR)
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert asked == 1
+            received = 0
+            while data := await loop.sock_recv(ours, 1 << 20):
+                received += len(data)
+            assert asked == 3
+            assert received > 3 * size
+        await server.close()
+
+    asyncio.run(asyncio.wait_for(play(), 60))
+
+
+def test_an_account_that_reads_none_of_its_answers_loses_the_connection_of_one_too_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(web, "MAX_UNSENT_BYTES", 6 << 20)
+
+    async def large(request: web.Request) -> web.Response:
+        return web.Response(b"x" * (1 << 22))
+
+    async def play() -> None:
+        server = web.Server(web.Router([web.get("/large", large)]), _refusal)
+        first, second = await _connected(server), await _connected(server)
+        loop = asyncio.get_running_loop()
+        await loop.sock_sendall(first, b"GET /large HTTP/1.1\r\n\r\n")
+        while not server.unsent_bytes:
+            await asyncio.sleep(0)
+        assert await _status(second, "/large") == b""
+        assert await _status(first, "/large") == b"HTTP/1.1 200 OK"
+        await server.close()
+        first.close()
+        second.close()
+
+    asyncio.run(asyncio.wait_for(play(), 60))

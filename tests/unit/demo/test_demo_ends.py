@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
+import paramiko
 import pytest
 from scenes import job, training, whole_scene
 
 from hpcsched.demo.closing import closing_rows, sample_of
 from hpcsched.demo.keeper import stop_kept
+from hpcsched.demo.machine import is_hopeless
 from hpcsched.demo.scene import Moment, Scene
 from hpcsched.demo.show import Wishes, make_directory, plan_of
 from hpcsched.demo.story import Outcome, Story
@@ -128,3 +130,17 @@ def test_an_attempt_that_was_over_before_one_looked_has_been_seen(tmp_path: Path
     story._watch = watch(over)
     story._resume()
     assert story._outcome.resumed_from == 287
+
+
+@pytest.mark.parametrize(
+    ("problem", "hopeless"),
+    [
+        (paramiko.AuthenticationException("Authentication failed."), True),
+        (paramiko.AuthenticationException("Authentication timeout."), False),
+        (paramiko.AuthenticationException("Authentication failed: transport shut down or saw EOF"), False),
+        (paramiko.SSHException("Error reading SSH protocol banner"), False),
+        (ConnectionRefusedError(), False),
+    ],
+)
+def test_only_a_refusal_of_the_key_ends_the_wait_for_a_node(problem: Exception, hopeless: bool) -> None:
+    assert is_hopeless(problem) is hopeless

@@ -1,0 +1,60 @@
+"""What a request's body may not be: refused before anything of it is done."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hpcsched.api import web
+from hpcsched.api.app import MAX_JOBS, make_server
+
+JOB = {"name": "x", "script": "#!/bin/sh\n", "work_dir": "/tmp"}
+
+
+async def _submit(asker: Any, request_id: str, specs: list[Any]) -> dict[str, Any]:
+    return {"jobs": [{"job_id": 1, "tasks": 1}] * len(specs), "notes": []}
+
+
+def _post(body: bytes) -> dict[str, Any]:
+    """Return the answer to a submission with this body."""
+
+    async def play() -> bytes:
+        coming: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        coming.set_result(SimpleNamespace(submit=_submit))
+        server = make_server(SimpleNamespace(admins=lambda: ()), coming)  # type: ignore[arg-type]
+        ours, theirs = socket.socketpair()
+        await asyncio.get_running_loop().connect_accepted_socket(lambda: web.Connection(server), theirs)
+        reader, writer = await asyncio.open_unix_connection(sock=ours)
+        writer.write(
+            f"POST /v1/submit HTTP/1.1\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+        )
+        answer = await reader.read()
+        writer.close()
+        await server.close()
+        return answer.partition(b"\r\n\r\n")[2]
+
+    answer: dict[str, Any] = json.loads(asyncio.run(asyncio.wait_for(play(), 60)))
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        (b'{"jobs":[{"name":"x","name":"y","script":"#!/bin/sh","work_dir":"/tmp"}]}', "a field is there twice"),
+        (b'{"jobs":[],"jobs":[]}', "a field is there twice"),
+        (json.dumps({"jobs": [JOB] * (MAX_JOBS + 1)}).encode(), f"cannot submit {MAX_JOBS + 1} jobs at once"),
+        (b'{"jobs":' + b"[" * 100_000, "cannot read the request"),
+        (b'{"jobs":[]} {}', "Extra data"),
+    ],
+)
+def test_a_body_that_is_ambiguous_or_too_much_is_refused(body: bytes, why: str) -> None:
+    assert why in _post(body)["error"]
+
+
+def test_as_many_jobs_as_are_allowed_are_taken() -> None:
+    assert len(_post(json.dumps({"jobs": [JOB] * MAX_JOBS}).encode())["jobs"]) == MAX_JOBS
