@@ -30,6 +30,7 @@ TIMEOUT_S = 60.0
 READ_BYTES = 256 << 10
 MAX_ANSWER_BYTES = 256 << 20
 RETRY_S = 10.0  # how long to try again while the controller restarts, for requests that may be repeated
+CROWDED_S = 0.02  # before it is tried again to connect where too many others do
 _UCRED_BYTES = 12  # struct ucred: pid, uid, gid
 
 
@@ -214,11 +215,13 @@ def _connect(where: str, timeout_s: float) -> socket:
     sock = socket(AF_UNIX, SOCK_STREAM)
     sock.settimeout(timeout_s)
     try:
-        sock.connect(where)
+        _reach(sock, where, timeout_s)
     except OSError as error:
         sock.close()
         why = error.strerror or str(error)
         todo = "start it with 'hpcsched up'"
+        if isinstance(error, BlockingIOError):
+            todo = "too many ask it at once; try again"
         if isinstance(error, PermissionError):
             todo = "an admin can set run_dir, in hpcsched.toml, to a directory that lets other users in"
         raise errors.UnavailableError(f"Unable to contact hpcsched controller ({where}: {why}): {todo}") from None
@@ -229,6 +232,19 @@ def _connect(where: str, timeout_s: float) -> socket:
             f"Unable to contact hpcsched controller ({where}: it is served by uid {uid}, which is neither root nor you)"
         )
     return sock
+
+
+def _reach(sock: socket, where: str, timeout_s: float) -> None:
+    """Connect, and wait for that if more are waiting than the controller's socket takes: unix(7) calls that EAGAIN."""
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        try:
+            sock.connect(where)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline_s:
+                raise
+        time.sleep(CROWDED_S)
 
 
 def _read(sock: socket) -> Response:

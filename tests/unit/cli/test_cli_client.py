@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import socket
@@ -41,6 +42,38 @@ def test_the_socket_is_found_below_the_configuration(tmp_path: Path, monkeypatch
     assert client.socket_path() == str(tmp_path / "state" / "run" / "api.sock")
     (tmp_path / "hpcsched.toml").write_text('[controller]\nrun_dir = "/run/elsewhere"\n')
     assert client.socket_path() == "/run/elsewhere/api.sock"
+
+
+def test_where_too_many_wait_to_be_served_a_client_waits_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        server.bind(str(tmp_path / "s"))
+        server.listen(0)
+        others: list[socket.socket] = []
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                others.append(stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)))
+                others[-1].setblocking(False)
+                others[-1].connect(str(tmp_path / "s"))
+        assert len(others) > 1
+
+        def served(_: float) -> None:
+            """Instead of a pause: whoever was first is served, and who comes now in a thread."""
+            for _ in others[:-1]:
+                server.accept()[0].close()
+            thread = threading.Thread(target=serve_one)
+            thread.start()
+            stack.callback(thread.join)
+
+        def serve_one() -> None:
+            with server.accept()[0] as connection:
+                connection.recv(65536)
+                connection.sendall(b'HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\n{"pid": 7}')
+
+        monkeypatch.setattr(client.time, "sleep", served)
+        assert client.call("GET", "/v1/ping", where=tmp_path / "s") == {"pid": 7}
 
 
 @pytest.mark.root
