@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from hpcsched.api import web
+from hpcsched.api.crowd import Turns
 from hpcsched.api.identity import Asker, asker_of, peer_uid
 from hpcsched.api.jobview import json_text
 from hpcsched.api.views import VERSION
@@ -31,6 +32,7 @@ from hpcsched.model.spec import JobSpec
 log = logging.getLogger("hpcsched.api")
 
 MAX_REQUEST_ID = 200
+LONG_AT_ONCE = 2  # answers that take long to make, of one account
 MAX_JOBS = 2000  # of one request: others' wait until all of them have been checked
 LOG_CHUNK_BYTES = 1 << 20
 LOG_WAIT_S = 20.0
@@ -100,26 +102,26 @@ def make_server(reader: Reader, coming: asyncio.Future[Backend]) -> web.Server:
     found = [
         web.get("/v1/ping", routes.ping),
         web.post("/v1/submit", routes.submit),
-        web.post("/v1/test", routes.test),
-        web.get("/v1/jobs", routes.jobs),
-        web.get("/v1/queue", routes.queue),
+        web.post("/v1/test", routes.in_turn(routes.test)),
+        web.get("/v1/jobs", routes.in_turn(routes.jobs, early=True)),
+        web.get("/v1/queue", routes.in_turn(routes.queue, early=True)),
         web.get("/v1/job/{ref}", routes.job),
         web.get("/v1/job/{ref}/story", routes.story),
-        web.get("/v1/job/{ref}/why", routes.why),
+        web.get("/v1/job/{ref}/why", routes.in_turn(routes.why)),
         web.get("/v1/nodes", routes.nodes),
         web.get("/v1/strays", routes.strays),
         web.post("/v1/strays/{verb:adopt|end}", routes.act_on_strays),
         web.post("/v1/nodes/{verb:drain|resume|fence}", routes.act_on_nodes),
         web.get("/v1/partitions", routes.partitions),
-        web.get("/v1/priorities", routes.priorities),
-        web.get("/v1/snapshot", routes.snapshot),
+        web.get("/v1/priorities", routes.in_turn(routes.priorities)),
+        web.get("/v1/snapshot", routes.in_turn(routes.snapshot)),
         web.get("/v1/shares", routes.shares),
         web.post("/v1/usage/reset", routes.reset_usage),
         web.get("/v1/licenses", routes.licenses),
         web.get("/v1/reservations", routes.reservations),
         web.post("/v1/reservations/{verb:create|update|delete}", routes.act_on_reservation),
         web.get("/v1/config", routes.config),
-        web.get("/v1/history", routes.history),
+        web.get("/v1/history", routes.in_turn(routes.history)),
         web.get("/v1/log", routes.log),
         web.post("/v1/reconfigure", routes.reconfigure),
         web.post("/v1/backup", routes.backup),
@@ -132,15 +134,29 @@ class _Routes:
     def __init__(self, reader: Reader, coming: asyncio.Future[Backend]) -> None:
         self._reader = reader
         self._coming = coming
+        self._turns = Turns(LONG_AT_ONCE)
 
     async def _backend(self) -> Backend:
         return await asyncio.shield(self._coming)  # a client that goes away takes its own request along, nothing else
 
+    def in_turn(self, handler: web.Handler, *, early: bool = False) -> web.Handler:
+        """Return `handler`, whose answers take long to make, such that each account waits for its own.
+
+        `early`: it needs no backend. Others wait for that first, or they would keep the queue from who asks for it.
+        """
+
+        async def handle(request: web.Request) -> web.Response:
+            if not early:
+                await self._backend()
+            async with self._turns.turn(_uid_of(request)):
+                return await handler(request)
+
+        return handle
+
     def _asker(self, request: web.Request) -> Asker:
         if request.uid is not None:
             return replace(asker_of(request.uid, ()), admin=False)
-        assert request.peer is not None
-        return asker_of(peer_uid(request.peer), self._reader.admins())
+        return asker_of(_uid_of(request), self._reader.admins())
 
     async def ping(self, request: web.Request) -> web.Response:
         return answer((await self._backend()).ping())
@@ -303,6 +319,14 @@ async def _body(request: web.Request) -> Json:
     if not isinstance(body, dict):
         raise RequestError("cannot read the request: not a JSON object")
     return body
+
+
+def _uid_of(request: web.Request) -> int:
+    """Return who asks: of what a node passed on, whom it names; else as the kernel says."""
+    if request.uid is not None:
+        return request.uid
+    assert request.peer is not None
+    return peer_uid(request.peer)
 
 
 def _fields(pairs: list[tuple[str, Any]]) -> Json:

@@ -2,11 +2,14 @@
 
 An account has so many connections at once; one more ends the one that it was silent on for longest, first among those on
 which nothing is being answered. Of answers that it does not read so many bytes are kept; one more is not sent, and its
-connection ended. What is asked for on a connection that is ended is done all the same.
+connection ended. Of answers that take long to make so many are made for it at once.
 """
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from itertools import islice
 from typing import Protocol
 
@@ -64,3 +67,26 @@ class Crowd:
         """Return whether so many bytes more may wait for the account to read them, if they are all that waits or not too many."""
         unsent = sum(guest.unsent_bytes for guest in self._of.get(uid, ()))
         return not unsent or unsent + size <= self._most_unsent_bytes
+
+
+class Turns:
+    """Has each account wait for its own: so many of its answers are made at once, and others' in between."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._of: dict[int, tuple[asyncio.Semaphore, int]] = {}  # by uid, with how many have a turn or wait for one
+
+    @asynccontextmanager
+    async def turn(self, uid: int) -> AsyncIterator[None]:
+        """Wait for a turn of the account; it lasts as long as the block."""
+        turns, count = self._of.get(uid) or (asyncio.Semaphore(self._most), 0)
+        self._of[uid] = turns, count + 1
+        try:
+            async with turns:
+                yield
+        finally:
+            _, count = self._of[uid]
+            if count == 1:
+                del self._of[uid]
+            else:
+                self._of[uid] = turns, count - 1

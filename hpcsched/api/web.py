@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import resource
+import select
 import socket
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping
@@ -201,6 +202,7 @@ class Connection(asyncio.Protocol):
         self._coming: _Coming | None = None  # the request that is being read
         self._waiting: deque[Request | BadRequestError] = deque()  # read, and not yet answered
         self._task: asyncio.Task[None] | None = None
+        self._reads_only = False  # what it does is of use to nobody but the client
         self._heard_s = 0.0
         self._asks_no_more = False
         self._unread = False  # the client does not read as fast as it asks
@@ -222,7 +224,9 @@ class Connection(asyncio.Protocol):
         self._idle_timer.cancel()
         self._server.connections.discard(self)
         self._server.crowd.goes(self._uid, self)
-        # What it asked for is done all the same: the task ends by itself.
+        if self._task is not None and self._reads_only:
+            self._task.cancel()
+        # Another task ends by itself: what it was asked for is done all the same.
 
     @property
     def is_busy(self) -> bool:
@@ -280,6 +284,8 @@ class Connection(asyncio.Protocol):
     def eof_received(self) -> bool:
         """The client sends no more, and may still read: what it has asked for is answered before the connection ends."""
         self._asks_no_more = True
+        if _has_gone(self._peer):
+            self.drop()
         return self._task is not None or bool(self._waiting)
 
     # ----- what the parser finds
@@ -356,6 +362,7 @@ class Connection(asyncio.Protocol):
         if isinstance(request, BadRequestError):
             self._send(self._server.refusal(request.status, str(request)), keep=False)
         else:
+            self._reads_only = request.method == "GET"
             self._task = self._loop.create_task(self._answer(request))
 
     async def _answer(self, request: Request) -> None:
@@ -398,6 +405,13 @@ class Connection(asyncio.Protocol):
             self.drop()
         if not keep:
             self._transport.close()
+
+
+def _has_gone(peer: socket.socket) -> bool:
+    """Return whether the client, that sends no more, does not read any more either."""
+    looking = select.poll()
+    looking.register(peer.fileno(), 0)
+    return any(what & select.POLLHUP for _, what in looking.poll(0))
 
 
 class _Coming:
