@@ -29,13 +29,15 @@ json_text = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 class JobView(dict[str, Any]):
     """A job as `asker` may see it, each value made when it is first asked for: those in the dict have been asked for."""
 
-    __slots__ = ("_files", "_why", "asker", "job", "now_s", "world")
+    __slots__ = ("_files", "_why", "asker", "job", "now_s", "shares", "world")
 
     def __init__(self, job: Job, world: World, asker: Asker, now_s: float) -> None:
         self.job = job
         self.world = world
         self.asker = asker
         self.now_s = now_s
+        # What the job has, or had, of which node; nothing while it waits.
+        self.shares: tuple[Share, ...] = job.shares if job.state is not JobState.PENDING else ()
         self._files: JobFiles | None = None
         self._why: tuple[Reason, str, float | None] | None = None
 
@@ -61,16 +63,14 @@ class JobView(dict[str, Any]):
             self._files = job_files(self.job)
         return self._files
 
-    @property
-    def shares(self) -> tuple[Share, ...]:
-        """What the job has, or had, of which node; nothing while it waits."""
-        return self.job.shares if self.job.state is not JobState.PENDING else ()
-
 
 def job_view(job: Job, world: World, asker: Asker, now_s: float, *, whole: bool = False) -> dict[str, Any]:
     """Return the job as `asker` may see it; `whole` adds script and environment."""
     view = JobView(job, world, asker, now_s)
-    made = {name: value(view) for name, value in VALUES.items()}
+    made = _ALL.copy()
+    made.update(zip(_PATHS, _fields_of(view), strict=True))
+    for name, value in _MADE.items():
+        made[name] = value(view)
     if whole and asker.owns(job):
         made |= {"script": job.spec.script, "script_args": list(job.spec.script_args), "env": dict(job.spec.env)}
     return made
@@ -79,12 +79,12 @@ def job_view(job: Job, world: World, asker: Asker, now_s: float, *, whole: bool 
 _Value = Callable[[JobView], Any]
 
 
-def _plains(*names: str) -> dict[str, _Value]:
-    return {name: attrgetter(f"job.{name}") for name in names}
+def _plains(*names: str) -> dict[str, str]:
+    return {name: f"job.{name}" for name in names}
 
 
-def _askeds(*names: str) -> dict[str, _Value]:
-    return {name: attrgetter(f"job.spec.{name}") for name in names}
+def _askeds(*names: str) -> dict[str, str]:
+    return {name: f"job.spec.{name}" for name in names}
 
 
 def _private(value: _Value) -> _Value:
@@ -97,7 +97,8 @@ def _unless_waiting(name: str) -> _Value:
     return lambda view: None if view.job.state is JobState.PENDING else getattr(view.job, name)
 
 
-VALUES: dict[str, _Value] = {
+# How each value is had from a `JobView`: where it is, or how it is made.
+_SOURCES: dict[str, str | _Value] = {
     **_plains("id", "array_job_id", "array_task_id"),
     "array_limit": lambda view: view.job.array_limit if view.job.spec.array else None,
     "display_id": lambda view: view.job.display_id,
@@ -148,7 +149,7 @@ VALUES: dict[str, _Value] = {
     ),
     **_askeds("exclusive", "constraint", "prefer", "switches"),
     "hints": lambda view: list(view.job.spec.hints),
-    "dependency": lambda view: terms_text(view.job.dependency, any_one=view.job.dependency_any),
+    "dependency": lambda view: _dependency(view.job),
     **_plains("deadline_at_s", "reservation"),
     **_askeds("mincpus", "tmp_mib", "mem_per_cpu_mib"),
     "asked_nodes": lambda view: list(view.job.spec.nodelist),
@@ -164,6 +165,16 @@ VALUES: dict[str, _Value] = {
     "command": _private(lambda view: _command(view.job.spec)),
     "training": _private(lambda view: training_view(view.world.training.get(view.job.id))),
 }
+
+
+VALUES: dict[str, _Value] = {
+    name: attrgetter(source) if isinstance(source, str) else source for name, source in _SOURCES.items()
+}
+# Of all values of ten thousand jobs those that only have to be fetched are had by one call for each job.
+_PATHS = {name: source for name, source in _SOURCES.items() if isinstance(source, str)}
+_MADE = {name: source for name, source in _SOURCES.items() if not isinstance(source, str)}
+_ALL: dict[str, Any] = dict.fromkeys(_SOURCES)
+_fields_of = attrgetter(*_PATHS.values())
 
 
 def _share(share: Share) -> dict[str, Any]:
@@ -192,8 +203,15 @@ def _gpus(view: JobView) -> int:
     return asked_gpus(view.job)
 
 
+def _dependency(job: Job) -> str:
+    return terms_text(job.dependency, any_one=job.dependency_any) if job.dependency else ""
+
+
 def _priority_tier(view: JobView) -> int | None:
     partitions = view.world.partitions
+    only = partitions.get(view.job.partition)
+    if only is not None:
+        return only.priority_tier
     names = view.job.partition.split(",")
     return max((partitions[name].priority_tier for name in names if name in partitions), default=None)
 
@@ -219,6 +237,8 @@ def asked_cpus(job: Job) -> int:
 def asked_gpus(job: Job) -> int:
     """Return how many GPUs the job will have at least."""
     spec = job.spec
+    if not (spec.gpus_total or spec.gpus_per_node or spec.gpus_per_task):
+        return 0
     total = sum(request.count for request in spec.gpus_total)
     per_node = sum(request.count for request in spec.gpus_per_node) * spec.nodes_min
     per_task = sum(request.count for request in spec.gpus_per_task) * asked_tasks(job)
@@ -227,7 +247,8 @@ def asked_gpus(job: Job) -> int:
 
 def asked_shards(job: Job) -> int:
     """Return how many shards of GPUs the job will have at least."""
-    return sum(request.count for request in job.spec.shards_per_node) * job.spec.nodes_min
+    asked = job.spec.shards_per_node
+    return sum(request.count for request in asked) * job.spec.nodes_min if asked else 0
 
 
 def elapsed_s(job: Job, now_s: float) -> float:

@@ -109,9 +109,10 @@ class QueueRows:
         look: Look,
     ) -> Row:
         watched = _Watched(*look)
-        row = row_of(view, listing._replace(order=()), watched)
+        row = row_of(view, listing, watched, ranked=False)
         said = tuple([(name, view[name]) for name in _SAID if name in view])
-        row = row._replace(ranks=ranks_of(view, listing, watched))
+        if listing.order:
+            row = row._replace(ranks=ranks_of(view, listing, watched))
         if "timed" not in watched.__dict__:
             table[view.job.id] = _Kept(view.job, wait, priority, said, row)
         return row

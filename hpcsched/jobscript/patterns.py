@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from hpcsched.model.pattern import Pattern
 
@@ -25,8 +25,7 @@ _UNSAFE = Pattern(r"[/\x00-\x1f\x7f]")
 _ON_THE_NODE = "tnN"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PatternFacts:
+class PatternFacts(NamedTuple):
     """What is filled into the names of one job's files, or of a step's (`step` is its number)."""
 
     job_id: int
@@ -46,6 +45,8 @@ def expand_job_pattern(pattern: str, facts: PatternFacts) -> str:
     """Return `pattern` with all filled in but ``%t %n %N``; a ``%`` that is meant as itself is ``%%`` in it."""
     if "\\" in pattern:
         return pattern.replace("\\", "").replace("%", "%%")
+    if "%" not in pattern:  # as most names, and there are three for each job of a list
+        return pattern
     array_job = facts.array_job_id if facts.array_job_id is not None else facts.job_id
     task = facts.array_task_id if facts.array_task_id is not None else NO_TASK_ID
     step = "" if facts.step is None else f".{facts.step}"
@@ -73,8 +74,6 @@ def is_per_task(pattern: str) -> bool:
 
 def _fill(pattern: str, values: Mapping[str, int | str], *, keep: bool) -> str:
     """Return `pattern` with `values` filled in; with `keep` another pass follows: ``%%`` and its letters stay."""
-    if "%" not in pattern:  # of most names, and there are three for each job of a list
-        return pattern
 
     def value_of(match: re.Match[str]) -> str:
         width, letter = match.groups()

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from hpcsched.jobscript.patterns import PatternFacts, default_output, expand_job_pattern, expand_task_pattern
 from hpcsched.model.job import Job
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobFiles:
+class JobFiles(NamedTuple):
     """Absolute paths; `stderr` is stdout's where the user named none, `stdin` is "" for none."""
 
     stdout: str
@@ -46,6 +45,8 @@ def job_files(job: Job) -> JobFiles:
     """Return the files of the job's batch step; before it has a node, its name in them is empty."""
     node = job.shares[0].node if job.shares else ""
     patterns = job_file_patterns(job)
+    if "%" not in "".join(patterns):
+        return patterns
 
     def filled(pattern: str) -> str:
         return expand_task_pattern(pattern, task=0, node_rank=0, node=node)

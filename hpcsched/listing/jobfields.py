@@ -37,7 +37,11 @@ _MAX_PRIORITY = 2**32 - 1
 
 
 def _of(key: str, none: str = "") -> Callable[[Job, Look], str]:
-    return lambda job, look: none if job.get(key) is None or job[key] == "" else str(job[key])
+    def text(job: Job, look: Look) -> str:
+        value = job.get(key)
+        return none if value is None or value == "" else str(value)
+
+    return text
 
 
 def _one(text: str) -> Callable[[Job, Look], str]:

@@ -80,12 +80,14 @@ class Row(namedtuple("Row", "place ranks cells colour")):
     colour: str
 
 
-def row_of(job: Job, listing: Listing, look: Look) -> Row:
-    """Return the row that shows `job`, or an array's waiting tasks as one (``folded``)."""
+def row_of(job: Job, listing: Listing, look: Look, *, ranked: bool = True) -> Row:
+    """Return the row that shows `job`, or an array's waiting tasks as one (``folded``), with its `ranks` or without."""
     place = (job["array_job_id"] or job["id"], job["array_task_id"] or 0)
     cells = [cell_text(cell, job, look) for cell in listing.cells]
     colour = _colour(job["state"]) if listing.colour else ""
-    return Row(place, ranks_of(job, listing, look), cells if listing.fit else ("".join(cells),), colour)
+    return Row(
+        place, ranks_of(job, listing, look) if ranked else (), cells if listing.fit else ("".join(cells),), colour
+    )
 
 
 def ranks_of(job: Job, listing: Listing, look: Look) -> list[object]:

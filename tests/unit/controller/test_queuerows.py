@@ -41,9 +41,9 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     jobs: list[int] = []
     row_of = queuerows.row_of
 
-    def noted(view: Any, *rest: Any) -> Any:
+    def noted(view: Any, *rest: Any, **more: Any) -> Any:
         jobs.append(int(view.job.id))
-        return row_of(view, *rest)
+        return row_of(view, *rest, **more)
 
     monkeypatch.setattr(queuerows, "row_of", noted)
     return jobs
