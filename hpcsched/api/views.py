@@ -97,6 +97,8 @@ def in_a_sentence(job: Job, world: World, reason: Reason, detail: str) -> str:
 
 def how_it_ended(job: Job) -> str:
     """Return the end of a sentence that tells with what numbers a job ended; "" where its state says it all."""
+    if job.reason is Reason.LAUNCH_FAILED:
+        return ": it could not be started"
     if job.state is JobState.TIMEOUT:
         return f": its time limit of {format_time_s(job.time_limit_s)} was reached"
     if job.state is JobState.OUT_OF_MEMORY:

@@ -93,6 +93,7 @@ class ControllerBackend(Reading):
         self._started_at_s = started_at_s
         self._apply_config = apply_config
         self._database = database
+        self._serves_all = os.getuid() == 0  # else all jobs run as the accounts that the nodes were added with
 
     def ping(self) -> Json:
         return {
@@ -116,6 +117,10 @@ class ControllerBackend(Reading):
     # ----- jobs
 
     async def submit(self, asker: Asker, request_id: str, specs: list[JobSpec]) -> Json:
+        if self._serves_all and not is_account(asker.user):
+            raise PermissionDeniedError(
+                f"cannot submit: uid {asker.uid} has no account on this machine, so that no node knows as whom to run the job"
+            )
         seen = self._controller.store.request_jobs
         jobs = await self._change(lambda tx: requests.submit(tx, asker, request_id, specs, seen))
         return {"jobs": jobs, "notes": []}

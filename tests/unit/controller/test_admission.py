@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 from dataclasses import replace
 
 import pytest
+from jobs import spec
 from unit.controller.world import ANN, BOB, ROOT, Cluster
 
 from hpcsched.api.identity import Asker
 from hpcsched.controller.accountviews import license_views
 from hpcsched.controller.update import update
-from hpcsched.errors import RequestError
+from hpcsched.errors import PermissionDeniedError, RequestError
 from hpcsched.model.accounting import Account, Accounting, Limits, Qos, UserRules
 from hpcsched.model.spec import ArraySpec
 
@@ -215,3 +218,11 @@ def test_a_time_limit_is_changed_by_so_much() -> None:
             lambda tx, which=which, change=change: update(tx, ROOT, [str(which)], {"time_limit": change})
         )
         assert says in refused.errors[0]["error"]
+
+
+def test_who_has_no_account_is_told_so_where_jobs_run_as_their_submitters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getuid", lambda: 0)
+    backend = Cluster("n1").backend()
+    nobody = Asker(uid=3_999_999, user="3999999", admin=False)
+    with pytest.raises(PermissionDeniedError, match="cannot submit: uid 3999999 has no account on this machine"):
+        asyncio.run(backend.submit(nobody, "", [spec()]))

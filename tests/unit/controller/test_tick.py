@@ -142,6 +142,15 @@ def test_a_jobs_story_names_people_and_ends_with_how_the_job_did() -> None:
     assert story["now"] == f"job {job_id} is FAILED: its script ended with exit code 3"
 
 
+def test_of_a_job_that_could_not_be_started_nobody_says_that_its_script_has_ended() -> None:
+    cluster = Cluster("n1")
+    job_id = cluster.submit()
+    cluster.says("n1", cluster.report(job_id, protocol.REFUSED, why="cannot open output file /x: Permission denied"))
+    story = cluster.backend().story(ANN, str(job_id))
+    assert story["events"][-1]["text"] == "n1 could not start it: cannot open output file /x: Permission denied"
+    assert story["now"] == f"job {job_id} is FAILED: it could not be started"
+
+
 def test_a_report_with_an_old_token_changes_nothing() -> None:
     cluster = Cluster("n1")
     job_id = cluster.submit()
