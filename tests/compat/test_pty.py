@@ -71,7 +71,7 @@ def test_a_shell_at_a_terminal(cluster: LocalCluster) -> None:
         terminal.shows("31 99")
         terminal.shows("on-n2")
         terminal.resize(40, 120)
-        terminal.type("sleep 0.3; stty size; stty size\n")
+        terminal.type("while [ \"$(stty size)\" = '31 99' ]; do sleep 0.05; done; stty size\n")
         terminal.shows("40 120")
         terminal.type("echo begun-$((3 * 3)); sleep 600\n")
         terminal.shows("begun-9")

@@ -12,6 +12,7 @@ from waiting import wait_until
 from hpcsched.demo.cluster import LocalCluster
 from hpctrain.metrics import read_metrics
 
+TESTS = Path(__file__).parents[1]
 SMALL = "--layers 1 --width 32 --heads 2 --context 32 --batch 8 --eval-every 0 --sample 0 --checkpoint-every 4 --base-every 3"
 
 
@@ -26,25 +27,25 @@ def test_a_killed_training_job_resumes_to_the_same_bits(
     ended: Any,
     output: Callable[[int], str],
 ) -> None:
-    python = sys.executable
-    script = (
-        f"export PATH={Path(python).parent}:$PATH\nmpirun {python} -m hpctrain.examples.chargpt {SMALL} --steps 200"
-    )
-    whole = sub(f"{script} --out whole", "-N2", "--requeue", "-t", "5")
-    assert ended(whole)["state"] == "COMPLETED", output(whole)
+    gate = cluster.share / "gate"
+    train = f"{sys.executable} {TESTS}/train/faulty_chargpt.py gate:40:{gate} {SMALL} --steps 60"
+    script = f"export PATH={Path(sys.executable).parent}:$PATH PYTHONPATH={TESTS}\nmpirun {train}"
     killed = sub(f"{script} --out killed", "-N2", "--requeue", "-t", "5", "--open-mode=append")
     metrics = cluster.share / "killed" / "metrics.jsonl"
-    wait_until(lambda: any(line["step"] >= 20 for line in lines(metrics)), what="twenty steps")
+    wait_until(lambda: any(line["step"] >= 39 for line in lines(metrics)), what="the steps before the gate")
     published = cluster.share / "killed" / "checkpoints"
     wait_until(lambda: list(published.glob("step-*.json")), what="a checkpoint")
     node = running(killed)["nodes"][1]
     assert cluster.machines is not None
     cluster.machines.power_off(node)
+    gate.touch()
     cluster.machines.power_on(node)
     done = ended(killed)
     assert (done["state"], done["attempt"]) == ("COMPLETED", 1), output(killed)
     second = [line["step"] for line in lines(metrics) if line["attempt"] == 1]
     assert second[0] > 1, "it began again from nothing"
+    whole = sub(f"{script} --out whole", "-N2", "-t", "5")
+    assert ended(whole)["state"] == "COMPLETED", output(whole)
     assert weights(output(whole)) == weights(output(killed)) != ""
 
 

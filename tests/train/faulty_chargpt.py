@@ -8,6 +8,7 @@ Usage: faulty_chargpt.py FAULT OPTIONS..., where FAULT is one of
     untold:N        rank 0 is killed when all have taken step N, before it tells of it
     raises:R:N      rank R raises an error at the beginning of its step N
     await:N         rank 0 does not begin step N before a stop signal has come
+    gate:N:FILE     rank 0 does not begin step N before there is this file
     nan:R:N         rank R's loss is not a number at step N
 """
 
@@ -126,6 +127,8 @@ if __name__ == "__main__":
             at_step(int(arguments[0]), int(arguments[1]), fail)
         case "await":
             await_stop()
+        case "gate":
+            at_step(0, int(arguments[0]), lambda: wait_until(Path(arguments[1]).exists, what="the gate to open"))
         case "nan":
             loss_is_nan()
     sys.exit(main(sys.argv[2:]))
