@@ -16,6 +16,7 @@ from waiting import wait_until
 from hpcsched.demo.cluster import LocalCluster
 from hpctrain.metrics import read_metrics
 
+TESTS = Path(__file__).parents[1]
 SMALL = "--layers 1 --width 32 --heads 2 --context 32 --batch 12 --eval-every 0 --sample 0 --checkpoint-every 50"
 SCRIPT = f"""exec {sys.executable} -m hpctrain.elastic --report report.json -- \\
     {sys.executable} -m hpctrain.examples.chargpt {SMALL} --steps 1000000 --out elastic
@@ -89,11 +90,13 @@ def test_an_elastic_job_goes_on_when_a_node_loses_power_and_has_it_again_when_it
     ended(number)
 
 
-@pytest.mark.timeout(400)
 def test_when_all_nodes_and_the_controller_die_the_job_goes_on_later_with_the_same_samples(
     cluster: LocalCluster, sub: Callable[..., int], running: Any, ended: Any, output: Callable[[int], str]
 ) -> None:
-    words = "--steps 400 --checkpoint-every 4 --base-every 3"
+    words = "--steps 60 --checkpoint-every 4 --base-every 3"
+    gate = cluster.share / "gate"
+    faulty = SCRIPT.replace("-m hpctrain.examples.chargpt", f"{TESTS}/train/faulty_chargpt.py gate:40:{gate}")
+    script = f"export PYTHONPATH={TESTS}\n{faulty}"
     options = (
         "--exclusive",
         "-N2-3",
@@ -104,20 +107,21 @@ def test_when_all_nodes_and_the_controller_die_the_job_goes_on_later_with_the_sa
         "--requeue",
         "--open-mode=append",
     )
-    number = sub(SCRIPT.replace("--steps 1000000", words).replace("--out elastic", "--out dead"), *options)
+    number = sub(script.replace("--steps 1000000", words).replace("--out elastic", "--out dead"), *options)
     metrics = cluster.share / "dead" / "metrics.jsonl"
     nodes = running(number)["nodes"]
-    wait_until(lambda: len(told(metrics)) >= 20, what="twenty steps")
+    wait_until(lambda: len(told(metrics)) >= 39, what="the steps before the gate")
     assert cluster.machines is not None
     cluster.down()
     for node in nodes:
         cluster.machines.power_off(node)
+    gate.touch()
     for node in nodes:
         cluster.machines.power_on(node)
     cluster.up()
-    done = ended(number, 180)
+    done = ended(number)
     assert (done["state"], done["attempt"]) == ("COMPLETED", 1), output(number)
-    assert sorted({line["step"] for line in told(metrics)}) == list(range(1, 401))
+    assert sorted({line["step"] for line in told(metrics)}) == list(range(1, 61))
     assert told(metrics)[-1]["interruptions"] == 1
     train = f"{sys.executable} -m hpctrain.examples.chargpt {SMALL} {words} --out whole"
     alone = os.environ | {"OMP_NUM_THREADS": "1"}  # threads that wait for each other are slow on a busy machine
