@@ -7,13 +7,14 @@ as they are before that, from 0 to 1.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from hpcsched import client
 from hpcsched.cli.errors import run_command
 from hpcsched.cli.options import HELP_LONG, VERSION, Command, Option, UsageError, Words
 from hpcsched.cli.output import clean, print_json
 from hpcsched.client import Json
+from hpcsched.listing.formats import Field, Look, format_lines, parse_percent
 from hpcsched.listing.table import columns
 
 COMMAND = Command(
@@ -26,6 +27,7 @@ COMMAND = Command(
         Option("long", "l", help="show every factor, also those without a weight, and user, account and QOS"),
         Option("noheader", "h", help="print no line of headers"),
         Option("norm", "n", help="show the factors as they are before they are weighted, from 0 to 1"),
+        Option("format", "o", "FORMAT", "show these columns, as sprio: %i %Y %A; all letters are in hprio(1)"),
         Option("partition", "p", "LIST", "show the jobs of these partitions"),
         Option("user", "u", "LIST", "show the jobs of these users"),
         Option("weights", "w", help="show the weights of the factors instead of jobs"),
@@ -38,6 +40,41 @@ _HEADERS = {
     "site": "SITE", "age": "AGE", "assoc": "ASSOC", "fairshare": "FAIRSHARE", "size": "JOBSIZE", "partition": "PARTITION",
     "qos": "QOS", "nice": "NICE", "tres": "TRES",
 }  # fmt: skip
+
+
+def _norm(name: str) -> Callable[..., str]:
+    return lambda job, look: f"{job['factors'].get(name, 0.0):.7f}"
+
+
+def _weighted(name: str) -> Callable[..., str]:
+    return lambda job, look: str(job["weighted"].get(name, 0))
+
+
+FIELDS = (
+    Field("id", "i", "JOBID", lambda job, look: job["display_id"]),
+    Field("user", "u", "USER", lambda job, look: job["user"]),
+    Field("account", "o", "ACCOUNT", lambda job, look: job["account"] or "-"),
+    Field("partition", "r", "PARTITION", lambda job, look: job["partition"]),
+    Field("qos", "n", "QOSNAME", lambda job, look: job["qos"] or "-"),
+    Field("priority", "Y", "PRIORITY", lambda job, look: str(job["priority"])),
+    Field("normpriority", "y", "PRIORITY", lambda job, look: f"{job['priority'] / 0xFFFFFFFF:.14f}"),
+    Field("nice", "N", "NICE", lambda job, look: str(job["nice"])),
+    Field("site", "S", "SITE", _weighted("site")),
+    Field("age", "A", "AGE", _weighted("age")),
+    Field("normage", "a", "AGE", _norm("age")),
+    Field("assoc", "B", "ASSOC", _weighted("assoc")),
+    Field("normassoc", "b", "ASSOC", _norm("assoc")),
+    Field("fairshare", "F", "FAIRSHARE", _weighted("fairshare")),
+    Field("normfairshare", "f", "FAIRSHARE", _norm("fairshare")),
+    Field("size", "J", "JOBSIZE", _weighted("size")),
+    Field("normsize", "j", "JOBSIZE", _norm("size")),
+    Field("part", "P", "PARTITION", _weighted("partition")),
+    Field("normpart", "p", "PARTITION", _norm("partition")),
+    Field("qosfactor", "Q", "QOS", _weighted("qos")),
+    Field("normqos", "q", "QOS", _norm("qos")),
+    Field("tres", "T", "TRES", lambda job, look: _tres(job["tres_factors"])),
+    Field("normtres", "t", "TRES", lambda job, look: _tres(job["tres_factors"], "{:.6f}")),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,6 +94,11 @@ def show(words: Words) -> int:
     jobs = sorted(answer["jobs"], key=lambda job: (-job["priority"], job["id"]))
     shown = _shown(answer["weights"], jobs, every=words.has("long"))
     header = not words.has("noheader")
+    if words.has("format"):
+        cells = parse_percent(words.given["format"][-1], FIELDS)
+        records = [] if words.has("weights") else jobs
+        print("\n".join(format_lines(cells, records, Look(0.0), header=header)))
+        return 0
     if words.has("weights"):
         sys.stdout.write(_weights(answer["weights"], shown, header))
     else:

@@ -42,6 +42,7 @@ from hpcsched.errors import NotFoundError, PermissionDeniedError, RequestError, 
 from hpcsched.launch.files import job_files
 from hpcsched.lifecycle.events import Submitted
 from hpcsched.lifecycle.job import submitted_jobs
+from hpcsched.model.codec import value_to_json
 from hpcsched.model.ids import JobId
 from hpcsched.model.job import FINAL, Job, JobState, Reason
 from hpcsched.model.node import Link
@@ -421,7 +422,11 @@ class ControllerBackend(Reading):
         shown = {"cluster": config.name, "share": config.share, "config_dir": str(config.config_dir)}
         for name, value in (asdict(config.controller) | {"scheduler": asdict(config.scheduler)}).items():
             shown[name] = str(value) if isinstance(value, Path) else value
-        return {"config": shown}
+        accounting = value_to_json(config.accounting)
+        return {
+            "config": shown,
+            "accounting": {name: accounting[name] for name in ("accounts", "users", "qos", "licenses")},
+        }
 
     async def reconfigure(self, asker: Asker) -> Json:
         asker.must_be_admin("reload the configuration")

@@ -277,7 +277,7 @@ class Stepping:
             conf=str(config.config_dir / paths.CONFIG_FILE),
             share_dir=config.share,
             master_addr=messages.address(self._world.nodes[step.tasks[0].node]),
-            cpus_per_task=options.shape.cpus_per_task,
+            cpus_per_task=options.shape.cpus_per_task if options.cpus_given else None,
             ntasks_per_node=options.shape.ntasks_per_node,
             plane=options.shape.plane,
             arbitrary=bool(options.shape.hosts),

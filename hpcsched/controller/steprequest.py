@@ -105,6 +105,7 @@ class StepOptions:
 
     name: str
     shape: StepShape
+    cpus_given: bool = False  # --cpus-per-task was
     overlap: bool = False
     mem_mib: int | None = None  # on each node
     mem_per_cpu_mib: int | None = None
@@ -135,6 +136,7 @@ def read_options(request: protocol.StepRequest, job: Job) -> StepOptions:
     options = StepOptions(
         name=_name(request, given),
         shape=_shape(given, job),
+        cpus_given=bool(given.text("cpus-per-task")),
         overlap=given.flag("overlap"),
         mem_mib=given.value("mem", parse_mem_mib),
         mem_per_cpu_mib=given.value("mem-per-cpu", parse_mem_mib),

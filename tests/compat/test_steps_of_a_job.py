@@ -49,7 +49,7 @@ def test_scancel_of_a_step(cluster: LocalCluster, slurm: Client) -> None:
 
 def test_sattach(cluster: LocalCluster, slurm: Client) -> None:
     """One task runs on the node that srun runs on, and the output of the other passes the controller anyhow."""
-    task = "echo early; while [ ! -e heard ]; do echo here $SLURM_PROCID; sleep 0.2; done; echo last; exit $((SLURM_PROCID + 4))"
+    task = "echo early; while [ ! -e heard ]; do echo here $SLURM_PROCID; sleep 0.02; done; echo last; exit $((SLURM_PROCID + 4))"
     script = f"#!/bin/bash\nsrun -N2 -n2 sh -c '{task}'\n"
     job_id = slurm("sbatch", "--parsable", "-N2", stdin=script).stdout.strip()
     step = f"{job_id}.0"
@@ -57,6 +57,7 @@ def test_sattach(cluster: LocalCluster, slurm: Client) -> None:
         wait_until(lambda: step in slurm("squeue", "-h", "-s", "-j", job_id, "-o", "%i").stdout, what="the step")
         wait_until(lambda: "early" in (cluster.share / f"slurm-{job_id}.out").read_text(), what="its output")
         told = slurm("sattach", "--layout", step).stdout
+        assert told.splitlines()[0] == "Job step layout:"
         assert told.splitlines()[3:] == ["  Node 0 (n1), 1 task(s): 0", "  Node 1 (n2), 1 task(s): 1"]
         shown = cluster.share / "shown"
         with shown.open("w") as out:

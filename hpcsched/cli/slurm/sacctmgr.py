@@ -6,14 +6,13 @@ Source: sacctmgr(1); what snakemake, Open OnDemand and exporters of metrics send
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from hpcsched import client
 from hpcsched.cli.options import HELP, VERSION, Command, Option, UsageError, Words, split_list
 from hpcsched.cli.output import print_json
 from hpcsched.cli.slurm.face import ELSEWHERE, Face, run_face
+from hpcsched.cli.slurm.sacctmgrrows import RECORDS
 from hpcsched.client import Json
 from hpcsched.errors import RequestError
 from hpcsched.listing.text import clean, fitted
@@ -21,7 +20,7 @@ from hpcsched.listing.text import clean, fitted
 FACE = Face(
     Command(
         "sacctmgr",
-        ("[OPTIONS] show|list assoc|account|user|qos|cluster [NAME=VALUE...] [format=LIST]",),
+        ("[OPTIONS] show|list assoc|account|user|qos|cluster|tres|reservation [NAME=VALUE...] [format=LIST]",),
         "Show accounts, users, qualities of service and the cluster. They are changed in hpcsched.toml.",
         (
             Option("associations", "s", help="with users or accounts: show their associations"),
@@ -46,11 +45,38 @@ _DEFAULTS = {
     "association": "Cluster,Account,User,Partition,Share,GrpJobs,GrpTRES,GrpSubmit,GrpWall,MaxJobs,QOS,DefaultQOS",
     "account": "Account,Descr,Org",
     "user": "User,DefaultAccount,Admin",
-    "qos": "Name,Priority,GraceTime,PreemptMode,UsageFactor",
+    "qos": "Name,Priority,GraceTime,Preempt,PreemptExemptTime,PreemptMode,Flags,UsageThres,UsageFactor,GrpTRES,GrpTRESMins,"
+    "GrpJobs,GrpSubmit,GrpWall,MaxTRES,MaxTRESMins,MaxWall,MaxTRESPU,MaxJobsPU,MaxSubmitPU",
     "cluster": "Cluster,ControlHost,ControlPort,RPC,Share,QOS",
+    "tres": "Type,Name,ID",
+    "reservation": "Cluster,Name,TRES,TimeStart,TimeEnd",
+    "event": "Cluster,NodeName,TimeStart,TimeEnd,State,Reason,User",
+    "federation": "Federation,Cluster",
+    "problem": "Cluster,Account,User,Problem",
+    "resource": "Name,Server,Type,Count",
+    "runawayjobs": "ID,Name,Partition,Cluster,State",
+    "transaction": "Time,Action,Actor,Where,Info",
+    "wckey": "WCKey,Cluster,User",
 }
-_ALIASES = {"def acct": "defaultaccount", "defaultacct": "defaultaccount", "acct": "account", "fairshare": "share",
-            "description": "descr", "organization": "org", "adminlevel": "admin", "name": "name"}  # fmt: skip
+_ALIASES = {
+    "acct": "account",
+    "adminlevel": "admin",
+    "def acct": "defaultaccount",
+    "defaultacct": "defaultaccount",
+    "description": "descr",
+    "end": "timeend",
+    "fairshare": "share",
+    "grpsubmitjobs": "grpsubmit",
+    "maxjobspu": "maxjobsperuser",
+    "maxsubmitjobs": "maxsubmit",
+    "maxsubmitpu": "maxsubmitjobsperuser",
+    "maxtresperjob": "maxtres",
+    "maxtrespj": "maxtres",
+    "maxtrespu": "maxtresperuser",
+    "maxwalldurationperjob": "maxwall",
+    "organization": "org",
+    "start": "timestart",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,7 +96,7 @@ def _work(words: Words) -> int:
     fields, conditions = _read(rest[1:])
     if entity in ("user", "account") and (words.has("associations") or conditions.pop("withassoc", None) is not None):
         fields = fields or split_list(f"{_DEFAULTS[entity]},{_DEFAULTS['association']}")
-    records = [one for one in _RECORDS[entity]() if _is_meant(one, conditions)]
+    records = [one for one in RECORDS[entity]() if _is_meant(one, conditions)]
     if words.has("json"):
         print_json({f"{entity}s": records, "errors": [], "warnings": []})
     else:
@@ -80,10 +106,9 @@ def _work(words: Words) -> int:
 
 def _entity(word: str) -> str:
     lowered = word.lower()
-    known = {"associations": "association", "accounts": "account", "users": "user", "qos": "qos", "clusters": "cluster"}
-    found = [name for full, name in known.items() if len(lowered) >= 3 and full.startswith(lowered)]
+    found = [name for name in RECORDS if len(lowered) >= 3 and (name.startswith(lowered) or lowered == f"{name}s")]
     if not found:
-        raise RequestError(f"cannot show {clean(word[:40])!r}: there are {', '.join(known.values())}")
+        raise RequestError(f"cannot show {clean(word[:40])!r}: there are {', '.join(RECORDS)}")
     return found[0]
 
 
@@ -119,72 +144,6 @@ def _is_meant(one: Json, conditions: dict[str, list[str]]) -> bool:
         if key in one and str(one[key]) not in wanted:
             return False
     return True
-
-
-# ----- what there is
-
-
-def _cluster() -> str:
-    return str(client.call("GET", "/v1/ping")["cluster"])
-
-
-def _shares() -> list[Json]:
-    """Return the lines of the tree of shares, with one for whoever asks: everybody may submit, known yet or not."""
-    lines = list(client.call("GET", "/v1/shares")["shares"])
-    me = client.my_name()
-    if not any(one["user"] == me for one in lines):
-        lines.append({"account": "", "user": me, "shares": 1})
-    return lines
-
-
-def _associations() -> list[Json]:
-    cluster = _cluster()
-    return [
-        {
-            "cluster": cluster,
-            "account": one["account"] or "root",
-            "user": one["user"],
-            "name": one["user"] or one["account"],
-            "share": one["shares"],
-            "defaultaccount": one["account"] or "root",
-            "descr": one["account"] or "root",
-            "org": one["account"] or "root",
-            "admin": "None",
-            "qos": "normal",
-            "defaultqos": "",
-        }
-        for one in _shares()
-    ]
-
-
-def _users() -> list[Json]:
-    return [one | {"name": one["user"]} for one in _associations() if one["user"]]
-
-
-def _accounts() -> list[Json]:
-    rows = [one | {"name": one["account"]} for one in _associations() if not one["user"]]
-    return rows or [one | {"user": "", "name": one["account"]} for one in _associations()[:1]]
-
-
-def _qos() -> list[Json]:
-    config = client.call("GET", "/v1/config")["config"]
-    names = sorted({"normal", *(config.get("qos") or ())})
-    return [{"name": name, "priority": 0, "gracetime": "00:00:00", "preemptmode": "cluster", "usagefactor": "1.000000"}
-            for name in names]  # fmt: skip
-
-
-def _clusters() -> list[Json]:
-    return [{"cluster": _cluster(), "name": _cluster(), "controlhost": os.uname().nodename, "controlport": 0, "rpc": 9984,
-             "share": 1, "qos": "normal"}]  # fmt: skip
-
-
-_RECORDS: dict[str, Callable[[], list[Json]]] = {
-    "association": _associations,
-    "account": _accounts,
-    "user": _users,
-    "qos": _qos,
-    "cluster": _clusters,
-}
 
 
 # ----- how it is written

@@ -86,7 +86,8 @@ class _Attached(Front):
             self.client.give_up("that was all")
         width = len(str(sum(len(ranks) for _, ranks, _ in said.parts()) - 1))
         for fd, wanted in self._filters.items():
-            self.client.outlets[fd] = self._streams(Outlet(fd), wanted, width)
+            # What tasks write meanwhile is no part of a layout.
+            self.client.outlets[fd] = self._streams(Outlet(fd), "none" if self._layout else wanted, width)
 
     def on_signal(self, signum: int) -> None:
         self.client.give_up("interrupted")

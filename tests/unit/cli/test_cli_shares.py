@@ -73,6 +73,9 @@ def test_hprio_shows_what_a_priority_is_made_of(
     assert capsys.readouterr().out.splitlines()[1].split() == ["100000", "1000", "10", "1000", "1000", "100", "cpu=50"]
     assert hprio.main(["-l", "-h"]) == 0
     assert capsys.readouterr().out.splitlines()[1].split()[:6] == ["2", "main", "ann", "physics", "mid", "101603"]
+    assert hprio.main(["-o", "%.6i %Y %A %F %N %n %f", "-h"]) == 0
+    assert capsys.readouterr().out.splitlines()[1] == "     2 101603 0 500 7 mid 0.5000000"
+    assert hprio.main(["-o", "%Z"]) == 2
 
 
 def test_hprio_marks_a_fixed_priority(answers: Cluster, capsys: pytest.CaptureFixture[str]) -> None:

@@ -431,12 +431,44 @@ def test_sacctmgr_lists_accounts_and_changes_nothing(api: FakeApi, capsys: Out) 
     shares = [{"account": "a", "user": "", "shares": 1}, {"account": "a", "user": "ann", "shares": 2}]
     api.answers["GET /v1/shares"] = {"now_s": NOW_S, "shares": shares}
     api.answers["GET /v1/ping"] = {"cluster": "lab"}
+    limits = {"max_jobs": 2, "max_wall_s": 5400, "grp_tres": [["gres/gpu", 4]]}
+    accounting = {
+        "accounts": [{"name": "a", "parent": "", "qos": ["normal", "fast"], "default_qos": "fast", "limits": limits}],
+        "qos": [
+            {
+                "name": "fast",
+                "priority": 7,
+                "usage_factor": 2.0,
+                "grace_time_s": 90,
+                "preempt": ["normal"],
+                "limits": limits,
+            }
+        ],
+        "licenses": [["matlab", 3]],
+    }
+    api.answers["GET /v1/config"] = {"config": {}, "accounting": accounting}
     assert sacctmgr.main(["-n", "-s", "list", "user", "ann", "format=account%10"]) == 0
     assert capsys.readouterr().out == "         a \n"
     assert sacctmgr.main(["show", "assoc", "format=cluster,account,user", "--noheader", "--parsable2", "user=ann"]) == 0
     assert capsys.readouterr().out == "lab|a|ann\n"
     assert sacctmgr.main(["-nP", "show", "cluster", "format=cluster"]) == 0
     assert capsys.readouterr().out == "lab\n"
+    assert (
+        sacctmgr.main(
+            ["-nP", "show", "qos", "format=name,priority,gracetime,preempt,usagefactor,maxwall,maxjobspu,grptres"]
+        )
+        == 0
+    )
+    assert capsys.readouterr().out.splitlines() == [
+        "normal|0|00:00:00||1.000000|||",
+        "fast|7|00:01:30|normal|2.000000|1:30:00|2|gres/gpu=4",
+    ]
+    assert sacctmgr.main(["-nP", "list", "account", "withassoc", "format=account,qos,defaultqos,maxjobs"]) == 0
+    assert capsys.readouterr().out == "a|normal,fast|fast|2\n"
+    assert sacctmgr.main(["-nP", "show", "tres"]) == 0
+    assert capsys.readouterr().out.splitlines()[-2:] == ["gres|gpu|1001", "license|matlab|1002"]
+    assert sacctmgr.main(["-P", "show", "events"]) == 0
+    assert capsys.readouterr().out == "Cluster|NodeName|TimeStart|TimeEnd|State|Reason|User\n"
     assert sacctmgr.main(["add", "user", "eve"]) == 1
     assert "hpcsched.toml" in capsys.readouterr().err
 
