@@ -69,11 +69,11 @@ def test_it_stands_still_for_as_long_as_it_takes_the_agent_notwithstanding(node:
 
 def test_the_time_limit_does_not_run_meanwhile(node: NodeUnderTest, work: Path) -> None:
     controller = Controller(node)
-    token = controller.launch(SCRIPT, token=new_token(job=3), work_dir=str(work), limit_s=4.0, grace_s=0.5)
+    token = controller.launch(SCRIPT, token=new_token(job=3), work_dir=str(work), limit_s=6.0, grace_s=0.5)
     both = pids(work, 2)
     suspend(controller, 3)
     wait_until(lambda: all(map(stands_still, both)))
-    clock = controller.launch(argv=["sleep", "100"], token=new_token(job=4, step="0"), limit_s=4.5, grace_s=0.5)
+    clock = controller.launch(argv=["sleep", "100"], token=new_token(job=4, step="0"), limit_s=6.5, grace_s=0.5)
     assert controller.final(clock).timed_out
     assert [report.status for report in controller.reports(token)] == [protocol.STARTED]
     suspend(controller, 3, on=False)
