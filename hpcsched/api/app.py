@@ -34,6 +34,8 @@ log = logging.getLogger("hpcsched.api")
 MAX_REQUEST_ID = 200
 LONG_AT_ONCE = 2  # answers that take long to make, of one account
 MAX_JOBS = 2000  # of one request: others' wait until all of them have been checked
+# What is changed there is of no job, whose events would tell who did it: the log does.
+ADMINS_PATHS = ("/v1/nodes/", "/v1/strays/", "/v1/reservations/", "/v1/usage/", "/v1/reconfigure", "/v1/backup")
 LOG_CHUNK_BYTES = 1 << 20
 LOG_WAIT_S = 20.0
 
@@ -352,10 +354,13 @@ def _with_errors(handler: web.Handler) -> web.Handler:
 
     async def handle(request: web.Request) -> web.Response:
         try:
-            return await handler(request)
+            response = await handler(request)
         except HpcschedError as error:
             status = next((status for kind, status in STATUS if isinstance(error, kind)), 500)
             return answer({"error": str(error), "kind": type(error).__name__}, status)
+        if request.method == "POST" and request.path.startswith(ADMINS_PATHS):
+            log.info("uid %d: %s %.300r", _uid_of(request), request.path, request.body)
+        return response
 
     return handle
 

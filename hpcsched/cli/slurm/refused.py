@@ -14,7 +14,7 @@ from hpcsched.cli.slurm.face import SLURM_VERSION
 
 _INSTEAD = {
     "sreport": "use sacct, sshare or hacct --json",
-    "strigger": "use --mail-type, or --dependency for a job that starts after another",
+    "strigger": "use --dependency for a job that starts after another, or sbatch --wait",
 }
 
 

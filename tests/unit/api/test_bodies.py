@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import os
 import socket
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 
 from hpcsched.api import web
 from hpcsched.api.app import MAX_JOBS, make_server
+from hpcsched.errors import RequestError
 
 JOB = {"name": "x", "script": "#!/bin/sh\n", "work_dir": "/tmp"}
 
@@ -20,18 +23,24 @@ async def _submit(asker: Any, request_id: str, specs: list[Any]) -> dict[str, An
     return {"jobs": [{"job_id": 1, "tasks": 1}] * len(specs), "notes": []}
 
 
-def _post(body: bytes) -> dict[str, Any]:
-    """Return the answer to a submission with this body."""
+async def _drain(asker: Any, verb: str, body: dict[str, Any]) -> dict[str, Any]:
+    if body["nodes"] == "n9":
+        raise RequestError("Invalid node name specified: n9")
+    return {"nodes": [body["nodes"]]}
+
+
+def _post(body: bytes, path: str = "/v1/submit") -> dict[str, Any]:
+    """Return the answer to a request with this body."""
 
     async def play() -> bytes:
         coming: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        coming.set_result(SimpleNamespace(submit=_submit))
+        coming.set_result(SimpleNamespace(submit=_submit, act_on_nodes=_drain))
         server = make_server(SimpleNamespace(admins=lambda: ()), coming)  # type: ignore[arg-type]
         ours, theirs = socket.socketpair()
         await asyncio.get_running_loop().connect_accepted_socket(lambda: web.Connection(server), theirs)
         reader, writer = await asyncio.open_unix_connection(sock=ours)
         writer.write(
-            f"POST /v1/submit HTTP/1.1\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+            f"POST {path} HTTP/1.1\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
         )
         answer = await reader.read()
         writer.close()
@@ -58,3 +67,12 @@ def test_a_body_that_is_ambiguous_or_too_much_is_refused(body: bytes, why: str) 
 
 def test_as_many_jobs_as_are_allowed_are_taken() -> None:
     assert len(_post(json.dumps({"jobs": [JOB] * MAX_JOBS}).encode())["jobs"]) == MAX_JOBS
+
+
+def test_the_log_says_who_changed_what_is_of_no_job(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "hpcsched.api")
+    for node in ("n1", "n9"):
+        _post(f'{{"nodes":"{node}","why":"a\\u001b[31m fan"}}'.encode(), "/v1/nodes/drain")
+    _post(json.dumps({"jobs": [JOB]}).encode())
+    (line,) = caplog.messages
+    assert line == f"uid {os.getuid()}: /v1/nodes/drain " + r"""b'{"nodes":"n1","why":"a\\u001b[31m fan"}'"""
