@@ -30,22 +30,21 @@ from hpctrain.signals import StopRequest
 
 
 def die_in_data_file(number: int) -> None:
-    """Half of a piece of the n-th data file is written, then the process is gone."""
-    real_write, real_new = files.write_all, files.write_new
-    state = {"data_files": 0, "in_data_file": False}
+    """Half of a block of the n-th data file is written, then the process is gone."""
+    real_write, real_new = files.write_block, files.write_new
+    state = {"data_files": 0}
 
     def write_new(path, pieces, **options):  # noqa: ANN001, ANN003, ANN202
-        state["in_data_file"] = path.name.startswith("data-")
-        state["data_files"] += state["in_data_file"]
+        state["data_files"] += path.name.startswith("data-")
         return real_new(path, pieces, **options)
 
-    def write_all(descriptor: int, piece: bytes | memoryview) -> int:
-        if state["in_data_file"] and state["data_files"] == number and len(piece) > 1000:
-            real_write(descriptor, memoryview(piece)[: len(piece) // 2])
+    def write_block(direct: int | None, plain: int, block: memoryview, at: int) -> None:
+        if state["data_files"] == number:
+            real_write(None, plain, block[: len(block) // 2], at)
             os.kill(os.getpid(), signal.SIGKILL)
-        return real_write(descriptor, piece)
+        real_write(direct, plain, block, at)
 
-    files.write_new, files.write_all = write_new, write_all
+    files.write_new, files.write_block = write_new, write_block
 
 
 def at_step(wanted_rank: int, number: int, act) -> None:  # noqa: ANN001

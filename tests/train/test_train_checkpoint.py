@@ -339,7 +339,7 @@ def test_a_full_share_costs_a_checkpoint_and_not_the_run(tmp_path: Path, monkeyp
     mine = claim(tmp_path, NO_JOB, now_s=0.0)
     writer = BackgroundWriter(mine, None, 10, Retention(mine, Policy(keep=2)), chunk_bytes=CHUNK_BYTES)
     with monkeypatch.context() as full:
-        full.setattr(files.os, "write", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left")))
+        full.setattr(files.os, "pwrite", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left")))
         writer.begin(state(1), facts(1, mine.attempt))
         report = writer.wait()
     assert report is not None

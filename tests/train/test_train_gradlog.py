@@ -226,7 +226,7 @@ def test_gradients_since_a_checkpoint_that_failed_stand_on_nothing(
         world.write(writer)
     world.move()
     with monkeypatch.context() as full:
-        full.setattr(files.os, "write", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        full.setattr(files.os, "pwrite", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
         assert "No space left" in (world.write(writer).error or "")
     world.move()
     assert world.write(writer).kind == "delta"

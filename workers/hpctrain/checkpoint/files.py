@@ -10,22 +10,27 @@ Sources: open(2), link(2), close(2); RFC 1813 section 4 (retransmitted requests)
 from __future__ import annotations
 
 import errno
-import fcntl
-import itertools
 import json
 import mmap
 import os
 import secrets
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from queue import SimpleQueue
+
+import numpy as np
 
 from hpctrain.errors import PublishError
 
 # File systems without hard links say one of these; then the name alone (never used twice) has to do.
 NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 DIRECT = getattr(os, "O_DIRECT", 0)
+NOT_DIRECTLY = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
 BLOCK_BYTES = 8 << 20
+WRITERS = 2
 
 
 def write_new(path: Path, pieces: Iterable[bytes | memoryview], *, direct: bool = False) -> int:
@@ -41,7 +46,7 @@ def write_new(path: Path, pieces: Iterable[bytes | memoryview], *, direct: bool 
     closed = False
     try:
         if direct:
-            written_bytes = _write_blocks(descriptor, pieces)
+            written_bytes = _write_blocks(path, descriptor, pieces)
         else:
             written_bytes = sum(write_all(descriptor, piece) for piece in pieces)
         os.fsync(descriptor)
@@ -63,44 +68,83 @@ def write_all(descriptor: int, piece: bytes | memoryview) -> int:
     return len(memoryview(piece).cast("B"))
 
 
-def _write_blocks(descriptor: int, pieces: Iterable[bytes | memoryview]) -> int:
-    """Gather the pieces in aligned blocks, and write one past the page cache while the next is filled; the rest plainly.
+def _write_blocks(path: Path, descriptor: int, pieces: Iterable[bytes | memoryview]) -> int:
+    """Gather the pieces in aligned blocks, which threads write past the page cache; the rest plainly.
 
     Fresh memory is touched at a fraction of the speed of a copy, and the page cache is fresh memory.
     """
-    blocks = itertools.cycle([memoryview(mmap.mmap(-1, BLOCK_BYTES)) for _ in range(2)])
-    block, filled, written_bytes = next(blocks), 0, 0
-    with ThreadPoolExecutor(1, "disk") as disk:
-        under_way: Future[None] = disk.submit(lambda: None)
-        for piece in pieces:
-            rest = memoryview(piece).cast("B")
-            written_bytes += len(rest)
-            while rest:
-                part = rest[: BLOCK_BYTES - filled]
-                block[filled : filled + len(part)] = part
-                filled, rest = filled + len(part), rest[len(part) :]
-                if filled == BLOCK_BYTES:
-                    under_way.result()
-                    under_way = disk.submit(_write_direct, descriptor, block)
-                    block, filled = next(blocks), 0
-        under_way.result()
-    write_all(descriptor, block[:filled])
-    return written_bytes
+    spare: SimpleQueue[mmap.mmap] = SimpleQueue()
+    for _ in range(WRITERS):
+        spare.put(mmap.mmap(-1, BLOCK_BYTES))
+
+    def write(parts: list[memoryview], at: int) -> None:
+        block = spare.get()
+        try:
+            size = 0
+            for part in parts:  # by NumPy, which lets other threads run meanwhile
+                np.copyto(np.frombuffer(block, np.uint8, len(part), size), np.frombuffer(part, np.uint8))
+                size += len(part)
+            write_block(direct, descriptor, memoryview(block)[:size], at)
+        finally:
+            spare.put(block)
+
+    at = 0
+    under_way: deque[Future[None]] = deque()
+    with _opened_direct(path) as direct, ThreadPoolExecutor(WRITERS, "disk") as disk:
+        for parts in _blocks(pieces):
+            under_way.append(disk.submit(write, parts, at))
+            at += sum(map(len, parts))
+            if len(under_way) > WRITERS:
+                under_way.popleft().result()
+        for work in under_way:
+            work.result()
+    return at
 
 
-def _write_direct(descriptor: int, block: memoryview) -> None:
-    """Write a block directly; file systems that cannot, and what is left of a short write, say EINVAL: that goes plainly."""
-    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+def _blocks(pieces: Iterable[bytes | memoryview]) -> Iterator[list[memoryview]]:
+    """The parts of pieces that fill a block, and in the end those that do not."""
+    parts: list[memoryview] = []
+    room = BLOCK_BYTES
+    for piece in pieces:
+        rest = memoryview(piece).cast("B")
+        while rest:
+            parts.append(rest[:room])
+            room, rest = room - len(parts[-1]), rest[room:]
+            if not room:
+                yield parts
+                parts, room = [], BLOCK_BYTES
+    if parts:
+        yield parts
+
+
+@contextmanager
+def _opened_direct(path: Path) -> Iterator[int | None]:
+    """The file once more, past the page cache; None: this file system cannot."""
     try:
-        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | DIRECT)
-        while block:
-            block = block[os.write(descriptor, block) :]
+        descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC | DIRECT)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+        if error.errno not in NOT_DIRECTLY:
             raise
+        yield None
+        return
+    try:
+        yield descriptor
     finally:
-        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
-    write_all(descriptor, block)
+        os.close(descriptor)
+
+
+def write_block(direct: int | None, plain: int, block: memoryview, at: int) -> None:
+    """Write a block, directly where that is possible: what is left of a short write, and the file's end, are not aligned."""
+    try:
+        while block and direct is not None and len(block) % BLOCK_BYTES == 0:
+            size = os.pwrite(direct, block, at)
+            block, at = block[size:], at + size
+    except OSError as error:
+        if error.errno not in NOT_DIRECTLY:
+            raise
+    while block:
+        size = os.pwrite(plain, block, at)
+        block, at = block[size:], at + size
 
 
 def write_draft(path: Path, content: bytes) -> Path:
