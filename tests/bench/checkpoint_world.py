@@ -69,7 +69,7 @@ class World:
             if self._bf16:
                 for flat in self.buckets.flats:
                     flat.copy_(flat.bfloat16())
-        _, factor = clip_factor(self.buckets.flats, 1.0)
+        _, factor = clip_factor(self.buckets.squares(), 1.0)
         self.step += 1
         if self.log is not None:
             self.log.note(self.step, LR, factor)

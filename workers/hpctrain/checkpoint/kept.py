@@ -27,6 +27,8 @@ from hpctrain.checkpoint.write import Published
 from hpctrain.errors import StaleAttemptError
 
 CLOSE_S = 20.0
+# glibc's threads give memory back after each chunk otherwise, and touch it anew: a third of what packing takes.
+ALLOCATOR = {"MALLOC_TRIM_THRESHOLD_": str(256 << 20), "MALLOC_MMAP_THRESHOLD_": str(64 << 20)}
 
 
 class KeptWriter(Writer):
@@ -96,7 +98,7 @@ class KeptWriter(Writer):
                 pass_fds=given,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+                env=ALLOCATOR | os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
             )
         self._line = Handing(ours)
         self._line.send(task)
