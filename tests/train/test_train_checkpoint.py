@@ -101,7 +101,7 @@ def test_packing_is_exact_for_any_bits(pairs: list[tuple[int, int]], item_bytes:
     for parent in (None, before, now):
         how, stored = packing.pack(memoryview(now), item_bytes, memoryview(parent) if parent else None)
         out = bytearray(parent if parent else len(now))
-        packing.unpack_into(memoryview(out), how, bytes(stored), item_bytes)
+        packing.Unpacker().unpack_into(memoryview(out), how, bytes(stored), item_bytes)
         assert bytes(out) == now
 
 
@@ -114,7 +114,7 @@ def test_a_delta_of_floats_is_exact_with_nan_infinity_and_signed_zero(values: li
     how, stored = packing.pack(raw_now, 4, raw_before)
     assert how is packing.Packing.DELTA
     out = bytearray(raw_before)
-    packing.unpack_into(memoryview(out), how, bytes(stored), 4)
+    packing.Unpacker().unpack_into(memoryview(out), how, bytes(stored), 4)
     assert bytes(out) == bytes(raw_now)
 
 
@@ -304,6 +304,45 @@ def test_an_error_of_close_is_an_error(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(PublishError, match="cannot write .*: Disk quota exceeded"):
         files.write_new(tmp_path / "x", [b"abc"])
     monkeypatch.undo()
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("share", ["direct", "not direct", "short writes", "blocks refused"])
+def test_a_file_of_many_blocks_is_what_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: str) -> None:
+    real_open, real_write = os.open, os.pwrite
+
+    def opened(path: Path, flags: int, *more: int) -> int:
+        if share == "not direct" and flags & files.DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real_open(path, flags, *more)
+
+    def written(descriptor: int, block: memoryview, at: int) -> int:
+        if share == "blocks refused" and len(block) == files.BLOCK_BYTES and not refused:
+            refused.append(at)
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real_write(descriptor, block[:3000] if share == "short writes" else block, at)
+
+    refused: list[int] = []
+    monkeypatch.setattr(files, "BLOCK_BYTES", 8192)
+    monkeypatch.setattr(files.os, "open", opened)
+    monkeypatch.setattr(files.os, "pwrite", written)
+    pieces = [bytes([number]) * (number * 397 % 20_011) for number in range(1, 40)]
+    length = files.write_new(tmp_path / "x", pieces, direct=True)
+    assert (tmp_path / "x").read_bytes() == b"".join(pieces)
+    assert length == sum(map(len, pieces))
+    assert bool(refused) == (share == "blocks refused")
+
+
+def test_an_error_in_the_middle_of_a_file_ends_it_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int, block: memoryview, at: int) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(files, "BLOCK_BYTES", 8192)
+    monkeypatch.setattr(files.os, "pwrite", full)
+    with pytest.raises(PublishError, match="No space left"):
+        files.write_new(tmp_path / "x", [b"abc" * 99_999] * 9, direct=True)
     assert not (tmp_path / "x").exists()
 
 

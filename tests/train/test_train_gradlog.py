@@ -24,9 +24,11 @@ from hpctrain.checkpoint import (
     claim,
     files,
     gradlog,
+    reading,
     replay,
     replay_through,
     restore_newest,
+    retake,
 )
 from hpctrain.checkpoint.listing import checkpoint_names
 from hpctrain.checkpoint.manifest import from_bytes
@@ -54,7 +56,9 @@ EVERY_STEP = ("--checkpoint-every", "1", "--base-every", "100", "--steps", "16",
 class World:
     """A model that is trained by made-up gradients, and its checkpoints."""
 
-    def __init__(self, directory: Path, kind: str = "ours", *, bf16: bool = False, frozen: bool = False) -> None:
+    def __init__(
+        self, directory: Path, kind: str = "ours", *, bf16: bool = False, frozen: bool = False, joined: bool = False
+    ) -> None:
         torch.manual_seed(3)
         self.model = torch.nn.Sequential(
             torch.nn.Linear(40, 50), torch.nn.BatchNorm1d(50), torch.nn.Linear(50, 60), torch.nn.Linear(60, 2)
@@ -63,7 +67,7 @@ class World:
             self.model[2].requires_grad_(False)
         self.optimizer = optimizer_for(self.model, MAKERS[kind](self.model))
         self.trained = [p for p in self.model.parameters() if p.requires_grad]
-        self.groups = [self.trained[2:], self.trained[:2]]
+        self.groups = [self.trained] if joined else [self.trained[2:], self.trained[:2]]
         self.flats = [torch.zeros(sum(p.numel() for p in group)) for group in self.groups]
         for group, flat in zip(self.groups, self.flats, strict=True):
             for parameter, part in zip(group, flat.split([p.numel() for p in group]), strict=True):
@@ -236,6 +240,32 @@ def test_gradients_since_a_checkpoint_that_failed_stand_on_nothing(
     again = World(tmp_path)
     again.restore()
     assert_alike(again, world)
+
+
+@pytest.mark.parametrize("open_files", [1, 64])
+def test_steps_of_runs_whose_gradients_lay_otherwise_are_taken_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, open_files: int
+) -> None:
+    """As after a restart with another number of ranks, which has other buckets."""
+    World(tmp_path).run(4)
+    second = World(tmp_path, joined=True)
+    assert kinds(second.run(3)) == ["gradients"] * 3
+    monkeypatch.setattr(retake, "OPEN_FILES", open_files)
+    again = World(tmp_path)
+    again.restore()
+    assert_alike(again, second)
+    assert again.warnings == []
+
+
+def test_a_restore_that_takes_long_says_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    World(tmp_path).run(4)
+    monkeypatch.setattr(reading, "TOLD_S", 0.0)
+    monkeypatch.setattr(reading, "TOLD_BYTES", 0)
+    again = World(tmp_path)
+    again.restore()
+    told = [re.sub(r"\d+ MB", "? MB", line) for line in again.warnings]
+    assert re.fullmatch(r"reading checkpoint step-0000000004.a0000: \d+ % of \? MB", told[0])
+    assert re.fullmatch(r"taking 3 logged steps again: \d+ % of \? MB", told[-1])
 
 
 def test_a_damaged_gradient_makes_the_step_before_count_and_is_named(tmp_path: Path) -> None:

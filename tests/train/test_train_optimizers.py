@@ -116,3 +116,19 @@ def test_our_own_is_taken_as_it_is() -> None:
     model = model_of()
     ours = AdamW(model.named_parameters())
     assert optimizer_for(model, ours) is ours
+
+
+@pytest.mark.parametrize("cuts", [[1], [17, 33], [5000, 5007, 65531], [*range(3, 100_000, 7001)]])
+def test_what_adamw_does_to_a_number_does_not_depend_on_where_tensors_are_cut(cuts: list[int]) -> None:
+    """So a checkpoint's gradients may be taken again in any pieces, by any number of threads."""
+    rule, _ = AdamW.from_settings(AdamW([]).settings())
+    generator = torch.Generator().manual_seed(1)
+    whole = [torch.randn(100_003, generator=generator) * scale for scale in (1.0, 1e-3, 1e-3, 1e-6)]
+    whole[3].abs_()
+    parts = [one.clone() for one in whole]
+    for number in range(1, 4):
+        rule.move(tuple(whole), number, 1e-3, decayed=True)
+        for stretch in zip(*(one.tensor_split(cuts) for one in parts), strict=True):
+            rule.move(stretch, number, 1e-3, decayed=True)
+    for one, other in zip(whole, parts, strict=True):
+        assert torch.equal(one, other)

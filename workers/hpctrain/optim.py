@@ -10,11 +10,35 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 STRETCH = 1 << 16  # numbers
+Stretch = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # weights, gradients and both moments
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """What a step of AdamW does to each number: the same bits wherever tensors are cut."""
+
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+
+    @torch.no_grad()
+    def move(self, stretch: Stretch, number: int, lr: float, *, decayed: bool) -> None:
+        """This will move weights by their gradients; `number` counts from 1."""
+        part, grad, mean, square = stretch
+        correction1, correction2 = 1 - self.beta1**number, 1 - self.beta2**number
+        if decayed and self.weight_decay:
+            part.mul_(1 - lr * self.weight_decay)
+        mean.lerp_(grad, 1 - self.beta1)
+        square.mul_(self.beta2).addcmul_(grad, grad, value=1 - self.beta2)
+        scale = square.sqrt().div_(math.sqrt(correction2)).add_(self.eps)
+        part.addcdiv_(mean, scale, value=-lr / correction1)
 
 
 class AdamW:
@@ -30,35 +54,34 @@ class AdamW:
         weight_decay: float = 0.1,
     ) -> None:
         self._parameters = {name: p for name, p in named_parameters if p.requires_grad}
-        self._betas, self._eps, self._weight_decay = betas, eps, weight_decay
+        self._rule = Rule(beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay)
         self._decayed = {name for name, p in self._parameters.items() if p.dim() >= 2}
         self._moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in self._parameters.items()}
 
     def of_parts(self, parts: dict[str, torch.nn.Parameter], decayed: set[str]) -> AdamW:
         """This will make one with the same settings for flat parts of these parameters, of which `decayed` were matrices."""
         mine = [(name, part) for name, part in parts.items() if name in self._parameters]
-        made = AdamW(mine, self._betas, self._eps, self._weight_decay)
-        made._decayed = decayed
+        made = AdamW(mine)
+        made._rule, made._decayed = self._rule, decayed
         return made
 
     def settings(self) -> dict[str, object]:
         """This will give what `from_settings` needs, as JSON values: for who has a checkpoint, and not the program."""
-        betas, decayed = list(self._betas), sorted(self._decayed)
+        rule = self._rule
         return {
             "kind": self.KIND,
-            "betas": betas,
-            "eps": self._eps,
-            "weight_decay": self._weight_decay,
-            "decayed": decayed,
+            "betas": [rule.beta1, rule.beta2],
+            "eps": rule.eps,
+            "weight_decay": rule.weight_decay,
+            "decayed": sorted(self._decayed),
         }
 
-    @classmethod
-    def from_settings(cls, parameters: Mapping[str, torch.nn.Parameter], settings: Mapping[str, Any]) -> AdamW:
-        """This will make one for these parameters as `settings` gave it."""
+    @staticmethod
+    def from_settings(settings: Mapping[str, Any]) -> tuple[Rule, frozenset[str]]:
+        """This will give what moves numbers as `settings` said, and the names of those whose weights decay."""
         beta1, beta2 = settings["betas"]
-        made = cls(parameters.items(), (beta1, beta2), settings["eps"], settings["weight_decay"])
-        made._decayed = set(settings["decayed"])
-        return made
+        rule = Rule(beta1=beta1, beta2=beta2, eps=settings["eps"], weight_decay=settings["weight_decay"])
+        return rule, frozenset(settings["decayed"])
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """This will give the live state by name: what a checkpoint keeps, and what a restore writes into."""
@@ -66,26 +89,17 @@ class AdamW:
         second = {f"{name}.exp_avg_sq": v for name, (_, v) in self._moments.items()}
         return first | second
 
-    @torch.no_grad()
     def step(self, number: int, lr: float) -> None:
         """This will move the weights by their gradients; `number` counts from 1."""
-        beta1, beta2 = self._betas
-        correction1, correction2 = 1 - beta1**number, 1 - beta2**number
         for name, parameter in self._parameters.items():
             if parameter.grad is None:
                 continue
-            decay = 1 - lr * self._weight_decay if name in self._decayed and self._weight_decay else 1.0
-            for part, grad, mean, square in _in_stretches(parameter, parameter.grad, *self._moments[name]):
-                if decay != 1.0:
-                    part.mul_(decay)
-                mean.lerp_(grad, 1 - beta1)
-                square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-                scale = square.sqrt().div_(math.sqrt(correction2)).add_(self._eps)
-                part.addcdiv_(mean, scale, value=-lr / correction1)
+            for stretch in in_stretches(parameter, parameter.grad, *self._moments[name]):
+                self._rule.move(stretch, number, lr, decayed=name in self._decayed)
 
 
-def _in_stretches(*alike: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """The same stretches of tensors of one shape: on a CPU as long as its cache has room for; whole if they lie otherwise."""
+def in_stretches(*alike: torch.Tensor) -> Iterator[Stretch]:
+    """This will cut four tensors of one shape alike: on a CPU as its cache has room for; whole if they lie otherwise."""
     if alike[0].device.type != "cpu" or not all(one.is_contiguous() for one in alike):
         return iter([alike])
     return zip(*(one.detach().view(-1).split(STRETCH) for one in alike), strict=True)

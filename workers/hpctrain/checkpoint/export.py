@@ -13,14 +13,14 @@ from pathlib import Path
 import torch
 
 from hpctrain.checkpoint.files import write_draft
-from hpctrain.checkpoint.gradlog import difference, probe_of, take_again
+from hpctrain.checkpoint.gradlog import difference, probe_of
 from hpctrain.checkpoint.manifest import Manifest
-from hpctrain.checkpoint.restore import Gradients, read_checkpoint
-from hpctrain.checkpoint.snapshot import Snapshot
+from hpctrain.checkpoint.restore import read_checkpoint
+from hpctrain.checkpoint.retake import can_retake, retake
+from hpctrain.checkpoint.snapshot import Snapshot, of_model
 from hpctrain.checkpoint.write import Published
 from hpctrain.env import require
 from hpctrain.errors import DamagedError
-from hpctrain.optim import AdamW
 
 
 def exported(directory: Path, name: str, *, everything: bool) -> tuple[Manifest, dict[str, torch.Tensor]]:
@@ -32,11 +32,11 @@ def exported(directory: Path, name: str, *, everything: bool) -> tuple[Manifest,
     published = read_checkpoint(directory, name)
     snapshot = published.snapshot
     assert isinstance(snapshot, Snapshot)
-    tensors = {slot.name: tensor for slot, tensor in zip(snapshot.layout, snapshot.tensors(), strict=True)}
+    tensors = snapshot.named()
     if published.logs:
         _take_again(directory, published, tensors)
     if not everything:
-        tensors = {name.removeprefix("model."): one for name, one in tensors.items() if name.startswith("model.")}
+        tensors = of_model(tensors)
     return published.manifest, {name: one.clone() for name, one in tensors.items()}
 
 
@@ -55,28 +55,14 @@ def write_export(path: Path, manifest: Manifest, tensors: dict[str, torch.Tensor
 
 
 def _take_again(directory: Path, published: Published, tensors: dict[str, torch.Tensor]) -> None:
-    loose = {entry.name: tensors[entry.name].clone() for entry in published.manifest.tensors}
-    gradients = iter(Gradients(directory, published.logs))
-    for manifest in published.logs:
-        log = manifest.log
-        assert log is not None
-        named = {name: torch.nn.Parameter(tensors[f"model.{name}"]) for names in log.order for name in names}
-        if log.optimizer.get("kind") != AdamW.KIND:
-            raise DamagedError(
-                "its steps can only be taken again by the program that took them: export the step of a base, or resume "
-                "the run and let it end"
-            )
-        optimizer = AdamW.from_settings(named, dict(log.optimizer))
-        for name, moment in optimizer.tensors().items():
-            moment.copy_(tensors[f"optim.{name}"])
-        take_again(named, optimizer.step, log, gradients)
-        for name, moment in optimizer.tensors().items():
-            tensors[f"optim.{name}"].copy_(moment)
-    for name, tensor in loose.items():
-        tensors[name].copy_(tensor)
-    model = {name.removeprefix("model."): one for name, one in tensors.items() if name.startswith("model.")}
+    if not can_retake(published.logs):
+        raise DamagedError(
+            "its steps can only be taken again by the program that took them: export the step of a base, or resume "
+            "the run and let it end"
+        )
+    retake(directory, published.logs, tensors)
     assert published.manifest.log is not None
-    apart = difference(probe_of(model), published.manifest.log.probe)
+    apart = difference(probe_of(of_model(tensors)), published.manifest.log.probe)
     if apart:
         raise DamagedError(
             f"its logged steps lead to other weights here than where they were taken first (by up to {apart:g})"

@@ -47,24 +47,55 @@ def pack(chunk: memoryview, item_bytes: int, parent: memoryview | None) -> tuple
     return Packing.RAW, chunk
 
 
-def unpack_into(out: memoryview, packing: Packing, stored: bytes, item_bytes: int) -> None:
-    """This will write the chunk into `out`, which for a difference holds the parent's chunk before.
+class Unpacker:
+    """Unpacks one chunk after another in memory that it uses again; for one thread."""
 
-    Raises:
-        DamagedError: the stored bytes cannot be unpacked to this length.
-    """
-    match packing:
-        case Packing.SAME:
-            return
-        case Packing.RAW:
-            if len(stored) != len(out):
-                raise DamagedError(f"{len(stored)} bytes stored for a chunk of {len(out)}")
-            out[:] = stored
-        case Packing.PLANES:
-            _integers(out, item_bytes)[:] = _unplaned(stored, len(out), item_bytes)
-        case Packing.DELTA:
-            target = _integers(out, item_bytes)
-            target += _unzigzag(_unplaned(stored, len(out), item_bytes))
+    def __init__(self) -> None:
+        self._zstd = zstandard.ZstdDecompressor()
+        self._planes = bytearray()
+
+    def unpack_into(self, out: memoryview, packing: Packing, stored: bytes | memoryview, item_bytes: int) -> None:
+        """This will write the chunk into `out`, which for a difference holds the parent's chunk before.
+
+        Raises:
+            DamagedError: the stored bytes cannot be unpacked to this length.
+        """
+        match packing:
+            case Packing.SAME:
+                return
+            case Packing.RAW:
+                if len(stored) != len(out):
+                    raise DamagedError(f"{len(stored)} bytes stored for a chunk of {len(out)}")
+                out[:] = stored
+            case Packing.PLANES:
+                self._unplane(_integers(out, item_bytes), stored)
+            case Packing.DELTA:
+                target = _integers(out, item_bytes)
+                zigzag = np.empty_like(target)
+                self._unplane(zigzag, stored)
+                target += _unzigzag(zigzag)
+
+    def _unplane(self, numbers: np.ndarray, stored: bytes | memoryview) -> None:
+        planes = self._decompressed(stored, numbers.nbytes).reshape(numbers.itemsize, -1)
+        bytes_of = numbers.view(np.uint8).reshape(-1, numbers.itemsize)
+        for place, plane in enumerate(planes):
+            bytes_of[:, place] = plane
+
+    def _decompressed(self, stored: bytes | memoryview, length: int) -> np.ndarray:
+        """The content, which is there until the next chunk's."""
+        if len(self._planes) < length:
+            self._planes = bytearray(length)
+        try:
+            whole = zstandard.frame_content_size(stored)
+            if whole != length:
+                raise DamagedError(f"unpacks to {whole} bytes instead of {length}")
+            with self._zstd.stream_reader(stored) as stream, memoryview(self._planes) as planes:
+                got = stream.readinto(planes[:length])
+        except zstandard.ZstdError as error:
+            raise DamagedError(f"cannot be decompressed ({error})") from error
+        if got != length:
+            raise DamagedError(f"unpacks to {got} bytes instead of {length}")
+        return np.frombuffer(self._planes, np.uint8, length)
 
 
 def _integers(chunk: memoryview, item_bytes: int) -> np.ndarray:
@@ -83,17 +114,6 @@ def _unzigzag(values: np.ndarray) -> np.ndarray:
 
 def _planes(values: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(values.view(np.uint8).reshape(-1, values.dtype.itemsize).T)
-
-
-def _unplaned(stored: bytes, length: int, item_bytes: int) -> np.ndarray:
-    try:
-        planes = zstandard.ZstdDecompressor().decompress(stored, max_output_size=length)
-    except zstandard.ZstdError as error:
-        raise DamagedError(f"cannot be decompressed ({error})") from error
-    if len(planes) != length:
-        raise DamagedError(f"unpacks to {len(planes)} bytes instead of {length}")
-    rows = np.frombuffer(planes, dtype=np.uint8).reshape(item_bytes, -1)
-    return np.ascontiguousarray(rows.T).view(f"<u{item_bytes}").reshape(-1)
 
 
 def _compress(planes: np.ndarray) -> bytes:

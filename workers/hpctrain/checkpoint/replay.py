@@ -1,6 +1,6 @@
 """From a checkpoint that is a log of gradients to its state: the steps are taken again by the run's own optimizer.
 
-Does not choose a checkpoint.
+Does not choose a checkpoint.  Steps of hpctrain's own AdamW on a CPU need no optimizer: `retake`.
 Rules: the steps have to lead to the numbers that were noted when they were taken first; on another kind of device, or with
 another torch, they may differ in last bits: then the difference is told, and the run goes on.
 """
@@ -14,6 +14,8 @@ import torch
 
 from hpctrain.checkpoint.gradlog import device_facts, difference, probe_of, take_again
 from hpctrain.checkpoint.restore import Gradients, Replay
+from hpctrain.checkpoint.retake import can_retake, retake
+from hpctrain.checkpoint.snapshot import Snapshot, of_model
 from hpctrain.checkpoint.write import Published
 from hpctrain.errors import DamagedError
 
@@ -27,7 +29,12 @@ def replay_through(
     """This will make what `restore_newest` needs; `move(number, lr)` is a step of the optimizer, `live` names all tensors."""
 
     def replay(directory: Path, published: Published) -> None:
-        assert published.snapshot is not None
+        assert isinstance(published.snapshot, Snapshot)
+        if can_retake(published.logs) and all(parameter.device.type == "cpu" for parameter in model.parameters()):
+            tensors = published.snapshot.named()
+            retake(directory, published.logs, tensors, warn)
+            _compare(published, of_model(tensors), device_facts(model), warn)
+            return
         published.snapshot.pour(live())
         named = dict(model.named_parameters())
         loose = {entry.name for entry in published.manifest.tensors}
@@ -42,7 +49,7 @@ def replay_through(
                 _check_sizes(log.order, [flat.shape for flat in step.flats], named)
             take_again(named, move, log, gradients)
         _keep_loose(published, live(), loose)
-        _compare(published, model, warn)
+        _compare(published, model.state_dict(), device_facts(model), warn)
         published.snapshot.fill(live())
 
     return replay
@@ -66,13 +73,15 @@ def _check_sizes(
             raise DamagedError(f"its log has {list(shape)} gradients for {numbers} numbers of {names[0]!r} and others")
 
 
-def _compare(published: Published, model: torch.nn.Module, warn: Callable[[str], None]) -> None:
+def _compare(
+    published: Published, state: Mapping[str, torch.Tensor], here: dict[str, object], warn: Callable[[str], None]
+) -> None:
     log = published.manifest.log
     assert log is not None
-    now = probe_of(model.state_dict())
+    now = probe_of(state)
     if now == log.probe:
         return
-    apart, here = difference(now, log.probe), device_facts(model)
+    apart = difference(now, log.probe)
     if here == dict(log.device):
         raise DamagedError(
             f"its logged steps led to other weights than when they were taken first (by up to {apart:g})"

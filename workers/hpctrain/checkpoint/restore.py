@@ -8,32 +8,24 @@ attempt.  LATEST is only one more name to look at.  Tensors are read by several 
 
 from __future__ import annotations
 
-import os
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 
 from hpctrain.checkpoint.buffers import lay_out
-from hpctrain.checkpoint.chunks import ITEM_BYTES, Chunk, TensorEntry, hashes_of
+from hpctrain.checkpoint.chunks import TensorEntry
 from hpctrain.checkpoint.listing import checkpoint_names
 from hpctrain.checkpoint.manifest import SUFFIX, Manifest, checksum_of, from_bytes
-from hpctrain.checkpoint.pack import Packing, digest, unpack_into
-from hpctrain.checkpoint.packer import threads
+from hpctrain.checkpoint.reading import Progress, Reader, patiently
 from hpctrain.checkpoint.snapshot import Layout, Snapshot, compare
 from hpctrain.checkpoint.write import Published
 from hpctrain.errors import DamagedError, NoCheckpointError
 
-T = TypeVar("T")
-# Brings live tensors and the snapshot from what was read to the checkpoint, through `logs`; raises DamagedError.
+# Brings the snapshot, and live tensors, from what was read to the checkpoint, through `logs`; raises DamagedError.
 Replay = Callable[[Path, Published], None]
-AGAIN_S = (0.0, 0.01, 0.1, 1.0)  # what is waited before it is read again
-STRETCH_BYTES = 16 << 20  # what a thread reads at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +50,7 @@ def restore_newest(
     damages: list[tuple[str, str]] = []
     for name in checkpoint_names(directory):
         try:
-            published = read_checkpoint(directory, name, live)
+            published = read_checkpoint(directory, name, live, warn)
             if published.logs:
                 published = _replayed(directory, published, replay)
         except DamagedError as error:
@@ -81,8 +73,12 @@ def _replayed(directory: Path, published: Published, replay: Replay | None) -> P
     return replace(published, logs=())
 
 
-def read_checkpoint(directory: Path, name: str, live: Layout | None = None) -> Published:
+def read_checkpoint(
+    directory: Path, name: str, live: Layout | None = None, tell: Callable[[str], None] = lambda _: None
+) -> Published:
     """This will read one checkpoint with its chain, verifying everything but logs of gradients: these are in `logs`.
+
+    `tell` hears how far it is, if it takes long.
 
     Raises:
         DamagedError: says which file, and which chunk of which tensor.
@@ -99,9 +95,9 @@ def read_checkpoint(directory: Path, name: str, live: Layout | None = None) -> P
         compare(layout, live, f"{directory}/{name}")
     snapshot = Snapshot(layout)
     before: dict[str, TensorEntry] = {}
-    with ThreadPoolExecutor(threads(), "restore") as pool:
+    with Reader(directory, Progress(tell, f"reading checkpoint {name}", [one for one, _ in states])) as reader:
         for manifest, _ in chain:
-            _apply(directory, manifest, before, snapshot, pool)
+            reader.apply(manifest, before, snapshot)
             before = {entry.name: entry for entry in manifest.tensors}
     return Published(manifest=newest, checksum=checksum, snapshot=snapshot, logs=logs)
 
@@ -122,26 +118,20 @@ class Gradients:
         Raises:
             DamagedError: they are not what was written.
         """
-        with ThreadPoolExecutor(1, "next") as ahead, ThreadPoolExecutor(threads(), "restore") as pool:
+        with ThreadPoolExecutor(1, "next") as ahead, Reader(self._directory) as reader:
             coming: Future[Snapshot] | None = None
             for index in range(len(self._wanted)):
-                read = coming.result() if coming is not None else self._read(index, pool)
-                coming = ahead.submit(self._read, index + 1, pool) if index + 1 < len(self._wanted) else None
+                read = coming.result() if coming is not None else self._read(index, reader)
+                coming = ahead.submit(self._read, index + 1, reader) if index + 1 < len(self._wanted) else None
                 yield read.tensors()
                 self._spare.append(read)
 
-    def _read(self, index: int, pool: ThreadPoolExecutor) -> Snapshot:
+    def _read(self, index: int, reader: Reader) -> Snapshot:
         manifest, flats = self._wanted[index]
         layout = lay_out((flat.name, flat.dtype, flat.shape) for flat in flats)
         spare = self._spare.pop() if self._spare else None
         read = spare if spare is not None and spare.layout == layout else Snapshot(layout)
-        with _opened(self._directory, manifest) as descriptors:
-            works = [
-                work
-                for slot, flat in zip(read.layout, flats, strict=True)
-                for work in _stretches(descriptors, manifest, flat, None, read.content(slot), pool)
-            ]
-            _finish(works)
+        reader.fill(manifest, [(flat, read.content(slot)) for slot, flat in zip(read.layout, flats, strict=True)])
         return read
 
 
@@ -172,22 +162,6 @@ def read_chain(directory: Path, name: str) -> list[tuple[Manifest, str]]:
     return chain[::-1]
 
 
-def patiently(call: Callable[[], T]) -> T:
-    """This will read, and again if the share fails: a handle that is stale, or one error, is no damage.
-
-    Raises:
-        OSError: it fails each time, or there is nothing.
-    """
-    for wait_s in AGAIN_S:
-        try:
-            return call()
-        except FileNotFoundError:
-            raise
-        except OSError:
-            time.sleep(wait_s)
-    return call()
-
-
 def _read_manifest(directory: Path, name: str) -> tuple[Manifest, str]:
     path = directory / (name + SUFFIX)
     try:
@@ -201,107 +175,3 @@ def _read_manifest(directory: Path, name: str) -> tuple[Manifest, str]:
     if manifest.name != name:
         raise DamagedError(f"{path.name} says that it is {manifest.name}")
     return manifest, checksum
-
-
-def _apply(
-    directory: Path,
-    manifest: Manifest,
-    before: Mapping[str, TensorEntry],
-    snapshot: Snapshot,
-    pool: ThreadPoolExecutor,
-) -> None:
-    """Bring the snapshot from the parent's content to this manifest's; a log's own steps are left."""
-    slots = {slot.name: slot for slot in snapshot.layout}
-    if manifest.log is None and set(slots) != {entry.name for entry in manifest.tensors}:
-        raise DamagedError(f"{manifest.name} has not the tensors of the one that stands on it")
-    with _opened(directory, manifest) as descriptors:
-        works: list[Future[None]] = []
-        for entry in manifest.tensors:
-            slot = slots.get(entry.name)
-            if slot is None or (entry.dtype, entry.shape) != (slot.dtype, slot.shape):
-                raise DamagedError(f"{manifest.name} has a tensor {entry.name!r} unlike the one that stands on it")
-            content = snapshot.content(slot)
-            works += _stretches(descriptors, manifest, entry, before.get(entry.name), content, pool)
-        _finish(works)
-
-
-@contextmanager
-def _opened(directory: Path, manifest: Manifest) -> Iterator[list[int]]:
-    """The descriptors of a manifest's data files, in its order."""
-    with ExitStack() as stack:
-        yield [stack.enter_context(_opened_one(directory / data.file, data.bytes)) for data in manifest.data]
-
-
-@contextmanager
-def _opened_one(path: Path, length: int) -> Iterator[int]:
-    try:
-        with patiently(lambda: path.open("rb")) as stream:
-            size_bytes = os.fstat(stream.fileno()).st_size
-            if size_bytes != length:
-                raise DamagedError(f"{path.name} has {size_bytes} bytes instead of {length}")
-            yield stream.fileno()
-    except OSError as error:
-        raise DamagedError(f"{path.name} cannot be read ({error.strerror})") from error
-
-
-def _finish(works: list[Future[None]]) -> None:
-    """Wait for all, so that nobody reads on from what is closed; then say what the first one found."""
-    errors = [work.exception() for work in works]
-    for error in errors:
-        if error is not None:
-            raise error
-
-
-def _stretches(
-    descriptors: list[int],
-    manifest: Manifest,
-    entry: TensorEntry,
-    before: TensorEntry | None,
-    content: memoryview,
-    pool: ThreadPoolExecutor,
-) -> list[Future[None]]:
-    """Begin to read a tensor, cut so that several threads have something to do."""
-    known = hashes_of(before) if before is not None else {}
-    works: list[Future[None]] = []
-    low = size = 0
-    chunks: list[tuple[int, int, Chunk]] = []  # number, offset
-    for number, chunk in enumerate(entry.chunks):
-        chunks.append((number, low, chunk))
-        low, size = low + chunk.bytes, size + chunk.bytes
-        if size >= STRETCH_BYTES or number + 1 == len(entry.chunks):
-            works.append(pool.submit(_read, descriptors, manifest, entry, chunks, known, content))
-            chunks, size = [], 0
-    return works
-
-
-def _read(
-    descriptors: list[int],
-    manifest: Manifest,
-    entry: TensorEntry,
-    chunks: list[tuple[int, int, Chunk]],
-    known: Mapping[int, str],
-    content: memoryview,
-) -> None:
-    for number, low, chunk in chunks:
-        if chunk.packing is Packing.SAME:
-            if known.get(low) != chunk.hash:
-                raise DamagedError(f"chunk {number} of {entry.name!r} in {manifest.name} is not its parent's")
-            continue
-        out = content[low : low + chunk.bytes]
-        try:
-            _read_chunk(descriptors[chunk.file], chunk, ITEM_BYTES[entry.dtype], out)
-        except DamagedError as error:
-            file, end = manifest.data[chunk.file].file, chunk.at + chunk.stored
-            raise DamagedError(
-                f"chunk {number} of {entry.name!r} in {file} (bytes {chunk.at} to {end}) {error}"
-            ) from error
-
-
-def _read_chunk(descriptor: int, chunk: Chunk, item_bytes: int, out: memoryview) -> None:
-    if chunk.packing is Packing.RAW and chunk.stored == chunk.bytes:
-        if os.preadv(descriptor, [out], chunk.at) != chunk.bytes:
-            raise DamagedError("ends early")
-    else:
-        unpack_into(out, chunk.packing, os.pread(descriptor, chunk.stored, chunk.at), item_bytes)
-    if digest(out) != chunk.hash:
-        raise DamagedError("does not have its hash")

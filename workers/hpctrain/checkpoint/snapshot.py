@@ -108,9 +108,18 @@ class Snapshot(Buffer):
         """This will give the buffer as tensors, without a copy."""
         return [self._view(slot) for slot in self.layout]
 
+    def named(self) -> dict[str, torch.Tensor]:
+        """This will give the buffer as tensors by name, without a copy."""
+        return {slot.name: self._view(slot) for slot in self.layout}
+
     def _view(self, slot: Slot) -> torch.Tensor:
         flat = self._buffer[slot.at : slot.at + slot.bytes]
         return flat.view(getattr(torch, slot.dtype)).view(slot.shape)
+
+
+def of_model(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """This will give those of the model, by its own names for them."""
+    return {name.removeprefix("model."): one for name, one in tensors.items() if name.startswith("model.")}
 
 
 def compare(saved: Layout, live: Layout, source: str) -> None:
