@@ -20,6 +20,7 @@ from tests.bench.figures import Figure, from_samples
 
 GPT_110M = 110_000_000  # parameters; with AdamW's moments three times as many numbers
 BASE_EVERY = 100
+EVERY = {1: "<= 0.05", 10: "<= 0.015"}  # steps from one increment to the next, and what may be lost
 SIZES = {"full, fp32 gradients": {}, "full, bf16 gradients": {"bf16": True}, "90 % frozen": {"frozen": 0.9}}
 BARS = {"full, fp32 gradients": ">= 3.4", "full, bf16 gradients": ">= 8", "90 % frozen": ">= 12"}
 
@@ -29,12 +30,13 @@ def run(quick: bool = False) -> list[Figure]:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(dir=os.environ.get("BENCH_DIR", ".")) as folder:
         here = Path(folder)
-        parts = os.environ.get("BENCH_PARTS", "snapshot loop bytes restore").split()
+        parts = os.environ.get("BENCH_PARTS", "snapshot every-1 every-10 bytes restore").split()
         figures: list[Figure] = []
         if "snapshot" in parts:
             figures += snapshots(here, GPT_110M // (10 if quick else 1), 3 if quick else 4)
-        if "loop" in parts:
-            figures += loops(here, 2 if quick else 4)
+        for every, bar in EVERY.items():
+            if f"every-{every}" in parts:
+                figures += loop(here, every, bar, 2 if quick else 4)
         if "bytes" in parts:
             figures += sizes(here)
         if "restore" in parts:
@@ -85,67 +87,68 @@ def snapshots(here: Path, parameters: int, rounds: int) -> list[Figure]:
     ]
 
 
-def loops(here: Path, turns: int) -> list[Figure]:
-    """What a loop loses to an increment after each step, and after each tenth, with a base after each hundred increments."""
-    figures = []
-    for every, bar in ((1, "<= 0.05"), (10, "<= 0.015")):
-        world = World(8, 512, 8)
-        writer = world.writer(here / f"every-{every}", BASE_EVERY)
-        log, world.log = world.log, None
-        for _ in range(2):
-            world.move()
-        plain_s: list[float] = []
-        with_s: list[float] = []
-        base_s: list[float] = []
-        for turn in range(turns):
-            world.log = None
-            plain_s += [_timed(world.move) for _ in range(10)]
-            world.log = log
-            if turn == 0:  # a base, and the increment that chooses
-                for steps in (1, every):
-                    for _ in range(steps - 1):
-                        world.move()
-                    world.move()
-                    base_s.append(_lost(world, writer, 2))
-            else:  # what happened in between is not in the log: this one is of changes
-                world.move()
-                world.written(writer)
-            with_s += _steps(world, writer, every)
-            writer.wait()
-        writer.close()
-        step_s = statistics.median(plain_s)
-        # The base and the choice, once in a hundred increments.
-        lost_s = statistics.mean(with_s) - statistics.mean(plain_s) + sum(base_s) / (BASE_EVERY * every)
-        figures.append(
-            Figure(
-                name=f"25 M parameters, increment every {every}: loop time lost",
-                value=lost_s / step_s,
-                unit="of a step",
-                bar=bar,
-                samples=[round(one / step_s - 1, 4) for one in with_s],
-            )
-        )
-    figures.append(Figure(name="  a step", value=step_s, unit="s"))
-    return figures
+def loop(here: Path, every: int, bar: str, turns: int) -> list[Figure]:
+    """What a loop loses to an increment after each `every` steps, with a base after each hundred increments.
 
-
-def _steps(world: World, writer: KeptWriter, every: int) -> list[float]:
-    """Ten steps with increments; a step's seconds with what it waits for a checkpoint."""
-    taken_s = []
-    for number in range(1, 11):
-        started_s = time.perf_counter()
+    That is what it waits for copies, and what its own work takes longer while somebody writes: this by medians of turns with and
+    without, because single steps differ by more.
+    """
+    world = World(8, 512, 8)
+    writer = world.writer(here / f"every-{every}", BASE_EVERY)
+    log, world.log = world.log, None
+    for _ in range(2):
         world.move()
-        writer.collect()
-        if number % every == 0 and writer.idle():
-            world.begin(writer)
-        taken_s.append(time.perf_counter() - started_s)
-    return taken_s
+    plain_s: list[float] = []
+    beside_s: list[float] = []
+    waited_s: list[float] = []
+    base_s: list[float] = []
+    for turn in range(turns):
+        world.log = None
+        plain_s += [_timed(world.move) for _ in range(10)]
+        world.log = log
+        if turn == 0:  # a base, and the increment that chooses
+            for steps in (1, every):
+                for _ in range(steps):
+                    world.move()
+                base_s.append(_lost(world, writer))
+        else:  # what happened in between is not in the log: this one is of changes
+            world.move()
+            world.written(writer)
+        for number in range(1, 11):
+            own_s, lost_s = _step(world, writer, due=number % every == 0)
+            beside_s.append(own_s)
+            waited_s.append(lost_s)
+        writer.wait()
+    writer.close()
+    step_s = statistics.median(plain_s)
+    slower_s = max(0.0, statistics.median(beside_s) - step_s)
+    base_share_s = sum(base_s) / (BASE_EVERY * every)  # the base and the choice, once in a hundred increments
+    return [
+        Figure(
+            name=f"25 M parameters, increment every {every}: loop time lost",
+            value=(statistics.mean(waited_s) + slower_s + base_share_s) / step_s,
+            unit="of a step",
+            bar=bar,
+            samples=[round(one / step_s, 4) for one in waited_s],
+        ),
+        Figure(name="  of that, waiting for copies", value=statistics.mean(waited_s) / step_s, unit="of a step"),
+        Figure(name="  a step", value=step_s, unit="s"),
+    ]
 
 
-def _lost(world: World, writer: KeptWriter, _steps: int) -> float:
+def _step(world: World, writer: KeptWriter, *, due: bool) -> tuple[float, float]:
+    """A step, and an increment if it is due: seconds of its own work, and of what it waits for checkpoints."""
+    noted_s = world.noted_s
+    own_s = _timed(world.move) - (world.noted_s - noted_s)
     started_s = time.perf_counter()
-    world.begin(writer)
-    copy_s = time.perf_counter() - started_s
+    writer.collect()
+    if due and writer.idle():
+        world.begin(writer)
+    return own_s, time.perf_counter() - started_s + world.noted_s - noted_s
+
+
+def _lost(world: World, writer: KeptWriter) -> float:
+    copy_s = _timed(lambda: world.begin(writer))
     report = writer.wait()
     assert report is not None
     assert report.error is None, report.error

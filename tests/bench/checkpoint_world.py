@@ -50,6 +50,7 @@ class World:
         self._batch, self._bf16 = batch, bf16
         self.step = 0
         self.log: GradientLog | None = None
+        self.noted_s = 0.0  # what the log has taken
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All that a checkpoint keeps."""
@@ -72,7 +73,9 @@ class World:
         _, factor = clip_factor(self.buckets.squares(), 1.0)
         self.step += 1
         if self.log is not None:
+            started_s = time.perf_counter()
             self.log.note(self.step, LR, factor)
+            self.noted_s += time.perf_counter() - started_s
         multiply(self.buckets.flats, factor)
         self.optimizer.step(self.step, LR)
 
