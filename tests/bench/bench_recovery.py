@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcsched import client
+from hpcsched.api.app import MAX_JOBS
 from hpcsched.demo.cluster import LocalCluster
 from hpcsched.errors import UnavailableError
 from hpcsched.model.codec import spec_to_json
@@ -180,8 +181,9 @@ def _spec(cluster: LocalCluster, script: str, **fields: Any) -> JobSpec:
 
 
 def _submit(cluster: LocalCluster, specs: list[JobSpec]) -> None:
-    body = {"request_id": uuid.uuid4().hex, "jobs": [spec_to_json(spec) for spec in specs]}
-    client.call("POST", "/v1/submit", body, where=cluster.api_socket)
+    for at in range(0, len(specs), MAX_JOBS):
+        body = {"request_id": uuid.uuid4().hex, "jobs": [spec_to_json(spec) for spec in specs[at : at + MAX_JOBS]]}
+        client.call("POST", "/v1/submit", body, where=cluster.api_socket)
 
 
 def _until(cond: Callable[[], bool], timeout_s: float = 60.0) -> None:
