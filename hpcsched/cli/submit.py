@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from hpcsched import client
-from hpcsched.cli.errors import Explain, guarded, note
+from hpcsched.cli.errors import Explain, guarded, note, print_version
 from hpcsched.cli.output import clean
 from hpcsched.client import Json
 from hpcsched.errors import RequestError, UnavailableError
@@ -51,8 +51,16 @@ def _whole(argv: Sequence[str]) -> int:
     return hsub.main(argv)
 
 
-def start(name: str, argv: Sequence[str], whole: Callable[[Sequence[str]], int], explain: Explain | None = None) -> int:
+def start(
+    name: str,
+    argv: Sequence[str],
+    whole: Callable[[Sequence[str]], int],
+    explain: Explain | None = None,
+    version: Callable[[str], None] = print_version,
+) -> int:
     """Run the command `name` with the controller's help, or else `whole`; return its exit status."""
+    if list(argv) in (["--version"], ["-V"]):
+        return guarded(name, lambda _: version(name) or 0, argv)
     status = guarded(name, lambda words: _by_controller(name, words), argv, explain=explain)
     return whole(argv) if status == NOT_SUBMITTED else status
 

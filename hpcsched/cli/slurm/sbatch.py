@@ -54,10 +54,14 @@ def phrase_of(text: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    return submit.start(NAME, sys.argv[1:] if argv is None else argv, _whole, _explained)
+    return submit.start(NAME, sys.argv[1:] if argv is None else argv, _whole, _explained, _print_version)
 
 
 def _whole(argv: Sequence[str]) -> int:
     from hpcsched.cli import hsub  # takes long to import, and most submissions get by without it
 
-    return hsub.main(argv, hsub.Face(NAME, lambda name: print(f"slurm {SLURM_VERSION}"), _explained, cluster=True))
+    return hsub.main(argv, hsub.Face(NAME, _print_version, _explained, cluster=True))
+
+
+def _print_version(name: str) -> None:
+    print(f"slurm {SLURM_VERSION}")
