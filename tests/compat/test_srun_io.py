@@ -107,6 +107,21 @@ def test_steps_wait_for_cpus_and_say_so(job: Client) -> None:  # noqa: F811
     assert f"srun: Step created for StepId={busy[0].split()[2]}.2" in said
 
 
+def test_who_is_ended_after_the_first_task_is_told_in_slurms_words(job: Client) -> None:  # noqa: F811
+    task = "if [ $SLURM_PROCID = 1 ]; then exit 3; fi; sleep 600"
+    said = str(job(f"srun -N2 -n2 --wait=1 sh -c '{task}'; echo $?")).splitlines()
+    step = said[1].split()[1]
+    assert said == [
+        "srun: First task exited 1s ago",
+        f"srun: {step} task 0: running",
+        f"srun: {step} task 1: exited",
+        f"srun: Terminating {step}",
+        "srun: error: n1: task 0: Killed",
+        "srun: error: n2: task 1: Exited with exit code 3",
+        "137",
+    ]
+
+
 def test_a_step_from_outside_of_its_job(cluster: LocalCluster, slurm: Client) -> None:
     job_id = slurm("sbatch", "--parsable", "-N2", "--wrap", "while [ ! -e over ]; do sleep 0.1; done").stdout.strip()
     show = "echo $SLURM_JOB_ID $SLURM_STEP_ID $SLURM_PROCID $SLURMD_NODENAME; exit 4"

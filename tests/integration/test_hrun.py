@@ -329,8 +329,8 @@ def test_an_interrupt_tells_and_a_second_one_kills(controller: Controller, run: 
     told = [hrun.process.stderr.readline().decode() for _ in range(3)]
     assert told == [
         "hrun: interrupt (one more within 1 sec to abort)\n",
-        "hrun: StepId=12.3 tasks 0: running\n",
-        "hrun: StepId=12.3 tasks 1: exited\n",
+        "hrun: StepId=12.3 task 0: running\n",
+        "hrun: StepId=12.3 task 1: exited\n",
     ]
     hrun.process.send_signal(signal.SIGINT)
     message, _ = controller.take(StepSignal)

@@ -24,6 +24,7 @@ from hpcnode.screen import Screen
 from hpcnode.stepclient import ALL_TASKS, ConnectionLost, Front, StepClient, connect, is_open
 from hpcnode.streamout import LineStream, Outlet
 from hpcnode.taskwords import failures, task_list
+from hpcnode.userenv import exported, umask
 
 QUIET_S = 0.5  # a shorter wait is not worth a word
 AGAIN_S = 1.0  # two interrupts within this time end the step
@@ -167,7 +168,7 @@ class Hrun(Front):
             options=options,
             argv=["hpty", "%dx%d" % terminal.size_of(0), *self._command] if self._at_terminal else self._command,
             work_dir=self._work_dir,
-            env={**exported(_text(self._values.get("export"), "ALL"), self._environ), "SLURM_UMASK": _umask()},
+            env={**exported(_text(self._values.get("export"), "ALL"), self._environ), "SLURM_UMASK": umask()},
         )
 
     def _read_hosts(self, options: Dict[str, object]) -> None:
@@ -237,13 +238,19 @@ class Hrun(Front):
             return
         self._interrupted_s = now_s
         self._say("interrupt (one more within 1 sec to abort)")
+        self._tell_tasks()
+
+    def _tell_tasks(self) -> str:
+        """Say which tasks run and which are over; return the step's name."""
         started = self._client.started
         assert started is not None
+        name = "StepId=%d.%d" % (started.job_id, started.step)
         over = set(self._client.over_tasks())
         running = [task for task in range(_total(started)) if task not in over]
         for tasks, state in ((running, "running"), (sorted(over), "exited")):
             if tasks:
-                self._say("StepId=%d.%d %s: %s" % (started.job_id, started.step, task_list(tasks), state))
+                self._say("%s %s: %s" % (name, task_list(tasks), state))
+        return name
 
     def _talk(self) -> None:
         if self._client.started is None:
@@ -257,7 +264,8 @@ class Hrun(Front):
 
     def _end_rest(self) -> None:
         if not self._quiet:
-            self._say("the first task ended --wait seconds ago: ending the others")
+            self._say("First task exited %ss ago" % self._values["wait"])
+            self._say("Terminating %s" % self._tell_tasks())
         self._client.signal_tasks(signal.SIGKILL)
 
     # ----- files
@@ -380,30 +388,6 @@ class _Target:
         elif text and text != "all":
             self.local_file = text
             self.to_all = True
-
-
-def exported(text: str, environ: Mapping[str, str]) -> Dict[str, str]:
-    """Return the variables that ``--export=text`` passes on: ALL, NONE, names, NAME=VALUE.
-
-    What the scheduler set is passed on in any case.
-    """
-    words = [word for word in text.split(",") if word]
-    env = {name: value for name, value in environ.items() if name.startswith(("HPCSCHED_", "SLURM_"))}
-    if "ALL" in words or not words:
-        env = dict(environ)
-    for word in words:
-        name, equals, value = word.partition("=")
-        if equals:
-            env[name] = value
-        elif name not in ("ALL", "NONE") and name in environ:
-            env[name] = environ[name]
-    return env
-
-
-def _umask() -> str:
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return "%04o" % mask
 
 
 def _total(started: protocol.StepStarted) -> int:

@@ -19,7 +19,7 @@ def failures(started: protocol.StepStarted, ended: protocol.StepEnded) -> List[s
                 groups.setdefault(_signal_text(signum), []).append(task)
             elif code:
                 groups.setdefault("Exited with exit code %d" % code, []).append(task)
-        lines += ["%s: %s: %s" % (node, task_list(tasks, "task"), how) for how, tasks in groups.items()]
+        lines += ["%s: %s: %s" % (node, task_list(tasks), how) for how, tasks in groups.items()]
     return lines
 
 
@@ -30,8 +30,8 @@ def _signal_text(signum: int) -> str:
         return "signal %d" % signum
 
 
-def task_list(tasks: List[int], word: str = "tasks") -> str:
-    """Return ``task 3``, ``tasks 0-3,7``; always in the plural where `word` is that."""
+def task_list(tasks: List[int]) -> str:
+    """Return ``task 3``, or ``tasks 0-3,7``."""
     spans: List[List[int]] = []
     for task in tasks:
         if spans and spans[-1][1] == task - 1:
@@ -39,4 +39,4 @@ def task_list(tasks: List[int], word: str = "tasks") -> str:
         else:
             spans.append([task, task])
     text = ",".join(str(a) if a == b else "%d-%d" % (a, b) for a, b in spans)
-    return ("tasks " if len(tasks) > 1 or word == "tasks" else "task ") + text
+    return ("tasks " if len(tasks) > 1 else "task ") + text
