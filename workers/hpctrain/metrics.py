@@ -1,40 +1,80 @@
 """What a run tells: a line for people, and one JSON object per step in a file.
 
 Rank 0 writes.  Does not know what the numbers mean.
-Rules: lines are appended and flushed one by one; a line that a killed writer left half written is ended first, so that
+Rules: lines are appended one by one, unbuffered; a line that a killed writer left half written is ended first, so that
 it spoils nothing.  After a restart the lines of the new attempt follow; for a step that was done twice the higher
 attempt counts.
 """
 
 from __future__ import annotations
 
+import io
 import json
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 BLOCK_BYTES = 64 << 10
+RETRY_S = 5.0  # a share that is away may take as long to say so each time
+MOST_BYTES = 64 << 20  # that wait; then the oldest lines are given up
+LINE_END = b"\n"
 
 
 class MetricsFile:
-    """An append-only file of JSON lines."""
+    """An append-only file of JSON lines.
 
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        torn = _ends_in_half_a_line(path)
-        self._stream: IO[str] = path.open("a", encoding="utf-8")
-        if torn:
-            self._stream.write("\n")
+    What a share that is full, read-only or stale does not take waits in memory, is tried again every few seconds, and follows in
+    order; that is said once.
+    """
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._path, self._clock = path, clock
+        self._stream: io.FileIO | None = None
+        self._waiting = bytearray()
+        self._not_before_s = float("-inf")
+        self._trouble = ""
+        self._attempt()
 
     def write(self, line: dict[str, object]) -> None:
-        """This will append one line and flush it; what is None is left out."""
+        """This will append one line; what is None is left out."""
         kept = {name: value for name, value in line.items() if value is not None}
-        self._stream.write(json.dumps(kept, separators=(",", ":")) + "\n")
-        self._stream.flush()
+        self._waiting += json.dumps(kept, separators=(",", ":")).encode() + b"\n"
+        if self._clock() >= self._not_before_s:
+            self._attempt()
 
     def close(self) -> None:
-        """This will close the file."""
-        self._stream.close()
+        """This will try once more and close the file."""
+        self._attempt()
+        if self._stream is not None:
+            self._stream.close()
+        if self._waiting:
+            print(f"metrics: {self._waiting.count(LINE_END)} lines could not be written to {self._path}", flush=True)
+
+    def _attempt(self) -> None:
+        try:
+            self._append()
+        except OSError as error:
+            self._stream = None  # a stale one stays so: it is opened anew
+            self._not_before_s = self._clock() + RETRY_S
+            if not self._trouble:
+                print(f"metrics: cannot write {self._path}, lines wait in memory: {error.strerror}", flush=True)
+            self._trouble = str(error)
+            if len(self._waiting) > MOST_BYTES:
+                del self._waiting[: self._waiting.index(LINE_END, len(self._waiting) - MOST_BYTES) + 1]
+            return
+        if self._trouble:
+            print(f"metrics: {self._path} is written again", flush=True)
+        self._trouble = ""
+
+    def _append(self) -> None:
+        if self._stream is None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            torn = not self._trouble and _ends_in_half_a_line(self._path)
+            self._stream = io.FileIO(self._path, "a")
+            self._waiting[:0] = LINE_END * torn
+        while self._waiting:  # a disk that gets full may take a part of a line: the rest follows
+            del self._waiting[: self._stream.write(self._waiting)]
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
