@@ -7,7 +7,7 @@
 # make kill-rounds  a real cluster with real sshds: in each of ROUNDS=300 rounds something is killed while jobs flow (SEED=1)
 # make checkpoint-rounds  checkpoints on a share like NFS: in each of ROUNDS=1000 rounds requests fail and writers die (SEED=1)
 # make compat  the clients of Slurm that take minutes as well, unmodified, against a cluster on this machine
-# make ulfm    training under Open MPI's fault tolerance, whose tests are not part of make test: they know a hang
+# make ulfm    training under Open MPI's fault tolerance, whose tests are not part of make test yet
 # make lint    style and architecture
 # make clean   remove what make made
 

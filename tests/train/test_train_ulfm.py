@@ -1,7 +1,7 @@
 """Ranks under Open MPI's `mpirun --with-ft ulfm`: one is killed, the others take the very next step.
 
 The Open MPI is one of those in HPCSCHED_TEST_MPI_BIN (its Python borrows this one's packages), as `make ulfm` says. That alone
-runs these: one run of about fifty hung after the step that followed the kill, for a cause not yet found (ADR 13).
+runs these, until two hundred runs have ended since Open MPI's hang at the end of a run was found and avoided (ADR 13).
 """
 
 from __future__ import annotations

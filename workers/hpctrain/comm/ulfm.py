@@ -4,7 +4,8 @@ Only Open MPI 5 has it.  The group shrinks, and never grows (`hpctrain.elastic` 
 missing rank breaks; shared memory would not notice.
 Rules: whoever cannot exchange revokes the generation, so that nobody waits in it; then all that are left come to `_shrink`, those
 who have finished in `close` and the others in `meet`, and those are the next generation.
-Sources: MPI Forum, "User Level Failure Mitigation"; Open MPI 5, "User-Level Fault Mitigation (ULFM)".
+That is the barrier at the end, too: MPI_Finalize's own waits for a rank that mpirun has not missed yet, and for ever.
+Sources: MPI Forum, "User Level Failure Mitigation"; Open MPI 5, "User-Level Fault Mitigation (ULFM)", and its issue 11404.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class UlfmCommunicator:
     changing = False
 
     def __init__(self) -> None:
+        os.environ["OMPI_MCA_async_mpi_finalize"] = "1"  # noqa: SIM112 (Open MPI's spelling; it is read when MPI starts)
         self._mpi = load_mpi()
         self.generation = -1
         self._background = Background()
