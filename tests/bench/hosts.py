@@ -29,7 +29,7 @@ def hosts(count: int, mbit_per_s: int, folder: Path) -> Iterator[list[str]]:
     """Make `count` namespaces on links of a rate, and give their addresses. `folder` gets the remote shell."""
     tag = _tag(folder)
     bridge = f"{tag}b"
-    spaces = [f"{tag}n{at}" for at in range(count)]
+    spaces = [space_of(folder, at) for at in range(count)]
     try:
         _run("ip", "link", "add", bridge, "type", "bridge")
         _run("ip", "link", "set", bridge, "up")
@@ -45,9 +45,19 @@ def hosts(count: int, mbit_per_s: int, folder: Path) -> Iterator[list[str]]:
         subprocess.run(["ip", "link", "del", bridge], capture_output=True, check=False)
 
 
+def space_of(folder: Path, at: int) -> str:
+    """Return the name of the namespace that is host `at`, counted from 0."""
+    return f"{_tag(folder)}n{at}"
+
+
+def set_link(folder: Path, at: int, state: str) -> None:
+    """Set the link of host `at` "up" or "down": a cable that is pulled, of which the host itself is not told."""
+    _run("ip", "link", "set", f"{_tag(folder)}v{at}", state)
+
+
 def mpirun(addresses: Sequence[str], folder: Path, *arguments: str | Path) -> list[str]:
     """Return the command that runs Python with these arguments, a rank on each address."""
-    first = f"{_tag(folder)}n0"
+    first = space_of(folder, 0)
     launcher = ["-launcher", "ssh", "-launcher-exec", str(folder / "enter"), "-iface", "eth0"]
     where = [*launcher, "-hosts", ",".join(addresses), "-ppn", "1"]
     return ["ip", "netns", "exec", first, *_mpirun(len(addresses), where, arguments)]
