@@ -21,17 +21,27 @@ Sources: srun(1); the launch protocol in hpcnode.protocol.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from hpcnode import protocol
 from hpcsched.controller.stepplace import Place, place_step
 from hpcsched.controller.stepports import StepPlan, StepPorts, launch_of
+from hpcsched.controller.stepqueue import StepQueues, Waiting
 from hpcsched.controller.steprequest import StepOptions, read_options
 from hpcsched.controller.steprights import asking_uid, may_launch, permitted_job
-from hpcsched.controller.stepstate import HEAD, Origin, Run, Step, blame_job, no_word, row_of, step_reports, take_end
+from hpcsched.controller.stepstate import (
+    HEAD,
+    Origin,
+    Run,
+    Step,
+    blame_job,
+    found_again,
+    no_word,
+    row_of,
+    step_reports,
+    take_end,
+)
 from hpcsched.controller.watching import Watching
 from hpcsched.errors import HpcschedError, NotFoundError, ProtocolError, RequestError
 from hpcsched.launch.environment import with_users
@@ -42,13 +52,6 @@ _SIGKILL = 9
 _BUSY = "step creation temporarily disabled, retrying (Requested nodes are busy)"
 
 
-@dataclass(frozen=True, slots=True)
-class _Waiting:
-    origin: Origin
-    request: protocol.StepRequest
-    options: StepOptions | None = None
-
-
 class StepService:
     """All steps that wait or run. See the module's rules."""
 
@@ -57,8 +60,8 @@ class StepService:
         self._steps: dict[tuple[JobId, int, int], Step] = {}
         self._by_token: dict[str, tuple[Step, Run]] = {}
         self._by_origin: dict[Origin, Step] = {}  # kept after the end, until the stream closes: output may still come
-        self._queues: dict[JobId, deque[_Waiting]] = {}
-        self._held: dict[JobId, _Waiting] = {}  # waits for its own job to run
+        self._queues = StepQueues()
+        self._held: dict[JobId, Waiting] = {}  # waits for its own job to run
         self._watching = Watching(ports.send)
         self._numbers: dict[tuple[JobId, int], int] = {}
         self._welcomed: set[NodeName] = set()
@@ -88,10 +91,8 @@ class StepService:
 
     def on_stream_closed(self, origin: Origin) -> None:
         """End what the step command behind `origin` had asked for: it is gone."""
-        for job_id, queue in list(self._queues.items()):
-            self._set_queue(job_id, [waiting for waiting in queue if waiting.origin != origin])
-            if len(queue) != len(self._queues.get(job_id, ())):
-                self._start_waiting(job_id)
+        for job_id in self._queues.drop(origin):
+            self._start_waiting(job_id)
         for job_id, waiting in list(self._held.items()):
             if waiting.origin == origin:
                 del self._held[job_id]
@@ -195,7 +196,7 @@ class StepService:
         """End every step of the job's attempt, waiting or not: nothing of it is left on its nodes."""
         text = f"job {job_id} has ended" + (f": {why}" if why else "")
         self._unclaimed.discard(job_id)
-        waiting = list(self._queues.pop(job_id, ()))
+        waiting = self._queues.take_all(job_id)
         if job_id in self._held:
             waiting.append(self._held.pop(job_id))
         for each in waiting:
@@ -247,7 +248,7 @@ class StepService:
         if origin[0] != HEAD:
             raise RequestError("cannot allocate a job from a node: run hrun in a job, or on the head node")
         job_id = self._ports.allocate(request, said.uid)
-        self._held[job_id] = _Waiting(origin, request)
+        self._held[job_id] = Waiting(origin, request)
         self._ports.reply(origin, _waiting(job_id, f"job {job_id} queued and waiting for resources"), b"")
 
     def _resize(self, origin: Origin, said: protocol.FromStream, request: protocol.StepRequest) -> None:
@@ -276,21 +277,19 @@ class StepService:
         self._watching.add(origin, step)
 
     def _is_busy(self, origin: Origin) -> bool:
-        waiting = [each.origin for queue in self._queues.values() for each in queue]
-        known = origin in self._by_origin or origin in self._watching
-        return known or origin in waiting or any(w.origin == origin for w in self._held.values())
+        waiting = {each for each, _ in self._queues.origins()} | {each.origin for each in self._held.values()}
+        return origin in waiting or origin in self._by_origin or origin in self._watching
 
     def _enqueue(self, origin: Origin, request: protocol.StepRequest, job: Job) -> None:
         options = read_options(request, job)
-        waiting = _Waiting(origin, request, options)
+        waiting = Waiting(origin, request, options)
         place_step(job, options, ())  # refused now rather than after a wait
-        queue = self._queues.get(job.id)
-        if not queue or options.overlap:
+        if job.id not in self._queues or options.overlap:
             place = place_step(job, options, self._busy(job))
             if place is not None:
                 self._start(waiting, options, job, place)
                 return
-        self._queues.setdefault(job.id, deque()).append(waiting)
+        self._queues.add(job.id, waiting)
         self._ports.reply(origin, _waiting(job.id, f"Job {job.id} {_BUSY}"), b"")
 
     def _busy(self, job: Job) -> list[Place]:
@@ -300,28 +299,19 @@ class StepService:
     def _start_waiting(self, job_id: JobId) -> None:
         """Start, in their order, the waiting steps of the job that fit now."""
         job = self._ports.job(job_id)
-        queue = self._queues.get(job_id)
-        while job is not None and may_launch(job) and queue and queue[0].options is not None:
-            place = place_step(job, queue[0].options, self._busy(job))
+        while job is not None and may_launch(job) and (waiting := self._queues.first(job_id)) is not None:
+            assert waiting.options is not None
+            place = place_step(job, waiting.options, self._busy(job))
             if place is None:
                 return
-            waiting = queue.popleft()
-            self._set_queue(job_id, queue)
-            assert waiting.options is not None
+            self._queues.take_first(job_id)
             self._start(waiting, waiting.options, job, place, has_waited=True)
-
-    def _set_queue(self, job_id: JobId, waiting: Iterable[_Waiting]) -> None:
-        queue = deque(waiting)
-        if queue:
-            self._queues[job_id] = queue
-        else:
-            self._queues.pop(job_id, None)
 
     # ----- start and end
 
     def _start(
         self,
-        waiting: _Waiting,
+        waiting: Waiting,
         options: StepOptions,
         job: Job,
         places: tuple[Place, ...],
@@ -484,30 +474,15 @@ class StepService:
         self._keep(step)
 
     def _found_step(self, job: Job, number: int, report: protocol.Report) -> Step:
-        assert report.stream_to is not None
-        origin = (NodeName(report.stream_to.node), report.stream_to.stream)
-        gone = origin[0] == HEAD  # connections to the head ended with the controller that held them
         row = next((row for row in self._ports.recorded(job.id, job.attempt) if row.step == str(number)), None)
-        nodes = row.nodes if row is not None else [share.node for share in job.shares]
-        if not gone:  # an agent answers with CloseStream if that stream is no more
-            self._ports.reply(origin, _waiting(job.id, ""), b"")
-        return Step(
-            job=job,
-            number=number,
-            origin=None if gone else origin,
-            name=row.name if row is not None else "",
-            nodes=tuple(NodeName(node) for node in nodes),
-            ntasks=row.ntasks if row is not None else 0,
-            started_at_s=(row.started_at_s if row is not None else None) or report.at_s,
-            found=True,
-            ending=gone,
-            state="CANCELLED" if gone else "",
-        )
+        step = found_again(job, number, report, row)
+        if step.origin is not None:  # an agent answers with CloseStream if that stream is no more
+            self._ports.reply(step.origin, _waiting(job.id, ""), b"")
+        return step
 
     def _streams_of(self, node: NodeName) -> list[tuple[Origin, JobId]]:
         """Return the step commands of `node` that wait for a step or have one, and for which job."""
-        known = [(origin, step.job.id) for origin, step in self._by_origin.items()]
-        known += [(waiting.origin, job_id) for job_id, queue in self._queues.items() for waiting in queue]
+        known = [*((origin, step.job.id) for origin, step in self._by_origin.items()), *self._queues.origins()]
         return [(origin, job_id) for origin, job_id in known if origin[0] == node]
 
     def _release_unclaimed(self) -> None:

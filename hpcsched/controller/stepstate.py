@@ -103,6 +103,26 @@ class Step:
         return any(any(run.codes) or any(run.signals) for run in self.runs.values())
 
 
+def found_again(job: Job, number: int, report: protocol.Report, row: StepRow | None) -> Step:
+    """Return the step of a controller before us of which a node reports; `row`: what that one has kept of it."""
+    assert report.stream_to is not None
+    origin = (NodeName(report.stream_to.node), report.stream_to.stream)
+    gone = origin[0] == HEAD  # connections to the head ended with the controller that held them
+    nodes = row.nodes if row is not None else [share.node for share in job.shares]
+    return Step(
+        job=job,
+        number=number,
+        origin=None if gone else origin,
+        name=row.name if row is not None else "",
+        nodes=tuple(NodeName(node) for node in nodes),
+        ntasks=row.ntasks if row is not None else 0,
+        started_at_s=(row.started_at_s if row is not None else None) or report.at_s,
+        found=True,
+        ending=gone,
+        state="CANCELLED" if gone else "",
+    )
+
+
 def blame_job(step: Step, job: Job) -> None:
     """Note in `step` why its job is being ended, unless that is for the end of its script alone."""
     if job.outcome is JobState.TIMEOUT:
