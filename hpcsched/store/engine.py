@@ -86,8 +86,12 @@ def reading(connection: Connection) -> Iterator[Connection]:
     """A connection to read by. Raises UnavailableError if the disk does not give what is asked for."""
     try:
         yield connection
-    except sqlite3.Error as error:
+    except sqlite3.OperationalError as error:  # an unwell disk
         raise UnavailableError(f"cannot read the database: {error}") from error
+    except sqlite3.Error as error:
+        raise UnavailableError(
+            f"cannot read the database: {error}; restore it from a backup: hpcsched restore"
+        ) from error
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from hpcsched.model.job import ExitStatus, Hold, Job, JobState
 from hpcsched.model.spec import ArraySpec, Dependency, DependencyKind
 from hpcsched.model.training import Failure
 from hpcsched.store import columns, schema
-from hpcsched.store.engine import create_database, incarnation, open_database, raise_epoch
+from hpcsched.store.engine import create_database, incarnation, open_database, raise_epoch, reading
 from hpcsched.store.rows import StepRow
 from hpcsched.store.statements import name_of
 from hpcsched.store.store import Batch, HistoryQuery, Store
@@ -106,6 +106,20 @@ def test_what_is_written_seldom_is_undone_with_its_batch(database: sqlite3.Conne
     assert (store.adopted(), store.load_failures(1, 0)) == ({"a", "c"}, [failure(1), failure(0, echo=True)])
 
 
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (sqlite3.OperationalError("disk I/O error"), "cannot read the database: disk I/O error$"),
+        (sqlite3.DatabaseError("it is malformed"), "it is malformed; restore it from a backup: hpcsched restore$"),
+    ],
+)
+def test_a_damaged_database_is_to_be_restored_and_an_unwell_disk_is_not(
+    database: sqlite3.Connection, error: sqlite3.Error, says: str
+) -> None:
+    with pytest.raises(UnavailableError, match=says), reading(database):
+        raise error
+
+
 @pytest.mark.parametrize("part", [part.name for part in fields(Batch)])
 def test_a_batch_with_any_one_part_is_not_empty(part: str) -> None:
     """What the tick takes for empty is never committed."""
@@ -154,7 +168,7 @@ import sys
 sys.path.insert(0, {str(Path(__file__).parents[2])!r})
 from jobs import job
 import hpcsched.controller.daemon
-from hpcsched.store.engine import open_database, raise_epoch
+from hpcsched.store.engine import open_database, raise_epoch, reading
 from hpcsched.store.store import Batch, Store
 store = Store(open_database(None))
 raise_epoch(store.connection)
