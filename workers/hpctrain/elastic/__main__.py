@@ -24,7 +24,7 @@ from hpctrain.elastic.serve import Server
 from hpctrain.errors import EXIT_FAILED, EXIT_REQUEUE, TrainError
 
 GRACE_S = 5.0
-AGAIN_S = 1.0  # after a process that ended before it took part
+AGAIN_S = 1.0  # after a process that ended before it took part, or a word that did not reach the controller
 MOST_LOSSES = 5  # for each rank, without a step between
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
@@ -170,7 +170,15 @@ class Elastic:
         self._server.settle()
         await asyncio.gather(*(self._keepers[number] for number in leaving))
         if here.wanted is not None:
-            await self._launcher.resize_job(len(here.wanted))
+            await self._give_back(here.wanted)
+
+    async def _give_back(self, wanted: tuple[str, ...]) -> None:
+        """Keep these nodes alone. The controller asks once: while it is away it is told again and again, until it asks anew."""
+        while not await self._launcher.resize_job(len(wanted)):
+            await asyncio.sleep(AGAIN_S)
+            here = allocation(self._environ)
+            if self._server.over.is_set() or here is None or here.wanted != wanted:
+                return
 
     async def _end(self) -> int:
         """Let the ranks come to their end; spares, and who is just being started, have nothing to do any more."""

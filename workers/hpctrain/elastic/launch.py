@@ -118,8 +118,7 @@ class Launcher:
         if process is not None:
             await process.wait()
 
-    async def resize_job(self, nodes: int) -> None:
-        """This will give back all but so many of the job's nodes."""
-        process = await asyncio.create_subprocess_exec("hrun", f"--resize={nodes}")
-        if await process.wait():
-            raise TrainError(f"cannot give nodes back: hrun --resize={nodes} failed")
+    async def resize_job(self, nodes: int) -> bool:
+        """This will give back all but so many of the job's nodes; whether the controller has taken that."""
+        process = await asyncio.create_subprocess_exec("hrun", f"--resize={nodes}", env=self._environ)
+        return await process.wait() == 0
