@@ -94,11 +94,11 @@ class AdamW:
         for name, parameter in self._parameters.items():
             if parameter.grad is None:
                 continue
-            for stretch in in_stretches(parameter, parameter.grad, *self._moments[name]):
+            for stretch in _in_stretches(parameter, parameter.grad, *self._moments[name]):
                 self._rule.move(stretch, number, lr, decayed=name in self._decayed)
 
 
-def in_stretches(*alike: torch.Tensor) -> Iterator[Stretch]:
+def _in_stretches(*alike: torch.Tensor) -> Iterator[Stretch]:
     """This will cut four tensors of one shape alike: on a CPU as its cache has room for; whole if they lie otherwise."""
     if alike[0].device.type != "cpu" or not all(one.is_contiguous() for one in alike):
         return iter([alike])
