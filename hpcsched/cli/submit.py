@@ -28,7 +28,7 @@ MAX_BYTES = 4 << 20  # of a script: about a longer one the whole command complai
 # The options that the controller can read for us (hpcsched.jobscript.options; a test compares).
 WITH_VALUE = frozenset((
     "account", "array", "begin", "chdir", "comment", "constraint", "cpus-per-gpu", "cpus-per-task", "deadline",
-    "dependency", "error", "exclude", "export", "gpus", "gpus-per-node", "gpus-per-task", "gres", "hint",
+    "dependency", "distribution", "error", "exclude", "export", "gpus", "gpus-per-node", "gpus-per-task", "gres", "hint",
     "input", "job-name", "lease", "licenses", "mail-type", "mail-user", "mem", "mem-per-cpu", "mem-per-gpu",
     "mincpus", "nodelist", "nodes", "ntasks", "ntasks-per-node", "open-mode", "output", "partition", "prefer",
     "priority", "qos", "reservation", "signal", "switches", "time", "tmp", "wrap",
@@ -36,7 +36,7 @@ WITH_VALUE = frozenset((
 WITHOUT = frozenset((
     "elastic", "hold", "no-requeue", "parsable", "quiet", "requeue", "verbose",
 ))  # fmt: skip
-LETTERS_WITH_VALUE = "AabcCdDeGiJLnNopqtwx"
+LETTERS_WITH_VALUE = "AabcCdDeGiJLmnNopqtwx"
 LETTERS_WITHOUT = "HQv"
 
 

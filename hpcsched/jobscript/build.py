@@ -37,6 +37,7 @@ DIRECT = {  # option: field, where the value read is the field's
     "gpus-per-task": "gpus_per_task",
     "hint": "hints",
     "hold": "hold",
+    "distribution": "distribution",
     "input": "stdin",
     "job-name": "name",
     "kill-on-invalid-dep": "kill_on_invalid_dep",

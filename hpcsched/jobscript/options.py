@@ -86,6 +86,8 @@ _JOB_OPTIONS = (
     _job("deadline", "", "TIME", help="the job must have ended by then: once its time limit reaches beyond, it is over"),
     _job("dependency", "d", "TERMS", help="start after others: afterok:12:13, afterany:12, afternotok:12_3, after:12+5, "
          "aftercorr:12, singleton; join by ',' for all, by '?' for any", parse=parse_dependency),
+    _job("distribution", "m", "TYPE", help="how the job's steps deal their tasks to nodes: block, cyclic, plane=N, arbitrary",
+         parse=values.parse_distribution_text, variable="DISTRIBUTION"),
     _flag("elastic", help="the job can do with any number of --nodes=MIN-MAX while it runs: it may be asked to give nodes back "
           "(see hrun --resize), and gets idle ones", variable="ELASTIC"),
     _job("error", "e", "PATTERN", help="file for standard error; default: that of --output", parse=values.parse_path,
@@ -185,7 +187,7 @@ def _refused(names: str, why: str) -> tuple[Option, ...]:
 _OTHER_OPTIONS = (
     *_noted("acctg-freq batch bb bbf cpu-freq delay-boot mcs-label network power profile wckey",
             "it has no meaning here"),
-    *_noted("cpu-bind mem-bind gpu-bind gpu-freq gres-flags distribution/m extra-node-info/B cores-per-socket "
+    *_noted("cpu-bind mem-bind gpu-bind gpu-freq gres-flags extra-node-info/B cores-per-socket "
             "sockets-per-node threads-per-core ntasks-per-core ntasks-per-socket core-spec/S thread-spec",
             "cpus of a node are not told apart"),
     *_noted("cluster-constraint", "only --constraint decides about features"),

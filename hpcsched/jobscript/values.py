@@ -54,6 +54,14 @@ def parse_distribution(text: str) -> int | None:
     raise RequestError(f"cannot read --distribution={short(text)}: block, cyclic or plane=N is needed")
 
 
+def parse_distribution_text(text: str) -> str:
+    """Return what of a job's ``--distribution`` its steps go by: block, cyclic, plane=N or arbitrary."""
+    if text.lower().partition(":")[0] == "arbitrary":
+        return "arbitrary"
+    plane = parse_distribution(text)
+    return {None: "block", 1: "cyclic"}.get(plane, f"plane={plane}")
+
+
 def parse_count(text: str) -> int:
     """Return a number of tasks, cpus or the like: 1 to `MAX_COUNT`."""
     number = parse_integer(text)

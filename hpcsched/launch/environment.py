@@ -70,6 +70,9 @@ def job_environment(
         **({"SHARDS_ON_NODE": str(first.shards)} if first.shards else {}),
         **_devices(first.gpus, devices),
     }
+    if job.spec.distribution:
+        kind, _, size = job.spec.distribution.partition("=")
+        facts |= {"DISTRIBUTION": kind, **({"DIST_PLANESIZE": size} if size else {})}
     if cut_at_s is not None:
         facts["JOB_END_TIME"] = str(min(int(cut_at_s), int(facts.get("JOB_END_TIME", cut_at_s))))
     if restart_count is not None:

@@ -97,6 +97,7 @@ class JobSpec:
     tmp_mib: int = 0  # that each node has for temporary files
     switches: int = 0  # the most that its nodes hang on; 0: does not matter
     switches_wait_s: int | None = None  # after so long more switches will do; None: the configuration's max_switch_wait
+    distribution: str = ""  # how its steps deal tasks to nodes where they do not say: block, cyclic, plane=N, arbitrary
     hints: tuple[str, ...] = ()  # synchronous, comm_bound
     array: ArraySpec | None = None
     dependency: tuple[Dependency, ...] = ()

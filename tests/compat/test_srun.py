@@ -103,6 +103,14 @@ def test_tasks_are_dealt_as_asked_for(job: Client) -> None:
     assert sorted(lines[7:]) == ["0 n1 0 0,1 plane", "1 n1 1 0,1 plane", "2 n2 0 2,3 plane", "3 n2 1 2,3 plane"]
 
 
+def test_tasks_are_dealt_as_the_job_was_submitted(job: Client) -> None:
+    show = "sh -c 'echo $SLURM_PROCID $SLURMD_NODENAME'"
+    said = str(job(f"echo $SLURM_DISTRIBUTION $SLURM_DIST_PLANESIZE; srun {show}", "-m", "plane=1"))
+    assert said.splitlines()[0] == "cyclic"  # one at a time
+    assert sorted(said.splitlines()[1:]) == ["0 n1", "1 n2", "2 n1", "3 n2"]
+    assert sorted(str(job(f"srun -m block {show}", "-m", "cyclic")).splitlines()) == ["0 n1", "1 n1", "2 n2", "3 n2"]
+
+
 def test_several_programs(cluster: LocalCluster, job: Client) -> None:
     (cluster.share / "m.conf").write_text("0 echo server %t\n* sh -c 'echo client %o; exit %t'\n")
     said = str(job("srun --multi-prog m.conf; echo $?")).splitlines()
