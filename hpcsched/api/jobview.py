@@ -7,12 +7,12 @@ What only its owner and admins may see (paths, command line, comment, script, en
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from operator import attrgetter
 from typing import Any
 
 from hpcsched.api.identity import Asker
-from hpcsched.api.views import training_view, why_waiting
+from hpcsched.api.views import VERSION, training_view, why_waiting
 from hpcsched.jobscript.dependency import terms_text
 from hpcsched.launch.files import JobFiles, job_files
 from hpcsched.lifecycle.clocks import cut_at_s, ran_s, suspended_s
@@ -24,6 +24,11 @@ from hpcsched.store.world import World
 
 # Values that are made for an answer hold no circles that it would have to look for.
 json_text = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
+
+
+def jobs_text(now_s: float, jobs: Iterable[str]) -> bytes:
+    """Return the answer that has these jobs, each of them JSON already."""
+    return f'{{"version":{VERSION},"now_s":{json_text(now_s)},"jobs":[{",".join(jobs)}]}}'.encode()
 
 
 class JobView(dict[str, Any]):

@@ -22,14 +22,13 @@ from hpcsched.api.views import (
     node_views,
     partition_views,
     reservation_view,
-    step_view,
-    training_view,
     why_waiting,
 )
 from hpcsched.controller import amnesty, requests, reserving, strays, suspension
 from hpcsched.controller.accountviews import license_views, priority_views, share_views
 from hpcsched.controller.admission import settle
 from hpcsched.controller.fleet import Fleet
+from hpcsched.controller.history import history_text
 from hpcsched.controller.outlook import first_start, first_waiting, why_words
 from hpcsched.controller.reading import Reading
 from hpcsched.controller.references import find_jobs
@@ -244,20 +243,8 @@ class ControllerBackend(Reading):
             act_on_steps(self._world, self._controller.listener, asker, meant.steps, filters, signum, outcome)
         return outcome.as_json()
 
-    def history(self, asker: Asker, query: Json) -> Json:
-        jobs = self._controller.store.history(_history_query(query))
-        live = self._world.jobs
-        steps: dict[int, list[Json]] = {}
-        for step in self._controller.store.load_steps(job.id for job in jobs):
-            steps.setdefault(step.job_id, []).append(step_view(step))
-        now_s = self._clock()
-        views = [job_view(live.get(job.id, job), self._world, asker, now_s) for job in jobs]
-        told = self._controller.store.load_training(job.id for job in jobs)
-        for job, view in zip(jobs, views, strict=True):
-            view["steps"] = steps.get(job.id, [])
-            if view["training"] is None and asker.owns(job):
-                view["training"] = training_view(told.get(job.id))
-        return {"now_s": now_s, "jobs": views}
+    async def history(self, asker: Asker, query: Json) -> bytes:
+        return await history_text(self._controller.store, self._world, asker, query, self._clock())
 
     async def log(self, asker: Asker, reference: str, stream: str, offset: int, limit: int) -> LogData:
         job = self._one(asker, reference)
@@ -473,24 +460,3 @@ _WORK = {
 
 def _is_texts(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(item, str) for item in value)
-
-
-def _history_query(query: Json) -> HistoryQuery:
-    def words(name: str) -> tuple[str, ...]:
-        return tuple(word for word in query.get(name, "").split(",") if word)
-
-    unknown = set(query) - {"id", "user", "state", "name", "start_s", "end_s", "limit"}
-    if unknown:
-        raise RequestError(f"cannot search the history by {', '.join(sorted(unknown))}")
-    try:
-        return HistoryQuery(
-            job_ids=tuple(int(word.split("_")[0].split(".")[0]) for word in words("id")),
-            users=words("user"),
-            states=tuple(word.upper() for word in words("state")),
-            names=words("name"),
-            start_s=float(query["start_s"]) if query.get("start_s") else None,
-            end_s=float(query["end_s"]) if query.get("end_s") else None,
-            limit=min(int(query.get("limit") or 10_000), 100_000),
-        )
-    except ValueError as error:
-        raise RequestError(f"cannot search the history: {error}") from None

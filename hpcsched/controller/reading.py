@@ -7,8 +7,7 @@ from contextlib import contextmanager
 
 from hpcsched.api.breaks import Breaks
 from hpcsched.api.identity import Asker
-from hpcsched.api.jobview import job_view, json_text
-from hpcsched.api.views import VERSION
+from hpcsched.api.jobview import job_view, jobs_text, json_text
 from hpcsched.controller.queuerows import QueueRows
 from hpcsched.controller.queueview import queue_text, selected
 from hpcsched.model.job import Job
@@ -40,7 +39,7 @@ class Reading:
                 texts.append(json_text(job_view(job, self._world, asker, now_s)))
                 if breaks.due():
                     await breaks.take()
-            return f'{{"version":{VERSION},"now_s":{json_text(now_s)},"jobs":[{",".join(texts)}]}}'.encode()
+            return jobs_text(now_s, texts)
 
     async def queue(self, asker: Asker, query: dict[str, str]) -> str:
         """Return the jobs as lines of text. Raises as `selected` does, and UsageError."""

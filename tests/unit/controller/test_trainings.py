@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +41,8 @@ def shown(cluster: Cluster, job_id: int, asker: Any = ANN) -> Any:
 
 
 def past(cluster: Cluster, job_id: int, asker: Any = ANN) -> Any:
-    return cluster.backend().history(asker, {"id": str(job_id)})["jobs"][0]["training"]
+    text = asyncio.run(cluster.backend().history(asker, {"id": str(job_id)}))
+    return json.loads(text)["jobs"][0]["training"]
 
 
 def a_job(cluster: Cluster) -> int:
