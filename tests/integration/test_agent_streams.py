@@ -137,6 +137,18 @@ def test_nothing_is_lost_or_doubled_when_somebody_comes_back(node: NodeUnderTest
     assert controller.final(token).codes == [0]
 
 
+def test_what_its_reader_misses_is_sent_again(node: NodeUnderTest) -> None:
+    controller = Controller(node)
+    token = controller.launch(argv=["sh", "-c", "echo once; exec sleep 1000"], stream_to=ELSEWHERE)
+    controller.wait(lambda m: isinstance(m, protocol.Output))
+    controller.messages.clear()
+    controller.send(protocol.OutputAck(token, 0, 1, 2, again=True))
+    again = controller.wait(lambda m: isinstance(m, protocol.Output))
+    assert (again.offset, again.fd) == (2, 1)
+    controller.send(protocol.EndStep(token=token, grace_s=0.0, why="over"))
+    controller.final(token)
+
+
 def test_the_end_of_a_cancelled_step_does_not_wait_for_its_reader(node: NodeUnderTest) -> None:
     controller = Controller(node)
     token = controller.launch(argv=["cat", "/dev/zero"], stream_to=ELSEWHERE)

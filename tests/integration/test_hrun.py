@@ -198,12 +198,21 @@ def test_output_after_the_end_of_the_step_is_waited_for(controller: Controller, 
     assert hrun.finish() == (0, "late\n", "")
 
 
-def test_a_gap_in_the_output_is_an_error(controller: Controller, run: Callable[..., Running]) -> None:
+def test_what_is_missing_of_the_output_is_asked_for_again(controller: Controller, run: Callable[..., Running]) -> None:
+    """It was on its way when a controller ended."""
     hrun = run("prog")
     controller.start(tasks=1)
-    controller.output(0, b"later", offset=10)
-    code, _, err = hrun.finish()
-    assert (code, err) == (1, "hrun: error: output of task 0 is missing before byte 10\n")
+    controller.output(0, b"first\n")
+    ack, _ = controller.take(OutputAck)
+    assert (ack.offset, ack.again) == (6, False)
+    controller.output(0, b"third\n", offset=13)
+    ack, _ = controller.take(OutputAck)
+    assert (ack.token, ack.fd, ack.offset, ack.again) == ("token0", 1, 6, True)
+    controller.output(0, b"second\nthird\n", offset=6)
+    controller.output(0, b"", offset=19, eof=True)
+    controller.output(0, b"", fd=2, eof=True)
+    controller.say(StepEnded(codes=[0], signals=[0]))
+    assert hrun.finish() == (0, "first\nsecond\nthird\n", "")
 
 
 @pytest.mark.parametrize(

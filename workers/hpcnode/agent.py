@@ -314,6 +314,8 @@ class Agent:
             self.to_shepherd(message.token, ["input", message.task, message.offset, message.eof], blob)
         elif isinstance(message, protocol.OutputAck):
             self.to_shepherd(message.token, ["taken", message.task, message.fd, message.offset], b"")
+            if message.again:
+                self.to_shepherd(message.token, ["resend", self._minders.round], b"")
         else:
             raise protocol.WireError("a controller cannot say %s" % type(message).__name__)
 

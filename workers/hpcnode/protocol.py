@@ -274,12 +274,13 @@ class Watch(Message):
 
 
 class OutputAck(Message):
-    """The reader has everything of this stream before `offset`: the shepherd may forget it."""
+    """The reader has everything of this stream before `offset`: the shepherd may forget it. `again`: and misses the rest."""
 
     token: str
     task: int
     fd: int
     offset: int
+    again: bool = False
 
 
 class ToStream(Message):

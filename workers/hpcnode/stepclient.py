@@ -28,6 +28,7 @@ READ_SIZE = 64 << 10
 SEND_LIMIT = 1 << 20
 DRAIN_S = 10.0  # how long output may be silent after the end of the step before it is given up
 FAILED_DRAIN_S = 1.0  # the same for a step that went wrong: some of its tasks may never have run
+ASK_AGAIN_S = 0.5
 MISSING_OUTPUT = "some of the tasks' output did not arrive"
 ALL_TASKS = -1
 
@@ -72,6 +73,7 @@ class StepClient:
         self._selector = selectors.PollSelector()  # unlike epoll it takes regular files
         self._streams: Dict[Tuple[int, int], LineStream] = {}
         self._tokens: Dict[int, str] = {}
+        self._ask_not_before_s = float("-inf")
         self._input_sent = 0
         self._input_taken: Dict[int, int] = {}
         self._input_over = False
@@ -263,12 +265,20 @@ class StepClient:
         if stream is None:
             raise protocol.WireError("cannot take output of task %d, descriptor %d" % (message.task, message.fd))
         if not stream.take(message.offset, blob, message.eof):
-            raise protocol.WireError("output of task %d is missing before byte %d" % (message.task, message.offset))
+            self._miss(message, stream.acknowledged)
+            return
         if stream.all_came and message.task not in self._over:
             others = [each for (task, _), each in self._streams.items() if task == message.task]
             if all(each.all_came for each in others):
                 self._over.append(message.task)
                 self.front.on_task_over(message.task)
+
+    def _miss(self, beyond: protocol.Output, acknowledged: int) -> None:
+        """Have what is missing before this output sent again: it was on its way, to nobody, when a controller ended."""
+        now_s = time.monotonic()
+        if now_s >= self._ask_not_before_s:
+            self._ask_not_before_s = now_s + ASK_AGAIN_S  # what is on its way already has the same gap
+            self._send(protocol.OutputAck(beyond.token, beyond.task, beyond.fd, acknowledged, again=True))
 
     def _acknowledge(self) -> None:
         """Tell what was written (or dropped) since the last time."""
@@ -342,6 +352,9 @@ class ListeningClient(StepClient):
 
     def _acknowledge(self) -> None:
         pass
+
+    def _miss(self, beyond: protocol.Output, acknowledged: int) -> None:
+        raise protocol.WireError("output of task %d is missing before byte %d" % (beyond.task, beyond.offset))
 
 
 def connect(path: str) -> socket.socket:

@@ -90,6 +90,11 @@ class LineStream:
             self.finish()
         return True
 
+    @property
+    def acknowledged(self) -> int:
+        """The offset that was acknowledged last."""
+        return self._acknowledged
+
     def begin_at(self, offset: int) -> None:
         """Take what comes from `offset` on: nobody wants what was before."""
         self.received = self._acknowledged = offset
