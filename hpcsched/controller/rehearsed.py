@@ -33,7 +33,8 @@ def rehearsed(world: World, policy: Policy, views: SnapshotCache, longest_wait_s
     """Return a rehearsal of the jobs that wait and run in `world`; None: `policy` has no use for it."""
     if policy.backfill is not Backfill.DEFAULT:
         return None
-    made = Rehearsed(map(node_view, world.nodes.values()), world.partitions, policy, views, longest_wait_s)
+    known_s = min(longest_wait_s, policy.age_max_s)  # it may have been the wait of a job over its limits
+    made = Rehearsed(map(node_view, world.nodes.values()), world.partitions, policy, views, known_s)
     for at_s, _, job in sorted([(_since_s(job), job.id, job) for job in world.jobs_to_plan()], key=itemgetter(0, 1)):
         made.note(job, at_s)
     return made

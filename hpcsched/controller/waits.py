@@ -1,7 +1,7 @@
 """Why each job waits, as the last plan has it, and what follows: its age counts from now on, or it ends, as it can never start.
 
-The age of a job counts from when only other jobs and resources are in its way. That is recorded of so many jobs in one tick; of
-the others in the next ones.
+The age of a job counts from when only other jobs, resources and limits are in its way. That is recorded of so many jobs in one
+tick; of the others in the next ones.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 from hpcsched.controller.planning import Slice
 from hpcsched.lifecycle.events import BecameEligible, EndRequested
 from hpcsched.model.ids import JobId
-from hpcsched.model.job import Hold, Job, JobState, Reason
+from hpcsched.model.job import OVER_LIMIT, Hold, Job, JobState, Reason
 from hpcsched.sched.eligible import Wait
 from hpcsched.store.world import Transaction
 
-ELIGIBLE = frozenset({Reason.PRIORITY, Reason.RESOURCES, Reason.LICENSES})
+ELIGIBLE = OVER_LIMIT | {Reason.PRIORITY, Reason.RESOURCES, Reason.LICENSES, Reason.ARRAY_LIMIT}
 MANY_JOBS = 500  # changed in one tick: then the plan comes in the next
 
 
@@ -53,7 +53,7 @@ class Waits:
 
 
 def _is_eligible(job: Job, wait: Wait) -> bool:
-    """Say whether only other jobs and resources, be they reserved, keep the job waiting."""
+    """Say whether only other jobs, resources, be they reserved, and limits keep the job waiting."""
     return wait.reason in ELIGIBLE or (wait.reason is Reason.RESERVATION and not job.reservation)
 
 

@@ -140,6 +140,10 @@ class Reason(StrEnum):
     QOS_MAX_LICENSE_PER_USER = "QOSMaxLicensePerUser"
 
 
+# Others of its user, account or QOS run: it waits for its turn like everybody, and its age counts.
+OVER_LIMIT = frozenset([reason for reason in Reason if reason.startswith(("Assoc", "QOSGrp", "QOSMax"))])
+
+
 class Hold(StrEnum):
     NONE = "none"
     USER = "user"

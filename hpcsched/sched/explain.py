@@ -14,7 +14,7 @@ from hpcsched.model.ids import JobId
 from hpcsched.model.job import Reason
 from hpcsched.model.units import UNLIMITED_S, format_time_s
 from hpcsched.sched.decisions import Plan
-from hpcsched.sched.policy import Policy
+from hpcsched.sched.policy import Backfill, Policy
 from hpcsched.sched.priority import in_order, scale_of
 from hpcsched.sched.request import Request
 from hpcsched.sched.snapshot import NodeView, PendingJob, Snapshot
@@ -40,6 +40,7 @@ class Explanation:
     nodes: Mapping[str, str]  # what each node of its partition lacks now; empty: it could take a share
     nearest: tuple[str, ...] = ()  # of these nodes, those that lack least
     expected_start_s: float | None = None
+    firm: bool = False  # it starts no later than that if running jobs last to their time limits
     place: Place | None = None  # what that start is based on
     smaller: tuple[str, ...] | None = None  # what would start now instead; None: was not asked, it is no matter of size
 
@@ -66,6 +67,7 @@ def explain(snapshot: Snapshot, policy: Policy, the_plan: Plan, job_id: JobId) -
         nodes={name: listed(missing) for name, missing in verdicts.items()},
         nearest=tuple(sorted(verdicts, key=lambda name: len(verdicts[name]))[:NEAREST]),
         expected_start_s=place.start_s if expected_s is None and place is not None else expected_s,
+        firm=wait.reason is Reason.RESOURCES and policy.backfill is not Backfill.DEFAULT,
         place=place,
         smaller=smaller_requests(turn, job.request) if turn is not None else None,
     )
@@ -106,7 +108,7 @@ def _start_words(explanation: Explanation, now_s: float) -> str:
     if explanation.expected_start_s is None:
         return "When it will start is not known."
     in_s = max(0.0, explanation.expected_start_s - now_s)
-    basis = "at the latest" if explanation.reason is Reason.RESOURCES else "or so"
+    basis = "at the latest" if explanation.firm else "or so"
     place = explanation.place
     if explanation.reason not in _IN_LINE or (explanation.reason is Reason.RESERVATION and place is None):
         return f"It may start in {format_time_s(in_s)}."

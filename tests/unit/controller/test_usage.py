@@ -10,13 +10,14 @@ import pytest
 from unit.controller.world import BOB, ROOT, Cluster
 
 from hpcsched.api.jobview import job_view
-from hpcsched.controller import amnesty, suspension
+from hpcsched.controller import amnesty, requests, suspension
 from hpcsched.controller.accountviews import priority_views
 from hpcsched.controller.books import Books, charged, used_now
 from hpcsched.controller.recovery import load_world
 from hpcsched.errors import PermissionDeniedError, RequestError, UnavailableError
 from hpcsched.model.accounting import Account, Accounting, Limits, Qos
 from hpcsched.model.ids import JobId
+from hpcsched.model.job import Reason
 from hpcsched.sched.usage import integral
 
 HALF_LIFE_S = 1000.0
@@ -231,3 +232,16 @@ def test_the_command_of_a_job_is_its_scripts_path(fields: dict[str, Any], comman
     cluster = Cluster("n1")
     job_id = cluster.submit(**fields)
     assert job_view(cluster.job(job_id), cluster.world, ROOT, cluster.now_s)["command"] == command
+
+
+def test_the_age_of_a_job_counts_while_it_is_over_a_limit() -> None:
+    limited = Account(name="lab", users=("*",), limits=Limits(max_jobs=1))
+    cluster = with_accounts(Cluster("n1"), Accounting(accounts=(limited,)))
+    first, second = cluster.submit(), cluster.submit(hold=True)
+    cluster.run(first)
+    cluster.now_s += 60.0
+    cluster.ask(lambda tx: requests.release(tx, ROOT, [str(second)]))
+    released_s = cluster.now_s
+    assert cluster.world.waits[second].reason is Reason.ASSOC_MAX_JOBS_LIMIT
+    cluster.tick(600.0)
+    assert cluster.job(second).eligible_at_s == released_s

@@ -8,6 +8,7 @@ from unit.sched.world import World, world
 from hpcsched.model.ids import JobId
 from hpcsched.model.job import Hold
 from hpcsched.sched.explain import explain, in_words
+from hpcsched.sched.policy import Backfill
 
 
 def words(sketch: World, job: int) -> str:
@@ -35,6 +36,13 @@ def test_the_head() -> None:
         "  n2 has 0 of 4 cpus free",
         "  n3 has no GPU",
     ]
+
+
+def test_with_the_policy_default_a_head_may_start_later_than_expected() -> None:
+    queue = world("1x4", running=["1: n1 4c 3600s"], waiting=["2: 4c 600s"], backfill=Backfill.DEFAULT)
+    assert (
+        words(queue, 2).splitlines()[3] == "It starts in 1:00:00 or so, on n1, when job 1 has ended by its time limit."
+    )
 
 
 def test_one_behind() -> None:
