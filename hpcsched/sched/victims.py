@@ -3,8 +3,9 @@
 Whether the job fits once some others are gone is not worked out here: the plan itself is asked, with a snapshot in which they are
 gone. So all that a plan heeds (reservations, limits, licences, the promises to jobs ahead) is heeded. The candidates are put
 into a few orders; of each the shortest beginning that is enough is taken, and from it all that is not needed is dropped
-again: so every victim is needed for the job to start. The set that loses least is chosen, of equals the smallest.
-In a large world the nodes that are cheapest to free are looked at first, and what is found there is tried in all of it.
+again: so every victim is needed for the job to start. The set that loses least is chosen, of equals the smallest. Of a few
+candidates every set that would lose less is tried as well, so that there is none. In a large world the nodes that are
+cheapest to free are looked at first, and what is found there is tried in all of it.
 
 Pure: a snapshot and rules in, names out.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 
 from hpcsched.model.accounting import PreemptMode
 from hpcsched.model.resources import without_cpus
@@ -23,6 +25,7 @@ from hpcsched.sched.ranks import lost_s, may_be_preempted, mode_of, outranks, we
 from hpcsched.sched.snapshot import PendingJob, RunningJob, Snapshot
 
 FEW_NODES = 16  # as many are looked at first, if the job does not need more
+FEW_CANDIDATES = 8  # of so many every set is tried that loses less than what was found
 MAX_PRUNED = 64  # beyond this, victims on the nodes that the job gets are not tried one by one
 
 Make = Callable[[Snapshot, Policy], Plan]
@@ -72,14 +75,20 @@ def _best(
     if not candidates or trial.start(candidates) is None:
         return None
     now_s, rules = snapshot.now_s, policy.preempt
-    return min(
-        (trial.needed(_enough(trial, order)) for order in _orders(candidates, snapshot, policy)),
-        key=lambda choice: (
-            sum(lost_s(victim, rules, now_s) for victim in choice.victims),
-            len(choice.victims),
-            sorted(victim.id for victim in choice.victims),
-        ),
-    )
+
+    def loses(victims: Sequence[RunningJob]) -> tuple[float, int, list[int]]:
+        ids = sorted(victim.id for victim in victims)
+        return sum(lost_s(victim, rules, now_s) for victim in victims), len(victims), ids
+
+    found = [trial.needed(_enough(trial, order)) for order in _orders(candidates, snapshot, policy)]
+    best = min(found, key=lambda choice: loses(choice.victims))
+    if len(candidates) > FEW_CANDIDATES:
+        return best
+    sets = [some for count in range(1, len(candidates)) for some in combinations(candidates, count)]
+    for some in sorted([some for some in sets if loses(some) < loses(best.victims)], key=loses):
+        if (start := trial.start(some)) is not None:
+            return Choice(victims=some, start=start)
+    return best
 
 
 def _nearby(

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
+from itertools import combinations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from property.test_plan import SMALL, worlds
 
 from hpcsched.model.accounting import Accounting, Limits, PreemptMode, PreemptType, Qos
+from hpcsched.model.ids import JobId, NodeName
+from hpcsched.model.node import Partition
+from hpcsched.model.resources import Share
 from hpcsched.sched.decisions import Plan
+from hpcsched.sched.plan import plan
 from hpcsched.sched.policy import Policy, PreemptRules
 from hpcsched.sched.preempt import as_running, full_plan
+from hpcsched.sched.ranks import lost_s
 from hpcsched.sched.request import Request
-from hpcsched.sched.snapshot import Ledger, PendingJob, RunningJob, Snapshot
-from hpcsched.sched.victims import without
+from hpcsched.sched.snapshot import Ledger, NodeView, PendingJob, RunningJob, Snapshot
+from hpcsched.sched.victims import FEW_CANDIDATES, without
 
 RANKS = ("low", "mid", "top")
 MODES = st.sampled_from([PreemptMode.REQUEUE, PreemptMode.CANCEL, PreemptMode.CHECKPOINT, PreemptMode.SUSPEND])
@@ -163,3 +170,58 @@ def _queued(job: RunningJob, now_s: float) -> PendingJob:
         submitted_at_s=now_s,
         qos=job.qos,
     )
+
+
+@st.composite
+def crowds(draw: st.DrawFn) -> tuple[Snapshot, Policy]:
+    """A few nodes of four cpus full of low jobs that lose different amounts, and one job of rank that waits."""
+    names = tuple(NodeName(f"n{at}") for at in range(draw(st.integers(2, 4))))
+    free = dict.fromkeys(names, 4)
+    running = []
+    for at in range(1, draw(st.integers(4, FEW_CANDIDATES + 1))):
+        cpus = draw(st.integers(1, 3))
+        nodes = [name for name in draw(st.permutations(names))[: draw(st.integers(1, 2))] if free[name] >= cpus]
+        free |= {name: free[name] - cpus for name in nodes}
+        shares = tuple(Share(node=name, cpus=cpus, mem_mib=10) for name in nodes)
+        began_s = -draw(st.integers(1, 20)) * 50.0
+        running += [_low(at, shares, began_s)] if shares else []
+    count = draw(st.integers(1, len(names)))
+    shape = replace(SMALL, nodes_min=count, nodes_max=count, cpus_per_task=draw(st.integers(2, 4)))
+    request = Request(shape=shape, time_limit_s=600)
+    job = PendingJob(id=JobId(99), display_id="99", partition="a", request=request, submitted_at_s=0.0, qos="top")
+    qos = {"low": Qos(name="low"), "top": Qos(name="top", preempt=("low",))}
+    snapshot = Snapshot(
+        now_s=0.0,
+        nodes=tuple(NodeView(name=name, cpus=4, mem_mib=1000) for name in names),
+        partitions={"a": Partition(name="a", nodes=names, default=True)},
+        running=tuple(running),
+        pending=(job,),
+    )
+    return snapshot, Policy(weight_age=0, preempt=PreemptRules(type=PreemptType.QOS, qos=qos))
+
+
+def _low(at: int, shares: tuple[Share, ...], began_s: float) -> RunningJob:
+    return RunningJob(
+        id=JobId(at), display_id=str(at), shares=shares, began_at_s=began_s, qos="low", partition="a", runs=True
+    )
+
+
+@settings(max_examples=200, deadline=None)
+@given(crowds())
+def test_no_set_of_victims_would_lose_less_and_none_is_overlooked(crowd: tuple[Snapshot, Policy]) -> None:
+    """Try every set of those that may be preempted."""
+    snapshot, policy = crowd
+    if plan(snapshot, policy).starts:
+        return
+    preemptions = full_plan(snapshot, policy).preemptions
+    names = {victim.job_id for item in preemptions for victim in item.victims}
+    sets = [some for count in range(1, len(snapshot.running) + 1) for some in combinations(snapshot.running, count)]
+    enough = [some for some in sets if plan(without(snapshot, policy, some), policy).starts]
+    assert bool(enough) == bool(preemptions)
+    if enough:
+        chosen = [job for job in snapshot.running if job.id in names]
+        assert _lost_s(chosen, policy) == min(_lost_s(some, policy) for some in enough)
+
+
+def _lost_s(victims: Iterable[RunningJob], policy: Policy) -> float:
+    return sum(lost_s(victim, policy.preempt, 0.0) for victim in victims)
