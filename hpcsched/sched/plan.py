@@ -38,12 +38,7 @@ from hpcsched.sched.placement import Part
 from hpcsched.sched.policy import Backfill, Policy
 from hpcsched.sched.priority import in_order, scale_of
 from hpcsched.sched.queue import those_in_line
-from hpcsched.sched.reasons import (
-    behind_head,
-    no_licenses,
-    not_available,
-    shortfall,
-)
+from hpcsched.sched.reasons import behind_head, no_licenses, not_available, shortfall
 from hpcsched.sched.request import LicenseCounts
 from hpcsched.sched.reservations import certain_until_s, cut_short_s, kept_by
 from hpcsched.sched.snapshot import PendingJob, Snapshot
@@ -86,6 +81,7 @@ class Planner:
         self.kept = Kept(snapshot, self.timeline, self.counted, closed)
         self.keeps_promises = policy.backfill is Backfill.CONSERVATIVE
         self.in_vain = 0
+        self.late: set[JobId] = set()  # for these room is kept for later than they may start
         self.decided = False  # who starts: what is left is to say why the others wait
         # So many jobs of each partition are promised a start: the head, and with some policies more.
         self.promises = {
@@ -193,6 +189,8 @@ class Planner:
         """Keep room for `job` from the first time at or after `from_s` at which it fits; say whether something is kept for it."""
         if job.id in self.gone or job.id in self.waits or self.tally.why_not(job) is not None:
             return False
+        if from_s > self.timeline.now_s:
+            self.late.add(job.id)
         return self._reserve(job, from_s=from_s) is not None
 
     def _keep_promises(self, queue: Sequence[PendingJob]) -> Iterator[None]:
@@ -424,7 +422,7 @@ class Planner:
         """
         room = self.kept.of(job)
         if room is not None and room.partition == job.partition:
-            return room.start_s
+            return self._without_its_own(job) if job.id in self.late else room.start_s
         found = self._earliest(job, from_s)
         if found is None or (room is not None and room.start_s <= found[0]):
             return None
@@ -434,6 +432,14 @@ class Planner:
         if firm and self.keeps_promises and self._sure(start_s) is not None:
             self.kept.promise(job)
         return start_s
+
+    def _without_its_own(self, job: PendingJob) -> float | None:
+        """Return when `job`, for which room is kept, may start at the earliest beside what is kept for others."""
+        aside = self.kept.put_aside(job.id)
+        found = self._earliest(job)
+        if aside is not None:
+            self.kept.put_back(job, aside)
+        return found[0] if found is not None else None
 
     def _earliest(self, job: PendingJob, from_s: float = 0.0) -> tuple[float, list[Part]] | None:
         """Return from when on, `from_s` or later, nodes and licences are free for `job`, and what it would get; None: never."""

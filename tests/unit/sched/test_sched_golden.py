@@ -1,4 +1,4 @@
-"""One plan of a busy little cluster, recorded word by word: a change of any decision or sentence shows in the diff.
+"""Plans of busy little clusters, recorded word by word: a change of any decision or sentence shows in the diff.
 
 To record anew after a wanted change: HPCSCHED_RECORD=1 pytest this file, then read the diff.
 """
@@ -6,6 +6,7 @@ To record anew after a wanted change: HPCSCHED_RECORD=1 pytest this file, then r
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from unit.sched.world import World, world
@@ -15,8 +16,13 @@ from hpcsched.model.job import Hold
 from hpcsched.model.node import Link
 from hpcsched.model.resources import GpuRequest
 from hpcsched.model.spec import ArraySpec, Dependency, DependencyKind
+from hpcsched.sched.decisions import Plan
+from hpcsched.sched.plan import plan
+from hpcsched.sched.policy import Backfill, Guard
+from hpcsched.sched.predict import Experience
+from hpcsched.sched.quick import Quick
 
-GOLDEN = Path(__file__).parents[2] / "golden" / "sched_plan.txt"
+GOLDEN = Path(__file__).parents[2] / "golden"
 
 
 def busy_cluster() -> World:
@@ -56,8 +62,36 @@ def busy_cluster() -> World:
     return sketch.change(13, gpus_per_task=(GpuRequest(count=1, type="h100"),))
 
 
-def test_the_plan_reads_as_recorded() -> None:
-    made = busy_cluster().plan()
+def guarded_cluster() -> World:
+    """The policy `default` half a day after the first job came: of the measure of two hours the old have waited for one."""
+    sketch = world(
+        "4x8/16000/2xa100",
+        running=["1: n1 8c 4000M 2g 3000s", "2: n2 6c 4000M 1g 600s", "3: n3 4c 4000M 1500s"],
+        waiting=[
+            "10: 4 nodes 8c 3600s",
+            "11: 3 nodes 4c 1800s",
+            "12: 2 nodes 4c 2g 9000s",
+            "13: 2c 300s",
+            "14: 4c 7200s",
+            "15: 4c 7200s",
+            "16: 1c 1g 60s",
+            "17: 1c 60s",
+            "18: 4c 600s p=first",
+        ],
+        partitions={"main": "n1,n2,n3,n4", "first": "n4"},
+        backfill=Backfill.DEFAULT,
+        guard=Guard(quick=Quick(share=0.04)),
+    )
+    sketch.partitions[1] = replace(sketch.partitions[1], priority_tier=2)
+    sketch.now_s = 500.0
+    for job in (10, 12):
+        sketch.change(job, eligible_at_s=-5000.0 + job)
+    for job in (11, 13, 14, 15, 16, 17, 18):
+        sketch.change(job, eligible_at_s=450.0 - job, uid=job)
+    return sketch
+
+
+def text_of(made: Plan) -> str:
     lines = []
     for start in made.starts:
         shares = [
@@ -67,7 +101,21 @@ def test_the_plan_reads_as_recorded() -> None:
         lines.append(f"start {start.job_id} {' '.join(shares)}")
     for job_id, wait in sorted(made.waits.items()):
         lines.append(f"wait {job_id} {wait.reason} ({wait.detail}) start={wait.expected_start_s}")
-    text = "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n"
+
+
+def check(made: Plan, name: str) -> None:
+    text = text_of(made)
     if os.environ.get("HPCSCHED_RECORD"):
-        GOLDEN.write_text(text)
-    assert text == GOLDEN.read_text()
+        (GOLDEN / name).write_text(text)
+    assert text == (GOLDEN / name).read_text()
+
+
+def test_the_plan_reads_as_recorded() -> None:
+    check(busy_cluster().plan(), "sched_plan.txt")
+
+
+def test_the_plan_of_the_policy_default_reads_as_recorded() -> None:
+    made = guarded_cluster()
+    experience = Experience(longest_runs_s={14: 7000.0, 15: 200.0}, easy_wait_s=7200.0, began_s=-1e7)
+    check(plan(replace(made.snapshot(), experience=experience), made.policy), "sched_plan_default.txt")
