@@ -45,6 +45,7 @@ class GradientBuckets:
         self._launched = 0
         self.held = False  # more gradients are to be added before anything is sent
         self._works: list[Work] = []
+        self._squares: list[torch.Tensor] = []  # of the first buckets
         self._began_s = 0.0
         self._overlap = (pace.beside if overlap is None else overlap) and comm.size > 1
         self._hooks: list[RemovableHandle] = []
@@ -62,15 +63,11 @@ class GradientBuckets:
             self.compress(Exact(self._comm, own_part=True))
             self._own_part = True
 
-    @torch.no_grad()
     def squares(self) -> torch.Tensor:
         """This will give the sum of squares of each part of each bucket (buckets, ranks); all ranks call it after `exchange`."""
-        size = self._comm.size
-        squares_BR = torch.zeros(len(self.flats), size, dtype=torch.float64)
-        for row_R, flat in zip(squares_BR, self.flats, strict=True):
-            for rank, part in enumerate(split(flat, size)):
-                if rank == self._comm.rank or not self._own_part:
-                    row_R[rank] = torch.linalg.vector_norm(part, dtype=torch.float64) ** 2
+        self._square(up_to=len(self.flats))
+        squares_BR = torch.stack(self._squares)
+        self._squares.clear()
         if self._own_part:
             self._comm.all_reduce(squares_BR)
         return squares_BR
@@ -102,11 +99,26 @@ class GradientBuckets:
             waited_s = time.perf_counter() - started_s
             return waited_s, waited_s
         self._launch(up_to=len(self.flats))
-        for work in self._works:
+        self._squares.clear()
+        waited_s = 0.0
+        for index, work in enumerate(self._works):
+            started_s = time.perf_counter()
             work.wait()
+            waited_s += time.perf_counter() - started_s
+            if self.flats[index].device.type == "cpu":  # a sum of squares of a GPU's would be waited for
+                self._square(up_to=index + 1)  # while the last ones travel
         self._works.clear()
-        now_s = time.perf_counter()
-        return now_s - self._began_s, now_s - started_s
+        return time.perf_counter() - self._began_s, waited_s
+
+    @torch.no_grad()
+    def _square(self, up_to: int) -> None:
+        size = self._comm.size
+        for flat in self.flats[len(self._squares) : up_to]:
+            squares_R = torch.zeros(size, dtype=torch.float64)
+            for rank, part in enumerate(split(flat, size)):
+                if rank == self._comm.rank or not self._own_part:
+                    squares_R[rank] = torch.linalg.vector_norm(part, dtype=torch.float64) ** 2
+            self._squares.append(squares_R)
 
     def _hook(self) -> None:
         for index, group in enumerate(self.groups):
