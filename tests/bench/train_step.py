@@ -26,9 +26,11 @@ from torch.nn.parallel import DistributedDataParallel
 from hpctrain.comm import connect
 from hpctrain.comm.base import SingleCommunicator
 from hpctrain.examples.gpt import Gpt
+from hpctrain.optim import clip_factor, multiply
 from hpctrain.sync import make_sync
 
 LAYERS, WIDTH, HEADS, CONTEXT, BATCH, VOCABULARY = 6, 256, 8, 128, 8, 256
+CLIP = 1.0  # as the loop does in every step
 TURNS, STEPS = int(os.environ.get("BENCH_TURNS", "8")), 4
 
 
@@ -83,6 +85,7 @@ def make(mode: str, comm, world) -> Callable[[], None]:  # noqa: ANN001
         buckets.zero()
         loss_of(model, tokens_BT).backward()
         buckets.exchange()
+        multiply(buckets.flats, clip_factor(buckets.squares(), CLIP)[1])
         optimizer.step()
 
     return step
@@ -109,6 +112,7 @@ def ddp_step(
     def step() -> None:
         optimizer.zero_grad(set_to_none=False)
         loss_of(wrapped, tokens_BT).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
 
     return step

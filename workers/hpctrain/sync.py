@@ -13,6 +13,7 @@ import torch
 
 from hpctrain.buckets import GradientBuckets
 from hpctrain.comm import Communicator
+from hpctrain.comm.base import MOST_BUCKET_BYTES
 from hpctrain.compress import NAMES, Compressor, Exact, compressor
 from hpctrain.errors import TrainError
 from hpctrain.localsteps import LocalSteps
@@ -82,7 +83,10 @@ def make_sync(name: str, parameters: list[torch.nn.Parameter], comm: Communicato
             raise TrainError(
                 f"cannot sync by {name!r}: write local:H with H steps from 1 to {LARGEST_H}, e.g. local:50"
             )
-    buckets = GradientBuckets(parameters, comm, overlap=False if every else overlap)
+    bucket_bytes = comm.pace().bucket_bytes
+    if name in ("bf16", "fp16"):  # as long on the wire as suits the link
+        bucket_bytes = min(2 * bucket_bytes, MOST_BUCKET_BYTES)
+    buckets = GradientBuckets(parameters, comm, bucket_bytes, overlap=False if every else overlap)
     chosen: Compressor = Exact(comm) if inner == "auto" else compressor(inner, comm, buckets.shapes)
     if not every:
         buckets.compress(chosen)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hpctrain.comm.base import Pace, SingleCommunicator
+from hpctrain.compress import NAMES
 from hpctrain.sync import MEASURED_STEPS, make_sync
 
 
@@ -31,3 +32,15 @@ def test_auto_does_not_take_a_slow_rank_for_a_slow_link(other: tuple[float, floa
     assert said[:-1] == [""] * (MEASURED_STEPS - 1)
     assert said[-1].startswith(f"sync {chosen}: a step computes 400 ms")
     assert said[-1].endswith("over a link of 12 MB/s")
+
+
+def test_a_bucket_of_half_the_bits_has_twice_the_numbers() -> None:
+    class Slow(SingleCommunicator):
+        def pace(self) -> Pace:
+            return Pace(bucket_bytes=4096, beside=False)
+
+    parameters = [torch.nn.Parameter(torch.zeros(256)) for _ in range(40)]
+    syncs = {name: make_sync(name, parameters, Slow(), overlap=None) for name in NAMES}
+    largest = {name: max(flat.nbytes for flat in sync.buckets.flats) for name, sync in syncs.items()}
+    assert largest["exact"] == largest["int8"] == 4096
+    assert largest["bf16"] == largest["fp16"] == 8192
