@@ -12,6 +12,7 @@ from ranks import HERE
 from test_train_checkpoint import data_file, flip_byte, state, write
 from test_train_gradlog import World
 
+from hpctrain.checkpoint import Checkpointer
 from hpctrain.checkpoint.__main__ import main
 from hpctrain.checkpoint.listing import checkpoint_names
 
@@ -89,6 +90,27 @@ def test_an_export_has_the_weights_under_the_models_names(tmp_path: Path, name: 
     assert there.keys() == wanted.keys()
     for key, tensor in wanted.items():
         assert torch.equal(there[key], tensor), key
+
+
+@pytest.mark.parametrize("part", ["model", "net"])
+def test_an_export_of_a_scripts_own_checkpoint_has_the_models_weights_or_says_why_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], part: str
+) -> None:
+    model = torch.nn.Linear(3, 2)
+    with Checkpointer(tmp_path / "run", every=1, environ={}, **{part: model}) as kept:
+        kept.step_done()
+    out = tmp_path / "out.pt"
+    status = main(["export", str(tmp_path / "run"), str(out)])
+    if part == "model":
+        assert status == 0
+        there = torch.load(out, weights_only=True)
+        assert there.keys() == {"weight", "bias"}
+        assert torch.equal(there["weight"], model.weight)
+    else:
+        assert status == 1
+        assert "with --all all are exported" in capsys.readouterr().err
+        assert main(["export", "--all", str(tmp_path / "run"), str(out)]) == 0
+        assert "parts.net.weight" in torch.load(out, weights_only=True)
 
 
 def test_an_export_takes_logged_steps_again(tmp_path: Path) -> None:

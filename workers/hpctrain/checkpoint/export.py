@@ -1,7 +1,7 @@
 """A checkpoint as one file that other programs read: safetensors, or what torch.load takes.
 
 Needs no model: logged steps are taken again by an optimizer that is made of what the log says of it.
-Rules: a file appears whole; names are the model's own, without `model.`, unless all tensors are asked for.
+Rules: a file appears whole; names are the model's own, without what stands before them, unless all tensors are asked for.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from hpctrain.checkpoint.retake import can_retake, retake
 from hpctrain.checkpoint.snapshot import Snapshot, of_model
 from hpctrain.checkpoint.write import Published
 from hpctrain.env import require
-from hpctrain.errors import DamagedError
+from hpctrain.errors import DamagedError, TrainError
+
+# What stands before the names of a model: of hpctrain's loop and Hugging Face's Trainer, a script's own loop, Lightning.
+BEFORE = ("model.", "parts.model.", "state_dict.")
 
 
 def exported(directory: Path, name: str, *, everything: bool) -> tuple[Manifest, dict[str, torch.Tensor]]:
@@ -28,6 +31,7 @@ def exported(directory: Path, name: str, *, everything: bool) -> tuple[Manifest,
 
     Raises:
         DamagedError: it is not whole, or its steps cannot be taken again without the program that took them.
+        TrainError: nothing in it is called as a model's weights are.
     """
     published = read_checkpoint(directory, name)
     snapshot = published.snapshot
@@ -36,7 +40,7 @@ def exported(directory: Path, name: str, *, everything: bool) -> tuple[Manifest,
     if published.logs:
         _take_again(directory, published, tensors)
     if not everything:
-        tensors = of_model(tensors)
+        tensors = _weights(tensors)
     return published.manifest, {name: one.clone() for name, one in tensors.items()}
 
 
@@ -52,6 +56,16 @@ def write_export(path: Path, manifest: Manifest, tensors: dict[str, torch.Tensor
         torch.save(tensors, buffer)
         content = buffer.getvalue()
     os.replace(write_draft(path, content), path)
+
+
+def _weights(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    for before in BEFORE:
+        if found := {name.removeprefix(before): one for name, one in tensors.items() if name.startswith(before)}:
+            return found
+    raise TrainError(
+        f"cannot tell which of {len(tensors)} tensors are the model's: none is called {', '.join(BEFORE)}...; with --all "
+        "all are exported"
+    )
 
 
 def _take_again(directory: Path, published: Published, tensors: dict[str, torch.Tensor]) -> None:
