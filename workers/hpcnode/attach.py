@@ -64,7 +64,9 @@ def reach(root: str, cluster: str, node: str, idle_s: Optional[float]) -> socket
     deadline_s = time.monotonic() + START_S
     why = ""
     unanswered = 0
-    while time.monotonic() < deadline_s:
+    late = False
+    while not late:
+        late = time.monotonic() >= deadline_s  # before the attempt: after a pause of the machine there is one more
         running, version = who_runs(root)
         if running is not None and (version != place.version() or unanswered >= MAX_UNANSWERED):
             replace(running, HAND_OVER_S if unanswered < MAX_UNANSWERED else 0.0)
