@@ -7,7 +7,7 @@
     3. The plan of all others.
     4. Who still waits for resources, and may preempt: see `victims`. A few of the first in line are looked at.
 
-    5. Elastic jobs shrink and grow: see `elastic`.
+    5. Elastic jobs shrink and grow, if nobody is to make room in this plan: see `elastic`.
 
 A job that waits can be preempted for by no second one meanwhile, and is itself never a reason to end more than once. Pure and
 deterministic as `plan` is, which does all the placing.
@@ -100,7 +100,8 @@ class _Stages:
             preemptions=tuple(preemptions),
             resumes=tuple(resumes),
             given_up=tuple(given_up),
-            resizes=self._resizes(made),
+            # `world` has what victims still hold as free: nodes that they leave idle are given away when they have ended.
+            resizes=() if preemptions else self._resizes(made),
             priorities=made.priorities,
             promises=made.promises,
         )

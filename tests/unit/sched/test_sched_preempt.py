@@ -134,6 +134,13 @@ def test_one_victim_on_several_nodes_makes_room_on_all_of_them() -> None:
     assert victims(made) == {3: [1]}
 
 
+def test_nobody_gets_what_a_victim_still_has() -> None:
+    made = world("3x4", ["1: n1,n2 4c 100s q=low", "2: n3 4c 100s q=high"], ["3: 4c 10s q=high"], preempt=by_qos())
+    made.change(2, elastic=True, nodes_min=1, nodes_max=3, nodelist=(), started_at_s=0)
+    assert victims(made) == {3: [1]}
+    assert made.full_plan().resizes == ()  # one of the victim's nodes will be idle when it has ended
+
+
 def test_two_jobs_take_the_places_of_two() -> None:
     made = world("2x4", ["1: n1 4c q=low", "2: n2 4c q=low"], ["3: 4c q=high", "4: 4c q=high"], preempt=by_qos())
     assert victims(made) == {3: [1], 4: [2]}
