@@ -89,9 +89,11 @@ def make_root(root):
         os.makedirs(root)
     os.umask(0o022 if os.geteuid() == 0 else 0o077)
     path, forbidden = root, stat.S_IWGRP | stat.S_IWOTH
+    # In a user namespace that has no uid for root, root is whoever `/` belongs to.
+    trusted = (0, os.stat("/").st_uid, os.geteuid())
     while True:
         status = os.stat(path)
-        owners = (os.geteuid(),) if path == root else (0, os.geteuid())
+        owners = (os.geteuid(),) if path == root else trusted
         if status.st_uid not in owners:
             raise ValueError("cannot use %s: %s belongs to uid %d" % (root, path, status.st_uid))
         if status.st_mode & forbidden and not (path != root and status.st_mode & stat.S_ISVTX):

@@ -151,6 +151,22 @@ def test_a_plain_user_s_root_is_in_their_home(bundle: Bundle, everybody_s_tmp: P
     assert stat.S_IMODE(root.stat().st_mode) == 0o700
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+def test_a_plain_user_s_root_in_a_namespace_in_which_root_has_no_name(bundle: Bundle, everybody_s_tmp: Path) -> None:
+    """Where a plain user's own user namespace (user_namespaces(7)) has no uid for root, as for the demo's nodes."""
+    user = 12345
+    home = everybody_s_tmp / "home"
+    home.mkdir()
+    os.chown(home, user, user)
+    unshare = ["unshare", "--user", f"--map-user={user}"]
+    as_user: dict[str, Any] = {"user": user, "group": user, "extra_groups": [], "cwd": "/"}
+    if subprocess.run([*unshare, "true"], check=False, **as_user).returncode != 0:
+        pytest.skip("plain users may make no user namespaces here")
+    said = order(bundle, str(home / "node")) + bundle.data
+    answers, _ = run([*unshare, *bootstrap_argv("/usr/bin/python3")], said, **as_user)
+    assert answers[-1].get("root") == str(home / "node"), answers
+
+
 def bootstrap_functions() -> dict[str, Any]:
     names: dict[str, Any] = {}
     exec(SOURCE.replace("\nmain()\n", "\n"), names)  # noqa: S102 - our own source, which is never a module
