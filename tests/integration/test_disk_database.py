@@ -61,7 +61,7 @@ def names_in(path: Path) -> list[str]:
     jobs = store.history(HistoryQuery())
     for job in jobs:
         assert [type(event).__name__ for event in store.load_events(job.id)] == ["Submitted"]
-        assert store.request_jobs(1, job.spec.name) == [job.id]
+        assert store.request_jobs(1, job.spec.name) == {job.id: job.spec}
     store.close()
     return [job.spec.name for job in jobs]
 
