@@ -73,7 +73,8 @@ def test_a_shell_at_a_terminal(cluster: LocalCluster) -> None:
         terminal.resize(40, 120)
         terminal.type("while [ \"$(stty size)\" = '31 99' ]; do sleep 0.05; done; stty size\n")
         terminal.shows("40 120")
-        terminal.type("echo begun-$((3 * 3)); sleep 600\n")
+        # A shell of its own, which is in the foreground when it prints: Ctrl-C in the moment before is for the shell above.
+        terminal.type("sh -c 'echo begun-$((3 * 3)); exec sleep 600'\n")
         terminal.shows("begun-9")
         terminal.type("\x03")
         terminal.shows("ready:")
