@@ -43,8 +43,9 @@ class Memory:
     @property
     def longest_wait_s(self) -> float:
         """Return the longest wait that is known of: under plain EASY where that is rehearsed, else of the last jobs."""
-        waited_s = max(self._waits_s.values(), default=0.0)
-        return self._rehearsed.longest_wait_s if self._rehearsed is not None else waited_s
+        if self._rehearsed is not None:
+            return self._rehearsed.longest_wait_s
+        return max(self._waits_s.values(), default=0.0)
 
     def rehearse(self, world: World, policy: Policy, views: SnapshotCache) -> None:
         """Have plain EASY rehearsed from now on, with the jobs that are there, if `policy` wants it."""

@@ -9,14 +9,15 @@ what an administrator or a fair share puts first stays first; among equals the g
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
 from hpcsched.model.accounting import CPU, GPU, MEM
+from hpcsched.model.ids import NodeName
 from hpcsched.sched.guard import Candidate, Moment, decide
 from hpcsched.sched.priority import scale_of, without_age
-from hpcsched.sched.snapshot import PendingJob, RunningJob
+from hpcsched.sched.snapshot import NodeView, PendingJob, RunningJob
 from hpcsched.sched.tres import Held, all_of, held_by, least_of
 
 if TYPE_CHECKING:
@@ -81,8 +82,9 @@ class _PlanRoom:
         self._machines: dict[tuple[str, str], Held] = {}  # by line: its nodes together
         self._amounts: dict[tuple[str, str, int], float] = {}  # by line and shape
         self._quick_held: dict[str, float] = {}  # by partition
+        nodes = {node.name: node for node in planner.snapshot.nodes}
         for job in planner.snapshot.running:
-            self._count_if_quick(job)
+            self._count_if_quick(job, nodes)
 
     def candidate(self, number: int, job: PendingJob) -> Candidate[PendingJob]:
         """Return `job`, the one of this number, as the guard sees it."""
@@ -140,10 +142,9 @@ class _PlanRoom:
             self._amounts[key] = amount
         return amount
 
-    def _count_if_quick(self, job: RunningJob) -> None:
+    def _count_if_quick(self, job: RunningJob, nodes: Mapping[NodeName, NodeView]) -> None:
         if job.ends_at_s is None or job.partition not in self._planner.snapshot.partitions:
             return
-        nodes = {node.name: node for node in self._planner.snapshot.nodes}
         machine = self._machine((job.partition, ""))
         amount = amount_of(held_by(job.shares, nodes), machine)
         if self._planner.policy.guard.quick.is_quick(job.ends_at_s - job.began_at_s, amount / max(1.0, machine[CPU])):

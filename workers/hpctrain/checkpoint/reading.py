@@ -216,7 +216,8 @@ def _stretches(entry: TensorEntry) -> Iterator[list[Placed]]:
     chunks: list[Placed] = []
     for one in placed(entry):
         chunks.append(one)
-        if sum(chunk.bytes for _, _, chunk in chunks) >= STRETCH_BYTES:
+        (_, first, _), (_, last, chunk) = chunks[0], one
+        if last + chunk.bytes - first >= STRETCH_BYTES:
             yield chunks
             chunks = []
     if chunks:
