@@ -50,6 +50,13 @@ def _weighted(name: str) -> Callable[..., str]:
     return lambda job, look: str(job["weighted"].get(name, 0))
 
 
+def _factor(name: str, letter: str, key: str) -> tuple[Field, Field]:
+    """Return the columns of a factor: weighted, and with the small letter as it was before."""
+    header = _HEADERS[key]
+    weighted = Field(name, letter, header, _weighted(key))
+    return weighted, Field(f"norm{name}", letter.lower(), header, _norm(key))
+
+
 FIELDS = (
     Field("id", "i", "JOBID", lambda job, look: job["display_id"]),
     Field("user", "u", "USER", lambda job, look: job["user"]),
@@ -60,16 +67,11 @@ FIELDS = (
     Field("normpriority", "y", "PRIORITY", lambda job, look: f"{job['priority'] / 0xFFFFFFFF:.14f}"),
     Field("nice", "N", "NICE", lambda job, look: str(job["nice"])),
     Field("site", "S", "SITE", _weighted("site")),
-    Field("age", "A", "AGE", _weighted("age")),
-    Field("normage", "a", "AGE", _norm("age")),
-    Field("assoc", "B", "ASSOC", _weighted("assoc")),
-    Field("normassoc", "b", "ASSOC", _norm("assoc")),
-    Field("fairshare", "F", "FAIRSHARE", _weighted("fairshare")),
-    Field("normfairshare", "f", "FAIRSHARE", _norm("fairshare")),
-    Field("size", "J", "JOBSIZE", _weighted("size")),
-    Field("normsize", "j", "JOBSIZE", _norm("size")),
-    Field("part", "P", "PARTITION", _weighted("partition")),
-    Field("normpart", "p", "PARTITION", _norm("partition")),
+    *_factor("age", "A", "age"),
+    *_factor("assoc", "B", "assoc"),
+    *_factor("fairshare", "F", "fairshare"),
+    *_factor("size", "J", "size"),
+    *_factor("part", "P", "partition"),
     Field("qosfactor", "Q", "QOS", _weighted("qos")),
     Field("normqos", "q", "QOS", _norm("qos")),
     Field("tres", "T", "TRES", lambda job, look: _tres(job["tres_factors"])),

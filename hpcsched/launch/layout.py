@@ -272,10 +272,7 @@ def _deal(chosen: Sequence[Share], room: Sequence[int], ntasks: int, plane: int)
         raise RequestError(
             f"cannot give the step {_count(len(chosen), 'node')}: {_count(ntasks, 'task')}, {plane} at a time, need {filled}"
         )
-    return tuple(
-        NodeTasks(node=share.node, first_rank=mine[0], count=len(mine), scattered=tuple(mine))
-        for share, mine in zip(chosen, ranks, strict=True)
-    )
+    return _gathered({share.node: mine for share, mine in zip(chosen, ranks, strict=True)}, {})
 
 
 def _too_few_nodes(shares: Sequence[Share], candidates: Sequence[Share], shape: StepShape, low: int) -> str:
