@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import tempfile
 from pathlib import Path
 
 from hypothesis import HealthCheck, settings
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+# Many tests have unix sockets in directories of their own, and a socket's path has 107 bytes at most (unix(7)): where TMPDIR is
+# long, the tests' is the short one.
+if len(tempfile.gettempdir()) > 30:
+    os.environ["TMPDIR"] = tempfile.tempdir = "/tmp"
 
 # The same examples in every run, however slow the machine: a run judges a change, not luck. --hypothesis-profile=default
 # looks for examples that nobody has seen.

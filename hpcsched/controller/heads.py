@@ -12,6 +12,7 @@ from pathlib import Path
 
 from hpcnode import protocol
 from hpcsched.api.identity import peer_uid
+from hpcsched.controller.opening import listening_socket
 from hpcsched.controller.stepping import Stepping
 from hpcsched.controller.stepstate import HEAD
 
@@ -31,10 +32,8 @@ class HeadStreams:
         self._server: asyncio.Server | None = None
 
     async def serve(self, path: Path, mode: int) -> None:
-        """Listen at `path`."""
-        path.unlink(missing_ok=True)
-        self._server = await asyncio.start_unix_server(self._connected, path)
-        path.chmod(mode)
+        """Listen at `path`. Raises ConfigError if that cannot be done."""
+        self._server = await asyncio.start_unix_server(self._connected, sock=listening_socket(path, mode))
 
     async def close(self) -> None:
         """Stop listening and cut all connections."""

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 
 import pytest
 from unit.controller.world import ANN, Cluster
 
 from hpcsched.api import breaks
 from hpcsched.api.identity import Asker
+from hpcsched.controller.heads import HeadStreams
 from hpcsched.controller.opening import first_answers
 from hpcsched.controller.reading import Reading
-from hpcsched.errors import NotFoundError
+from hpcsched.errors import ConfigError, NotFoundError
 
 
 def test_the_rest_of_a_start_waits_until_no_answer_is_under_way() -> None:
@@ -72,3 +74,9 @@ def test_the_jobs_are_told_as_one_json_object() -> None:
         (ids[0], "one", None),
         (ids[1], "two \N{SNOWMAN}", None),
     ]
+
+
+def test_where_the_steps_socket_cannot_be_is_an_error_of_the_configuration(tmp_path: Path) -> None:
+    path = tmp_path / ("x" * 108)
+    with pytest.raises(ConfigError, match=f"cannot serve at {path}: AF_UNIX path too long"):
+        asyncio.run(HeadStreams().serve(path, 0o600))
