@@ -32,6 +32,7 @@ MAX_ANSWER_BYTES = 256 << 20
 RETRY_S = 10.0  # how long to try again while the controller restarts, for requests that may be repeated
 CROWDED_S = 0.02  # before it is tried again to connect where too many others do
 _UCRED_BYTES = 12  # struct ucred: pid, uid, gid
+_NOBODY_LISTENS = (FileNotFoundError, ConnectionRefusedError)
 
 
 class Response(namedtuple("Response", "status headers body")):
@@ -58,6 +59,10 @@ class LogPart(namedtuple("LogPart", "data offset size path ended")):
 
 class BrokenConnectionError(errors.UnavailableError):
     """The connection ended before the answer came: whether the request took effect is not known."""
+
+
+class NoControllerError(errors.UnavailableError):
+    """Nobody listens at the controller's socket."""
 
 
 def socket_path() -> str:
@@ -95,6 +100,18 @@ def call(
     if not isinstance(answer, dict):
         raise errors.ProtocolError("cannot read the controller's answer: it is no JSON object")
     return answer
+
+
+def controller_pid() -> int:
+    """Return the process that listens at the controller's socket, however busy it is; 0 if it is not of our pid namespace.
+
+    Raises NoControllerError if there is none, UnavailableError if it cannot be reached.
+    """
+    sock = _connect(os.fspath(socket_path()), TIMEOUT_S)
+    try:
+        return _peer(sock)[0]
+    finally:
+        sock.close()
 
 
 def fetch_text(path: str) -> str:
@@ -224,14 +241,21 @@ def _connect(where: str, timeout_s: float) -> socket:
             todo = "too many ask it at once; try again"
         if isinstance(error, PermissionError):
             todo = "an admin can set run_dir, in hpcsched.toml, to a directory that lets other users in"
-        raise errors.UnavailableError(f"Unable to contact hpcsched controller ({where}: {why}): {todo}") from None
-    uid = int.from_bytes(sock.getsockopt(SOL_SOCKET, SO_PEERCRED, _UCRED_BYTES)[4:8], sys.byteorder)
+        kind = NoControllerError if isinstance(error, _NOBODY_LISTENS) else errors.UnavailableError
+        raise kind(f"Unable to contact hpcsched controller ({where}: {why}): {todo}") from None
+    _, uid = _peer(sock)
     if uid not in (0, os.getuid()):
         sock.close()
         raise errors.UnavailableError(
             f"Unable to contact hpcsched controller ({where}: it is served by uid {uid}, which is neither root nor you)"
         )
     return sock
+
+
+def _peer(sock: socket) -> tuple[int, int]:
+    """Return pid and uid of the process at the other end."""
+    credentials = sock.getsockopt(SOL_SOCKET, SO_PEERCRED, _UCRED_BYTES)
+    return int.from_bytes(credentials[:4], sys.byteorder), int.from_bytes(credentials[4:8], sys.byteorder)
 
 
 def _reach(sock: socket, where: str, timeout_s: float) -> None:

@@ -6,10 +6,13 @@ busy, slow, or stands still for some seconds must not make one fail.
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import time
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Coroutine
+from typing import Any, ParamSpec, TypeVar
 
+P = ParamSpec("P")
 T = TypeVar("T")
 PATIENCE_S = 120.0
 
@@ -26,3 +29,13 @@ def wait_until(cond: Callable[[], T], timeout_s: float = PATIENCE_S, what: str =
             raise AssertionError(f"waited {timeout_s:g} s for {what}, last value {value!r}")
         time.sleep(pause_s)
         pause_s = min(pause_s * 1.5, 0.1)
+
+
+def played(scene: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, T]:
+    """Make a test of a coroutine: it runs on an event loop of its own, and fails after `PATIENCE_S`."""
+
+    @functools.wraps(scene)
+    def test(*args: P.args, **kwargs: P.kwargs) -> T:
+        return asyncio.run(asyncio.wait_for(scene(*args, **kwargs), PATIENCE_S))
+
+    return test

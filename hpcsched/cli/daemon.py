@@ -75,20 +75,25 @@ def _tail(log: Path, start: int) -> str:
 @click.command()
 def down() -> None:
     """Stop the controller. Jobs run on, and are found again when it starts."""
-    running = _ping()
-    if running is None:
+    try:
+        pid = client.controller_pid()
+    except client.NoControllerError:
         click.echo("hpcschedd does not run")
         return
+    if not pid:
+        raise UnavailableError("cannot stop hpcschedd: it runs in another container than this command")
     try:
-        os.kill(running["pid"], signal.SIGTERM)
+        os.kill(pid, signal.SIGTERM)
+    except ProcessLookupError:
+        pass  # it has just ended
     except PermissionError:
-        raise PermissionDeniedError(f"cannot stop hpcschedd: process {running['pid']} is not yours") from None
+        raise PermissionDeniedError(f"cannot stop hpcschedd: process {pid} is not yours") from None
     deadline_s = time.monotonic() + STOP_S
-    while _is_there(running["pid"]):
+    while _is_there(pid):
         if time.monotonic() > deadline_s:
-            raise UnavailableError(f"cannot stop hpcschedd: process {running['pid']} has not ended within {STOP_S:g} s")
+            raise UnavailableError(f"cannot stop hpcschedd: process {pid} has not ended within {STOP_S:g} s")
         time.sleep(0.05)
-    click.echo(f"hpcschedd has stopped (process {running['pid']}); jobs run on")
+    click.echo(f"hpcschedd has stopped (process {pid}); jobs run on")
 
 
 def _is_there(pid: int) -> bool:

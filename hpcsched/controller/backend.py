@@ -244,7 +244,7 @@ class ControllerBackend(Reading):
         return outcome.as_json()
 
     async def history(self, asker: Asker, query: Json) -> bytes:
-        return await history_text(self._controller.store, self._world, asker, query, self._clock())
+        return await history_text(self._database, self._world, asker, query, self._clock())
 
     async def log(self, asker: Asker, reference: str, stream: str, offset: int, limit: int) -> LogData:
         job = self._one(asker, reference)

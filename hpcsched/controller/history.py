@@ -1,37 +1,80 @@
-"""The history for whoever asks: jobs, ended ones too, with their steps, as the text of a JSON object made in slices."""
+"""The history for whoever asks: jobs, ended ones too, with their steps, as the text of a JSON object made in parts.
+
+A search may have to look at every job that there ever was, which takes SQLite longer than anybody else should wait: a thread
+reads, by a connection of its own.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from hpcsched.api.breaks import Breaks
 from hpcsched.api.identity import Asker
 from hpcsched.api.jobview import job_view, jobs_text, json_text
 from hpcsched.api.views import step_view, training_view
 from hpcsched.errors import RequestError
+from hpcsched.model.job import Job
+from hpcsched.model.training import Training
+from hpcsched.store.engine import open_read_only
+from hpcsched.store.rows import StepRow
 from hpcsched.store.store import HistoryQuery, Store
 from hpcsched.store.world import World
+
+PART_JOBS = 500  # read at a time
 
 Json = dict[str, Any]
 
 
-async def history_text(store: Store, world: World, asker: Asker, query: Json, now_s: float) -> bytes:
-    """Return the jobs that `query` asks for, those that have not ended as they are now. Raises RequestError."""
-    jobs = store.history(_history_query(query))
-    steps: dict[int, list[Json]] = {}
-    for step in store.load_steps(job.id for job in jobs):
-        steps.setdefault(step.job_id, []).append(step_view(step))
-    told = store.load_training(job.id for job in jobs)
+class _Part(NamedTuple):
+    """Some of the jobs, with what belongs to them."""
+
+    jobs: list[Job]
+    steps: list[StepRow]
+    training: dict[int, Training]
+
+
+async def history_text(database: Path, world: World, asker: Asker, query: Json, now_s: float) -> bytes:
+    """Return the jobs that `query` asks for, those that have not ended as they are now.
+
+    Raises RequestError, and UnavailableError if the database cannot be read.
+    """
+    wanted = _history_query(query)
     breaks, texts = Breaks(), []
-    for job in jobs:
+    loop = asyncio.get_running_loop()
+    store = Store(open_read_only(database))
+    thread = ThreadPoolExecutor(1, "history")
+    try:
+        ids = await loop.run_in_executor(thread, store.history_ids, wanted)
+        for at in range(0, len(ids), PART_JOBS):
+            part = await loop.run_in_executor(thread, _read, store, ids[at : at + PART_JOBS])
+            for view in _views(part, world, asker, now_s):
+                texts.append(json_text(view))
+                if breaks.due():
+                    await breaks.take()
+    finally:
+        thread.submit(store.close)  # behind what it still reads, if nobody waits for that any more
+        thread.shutdown(wait=False)
+    return jobs_text(now_s, texts)
+
+
+def _read(store: Store, ids: Sequence[int]) -> _Part:
+    return _Part(store.jobs(ids), store.load_steps(ids), store.load_training(ids))
+
+
+def _views(part: _Part, world: World, asker: Asker, now_s: float) -> Iterator[Json]:
+    steps: dict[int, list[Json]] = {}
+    for step in part.steps:
+        steps.setdefault(step.job_id, []).append(step_view(step))
+    for job in part.jobs:
         view = job_view(world.jobs.get(job.id, job), world, asker, now_s)
         view["steps"] = steps.get(job.id, [])
         if view["training"] is None and asker.owns(job):
-            view["training"] = training_view(told.get(job.id))
-        texts.append(json_text(view))
-        if breaks.due():
-            await breaks.take()
-    return jobs_text(now_s, texts)
+            view["training"] = training_view(part.training.get(job.id))
+        yield view
 
 
 def _history_query(query: Json) -> HistoryQuery:

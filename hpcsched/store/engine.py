@@ -67,8 +67,11 @@ def create_database(path: Path) -> None:
 
 
 def open_read_only(path: Path) -> Connection:
-    """Open an existing database for reading only, beside a running controller."""
-    return _connected(f"file:{quote(str(path))}?mode=ro", ("busy_timeout=5000",))
+    """Open an existing database for reading only, beside a running controller. Raises UnavailableError."""
+    try:
+        return _connected(f"file:{quote(str(path))}?mode=ro", ("busy_timeout=5000",))
+    except sqlite3.Error as error:
+        raise UnavailableError(f"cannot open the database {path}: {error}") from error
 
 
 @contextmanager

@@ -64,14 +64,19 @@ class Seldom:
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = _over(connection)
 
-    def history(self, query: HistoryQuery) -> list[Job]:
-        """Return the jobs that `query` asks for, by id, at most `query.limit` of them (the newest)."""
-        found = select(jobs).where(*_conditions(query)).order_by(jobs.c.id.desc()).limit(query.limit)
+    def history_ids(self, query: HistoryQuery) -> list[int]:
+        """Return the ids of the jobs that `query` asks for, in order, at most `query.limit` of them (the newest)."""
+        found = select(jobs.c.id).where(*_conditions(query)).order_by(jobs.c.id.desc()).limit(query.limit)
+        return list(self._connection.scalars(found).all())[::-1]
+
+    def jobs(self, job_ids: Iterable[int]) -> list[Job]:
+        """Return these jobs, by id."""
+        found = select(jobs).where(_in(jobs.c.id, job_ids)).order_by(jobs.c.id)
         used = select(specs.c.id, specs.c.spec).where(specs.c.id.in_(found.with_only_columns(jobs.c.spec_id)))
         by_id = specs_of((key, text) for key, text in self._connection.execute(used).all())
         # Their fields are read faster than those of SQLAlchemy's rows.
         rows = map(columns.Jobs._make, self._connection.execute(found).all())
-        return [job_of(row, by_id[row.spec_id]) for row in rows][::-1]
+        return [job_of(row, by_id[row.spec_id]) for row in rows]
 
     def steps(self, job_ids: Iterable[int]) -> list[StepRow]:
         """Return the steps of these jobs, all attempts, in order."""

@@ -163,8 +163,17 @@ class Store:
 
     def history(self, query: HistoryQuery) -> list[Job]:
         """Return the jobs that `query` asks for, by id, at most `query.limit` of them (the newest)."""
+        return self.jobs(self.history_ids(query))
+
+    def history_ids(self, query: HistoryQuery) -> list[int]:
+        """Return the ids of the jobs that `history` returns. It may have to look at all jobs that there ever were."""
         with reading(self.connection):
-            return self.seldom.history(query)
+            return self.seldom.history_ids(query)
+
+    def jobs(self, job_ids: Iterable[int]) -> list[Job]:
+        """Return these jobs, by id."""
+        with reading(self.connection):
+            return self.seldom.jobs(job_ids)
 
     def load_nodes(self) -> dict[str, Any]:
         """Return the stored part of each node, by name (see `rows.node_row`)."""

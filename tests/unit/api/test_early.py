@@ -7,6 +7,8 @@ import socket
 from types import SimpleNamespace
 from typing import Any
 
+from waiting import played
+
 from hpcsched.api import web
 from hpcsched.api.app import make_server
 
@@ -39,18 +41,16 @@ async def _ask(server: web.Server, path: str) -> bytes:
     return answer.partition(b"\r\n\r\n")[2]
 
 
-def test_the_queue_is_answered_before_all_else_is_there() -> None:
-    async def play() -> None:
-        coming: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        server = make_server(Early(), coming)
-        ping = asyncio.create_task(_ask(server, "/v1/ping"))
-        gone = asyncio.create_task(_ask(server, "/v1/ping"))
-        assert await _ask(server, "/v1/jobs") == b'{"jobs":["all"]}'
-        assert await _ask(server, "/v1/queue") == b"all\n"
-        gone.cancel()
-        assert not ping.done()
-        coming.set_result(WHOLE)
-        assert await ping == b'{"version":1,"pid":7}'
-        await server.close()
-
-    asyncio.run(play())
+@played
+async def test_the_queue_is_answered_before_all_else_is_there() -> None:
+    coming: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+    server = make_server(Early(), coming)
+    ping = asyncio.create_task(_ask(server, "/v1/ping"))
+    gone = asyncio.create_task(_ask(server, "/v1/ping"))
+    assert await _ask(server, "/v1/jobs") == b'{"jobs":["all"]}'
+    assert await _ask(server, "/v1/queue") == b"all\n"
+    gone.cancel()
+    assert not ping.done()
+    coming.set_result(WHOLE)
+    assert await ping == b'{"version":1,"pid":7}'
+    await server.close()

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from waiting import played
 
 from hpcsched.api import web
 
@@ -179,31 +180,29 @@ def test_requests_are_answered_in_order_however_their_bytes_arrive(data: st.Data
     assert [told["body"] for _, told in others] == bodies
 
 
-def test_what_a_client_does_not_read_is_unsent_until_it_does() -> None:
+@played
+async def test_what_a_client_does_not_read_is_unsent_until_it_does() -> None:
     size = 1 << 22  # more than a socket takes by itself
 
     async def large(request: web.Request) -> web.Response:
         return web.Response(b"x" * size)
 
-    async def play() -> None:
-        ours, theirs = socket.socketpair()
-        with ours, theirs:
-            server = web.Server(web.Router([web.get("/large", large)]), _refusal)
-            assert server.unsent_bytes == 0
-            loop = asyncio.get_running_loop()
-            await loop.connect_accepted_socket(lambda: web.Connection(server), theirs)
-            ours.setblocking(False)
-            await loop.sock_sendall(ours, b"GET /large HTTP/1.1\r\n\r\n")
-            while not server.unsent_bytes:
-                await asyncio.sleep(0)
-            received = 0
-            while received < size:
-                received += len(await loop.sock_recv(ours, 1 << 20))
-            while server.unsent_bytes:
-                await asyncio.sleep(0)
-            await server.close()
-
-    asyncio.run(asyncio.wait_for(play(), 60))
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        server = web.Server(web.Router([web.get("/large", large)]), _refusal)
+        assert server.unsent_bytes == 0
+        loop = asyncio.get_running_loop()
+        await loop.connect_accepted_socket(lambda: web.Connection(server), theirs)
+        ours.setblocking(False)
+        await loop.sock_sendall(ours, b"GET /large HTTP/1.1\r\n\r\n")
+        while not server.unsent_bytes:
+            await asyncio.sleep(0)
+        received = 0
+        while received < size:
+            received += len(await loop.sock_recv(ours, 1 << 20))
+        while server.unsent_bytes:
+            await asyncio.sleep(0)
+        await server.close()
 
 
 async def _connected(server: web.Server) -> socket.socket:
@@ -225,23 +224,22 @@ async def _status(ours: socket.socket, path: str) -> bytes:
         return b""
 
 
-def test_one_connection_too_many_ends_the_account_s_that_was_silent_longest() -> None:
-    async def play() -> None:
-        server = web.Server(web.Router(ROUTES), _refusal, most_connections=3)
-        first, second, third = [await _connected(server) for _ in range(3)]
-        assert await _status(first, "/echo") == b"HTTP/1.1 200 OK"
-        fourth = await _connected(server)
-        assert await _status(second, "/echo") == b""
-        for ours in (first, third, fourth):
-            assert await _status(ours, "/echo") == b"HTTP/1.1 200 OK"
-        await server.close()
-        for ours in (first, second, third, fourth):
-            ours.close()
-
-    asyncio.run(asyncio.wait_for(play(), 60))
+@played
+async def test_one_connection_too_many_ends_the_account_s_that_was_silent_longest() -> None:
+    server = web.Server(web.Router(ROUTES), _refusal, most_connections=3)
+    first, second, third = [await _connected(server) for _ in range(3)]
+    assert await _status(first, "/echo") == b"HTTP/1.1 200 OK"
+    fourth = await _connected(server)
+    assert await _status(second, "/echo") == b""
+    for ours in (first, third, fourth):
+        assert await _status(ours, "/echo") == b"HTTP/1.1 200 OK"
+    await server.close()
+    for ours in (first, second, third, fourth):
+        ours.close()
 
 
-def test_who_does_not_read_is_answered_no_more_until_he_does() -> None:
+@played
+async def test_who_does_not_read_is_answered_no_more_until_he_does() -> None:
     size, asked = 1 << 22, 0
 
     async def large(request: web.Request) -> web.Response:
@@ -249,26 +247,24 @@ def test_who_does_not_read_is_answered_no_more_until_he_does() -> None:
         asked += 1
         return web.Response(b"x" * size)
 
-    async def play() -> None:
-        server = web.Server(web.Router([web.get("/large", large)]), _refusal)
-        with await _connected(server) as ours:
-            loop = asyncio.get_running_loop()
-            await loop.sock_sendall(ours, b"GET /large HTTP/1.1\r\n\r\n" * 3)
-            ours.shutdown(socket.SHUT_WR)
-            for _ in range(20):
-                await asyncio.sleep(0)
-            assert asked == 1
-            received = 0
-            while data := await loop.sock_recv(ours, 1 << 20):
-                received += len(data)
-            assert asked == 3
-            assert received > 3 * size
-        await server.close()
-
-    asyncio.run(asyncio.wait_for(play(), 60))
+    server = web.Server(web.Router([web.get("/large", large)]), _refusal)
+    with await _connected(server) as ours:
+        loop = asyncio.get_running_loop()
+        await loop.sock_sendall(ours, b"GET /large HTTP/1.1\r\n\r\n" * 3)
+        ours.shutdown(socket.SHUT_WR)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert asked == 1
+        received = 0
+        while data := await loop.sock_recv(ours, 1 << 20):
+            received += len(data)
+        assert asked == 3
+        assert received > 3 * size
+    await server.close()
 
 
-def test_an_account_that_reads_none_of_its_answers_loses_the_connection_of_one_too_many(
+@played
+async def test_an_account_that_reads_none_of_its_answers_loses_the_connection_of_one_too_many(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(web, "MAX_UNSENT_BYTES", 6 << 20)
@@ -276,17 +272,14 @@ def test_an_account_that_reads_none_of_its_answers_loses_the_connection_of_one_t
     async def large(request: web.Request) -> web.Response:
         return web.Response(b"x" * (1 << 22))
 
-    async def play() -> None:
-        server = web.Server(web.Router([web.get("/large", large)]), _refusal)
-        first, second = await _connected(server), await _connected(server)
-        loop = asyncio.get_running_loop()
-        await loop.sock_sendall(first, b"GET /large HTTP/1.1\r\n\r\n")
-        while not server.unsent_bytes:
-            await asyncio.sleep(0)
-        assert await _status(second, "/large") == b""
-        assert await _status(first, "/large") == b"HTTP/1.1 200 OK"
-        await server.close()
-        first.close()
-        second.close()
-
-    asyncio.run(asyncio.wait_for(play(), 60))
+    server = web.Server(web.Router([web.get("/large", large)]), _refusal)
+    first, second = await _connected(server), await _connected(server)
+    loop = asyncio.get_running_loop()
+    await loop.sock_sendall(first, b"GET /large HTTP/1.1\r\n\r\n")
+    while not server.unsent_bytes:
+        await asyncio.sleep(0)
+    assert await _status(second, "/large") == b""
+    assert await _status(first, "/large") == b"HTTP/1.1 200 OK"
+    await server.close()
+    first.close()
+    second.close()

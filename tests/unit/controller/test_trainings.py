@@ -52,8 +52,8 @@ def a_job(cluster: Cluster) -> int:
     return job_id
 
 
-def test_what_a_program_says_is_shown_to_its_owner_with_when_it_will_be_done() -> None:
-    cluster = Cluster("n1")
+def test_what_a_program_says_is_shown_to_its_owner_with_when_it_will_be_done(tmp_path: Path) -> None:
+    cluster = Cluster("n1", path=tmp_path / "h.db")
     job_id = a_job(cluster)
     assert shown(cluster, job_id) is None
     says(
@@ -96,8 +96,8 @@ def test_a_steady_talker_costs_one_commit_a_minute(monkeypatch: pytest.MonkeyPat
     assert shown(cluster, job_id)["step"] == 59
 
 
-def test_it_is_gone_when_the_job_ends_and_the_history_keeps_the_last() -> None:
-    cluster = Cluster("n1")
+def test_it_is_gone_when_the_job_ends_and_the_history_keeps_the_last(tmp_path: Path) -> None:
+    cluster = Cluster("n1", path=tmp_path / "h.db")
     job_id = a_job(cluster)
     says(cluster, job_id, 1, loss=2.0)
     says(cluster, job_id, 2, loss=1.0)

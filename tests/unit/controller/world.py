@@ -61,6 +61,7 @@ class Cluster:
     def __init__(self, *names: str, path: Path | None = None, up: bool = True) -> None:
         self.now_s = T0
         self.ports = FakePorts()
+        self.database = path
         engine = open_database(path, make=True)
         self.store = Store(engine)
         self.world = World(config=config(), incarnation=incarnation(engine), epoch=raise_epoch(engine))
@@ -144,7 +145,7 @@ class Cluster:
             clock=lambda: T0,
             started_at_s=T0,
             apply_config=list,
-            database=Path("/none"),
+            database=self.database or Path("/none"),  # nobody else can read one in memory
         )
 
     def sent(self, kind: type) -> list[tuple[str, Any]]:
