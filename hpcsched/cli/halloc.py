@@ -49,8 +49,10 @@ _SAID_AFTER_S = 0.5
 _ENDING = (signal.SIGTERM, signal.SIGHUP)
 _TERMINAL = (signal.SIGINT, signal.SIGQUIT, signal.SIGTSTP, signal.SIGTTOU)
 
-Face = namedtuple("Face", "name version usage_code")
-HALLOC = Face("halloc", None, 2)
+Face = namedtuple(
+    "Face", "name version usage_code refused"
+)  # refused: what is said first of a job that was, of the error
+HALLOC = Face("halloc", None, 2, lambda text: "")
 
 
 class HallocError(Exception):
@@ -141,6 +143,9 @@ class _Allocation:
             if isinstance(said, protocol.Allocated):
                 return said
             if isinstance(said, protocol.StepEnded):
+                first = self._face.refused(said.error)
+                if first:
+                    _complain(self._face, first, 1)
                 raise HallocError(said.error)
             if isinstance(said, protocol.StepWaiting):
                 text, timeout_s = said.text, _SAID_AFTER_S

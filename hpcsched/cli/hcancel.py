@@ -150,6 +150,10 @@ def _report(refused: Sequence[dict[str, str]], words: Words, manners: Manners) -
     """Say what was refused and why; return the exit status."""
     failed = False
     for refusal in refused:
+        if manners.slurms and not str(refusal.get("job", "0"))[:1].isdigit():  # it was no job's name either
+            complain(manners.command.name, f"Invalid job id {clean(refusal['job'])}")
+            failed = True
+            continue
         of_job = refusal.get("kind") in ("NotFoundError", "RequestError")  # against: not allowed to
         failed = failed or not (of_job and (manners.slurms or words.has("quiet")))
         text = clean(refusal["error"])

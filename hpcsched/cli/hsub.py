@@ -14,8 +14,9 @@ from collections import namedtuple
 from collections.abc import Callable, Mapping, Sequence
 
 from hpcsched import client
+from hpcsched.cli.clusters import own_cluster, refuse_others
 from hpcsched.cli.errors import Explain, complain, guarded, note, print_version
-from hpcsched.cli.options import UsageError, option_lines
+from hpcsched.cli.options import UsageError, option_lines, split_list
 from hpcsched.cli.output import clean, date_text, print_json
 from hpcsched.cli.submit import environment
 from hpcsched.client import Json
@@ -91,6 +92,8 @@ def _work(argv: Sequence[str], face: Face) -> int:
         face.version(face.name)
         return 0
     options, built = _build(line, argv, face)
+    if face.cluster:
+        refuse_others(split_list(last(options, "clusters") or ""))
     if not is_set(options, "quiet"):
         _tell(face, built.notes, aloud="verbose" in options)
     job = spec_to_json(built.spec)
@@ -187,16 +190,12 @@ def _submit(face: Face, job: Json, options: Mapping[str, Sequence[str]]) -> int:
     if is_set(options, "json"):
         print_json(answer)
     elif is_set(options, "parsable"):
-        print(f"{job_id};{_cluster()}" if face.cluster and last(options, "clusters") else job_id)
+        print(f"{job_id};{own_cluster()}" if face.cluster and last(options, "clusters") else job_id)
     elif not is_set(options, "quiet"):
         print(f"Submitted batch job {job_id}")
     sys.stdout.flush()
     _tell(face, answer.get("notes", ()), aloud="verbose" in options)
     return _wait(face, job_id) if is_set(options, "wait") else 0
-
-
-def _cluster() -> str:
-    return str(client.call("GET", "/v1/ping")["cluster"])
 
 
 def _wait(face: Face, job_id: int) -> int:

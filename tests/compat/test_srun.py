@@ -73,6 +73,10 @@ def test_what_is_refused_says_what_to_do(job: Client) -> None:
     assert "mpirun" in said
     assert "srun: error: cannot give part 2 of the step its own --mem" in said
     assert "MPI plugin types are...\n\tnone\n" in said
+    said = str(job("srun -n99 true; srun --jobid=99999 true"))
+    assert "srun: error: Unable to create step for job " in said
+    assert ": More processors requested than permitted\nsrun: error: cannot give the step 99 tasks" in said
+    assert "srun: error: Unable to confirm allocation for job 99999: Invalid job id specified\n" in said
 
 
 def test_what_launchers_say(job: Client) -> None:

@@ -53,6 +53,7 @@ class Face(NamedTuple):
     name: str = "hrun"
     version: Optional[str] = None  # what --version says; None: ours
     usage_code: int = 2  # for a command line that cannot be read
+    refused: Callable[[int, str], str] = lambda job_id, text: ""  # what is said first of a step or job that was refused
 
 
 HRUN = Face()
@@ -353,7 +354,7 @@ class Hrun(Front):
             raise HrunError(client.given_up)
         ended = client.ended
         if ended.error:
-            self._complain(ended.error)
+            self._refused(ended.error)
         if client.given_up and not ended.error:
             self._complain(client.given_up)
         exits = [128 + signum if signum else code for code, signum in zip(ended.codes, ended.signals)]
@@ -361,6 +362,11 @@ class Hrun(Front):
             for line in failures(client.started, ended):
                 self._complain(line)
         return max([1 if ended.error or client.given_up else 0, *exits])
+
+    def _refused(self, error: str) -> None:
+        first = self._face.refused(self._job_id, error) if self._client.started is None else ""
+        for line in filter(None, (first, error)):
+            self._complain(line)
 
     def _say(self, text: str) -> None:
         _say(self._face, text)

@@ -12,10 +12,10 @@ import os
 import sys
 from typing import Dict, List, Mapping, Optional, Sequence
 
-from hpcnode import hrun, place
+from hpcnode import hrun, place, slurmwords
 
 SLURM_VERSION = "23.02.7"
-FACE = hrun.Face("srun", "slurm " + SLURM_VERSION, 1)
+FACE = hrun.Face("srun", "slurm " + SLURM_VERSION, 1, slurmwords.of_step)
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:

@@ -42,9 +42,17 @@ class Face(namedtuple("Face", "command contact")):
 
 def run_face(face: Face, work: Callable[[Words], int], argv: Sequence[str] | None) -> int:
     """Run the command as Slurm's would run, and return its exit status."""
+
+    def here(words: Words) -> int:
+        if words.has("clusters"):
+            from hpcsched.cli.clusters import refuse_others  # few need it
+
+            refuse_others(words.listed("clusters"))
+        return work(words)
+
     return run_command(
         face.command,
-        work,
+        here,
         argv,
         explain=lambda name, error: explained(name, error, face.contact),
         version=lambda name: print(f"slurm {SLURM_VERSION}"),

@@ -47,8 +47,8 @@ def ids(user: str, uid: int) -> tuple[str, str]:
         return f"{user}({uid})", f"{gid}({gid})"
 
 
-def job_lines(job: Json) -> list[Words]:
-    """Return the lines of a job."""
+def job_lines(job: Json, *, detailed: bool) -> list[Words]:
+    """Return the lines of a job; `detailed`: with what it has of each node."""
     user, group = ids(job["user"], job["uid"])
     array = [("ArrayJobId", job["array_job_id"]), ("ArrayTaskId", job["array_task_id"])]
     array += [("ArrayTaskThrottle", job["array_limit"])] if job.get("array_limit") else []
@@ -109,7 +109,7 @@ def job_lines(job: Json) -> list[Words]:
         [("TRES", tres)] if not job["node_list"] else [("ReqTRES", tres)],
         [("AllocTRES", tres)] if job["node_list"] else (),
         [("Socks/Node", "*"), ("NtasksPerN:B:S:C", "0:0:*:*"), ("CoreSpec", "*")],
-        *(_share(share) for share in job["shares"]),
+        *(_share(share) for share in job["shares"] if detailed),
         [
             ("MinCPUsNode", max(1, job.get("mincpus") or 0)),
             ("MinMemoryCPU" if job.get("mem_per_cpu_mib") else "MinMemoryNode", memory_asked(job)),

@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-from hpcsched import client
 from hpcsched.cli import hacct
 from hpcsched.cli.acctfields import Column, field_names, slurms_columns
 from hpcsched.cli.errors import FAILED
@@ -85,9 +84,10 @@ def _midnight_s(now_s: float) -> float:
 
 
 def _print_json(answer: Json) -> None:
+    from hpcsched.cli.clusters import own_cluster
     from hpcsched.cli.slurm.jobjson import print_accounting
 
-    print_accounting(answer, client.call("GET", "/v1/ping")["cluster"])
+    print_accounting(answer, own_cluster())
 
 
 def _slurms(jobs: list[Json], words: Words) -> list[Json]:

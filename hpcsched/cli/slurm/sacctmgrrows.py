@@ -11,16 +11,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hpcsched import client
+from hpcsched.cli.clusters import own_cluster
 from hpcsched.cli.output import date_text
 from hpcsched.client import Json
 from hpcsched.model.units import format_time_s
 
 _TRES = (("cpu", "", 1), ("mem", "", 2), ("energy", "", 3), ("node", "", 4), ("billing", "", 5), ("fs", "disk", 6),
          ("vmem", "", 7), ("pages", "", 8), ("gres", "gpu", 1001))  # fmt: skip
-
-
-def _cluster() -> str:
-    return str(client.call("GET", "/v1/ping")["cluster"])
 
 
 def _accounting() -> Json:
@@ -71,7 +68,7 @@ def _limits(limits: Json | None) -> Json:
 
 
 def _associations() -> list[Json]:
-    cluster, accounting = _cluster(), _accounting()
+    cluster, accounting = own_cluster(), _accounting()
     every_qos = ",".join(sorted({"normal", *(one["name"] for one in accounting.get("qos", ()))}))
     rows = []
     for one in _shares():
@@ -136,7 +133,7 @@ def _clock(seconds: float) -> str:
 
 
 def _clusters() -> list[Json]:
-    return [{"cluster": _cluster(), "name": _cluster(), "controlhost": os.uname().nodename, "controlport": 0, "rpc": 9984,
+    return [{"cluster": own_cluster(), "name": own_cluster(), "controlhost": os.uname().nodename, "controlport": 0, "rpc": 9984,
              "share": 1, "qos": "normal"}]  # fmt: skip
 
 
@@ -146,7 +143,7 @@ def _tres() -> list[Json]:
 
 
 def _reservations() -> list[Json]:
-    cluster = _cluster()
+    cluster = own_cluster()
     return [
         {
             "cluster": cluster,

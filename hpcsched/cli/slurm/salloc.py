@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hpcnode import slurmwords
 from hpcnode.srun import SLURM_VERSION
 from hpcsched.cli import halloc
 
-FACE = halloc.Face("salloc", f"slurm {SLURM_VERSION}", 1)
+FACE = halloc.Face("salloc", f"slurm {SLURM_VERSION}", 1, slurmwords.of_allocation)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from hpcnode import slurmwords
 from hpcsched.cli import submit
 from hpcsched.cli.errors import FAILED
 from hpcsched.cli.slurm.face import NO_CONTACT, SLURM_VERSION, explained
@@ -17,39 +18,22 @@ from hpcsched.errors import HpcschedError, UnavailableError
 NAME = "sbatch"
 FAILURE = "Batch job submission failed"
 
-# What our own texts have, in lower case, and Slurm's name for it (slurm_errno.c).
-_PHRASES = (
-    ("invalid partition name", "Invalid partition name specified"),
-    ("invalid account", "Invalid account or account/partition combination specified"),
-    ("invalid qos", "Invalid qos specification"),
-    ("invalid license", "Invalid license specification"),
-    ("invalid node name", "Invalid node name specified"),
-    ("job dependency problem", "Job dependency problem"),
-    (
-        "job violates accounting/qos policy",
-        "Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)",
-    ),
-    ("reservation", "Requested reservation is invalid"),
-    ("max_array_size", "Invalid job array specification"),
-    ("max_jobs", "Slurm temporarily unable to accept job, sleeping and retrying"),
-    ("time limit", "Requested time limit is invalid (missing or exceeds some limit)"),
-    ("permission", "Access/permission denied"),
-)  # fmt: skip
-_OTHERWISE = "Requested node configuration is not available"
+# What our own texts have, and what sbatch says of it before it has asked anybody.
+_BEFORE = (
+    ("cannot read script ", "Unable to open file {}"),
+    ("the script: it is empty", "Batch script is empty!"),
+)
 
 
 def _explained(name: str, error: HpcschedError) -> tuple[str, int]:
     if isinstance(error, UnavailableError) and not error.by_controller:
         return f"{name}: error: {FAILURE}: {NO_CONTACT}\n{name}: error: {error}", FAILED
     if error.by_controller:
-        return f"{name}: error: {FAILURE}: {phrase_of(str(error))}\n{name}: error: {error}", FAILED
-    return explained(name, error, f"{name}: error")
-
-
-def phrase_of(text: str) -> str:
-    """Return Slurm's words for why a job was refused, of our own."""
-    lowered = text.lower()
-    return next((slurms for ours, slurms in _PHRASES if ours in lowered), _OTHERWISE)
+        return f"{name}: error: {FAILURE}: {slurmwords.of_job(str(error))}\n{name}: error: {error}", FAILED
+    text, status = explained(name, error, f"{name}: error")
+    words = [slurms for ours, slurms in _BEFORE if ours in str(error)]
+    file = str(error).removeprefix(_BEFORE[0][0]).rpartition(": ")[0]
+    return "\n".join([*(f"{name}: error: {said.format(file)}" for said in words), text]), status
 
 
 def main(argv: Sequence[str] | None = None) -> int:

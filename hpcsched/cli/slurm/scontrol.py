@@ -33,7 +33,7 @@ FACE = Face(
         "Look at jobs, nodes, partitions and the configuration, and change them.",
         (
             Option("all", "a", help="show all partitions (always so)"),
-            Option("details", "d", help="show more (always so)"),
+            Option("details", "d", help="show the share of each node of a job, too"),
             Option("json", help="print as JSON"),
             Option("oneliner", "o", help="print each record on one line"),
             Option("quiet", "Q", help="print errors only"),
@@ -115,7 +115,7 @@ def _show_job(rest: Sequence[str], words: Words) -> int:
         return 0
     from hpcsched.cli.slurm.records import job_lines
 
-    return _print([job_lines(job) for job in jobs], words)
+    return _print([job_lines(job, detailed=words.has("details")) for job in jobs], words)
 
 
 def _show_node(rest: Sequence[str], words: Words) -> int:

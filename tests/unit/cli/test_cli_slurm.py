@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from fake_api import NOW_S, FakeApi, ended, job, node, partition, running, step, task
 
+from hpcnode import slurmwords
 from hpcsched.cli import hqueue
 from hpcsched.cli.slurm import sacct, sacctmgr, sbatch, scancel, scontrol, sdiag, sinfo, sprio, squeue, sshare, sstat
 from hpcsched.errors import UsageError
@@ -187,7 +188,62 @@ def test_sbatch_says_why_it_was_refused_in_slurms_words_and_in_ours(
     )
 
 
+@pytest.mark.parametrize(
+    ("script", "first"), [(None, "Unable to open file job.sh"), ("", "Batch script is empty!"), ("#!/bin/sh", "")]
+)
+def test_sbatch_says_in_slurms_words_what_is_wrong_with_a_script(
+    script: str | None, first: str, api: FakeApi, capsys: Out, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if script is not None:
+        Path("job.sh").write_text(script)
+    api.answers["POST /v1/submit"] = (400, {"error": "read here", "kind": "RequestError"})
+    assert sbatch.main(["job.sh"]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2
+    assert lines[0] == f"sbatch: error: {first or 'Batch job submission failed: ' + slurmwords.of_job('')}"
+
+
+@pytest.mark.parametrize("name", ["sbatch", "squeue", "sinfo", "scancel", "sacct"])
+def test_another_cluster_is_refused(name: str, api: FakeApi, capsys: Out) -> None:
+    api.answers["GET /v1/ping"] = {"cluster": "lab"}
+    words = ["--wrap", "true"] if name == "sbatch" else ["1"] if name == "scancel" else []
+    assert MAINS[name](["-M", "lab,other", *words]) == 1
+    assert capsys.readouterr() == ("", f"{name}: error: No cluster 'other' known by database.\n")
+    assert {route for route, _, _ in api.asked} == {"GET /v1/ping"}
+
+
+@pytest.mark.parametrize(
+    ("job_id", "error", "says"),
+    [
+        (0, "cannot give job nine nodes: partition 'main' has 3",
+         "Unable to allocate resources: Requested node configuration is not available"),
+        (0, "cannot submit to partition 'x': invalid partition name specified; there are: main",
+         "Unable to allocate resources: Invalid partition name specified"),
+        (9, "cannot start a step in job 9: Invalid job id specified",
+         "Unable to confirm allocation for job 9: Invalid job id specified"),
+        (9, "cannot give the step 99 tasks: the job has 2 cpus on 2 nodes",
+         "Unable to create step for job 9: More processors requested than permitted"),
+        (9, "cannot give the step 4096 MiB on n1: the job has 2048 MiB there",
+         "Unable to create step for job 9: Memory required by task is not available"),
+        (9, "cannot give the step 1 GPUs on n1: the job has 0 there",
+         "Unable to create step for job 9: Invalid generic resource (gres) specification"),
+        (9, "cannot start a step in job 9: it is COMPLETED, not RUNNING", ""),
+        (0, "the job was cancelled", ""),
+    ],
+)  # fmt: skip
+def test_srun_has_slurms_words_for_what_is_refused(job_id: int, error: str, says: str) -> None:
+    assert slurmwords.of_step(job_id, error) == says
+
+
 # ----- scancel
+
+
+def test_scancel_refuses_what_is_no_job_id(api: FakeApi, capsys: Out) -> None:
+    unknown = {"job": "abc", "kind": "NotFoundError", "error": "Invalid job id specified: abc"}
+    api.answers["POST /v1/cancel"] = {"jobs": [], "errors": [unknown]}
+    assert scancel.main(["abc"]) == 1
+    assert capsys.readouterr() == ("", "scancel: error: Invalid job id abc\n")
 
 
 def test_scancel_is_silent_of_what_there_is_not(api: FakeApi, capsys: Out) -> None:
