@@ -61,9 +61,7 @@ class Rehearsed:
         self._default = next((partition.name for partition in partitions.values() if partition.default), "")
         self._no_limit_s = policy.default_time_limit_s
         self._views = views
-        self._procs: list[int] = []
-        self._limits_s: list[float] = []
-        self._rehearsal = Rehearsal(self._size, self._procs, self._limits_s)
+        self._rehearsal = Rehearsal(self._size)
         self._least_s = longest_wait_s
         self._open: dict[JobId, tuple[int, int]] = {}  # attempt, number there; of jobs that wait or run
         self._began: set[int] = set()
@@ -93,10 +91,9 @@ class Rehearsed:
     def _submit(self, job: Job, now_s: float) -> int:
         request = pending_job(job, self._partitions, self._default, self._views).request
         amount = amount_of(least_of(request.shape), self._machine)
-        self._procs.append(max(1, min(self._size, ceil(amount))))
-        self._limits_s.append(known_limit_s(request.time_limit_s) or self._no_limit_s)
-        number = len(self._procs) - 1
-        self._rehearsal.submitted(now_s)
+        procs = max(1, min(self._size, ceil(amount)))
+        limit_s = known_limit_s(request.time_limit_s) or self._no_limit_s
+        number = self._rehearsal.submitted(procs, limit_s, now_s)
         self._open[job.id] = job.attempt, number
         return number
 

@@ -37,7 +37,7 @@ class Explanation:
     needs: str
     position: int = 0
     ahead: tuple[str, ...] = ()  # display ids, first one first
-    nodes: Mapping[str, str]  # what each node of its partition lacks now; empty: it could take a share
+    nodes: Mapping[str, str]  # what each node that it may get lacks now; empty: it could take a share
     nearest: tuple[str, ...] = ()  # of these nodes, those that lack least
     expected_start_s: float | None = None
     firm: bool = False  # it starts no later than that if running jobs last to their time limits
@@ -149,12 +149,14 @@ def _ahead(snapshot: Snapshot, policy: Policy, the_plan: Plan, job: PendingJob) 
 
 
 def _verdicts(snapshot: Snapshot, policy: Policy, job: PendingJob) -> dict[str, list[str]]:
-    """Return what each node of the job's partitions lacks for a share of it."""
+    """Return what each node that it may get of its partitions lacks for a share of it."""
     timeline = Timeline(snapshot, policy)
     found: dict[str, list[str]] = {}
     for view in (job, *job.others):
         partition = snapshot.partitions.get(view.partition)
         names = set(partition.nodes) if partition is not None else set()
+        if len(view.request.shape.nodelist) == view.request.shape.nodes_max:
+            names &= set(view.request.shape.nodelist)  # they are all that it wants
         for at, node in enumerate(snapshot.nodes):
             if node.name in names and node.name not in found:
                 missing = lacks(view.request.shape, node, timeline.types[at], timeline.profiles[at].rooms[0])

@@ -27,7 +27,7 @@ class GuardedPool(Pool):
         self.guard = guard
         self.quick = [guard.quick.is_quick(limits_s[job], count / size) for job, count in enumerate(procs)]
         self.history = History()
-        self.rehearsal = Rehearsal(size, procs, limits_s)
+        self.rehearsal = Rehearsal(size)
         self.line: dict[int, Candidate[Waiting]] = {}
         self.starts_s: dict[int, float] = {}
         self.learnt_at_s: float | None = None  # from then on the rehearsal is the measure
@@ -47,7 +47,7 @@ class GuardedPool(Pool):
             line=None,
             job=(procs, limit_s, job),
         )
-        self.rehearsal.submitted(now_s)
+        self.rehearsal.submitted(procs, limit_s, now_s)
         self.rehearsal.go_on(now_s, more_may_come=True)
         return super().submit(job, now_s)
 

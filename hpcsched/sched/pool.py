@@ -15,8 +15,10 @@ EASY-SJBF walks in the order of time limits. Source: Lifka, "The ANL/IBM SP sche
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+Procs = Sequence[int] | Mapping[int, int]  # by a job's number
+Limits = Sequence[float] | Mapping[int, float]
 NOBODY: tuple[int, ...] = ()
 Waiting = tuple[int, float, int]  # processors, time limit, number: a job is known by its number in the order of arrival
 
@@ -28,7 +30,7 @@ class Pool:
     returned, in the order in which they start.
     """
 
-    def __init__(self, size: int, procs: Sequence[int], limits_s: Sequence[float]) -> None:
+    def __init__(self, size: int, procs: Procs, limits_s: Limits) -> None:
         self.free = size
         self.procs = procs
         self.limits_s = limits_s
@@ -108,7 +110,7 @@ class Pool:
 class EasyPool(Pool):
     """EASY backfill, in the order of arrival."""
 
-    def __init__(self, size: int, procs: Sequence[int], limits_s: Sequence[float]) -> None:
+    def __init__(self, size: int, procs: Procs, limits_s: Limits) -> None:
         super().__init__(size, procs, limits_s)
         self.shadow_s = 0.0
         self.extra = 0
@@ -190,7 +192,7 @@ class EasyPool(Pool):
 class ShortestPool(EasyPool):
     """EASY backfill that tries the jobs with the shortest time limits first (EASY-SJBF)."""
 
-    def __init__(self, size: int, procs: Sequence[int], limits_s: Sequence[float]) -> None:
+    def __init__(self, size: int, procs: Procs, limits_s: Limits) -> None:
         super().__init__(size, procs, limits_s)
         self.by_length: list[tuple[float, int, Waiting]] = []
 

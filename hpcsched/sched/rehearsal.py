@@ -3,11 +3,13 @@
 The same jobs are scheduled once more by an `EasyPool`, as if on a second machine. It needs to know how long each job runs, and
 knows it only once the job has ended on the real one. So it is behind the real clock: it goes on until something could depend on
 an end that nobody knows yet. What it has found by then is certain: plain EASY's longest wait is at least `longest_wait_s`, and it
-only grows. A real wait below it is one that plain EASY would not have spared everybody.
+only grows. A real wait below it is one that plain EASY would not have spared everybody. A job is forgotten once it has started
+here and ended on the real machine: a daemon rehearses for years.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from heapq import heappop, heappush
 
@@ -15,13 +17,19 @@ from hpcsched.sched.pool import EasyPool
 
 
 class Rehearsal:
-    """Plain EASY on the jobs that have come so far, as far as it is known."""
+    """Plain EASY on the jobs that have come so far to a machine of `size` processors, as far as it is known.
 
-    def __init__(self, size: int, procs: Sequence[int], limits_s: Sequence[float]) -> None:
+    Jobs are known by their number in the order of submission.
+    """
+
+    def __init__(self, size: int) -> None:
         self.longest_wait_s = 0.0
-        self._pool = EasyPool(size, procs, limits_s)
-        self._submits_s: list[float] = []
-        self._next = 0  # of the submissions, so many are rehearsed
+        self._procs: dict[int, int] = {}  # here and in the next two: of jobs that have not started here
+        self._limits_s: dict[int, float] = {}
+        self._submits_s: dict[int, float] = {}
+        self._pool = EasyPool(size, self._procs, self._limits_s)
+        self._submitted = 0
+        self._coming: deque[tuple[float, int]] = deque()  # submissions that are not rehearsed yet
         self._starts_s: dict[int, float] = {}  # here, of jobs that run here
         self._ends: list[tuple[float, int, int]] = []  # here, of those whose run time is known
         self._count = 0
@@ -31,9 +39,13 @@ class Rehearsal:
         self._unknown: set[int] = set()  # running here, and not known for how long
         self._blocker = -1
 
-    def submitted(self, now_s: float) -> None:
-        """Note that the next job was submitted now."""
-        self._submits_s.append(now_s)
+    def submitted(self, procs: int, limit_s: float, now_s: float) -> int:
+        """Note that the next job was submitted now, and return its number."""
+        job = self._submitted
+        self._submitted += 1
+        self._procs[job], self._limits_s[job], self._submits_s[job] = procs, limit_s, now_s
+        self._coming.append((now_s, job))
+        return job
 
     def started(self, job: int, now_s: float) -> None:
         """Note that `job` has really started."""
@@ -48,14 +60,13 @@ class Rehearsal:
 
     def go_on(self, now_s: float, *, more_may_come: bool) -> None:
         """Rehearse as far as what is known at `now_s` allows; ends of this second not if `more_may_come` in it."""
-        ends, submits_s = self._ends, self._submits_s
+        ends, coming = self._ends, self._coming
         while True:
-            submit_s = submits_s[self._next] if self._next < len(submits_s) else None
+            submit_s = coming[0][0] if coming else None
             if submit_s is not None and (not ends or submit_s <= ends[0][0]):
                 if submit_s > now_s or self._unsure(submit_s, now_s):
                     break
-                job = self._next
-                self._next += 1
+                _, job = coming.popleft()
                 self._begin(self._pool.submit(job, submit_s), submit_s)
                 self._look(submit_s)
             elif ends and (ends[0][0] < now_s or (ends[0][0] == now_s and not more_may_come)):
@@ -85,7 +96,8 @@ class Rehearsal:
 
     def _begin(self, jobs: Sequence[int], at_s: float) -> None:
         for job in jobs:
-            self.longest_wait_s = max(self.longest_wait_s, at_s - self._submits_s[job])
+            self.longest_wait_s = max(self.longest_wait_s, at_s - self._submits_s.pop(job))
+            del self._procs[job], self._limits_s[job]
             self._starts_s[job] = at_s
             self._made[job] = self._count
             self._count += 1

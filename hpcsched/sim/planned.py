@@ -48,13 +48,13 @@ class PlannedLine:
         self._history = History()
         self._rehearsal: Rehearsal | None = None  # for whom it matters
         if kind is Backfill.DEFAULT:
-            self._rehearsal = Rehearsal(size, [job.procs for job in jobs], [job.asked_s for job in jobs])
+            self._rehearsal = Rehearsal(size)
 
     def submit(self, job: int, now_s: float) -> Sequence[int]:
         """Let `job` wait from now on. If it fits in what is free, or has to be promised a start, return what is to start."""
         self._waiting[job] = self._pending(job, now_s)
         if self._rehearsal is not None:
-            self._rehearsal.submitted(now_s)
+            self._rehearsal.submitted(self._jobs[job].procs, self._jobs[job].asked_s, now_s)
             self._rehearsal.go_on(now_s, more_may_come=True)
         held = sum(other.shares[0].cpus for other in self._held(now_s))
         fits = self._jobs[job].procs <= self._size - held

@@ -75,6 +75,13 @@ def test_a_node_that_is_away_says_so() -> None:
     assert words(away, 1).splitlines()[-1] == "  n2 is drained (disk full)"
 
 
+def test_a_job_that_names_all_its_nodes_is_told_of_no_others() -> None:
+    named = world("3x4", ["1: n1 4c 600s"], ["2: 1c n1 600s"])
+    assert words(named, 2).splitlines()[-1] == "  n1 has 0 of 4 cpus free"
+    among = world("3x4", ["1: n1 4c 600s"], ["2: 2 nodes 1c n1 600s"])
+    assert words(among, 2).splitlines()[-2:] == ["  n2 could take a share now", "  n3 could take a share now"]
+
+
 def smaller(sketch: World, job: int) -> tuple[str, ...] | None:
     snapshot = sketch.snapshot()
     explanation = explain(snapshot, sketch.policy, sketch.plan(), JobId(job))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
 from dataclasses import replace
 from unittest import mock
@@ -270,11 +271,11 @@ def test_no_promised_start_slips(jobs: list[TraceJob]) -> None:
 def test_the_rehearsal_never_claims_more_than_easy_did_and_in_the_end_as_much(jobs: list[TraceJob]) -> None:
     truth_s = max(start_s - one.submit_s for one, start_s in zip(jobs, starts("easy", jobs), strict=True))
     procs, limits_s = [one.procs for one in jobs], [one.asked_s for one in jobs]
-    rehearsal = Rehearsal(PROCS, procs, limits_s)
+    rehearsal = Rehearsal(PROCS)
 
     class Heard(ConservativePool):
         def submit(self, at: int, now_s: float) -> Sequence[int]:
-            rehearsal.submitted(now_s)
+            rehearsal.submitted(procs[at], limits_s[at], now_s)
             rehearsal.go_on(now_s, more_may_come=True)
             return self.heard(super().submit(at, now_s), now_s)
 
@@ -292,6 +293,19 @@ def test_the_rehearsal_never_claims_more_than_easy_did_and_in_the_end_as_much(jo
     replay(jobs, Heard(PROCS, procs, limits_s))
     rehearsal.go_on(1e9, more_may_come=False)
     assert rehearsal.longest_wait_s == truth_s
+
+
+def test_the_rehearsal_forgets_a_job_that_has_started_there_and_ended_here() -> None:
+    rehearsal = Rehearsal(PROCS)
+    sizes = []
+    for at in range(200):
+        at_s = 10.0 * at
+        number = rehearsal.submitted(PROCS, 10.0, at_s)
+        rehearsal.started(number, at_s)
+        rehearsal.ended(number, at_s + 5)
+        rehearsal.go_on(at_s + 6, more_may_come=False)
+        sizes.append(len(pickle.dumps(rehearsal)))
+    assert sizes[-1] < sizes[20] + 64
 
 
 def test_what_is_too_big_or_unknown_is_told() -> None:
