@@ -1,8 +1,8 @@
 """Joins the step service to the controller: its words become parts of the tick, what it sends waits for the commit.
 
 Requests for steps, reports on them, and jobs that begin or end run inside a tick's transaction; what the service sends
-meanwhile is kept and goes out when the commit is done. Input, acknowledgements and signals change no row: they pass
-at once.
+meanwhile is kept and goes out when the commit is done. Output, input, acknowledgements and signals change no row: they pass
+at once, but for those that come before the steps of a node that has just connected were found again.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ class Stepping:
         self._reply_head = reply_head
         self._tx: Transaction | None = None
         self._outbox: list[Send] = []
+        self._unsettled: set[NodeName] = set()  # what they say of steps waits until their inventory was looked through
         self.service = StepService(
             StepPorts(
                 job=lambda job_id: self._world.jobs.get(job_id),
@@ -94,7 +95,7 @@ class Stepping:
         options = said.message.get("options")
         if said.message.get("type") == "StepRequest" and isinstance(options, dict) and OPTION in options:
             self._in_tick(lambda: self.shells.request((node, said.stream), said.uid, said.message))
-        elif said.message.get("type") == "StepRequest":
+        elif said.message.get("type") == "StepRequest" or node in self._unsettled:
             self._in_tick(lambda: self.service.on_from_stream(node, said, blob))
         else:
             self.service.on_from_stream(node, said, blob)
@@ -110,9 +111,16 @@ class Stepping:
 
     def on_output(self, node: NodeName, message: protocol.Output | protocol.InputAck, blob: bytes) -> None:
         """Pass output (or word of input taken) from a node to the step command that it is for."""
-        origin = self.service.output_origin(node, message)
-        if origin is not None:
-            self._reply(origin, message, blob)
+
+        def work() -> None:
+            origin = self.service.output_origin(node, message)
+            if origin is not None:
+                self._reply(origin, message, blob)
+
+        if node in self._unsettled:
+            self._in_tick(work)
+        else:
+            work()
 
     def step_reported(self, node: NodeName, report: protocol.Report) -> None:
         """Take a report on a step, and have it acknowledged once it is on disk."""
@@ -130,7 +138,13 @@ class Stepping:
     def node_welcome(self, node: NodeName, inventory: list[dict[str, Any]]) -> None:
         """Compare the steps known here with what the node knows."""
         mine = [item for item in inventory if str(item.get("token")).startswith(self._world.incarnation + ".")]
-        self._in_tick(lambda: self.service.node_welcome(node, mine))
+        self._unsettled.add(node)
+
+        def work() -> None:
+            self.service.node_welcome(node, mine)
+            self._later(lambda: self._unsettled.discard(node))
+
+        self._in_tick(work)
 
     def job_running(self, job: Job) -> None:
         """Take note of a job that has its nodes: only one without a batch step was made for a step."""

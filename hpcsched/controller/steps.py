@@ -420,9 +420,10 @@ class StepService:
 
     def _pass_on(self, origin: Origin, message: protocol.Input | protocol.OutputAck, blob: bytes) -> None:
         found = self._by_token.get(message.token)
-        if found is None or found[0].origin != origin:
+        if found is not None and found[0].origin != origin:
             raise ProtocolError("cannot reach a task of another's step")
-        self._ports.send(found[1].node, message, blob)
+        if found is not None:  # else it is over, or not found again yet: what is missed then is asked for again
+            self._ports.send(found[1].node, message, blob)
 
     def _on_signal(self, origin: Origin, signum: int) -> None:
         if not 1 <= signum <= 64:

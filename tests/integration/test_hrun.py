@@ -215,6 +215,32 @@ def test_what_is_missing_of_the_output_is_asked_for_again(controller: Controller
     assert hrun.finish() == (0, "first\nsecond\nthird\n", "")
 
 
+def test_when_a_connection_was_lost_and_is_there_again_what_may_be_lost_is_asked_for(
+    controller: Controller, run: Callable[..., Running]
+) -> None:
+    hrun = run("prog")
+    controller.start(tasks=2)
+    controller.output(0, b"first\n")
+    ack, _ = controller.take(OutputAck)
+    controller.output(1, b"", eof=True)
+    controller.output(1, b"", fd=2, eof=True)
+    controller.say(StepWaiting(job_id=12, text=""))
+    ack, _ = controller.take(OutputAck)
+    assert (ack.token, ack.offset, ack.again) == ("token0", 6, True)  # and nothing of task 1, which has closed all
+    controller.output(0, b"first\nsecond\n")  # word of the first line was lost as well
+    ack, _ = controller.take(OutputAck)
+    assert (ack.token, ack.offset, ack.again) == ("token0", 13, False)
+    controller.output(0, b"second\n", offset=6)
+    ack, _ = controller.take(OutputAck)
+    assert (ack.token, ack.offset, ack.again) == ("token0", 13, False)
+    controller.output(0, b"", fd=2, eof=True)
+    controller.say(StepEnded(codes=[0, 0], signals=[0, 0]))
+    ack, _ = controller.take(OutputAck)
+    assert (ack.token, ack.offset, ack.again) == ("token0", 13, True)
+    controller.output(0, b"third\n", offset=13, eof=True)
+    assert hrun.finish() == (0, "first\nsecond\nthird\n", "")
+
+
 @pytest.mark.parametrize(
     ("codes", "signals", "code", "text"),
     [

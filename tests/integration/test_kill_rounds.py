@@ -97,7 +97,7 @@ def explained(cluster: KillableCluster) -> None:
     worst = [job for job in acct.values() if job["attempt"] or job["state"] != "COMPLETED"][:3]
     for job in worst or list(acct.values())[:1]:
         story = cluster.json("hctl", "story", "--json", str(job["id"]))["events"]
-        assert story[0]["text"].startswith("submitted by")
+        assert story[0]["kind"] == "Submitted"
         assert not job["attempt"] or AGAIN_BY & {event["kind"] for event in story}, story
     assert cluster.run("hqueue").returncode == 0
 

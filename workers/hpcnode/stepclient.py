@@ -221,6 +221,8 @@ class StepClient:
         elif isinstance(message, protocol.InputAck):
             self._input_taken[message.task] = max(message.offset, self._input_taken.get(message.task, 0))
         elif isinstance(message, protocol.StepWaiting):
+            if self.started is not None:
+                self._ask_again()  # a connection on the way was lost and is there again
             self.front.on_waiting(message)
         elif isinstance(message, protocol.StepStarted):
             self._on_started(message)
@@ -247,6 +249,7 @@ class StepClient:
     def _on_ended(self, said: protocol.StepEnded) -> None:
         if self.ended is None:
             self.ended = said
+            self._ask_again()  # all was sent before this was
             self._watch_drain(-1)
 
     def _watch_drain(self, seen_before: int) -> None:
@@ -279,6 +282,15 @@ class StepClient:
         if now_s >= self._ask_not_before_s:
             self._ask_not_before_s = now_s + ASK_AGAIN_S  # what is on its way already has the same gap
             self._send(protocol.OutputAck(beyond.token, beyond.task, beyond.fd, acknowledged, again=True))
+
+    def _ask_again(self) -> None:
+        """Have all that has not come sent again, by each node: it may have been on its way, to nobody."""
+        asked: Set[str] = set()
+        for (task, fd), stream in self._streams.items():
+            token = self._tokens[task]
+            if not stream.all_came and token not in asked:
+                asked.add(token)
+                self._send(protocol.OutputAck(token, task, fd, stream.acknowledged, again=True))
 
     def _acknowledge(self) -> None:
         """Tell what was written (or dropped) since the last time."""
@@ -351,6 +363,9 @@ class ListeningClient(StepClient):
         super()._on_output(message, blob)
 
     def _acknowledge(self) -> None:
+        pass
+
+    def _ask_again(self) -> None:
         pass
 
     def _miss(self, beyond: protocol.Output, acknowledged: int) -> None:

@@ -81,6 +81,8 @@ class LineStream:
         """Take `data` that begins at `offset`; False if bytes before it are missing."""
         if offset > self.received:
             return False
+        if offset < self._acknowledged:
+            self._acknowledged = offset  # that it was taken is not known there: it is said again
         new = data[self.received - offset :]
         self.received += len(new)
         if self.outlet is not None:

@@ -803,6 +803,14 @@ def test_a_step_lives_on_after_a_restart() -> None:
     assert (row.name, row.ntasks, row.state, row.exit_code) == ("prog", 5, "FAILED", 3)
 
 
+def test_what_is_said_to_a_step_that_was_not_found_again_yet_is_no_error() -> None:
+    world = World()
+    first, second = restarted(world)
+    world.service.node_welcome(N1, inventory(world.report(first.token, protocol.STARTED, stream_to=first.stream_to)))
+    world.says(HRUN, protocol.OutputAck(token=second.token, task=4, fd=1, offset=9))
+    assert not world.has_ended()
+
+
 def test_after_a_restart_an_end_that_nobody_noted_is_told() -> None:
     world = World()
     first, _ = restarted(world)
