@@ -6,6 +6,7 @@ themselves are in `hpcsched.config_keys`.
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import re
 from collections.abc import Callable, Iterable
@@ -21,7 +22,7 @@ LOCAL_HOST = "local"  # a node that is the head itself: reached without SSH
 MAX_GPUS = 256
 
 # What may reach a command line or a resolver: an allow-list, and nothing starts with a dash.
-_HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:%-]{0,254}\Z")
+_HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}\Z")
 USER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@\\-]{0,63}\Z")
 _PYTHON = re.compile(r"[A-Za-z0-9_/.][A-Za-z0-9_/.+-]{0,254}\Z")
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}\Z")
@@ -89,9 +90,17 @@ def user(value: Any) -> str:
 
 
 def host(value: Any) -> str:
-    if not isinstance(value, str) or not _HOST.match(value):
+    if not isinstance(value, str) or not (_HOST.match(value) or _is_ipv6(value)):
         raise BadValue("wants a host name, an address or a Host of ~/.ssh/config")
     return value
+
+
+def _is_ipv6(text: str) -> bool:
+    try:
+        ipaddress.IPv6Address(text)
+    except ValueError:
+        return False
+    return True
 
 
 def python(value: Any) -> str:

@@ -154,7 +154,9 @@ def main():
                 raise ValueError("cannot take hpcnode.pyz: what arrived is not what was announced")
             store(root, path, data)
     except (IOError, OSError) as error:
-        say(error="cannot keep hpcnode.pyz: %s" % error)
+        # Never another place by itself: a home that is there again tomorrow would bring the agent a spool that knows nothing.
+        elsewhere = "; name another directory: --root of hpcsched node add, root in %s.toml" % order["node"]
+        say(error="cannot keep hpcnode.pyz: %s%s" % (error, "" if order["root"] else elsewhere))
         sys.exit(1)
     except ValueError as error:
         say(error=str(error))

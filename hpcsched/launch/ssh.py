@@ -188,9 +188,9 @@ def _log_in(transport: paramiko.Transport, hop: Hop) -> None:
         try:
             more = transport.auth_publickey(hop.user, identity.key)
         except paramiko.BadAuthenticationType as error:
-            raise LinkError(
-                f"cannot log in to {hop.where}: it takes no public keys, only {', '.join(error.allowed_types)}"
-            ) from None
+            others = ", ".join(filter(None, error.allowed_types))
+            only = f", only {others}" if others else ""
+            raise LinkError(f"cannot log in to {hop.where}: it takes no public keys{only}") from None
         except paramiko.AuthenticationException:
             if transport.is_active():
                 continue

@@ -173,6 +173,15 @@ def bootstrap_functions() -> dict[str, Any]:
     return names
 
 
+def test_a_home_that_cannot_be_written_is_an_error_that_says_where_else(bundle: Bundle) -> None:
+    as_a_plain_user = "import os; os.geteuid = lambda: 1000\n" + SOURCE
+    argv = [sys.executable, "-c", as_a_plain_user]
+    answers, _ = run(argv, order(bundle, ""), env={"HOME": "/dev/null/home"})
+    (refusal,) = answers
+    assert refusal["error"].startswith("cannot keep hpcnode.pyz: [Errno 20] Not a directory")
+    assert refusal["error"].endswith("; name another directory: --root of hpcsched node add, root in n.toml")
+
+
 def test_a_network_home_is_avoided(monkeypatch: pytest.MonkeyPatch) -> None:
     names = bootstrap_functions()
     choose = names["choose_root"]

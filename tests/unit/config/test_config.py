@@ -153,6 +153,8 @@ def test_what_is_wrong_in_the_main_file_is_named(write: Write, text: str, words:
         (node(memory="lots"), ["cannot read memory size"]),
         (node(host="-oProxyCommand=x"), ["host name"]),
         (node(host="a b"), ["host name"]),
+        (node(host="dead:"), ["host name"]),
+        (node(host="fe80::%"), ["host name"]),
         (node(user="-l"), ["user name"]),
         (node(python="python3; reboot"), ["Python 3.9"]),
         (node(port=70000), ["65535"]),
@@ -177,6 +179,11 @@ def test_a_node_file_is_named_as_a_node(write: Write) -> None:
     path = write("")
     (path / "nodes.d" / "a.b.toml").write_text(node())
     assert "'a.b' is no node name" in refusal(path)
+
+
+@pytest.mark.parametrize("host", ["::1", "2001:db8::7", "fe80::1%eth0", "192.0.2.7", "n1.lab", "my_alias"])
+def test_a_host_is_a_name_or_an_address_of_either_kind(write: Write, host: str) -> None:
+    assert [spec.host for spec in load(write("", n1=node(host=host))).nodes] == [host]
 
 
 def test_a_node_can_join_partitions_by_itself(write: Write) -> None:
