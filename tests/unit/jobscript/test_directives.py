@@ -77,6 +77,7 @@ def test_a_line_asks_for(line: str, options: dict[str, list[str]]) -> None:
         ("#SBATCH --gres=fpga:2", "the only generic resources are gpu and shard"),
         ("#SBATCH --gres=gpu:2,VramPerGpu:24GB", "the only generic resources are gpu and shard"),
         ("#SBATCH --container-image=x", "containers are started in the script"),
+        ("#SBATCH -F nodes.txt", "use --nodelist"),
         ("#SBATCH --hold=yes please", "takes none"),
     ],
 )

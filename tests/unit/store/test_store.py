@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlite3
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import Field, fields
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,7 @@ from hpcsched.errors import ConfigError, UnavailableError
 from hpcsched.lifecycle.events import Allocated, Started, Submitted
 from hpcsched.lifecycle.job import apply, submitted_jobs
 from hpcsched.model.ids import JobId
-from hpcsched.model.job import ExitStatus, Hold, Job, JobState
+from hpcsched.model.job import ExitStatus, Hold, Job, JobState, Reason
 from hpcsched.model.spec import ArraySpec, Dependency, DependencyKind
 from hpcsched.model.training import Failure
 from hpcsched.store import columns, schema
@@ -49,6 +49,26 @@ def test_a_job_comes_back_as_it_was(database: sqlite3.Connection) -> None:
     store.commit(batch_of(whole))
     assert store.load_jobs(ended_after_s=T0) == [whole]
     assert store.last_ids() == (7, 7)
+
+
+def test_each_field_of_a_job_comes_back(database: sqlite3.Connection) -> None:
+    store = Store(database)
+    given = {"id", "spec", "spec_id"}
+    values = {field.name: _value(field, at) for at, field in enumerate(fields(Job)) if field.name not in given}
+    whole = job(7, **values)
+    store.commit(batch_of(whole))
+    assert store.load_jobs(ended_after_s=0) == [whole]
+
+
+def _value(field: Field[object], at: int) -> object:
+    """Return a value of the field's type that no other field has, where its type has so many."""
+    name = field.name
+    shares, names = (share(name),), (name,)
+    values = {"int": at, "JobId": at, "float": at + 0.5, "str": name, "bool": True, "ExitStatus": ExitStatus(code=1)}
+    values |= {"JobState": JobState.TIMEOUT, "Reason": Reason.LICENSES, "Hold": Hold.ADMIN}
+    values |= {"tuple[Share, ...]": shares, "tuple[NodeName, ...]": names}
+    values |= {"tuple[Dependency, ...]": (Dependency(kind=DependencyKind.AFTER_OK, job_ids=(JobId(1),)),)}
+    return values[str(field.type).removesuffix(" | None")]
 
 
 def test_jobs_as_submitted_and_others_come_back_in_their_order(database: sqlite3.Connection) -> None:
