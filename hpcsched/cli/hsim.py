@@ -112,12 +112,13 @@ def _run(words: Words, operands: Sequence[str]) -> int:
     engine = words.last("engine", POOL)
     if engine not in (POOL, PLAN):
         raise UsageError(f"cannot let {engine[:60]!r} decide: --engine is {POOL} or {PLAN}")
+    picture = _picture(words)
     done = simulate(_trace(operands[0]), policy, _procs(words), engine)
     _tell_left_out(done)
     if words.has("schedule-out"):
         write_schedule(done, Path(words.last("schedule-out")))
-    if words.has("plot"):
-        _draw([done], Path(words.last("plot")))
+    if picture is not None:
+        _draw([done], picture)
     if words.has("json"):
         print_json(_json(done))
     else:
@@ -136,12 +137,12 @@ def _compare(words: Words, operands: Sequence[str]) -> int:
     if len(operands) < 2:
         raise UsageError("cannot compare: hsim compare wants a trace and policies; see hsim --help")
     _refuse(words, "compare", ("policy", "engine", "schedule-out"), "run")
-    policies = [_policy(name) for name in operands[1:]]
+    policies, picture = [_policy(name) for name in operands[1:]], _picture(words)
     trace, procs = _trace(operands[0]), _procs(words)
     done = [simulate(trace, policy, procs) for policy in policies]
     _tell_left_out(done[0])
-    if words.has("plot"):
-        _draw(done, Path(words.last("plot")))
+    if picture is not None:
+        _draw(done, picture)
     if words.has("json"):
         print_json({"trace": trace.name, "policies": [_json(one) for one in done]})
     else:
@@ -181,6 +182,14 @@ def _procs(words: Words) -> int:
 def _tell_left_out(done: Simulation) -> None:
     if done.too_big:
         note("hsim", f"left out {done.too_big} jobs that need more than {done.procs} processors")
+
+
+def _picture(words: Words) -> Path | None:
+    """Return the beginning of the picture's path, None if none is to be drawn."""
+    base = Path(words.last("plot"))
+    if words.has("plot") and base.name in ("", ".."):
+        raise UsageError(f"cannot draw to {str(base)!r}: it names no file; --plot=week makes week.png and week.svg")
+    return base if words.has("plot") else None
 
 
 def _draw(done: Sequence[Simulation], base: Path) -> None:

@@ -25,10 +25,10 @@ MOST_BARS = 4000
 def draw(simulations: Sequence[Simulation], base: Path) -> list[Path]:
     """Write the picture to BASE.png and BASE.svg and return their paths. Raises UnavailableError without matplotlib."""
     figure = _figure(simulations)
-    paths = [base.with_name(f"{base.name}.{kind}") for kind in ("png", "svg")]
-    for path in paths:
-        figure.savefig(path, dpi=120)
-    return paths
+    paths = {kind: base.with_name(f"{base.name}.{kind}") for kind in ("png", "svg")}
+    for kind, path in paths.items():
+        figure.savefig(path, format=kind, dpi=120)
+    return list(paths.values())
 
 
 def utilization_over(simulation: Simulation, bins: int = BINS) -> tuple[list[float], list[float]]:

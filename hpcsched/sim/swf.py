@@ -120,6 +120,8 @@ def _job(fields: list[str], number: int, name: str) -> TraceJob | None:
 
 def _number(text: str) -> float:
     """Return a number: most are whole, which computes faster and prints as it was. Raises ValueError, naming it."""
+    if "_" in text or not text.isascii():  # Python would take 1_000 and other scripts' digits
+        raise ValueError(repr(text[:40]))
     try:
         value: float = int(text)
     except ValueError:

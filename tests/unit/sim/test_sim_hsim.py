@@ -60,6 +60,8 @@ def test_compare_draws(small: str, tmp_path: Path) -> None:
         (["run", "SMALL", "--policy", "magic"], 2, "known are fcfs, easy"),
         (["run", "SMALL", "--cpus", "4"], 2, "cannot take --cpus alone"),
         (["compare", "SMALL", "easy", "--policy", "easy"], 2, "it is for run"),
+        (["run", "SMALL", "--plot", ""], 2, "cannot draw to '.': it names no file"),
+        (["compare", "SMALL", "easy", "--plot", "a/.."], 2, "cannot draw to 'a/..': it names no file"),
         (["run", "/nowhere.swf"], 1, "cannot read trace"),
         (["run", "SMALL", "--schedule-out", "/nowhere/x.csv"], 1, "cannot write the schedule"),
     ],

@@ -98,6 +98,8 @@ def test_one_number_may_be_that_of_several_jobs() -> None:
         (line(f1=1, f2="nan", f4=1, f8=1), "'nan' is not a number"),
         (line(f1=1, f2=0, f4="1e400", f8=1), "'1e400' is not a number"),
         (line(f1=1, f2=0, f4="9" * 400, f8=1), "'9+' is not a number"),
+        (line(f1=1, f2=0, f4="1_000", f8=1), "'1_000' is not a number"),
+        (line(f1=1, f2=0, f4=1, f8="４"), "'４' is not a number"),
         (line(f1=1, f2=0, f4=1, f8="two"), "'two' is not a number"),
         (line(f1=1, f2=0, f4=1, f8=1, f18="never"), "'never' is not a number"),
         (line(f1=1, f2=-5, f4=1, f8=1), "before 0"),
