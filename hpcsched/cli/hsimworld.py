@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hpcsched import client, paths
+from hpcsched.cli.errors import note
 from hpcsched.cli.options import UsageError, Words
 from hpcsched.cli.output import clean, date_text, print_json
 from hpcsched.client import Json
@@ -35,7 +36,7 @@ from hpcsched.sim.planned import KINDS
 
 NAMES = {kind: name for name, kind in KINDS.items()} | {Backfill.NONE: "fifo"}  # as the configuration calls them
 TODAY = "as it is"
-_NEW_NODES = re.compile(r"(?:(\d{1,5})x)?(\d{1,6}):(\d+[KMGT]?)(?::gpu:([^:\s]+):(\d{1,3}))?", re.IGNORECASE)
+_NEW_NODES = re.compile(r"(?:([1-9]\d{0,4})x)?([1-9]\d{0,5}):(\d+[KMGT]?)(?::gpu:([^:\s]+):(\d{1,3}))?", re.IGNORECASE)
 
 
 class Variant(namedtuple("Variant", "name snapshot policy")):
@@ -130,6 +131,8 @@ def whatif(words: Words, operands: Sequence[str]) -> int:
     variants = _variants(words, snapshot, policy)
     found = [forecast(one.snapshot, one.policy, predict=words.has("predict")) for one in variants]
     shown = _shown(words, snapshot)
+    if words.has("jobs") and not shown:
+        note("hsim", f"no job of {clean(words.last('jobs')[:60])} waits")
     if words.has("json"):
         jobs = [_starts(job, found) for job in shown]
         pairs = zip(variants, found, strict=True)
@@ -138,7 +141,7 @@ def whatif(words: Words, operands: Sequence[str]) -> int:
     print(_table(variants, found), end="")
     if shown:
         rows = [(clean(job.display_id), clean(job.user), *(_start_text(job, one) for one in found)) for job in shown]
-        print("\n" + columns(("JOBID", "USER", *(one.name.upper() for one in variants)), rows), end="")
+        print("\n" + columns(("JOBID", "USER", TODAY.upper(), *(one.name for one in variants[1:])), rows), end="")
     return 0
 
 

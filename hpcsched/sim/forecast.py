@@ -88,9 +88,10 @@ class _Course:
         self.now_s = snapshot.now_s
         self.pending = [replace(job, kept_shares=()) for job in snapshot.pending]
         self.starts_s: dict[JobId, float] = {}
-        self.held: list[tuple[float, float, int]] = []  # from, until, cpus
+        self.held: list[tuple[float, float, int]] = []  # from, until, cpus of nodes that answer
         self.last_plan = Plan(starts=(), waits={})
         self._world = snapshot
+        self._usable = frozenset(node.name for node in snapshot.nodes if node.usable)
         self._policy = policy
         self._promises = snapshot.promises
         self._facts = dict(snapshot.facts)
@@ -151,7 +152,8 @@ class _Course:
     def _begin(self, job: RunningJob, end_s: float) -> None:
         self._running[job.id] = job
         heappush(self._ends, (end_s, job.id))
-        self.held.append((self.now_s, end_s, sum(share.cpus for share in job.shares)))
+        cpus = sum(share.cpus for share in job.shares if share.node in self._usable)
+        self.held.append((self.now_s, end_s, cpus))
 
     def _lasts_s(self, job: PendingJob, running: RunningJob) -> float:
         """Return how long `job` runs, which starts now."""

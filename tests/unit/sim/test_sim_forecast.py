@@ -41,6 +41,12 @@ def test_with_more_nodes_they_start_earlier_and_without_one_never() -> None:
     assert {wait.reason for wait in none.left.values()} == {Reason.NODES_UNAVAILABLE}
 
 
+def test_what_runs_on_nodes_that_are_removed_does_not_count_as_use_of_the_others() -> None:
+    made = world(nodes="2x4", running=["1: n1 4c 900s", "2: n2 4c 100s"], waiting=["3: 2c 100s", "4: 4c 100s"])
+    found = after(made, without_nodes(made.snapshot(), {NodeName("n1")}))
+    assert (found.starts_s, found.utilization) == ({3: 100.0, 4: 200.0}, 0.75)
+
+
 def test_jobs_may_last_as_long_as_their_users_last_ones() -> None:
     made = queue()
     snapshot = replace(made.snapshot(), experience=Experience(longest_runs_s={1000: 20.0}))

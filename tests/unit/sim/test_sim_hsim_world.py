@@ -46,6 +46,7 @@ def test_whatif_sets_variants_beside_today(saved: str, capsys: pytest.CaptureFix
     assert main(["whatif", saved, "--add-nodes", "2x4:1G:gpu:a100:2", "--policy", "fifo", "--jobs", "ann"]) == 0
     table, jobs = capsys.readouterr().out.split("\n\n")
     assert [line.split()[-4] for line in table.splitlines()[1:]] == ["11:40", "0:00", "0:00"]  # WAIT_MAX
+    assert "+2x4:1G:gpu:a100:2 fifo" in jobs.splitlines()[0]
     assert jobs.splitlines()[1].split() == ["2", "ann", "1970-01-01T00:01:40", "now", "now"]
     assert main(["whatif", saved, "--remove-node", "n1", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
@@ -53,9 +54,15 @@ def test_whatif_sets_variants_beside_today(saved: str, capsys: pytest.CaptureFix
     assert answer["jobs"] == []
 
 
+def test_who_has_no_job_that_waits_is_told(saved: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["whatif", saved, "--jobs", "nobody"]) == 0
+    assert "no job of nobody waits" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("argv", "why"),
     [
+        (["whatif", "--add-nodes", "0x4:1G"], "cannot add nodes '0x4:1G': write COUNTxCPUS:MEM"),
         (["whatif", "--add-nodes", "many"], "cannot add nodes 'many': write COUNTxCPUS:MEM"),
         (["whatif", "--remove-node", "n7"], "cannot remove node 'n7': there are n1"),
         (["whatif", "--policy", "magic"], "cannot follow policy 'magic': known are fcfs"),
