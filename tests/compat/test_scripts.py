@@ -67,6 +67,15 @@ def test_a_job_that_takes_nothing_along_finds_slurms_commands(cluster: LocalClus
     assert (first, sorted(tasks), state) == ("0027", ["0027", "0027", "0027 none", "0027 none"], "R")
 
 
+def test_a_login_shells_profile_takes_no_command_away(cluster: LocalCluster, slurm: Client) -> None:
+    script = "#!/bin/bash -l\nset -e\nsrun -N2 -n2 -l echo $1\nsqueue -h -j $SLURM_JOB_ID -o %t\nshopt -q login_shell\n"
+    (cluster.share / "login.sh").write_text(script)
+    for export in ("ALL", "NONE"):
+        words = ("--parsable", "--wait", "-N2", f"--export={export}", "login.sh", "word")
+        job_id = slurm("sbatch", *words).stdout.strip()
+        assert sorted(output(cluster, job_id)) == ["0: word", "1: word", "R"]
+
+
 def test_by_its_agent_a_job_requeues_itself_but_changes_no_cluster(cluster: LocalCluster, slurm: Client) -> None:
     script = """#!/bin/bash
 #SBATCH --requeue --open-mode=append --mem=50M

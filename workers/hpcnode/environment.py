@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from typing import Dict, List
+from typing import Dict, List, Mapping
 
 from hpcnode import allocation, protocol
 from hpcnode.user import Account
@@ -69,6 +69,13 @@ def _path(root: str, users: str) -> str:
     if any(_SLURM_PATH.search(folder) for folder in users.split(":")):
         ours.append(os.path.join(bin_dir(root), "slurm"))
     return ":".join([*(folder for folder in ours if folder not in users.split(":")), users])
+
+
+def own_folders(env: Mapping[str, str]) -> List[str]:
+    """Return what of a task's PATH has our commands, or those with Slurm's names."""
+    ours = bin_dir(env[AGENT_ROOT])
+    folders = env["PATH"].split(":")
+    return [folder for folder in folders if folder in (ours, ours + "/slurm") or _SLURM_PATH.search(folder)]
 
 
 def bin_dir(root: str) -> str:

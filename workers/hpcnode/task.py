@@ -19,7 +19,7 @@ import resource
 import signal
 from typing import Dict, List, NamedTuple, NoReturn, Optional, Sequence
 
-from hpcnode import files, user
+from hpcnode import environment, files, loginshell, user
 from hpcnode.process import die_with_parent
 
 READY = b"R"
@@ -163,14 +163,16 @@ def _interpreter_of(script: str) -> str:
 
 
 def _execute_script(argv: List[str], env: Dict[str, str]) -> None:
+    with open(argv[0], "rb") as script:
+        first = script.readline(4096)
+    words = os.fsdecode(first[2:].strip()).split(None, 1) if first.startswith(b"#!") else []
+    if loginshell.is_one(words):
+        os.execve(words[0], loginshell.command(words, argv, environment.own_folders(env)), env)
     try:
         os.execve(argv[0], argv, env)
     except PermissionError:
         pass
     # The spool may be on a file system mounted noexec: do as the kernel would with the script's first line.
-    with open(argv[0], "rb") as script:
-        first = script.readline(4096)
-    words = os.fsdecode(first[2:].strip()).split(None, 1) if first.startswith(b"#!") else []
     if not words:
         raise OSError(errno.ENOEXEC, "no #! line")
     os.execve(words[0], words + argv, env)
