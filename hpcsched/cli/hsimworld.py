@@ -16,7 +16,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from hpcsched import client, paths
-from hpcsched.cli.errors import note
 from hpcsched.cli.options import UsageError, Words
 from hpcsched.cli.output import clean, date_text, print_json
 from hpcsched.client import Json
@@ -131,8 +130,6 @@ def whatif(words: Words, operands: Sequence[str]) -> int:
     variants = _variants(words, snapshot, policy)
     found = [forecast(one.snapshot, one.policy, predict=words.has("predict")) for one in variants]
     shown = _shown(words, snapshot)
-    if words.has("jobs") and not shown:
-        note("hsim", f"no job of {clean(words.last('jobs')[:60])} waits")
     if words.has("json"):
         jobs = [_starts(job, found) for job in shown]
         pairs = zip(variants, found, strict=True)
@@ -142,6 +139,8 @@ def whatif(words: Words, operands: Sequence[str]) -> int:
     if shown:
         rows = [(clean(job.display_id), clean(job.user), *(_start_text(job, one) for one in found)) for job in shown]
         print("\n" + columns(("JOBID", "USER", TODAY.upper(), *(one.name for one in variants[1:])), rows), end="")
+    elif words.has("jobs"):
+        print(f"\nNo job of {clean(words.last('jobs')[:60])} waits.")
     return 0
 
 

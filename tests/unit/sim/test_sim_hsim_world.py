@@ -56,7 +56,7 @@ def test_whatif_sets_variants_beside_today(saved: str, capsys: pytest.CaptureFix
 
 def test_who_has_no_job_that_waits_is_told(saved: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["whatif", saved, "--jobs", "nobody"]) == 0
-    assert "no job of nobody waits" in capsys.readouterr().err
+    assert capsys.readouterr().out.endswith("\n\nNo job of nobody waits.\n")
 
 
 @pytest.mark.parametrize(
