@@ -320,4 +320,5 @@ def _error(response: Response) -> errors.HpcschedError:
         kind = errors.RequestError
     error = kind(str(answer.get("error")))
     error.by_controller = True
+    error.at = answer.get("at")
     return error

@@ -10,6 +10,7 @@ class HpcschedError(Exception):
     """An error whose text is meant for a person: shown without a traceback."""
 
     by_controller = False  # it was the controller's answer to a command
+    at: int | None = None  # of a request for several jobs: which of them it is about, from 0
 
 
 class RequestError(HpcschedError):

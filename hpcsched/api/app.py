@@ -357,7 +357,8 @@ def _with_errors(handler: web.Handler) -> web.Handler:
             response = await handler(request)
         except HpcschedError as error:
             status = next((status for kind, status in STATUS if isinstance(error, kind)), 500)
-            return answer({"error": str(error), "kind": type(error).__name__}, status)
+            at = {} if error.at is None else {"at": error.at}
+            return answer({"error": str(error), "kind": type(error).__name__, **at}, status)
         if request.method == "POST" and request.path.startswith(ADMINS_PATHS):
             log.info("uid %d: %s %.300r", _uid_of(request), request.path, request.body)
         return response

@@ -39,6 +39,7 @@ HELP_HEAD = """\
 Usage: NAME [OPTIONS] SCRIPT [ARGUMENT...]
        NAME [OPTIONS] < SCRIPT
        NAME [OPTIONS] --wrap COMMAND
+       NAME [OPTIONS] --each SCRIPT...
 
 Submit a job. The script's #HSUB and #SBATCH lines may have the same options; those of the command line win over
 HSUB_* and SBATCH_* variables, and these over the script's. What follows the script is passed to it.
@@ -91,11 +92,13 @@ def _work(argv: Sequence[str], face: Face) -> int:
     if is_set(line.options, "version"):
         face.version(face.name)
         return 0
-    options, built = _build(line, argv, face)
-    if face.cluster:
-        refuse_others(split_list(last(options, "clusters") or ""))
+    if is_set(line.options, "each"):
+        from hpcsched.cli.hsubeach import submit_each  # most calls submit one
+
+        return submit_each(face, line, argv)
+    options, built = build(line, argv, face)
     if not is_set(options, "quiet"):
-        _tell(face, built.notes, aloud="verbose" in options)
+        tell(face, built.notes, aloud="verbose" in options)
     job = spec_to_json(built.spec)
     if is_set(options, "dry-run"):
         print_json({"version": 1, "job": job, "notes": list(built.notes)})
@@ -113,7 +116,7 @@ def help_text(name: str = NAME) -> str:
     return HELP_HEAD.replace("NAME", name) + "\n".join(lines) + "\n" + HELP_TAIL
 
 
-def _build(line: CommandLine, argv: Sequence[str], face: Face) -> tuple[Mapping[str, Sequence[str]], Built]:
+def build(line: CommandLine, argv: Sequence[str], face: Face) -> tuple[Mapping[str, Sequence[str]], Built]:
     """Return the options of all layers, and the job that they ask for."""
     script = _read(face, line.script) if last(line.options, "wrap") is None else None
     try:
@@ -130,6 +133,8 @@ def _build(line: CommandLine, argv: Sequence[str], face: Face) -> tuple[Mapping[
         host=os.uname().nodename,
     )
     read = read_submission(words, line, time.time())
+    if face.cluster:
+        refuse_others(split_list(last(read.options, "clusters") or ""))
     return read.options, read.built
 
 
@@ -154,7 +159,7 @@ def _read(face: Face, path: str | None) -> str:
     return data.decode("utf-8", "surrogateescape")
 
 
-def _tell(face: Face, notes: Sequence[str], *, aloud: bool) -> None:
+def tell(face: Face, notes: Sequence[str], *, aloud: bool) -> None:
     for text in notes:
         if aloud:
             print(f"{face.name}: {clean(text)}", file=sys.stderr)
@@ -194,11 +199,11 @@ def _submit(face: Face, job: Json, options: Mapping[str, Sequence[str]]) -> int:
     elif not is_set(options, "quiet"):
         print(f"Submitted batch job {job_id}")
     sys.stdout.flush()
-    _tell(face, answer.get("notes", ()), aloud="verbose" in options)
-    return _wait(face, job_id) if is_set(options, "wait") else 0
+    tell(face, answer.get("notes", ()), aloud="verbose" in options)
+    return wait_for(face, job_id) if is_set(options, "wait") else 0
 
 
-def _wait(face: Face, job_id: int) -> int:
+def wait_for(face: Face, job_id: int) -> int:
     """Wait until the job (of an array: all its tasks) is over; return the highest exit code."""
     pause_s = FIRST_POLL_S
     told = False

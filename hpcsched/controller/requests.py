@@ -79,16 +79,24 @@ def submit(tx: Transaction, asker: Asker, request_id: str, specs: list[JobSpec],
     if known is not None:
         return jobs_again(request_id, known, specs)
     answers: list[dict[str, int]] = []
-    for spec in specs:
-        check_rank(asker, spec.nice, spec.priority)
-        spec = settle(tx.world, asker.user, spec)
-        partitions, limit_s = place_of(tx.world, asker.user, spec, tx.now_s)
-        names = ",".join(partition.name for partition in partitions)
-        jobs = tx.submit(spec, uid=asker.uid, user=asker.user, partition=names, time_limit_s=limit_s)
+    for number, spec in enumerate(specs):
+        try:
+            jobs = _submitted(tx, asker, spec)
+        except RequestError as error:
+            error.at = number
+            raise
         answers.append({"job_id": jobs[0].id, "tasks": len(jobs)})
     if request_id:
         tx.note_request(asker.uid, request_id, [answer["job_id"] for answer in answers])
     return answers
+
+
+def _submitted(tx: Transaction, asker: Asker, spec: JobSpec) -> list[Job]:
+    check_rank(asker, spec.nice, spec.priority)
+    spec = settle(tx.world, asker.user, spec)
+    partitions, limit_s = place_of(tx.world, asker.user, spec, tx.now_s)
+    names = ",".join(partition.name for partition in partitions)
+    return tx.submit(spec, uid=asker.uid, user=asker.user, partition=names, time_limit_s=limit_s)
 
 
 def check_rank(asker: Asker, nice: int, priority: int | None) -> None:

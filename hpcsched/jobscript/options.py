@@ -154,6 +154,7 @@ _JOB_OPTIONS = (
 _COMMAND_OPTIONS = (
     _own("wrap", "", "COMMAND", help="run this command of the shell instead of a script", in_script=False, parse=str),
     _own("wait", "W", help="wait until the job is over; exit with its code", variable="WAIT"),
+    _own("each", help="each word behind the options is a script of its own; submit them all", in_script=False),
     _own("parsable", help="print the job's id alone"),
     _own("test-only", help="submit nothing; say when and where the job would start"),
     _own("dry-run", help="submit nothing; print the request as JSON", in_script=False),

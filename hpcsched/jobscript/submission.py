@@ -19,7 +19,9 @@ from hpcsched.jobscript.scan import CommandLine, parse_command_line
 from hpcsched.jobscript.script import read_script, wrap_script
 
 # --wait and these are the command's own business; a date means what the user's time zone makes of it.
-_NOT_REMOTE = ("help", "version", "dry-run", "test-only", "wait", "json", "request-id", "begin", "deadline", "clusters")
+_NOT_REMOTE = (
+    "help", "version", "dry-run", "test-only", "wait", "each", "json", "request-id", "begin", "deadline", "clusters",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,6 +20,10 @@ JOB = {"name": "x", "script": "#!/bin/sh\n", "work_dir": "/tmp"}
 
 
 async def _submit(asker: Any, request_id: str, specs: list[Any]) -> dict[str, Any]:
+    if request_id == "second is wrong":
+        error = RequestError("cannot do it")
+        error.at = 1
+        raise error
     return {"jobs": [{"job_id": 1, "tasks": 1}] * len(specs), "notes": []}
 
 
@@ -67,6 +71,11 @@ def test_a_body_that_is_ambiguous_or_too_much_is_refused(body: bytes, why: str) 
 
 def test_as_many_jobs_as_are_allowed_are_taken() -> None:
     assert len(_post(json.dumps({"jobs": [JOB] * MAX_JOBS}).encode())["jobs"]) == MAX_JOBS
+
+
+def test_which_of_many_jobs_is_refused_is_in_the_answer() -> None:
+    answer = _post(json.dumps({"request_id": "second is wrong", "jobs": [JOB] * 3}).encode())
+    assert (answer["error"], answer["at"]) == ("cannot do it", 1)
 
 
 def test_the_log_says_who_changed_what_is_of_no_job(caplog: pytest.LogCaptureFixture) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from fake_api import FakeApi, ended, running, task
 
-from hpcsched.cli import hsub
+from hpcsched.cli import hsub, hsubeach
 from hpcsched.jobscript.options import OPTIONS
 from hpcsched.model.codec import spec_from_json
 
@@ -190,3 +190,65 @@ def test_help_has_all_options_of_the_table(capsys: pytest.CaptureFixture[str]) -
     text = capsys.readouterr().out
     for option in OPTIONS:
         assert f"  {option.spelling}" in text
+
+
+def _scripts(tmp_path: Path, count: int) -> list[str]:
+    names = [f"s{number}.sh" for number in range(count)]
+    for name in names:
+        (tmp_path / name).write_text(f"#!/bin/sh\n#SBATCH -J of_{name}\n")
+    return names
+
+
+def _ids(body: dict[str, Any], given: dict[str, str]) -> dict[str, Any]:
+    """Answer with an id for each job: that of its script's number."""
+    numbers = [int(job["name"].removeprefix("of_s").removesuffix(".sh")) for job in body["jobs"]]
+    return {"jobs": [{"job_id": 10 + number, "tasks": 1} for number in numbers], "notes": []}
+
+
+def test_many_scripts_go_in_parts_each_with_a_request_id_of_its_own(
+    api: FakeApi, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(hsubeach, "PART_JOBS", 2)
+    names = _scripts(tmp_path, 5)
+    api.answers["POST /v1/submit"] = [_ids, None, _ids, _ids]  # the second part's first answer is lost
+    assert hsub.main(["--parsable", "--request-id=mine", "--each", *names]) == 0
+    assert capsys.readouterr() == ("10\n11\n12\n13\n14\n", "")
+    parts = api.requests("POST /v1/submit")
+    assert [part["request_id"] for part in parts] == ["mine.0", "mine.1", "mine.1", "mine.2"]
+    assert [len(part["jobs"]) for part in parts] == [2, 2, 2, 1]
+    assert parts[-1]["jobs"][0]["submit_line"] == "hsub --parsable --request-id=mine --each s4.sh"
+
+
+def test_of_many_scripts_the_refused_one_is_named_with_what_is_queued_and_what_to_do(
+    api: FakeApi, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(hsubeach, "PART_JOBS", 2)
+    names = _scripts(tmp_path, 5)
+    api.answers["POST /v1/submit"] = [_ids, (400, {"error": "cannot do it", "kind": "RequestError", "at": 1})]
+    assert hsub.main(["--request-id=mine", "--each", *names]) == 1
+    assert capsys.readouterr() == (
+        "Submitted batch job 10\nSubmitted batch job 11\n",
+        "hsub: error: s3.sh: cannot do it; the first 2 of 5 scripts are in the queue: to submit the others, and none twice, "
+        "add --request-id=mine\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("argv", "status", "why"),
+    [
+        (["--each"], 2, "cannot submit each of no scripts"),
+        (["--each", "s0.sh", "-"], 2, "cannot read a script from standard input"),
+        (["--each", "--dry-run", "s0.sh"], 2, "cannot take --dry-run"),
+        (["--each", "--wrap", "true", "s0.sh"], 2, "beside --wrap"),
+        (["--each", "s0.sh", "none.sh"], 1, "none.sh: cannot read script none.sh"),
+        (["--each", "s0.sh", "bad.sh"], 1, "bad.sh: "),
+    ],
+)
+def test_nothing_is_submitted_before_all_scripts_have_been_read(
+    api: FakeApi, capsys: pytest.CaptureFixture[str], tmp_path: Path, argv: list[str], status: int, why: str
+) -> None:
+    _scripts(tmp_path, 1)
+    (tmp_path / "bad.sh").write_text("#!/bin/sh\n#SBATCH --nodes=many\n")
+    assert hsub.main(argv) == status
+    assert why in capsys.readouterr().err
+    assert api.asked == []

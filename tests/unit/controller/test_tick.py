@@ -84,6 +84,16 @@ def test_a_job_that_can_never_run_is_refused_with_the_numbers() -> None:
         Cluster("n1", "n2", "n3").submit(nodes_min=9)
 
 
+def test_of_many_jobs_one_that_is_refused_is_told_by_its_number_and_none_is_queued() -> None:
+    cluster = Cluster("n1")
+    specs = [spec(), spec(), spec(cpus_per_task=99), spec()]
+    with pytest.raises(RequestError) as caught:
+        cluster.ask(lambda tx: requests.submit(tx, ANN, "many", specs, cluster.store.request_jobs))
+    assert caught.value.at == 2
+    assert not cluster.world.jobs
+    assert cluster.store.request_jobs(ANN.uid, "many") is None
+
+
 def test_a_request_that_comes_twice_at_once_makes_one_job_and_hinders_nobody() -> None:
     cluster = Cluster("n1")
     answers: list[Any] = []
