@@ -6,6 +6,7 @@
 #              STORIES=all: in every story that has it); goes on where it was stopped (sim-out/)
 # make kill-rounds  a real cluster with real sshds: in each of ROUNDS=300 rounds something is killed while jobs flow (SEED=1)
 # make checkpoint-rounds  checkpoints on a share like NFS: in each of ROUNDS=1000 rounds requests fail and writers die (SEED=1)
+# make elastic-rounds  a rank of an elastic run is killed in each exchange that the run has, once
 # make compat  the clients of Slurm that take minutes as well, unmodified, against a cluster on this machine
 # make ulfm    training under Open MPI's fault tolerance, whose tests are not part of make test yet
 # make lint    style and architecture
@@ -23,7 +24,7 @@ TORCH ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo 'torch>=2.6' || e
 # instead, whose imports take as long as Python's start, at the start of every command.
 PLAIN_PATHS := --config-settings editable_mode=compat
 
-.PHONY: venv demo test compat ulfm bench sim kill-rounds checkpoint-rounds lint clean
+.PHONY: venv demo test compat ulfm bench sim kill-rounds checkpoint-rounds elastic-rounds lint clean
 
 venv: $(VENV)/.done
 
@@ -66,6 +67,9 @@ kill-rounds: venv
 
 checkpoint-rounds: venv
 	@$(BIN)/python -m tests.train.checkpoint_rounds --rounds $(or $(ROUNDS),1000) --seed $(or $(SEED),1)
+
+elastic-rounds: venv
+	@$(BIN)/python tests/train/elastic_rounds.py
 
 lint: venv
 	$(BIN)/ruff check .

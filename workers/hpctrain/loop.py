@@ -15,7 +15,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from hpctrain.checkpoint.snapshot import State
 from hpctrain.comm import Communicator
 from hpctrain.data import shares
 from hpctrain.data.prefetch import Prefetcher, Span
-from hpctrain.errors import TrainError
+from hpctrain.errors import PeerLost, TrainError
 from hpctrain.localsteps import LocalSteps
 from hpctrain.optim import clip_factor, multiply
 from hpctrain.phases import Phases
@@ -193,6 +193,9 @@ class Loop:
                 stopped = self._take_step(step, stop, started_s)
                 if (trace := self.profile.step_ended()) is not None:
                     print(f"profile: rank {self._comm.rank} wrote {trace}", flush=True)
+        except PeerLost:
+            self._replicas.put_back()
+            raise
         finally:
             self._phases.close()
             self._buckets.close()
@@ -269,34 +272,37 @@ class Loop:
         progress.step += 1
         progress.next_sample += batch.size
         step_s = time.perf_counter() - started_s
-        self._fix_total(step_s)
         self._step_s = step_s
-        checkpoint, copy_s = self._checkpoint()
-        self._on_step(
-            StepReport(
-                step=progress.step,
-                total_steps=progress.total_steps,
-                loss=loss,
-                val_loss=self._validate(),
-                lr=lr,
-                grad_norm=grad_norm,
-                samples_per_s=batch.size / step_s,
-                step_s=step_s,
-                comm_s=comm_s,
-                checkpoint=checkpoint,
-                checkpoint_copy_s=copy_s,
-                shares=batch.counts,
-                loss_scale=progress.loss_scale.value if progress.loss_scale.dynamic else None,
-                data_s=data_s,
-                forward_s=forward_s,
-                backward_s=backward_s,
-                wait_s=waited_s,
-                exchanged_bytes=self._exchanged_bytes if met else 0,
-                samples=progress.next_sample,
-                times=times,
-                changed="; ".join(filter(None, [skipped, *said])),
-            )
+        report = StepReport(
+            step=progress.step,
+            total_steps=progress.total_steps,
+            loss=loss,
+            val_loss=None,
+            lr=lr,
+            grad_norm=grad_norm,
+            samples_per_s=batch.size / step_s,
+            step_s=step_s,
+            comm_s=comm_s,
+            checkpoint=None,
+            checkpoint_copy_s=0.0,
+            shares=batch.counts,
+            loss_scale=progress.loss_scale.value if progress.loss_scale.dynamic else None,
+            data_s=data_s,
+            forward_s=forward_s,
+            backward_s=backward_s,
+            wait_s=waited_s,
+            exchanged_bytes=self._exchanged_bytes if met else 0,
+            samples=progress.next_sample,
+            times=times,
+            changed="; ".join(filter(None, [skipped, *said])),
         )
+        try:
+            self._fix_total(step_s)
+            checkpoint, copy_s = self._checkpoint()
+            report = replace(report, checkpoint=checkpoint, checkpoint_copy_s=copy_s, total_steps=progress.total_steps)
+            report = replace(report, val_loss=self._validate())
+        finally:  # it was taken, even if a rank is lost in what comes after it
+            self._on_step(report)
         return stops
 
     def _move(self, batch: Step, lr: float) -> tuple[float, str]:

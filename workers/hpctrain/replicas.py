@@ -17,14 +17,12 @@ import torch
 from hpctrain.comm import Communicator
 
 
-def broadcast_state(tensors: Mapping[str, torch.Tensor], comm: Communicator) -> None:
-    """This will give every rank the tensors of rank 0."""
-    for tensor in tensors.values():
-        comm.broadcast(tensor)
-
-
 def hand_over(tensors: Mapping[str, torch.Tensor], comm: Communicator, source: int) -> None:
-    """This will give every rank the tensors of rank `source`; whoever is interrupted keeps what it had."""
+    """This will give every rank the tensors of rank `source`; of ranks that come and go, who is interrupted keeps what it had."""
+    if not comm.elastic:
+        for tensor in tensors.values():
+            comm.broadcast(tensor, source)
+        return
     whole = {name: tensor.clone() for name, tensor in tensors.items()}
     for tensor in whole.values():
         comm.broadcast(tensor, source)
@@ -40,7 +38,8 @@ class Replicas:
     def __init__(self, model: torch.nn.Module, comm: Communicator) -> None:
         self._model, self._comm = model, comm
         self._names = [name for name, _ in model.named_buffers()] if comm.size > 1 else []
-        self._agreed: dict[str, torch.Tensor] = {}  # nothing at first: what is not agreed on counts as changed
+        # Nothing at first: what is not agreed on counts as changed. Ranks that come and go may have to put it back.
+        self._agreed = {name: tensor.clone() for name, tensor in self._now().items()} if comm.elastic else {}
 
     def changes(self) -> torch.Tensor:
         """This will mark with 1.0 which buffers have changed here; [buffers], float64, to be summed over the ranks."""
@@ -70,6 +69,13 @@ class Replicas:
             changes = self.changes()
             self._comm.all_reduce(changes)
             self.follow(changes, counts)
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """This will undo what forward passes have changed since the last step that was taken: theirs is not, and comes again."""
+        now = self._now()
+        for name, agreed in self._agreed.items():
+            now[name].copy_(agreed)
 
     def _now(self) -> dict[str, torch.Tensor]:
         """The buffers as they are: a module may have put another tensor in the place of one."""

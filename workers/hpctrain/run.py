@@ -71,7 +71,7 @@ from hpctrain.outermost import all_or_none
 from hpctrain.precision import Precision, loss_scale_for
 from hpctrain.prepare import prepare_model
 from hpctrain.profiling import Profile
-from hpctrain.replicas import broadcast_state, hand_over
+from hpctrain.replicas import hand_over
 from hpctrain.settings import check_elastic, check_options, settings_of
 from hpctrain.signals import StopRequest
 from hpctrain.state import live_tensors
@@ -141,6 +141,7 @@ class Run:
         self._shares_writing = comm.size > 1 and not comm.elastic and options.checkpoint_writer == "process"
         self.finished = self._over = False
         self._began_at_s = time.time()
+        self._progress: Progress | None = None  # how far this rank is, None if it has nothing yet
         self._last_step: tuple[StepReport, float] | None = None  # and when it was over
         self._interrupted = False  # ranks were lost since the last generation, or all are started again
         self.weights_sha256 = ""  # after the steps: the same on all ranks
@@ -226,12 +227,10 @@ class Run:
             data=data,
             samples=samples,
         )
-        progress: Progress | None = None
         while not self._over:
             self.comm.meet()
             try:
-                loop, teller = self._generation(task, progress)
-                progress = loop.progress
+                loop, teller = self._generation(task)
                 with loop.profile.watching():
                     yield from loop.steps(self._stop)
                 if not loop.changing:
@@ -240,14 +239,14 @@ class Run:
                 self._interrupted = True
                 print(f"{self._name}: rank {self.rank} of {self.size}: {lost}", flush=True)
 
-    def _generation(self, task: Task, progress: Progress | None) -> tuple[Loop, Teller | None]:
-        """Make the loop of those who have met; `progress`: how far this rank is, None if it has nothing yet."""
+    def _generation(self, task: Task) -> tuple[Loop, Teller | None]:
+        """Make the loop of those who have met."""
         options, comm, model, optimizer = self._options, self.comm, task.model, task.optimizer
         hosts = agree(comm, task.facts)
         sync = make_sync(options.sync, list(model.parameters()), comm, overlap=options.overlap)
         live = lambda: live_tensors(model, optimizer) | sync.tensors()  # noqa: E731
         replay = replay_through(model, optimizer.step, live, lambda text: print(text, flush=True))
-        progress = self._catch_up(live, replay, progress)
+        progress = self._catch_up(live, replay)
         attempt = self.share(lambda: self._claim.attempt if self._claim else 0)
         if self._shares_writing and self._writer is None:
             self._writer = self._join_writers(attempt)
@@ -309,30 +308,48 @@ class Run:
         if teller:
             teller.end(loop, self._stop, self.finished)
 
-    def _catch_up(
-        self, live: Callable[[], dict[str, torch.Tensor]], replay: Replay, progress: Progress | None
-    ) -> Progress:
-        """Bring every rank to the state of the one that is furthest; if none has any, to that of the last checkpoint."""
-        steps = cast("list[int]", self.comm.all_gather_object(-1 if progress is None else progress.step))
-        furthest = steps.index(max(steps))
-        restored = None
+    def _catch_up(self, live: Callable[[], dict[str, torch.Tensor]], replay: Replay) -> Progress:
+        """Bring every rank to the state of the one that is furthest; if none has any, to that which the first one begins with.
+
+        A rank that is interrupted in it has what it had before, or all of the other's.
+        """
+        steps = cast("list[int]", self.comm.all_gather_object(-1 if self._progress is None else self._progress.step))
+        begins = max(steps) < 0
+        plan = None
         if self.is_first and self._claim is None:
             self._claim = self._take_over()
             self._bring_back()
-            restored = self._restore(live(), replay) if max(steps) < 0 else None
+            restored = self._restore(live(), replay) if begins else None
             self._distrusted = restored.damaged if restored else ()
             if not self._shares_writing:
                 self._writer = background_writer(self._options, self._claim, restored)
-        tensors = live()  # steps that were taken again may have made the optimizer's anew
-        if max(steps) < 0:
+            if begins:
+                self._progress, plan = self._begin(live(), restored)
+        source = steps.index(max(steps))
+        mine = (self._progress, self._last_step, plan) if self.rank == source else None
+        told = self.comm.all_gather_object(mine)[source]
+        if min(steps) < max(steps) or begins:
+            # Live tensors anew: steps that were taken again may have made the optimizer's anew.
+            hand_over(live(), self.comm, source)
+        self._progress, self._last_step, plan = cast("tuple[Progress, tuple[StepReport, float] | None, object]", told)
+        if begins:
             self._interrupted = True
-            return self._share_progress(tensors, restored)
-        if min(steps) < max(steps):
-            hand_over(tensors, self.comm, furthest)
-            told = self.comm.all_gather_object((progress, self._last_step))[furthest]
-            progress, self._last_step = cast("tuple[Progress, tuple[StepReport, float] | None]", told)
-        assert progress is not None
-        return progress
+            self.comm.follow(plan)
+        return self._progress
+
+    def _begin(self, tensors: dict[str, torch.Tensor], restored: Restored | None) -> tuple[Progress, object]:
+        """The state of a checkpoint, or a fresh one; and what was chosen to exchange by then."""
+        precision = Precision(self._options.precision)
+        progress, plan = Progress(loss_scale=loss_scale_for(precision, None)), None
+        if restored is not None:
+            assert restored.published.snapshot is not None
+            restored.published.snapshot.pour(tensors)
+            facts = restored.published.manifest.facts
+            progress, plan = progress_from(facts.state, facts.step, precision), facts.state.get("exchange")
+        progress.total_steps = self._options.steps or progress.total_steps
+        if progress.total_steps is None and self._options.target_seconds is None:
+            progress.total_steps = DEFAULT_STEPS
+        return progress, plan
 
     def _take_over(self) -> Claim:
         """Claim the attempt: whoever wrote before must not any more."""
@@ -362,23 +379,6 @@ class Run:
     def _restore(self, tensors: dict[str, torch.Tensor], replay: Replay) -> Restored | None:
         directory = self._options.out / "checkpoints"
         return restore_newest(directory, layout_of(tensors), lambda text: print(text, flush=True), replay)
-
-    def _share_progress(self, tensors: dict[str, torch.Tensor], restored: Restored | None) -> Progress:
-        """Bring every rank to the restored state of rank 0, or to its fresh one."""
-        if restored is not None:
-            assert restored.published.snapshot is not None
-            restored.published.snapshot.pour(tensors)
-        broadcast_state(tensors, self.comm)
-        facts = self.share(lambda: restored.published.manifest.facts if restored else None)
-        precision = Precision(self._options.precision)
-        fresh = Progress(loss_scale=loss_scale_for(precision, None))
-        progress = progress_from(facts.state, facts.step, precision) if facts else fresh
-        if facts:
-            self.comm.follow(facts.state.get("exchange"))
-        progress.total_steps = self._options.steps or progress.total_steps
-        if progress.total_steps is None and self._options.target_seconds is None:
-            progress.total_steps = DEFAULT_STEPS
-        return progress
 
 
 def policy_of(options: argparse.Namespace) -> Policy:

@@ -137,6 +137,17 @@ def test_when_one_has_finished_nobody_new_is_taken_in_and_the_rest_finish_among_
     assert members_of(roster.settle(1.0)) == [1, 2]
 
 
+def test_when_one_has_finished_the_rest_finish_however_few_they_are() -> None:
+    roster = run_of(3, least=3)
+    roster.settle(0.0)
+    roster.leave(0)
+    roster.close()
+    roster.lose(1, "killed", 1.0)
+    roster.settle(1.0)
+    roster.part(2, 0, 1.0, failed=True)
+    assert members_of(roster.settle(1.0)) == [2]
+
+
 @given(st.data())
 def test_whatever_happens_nobody_lost_comes_back_and_survivors_keep_their_order(data: st.DataObject) -> None:
     """Random events; members do as they are told. A generation's members are alive, and old ones lead it."""

@@ -175,6 +175,7 @@ class MembersCommunicator:
         self._listener.close()
 
     def _cut(self) -> None:
+        self.membership.unwatch()
         wire, self._wire = self._wire, None
         group, self._group = self._group, None
         if group is not None:

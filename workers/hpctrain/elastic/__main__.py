@@ -24,7 +24,7 @@ from hpctrain.elastic.serve import Server
 from hpctrain.errors import EXIT_FAILED, EXIT_REQUEUE, TrainError
 
 GRACE_S = 5.0
-AGAIN_S = 1.0  # after a process that ended before it took part, or a word that did not reach the controller
+AGAIN_S = 1.0  # between two starts in a slot, or after a word that did not reach the controller
 MOST_LOSSES = 5  # for each rank, without a step between
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
@@ -109,22 +109,26 @@ class Elastic:
     async def _keep(self, slot: Slot) -> None:
         """Have a process run in a slot, one after another, until the run is over or the slot is given up."""
         while not self._server.over.is_set() and slot.number not in self._retired and not self._stopping:
+            started_s = time.monotonic()
             await self._launcher.start(slot, self._facts | {"HPCTRAIN_SLOT": str(slot.number)})
             process = self._launcher.processes[slot.number]
             status = self._ended[slot.number] = await process.wait()
             if self._server.over.is_set() or slot.number in self._retired:
                 return
-            if self._server.roster.generation < 0 and status > 0:
+            self._count_loss()
+            if self._server.roster.generation < 0 and status > 0 and not was_killed(status):
                 self._give_up(f"a rank ended with status {status} before the run began", status)
             elif self._is_hopeless():
                 self._give_up(f"{self._losses_without_step} ranks were lost without a step between", EXIT_FAILED)
-            elif not any(member.slot == slot.number for member in self._server.roster.members.values()):
-                await asyncio.sleep(AGAIN_S if status > 0 else 0.0)
+            else:
+                await asyncio.sleep(max(0.0, started_s + AGAIN_S - time.monotonic()))
         if self._stopping and self._launcher.all_ended:
             self._give_up("every rank ended at the stop signal", EXIT_REQUEUE)
 
     def _lost(self, slot: int) -> None:
         self._launcher.signal(slot, signal.SIGKILL)
+
+    def _count_loss(self) -> None:
         if self._step_then < self._server.account.step:
             self._step_then, self._losses_without_step = self._server.account.step, 0
         self._losses_without_step += 1
@@ -184,9 +188,9 @@ class Elastic:
         """Let the ranks come to their end; spares, and who is just being started, have nothing to do any more."""
         server = self._server
         if not server.failure:
-            ending = server.done | {member.slot for member in server.roster.inside()}
+            ending = {*server.done.values()} | {member.slot for member in server.roster.inside()}
             await asyncio.wait([self._keepers[slot] for slot in ending])  # ends: who is silent is missed
-        server.tell_all("end")
+        server.end_all()
         if server.failure:  # each may have something to say of it
             await asyncio.wait(self._keepers.values(), timeout=GRACE_S)
         for slot in self._keepers:
@@ -197,7 +201,16 @@ class Elastic:
         if server.failure:
             _print(f"hpctrain: {server.failure}", sys.stderr)
             return self._status or EXIT_FAILED
-        return max((self._ended[slot] for slot in server.done), default=EXIT_FAILED)
+        return self._status_of_all()
+
+    def _status_of_all(self) -> int:
+        """The ranks' exit status. Who is killed when training is over takes nothing along; but the first has more to do."""
+        done = self._server.done
+        first = self._ended[done[self._server.first]] if self._server.first in done else -signal.SIGKILL
+        if was_killed(first):
+            _say("the first rank was lost after the last step: what a script does then is missing; run it again")
+            return EXIT_REQUEUE
+        return max(status for slot in done.values() if not was_killed(status := self._ended[slot]))
 
     def _report(self) -> None:
         account, now_s = self._server.account, time.monotonic()
@@ -205,6 +218,11 @@ class Elastic:
             self._options.report.write_text(json.dumps(account.facts(now_s)) + "\n")
         for line in account.describe(now_s):
             _say(line)
+
+
+def was_killed(status: int) -> bool:
+    """Whether a process was ended by a signal: hrun says so with 128 and more."""
+    return status < 0 or status > 128
 
 
 def _say(text: str) -> None:

@@ -49,6 +49,7 @@ class Membership:
         self.changing = False  # the roster wants another generation, after a step
         self.host = self._socket.getsockname()[0]  # as the roster's host sees this one
         self._generations: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._breaking = threading.Lock()  # while `_break_off` is called, or is about to be another
         self._break_off: Callable[[], None] = lambda: None
         self._broken = -1  # the last generation that broke
         self._step, self._useful_s = -1, 0.0
@@ -64,7 +65,6 @@ class Membership:
 
     def part(self, generation: int, *, failed: bool) -> None:
         """This will say that this member exchanges no more in a generation; `failed`: it cannot, and nobody can."""
-        self._break_off = lambda: None
         self._send({"say": "part", "generation": generation, "failed": failed})
 
     def next_generation(self) -> Message:
@@ -79,9 +79,15 @@ class Membership:
 
     def watch(self, generation: int, break_off: Callable[[], None]) -> None:
         """This will have `break_off` called as soon as that is so, at once or in another thread."""
-        self._break_off = break_off
-        if self.is_broken(generation):
-            break_off()
+        with self._breaking:
+            self._break_off = break_off
+            if self.is_broken(generation):
+                break_off()
+
+    def unwatch(self) -> None:
+        """This will have nothing called any more, nor being called when this returns: what it would break off may go now."""
+        with self._breaking:
+            self._break_off = lambda: None
 
     def stepped(self, step: int, useful_s: float) -> None:
         """This will note a step that was taken; `useful_s` is counted once for a run: by the first rank alone."""
@@ -121,8 +127,9 @@ class Membership:
             case "changing":
                 self.changing = True
             case "broken":
-                self._broken = cast(int, message["generation"])
-                self._break_off()
+                with self._breaking:
+                    self._broken = cast(int, message["generation"])
+                    self._break_off()
             case "leave":
                 self._out("it is not needed any more", status=0)
             case _:

@@ -167,7 +167,8 @@ class Roster:
             orders.append((member.number, {"say": "leave"}))
         chosen = [*parted, *ready][: self._settings.want]
         patient = self.generation < 0 and now_s - self._began_at_s < self._settings.patience_s
-        if len(chosen) < max(1, self._settings.want if patient else self._settings.least):
+        needed = self._settings.want if patient else self._settings.least
+        if len(chosen) < (1 if self._closed else max(1, needed)):  # at the end nobody comes who could be waited for
             return orders
         self.generation += 1
         self._broken = False

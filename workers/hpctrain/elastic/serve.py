@@ -28,7 +28,8 @@ class Server:
         self.roster, self._key, self._say, self._on_lost = roster, key, say, on_lost
         self.account = Account(time.monotonic())
         self.over = asyncio.Event()
-        self.done: set[int] = set()  # slots that have ended in an orderly way
+        self.done: dict[int, int] = {}  # slots of the members that have ended in an orderly way, by their numbers
+        self.first = -1  # the first member of the present generation
         self.failure = ""
         self._writers: dict[int, asyncio.StreamWriter] = {}
 
@@ -46,10 +47,10 @@ class Server:
         for writer in self._writers.values():
             writer.close()
 
-    def tell_all(self, wish: str) -> None:
-        """This will tell every member the same."""
-        for number in list(self._writers):
-            self._send(number, {"say": wish})
+    def end_all(self) -> None:
+        """This will have every member end, none of which is lost then."""
+        for number in list(self.roster.members):
+            self._end(number)
 
     def settle(self) -> None:
         """This will tell members what follows from what is known now."""
@@ -84,7 +85,7 @@ class Server:
             self._writers[number] = writer
             self._send(number, {"say": "welcome", "number": number})
             if self.over.is_set():
-                self._send(number, {"say": "end"})
+                self._end(number)
             while (line := await reader.readline()) and number in self.roster.members:
                 self._hear(number, json.loads(line))
                 self.settle()
@@ -111,7 +112,7 @@ class Server:
             case "part":
                 self.roster.part(number, int(str(message["generation"])), now_s, failed=bool(message["failed"]))
             case "done":
-                self.done.add(self.roster.members[number].slot)
+                self.done[number] = self.roster.members[number].slot
                 self.roster.leave(number)
                 self.roster.close()
                 self.over.set()
@@ -124,6 +125,7 @@ class Server:
     def _note_generation(self, news: Message) -> None:
         members = news["members"]
         assert isinstance(members, list)
+        self.first = members[0]["number"]
         self.account.form([member["number"] for member in members], self.roster.want, time.monotonic())
         slots = ", ".join(str(self.roster.members[member["number"]].slot) for member in members)
         self._say(f"generation {news['generation']}: {len(members)} members, in slots {slots}")
@@ -147,6 +149,10 @@ class Server:
         if not watcher.cancelled():
             self.failure = self.failure or f"the roster failed: {watcher.exception()!r}"
             self.over.set()
+
+    def _end(self, number: int) -> None:
+        self._send(number, {"say": "end"})
+        self.roster.leave(number)
 
     def _send(self, number: int, message: Message) -> None:
         writer = self._writers.get(number)

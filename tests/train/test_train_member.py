@@ -1,0 +1,124 @@
+"""A member and its roster, over their connection: what is broken off when, and who is lost at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from waiting import wait_until
+
+from hpctrain.elastic.__main__ import was_killed
+from hpctrain.elastic.member import Membership
+from hpctrain.elastic.roster import Roster, Settings
+from hpctrain.elastic.serve import Server
+
+
+class FakeRoster:
+    """The other end of a member's connection."""
+
+    def __init__(self) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._accepting = threading.Thread(target=self._welcome)
+        self._accepting.start()
+        port = self._listener.getsockname()[1]
+        facts = {"HPCTRAIN_ROSTER": f"127.0.0.1:{port}", "HPCTRAIN_ROSTER_KEY": "k", "HPCTRAIN_SLOT": "0"}
+        self.member = Membership(facts)
+        self._accepting.join()
+
+    def _welcome(self) -> None:
+        self._peer, _ = self._listener.accept()
+        self.say(say="welcome", number=0)
+
+    def say(self, **message: object) -> None:
+        self._peer.sendall(json.dumps(message).encode() + b"\n")
+
+    def close(self) -> None:
+        self.member.done()
+        self._peer.close()
+        self._listener.close()
+
+
+@pytest.fixture
+def roster() -> Iterator[FakeRoster]:
+    one = FakeRoster()
+    yield one
+    one.close()
+
+
+def test_a_break_is_handed_on_at_once_and_one_that_was_there_before_too(roster: FakeRoster) -> None:
+    broken: list[int] = []
+    roster.member.watch(3, lambda: broken.append(3))
+    roster.say(say="broken", generation=3)
+    wait_until(lambda: broken == [3], what="the break")
+    roster.member.watch(3, lambda: broken.append(33))
+    assert broken == [3, 33]
+    roster.member.watch(4, lambda: broken.append(4))
+    assert broken == [3, 33], "that is another generation"
+
+
+def test_what_is_given_up_already_is_not_broken_off(roster: FakeRoster) -> None:
+    """The member notices a neighbour's end by itself, and closes what the roster would have it break off."""
+    broken: list[int] = []
+    roster.member.watch(3, lambda: broken.append(3))
+    roster.member.unwatch()
+    roster.say(say="broken", generation=3)
+    wait_until(lambda: roster.member.is_broken(3), what="the word of the break")
+    roster.say(say="changing")
+    wait_until(lambda: roster.member.changing, what="the next word")
+    assert broken == []
+
+
+def test_nothing_is_given_up_while_it_is_being_broken_off(roster: FakeRoster) -> None:
+    inside, go_on, over = threading.Event(), threading.Event(), threading.Event()
+
+    def break_off() -> None:
+        inside.set()
+        go_on.wait()
+
+    def unwatch() -> None:
+        roster.member.unwatch()
+        over.set()
+
+    roster.member.watch(0, break_off)
+    roster.say(say="broken", generation=0)
+    inside.wait()
+    other = threading.Thread(target=unwatch)
+    other.start()
+    assert not over.wait(0.1)
+    go_on.set()
+    other.join()
+
+
+def test_who_is_told_that_the_run_ends_is_not_lost() -> None:
+    said: list[str] = []
+
+    async def go() -> None:
+        server = Server(Roster(Settings(least=1, want=1), time.monotonic()), "k", said.append, lambda slot: None)
+        port = await server.listen("127.0.0.1")
+        await spare(port, before_end=server.end_all)
+        server.over.set()
+        await spare(port)
+        await server.close()
+        assert not server.roster.members
+
+    async def spare(port: int, before_end=lambda: None) -> None:  # noqa: ANN001
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b'{"say": "join", "key": "k", "slot": 3}\n')
+        assert json.loads(await reader.readline())["say"] == "welcome"
+        before_end()
+        assert json.loads(await reader.readline())["say"] == "end"
+        writer.write_eof()  # its process ends
+        assert await reader.read() == b"", "the server has taken note"
+
+    asyncio.run(go())
+    assert said == []
+
+
+@pytest.mark.parametrize(("status", "killed"), [(0, False), (1, False), (75, False), (-9, True), (137, True)])
+def test_a_rank_that_is_killed_is_known_by_its_status_and_by_hruns(status: int, killed: bool) -> None:
+    assert was_killed(status) is killed
