@@ -289,6 +289,8 @@ def test_an_older_attempt_of_the_job_that_starts_late_is_refused(tmp_path: Path)
         claim(tmp_path, JobFacts(job="17", attempt=0, restarts=0), now_s=0.0)
     assert claim(tmp_path, JobFacts(job="18", attempt=0, restarts=0), now_s=0.0).attempt == 2
     assert claim(tmp_path, JobFacts(job="18", attempt=7, restarts=7), now_s=0.0).attempt == 7
+    again = claim(tmp_path, JobFacts(job="18", attempt=7, restarts=7), now_s=0.0)
+    assert again.attempt == 8, "another step of the same attempt may go on"
 
 
 # ---- a share that fails
