@@ -74,7 +74,7 @@ FIELDS = (
     *_factor("part", "P", "partition"),
     Field("qosfactor", "Q", "QOS", _weighted("qos")),
     Field("normqos", "q", "QOS", _norm("qos")),
-    Field("tres", "T", "TRES", lambda job, look: _tres(job["tres_factors"])),
+    Field("tres", "T", "TRES", lambda job, look: _tres(job["tres_weighted"])),
     Field("normtres", "t", "TRES", lambda job, look: _tres(job["tres_factors"], "{:.6f}")),
 )
 
@@ -84,8 +84,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_command(COMMAND, show, argv)
 
 
-def show(words: Words) -> int:
-    """Print what the words ask for; return the exit status."""
+def show(words: Words, usual: Callable[[Words, Json], str] | None = None) -> int:
+    """Print what the words ask for; return the exit status. `usual`: the format for these weights, if there is a usual one."""
     if words.operands:
         raise UsageError(f"cannot understand {words.operands[0][:60]!r}: to see one job write -j JOB")
     query = {key: ",".join(words.given[name]) for name, key in _QUERY.items() if words.has(name)}
@@ -96,8 +96,15 @@ def show(words: Words) -> int:
     jobs = sorted(answer["jobs"], key=lambda job: (-job["priority"], job["id"]))
     shown = _shown(answer["weights"], jobs, every=words.has("long"))
     header = not words.has("noheader")
-    if words.has("format"):
-        cells = parse_percent(words.given["format"][-1], FIELDS)
+    format_text = words.last("format") or (
+        usual(words, answer["weights"]) if usual and not words.has("weights") else ""
+    )
+    if format_text:
+        cells = parse_percent(format_text, FIELDS)
+        weights = answer["weights"]["tres"]
+        for job in jobs:
+            factors = job["tres_factors"].items()
+            job["tres_weighted"] = {name: round(part * weights.get(name, 0)) for name, part in factors}
         records = [] if words.has("weights") else jobs
         print("\n".join(format_lines(cells, records, Look(0.0), header=header)))
         return 0

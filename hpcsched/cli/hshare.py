@@ -6,7 +6,7 @@ Raw usage is in billing-seconds (what a second of each resource costs is in hpcs
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from hpcsched import client
 from hpcsched.cli.errors import run_command
@@ -66,8 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_command(COMMAND, show, argv)
 
 
-def show(words: Words) -> int:
-    """Print what the words ask for; return the exit status."""
+def show(words: Words, widths: Mapping[str, int] | None = None) -> int:
+    """Print what the words ask for; return the exit status. `widths`: of the columns, where they are not as wide as need be."""
     if words.operands:
         raise UsageError(f"cannot understand {words.operands[0][:60]!r}: to see one user write -u USER")
     chosen = _chosen(words)
@@ -82,11 +82,27 @@ def show(words: Words) -> int:
         rows = [header] * bool(header) + [[_COLUMNS[name](line) for name, _ in chosen] for line in lines]
         sys.stdout.write("".join("|".join(row) + end + "\n" for row in rows))
         return 0
+    if widths is not None:
+        sys.stdout.write(_fixed(header, lines, [(name, width or widths.get(name, 10)) for name, width in chosen]))
+        return 0
     rows = [[_cell(line, name, width) for name, width in chosen] for line in lines]
     headers = [fitted(name, width) if width else name for name, width in chosen] if header else []
     right = [at for at, (name, _) in enumerate(chosen) if name not in _LEFT]
     sys.stdout.write(columns(headers, rows, right=right))
     return 0
+
+
+def _fixed(header: Sequence[str], lines: Sequence[Json], chosen: Sequence[tuple[str, int]]) -> str:
+    """Return columns of these widths, as Slurm's accounting commands write them: a line of dashes, a blank behind each cell."""
+    rows = [[_cell(line, name, 0) for name, _ in chosen] for line in lines]
+    rows = [header, ["-" * width for _, width in chosen], *rows] if header else rows
+    return "".join(
+        "".join(
+            f"{fitted(text, width, right=name != 'Account')} " for text, (name, width) in zip(row, chosen, strict=True)
+        )
+        + "\n"
+        for row in rows
+    )
 
 
 def _chosen(words: Words) -> list[tuple[str, int]]:

@@ -91,6 +91,21 @@ def test_what_launchers_say(job: Client) -> None:
     assert sorted(str(said).splitlines()) == ["0: e", "a", "a", "b 0", "b 1", "c", "d n2"]
 
 
+def test_nodes_are_counted_from_the_jobs_first(job: Client) -> None:
+    said = str(
+        job(
+            "srun -r1 -N1 -n1 -s --gres-flags=enforce-binding hostname; srun -N2 -n2 --relative=0 hostname | sort\n"
+            "srun -r2 -n1 true; srun -r x -n1 true; SLURM_JOB_NODELIST= srun -r1 -n1 true"
+        )
+    )
+    assert said.splitlines() == [
+        "n2", "n1", "n2",
+        "srun: error: cannot take --relative=2: the job has nodes 0 to 1",
+        "srun: error: cannot take --relative=x: the job has nodes 0 to 1",
+        "srun: error: cannot take --relative=1: it counts the nodes of the job that srun runs in",
+    ]  # fmt: skip
+
+
 def test_tasks_are_dealt_as_asked_for(job: Client) -> None:
     show = "sh -c 'echo $SLURM_PROCID $SLURMD_NODENAME $SLURM_LOCALID $SLURM_GTIDS $SLURM_DISTRIBUTION'"
     said = str(

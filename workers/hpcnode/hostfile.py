@@ -1,4 +1,4 @@
-"""Files of hosts: ``srun -w ./FILE``, and ``-m arbitrary``, whose list has the node of each task.
+"""Hosts in other ways than by their names: ``srun -w ./FILE``, ``-m arbitrary``, whose list has the node of each task, ``-r N``.
 
 A file has one name a line, or several with commas or blanks between; ``n1*4`` is n1 four times. An arbitrary distribution
 takes the list of SLURM_HOSTFILE, or else that of --nodelist.
@@ -38,6 +38,18 @@ def settle(options: Dict[str, object], environ: Mapping[str, str]) -> None:
     if not 1 <= len(hosts) <= MAX_HOSTS:
         raise HostFileError("cannot use %s: it has %d hosts" % (given, len(hosts)))
     options["hosts" if arbitrary else "nodelist"] = ",".join(hosts)
+
+
+def leave_out(options: Dict[str, object], number: str, environ: Mapping[str, str]) -> None:
+    """Have the step leave out so many of the job's first nodes (``--relative``)."""
+    nodes = expand(environ.get("SLURM_JOB_NODELIST", ""))
+    if not nodes:
+        raise HostFileError("cannot take --relative=%s: it counts the nodes of the job that srun runs in" % number)
+    if not number.isdigit() or int(number) >= len(nodes):
+        raise HostFileError("cannot take --relative=%s: the job has nodes 0 to %d" % (number[:40], len(nodes) - 1))
+    given = [str(options["exclude"])] if options.get("exclude") else []
+    if int(number):
+        options["exclude"] = ",".join([*given, *nodes[: int(number)]])
 
 
 def _read(path: str) -> List[str]:

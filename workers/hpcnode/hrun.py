@@ -17,6 +17,7 @@ import re
 import signal
 import sys
 import time
+from types import ModuleType
 from typing import Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence
 
 from hpcnode import __version__, headsocket, protocol, stepoptions, terminal
@@ -144,7 +145,9 @@ class Hrun(Front):
         if options.get("distribution") == "plane":  # as the variable says it
             options["distribution"] = "plane=" + self._environ.get("SLURM_DIST_PLANESIZE", "")
         if "/" in str(options.get("nodelist", "")) or str(options.get("distribution", "")).startswith("arbitrary"):
-            self._read_hosts(options)
+            self._settle_hosts(lambda hosts: hosts.settle(options, self._environ))
+        if "relative" in self._values:
+            self._settle_hosts(lambda hosts: hosts.leave_out(options, str(self._values["relative"]), self._environ))
         if "exclusive" in options:
             options["exclusive"] = True
         if self._at_terminal:
@@ -172,11 +175,11 @@ class Hrun(Front):
             env={**exported(_text(self._values.get("export"), "ALL"), self._environ), "SLURM_UMASK": umask()},
         )
 
-    def _read_hosts(self, options: Dict[str, object]) -> None:
+    def _settle_hosts(self, settle: Callable[[ModuleType], None]) -> None:
         from hpcnode import hostfile  # few need it
 
         try:
-            hostfile.settle(options, self._environ)
+            settle(hostfile)
         except hostfile.HostFileError as error:
             raise HrunError(str(error)) from None
 

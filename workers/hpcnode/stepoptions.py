@@ -75,6 +75,7 @@ OPTIONS: Tuple[Option, ...] = (
     Option("pty", "", FLAG, "", "give task 0 a terminal, and be it here"),
     Option("qos", "q", VALUE, "NAME", "quality of service of the job", ("SLURM_QOS",)),
     Option("quiet", "Q", FLAG, "", "say nothing but errors"),
+    Option("relative", "r", VALUE, "N", "leave out the job's first N nodes"),
     Option("reservation", "", VALUE, "NAME", "reservation that the job runs in"),
     Option("resize", "", VALUE, "N", "start nothing: have the job give back all but N of its nodes"),
     Option("switches", "", VALUE, "N[@TIME]", "nodes on so many switches at most; after TIME of waiting, on more"),
@@ -88,6 +89,8 @@ OPTIONS: Tuple[Option, ...] = (
     Option("acctg-freq", "", VALUE, "SECONDS", "accepted", (), True),
     Option("clusters", "M", VALUE, "NAMES", "accepted: there is one", (), True),
     Option("compress", "", OPTIONAL, "TYPE", "accepted", (), True),
+    Option("contiguous", "", FLAG, "", "accepted", (), True),
+    Option("core-spec", "S", VALUE, "N", "accepted", (), True),
     Option("cores-per-socket", "", VALUE, "N", "accepted", (), True),
     Option("cpu-bind", "", OPTIONAL, "TYPE", "accepted; tasks are not bound", ("SLURM_CPU_BIND",), True),
     Option("cpu-freq", "", VALUE, "FREQUENCY", "accepted", (), True),
@@ -98,6 +101,7 @@ OPTIONS: Tuple[Option, ...] = (
     Option("extra-node-info", "B", VALUE, "S[:C[:T]]", "accepted", (), True),
     Option("gpu-bind", "", VALUE, "TYPE", "accepted", (), True),
     Option("gpu-freq", "", VALUE, "FREQUENCY", "accepted", (), True),
+    Option("gres-flags", "", VALUE, "TYPE", "accepted", (), True),
     Option("het-group", "", VALUE, "0", "accepted: jobs have one component", (), True),
     Option("mail-type", "", VALUE, "EVENTS", "accepted", (), True),
     Option("mail-user", "", VALUE, "ADDRESS", "accepted", (), True),
@@ -108,9 +112,11 @@ OPTIONS: Tuple[Option, ...] = (
     Option("no-kill", "k", OPTIONAL, "", "accepted", (), True),
     Option("ntasks-per-core", "", VALUE, "N", "accepted", (), True),
     Option("ntasks-per-socket", "", VALUE, "N", "accepted", (), True),
+    Option("oversubscribe", "s", FLAG, "", "accepted", (), True),
     Option("preserve-env", "E", FLAG, "", "accepted", (), True),
     Option("profile", "", VALUE, "TYPE", "accepted", (), True),
     Option("propagate", "", OPTIONAL, "LIMITS", "accepted", (), True),
+    Option("resv-ports", "", OPTIONAL, "N", "accepted", (), True),
     Option("slurmd-debug", "", VALUE, "LEVEL", "accepted", (), True),
     Option("sockets-per-node", "", VALUE, "N", "accepted", (), True),
     Option("spread-job", "", FLAG, "", "accepted", (), True),
@@ -118,6 +124,7 @@ OPTIONS: Tuple[Option, ...] = (
     Option("threads-per-core", "", VALUE, "N", "accepted", (), True),
     Option("use-min-nodes", "", FLAG, "", "accepted", (), True),
     Option("wckey", "", VALUE, "KEY", "accepted", (), True),
+    Option("whole", "", FLAG, "", "accepted", (), True),
 )  # fmt: skip
 
 _ALIASES = {
@@ -127,6 +134,7 @@ _ALIASES = {
     "mem_bind": "mem-bind",
     "cluster": "clusters",
     "pack-group": "het-group",
+    "share": "oversubscribe",
 }
 
 

@@ -14,8 +14,13 @@ FACE = Face(
     ),
     "sshare: error",
 )
+# Source: sshare of Slurm 23.02.
+WIDTHS = {
+    "Account": 20, "User": 10, "RawShares": 10, "NormShares": 11, "RawUsage": 11, "NormUsage": 11, "EffectvUsage": 13,
+    "FairShare": 10, "LevelFS": 10,
+}  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    return run_face(FACE, hshare.show, argv)
+    return run_face(FACE, lambda words: hshare.show(words, WIDTHS), argv)

@@ -11,6 +11,7 @@ from unit.controller.world import ANN, BOB, Cluster
 
 from hpcsched import client
 from hpcsched.cli import hprio, hshare
+from hpcsched.cli.slurm import sprio, sshare
 from hpcsched.controller.accountviews import priority_views, share_views
 from hpcsched.model.accounting import Account, Accounting, Qos, UserRules
 
@@ -125,3 +126,39 @@ def test_what_hshare_cannot_show_is_refused(
 ) -> None:
     assert hshare.main(argv) == 2
     assert says in capsys.readouterr().err
+
+
+def test_sprio_has_sprios_columns(answers: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    answers.submit(ANN, ntasks=2, qos="mid")
+    answers.tick(6.0)
+    assert sprio.main([]) == 0
+    header, line = capsys.readouterr().out.splitlines()
+    assert header == (
+        "          JOBID PARTITION   PRIORITY       SITE        AGE      ASSOC  FAIRSHARE  PARTITION        QOS"
+        "                 TRES"
+    )
+    assert line.startswith("              2 main    ")
+    assert [line[: header.index(name) + len(name)][-6:].strip() for name in ("ASSOC", "QOS", "TRES")] == [
+        "10",
+        "50",
+        "cpu=50",
+    ]
+    assert sprio.main(["-n", "-l"]) == 0
+    header, line = capsys.readouterr().out.splitlines()
+    assert header.split()[2:] == ["USER", "PRIORITY", "SITE", "AGE", "ASSOC", "FAIRSHARE", "JOBSIZE", "PARTITION", "QOS", "TRES"]
+    assert line.split()[3].startswith("0.0000")
+    assert sprio.main(["-h", "-o", "%i %r"]) == 0
+    assert capsys.readouterr().out == "2 main\n"
+
+
+def test_sshare_has_sshares_columns(answers: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    assert sshare.main(["-A", "physics", "-a"]) == 0
+    header, rule, account, user = capsys.readouterr().out.split("\n")[:4]
+    assert header == "Account                    User  RawShares  NormShares    RawUsage  EffectvUsage  FairShare "
+    assert rule == "-------------------- ---------- ---------- ----------- ----------- ------------- ---------- "
+    assert account[:32] == "  physics                       "
+    assert user[:42] == "   physics                  ann          4"
+    assert sshare.main(["-U", "--format", "Account%256", "--noheader"]) == 0
+    assert capsys.readouterr().out == f"{'   physics':256} \n"
+    assert sshare.main(["-n", "-P", "-U", "-o", "account,user"]) == 0
+    assert capsys.readouterr().out == "physics|ann\n"
