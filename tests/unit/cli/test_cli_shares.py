@@ -145,7 +145,18 @@ def test_sprio_has_sprios_columns(answers: Cluster, capsys: pytest.CaptureFixtur
     ]
     assert sprio.main(["-n", "-l"]) == 0
     header, line = capsys.readouterr().out.splitlines()
-    assert header.split()[2:] == ["USER", "PRIORITY", "SITE", "AGE", "ASSOC", "FAIRSHARE", "JOBSIZE", "PARTITION", "QOS", "TRES"]
+    assert header.split()[2:] == [
+        "USER",
+        "PRIORITY",
+        "SITE",
+        "AGE",
+        "ASSOC",
+        "FAIRSHARE",
+        "JOBSIZE",
+        "PARTITION",
+        "QOS",
+        "TRES",
+    ]
     assert line.split()[3].startswith("0.0000")
     assert sprio.main(["-h", "-o", "%i %r"]) == 0
     assert capsys.readouterr().out == "2 main\n"
