@@ -118,7 +118,7 @@ def attempt(directory: Path, steps: int, told: Callable[[str], None]) -> None:
             step=number, attempt=mine.attempt, generation=0, world=1, job=None, written_at_s=time.time(), state={}
         )
         told(f"begun {number}")
-        report, standing = keeper.make(Order(snapshot=snapshot, taken=taken, facts=facts, copy_s=0.0))
+        report, standing = keeper.make(Order(snapshot=snapshot, taken=taken, facts=facts))
         if isinstance(report, StaleAttemptError):
             told("stale")
             return

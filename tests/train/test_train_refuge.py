@@ -37,7 +37,7 @@ class World:
     def make(self, step: int) -> Report:
         snapshot = Snapshot(layout_of(state(step)))
         snapshot.fill(state(step))
-        made = Order(snapshot=snapshot, taken=None, facts=facts(step, self.claim.attempt), copy_s=0.0)
+        made = Order(snapshot=snapshot, taken=None, facts=facts(step, self.claim.attempt))
         report, self.standing = self.keeper.make(made)
         assert isinstance(report, Report)
         self.number = snapshot.number

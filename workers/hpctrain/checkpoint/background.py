@@ -1,6 +1,7 @@
 """Checkpoints beside the training: the loop waits for a copy, somebody else does the rest.
 
 Knows that at most one checkpoint is in flight; does not know models, ranks or steps' meaning, nor what kinds there are.
+What is copied is written while the rest is still copied.
 Rules: two snapshot buffers, used in turn: the published one is what the next increment is taken against.  A later attempt
 that has taken over ends the run.
 `BackgroundWriter` has a thread write, `KeptWriter` (in `kept`) a process that outlives this one.
@@ -12,15 +13,17 @@ import enum
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 
 from hpctrain.checkpoint.chunks import CHUNK_BYTES
 from hpctrain.checkpoint.fence import Claim
+from hpctrain.checkpoint.filling import BROKEN, FULL
 from hpctrain.checkpoint.gradlog import GradientLog
 from hpctrain.checkpoint.group import First, Other
 from hpctrain.checkpoint.maker import Maker, Order, Report, Standing
 from hpctrain.checkpoint.manifest import Facts
 from hpctrain.checkpoint.retain import Retention
-from hpctrain.checkpoint.snapshot import Snapshot, State, layout_of
+from hpctrain.checkpoint.snapshot import Layout, Snapshot, State, layout_of
 from hpctrain.checkpoint.steplog import Taken
 from hpctrain.checkpoint.write import Published
 
@@ -43,6 +46,7 @@ class Writer:
         self._snapshots = [kept] if isinstance(kept, Snapshot) else []
         self._log: GradientLog | None = None
         self._lent: tuple[GradientLog | None, Taken | None] | None = None  # what is in flight
+        self._copy_s = 0.0  # for which training waited
         self._touching: threading.Thread | None = None
 
     @property
@@ -84,11 +88,13 @@ class Writer:
         assert self._lent is None, "one checkpoint at a time"
         started_s = time.perf_counter()
         taken = self._log.take(facts.step) if self._log is not None else None
-        snapshot = self._copied(state) if state is not None else None
-        copy_s = time.perf_counter() - started_s
+        snapshot = self._free(layout_of(state)) if state is not None else None
         self._lent = (self._log, taken)
-        self._hand_over(Order(snapshot=snapshot, taken=taken, facts=facts, copy_s=copy_s, base=base))
-        return copy_s
+        self._hand_over(Order(snapshot=snapshot, taken=taken, facts=facts, base=base))
+        if snapshot is not None and state is not None:
+            self._copy(state, snapshot)
+        self._copy_s = time.perf_counter() - started_s
+        return self._copy_s
 
     def collect(self) -> Report | None:
         """This will give the report of a checkpoint that has just been finished, without waiting.
@@ -106,6 +112,7 @@ class Writer:
             return None
         (log, taken), self._lent = self._lent, None
         report, self._standing = self._result()
+        report = replace(report, copy_s=self._copy_s)
         held = taken is not None and taken.loose.number in self._standing.held  # somebody reads them still
         if (
             log is not None and taken is not None and not held
@@ -119,17 +126,29 @@ class Writer:
         """This will end whoever writes, after what is in flight."""
         raise NotImplementedError
 
-    def _copied(self, state: State) -> Snapshot:
-        layout = layout_of(state)
+    def _free(self, layout: Layout) -> Snapshot:
+        """A buffer that nobody reads."""
         alike = [snapshot for snapshot in self._snapshots if snapshot.layout == layout]
         taken = {self._standing.kept, *self._standing.held}
         free = [snapshot for snapshot in alike if snapshot.number not in taken]
         snapshot = free[0] if free else Snapshot(layout)
         self._snapshots = alike if free else [*alike, snapshot]
-        snapshot.fill(state)
         return snapshot
 
+    def _copy(self, state: State, snapshot: Snapshot) -> None:
+        try:
+            snapshot.fill(state, lambda there: self._tell(snapshot, there))
+        except BaseException:
+            self._tell(snapshot, BROKEN)
+            raise
+        self._tell(snapshot, FULL)
+
     def _hand_over(self, order: Order) -> None:
+        """Have somebody write it, who waits for what is not copied yet."""
+        raise NotImplementedError
+
+    def _tell(self, snapshot: Snapshot, there: int) -> None:
+        """Let who writes know how much of the snapshot is there."""
         raise NotImplementedError
 
     def _finished(self) -> bool:
@@ -161,8 +180,13 @@ class BackgroundWriter(Writer):
         self._maker.close()
 
     def _hand_over(self, order: Order) -> None:
+        if order.snapshot is not None:
+            order.snapshot.filling.begin()
         self._flight = self._thread.submit(self._maker.make, order)
         self._thread.submit(self._maker.tidy)
+
+    def _tell(self, snapshot: Snapshot, there: int) -> None:
+        snapshot.filling.reach(there)
 
     def _finished(self) -> bool:
         return self._flight is not None and self._flight.done()

@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from hpctrain.checkpoint.chunks import ITEM_BYTES
+from hpctrain.checkpoint.filling import Filling
 
 ALIGN_BYTES = 64
 POPULATE_WRITE = 23  # madvise(2), Linux 5.14
@@ -70,6 +71,7 @@ class Buffer:
         """`descriptor` and `number` are those of a buffer that another process has made."""
         self.layout = layout
         self.number = next(_numbers) if number is None else number
+        self.filling = Filling()
         length = max(1, layout[-1].at + layout[-1].bytes if layout else 0)
         self.descriptor = _nameless_file(length) if descriptor is None else descriptor
         self.shared = mmap.mmap(self.descriptor, length)

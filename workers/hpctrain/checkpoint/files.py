@@ -52,11 +52,13 @@ def write_new(path: Path, pieces: Iterable[bytes | memoryview], *, direct: bool 
         os.fsync(descriptor)
         closed = True  # also when close fails: the descriptor is gone then
         os.close(descriptor)
-    except OSError as error:
+    except BaseException as error:
         if not closed:
             _close_quietly(descriptor)
         remove(path)
-        raise PublishError(f"cannot write {path}: {error.strerror or error}") from error
+        if isinstance(error, OSError):
+            raise PublishError(f"cannot write {path}: {error.strerror or error}") from error
+        raise  # what was to be written did not come
     return written_bytes
 
 

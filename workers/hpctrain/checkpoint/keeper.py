@@ -14,13 +14,14 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 
 from hpctrain.checkpoint import refuge
 from hpctrain.checkpoint.buffers import Buffer
+from hpctrain.checkpoint.filling import BROKEN, FULL
 from hpctrain.checkpoint.group import First, Other
 from hpctrain.checkpoint.handing import Handing
 from hpctrain.checkpoint.maker import Maker, Order, Report, Standing, Task
@@ -47,7 +48,7 @@ def main(descriptor: int, listener: int | None = None) -> int:
                 keeper.again()
             order = line.receive()
             assert isinstance(order, Order)
-            line.send(keeper.make(order))
+            line.send(keeper.make(order, _copied_from(line, order)))
             keeper.tidy()
     except (EOFError, ConnectionError):
         return 0
@@ -68,14 +69,22 @@ class Keeper:
         self._packers = ThreadPoolExecutor(1, "refuge")
         self.waiting = False  # something is to be brought to the share
 
-    def make(self, order: Order) -> tuple[Report | StaleAttemptError, Standing]:
-        """This will make a checkpoint, somewhere."""
+    def make(
+        self, order: Order, copied: Callable[[], None] = lambda: None
+    ) -> tuple[Report | StaleAttemptError, Standing]:
+        """This will make a checkpoint, somewhere; `copied` returns when the trainer has copied what is to be written.
+
+        Raises:
+            EOFError: the trainer is gone before that.
+        """
         started_s = time.perf_counter()
         if self._slow is not None and self._slow.done():
             self._slow, self._read = None, set()
         if self._slow is not None:
+            copied()
             return self._locally(order, started_s, "the share still does not answer")
         self._slow = self._share.submit(self._on_share, order)
+        copied()
         try:
             report = self._slow.result(self._patience_s if self._alone else None)
         except TimeoutError:
@@ -120,12 +129,31 @@ class Keeper:
             step=order.facts.step,
             kind="base",
             stored_bytes=0,
-            copy_s=order.copy_s,
             write_s=time.perf_counter() - started_s,
             error=f"{why}; {where}",
         )
         standing = Standing(away=True) if self._slow is not None else replace(self._maker.standing, away=True)
         return report, replace(standing, held=frozenset(self._read))
+
+
+def _copied_from(line: Handing, order: Order) -> Callable[[], None]:
+    """What passes on, to those who write, how much the trainer has copied, until that is all."""
+    if order.snapshot is None:
+        return lambda: None
+    filling = order.snapshot.filling
+    filling.begin()
+
+    def copied() -> None:
+        there = 0
+        try:
+            while there not in (FULL, BROKEN):
+                there = int(line.receive())  # type: ignore[call-overload]
+                filling.reach(there)
+        except EOFError:
+            filling.reach(BROKEN)
+            raise
+
+    return copied
 
 
 def _buffers(order: Order) -> Iterator[Buffer]:

@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from hpctrain.checkpoint.background import Writer
@@ -23,6 +24,7 @@ from hpctrain.checkpoint.group import SECRET_BYTES, Seat
 from hpctrain.checkpoint.handing import Handing
 from hpctrain.checkpoint.maker import Order, Report, Standing, Task, standing_of
 from hpctrain.checkpoint.retain import Policy
+from hpctrain.checkpoint.snapshot import Snapshot
 from hpctrain.checkpoint.write import Published
 from hpctrain.errors import StaleAttemptError
 
@@ -110,6 +112,10 @@ class KeptWriter(Writer):
         except OSError:
             pass  # it is gone: `_result` finds that, and starts another
 
+    def _tell(self, snapshot: Snapshot, there: int) -> None:
+        with suppress(OSError):  # it is gone
+            self._line.send(there)
+
     def _finished(self) -> bool:
         return bool(select.select([self._line], [], [], 0)[0])
 
@@ -129,5 +135,5 @@ class KeptWriter(Writer):
         self._task = replace(self._task, parent=None)
         self._start(self._task)
         why = f"the process that writes checkpoints has ended with status {status}; another one is started"
-        report = Report(step=order.facts.step, kind="", stored_bytes=0, copy_s=order.copy_s, write_s=0.0, error=why)
+        report = Report(step=order.facts.step, kind="", stored_bytes=0, write_s=0.0, error=why)
         return report, replace(self._standing, by_log=None, room=False, kept=None)

@@ -17,6 +17,7 @@ from typing import Any
 from hpctrain.checkpoint.buffers import Buffer
 from hpctrain.checkpoint.chunks import CHUNK_BYTES
 from hpctrain.checkpoint.fence import Claim
+from hpctrain.checkpoint.filling import FULL
 from hpctrain.checkpoint.group import First, Lost, Other, Seat
 from hpctrain.checkpoint.manifest import Facts
 from hpctrain.checkpoint.packer import threads
@@ -47,10 +48,10 @@ class Report:
     step: int
     kind: str
     stored_bytes: int
-    copy_s: float
-    write_s: float
+    write_s: float  # from the beginning of the copy
     error: str | None
     note: str = ""
+    copy_s: float = 0.0  # for which training waited: who copies knows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,12 +88,11 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """One checkpoint to be made."""
+    """One checkpoint to be made; the snapshot may still be being filled."""
 
     snapshot: Buffer | None
     taken: Taken | None
     facts: Facts
-    copy_s: float
     base: bool = False  # whatever it could stand on
 
 
@@ -169,7 +169,6 @@ class Maker:
             step=order.facts.step,
             kind=plan.kind,
             stored_bytes=made.stored_bytes if made else 0,
-            copy_s=order.copy_s,
             write_s=time.perf_counter() - started_s,
             error=error,
             note=plan.note,
@@ -205,6 +204,7 @@ class Maker:
             return plan
         if taken is None or taken.since != stand.step:
             return plan
+        snapshot.filling.wait(FULL)
         packed = pack_log(taken, stand, self._pool, self._chunk_bytes)
         changes_bytes = estimated_bytes(snapshot, stand.snapshot, self._chunk_bytes)
         self._by_log = packed.bytes < changes_bytes

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from hpctrain.checkpoint.buffers import Slot
 from hpctrain.checkpoint.chunks import ITEM_BYTES, Chunk, PieceEntry
+from hpctrain.checkpoint.filling import Filling
 from hpctrain.checkpoint.pack import Packing, digest, pack
 
 THREADS = 4
@@ -36,6 +37,7 @@ class Wanted:
 
     slot: Slot
     content: memoryview
+    filling: Filling  # of the buffer
     hashes: Mapping[int, str] = field(default_factory=dict)
     old: memoryview | None = None
 
@@ -79,6 +81,7 @@ class Packer:
             heads.append(one.slot)
             chunks.append([])
             for low in range(0, one.slot.bytes, self._chunk_bytes):
+                one.filling.wait(one.slot.at + min(low + self._chunk_bytes, one.slot.bytes))
                 yield one, low
 
     def _begin(self, one: Wanted, low: int) -> Future[_Packed]:

@@ -6,7 +6,7 @@ Rules: the buffer is used again, see `buffers`.  Every tensor begins at a multip
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,9 @@ import torch
 from hpctrain.checkpoint.buffers import Buffer, Layout, Slot, lay_out_pieces
 from hpctrain.checkpoint.chunks import CHUNK_BYTES, ITEM_BYTES
 from hpctrain.errors import MismatchError, TrainError
+
+STRETCH_BYTES = 16 << 20  # after so many copied bytes it is told how many there are
+MOST_STRETCHES = 64  # but not more often: whoever hears it may be busy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,11 +95,23 @@ class Snapshot(Buffer):
         super().__init__(layout)
         self._buffer = torch.frombuffer(self.shared, dtype=torch.uint8)
 
-    def fill(self, state: State) -> None:
-        """This will copy the state into the buffer; it has to be of this layout."""
+    def fill(self, state: State, reached: Callable[[int], None] = lambda _: None) -> None:
+        """This will copy the state into the buffer; it has to be of this layout.
+
+        `reached` hears now and then how many bytes from the beginning are there; that all are goes without saying.
+        """
+        stretch_bytes = max(STRETCH_BYTES, len(self.shared) // MOST_STRETCHES)
+        told = 0
         for slot in self.layout:
             one = state[slot.name]
-            self._view(slot).copy_((one.part if isinstance(one, Piece) else one).detach())
+            at = slot.at
+            for there, source in _stretches(
+                self._view(slot), one.part if isinstance(one, Piece) else one, stretch_bytes
+            ):
+                there.copy_(source)
+                at += there.nbytes
+                if at - told >= stretch_bytes:
+                    reached(told := at)
 
     def pour(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """This will copy the buffer into live tensors."""
@@ -115,6 +130,16 @@ class Snapshot(Buffer):
     def _view(self, slot: Slot) -> torch.Tensor:
         flat = self._buffer[slot.at : slot.at + slot.bytes]
         return flat.view(getattr(torch, slot.dtype)).view(slot.shape)
+
+
+def _stretches(
+    there: torch.Tensor, source: torch.Tensor, stretch_bytes: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """A tensor's place and content, cut alike where it is long, and lies in one piece."""
+    if source.nbytes <= stretch_bytes or not source.is_contiguous():
+        return iter([(there, source.detach())])
+    numbers = stretch_bytes // source.element_size()
+    return zip(there.view(-1).split(numbers), source.detach().view(-1).split(numbers), strict=True)
 
 
 def of_model(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

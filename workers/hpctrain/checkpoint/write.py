@@ -278,7 +278,13 @@ def _log_of(taken: Taken, parts: Sequence[Part]) -> StepLog:
 def _wanted(snapshot: Buffer, hashes: Mapping[str, Mapping[int, str]], old: Buffer | None) -> Iterator[Wanted]:
     for slot in snapshot.layout:
         before = old.content(slot) if old is not None else None
-        yield Wanted(slot=slot, content=snapshot.content(slot), hashes=hashes.get(slot.name, {}), old=before)
+        yield Wanted(
+            slot=slot,
+            content=snapshot.content(slot),
+            filling=snapshot.filling,
+            hashes=hashes.get(slot.name, {}),
+            old=before,
+        )
 
 
 def _write(claim: fence.Claim, facts: Facts, content: Iterable[bytes | memoryview]) -> DataFile:
