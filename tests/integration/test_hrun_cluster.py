@@ -78,7 +78,7 @@ def sleepers(mark: str) -> list[int]:
 
 def test_tasks_know_who_they_are(cluster: LocalCluster) -> None:
     facts = "$SLURM_PROCID $SLURM_LOCALID $SLURM_NODEID $RANK/$WORLD_SIZE $SLURMD_NODENAME $SLURM_STEP_TASKS_PER_NODE"
-    code, out, err = hrun(cluster, "-N2", "-n4", "-l", "sh", "-c", f"echo {facts}")
+    code, out, err = hrun(cluster, "-Q", "-N2", "-n4", "-l", "sh", "-c", f"echo {facts}")
     assert (code, err) == (0, "")
     assert sorted(out.splitlines()) == [
         "0: 0 0 0 0/4 n1 3,1",

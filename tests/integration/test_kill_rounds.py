@@ -96,7 +96,7 @@ def explained(cluster: KillableCluster) -> None:
         assert acct[job_id]["state"] in FINAL
     worst = [job for job in acct.values() if job["attempt"] or job["state"] != "COMPLETED"][:3]
     for job in worst or list(acct.values())[:1]:
-        story = cluster.json("hctl", "story", "--json", str(job["id"]))["events"]
+        story = cluster.json("hctl", "story", "--json", job["display_id"])["events"]
         assert story[0]["kind"] == "Submitted"
         assert not job["attempt"] or AGAIN_BY & {event["kind"] for event in story}, story
     assert cluster.run("hqueue").returncode == 0
