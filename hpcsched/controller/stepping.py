@@ -123,11 +123,11 @@ class Stepping:
             work()
 
     def step_reported(self, node: NodeName, report: protocol.Report) -> None:
-        """Take a report on a step, and have it acknowledged once it is on disk."""
+        """Take a report on a step, and have it acknowledged once it is on disk and nobody needs it any more."""
 
         def work() -> None:
-            self.service.on_report(node, report)
-            self._send(node, protocol.Ack(seqs=[report.seq]), b"")
+            if not self.service.on_report(node, report):
+                self._send(node, protocol.Ack(seqs=[report.seq]), b"")
 
         self._in_tick(work)
 

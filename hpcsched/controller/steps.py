@@ -25,11 +25,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from hpcnode import protocol
+from hpcsched.controller.stepbeside import attachable, resize
 from hpcsched.controller.stepplace import Place, place_step
 from hpcsched.controller.stepports import StepPlan, StepPorts, launch_of
 from hpcsched.controller.stepqueue import StepQueues, Waiting
 from hpcsched.controller.steprequest import StepOptions, read_options
-from hpcsched.controller.steprights import asking_uid, may_launch, permitted_job
+from hpcsched.controller.steprights import may_launch, permitted_job
 from hpcsched.controller.stepstate import (
     HEAD,
     Origin,
@@ -37,18 +38,20 @@ from hpcsched.controller.stepstate import (
     Step,
     blame_job,
     found_again,
+    new_step,
     no_word,
     row_of,
     step_reports,
     take_end,
 )
 from hpcsched.controller.watching import Watching
-from hpcsched.errors import HpcschedError, NotFoundError, ProtocolError, RequestError
+from hpcsched.errors import HpcschedError, ProtocolError, RequestError
 from hpcsched.launch.environment import with_users
 from hpcsched.model.ids import JobId, NodeName, Token
 from hpcsched.model.job import ACTIVE, ExitStatus, Job
 
 _SIGKILL = 9
+_GOING = (protocol.CLAIMED, protocol.READY, protocol.STARTED)
 _BUSY = "step creation temporarily disabled, retrying (Requested nodes are busy)"
 
 
@@ -62,6 +65,9 @@ class StepService:
         self._by_origin: dict[Origin, Step] = {}  # kept after the end, until the stream closes: output may still come
         self._queues = StepQueues()
         self._held: dict[JobId, Waiting] = {}  # waits for its own job to run
+        self._said_again: dict[
+            Origin, protocol.FromStream
+        ] = {}  # requests that wait until all nodes have told what they have
         self._watching = Watching(ports.send)
         self._numbers: dict[tuple[JobId, int], int] = {}
         self._welcomed: set[NodeName] = set()
@@ -98,6 +104,7 @@ class StepService:
                 del self._held[job_id]
                 self._ports.release(job_id, ExitStatus(code=1))
         self._watching.drop(origin)
+        self._said_again.pop(origin, None)
         step = self._by_origin.pop(origin, None)
         if step is None:
             return
@@ -111,25 +118,34 @@ class StepService:
     # ----- what nodes say
 
     def on_report(self, node: NodeName, report: protocol.Report) -> bool:
-        """Take in a report on a step's token; return whether it is of a step known here."""
+        """Take in a report on a step's token; return whether the node must keep it, to tell it again.
+
+        That is so for the ends of a step until its step command has left, which it does when it knows them: whatever is killed
+        before that, they are found again.
+        """
         found = self._by_token.get(report.token)
         if found is None or found[1].node != node:
             return False
-        step, run = found
+        self._take(*found, report)
+        if report.status in _GOING or report.token not in self._by_token:
+            return False
+        found[1].kept = report.seq
+        return True
+
+    def _take(self, step: Step, run: Run, report: protocol.Report) -> None:
         if run.ended or step.finished:
-            return True
-        if report.status in (protocol.CLAIMED, protocol.READY, protocol.STARTED):
+            return
+        if report.status in _GOING:
             run.started = True
             run.ready = run.ready or report.status != protocol.CLAIMED
             run.released = run.released or report.status == protocol.STARTED
             self._go_if_ready(step, [run] if step.gone else step.runs.values())
-            return True
+            return
         take_end(step, run, report)
         if step.error or (step.kill_on_bad_exit and step.went_badly()):
             self._end(step, "failed elsewhere" if step.error else "bad exit")
         self._finish_if_over(step)
         self._start_waiting(step.job.id)
-        return True
 
     def output_origin(self, node: NodeName, output: protocol.Output | protocol.InputAck) -> Origin | None:
         """Return where `output`, which came from `node`, must go; None: nobody wants it (drop it)."""
@@ -147,8 +163,10 @@ class StepService:
         whose connection ended with an agent that was killed, the agent answers that it is gone.
         """
         self._welcomed.add(node)
-        for origin, job_id in self._streams_of(node):
-            self._ports.reply(origin, _waiting(job_id, ""), b"")
+        known = [*((origin, step.job.id) for origin, step in self._by_origin.items()), *self._queues.origins()]
+        for origin, job_id in known:
+            if origin[0] == node:
+                self._say(origin, job_id, "")
         said = {report.token: report for report in step_reports(inventory)}
         for report in said.values():
             if report.token not in self._by_token:
@@ -166,6 +184,9 @@ class StepService:
             self._end_if_half_there(step)
             self._finish_if_over(step)
         self._release_unclaimed()
+        waiting, self._said_again = self._said_again, {}
+        for origin, asked in waiting.items():
+            self.on_from_stream(origin[0], asked, b"")
 
     # ----- what becomes of jobs
 
@@ -179,7 +200,7 @@ class StepService:
             self._unclaimed.add(job.id)
             self._release_unclaimed()
             return
-        self._ports.reply(waiting.origin, _waiting(job.id, f"job {job.id} has been allocated resources"), b"")
+        self._say(waiting.origin, job.id, f"job {job.id} has been allocated resources")
         try:
             self._enqueue(waiting.origin, waiting.request, job)
         except HpcschedError as error:
@@ -234,10 +255,12 @@ class StepService:
             raise RequestError(
                 f"cannot start the step: this hrun speaks version {request.version}, the controller {protocol.VERSION}"
             )
+        if request.again and self._is_answered(origin, said, request):
+            return
         if self._is_busy(origin):
             raise ProtocolError("cannot start a second step on one connection")
         if "resize" in request.options:
-            self._resize(origin, said, request)
+            resize(self._ports, origin, said, request)
             return
         if "attach" in request.options:
             self._attach(origin, said, request)
@@ -249,30 +272,34 @@ class StepService:
             raise RequestError("cannot allocate a job from a node: run hrun in a job, or on the head node")
         job_id = self._ports.allocate(request, said.uid)
         self._held[job_id] = Waiting(origin, request)
-        self._ports.reply(origin, _waiting(job_id, f"job {job_id} queued and waiting for resources"), b"")
+        self._say(origin, job_id, f"job {job_id} queued and waiting for resources")
 
-    def _resize(self, origin: Origin, said: protocol.FromStream, request: protocol.StepRequest) -> None:
-        """Have the job give back what it has beyond so many nodes."""
-        if not request.job_id:
-            raise RequestError("cannot resize a job: run hrun --resize in one, or name it with --jobid")
-        job = permitted_job(self._ports, origin, said, JobId(request.job_id))
-        count = str(request.options["resize"])
-        if not count.isdigit():
-            raise RequestError(
-                f"cannot resize job {job.display_id} to {count[:20]!r} nodes: that is not a whole number"
-            )
-        self._ports.resize(job, int(count), asking_uid(self._ports, origin, said))
-        self._ports.reply(origin, protocol.StepEnded(codes=[], signals=[]), b"")
+    def _is_answered(self, origin: Origin, said: protocol.FromStream, request: protocol.StepRequest) -> bool:
+        """Say (again) what there is to say to a request that is said again; return whether that was all.
+
+        What an earlier controller may have started for it, the nodes of its job know: before all have told, it waits.
+        """
+        step, job = self._by_origin.get(origin), self._ports.job(JobId(request.job_id))
+        if step is not None and request.step is None:
+            if any(run.place is None for run in step.runs.values()):
+                raise RequestError(
+                    "the controller was restarted before it could say that the step has started: ask again"
+                )
+            self._ports.reply(origin, step.started(), b"")
+        if step is not None and step.finished:
+            self._ports.reply(origin, step.end(), b"")
+        if self._is_busy(origin):
+            return True
+        if job is not None and not self._welcomed.issuperset(job.held_nodes):
+            self._said_again[origin] = said
+            return True
+        if request.step is not None and "attach" not in request.options:
+            raise RequestError(f"step {request.job_id}.{request.step} is on none of its nodes: ask again")
+        return False
 
     def _attach(self, origin: Origin, said: protocol.FromStream, request: protocol.StepRequest) -> None:
         """Have `origin` hear the output of a running step."""
-        job = permitted_job(self._ports, origin, said, JobId(request.job_id))
-        number = str(request.options["attach"])
-        step = self._steps.get((job.id, job.attempt, int(number))) if number.isdigit() else None
-        if step is None or any(run.place is None for run in step.runs.values()):
-            raise NotFoundError(
-                f"Invalid job id specified: no step {job.id}.{number[:20]} is running that can be attached to"
-            )
+        step = attachable(self._ports, self._steps, origin, said, request)
         self._ports.reply(origin, step.started(), b"")
         self._watching.add(origin, step)
 
@@ -290,7 +317,7 @@ class StepService:
                 self._start(waiting, options, job, place)
                 return
         self._queues.add(job.id, waiting)
-        self._ports.reply(origin, _waiting(job.id, f"Job {job.id} {_BUSY}"), b"")
+        self._say(origin, job.id, f"Job {job.id} {_BUSY}")
 
     def _busy(self, job: Job) -> list[Place]:
         runs = [run for step in self._steps.values() if step.job.id == job.id for run in step.runs.values()]
@@ -318,17 +345,9 @@ class StepService:
         *,
         has_waited: bool = False,
     ) -> None:
-        step = Step(
-            job=job,
-            number=self._next_number(job),
-            origin=waiting.origin,
-            name=options.name,
-            nodes=tuple(place.tasks.node for place in places),
-            ntasks=sum(place.tasks.count for place in places),
-            started_at_s=self._ports.now_s(),
-            kill_on_bad_exit=options.kill_on_bad_exit,
-        )
-        plan = StepPlan(number=step.number, tasks=tuple(place.tasks for place in places), options=options)
+        nodes = tuple(place.tasks for place in places)
+        step = new_step(job, self._next_number(job), waiting.origin, options, nodes, self._ports.now_s())
+        plan = StepPlan(number=step.number, tasks=nodes, options=options)
         env = with_users(waiting.request.env, self._ports.environment(job, plan))
         for node_rank, place in enumerate(places):
             node = place.tasks.node
@@ -338,7 +357,7 @@ class StepService:
         self._keep(step)
         self._ports.record(row_of(step))
         if has_waited:
-            self._ports.reply(waiting.origin, _waiting(job.id, f"Step created for StepId={job.id}.{step.number}"), b"")
+            self._say(waiting.origin, job.id, f"Step created for StepId={job.id}.{step.number}")
         self._ports.reply(waiting.origin, step.started(), b"")
         for run in step.runs.values():
             self._ports.send(run.node, run.launch, b"")
@@ -398,20 +417,26 @@ class StepService:
         step.finished = True
         self._steps.pop((step.job.id, step.job.attempt, step.number), None)
         row = row_of(step, ended_at_s=self._ports.now_s())
-        self._ports.record(row)
-        ended = protocol.StepEnded(codes=step.by_rank("codes"), signals=step.by_rank("signals"), error=step.error)
+        if not step.recorded:
+            self._ports.record(row)
         for listener in self._watching.over(step):
-            self._ports.reply(listener, ended, b"")
+            self._ports.reply(listener, step.end(), b"")
         if step.origin is None:
             self._forget(step)
         else:
-            self._ports.reply(step.origin, ended, b"")
+            self._ports.reply(step.origin, step.end(), b"")
         if step.owns_job:
             self._ports.release(step.job.id, ExitStatus(code=row.exit_code or 0, signal=row.exit_signal or 0))
 
     def _forget(self, step: Step) -> None:
         for run in step.runs.values():
             self._by_token.pop(run.token, None)
+            if run.kept:
+                self._ports.send(run.node, protocol.Ack(seqs=[run.kept]), b"")
+
+    def _say(self, origin: Origin, job_id: JobId, text: str) -> None:
+        """Tell a step command what it waits for; with no text: that it is known here (again)."""
+        self._ports.reply(origin, protocol.StepWaiting(job_id=job_id, text=text), b"")
 
     def _refuse(self, origin: Origin, error: str) -> None:
         self._ports.reply(origin, protocol.StepEnded(codes=[], signals=[], error=error), b"")
@@ -461,7 +486,7 @@ class StepService:
             return
         job = self._ports.job(token.job_id)
         if job is None or job.attempt != token.attempt or job.state not in ACTIVE:
-            if report.status in (protocol.CLAIMED, protocol.READY, protocol.STARTED):
+            if report.status in _GOING:
                 self._ports.send(node, protocol.EndStep(report.token, self._ports.grace_s, "its job is over"), b"")
             return
         step = self._steps.get((job.id, job.attempt, int(token.step)))
@@ -478,13 +503,8 @@ class StepService:
         row = next((row for row in self._ports.recorded(job.id, job.attempt) if row.step == str(number)), None)
         step = found_again(job, number, report, row)
         if step.origin is not None:  # an agent answers with CloseStream if that stream is no more
-            self._ports.reply(step.origin, _waiting(job.id, ""), b"")
+            self._say(step.origin, job.id, "")
         return step
-
-    def _streams_of(self, node: NodeName) -> list[tuple[Origin, JobId]]:
-        """Return the step commands of `node` that wait for a step or have one, and for which job."""
-        known = [*((origin, step.job.id) for origin, step in self._by_origin.items()), *self._queues.origins()]
-        return [(origin, job_id) for origin, job_id in known if origin[0] == node]
 
     def _release_unclaimed(self) -> None:
         for job_id in sorted(self._unclaimed):
@@ -494,7 +514,3 @@ class StepService:
             self._unclaimed.discard(job_id)
             if job is not None and not any(step.job.id == job_id for step in self._steps.values()):
                 self._ports.release(job_id, ExitStatus(code=1))
-
-
-def _waiting(job_id: JobId, text: str) -> protocol.StepWaiting:
-    return protocol.StepWaiting(job_id=job_id, text=text)

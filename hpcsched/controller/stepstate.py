@@ -12,7 +12,9 @@ from typing import Any, Literal
 from hpcnode import protocol
 from hpcsched.controller.measured import used
 from hpcsched.controller.stepplace import Place
+from hpcsched.controller.steprequest import StepOptions
 from hpcsched.errors import ProtocolError
+from hpcsched.launch.layout import NodeTasks
 from hpcsched.model.ids import ALLOC_STEP, BATCH_STEP, NodeName, Token
 from hpcsched.model.job import Job, JobState
 from hpcsched.store.rows import StepRow
@@ -36,6 +38,7 @@ class Run:
     ready: bool = False  # waits for Go, or has had it
     released: bool = False
     ended: bool = False
+    kept: int = 0  # the number of its node's report on its end, which the node keeps until the step command has the end
     codes: list[int] = field(default_factory=list)
     signals: list[int] = field(default_factory=list)
     usage: dict[str, float] = field(default_factory=dict)
@@ -59,6 +62,7 @@ class Step:
     ending: bool = False
     left: bool = False  # its step command went away, as mpirun's daemons lose theirs when they have ended well
     finished: bool = False
+    recorded: bool = False  # its row has an end
     error: str = ""
     state: str = ""  # why it ends, if not by itself: a job state's name
 
@@ -82,6 +86,10 @@ class Step:
             scattered=scattered,
         )
 
+    def end(self) -> protocol.StepEnded:
+        """Return what a step command is told of its end."""
+        return protocol.StepEnded(codes=self.by_rank("codes"), signals=self.by_rank("signals"), error=self.error)
+
     def by_rank(self, what: Literal["codes", "signals"]) -> list[int]:
         """Return the tasks' codes or signals by rank; for a step that was found again, by node and its ranks."""
         found = []
@@ -103,6 +111,22 @@ class Step:
         return any(any(run.codes) or any(run.signals) for run in self.runs.values())
 
 
+def new_step(
+    job: Job, number: int, origin: Origin, options: StepOptions, tasks: tuple[NodeTasks, ...], now_s: float
+) -> Step:
+    """Return a step that begins, with these tasks on its nodes; it has no runs yet."""
+    return Step(
+        job=job,
+        number=number,
+        origin=origin,
+        name=options.name,
+        nodes=tuple(part.node for part in tasks),
+        ntasks=sum(part.count for part in tasks),
+        started_at_s=now_s,
+        kill_on_bad_exit=options.kill_on_bad_exit,
+    )
+
+
 def found_again(job: Job, number: int, report: protocol.Report, row: StepRow | None) -> Step:
     """Return the step of a controller before us of which a node reports; `row`: what that one has kept of it."""
     assert report.stream_to is not None
@@ -118,6 +142,7 @@ def found_again(job: Job, number: int, report: protocol.Report, row: StepRow | N
         ntasks=row.ntasks if row is not None else 0,
         started_at_s=(row.started_at_s if row is not None else None) or report.at_s,
         found=True,
+        recorded=row is not None and row.ended_at_s is not None,
         ending=gone,
         state="CANCELLED" if gone else "",
     )

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
@@ -27,7 +28,8 @@ def kill_rounds(cluster: KillableCluster, rounds: int, rng: random.Random) -> Co
     assert cluster.machines is not None
     names = sorted(cluster.machines.nodes)
     killed: Counter[str] = Counter()
-    with Flow(cluster, random.Random(rng.random())):
+    pick = random.Random(rng.random())  # of its own, so that what is killed depends on the seed alone
+    with Flow(cluster, random.Random(rng.random())) as flow:
         for _ in range(rounds):
             time.sleep(rng.uniform(0.05, 0.6))  # a moment in the life of the jobs, not a wait for anything
             kind = rng.choice(KINDS)
@@ -37,8 +39,9 @@ def kill_rounds(cluster: KillableCluster, rounds: int, rng: random.Random) -> Co
                 cluster.up()
             elif kind == "power":
                 cluster.cycle_power(node)
-            elif not (cluster.kill_agent(node) if kind == "agent" else cluster.kill_minder(node, rng)):
-                kind = "nothing there"
+            else:
+                kill = cluster.kill_agent if kind == "agent" else partial(cluster.kill_minder, rng=pick)
+                wait_until(lambda kill=kill, node=node: flow.check() or kill(node), PATIENCE_S, f"a {kind} on {node}")
             killed[kind] += 1
     cluster.kill_controller()  # its next life has forgotten for how long it was going to wait for the nodes
     cluster.up()

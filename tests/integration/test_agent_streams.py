@@ -306,10 +306,31 @@ def _other_stream(controller: Controller, known: int) -> int:
     return found[0] if found else 0
 
 
-def test_a_command_without_an_answer_is_let_go_when_the_controller_comes_back(node: NodeUnderTest) -> None:
-    controller = Controller(node)
+def test_a_request_is_said_to_each_controller_that_comes_until_its_step_is_over(node: NodeUnderTest) -> None:
+    """The answer may be lost with a controller, and so is its queue of steps that wait."""
+    first = Controller(node)
     command = StepCommand(node, 0)
-    from_stream(controller, protocol.StepRequest)
+    asked = from_stream(first, protocol.StepRequest)
+    assert not asked.message.get("again")
+    first.close()
+    second = Controller(node)
+    again = from_stream(second, protocol.StepRequest)
+    assert (again.stream, again.message) == (asked.stream, {**asked.message, "again": True})
+    second.send(protocol.ToStream(asked.stream, protocol.to_json(protocol.StepStarted(7, 4, []))))
+    command.wait(lambda m: isinstance(m, protocol.StepStarted))
+    second.close()
+    third = Controller(node)
+    assert from_stream(third, protocol.StepRequest).message == {**asked.message, "again": True, "step": 4}
+    command.close()
+    third.wait(lambda m: m == protocol.CloseStream(asked.stream))
+
+
+def test_a_question_without_an_answer_is_let_go_when_the_controller_comes_back(node: NodeUnderTest) -> None:
+    controller = Controller(node)
+    controller.wait_status(controller.launch("sleep 100"), protocol.STARTED)
+    command = Controller(node, greet=False)
+    command.send(protocol.ApiRequest(1, "GET", "/v1/ping"))
+    from_stream(controller, protocol.ApiRequest)
     controller.close()
     Controller(node)
     assert "ask again" in command.wait(lambda m: isinstance(m, protocol.StepEnded)).error

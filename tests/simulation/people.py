@@ -235,3 +235,4 @@ class StepCommand:
     def _heard(self, message: dict[str, Any]) -> None:
         if message["type"] == "StepEnded":
             self._agent.clients.pop(self._stream, None)
+            self._agent.say(protocol.CloseStream(self._stream))

@@ -78,7 +78,8 @@ class Client:
         self.job_id = 0
         self.attempt = 0
         self.asked = False  # it has sent its request
-        self.unsent: Optional[protocol.StepRequest] = None  # its request, which no controller has been told yet
+        self.request: Optional[protocol.StepRequest] = None
+        self.told = False  # a controller was told of it
         self.answered = False  # the controller has said something to it
         self.started = False  # it was told StepStarted, so output may come
         self.early: List[Tuple[protocol.Message, bytes]] = []
@@ -122,6 +123,8 @@ class Clients:
         if client is None or client.stream is None:
             return False
         client.answered = True
+        if isinstance(message, protocol.StepStarted) and client.request is not None:
+            client.request = protocol.changed(client.request, env={}, step=message.step)
         self._deliver(client, message, blob)
         if isinstance(message, protocol.StepStarted) and not client.started:
             client.started = True
@@ -148,26 +151,25 @@ class Clients:
             self._forget(client)
 
     def controller_came(self) -> None:
-        """Say what went unsaid; let those go whose request may have been lost with the last connection."""
+        """Say what went unsaid, and what may have been lost, or not answered, with the last connection."""
         self._progresses.controller_came()
         for number in self._closed_unseen:
             self._home.to_controller(protocol.CloseStream(number))
         self._closed_unseen.clear()
         for client in tuple(self._clients.values()):
-            if client.unsent is not None:
-                if self._pass_on(client, client.unsent, b""):
-                    client.unsent = None
+            if client.request is not None:
+                self._tell(client, client.request)
             elif client.asked and not client.answered:
                 why = "the connection to the controller broke before it answered: ask again"
                 self._deliver(client, protocol.StepEnded([], [], why), b"")
                 self._leave(client)
-            elif client.stream is not None:
+            if client.stream is not None:
                 client.stream.pause(False)
 
     def controller_went(self) -> None:
         """Listen to them again when there is one to tell."""
         for client in self._clients.values():
-            if client.asked and client.unsent is None and client.stream is not None:
+            if client.told and client.stream is not None:
                 client.stream.pause(True)
 
     # ----- one client
@@ -231,10 +233,14 @@ class Clients:
                 self._leave(client)
                 return
             client.job_id, client.attempt = request.job_id, attempt
-        if not self._pass_on(client, request, b""):
-            client.unsent = request
+        client.request = request
+        self._tell(client, request)
+        if not client.told:
             text = "this node's controller is away: the step waits for it"
             self._deliver(client, protocol.StepWaiting(request.job_id, text), b"")
+
+    def _tell(self, client: Client, request: protocol.StepRequest) -> None:
+        client.told = self._pass_on(client, protocol.changed(request, again=client.told), b"") or client.told
 
     def _ask(self, client: Client, request: protocol.ApiRequest, blob: bytes) -> None:
         """Pass on a question of a command that runs in a job here; nobody waits for a controller that is away."""
@@ -245,9 +251,8 @@ class Clients:
         if attempt is None:
             self._refuse(client, 403, "job %d does not run on this node as uid %d" % (request.job_id, client.uid))
             return
-        client.asked = True
-        if not self._pass_on(client, request, blob):
-            client.asked = False
+        client.asked = client.told = self._pass_on(client, request, blob)
+        if not client.told:
             self._refuse(client, 503, "this node's controller is away")
 
     def _refuse(self, client: Client, status: int, why: str) -> None:
@@ -287,7 +292,7 @@ class Clients:
         if client.number not in self._clients:
             return
         self._forget(client)
-        if client.asked and client.unsent is None and not self._home.to_controller(protocol.CloseStream(client.number)):
+        if client.told and not self._home.to_controller(protocol.CloseStream(client.number)):
             self._closed_unseen.append(client.number)
 
     def _forget(self, client: Client) -> None:

@@ -15,6 +15,8 @@ class StepRequest(Message):
     """Start a step. `job_id` 0: allocate a job for it first (hrun alone). `options` are hrun's, by long name.
 
     Options that name resources are texts as the user typed them; the controller parses them.
+    `again`: the agent says it on every further connection, as long as the command waits; the answer may be on its way, or lost.
+    Once it has heard that `step` was started, without `env`: then it asks how that ended, if it has.
     """
 
     version: int
@@ -23,6 +25,8 @@ class StepRequest(Message):
     argv: List[str]
     work_dir: str
     env: Dict[str, str]
+    again: bool = False
+    step: Optional[int] = None
 
 
 class ApiRequest(Message):

@@ -811,6 +811,98 @@ def test_what_is_said_to_a_step_that_was_not_found_again_yet_is_no_error() -> No
     assert not world.has_ended()
 
 
+def said_again(world: World, origin: Origin, **fields: Any) -> None:
+    request = protocol.changed(a_request(argv="prog", job_id=12, **fields), again=True)
+    world.says(origin, request)
+
+
+def test_a_step_that_waits_lives_on_after_a_restart() -> None:
+    world = World()
+    first, second = restarted(world)
+    to = first.stream_to
+    said_again(world, SECOND, nodes="1", ntasks="1")
+    world.service.node_welcome(N1, inventory(world.report(first.token, protocol.STARTED, stream_to=to)))
+    said_again(world, THIRD, nodes="1", ntasks="1")
+    world.service.on_stream_closed(THIRD)
+    assert world.launches() == []  # n2 might have a step that was started for it
+    world.service.node_welcome(N2, inventory(world.report(second.token, protocol.STARTED, stream_to=to)))
+    ((_, launch),) = world.launches()
+    assert (launch.step, world.replies[SECOND][-1].step) == ("1", 1)
+    assert THIRD not in world.replies
+
+
+def test_a_request_that_is_said_again_starts_nothing_twice() -> None:
+    world = World()
+    world.asks(ntasks="8")
+    world.asks(origin=SECOND, ntasks="1")
+    for origin, tasks in ((HRUN, "8"), (SECOND, "1")):
+        world.replies.clear()
+        said_again(world, origin, ntasks=tasks)
+    (_, first), (_, second) = world.launches()
+    world.ends(first, 0, 0, 0, 0)
+    world.ends(second, 0, 0, 0, 0)
+    assert [launch.step for _, launch in world.launches()] == ["0", "0", "1"]
+
+
+def test_an_answer_that_was_lost_with_the_connection_is_given_again() -> None:
+    world = World()
+    world.service.node_welcome(N1, [])
+    started = world.asks(nodes="1")
+    ((_, launch),) = world.launches()
+    world.replies.clear()
+    said_again(world, HRUN, nodes="1")
+    assert world.replies == {HRUN: [started]}
+    world.ends(launch, 3)
+    world.replies.clear()
+    world.says(HRUN, protocol.changed(a_request(argv="prog", job_id=12), again=True, step=0))
+    assert world.replies == {HRUN: [protocol.StepEnded(codes=[3], signals=[0])]}
+
+
+def test_who_waits_for_the_end_of_a_step_of_which_nobody_knows_is_told() -> None:
+    world = World()
+    restarted(world)
+    world.says(HRUN, protocol.changed(a_request(argv="prog", job_id=12), again=True, step=0))
+    world.service.node_welcome(N1, [])
+    assert not world.has_ended()
+    world.service.node_welcome(N2, [])
+    assert world.ended().error == "step 12.0 is on none of its nodes: ask again"
+
+
+def test_a_step_whose_start_was_not_told_before_a_restart_is_not_started_a_second_time() -> None:
+    world = World()
+    first, second = restarted(world)
+    to = first.stream_to
+    for node, launch in ((N1, first), (N2, second)):
+        world.service.node_welcome(node, inventory(world.report(launch.token, protocol.STARTED, stream_to=to)))
+    said_again(world, HRUN, ntasks="5")
+    assert "ask again" in world.ended().error
+    assert world.launches() == []
+
+
+def test_nodes_keep_the_ends_of_a_step_until_its_command_has_them() -> None:
+    world = World()
+    world.asks(ntasks="5")
+    (_, first), (_, second) = world.launches()
+    ends = [
+        (N1, world.report(first.token, codes=[0, 0, 0, 1], signals=[0] * 4, stream_to=first.stream_to)),
+        (N2, world.report(second.token, codes=[0], signals=[0], stream_to=first.stream_to)),
+    ]
+    assert not world.service.on_report(N1, world.report(first.token, protocol.STARTED))
+    assert all(world.service.on_report(node, report) for node, report in ends)
+    row = world.rows[(12, 0, "0")]
+    world.restart()
+    world.replies.clear()
+    for node, report in ends:
+        world.service.node_welcome(node, inventory(report))
+        assert world.service.on_report(node, report)
+    assert world.ended() == protocol.StepEnded(codes=[0, 0, 0, 1, 0], signals=[0] * 5)
+    assert world.rows[(12, 0, "0")] is row  # how it ended was noted when it did
+    world.service.on_stream_closed(HRUN)
+    acks = [(node, message.seqs) for node, message, _ in world.sent if isinstance(message, protocol.Ack)]
+    assert acks == [(node, [report.seq]) for node, report in ends]
+    assert not world.service.on_report(N1, ends[0][1])
+
+
 def test_after_a_restart_an_end_that_nobody_noted_is_told() -> None:
     world = World()
     first, _ = restarted(world)
