@@ -1,6 +1,7 @@
 """Gradients in flat buckets, exchanged in backward order.
 
-Each parameter's `.grad` is a view into a bucket, so autograd writes where the exchange reads: nothing is copied.
+Each parameter's `.grad` is a view into a bucket, so autograd writes where the exchange reads: nothing is copied.  Where what a
+lossy exchange left over is kept for the next step, autograd adds to that, and `.grad` is the sum when it is there.
 Does not know weights or batches: who wants an average scales the loss before `backward`.
 Rules: buckets are launched in the same order on every rank, whatever order autograd finishes in; a parameter that got
 no gradient counts as zero.  Overlapping or not gives the same bits.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from itertools import accumulate, pairwise
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -18,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from hpctrain.comm import Communicator, Work
 from hpctrain.comm.ring import split
 from hpctrain.compress import Compressor, Exact
+from hpctrain.errors import TrainError
 
 # A bucket is at most this part of what is left (but as much of a usual one at least): the less backward has still to do,
 # the less may wait to be sent.
@@ -41,8 +44,8 @@ class GradientBuckets:
         self._compressor: Compressor = Exact(comm)
         self._own_part = False
         self.groups = _group(list(parameters), bucket_bytes or pace.bucket_bytes)
-        self.flats = [_flatten(group, comm) for group in self.groups]
-        self._waiting = [len(group) for group in self.groups]
+        self.flats = [_flat_for(group, comm) for group in self.groups]
+        self._buckets = [_Bucket(group, flat) for group, flat in zip(self.groups, self.flats, strict=True)]
         self._launched = 0
         self.held = False  # more gradients are to be added before anything is sent
         self._works: list[Work] = []
@@ -67,6 +70,8 @@ class GradientBuckets:
 
     def squares(self) -> torch.Tensor:
         """This will give the sum of squares of each part of each bucket (buckets, ranks); all ranks call it after `exchange`."""
+        for bucket in self._buckets:
+            bucket.adopt_all()  # with local steps nothing was exchanged
         self._square(up_to=len(self.flats))
         squares_BR = torch.stack(self._squares)
         self._squares.clear()
@@ -84,9 +89,9 @@ class GradientBuckets:
 
     def zero(self) -> None:
         """This will set all gradients to zero, for the next backward pass."""
-        for flat in self.flats:
-            flat.zero_()
-        self._waiting = [len(group) for group in self.groups]
+        for index, bucket in enumerate(self._buckets):
+            given = self._compressor.fresh(index, bucket.flat) if self._overlap else bucket.flat.zero_()
+            bucket.expect(given)
         self._launched = 0
 
     def exchange(self) -> tuple[float, float]:
@@ -96,8 +101,9 @@ class GradientBuckets:
         """
         started_s = time.perf_counter()
         if not self._overlap:
-            for index, flat in enumerate(self.flats):
-                self._compressor.sum(index, flat)
+            for index, bucket in enumerate(self._buckets):
+                bucket.adopt_all()
+                self._compressor.sum(index, bucket.flat)
             waited_s = time.perf_counter() - started_s
             return waited_s, waited_s
         self._launch(up_to=len(self.flats))
@@ -107,6 +113,7 @@ class GradientBuckets:
             started_s = time.perf_counter()
             work.wait()
             waited_s += time.perf_counter() - started_s
+            self._buckets[index].point(self.flats[index])
             if self.flats[index].device.type == "cpu":  # a sum of squares of a GPU's would be waited for
                 self._square(up_to=index + 1)  # while the last ones travel
         self._works.clear()
@@ -130,9 +137,9 @@ class GradientBuckets:
         return sum(float(torch.dot(wide, wide)) for wide in wides)
 
     def _hook(self) -> None:
-        for index, group in enumerate(self.groups):
-            for parameter in group:
-                call = lambda _, index=index: self._arrived(index)  # noqa: E731
+        for index, bucket in enumerate(self._buckets):
+            for at, parameter in enumerate(bucket.parameters):
+                call = lambda _, index=index, at=at: self._arrived(index, at)  # noqa: E731
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(call))
 
     def close(self) -> None:
@@ -140,12 +147,21 @@ class GradientBuckets:
         for hook in self._hooks:
             hook.remove()
 
-    def _arrived(self, index: int) -> None:
+    def _arrived(self, index: int, at: int) -> None:
+        """Raises TrainError: it is not the first time since `zero`, and may be on its way."""
         if self.held:
             return
-        self._waiting[index] -= 1
+        bucket = self._buckets[index]
+        if at not in bucket.missing:
+            raise TrainError(
+                "cannot add to a gradient that is being exchanged already: a batch has one backward pass. Add its losses up "
+                "and call batch.backward once; activation checkpointing needs use_reentrant=False; or run with --no-overlap"
+            )
+        bucket.missing.remove(at)
+        bucket.adopt(at)
+        self._compressor.ready(index, *bucket.spans[at])
         ready = self._launched
-        while ready < len(self._waiting) and self._waiting[ready] <= 0:
+        while ready < len(self._buckets) and not self._buckets[ready].missing:
             ready += 1
         self._launch(up_to=ready)
 
@@ -153,8 +169,51 @@ class GradientBuckets:
         if self._launched == 0:
             self._began_s = time.perf_counter()
         for index in range(self._launched, up_to):
+            self._buckets[index].adopt_all()
             self._works.append(self._compressor.begin(index, self.flats[index]))
         self._launched = max(self._launched, up_to)
+
+
+class _Bucket:
+    """Parameters, and the flat tensors that their gradients are views of: of one while they are added up, then of the sum."""
+
+    def __init__(self, parameters: list[torch.nn.Parameter], flat: torch.Tensor) -> None:
+        self.parameters, self.flat = parameters, flat
+        self.spans = list(pairwise(accumulate((p.numel() for p in parameters), initial=0)))
+        self.missing: set[int] = set()  # whose gradients have not come since `expect`
+        self._views: list[torch.Tensor] = []
+        self._kept: dict[int, list[torch.Tensor]] = {}  # the views, by the address of what they are of
+        self.expect(flat)
+
+    def expect(self, given: torch.Tensor) -> None:
+        """This will have autograd add to `given`."""
+        self.point(given)
+        self.missing = set(range(len(self.parameters)))
+
+    def point(self, flat: torch.Tensor) -> None:
+        """This will make every `.grad` a view of `flat`."""
+        views = self._kept.get(flat.data_ptr())
+        if views is None:
+            pairs = zip(self.parameters, self.spans, strict=True)
+            views = self._kept[flat.data_ptr()] = [flat[low:high].view_as(p) for p, (low, high) in pairs]
+        self._views = views
+        for parameter, view in zip(self.parameters, views, strict=True):
+            parameter.grad = view
+
+    @torch.no_grad()
+    def adopt(self, at: int) -> None:
+        """This will put a gradient where it belongs: a script's own `zero_grad` has autograd put it elsewhere."""
+        parameter, view = self.parameters[at], self._views[at]
+        if parameter.grad is view:
+            return
+        if parameter.grad is not None:
+            view.copy_(parameter.grad.to_dense())
+        parameter.grad = view
+
+    def adopt_all(self) -> None:
+        """This will put all gradients where they belong."""
+        for at in range(len(self.parameters)):
+            self.adopt(at)
 
 
 def _group(parameters: list[torch.nn.Parameter], bucket_bytes: int) -> list[list[torch.nn.Parameter]]:
@@ -179,14 +238,8 @@ def _bytes(parameter: torch.nn.Parameter) -> int:
     return parameter.numel() * parameter.element_size()
 
 
-def _flatten(group: list[torch.nn.Parameter], comm: Communicator) -> torch.Tensor:
+def _flat_for(group: list[torch.nn.Parameter], comm: Communicator) -> torch.Tensor:
     length, like = sum(p.numel() for p in group), group[0]
     if like.device.type == "cpu":
-        flat = comm.empty(length, like.dtype).zero_()
-    else:
-        flat = torch.zeros(length, dtype=like.dtype, device=like.device)
-    low = 0
-    for parameter in group:
-        parameter.grad = flat[low : low + parameter.numel()].view_as(parameter)
-        low += parameter.numel()
-    return flat
+        return comm.empty(length, like.dtype).zero_()
+    return torch.zeros(length, dtype=like.dtype, device=like.device)

@@ -36,8 +36,14 @@ class Compressor(Protocol):
     def sum(self, index: int, flat_L: torch.Tensor) -> None:
         """Replace `flat_L` (float32, one dimension) by its sum over all ranks, more or less. `index`: which bucket it is."""
 
+    def fresh(self, index: int, flat_L: torch.Tensor) -> torch.Tensor:
+        """Say where what `begin` is to sum has to be added up: `flat_L`, set to zero, or what was left over of that bucket."""
+
+    def ready(self, index: int, low: int, high: int) -> None:
+        """Take note that these numbers there are whole, and still in the cache; optional, each at most once before `begin`."""
+
     def begin(self, index: int, flat_L: torch.Tensor) -> Work:
-        """The same in the background; all ranks begin the same buckets in the same order."""
+        """Put the sum of that into `flat_L`, in the background; all ranks begin the same buckets in the same order."""
 
     def rescale(self, factor: float) -> None:
         """Take note that what is summed is so many times larger from now on."""
@@ -71,7 +77,17 @@ def compressor(name: str, comm: Communicator, shapes: Callable[[int], list[torch
     )
 
 
-class Exact:
+class _Plain:
+    """What is to be summed is added up where the sum will be."""
+
+    def fresh(self, index: int, flat_L: torch.Tensor) -> torch.Tensor:
+        return flat_L.zero_()
+
+    def ready(self, index: int, low: int, high: int) -> None:
+        """Nothing can be done with a part."""
+
+
+class Exact(_Plain):
     """All bits; in the background, of each rank's part alone if `own_part` says that this is enough."""
 
     def __init__(self, comm: Communicator, *, own_part: bool = False) -> None:
@@ -88,7 +104,7 @@ class Exact:
         """Nothing is left over."""
 
 
-class _Lossy:
+class _Lossy(_Plain):
     """What lossy ways share: residuals, and small buckets in full."""
 
     def __init__(self, comm: Communicator) -> None:
@@ -125,6 +141,7 @@ class _Lossy:
 class Rounded(_Lossy):
     """Half the bits: bfloat16 (the range of float32) or float16 (finer, of a smaller range).
 
+    In the background gradients are added to what was left over, and rounded there while they are in the cache.
     What the sum itself loses by being rounded is not fed back: no rank has it.
     """
 
@@ -132,35 +149,53 @@ class Rounded(_Lossy):
         super().__init__(comm)
         self._dtype = dtype
         self._halves: dict[int, torch.Tensor] = {}
+        self._rounded: dict[int, list[tuple[int, int]]] = {}  # parts of a bucket, for the next `begin`
         self._back = torch.empty(STRETCH)
+
+    def fresh(self, index: int, flat_L: torch.Tensor) -> torch.Tensor:
+        return flat_L.zero_() if flat_L.numel() <= SMALL else self._residual(index, flat_L)
+
+    def ready(self, index: int, low: int, high: int) -> None:
+        residual_L = self._residuals.get(index)
+        if residual_L is not None and residual_L.device.type == "cpu":
+            self._round(index, low, high)
+            self._rounded.setdefault(index, []).append((low, high))
 
     def sum(self, index: int, flat_L: torch.Tensor) -> None:
         if flat_L.numel() <= SMALL:
             self._comm.all_reduce(flat_L)
             return
-        half_L = self._rounded(index, flat_L)
+        self._residual(index, flat_L).add_(flat_L)
+        self._round(index, 0, flat_L.numel())
+        half_L = self._half(index)
         self._comm.all_reduce(half_L)
         flat_L.copy_(half_L)
 
     def begin(self, index: int, flat_L: torch.Tensor) -> Work:
         if flat_L.numel() <= SMALL:
             return self._comm.begin(flat_L)
-        half_L = self._rounded(index, flat_L)
+        for low, high in _gaps(self._rounded.pop(index, []), flat_L.numel()):
+            self._round(index, low, high)
+        half_L = self._half(index)
         return self._comm.begin(half_L, lambda: flat_L.copy_(half_L))
 
-    def _rounded(self, index: int, flat_L: torch.Tensor) -> torch.Tensor:
-        """What is sent of `flat_L` and the residual; what is not is the residual then.  In stretches that stay in the cache."""
-        half_L, residual_L = self._halves.get(index), self._residual(index, flat_L)
+    def _half(self, index: int) -> torch.Tensor:
+        """What is sent of a bucket."""
+        half_L = self._halves.get(index)
         if half_L is None:
-            half_L = self._halves[index] = self._comm.empty(flat_L.numel(), self._dtype)
-        on_cpu = flat_L.device.type == "cpu"
-        stretch = STRETCH if on_cpu else flat_L.numel()
-        for part, left, half in zip(*(one.split(stretch) for one in (flat_L, residual_L, half_L)), strict=True):
-            left += part
-            half.copy_(left)
-            left -= self._back[: part.numel()].copy_(half) if on_cpu else half  # a CPU is slow at two kinds of numbers
-        _drop_what_is_not_finite(residual_L)
+            half_L = self._halves[index] = self._comm.empty(self._residuals[index].numel(), self._dtype)
         return half_L
+
+    @torch.no_grad()
+    def _round(self, index: int, low: int, high: int) -> None:
+        """Take what can be sent of these numbers out of the residual.  In stretches that stay in the cache."""
+        residual_L, half_L = self._residuals[index], self._half(index)
+        on_cpu = residual_L.device.type == "cpu"
+        stretch = STRETCH if on_cpu else high - low
+        for left, half in zip(residual_L[low:high].split(stretch), half_L[low:high].split(stretch), strict=True):
+            half.copy_(left)
+            left -= self._back[: left.numel()].copy_(half) if on_cpu else half  # a CPU is slow at two kinds of numbers
+            _drop_what_is_not_finite(left)
 
 
 class Blockwise(_Lossy):
@@ -272,6 +307,13 @@ def dequantized(codes_L: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     blocks = scale.numel()
     padded = torch.nn.functional.pad(codes_L, (0, blocks * BLOCK - codes_L.numel())).view(blocks, BLOCK)
     return (padded.float() * scale.unsqueeze(1)).view(-1)[: codes_L.numel()]
+
+
+def _gaps(spans: list[tuple[int, int]], length: int) -> list[tuple[int, int]]:
+    """What `spans`, which do not overlap, leave of [0, length)."""
+    ends = [0, *(high for _, high in sorted(spans))]
+    begins = [*(low for low, _ in sorted(spans)), length]
+    return [(low, high) for low, high in zip(ends, begins, strict=True) if low < high]
 
 
 def _joined(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
