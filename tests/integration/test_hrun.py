@@ -534,6 +534,28 @@ def test_without_a_controller_it_says_what_to_start(run: Callable[..., Running],
     )
 
 
+@pytest.mark.parametrize("module", ["hpcnode.hrun", "hpcnode.hrsh"])
+def test_an_agent_that_is_away_for_a_moment_is_waited_for(
+    controller: Controller, run: Callable[..., Running], module: str
+) -> None:
+    away = controller.path.with_name("away")
+    controller.path.rename(away)
+    comes_back = "import os, time; time.sleep = lambda _: os.path.exists('away') and os.rename('away', 'agent.sock')"
+    command = run("n1", "true", module=module, changes=comes_back)
+    controller.start(1)
+    controller.end(0)
+    assert command.finish()[0] == 0
+
+
+def test_an_agent_that_stays_away_is_an_error(controller: Controller, run: Callable[..., Running]) -> None:
+    controller.path.unlink()
+    code, _, err = run("true", changes="import hpcnode.stepclient as s; s.AGENT_BACK_S = 0.0").finish()
+    assert (code, err) == (
+        1,
+        f"hrun: error: cannot reach the node's agent ({controller.path}: No such file or directory): is the job over?\n",
+    )
+
+
 def test_environment_gives_defaults_and_export_chooses(controller: Controller, run: Callable[..., Running]) -> None:
     job_fact = {"HPCSCHED_CPUS_PER_TASK": "4", "SLURM_NTASKS": "8"}  # the controller knows the job's own numbers
     settings = {"SLURM_KILL_BAD_EXIT": "1", "HPCSCHED_OVERLAP": "1"}

@@ -16,7 +16,7 @@ import sys
 from typing import Dict, List, Mapping, Optional, Sequence, Tuple
 
 from hpcnode import mpienv, protocol
-from hpcnode.stepclient import ConnectionLost, Front, StepClient, connect, is_open
+from hpcnode.stepclient import ConnectionLost, Front, StepClient, connect_to_agent, is_open
 from hpcnode.streamout import LineStream, Outlet
 
 FAILED = 255  # as ssh's: hrsh itself failed
@@ -85,7 +85,7 @@ class Hrsh(Front):
         if not path or not job_id.isdigit():
             raise UsageError("cannot reach %s: hrsh works only in a job on a node" % self._host)
         try:
-            self._client = StepClient(connect(path), self)
+            self._client = StepClient(connect_to_agent(path), self)
         except OSError as error:
             raise UsageError("cannot reach the node's agent (%s: %s)" % (path, error.strerror)) from None
         self._client.catch(_ENDING)

@@ -22,7 +22,7 @@ from typing import Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence
 
 from hpcnode import __version__, headsocket, protocol, stepoptions, terminal
 from hpcnode.screen import Screen
-from hpcnode.stepclient import ALL_TASKS, ConnectionLost, Front, StepClient, connect, is_open
+from hpcnode.stepclient import ALL_TASKS, ConnectionLost, Front, StepClient, connect, connect_to_agent, is_open
 from hpcnode.streamout import LineStream, Outlet
 from hpcnode.taskwords import failures, task_list
 from hpcnode.userenv import exported, umask
@@ -449,10 +449,11 @@ def _socket_path(environ: Mapping[str, str], in_job: bool) -> str:
 
 
 def _connect(path: str):  # type: ignore[no-untyped-def]  # socket.socket, whose module nobody else needs here
+    on_the_head = os.path.basename(path) == headsocket.STEPS_SOCKET
     try:
-        return connect(path)
+        return connect(path) if on_the_head else connect_to_agent(path)
     except OSError as error:
-        if os.path.basename(path) == headsocket.STEPS_SOCKET:
+        if on_the_head:
             raise HrunError(
                 "Unable to contact hpcsched controller (%s: %s): start it with 'hpcsched up'" % (path, error.strerror)
             ) from None

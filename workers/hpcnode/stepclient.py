@@ -29,6 +29,7 @@ SEND_LIMIT = 1 << 20
 DRAIN_S = 10.0  # how long output may be silent after the end of the step before it is given up
 FAILED_DRAIN_S = 1.0  # the same for a step that went wrong: some of its tasks may never have run
 ASK_AGAIN_S = 0.5
+AGENT_BACK_S = 20.0  # one that is replaced at an upgrade, or was killed, is there again within moments
 MISSING_OUTPUT = "some of the tasks' output did not arrive"
 ALL_TASKS = -1
 
@@ -370,6 +371,18 @@ class ListeningClient(StepClient):
 
     def _miss(self, beyond: protocol.Output, acknowledged: int) -> None:
         raise protocol.WireError("output of task %d is missing before byte %d" % (beyond.task, beyond.offset))
+
+
+def connect_to_agent(path: str) -> socket.socket:
+    """Return a connection to this node's agent; one that is away at the moment is waited for. Raises OSError."""
+    deadline_s = time.monotonic() + AGENT_BACK_S
+    while True:
+        try:
+            return connect(path)
+        except (FileNotFoundError, ConnectionRefusedError):
+            if time.monotonic() >= deadline_s:
+                raise
+        time.sleep(0.05)
 
 
 def connect(path: str) -> socket.socket:
