@@ -60,6 +60,9 @@ def test_nothing_but_the_jobs_number_is_needed(job: Client) -> None:
         ("-n1 true : no-such-program", 2),
         ("-n1 true : --mem=1G true", 1),
         ("-n1 true :", 1),
+        ("-n1 true : --output=3 true", 1),
+        ("-n1 true : --export=NONE true", 1),
+        ("--export=ALL -n1 true : --export=ALL,A=1 -n1 true : true", 0),
         ("--het-group=1 true", 1),
     ],
 )
@@ -152,6 +155,21 @@ def test_several_programs_with_nodes_and_cpus_of_their_own(slurm: Client, job: C
     alone = slurm("srun", "-l", "-N1", "-c2", "hostname", ":", "-N2", "-n2", "printenv", "SLURM_STEP_NUM_NODES")
     assert sorted(line.split()[0] for line in alone.stdout.splitlines()) == ["0:", "1:", "2:"]
     assert "1: 3\n" in alone.stdout
+
+
+def test_several_programs_with_files_and_variables_of_their_own(cluster: LocalCluster, job: Client) -> None:
+    show = "sh -c 'echo $SLURM_PROCID $A $B; echo error $SLURM_PROCID >&2'"
+    said = str(
+        job(
+            f"export A=a; srun -n1 --output=first-%j.out --export=ALL,B=one {show} :"
+            f" -n2 --output=second-%t-%N.out --error=second.err --export=ALL,B=two {show} : -n1 --output=none {show}\n"
+            "sort first-$SLURM_JOB_ID.out; cat second-1-n2.out second-2-n2.out; sort second.err\n"
+            f"srun -l -n1 {show} : -n1 -o none -e all {show} 2>&1 | sort"
+        )
+    )
+    assert said.splitlines() == [
+        "0 a one", "error 0", "1 a two", "2 a two", "error 1", "error 2", "0: 0 a", "0: error 0", "1: error 1"
+    ]  # fmt: skip
 
 
 def test_a_file_of_hosts(cluster: LocalCluster, job: Client) -> None:

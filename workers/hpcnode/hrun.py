@@ -24,6 +24,7 @@ from hpcnode import __version__, headsocket, protocol, stepoptions, terminal
 from hpcnode.screen import Screen
 from hpcnode.stepclient import ALL_TASKS, ConnectionLost, Front, StepClient, connect, connect_to_agent, is_open
 from hpcnode.streamout import LineStream, Outlet
+from hpcnode.targets import PartFiles, Target
 from hpcnode.taskwords import failures, task_list
 from hpcnode.userenv import exported, umask
 
@@ -40,7 +41,6 @@ _SENT = (
     "nodes", "ntasks", "ntasks-per-node", "open-mode", "overcommit", "overlap", "partition", "parts", "prefer", "qos",
     "reservation", "resize", "switches", "time", "tmp",
 )  # fmt: skip
-_PATTERN = re.compile(r"%(%|\d*[A-Za-z])")
 _LETTER = re.compile(r"%(%|(\d{0,2})([jAJsxu]))")
 
 
@@ -112,9 +112,10 @@ class Hrun(Front):
         self._interrupted_s: Optional[float] = None
         if values.get("multi-prog"):
             self._take_programs(command)
-        self._output = _Target("output", str(values.get("output", "")))
-        self._error = _Target("error", str(values.get("error", "")))
-        self._input = _Target("input", str(values.get("input", "")))
+        streams = {name: str(values.get(name, "")) for name in ("output", "error")}
+        self._part_files = PartFiles.read(_text(values.get("part-files"), ""), streams)
+        self._output, self._error = (Target(name, "" if self._part_files else text) for name, text in streams.items())
+        self._input = Target("input", str(values.get("input", "")))
 
     def run(self) -> int:
         """Ask for the step, be there while it runs, return the exit code."""
@@ -276,21 +277,36 @@ class Hrun(Front):
 
     def _open_outputs(self, started: protocol.StepStarted) -> None:
         opened: Dict[str, Outlet] = {}
+        if self._part_files:
+            for fd, patterns in self._part_files.patterns(started).items():
+                self._client.outlets[fd] = self._streams(self._of_parts(fd, patterns, started, opened), started)
+            return
         out = self._outlet(self._output, 1, started, opened)
         err = self._outlet(self._error, 2, started, opened)
         if self._error.is_default and self._output.local_file:
             err = out
         if not self._output.node_file:
-            self._client.outlets[1] = self._streams(self._output, out, started)
+            self._client.outlets[1] = self._streams(lambda task: out if self._output.wants(task) else None, started)
         if not self._error.node_file and not (self._error.is_default and self._output.node_file):
-            self._client.outlets[2] = self._streams(self._error, err, started)
+            self._client.outlets[2] = self._streams(lambda task: err if self._error.wants(task) else None, started)
+
+    def _of_parts(
+        self, fd: int, patterns: Mapping[int, str], started: protocol.StepStarted, opened: Dict[str, Outlet]
+    ) -> Callable[[int], Optional[Outlet]]:
+        usual = Outlet(fd) if is_open(fd) else None
+        files = {task: self._file(pattern, started, opened) for task, pattern in patterns.items() if pattern}
+        return lambda task: files.get(task, usual)
 
     def _outlet(
-        self, target: _Target, fd: int, started: protocol.StepStarted, opened: Dict[str, Outlet]
+        self, target: Target, fd: int, started: protocol.StepStarted, opened: Dict[str, Outlet]
     ) -> Optional[Outlet]:
         if not target.local_file:
             return Outlet(fd) if is_open(fd) else None
-        path = os.path.join(self._work_dir, self._fill(target.local_file, started))
+        return self._file(target.local_file, started, opened)
+
+    def _file(self, pattern: str, started: protocol.StepStarted, opened: Dict[str, Outlet]) -> Outlet:
+        """Return the outlet to the file of that name, opened at its first mention."""
+        path = os.path.join(self._work_dir, self._fill(pattern, started))
         if path not in opened:
             flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
             flags |= os.O_APPEND if self._values.get("open-mode") == "append" else os.O_TRUNC
@@ -298,7 +314,7 @@ class Hrun(Front):
         return opened[path]
 
     def _streams(
-        self, target: _Target, outlet: Optional[Outlet], started: protocol.StepStarted
+        self, outlet_of: Callable[[int], Optional[Outlet]], started: protocol.StepStarted
     ) -> Callable[[int], Optional[LineStream]]:
         total = _total(started)
         width = len(str(total - 1))
@@ -306,8 +322,7 @@ class Hrun(Front):
 
         def stream_of(task: int) -> LineStream:
             label = b"%*d: " % (width, task) if self._values.get("label") else b""
-            wanted = target.task in (None, task)
-            return LineStream(outlet if wanted else None, label, by_line or bool(label))
+            return LineStream(outlet_of(task), label, by_line or bool(label))
 
         return stream_of
 
@@ -376,27 +391,6 @@ class Hrun(Front):
 
     def _complain(self, text: str) -> None:
         _complain(self._face, text)
-
-
-class _Target:
-    """Where one of the three streams goes: to or from hrun itself, a file of hrun's, or a file on the node."""
-
-    def __init__(self, name: str, text: str) -> None:
-        self.name = name
-        self.is_default = not text
-        self.to_all = text == "all"
-        self.task: Optional[int] = None  # the only task that takes part
-        self.node_file = ""
-        self.local_file = ""
-        if text == "none":
-            self.node_file = os.devnull
-        elif text.isdigit():
-            self.task = int(text)
-        elif any(word[-1] in "tnN" for word in _PATTERN.findall(text)):
-            self.node_file = text
-        elif text and text != "all":
-            self.local_file = text
-            self.to_all = True
 
 
 def _total(started: protocol.StepStarted) -> int:

@@ -1,7 +1,8 @@
 """srun A : B: several programs as one step, whose tasks are numbered through, each part with nodes and cpus of its own.
 
 The step is asked for with the numbers of its parts; which program a task runs is settled where it starts, by a shell command
-that all of them run. What else the parts say (files, labels, memory ...) concerns the step, so that only the first says it.
+that all of them run; each part may have output files and variables of its own. What else the parts say (labels, memory ...)
+concerns the step, so that only the first says it.
 
 Source: "Heterogeneous Job Steps" of Slurm's documentation.
 """
@@ -14,6 +15,7 @@ import sys
 from typing import Dict, List, Mapping, Sequence, Tuple
 
 from hpcnode import hrun, multiprog, stepoptions
+from hpcnode.targets import STREAMS
 
 MAX_TASKS = 100_000
 OWN = ("nodes", "ntasks", "cpus-per-task", "ntasks-per-node", "nodelist", "exclude")  # what a part may say for itself
@@ -33,6 +35,8 @@ def as_one(words: Sequence[str]) -> Tuple[stepoptions.Values, List[str]]:
     """Return the options and the command of the step that ``A : B`` asks for. Raises UsageError, MultiProgError."""
     common: stepoptions.Values = {}
     parts: List[Dict[str, str]] = []
+    files: List[Dict[str, str]] = []
+    exports: List[str] = []
     commands = []
     for number, part in enumerate(_split(words), start=1):
         values, command = stepoptions.parse(part)
@@ -40,19 +44,64 @@ def as_one(words: Sequence[str]) -> Tuple[stepoptions.Values, List[str]]:
             raise stepoptions.UsageError("part %d of the step has no command" % number)
         own = {name: str(values.pop(name)) for name in OWN if name in values}
         own["ntasks"] = str(_tasks(own, number))
+        files.append({"ntasks": own["ntasks"], **_files(values, number)})
+        exports.append(str(values.pop("export", "")))
         common = values if number == 1 else common
         strange = [name for name, value in values.items() if common.get(name) != value]
         if strange:
             raise stepoptions.UsageError(
                 "cannot give part %d of the step its own --%s: the parts of srun A : B may differ in their programs and in %s"
-                % (number, strange[0], ", ".join("--" + name for name in OWN))
+                % (number, strange[0], ", ".join("--" + name for name in (*OWN, *STREAMS, "export")))
             )
         parts.append(own)
         commands.append(command)
     common.setdefault("job-name", os.path.basename(commands[0][0]))
+    export, variables = _exports(exports)
     asked = any("cpus-per-task" in own for own in parts)
-    programs = [(int(own["ntasks"]), _cpus(own) if asked else {}, command) for own, command in zip(parts, commands)]
-    return {**common, **_allocation(parts), "parts": json.dumps(parts)}, multiprog.command_for(programs)
+    programs = [
+        (int(own["ntasks"]), {**(_cpus(own) if asked else {}), **env}, command)
+        for own, env, command in zip(parts, variables, commands)
+    ]
+    said = {**common, **export, **_allocation(parts), "parts": json.dumps(parts)}
+    if any(len(one) > 1 for one in files):
+        said["part-files"] = json.dumps(files)
+    return said, multiprog.command_for(programs)
+
+
+def _files(values: stepoptions.Values, number: int) -> Dict[str, str]:
+    """Take the files of a part out of its options."""
+    files = {name: str(values.pop(name)) for name in STREAMS if name in values}
+    for name, text in files.items():
+        if text.isdigit():
+            raise stepoptions.UsageError(
+                "cannot read --%s=%s of part %d: a file is needed, all or none" % (name, text, number)
+            )
+    return files
+
+
+def _exports(texts: Sequence[str]) -> Tuple[stepoptions.Values, List[Dict[str, str]]]:
+    """Return the --export of the step, if there is one, and the variables that each part sets itself.
+
+    `texts` are the parts' --export, "" where there is none.
+    """
+    variables: List[Dict[str, str]] = []
+    shared = set()
+    for text in texts:
+        words = [word for word in text.split(",") if word]
+        variables.append(dict(word.split("=", 1) for word in words if "=" in word))
+        shared.add(",".join(word for word in words if "=" not in word) or ("NONE" if words else ""))
+    strange = [name for part in variables for name in part if not name.isidentifier()]
+    if strange:
+        raise stepoptions.UsageError(
+            "cannot set %s for a part of the step: that is no variable's name" % strange[0][:60]
+        )
+    given = shared - {""}
+    if len(given) > 1 or ("" in shared and given - {"ALL"}):
+        raise stepoptions.UsageError(
+            "cannot give the parts of the step --export=%s: they may differ in the variables that they set (NAME=VALUE)"
+            % " and ".join(sorted(text or "ALL" for text in shared))
+        )
+    return {"export": given.pop()} if given else {}, variables
 
 
 def _cpus(own: Mapping[str, str]) -> Dict[str, str]:
