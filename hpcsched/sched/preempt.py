@@ -9,6 +9,8 @@
 
     5. Elastic jobs shrink and grow, if nobody is to make room in this plan: see `elastic`.
 
+Of 4 and 5 nothing is done while a node is still awaited after the controller's start: what waits may find its place there.
+
 A job that waits can be preempted for by no second one meanwhile, and is itself never a reason to end more than once. Pure and
 deterministic as `plan` is, which does all the placing.
 """
@@ -176,7 +178,7 @@ class _Stages:
 
     def _preempt(self, made: Plan) -> list[Preemption]:
         self.world = self._with_starts(self.world, made)
-        if self.policy.preempt.type is PreemptType.NONE:
+        if self.policy.preempt.type is PreemptType.NONE or self._is_early():
             return []
         in_line = [job for job in self.world.pending if self._is_in_line(made, job)]
         found: list[Preemption] = []
@@ -225,12 +227,16 @@ class _Stages:
     # ----- elastic jobs
 
     def _resizes(self, made: Plan) -> tuple[Resize, ...]:
-        if all(job.elastic is None for job in self.world.running):
+        if all(job.elastic is None for job in self.world.running) or self._is_early():
             return ()  # the line is not put in order for nobody
         in_line = self._in_order(job for job in self.world.pending if self._is_in_line(made, job))
         return resizes(self.world, self.policy, in_line, self.make)
 
     # ----- small things
+
+    def _is_early(self) -> bool:
+        """Return whether nodes are still awaited."""
+        return any(node.awaited for node in self.world.nodes)
 
     def _in_order(self, jobs: Iterable[PendingJob]) -> list[PendingJob]:
         return in_order(list(jobs), self.world.partitions, scale_of(self.world), self.policy)

@@ -47,6 +47,7 @@ class NodeView:
     link_mbps: int = 0  # of its network; 0: not known
     tmp_mib: int = 0
     why_not: str = ""
+    awaited: bool = False  # not heard of since the controller started, but soon, or it is down
 
     @property
     def usable(self) -> bool:
@@ -329,6 +330,7 @@ def node_view(node: Node) -> NodeView:
         link_mbps=spec.link_mbps,
         tmp_mib=spec.tmp_mib,
         why_not=_why_not(node),
+        awaited=node.link is Link.UNKNOWN and not node.drained,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from unit.sched.world import World, world
 
 from hpcsched.model.job import JobState
+from hpcsched.model.node import Link
 
 
 def elastic(
@@ -33,6 +34,12 @@ def test_a_job_is_asked_for_as_few_nodes_as_another_needs() -> None:
     made = elastic("4x4", ["1: n1,n2,n3,n4 4c 100s"], ["2: 2 nodes 4c 10s"])
     assert shrinks(made) == {1: "n1 n2"}
     assert made.full_plan().resizes[0].for_job == 2
+
+
+def test_nobody_is_asked_while_a_node_is_awaited_after_the_controllers_start() -> None:
+    made = elastic("5x4", ["1: n1,n2,n3,n4 4c 100s"], ["2: 2 nodes 4c 10s"]).change_node("n5", link=Link.UNKNOWN)
+    assert shrinks(made) == {}
+    assert shrinks(made.change_node("n5", link=Link.DOWN)) == {1: "n1 n2"}
 
 
 def test_never_below_what_it_must_have_and_never_in_vain() -> None:

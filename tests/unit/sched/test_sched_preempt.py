@@ -41,6 +41,14 @@ def test_a_job_of_lower_rank_makes_room_and_what_it_gives_is_kept() -> None:
     assert "job 1 makes room for it" in made.full_plan().waits[3].detail
 
 
+def test_nobody_makes_room_while_a_node_is_awaited_after_the_controllers_start() -> None:
+    made = world("3x4", ["1: n1 4c q=low", "2: n2 4c q=high"], ["3: 4c 60s q=high"], preempt=by_qos())
+    made.change_node("n3", link=Link.UNKNOWN)
+    assert victims(made) == {}
+    assert victims(made.change_node("n3", drained=True)) == {3: [1]}
+    assert victims(made.change_node("n3", drained=False, link=Link.DOWN)) == {3: [1]}
+
+
 @pytest.mark.parametrize("rank", ["low", "high", "top", ""])
 def test_nobody_is_preempted_by_one_of_its_own_or_a_lower_rank(rank: str) -> None:
     made = world("1x4", [f"1: n1 4c q={rank}" if rank else "1: n1 4c"], ["2: 4c 60s q=high"], preempt=by_qos())
