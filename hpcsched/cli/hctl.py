@@ -218,6 +218,8 @@ def _report(answer: Json, words: Words) -> int:
 
 _CHANGES = {  # Slurm's names, without regard to case and _
     "numnodes": "num_nodes",
+    "reqnodes": "num_nodes",
+    "endtime": "end_time",
     "timelimit": "time_limit",
     "timemin": "time_min",
     "sitefactor": "site_factor",
@@ -240,6 +242,7 @@ _CHANGES = {  # Slurm's names, without regard to case and _
     "mintmpdisknode": "tmp",
     "trespernode": "gres",
     "mailuser": "mail_user",
+    "mailtype": "mail_type",
     "workdir": "work_dir",
 }
 

@@ -20,11 +20,12 @@ from hpcsched.model.frozen import replace
 from hpcsched.model.job import Job, JobState
 from hpcsched.store.world import Transaction
 
-ANY_TIME = frozenset({"name", "comment", "mail_user", "requeue"})
+ANY_TIME = frozenset({"name", "comment", "mail_user", "mail_type", "requeue"})
 OPTIONS = {  # what is changed: the option that it is read as
     "name": "job-name",
     "comment": "comment",
     "mail_user": "mail-user",
+    "mail_type": "mail-type",
     "requeue": "requeue",
     "constraint": "constraint",
     "cpus_per_task": "cpus-per-task",
@@ -39,6 +40,7 @@ OPTIONS = {  # what is changed: the option that it is read as
     "ntasks_per_node": "ntasks-per-node",
     "num_nodes": "nodes",
     "prefer": "prefer",
+    "switches": "switches",
     "tmp": "tmp",
     "work_dir": "chdir",
 }
@@ -83,6 +85,10 @@ def _fields(name: str, text: str) -> dict[str, Any]:
             return {"mem_per_cpu_mib": value, "mem_per_node_mib": None}
         case "cpus_per_task":
             return {"cpus_per_task": value, "cpus_per_task_given": True}
+        case "switches":
+            return {"switches": value[0], "switches_wait_s": value[1]}
+        case "mail_type":
+            return {name: tuple(value)}
         case "work_dir" if not value.startswith("/"):
             raise RequestError(f"cannot have a job run in {value[:60]!r}: the path is not absolute")
         case "work_dir":

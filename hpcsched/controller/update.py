@@ -6,6 +6,7 @@ What a job asked for in its specification is asked for anew by `respecify`.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import ceil
 from typing import Any
 
 from hpcsched.api.identity import Asker
@@ -19,6 +20,7 @@ from hpcsched.errors import RequestError
 from hpcsched.jobscript.check import check_time_min
 from hpcsched.jobscript.dependency import parse_dependency
 from hpcsched.jobscript.values import MAX_COUNT, MAX_NICE, MAX_PRIORITY, short
+from hpcsched.lifecycle.clocks import ran_s
 from hpcsched.lifecycle.events import Changed
 from hpcsched.lifecycle.job import can
 from hpcsched.model.dates import parse_when
@@ -32,6 +34,7 @@ from hpcsched.store.world import Transaction, World
 CHANGES = frozenset(
     {
         "time_limit",
+        "end_time",
         "partition",
         "nice",
         "priority",
@@ -90,12 +93,24 @@ def _time_limit_s(job: Job, text: str) -> int | None:
     return limit_s
 
 
+def _limit_until(job: Job, text: str, now_s: float) -> str:
+    """Return the time limit with which the job that runs ends then."""
+    if job.state is not JobState.RUNNING:
+        raise RequestError(f"cannot change the end of job {job.display_id}: it is {job.state}; change its time limit")
+    end_s = parse_when(text, now_s)
+    if end_s <= now_s:
+        raise RequestError(f"cannot end job {job.display_id} at {short(text)}: that is past")
+    return f"0:{ceil(ran_s(job, now_s) + end_s - now_s)}"
+
+
 def _changed_event(tx: Transaction, asker: Asker, job: Job, changes: dict[str, str]) -> Changed:
     values: dict[str, Any] = {}
     if "begin" in changes:
         _must_wait(job, "change the begin time of")
         values["not_before_s"] = parse_when(changes["begin"], tx.now_s)
     begin_s = max(tx.now_s, values.get("not_before_s", job.not_before_s) or 0)
+    if "end_time" in changes:
+        changes = {**changes, "time_limit": _limit_until(job, changes["end_time"], tx.now_s)}
     if "time_limit" in changes:
         limit_s = _time_limit_s(job, changes["time_limit"])
         if not asker.admin and job.time_limit_s is not None and (limit_s is None or limit_s > job.time_limit_s):

@@ -116,8 +116,10 @@ def _named(word: str, by_name: dict[str, Field]) -> Cell:
 
 
 def parse_percent(text: str, fields: Fields) -> list[Cell]:
-    """Return the places of ``%.18i %.9P``. Raises UsageError for a letter that there is not."""
+    """Return the places of ``%.18i %.9P``; ``%all`` are all columns. Raises UsageError for a letter that there is not."""
     by_letter = {field.letter: field for field in fields if field.letter}
+    if text.lower() == "%all":
+        text = "|".join(f"%{letter}" for letter in sorted(by_letter, key=lambda letter: (letter.isupper(), letter)))
     cells = []
     at = 0
     while at < len(text):

@@ -63,8 +63,31 @@ def test_what_can_never_start_or_is_too_late_is_refused_and_changes_nothing() ->
     running = cluster.submit()
     cluster.run(running)
     assert change(cluster, running, mem="5M") == [f"cannot change mem of job {running}: it is RUNNING"]
-    assert change(cluster, running, name="later", comment="c", mail_user="ann@x") == []
+    assert change(cluster, running, name="later", comment="c", mail_user="ann@x", mail_type="END,FAIL") == []
     assert cluster.job(running).spec.name == "later"
+    assert cluster.job(running).spec.mail_type == ("END", "FAIL")
+
+
+def test_switches_and_where_they_are_waited_for() -> None:
+    cluster = Cluster("n1")
+    job_id = cluster.submit(hold=True)
+    assert change(cluster, job_id, switches="1@10") == []
+    assert (cluster.job(job_id).spec.switches, cluster.job(job_id).spec.switches_wait_s) == (1, 600)
+
+
+def test_the_end_of_a_running_job_is_a_time_limit() -> None:
+    cluster = Cluster("n1")
+    job_id, waiting = cluster.submit(time_limit_s=3600), cluster.submit(hold=True)
+    cluster.run(job_id)
+    cluster.tick(60.0)
+    started_s = cluster.job(job_id).started_at_s
+    assert started_s is not None
+    ran_s = cluster.now_s - started_s
+    assert change(cluster, job_id, end_time="now+10minutes") == []
+    assert cluster.job(job_id).time_limit_s == pytest.approx(ran_s + 600, abs=1)
+    assert "raise the time limit" in change(cluster, job_id, end_time="now+5hours")[0]
+    assert change(cluster, job_id, end_time="now") == [f"cannot end job {job_id} at 'now': that is past"]
+    assert "it is PENDING; change its time limit" in change(cluster, waiting, end_time="now+1hour")[0]
 
 
 def test_an_unknown_name_is_answered_with_the_nearest_one() -> None:

@@ -25,6 +25,13 @@ def shown(text: str, *jobs: dict, long: bool = False, header: bool = False) -> l
     return format_lines(cells, jobs, LOOK, header=header)
 
 
+def test_all_columns_have_bars_between_them() -> None:
+    header, line = shown("%all", running(), header=True)
+    assert header.split("|")[:2] == ["ACCOUNT", "TRES_PER_NODE"]
+    assert len(header.split("|")) == len(line.split("|")) == len([field for field in FIELDS if field.letter])
+    assert header.split("|")[-1] == "WORK_DIR"
+
+
 @pytest.mark.parametrize(
     ("text", "line"),
     [
