@@ -55,6 +55,13 @@ def failing(share: Path, error: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files.os, "open", refuse)
 
 
+def keep_step_2(place: Path) -> None:
+    snapshot = Snapshot(layout_of(state(2)))
+    snapshot.fill(state(2))
+    with ThreadPoolExecutor(1) as pool:
+        refuge.keep(place, snapshot, facts(2, 0), pool, CHUNK_BYTES)
+
+
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EROFS, errno.ESTALE, errno.EIO])
 def test_what_the_share_does_not_take_is_kept_here_and_brought_there_later(
     tmp_path: Path, place: Path, monkeypatch: pytest.MonkeyPatch, error: int
@@ -125,10 +132,7 @@ def test_a_disk_of_ones_own_that_is_full_too_is_said(
 
 
 def test_an_older_state_of_this_host_does_not_go_to_the_share(tmp_path: Path, place: Path) -> None:
-    snapshot = Snapshot(layout_of(state(2)))
-    snapshot.fill(state(2))
-    with ThreadPoolExecutor(1) as pool:
-        refuge.keep(place, snapshot, facts(2, 0), pool, CHUNK_BYTES)
+    keep_step_2(place)
     share = tmp_path / "share"
     write(share, [1, 2, 3])
     assert refuge.bring_back(place, claim(share, NO_JOB, now_s=0.0)) == []
@@ -139,10 +143,24 @@ def test_an_older_state_of_this_host_does_not_go_to_the_share(tmp_path: Path, pl
 def test_a_run_that_begins_anew_brings_it_first(tmp_path: Path, place: Path) -> None:
     share = tmp_path / "share"
     write(share, [1])
-    snapshot = Snapshot(layout_of(state(2)))
-    snapshot.fill(state(2))
-    with ThreadPoolExecutor(1) as pool:
-        refuge.keep(place, snapshot, facts(2, 0), pool, CHUNK_BYTES)
+    keep_step_2(place)
     mine = claim(share, NO_JOB, now_s=0.0)
     assert refuge.bring_back(place, mine) == ["step-0000000002.a0000"]
     assert_holds(share, 2)
+
+
+@pytest.mark.parametrize("which", ["outer", "inner"])
+def test_a_directory_that_others_may_write_is_no_refuge(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: str
+) -> None:
+    monkeypatch.delenv("HPCTRAIN_REFUGE", raising=False)
+    monkeypatch.setattr(refuge.tempfile, "gettempdir", lambda: str(tmp_path))
+    place = refuge.place_for(tmp_path / "share")
+    keep_step_2(place)
+    assert [folder.stat().st_mode & 0o777 for folder in (place.parent, place)] == [0o700, 0o700]
+    (place.parent if which == "outer" else place).chmod(0o777)
+    with pytest.raises(PermissionError, match="others may change"):
+        keep_step_2(place)
+    assert refuge.bring_back(place, claim(tmp_path / "share", NO_JOB, now_s=0.0)) == []
+    assert checkpoint_names(tmp_path / "share") == []
+    assert len(checkpoint_names(place)) == 1  # whose it is nobody knows: it stays

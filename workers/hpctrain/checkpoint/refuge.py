@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import stat
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import Executor
@@ -39,15 +40,27 @@ def keep(place: Path, snapshot: Buffer, facts: Facts, pool: Executor, chunk_byte
     Raises:
         OSError, PublishError: this disk does not take it either.
     """
-    place.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if place.stat().st_uid != os.getuid():
-        raise PermissionError(f"{place} is another user's")
+    for folder in _private(place):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not _is_ours(place):
+        raise PermissionError(f"others may change {place}, or what it is in")
     before = checkpoint_names(place)
     here = Claim(directory=place, attempt=facts.attempt)
     part = write_part(here, snapshot, facts, None, pool, chunk_bytes)
     publish(here, facts, [part], None, None, chunk_bytes)
     for name in before:
         _remove(place, name)
+
+
+def _private(place: Path) -> tuple[Path, ...]:
+    """Return which directories must be ours alone: where the user has not named the outer one, that as well."""
+    return (place,) if os.environ.get("HPCTRAIN_REFUGE") else (place.parent, place)
+
+
+def _is_ours(place: Path) -> bool:
+    """Return whether nobody else can have made the refuge, or put another one in its place: its name is easily guessed."""
+    found = [os.lstat(folder) for folder in _private(place)]
+    return all(stat.S_ISDIR(one.st_mode) and one.st_uid == os.getuid() and not one.st_mode & 0o022 for one in found)
 
 
 def bring_back(place: Path, mine: Claim) -> list[str]:
@@ -59,7 +72,9 @@ def bring_back(place: Path, mine: Claim) -> list[str]:
         PublishError, OSError: the share still does not take it; it stays here.
         StaleAttemptError: a later attempt has taken over.
     """
-    published = []
+    published: list[str] = []
+    if not place.exists() or not _is_ours(place):  # what others may have put there is no state of ours
+        return published
     for name in checkpoint_names(place):
         there = checkpoint_names(mine.directory)
         if not there or (order_of(name) or ()) > (order_of(there[0]) or ()):
