@@ -25,7 +25,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from hpcnode import protocol
-from hpcsched.controller.stepbeside import attachable, resize
+from hpcsched.controller.stepbeside import attachable, end_of_unknown, resize
 from hpcsched.controller.stepplace import Place, place_step
 from hpcsched.controller.stepports import StepPlan, StepPorts, launch_of
 from hpcsched.controller.stepqueue import StepQueues, Waiting
@@ -294,7 +294,8 @@ class StepService:
             self._said_again[origin] = said
             return True
         if request.step is not None and "attach" not in request.options:
-            raise RequestError(f"step {request.job_id}.{request.step} is on none of its nodes: ask again")
+            self._ports.reply(origin, end_of_unknown(self._ports, said, request.step), b"")
+            return True
         return False
 
     def _attach(self, origin: Origin, said: protocol.FromStream, request: protocol.StepRequest) -> None:
@@ -410,6 +411,7 @@ class StepService:
         if step.found and not self._welcomed.issuperset(step.nodes):
             return
         if len(step.runs) < len(step.nodes):
+            step.again = all(run.barred for run in step.runs.values())  # the other nodes were never told of it
             step.error = step.error or "the controller was restarted: how some of the tasks ended is not known"
         self._finish(step)
 

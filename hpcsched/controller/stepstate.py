@@ -38,6 +38,7 @@ class Run:
     ready: bool = False  # waits for Go, or has had it
     released: bool = False
     ended: bool = False
+    barred: bool = False  # it never ran, and never will
     kept: int = 0  # the number of its node's report on its end, which the node keeps until the step command has the end
     codes: list[int] = field(default_factory=list)
     signals: list[int] = field(default_factory=list)
@@ -64,6 +65,7 @@ class Step:
     finished: bool = False
     recorded: bool = False  # its row has an end
     error: str = ""
+    again: bool = False  # nothing of it ran, for no reason that its command could know: it may ask once more
     state: str = ""  # why it ends, if not by itself: a job state's name
 
     @property
@@ -88,7 +90,8 @@ class Step:
 
     def end(self) -> protocol.StepEnded:
         """Return what a step command is told of its end."""
-        return protocol.StepEnded(codes=self.by_rank("codes"), signals=self.by_rank("signals"), error=self.error)
+        codes, signals = self.by_rank("codes"), self.by_rank("signals")
+        return protocol.StepEnded(codes=codes, signals=signals, error=self.error, again=self.again)
 
     def by_rank(self, what: Literal["codes", "signals"]) -> list[int]:
         """Return the tasks' codes or signals by rank; for a step that was found again, by node and its ranks."""
@@ -161,6 +164,7 @@ def blame_job(step: Step, job: Job) -> None:
 def take_end(step: Step, run: Run, report: protocol.Report) -> None:
     """Put the final `report` on `run` into it and into `step`."""
     run.ended = True
+    run.barred = report.status == protocol.BARRED
     match report.status:
         case protocol.ENDED:
             _take_codes(step, run, report)

@@ -215,6 +215,47 @@ def test_what_is_missing_of_the_output_is_asked_for_again(controller: Controller
     assert hrun.finish() == (0, "first\nsecond\nthird\n", "")
 
 
+def test_output_after_the_end_of_the_step_is_asked_for_again_and_again(
+    controller: Controller, run: Callable[..., Running]
+) -> None:
+    """A controller that was killed on the way has to be started again first."""
+    hrun = run("prog", changes="import hpcnode.stepclient as c; c.DRAIN_S = 1")
+    controller.start(tasks=1)
+    controller.say(StepEnded(codes=[0], signals=[0]))
+    for _ in range(2):
+        controller.take(OutputAck, lambda ack: ack.again)
+    controller.output(0, b"late\n", eof=True)
+    controller.output(0, b"", fd=2, eof=True)
+    assert hrun.finish() == (0, "late\n", "")
+
+
+@pytest.mark.parametrize("module", ["hrun", "hrsh"])
+def test_a_step_that_never_ran_for_no_fault_of_its_own_is_asked_for_once_more(
+    controller: Controller, run: Callable[..., Running], module: str
+) -> None:
+    command = run("n1", "prog", module=f"hpcnode.{module}")
+    first = controller.start(tasks=1)
+    controller.say(StepEnded(codes=[1], signals=[0], error="the controller was restarted", again=True))
+    controller.connection = None  # the command comes on another one
+    assert controller.start(tasks=1) == first
+    controller.output(0, b"ran\n", eof=True)
+    controller.output(0, b"", fd=2, eof=True)
+    controller.say(StepEnded(codes=[3], signals=[0]))
+    code, out, _ = command.finish()
+    assert (code, out) == (3, "ran\n")
+
+
+def test_a_step_that_was_fed_is_not_asked_for_once_more(controller: Controller, run: Callable[..., Running]) -> None:
+    hrun = run("prog")
+    controller.start(tasks=1)
+    assert hrun.process.stdin is not None
+    hrun.process.stdin.write(b"word\n")
+    hrun.process.stdin.flush()
+    controller.take(Input)
+    controller.say(StepEnded(codes=[], signals=[], error="the controller was restarted", again=True))
+    assert hrun.finish() == (1, "", "hrun: error: the controller was restarted\n")
+
+
 def test_when_a_connection_was_lost_and_is_there_again_what_may_be_lost_is_asked_for(
     controller: Controller, run: Callable[..., Running]
 ) -> None:

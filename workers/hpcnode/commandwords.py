@@ -118,8 +118,12 @@ class StepSignal(Message):
 
 
 class StepEnded(Message):
-    """All is over: codes and signals of all tasks by rank; `error` in words if the step could not run."""
+    """All is over: codes and signals of all tasks by rank; `error` in words if the step could not run.
+
+    `again`: for certain nothing of it has run or will; the same may be asked for once more, on another connection.
+    """
 
     codes: List[int]
     signals: List[int]
     error: str = ""
+    again: bool = False

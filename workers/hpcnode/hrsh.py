@@ -84,14 +84,20 @@ class Hrsh(Front):
         path = self._environ.get("HPCSCHED_SOCKET", "")
         if not path or not job_id.isdigit():
             raise UsageError("cannot reach %s: hrsh works only in a job on a node" % self._host)
+        request = self._request(int(job_id))
+        self._run_once(path, request)
+        while self._client.may_begin_anew:
+            self._run_once(path, request)
+        return self._exit_code()
+
+    def _run_once(self, path: str, request: protocol.StepRequest) -> None:
         try:
             self._client = StepClient(connect_to_agent(path), self)
         except OSError as error:
             raise UsageError("cannot reach the node's agent (%s: %s)" % (path, error.strerror)) from None
         self._client.catch(_ENDING)
-        self._client.request(self._request(int(job_id)))
+        self._client.request(request)
         self._client.run()
-        return self._exit_code()
 
     def _request(self, job_id: int) -> protocol.StepRequest:
         options: Dict[str, object] = {

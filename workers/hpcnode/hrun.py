@@ -121,6 +121,12 @@ class Hrun(Front):
         """Ask for the step, be there while it runs, return the exit code."""
         path = _socket_path(self._environ, in_job=self._job_id != 0)
         request = self._request()
+        self._run_once(path, request)
+        while self._client.may_begin_anew:
+            self._run_once(path, request)
+        return self._exit_code()
+
+    def _run_once(self, path: str, request: protocol.StepRequest) -> None:
         self._client = StepClient(_connect(path), self)
         self._client.catch((*FORWARDED, signal.SIGWINCH) if self._at_terminal else FORWARDED)
         signal.signal(signal.SIGTTIN, signal.SIG_IGN)  # in the background of a terminal: no input instead of a stop
@@ -137,7 +143,6 @@ class Hrun(Front):
             ) from None
         finally:
             self._screen.restore()
-        return self._exit_code()
 
     # ----- the request
 

@@ -26,8 +26,13 @@ from hpcnode.streamout import LineStream, Outlet
 INPUT_WINDOW = 256 << 10
 READ_SIZE = 64 << 10
 SEND_LIMIT = 1 << 20
-DRAIN_S = 10.0  # how long output may be silent after the end of the step before it is given up
-FAILED_DRAIN_S = 1.0  # the same for a step that went wrong: some of its tasks may never have run
+DRAIN_S = 10.0  # how long output may be silent after the end of the step before it is asked for once more
+MAX_ASKED = (
+    30  # before it is given up: a controller that is on the way may have been killed, and has to be started again
+)
+FAILED_DRAIN_S = (
+    1.0  # after which the output of a step that went wrong is given up: some of its tasks may never have run
+)
 ASK_AGAIN_S = 0.5
 AGENT_BACK_S = 20.0  # one that is replaced at an upgrade, or was killed, is there again within moments
 MISSING_OUTPUT = "some of the tasks' output did not arrive"
@@ -102,6 +107,11 @@ class StepClient:
         """Call `act` in the loop after `delay_s`, unless the step is over by then."""
         self._deadlines.append((time.monotonic() + delay_s, act))
 
+    @property
+    def may_begin_anew(self) -> bool:
+        """Whether the step never ran, through no fault of its own, and a new client can do as if this one had not been."""
+        return self.ended is not None and self.ended.again and not self._input_sent and not self.given_up
+
     def over_tasks(self) -> List[int]:
         """Return the tasks that have closed their output."""
         return sorted(self._over)
@@ -134,7 +144,7 @@ class StepClient:
             return True
         if self.ended is None:
             return False
-        never_ran = bool(self.ended.error) and not self.ended.codes
+        never_ran = self.ended.again or (bool(self.ended.error) and not self.ended.codes)
         return never_ran or all(stream.all_came for stream in self._streams.values())
 
     def _register(self) -> None:
@@ -248,19 +258,24 @@ class StepClient:
                     self._streams[(task, fd)] = stream
 
     def _on_ended(self, said: protocol.StepEnded) -> None:
-        if self.ended is None:
-            self.ended = said
-            self._ask_again()  # all was sent before this was
-            self._watch_drain(-1)
+        is_first, self.ended = self.ended is None, self.ended or said
+        self._ask_again()  # all was sent before this was
+        if is_first:
+            self._watch_drain(-1, 0)
 
-    def _watch_drain(self, seen_before: int) -> None:
-        """Give up output that never comes; called again as long as some does."""
+    def _watch_drain(self, seen_before: int, asked: int) -> None:
+        """Ask for output that does not come, and give it up if it never does; called again as long as some does."""
         seen = sum(stream.received for stream in self._streams.values())
         assert self.ended is not None
-        if seen_before == seen and not any(outlet.pending for outlet in self._outlets()):
+        if seen_before != seen or any(outlet.pending for outlet in self._outlets()):
+            asked = 0
+        elif self.ended.error or asked >= MAX_ASKED:
             self.give_up(MISSING_OUTPUT)
+            return
         else:
-            self.after(FAILED_DRAIN_S if self.ended.error else DRAIN_S, lambda: self._watch_drain(seen))
+            self._ask_again()
+        wait_s = FAILED_DRAIN_S if self.ended.error else DRAIN_S
+        self.after(wait_s, lambda: self._watch_drain(seen, asked + 1))
 
     # ----- output
 

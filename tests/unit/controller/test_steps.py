@@ -865,7 +865,8 @@ def test_who_waits_for_the_end_of_a_step_of_which_nobody_knows_is_told() -> None
     world.service.node_welcome(N1, [])
     assert not world.has_ended()
     world.service.node_welcome(N2, [])
-    assert world.ended().error == "step 12.0 is on none of its nodes: ask again"
+    assert (world.ended().again, "ask again" in world.ended().error) == (True, True)
+    assert world.rows[(12, 0, "0")].state == "CANCELLED"
 
 
 def test_a_step_whose_start_was_not_told_before_a_restart_is_not_started_a_second_time() -> None:
@@ -1029,3 +1030,14 @@ def test_after_a_restart_what_is_not_there_everywhere_is_ended() -> None:
     world.service.node_welcome(N2, [])
     assert gos(world) == []
     assert [message.token for message in world.said_to(N1, protocol.EndStep)] == [first.token]
+    world.service.on_report(N1, world.report(first.token, protocol.BARRED))
+    assert world.ended().again  # nothing of it has run
+
+
+def test_after_a_restart_what_has_run_is_not_asked_for_once_more() -> None:
+    world = World()
+    first, _ = restarted(world)
+    world.service.node_welcome(N1, inventory(world.report(first.token, protocol.STARTED, stream_to=first.stream_to)))
+    world.service.node_welcome(N2, [])
+    world.ends(first, 0, 0, 0, 0)
+    assert not world.ended().again
