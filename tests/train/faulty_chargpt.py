@@ -5,6 +5,8 @@ Usage: faulty_chargpt.py FAULT OPTIONS..., where FAULT is one of
     rank:R:N        rank R is killed at the beginning of its step N, or when there is a checkpoint if that is later
     slot:S:N        who is in slot S of an elastic run, or began as rank S, is killed at the beginning of step N
     still:S:N       ... is stopped (SIGSTOP) there
+    updated:S:N:M   ... is killed there, and who is started in its place has other code; step M is taken when that one is there
+    unclaimed:N:M   rank 0 is killed there, and until step M the share lets nobody claim the attempt in its place
     untold:N        rank 0 is killed when all have taken step N, before it tells of it
     raises:R:N      rank R raises an error at the beginning of its step N
     await:N         rank 0 does not begin step N before a stop signal has come
@@ -14,6 +16,7 @@ Usage: faulty_chargpt.py FAULT OPTIONS..., where FAULT is one of
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -22,8 +25,11 @@ from pathlib import Path
 from tiny import wait_for_checkpoints
 from waiting import wait_until
 
+import hpctrain.agreement
 import hpctrain.loop
+import hpctrain.run
 from hpctrain.checkpoint import files
+from hpctrain.elastic.member import Membership
 from hpctrain.examples import chargpt_run
 from hpctrain.examples.chargpt import main
 from hpctrain.run import Run
@@ -65,6 +71,52 @@ def in_slot(slot: int, number: int, act) -> None:  # noqa: ANN001
     if os.environ.get("HPCTRAIN_SLOT", os.environ.get("OMPI_COMM_WORLD_RANK")) == str(slot):
         for rank in range(8):
             at_step(rank, number, act)
+
+
+def mark() -> Path:
+    """A file that says that a fault has come."""
+    return Path(sys.argv[sys.argv.index("--out") + 1]).with_suffix(".fault")
+
+
+def die_once() -> None:
+    if not mark().exists():
+        mark().touch()
+        die_with_a_checkpoint()
+
+
+def update(slot: int, number: int, until: int) -> None:
+    """Kill who is in a slot, and have the next one there say that it has another file."""
+    if os.environ["HPCTRAIN_SLOT"] == str(slot):
+        in_slot(slot, number, die_once)
+        if mark().exists():
+            real = hpctrain.agreement.code_hashes
+            hpctrain.agreement.code_hashes = lambda: real() | {"hpctrain.loop": "other"}
+        return
+    joined: list[Membership] = []
+    real_init = Membership.__init__
+
+    def init(self: Membership, environ) -> None:  # noqa: ANN001
+        joined.append(self)
+        real_init(self, environ)
+
+    Membership.__init__ = init
+    at_step(0, until, lambda: wait_until(lambda: joined[0].changing, what="who comes instead"))
+
+
+def refuse_claims(number: int, until: int) -> None:
+    """Kill rank 0 once; then an attempt can be claimed from step `until` on."""
+    at_step(0, number, die_once)
+    taken: list[int] = []
+    for rank in range(8):
+        at_step(rank, until, lambda: taken.append(until))
+    real = hpctrain.run.claim
+
+    def claim(*arguments):  # noqa: ANN002, ANN202
+        if mark().exists() and not taken:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(*arguments)
+
+    hpctrain.run.claim, hpctrain.run.CLAIM_AGAIN_S = claim, 0.0
 
 
 def before_telling(number: int) -> None:
@@ -122,6 +174,10 @@ if __name__ == "__main__":
             in_slot(int(arguments[0]), int(arguments[1]), lambda: os.kill(os.getpid(), signal.SIGKILL))
         case "still":
             in_slot(int(arguments[0]), int(arguments[1]), lambda: os.kill(os.getpid(), signal.SIGSTOP))
+        case "updated":
+            update(*map(int, arguments))
+        case "unclaimed":
+            refuse_claims(*map(int, arguments))
         case "untold":
             before_telling(int(arguments[0]))
         case "raises":

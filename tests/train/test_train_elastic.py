@@ -25,8 +25,8 @@ def command(out: Path, fault: str, *more: str) -> list[str | Path]:
     return [*run, sys.executable, FAULTY, fault, "--out", out, *SMALL]
 
 
-def elastic(out: Path, fault: str, *more: str, backend: str = "auto") -> Ended:
-    with started([*command(out, fault, *more), "--backend", backend], WITH_WAITING) as process:
+def elastic(out: Path, fault: str, *more: str, backend: str = "auto", words: tuple[str, ...] = ()) -> Ended:
+    with started([*command(out, fault, *more), "--backend", backend, *words], WITH_WAITING) as process:
         return finish(process)
 
 
@@ -105,6 +105,62 @@ def test_a_backend_that_cannot_lose_ranks_is_refused(tmp_path: Path) -> None:
     ended = elastic(tmp_path / "run", "none", "--ranks", "2", backend="mpi")
     assert ended.status == 1
     assert "cannot use backend 'mpi' in an elastic run" in ended.output
+
+
+def test_a_run_that_is_not_to_resume_goes_on_without_the_rank_that_wrote(
+    undisturbed: list[float], tmp_path: Path
+) -> None:
+    ended = elastic(tmp_path / "run", "unclaimed:11:1", "--ranks", "2", words=("--resume", "never"))
+    assert ended.status == 0, ended.output
+    assert losses_of(tmp_path / "run") == pytest.approx(undisturbed, rel=1e-4)
+    ended = elastic(tmp_path / "run", "none", "--ranks", "2", words=("--resume", "never"))
+    assert ended.status == 1
+    assert "cannot start anew" in ended.output
+
+
+def test_the_share_takes_nothing_when_the_rank_that_wrote_is_lost(undisturbed: list[float], tmp_path: Path) -> None:
+    """The next one cannot claim the attempt at first, and does before the end."""
+    ended = elastic(tmp_path / "run", "unclaimed:11:13", "--ranks", "2")
+    assert ended.status == 0, ended.output
+    assert "checkpoint: none for now, tried again every 0 s: " in ended.output
+    assert "checkpoint: they can be written again" in ended.output
+    assert losses_of(tmp_path / "run") == pytest.approx(undisturbed, rel=1e-4)
+    assert f"checkpoint: step {STEPS}, " in ended.output
+
+
+def test_a_last_state_that_nobody_may_write_is_an_error(tmp_path: Path) -> None:
+    ended = elastic(tmp_path / "run", f"unclaimed:11:{STEPS + 1}", "--ranks", "2")
+    assert ended.status == 1
+    assert f"cannot keep the last state (step {STEPS}): " in ended.output
+
+
+def test_checkpoints_that_are_due_when_it_is_best_need_no_other_rank(tmp_path: Path) -> None:
+    run = [sys.executable, "-m", "hpctrain.elastic", "--ranks", "2", "--", sys.executable, HERE / "tiny.py"]
+    options = ["--out", tmp_path, "--steps", "40", "--checkpoint-every", "auto"]
+    with started([*run, *options], WITH_WAITING) as process:
+        ended = finish(process)
+    assert ended.status == 0, ended.output
+    assert "checkpoint: step 10, " in ended.output
+    assert "generation 1" not in ended.output
+
+
+def test_a_rank_that_does_not_fit_the_run_is_turned_away_and_the_others_go_on(
+    undisturbed: list[float], tmp_path: Path
+) -> None:
+    """Who comes in the place of a lost one has other code, as after an update: the run goes on without."""
+    ended = elastic(tmp_path / "run", "updated:1:11:16", "--ranks", "3")
+    assert ended.status == 0, ended.output
+    assert "slot 1 has no rank from now on: cannot start: ranks have different code" in ended.output
+    assert losses_of(tmp_path / "run") == pytest.approx(undisturbed, rel=1e-4)
+    worlds = [line["world"] for line in lines_of(tmp_path / "run") if "loss" in line]
+    assert worlds == [3] * 10 + [2] * (STEPS - 10)
+    assert ended.output.count("has no rank from now on") == 1
+
+
+def test_silence_of_a_length_that_would_lose_healthy_ranks_is_refused(tmp_path: Path) -> None:
+    ended = elastic(tmp_path / "run", "none", "--silence", "0.1")
+    assert ended.status == 2
+    assert "--silence 0.1: has to be more than 0.5 s" in ended.output
 
 
 def test_an_error_that_every_rank_would_meet_ends_the_run(tmp_path: Path) -> None:

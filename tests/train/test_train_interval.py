@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
+import time
 from pathlib import Path
 
 import pytest
-from ranks import needs_mpi, run_mpi
+from ranks import finish, needs_mpi, run_mpi, started
 from test_train_gradlog import TINY, WITH_WAITING
 
 from hpctrain.checkpoint.interval import BELIEVED_S, Interval, between_interruptions_s, claims_at_s
@@ -64,3 +66,15 @@ def test_all_ranks_go_by_the_first_ones_interval(tmp_path: Path) -> None:
     assert ended.status == 0, ended.output
     assert "checkpoint: step 10, base" in ended.output
     assert "checkpoint: step 40, " in ended.output
+
+
+def test_a_run_learns_from_the_lives_before_it(tmp_path: Path) -> None:
+    claims = tmp_path / "run" / "checkpoints"
+    claims.mkdir(parents=True)
+    for number in range(3):
+        (claims / f"attempt.{number:04d}").write_text(json.dumps({"claimed_at_s": time.time()}))
+    options = ("--steps", "20", "--checkpoint-every", "auto", "--out", tmp_path / "run", "--patient")
+    with started([sys.executable, TINY, *options], WITH_WAITING) as process:
+        ended = finish(process)
+    assert ended.status == 0, ended.output
+    assert "the run is interrupted every 6.0 h" in ended.output

@@ -15,7 +15,7 @@ from waiting import wait_until
 from hpctrain.elastic.__main__ import was_killed
 from hpctrain.elastic.member import Membership
 from hpctrain.elastic.roster import Roster, Settings
-from hpctrain.elastic.serve import Server
+from hpctrain.elastic.serve import MOST_IN_VAIN, Server
 
 
 class FakeRoster:
@@ -98,7 +98,9 @@ def test_who_is_told_that_the_run_ends_is_not_lost() -> None:
     said: list[str] = []
 
     async def go() -> None:
-        server = Server(Roster(Settings(least=1, want=1), time.monotonic()), "k", said.append, lambda slot: None)
+        server = Server(
+            Roster(Settings(least=1, want=1), time.monotonic()), "k", said.append, lambda _: None, lambda _: None
+        )
         port = await server.listen("127.0.0.1")
         await spare(port, before_end=server.end_all)
         server.over.set()
@@ -117,6 +119,31 @@ def test_who_is_told_that_the_run_ends_is_not_lost() -> None:
 
     asyncio.run(go())
     assert said == []
+
+
+def test_members_that_never_reach_each_other_end_the_run() -> None:
+    roster = Roster(Settings(least=2, want=2), time.monotonic())
+    server = Server(roster, "k", lambda text: None, lambda slot: None, lambda slot: None)
+    for slot in range(2):
+        member = roster.join(slot, time.monotonic())
+        roster.ready(member.number, {"addresses": [f"10.0.0.{slot}"]}, time.monotonic())
+
+    def try_in_vain() -> None:
+        server.settle()
+        for number in range(2):
+            roster.part(number, roster.generation, time.monotonic(), failed=True)
+
+    for _ in range(MOST_IN_VAIN):
+        try_in_vain()
+    server.account.note_step(1, 0.0, time.monotonic())
+    for _ in range(MOST_IN_VAIN):
+        try_in_vain()
+    assert not server.over.is_set(), "a step was taken in between"
+    try_in_vain()
+    assert server.over.is_set()
+    assert (
+        server.failure == "ranks do not reach each other: do firewalls let any port through between 10.0.0.0, 10.0.0.1?"
+    )
 
 
 @pytest.mark.parametrize(("status", "killed"), [(0, False), (1, False), (75, False), (-9, True), (137, True)])

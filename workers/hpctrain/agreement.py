@@ -39,7 +39,10 @@ def agree(comm: Communicator, facts: Facts) -> list[str]:
     for what in everybody[0][1]:
         values = [mine.get(what) for _, mine in everybody]
         if None not in values and len(set(values)) > 1:
-            raise MismatchError(f"cannot start: ranks have different {what}: {_who(values, hosts)}; {_remedy(what)}")
+            raise MismatchError(
+                f"cannot start: ranks have different {what}: {_who(values, hosts)}; {_remedy(what)}",
+                [rank for rank, value in enumerate(values) if value != values[0]],
+            )
     return hosts
 
 

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 EXIT_FAILED = 1
 # sysexits.h, EX_TEMPFAIL: the run made a checkpoint and asks to be queued again.
 EXIT_REQUEUE = 75
@@ -27,7 +29,14 @@ class NoCheckpointError(TrainError):
 
 
 class MismatchError(TrainError):
-    """A checkpoint, or another rank, is of another model, data or code."""
+    """A checkpoint, or another rank, is of another model, data or code.
+
+    `ranks`: between ranks, those that differ from the first one.
+    """
+
+    def __init__(self, text: str, ranks: Iterable[int] = ()) -> None:
+        super().__init__(text)
+        self.ranks = frozenset(ranks)
 
 
 class StaleAttemptError(TrainError):

@@ -404,7 +404,8 @@ class Loop:
         copy_s = self._begin_checkpoint(wish)
         if self._interval.measured:
             steps = torch.tensor([self._interval.steps()])
-            self._comm.broadcast(steps)
+            if self._all_write:
+                self._comm.broadcast(steps)
             said = self._interval.next_after(self.progress.step, int(steps))
             if said and self._comm.rank == 0:
                 print(said, flush=True)
@@ -420,6 +421,11 @@ class Loop:
         self._writer.follow(log)
         return log
 
+    @property
+    def _all_write(self) -> bool:
+        """Whether every rank has to do with each checkpoint: writes a part of it, or has one which the first one gathers."""
+        return self._shared or isinstance(self._optimizer, ShardedOptimizer)
+
     def _agreed(self, wish: Wish) -> Wish:
         """What all ranks that have to know make the next checkpoint of."""
         if self._shared:  # each writes a part of it
@@ -427,7 +433,7 @@ class Loop:
             wishes[self._comm.rank] = wish.value
             self._comm.all_reduce(wishes)
             return Wish(int(wishes.max()) if int(wishes.min()) else 0)
-        if isinstance(self._optimizer, ShardedOptimizer):  # each has a part of it, which the first one gathers
+        if self._all_write:
             said = torch.tensor([wish.value])
             self._comm.broadcast(said)
             return Wish(int(said))

@@ -52,6 +52,7 @@ from hpctrain.checkpoint.restore import Replay
 from hpctrain.checkpoint.snapshot import layout_of
 from hpctrain.comm import Communicator, connect
 from hpctrain.comm.links import own_addresses
+from hpctrain.comm.members import MembersCommunicator
 from hpctrain.data.dataset import Dataset
 from hpctrain.data.prefetch import Prefetcher
 from hpctrain.data.sources import Source
@@ -83,6 +84,7 @@ from hpctrain.writers import check_writers
 from hpctrain.zero import ShardedOptimizer, check_elementwise
 
 DEFAULT_STEPS = 400
+CLAIM_AGAIN_S = 30.0
 T = TypeVar("T")
 
 
@@ -135,6 +137,8 @@ class Run:
         on_gpu = comm.name == "nccl" or torch.cuda.is_available()
         self.device = torch.device("cuda") if on_gpu else torch.device("cpu")
         self._claim: Claim | None = None  # of the rank that writes
+        self._attempt = 0  # of the last one that could claim
+        self._unclaimed, self._claim_again_at_s = "", 0.0  # why this rank cannot, and when it tries again
         self._distrusted: tuple[str, ...] = ()
         self._writer: Writer | None = None
         # Ranks that come and go leave it to the first of them.
@@ -242,17 +246,17 @@ class Run:
     def _generation(self, task: Task) -> tuple[Loop, Teller | None]:
         """Make the loop of those who have met."""
         options, comm, model, optimizer = self._options, self.comm, task.model, task.optimizer
-        hosts = agree(comm, task.facts)
+        hosts = self._agreed(task.facts)
         sync = make_sync(options.sync, list(model.parameters()), comm, overlap=options.overlap)
         live = lambda: live_tensors(model, optimizer) | sync.tensors()  # noqa: E731
         replay = replay_through(model, optimizer.step, live, lambda text: print(text, flush=True))
         progress = self._catch_up(live, replay)
-        attempt = self.share(lambda: self._claim.attempt if self._claim else 0)
+        self._attempt = self.share(lambda: self._claim.attempt if self._claim else self._attempt)
         if self._shares_writing and self._writer is None:
-            self._writer = self._join_writers(attempt)
+            self._writer = self._join_writers(self._attempt)
         if options.zero:
             optimizer = task.optimizer = ShardedOptimizer(model, optimizer, sync.buckets, comm)
-        identity = Identity(attempt=attempt, generation=comm.generation, job=job_facts(self._environ).job)
+        identity = Identity(attempt=self._attempt, generation=comm.generation, job=job_facts(self._environ).job)
         teller = None
         if self.is_first:
             goodput = carried_on(
@@ -279,10 +283,25 @@ class Run:
             lambda report: self._tell(report, teller),
             profile,
             self._shares_writing,
+            self._interval(),
         )
         if options.zero and not any(comm.all_gather_object(loop.keeps_gradients)):
             sync.buckets.sum_own_part()
         return loop, teller
+
+    def _agreed(self, facts: dict[str, str]) -> list[str]:
+        """The host of each rank, if all are about to train the same; one that joins a run which trains something else leaves."""
+        try:
+            return agree(self.comm, facts)
+        except MismatchError as error:
+            goes_on = any(self.comm.all_gather_object(self._progress is not None))
+            if not goes_on:
+                raise
+            if self.rank in error.ranks:
+                print(f"{self._name}: rank {self.rank} of {self.size}: {error}", file=sys.stderr, flush=True)
+                assert isinstance(self.comm, MembersCommunicator)  # no other group has newcomers
+                self.comm.turn_away(str(error))
+            raise PeerLost(f"another rank was turned away: {error}") from None
 
     def _join_writers(self, attempt: int) -> Writer:
         """Have a process write this rank's part of each checkpoint, and the first one's publish them; all ranks call it."""
@@ -299,10 +318,19 @@ class Run:
     def _tell(self, report: StepReport, teller: Teller | None) -> None:
         self._last_step = report, time.time()
         self.comm.stepped(report.step, report.step_s)
+        if self._lacks_claim and time.monotonic() > self._claim_again_at_s:
+            self.comm.changing = True  # they part, and meet again
         if teller is not None:
             teller.step(report)
 
+    @property
+    def _lacks_claim(self) -> bool:
+        """Whether this rank has to write and cannot."""
+        return self.is_first and self._claim is None and self._options.checkpoint_every != 0
+
     def _end(self, model: torch.nn.Module, loop: Loop, teller: Teller | None) -> None:
+        if self._lacks_claim:
+            raise TrainError(f"cannot keep the last state (step {loop.progress.step}): {self._unclaimed}")
         self.weights_sha256 = check_replicas(model, self.comm)
         self.finished, self._over = loop.finished, True
         if teller:
@@ -316,15 +344,17 @@ class Run:
         steps = cast("list[int]", self.comm.all_gather_object(-1 if self._progress is None else self._progress.step))
         begins = max(steps) < 0
         plan = None
-        if self.is_first and self._claim is None:
+        if self.is_first and self._claim is None and begins:
+            if self._options.resume == "never":
+                self._refuse_to_resume()
             self._claim = self._take_over()
-            self._bring_back()
-            restored = self._restore(live(), replay) if begins else None
+            restored = self._restore(live(), replay)
             self._distrusted = restored.damaged if restored else ()
             if not self._shares_writing:
                 self._writer = background_writer(self._options, self._claim, restored)
-            if begins:
-                self._progress, plan = self._begin(live(), restored)
+            self._progress, plan = self._begin(live(), restored)
+        elif self.is_first and self._claim is None:
+            self._take_over_if_possible()
         source = steps.index(max(steps))
         mine = (self._progress, self._last_step, plan) if self.rank == source else None
         told = self.comm.all_gather_object(mine)[source]
@@ -353,23 +383,38 @@ class Run:
 
     def _take_over(self) -> Claim:
         """Claim the attempt: whoever wrote before must not any more."""
-        directory = self._options.out / "checkpoints"
-        names = checkpoint_names(directory)
-        if self._options.resume == "never" and names:
+        mine = claim(self._options.out / "checkpoints", job_facts(self._environ), time.time())
+        self._bring_back(mine)
+        return mine
+
+    def _take_over_if_possible(self) -> None:
+        """The rank that wrote is lost: claim the attempt in its place. While the share does not take that, training goes on."""
+        try:
+            self._claim = self._take_over()
+        except (OSError, PublishError) as error:
+            self._unclaimed = str(error)
+            self._claim_again_at_s = time.monotonic() + CLAIM_AGAIN_S
+            print(f"checkpoint: none for now, tried again every {CLAIM_AGAIN_S:.0f} s: {error}", flush=True)
+            return
+        self._writer = background_writer(self._options, self._claim, None)
+        if self._unclaimed:
+            print("checkpoint: they can be written again", flush=True)
+
+    def _refuse_to_resume(self) -> None:
+        names = checkpoint_names(self._options.out / "checkpoints")
+        if names:
             raise TrainError(
                 f"cannot start anew in {self._options.out}: it has checkpoints up to {names[0]}; give another --out"
             )
-        return claim(directory, job_facts(self._environ), time.time())
 
     def _interval(self) -> Interval:
         claims_s = claims_at_s(self._claim.directory) if self._claim is not None else []
         return Interval(self._options.checkpoint_every, claims_s, time.time())
 
-    def _bring_back(self) -> None:
+    def _bring_back(self, mine: Claim) -> None:
         """What an earlier attempt could keep on this host only goes to the share first."""
-        assert self._claim is not None
         try:
-            names = refuge.bring_back(refuge.place_for(self._claim.directory), self._claim)
+            names = refuge.bring_back(refuge.place_for(mine.directory), mine)
         except (OSError, PublishError) as error:
             print(f"checkpoint: what this host has kept cannot be brought to the share: {error}", flush=True)
             return

@@ -64,7 +64,7 @@ class Communicator(Protocol):
 
     elastic: bool  # ranks may be lost, and the others go on
     generation: int  # how often the group has changed
-    changing: bool  # other ranks are to take part after this step
+    changing: bool  # all are to meet anew after this step, with other ranks maybe; any of them may say so
 
     def meet(self) -> None:
         """Come together with those who take part now; before, and after a `PeerLost`, nothing can be exchanged.

@@ -27,7 +27,7 @@ from hpctrain.comm.links import MEET_S, Offer, await_left, own_addresses, reach,
 from hpctrain.comm.wire import Wire
 from hpctrain.elastic.member import Membership
 from hpctrain.elastic.roster import Message, members_of
-from hpctrain.errors import PeerLost, TrainError
+from hpctrain.errors import EXIT_FAILED, PeerLost, TrainError
 
 BUCKET_BYTES = 4 << 20
 
@@ -54,6 +54,10 @@ class MembersCommunicator:
     def changing(self) -> bool:
         """Whether the roster wants another generation after this step."""
         return self.membership.changing
+
+    @changing.setter
+    def changing(self, wanted: bool) -> None:
+        self.membership.changing = wanted
 
     def meet(self) -> None:
         """This will leave the present generation for the next one, in which rank and size are others."""
@@ -166,6 +170,11 @@ class MembersCommunicator:
         """End this process, and the run with it."""
         self.membership.failed(f"rank {self.rank} of {self.size} failed, see above")
         os._exit(code)
+
+    def turn_away(self, why: str) -> None:
+        """End this process, which does not fit the run; nobody is to be started in its place."""
+        self.membership.turned_away(why)
+        os._exit(EXIT_FAILED)
 
     def close(self) -> None:
         """Leave the run: it is done."""

@@ -53,6 +53,7 @@ class UlfmCommunicator:
 
     def meet(self) -> None:
         """Come together with those who are left."""
+        self.changing = False
         if self.generation >= 0:
             self._shrink(leaves=False)
         self.generation += 1

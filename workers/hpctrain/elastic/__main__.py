@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import TextIO
 
 from hpctrain.elastic.launch import Launcher, Slot, allocation, own_address
-from hpctrain.elastic.roster import Roster, Settings
+from hpctrain.elastic.roster import SILENT_S, Roster, Settings
 from hpctrain.elastic.serve import Server
 from hpctrain.errors import EXIT_FAILED, EXIT_REQUEUE, TrainError
 
 GRACE_S = 5.0
+MOST_BETWEEN_BEATS_S = 0.5  # of a healthy rank on a busy machine
 AGAIN_S = 1.0  # between two starts in a slot, or after a word that did not reach the controller
 MOST_LOSSES = 5  # for each rank, without a step between
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -47,6 +48,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, metavar="N", help="how many (default: in a job its tasks, else 2)")
     parser.add_argument("--spares", type=int, default=0, metavar="K", help="that wait to step in (%(default)s)")
     parser.add_argument("--least", type=int, default=1, metavar="M", help="go on with so few (%(default)s)")
+    parser.add_argument(
+        "--silence",
+        type=float,
+        default=SILENT_S,
+        metavar="S",
+        help="a rank not heard of for so long is lost; longer than a step keeps Python's lock at once (%(default)s)",
+    )
     parser.add_argument("--report", type=Path, metavar="FILE", help="write what the faults cost, as JSON")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="the training script")
     options = parser.parse_args(arguments)
@@ -56,6 +64,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("say what to run: python -m hpctrain.elastic -- python train.py --out run")
     if options.ranks is not None and not 1 <= options.least <= options.ranks:
         parser.error(f"--least {options.least} has to lie between 1 and --ranks {options.ranks}")
+    if not options.silence > MOST_BETWEEN_BEATS_S:
+        parser.error(f"--silence {options.silence:g}: has to be more than {MOST_BETWEEN_BEATS_S:g} s")
     if options.spares < 0:
         parser.error(f"--spares {options.spares}: cannot be negative")
     return options
@@ -85,9 +95,10 @@ class Elastic:
         else:
             places = [node for node in here.nodes for _ in range(here.per_node)]
         spares = [places[i % len(places)] for i in range(self._options.spares)]
-        settings = Settings(least=min(self._options.least, len(places)), want=len(places))
+        least = min(self._options.least, len(places))
+        settings = Settings(least=least, want=len(places), silent_s=self._options.silence)
         roster = Roster(settings, time.monotonic())
-        self._server = Server(roster, self._key, _say, self._lost)
+        self._server = Server(roster, self._key, _say, self._lost, self._retired.add)
         port = await self._server.listen("0.0.0.0" if here else "127.0.0.1")
         self._facts = {
             "HPCTRAIN_ROSTER": f"{own_address(self._environ)}:{port}",

@@ -105,6 +105,11 @@ class Membership:
         self._closed = True
         self._send({"say": "failed", "why": why})
 
+    def turned_away(self, why: str) -> None:
+        """This will say that this member does not fit the others, and ends."""
+        self._closed = True
+        self._send({"say": "turned away", "why": why})
+
     def _send(self, message: Message) -> None:
         with self._sending:
             try:

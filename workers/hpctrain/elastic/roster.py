@@ -81,6 +81,11 @@ class Roster:
         """How many members a generation has as a rule."""
         return self._settings.want
 
+    @property
+    def silent_s(self) -> float:
+        """After how long a silent member is lost."""
+        return self._settings.silent_s
+
     def join(self, slot: int, now_s: float) -> Member:
         """This will take in who runs in `slot`, and give it a number."""
         member = Member(number=self._next, slot=slot, heard_at_s=now_s)
@@ -136,7 +141,7 @@ class Roster:
         return [
             member
             for member in self.members.values()
-            if now_s - member.heard_at_s > self._settings.silent_s and member.standing is not Standing.STARTING
+            if now_s - member.heard_at_s > self.silent_s and member.standing is not Standing.STARTING
         ]
 
     def inside(self) -> list[Member]:

@@ -1,6 +1,6 @@
 """The roster's side of the members' connections: one TCP listener, a JSON object per line in both directions.
 
-A member says `join` (with the run's key and its slot), `ready`, `beat`, `part`, `done` or `failed`; it is told
+A member says `join` (with the run's key and its slot), `ready`, `beat`, `part`, `done`, `turned away` or `failed`; it is told
 `generation`, `broken`, `changing`, `leave` or `end`.  A connection that ends is a member that is lost, unless it said `done`.
 Does not start processes, nor decide who takes part.
 """
@@ -19,19 +19,33 @@ from hpctrain.elastic.roster import Message, Roster
 LINE_BYTES = 1 << 20
 LOOK_EVERY_S = 0.1
 LATE_S = 0.5
+MOST_IN_VAIN = 5  # each takes as long as members try to meet
 
 
 class Server:
     """Speaks with the members of a roster until the run is over."""
 
-    def __init__(self, roster: Roster, key: str, say: Callable[[str], None], on_lost: Callable[[int], None]) -> None:
-        self.roster, self._key, self._say, self._on_lost = roster, key, say, on_lost
+    def __init__(
+        self,
+        roster: Roster,
+        key: str,
+        say: Callable[[str], None],
+        on_lost: Callable[[int], None],
+        on_misfit: Callable[[int], None],
+    ) -> None:
+        """`on_lost` and `on_misfit` are called with the slot of who is lost, or does not fit the run."""
+        self.roster, self._key, self._say, self._on_lost, self._on_misfit = roster, key, say, on_lost, on_misfit
         self.account = Account(time.monotonic())
         self.over = asyncio.Event()
         self.done: dict[int, int] = {}  # slots of the members that have ended in an orderly way, by their numbers
         self.first = -1  # the first member of the present generation
         self.failure = ""
         self._writers: dict[int, asyncio.StreamWriter] = {}
+        self._standing: tuple[list[int], int] = (
+            [],
+            0,
+        )  # the members of the last generation, and the step when it began
+        self._in_vain = 0  # generations of the same members, one after another, that took no step
 
     async def listen(self, host: str) -> int:
         """This will accept members from now on; returns the port."""
@@ -119,6 +133,11 @@ class Server:
             case "failed":
                 self.failure = self.failure or str(message["why"])
                 self.over.set()
+            case "turned away":
+                member = self.roster.members[number]
+                self.roster.leave(number)
+                self._on_misfit(member.slot)
+                self._say(f"slot {member.slot} has no rank from now on: {message['why']}")
             case other:
                 raise ValueError(f"a member said {other!r}")
 
@@ -129,6 +148,15 @@ class Server:
         self.account.form([member["number"] for member in members], self.roster.want, time.monotonic())
         slots = ", ".join(str(self.roster.members[member["number"]].slot) for member in members)
         self._say(f"generation {news['generation']}: {len(members)} members, in slots {slots}")
+        standing = [member["number"] for member in members], self.account.step
+        self._in_vain = self._in_vain + 1 if standing == self._standing else 0
+        self._standing = standing
+        if self._in_vain == MOST_IN_VAIN:
+            hosts = ", ".join(dict.fromkeys(str(member["addresses"][0]) for member in members))
+            self.failure = (
+                self.failure or f"ranks do not reach each other: do firewalls let any port through between {hosts}?"
+            )
+            self.over.set()
 
     async def _watch(self) -> None:
         looked_at_s = time.monotonic()
@@ -141,7 +169,7 @@ class Server:
                 self._say(f"the roster itself stood still for {late_s:.1f} s")
                 self.roster.excuse(late_s, now_s)
             for member in self.roster.silent(now_s):
-                self.lose(member.number, "it was silent for too long")
+                self.lose(member.number, f"it was silent for too long (--silence {self.roster.silent_s:g})")
             self.settle()
 
     def _watched(self, watcher: asyncio.Task[None]) -> None:
