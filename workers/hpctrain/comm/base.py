@@ -103,21 +103,36 @@ class Communicator(Protocol):
         """Leave the group in an orderly way; all ranks do so."""
 
 
-class SingleCommunicator:
-    """The group of one: nothing to send."""
+class Plain:
+    """What most groups have in common: they never change, nobody watches them, nothing is measured and chosen."""
 
-    name = "single"
-    rank = 0
-    size = 1
     elastic = False
     generation = 0
     changing = False
 
     def meet(self) -> None:
-        """Nobody to meet."""
+        """All have met."""
 
     def stepped(self, step: int, step_s: float) -> None:
         """Nobody watches."""
+
+    def empty(self, length: int, dtype: torch.dtype) -> torch.Tensor:
+        """Plain memory."""
+        return torch.empty(length, dtype=dtype)
+
+    def plan(self) -> object:
+        """Nothing was chosen."""
+
+    def follow(self, plan: object) -> None:
+        """Nothing to choose."""
+
+
+class SingleCommunicator(Plain):
+    """The group of one: nothing to send."""
+
+    name = "single"
+    rank = 0
+    size = 1
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """The sum over one rank is the tensor."""
@@ -137,19 +152,9 @@ class SingleCommunicator:
         """Nothing to cut, and nothing to do beside."""
         return Pace(bucket_bytes=MOST_BUCKET_BYTES, beside=False)
 
-    def empty(self, length: int, dtype: torch.dtype) -> torch.Tensor:
-        """Plain memory."""
-        return torch.empty(length, dtype=dtype)
-
     def describe(self) -> list[str]:
         """Nothing is exchanged."""
         return ["one rank"]
-
-    def plan(self) -> object:
-        """Nothing was chosen."""
-
-    def follow(self, plan: object) -> None:
-        """Nothing to choose."""
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
         """The tensor of the only rank is there already."""

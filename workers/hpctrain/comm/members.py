@@ -20,7 +20,7 @@ from typing import Any, cast
 import torch
 
 from hpctrain.comm.background import Background, Work, done
-from hpctrain.comm.base import Pace, check_contiguous
+from hpctrain.comm.base import Pace, Plain, check_contiguous
 from hpctrain.comm.fresh import FreshGroup, store_for
 from hpctrain.comm.halves import HALVES
 from hpctrain.comm.links import MEET_S, Offer, await_left, own_addresses, reach, tune
@@ -32,7 +32,7 @@ from hpctrain.errors import EXIT_FAILED, PeerLost, TrainError
 BUCKET_BYTES = 4 << 20
 
 
-class MembersCommunicator:
+class MembersCommunicator(Plain):
     """This member's part in the present generation."""
 
     name = "members"
@@ -110,10 +110,6 @@ class MembersCommunicator:
         """Buckets that keep a slow link busy early."""
         return Pace(bucket_bytes=BUCKET_BYTES, beside=True)
 
-    def empty(self, length: int, dtype: torch.dtype) -> torch.Tensor:
-        """Plain memory."""
-        return torch.empty(length, dtype=dtype)
-
     def stepped(self, step: int, step_s: float) -> None:
         """Tell the roster; useful seconds are those of the first rank."""
         self.membership.stepped(step, step_s if self.rank == 0 else 0.0)
@@ -122,12 +118,6 @@ class MembersCommunicator:
         """How many there are."""
         how = "over gloo" if self._group is not None else "in a ring of TCP connections"
         return [f"generation {self.generation}: {self.size} members {how}"]
-
-    def plan(self) -> object:
-        """Nothing was chosen."""
-
-    def follow(self, plan: object) -> None:
-        """Nothing to choose."""
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
         """The tensor of `root`, bit for bit."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from hpctrain.comm.background import Background, Work
-from hpctrain.comm.base import Pace, SingleCommunicator, check_contiguous
+from hpctrain.comm.base import Pace, Plain, SingleCommunicator, check_contiguous
 from hpctrain.comm.hosts import Hosts
 from hpctrain.comm.links import connect_ring
 from hpctrain.comm.pace import pace_of
@@ -47,14 +47,10 @@ def load_mpi() -> Any:
     return MPI
 
 
-class MpiCommunicator:
+class MpiCommunicator(Plain):
     """All ranks that one mpirun started."""
 
     name = "mpi"
-
-    elastic = False
-    generation = 0
-    changing = False
 
     def __init__(self, place: Place) -> None:
         self._mpi = load_mpi()
@@ -87,12 +83,6 @@ class MpiCommunicator:
         if self.size > 1:
             self._beside = way_beside(self._mpi, self._comm, self._hosts, self._window, self._wire)
             self._pace = pace_of(self._mpi, self._hosts, self._wire or self._beside)
-
-    def meet(self) -> None:
-        """All have met."""
-
-    def stepped(self, step: int, step_s: float) -> None:
-        """Nobody watches."""
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sum over all ranks, in place."""

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from hpctrain.comm.background import Background, Work
-from hpctrain.comm.base import Pace, check_contiguous
+from hpctrain.comm.base import Pace, Plain, check_contiguous
 from hpctrain.comm.mpi import load_mpi
 from hpctrain.env import Launcher, Place
 from hpctrain.errors import TrainError
@@ -38,12 +38,8 @@ class _Asked(Work):
             self._then()
 
 
-class TorchCommunicator:
+class TorchCommunicator(Plain):
     """A torch.distributed group of all ranks; without a named backend they agree: NCCL if each has a GPU of its own."""
-
-    elastic = False
-    generation = 0
-    changing = False
 
     def __init__(self, backend: str | None, place: Place, environ: Mapping[str, str]) -> None:
         if not dist.is_available() or (backend == "nccl" and not dist.is_nccl_available()):
@@ -57,12 +53,6 @@ class TorchCommunicator:
         self.rank = rank
         self.size = size
         self._background = Background()
-
-    def meet(self) -> None:
-        """All have met."""
-
-    def stepped(self, step: int, step_s: float) -> None:
-        """Nobody watches."""
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sum over all ranks, in place; the backend's ring gives every rank the same bits."""
@@ -92,19 +82,9 @@ class TorchCommunicator:
         """What DDP takes for NCCL; less for Gloo, so that a slow link has something to do early."""
         return Pace(bucket_bytes=NCCL_BUCKET_BYTES if self.name == "nccl" else GLOO_BUCKET_BYTES, beside=True)
 
-    def empty(self, length: int, dtype: torch.dtype) -> torch.Tensor:
-        """Plain memory: the backend has its own."""
-        return torch.empty(length, dtype=dtype)
-
     def describe(self) -> list[str]:
         """The backend."""
         return [f"{self.size} ranks over {self.name}"]
-
-    def plan(self) -> object:
-        """Nothing was chosen: the backend does that for itself."""
-
-    def follow(self, plan: object) -> None:
-        """The backend chooses for itself."""
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
         """Copy the tensor of `root` to every rank."""

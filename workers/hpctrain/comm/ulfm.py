@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from hpctrain.comm.background import Background, Work, done
-from hpctrain.comm.base import Pace, check_contiguous
+from hpctrain.comm.base import Pace, Plain, check_contiguous
 from hpctrain.comm.mpi import BROADCAST_BYTES, load_mpi
 from hpctrain.comm.ring import Ring
 from hpctrain.errors import PeerLost
@@ -31,12 +31,11 @@ def has_ulfm(environ: Mapping[str, str]) -> bool:
     return environ.get("OMPI_MCA_mpi_ft_enable", "").lower() in ("1", "true")
 
 
-class UlfmCommunicator:
+class UlfmCommunicator(Plain):
     """The ranks of one mpirun that are left."""
 
     name = "ulfm"
     elastic = True
-    changing = False
 
     def __init__(self) -> None:
         os.environ["OMPI_MCA_async_mpi_finalize"] = "1"  # noqa: SIM112 (Open MPI's spelling; it is read when MPI starts)
@@ -88,22 +87,9 @@ class UlfmCommunicator:
         """Buckets that keep a slow link busy early."""
         return Pace(bucket_bytes=BUCKET_BYTES, beside=True)
 
-    def empty(self, length: int, dtype: torch.dtype) -> torch.Tensor:
-        """Plain memory."""
-        return torch.empty(length, dtype=dtype)
-
-    def stepped(self, step: int, step_s: float) -> None:
-        """Nobody watches."""
-
     def describe(self) -> list[str]:
         """How many are left."""
         return [f"generation {self.generation}: {self.size} ranks over MPI with ULFM"]
-
-    def plan(self) -> object:
-        """Nothing was chosen."""
-
-    def follow(self, plan: object) -> None:
-        """Nothing to choose."""
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
         """The tensor of `root`."""
