@@ -189,6 +189,14 @@ def test_a_stop_signal_is_handed_on_and_the_run_goes_on_later(undisturbed: list[
     assert losses_of(tmp_path / "run") == pytest.approx(undisturbed, rel=1e-4)
 
 
+def test_ranks_that_are_killed_again_and_again_before_the_run_begins_end_it() -> None:
+    run = [sys.executable, "-m", "hpctrain.elastic", "--ranks", "1", "--", "sh", "-c", "kill -9 $$"]
+    with started(run, WITH_WAITING) as process:
+        ended = finish(process)
+    assert ended.status == 1
+    assert "6 ranks were lost without a step between" in ended.output
+
+
 def test_a_stop_signal_before_the_run_has_begun_ends_it(tmp_path: Path) -> None:
     """Ranks that never come: what they are doing still, importing say, ends by the signal itself."""
     run = [sys.executable, "-m", "hpctrain.elastic", "--ranks", "2", "--", "sh", "-c", "echo here; exec sleep 1000"]

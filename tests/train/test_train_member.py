@@ -121,6 +121,26 @@ def test_who_is_told_that_the_run_ends_is_not_lost() -> None:
     assert said == []
 
 
+def test_who_is_turned_away_is_not_lost_and_its_slot_is_given_up() -> None:
+    said: list[str] = []
+    lost: list[int] = []
+    misfits: list[int] = []
+
+    async def go() -> None:
+        roster = Roster(Settings(least=1, want=1), time.monotonic())
+        server = Server(roster, "k", said.append, lost.append, misfits.append)
+        reader, writer = await asyncio.open_connection("127.0.0.1", await server.listen("127.0.0.1"))
+        writer.write(b'{"say": "join", "key": "k", "slot": 3}\n{"say": "turned away", "why": "other code"}\n')
+        writer.write_eof()
+        assert json.loads(await reader.read())["say"] == "welcome"
+        await server.close()
+        assert not roster.members
+
+    asyncio.run(go())
+    assert (lost, misfits) == ([], [3])
+    assert said == ["slot 3 has no rank from now on: other code"]
+
+
 def test_members_that_never_reach_each_other_end_the_run() -> None:
     roster = Roster(Settings(least=2, want=2), time.monotonic())
     server = Server(roster, "k", lambda text: None, lambda slot: None, lambda slot: None)

@@ -65,7 +65,7 @@ def test_nobody_is_left_waiting_in_a_generation_that_one_could_not_exchange_in()
     roster.part(1, 0, 1.1, failed=True)
     roster.part(2, 0, 1.1, failed=False)
     assert members_of(roster.settle(1.1)) == [0, 1, 2]
-    roster.part(0, 1, 2.0, failed=False)
+    roster.part(0, 0, 2.0, failed=True)
     assert roster.settle(2.0) == [], "that was another generation"
 
 
@@ -110,6 +110,24 @@ def test_members_of_slots_that_are_given_back_leave_between_two_steps() -> None:
     assert (1, "leave") in said(orders)
     assert members_of(orders) == [0, 2]
     assert roster.settle(3.0) == [], "while it is on its way out nothing changes any more"
+
+
+def test_who_waits_in_a_slot_that_is_given_back_leaves() -> None:
+    roster = run_of(1, want=2)
+    roster.settle(60.0)
+    late = roster.join(1, 61.0)
+    roster.ready(late.number, {}, 61.0)
+    roster.resize(1, {1})
+    assert said(roster.settle(61.0)) == [(late.number, "leave")]
+
+
+def test_who_starts_may_be_silent_for_long() -> None:
+    roster = run_of(1)
+    late = roster.join(1, 0.0)
+    roster.beat(0, 59.0)
+    assert roster.silent(60.0) == []
+    roster.ready(late.number, {}, 60.0)
+    assert [member.number for member in roster.silent(64.0)] == [0, late.number]
 
 
 def test_too_few_wait_for_more() -> None:

@@ -126,10 +126,11 @@ class Elastic:
             status = self._ended[slot.number] = await process.wait()
             if self._server.over.is_set() or slot.number in self._retired:
                 return
-            self._count_loss()
-            if self._server.roster.generation < 0 and status > 0 and not was_killed(status):
-                self._give_up(f"a rank ended with status {status} before the run began", status)
-            elif self._is_hopeless():
+            if self._server.roster.generation < 0:
+                self._count_loss()
+                if status > 0 and not was_killed(status):
+                    self._give_up(f"a rank ended with status {status} before the run began", status)
+            if self._is_hopeless():
                 self._give_up(f"{self._losses_without_step} ranks were lost without a step between", EXIT_FAILED)
             else:
                 await asyncio.sleep(max(0.0, started_s + AGAIN_S - time.monotonic()))
@@ -138,6 +139,7 @@ class Elastic:
 
     def _lost(self, slot: int) -> None:
         self._launcher.signal(slot, signal.SIGKILL)
+        self._count_loss()
 
     def _count_loss(self) -> None:
         if self._step_then < self._server.account.step:
