@@ -232,9 +232,9 @@ def _exit_status(face: Face, jobs: Sequence[Json]) -> int:
     statuses = []
     for job in jobs:
         status = 128 + job["exit_signal"] if job["exit_signal"] else job["exit_code"] or 0
-        if job["state"] != "COMPLETED" and status == 0:
+        failed_by_itself = job["state"] == "FAILED" and job["started_at_s"] is not None
+        if job["state"] != "COMPLETED" and not (failed_by_itself and status):  # else the status does not say it
             why = f": {clean(job['reason_detail'])}" if job["reason_detail"] else ""
             complain(face.name, f"job {job['display_id']} ended as {job['state']}{why}")
-            status = 1
-        statuses.append(status)
+        statuses.append(status or int(job["state"] != "COMPLETED"))
     return max(statuses)

@@ -185,6 +185,25 @@ def test_a_job_that_ended_badly_without_a_code_fails_the_wait(api: FakeApi, caps
     assert capsys.readouterr().err.endswith("job 5 ended as TIMEOUT\n")
 
 
+@pytest.mark.parametrize(
+    ("how", "status", "said"),
+    [
+        ({"reason_detail": "cannot enter /x", "started_at_s": None, "exit_code": 1}, 1, "FAILED: cannot enter /x"),
+        (
+            {"state": "OUT_OF_MEMORY", "reason_detail": "had 2G of 1G", "exit_signal": 9},
+            137,
+            "OUT_OF_MEMORY: had 2G of 1G",
+        ),
+    ],
+)
+def test_the_wait_says_what_an_exit_code_does_not(
+    api: FakeApi, capsys: pytest.CaptureFixture[str], how: dict[str, Any], status: int, said: str
+) -> None:
+    api.answers["GET /v1/jobs"] = {"jobs": [ended(5) | how]}
+    assert hsub.main(["--wait", "job.sh"]) == status
+    assert capsys.readouterr().err == f"hsub: error: job 5 ended as {said}\n"
+
+
 def test_help_has_all_options_of_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert hsub.main(["--help"]) == 0
     text = capsys.readouterr().out
