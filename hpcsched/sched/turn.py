@@ -2,7 +2,8 @@
 
 The jobs ahead of it are planned as `plan` does; then, instead of the job itself, questions are asked. So the answers are
 those of the scheduler, not of an estimate beside it. (With `easy-sjbf`, which tries jobs behind the first one out of order,
-"ahead" are those of higher priority all the same.)
+"ahead" are those of higher priority all the same. With `default`, which promises starts out of order, all others are: what it is
+said to start with, starts; but a job so small that it would go before promises may not be told.)
 
 A smaller request differs in one thing alone: less time, fewer nodes, tasks, cpus, GPUs, less memory, or a demand dropped. Of
 counts the largest that starts is found by halving: whoever fits with more fits with less.
@@ -16,7 +17,7 @@ from dataclasses import dataclass, replace
 from hpcsched.model.ids import NodeName
 from hpcsched.model.units import MINUTE_S, UNLIMITED_S, format_mem, format_time_s
 from hpcsched.sched.plan import Planner
-from hpcsched.sched.policy import Policy
+from hpcsched.sched.policy import Backfill, Policy
 from hpcsched.sched.priority import in_order, scale_of
 from hpcsched.sched.request import GpuCounts, Request, Shape
 from hpcsched.sched.snapshot import PendingJob, Snapshot
@@ -46,7 +47,8 @@ class Turn:
         waiting = [view for view in waiting if view.partition in snapshot.partitions]
         queue = in_order(waiting, snapshot.partitions, scale_of(snapshot), policy)
         first = next((at for at, view in enumerate(queue) if view.id == job.id), len(queue))
-        before = {view.id for view in queue[:first]}
+        in_order_of_starts = policy.backfill is not Backfill.DEFAULT
+        before = {view.id for view in (queue[:first] if in_order_of_starts else queue)} - {job.id}
         before |= snapshot.promises.keys() - {job.id}  # what was promised to those behind it is not its own either
         ahead = tuple(other for other in snapshot.pending if other.id in before)
         self._planner = Planner(replace(snapshot, pending=ahead), policy)

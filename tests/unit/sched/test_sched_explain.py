@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from unit.sched.test_sched_reservations import inside, reserved
 from unit.sched.world import World, world
 
 from hpcsched.model.ids import JobId
 from hpcsched.model.job import Hold
 from hpcsched.sched.explain import explain, in_words
+from hpcsched.sched.plan import plan
 from hpcsched.sched.policy import Backfill
+from hpcsched.sched.predict import Experience
 
 
 def words(sketch: World, job: int) -> str:
@@ -102,6 +106,18 @@ def test_what_is_smaller_and_would_start_now() -> None:
     assert smaller(gpus, 2) == ("--gpus-per-node=a100:1",)
     memory = world("1x4/8192", ["1: n1 1c 4096M 600s"], ["2: 1c 6000M 600s"])
     assert smaller(memory, 2) == ("--mem=4G",)
+
+
+def test_with_default_no_smaller_request_is_told_that_a_promise_to_one_behind_keeps_from_starting() -> None:
+    # Job 3 needs all, and is promised 1000: job 2 with two cpus would still run then.
+    sketch = world("1x4", ["1: n1 2c 1000s"], ["2: 3c 7200s", "3: 4c 600s"], backfill=Backfill.DEFAULT)
+    known = Experience(began_s=-1e9)
+    snapshot = replace(sketch.snapshot(), experience=known)
+    explanation = explain(snapshot, sketch.policy, plan(snapshot, sketch.policy), JobId(2))
+    assert explanation is not None
+    assert explanation.smaller == ()
+    less = replace(sketch.change(2, cpus_per_task=2).snapshot(), experience=known)
+    assert plan(less, sketch.policy).starts == ()
 
 
 def test_a_shorter_time_is_told_where_it_fits_before_somebody_s_turn() -> None:
