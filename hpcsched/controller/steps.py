@@ -120,16 +120,19 @@ class StepService:
     def on_report(self, node: NodeName, report: protocol.Report) -> bool:
         """Take in a report on a step's token; return whether the node must keep it, to tell it again.
 
-        That is so for the ends of a step until its step command has left, which it does when it knows them: whatever is killed
-        before that, they are found again.
+        That is so for the ends of a step until its step command has left, which it does when it knows them, or its job is over:
+        whatever is killed before that, they are found again.
         """
         found = self._by_token.get(report.token)
         if found is None or found[1].node != node:
             return False
-        self._take(*found, report)
-        if report.status in _GOING or report.token not in self._by_token:
+        step, run = found
+        self._take(step, run, report)
+        job = self._ports.job(step.job.id)
+        over = job is None or job.attempt != step.job.attempt or job.state not in ACTIVE
+        if over or report.status in _GOING or report.token not in self._by_token:
             return False
-        found[1].kept = report.seq
+        run.kept = report.seq
         return True
 
     def _take(self, step: Step, run: Run, report: protocol.Report) -> None:

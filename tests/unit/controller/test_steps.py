@@ -891,6 +891,9 @@ def test_nodes_keep_the_ends_of_a_step_until_its_command_has_them() -> None:
     assert not world.service.on_report(N1, world.report(first.token, protocol.STARTED))
     assert all(world.service.on_report(node, report) for node, report in ends)
     row = world.rows[(12, 0, "0")]
+    world.jobs[JobId(12)] = a_job(state=JobState.COMPLETED)
+    assert not world.service.on_report(*ends[0])  # whoever has not got it by now never will
+    world.jobs[JobId(12)] = a_job()
     world.restart()
     world.replies.clear()
     for node, report in ends:
