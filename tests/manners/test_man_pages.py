@@ -20,6 +20,7 @@ import pytest
 from hpcsched.cli import hacct, hcancel, hctl, hinfo, hlogs, hprio, hqueue, hshare, hsim, htunnel, hwhy
 from hpcsched.jobscript.options import OPTIONS
 from hpcsched.listing.jobfields import FIELDS
+from hpctrain.elastic.__main__ import make_parser
 from hpctrain.options import add_options
 
 ROOT = Path(__file__).parents[2]
@@ -116,11 +117,15 @@ def test_the_page_has_exactly_the_options_of_the_help(name: str) -> None:
     assert (page - shown, shown - page) == (set(), set())
 
 
-def test_the_page_of_training_scripts_has_exactly_their_options() -> None:
-    parser = argparse.ArgumentParser(add_help=False)
-    add_options(parser)
-    shown = {spelling for action in parser._actions for spelling in action.option_strings}
-    page = options_in([tag for tag, _ in tagged(ROOT / "man" / "hpctrain.1") if tag.startswith("-")])
+@pytest.mark.parametrize("name", ["hpctrain", "hpctrain-elastic"])
+def test_the_page_of_training_scripts_has_exactly_their_options(name: str) -> None:
+    parser = argparse.ArgumentParser()
+    if name == "hpctrain":
+        add_options(parser)
+    else:
+        parser = make_parser()
+    shown = {spelling for action in parser._actions for spelling in action.option_strings} - {"-h", "--help"}
+    page = options_in([tag for tag, _ in tagged(ROOT / "man" / f"{name}.1") if tag.startswith("-")])
     assert (page - shown, shown - page) == (set(), set())
 
 

@@ -40,8 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_FAILED
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """This will read the options; a wrong one ends the program with status 2."""
+def make_parser() -> argparse.ArgumentParser:
+    """This will say which options there are."""
     parser = argparse.ArgumentParser(
         prog="hpctrain.elastic", description="Train on ranks that may come and go; the others carry on."
     )
@@ -57,6 +57,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--report", type=Path, metavar="FILE", help="write what the faults cost, as JSON")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="the training script")
+    return parser
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """This will read the options; a wrong one ends the program with status 2."""
+    parser = make_parser()
     options = parser.parse_args(arguments)
     if options.command[:1] == ["--"]:
         del options.command[0]
