@@ -141,6 +141,19 @@ def test_who_is_turned_away_is_not_lost_and_its_slot_is_given_up() -> None:
     assert said == ["slot 3 has no rank from now on: other code"]
 
 
+def test_who_does_not_have_the_runs_key_hears_nothing() -> None:
+    async def go() -> None:
+        roster = Roster(Settings(least=1, want=1), time.monotonic())
+        server = Server(roster, "k", lambda text: None, lambda slot: None, lambda slot: None)
+        reader, writer = await asyncio.open_connection("127.0.0.1", await server.listen("127.0.0.1"))
+        writer.write(b'{"say": "join", "key": "l", "slot": 3}\n')
+        assert await reader.read() == b""
+        await server.close()
+        assert not roster.members
+
+    asyncio.run(go())
+
+
 def test_members_that_never_reach_each_other_end_the_run() -> None:
     roster = Roster(Settings(least=2, want=2), time.monotonic())
     server = Server(roster, "k", lambda text: None, lambda slot: None, lambda slot: None)
