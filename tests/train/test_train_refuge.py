@@ -16,8 +16,10 @@ from hpctrain.checkpoint import claim, files, refuge
 from hpctrain.checkpoint.keeper import Keeper
 from hpctrain.checkpoint.listing import checkpoint_names
 from hpctrain.checkpoint.maker import Order, Report, Task
+from hpctrain.checkpoint.manifest import Manifest
 from hpctrain.checkpoint.retain import Policy
 from hpctrain.checkpoint.snapshot import Snapshot, layout_of
+from hpctrain.errors import PublishError
 
 
 @pytest.fixture
@@ -164,3 +166,47 @@ def test_a_directory_that_others_may_write_is_no_refuge(
     assert refuge.bring_back(place, claim(tmp_path / "share", NO_JOB, now_s=0.0)) == []
     assert checkpoint_names(tmp_path / "share") == []
     assert len(checkpoint_names(place)) == 1  # whose it is nobody knows: it stays
+
+
+def test_two_attempts_that_bring_the_same_state_leave_one_another_alone(
+    tmp_path: Path, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first was stopped when it had read what is here, and goes on when a later one has published that."""
+    share = tmp_path / "share"
+    first = claim(share, NO_JOB, now_s=0.0)
+    keep_step_2(place)
+    real, brought = refuge.from_bytes, []
+
+    def stopped(content: bytes) -> Manifest:
+        if not brought:
+            brought.append("by the second one")
+            brought.extend(refuge.bring_back(place, claim(share, NO_JOB, now_s=0.0)))
+        return real(content)
+
+    monkeypatch.setattr(refuge, "from_bytes", stopped)
+    assert refuge.bring_back(place, first) == []
+    assert brought == ["by the second one", "step-0000000002.a0000"]
+    assert_holds(share, 2)
+
+
+@pytest.mark.parametrize("failing_name", [".json", ".bin"])
+def test_what_the_share_takes_in_part_does_not_stay_there(
+    tmp_path: Path, place: Path, monkeypatch: pytest.MonkeyPatch, failing_name: str
+) -> None:
+    share = tmp_path / "share"
+    mine = claim(share, NO_JOB, now_s=0.0)
+    keep_step_2(place)
+    real = files.write_new
+
+    def refuse(path: Path, pieces: object, **options: object) -> int:
+        if path.parent == share and failing_name in path.name:
+            raise PublishError("no space")
+        return real(path, pieces, **options)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as full:
+        full.setattr(files, "write_new", refuse)
+        with pytest.raises(PublishError):
+            refuge.bring_back(place, mine)
+    assert not list(share.glob("data-*"))
+    assert refuge.bring_back(place, mine) == ["step-0000000002.a0000"]
+    assert_holds(share, 2)

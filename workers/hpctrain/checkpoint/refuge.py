@@ -13,6 +13,7 @@ import stat
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import Executor
+from dataclasses import replace
 from pathlib import Path
 
 from hpctrain.checkpoint import fence, files
@@ -20,9 +21,9 @@ from hpctrain.checkpoint.buffers import Buffer
 from hpctrain.checkpoint.chunks import CHUNK_BYTES
 from hpctrain.checkpoint.fence import Claim
 from hpctrain.checkpoint.listing import LATEST, checkpoint_names
-from hpctrain.checkpoint.manifest import SUFFIX, Facts, from_bytes, order_of
-from hpctrain.checkpoint.write import publish, write_part
-from hpctrain.errors import DamagedError
+from hpctrain.checkpoint.manifest import SUFFIX, Facts, from_bytes, order_of, to_bytes
+from hpctrain.checkpoint.write import data_file_name, publish, write_part
+from hpctrain.errors import DamagedError, PublishError
 
 PIECE_BYTES = 1 << 20
 
@@ -90,20 +91,25 @@ def bring_back(place: Path, mine: Claim) -> list[str]:
 
 def _publish(place: Path, name: str, mine: Claim) -> None:
     fence.check(mine)
-    content = (place / (name + SUFFIX)).read_bytes()
-    for data in from_bytes(content).data:
-        target = mine.directory / data.file
-        if files.remove(target):  # of a publication that was broken off
-            files.sync_directory(mine.directory)
-        files.write_new(target, _pieces(place / data.file, data.bytes), direct=True)
-    files.sync_directory(mine.directory)
-    draft = files.write_draft(mine.directory / (name + SUFFIX), content)
+    kept = from_bytes((place / (name + SUFFIX)).read_bytes())
+    # Under names of their own: a process of another attempt on this node may be bringing the same files.
+    brought = tuple(replace(data, file=data_file_name(name)) for data in kept.data)
+    path = mine.directory / (name + SUFFIX)
+    try:
+        for here, there in zip(kept.data, brought, strict=True):
+            files.write_new(mine.directory / there.file, _pieces(place / here.file, here.bytes), direct=True)
+        files.sync_directory(mine.directory)
+        draft = files.write_draft(path, to_bytes(replace(kept, data=brought)))
+    except (DamagedError, PublishError, OSError):
+        for data in brought:
+            files.remove(mine.directory / data.file)
+        raise
     try:
         fence.check(mine)
-        files.commit(draft, mine.directory / (name + SUFFIX))
+        files.commit(draft, path)  # it may fail after it happened: from here on the data stay
     finally:
         files.remove(draft)
-    files.replace_hint(mine.directory / LATEST, (name + SUFFIX).encode() + b"\n")
+    files.replace_hint(mine.directory / LATEST, path.name.encode() + b"\n")
 
 
 def _pieces(path: Path, length: int) -> Iterator[bytes]:

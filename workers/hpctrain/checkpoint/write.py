@@ -235,6 +235,11 @@ def publish(
     return name, checksum_of(content), len(content)
 
 
+def data_file_name(name: str) -> str:
+    """This will give a name that was never used, for a data file of a checkpoint."""
+    return f"data-{name}-{secrets.token_hex(6)}.bin"
+
+
 def part_to_json(part: Part) -> dict[str, object]:
     """This will give a part as a rank tells it to the one that publishes."""
     return {
@@ -289,8 +294,7 @@ def _wanted(snapshot: Buffer, hashes: Mapping[str, Mapping[int, str]], old: Buff
 
 def _write(claim: fence.Claim, facts: Facts, content: Iterable[bytes | memoryview]) -> DataFile:
     fence.check(claim)
-    name = checkpoint_name(facts.step, facts.attempt)
-    path = claim.directory / f"data-{name}-{secrets.token_hex(6)}.bin"
+    path = claim.directory / data_file_name(checkpoint_name(facts.step, facts.attempt))
     size_bytes = files.write_new(path, _after_magic(content), direct=True)
     files.sync_directory(claim.directory)
     return DataFile(file=path.name, bytes=size_bytes)
