@@ -32,7 +32,8 @@ def run(rest: Sequence[str]) -> int:
     options = [option for word in more for option in _option(verb, word)]
     directory = Path(where) if os.sep in where or Path(where).is_dir() else _of_job(where)
     command = [sys.executable, "-m", "hpctrain.checkpoint", verb, *options, "--", str(directory), *_files(verb, more)]
-    return subprocess.run(command, check=False).returncode
+    status = subprocess.run(command, check=False).returncode
+    return status if status >= 0 else 128 - status  # of who was ended by a signal, as a shell says it
 
 
 def _files(verb: str, words: Sequence[str]) -> list[str]:

@@ -135,9 +135,9 @@ def _patiently(call: Callable[[], object]):  # noqa: ANN202
     for _ in range(200):
         try:
             return call()
-        except (OSError, PublishError, NoCheckpointError):
-            continue
-    raise AssertionError("the share has failed 200 times in a row")
+        except (OSError, PublishError, NoCheckpointError) as error:
+            last = error
+    raise AssertionError("the share has failed 200 times in a row") from last
 
 
 def begin(directory: Path, steps: int, note: Path) -> int:

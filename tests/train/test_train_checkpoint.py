@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import HERE, finish, started
 
-from hpctrain.checkpoint import BackgroundWriter, Claim, Facts, Policy, Report, Retention, claim, files, restore_newest
+from hpctrain.checkpoint import BackgroundWriter, Claim, Facts, Policy, Report, Retention, claim, fence, files, restore_newest
 from hpctrain.checkpoint import pack as packing
 from hpctrain.checkpoint.manifest import from_bytes
 from hpctrain.checkpoint.restore import checkpoint_names, read_chain
@@ -412,3 +412,19 @@ def test_no_wide_import_is_needed_to_restore() -> None:
     code = "import hpctrain.checkpoint, sys; print('matplotlib' in sys.modules, 'mpi4py.MPI' in sys.modules)"
     with started([sys.executable, "-c", code]) as process:
         assert finish(process).output.split() == ["False", "False"]
+
+
+def test_a_claim_that_an_old_listing_does_not_have_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an NFS client lists a directory until its attributes are a minute old."""
+    assert claim(tmp_path, NO_JOB, now_s=0.0).attempt == 0
+    looked: list[object] = []
+
+    def listed(directory: object) -> list[str]:
+        looked.append(directory)
+        assert len(looked) < 10, "it looks again and again"
+        return []
+
+    monkeypatch.setattr(fence.os, "listdir", listed)
+    assert claim(tmp_path, NO_JOB, now_s=0.0).attempt == 1

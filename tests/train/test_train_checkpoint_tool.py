@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -29,6 +31,18 @@ def test_list_has_each_checkpoint_and_what_it_stands_on(tmp_path: Path, capsys: 
     assert newest.split()[:2] == ["2", "delta"]
     assert newest.endswith("step-0000000001.a0000")
     assert oldest.split()[:2] == ["1", "base"]
+
+
+def test_nobody_who_reads_any_more_is_no_error(tmp_path: Path) -> None:
+    write(tmp_path, [1])
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        command = [sys.executable, "-m", "hpctrain.checkpoint", "list", tmp_path]
+        ended = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
+    finally:
+        os.close(writing)
+    assert (ended.returncode, ended.stderr) == (-signal.SIGPIPE, "")
 
 
 def test_verify_names_the_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ What `hctl checkpoint` runs.  Does not know jobs.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -156,4 +157,5 @@ def _wanted(directory: Path, step: int | None) -> list[str]:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # who reads has seen enough
     sys.exit(main())

@@ -38,8 +38,9 @@ def claim(directory: Path, job: JobFacts, now_s: float) -> Claim:
         StaleAttemptError: the same job has already claimed with a later attempt of the scheduler's.
     """
     directory.mkdir(parents=True, exist_ok=True)
+    taken = -1
     while True:
-        highest = highest_claim(directory)
+        highest = max(highest_claim(directory), taken)
         _refuse_older_life(directory, job)
         number = max(highest + 1, job.attempt or 0)
         note = {
@@ -52,7 +53,8 @@ def claim(directory: Path, job: JobFacts, now_s: float) -> Claim:
         try:
             files.write_new(directory / f"attempt.{number:04d}", [files.to_json(note) + b"\n"])
         except FileExistsError:
-            continue  # another process was quicker; look again
+            taken = number  # another process was quicker; a listing of before may go on without it for a minute
+            continue
         files.sync_directory(directory)
         return Claim(directory=directory, attempt=number)
 
