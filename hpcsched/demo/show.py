@@ -30,7 +30,7 @@ from hpcsched.errors import ConfigError, HpcschedError, RequestError, Unavailabl
 
 RESULTS = Path("demo-out")
 CHECKPOINT_EVERY = 25
-PACKAGES = ("torch", "numpy", "blake3", "zstandard", "mpi4py", "matplotlib")
+PACKAGES = ("torch", "numpy", "blake3", "numcodecs", "mpi4py", "matplotlib")
 SOCKET_PATH_MAX = 107  # unix(7), without the final zero
 LONGEST_BELOW = "/etc/state/run/steps.sock"
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)

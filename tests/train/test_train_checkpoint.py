@@ -14,7 +14,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import HERE, finish, started
 
-from hpctrain.checkpoint import BackgroundWriter, Claim, Facts, Policy, Report, Retention, claim, fence, files, restore_newest
+from hpctrain.checkpoint import (
+    BackgroundWriter,
+    Claim,
+    Facts,
+    Policy,
+    Report,
+    Retention,
+    claim,
+    fence,
+    files,
+    restore_newest,
+)
 from hpctrain.checkpoint import pack as packing
 from hpctrain.checkpoint.manifest import from_bytes
 from hpctrain.checkpoint.restore import checkpoint_names, read_chain
@@ -101,8 +112,29 @@ def test_packing_is_exact_for_any_bits(pairs: list[tuple[int, int]], item_bytes:
     for parent in (None, before, now):
         how, stored = packing.pack(memoryview(now), item_bytes, memoryview(parent) if parent else None)
         out = bytearray(parent if parent else len(now))
-        packing.Unpacker().unpack_into(memoryview(out), how, bytes(stored), item_bytes)
+        packing.unpack_into(memoryview(out), how, bytes(stored), item_bytes)
         assert bytes(out) == now
+
+
+@given(data=st.data(), item_bytes=st.sampled_from([2, 4, 8]))
+@settings(deadline=None)
+def test_damaged_bytes_are_an_error_or_other_numbers_and_nothing_worse(data: st.DataObject, item_bytes: int) -> None:
+    numbers = torch.randn(2000, generator=torch.Generator().manual_seed(1)).view(torch.uint8)
+    numbers[3::4] = 63
+    how, whole = packing.pack(memoryview(numbers.numpy()), item_bytes, None)
+    assert how is packing.Packing.PLANES
+    stored = bytearray(whole)
+    for at, value in data.draw(st.lists(st.tuples(st.integers(0, len(stored) - 1), st.integers(0, 255)), max_size=4)):
+        stored[at] = value
+    stored = stored[: data.draw(st.integers(0, len(stored)) | st.just(len(stored)))]
+    out = bytearray(len(numbers))
+    try:
+        packing.unpack_into(memoryview(out), how, stored, item_bytes)
+    except DamagedError:
+        assert stored != whole
+    else:
+        assert len(stored) == len(whole)
+        assert bytes(out) == numbers.numpy().tobytes() or stored != whole
 
 
 @given(values=st.lists(st.floats(width=32), min_size=64, max_size=300), nudge=st.integers(-99, 99))
@@ -114,7 +146,7 @@ def test_a_delta_of_floats_is_exact_with_nan_infinity_and_signed_zero(values: li
     how, stored = packing.pack(raw_now, 4, raw_before)
     assert how is packing.Packing.DELTA
     out = bytearray(raw_before)
-    packing.Unpacker().unpack_into(memoryview(out), how, bytes(stored), 4)
+    packing.unpack_into(memoryview(out), how, bytes(stored), 4)
     assert bytes(out) == bytes(raw_now)
 
 

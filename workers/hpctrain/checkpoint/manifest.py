@@ -19,7 +19,7 @@ from hpctrain.checkpoint.steplog import StepLog, log_from_json, log_to_json
 from hpctrain.errors import DamagedError
 
 FORMAT = "hpctrain-checkpoint"
-VERSION = 2
+VERSION = 3
 HASH = "blake3"
 SUFFIX = ".json"
 NAME = re.compile(r"step-(\d{10,})\.a(\d{4,})")

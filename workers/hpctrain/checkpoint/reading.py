@@ -20,7 +20,7 @@ from typing import Self, TypeVar
 from hpctrain.checkpoint.buffers import Buffer
 from hpctrain.checkpoint.chunks import ITEM_BYTES, Chunk, TensorEntry, hashes_of
 from hpctrain.checkpoint.manifest import Manifest
-from hpctrain.checkpoint.pack import Packing, Unpacker, digest
+from hpctrain.checkpoint.pack import Packing, digest, unpack_into
 from hpctrain.checkpoint.packer import threads
 from hpctrain.errors import DamagedError
 
@@ -54,7 +54,6 @@ class _Own(threading.local):
     """What each thread has for itself."""
 
     def __init__(self) -> None:
-        self.unpacker = Unpacker()
         self.stored = bytearray()
         self.memory = bytearray()
 
@@ -188,7 +187,7 @@ class Reader:
             if os.preadv(descriptor, [out], chunk.at) != chunk.bytes:
                 raise DamagedError("ends early")
         else:
-            self._own.unpacker.unpack_into(out, chunk.packing, self._own.read(descriptor, chunk), item_bytes)
+            unpack_into(out, chunk.packing, self._own.read(descriptor, chunk), item_bytes)
         if digest(out) != chunk.hash:
             raise DamagedError("does not have its hash")
         if self._progress is not None:

@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """This will train as the options say, and return the exit status."""
     options = parse(arguments)
     try:
-        require("torch", "numpy", "blake3", "zstandard")
+        require("torch", "numpy", "blake3", "numcodecs")
     except TrainError as error:
         print(f"chargpt: {error}", file=sys.stderr)
         return EXIT_FAILED

@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_options(parser, batch=64, lr=3e-3, steps=300)
     options = parser.parse_args(arguments)
     try:
-        require("torch", "numpy", "blake3", "zstandard", "sklearn")
+        require("torch", "numpy", "blake3", "numcodecs", "sklearn")
     except TrainError as error:
         print(f"digits: {error}", file=sys.stderr)
         return EXIT_FAILED

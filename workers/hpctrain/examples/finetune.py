@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     group.add_argument("--unfreeze", action="store_true", help="train all weights")
     options = parser.parse_args(arguments)
     try:
-        require("torch", "numpy", "blake3", "zstandard", "sklearn")
+        require("torch", "numpy", "blake3", "numcodecs", "sklearn")
     except TrainError as error:
         print(f"finetune: {error}", file=sys.stderr)
         return EXIT_FAILED
