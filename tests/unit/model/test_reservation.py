@@ -55,6 +55,15 @@ def test_nine_is_nine_when_the_clocks_are_changed() -> None:
     assert datetime.fromtimestamp(second).hour == 9
 
 
+def test_times_that_only_touch_a_reservation_have_none_of_it() -> None:
+    one = reservation(local(2026, 3, 2, 9), HOUR)
+    spans = [(one.start_s, one.end_s)]
+    assert list(occurrences(one, one.start_s - HOUR, one.start_s)) == []
+    assert list(occurrences(one, one.end_s, one.end_s + HOUR)) == []
+    assert list(occurrences(one, one.start_s - HOUR, one.start_s + 1)) == spans
+    assert list(occurrences(one, one.end_s - 1, one.end_s + HOUR)) == spans
+
+
 def test_one_that_repeats_moves_on_when_it_is_over_and_others_do_not() -> None:
     start_s = local(2027, 1, 22, 9)
     daily = reservation(start_s, HOUR, Flag.DAILY)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from unit.sched.world import World, world
 
 from hpcsched.sched.decisions import Plan
-from hpcsched.sched.plan import plan
+from hpcsched.sched.plan import Planner, plan
 from hpcsched.sched.policy import Backfill
 
 
@@ -96,3 +96,14 @@ def test_room_is_kept_in_the_partition_where_a_job_can_start_first() -> None:
         partitions={"a": "n1", "b": "n2"},
     )
     assert expected(sketch.plan()) == {10: 30.0, 11: 100.0}
+
+
+def test_who_is_asked_about_again_is_kept_what_was_kept_for_it_for_later() -> None:
+    sketch = world("1x4", waiting=["10: 4c 100s"], backfill=Backfill.DEFAULT)
+    snapshot = sketch.snapshot()
+    planner, job = Planner(snapshot, sketch.policy), snapshot.pending[0]
+    assert planner.keep_from(job, 50.0)
+    assert planner.keep_from(job, 50.0)
+    room = planner.kept.of(job)
+    assert room is not None
+    assert room.start_s == 50.0
