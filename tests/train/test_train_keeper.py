@@ -49,6 +49,18 @@ def test_what_a_process_writes_restores_to_the_same_bits_and_a_second_life_goes_
     assert_alike(again, whole)
 
 
+def test_the_process_finds_its_modules_where_the_trainer_finds_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script may have put the directory of hpctrain into sys.path, and nobody into PYTHONPATH."""
+    mark = tmp_path / "mark"
+    (tmp_path / "sitecustomize.py").write_text(f"open({str(mark)!r}, 'a').close()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    world = KeptWorld(tmp_path / "kept")
+    world.run(1)
+    assert mark.exists()
+
+
 def test_a_later_attempt_ends_a_run_whose_process_writes(tmp_path: Path) -> None:
     world = KeptWorld(tmp_path)
     writer = world.writer()
