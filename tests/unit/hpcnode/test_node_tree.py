@@ -1,0 +1,48 @@
+"""All processes below a shepherd: killed until none is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import hpcnode
+
+# Its own process, because all below it is killed. What is forked between two kills stands for what forks away from one.
+KILLED_TWICE = """
+import json, subprocess
+from hpcnode.tree import Tree
+
+class Loop:
+    def later(self, delay_s, call):
+        calls.append((delay_s, call))
+
+calls = []
+tree = Tree(Loop())
+early = subprocess.Popen(["sleep", "600"])
+tree.kill()
+late = subprocess.Popen(["sleep", "600"])
+(first_s, again), = calls
+again()
+ends = [early.wait(), late.wait()]
+assert not tree.is_empty
+assert list(tree.reap()) == []
+before = len(calls)
+calls[-1][1]()
+print(json.dumps({"ends": ends, "delays_s": [delay_s for delay_s, _ in calls], "after_the_end": len(calls) - before}))
+"""
+
+
+def test_what_forks_away_from_a_kill_meets_the_next_one_until_nothing_is_left() -> None:
+    environ = os.environ | {"PYTHONPATH": str(Path(hpcnode.__file__).parents[1])}
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED_TWICE], env=environ, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert said["ends"] == [-9, -9]
+    assert said["after_the_end"] == 0
+    first_s, second_s = said["delays_s"]
+    assert 0 < first_s < second_s <= 1.0
