@@ -14,12 +14,13 @@ import sys
 import termios
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import hpctrain.comm
 from hpctrain.comm import Communicator
+from hpctrain.env import place
 from hpctrain.errors import EXIT_FAILED, TrainError
 from hpctrain.heartbeat import Heartbeat
 
@@ -43,6 +44,13 @@ def all_or_none(comm: Communicator) -> Iterator[None]:
         _say(comm, text)
         _tell(comm, text, error)
         comm.abort(EXIT_FAILED)
+
+
+def tell_unmet(environ: Mapping[str, str], error: TrainError) -> None:
+    """This will tell the scheduler why ranks could not meet; which rank this is, only its launcher knows."""
+    with suppress(TrainError):  # what the launcher says may be the very error
+        here = place(environ)
+        Heartbeat(environ).fail(here.rank, here.world, str(error), echo=False)
 
 
 def is_echo(error: BaseException) -> bool:

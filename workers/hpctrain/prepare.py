@@ -1,4 +1,4 @@
-"""What is done to a model before it is trained: recomputing, compiling.
+"""What is done to a model before it is trained: looked at, recomputing, compiling.
 
 Rules: in place, and names of weights stay, so that checkpoints fit with and without.
 """
@@ -6,10 +6,12 @@ Rules: in place, and names of weights stay, so that checkpoints fit with and wit
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import shutil
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from hpctrain.errors import TrainError
 
@@ -18,8 +20,9 @@ def prepare_model(options: argparse.Namespace, model: torch.nn.Module) -> None:
     """This will make forward what the options say, in place: names of weights stay.
 
     Raises:
-        TrainError: that cannot be done with this model or on this machine.
+        TrainError: that cannot be done with this model or on this machine, or the model has weights without values.
     """
+    _check_weights(model)
     if options.recompute:
         from hpctrain.recompute import recompute_blocks  # noqa: PLC0415 (only who wants it waits for its import)
 
@@ -33,3 +36,17 @@ def prepare_model(options: argparse.Namespace, model: torch.nn.Module) -> None:
                 "--compile away"
             )
         model.compile(backend=options.compile)
+
+
+def _check_weights(model: torch.nn.Module) -> None:
+    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if is_lazy(tensor):
+            raise TrainError(
+                f"cannot train this model: {name} has no shape yet (a lazy module); call the model once on a sample before the "
+                "optimizer is made"
+            )
+        if tensor.is_meta:
+            raise TrainError(
+                f"cannot train this model: {name} has no values (device meta); call model.to_empty(device=run.device), and "
+                "have it initialized, before the optimizer is made"
+            )

@@ -21,9 +21,12 @@ def hand_over(tensors: Mapping[str, torch.Tensor], comm: Communicator, source: i
     """This will give every rank the tensors of rank `source`; of ranks that come and go, who is interrupted keeps what it had."""
     if not comm.elastic:
         for tensor in tensors.values():
-            comm.broadcast(tensor, source)
+            dense = tensor.detach().contiguous()  # the tensor's own memory, but of a transposed or channels-last one
+            comm.broadcast(dense, source)
+            if not tensor.is_contiguous():
+                tensor.detach().copy_(dense)
         return
-    whole = {name: tensor.clone() for name, tensor in tensors.items()}
+    whole = {name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
     for tensor in whole.values():
         comm.broadcast(tensor, source)
     comm.barrier()

@@ -68,7 +68,7 @@ from hpctrain.loop import (
     progress_from,
     seed_step,
 )
-from hpctrain.outermost import all_or_none
+from hpctrain.outermost import all_or_none, tell_unmet
 from hpctrain.precision import Precision, loss_scale_for
 from hpctrain.prepare import prepare_model
 from hpctrain.profiling import Profile
@@ -100,6 +100,7 @@ def start(options: argparse.Namespace, name: str, environ: Mapping[str, str] | N
         comm = connect(options.backend, environ)
     except TrainError as error:
         print(f"{name}: {error}", file=sys.stderr)
+        tell_unmet(environ, error)
         raise SystemExit(EXIT_FAILED) from None
     with all_or_none(comm), StopRequest() as stop:
         if options.threads or comm.size > 1 or comm.elastic:

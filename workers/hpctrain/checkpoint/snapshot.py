@@ -32,14 +32,18 @@ State = Mapping[str, torch.Tensor | Piece]
 
 
 def layout_of(state: State) -> Layout:
-    """This will lay tensors, and pieces of tensors, out one after another."""
+    """This will lay tensors, and pieces of tensors, out one after another.
+
+    Raises:
+        TrainError: the format has no name for a tensor's dtype.
+    """
     return lay_out_pieces(_kind(name, one) for name, one in state.items())
 
 
 def _kind(name: str, one: torch.Tensor | Piece) -> tuple[str, str, tuple[int, ...], int, tuple[int, ...]]:
     if isinstance(one, Piece):
-        return name, dtype_name(one.part), tuple(one.part.shape), one.low, tuple(one.whole)
-    return name, dtype_name(one), tuple(one.shape), 0, tuple(one.shape)
+        return name, _dtype_name(name, one.part), tuple(one.part.shape), one.low, tuple(one.whole)
+    return name, _dtype_name(name, one), tuple(one.shape), 0, tuple(one.shape)
 
 
 def share_of(tensors: Mapping[str, torch.Tensor], rank: int, size: int, of_first: Collection[str] = ()) -> State:
@@ -76,16 +80,13 @@ def _cut(at_bytes: int, tensor: torch.Tensor) -> int:
     return max(0, at_bytes) // CHUNK_BYTES * CHUNK_BYTES // tensor.element_size()
 
 
-def dtype_name(tensor: torch.Tensor) -> str:
-    """This will name a tensor's dtype as manifests do.
-
-    Raises:
-        TrainError: the format has no name for it.
-    """
-    name = str(tensor.dtype).removeprefix("torch.")
-    if name not in ITEM_BYTES:
-        raise TrainError(f"cannot keep a tensor of dtype {tensor.dtype} in a checkpoint")
-    return name
+def _dtype_name(name: str, tensor: torch.Tensor) -> str:
+    """Name a tensor's dtype as manifests do."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in ITEM_BYTES:
+        hint = "; keep it as real numbers (torch.view_as_real)" if tensor.is_complex() else ""
+        raise TrainError(f"cannot keep {name} in a checkpoint: it is of dtype {dtype}{hint}")
+    return dtype
 
 
 class Snapshot(Buffer):
