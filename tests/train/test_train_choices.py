@@ -62,6 +62,12 @@ def test_a_gradient_that_is_not_finite_ends_a_run_in_full_precision(tmp_path: Pa
     assert "cannot take step 3: the gradient is not finite" in ended.output
 
 
+def test_a_script_that_leaves_the_loop_has_ended_and_is_not_queued_again(tmp_path: Path) -> None:
+    (ended,) = run_plain(1, TINY, "--out", tmp_path, "--leave", "6")
+    assert ended.status == 0, ended.output
+    assert "the script left the loop after 5 steps; no checkpoint was made there" in ended.output
+
+
 def test_pieces_a_ramp_and_ranks_change_a_run_only_by_rounding(tmp_path: Path) -> None:
     words = ("--ramp", "3:10", "--threads", "1", "--drop", "0")
     plain = run_plain(1, TINY, "--out", tmp_path / "a", *words)

@@ -60,6 +60,26 @@ def test_auto_sends_fewer_bits_only_where_that_pays_and_says_why() -> None:
     assert decide(0.1, 1.0)[1].endswith("local steps would help more: --sync local:50:int8")
 
 
+@pytest.mark.parametrize(
+    ("name", "size", "is_told"),
+    [
+        ("int8", 2, True),
+        ("bf16", 2, True),
+        ("int8", 1, False),
+        ("exact", 2, False),
+        ("auto", 2, False),
+        ("local:5", 2, False),
+    ],
+)
+def test_who_loses_bits_for_nothing_is_told(name: str, size: int, is_told: bool) -> None:
+    one_host = SingleCommunicator()
+    one_host.size = size
+    sync = make_sync(name, [torch.nn.Parameter(torch.zeros(3))], one_host, overlap=None)
+    assert sync.advice() == (
+        f"sync {name}: loses bits and saves no time among ranks of one host; leave --sync away there" if is_told else ""
+    )
+
+
 def test_who_says_an_unknown_way_to_sync_is_told_all_there_are() -> None:
     with pytest.raises(TrainError, match=r"cannot sync by 'carrier-pigeon': say exact, bf16.*local:H.* or auto"):
         make_sync("carrier-pigeon", [torch.nn.Parameter(torch.zeros(3))], SingleCommunicator(), overlap=False)

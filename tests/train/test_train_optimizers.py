@@ -9,7 +9,7 @@ import torch
 
 from hpctrain.errors import TrainError
 from hpctrain.optim import AdamW
-from hpctrain.torchoptim import TorchOptimizer, optimizer_for
+from hpctrain.torchoptim import TorchOptimizer, guarded, optimizer_for
 
 MAKERS = {
     "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, dampening=0.5, nesterov=False),
@@ -132,3 +132,18 @@ def test_what_adamw_does_to_a_number_does_not_depend_on_where_tensors_are_cut(cu
             rule.move(stretch, number, 1e-3, decayed=True)
     for one, other in zip(whole, parts, strict=True):
         assert torch.equal(one, other)
+
+
+def test_a_step_that_the_script_takes_itself_is_refused_while_the_loop_trains() -> None:
+    model = model_of()
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapped = TorchOptimizer(model, plain)
+    set_gradients(model, 1)
+    with guarded(wrapped):
+        wrapped.step(1, 0.1)
+        moved = flat(model)
+        with pytest.raises(TrainError, match=r"cannot take a step of SGD here: .*leave optimizer.step\(\) away"):
+            plain.step()
+    assert torch.equal(flat(model), moved)
+    plain.step()
+    assert not torch.equal(flat(model), moved)

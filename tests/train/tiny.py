@@ -4,6 +4,7 @@ Usage: tiny.py OPTIONS... [--optimizer NAME] [--die RANK:STEP] [--overflow RANK:
     --die R:N         rank R is killed at its step N
     --overflow R:N    rank R's gradient is not finite at step N, though its loss is
     --grow N          the loss's scale is doubled after N finite steps
+    --leave N         the script leaves the loop at its step N
     --patient         each checkpoint is on the share before the next step, so that all are of one step
 """
 
@@ -68,6 +69,7 @@ def main() -> int:
     parser.add_argument("--overflow", type=place)
     parser.add_argument("--grow", type=int, default=precision.GROWTH_STEPS)
     parser.add_argument("--drop", type=float, default=0.2)
+    parser.add_argument("--leave", type=int)
     parser.add_argument("--patient", action="store_true")
     options = parser.parse_args()
     if options.patient:
@@ -82,6 +84,8 @@ def main() -> int:
         for batch in here.steps(model, MAKERS[options.optimizer](model)):
             if options.die == (here.rank, batch.step):
                 os.kill(os.getpid(), signal.SIGKILL)
+            if options.leave == batch.step:
+                break
             outputs = model(inputs[batch.low : batch.high])
             if options.overflow == (here.rank, batch.step):
                 outputs = Overflow.apply(outputs)

@@ -9,8 +9,8 @@
     sys.exit(run.status)
 
 `options` are those of `hpctrain.options.add_options`.  One process is the same code as many ranks.  Does not know models or data.
-Rules: every rank runs the same script; an error on one ends all; `status` is 0 when the training is finished, 75 when a
-signal stopped it with a checkpoint made (queue me again), 1 after an error.
+Rules: every rank runs the same script; an error on one ends all; `status` is 0 when the training is finished or the
+script has left the loop, 75 when a signal stopped it with a checkpoint made (queue me again), 1 after an error.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ from hpctrain.signals import StopRequest
 from hpctrain.state import live_tensors
 from hpctrain.sync import make_sync
 from hpctrain.teller import Teller
-from hpctrain.torchoptim import Optimizer, optimizer_for
+from hpctrain.torchoptim import Optimizer, guarded, optimizer_for
 from hpctrain.validation import Validation
 from hpctrain.writers import check_writers
 from hpctrain.zero import ShardedOptimizer, check_elementwise
@@ -110,6 +110,7 @@ def start(options: argparse.Namespace, name: str, environ: Mapping[str, str] | N
         if options.verbose and run.is_first:
             print("\n".join(f"exchange: {line}" for line in comm.describe()), flush=True)
         yield run
+        run.say_if_left()
         with suppress(PeerLost):  # who is lost now has nothing left to do
             comm.barrier()
         comm.close()
@@ -145,6 +146,7 @@ class Run:
         # Ranks that come and go leave it to the first of them.
         self._shares_writing = comm.size > 1 and not comm.elastic and options.checkpoint_writer == "process"
         self.finished = self._over = False
+        self._left_after: int | None = None  # the steps that were taken when the script left the loop by itself
         self._began_at_s = time.time()
         self._progress: Progress | None = None  # how far this rank is, None if it has nothing yet
         self._last_step: tuple[StepReport, float] | None = None  # and when it was over
@@ -169,7 +171,17 @@ class Run:
     @property
     def status(self) -> int:
         """The exit status that the scheduler understands."""
-        return 0 if self.finished else EXIT_REQUEUE
+        left = self._left_after is not None and self._stop.received is None
+        return 0 if self.finished or left else EXIT_REQUEUE
+
+    def say_if_left(self) -> None:
+        """This will say so if the script left the loop before the last step: the ranks that have not wait for this one."""
+        if self._left_after is not None:
+            print(
+                f"{self._name}: rank {self.rank} of {self.size}: the script left the loop after {self._left_after} steps; no "
+                "checkpoint was made there, and all ranks have to leave it after the same step",
+                flush=True,
+            )
 
     def agree(self, what: str, value: object) -> None:
         """This will return if `value` is the same on all ranks: bytes or numbers as they lie in memory; all ranks call it.
@@ -236,13 +248,16 @@ class Run:
             self.comm.meet()
             try:
                 loop, teller = self._generation(task)
-                with loop.profile.watching():
+                with loop.profile.watching(), guarded(task.optimizer):
                     yield from loop.steps(self._stop)
                 if not loop.changing:
                     self._end(model, loop, teller)
             except PeerLost as lost:
                 self._interrupted = True
                 print(f"{self._name}: rank {self.rank} of {self.size}: {lost}", flush=True)
+            except GeneratorExit:  # the script left the loop, or an error did
+                self._left_after = loop.progress.step
+                raise
 
     def _generation(self, task: Task) -> tuple[Loop, Teller | None]:
         """Make the loop of those who have met."""
@@ -268,6 +283,8 @@ class Run:
             )
             if self._last_step is not None:
                 teller.make_up(*self._last_step)
+            if advice := sync.advice():
+                print(f"{self._name}: {advice}", flush=True)
         self._interrupted = False
         profile = Profile(options.profile, options.out / "profile" / f"rank-{self.rank}.json")
         loop = Loop(

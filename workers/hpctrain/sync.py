@@ -37,6 +37,13 @@ class Sync:
         """This will give what a checkpoint must keep beside weights and moments; the same on all ranks."""
         return {} if self.local is None else {f"outer.{name}": part for name, part in self.local.tensors().items()}
 
+    def advice(self) -> str:
+        """This will say, in words, what the user's word costs here for nothing; "" if it does not."""
+        lossy = self.local is None and self.name not in ("exact", "auto")
+        if not lossy or self.comm.size == 1 or self.comm.pace().beside:
+            return ""
+        return f"sync {self.name}: loses bits and saves no time among ranks of one host; leave --sync away there"
+
     def measured(self, compute_s: float, waited_s: float) -> str:
         """This will learn how long a step computed and waited for the exchange, and return what `auto` decides, in words.
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -37,6 +38,19 @@ def optimizer_for(model: torch.nn.Module, optimizer: Optimizer | torch.optim.Opt
     return TorchOptimizer(model, optimizer) if isinstance(optimizer, torch.optim.Optimizer) else optimizer
 
 
+@contextmanager
+def guarded(optimizer: Optimizer) -> Iterator[None]:
+    """This will refuse steps of an optimizer of torch.optim that are not the loop's: a script's own `optimizer.step()`."""
+    hook = (
+        optimizer.plain.register_step_pre_hook(optimizer.check_step) if isinstance(optimizer, TorchOptimizer) else None
+    )
+    try:
+        yield
+    finally:
+        if hook is not None:
+            hook.remove()
+
+
 class TorchOptimizer:
     """An optimizer of torch.optim."""
 
@@ -53,6 +67,7 @@ class TorchOptimizer:
         first_lr = float(optimizer.param_groups[0]["lr"])
         self._ratios = [float(group["lr"]) / first_lr if first_lr else 1.0 for group in optimizer.param_groups]
         self.fresh = {p: copy.deepcopy(optimizer.state[p]) for p in self._named.values() if p in optimizer.state}
+        self._is_stepping = False
         self._try_a_step()
         self.tensors()
 
@@ -83,7 +98,17 @@ class TorchOptimizer:
         if number == 1:
             self._forget()
         self._set_lr([lr * ratio for ratio in self._ratios])
+        self._is_stepping = True
         self.plain.step()
+        self._is_stepping = False
+
+    def check_step(self, *_: object) -> None:
+        """Raises TrainError: it is not `step` that moves the weights."""
+        if not self._is_stepping:
+            raise TrainError(
+                f"cannot take a step of {self._kind} here: run.steps takes it after batch.backward, by the gradients of all "
+                "ranks; leave optimizer.step() away"
+            )
 
     def _try_a_step(self) -> None:
         """Make the state by a step that moves nothing."""
