@@ -76,7 +76,7 @@ from hpctrain.replicas import hand_over
 from hpctrain.settings import check_elastic, check_options, settings_of
 from hpctrain.signals import StopRequest
 from hpctrain.state import live_tensors
-from hpctrain.sync import make_sync
+from hpctrain.sync import Sync, make_sync
 from hpctrain.teller import Teller
 from hpctrain.torchoptim import Optimizer, guarded, optimizer_for
 from hpctrain.validation import Validation
@@ -261,9 +261,18 @@ class Run:
 
     def _generation(self, task: Task) -> tuple[Loop, Teller | None]:
         """Make the loop of those who have met."""
-        options, comm, model, optimizer = self._options, self.comm, task.model, task.optimizer
+        options, comm, model = self._options, self.comm, task.model
         hosts = self._agreed(task.facts)
         sync = make_sync(options.sync, list(model.parameters()), comm, overlap=options.overlap)
+        try:
+            return self._loop(task, hosts, sync)
+        except PeerLost:
+            sync.buckets.close()  # else they would see the gradients of the next generation, too
+            raise
+
+    def _loop(self, task: Task, hosts: list[str], sync: Sync) -> tuple[Loop, Teller | None]:
+        """Make it for ranks that train the same, once they have the same state."""
+        options, comm, model, optimizer = self._options, self.comm, task.model, task.optimizer
         live = lambda: live_tensors(model, optimizer) | sync.tensors()  # noqa: E731
         replay = replay_through(model, optimizer.step, live, lambda text: print(text, flush=True))
         progress = self._catch_up(live, replay)
