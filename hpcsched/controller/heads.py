@@ -72,6 +72,9 @@ class HeadStreams:
                 self.stepping.on_stream_closed((HEAD, stream))
 
     def _take(self, stream: int, uid: int, message: protocol.Message, blob: bytes) -> None:
+        if isinstance(message, protocol.Ping):  # as agents answer it themselves
+            self.reply(stream, protocol.Pong(message.request), b"")
+            return
         if self.stepping is None:
             return
         said = protocol.FromStream(stream=stream, uid=uid, job_id=0, attempt=0, message=protocol.to_json(message))

@@ -1,14 +1,12 @@
-"""What a step command may ask for beside a step: fewer nodes for its job, another's output, how a step ended that is not here."""
+"""What a step command may ask for beside a step: that its job gives nodes back, and to hear another's output."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
-from dataclasses import replace
 
 from hpcnode import protocol
 from hpcsched.controller.stepports import StepPorts
 from hpcsched.controller.steprights import asking_uid, permitted_job
 from hpcsched.controller.stepstate import Origin, Step
+from hpcsched.controller.steptable import StepTable
 from hpcsched.errors import NotFoundError, RequestError
 from hpcsched.model.ids import JobId
 
@@ -27,7 +25,7 @@ def resize(ports: StepPorts, origin: Origin, said: protocol.FromStream, request:
 
 def attachable(
     ports: StepPorts,
-    steps: Mapping[tuple[JobId, int, int], Step],
+    steps: StepTable,
     origin: Origin,
     said: protocol.FromStream,
     request: protocol.StepRequest,
@@ -35,25 +33,9 @@ def attachable(
     """Return the running step whose output `origin` may hear. Raises NotFoundError and what `permitted_job` raises."""
     job = permitted_job(ports, origin, said, JobId(request.job_id))
     number = str(request.options["attach"])
-    step = steps.get((job.id, job.attempt, int(number))) if number.isdigit() else None
-    if step is None or any(run.place is None for run in step.runs.values()):
+    step = steps.running(job.id, job.attempt, int(number)) if number.isdigit() else None
+    if step is None or not step.is_whole:
         raise NotFoundError(
             f"Invalid job id specified: no step {job.id}.{number[:20]} is running that can be attached to"
         )
     return step
-
-
-def end_of_unknown(ports: StepPorts, said: protocol.FromStream, number: int) -> protocol.StepEnded:
-    """Return the end of the step `number`, which was started by a controller before us and is on none of its nodes.
-
-    They keep ends until step commands have them: so it has not come there, and will not, unless its row has an end.
-    """
-    rows = ports.recorded(JobId(said.job_id), said.attempt)
-    row = next((row for row in rows if row.step == str(number)), None)
-    if row is not None and row.ended_at_s is not None:
-        codes, signals = [row.exit_code or 0] * row.ntasks, [row.exit_signal or 0] * row.ntasks
-        return protocol.StepEnded(codes=codes, signals=signals)
-    if row is not None:
-        ports.record(replace(row, state="CANCELLED", ended_at_s=ports.now_s()))
-    error = f"step {said.job_id}.{number} was on its way to its nodes when the controller ended: ask again"
-    return protocol.StepEnded(codes=[], signals=[], error=error, again=True)

@@ -91,11 +91,11 @@ class Stepping:
     # ----- what comes in
 
     def on_from_stream(self, node: NodeName, said: protocol.FromStream, blob: bytes) -> None:
-        """Take what a step command said; only a request for a step waits for the tick."""
+        """Take what a step command said; only a request for a step, or after one, waits for the tick."""
         options = said.message.get("options")
         if said.message.get("type") == "StepRequest" and isinstance(options, dict) and OPTION in options:
             self._in_tick(lambda: self.shells.request((node, said.stream), said.uid, said.message))
-        elif said.message.get("type") == "StepRequest" or node in self._unsettled:
+        elif said.message.get("type") in ("StepRequest", "StepAsked") or node in self._unsettled:
             self._in_tick(lambda: self.service.on_from_stream(node, said, blob))
         else:
             self.service.on_from_stream(node, said, blob)
@@ -123,11 +123,11 @@ class Stepping:
             work()
 
     def step_reported(self, node: NodeName, report: protocol.Report) -> None:
-        """Take a report on a step, and have it acknowledged once it is on disk and nobody needs it any more."""
+        """Take a report on a step, and have it acknowledged once it is on disk."""
 
         def work() -> None:
-            if not self.service.on_report(node, report):
-                self._send(node, protocol.Ack(seqs=[report.seq]), b"")
+            self.service.on_report(node, report)
+            self._send(node, protocol.Ack(seqs=[report.seq]), b"")
 
         self._in_tick(work)
 

@@ -12,9 +12,9 @@ Rules:
   none starts.
 - Steps of a job that need the same cpus run one after the other, in the order of their requests, except `overlap` ones.
 - Every call may be repeated. `record` is called before the `send`s that rely on it: the caller commits in between.
-- After a restart of the controller, steps are found again by what the nodes say (`node_welcome`) and by their rows: a
-  step is over when all its nodes have spoken and nothing of it runs. What it held is not known any more, so it holds
-  nothing.
+- After a restart of the controller, steps are found again by what the nodes say (`node_welcome`), by what their step
+  commands' agents ask (`StepAsked`), and by their rows (`stepkept`). What no task has run of, or will, is asked for again
+  by its step command; what a node does not know of, and has not ended, is barred there first.
 
 Sources: srun(1); the launch protocol in hpcnode.protocol.
 """
@@ -25,33 +25,35 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from hpcnode import protocol
-from hpcsched.controller.stepbeside import attachable, end_of_unknown, resize
+from hpcsched.controller.stepbeside import attachable, resize
+from hpcsched.controller.stepfinding import asked_before, find_again, step_reports
+from hpcsched.controller.stepkept import keep
 from hpcsched.controller.stepplace import Place, place_step
 from hpcsched.controller.stepports import StepPlan, StepPorts, launch_of
 from hpcsched.controller.stepqueue import StepQueues, Waiting
-from hpcsched.controller.steprequest import StepOptions, read_options
+from hpcsched.controller.steprequest import read_options
 from hpcsched.controller.steprights import may_launch, permitted_job
 from hpcsched.controller.stepstate import (
+    ASK_AGAIN,
+    HALF_THERE,
     HEAD,
+    UNKNOWN_END,
     Origin,
     Run,
     Step,
     blame_job,
-    found_again,
-    new_step,
     no_word,
     row_of,
-    step_reports,
     take_end,
 )
+from hpcsched.controller.steptable import StepTable
 from hpcsched.controller.watching import Watching
 from hpcsched.errors import HpcschedError, ProtocolError, RequestError
 from hpcsched.launch.environment import with_users
-from hpcsched.model.ids import JobId, NodeName, Token
-from hpcsched.model.job import ACTIVE, ExitStatus, Job
+from hpcsched.model.ids import JobId, NodeName
+from hpcsched.model.job import ExitStatus, Job
 
 _SIGKILL = 9
-_GOING = (protocol.CLAIMED, protocol.READY, protocol.STARTED)
 _BUSY = "step creation temporarily disabled, retrying (Requested nodes are busy)"
 
 
@@ -60,14 +62,9 @@ class StepService:
 
     def __init__(self, ports: StepPorts) -> None:
         self._ports = ports
-        self._steps: dict[tuple[JobId, int, int], Step] = {}
-        self._by_token: dict[str, tuple[Step, Run]] = {}
-        self._by_origin: dict[Origin, Step] = {}  # kept after the end, until the stream closes: output may still come
+        self._steps = StepTable()
         self._queues = StepQueues()
         self._held: dict[JobId, Waiting] = {}  # waits for its own job to run
-        self._said_again: dict[
-            Origin, protocol.FromStream
-        ] = {}  # requests that wait until all nodes have told what they have
         self._watching = Watching(ports.send)
         self._numbers: dict[tuple[JobId, int], int] = {}
         self._welcomed: set[NodeName] = set()
@@ -86,6 +83,8 @@ class StepService:
             match message:
                 case protocol.StepRequest():
                     self._on_request(origin, said, message)
+                case protocol.StepAsked():
+                    self._on_asked(origin, said)
                 case protocol.Input() | protocol.OutputAck():
                     self._pass_on(origin, message, blob)
                 case protocol.StepSignal():
@@ -104,13 +103,12 @@ class StepService:
                 del self._held[job_id]
                 self._ports.release(job_id, ExitStatus(code=1))
         self._watching.drop(origin)
-        self._said_again.pop(origin, None)
-        step = self._by_origin.pop(origin, None)
+        step = self._steps.leave(origin)
         if step is None:
             return
         step.origin = None
         if step.finished:
-            self._forget(step)
+            self._steps.forget(step)
         else:
             step.left = True
             self._end(step, "its step command went away", state="CANCELLED")
@@ -118,42 +116,33 @@ class StepService:
     # ----- what nodes say
 
     def on_report(self, node: NodeName, report: protocol.Report) -> bool:
-        """Take in a report on a step's token; return whether the node must keep it, to tell it again.
-
-        That is so for the ends of a step until its step command has left, which it does when it knows them, or its job is over:
-        whatever is killed before that, they are found again.
-        """
-        found = self._by_token.get(report.token)
-        if found is None or found[1].node != node:
+        """Take in a report on a step's token; return whether it is of a step known here."""
+        found = self._steps.of_token(node, report.token)
+        if found is None:
             return False
         step, run = found
-        self._take(step, run, report)
-        job = self._ports.job(step.job.id)
-        over = job is None or job.attempt != step.job.attempt or job.state not in ACTIVE
-        if over or report.status in _GOING or report.token not in self._by_token:
-            return False
-        run.kept = report.seq
-        return True
-
-    def _take(self, step: Step, run: Run, report: protocol.Report) -> None:
         if run.ended or step.finished:
-            return
-        if report.status in _GOING:
+            return True
+        if report.status in (protocol.CLAIMED, protocol.READY, protocol.STARTED):
             run.started = True
             run.ready = run.ready or report.status != protocol.CLAIMED
             run.released = run.released or report.status == protocol.STARTED
             self._go_if_ready(step, [run] if step.gone else step.runs.values())
-            return
+            self._tell_started(step)
+            return True
         take_end(step, run, report)
         if step.error or (step.kill_on_bad_exit and step.went_badly()):
             self._end(step, "failed elsewhere" if step.error else "bad exit")
         self._finish_if_over(step)
+        if not step.finished:
+            self._record(step)  # the report is acknowledged with this commit: the next controller will not hear it
         self._start_waiting(step.job.id)
+        return True
 
     def output_origin(self, node: NodeName, output: protocol.Output | protocol.InputAck) -> Origin | None:
         """Return where `output`, which came from `node`, must go; None: nobody wants it (drop it)."""
-        found = self._by_token.get(output.token)
-        if found is None or found[1].node != node:
+        found = self._steps.of_token(node, output.token)
+        if found is None:
             return None
         origin = NodeName(output.to.node), output.to.stream
         return origin if found[0].origin == origin or self._watching.hears(origin, found[0]) else None
@@ -162,20 +151,19 @@ class StepService:
         """Compare what `node` knows (its `Welcome.inventory`) with what is known here, after every connection.
 
         Steps that nobody here knows are found again if their job's attempt runs, and ended if it does not. Launches
-        that did not arrive are sent again, and so are orders to end. Each step command there is said an empty word: of one
-        whose connection ended with an agent that was killed, the agent answers that it is gone.
+        that did not arrive are sent again, and so are orders to end. Each step command there, or with tasks there, is said
+        an empty word: it asks for output that went to nobody. Of one whose connection ended with an agent that was killed,
+        the agent answers that it is gone.
         """
         self._welcomed.add(node)
-        known = [*((origin, step.job.id) for origin, step in self._by_origin.items()), *self._queues.origins()]
-        for origin, job_id in known:
-            if origin[0] == node:
-                self._say(origin, job_id, "")
+        for origin, job_id in self._streams_of(node):
+            self._ports.reply(origin, _waiting(job_id, ""), b"")
         said = {report.token: report for report in step_reports(inventory)}
         for report in said.values():
-            if report.token not in self._by_token:
-                self._find_again(node, report)
+            if self._steps.of_token(node, report.token) is None:
+                find_again(self._ports, self._steps, node, report)
             self.on_report(node, report)
-        for step in list(self._steps.values()):
+        for step in self._steps:
             run = step.runs.get(node)
             if run is None or run.ended:
                 continue
@@ -183,13 +171,10 @@ class StepService:
                 self._absent(step, run)
             elif step.ending:
                 self._ports.send(node, self._end_step(run, "ending"), b"")
-        for step in list(self._steps.values()):
+        for step in self._steps:
             self._end_if_half_there(step)
             self._finish_if_over(step)
         self._release_unclaimed()
-        waiting, self._said_again = self._said_again, {}
-        for origin, asked in waiting.items():
-            self.on_from_stream(origin[0], asked, b"")
 
     # ----- what becomes of jobs
 
@@ -203,7 +188,7 @@ class StepService:
             self._unclaimed.add(job.id)
             self._release_unclaimed()
             return
-        self._say(waiting.origin, job.id, f"job {job.id} has been allocated resources")
+        self._ports.reply(waiting.origin, _waiting(job.id, f"job {job.id} has been allocated resources"), b"")
         try:
             self._enqueue(waiting.origin, waiting.request, job)
         except HpcschedError as error:
@@ -212,8 +197,8 @@ class StepService:
 
     def job_ending(self, job: Job) -> None:
         """Note of the job's steps what their tasks are being ended for."""
-        for step in self._steps.values():
-            if (step.job.id, step.job.attempt) == (job.id, job.attempt):
+        for step in self._steps.of_job(job.id):
+            if step.job.attempt == job.attempt:
                 blame_job(step, job)
 
     def job_ended(self, job_id: JobId, why: str = "") -> None:
@@ -225,7 +210,7 @@ class StepService:
             waiting.append(self._held.pop(job_id))
         for each in waiting:
             self._refuse(each.origin, text)
-        for step in [step for step in self._steps.values() if step.job.id == job_id]:
+        for step in self._steps.of_job(job_id):
             step.error = step.error or text
             step.state = step.state or "CANCELLED"
             for run in step.runs.values():
@@ -234,7 +219,7 @@ class StepService:
 
     def act_on(self, job: Job, number: int, signum: int | None, by: str) -> bool:
         """Send a signal to the tasks of the job's running step, or (None) end it; return whether there is one."""
-        step = self._steps.get((job.id, job.attempt, number))
+        step = self._steps.running(job.id, job.attempt, number)
         if step is not None and signum is not None:
             self._signal(step, signum)
         elif step is not None:
@@ -245,11 +230,11 @@ class StepService:
     def concerns(self, job_id: JobId) -> bool:
         """Return whether a step of the job waits or runs here, or one is awaited."""
         known = job_id in self._queues or job_id in self._held or job_id in self._unclaimed
-        return known or any(step.job.id == job_id for step in self._steps.values())
+        return known or bool(self._steps.of_job(job_id))
 
     def running(self, job_id: JobId) -> list[tuple[int, str, tuple[NodeName, ...]]]:
         """Return number, name and nodes of the job's steps that run."""
-        return [(s.number, s.name, tuple(s.runs)) for s in self._steps.values() if s.job.id == job_id]
+        return [(step.number, step.name, tuple(step.runs)) for step in self._steps.of_job(job_id)]
 
     # ----- requests
 
@@ -258,48 +243,20 @@ class StepService:
             raise RequestError(
                 f"cannot start the step: this hrun speaks version {request.version}, the controller {protocol.VERSION}"
             )
-        if request.again and self._is_answered(origin, said, request):
-            return
         if self._is_busy(origin):
             raise ProtocolError("cannot start a second step on one connection")
         if "resize" in request.options:
             resize(self._ports, origin, said, request)
-            return
-        if "attach" in request.options:
+        elif "attach" in request.options:
             self._attach(origin, said, request)
-            return
-        if request.job_id:
+        elif request.job_id:
             self._enqueue(origin, request, permitted_job(self._ports, origin, said, JobId(request.job_id)))
-            return
-        if origin[0] != HEAD:
+        elif origin[0] == HEAD:
+            job_id = self._ports.allocate(request, said.uid)
+            self._held[job_id] = Waiting(origin, request)
+            self._ports.reply(origin, _waiting(job_id, f"job {job_id} queued and waiting for resources"), b"")
+        else:
             raise RequestError("cannot allocate a job from a node: run hrun in a job, or on the head node")
-        job_id = self._ports.allocate(request, said.uid)
-        self._held[job_id] = Waiting(origin, request)
-        self._say(origin, job_id, f"job {job_id} queued and waiting for resources")
-
-    def _is_answered(self, origin: Origin, said: protocol.FromStream, request: protocol.StepRequest) -> bool:
-        """Say (again) what there is to say to a request that is said again; return whether that was all.
-
-        What an earlier controller may have started for it, the nodes of its job know: before all have told, it waits.
-        """
-        step, job = self._by_origin.get(origin), self._ports.job(JobId(request.job_id))
-        if step is not None and request.step is None:
-            if any(run.place is None for run in step.runs.values()):
-                raise RequestError(
-                    "the controller was restarted before it could say that the step has started: ask again"
-                )
-            self._ports.reply(origin, step.started(), b"")
-        if step is not None and step.finished:
-            self._ports.reply(origin, step.end(), b"")
-        if self._is_busy(origin):
-            return True
-        if job is not None and not self._welcomed.issuperset(job.held_nodes):
-            self._said_again[origin] = said
-            return True
-        if request.step is not None and "attach" not in request.options:
-            self._ports.reply(origin, end_of_unknown(self._ports, said, request.step), b"")
-            return True
-        return False
 
     def _attach(self, origin: Origin, said: protocol.FromStream, request: protocol.StepRequest) -> None:
         """Have `origin` hear the output of a running step."""
@@ -309,7 +266,7 @@ class StepService:
 
     def _is_busy(self, origin: Origin) -> bool:
         waiting = {each for each, _ in self._queues.origins()} | {each.origin for each in self._held.values()}
-        return origin in waiting or origin in self._by_origin or origin in self._watching
+        return origin in waiting or self._steps.of_origin(origin) is not None or origin in self._watching
 
     def _enqueue(self, origin: Origin, request: protocol.StepRequest, job: Job) -> None:
         options = read_options(request, job)
@@ -318,13 +275,13 @@ class StepService:
         if job.id not in self._queues or options.overlap:
             place = place_step(job, options, self._busy(job))
             if place is not None:
-                self._start(waiting, options, job, place)
+                self._start(waiting, job, place)
                 return
         self._queues.add(job.id, waiting)
-        self._say(origin, job.id, f"Job {job.id} {_BUSY}")
+        self._ports.reply(origin, _waiting(job.id, f"Job {job.id} {_BUSY}"), b"")
 
     def _busy(self, job: Job) -> list[Place]:
-        runs = [run for step in self._steps.values() if step.job.id == job.id for run in step.runs.values()]
+        runs = [run for step in self._steps.of_job(job.id) for run in step.runs.values()]
         return [run.place for run in runs if run.place is not None and not run.ended]
 
     def _start_waiting(self, job_id: JobId) -> None:
@@ -336,32 +293,36 @@ class StepService:
             if place is None:
                 return
             self._queues.take_first(job_id)
-            self._start(waiting, waiting.options, job, place, has_waited=True)
+            self._start(waiting, job, place, has_waited=True)
 
     # ----- start and end
 
-    def _start(
-        self,
-        waiting: Waiting,
-        options: StepOptions,
-        job: Job,
-        places: tuple[Place, ...],
-        *,
-        has_waited: bool = False,
-    ) -> None:
-        nodes = tuple(place.tasks for place in places)
-        step = new_step(job, self._next_number(job), waiting.origin, options, nodes, self._ports.now_s())
-        plan = StepPlan(number=step.number, tasks=nodes, options=options)
+    def _start(self, waiting: Waiting, job: Job, places: tuple[Place, ...], *, has_waited: bool = False) -> None:
+        options = waiting.options
+        assert options is not None
+        step = Step(
+            job=job,
+            number=self._next_number(job),
+            origin=waiting.origin,
+            name=options.name,
+            nodes=tuple(place.tasks.node for place in places),
+            ntasks=sum(place.tasks.count for place in places),
+            started_at_s=self._ports.now_s(),
+            asked_by=waiting.origin,
+            told=True,
+            kill_on_bad_exit=options.kill_on_bad_exit,
+        )
+        plan = StepPlan(number=step.number, tasks=tuple(place.tasks for place in places), options=options)
         env = with_users(waiting.request.env, self._ports.environment(job, plan))
         for node_rank, place in enumerate(places):
             node = place.tasks.node
             run = Run(node=node, token=self._ports.new_token(job, str(step.number), node), place=place)
             run.launch = launch_of(self._ports, step, run, node_rank, waiting.request, options, env)
             step.runs[node] = run
-        self._keep(step)
-        self._ports.record(row_of(step))
+        self._steps.add(step)
+        self._record(step)
         if has_waited:
-            self._say(waiting.origin, job.id, f"Step created for StepId={job.id}.{step.number}")
+            self._ports.reply(waiting.origin, _waiting(job.id, f"Step created for StepId={job.id}.{step.number}"), b"")
         self._ports.reply(waiting.origin, step.started(), b"")
         for run in step.runs.values():
             self._ports.send(run.node, run.launch, b"")
@@ -375,12 +336,16 @@ class StepService:
             if not run.released and not run.ended:
                 self._ports.send(run.node, protocol.Go(token=run.token), b"")
 
-    def _end_if_half_there(self, step: Step) -> None:
-        """End a step of a controller before us that is not on all its nodes, and so would wait for ever."""
-        if not step.found or len(step.runs) == len(step.nodes) or not self._welcomed.issuperset(step.nodes):
+    def _tell_started(self, step: Step) -> None:
+        """Say to the step command of a step found again that it runs, as soon as it cannot be asked for again."""
+        sure = step.gone or step.finished or (len(step.nodes) < 2 and any(run.started for run in step.runs.values()))
+        if step.told or step.again or not sure or step.origin is None or not step.is_whole:
             return
-        if any(not run.released and not run.ended for run in step.runs.values()):
-            self._end(step, "the controller was restarted before all its nodes were ready")
+        step.told = True
+        self._ports.reply(step.origin, step.started(), b"")
+
+    def _record(self, step: Step) -> None:
+        self._ports.record(keep(step, row_of(step, ended_at_s=self._ports.now_s() if step.finished else None)))
 
     def _next_number(self, job: Job) -> int:
         key = (job.id, job.attempt)
@@ -388,13 +353,6 @@ class StepService:
             self._numbers[key] = self._ports.last_step(*key)
         self._numbers[key] += 1
         return self._numbers[key]
-
-    def _keep(self, step: Step) -> None:
-        self._steps[(step.job.id, step.job.attempt, step.number)] = step
-        for run in step.runs.values():
-            self._by_token[run.token] = (step, run)
-        if step.origin is not None:
-            self._by_origin[step.origin] = step
 
     def _end(self, step: Step, why: str, *, grace_s: float | None = None, state: str = "") -> None:
         if step.ending and grace_s is None:
@@ -411,37 +369,24 @@ class StepService:
     def _finish_if_over(self, step: Step) -> None:
         if step.finished or not all(run.ended for run in step.runs.values()):
             return
-        if step.found and not self._welcomed.issuperset(step.nodes):
-            return
-        if len(step.runs) < len(step.nodes):
-            step.again = all(run.barred for run in step.runs.values())  # the other nodes were never told of it
-            step.error = step.error or "the controller was restarted: how some of the tasks ended is not known"
+        if len(step.runs) < len(step.nodes):  # the controller before kept nothing of the others
+            if not self._welcomed.issuperset(step.nodes):
+                return
+            step.error = step.error or UNKNOWN_END
         self._finish(step)
 
     def _finish(self, step: Step) -> None:
-        step.finished = True
-        self._steps.pop((step.job.id, step.job.attempt, step.number), None)
-        row = row_of(step, ended_at_s=self._ports.now_s())
-        if not step.recorded:
-            self._ports.record(row)
+        step.finish()
+        self._steps.is_over(step)
+        self._record(step)
         for listener in self._watching.over(step):
             self._ports.reply(listener, step.end(), b"")
-        if step.origin is None:
-            self._forget(step)
-        else:
+        if step.origin is not None:
+            self._tell_started(step)
             self._ports.reply(step.origin, step.end(), b"")
         if step.owns_job:
+            row = row_of(step, ended_at_s=self._ports.now_s())
             self._ports.release(step.job.id, ExitStatus(code=row.exit_code or 0, signal=row.exit_signal or 0))
-
-    def _forget(self, step: Step) -> None:
-        for run in step.runs.values():
-            self._by_token.pop(run.token, None)
-            if run.kept:
-                self._ports.send(run.node, protocol.Ack(seqs=[run.kept]), b"")
-
-    def _say(self, origin: Origin, job_id: JobId, text: str) -> None:
-        """Tell a step command what it waits for; with no text: that it is known here (again)."""
-        self._ports.reply(origin, protocol.StepWaiting(job_id=job_id, text=text), b"")
 
     def _refuse(self, origin: Origin, error: str) -> None:
         self._ports.reply(origin, protocol.StepEnded(codes=[], signals=[], error=error), b"")
@@ -449,16 +394,18 @@ class StepService:
     # ----- streams and signals
 
     def _pass_on(self, origin: Origin, message: protocol.Input | protocol.OutputAck, blob: bytes) -> None:
-        found = self._by_token.get(message.token)
+        found = self._steps.find(message.token)
         if found is not None and found[0].origin != origin:
             raise ProtocolError("cannot reach a task of another's step")
+        if isinstance(message, protocol.OutputAck) and message.again:
+            message = protocol.changed(message, to=protocol.Address(node=origin[0], stream=origin[1]))
         if found is not None:  # else it is over, or not found again yet: what is missed then is asked for again
             self._ports.send(found[1].node, message, blob)
 
     def _on_signal(self, origin: Origin, signum: int) -> None:
         if not 1 <= signum <= 64:
             raise ProtocolError(f"cannot send signal {signum}: there is none of that number")
-        step = self._by_origin.get(origin)
+        step = self._steps.of_origin(origin)
         if step is not None and not step.finished:
             self._signal(step, signum)
 
@@ -479,37 +426,48 @@ class StepService:
         if run.launch is not None and not run.started and not step.ending and held:
             self._ports.send(run.node, run.launch, b"")
             return
-        if not run.started:  # bars it for ever, wherever its launch may still be
+        began = step.found and any(other.released for other in step.runs.values())  # all had it then, this node too
+        if not run.started and step.found and not step.ending and not began:
+            self._end(step, HALF_THERE)
+            return
+        if not run.started and not began:  # bars it for ever, wherever its launch may still be
             self._ports.send(run.node, self._end_step(run, "ending"), b"")
             return
         no_word(step, run, f"{run.node} knows nothing of the step any more")
         self._end(step, "lost on another node")
 
-    def _find_again(self, node: NodeName, report: protocol.Report) -> None:
-        token = Token.parse(report.token)
-        if token.node != node:
-            return
-        job = self._ports.job(token.job_id)
-        if job is None or job.attempt != token.attempt or job.state not in ACTIVE:
-            if report.status in _GOING:
-                self._ports.send(node, protocol.EndStep(report.token, self._ports.grace_s, "its job is over"), b"")
-            return
-        step = self._steps.get((job.id, job.attempt, int(token.step)))
-        if step is None and report.stream_to is None:
-            return  # nobody can be waiting for it
-        if step is None:
-            step = self._found_step(job, int(token.step), report)
-        if not step.found or node in step.runs:
-            return
-        step.runs[node] = Run(node=node, token=report.token)
-        self._keep(step)
+    def _end_if_half_there(self, step: Step) -> None:
+        """Have a step of a controller before us barred if a node has spoken and not of its part of it."""
+        known = [run for run in step.runs.values() if run.node in self._welcomed and not run.ended]
+        missing = next((run for run in known if not run.started), None)
+        if step.found and not step.ending and missing is not None:
+            self._absent(step, missing)
 
-    def _found_step(self, job: Job, number: int, report: protocol.Report) -> Step:
-        row = next((row for row in self._ports.recorded(job.id, job.attempt) if row.step == str(number)), None)
-        step = found_again(job, number, report, row)
-        if step.origin is not None:  # an agent answers with CloseStream if that stream is no more
-            self._say(step.origin, job.id, "")
-        return step
+    def _on_asked(self, origin: Origin, said: protocol.FromStream) -> None:
+        """Say to a step command whose connection, or controller, was lost what is known of what it had asked for."""
+        step = self._steps.of_origin(origin)
+        if step is None and self._is_busy(origin):
+            return
+        if step is None:
+            step = asked_before(self._ports, origin, said)
+            if step is None:
+                self._ports.reply(origin, ASK_AGAIN, b"")
+                return
+            self._steps.add(step)
+            self._end_if_half_there(step)
+            self._finish_if_over(step)
+        if step.finished:
+            self._tell_started(step)
+            self._ports.reply(origin, step.end(), b"")
+        elif step.told:
+            self._ports.reply(origin, step.started(), b"")
+        else:
+            self._tell_started(step)
+
+    def _streams_of(self, node: NodeName) -> list[tuple[Origin, JobId]]:
+        """Return the step commands that wait for a step on `node`, or whose step has to do with it, and for which job."""
+        waiting = [(origin, job_id) for origin, job_id in self._queues.origins() if origin[0] == node]
+        return [(origin, step.job.id) for origin, step in self._steps.asked_for(node)] + waiting
 
     def _release_unclaimed(self) -> None:
         for job_id in sorted(self._unclaimed):
@@ -517,5 +475,9 @@ class StepService:
             if job is not None and not self._welcomed.issuperset(share.node for share in job.shares):
                 continue
             self._unclaimed.discard(job_id)
-            if job is not None and not any(step.job.id == job_id for step in self._steps.values()):
+            if job is not None and not self._steps.of_job(job_id):
                 self._ports.release(job_id, ExitStatus(code=1))
+
+
+def _waiting(job_id: JobId, text: str) -> protocol.StepWaiting:
+    return protocol.StepWaiting(job_id=job_id, text=text)

@@ -5,17 +5,13 @@ It knows neither the job's other steps nor who must be told. `StepService` alone
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from hpcnode import protocol
 from hpcsched.controller.measured import used
 from hpcsched.controller.stepplace import Place
-from hpcsched.controller.steprequest import StepOptions
-from hpcsched.errors import ProtocolError
-from hpcsched.launch.layout import NodeTasks
-from hpcsched.model.ids import ALLOC_STEP, BATCH_STEP, NodeName, Token
+from hpcsched.model.ids import NodeName
 from hpcsched.model.job import Job, JobState
 from hpcsched.store.rows import StepRow
 
@@ -23,12 +19,17 @@ Origin = tuple[NodeName, int]  # (node, stream of its agent); node "": a connect
 HEAD = NodeName("")
 
 _NOT_ITS_OWN = frozenset({JobState.CANCELLED, JobState.PREEMPTED, JobState.DEADLINE, JobState.NODE_FAIL})
+HALF_THERE = "the controller was restarted before all its nodes were ready"
+UNKNOWN_END = "the controller was restarted: how some of the tasks ended is not known"
+ASK_AGAIN = protocol.StepEnded(
+    codes=[], signals=[], error="the controller was restarted before it could start the step", again=True
+)
 _UNKNOWN_CODE = 1  # for tasks of which no exit status will ever be known
 
 
 @dataclass(slots=True)
 class Run:
-    """A step on one node. `place` and `launch` are None for one that was found again after a restart."""
+    """A step on one node. `launch` is None after a restart, and `place` if the controller before had not kept it."""
 
     node: NodeName
     token: str
@@ -38,8 +39,7 @@ class Run:
     ready: bool = False  # waits for Go, or has had it
     released: bool = False
     ended: bool = False
-    barred: bool = False  # it never ran, and never will
-    kept: int = 0  # the number of its node's report on its end, which the node keeps until the step command has the end
+    barred: bool = False  # no task of it has run or will
     codes: list[int] = field(default_factory=list)
     signals: list[int] = field(default_factory=list)
     usage: dict[str, float] = field(default_factory=dict)
@@ -56,17 +56,40 @@ class Step:
     nodes: tuple[NodeName, ...]
     ntasks: int
     started_at_s: float
+    asked_by: Origin | None = None  # its origin, also when that is gone; None: not known any more
     runs: dict[NodeName, Run] = field(default_factory=dict)
     kill_on_bad_exit: bool = False
     found: bool = False  # after a restart of the controller
+    told: bool = False  # its step command knows that it has its nodes
     gone: bool = False  # its tasks were let go: all nodes were ready
     ending: bool = False
     left: bool = False  # its step command went away, as mpirun's daemons lose theirs when they have ended well
     finished: bool = False
-    recorded: bool = False  # its row has an end
+    again: bool = False  # finished, and to be asked for again
     error: str = ""
-    again: bool = False  # nothing of it ran, for no reason that its command could know: it may ask once more
     state: str = ""  # why it ends, if not by itself: a job state's name
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is known where each of its tasks is."""
+        return len(self.runs) == len(self.nodes) and all(run.place is not None for run in self.runs.values())
+
+    def finish(self) -> None:
+        """It is over. One whose start a restart of the controller has prevented, and nothing else, is asked for again."""
+        self.finished = True
+        barred = [run.barred for run in self.runs.values()]
+        if not self.found or not any(barred) or self.error or self.state:
+            return
+        if self.is_whole and all(barred):
+            self.again, self.state = True, "CANCELLED"
+        else:
+            self.error = HALF_THERE
+
+    def end(self) -> protocol.StepEnded:
+        """Return what a step command is told of its end."""
+        if self.again:
+            return ASK_AGAIN
+        return protocol.StepEnded(codes=self.by_rank("codes"), signals=self.by_rank("signals"), error=self.error)
 
     @property
     def owns_job(self) -> bool:
@@ -76,6 +99,10 @@ class Step:
     def in_rank_order(self) -> list[Run]:
         """Return its runs, the one with rank 0 first."""
         return [self.runs[node] for node in self.nodes if node in self.runs]
+
+    def run_of(self, token: str) -> Run | None:
+        """Return the run that has this token."""
+        return next((run for run in self.runs.values() if run.token == token), None)
 
     def started(self) -> protocol.StepStarted:
         """Return what a step command is told of it; all its runs have a place."""
@@ -87,11 +114,6 @@ class Step:
             tasks=[(tasks.node, tasks.first_rank, tasks.count, token) for tasks, token in parts],
             scattered=scattered,
         )
-
-    def end(self) -> protocol.StepEnded:
-        """Return what a step command is told of its end."""
-        codes, signals = self.by_rank("codes"), self.by_rank("signals")
-        return protocol.StepEnded(codes=codes, signals=signals, error=self.error, again=self.again)
 
     def by_rank(self, what: Literal["codes", "signals"]) -> list[int]:
         """Return the tasks' codes or signals by rank; for a step that was found again, by node and its ranks."""
@@ -114,43 +136,6 @@ class Step:
         return any(any(run.codes) or any(run.signals) for run in self.runs.values())
 
 
-def new_step(
-    job: Job, number: int, origin: Origin, options: StepOptions, tasks: tuple[NodeTasks, ...], now_s: float
-) -> Step:
-    """Return a step that begins, with these tasks on its nodes; it has no runs yet."""
-    return Step(
-        job=job,
-        number=number,
-        origin=origin,
-        name=options.name,
-        nodes=tuple(part.node for part in tasks),
-        ntasks=sum(part.count for part in tasks),
-        started_at_s=now_s,
-        kill_on_bad_exit=options.kill_on_bad_exit,
-    )
-
-
-def found_again(job: Job, number: int, report: protocol.Report, row: StepRow | None) -> Step:
-    """Return the step of a controller before us of which a node reports; `row`: what that one has kept of it."""
-    assert report.stream_to is not None
-    origin = (NodeName(report.stream_to.node), report.stream_to.stream)
-    gone = origin[0] == HEAD  # connections to the head ended with the controller that held them
-    nodes = row.nodes if row is not None else [share.node for share in job.shares]
-    return Step(
-        job=job,
-        number=number,
-        origin=None if gone else origin,
-        name=row.name if row is not None else "",
-        nodes=tuple(NodeName(node) for node in nodes),
-        ntasks=row.ntasks if row is not None else 0,
-        started_at_s=(row.started_at_s if row is not None else None) or report.at_s,
-        found=True,
-        recorded=row is not None and row.ended_at_s is not None,
-        ending=gone,
-        state="CANCELLED" if gone else "",
-    )
-
-
 def blame_job(step: Step, job: Job) -> None:
     """Note in `step` why its job is being ended, unless that is for the end of its script alone."""
     if job.outcome is JobState.TIMEOUT:
@@ -164,16 +149,15 @@ def blame_job(step: Step, job: Job) -> None:
 def take_end(step: Step, run: Run, report: protocol.Report) -> None:
     """Put the final `report` on `run` into it and into `step`."""
     run.ended = True
-    run.barred = report.status == protocol.BARRED
     match report.status:
         case protocol.ENDED:
             _take_codes(step, run, report)
         case protocol.REFUSED:
             no_word(step, run, f"cannot start the step on {run.node}: {report.why or 'refused'}")
-        case protocol.BARRED if step.ending:
-            no_word(step, run, "")
         case protocol.BARRED:
-            no_word(step, run, f"cannot start the step on {run.node}: its job is being ended there")
+            run.barred = True
+            ended_for = "" if step.ending or step.found else "its job is being ended there"
+            no_word(step, run, ended_for and f"cannot start the step on {run.node}: {ended_for}")
         case _:
             no_word(step, run, f"cannot tell how the tasks on {run.node} ended: {report.why or 'their minder died'}")
 
@@ -206,18 +190,6 @@ def row_of(step: Step, ended_at_s: float | None = None) -> StepRow:
         exit_signal=signal if ended else None,
         **used(run.usage for run in runs),
     )
-
-
-def step_reports(inventory: Iterable[Mapping[str, Any]]) -> list[protocol.Report]:
-    """Return the reports in an agent's inventory that are of steps other than the batch step.
-
-    Raises ProtocolError for what is no report.
-    """
-    try:
-        reports = [protocol.from_json({**fields, "type": "Report"}) for fields in inventory]
-    except protocol.WireError as error:
-        raise ProtocolError(str(error)) from None
-    return [report for report in reports if Token.parse(report.token).step not in (BATCH_STEP, ALLOC_STEP)]
 
 
 def _take_codes(step: Step, run: Run, report: protocol.Report) -> None:

@@ -24,7 +24,7 @@ Nodes = namedtuple("Nodes", "name drained drained_why drained_by drained_at_s bo
 Steps = namedtuple(
     "Steps",
     "job_id attempt step name nodes ntasks started_at_s ended_at_s state exit_code exit_signal cpu_user_s "
-    "cpu_system_s max_rss_kib disk_read_bytes disk_write_bytes",
+    "cpu_system_s max_rss_kib disk_read_bytes disk_write_bytes kept",
 )
 Requests = namedtuple("Requests", "uid request_id job_ids at_s")
 Usage = namedtuple("Usage", "account user qos at_s amounts")

@@ -41,6 +41,7 @@ class StepRow:
     max_rss_kib: int | None = None
     disk_read_bytes: int | None = None
     disk_write_bytes: int | None = None
+    kept: str | None = None  # what the next controller must know of it: hpcsched.controller.stepkept
 
 
 def job_row(job: Job) -> dict[str, Any]:

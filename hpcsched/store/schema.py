@@ -138,6 +138,7 @@ steps = Table(
     Column("max_rss_kib", Integer),  # of the task that had most
     Column("disk_read_bytes", Integer),
     Column("disk_write_bytes", Integer),
+    Column("kept", Text),  # JSON of hpcsched.controller.stepkept
 )
 
 requests = Table(

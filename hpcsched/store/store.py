@@ -137,6 +137,7 @@ class Store:
                 _PUT_TRAINING.put(connection, map(training_row, batch.training.values()))
             if over := _attempts_over(batch):
                 connection.executemany(_END_STEPS, over)
+                connection.executemany(_DROP_KEPT, [(job_id, attempt) for _, _, job_id, attempt in over])
             if batch.clock:
                 connection.execute("INSERT OR REPLACE INTO meta (key, value) VALUES (?, ?)", (CLOCK, batch.clock))
             for uid, request, ids, at_s in batch.requests:
@@ -265,6 +266,7 @@ _PUT_STEPS = Putting(columns.Steps, upsert(columns.Steps, ["job_id", "attempt", 
 _PUT_USAGE = Putting(columns.Usage, upsert(columns.Usage, ["account", "user", "qos"]))
 _PUT_TRAINING = Putting(columns.Training, upsert(columns.Training, ["job_id"]))
 _END_STEPS = "UPDATE steps SET state = ?, ended_at_s = ? WHERE job_id = ? AND attempt = ? AND state = 'RUNNING'"
+_DROP_KEPT = "UPDATE steps SET kept = NULL WHERE job_id = ? AND attempt = ? AND kept IS NOT NULL"
 # The tasks of a new array differ in two columns: SQLite makes their rows of one, six times as fast.
 _ARRAY_COLUMNS = {"id": ":id + key", "array_task_id": "value"}
 _PUT_ARRAY = "INSERT INTO jobs ({}) SELECT {} FROM json_each(:tasks)".format(

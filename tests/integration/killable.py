@@ -45,15 +45,8 @@ NOTICED_S = 5.0  # until the controller knows of a death, and gives away no more
 MARK = 'echo "$HPCSCHED_JOB_ID $HPCSCHED_ATTEMPT" >> {share}/ran\n'
 
 
-# What hrun says when its agent is killed, or the controller in the moment between its request and the answer: the step
-# cannot be taken up again, and the script that wanted it fails.
-HRUN_LOST = (
-    "lost the connection to the node's agent",
-    "cannot reach the node's agent",
-    "ask again",
-    "some of the tasks' output did not arrive",
-    "the controller was restarted: how some of the tasks ended is not known",
-)
+# What hrun says when its agent is killed: the step cannot be taken up again, and the script that wanted it fails.
+HRUN_LOST = ("lost the connection to the node's agent", "cannot reach the node's agent")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

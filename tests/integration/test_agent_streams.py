@@ -149,6 +149,32 @@ def test_what_its_reader_misses_is_sent_again(node: NodeUnderTest) -> None:
     controller.final(token)
 
 
+def test_who_misses_only_the_end_of_what_has_gone_is_told(node: NodeUnderTest) -> None:
+    """The end was on its way when a controller ended; a shepherd whose output was all taken does not wait for that."""
+    controller = Controller(node)
+    here = protocol.Address("other", 5)
+    token = controller.launch("exit 0", stream_to=here)
+    controller.ack(controller.final(token))
+    wait_until(lambda: controller.pump(0.05) or not (node.root / "spool" / token).exists(), what="the shepherd to go")
+    controller.messages.clear()
+
+    def told() -> bool:
+        controller.send(protocol.OutputAck(token, 0, 1, 0, again=True, to=here))
+        controller.pump(0.05)
+        return (protocol.Output(here, token, protocol.ALL_TASKS, 0, 0, True), b"") in controller.messages
+
+    wait_until(told)
+
+
+def test_nothing_is_told_of_what_was_never_here(node: NodeUnderTest) -> None:
+    controller = Controller(node)
+    token = new_token(job=1)
+    controller.send(protocol.OutputAck(token, 0, 1, 0, again=True, to=protocol.Address("other", 5)))
+    controller.send(protocol.Ping(3))
+    controller.wait(lambda m: m == protocol.Pong(3))
+    assert not [m for m, _ in controller.messages if isinstance(m, protocol.Output)]
+
+
 def test_the_end_of_a_cancelled_step_does_not_wait_for_its_reader(node: NodeUnderTest) -> None:
     controller = Controller(node)
     token = controller.launch(argv=["cat", "/dev/zero"], stream_to=ELSEWHERE)
@@ -306,34 +332,51 @@ def _other_stream(controller: Controller, known: int) -> int:
     return found[0] if found else 0
 
 
-def test_a_request_is_said_to_each_controller_that_comes_until_its_step_is_over(node: NodeUnderTest) -> None:
-    """The answer may be lost with a controller, and so is its queue of steps that wait."""
-    first = Controller(node)
-    command = StepCommand(node, 0)
-    asked = from_stream(first, protocol.StepRequest)
-    assert not asked.message.get("again")
-    first.close()
-    second = Controller(node)
-    again = from_stream(second, protocol.StepRequest)
-    assert (again.stream, again.message) == (asked.stream, {**asked.message, "again": True})
-    second.send(protocol.ToStream(asked.stream, protocol.to_json(protocol.StepStarted(7, 4, []))))
-    command.wait(lambda m: isinstance(m, protocol.StepStarted))
-    second.close()
-    third = Controller(node)
-    assert from_stream(third, protocol.StepRequest).message == {**asked.message, "again": True, "step": 4}
-    command.close()
-    third.wait(lambda m: m == protocol.CloseStream(asked.stream))
-
-
-def test_a_question_without_an_answer_is_let_go_when_the_controller_comes_back(node: NodeUnderTest) -> None:
+def test_what_became_of_its_request_is_asked_when_a_controller_comes(node: NodeUnderTest) -> None:
+    """The one before may have ended before it acted on it, and what it said last may be lost."""
     controller = Controller(node)
-    controller.wait_status(controller.launch("sleep 100"), protocol.STARTED)
+    commands = [StepCommand(node, 0)]
+    streams = [from_stream(controller, protocol.StepRequest).stream]
+    commands.append(StepCommand(node, 0))
+    streams.append(wait_until(lambda: _other_stream(controller, streams[0])))
+    controller.send(protocol.ToStream(streams[1], protocol.to_json(protocol.StepWaiting(1, "waits"))))
+    commands[1].wait(lambda m: isinstance(m, protocol.StepWaiting))
+    controller.close()
+    again = Controller(node)
+    for stream in streams:
+        asked = again.wait(lambda m, its=stream: isinstance(m, protocol.FromStream) and m.stream == its)
+        assert asked.message == {"type": "StepAsked"}
+    end = protocol.StepEnded([], [], "ask", again=True)
+    again.send(protocol.ToStream(streams[0], protocol.to_json(end)))
+    assert commands[0].wait(lambda m: isinstance(m, protocol.StepEnded)) == end
+
+
+def test_a_question_to_the_api_is_not_asked_twice(node: NodeUnderTest) -> None:
+    controller = Controller(node)
+    batch = controller.launch("sleep 100", token=new_token(job=1))
+    controller.wait_status(batch, protocol.STARTED)
     command = Controller(node, greet=False)
     command.send(protocol.ApiRequest(1, "GET", "/v1/ping"))
     from_stream(controller, protocol.ApiRequest)
     controller.close()
-    Controller(node)
-    assert "ask again" in command.wait(lambda m: isinstance(m, protocol.StepEnded)).error
+    again = Controller(node)
+    answer = command.wait(lambda m: isinstance(m, protocol.ApiAnswer))
+    assert answer.status == 503
+    assert not [m for m, _ in again.messages if isinstance(m, protocol.FromStream)]
+
+
+def test_output_that_comes_through_the_controller_waits_as_well(node: NodeUnderTest) -> None:
+    controller = Controller(node)
+    command = StepCommand(node, 0)
+    stream = from_stream(controller, protocol.StepRequest).stream
+    here = protocol.Address("n1", stream)
+    controller.send(
+        protocol.ToStream(stream, protocol.to_json(protocol.Output(here, "token", 0, 1, 0, False))), b"early"
+    )
+    started = protocol.StepStarted(1, 0, [("n2", 0, 1, "token")])
+    controller.send(protocol.ToStream(stream, protocol.to_json(started)))
+    command.wait(lambda m: isinstance(m, protocol.Output))
+    assert [type(m) for m, _ in command.messages] == [protocol.StepStarted, protocol.Output]
 
 
 def test_a_command_that_asks_while_the_controller_is_away_waits_for_it(node: NodeUnderTest) -> None:

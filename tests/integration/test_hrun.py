@@ -229,33 +229,6 @@ def test_output_after_the_end_of_the_step_is_asked_for_again_and_again(
     assert hrun.finish() == (0, "late\n", "")
 
 
-@pytest.mark.parametrize("module", ["hrun", "hrsh"])
-def test_a_step_that_never_ran_for_no_fault_of_its_own_is_asked_for_once_more(
-    controller: Controller, run: Callable[..., Running], module: str
-) -> None:
-    command = run("n1", "prog", module=f"hpcnode.{module}")
-    first = controller.start(tasks=1)
-    controller.say(StepEnded(codes=[1], signals=[0], error="the controller was restarted", again=True))
-    controller.connection = None  # the command comes on another one
-    assert controller.start(tasks=1) == first
-    controller.output(0, b"ran\n", eof=True)
-    controller.output(0, b"", fd=2, eof=True)
-    controller.say(StepEnded(codes=[3], signals=[0]))
-    code, out, _ = command.finish()
-    assert (code, out) == (3, "ran\n")
-
-
-def test_a_step_that_was_fed_is_not_asked_for_once_more(controller: Controller, run: Callable[..., Running]) -> None:
-    hrun = run("prog")
-    controller.start(tasks=1)
-    assert hrun.process.stdin is not None
-    hrun.process.stdin.write(b"word\n")
-    hrun.process.stdin.flush()
-    controller.take(Input)
-    controller.say(StepEnded(codes=[], signals=[], error="the controller was restarted", again=True))
-    assert hrun.finish() == (1, "", "hrun: error: the controller was restarted\n")
-
-
 def test_when_a_connection_was_lost_and_is_there_again_what_may_be_lost_is_asked_for(
     controller: Controller, run: Callable[..., Running]
 ) -> None:
@@ -280,6 +253,59 @@ def test_when_a_connection_was_lost_and_is_there_again_what_may_be_lost_is_asked
     assert (ack.token, ack.offset, ack.again) == ("token0", 13, True)
     controller.output(0, b"third\n", offset=13, eof=True)
     assert hrun.finish() == (0, "first\nsecond\nthird\n", "")
+
+
+def test_where_nothing_is_left_only_the_end_was_missing(controller: Controller, run: Callable[..., Running]) -> None:
+    hrun = run("-l", "prog")
+    controller.start()
+    controller.output(0, b"first\n")
+    controller.output(1, b"other\n")
+    controller.say(StepEnded(codes=[0, 0], signals=[0, 0]))
+    asked = [controller.take(OutputAck, lambda ack: ack.again)[0].token for _ in range(2)]
+    for token in asked:
+        controller.say(Output(to=HERE, token=token, task=protocol.ALL_TASKS, fd=0, offset=0, eof=True))
+    assert hrun.finish() == (0, "0: first\n1: other\n", "")
+
+
+def test_what_never_comes_is_given_up(controller: Controller, run: Callable[..., Running]) -> None:
+    hrun = run("prog", changes="import hpcnode.stepclient as c; c.DRAIN_S = c.ASK_AGAIN_S")
+    controller.start(tasks=1)
+    controller.say(StepEnded(codes=[0], signals=[0]))
+    controller.say(protocol.Pong(controller.take(protocol.Ping)[0].request))  # somebody is there, and has nothing
+    assert hrun.finish() == (1, "", "hrun: error: some of the tasks' output did not arrive\n")
+
+
+def test_it_is_asked_for_again_when_a_node_comes_to_a_new_controller(
+    controller: Controller, run: Callable[..., Running]
+) -> None:
+    """Nothing need come after what was lost."""
+    hrun = run("prog")
+    controller.start()
+    controller.output(0, b"first\n")
+    controller.take(OutputAck)
+    controller.say(StepWaiting(job_id=12, text=""))
+    asked = [controller.take(OutputAck)[0] for _ in range(2)]
+    assert [(ack.token, ack.fd, ack.offset, ack.again) for ack in asked] == [
+        ("token0", 1, 6, True),
+        ("token1", 1, 0, True),
+    ]
+    controller.output(0, b"", offset=6, eof=True)
+    controller.output(1, b"", eof=True)
+    controller.end(0, 0, close=(2,))
+    assert hrun.finish() == (0, "first\n", "")
+
+
+def test_what_has_not_come_by_the_end_is_asked_for(controller: Controller, run: Callable[..., Running]) -> None:
+    hrun = run("prog")
+    controller.start(tasks=1)
+    controller.say(StepEnded(codes=[0], signals=[0]))
+    ack, _ = controller.take(OutputAck)
+    assert (ack.token, ack.fd, ack.offset, ack.again) == ("token0", 1, 0, True)
+    controller.output(0, b"late\n", eof=True)
+    ack, _ = controller.take(OutputAck, lambda message: message.again and message.fd == 2)
+    assert ack.token == "token0"
+    controller.output(0, b"", fd=2, eof=True)
+    assert hrun.finish() == (0, "late\n", "")
 
 
 @pytest.mark.parametrize(
@@ -511,6 +537,49 @@ def test_a_lost_connection_is_the_end(controller: Controller, run: Callable[...,
     assert code == 1
     assert err.startswith("hrun: error: lost the connection to the node's agent: ")
     assert err.endswith("it cannot be taken up again\n")
+
+
+def lose_the_step(controller: Controller) -> None:
+    """What is said of a step that a controller has not come to start, and the end of that connection."""
+    controller.say(StepEnded([], [], "the controller was restarted before it could start the step", again=True))
+    assert controller.connection is not None
+    controller.connection.close()
+    controller.connection = None
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_a_step_that_was_lost_before_it_ran_is_asked_for_again(
+    controller: Controller, run: Callable[..., Running], tmp_path: Path, started: bool
+) -> None:
+    hrun = run("-n1", "-o", "out", "-i", "none", "prog")
+    request = controller.start(1) if started else controller.take(StepRequest)[0]
+    lose_the_step(controller)
+    assert controller.start(1) == request
+    controller.output(0, b"once\n")
+    controller.output(0, b"", offset=5, eof=True)
+    controller.end(0, close=(2,))
+    assert hrun.finish() == (0, "", "")
+    assert (tmp_path / "out").read_text() == "once\n"
+
+
+def test_a_step_whose_input_is_gone_is_not(controller: Controller, run: Callable[..., Running]) -> None:
+    hrun = run("-n1", "prog")
+    controller.start(1)
+    assert hrun.process.stdin is not None
+    hrun.process.stdin.write(b"words")
+    hrun.process.stdin.flush()
+    controller.take(Input)
+    lose_the_step(controller)
+    assert hrun.finish() == (1, "", "hrun: error: the controller was restarted before it could start the step\n")
+
+
+def test_hrsh_asks_again_as_well(controller: Controller, run: Callable[..., Running]) -> None:
+    hrsh = run("-n", "n1", "prog", module="hpcnode.hrsh")
+    request, _ = controller.take(StepRequest)
+    lose_the_step(controller)
+    assert controller.start(1) == request
+    controller.end(0)
+    assert hrsh.finish()[0] == 0
 
 
 def test_hrun_does_not_poll(controller: Controller, run: Callable[..., Running]) -> None:

@@ -185,3 +185,23 @@ def test_a_step_lives_through_a_restart_of_the_controller(cluster: LocalCluster,
     said = output(tmp_path).splitlines()
     assert said.count("done") == 2
     assert said[-2] == "code 1"
+
+
+def test_a_step_that_waits_lives_through_a_restart_of_the_controller(cluster: LocalCluster, tmp_path: Path) -> None:
+    text = """
+until_seen() { until grep -q "$1" out; do sleep 0.1; done; }
+hrun -n4 sh -c 'echo first; until [ -e go ]; do sleep 0.1; done' &
+until_seen first
+hrun -n1 echo second &
+until_seen 'Requested nodes are busy'
+wait"""
+    submit(cluster, tmp_path, text)
+    output(tmp_path, until="busy")
+    cluster.down()
+    cluster.up()
+    cluster.wait_for_nodes()
+    output(tmp_path, until="busy)\nhrun: Job")  # it has asked again
+    (tmp_path / "go").touch()
+    said = output(tmp_path).splitlines()
+    assert said.count("second") == 1
+    assert said.count("first") == 4

@@ -313,11 +313,16 @@ class Agent:
         elif isinstance(message, protocol.Input):
             self.to_shepherd(message.token, ["input", message.task, message.offset, message.eof], blob)
         elif isinstance(message, protocol.OutputAck):
-            self.to_shepherd(message.token, ["taken", message.task, message.fd, message.offset], b"")
-            if message.again:
-                self.to_shepherd(message.token, ["resend", self._minders.round], b"")
+            self._taken(message)
         else:
             raise protocol.WireError("a controller cannot say %s" % type(message).__name__)
+
+    def _taken(self, ack: protocol.OutputAck) -> None:
+        self.to_shepherd(ack.token, ["taken", ack.task, ack.fd, ack.offset], b"")
+        if ack.again:
+            self.to_shepherd(ack.token, ["resend", self._minders.round], b"")
+        if ack.again and ack.to is not None and self._ledger.is_forgotten(ack.token):
+            self.to_controller(protocol.Output(ack.to, ack.token, protocol.ALL_TASKS, 0, 0, True))
 
     def _watch(self, order: protocol.Watch) -> None:
         others = [to for to in self._watchers.pop(order.token, ()) if to != order.to]

@@ -78,8 +78,8 @@ class Client:
         self.job_id = 0
         self.attempt = 0
         self.asked = False  # it has sent its request
-        self.request: Optional[protocol.StepRequest] = None
-        self.told = False  # a controller was told of it
+        self.asks_api = False  # and that was one to the API
+        self.unsent: Optional[protocol.StepRequest] = None  # its request, which no controller has been told yet
         self.answered = False  # the controller has said something to it
         self.started = False  # it was told StepStarted, so output may come
         self.early: List[Tuple[protocol.Message, bytes]] = []
@@ -123,8 +123,9 @@ class Clients:
         if client is None or client.stream is None:
             return False
         client.answered = True
-        if isinstance(message, protocol.StepStarted) and client.request is not None:
-            client.request = protocol.changed(client.request, env={}, step=message.step)
+        if isinstance(message, protocol.Output) and not client.started:
+            client.early.append((message, blob))
+            return True
         self._deliver(client, message, blob)
         if isinstance(message, protocol.StepStarted) and not client.started:
             client.started = True
@@ -151,25 +152,26 @@ class Clients:
             self._forget(client)
 
     def controller_came(self) -> None:
-        """Say what went unsaid, and what may have been lost, or not answered, with the last connection."""
+        """Say what went unsaid, and ask for what may have been lost with the last connection, or controller."""
         self._progresses.controller_came()
         for number in self._closed_unseen:
             self._home.to_controller(protocol.CloseStream(number))
         self._closed_unseen.clear()
         for client in tuple(self._clients.values()):
-            if client.request is not None:
-                self._tell(client, client.request)
-            elif client.asked and not client.answered:
-                why = "the connection to the controller broke before it answered: ask again"
-                self._deliver(client, protocol.StepEnded([], [], why), b"")
-                self._leave(client)
-            if client.stream is not None:
+            if client.unsent is not None:
+                if self._pass_on(client, client.unsent, b""):
+                    client.unsent = None
+            elif client.asks_api:
+                if not client.answered:
+                    self._refuse(client, 503, "the connection to it broke before it answered")
+            elif client.asked and client.stream is not None:
+                self._pass_on(client, protocol.StepAsked(), b"")
                 client.stream.pause(False)
 
     def controller_went(self) -> None:
         """Listen to them again when there is one to tell."""
         for client in self._clients.values():
-            if client.told and client.stream is not None:
+            if client.asked and client.unsent is None and client.stream is not None:
                 client.stream.pause(True)
 
     # ----- one client
@@ -233,14 +235,10 @@ class Clients:
                 self._leave(client)
                 return
             client.job_id, client.attempt = request.job_id, attempt
-        client.request = request
-        self._tell(client, request)
-        if not client.told:
+        if not self._pass_on(client, request, b""):
+            client.unsent = request
             text = "this node's controller is away: the step waits for it"
             self._deliver(client, protocol.StepWaiting(request.job_id, text), b"")
-
-    def _tell(self, client: Client, request: protocol.StepRequest) -> None:
-        client.told = self._pass_on(client, protocol.changed(request, again=client.told), b"") or client.told
 
     def _ask(self, client: Client, request: protocol.ApiRequest, blob: bytes) -> None:
         """Pass on a question of a command that runs in a job here; nobody waits for a controller that is away."""
@@ -251,8 +249,9 @@ class Clients:
         if attempt is None:
             self._refuse(client, 403, "job %d does not run on this node as uid %d" % (request.job_id, client.uid))
             return
-        client.asked = client.told = self._pass_on(client, request, blob)
-        if not client.told:
+        client.asked = client.asks_api = True
+        if not self._pass_on(client, request, blob):
+            client.asked = False
             self._refuse(client, 503, "this node's controller is away")
 
     def _refuse(self, client: Client, status: int, why: str) -> None:
@@ -292,7 +291,7 @@ class Clients:
         if client.number not in self._clients:
             return
         self._forget(client)
-        if client.told and not self._home.to_controller(protocol.CloseStream(client.number)):
+        if client.asked and client.unsent is None and not self._home.to_controller(protocol.CloseStream(client.number)):
             self._closed_unseen.append(client.number)
 
     def _forget(self, client: Client) -> None:

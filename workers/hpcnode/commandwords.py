@@ -15,8 +15,6 @@ class StepRequest(Message):
     """Start a step. `job_id` 0: allocate a job for it first (hrun alone). `options` are hrun's, by long name.
 
     Options that name resources are texts as the user typed them; the controller parses them.
-    `again`: the agent says it on every further connection, as long as the command waits; the answer may be on its way, or lost.
-    Once it has heard that `step` was started, without `env`: then it asks how that ended, if it has.
     """
 
     version: int
@@ -25,8 +23,13 @@ class StepRequest(Message):
     argv: List[str]
     work_dir: str
     env: Dict[str, str]
-    again: bool = False
-    step: Optional[int] = None
+
+
+class StepAsked(Message):
+    """From the agent, on each new connection, for each step command that had asked for something: is that known?
+
+    Answered as the request is: with how far it has come, or with StepEnded and `again` if nothing has been done for it.
+    """
 
 
 class ApiRequest(Message):
@@ -45,7 +48,7 @@ class ApiAnswer(Message):
 
 
 class StepWaiting(Message):
-    """The job or step waits: `text` is for the user."""
+    """The job or step waits: `text` is for the user. Without a text: a node of the step has come to a new controller."""
 
     job_id: int
     text: str
@@ -120,7 +123,7 @@ class StepSignal(Message):
 class StepEnded(Message):
     """All is over: codes and signals of all tasks by rank; `error` in words if the step could not run.
 
-    `again`: for certain nothing of it has run or will; the same may be asked for once more, on another connection.
+    `again`: a controller ended meanwhile, no task has run or will, and who asks again gets the step.
     """
 
     codes: List[int]

@@ -85,12 +85,13 @@ class Hrsh(Front):
         if not path or not job_id.isdigit():
             raise UsageError("cannot reach %s: hrsh works only in a job on a node" % self._host)
         request = self._request(int(job_id))
-        self._run_once(path, request)
-        while self._client.may_begin_anew:
-            self._run_once(path, request)
+        self._ask(path, request)
+        while self._client.must_ask_again:
+            self._ask(path, request)
         return self._exit_code()
 
-    def _run_once(self, path: str, request: protocol.StepRequest) -> None:
+    def _ask(self, path: str, request: protocol.StepRequest) -> None:
+        """Ask for the step of the command, and be there while it runs."""
         try:
             self._client = StepClient(connect_to_agent(path), self)
         except OSError as error:

@@ -22,7 +22,7 @@ from typing import Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence
 
 from hpcnode import __version__, headsocket, protocol, stepoptions, terminal
 from hpcnode.screen import Screen
-from hpcnode.stepclient import ALL_TASKS, ConnectionLost, Front, StepClient, connect, connect_to_agent, is_open
+from hpcnode.stepclient import ConnectionLost, Front, StepClient, connect, connect_to_agent, is_open
 from hpcnode.streamout import LineStream, Outlet
 from hpcnode.targets import PartFiles, Target
 from hpcnode.taskwords import failures, task_list
@@ -121,12 +121,13 @@ class Hrun(Front):
         """Ask for the step, be there while it runs, return the exit code."""
         path = _socket_path(self._environ, in_job=self._job_id != 0)
         request = self._request()
-        self._run_once(path, request)
-        while self._client.may_begin_anew:
-            self._run_once(path, request)
+        self._ask(path, request)
+        while self._client.must_ask_again:
+            self._ask(path, request)
         return self._exit_code()
 
-    def _run_once(self, path: str, request: protocol.StepRequest) -> None:
+    def _ask(self, path: str, request: protocol.StepRequest) -> None:
+        """Ask for the step, and be there while it runs."""
         self._client = StepClient(_connect(path), self)
         self._client.catch((*FORWARDED, signal.SIGWINCH) if self._at_terminal else FORWARDED)
         signal.signal(signal.SIGTTIN, signal.SIG_IGN)  # in the background of a terminal: no input instead of a stop
@@ -334,7 +335,7 @@ class Hrun(Front):
     def _open_input(self, started: protocol.StepStarted) -> None:
         if self._input.node_file or (self._input.is_default and not is_open(0)):
             return
-        self._client.input_task = ALL_TASKS if self._input.to_all else self._input.task or 0
+        self._client.input_task = protocol.ALL_TASKS if self._input.to_all else self._input.task or 0
         if self._client.input_task >= _total(started):
             raise HrunError("cannot feed task %d: the step has %d" % (self._client.input_task, _total(started)))
         if self._input.local_file:

@@ -140,6 +140,10 @@ class Ledger:
         for entry in self.leases.disconnected():
             self._write_end(entry, protocol.BARRED, "the connection to the controller ended before its lease began")
 
+    def is_forgotten(self, token: str) -> bool:
+        """Whether all is over with this token: reported, acknowledged, and its output taken."""
+        return token not in self.entries and self._spool.done.is_noted(token)
+
     def inventory(self) -> List[Dict[str, Any]]:
         """Return a report of everything that is known."""
         return self._reports.inventory(self.entries.values())

@@ -34,7 +34,7 @@ class Message:
     __match_args__: Tuple[str, ...] = ()
 
     def __init_subclass__(cls) -> None:
-        cls.__match_args__ = tuple(cls.__dict__["__annotations__"])
+        cls.__match_args__ = tuple(cls.__dict__.get("__annotations__", {}))
         cls._usual = {name: cls.__dict__[name] for name in cls.__match_args__ if name in cls.__dict__}
 
     def __init__(self, *values: Any, **named: Any) -> None:
@@ -92,7 +92,7 @@ def to_fields(message: Message) -> Dict[str, Any]:
 def from_fields(cls: Type[M], fields: Dict[str, Any]) -> M:
     """Return the message of this class that has these fields (parsed JSON). Raises WireError if there is none."""
     if "_checks" not in cls.__dict__:
-        cls._checks = {name: _check_of(text) for name, text in cls.__dict__["__annotations__"].items()}
+        cls._checks = {name: _check_of(text) for name, text in cls.__dict__.get("__annotations__", {}).items()}
     for name in cls.__match_args__:
         if name not in fields and name not in cls._usual:
             raise WireError("cannot read %s: it has no %s" % (cls.__name__, name))

@@ -26,6 +26,7 @@ from hpcnode.commandwords import (
     ApiRequest,
     Failure,
     Progress,
+    StepAsked,
     StepEnded,
     StepRequest,
     StepSignal,
@@ -47,6 +48,7 @@ ALLOC = "alloc"  # a job's part on a node that does not run its batch step: clai
 KEEP, KILL = "keep", "kill"  # Launch.lease
 LEASE_OVER = "its lease ran out"
 
+ALL_TASKS = -1
 STREAMED = "-"  # Launch.stderr: a stream of its own although stdout is a file
 
 # What a Report can say of a token.
@@ -274,13 +276,18 @@ class Watch(Message):
 
 
 class OutputAck(Message):
-    """The reader has everything of this stream before `offset`: the shepherd may forget it. `again`: and misses the rest."""
+    """The reader has everything of this stream before `offset`: the shepherd may forget it. `again`: and misses the rest.
+
+    A shepherd goes when its reader has all there was. If one that misses something asks then, what it misses is the end:
+    it is told (`to`, which the controller fills in) with an Output of ALL_TASKS.
+    """
 
     token: str
     task: int
     fd: int
     offset: int
     again: bool = False
+    to: Optional[Address] = None
 
 
 class ToStream(Message):
@@ -425,7 +432,7 @@ _MESSAGES = (
     Hello, Launch, Go, SignalStep, EndStep, EndJob, SuspendJob, TimeLimit, Allocation, Ack,
     Probe, ReadFile, Input, Watch, OutputAck, ToStream, CloseStream,
     Ping, Welcome, Goodbye, Report, Condition, JobGone, Facts, FileData, Output, InputAck, FromStream, Pong,
-    StepRequest, StepWaiting, StepStarted, Allocated, StepSignal, StepEnded, Progress, Failure,
+    StepRequest, StepAsked, StepWaiting, StepStarted, Allocated, StepSignal, StepEnded, Progress, Failure,
     ApiRequest, ApiAnswer,
 )  # fmt: skip
 _BY_NAME: Dict[str, Type[Message]] = {cls.__name__: cls for cls in _MESSAGES}

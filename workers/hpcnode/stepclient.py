@@ -6,7 +6,8 @@ signals and for deadlines; nothing is polled). It does not know options, files o
 Rules: output is acknowledged when it has been written, so a slow reader slows the task down, not this memory. Bytes that
 come twice (by their offsets) are written once. Blocking flags of descriptors that are shared with others are left alone:
 a pipe is written to in pieces that fit when poll says so. If the connection breaks, that is the end: the step is ended by
-the other side, and taking it up again is not attempted.
+the other side, and taking it up again is not attempted. If a controller ends before the step has begun, `must_ask_again`
+says so after `run`: then another client, on another connection, asks for the same.
 
 Sources: poll(2), pipe(7); the launch protocol in hpcnode.protocol.
 """
@@ -26,17 +27,13 @@ from hpcnode.streamout import LineStream, Outlet
 INPUT_WINDOW = 256 << 10
 READ_SIZE = 64 << 10
 SEND_LIMIT = 1 << 20
-DRAIN_S = 10.0  # how long output may be silent after the end of the step before it is asked for once more
-MAX_ASKED = (
-    30  # before it is given up: a controller that is on the way may have been killed, and has to be started again
+DRAIN_S = (
+    60.0  # how long missing output may be silent after the end of the step, while there is a controller to bring it
 )
-FAILED_DRAIN_S = (
-    1.0  # after which the output of a step that went wrong is given up: some of its tasks may never have run
-)
+FAILED_DRAIN_S = 1.0  # the same for a step that went wrong: some of its tasks may never have run
 ASK_AGAIN_S = 0.5
 AGENT_BACK_S = 20.0  # one that is replaced at an upgrade, or was killed, is there again within moments
 MISSING_OUTPUT = "some of the tasks' output did not arrive"
-ALL_TASKS = -1
 
 Answer = Union[protocol.StepWaiting, protocol.StepStarted]
 
@@ -71,7 +68,7 @@ class StepClient:
         self.given_up = ""  # why the client itself stopped
         self.outlets: Dict[int, Callable[[int], Optional[LineStream]]] = {}  # by descriptor: from task to its stream
         self.input_fd: Optional[int] = None
-        self.input_task = 0  # or ALL_TASKS
+        self.input_task = 0  # or protocol.ALL_TASKS
         self.wrap_input: Callable[[bytes], bytes] = lambda data: data  # what is sent for what was read
         self._sock = sock
         self._framer = protocol.Framer()
@@ -80,6 +77,7 @@ class StepClient:
         self._streams: Dict[Tuple[int, int], LineStream] = {}
         self._tokens: Dict[int, str] = {}
         self._ask_not_before_s = float("-inf")
+        self._answered = False  # since the last Ping
         self._input_sent = 0
         self._input_taken: Dict[int, int] = {}
         self._input_over = False
@@ -107,14 +105,14 @@ class StepClient:
         """Call `act` in the loop after `delay_s`, unless the step is over by then."""
         self._deadlines.append((time.monotonic() + delay_s, act))
 
-    @property
-    def may_begin_anew(self) -> bool:
-        """Whether the step never ran, through no fault of its own, and a new client can do as if this one had not been."""
-        return self.ended is not None and self.ended.again and not self._input_sent and not self.given_up
-
     def over_tasks(self) -> List[int]:
         """Return the tasks that have closed their output."""
         return sorted(self._over)
+
+    @property
+    def must_ask_again(self) -> bool:
+        """Whether no task has run, and none of the input is gone: who asks again gets the step."""
+        return self.ended is not None and self.ended.again and not self._input_sent and not self.given_up
 
     def catch(self, signals: Tuple[signal.Signals, ...]) -> None:
         """Hand these signals to the front instead of being killed by them."""
@@ -231,14 +229,16 @@ class StepClient:
             self._on_output(message, blob)
         elif isinstance(message, protocol.InputAck):
             self._input_taken[message.task] = max(message.offset, self._input_taken.get(message.task, 0))
+        elif isinstance(message, protocol.StepWaiting) and self.started is not None:
+            self._ask_for_missing()  # a node has come to a new controller, and may have sent to the old one
         elif isinstance(message, protocol.StepWaiting):
-            if self.started is not None:
-                self._ask_again()  # a connection on the way was lost and is there again
             self.front.on_waiting(message)
         elif isinstance(message, protocol.StepStarted):
             self._on_started(message)
         elif isinstance(message, protocol.StepEnded):
             self._on_ended(message)
+        elif isinstance(message, protocol.Pong):
+            self._answered = True
         elif isinstance(message, (protocol.CloseStream, protocol.Goodbye)):
             self._lost(getattr(message, "why", "") or "the other side closed it")
         else:
@@ -258,28 +258,41 @@ class StepClient:
                     self._streams[(task, fd)] = stream
 
     def _on_ended(self, said: protocol.StepEnded) -> None:
-        is_first, self.ended = self.ended is None, self.ended or said
-        self._ask_again()  # all was sent before this was
-        if is_first:
-            self._watch_drain(-1, 0)
+        if self.ended is None:
+            self.ended = said
+            self._ask_for_missing()  # all was sent before this was
+            self.after(ASK_AGAIN_S, lambda: self._watch_drain(-1, 0.0))
 
-    def _watch_drain(self, seen_before: int, asked: int) -> None:
-        """Ask for output that does not come, and give it up if it never does; called again as long as some does."""
+    def _watch_drain(self, seen_before: int, silent_s: float) -> None:
+        """Ask for output that is missing, and give it up when it never comes; called again as long as some may.
+
+        The time counts in which a Ping is answered: an agent without a controller answers none.
+        """
         seen = sum(stream.received for stream in self._streams.values())
+        if seen != seen_before or self._is_writing():
+            silent_s = 0.0
+        elif self._answered:
+            silent_s += ASK_AGAIN_S
         assert self.ended is not None
-        if seen_before != seen or any(outlet.pending for outlet in self._outlets()):
-            asked = 0
-        elif self.ended.error or asked >= MAX_ASKED:
+        if silent_s >= (FAILED_DRAIN_S if self.ended.error else DRAIN_S):
             self.give_up(MISSING_OUTPUT)
             return
-        else:
-            self._ask_again()
-        wait_s = FAILED_DRAIN_S if self.ended.error else DRAIN_S
-        self.after(wait_s, lambda: self._watch_drain(seen, asked + 1))
+        self._answered = False
+        self._send(protocol.Ping(0))
+        self._ask_for_missing()
+        self.after(ASK_AGAIN_S, lambda: self._watch_drain(seen, silent_s))
+
+    def _is_writing(self) -> bool:
+        return any(outlet.pending for outlet in self._outlets())
 
     # ----- output
 
     def _on_output(self, message: protocol.Output, blob: bytes) -> None:
+        if message.task == protocol.ALL_TASKS:  # nothing is left of what ran there, so all of it has come
+            for (task, fd), stream in self._streams.items():
+                if self._tokens[task] == message.token and not stream.all_came:
+                    self._on_output(protocol.Output(message.to, message.token, task, fd, stream.received, True), b"")
+            return
         stream = self._streams.get((message.task, message.fd))
         if stream is None:
             raise protocol.WireError("cannot take output of task %d, descriptor %d" % (message.task, message.fd))
@@ -299,13 +312,13 @@ class StepClient:
             self._ask_not_before_s = now_s + ASK_AGAIN_S  # what is on its way already has the same gap
             self._send(protocol.OutputAck(beyond.token, beyond.task, beyond.fd, acknowledged, again=True))
 
-    def _ask_again(self) -> None:
-        """Have all that has not come sent again, by each node: it may have been on its way, to nobody."""
-        asked: Set[str] = set()
+    def _ask_for_missing(self) -> None:
+        """Have each node send again what was not acknowledged: it was on its way, perhaps, when a controller ended."""
+        asked = set()
         for (task, fd), stream in self._streams.items():
             token = self._tokens[task]
             if not stream.all_came and token not in asked:
-                asked.add(token)
+                asked.add(token)  # it sends that of all its tasks
                 self._send(protocol.OutputAck(token, task, fd, stream.acknowledged, again=True))
 
     def _acknowledge(self) -> None:
@@ -338,7 +351,7 @@ class StepClient:
         return self._input_sent - taken < INPUT_WINDOW and len(self._sending) < SEND_LIMIT
 
     def _input_tasks(self) -> List[int]:
-        return list(self._tokens) if self.input_task == ALL_TASKS else [self.input_task]
+        return list(self._tokens) if self.input_task == protocol.ALL_TASKS else [self.input_task]
 
     def _on_input(self, events: int) -> None:
         assert self.input_fd is not None
@@ -354,7 +367,9 @@ class StepClient:
         """Send `data` as input to the task that takes it, or to all."""
         if self._input_over:
             return
-        tokens = set(self._tokens.values()) if self.input_task == ALL_TASKS else {self._tokens[self.input_task]}
+        tokens = (
+            set(self._tokens.values()) if self.input_task == protocol.ALL_TASKS else {self._tokens[self.input_task]}
+        )
         for token in sorted(tokens):
             self._send(protocol.Input(token=token, task=self.input_task, offset=self._input_sent, eof=eof), data)
         self._input_sent += len(data)
@@ -381,7 +396,7 @@ class ListeningClient(StepClient):
     def _acknowledge(self) -> None:
         pass
 
-    def _ask_again(self) -> None:
+    def _ask_for_missing(self) -> None:
         pass
 
     def _miss(self, beyond: protocol.Output, acknowledged: int) -> None:

@@ -22,6 +22,7 @@ from hpcsched.store.migrations import (
     m0011_step_io,
     m0012_goodput,
     m0013_barred_nodes,
+    m0014_kept_steps,
 )
 
 MIGRATIONS: tuple[Callable[[Connection], None], ...] = (
@@ -38,4 +39,5 @@ MIGRATIONS: tuple[Callable[[Connection], None], ...] = (
     m0011_step_io.upgrade,
     m0012_goodput.upgrade,
     m0013_barred_nodes.upgrade,
+    m0014_kept_steps.upgrade,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from test_steps import a_job
+from stepworld import a_job
 
 from hpcnode import protocol
 from hpcsched.controller.shells import ShellPorts, Shells

@@ -6,150 +6,16 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from stepworld import ADMIN, ANN, BOB, HRUN, N1, N2, SECOND, THIRD, World, a_job, a_request, gos, inventory
 
 from hpcnode import protocol
 from hpcsched.controller.steprequest import read_allocation
-from hpcsched.controller.steps import HEAD, Origin, StepPlan, StepPorts, StepService
+from hpcsched.controller.steps import HEAD, Origin, StepPlan
 from hpcsched.errors import ProtocolError, RequestError
-from hpcsched.model.ids import JobId, NodeName, Token
-from hpcsched.model.job import ExitStatus, Job, JobState
-from hpcsched.model.resources import GpuRequest, Share
-from hpcsched.model.spec import JobSpec
+from hpcsched.model.ids import JobId
+from hpcsched.model.job import ExitStatus, JobState
+from hpcsched.model.resources import GpuRequest
 from hpcsched.store.rows import StepRow
-
-N1, N2 = NodeName("n1"), NodeName("n2")
-ANN, BOB, ADMIN = 1001, 1002, 1009
-HRUN: Origin = (N1, 5)
-SECOND: Origin = (N1, 6)
-THIRD: Origin = (N1, 7)
-
-
-def a_job(job_id: int = 12, *, cpus: tuple[int, ...] = (4, 4), script: str = "#!/bin/sh\n", **changes: Any) -> Job:
-    shares = tuple(
-        Share(node=NodeName(f"n{i}"), cpus=n, mem_mib=1000, gpus=(0, 1), tasks=1) for i, n in enumerate(cpus, start=1)
-    )
-    spec = JobSpec(name="train", script=script, work_dir="/home/ann")
-    job = Job(id=JobId(job_id), spec_id=1, spec=spec, uid=ANN, user="ann", submitted_at_s=1.0, state=JobState.RUNNING)
-    return replace(job, shares=shares, **{"held_nodes": tuple(share.node for share in shares)} | changes)
-
-
-class World:
-    """A service, and all that it said."""
-
-    def __init__(self, *jobs: Job) -> None:
-        self.jobs = {job.id: job for job in jobs or (a_job(),)}
-        self.sent: list[tuple[NodeName, Any, bytes]] = []
-        self.replies: dict[Origin, list[Any]] = {}
-        self.released: list[tuple[int, ExitStatus]] = []
-        self.resized: list[tuple[int, int, int]] = []
-        self.rows: dict[tuple[int, int, str], StepRow] = {}
-        self.order: list[str] = []  # "row", "send", "reply": what came before what
-        self.tokens = 0
-        self.refuse_allocation = ""
-        self.seq = 0
-        self.restart()
-
-    def restart(self) -> None:
-        """A new service, as after a restart of the controller: only the rows are left."""
-        self.service = StepService(
-            StepPorts(
-                resize=lambda job, count, uid: self.resized.append((job.id, count, uid)),
-                job=self.jobs.get,
-                send=self._send,
-                reply=self._reply,
-                allocate=self._allocate,
-                release=lambda job_id, exit: self.released.append((job_id, exit)),
-                record=self._record,
-                new_token=self._new_token,
-                environment=lambda job, plan: {"SLURM_STEP_ID": str(plan.number), "WINS": "scheduler"},
-                account=lambda job, node: job.user,
-                hosts=lambda job: [(share.node, share.cpus) for share in job.shares],
-                same_machine=lambda job: False,
-                last_step=lambda job_id, attempt: max((int(r.step) for r in self.rows.values()), default=-1),
-                is_admin=lambda uid: uid == ADMIN,
-                epoch=lambda: 7,
-                now_s=lambda: 100.0,
-                grace_s=30.0,
-                recorded=lambda job_id, attempt: [
-                    row for row in self.rows.values() if (row.job_id, row.attempt) == (job_id, attempt)
-                ],
-            )
-        )
-
-    def _send(self, node: NodeName, message: Any, blob: bytes) -> None:
-        self.order.append("send")
-        self.sent.append((node, message, blob))
-
-    def _reply(self, origin: Origin, message: Any, blob: bytes) -> None:
-        self.order.append("reply")
-        self.replies.setdefault(origin, []).append(message)
-
-    def _record(self, row: StepRow) -> None:
-        self.order.append("row")
-        self.rows[(row.job_id, row.attempt, row.step)] = row
-
-    def _allocate(self, request: protocol.StepRequest, uid: int) -> JobId:
-        if self.refuse_allocation:
-            raise RequestError(self.refuse_allocation)
-        return JobId(20)
-
-    def _new_token(self, job: Job, step: str, node: NodeName) -> str:
-        self.tokens += 1
-        nonce = f"{self.tokens:032x}"
-        return str(Token(incarnation="0a" * 8, job_id=job.id, attempt=job.attempt, step=step, node=node, nonce=nonce))
-
-    # what happens in it
-
-    def says(self, origin: Origin, message: Any, *, uid: int = ANN, job_id: int = 12, blob: bytes = b"") -> None:
-        said = protocol.FromStream(
-            stream=origin[1],
-            uid=uid,
-            job_id=0 if origin[0] == HEAD else job_id,
-            attempt=0,
-            message=protocol.to_json(message),
-        )
-        self.service.on_from_stream(origin[0], said, blob)
-
-    def asks(
-        self, *, origin: Origin = HRUN, uid: int = ANN, job_id: int = 12, argv: str = "prog", **options: Any
-    ) -> Any:
-        """Ask for a step, and return the last reply."""
-        request = a_request(argv=argv, job_id=job_id, **options)
-        self.says(origin, request, uid=uid, job_id=job_id)
-        return self.replies[origin][-1]
-
-    def launches(self) -> list[tuple[NodeName, protocol.Launch]]:
-        return [(node, message) for node, message, _ in self.sent if isinstance(message, protocol.Launch)]
-
-    def said_to(self, node: NodeName, kind: type) -> list[Any]:
-        return [message for to, message, _ in self.sent if to == node and isinstance(message, kind)]
-
-    def report(self, token: str, status: str = protocol.ENDED, **facts: Any) -> protocol.Report:
-        self.seq += 1
-        return protocol.Report(seq=self.seq, token=token, status=status, at_s=50.0, **facts)
-
-    def ends(self, launch: protocol.Launch, *codes: int, signals: tuple[int, ...] = (), **facts: Any) -> None:
-        report = self.report(launch.token, codes=list(codes), signals=list(signals or [0] * len(codes)), **facts)
-        self.service.on_report(Token.parse(launch.token).node, report)
-
-    def ended(self, origin: Origin = HRUN) -> protocol.StepEnded:
-        (message,) = [message for message in self.replies[origin] if isinstance(message, protocol.StepEnded)]
-        return message
-
-    def has_ended(self, origin: Origin = HRUN) -> bool:
-        return any(isinstance(message, protocol.StepEnded) for message in self.replies.get(origin, []))
-
-
-def a_request(*, argv: str = "prog", job_id: int = 12, env: dict[str, str] | None = None, **options: Any) -> Any:
-    return protocol.StepRequest(
-        version=protocol.VERSION,
-        job_id=job_id,
-        options={name.replace("_", "-"): value for name, value in options.items()},
-        argv=argv.split(),
-        work_dir="/work",
-        env=env or {"WINS": "user", "FOO": "1"},
-    )
-
 
 # ----- a step from its request to its end
 
@@ -694,11 +560,6 @@ def test_nonsense_from_a_stream_is_answered() -> None:
 # ----- after a lost connection or a restart
 
 
-def inventory(*reports: protocol.Report) -> list[dict[str, Any]]:
-    fields = [protocol.to_json(report) for report in reports]
-    return [{name: value for name, value in each.items() if name != "type"} for each in fields]
-
-
 def test_a_launch_that_did_not_arrive_is_sent_again() -> None:
     world = World()
     world.asks(nodes="2")
@@ -760,7 +621,8 @@ def test_step_commands_are_asked_for_when_their_node_has_connected_again() -> No
     world.replies.clear()
     started = [world.report(launch.token, protocol.STARTED) for launch in (first, second)]
     world.service.node_welcome(N2, inventory(started[1]))
-    assert world.replies == {}
+    assert world.replies == {HRUN: [protocol.StepWaiting(job_id=12, text="")]}  # its step has tasks there
+    world.replies.clear()
     world.service.node_welcome(N1, inventory(started[0]))
     assert world.replies == {origin: [protocol.StepWaiting(job_id=12, text="")] for origin in (HRUN, SECOND)}
 
@@ -774,188 +636,6 @@ def test_a_node_that_forgot_a_running_step_has_lost_it() -> None:
     assert [order.token for order in world.said_to(N2, protocol.EndStep)] == [second.token]
     world.ends(second, 0, signals=(15,))
     assert world.ended().error == "n1 knows nothing of the step any more"
-
-
-def restarted(world: World) -> tuple[protocol.Launch, protocol.Launch]:
-    world.asks(ntasks="5")
-    (_, first), (_, second) = world.launches()
-    world.restart()
-    world.replies.clear()
-    world.sent.clear()
-    return first, second
-
-
-def test_a_step_lives_on_after_a_restart() -> None:
-    world = World()
-    first, second = restarted(world)
-    to = first.stream_to
-    world.service.node_welcome(N2, inventory(world.report(second.token, codes=[3], signals=[0], stream_to=to)))
-    assert not world.has_ended()
-    world.service.node_welcome(N1, inventory(world.report(first.token, protocol.STARTED, stream_to=to)))
-    assert not world.has_ended()
-    output = protocol.Output(to=to, token=second.token, task=4, fd=1, offset=0, eof=False)
-    assert world.service.output_origin(N2, output) == HRUN
-    world.says(HRUN, protocol.StepSignal(signum=10))
-    assert [m.token for m in world.said_to(N1, protocol.SignalStep)] == [first.token]
-    world.ends(first, 0, 0, 0, 1)
-    assert world.ended() == protocol.StepEnded(codes=[0, 0, 0, 1, 3], signals=[0] * 5)
-    row = world.rows[(12, 0, "0")]
-    assert (row.name, row.ntasks, row.state, row.exit_code) == ("prog", 5, "FAILED", 3)
-
-
-def test_what_is_said_to_a_step_that_was_not_found_again_yet_is_no_error() -> None:
-    world = World()
-    first, second = restarted(world)
-    world.service.node_welcome(N1, inventory(world.report(first.token, protocol.STARTED, stream_to=first.stream_to)))
-    world.says(HRUN, protocol.OutputAck(token=second.token, task=4, fd=1, offset=9))
-    assert not world.has_ended()
-
-
-def said_again(world: World, origin: Origin, **fields: Any) -> None:
-    request = protocol.changed(a_request(argv="prog", job_id=12, **fields), again=True)
-    world.says(origin, request)
-
-
-def test_a_step_that_waits_lives_on_after_a_restart() -> None:
-    world = World()
-    first, second = restarted(world)
-    to = first.stream_to
-    said_again(world, SECOND, nodes="1", ntasks="1")
-    world.service.node_welcome(N1, inventory(world.report(first.token, protocol.STARTED, stream_to=to)))
-    said_again(world, THIRD, nodes="1", ntasks="1")
-    world.service.on_stream_closed(THIRD)
-    assert world.launches() == []  # n2 might have a step that was started for it
-    world.service.node_welcome(N2, inventory(world.report(second.token, protocol.STARTED, stream_to=to)))
-    ((_, launch),) = world.launches()
-    assert (launch.step, world.replies[SECOND][-1].step) == ("1", 1)
-    assert THIRD not in world.replies
-
-
-def test_a_request_that_is_said_again_starts_nothing_twice() -> None:
-    world = World()
-    world.asks(ntasks="8")
-    world.asks(origin=SECOND, ntasks="1")
-    for origin, tasks in ((HRUN, "8"), (SECOND, "1")):
-        world.replies.clear()
-        said_again(world, origin, ntasks=tasks)
-    (_, first), (_, second) = world.launches()
-    world.ends(first, 0, 0, 0, 0)
-    world.ends(second, 0, 0, 0, 0)
-    assert [launch.step for _, launch in world.launches()] == ["0", "0", "1"]
-
-
-def test_an_answer_that_was_lost_with_the_connection_is_given_again() -> None:
-    world = World()
-    world.service.node_welcome(N1, [])
-    started = world.asks(nodes="1")
-    ((_, launch),) = world.launches()
-    world.replies.clear()
-    said_again(world, HRUN, nodes="1")
-    assert world.replies == {HRUN: [started]}
-    world.ends(launch, 3)
-    world.replies.clear()
-    world.says(HRUN, protocol.changed(a_request(argv="prog", job_id=12), again=True, step=0))
-    assert world.replies == {HRUN: [protocol.StepEnded(codes=[3], signals=[0])]}
-
-
-def test_who_waits_for_the_end_of_a_step_of_which_nobody_knows_is_told() -> None:
-    world = World()
-    restarted(world)
-    world.says(HRUN, protocol.changed(a_request(argv="prog", job_id=12), again=True, step=0))
-    world.service.node_welcome(N1, [])
-    assert not world.has_ended()
-    world.service.node_welcome(N2, [])
-    assert (world.ended().again, "ask again" in world.ended().error) == (True, True)
-    assert world.rows[(12, 0, "0")].state == "CANCELLED"
-
-
-def test_a_step_whose_start_was_not_told_before_a_restart_is_not_started_a_second_time() -> None:
-    world = World()
-    first, second = restarted(world)
-    to = first.stream_to
-    for node, launch in ((N1, first), (N2, second)):
-        world.service.node_welcome(node, inventory(world.report(launch.token, protocol.STARTED, stream_to=to)))
-    said_again(world, HRUN, ntasks="5")
-    assert "ask again" in world.ended().error
-    assert world.launches() == []
-
-
-def test_nodes_keep_the_ends_of_a_step_until_its_command_has_them() -> None:
-    world = World()
-    world.asks(ntasks="5")
-    (_, first), (_, second) = world.launches()
-    ends = [
-        (N1, world.report(first.token, codes=[0, 0, 0, 1], signals=[0] * 4, stream_to=first.stream_to)),
-        (N2, world.report(second.token, codes=[0], signals=[0], stream_to=first.stream_to)),
-    ]
-    assert not world.service.on_report(N1, world.report(first.token, protocol.STARTED))
-    assert all(world.service.on_report(node, report) for node, report in ends)
-    row = world.rows[(12, 0, "0")]
-    world.jobs[JobId(12)] = a_job(state=JobState.COMPLETED)
-    assert not world.service.on_report(*ends[0])  # whoever has not got it by now never will
-    world.jobs[JobId(12)] = a_job()
-    world.restart()
-    world.replies.clear()
-    for node, report in ends:
-        world.service.node_welcome(node, inventory(report))
-        assert world.service.on_report(node, report)
-    assert world.ended() == protocol.StepEnded(codes=[0, 0, 0, 1, 0], signals=[0] * 5)
-    assert world.rows[(12, 0, "0")] is row  # how it ended was noted when it did
-    world.service.on_stream_closed(HRUN)
-    acks = [(node, message.seqs) for node, message, _ in world.sent if isinstance(message, protocol.Ack)]
-    assert acks == [(node, [report.seq]) for node, report in ends]
-    assert not world.service.on_report(N1, ends[0][1])
-
-
-def test_after_a_restart_an_end_that_nobody_noted_is_told() -> None:
-    world = World()
-    first, _ = restarted(world)
-    world.service.node_welcome(N1, inventory(world.report(first.token, protocol.STARTED, stream_to=first.stream_to)))
-    world.service.node_welcome(N2, [])  # its report had been acknowledged before
-    world.ends(first, 0, 0, 0, 0)
-    assert "how some of the tasks ended is not known" in world.ended().error
-
-
-def test_after_a_restart_new_steps_do_not_take_old_numbers() -> None:
-    world = World()
-    first, _ = restarted(world)
-    world.service.node_welcome(N1, inventory(world.report(first.token, protocol.STARTED, stream_to=first.stream_to)))
-    assert world.asks(origin=SECOND, nodes="1").step == 1
-
-
-def test_after_a_restart_steps_from_the_head_have_nobody_left() -> None:
-    world = World(a_job(20, script=""))
-    world.asks(origin=(HEAD, 3), job_id=0, nodes="1")
-    job = world.jobs[JobId(20)]
-    world.service.job_running(job)
-    ((_, launch),) = world.launches()
-    world.restart()
-    world.sent.clear()
-    world.service.job_running(job)  # as for every such job that runs
-    said = inventory(world.report(launch.token, protocol.STARTED, stream_to=launch.stream_to))
-    world.service.node_welcome(N1, said)
-    world.service.node_welcome(N2, [])
-    assert [order.token for order in world.said_to(N1, protocol.EndStep)] == [launch.token]
-    assert world.released == []
-    world.ends(launch, 0, signals=(15,))
-    assert [job_id for job_id, _ in world.released] == [20]
-
-
-def test_after_a_restart_an_allocation_that_nobody_claims_is_released() -> None:
-    world = World(a_job(20, script=""))
-    world.service.job_running(world.jobs[JobId(20)])
-    world.service.node_welcome(N1, [])
-    assert world.released == []
-    world.service.node_welcome(N2, [])
-    assert world.released == [(20, ExitStatus(code=1))]
-
-
-def test_a_step_of_an_old_attempt_is_ended() -> None:
-    world = World()
-    first, _ = restarted(world)
-    world.jobs[JobId(12)] = a_job(attempt=1)
-    world.service.node_welcome(N1, inventory(world.report(first.token, protocol.STARTED, stream_to=first.stream_to)))
-    assert [order.token for order in world.said_to(N1, protocol.EndStep)] == [first.token]
 
 
 def test_an_inventory_that_is_none_is_refused() -> None:
@@ -973,10 +653,6 @@ def test_step_plan_tells_the_environment_what_it_needs() -> None:
 
 
 # ----- together or not at all
-
-
-def gos(world: World) -> list[NodeName]:
-    return sorted(to for to, message, _ in world.sent if isinstance(message, protocol.Go))
 
 
 def test_no_task_goes_before_all_nodes_are_ready() -> None:
@@ -1013,34 +689,3 @@ def test_a_node_that_cannot_keeps_all_from_going() -> None:
     assert [message.token for message in world.said_to(N1, protocol.EndStep)] == [first.token]
     world.service.on_report(N1, world.report(first.token, protocol.BARRED))
     assert "no such directory" in world.ended().error
-
-
-def test_after_a_restart_what_is_ready_everywhere_goes() -> None:
-    world = World()
-    first, second = restarted(world)
-    for node, launch in ((N1, first), (N2, second)):
-        assert gos(world) == []
-        ready = world.report(launch.token, protocol.READY, stream_to=launch.stream_to)
-        world.service.node_welcome(node, inventory(ready))
-    assert gos(world) == [N1, N2]
-
-
-def test_after_a_restart_what_is_not_there_everywhere_is_ended() -> None:
-    world = World()
-    first, _ = restarted(world)
-    world.service.node_welcome(N1, inventory(world.report(first.token, protocol.READY, stream_to=first.stream_to)))
-    assert world.said_to(N1, protocol.EndStep) == []
-    world.service.node_welcome(N2, [])
-    assert gos(world) == []
-    assert [message.token for message in world.said_to(N1, protocol.EndStep)] == [first.token]
-    world.service.on_report(N1, world.report(first.token, protocol.BARRED))
-    assert world.ended().again  # nothing of it has run
-
-
-def test_after_a_restart_what_has_run_is_not_asked_for_once_more() -> None:
-    world = World()
-    first, _ = restarted(world)
-    world.service.node_welcome(N1, inventory(world.report(first.token, protocol.STARTED, stream_to=first.stream_to)))
-    world.service.node_welcome(N2, [])
-    world.ends(first, 0, 0, 0, 0)
-    assert not world.ended().again
