@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import subprocess
 import tempfile
@@ -174,7 +175,7 @@ def test_a_full_disk_is_told_and_so_is_its_end(work: Path) -> None:
                 fill(filler)
             refused = controller.final(controller.launch("true", new_token(job=2)))
             assert (refused.status, refused.node_fault) == (protocol.REFUSED, True)
-            said = controller.wait(lambda message: isinstance(message, protocol.Condition))
+            said = controller.wait(_is_condition)
             assert "No space left on device" in said.why
             (root / "filler").unlink()
             controller.wait(lambda message: message == protocol.Condition(""))
@@ -193,3 +194,33 @@ def fill(filler: Any) -> None:
                 filler.write(bytes(size))
         except OSError:
             continue
+
+
+def test_a_node_that_can_fork_no_more_says_so_and_is_back_when_it_can(work: Path) -> None:
+    # Root has no such limit: its agent is nobody's here.
+    with running_node(work / "node", user="nobody" if os.geteuid() == 0 else "") as node:
+        controller = Controller(node)
+        assert controller.final(controller.launch("true", work_dir=str(work))).codes == [0]
+        assert node.agent is not None
+        let_have(node.agent.pid, "1")  # first: whom it forks now has that limit as well
+        for pid in node.processes():
+            let_have(pid, "1")
+        refused = controller.final(controller.launch("true", new_token(job=2), work_dir=str(work)))
+        assert (refused.status, refused.node_fault) == (protocol.REFUSED, True)
+        assert "Resource temporarily unavailable" in controller.wait(_is_condition).why
+        most = resource.getrlimit(resource.RLIMIT_NPROC)[0]  # as we have
+        for pid in node.processes():
+            let_have(pid, "unlimited" if most == resource.RLIM_INFINITY else str(most))
+        controller.wait(lambda message: message == protocol.Condition(""))
+        assert controller.final(controller.launch("true", new_token(job=3), work_dir=str(work))).codes == [0]
+        controller.close()
+
+
+def let_have(pid: int, processes: str) -> None:
+    """Set how many processes the account of `pid` may have for it to fork one more."""
+    own_account = ["setpriv", "--reuid=nobody", "--regid=nogroup", "--clear-groups"] if os.geteuid() == 0 else []
+    subprocess.run([*own_account, "prlimit", f"--nproc={processes}:", f"--pid={pid}"], check=True)
+
+
+def _is_condition(message: Any) -> bool:
+    return isinstance(message, protocol.Condition)

@@ -52,6 +52,9 @@ class Node:
 
     # ----- what the ledger asks of shepherds
 
+    def try_to_start(self) -> None:
+        pass
+
     def start(self, launch: protocol.Launch, _account: Any, _suspended: bool) -> None:
         boot_id = self.ledger.boot_id
         started = {

@@ -458,6 +458,9 @@ class SimMinders:
         self._wires: dict[str, Wire] = {}
         self._unsaid: dict[str, list[list[Any]]] = {}
 
+    def try_to_start(self) -> None:
+        """As `Minders.try_to_start`: a fork fails now and then only."""
+
     def start(self, launch: protocol.Launch, account: Account, suspended: bool) -> None:
         """As `Minders.start`: the lock, then the fork."""
         token, machine = launch.token, self._machine

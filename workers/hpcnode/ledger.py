@@ -24,7 +24,7 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Set, Tuple
 from hpcnode import protocol
 from hpcnode.entry import Entries, Entry, Minding, mismatch
 from hpcnode.lease import Leases
-from hpcnode.process import boot_clock_s
+from hpcnode.process import NO_PROCESS, boot_clock_s
 from hpcnode.reports import Reports
 from hpcnode.spool import Found, Spool, token_of
 from hpcnode.terms import Terms
@@ -72,7 +72,7 @@ class Ledger:
         self._log = log
         self._wall_s = wall_s
         self._reports = Reports(spool=spool, send=send, boot_id=boot_id, wall_s=wall_s, boot_s=boot_s)
-        self._unwritten = Unwritten(spool, send, log)
+        self._unwritten = Unwritten(spool, minders, send, log)
         self.leases = Leases(spool, log, boot_s)
         self._gone: List[_Gone] = []
         self._suspended: Dict[Tuple[str, int], int] = {}  # job -> its attempt that stands still, as this agent was told
@@ -226,7 +226,8 @@ class Ledger:
         except UserError as error:
             self._refuse(entry, str(error))
         except OSError as error:
-            self._refuse(entry, "cannot start a shepherd: %s" % error, node_fault=error.errno in DISK_ERRORS)
+            node_fault = error.errno in DISK_ERRORS | NO_PROCESS
+            self._refuse(entry, "cannot start a shepherd: %s" % error, node_fault=node_fault)
 
     def go(self, order: protocol.Go) -> None:
         """Let the tasks of a launch with `hold` go."""

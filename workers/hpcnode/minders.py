@@ -88,6 +88,13 @@ class Minders:
         send_order(worker.control, order, lock_fd, talk)
         self._want_spare()
 
+    def try_to_start(self) -> None:
+        """Find out whether this node can have one more process. Raises OSError if it cannot."""
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0)
+        os.waitpid(pid, 0)
+
     def keep_one_ready(self) -> None:
         """Have a worker at hand: the next launch need not wait for a fork and for the kernel to move it into its group."""
         self._spare_timer = None

@@ -10,11 +10,14 @@ Sources: proc(5), pidfd_open(2), prctl(2), setsid(2), clock_gettime(2).
 from __future__ import annotations
 
 import ctypes
+import errno
 import functools
 import os
 import signal
 import time
 from typing import Dict, Iterable, List, Mapping, NamedTuple, Optional, Set
+
+NO_PROCESS = frozenset({errno.EAGAIN, errno.ENOMEM})  # of fork(2): this node, or our account on it, can have no more
 
 PR_SET_PDEATHSIG = 1
 PR_SET_NO_NEW_PRIVS = 38

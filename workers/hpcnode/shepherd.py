@@ -87,6 +87,8 @@ class Shepherd:
         try:
             self._fork_tasks()
         except (OSError, ValueError) as error:
+            # The node's fault if not even one task could be forked; that a job asks for too many is its own.
+            self._node_fault = not self._tasks and getattr(error, "errno", None) in process.NO_PROCESS
             self._refuse("cannot start the step: %s" % error)
         self._watch_lease()
         self.loop.run()

@@ -1,6 +1,7 @@
 """What a full or broken disk leaves to be done: the controller is told, and what could not be written is tried again.
 
-A spool that cannot be written is a fault of the node, not of the job: while it lasts the node can take no launches.
+A spool that cannot be written is a fault of the node, not of the job: while it lasts the node can take no launches. So is it
+that no process can be forked: a node that refused every job would soon have had them all.
 """
 
 from __future__ import annotations
@@ -8,14 +9,18 @@ from __future__ import annotations
 from typing import Any, Callable, Dict, List
 
 from hpcnode import protocol
+from hpcnode.entry import Minding
 from hpcnode.spool import Spool
 
 
 class Unwritten:
     """What the spool of this node did not take yet."""
 
-    def __init__(self, spool: Spool, send: Callable[[protocol.Message], None], log: Callable[[str], None]) -> None:
+    def __init__(
+        self, spool: Spool, minders: Minding, send: Callable[[protocol.Message], None], log: Callable[[str], None]
+    ) -> None:
         self._spool = spool
+        self._minders = minders
         self._send = send
         self._log = log
         self.fault = ""  # why this node can take no launches
@@ -42,8 +47,9 @@ class Unwritten:
             return
         try:
             self._spool.try_to_write()
+            self._minders.try_to_start()
         except OSError as error:
-            self._log("the spool %s still cannot be written: %s" % (self._spool.path, error))
+            self._log("nothing can be started here yet: %s" % error)
             return
         self.fault = ""
         self._send(protocol.Condition(""))

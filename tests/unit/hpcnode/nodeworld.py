@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import secrets
 from typing import Any
 
@@ -132,8 +133,14 @@ class NotedShepherds:
         self.said: list[tuple[str, list[Any]]] = []
         self.tree_left = False
         self.fails = False
+        self.no_process = False
+
+    def try_to_start(self) -> None:
+        if self.no_process:
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
 
     def start(self, spec: protocol.Launch, account: Account, suspended: bool) -> None:
+        self.try_to_start()
         if self.fails:
             raise OSError("no more processes")
         assert spec.token not in self.living

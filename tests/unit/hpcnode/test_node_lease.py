@@ -223,6 +223,19 @@ def test_a_full_disk_is_the_nodes_fault_until_there_is_room() -> None:
     assert (world.ledger.fault, world.sent[-1]) == ("", protocol.Condition(""))
 
 
+def test_a_node_that_can_fork_no_more_refuses_as_one_that_is_unwell_until_it_can() -> None:
+    world = World()
+    world.shepherds.no_process = True
+    text = world.launch(token())
+    assert world.statuses(text) == ["refused"]
+    assert any(isinstance(message, protocol.Report) and message.node_fault for message in world.sent)
+    world.ledger.repeat()
+    assert "cannot start a shepherd" in world.ledger.fault
+    world.shepherds.no_process = False
+    world.ledger.repeat()
+    assert (world.ledger.fault, world.sent[-1]) == ("", protocol.Condition(""))
+
+
 def test_a_start_that_the_disk_did_not_take_is_the_nodes_fault() -> None:
     world = World()
     text = world.launch(token())
