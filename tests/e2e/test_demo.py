@@ -78,8 +78,9 @@ def test_the_story_survives_a_dead_controller_and_a_dead_node(place: Path) -> No
 
 
 def test_ctrl_c_leaves_nothing_behind(place: Path) -> None:
+    heeds_ctrl_c = ["env", "--default-signal=INT"]  # a shell's job in the background is started with it ignored
     with subprocess.Popen(
-        [*DEMO, "--seconds", "60", "--training", SMALL],
+        [*heeds_ctrl_c, *DEMO, "--seconds", "60", "--training", SMALL],
         cwd=place, env=environment(place), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True,
         stderr=subprocess.STDOUT, start_new_session=True,
     ) as process:  # fmt: skip
