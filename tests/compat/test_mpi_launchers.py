@@ -35,6 +35,8 @@ def test_ranks_on_both_nodes(before: str, mpi_bin: str, cluster: LocalCluster, s
     words = ("sbatch", "--parsable", "--wait", "-N2", "--ntasks-per-node=2")
     job_id = slurm(*words, stdin=script, check=False).stdout.strip()
     shown = (cluster.share / f"slurm-{job_id}.out").read_text()
-    assert sorted(shown.splitlines()) == [f"rank {rank} on n{rank // 2 + 1}" for rank in range(4)]
+    # Open MPI warns now and then that its remote shell was quicker than setpgid(2), which does no harm.
+    ranks = sorted(line for line in shown.splitlines() if "setpgid(" not in line)
+    assert ranks == [f"rank {rank} on n{rank // 2 + 1}" for rank in range(4)]
     steps = slurm("sacct", "-n", "-P", "-j", job_id, "-o", "JobName").stdout.splitlines()[2:]
     assert {"prted", "hydra_pmi_proxy"} & set(steps) if before else steps, steps
