@@ -114,17 +114,18 @@ def test_what_never_fits_is_refused(cluster: LocalCluster) -> None:
     assert "has 2" in err
 
 
-def test_steps_in_a_job_queue_for_its_cpus(cluster: LocalCluster, tmp_path: Path) -> None:
-    text = """
+# A step that has all cpus until there is a file `go`, and one that waits for some.
+ONE_RUNS_ONE_WAITS = """
 until_seen() { until grep -q "$1" out; do sleep 0.1; done; }
 hrun -n4 sh -c 'echo first; until [ -e go ]; do sleep 0.1; done' &
 until_seen first
 hrun -n1 echo second &
 until_seen 'Requested nodes are busy'
-hrun -n1 --overlap echo third
-touch go
-wait"""
-    said = in_job(cluster, tmp_path, text)
+"""
+
+
+def test_steps_in_a_job_queue_for_its_cpus(cluster: LocalCluster, tmp_path: Path) -> None:
+    said = in_job(cluster, tmp_path, ONE_RUNS_ONE_WAITS + "hrun -n1 --overlap echo third\ntouch go\nwait")
     assert [re.sub("[0-9]+", "N", line) for line in said if line != "first"] == [
         "hrun: Job N step creation temporarily disabled, retrying (Requested nodes are busy)",
         "third",
@@ -188,14 +189,7 @@ def test_a_step_lives_through_a_restart_of_the_controller(cluster: LocalCluster,
 
 
 def test_a_step_that_waits_lives_through_a_restart_of_the_controller(cluster: LocalCluster, tmp_path: Path) -> None:
-    text = """
-until_seen() { until grep -q "$1" out; do sleep 0.1; done; }
-hrun -n4 sh -c 'echo first; until [ -e go ]; do sleep 0.1; done' &
-until_seen first
-hrun -n1 echo second &
-until_seen 'Requested nodes are busy'
-wait"""
-    submit(cluster, tmp_path, text)
+    submit(cluster, tmp_path, ONE_RUNS_ONE_WAITS + "wait")
     output(tmp_path, until="busy")
     cluster.down()
     cluster.up()

@@ -61,7 +61,7 @@ def test_the_profile_is_read_and_our_commands_are_found(tmp_path: Path) -> None:
 
 def test_of_a_path_those_folders_are_ours_that_have_our_commands() -> None:
     path = [
-        "/root/.venv/bin",
+        "/home/ann/venv/bin",
         "/a/bin",
         "/a/bin/slurm",
         "/lib/hpcsched/slurm",
