@@ -100,10 +100,6 @@ class Step:
         """Return its runs, the one with rank 0 first."""
         return [self.runs[node] for node in self.nodes if node in self.runs]
 
-    def run_of(self, token: str) -> Run | None:
-        """Return the run that has this token."""
-        return next((run for run in self.runs.values() if run.token == token), None)
-
     def started(self) -> protocol.StepStarted:
         """Return what a step command is told of it; all its runs have a place."""
         parts = [(run.place.tasks, run.token) for run in self.in_rank_order() if run.place is not None]

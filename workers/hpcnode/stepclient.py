@@ -27,9 +27,7 @@ from hpcnode.streamout import LineStream, Outlet
 INPUT_WINDOW = 256 << 10
 READ_SIZE = 64 << 10
 SEND_LIMIT = 1 << 20
-DRAIN_S = (
-    60.0  # how long missing output may be silent after the end of the step, while there is a controller to bring it
-)
+DRAIN_S = 60.0  # how long output may be silent after the end of the step, while somebody is there who would bring it
 FAILED_DRAIN_S = 1.0  # the same for a step that went wrong: some of its tasks may never have run
 ASK_AGAIN_S = 0.5
 AGENT_BACK_S = 20.0  # one that is replaced at an upgrade, or was killed, is there again within moments
