@@ -68,7 +68,8 @@ def on_batch_report(tx: Transaction, node: NodeName, token: Token, report: proto
             return  # nothing to keep: it is repeated as STARTED or not at all
         case protocol.STARTED:
             if job.started_at_s is None and can(job, Started):
-                tx.put_step(_batch_row(tx.record(Started(job_id=job.id, at_s=tx.now_s)), node, None))
+                started = tx.record(Started(job_id=job.id, at_s=tx.now_s, ran_s=report.ran_s))
+                tx.put_step(_batch_row(started, node, None))
         case protocol.ENDED:
             ended = tx.record(
                 Exited(

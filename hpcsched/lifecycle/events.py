@@ -103,7 +103,12 @@ class Claimed(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started(Event):
-    """The batch step's program was released on its node (or an allocation without one is ready)."""
+    """The batch step's program was released on its node (or an allocation without one is ready).
+
+    `ran_s`: how long ago that was, by the node's clock; the report of it may come later.
+    """
+
+    ran_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

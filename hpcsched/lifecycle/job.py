@@ -206,11 +206,16 @@ def _claimed(job: Job, event: Claimed) -> Job:
 
 
 def _started(job: Job, event: Started) -> Job:
-    return replace(job, state=RUNNING, started_at_s=event.at_s)
+    return replace(job, state=RUNNING, started_at_s=_began_s(job, event.at_s, event.ran_s))
 
 
 def _started_while_ending(job: Job, event: Started) -> Job:
-    return replace(job, started_at_s=event.at_s)
+    return replace(job, started_at_s=_began_s(job, event.at_s, event.ran_s))
+
+
+def _began_s(job: Job, at_s: float, ran_s: float | None) -> float:
+    """Return when what had run for so long at that time began on our clock: never before the job had its nodes."""
+    return max(at_s - max(0.0, ran_s or 0.0), at_s if job.allocated_at_s is None else job.allocated_at_s)
 
 
 def _suspended(job: Job, event: Suspended) -> Job:
@@ -328,8 +333,10 @@ def _ran(job: Job, event: Exited) -> Job:
         ended_at_s = started_at_s + ran_s
     else:
         ended_at_s = event.at_s
-    if started_at_s is None:  # we never heard of its start
-        started_at_s = max(ended_at_s - ran_s, job.allocated_at_s or event.at_s)
+    ended_at_s = max(ended_at_s, job.allocated_at_s or ended_at_s)
+    began_s = _began_s(job, ended_at_s, event.ran_s)
+    if started_at_s is None or began_s < started_at_s:  # we heard late of its start, or never
+        started_at_s = began_s
     ended_at_s = min(max(started_at_s, ended_at_s), event.at_s)
     job = replace(settled(job, ended_at_s), charged_until_s=event.at_s)
     return replace(job, started_at_s=started_at_s, ended_at_s=ended_at_s)

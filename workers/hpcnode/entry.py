@@ -120,6 +120,8 @@ def report_of(entry: Entry, now_s: float, boot_id: str, boot_s: float) -> protoc
     """
     record = entry.record
     start = {"pid": record.get("pid", 0), "started_at_s": record.get("started_at_s", 0.0)}
+    if "started_boot_s" in record and record.get("boot_id") == boot_id:
+        start["ran_s"] = max(0.0, boot_s - record["started_boot_s"])
     at_s = record.get("at_s", now_s)
     if entry.held:
         return protocol.Report(entry.seq, entry.token, protocol.STARTED, at_s, stream_to=_stream_to(entry), **start)

@@ -352,7 +352,7 @@ class Report(Message):
     usage: Dict[str, float] = Fresh(dict)
     stream_to: Optional[Address] = None
     node_fault: bool = False  # of REFUSED: the node is in no state to start anything (its disk is full, say)
-    ran_s: Optional[float] = None  # of ENDED: from release to end, by the clock that knows no steps
+    ran_s: Optional[float] = None  # from release to end, of STARTED: to now; by the clock that knows no steps
     ago_s: Optional[float] = None  # of ENDED: how long ago that was when this was sent; None: the node has booted since
 
 

@@ -199,7 +199,13 @@ class World:
         return text
 
     def started(self, text: str) -> None:
-        record = {"status": "started", "pid": 7, "started_at_s": 999.0, "boot_id": self.boot_id}
+        record = {
+            "status": "started",
+            "pid": 7,
+            "started_at_s": 999.0,
+            "boot_id": self.boot_id,
+            "started_boot_s": self.now_s,
+        }
         self.spool.entries[text]["started"] = record
         self.ledger.shepherd_started(text, record)
 

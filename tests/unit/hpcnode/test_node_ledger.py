@@ -66,6 +66,16 @@ def test_reports_are_repeated_until_they_are_acknowledged() -> None:
     assert world.statuses(text) == ["started", "started"]
 
 
+def test_a_start_that_is_told_late_says_for_how_long_the_script_has_run() -> None:
+    world = World()
+    text = world.launch(token())
+    world.started(text)
+    world.now_s += 40.0
+    world.ledger.repeat()
+    world.ledger.repeat()
+    assert [m.ran_s for m in world.sent if m.status == "started"] == [0.0, 40.0]
+
+
 def test_a_shepherd_that_died_before_the_start_is_replaced_a_few_times() -> None:
     world = World()
     text = world.launch(token())

@@ -220,6 +220,21 @@ def test_a_job_ends_when_its_script_did_however_late_we_hear_of_it() -> None:
     assert (unheard.started_at_s, unheard.ended_at_s) == (T0 + 3597, T0 + 3600)
 
 
+def test_a_job_has_run_since_its_script_was_started_however_late_we_hear_of_it() -> None:
+    started = after(allocated("n1"), Started(job_id=ONE, at_s=T0 + 100, ran_s=90.0))
+    assert (started.allocated_at_s, started.started_at_s) == (T0, T0 + 10)
+    late = Exited(job_id=ONE, at_s=T0 + 110, node=N1, exit=ExitStatus(code=0), ran_s=105.0, ago_s=0.0)
+    ended = apply(started, late)
+    assert (ended.started_at_s, ended.ended_at_s) == (T0 + 5, T0 + 110)
+
+
+def test_no_job_starts_before_it_has_its_nodes_whatever_their_clock_says() -> None:
+    started = after(allocated("n1"), Started(job_id=ONE, at_s=T0 + 100, ran_s=1e9))
+    assert started.started_at_s == started.allocated_at_s
+    future = after(allocated("n1"), Started(job_id=ONE, at_s=T0 + 100, ran_s=-1e9))
+    assert future.started_at_s == T0 + 100
+
+
 def test_nobody_is_charged_for_the_time_between_a_jobs_end_and_our_hearing_of_it() -> None:
     late = Exited(job_id=ONE, at_s=T0 + 3600, node=N1, exit=ExitStatus(code=0), ran_s=3.0, ago_s=600.0)
     done = after(allocated("n1"), STARTED, late)
@@ -254,7 +269,7 @@ def test_a_job_of_a_silent_node_that_had_ended_in_time_did_not_time_out(code: in
 @pytest.mark.parametrize("ago_s", [-100.0, 1e9])
 def test_an_end_is_never_before_the_start_or_in_the_future(ago_s: float) -> None:
     done = after(allocated("n1"), STARTED, exited(ran_s=3.0, ago_s=ago_s))
-    assert T0 + 1 <= (done.ended_at_s or 0) <= T0 + 9
+    assert T0 <= (done.started_at_s or 0) <= (done.ended_at_s or 0) <= T0 + 9
 
 
 @pytest.mark.parametrize("ran_s", [-100.0, 1e9])
