@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from clientrun import Client
 from test_srun import job  # noqa: F401 - a fixture
+from waiting import wait_until
 
 from hpcsched.demo.cluster import LocalCluster
 
@@ -125,6 +126,7 @@ def test_who_is_ended_after_the_first_task_is_told_in_slurms_words(job: Client) 
 def test_a_step_from_outside_of_its_job(cluster: LocalCluster, slurm: Client) -> None:
     job_id = slurm("sbatch", "--parsable", "-N2", "--wrap", "while [ ! -e over ]; do sleep 0.1; done").stdout.strip()
     show = "echo $SLURM_JOB_ID $SLURM_STEP_ID $SLURM_PROCID $SLURMD_NODENAME; exit 4"
+    wait_until(lambda: slurm("squeue", "-h", "-j", job_id, "-o", "%t").stdout == "R\n", what="the job to run")
     try:
         wait = slurm("srun", f"--jobid={job_id}", "--overlap", "-w", "n2", "-n1", "sh", "-c", show, check=False)
         assert (wait.returncode, wait.stdout) == (4, f"{job_id} 0 0 n2\n")

@@ -18,7 +18,7 @@ from hpctrain.metrics import read_metrics
 
 TESTS = Path(__file__).parents[1]
 SMALL = "--layers 1 --width 32 --heads 2 --context 32 --batch 12 --eval-every 0 --sample 0 --checkpoint-every 50"
-SCRIPT = f"""exec {sys.executable} -m hpctrain.elastic --report report.json -- \\
+SCRIPT = f"""exec {sys.executable} -m hpctrain.elastic --silence 60 --report report.json -- \\
     {sys.executable} -m hpctrain.examples.chargpt {SMALL} --steps 1000000 --out elastic
 """
 

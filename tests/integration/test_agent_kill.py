@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 from agent_client import Controller, NodeUnderTest, new_token, pids, running_node
@@ -95,17 +96,23 @@ def test_fork_bombs_end(node: NodeUnderTest, work: Path) -> None:
     assert node.job_processes() == []
 
 
+# The limit is far away until the traps are set, however slow the machine is; then it is brought near.
+FAR: dict[str, Any] = {"limit_s": 3600.0, "signum": signal.SIGUSR1, "signal_before_s": 1800.0}
+
+
 def test_the_time_limit_ends_a_step_after_a_warning(node: NodeUnderTest, work: Path) -> None:
     controller = Controller(node)
     token = controller.launch(
-        "trap 'echo warned >> out' USR1; trap 'echo told >> out; exit 0' TERM; while :; do sleep 0.05; done",
+        "trap 'echo warned >> out' USR1; trap 'echo told >> out; exit 0' TERM; touch up; while :; do sleep 0.05; done",
         work_dir=str(work),
-        limit_s=4.0,
         grace_s=60.0,
-        signum=signal.SIGUSR1,
-        signal_before_s=1.5,
         signal_batch_only=True,
+        **FAR,
     )
+    wait_until(lambda: (work / "up").exists())
+    controller.send(protocol.TimeLimit(token, 1799.0))
+    wait_until(lambda: (work / "out").exists())
+    controller.send(protocol.TimeLimit(token, 0.1))
     ended = controller.final(token)
     assert (ended.timed_out, ended.why) == (True, "timeout")
     assert (work / "out").read_text().split() == ["warned", "told"]
@@ -113,20 +120,20 @@ def test_the_time_limit_ends_a_step_after_a_warning(node: NodeUnderTest, work: P
 
 def test_the_warning_reaches_steps_but_not_the_batch_shell(node: NodeUnderTest, work: Path) -> None:
     controller = Controller(node)
+    trap = "trap 'echo {0} >> out' USR1; touch {0}; while :; do sleep 0.05; done"
     batch = controller.launch(
-        "sh -c \"trap 'echo child >> out' USR1; while :; do sleep 0.05; done\" &\n"
-        "trap 'echo shell >> out' USR1; wait; wait",
+        f"sh -c \"{trap.format('child')}\" &\ntrap 'echo shell >> out' USR1; wait; wait",
         token=new_token(job=7),
         work_dir=str(work),
-        limit_s=4.0,
-        signum=signal.SIGUSR1,
-        signal_before_s=1.5,
+        **FAR,
     )
     step = controller.launch(
-        argv=["sh", "-c", "trap 'echo step >> out' USR1; while :; do sleep 0.05; done"],
-        token=new_token(job=7, step="0"),
-        work_dir=str(work),
+        argv=["sh", "-c", trap.format("step")], token=new_token(job=7, step="0"), work_dir=str(work)
     )
+    wait_until(lambda: (work / "child").exists() and (work / "step").exists())
+    controller.send(protocol.TimeLimit(batch, 1799.0))
+    wait_until(lambda: (work / "out").exists() and len((work / "out").read_text().split()) == 2, what="both to hear")
+    controller.send(protocol.TimeLimit(batch, 0.1))
     assert controller.final(batch).timed_out
     assert controller.final(step).status == protocol.ENDED
     assert sorted((work / "out").read_text().split()) == ["child", "step"]
@@ -261,8 +268,7 @@ def test_a_rebooted_node_reports_its_jobs_lost_and_kills_no_stranger(place: Path
 def test_a_time_limit_that_is_changed_counts_from_the_start(node: NodeUnderTest, work: Path) -> None:
     controller = Controller(node)
     script = "trap 'echo warned >> out' USR1; touch up; while :; do sleep 0.05; done"
-    token = controller.launch(script, work_dir=str(work), limit_s=3600.0, grace_s=0.5, signum=signal.SIGUSR1,
-                              signal_before_s=1800.0, signal_batch_only=True)  # fmt: skip
+    token = controller.launch(script, work_dir=str(work), grace_s=0.5, signal_batch_only=True, **FAR)
     controller.wait_status(token, protocol.STARTED)
     wait_until(lambda: (work / "up").exists())
     controller.send(protocol.TimeLimit(token, 1799.0))  # so it is warned now
