@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hpctrain.errors import TrainError
-from hpctrain.optim import AdamW
+from hpctrain.optim import AdamW, Stretch
 from hpctrain.torchoptim import TorchOptimizer, guarded, optimizer_for
 
 MAKERS = {
@@ -118,20 +118,65 @@ def test_our_own_is_taken_as_it_is() -> None:
     assert optimizer_for(model, ours) is ours
 
 
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("cuts", [[1], [17, 33], [5000, 5007, 65531], [*range(3, 100_000, 7001)]])
-def test_what_adamw_does_to_a_number_does_not_depend_on_where_tensors_are_cut(cuts: list[int]) -> None:
+def test_what_adamw_does_to_a_number_does_not_depend_on_where_tensors_are_cut(
+    cuts: list[int], kind: torch.dtype
+) -> None:
     """So a checkpoint's gradients may be taken again in any pieces, by any number of threads."""
     rule, _ = AdamW.from_settings(AdamW([]).settings())
-    generator = torch.Generator().manual_seed(1)
-    whole = [torch.randn(100_003, generator=generator) * scale for scale in (1.0, 1e-3, 1e-3, 1e-6)]
-    whole[3].abs_()
+    whole = stretch_of((100_003,), kind)
     parts = [one.clone() for one in whole]
     for number in range(1, 4):
-        rule.move(tuple(whole), number, 1e-3, decayed=True)
+        rule.move(whole, number, 1e-3, decayed=True)
         for stretch in zip(*(one.tensor_split(cuts) for one in parts), strict=True):
             rule.move(stretch, number, 1e-3, decayed=True)
     for one, other in zip(whole, parts, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("shape", [(8, 6, 5, 3), (8, 8, 4, 4)])
+def test_adamw_moves_weights_that_lie_otherwise_to_the_same_bits(shape: tuple[int, ...]) -> None:
+    rule, _ = AdamW.from_settings(AdamW([]).settings())
+    plain = stretch_of(shape, torch.float32)
+    others = [one.clone() for one in plain]
+    others[0] = others[0].contiguous(memory_format=torch.channels_last)
+    others[3] = others[3].transpose(0, 3).contiguous().transpose(0, 3)
+    for number in range(1, 4):
+        rule.move(plain, number, 1e-3, decayed=True)
+        rule.move((others[0], others[1], others[2], others[3]), number, 1e-3, decayed=True)
+    for one, other in zip(plain, others, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_adamw_is_torchs_fused_one() -> None:
+    parameter = torch.nn.Parameter(torch.randn(32, 64))
+    ours = torch.nn.Parameter(parameter.detach().clone())
+    theirs = torch.optim.AdamW([parameter], lr=1e-2, betas=(0.9, 0.99), weight_decay=0.1, fused=True)
+    mine = AdamW([("w", ours)])
+    for number in range(1, 6):
+        parameter.grad = torch.randn(32, 64)
+        ours.grad = parameter.grad.clone()
+        theirs.step()
+        mine.step(number, 1e-2)
+    assert torch.equal(parameter, ours)
+
+
+def test_adamw_moves_the_parts_of_complex_numbers_by_themselves() -> None:
+    rule, _ = AdamW.from_settings(AdamW([]).settings())
+    plain = stretch_of((50, 2), torch.float32)
+    numbers = tuple(torch.view_as_complex(one.clone()) for one in plain)
+    rule.move(plain, 1, 1e-3, decayed=True)
+    rule.move((numbers[0], numbers[1], numbers[2], numbers[3]), 1, 1e-3, decayed=True)
+    for one, other in zip(plain, numbers, strict=True):
+        assert torch.equal(one, torch.view_as_real(other))
+
+
+def stretch_of(shape: tuple[int, ...], kind: torch.dtype) -> Stretch:
+    """Weights, gradients and moments of a usual size."""
+    generator = torch.Generator().manual_seed(1)
+    parts = [torch.randn(shape, generator=generator).mul_(scale).to(kind) for scale in (1.0, 1e-3, 1e-3, 1e-6)]
+    return parts[0], parts[1], parts[2], parts[3].abs_()
 
 
 def test_a_step_that_the_script_takes_itself_is_refused_while_the_loop_trains() -> None:

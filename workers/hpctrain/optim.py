@@ -1,21 +1,22 @@
 """AdamW and gradient clipping, in few lines.
 
 Why not torch.optim: constructing its first optimizer imports more than a second of compiler, at each restart; and a
-checkpoint that replays gradients later needs to know every operation of a step.  The state is the usual one: per
-parameter `exp_avg` and `exp_avg_sq`; the step count is given by the caller.
+checkpoint that replays gradients later needs the same bits however tensors are cut, where torch's step in one pass rounds the
+last few numbers of a tensor otherwise.  The state is the usual one: per parameter `exp_avg` and `exp_avg_sq`; the step
+count is given by the caller.
 Sources: Loshchilov and Hutter, "Decoupled weight decay regularization", 2019.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-STRETCH = 1 << 16  # numbers
+LANES = 64  # a multiple of the numbers that a CPU moves at once; what is left over torch's kernel rounds otherwise
 Stretch = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # weights, gradients and both moments
 
 
@@ -31,6 +32,48 @@ class Rule:
     @torch.no_grad()
     def move(self, stretch: Stretch, number: int, lr: float, *, decayed: bool) -> None:
         """This will move weights by their gradients; `number` counts from 1."""
+        if stretch[0].is_complex():
+            stretch = tuple(map(torch.view_as_real, stretch))  # type: ignore[assignment]
+        if stretch[0].device.type != "cpu":
+            self._move_by_parts(stretch, number, lr, decayed=decayed)
+            return
+        if not stretch[0].is_contiguous():  # its moments lie as it does; that its gradients do not costs one copy
+            order = sorted(range(stretch[0].dim()), key=stretch[0].stride, reverse=True)
+            stretch = tuple(one.permute(order) for one in stretch)  # type: ignore[assignment]
+        flat = tuple(one.contiguous().view(-1) for one in stretch)
+        whole = flat[0].numel() // LANES * LANES
+        self._move_lanes([one[:whole] for one in flat], number, lr, decayed=decayed)
+        if whole < flat[0].numel():
+            padded = [torch.zeros(LANES, dtype=one.dtype) for one in flat]
+            for wide, one in zip(padded, flat, strict=True):
+                wide[: one.numel() - whole] = one[whole:]
+            self._move_lanes(padded, number, lr, decayed=decayed)
+            for wide, one in zip(padded, flat, strict=True):
+                one[whole:] = wide[: one.numel() - whole]
+        for one, moved in zip(stretch, flat, strict=True):
+            if not one.is_contiguous():
+                one.copy_(moved.view(one.shape))
+
+    def _move_lanes(self, flat: list[torch.Tensor], number: int, lr: float, *, decayed: bool) -> None:
+        """One pass over memory; the operation behind `torch.optim.AdamW(fused=True)`."""
+        part, grad, mean, square = ([one] for one in flat)
+        torch._fused_adamw_(
+            part,
+            grad,
+            mean,
+            square,
+            [],
+            [torch.tensor(float(number))],
+            lr=lr,
+            beta1=self.beta1,
+            beta2=self.beta2,
+            weight_decay=self.weight_decay if decayed else 0.0,
+            eps=self.eps,
+            amsgrad=False,
+            maximize=False,
+        )
+
+    def _move_by_parts(self, stretch: Stretch, number: int, lr: float, *, decayed: bool) -> None:
         part, grad, mean, square = stretch
         correction1, correction2 = 1 - self.beta1**number, 1 - self.beta2**number
         if decayed and self.weight_decay:
@@ -94,15 +137,8 @@ class AdamW:
         for name, parameter in self._parameters.items():
             if parameter.grad is None:
                 continue
-            for stretch in _in_stretches(parameter, parameter.grad, *self._moments[name]):
-                self._rule.move(stretch, number, lr, decayed=name in self._decayed)
-
-
-def _in_stretches(*alike: torch.Tensor) -> Iterator[Stretch]:
-    """This will cut four tensors of one shape alike: on a CPU as its cache has room for; whole if they lie otherwise."""
-    if alike[0].device.type != "cpu" or not all(one.is_contiguous() for one in alike):
-        return iter([alike])
-    return zip(*(one.detach().view(-1).split(STRETCH) for one in alike), strict=True)
+            stretch = (parameter.detach(), parameter.grad, *self._moments[name])
+            self._rule.move(stretch, number, lr, decayed=name in self._decayed)
 
 
 def clip_factor(squares: torch.Tensor, limit: float, scale: float = 1.0) -> tuple[float, float]:
