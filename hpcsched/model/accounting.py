@@ -191,11 +191,14 @@ def barred(
 def resolve(accounting: Accounting, user: str, account: str, qos: str) -> tuple[str, str]:
     """Return the account and the QOS of a job of `user` that asks for these ("" for the default ones).
 
-    Where no accounts, or no QOS, are configured any name is taken as it is. Raises RequestError.
+    Where no accounts are configured any name of one is taken as it is, and where there are no QOS either any of theirs.
+    Raises RequestError.
     """
     if accounting.accounts:
         account = _account(accounting, user, account)
-    return account, _qos(accounting, user, account, qos) if accounting.qos else qos
+    if accounting.accounts or accounting.qos:
+        qos = _qos(accounting, user, account, qos)
+    return account, qos
 
 
 def _account(accounting: Accounting, user: str, account: str) -> str:
@@ -218,8 +221,12 @@ def _qos(accounting: Accounting, user: str, account: str, qos: str) -> str:
     if not qos:
         defaults = (rules.default_qos if rules else "", *(line.default_qos for line in lines))
         return next((own for own in defaults if own), NORMAL if NORMAL in allowed else "")
-    if qos in allowed and qos in names:
+    if (qos in allowed and qos in names) or (qos == NORMAL and not names):  # Slurm always has a QOS of that name
         return qos
+    if not names:
+        raise RequestError(
+            f"cannot use QOS {qos[:63]!r}: Invalid qos specification: none is configured; leave it out, or ask an admin for one"
+        )
     raise RequestError(
         f"cannot use QOS {qos[:63]!r}: Invalid qos specification: {user} may use {', '.join(allowed)}{nearest(qos, allowed)}"
     )

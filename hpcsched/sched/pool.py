@@ -16,11 +16,14 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
+from heapq import heapify, heappop, heapreplace
+from operator import itemgetter
 
 Procs = Sequence[int] | Mapping[int, int]  # by a job's number
 Limits = Sequence[float] | Mapping[int, float]
 NOBODY: tuple[int, ...] = ()
 Waiting = tuple[int, float, int]  # processors, time limit, number: a job is known by its number in the order of arrival
+_number = itemgetter(2)
 
 
 class Pool:
@@ -93,7 +96,7 @@ class Pool:
         self.queue.append(job)
 
     def _leave(self, job: Waiting) -> None:
-        self.queue.remove(job)
+        del self.queue[bisect_left(self.queue, job[2], key=_number)]
 
     def _heads(self, now_s: float) -> list[int]:
         """Start jobs from the front of the queue while they fit."""
@@ -166,14 +169,10 @@ class EasyPool(Pool):
         # A head that needs more than there is never fits; nothing can delay it.
         self.shadow_s, self.extra = (shadow_s, -missing) if found else (float("inf"), 0)
 
-    def _walk(self) -> Sequence[Waiting]:
-        """Return the queue behind its head in the order in which it is tried."""
-        return self.queue[1:]
-
     def _backfill(self, now_s: float, started: list[int]) -> None:
         free, extra = self.free, self.extra
         longest_s = self.shadow_s - now_s
-        for job in self._walk():
+        for job in self.queue[1:]:
             procs = job[0]
             if procs <= free:
                 if job[1] > longest_s:
@@ -190,20 +189,46 @@ class EasyPool(Pool):
 
 
 class ShortestPool(EasyPool):
-    """EASY backfill that tries the jobs with the shortest time limits first (EASY-SJBF)."""
+    """EASY backfill that tries the jobs with the shortest time limits first (EASY-SJBF).
+
+    A job that cannot start keeps out every longer one that needs as many processors, so of these only the shortest is looked at.
+    """
 
     def __init__(self, size: int, procs: Procs, limits_s: Limits) -> None:
         super().__init__(size, procs, limits_s)
-        self.by_length: list[tuple[float, int, Waiting]] = []
+        self.by_procs: dict[int, list[tuple[float, int]]] = {}  # of those that wait: time limit and number, ascending
 
     def _wait(self, job: Waiting) -> None:
-        self.queue.append(job)
-        insort(self.by_length, (job[1], job[2], job))
+        super()._wait(job)
+        insort(self.by_procs.setdefault(job[0], []), (job[1], job[2]))
 
     def _leave(self, job: Waiting) -> None:
-        self.queue.remove(job)
-        del self.by_length[bisect_left(self.by_length, (job[1], job[2]))]
+        super()._leave(job)
+        alike = self.by_procs[job[0]]
+        del alike[bisect_left(alike, (job[1], job[2]))]
+        if not alike:
+            del self.by_procs[job[0]]
 
-    def _walk(self) -> Sequence[Waiting]:
-        head = self.queue[0]
-        return [job for _, _, job in self.by_length if job is not head]
+    def _backfill(self, now_s: float, started: list[int]) -> None:
+        extra = self.extra
+        longest_s = self.shadow_s - now_s
+        # The head is not among them: it needs more than is free.
+        shortest = [(*alike[0], procs) for procs, alike in self.by_procs.items() if procs <= self.free]
+        heapify(shortest)
+        while shortest:
+            limit_s, number, procs = shortest[0]
+            late = limit_s > longest_s
+            if procs > self.free or (late and procs > extra):
+                heappop(shortest)
+                continue
+            if late:
+                extra -= procs
+            self._leave((procs, limit_s, number))
+            self.start(number, now_s)
+            started.append(number)
+            alike = self.by_procs.get(procs)
+            if alike:
+                heapreplace(shortest, (*alike[0], procs))
+            else:
+                heappop(shortest)
+        self.extra = extra

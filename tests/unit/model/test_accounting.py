@@ -54,6 +54,14 @@ def test_what_is_not_one_s_own_is_refused(user: str, account: str, qos: str, why
     assert why in str(caught.value)
 
 
+def test_with_accounts_but_no_qos_only_slurm_s_own_name_is_taken() -> None:
+    plain = Accounting(accounts=(Account(name="physics", users=("anna",)),))
+    assert resolve(plain, "anna", "", "") == ("physics", "")
+    assert resolve(plain, "anna", "", "normal") == ("physics", "normal")
+    with pytest.raises(RequestError, match=r"cannot use QOS 'urgent'.* none is configured"):
+        resolve(plain, "anna", "", "urgent")
+
+
 def test_who_is_in_no_account_may_submit_nothing() -> None:
     closed = Accounting(accounts=(Account(name="physics", users=("anna",)),))
     with pytest.raises(RequestError, match="zoe is in no account"):

@@ -50,6 +50,14 @@ def test_sjbf_prefers_the_shorter_of_two_that_fit() -> None:
     assert starts("easy-sjbf", longer_first) == [0, 0, 50, 20, 10]
 
 
+@pytest.mark.parametrize("policy", ["easy", "easy-sjbf"])
+def test_what_one_takes_of_the_extra_processors_the_next_cannot_have(policy: str) -> None:
+    # Until 20 five are free; the head needs seven and leaves three. Two jobs of two outlast its promise: one may.
+    jobs = [job(1, 0, 20, 5), job(2, 1, 50, 7), job(3, 2, 20, 5), job(4, 3, 90, 2), job(5, 4, 100, 2), job(6, 5, 90, 1)]
+    jobs[2] = job(3, 2, 12, 5)  # ends by 20, and at its end the pass has both before it
+    assert starts(policy, jobs) == [0, 20, 2, 14, 70, 14]
+
+
 def test_default_lets_the_user_of_short_jobs_go_first() -> None:
     # Both ask for 100 s; the second user's jobs have always been short.
     jobs = [job(1, 0, 2, 10, 100, 2), job(2, 10, 90, 10, 100, 1), job(3, 11, 90, 10, 100, 1), job(4, 12, 2, 10, 100, 2)]
