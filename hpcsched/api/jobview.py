@@ -104,7 +104,13 @@ def _unless_waiting(name: str) -> _Value:
 
 # How each value is had from a `JobView`: where it is, or how it is made.
 _SOURCES: dict[str, str | _Value] = {
-    **_plains("id", "array_job_id", "array_task_id"),
+    **_plains("array_job_id", "array_task_id"),
+    "id": "job.number",
+    "het_job_id": lambda view: view.job.id if view.job.component is not None else None,
+    "het_offset": "job.component",
+    "het_job_ids": lambda view: (
+        f"{view.job.id}-{view.job.id + len(view.job.spec.components)}" if view.job.component is not None else None
+    ),
     "array_limit": lambda view: view.job.array_limit if view.job.spec.array else None,
     "display_id": lambda view: view.job.display_id,
     **_askeds("name"),

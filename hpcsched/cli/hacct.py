@@ -185,7 +185,7 @@ def _ask(words: Words, now_s: float, manners: Manners) -> Json:
         since_s = parse_when(words.last("starttime"), now_s, past=True)
     path = client.query(
         "/v1/history",
-        id=",".join(sorted({reference.partition("_")[0] for reference in wanted})),
+        id=",".join(sorted({reference.partition("_")[0].partition("+")[0] for reference in wanted})),
         user=",".join(map(_user_name, words.listed("user")) if named else [client.my_name()]),
         state=",".join(parse_states(words.listed("state"))),
         name=",".join(words.listed("name")),
@@ -221,18 +221,18 @@ def _filtered(jobs: list[Json], words: Words) -> list[Json]:
 
 
 def _known(reference: str) -> str:
-    """Return the reference as ``12``, ``10_3`` or ``10_[1-3]``; a name, or 'last', is asked for."""
-    number = reference.split(".")[0].split("+")[0]
-    if number.partition("_")[0].isdigit():
+    """Return the reference as ``12``, ``10_3``, ``10_[1-3]`` or ``12+1``; a name, or 'last', is asked for."""
+    number = reference.split(".")[0].removesuffix("+0")
+    if number.partition("_")[0].partition("+")[0].isdigit():
         return number
     jobs = client.call("GET", client.query("/v1/jobs", id=reference))["jobs"]
-    return str(jobs[0]["array_job_id"] or jobs[0]["id"])
+    return str(jobs[0]["array_job_id"] or jobs[0].get("het_job_id") or jobs[0]["id"])
 
 
 def _is_meant(job: Json, reference: str) -> bool:
     number, underscore, tasks = reference.partition("_")
     if not underscore:
-        return number in (str(job["id"]), str(job["array_job_id"]))
+        return number in (*_names(job), str(job["array_job_id"]), str(job.get("het_job_id")))
     index = job["array_task_id"]
     return str(job["array_job_id"]) == number and index is not None and _is_among(index, tasks.strip("[]"))
 

@@ -50,6 +50,8 @@ COMMAND = Command(
     ),
 )
 
+ONE_COMPONENT = "Operation not permitted on individual component of heterogeneous job"
+
 
 class Manners(namedtuple("Manners", "command run slurms", defaults=(False,))):
     """What the native command and Slurm's do differently."""
@@ -135,7 +137,7 @@ def _asked(references: Sequence[str], filters: dict[str, str]) -> list[str]:
     jobs: list[Json] = client.call("GET", client.query("/v1/jobs", id=",".join(references), **wanted))["jobs"]
     chosen = []
     for job in jobs:
-        if job["state"] in ENDED_STATES:
+        if job["state"] in ENDED_STATES or job.get("het_offset"):  # a heterogeneous job is asked for once
             continue
         question = (
             f"Cancel job_id={job['display_id']} name={clean(job['name'])} partition={clean(job['partition'])} [y/n]? "
@@ -155,6 +157,7 @@ def _report(refused: Sequence[dict[str, str]], words: Words, manners: Manners) -
             failed = True
             continue
         of_job = refusal.get("kind") in ("NotFoundError", "RequestError")  # against: not allowed to
+        of_job = of_job and ONE_COMPONENT not in refusal["error"]
         failed = failed or not (of_job and (manners.slurms or words.has("quiet")))
         text = clean(refusal["error"])
         if not manners.slurms:
@@ -172,5 +175,7 @@ def _slurms(refusal: dict[str, str]) -> str:
             return "Invalid job id specified"
         case "PermissionDeniedError":
             return "Access/permission denied"
+        case _ if ONE_COMPONENT in refusal["error"]:
+            return ONE_COMPONENT
         case _:
             return "Job/step already completing or completed"

@@ -223,9 +223,10 @@ def wait_for(face: Face, job_id: int) -> int:
 
 def _look(job_id: int) -> list[Json]:
     try:
-        return client.call("GET", client.query("/v1/jobs", id=job_id))["jobs"]
+        jobs = client.call("GET", client.query("/v1/jobs", id=job_id))["jobs"]
     except NotFoundError:  # ended a while ago: the history has it
-        return client.call("GET", client.job_path(str(job_id)))["jobs"]
+        jobs = client.call("GET", client.job_path(str(job_id)))["jobs"]
+    return [job for job in jobs if not job.get("het_offset")]  # the others' state is that of the first component
 
 
 def _exit_status(face: Face, jobs: Sequence[Json]) -> int:

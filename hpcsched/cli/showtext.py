@@ -46,7 +46,8 @@ def job_lines(job: Json) -> list[Words]:
         array = [("ArrayJobId", job["array_job_id"]), ("ArrayTaskId", job["array_task_id"])]
     nodes = job["nodes"]
     return [
-        [("JobId", job["id"]), *array, ("JobName", job["name"])],
+        [("JobId", job["id"]), *array, *het_words(job), ("JobName", job["name"])],
+        [("HetJobIdSet", job["het_job_ids"])] if job.get("het_job_ids") else (),
         [("UserId", f"{job['user']}({job['uid']})"), ("Account", job["account"]), ("QOS", job["qos"] or "normal")],
         [("Priority", 0 if job["hold"] != "none" else job["priority"]), ("Nice", job["nice"])],
         [("SiteFactor", job["site"])] if job.get("site") else (),
@@ -95,6 +96,13 @@ def job_lines(job: Json) -> list[Words]:
         [("StdIn", job["stdin"] or "/dev/null")],
         [("StdOut", job["stdout"])],
     ]
+
+
+def het_words(job: Json) -> Words:
+    """Return of which heterogeneous job it is which component."""
+    if job.get("het_job_id") is None:
+        return ()
+    return [("HetJobId", job["het_job_id"]), ("HetJobOffset", job["het_offset"])]
 
 
 def _elastic(job: Json) -> Words:

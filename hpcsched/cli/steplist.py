@@ -30,14 +30,20 @@ FIELDS = (
 
 def running_steps(wanted: Sequence[str]) -> tuple[float, list[Json]]:
     """Return the present time and the steps that run now: all, or those of `wanted` (``12``, ``12.0``, ``10_3.batch``)."""
-    ids = sorted({word.partition(".")[0].partition("_")[0] for word in wanted})
+    ids = sorted({word.partition(".")[0].partition("_")[0].partition("+")[0] for word in wanted})
     states = ",".join(sorted(ACTIVE_STATES))
     answer = client.call("GET", client.query("/v1/history", id=",".join(ids), state=states))
     found = []
     for job in answer["jobs"]:
         for step in job["steps"]:
             name = f"{job['display_id']}.{step['step']}"
-            names = (name, job["display_id"], str(job["id"]), str(job["array_job_id"]), f"{job['id']}.{step['step']}")
+            whole = (
+                str(job["id"]),
+                str(job["array_job_id"]),
+                str(job.get("het_job_id")),
+                f"{job['id']}.{step['step']}",
+            )
+            names = (name, job["display_id"], *whole)
             is_meant = not wanted or any(word in names for word in wanted)
             if is_meant and step["ended_at_s"] is None and step["attempt"] == job["attempt"]:
                 found.append({**step, "id": name, "job": job})

@@ -100,6 +100,8 @@ def _words(name: str, argv: Sequence[str]) -> Json | None:
         return None
     wrapped = any(word == "--wrap" or word.startswith("--wrap=") for word in argv[:end])
     path = argv[end] if end < len(argv) else None
+    if path == ":":  # the components of a heterogeneous job
+        return None
     if wrapped and path is not None:
         return None
     try:

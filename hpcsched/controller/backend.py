@@ -31,7 +31,7 @@ from hpcsched.controller.fleet import Fleet
 from hpcsched.controller.history import history_text
 from hpcsched.controller.outlook import first_start, first_waiting, why_words
 from hpcsched.controller.reading import Reading
-from hpcsched.controller.references import find_jobs
+from hpcsched.controller.references import find_jobs, listed_of
 from hpcsched.controller.stepcancel import act_on_steps, sort_out
 from hpcsched.controller.story import tell
 from hpcsched.controller.tick import Controller
@@ -146,7 +146,8 @@ class ControllerBackend(Reading):
     def job(self, asker: Asker, reference: str) -> Json:
         now_s = self._clock()
         jobs = self._find(asker, reference)
-        views = [job_view(job, self._world, asker, now_s, whole=True) for job in jobs]
+        listed = [one for job in jobs for one in listed_of(job, reference)]
+        views = [job_view(job, self._world, asker, now_s, whole=True) for job in listed]
         if len(jobs) == 1 and asker.owns(jobs[0]):
             failures = self._controller.store.load_failures(jobs[0].id, jobs[0].attempt)
             views[0]["failures"] = [failure_view(failure) for failure in failures]

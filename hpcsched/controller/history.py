@@ -7,8 +7,10 @@ reads, by a connection of its own.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +19,7 @@ from hpcsched.api.identity import Asker
 from hpcsched.api.jobview import job_view, jobs_text, json_text
 from hpcsched.api.views import step_view, training_view
 from hpcsched.errors import RequestError
+from hpcsched.model.components import MAX_COMPONENTS, components_of
 from hpcsched.model.job import Job
 from hpcsched.model.training import Training
 from hpcsched.store.engine import open_read_only
@@ -27,6 +30,7 @@ from hpcsched.store.world import World
 PART_JOBS = 500  # read at a time
 
 Json = dict[str, Any]
+_NOT_OF_A_NUMBER = re.compile(r"[_.+]")
 
 
 class _Part(NamedTuple):
@@ -48,7 +52,7 @@ async def history_text(database: Path, world: World, asker: Asker, query: Json, 
     store = Store(open_read_only(database))
     thread = ThreadPoolExecutor(1, "history")
     try:
-        ids = await loop.run_in_executor(thread, store.history_ids, wanted)
+        ids = await loop.run_in_executor(thread, _ids, store, wanted)
         for at in range(0, len(ids), PART_JOBS):
             part = await loop.run_in_executor(thread, _read, store, ids[at : at + PART_JOBS])
             for view in _views(part, world, asker, now_s):
@@ -61,6 +65,15 @@ async def history_text(database: Path, world: World, asker: Asker, query: Json, 
     return jobs_text(now_s, texts)
 
 
+def _ids(store: Store, query: HistoryQuery) -> list[int]:
+    """Return the ids of the jobs that are asked for; a number may be that of a component of a heterogeneous one."""
+    found = store.history_ids(query)
+    for number in set(query.job_ids).difference(found):
+        before = store.history_ids(replace(query, job_ids=tuple(range(number - MAX_COMPONENTS + 1, number))))
+        found += [job.id for job in store.jobs(before) if number <= job.id + len(job.spec.components)]
+    return sorted(set(found))
+
+
 def _read(store: Store, ids: Sequence[int]) -> _Part:
     return _Part(store.jobs(ids), store.load_steps(ids), store.load_training(ids))
 
@@ -70,11 +83,18 @@ def _views(part: _Part, world: World, asker: Asker, now_s: float) -> Iterator[Js
     for step in part.steps:
         steps.setdefault(step.job_id, []).append(step_view(step))
     for job in part.jobs:
-        view = job_view(world.jobs.get(job.id, job), world, asker, now_s)
-        view["steps"] = steps.get(job.id, [])
-        if view["training"] is None and asker.owns(job):
-            view["training"] = training_view(part.training.get(job.id))
-        yield view
+        for one in components_of(world.jobs.get(job.id, job)):
+            view = job_view(one, world, asker, now_s)
+            view["steps"] = [step for step in steps.get(job.id, []) if one.component is None or _is_in(step, one)]
+            if view["training"] is None and asker.owns(job):
+                view["training"] = training_view(part.training.get(job.id))
+            yield view
+
+
+def _is_in(step: Json, component: Job) -> bool:
+    """Say whether a step of a heterogeneous job has run in that component, or in none that is known."""
+    names = {share.node for share in component.shares}
+    return not names.isdisjoint(step["nodes"]) or not (step["nodes"] or component.component)
 
 
 def _history_query(query: Json) -> HistoryQuery:
@@ -86,7 +106,7 @@ def _history_query(query: Json) -> HistoryQuery:
         raise RequestError(f"cannot search the history by {', '.join(sorted(unknown))}")
     try:
         return HistoryQuery(
-            job_ids=tuple(int(word.split("_")[0].split(".")[0]) for word in words("id")),
+            job_ids=tuple(int(_NOT_OF_A_NUMBER.split(word)[0]) for word in words("id")),
             users=words("user"),
             states=tuple(word.upper() for word in words("state")),
             names=words("name"),

@@ -10,13 +10,14 @@ from collections.abc import Iterable
 
 from hpcsched.api.identity import Asker, is_account
 from hpcsched.controller.queuerows import QueueRows
-from hpcsched.controller.references import find_jobs
+from hpcsched.controller.references import find_jobs, listed_of
 from hpcsched.errors import NotFoundError, RequestError
 from hpcsched.listing import queue
 from hpcsched.listing.formats import Look
 from hpcsched.listing.queue import Listing, make_listing
 from hpcsched.listing.table import DIM, painted
 from hpcsched.listing.text import split_list
+from hpcsched.model.components import components_of
 from hpcsched.model.hostlist import expand_hostlist
 from hpcsched.model.job import ACTIVE, Job, JobState
 from hpcsched.store.world import World
@@ -76,7 +77,10 @@ def selected(world: World, asker: Asker, query: Query) -> list[Job]:
     if unknown:
         raise RequestError(f"cannot list jobs by {', '.join(sorted(unknown))}")
     strict = query.get("strict") == "1"
-    jobs = _numbered(world, asker, query["id"], strict=strict) if query.get("id") else list(world.jobs.values())
+    if query.get("id"):
+        jobs = _numbered(world, asker, query["id"], strict=strict)
+    else:
+        jobs = [one for job in world.jobs.values() for one in (components_of(job) if job.spec.components else (job,))]
     states = frozenset({JobState.PENDING}) if query.get("expected") else _states(query.get("state", ""))
     jobs = [job for job in jobs if job.state in states]
     if strict:
@@ -103,7 +107,8 @@ def _numbered(world: World, asker: Asker, text: str, *, strict: bool) -> list[Jo
     found: dict[int, Job] = {}
     for reference in references:
         try:
-            found |= {job.id: job for job in find_jobs(world, reference, asker.uid)}
+            meant = find_jobs(world, reference, asker.uid)
+            found |= {one.number: one for job in meant for one in listed_of(job, reference)}
         except NotFoundError:
             if strict or len(references) == 1:  # squeue shows of several those that there are
                 raise

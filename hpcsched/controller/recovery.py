@@ -32,6 +32,7 @@ def begin_term(config: Config, store: Store, now_s: float) -> World:
 def load_world(world: World, store: Store, now_s: float) -> None:
     """Fill `world` with what the store has."""
     world.last_job_id, world.last_spec_id = store.last_ids()
+    world.last_job_id += sum(len(job.spec.components) for job in store.jobs([world.last_job_id]))
     world.adopted = store.adopted()
     for job in store.load_jobs(now_s - world.config.controller.min_job_age_s):
         world.put(job)

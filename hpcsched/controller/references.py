@@ -1,14 +1,19 @@
-"""What users call a job: `12`, `10_3`, `10_[1-3,7]`, `10` for a whole array, `last` for what they submitted last, or a name."""
+"""What users call a job: `12`, `10_3`, `10_[1-3,7]`, `10` for a whole array, `last` for what they submitted last, or a name.
+
+A component of a heterogeneous job is `12+1`, or its own number, 13.
+"""
 
 from __future__ import annotations
 
 import re
 
 from hpcsched.errors import NotFoundError, RequestError
+from hpcsched.model.components import MAX_COMPONENTS, component, components_of
+from hpcsched.model.ids import JobId
 from hpcsched.model.job import FINAL, Job
 from hpcsched.store.world import World
 
-_REFERENCE = re.compile(r"(\d+)(?:_(?:(\d+)|\[([0-9,\-]+)\]))?(?:\+0)?\Z")
+_REFERENCE = re.compile(r"(\d+)(?:_(?:(\d+)|\[([0-9,\-]+)\]))?(?:\+(\d+))?\Z")
 MAX_TASKS = 100_000
 
 
@@ -20,14 +25,40 @@ def find_jobs(world: World, reference: str, uid: int) -> list[Job]:
     match = _REFERENCE.match(reference)
     if match is None:
         return _by_name(world, reference, uid)
-    job_id, task, tasks = match.groups()
+    job_id, task, tasks, component = match.groups()
     found = world.numbered(int(job_id))
+    if component not in (None, "0"):
+        found = [job for job in found if int(component) <= len(job.spec.components)]
+    elif not found and task is None and tasks is None:
+        found = _with_component(world, int(job_id))
     if task is not None or tasks is not None:
         wanted = {int(task)} if task is not None else _indices(tasks)
         found = [job for job in found if job.array_job_id == int(job_id) and job.array_task_id in wanted]
     if not found:
         raise NotFoundError(f"Invalid job id specified: {reference}")
     return found
+
+
+def _with_component(world: World, number: int) -> list[Job]:
+    """Return the heterogeneous job of which a component has that number."""
+    before = (world.jobs.get(JobId(number - at)) for at in range(1, MAX_COMPONENTS))
+    return [job for job in before if job is not None and number <= job.id + len(job.spec.components)]
+
+
+def listed_of(job: Job, reference: str) -> list[Job]:
+    """Return what a list shows of `job` for `reference`: of a heterogeneous one its components, or the one that is meant."""
+    at = component_in(job, reference)
+    return components_of(job) if at is None else [component(job, at)]
+
+
+def component_in(job: Job, reference: str) -> int | None:
+    """Return the number of the component of the heterogeneous `job` that `reference` names; None: the whole job."""
+    if not job.spec.components:
+        return None
+    number, plus, component = reference.partition("+")
+    if plus:
+        return int(component)
+    return int(number) - job.id if number.isdigit() and int(number) > job.id else None
 
 
 def _by_name(world: World, name: str, uid: int) -> list[Job]:

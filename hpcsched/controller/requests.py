@@ -13,7 +13,7 @@ from typing import Any
 from hpcsched.api.identity import Asker
 from hpcsched.controller.admission import admit, settle
 from hpcsched.controller.dependencies import check_deadline, check_dependency
-from hpcsched.controller.references import find_jobs, matches
+from hpcsched.controller.references import component_in, find_jobs, matches
 from hpcsched.controller.repeated import jobs_again
 from hpcsched.controller.reserving import check_use
 from hpcsched.errors import HpcschedError, NotFoundError, PermissionDeniedError, RequestError
@@ -294,6 +294,11 @@ def each_job(
             jobs = [job for job in find_jobs(tx.world, reference, asker.uid) if matches(job, filters)]
             for job in jobs:
                 asker.must_own(job, what)
+                if component_in(job, reference):
+                    raise RequestError(
+                        f"cannot {what} {reference}: Operation not permitted on individual component of heterogeneous job; "
+                        f"{job.id} is the whole job"
+                    )
         except HpcschedError as error:
             outcome.refuse(reference, error)
             continue

@@ -17,7 +17,7 @@ from hpcsched.controller.tick import Listener
 from hpcsched.errors import HpcschedError, NotFoundError, RequestError
 from hpcsched.store.world import World
 
-_STEP = re.compile(r"(\d+(?:_\d+)?)\.(\d+|batch)\Z")
+_STEP = re.compile(r"(\d+(?:[_+]\d+)?)\.(\d+|batch)\Z")
 
 
 class Meant(NamedTuple):

@@ -19,6 +19,7 @@ from hpcnode import protocol
 from hpcsched.errors import RequestError
 from hpcsched.jobscript.values import (
     Gres,
+    parse_array,
     parse_count,
     parse_distribution,
     parse_gpus,
@@ -62,6 +63,7 @@ KNOWN_OPTIONS = frozenset(
         "gpus-per-node",
         "gpus-per-task",
         "gres",
+        "het-group",
         "hint",
         "hosts",
         "immediate",
@@ -96,7 +98,7 @@ KNOWN_OPTIONS = frozenset(
     ]
 )
 
-PART_OPTIONS = frozenset({"nodes", "ntasks", "cpus-per-task", "ntasks-per-node", "nodelist", "exclude"})
+PART_OPTIONS = frozenset({"nodes", "ntasks", "cpus-per-task", "ntasks-per-node", "nodelist", "exclude", "het-group"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,6 +170,10 @@ def read_allocation(request: protocol.StepRequest, now_s: float) -> JobSpec:
     low, high = nodes or (1, 1)
     gres = given.value("gres", parse_gres) or Gres()
     switches, switches_wait_s = given.value("switches", parse_switches) or (0, None)
+    if given.text("het-group") not in ("", "0"):
+        raise RequestError(
+            "cannot start tasks in another --het-group than 0: that is for steps of a job of sbatch A : B"
+        )
     return JobSpec(
         name=_name(request, given),
         script="",
@@ -255,14 +261,54 @@ def _name(request: protocol.StepRequest, given: _Given) -> str:
 
 def _shape(given: _Given, job: Job) -> StepShape:
     """Return what the step asks for. Its parts, if it has some (srun A : B), are a list of options as JSON."""
-    shape = _simple_shape(given, _default_cpus(job))
+    given_parts = _parts(given.text("parts"))
+    groups = [_groups(one, job, at if given_parts else 0) for at, one in enumerate(given_parts or [given])]
+    shape = replace(_simple_shape(given, _default_cpus(job, groups[0][0])), component=groups[0][0])
     hosts = tuple(host for host in given.text("hosts").split(",") if host)
-    parts = tuple(_simple_shape(part, 1) for part in _parts(given.text("parts")))
+    if given_parts:
+        parts = [
+            replace(_simple_shape(part, _default_cpus(job, at) if at is not None else 1), component=at)
+            for part, its in zip(given_parts, groups, strict=True)
+            for at in its
+        ]
+    else:  # one program in several components: as many parts
+        cpus_said = bool(given.text("cpus-per-task"))
+        parts = [
+            replace(shape, component=at, cpus_per_task=shape.cpus_per_task if cpus_said else _default_cpus(job, at))
+            for at in groups[0]
+            if len(groups[0]) > 1
+        ]
     return replace(
         shape,
         hosts=parse_node_names(",".join(hosts)) and tuple(NodeName(host) for host in hosts),
         parts=tuple(replace(part, overcommit=shape.overcommit, plane=shape.plane) for part in parts),
     )
+
+
+def _groups(given: _Given, job: Job, default: int) -> list[int | None]:
+    """Return the components of a heterogeneous job that a step, or a part of one, is to run in; of another job None."""
+    text = given.text("het-group")
+    wanted: list[int | None] = [default]
+    if text:
+        wanted = [*_group_numbers(text)]
+    if not job.spec.components:
+        if text and wanted != [0]:
+            raise RequestError(
+                f"cannot start tasks in --het-group={text}: the job has no components but 0. Ask for them where it is submitted "
+                "(sbatch A : B), or start one step for each program, with & between them and wait behind"
+            )
+        return [None]
+    most = len(job.spec.components)
+    if max(at for at in wanted if at is not None) > most:
+        raise RequestError(f"cannot start tasks in --het-group={text or default}: the job's components are 0 to {most}")
+    return wanted
+
+
+def _group_numbers(text: str) -> tuple[int, ...]:
+    try:
+        return parse_array(text).indices
+    except RequestError:
+        raise RequestError(f"cannot read --het-group={text[:60]}: write numbers of components, as 0,2-3") from None
 
 
 def _parts(text: str) -> list[_Given]:
@@ -323,8 +369,9 @@ def _with_own_gpus(options: StepOptions, job: Job) -> StepOptions:
     return replace(options, gpus_per_task=each)
 
 
-def _default_cpus(job: Job) -> int:
-    return job.spec.cpus_per_task if job.spec.cpus_per_task_given else 1
+def _default_cpus(job: Job, component: int | None) -> int:
+    spec = job.spec.components[component - 1] if component else job.spec
+    return spec.cpus_per_task if spec.cpus_per_task_given else 1
 
 
 def _with_fitting_cpus(options: StepOptions, job: Job) -> StepOptions:

@@ -25,6 +25,7 @@ from hpcsched.jobscript.values import (
     MAX_PRIORITY,
     short,
 )
+from hpcsched.model.components import MAX_COMPONENTS
 from hpcsched.model.hostlist import MAX_NAMES
 from hpcsched.model.ids import NODE_NAME
 from hpcsched.model.pattern import Pattern
@@ -64,6 +65,31 @@ def check_spec(spec: JobSpec) -> None:
     _check_licenses(spec.licenses)
     if spec.signal is not None:
         _check_signal(spec.signal)
+    if spec.components:
+        _check_components(spec)
+
+
+def _check_components(spec: JobSpec) -> None:
+    """Refuse what a heterogeneous job cannot be."""
+    if len(spec.components) >= MAX_COMPONENTS:
+        raise RequestError(
+            f"cannot submit a job of {len(spec.components) + 1} components: the most is {MAX_COMPONENTS}"
+        )
+    if spec.array is not None:
+        raise RequestError(
+            "cannot submit an array of heterogeneous jobs: leave out --array, or submit each job by itself"
+        )
+    if spec.elastic:
+        raise RequestError("cannot let a heterogeneous job shrink and grow: leave out --elastic")
+    for number, one in enumerate((spec, *spec.components)):
+        if number and one.components:
+            raise RequestError(f"cannot divide component {number} into components")
+        if one.switches:
+            raise RequestError(
+                f"cannot keep component {number} within switches: leave out --switches, or submit a job of its own"
+            )
+        if number:
+            check_spec(one)
 
 
 def check_time_min(time_min_s: int | None, time_limit_s: int | None) -> None:

@@ -26,19 +26,27 @@ class CommandLine:
     options: Settings
     script: str | None
     args: tuple[str, ...]
+    further: tuple[Settings, ...] = ()  # the options of the components behind the first one: A : B
 
 
 def parse_command_line(argv: Sequence[str]) -> CommandLine:
-    """Return what `argv` (without the command's name) says.
+    """Return what `argv` (without the command's name) says; a word ``:`` divides the components of a heterogeneous job.
 
     What follows the script belongs to it. Raises RequestError for an unknown option, with the nearest known ones, and
     for a value that is missing, not taken or unreadable.
     """
+    argv = list(argv)
     options, end = scan_options(argv)
+    further: list[Settings] = []
+    while argv[end : end + 1] == [":"]:
+        end += 1
+        more, taken = scan_options(argv[end:])
+        further.append(more)
+        end += taken
     rest = tuple(argv[end:])
     if rest and "wrap" in options:
         raise RequestError(f"cannot take a script and its arguments ({short(rest[0])}) beside --wrap")
-    return CommandLine(options=options, script=rest[0] if rest else None, args=rest[1:])
+    return CommandLine(options=options, script=rest[0] if rest else None, args=rest[1:], further=tuple(further))
 
 
 def scan_options(words: Sequence[str]) -> tuple[Settings, int]:

@@ -29,6 +29,7 @@ class Directives:
     """What the lines of a script ask for; `late_lines` are the numbers of those too far down to count."""
 
     options: Settings
+    further: tuple[Settings, ...] = ()  # those of the components behind the first one: below a line that says hetjob
     late_lines: tuple[int, ...] = ()
 
 
@@ -74,6 +75,7 @@ def read_script(text: str) -> Directives:
     Raises RequestError with the number of the line that cannot be read.
     """
     settings: Settings = {}
+    components = [settings]
     for count, (number, line, _) in enumerate(_head(text), start=1):
         if count > MAX_DIRECTIVES:
             raise RequestError(f"cannot read the script: it has more than {MAX_DIRECTIVES} lines of options")
@@ -81,11 +83,15 @@ def read_script(text: str) -> Directives:
             found = _read_line(line)
         except RequestError as error:
             raise RequestError(f"cannot read line {number} of the script, {short(line)}: {error}") from None
+        if found is None:
+            settings = {}
+            components.append(settings)
+            continue
         for name, given in found.items():
             values = settings.pop(name, [])
             values += given
             settings[name] = values
-    return Directives(options=settings, late_lines=_late_lines(text))
+    return Directives(options=components[0], further=tuple(components[1:]), late_lines=_late_lines(text))
 
 
 def _head(text: str) -> Iterator[tuple[int, str, int]]:
@@ -123,12 +129,13 @@ def _late_lines(text: str) -> tuple[int, ...]:
     return tuple(lines)
 
 
-def _read_line(line: str) -> Settings:
+def _read_line(line: str) -> Settings | None:
+    """Return the options on a line; None: it says that those of the next component begin."""
     words = split_directive(line[len(next(word for word in _WORDS if line.startswith(word))) :])
+    if words in (["hetjob"], ["packjob"]):
+        return None
     found, end = scan_options(words)
     if end < len(words):
-        if words[end] in ("hetjob", "packjob"):
-            raise RequestError("cannot run a heterogeneous job: submit its components as jobs of their own")
         raise RequestError(f"cannot understand {short(words[end])}: it is neither an option nor the value of one")
     for name in found:
         if not find_option(name).in_script:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 from hpcsched.errors import RequestError
 from hpcsched.jobscript.build import Built, build_spec, script_name
+from hpcsched.jobscript.check import check_spec
+from hpcsched.jobscript.components import with_components
 from hpcsched.jobscript.layers import environment_options, is_set, last, merge_layers
 from hpcsched.jobscript.scan import CommandLine, parse_command_line
 from hpcsched.jobscript.script import read_script, wrap_script
@@ -65,10 +67,12 @@ def read_submission(words: Words, line: CommandLine, now_s: float) -> Submission
         submit_line=shlex.join([words.command, *words.argv]),
         submit_host=words.host,
     )
+    spec = with_components(built.spec, options, directives.further, line.further)
+    check_spec(spec)
     late = tuple(
         f"line {number} of the script is not read: it stands behind a command" for number in directives.late_lines
     )
-    return Submission(options=options, built=Built(spec=built.spec, notes=(*built.notes, *late)))
+    return Submission(options=options, built=Built(spec=spec, notes=(*built.notes, *late)))
 
 
 def read_remote(words: Words, now_s: float) -> Submission:
@@ -78,7 +82,7 @@ def read_remote(words: Words, now_s: float) -> Submission:
         raise RequestError("cannot submit: neither a script nor --wrap")
     found = read_submission(words, line, now_s)
     for name in _NOT_REMOTE:
-        if name in found.options:
+        if any(name in options for options in (found.options, *line.further)):
             raise RequestError(f"cannot submit the words of a command with --{name}: it has to read them itself")
     return found
 

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from hpcsched.launch.layout import NodeTasks, tasks_per_node_text
+from hpcsched.model.components import component, components_of
 from hpcsched.model.hostlist import compress_hostlist
 from hpcsched.model.job import Job
 from hpcsched.model.resources import GpuRequest
@@ -53,8 +54,9 @@ def job_environment(
     `devices` what CUDA calls GPUs of the first node that it does not know by their index; `cut_at_s` when it is ended whatever
     its time limit is.
     """
+    facts, job = _components(job), component(job, 0) if job.spec.components else job
     first = job.shares[0]
-    facts = _job_facts(job, cluster=cluster, share_dir=share_dir, gid=gid)
+    facts |= _job_facts(job, cluster=cluster, share_dir=share_dir, gid=gid)
     facts |= {
         "PROCID": "0",
         "LOCALID": "0",
@@ -77,12 +79,7 @@ def job_environment(
         facts["JOB_END_TIME"] = str(min(int(cut_at_s), int(facts.get("JOB_END_TIME", cut_at_s))))
     if restart_count is not None:
         facts["RESTART_COUNT"] = str(restart_count)
-    if job.spec.ntasks is not None or job.spec.ntasks_per_node is not None:
-        facts["NTASKS"] = facts["NPROCS"] = str(sum(share.tasks for share in job.shares))
-    if job.spec.ntasks_per_node is not None:
-        facts["NTASKS_PER_NODE"] = str(job.spec.ntasks_per_node)
-    if job.spec.cpus_per_task_given:
-        facts["CPUS_PER_TASK"] = str(job.spec.cpus_per_task)
+    facts |= _tasks_asked(job)
     ours = _twins(facts) | _of_node(first.node) | _of_installation(job, cluster, conf)
     return with_users(dict(job.spec.env), ours)
 
@@ -117,7 +114,9 @@ def step_environment(
     counts = [part.count for part in layout]
     nodes = compress_hostlist(part.node for part in layout)
     total, nnodes = str(sum(counts)), str(len(layout))
-    facts = _job_facts(job, cluster=cluster, share_dir=share_dir, gid=gid)
+    facts = _components(job)
+    job = _component_of(job, layout)
+    facts |= _job_facts(job, cluster=cluster, share_dir=share_dir, gid=gid)
     facts |= {
         "STEP_ID": str(step),
         "STEPID": str(step),
@@ -214,6 +213,60 @@ def _job_facts(job: Job, *, cluster: str, share_dir: str, gid: int | None) -> di
         "SHARE": share_dir,
     }
     return facts | {name: value for name, value in optional.items() if value}
+
+
+def _tasks_asked(job: Job) -> dict[str, str]:
+    """Return what was said of tasks: not said, not set."""
+    facts = {}
+    if job.spec.ntasks is not None or job.spec.ntasks_per_node is not None:
+        facts["NTASKS"] = facts["NPROCS"] = str(sum(share.tasks for share in job.shares))
+    if job.spec.ntasks_per_node is not None:
+        facts["NTASKS_PER_NODE"] = str(job.spec.ntasks_per_node)
+    if job.spec.cpus_per_task_given:
+        facts["CPUS_PER_TASK"] = str(job.spec.cpus_per_task)
+    return facts
+
+
+def _components(job: Job) -> dict[str, str]:
+    """Return of a heterogeneous job how many components it has and the facts of each, as ``JOB_NODELIST_HET_GROUP_1``."""
+    if not job.spec.components:
+        return {}
+    components = components_of(job)
+    facts = {"HET_SIZE": str(len(components))}
+    for at, one in enumerate(components):
+        its = {
+            "JOB_ID": str(one.number),
+            "JOB_NAME": one.spec.name,
+            "JOB_PARTITION": one.partition or one.spec.partition,
+            **_nodes(one),
+            **_memory(one),
+            **_gpus_asked(one),
+            **_tasks_asked(one),
+        }
+        if job.account:
+            its["JOB_ACCOUNT"] = job.account
+        facts |= {f"{name}_HET_GROUP_{at}": value for name, value in its.items()}
+    return facts
+
+
+def _component_of(job: Job, layout: Sequence[NodeTasks]) -> Job:
+    """Return the component of a heterogeneous `job` that a step runs in: of several the first."""
+    if not job.spec.components:
+        return job
+    numbers = {share.node: share.component for share in job.shares}
+    return component(job, min(numbers[part.node] for part in layout))
+
+
+def _nodes(job: Job) -> dict[str, str]:
+    nodes, count = compress_hostlist(share.node for share in job.shares), str(len(job.shares))
+    return {
+        "JOB_NODELIST": nodes,
+        "JOB_NUM_NODES": count,
+        "JOB_CPUS_PER_NODE": tasks_per_node_text([share.cpus for share in job.shares]),
+        "NODELIST": nodes,
+        "NNODES": count,
+        "TASKS_PER_NODE": tasks_per_node_text([share.tasks for share in job.shares]),
+    }
 
 
 def _memory(job: Job) -> dict[str, str]:

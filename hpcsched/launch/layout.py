@@ -39,6 +39,7 @@ class StepShape:
     overcommit: bool = False  # more tasks than cpus are welcome
     plane: int | None = None  # so many tasks are dealt to each node in turn (1: cyclic); None: by blocks
     hosts: tuple[NodeName, ...] = ()  # the node of each task
+    component: int | None = None  # of a heterogeneous job: on whose nodes it runs; None: on any
     parts: tuple[StepShape, ...] = ()  # their tasks are numbered through; what the whole says else does not count
 
 
@@ -69,6 +70,8 @@ def lay_out(shares: Sequence[Share], shape: StepShape) -> tuple[NodeTasks, ...]:
     """
     if shape.parts:
         return _lay_out_parts(shares, shape.parts)
+    if shape.component is not None:
+        shares = _of_component(shares, shape.component)
     _check_numbers(shape)
     if shape.hosts:
         return _lay_out_hosts(shares, shape)
@@ -99,7 +102,10 @@ def _lay_out_parts(shares: Sequence[Share], parts: Sequence[StepShape]) -> tuple
     for number, part in enumerate(parts, start=1):
         free = [replace(share, cpus=max(0, share.cpus - cpus[share.node])) for share in shares]
         try:
-            layout = _beside(free, [share for share in free if not ranks[share.node]], part)
+            if part.component is not None:
+                layout = lay_out(free, part)
+            else:
+                layout = _beside(free, [share for share in free if not ranks[share.node]], part)
         except RequestError as error:
             raise RequestError(f"part {number} of the step: {error}") from None
         for tasks in layout:
@@ -107,6 +113,15 @@ def _lay_out_parts(shares: Sequence[Share], parts: Sequence[StepShape]) -> tuple
             cpus[tasks.node] += tasks.count * part.cpus_per_task
         total += sum(tasks.count for tasks in layout)
     return _gathered(ranks, cpus)
+
+
+def _of_component(shares: Sequence[Share], number: int) -> list[Share]:
+    """Return the shares of a component of a heterogeneous job."""
+    found = [share for share in shares if share.component == number]
+    if not found:
+        most = max(share.component for share in shares)
+        raise RequestError(f"cannot start the step in component {number}: the job's components are 0 to {most}")
+    return found
 
 
 def _beside(free: Sequence[Share], untouched: Sequence[Share], part: StepShape) -> tuple[NodeTasks, ...]:

@@ -332,15 +332,19 @@ def from_data(kind: str, job_id: int, at_s: float, data: dict[str, Any]) -> Even
 
 
 def share_to_data(share: Share) -> list[Any]:
-    """Return the share as a JSON list: node, cpus, mem_mib, gpus, tasks; of a shared GPU also shards, shards_of."""
-    shards = [share.shards, share.shards_of] if share.shards else []
+    """Return the share as a JSON list: node, cpus, mem_mib, gpus, tasks; of a shared GPU also shards, shards_of.
+
+    Of another component than the first one the three last are those two, be they 0, and its number.
+    """
+    shards = [share.shards, share.shards_of] if share.shards or share.component else []
+    shards += [share.component] if share.component else []
     return [share.node, share.cpus, share.mem_mib, list(share.gpus), share.tasks, *shards]
 
 
 def share_from_data(data: list[Any]) -> Share:
     """Return the share that `share_to_data` wrote."""
     node, cpus, mem_mib, gpus, tasks, *shared = data
-    shards, shards_of = shared or (0, 0)
+    shards, shards_of, component = (*shared, 0, 0, 0)[:3]
     return Share(
         node=NodeName(node),
         cpus=cpus,
@@ -349,6 +353,7 @@ def share_from_data(data: list[Any]) -> Share:
         tasks=tasks,
         shards=shards,
         shards_of=shards_of,
+        component=component,
     )
 
 

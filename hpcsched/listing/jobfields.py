@@ -91,6 +91,9 @@ FIELDS = (
     Field("rawid", "A", "JOBID", _of("id"), True, ("jobid",)),
     Field("array", "F", "ARRAY_JOB_ID", lambda job, look: str(job["array_job_id"] or job["id"]), True, ("arrayjobid",)),
     Field("task", "K", "ARRAY_TASK_ID", lambda job, look: array_text(job), True, ("arraytaskid",)),
+    Field("hetjob", "", "HET_JOB_ID", _of("het_job_id", "N/A"), True, ("hetjobid",)),
+    Field("hetoffset", "", "HET_JOB_OFFSET", _of("het_offset", "N/A"), True, ("hetjoboffset",)),
+    Field("hetids", "", "HET_JOB_ID_SET", _of("het_job_ids", "N/A"), False, ("hetjobidset",)),
     Field("partition", "P", "PARTITION", _of("partition"), True, ("partition",)),
     Field("name", "j", "NAME", _of("name"), True, ("name",)),
     Field("user", "u", "USER", _of("user"), True, ("username",)),
@@ -176,8 +179,7 @@ def _only_long() -> tuple[Field, ...]:
         "clusterfeature container delayboot derivedec lastschedeval maxcpus maxnodes mcslabel mem-per-tres mintime network "
         "ntperboard ntpercore ntpernode ntpersocket origin originraw preempttime profile reboot reqswitch resizetime resvport "
         "selectjobinfo siblingsactive siblingsactiveraw siblingsviable siblingsviableraw sperboard statereason tres-bind "
-        "tres-freq tres-per-job tres-per-socket tres-per-step tres-per-task cpus-per-tres wait4switch hetjobid hetjoboffset "
-        "hetjobidset"
+        "tres-freq tres-per-job tres-per-socket tres-per-step tres-per-task cpus-per-tres wait4switch"
     }
     return tuple(
         Field("", "", name.upper().replace("-", "_"), _one(text), False, (name,))

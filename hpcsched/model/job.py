@@ -239,6 +239,7 @@ class Job:
     account_set: str | None = None
     qos_set: str | None = None
     expected_start_s: float | None = field(default=None, compare=False)  # the last plan's estimate; not stored
+    component: int | None = None  # it is not a job but that component of one: see `components`; never stored
 
     @property
     def holding(self) -> tuple[Share, ...]:
@@ -252,8 +253,15 @@ class Job:
         return self.left_nodes.count(node)
 
     @property
+    def number(self) -> int:
+        """Its own number: of a component one behind the job's."""
+        return self.id + (self.component or 0)
+
+    @property
     def display_id(self) -> str:
-        """`12`, or `10_3` for a task of an array."""
+        """`12`, or `10_3` for a task of an array, `12+1` for a component of a heterogeneous job."""
+        if self.component is not None:
+            return f"{self.id}+{self.component}"
         if self.array_job_id is None:
             return str(self.id)
         return f"{self.array_job_id}_{self.array_task_id}"

@@ -50,6 +50,7 @@ class Share:
     tasks: int = 1  # how many of the job's tasks run here by default
     shards: int = 0
     shards_of: int = 0
+    component: int = 0  # of a heterogeneous job: whose node this is
 
     @property
     def gpu_amount(self) -> float:

@@ -115,3 +115,6 @@ class JobSpec:
     licenses: tuple[tuple[str, int], ...] = ()  # name and count, of the whole cluster's
     mail_user: str = ""
     mail_type: tuple[str, ...] = ()
+    # Of a heterogeneous job (sbatch A : B) what is behind its first component, which is this: of each of them only its
+    # name and what it asks of its own nodes count.
+    components: tuple[JobSpec, ...] = ()

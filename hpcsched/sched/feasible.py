@@ -12,6 +12,7 @@ from hpcsched.model.ids import NodeName
 from hpcsched.model.node import Node, Partition
 from hpcsched.model.resources import ANY_GPU, Gpu
 from hpcsched.model.units import format_mem, format_time_s
+from hpcsched.sched.apart import seats_apart
 from hpcsched.sched.features import matches
 from hpcsched.sched.gang import choose
 from hpcsched.sched.placement import Seat, mem_least, seat_of, tasks_that_fit
@@ -26,6 +27,8 @@ def never_fits(shape: Shape, nodes: Sequence[NodeView]) -> bool:
 
     How many switches they hang on does not count: with time more will do.
     """
+    if shape.components:
+        return _never_apart(shape.components, nodes)
     if shape.switches:
         shape = replace(shape, switches=0)
     if shape.ntasks is None and not shape.gpus_total and not shape.nodelist and shape.any_nodes:
@@ -33,6 +36,20 @@ def never_fits(shape: Shape, nodes: Sequence[NodeView]) -> bool:
     places = {node.name: at for at, node in enumerate(nodes)}
     required = frozenset(places.get(name, -1) for name in shape.nodelist)
     return choose(shape, sorted(_seats(shape, nodes)), required) is None
+
+
+def _never_apart(components: Sequence[Shape], nodes: Sequence[NodeView]) -> bool:
+    """Say whether the components would not fit on nodes of their own even if all of `nodes` were empty."""
+    places = {node.name: at for at, node in enumerate(nodes)}
+    required = [frozenset(places.get(name, -1) for name in one.nodelist) for one in components]
+    seats = [
+        sorted([seat for seat in _seats(one, nodes) if allows(one, nodes[seat.node])]) for one in components
+    ]  # `nodes` are those that any of them may use
+
+    def pick(at: int, taken: frozenset[int]) -> list[Seat] | None:
+        return choose(components[at], [seat for seat in seats[at] if seat.node not in taken], required[at])
+
+    return seats_apart(components, pick) is None
 
 
 def impossible(request: Request, nodes: Iterable[Node | NodeView], partition: Partition) -> str | None:
@@ -45,7 +62,23 @@ def impossible_shape(shape: Shape, nodes: Iterable[NodeView], partition: Partiti
     """Return why no job of `shape`, however short, can ever run in `partition`; None: it can."""
     names = set(partition.nodes)
     its = [node for node in nodes if node.name in names]
+    if shape.components:
+        return _impossible_components(shape, its, partition)
     return _wrong_nodes(shape, its, partition) or _too_much(shape, its, partition)
+
+
+def _impossible_components(shape: Shape, nodes: list[NodeView], partition: Partition) -> str | None:
+    """Return which component can never run, or that they cannot beside each other."""
+    for number, one in enumerate(shape.components):
+        why = _wrong_nodes(one, nodes, partition) or _too_much(one, nodes, partition)
+        if why is not None:
+            return f"component {number}: {why}"
+    if _never_apart(shape.components, nodes):
+        return (
+            f"cannot give job {needs(shape)}: its components run on nodes of their own, and partition {partition.name!r} "
+            f"has {plural(len(nodes), 'node')}, not enough for all of them at a time"
+        )
+    return None
 
 
 def _too_long(request: Request, partition: Partition) -> str | None:

@@ -96,9 +96,10 @@ def mix_of(snapshot: Snapshot) -> Mix | None:
     shards_of = max([slot.shards for its in slots.values() for slot in its])
     shapes = {id(job.request.shape): job.request.shape for job in snapshot.pending}
     for key, number in Counter([id(job.request.shape) for job in snapshot.pending]).items():
-        demand = _of_shape(shapes[key], shards_of)
-        if demand is not None:
-            counts[demand] += number
+        for shape in shapes[key].each:
+            demand = _of_shape(shape, shards_of)
+            if demand is not None:
+                counts[demand] += number
     return Mix(counts) if counts else None
 
 

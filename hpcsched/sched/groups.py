@@ -4,15 +4,19 @@ A `Group` has the jobs of one shape in one partition (and reservation). When eac
 its `Openings`, which groups with equal shares on the same nodes have in common. A shape is *alike* if any of those nodes do,
 so that counting them is enough; for the others (tasks or GPUs to spread as the nodes have room) seats are tried out.
 
+The components of a heterogeneous job are groups of their own, which `Apart` holds together.
+
 Knows nothing of order, policies and reasons.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import islice
 
+from hpcsched.sched.apart import seats_apart
 from hpcsched.sched.backfill import earliest_start
 from hpcsched.sched.blocks import Closed
 from hpcsched.sched.fragments import Mix
@@ -66,22 +70,24 @@ class Groups:
         self._timeline = timeline
         self._closed = closed
         self._mix = mix
-        self._groups: dict[tuple[int, str, str], Group] = {}
+        self._groups: dict[tuple[int, str, str], Group | Apart] = {}
         self._openings: dict[tuple[object, ...], Openings] = {}  # by all that they depend on
 
     def __len__(self) -> int:
         return len(self._groups)
 
-    def of(self, job: PendingJob, nodes: Sequence[int]) -> Group:
+    def of(self, job: PendingJob, nodes: Sequence[int]) -> Group | Apart:
         """Return the group of `job`, for which `nodes` are those of its partition that answer."""
         shape = job.request.shape
         group = self._groups.get((id(shape), job.partition, job.reservation))
         if group is None:
-            group = self._groups[id(shape), job.partition, job.reservation] = self._made(job, nodes)
+            made = [self._made(one, job, nodes) for one in shape.each]
+            group = Apart(self._timeline, shape, made) if shape.components else made[0]
+            self._groups[id(shape), job.partition, job.reservation] = group
         return group
 
-    def _made(self, job: PendingJob, nodes: Sequence[int]) -> Group:
-        shape, timeline = job.request.shape, self._timeline
+    def _made(self, shape: Shape, job: PendingJob, nodes: Sequence[int]) -> Group:
+        timeline = self._timeline
         if shape.features or shape.exclude or shape.mincpus or shape.tmp_mib:
             nodes = [at for at in nodes if allows(shape, self._snapshot.nodes[at])]
         required = frozenset([timeline.index.get(name, -1) for name in shape.nodelist])
@@ -151,7 +157,7 @@ class Group:
         if own_from_s >= end_s:
             return None
         timeline = self._timeline
-        mine = [part for part in own if self._could_have(part, own_from_s, end_s)]
+        mine = [part for part in own if self.could_have(part, own_from_s, end_s)]
         if len(mine) == len(own):
             return list(own)
         if not self._alike or not mine:
@@ -183,6 +189,33 @@ class Group:
             self._floors.remember(1, limit_s, found[0] if found is not None else NEVER_S)
         return found
 
+    def seats_from(self, start_s: float, limit_s: float) -> Sequence[Seat]:
+        """Return the nodes that could take something of this group from then on for so long, in order of preference."""
+        self._forget_if_given()
+        self._openings.catch_up()
+        if start_s <= self._timeline.now_s:
+            return self._seats(start_s + limit_s)
+        timeline, end_s, seats = self._timeline, start_s + limit_s, []
+        for at in self._openings.able(start_s, limit_s):
+            room = timeline.profiles[at].free_over(start_s, end_s)
+            seat = seat_of(self.shape, at, timeline.nodes[at], timeline.types[at], room)
+            seats += [seat] if seat is not None else []
+        return sorted(seats)
+
+    def parts_on(self, seats: Sequence[Seat], start_s: float, end_s: float) -> list[Part]:
+        """Return what a job of this group takes of `seats`, which are all that it gets."""
+        timeline = self._timeline
+        rooms = [timeline.profiles[seat.node].free_over(start_s, end_s) for seat in seats]
+        return parts_of(self.shape, seats, timeline.nodes, timeline.types, rooms, self._mix)
+
+    def next_opening_s(self, after_s: float, limit_s: float) -> float:
+        """Return when, after `after_s`, one of its nodes opens for so long, or has more to give; `NEVER_S`: none does."""
+        times_s = [opens_s for opens_s, _, _ in islice(self._openings.beginning_after(after_s, limit_s), 1)]
+        for node in self.nodes:
+            grows_s = self._timeline.profiles[node].times_s
+            times_s += grows_s[bisect_right(grows_s, after_s) :][:1]
+        return min(times_s, default=NEVER_S)
+
     def seats_now(self) -> list[Seat]:
         """Return the nodes that could take something of this group at this moment, for however short a time."""
         self._openings.catch_up()
@@ -210,7 +243,7 @@ class Group:
         self._seen = len(timeline.changed)
         return [seat for seat in self._seating.ordered if until_s.get(seat.node, 0.0) >= end_s]
 
-    def _could_have(self, own: Part, own_from_s: float, end_s: float) -> bool:
+    def could_have(self, own: Part, own_from_s: float, end_s: float) -> bool:
         """Say whether its part of a node is free from now until `own_from_s`, and the node is not set aside until `end_s`."""
         timeline = self._timeline
         now_s = timeline.now_s
@@ -268,3 +301,62 @@ class Group:
             seats = [seat] if seat is not None else []
             use = self._uses[key] = parts_of(self.shape, seats, timeline.nodes, timeline.types, [room])[0].use
         return use
+
+
+class Apart:
+    """The heterogeneous jobs of one shape, whose components are `groups` that take no node of each other; else as a `Group`."""
+
+    def __init__(self, timeline: Timeline, shape: Shape, groups: Sequence[Group]) -> None:
+        self.shape = shape
+        self.nodes = sorted({node for group in groups for node in group.nodes})
+        self.required = frozenset([node for group in groups for node in group.required])
+        self._timeline = timeline
+        self._groups = groups
+
+    def place(self, end_s: float) -> list[Part] | None:
+        """Return what a job of these components that ends by `end_s` would get now, or None."""
+        now_s = self._timeline.now_s
+        return self._at(now_s, end_s - now_s)
+
+    def place_with(self, own: Sequence[Part], own_from_s: float, end_s: float) -> list[Part] | None:
+        """Return its `own` parts, kept for it from `own_from_s` on, if a job would get just these now."""
+        if own_from_s >= end_s:
+            return None
+        fits = all(self._groups[part.component].could_have(part, own_from_s, end_s) for part in own)
+        return list(own) if fits else None
+
+    def earliest(self, limit_s: float, from_s: float) -> tuple[float, list[Part]] | None:
+        """Return when, `from_s` at the earliest, a job of these components can run for `limit_s`, and on what; None: never."""
+        at_s = from_s
+        while at_s < NEVER_S:
+            alone = [group.earliest(limit_s, at_s) for group in self._groups]
+            starts_s = [found[0] for found in alone if found is not None]
+            if len(starts_s) < len(alone):
+                return None
+            at_s = max(at_s, *starts_s)
+            parts = self._at(at_s, limit_s)
+            if parts is not None:
+                return at_s, parts
+            at_s = min(group.next_opening_s(at_s, limit_s) for group in self._groups)
+        return None
+
+    def seats_now(self) -> list[Seat]:
+        """Return the nodes that could take something of a component at this moment."""
+        return list({seat.node: seat for group in self._groups for seat in group.seats_now()}.values())
+
+    def _at(self, start_s: float, limit_s: float) -> list[Part] | None:
+        """Return what all components would get from then on for so long, in their order, or None."""
+        seats = [group.seats_from(start_s, limit_s) for group in self._groups]
+
+        def pick(at: int, taken: frozenset[int]) -> list[Seat] | None:
+            group = self._groups[at]
+            return choose(group.shape, [seat for seat in seats[at] if seat.node not in taken], group.required)
+
+        chosen = seats_apart(self.shape.components, pick)
+        if chosen is None:
+            return None
+        return [
+            replace(part, component=at)
+            for at, group in enumerate(self._groups)
+            for part in group.parts_on(chosen[at], start_s, start_s + limit_s)
+        ]

@@ -137,8 +137,9 @@ class _PlanRoom:
         if amount is None:
             machine = self._machine(line)
             amount = amount_of(least_of(shape), machine)
-            if shape.exclusive:
-                amount = max(amount, machine[CPU] * shape.nodes_min / max(1, len(self._planner.lanes.at(*line).nodes)))
+            empty = sum(one.nodes_min for one in shape.each if one.exclusive)
+            if empty:
+                amount = max(amount, machine[CPU] * empty / max(1, len(self._planner.lanes.at(*line).nodes)))
             self._amounts[key] = amount
         return amount
 

@@ -78,7 +78,9 @@ class Kept:
             start_s=room.start_s,
             parts=tuple(
                 [
-                    PromisedPart(timeline.nodes[part.node].name, part.tasks, part.use, timeline.types[part.node])
+                    PromisedPart(
+                        timeline.nodes[part.node].name, part.tasks, part.use, timeline.types[part.node], part.component
+                    )
                     for part in room.parts
                 ]
             ),
@@ -129,13 +131,16 @@ class Kept:
     ) -> tuple[float, list[Part]] | None:
         """Return when `job` can have what it was promised, not before it was to, and its parts; None: not any more."""
         index, types = self._timeline.index, self._timeline.types
-        parts = [Part(node=index.get(one.node, -1), tasks=one.tasks, use=one.use) for one in promise.parts]
+        parts = [
+            Part(node=index.get(one.node, -1), tasks=one.tasks, use=one.use, component=one.component)
+            for one in promise.parts
+        ]
         if not _asks_alike(job.request, promise.request):
             return None
         for part, one in zip(parts, promise.parts, strict=True):
             if part.node not in nodes or types[part.node] != one.slots:
                 return None
-            if not allows(job.request.shape, self._snapshot.nodes[part.node]):
+            if not allows(job.request.shape.each[part.component], self._snapshot.nodes[part.node]):
                 return None
         start_s = self._free_from(job, parts, limit_s, max(promise.start_s, self._timeline.now_s))
         return (start_s, parts) if start_s < NEVER_S else None

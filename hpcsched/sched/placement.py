@@ -51,6 +51,7 @@ class Part:
     node: int
     tasks: int
     use: Room
+    component: int = 0  # of a heterogeneous job
 
 
 def tasks_that_fit(shape: Shape, node: NodeView, types: tuple[GpuSlot, ...], room: Room) -> int:

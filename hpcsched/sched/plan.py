@@ -28,7 +28,7 @@ from hpcsched.sched.decisions import Plan, Start
 from hpcsched.sched.eligible import Wait
 from hpcsched.sched.feasible import never_fits
 from hpcsched.sched.fragments import mix_of
-from hpcsched.sched.groups import Group, Groups
+from hpcsched.sched.groups import Apart, Group, Groups
 from hpcsched.sched.guardplan import guarded
 from hpcsched.sched.intervals import NEVER_S
 from hpcsched.sched.kept import Kept
@@ -75,7 +75,7 @@ class Planner:
         self.groups = Groups(snapshot, self.timeline, closed, mix)
         # Where jobs would fit but for reservations.
         self.unreserved = Groups(snapshot, self.timeline, Closed((), self.timeline.index), mix)
-        self.never: dict[Group, Wait | None] = {}
+        self.never: dict[Group | Apart, Wait | None] = {}
         self.tally = Tally(snapshot)
         self.counted = Counted(snapshot.now_s, dict(snapshot.ledger.accounting.licenses), self._held_licenses())
         self.kept = Kept(snapshot, self.timeline, self.counted, closed)
@@ -341,10 +341,10 @@ class Planner:
             self.most_free_cpus[job.partition] = (len(self.timeline.changed), most)
         return most < job.request.shape.cpus_least
 
-    def _group(self, job: PendingJob) -> Group:
+    def _group(self, job: PendingJob) -> Group | Apart:
         return self.groups.of(job, self.lanes.of(job).nodes)
 
-    def _never(self, group: Group, lane: Lane) -> Wait | None:
+    def _never(self, group: Group | Apart, lane: Lane) -> Wait | None:
         """Return why jobs of `group` cannot start on the nodes that answer, whatever ends; None: in time they can."""
         if group not in self.never:
             nodes = [self.snapshot.nodes[at] for at in group.nodes]
@@ -355,7 +355,14 @@ class Planner:
     def _take(self, part: Part, end_s: float) -> Share:
         grant = self.timeline.start(part.node, end_s, part.use)
         name = self.snapshot.nodes[part.node].name
-        return Share(node=name, cpus=part.use[0], mem_mib=part.use[1], tasks=part.tasks, **grant._asdict())
+        return Share(
+            node=name,
+            cpus=part.use[0],
+            mem_mib=part.use[1],
+            tasks=part.tasks,
+            component=part.component,
+            **grant._asdict(),
+        )
 
     def limit_s(self, job: PendingJob) -> int:
         """Return the time limit of `job`, in seconds."""

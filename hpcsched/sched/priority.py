@@ -218,7 +218,7 @@ def _size(job: PendingJob, scale: Scale, policy: Policy) -> float:
     With `small_relative_to_time` it is that of the cpus alone, for each minute of the time limit.
     """
     shape = job.request.shape
-    cpus = shape.tasks_least * shape.cpus_per_task / scale.cpus
+    cpus = sum(one.tasks_least * one.cpus_per_task for one in shape.each) / scale.cpus
     if policy.small_relative_to_time:
         limit_s = known_limit_s(job.request.time_limit_s) or policy.default_time_limit_s
         part = min(1.0, cpus / max(1.0, limit_s / MINUTE_S))

@@ -7,7 +7,7 @@ nodes; ``--ntasks-per-node`` beside ``--ntasks`` is a maximum. Knows nothing of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from hpcsched.errors import RequestError
@@ -57,6 +57,12 @@ class Shape:
     constraint: str = ""  # `features`, `alike` and `counts` as the user wrote them
     nodelist: tuple[NodeName, ...] = ()
     exclude: tuple[NodeName, ...] = ()
+    components: tuple[Shape, ...] = ()  # of a heterogeneous job, each on nodes of its own; see `whole_of`
+
+    @property
+    def each(self) -> tuple[Shape, ...]:
+        """Return the shapes of its components; of a job that is of one kind its own."""
+        return self.components or (self,)
 
     @property
     def any_nodes(self) -> bool:
@@ -93,6 +99,25 @@ def request_of(spec: JobSpec, partition: Partition, *, time_limit_s: int | None 
 
 def shape_of(spec: JobSpec, partition: Partition) -> Shape:
     """Return the shape of a job of `spec` in `partition`. Raises RequestError, see `request_of`."""
+    if spec.components:
+        return whole_of([_shape_of(one, partition) for one in (spec, *spec.components)])
+    return _shape_of(spec, partition)
+
+
+def whole_of(components: Sequence[Shape]) -> Shape:
+    """Return the shape of a heterogeneous job: of the counts the sums, and what is so of each node of any component."""
+    return Shape(
+        nodes_min=sum(one.nodes_min for one in components),
+        nodes_max=sum(one.nodes_max for one in components),
+        ntasks=sum(one.tasks_least for one in components),
+        cpus_per_task=min(one.cpus_least for one in components),
+        mem_asked=any(one.mem_asked for one in components),
+        nodelist=tuple(dict.fromkeys([name for one in components for name in one.nodelist])),
+        components=tuple(components),
+    )
+
+
+def _shape_of(spec: JobSpec, partition: Partition) -> Shape:
     per_node, per_task, total = _gpus(spec.gpus_per_node), _gpus(spec.gpus_per_task), _gpus(spec.gpus_total)
     if len(total) > 1:
         raise RequestError("cannot spread GPUs of several types over a job: use --gpus-per-node or --gpus-per-task")

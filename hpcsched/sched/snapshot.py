@@ -146,6 +146,7 @@ class PromisedPart(NamedTuple):
     tasks: int
     use: tuple[int, int, Units]
     slots: tuple[GpuSlot, ...]
+    component: int = 0  # of a heterogeneous job
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -308,6 +309,8 @@ def switches_matter_until_s(since_s: float | None, own_s: float | None, max_swit
 
 def allows(shape: Shape, node: NodeView) -> bool:
     """Say whether `shape` may use `node` at all: not excluded, and of the right features."""
+    if shape.components:
+        return any(allows(one, node) for one in shape.components)
     if shape.exclude and node.name in shape.exclude:
         return False
     if shape.mincpus > node.cpus or shape.tmp_mib > node.tmp_mib:

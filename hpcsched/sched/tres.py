@@ -18,6 +18,8 @@ Licenses = tuple[tuple[str, int], ...]
 
 def least_of(shape: Shape, licenses: Licenses = ()) -> Held:
     """Return what a job of `shape` will have at the very least."""
+    if shape.components:
+        return _sum([least_of(one) for one in shape.components], licenses)
     tasks = shape.tasks_least
     cpus = tasks * shape.cpus_per_task
     held: Held = {NODE: shape.nodes_min, CPU: cpus, MEM: 0.0}
@@ -30,6 +32,15 @@ def least_of(shape: Shape, licenses: Licenses = ()) -> Held:
         _add_gpus(held, shape.gpus_per_task, tasks)
         if not shape.gpus_per_task:
             _add_gpus(held, shape.gpus_total, 1)
+    _add_licenses(held, licenses)
+    return held
+
+
+def _sum(parts: Iterable[Held], licenses: Licenses) -> Held:
+    held: Held = {}
+    for part in parts:
+        for name, amount in part.items():
+            held[name] = held.get(name, 0) + amount
     _add_licenses(held, licenses)
     return held
 

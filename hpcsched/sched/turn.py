@@ -116,6 +116,8 @@ _Count = tuple[Callable[[int], str], int, Callable[[int], Shape]]
 
 def _counts(shape: Shape) -> Iterator[_Count]:
     """Yield what a shape counts: how it is written, the most that is less than now, and the shape with so many."""
+    if shape.components:  # no one option of its own would say which of them it is for
+        return
     if shape.nodes_min > 1 and shape.ntasks is None:
         yield _option("nodes"), shape.nodes_min - 1, lambda n: replace(shape, nodes_min=n, nodes_max=n)
     if shape.ntasks is not None and shape.ntasks > 1:
@@ -155,6 +157,8 @@ def _with_tasks(shape: Shape, count: int) -> Shape:
 
 def _dropped(shape: Shape) -> Iterator[tuple[str, Shape]]:
     """Yield the demands of a shape that could be dropped, and the shape without each."""
+    if shape.components:
+        return
     if shape.exclusive:
         yield "--exclusive", replace(shape, exclusive=False)
     if shape.nodelist:

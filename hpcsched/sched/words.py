@@ -46,6 +46,8 @@ def shard_words(shards: GpuCounts) -> str:
 
 def needs(shape: Shape) -> str:
     """Return what `shape` needs: ``2 nodes with 4 cpus and 8G memory each``."""
+    if shape.components:
+        return " and apart from that ".join(map(needs, shape.components))
     if shape.ntasks is not None and shape.ntasks > 1:
         whole = _tasks(shape)
     else:
@@ -66,6 +68,8 @@ def needs(shape: Shape) -> str:
 
 def lacks(shape: Shape, node: NodeView, types: tuple[GpuSlot, ...], room: Room) -> list[str]:
     """Return what `node`, with `room` free, lacks to take one share of `shape`; empty if it can."""
+    if shape.components:
+        return min((lacks(one, node, types, room) for one in shape.components), key=len)
     if shape.exclude and node.name in shape.exclude:
         return ["is excluded by the job"]
     if shape.features and not matches(shape.features, node.features):

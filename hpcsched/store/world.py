@@ -240,7 +240,7 @@ class Transaction:
             time_limit_s=time_limit_s,
         )
         jobs = submitted_jobs(event, spec)
-        world.last_job_id += len(jobs)
+        world.last_job_id += len(jobs) + len(spec.components)  # the components have numbers too
         self.batch.specs[event.spec_id] = spec
         self.batch.events.append(event)
         if spec.array is not None:

@@ -37,7 +37,8 @@ FORWARDED = (
 )  # fmt: skip
 _SENT = (
     "account", "begin", "comment", "constraint", "cpus-per-task", "distribution", "exact", "exclude", "exclusive", "gpus",
-    "gpus-per-node", "gpus-per-task", "gres", "hint", "job-name", "label", "mem", "mem-per-cpu", "mincpus", "nodelist",
+    "gpus-per-node", "gpus-per-task", "gres", "het-group", "hint", "job-name", "label", "mem", "mem-per-cpu", "mincpus",
+    "nodelist",
     "nodes", "ntasks", "ntasks-per-node", "open-mode", "overcommit", "overlap", "partition", "parts", "prefer", "qos",
     "reservation", "resize", "switches", "time", "tmp",
 )  # fmt: skip
@@ -416,11 +417,6 @@ def _answer_at_once(values: stepoptions.Values, face: Face) -> Optional[str]:
         raise stepoptions.UsageError(
             "cannot start tasks with --mpi=%s: only none is there. Start MPI programs with mpirun, which uses the "
             "whole allocation" % mpi[:40]
-        )
-    if values.get("het-group", "0") != "0":
-        raise stepoptions.UsageError(
-            "cannot start tasks in --het-group=%s: jobs have no components but 0 here. Start one step for each program, "
-            "with & between them and wait behind" % values["het-group"]
         )
     for name in ("wait", "immediate"):
         if name in values:

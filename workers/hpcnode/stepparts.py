@@ -18,20 +18,29 @@ from hpcnode import hrun, multiprog, stepoptions
 from hpcnode.targets import STREAMS
 
 MAX_TASKS = 100_000
-OWN = ("nodes", "ntasks", "cpus-per-task", "ntasks-per-node", "nodelist", "exclude")  # what a part may say for itself
+# What a part may say for itself.
+OWN = (
+    "nodes",
+    "ntasks",
+    "cpus-per-task",
+    "ntasks-per-node",
+    "nodelist",
+    "exclude",
+    "het-group",
+)
 
 
 def run(words: Sequence[str], face: hrun.Face, environ: Mapping[str, str]) -> int:
     """Run the step that the words ask for and return its exit code."""
     try:
-        values, command = as_one(words)
+        values, command = as_one(words, environ)
     except (stepoptions.UsageError, multiprog.MultiProgError) as error:
         sys.stderr.write("%s: error: %s\n" % (face.name, error))
         return face.usage_code
     return hrun.start(values, command, face, environ)
 
 
-def as_one(words: Sequence[str]) -> Tuple[stepoptions.Values, List[str]]:
+def as_one(words: Sequence[str], environ: Mapping[str, str]) -> Tuple[stepoptions.Values, List[str]]:
     """Return the options and the command of the step that ``A : B`` asks for. Raises UsageError, MultiProgError."""
     common: stepoptions.Values = {}
     parts: List[Dict[str, str]] = []
@@ -43,7 +52,7 @@ def as_one(words: Sequence[str]) -> Tuple[stepoptions.Values, List[str]]:
         if not command:
             raise stepoptions.UsageError("part %d of the step has no command" % number)
         own = {name: str(values.pop(name)) for name in OWN if name in values}
-        own["ntasks"] = str(_tasks(own, number))
+        own["ntasks"] = str(_tasks(own, number, environ))
         files.append({"ntasks": own["ntasks"], **_files(values, number)})
         exports.append(str(values.pop("export", "")))
         common = values if number == 1 else common
@@ -120,12 +129,31 @@ def _split(words: Sequence[str]) -> List[List[str]]:
     return parts
 
 
-def _tasks(own: Mapping[str, str], number: int) -> int:
-    """Return how many tasks a part has: --ntasks, or --ntasks-per-node (default: 1) on each of its nodes."""
-    nodes = own.get("nodes", "1")
+def _tasks(own: Mapping[str, str], number: int, environ: Mapping[str, str]) -> int:
+    """Return how many tasks a part has: --ntasks, or --ntasks-per-node (default: 1) on each of its nodes.
+
+    In a heterogeneous job a part that does not say has the nodes and tasks of its component.
+    """
+    group = own.get("het-group", str(number - 1))
+    if "HPCSCHED_HET_SIZE" in environ and not group.isdigit():
+        raise stepoptions.UsageError(
+            "cannot start part %d of the step in --het-group=%s: a part runs in one component" % (number, group[:40])
+        )
+    nodes = own.get("nodes") or environ.get("HPCSCHED_NNODES_HET_GROUP_" + group, "1")
+    if not own.keys() & {"nodes", "ntasks", "ntasks-per-node"}:
+        return sum(_counts(environ.get("HPCSCHED_TASKS_PER_NODE_HET_GROUP_" + group, "1")))
     if "ntasks" not in own and nodes.isdigit():
         return int(nodes) * _count(own.get("ntasks-per-node", "1"), "ntasks-per-node", number)
     return _count(own.get("ntasks", nodes), "ntasks" if "ntasks" in own else "nodes", number)
+
+
+def _counts(text: str) -> List[int]:
+    """Return the numbers of ``2(x2),1``."""
+    found: List[int] = []
+    for run in text.split(","):
+        count, _, times = run.partition("(x")
+        found += [int(count)] * int(times.rstrip(")") or 1)
+    return found
 
 
 def _count(text: str, name: str, number: int) -> int:

@@ -37,6 +37,9 @@ def _job(job: Json) -> Json:
         "features": job["constraint"],
         "group_id": int(group.rpartition("(")[2].rstrip(")")),
         "group_name": group.partition("(")[0],
+        "het_job_id": number(job.get("het_job_id") or 0),
+        "het_job_id_set": job.get("het_job_ids") or "",
+        "het_job_offset": number(job.get("het_offset") or 0),
         "hold": job["hold"] != "none",
         "job_id": job["id"],
         "job_resources": {
@@ -102,6 +105,7 @@ def _accounted(job: Json, cluster: str) -> Json:
         "derived_exit_code": _exit(job),
         "exit_code": _exit(job),
         "group": group.partition("(")[0],
+        "het": {"job_id": job.get("het_job_id") or 0, "job_offset": number(job.get("het_offset"))},
         "job_id": job["id"],
         "name": job["name"],
         "nodes": job["node_list"] or "None assigned",

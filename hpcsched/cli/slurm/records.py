@@ -6,7 +6,7 @@ that Slurm shows where it is unused. The values are the API's JSON objects. Sour
 
 from __future__ import annotations
 
-from hpcsched.cli.showtext import Words
+from hpcsched.cli.showtext import Words, het_words
 from hpcsched.client import Json
 from hpcsched.listing.jobs import end_s, exit_text, gres_of_node, memory_asked, reason, start_s, tres_text
 from hpcsched.listing.text import clean, date_text
@@ -55,7 +55,13 @@ def job_lines(job: Json, *, detailed: bool) -> list[Words]:
     tres = Text(tres_text(job, billing=True))
     suspended_s = job.get("suspended_s") or 0
     lines: list[Words] = [
-        [("JobId", job["id"]), *(array if job["array_job_id"] is not None else []), ("JobName", job["name"])],
+        [
+            ("JobId", job["id"]),
+            *(array if job["array_job_id"] is not None else []),
+            *het_words(job),
+            ("JobName", job["name"]),
+        ],
+        [("HetJobIdSet", job["het_job_ids"])] if job.get("het_job_ids") else (),
         [("UserId", user), ("GroupId", group), ("MCS_label", "N/A")],
         [
             ("Priority", 0 if job["hold"] != "none" else job["priority"] or 0),

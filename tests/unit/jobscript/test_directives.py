@@ -73,7 +73,7 @@ def test_a_line_asks_for(line: str, options: dict[str, list[str]]) -> None:
         ("#SBATCH --time=soon", "cannot read time 'soon'"),
         ("#SBATCH -J 'a b", "second ' of a pair"),
         ("#SBATCH --wrap=ls", "for the command line"),
-        ("#SBATCH hetjob", "heterogeneous"),
+        ("#SBATCH hetjob -n2", "neither an option"),
         ("#SBATCH --gres=fpga:2", "the only generic resources are gpu and shard"),
         ("#SBATCH --gres=gpu:2,VramPerGpu:24GB", "the only generic resources are gpu and shard"),
         ("#SBATCH --container-image=x", "containers are started in the script"),
