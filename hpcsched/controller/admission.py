@@ -28,7 +28,8 @@ from hpcsched.sched.limits import (
     why_never,
 )
 from hpcsched.sched.request import request_of
-from hpcsched.sched.tres import least_of, with_billing
+from hpcsched.sched.snapshot import node_view
+from hpcsched.sched.tres import least_there, with_billing
 from hpcsched.sched.usage import factor_of, weights_of
 from hpcsched.store.world import World
 
@@ -89,7 +90,8 @@ def _why_never(
         return _barred_text(partition, out, spec)
     factor, known_s = factor_of(accounting, spec.qos), known_limit_s(limit_s)
     shape = request_of(spec, partition, time_limit_s=limit_s).shape
-    held = with_billing(least_of(shape, spec.licenses), weights_of(accounting, partition))
+    nodes = [node_view(world.nodes[name]) for name in partition.nodes if name in world.nodes]
+    held = with_billing(least_there(shape, nodes, spec.licenses), weights_of(accounting, partition))
     never = why_never(tuple(rules), held, known_s, factor)
     return None if never is None else _refusal(never, never_text(never, held, known_s, factor))
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from hpcsched.model.accounting import NO_LIMITS, Accounting, Barred, barred
+from hpcsched.model.accounting import LICENSE, NO_LIMITS, Accounting, Barred, barred
 from hpcsched.model.ids import JobId
 from hpcsched.model.job import Reason
 from hpcsched.model.units import MINUTE_S, known_limit_s
@@ -34,7 +34,7 @@ from hpcsched.sched.limits import (
 )
 from hpcsched.sched.request import Shape
 from hpcsched.sched.snapshot import PendingJob, RunningJob, Snapshot
-from hpcsched.sched.tres import Held, held_by, least_of, with_billing
+from hpcsched.sched.tres import Held, held_by, least_there, with_billing
 from hpcsched.sched.usage import factor_of, weights_of
 from hpcsched.sched.words import listed
 
@@ -178,12 +178,14 @@ class Quota:
     def _least_of(self, job: PendingJob) -> Held:
         """Return what the job will have at the least."""
         shape = job.request.shape
-        if job.licenses:
-            return self._with_billing(least_of(shape, job.licenses), job.partition)
         key = (id(shape), job.partition)
         if key not in self._least:
-            self._least[key] = (shape, self._with_billing(least_of(shape), job.partition))
-        return self._least[key][1]
+            partition = self._snapshot.partitions.get(job.partition)
+            names = partition.nodes if partition is not None else ()
+            nodes = [self._nodes[name] for name in names if name in self._nodes]
+            self._least[key] = (shape, least_there(shape, nodes))
+        licenses = {LICENSE + name: count for name, count in job.licenses}
+        return self._with_billing(self._least[key][1] | licenses, job.partition)
 
     def _breach(self, job: PendingJob, scope: _Scope, held: Held) -> Wait | None:
         """Return the first limit that `job` would break with `held`."""

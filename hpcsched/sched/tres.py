@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from heapq import nsmallest
 
 from hpcsched.model.accounting import BILLING, CPU, GPU, LICENSE, MEM, NODE
 from hpcsched.model.ids import NodeName
 from hpcsched.model.resources import ANY_GPU, Share
 from hpcsched.model.units import MIB_PER_GIB
+from hpcsched.sched.features import matches
 from hpcsched.sched.gpus import GpuSlot, Units
+from hpcsched.sched.placement import mem_least
 from hpcsched.sched.request import GpuCounts, Shape
 from hpcsched.sched.snapshot import NodeView
 
@@ -42,6 +45,30 @@ def _sum(parts: Iterable[Held], licenses: Licenses) -> Held:
         for name, amount in part.items():
             held[name] = held.get(name, 0) + amount
     _add_licenses(held, licenses)
+    return held
+
+
+def least_there(shape: Shape, nodes: Sequence[NodeView], licenses: Licenses = ()) -> Held:
+    """Return what a job of `shape` will have at the very least of some of `nodes`.
+
+    That is more than it asks for if it has its nodes to itself, or says nothing of memory: then it is a part of the node's.
+    """
+    if shape.components:
+        return _sum([least_there(one, nodes) for one in shape.components], licenses)
+    held, count = least_of(shape, licenses), shape.nodes_min
+    if not shape.exclusive and (shape.mem_per_node_mib is not None or shape.mem_per_cpu_mib is not None):
+        return held
+    able = [
+        node
+        for node in nodes
+        if node.cpus >= shape.cpus_least and (not shape.features or matches(shape.features, node.features))
+    ]
+    held[MEM] = max(held[MEM], sum(nsmallest(count, (mem_least(shape, node) for node in able))))
+    if shape.exclusive:
+        held[CPU] = max(held[CPU], sum(nsmallest(count, (node.cpus for node in able))))
+        gpus = sum(nsmallest(count, (len(node.gpus) for node in able)))
+        if gpus > held.get(GPU, 0):
+            held[GPU] = gpus
     return held
 
 

@@ -127,6 +127,15 @@ def test_what_a_job_gets_counts_not_only_what_it_asked_for() -> None:
     assert waits(found) == {1: "AssocMaxMemPerJob", 2: "AssocMaxMemPerJob"}
 
 
+@pytest.mark.parametrize("resource", [("cpu", 6), ("mem", 1500), ("gres/gpu", 3)])
+def test_who_would_get_more_than_the_limit_is_not_promised_it_while_nodes_are_busy(resource: tuple[str, int]) -> None:
+    sketch = world("2x4/2xa100", running=["1: n1 2c 100s"], waiting=["2: 2 nodes 1c exclusive 100s", "3: 1c 1000s"])
+    whose(sketch, j1="cat other", j2="ann lab", j3="cat other")
+    found = made(sketch, lab(Limits(grp_tres=(resource,))))
+    assert starts(found) == {3}
+    assert waits(found)[2].startswith("AssocGrp")
+
+
 def test_what_stands_still_for_another_counts_with_the_cpus_that_it_gets_back() -> None:
     sketch = world("1x4", ["1: n1 4c 100M q=low", "2: n1 2c 100M q=high"], ["3: 2c 100M q=low", "4: 2c 100M q=low"])
     sketch.change(1, state=JobState.SUSPENDED, suspended_at_s=5.0, suspended_for=2)
