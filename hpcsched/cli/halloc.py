@@ -8,6 +8,7 @@ Source: salloc(1), and its texts.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import select
@@ -62,11 +63,11 @@ class HallocError(Exception):
 def main(argv: Sequence[str] | None = None, face: Face = HALLOC) -> int:
     """Run the command and return its exit status: that of what ran in the job."""
     try:
-        values, command = stepoptions.parse(sys.argv[1:] if argv is None else argv, OPTIONS)
+        values, command = _parse(sys.argv[1:] if argv is None else argv)
     except stepoptions.UsageError as error:
         return _complain(face, str(error), face.usage_code)
     if values.get("help"):
-        line = f"{face.name} [OPTIONS] [COMMAND [ARGUMENT...]]"
+        line = f"{face.name} [OPTIONS] [: OPTIONS]... [COMMAND [ARGUMENT...]]"
         sys.stdout.write(
             stepoptions.usage(line, "Hold the nodes of a job while a command (or a shell) runs here.", OPTIONS)
         )
@@ -78,6 +79,27 @@ def main(argv: Sequence[str] | None = None, face: Face = HALLOC) -> int:
         return _Allocation(face, values, command).run()
     except (HallocError, headsocket.NotFound, protocol.WireError) as error:
         return _complain(face, str(error), 1)
+
+
+def _parse(argv: Sequence[str]) -> tuple[stepoptions.Values, list[str]]:
+    """Return the options and the command; of A : B the components behind the first one as an option. Raises UsageError."""
+    values, command = stepoptions.parse(argv, OPTIONS)
+    components = []
+    while command[:1] == [":"]:
+        own, command = stepoptions.parse(command[1:], OPTIONS)
+        own = {
+            name: value
+            for name, value in own.items()
+            if value != values.get(name) or name in stepoptions.OF_A_COMPONENT
+        }
+        strange = [name for name in own if name not in stepoptions.OF_A_COMPONENT]
+        if strange:
+            raise stepoptions.UsageError(
+                f"cannot give component {len(components) + 1} of the job its own --{strange[0]}: all components have that of the "
+                "first one; leave it out"
+            )
+        components.append({name: True if name == "exclusive" else value for name, value in own.items()})
+    return ({**values, "components": json.dumps(components)} if components else values), command
 
 
 class _Allocation:
@@ -125,6 +147,8 @@ class _Allocation:
         }
         if "exclusive" in options:
             options["exclusive"] = True
+        if "components" in self._values:
+            options["components"] = self._values["components"]
         if self._is_shell:
             options.setdefault("job-name", "interactive")
         return protocol.StepRequest(

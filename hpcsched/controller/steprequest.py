@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from hpcnode import protocol
+from hpcnode import protocol, stepoptions
 from hpcsched.errors import RequestError
 from hpcsched.jobscript.values import (
     Gres,
@@ -50,6 +50,7 @@ KNOWN_OPTIONS = frozenset(
         "begin",
         "chdir",
         "comment",
+        "components",
         "constraint",
         "cpu-bind",
         "cpus-per-task",
@@ -99,6 +100,7 @@ KNOWN_OPTIONS = frozenset(
 )
 
 PART_OPTIONS = frozenset({"nodes", "ntasks", "cpus-per-task", "ntasks-per-node", "nodelist", "exclude", "het-group"})
+COMPONENT_OPTIONS = frozenset(stepoptions.OF_A_COMPONENT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,16 +168,13 @@ def read_allocation(request: protocol.StepRequest, now_s: float) -> JobSpec:
     """
     _check_command(request)
     given = _Given(request.options)
-    nodes = given.value("nodes", parse_nodes)
-    low, high = nodes or (1, 1)
-    gres = given.value("gres", parse_gres) or Gres()
-    switches, switches_wait_s = given.value("switches", parse_switches) or (0, None)
     if given.text("het-group") not in ("", "0"):
         raise RequestError(
             "cannot start tasks in another --het-group than 0: that is for steps of a job of sbatch A : B"
         )
+    name = _name(request, given)
     return JobSpec(
-        name=_name(request, given),
+        name=name,
         script="",
         work_dir=request.work_dir,
         submit_line=" ".join(("hrun", *request.argv))[:1000],
@@ -185,32 +184,47 @@ def read_allocation(request: protocol.StepRequest, now_s: float) -> JobSpec:
         reservation=given.text("reservation"),
         comment=given.text("comment"),
         time_limit_s=given.value("time", parse_limit_s),
-        nodes_min=low,
-        nodes_max=high,
-        nodes_given=nodes is not None,
-        ntasks=given.value("ntasks", parse_count),
-        ntasks_per_node=given.value("ntasks-per-node", parse_count),
-        cpus_per_task=given.value("cpus-per-task", parse_count) or 1,
-        cpus_per_task_given=bool(given.text("cpus-per-task")),
-        mem_per_node_mib=given.value("mem", parse_node_memory),
-        mem_per_cpu_mib=given.value("mem-per-cpu", parse_mem_mib),
-        gpus_per_node=given.value("gpus-per-node", parse_gpus) or gres.gpus,
-        shards_per_node=gres.shards,
-        gpus_total=given.value("gpus", parse_gpus) or (),
-        gpus_per_task=given.value("gpus-per-task", parse_gpus) or (),
-        exclusive=given.flag("exclusive"),
-        nodelist=given.value("nodelist", parse_node_names) or (),
-        exclude=given.value("exclude", parse_node_names) or (),
-        constraint=given.text("constraint"),
-        prefer=given.text("prefer"),
-        mincpus=given.value("mincpus", parse_count) or 0,
-        tmp_mib=given.value("tmp", parse_mem_mib) or 0,
-        switches=switches,
-        switches_wait_s=switches_wait_s,
-        hints=given.value("hint", parse_hints) or (),
         begin_at_s=_begin(given, now_s),
         requeue=False,
+        components=tuple(
+            JobSpec(name=one.text("job-name") or name, script="", work_dir=request.work_dir, **_asked_of_nodes(one))
+            for one in _listed(given.text("components"), COMPONENT_OPTIONS)
+        ),
+        **_asked_of_nodes(given),
     )
+
+
+def _asked_of_nodes(given: _Given) -> dict[str, Any]:
+    """Return the fields of a job's specification, or a component's, that say what it needs of its nodes."""
+    nodes = given.value("nodes", parse_nodes)
+    low, high = nodes or (1, 1)
+    gres = given.value("gres", parse_gres) or Gres()
+    switches, switches_wait_s = given.value("switches", parse_switches) or (0, None)
+    return {
+        "nodes_min": low,
+        "nodes_max": high,
+        "nodes_given": nodes is not None,
+        "ntasks": given.value("ntasks", parse_count),
+        "ntasks_per_node": given.value("ntasks-per-node", parse_count),
+        "cpus_per_task": given.value("cpus-per-task", parse_count) or 1,
+        "cpus_per_task_given": bool(given.text("cpus-per-task")),
+        "mem_per_node_mib": given.value("mem", parse_node_memory),
+        "mem_per_cpu_mib": given.value("mem-per-cpu", parse_mem_mib),
+        "gpus_per_node": given.value("gpus-per-node", parse_gpus) or gres.gpus,
+        "shards_per_node": gres.shards,
+        "gpus_total": given.value("gpus", parse_gpus) or (),
+        "gpus_per_task": given.value("gpus-per-task", parse_gpus) or (),
+        "exclusive": given.flag("exclusive"),
+        "nodelist": given.value("nodelist", parse_node_names) or (),
+        "exclude": given.value("exclude", parse_node_names) or (),
+        "constraint": given.text("constraint"),
+        "prefer": given.text("prefer"),
+        "mincpus": given.value("mincpus", parse_count) or 0,
+        "tmp_mib": given.value("tmp", parse_mem_mib) or 0,
+        "switches": switches,
+        "switches_wait_s": switches_wait_s,
+        "hints": given.value("hint", parse_hints) or (),
+    }
 
 
 class _Given:
@@ -261,7 +275,7 @@ def _name(request: protocol.StepRequest, given: _Given) -> str:
 
 def _shape(given: _Given, job: Job) -> StepShape:
     """Return what the step asks for. Its parts, if it has some (srun A : B), are a list of options as JSON."""
-    given_parts = _parts(given.text("parts"))
+    given_parts = _listed(given.text("parts"), PART_OPTIONS)
     groups = [_groups(one, job, at if given_parts else 0) for at, one in enumerate(given_parts or [given])]
     shape = replace(_simple_shape(given, _default_cpus(job, groups[0][0])), component=groups[0][0])
     hosts = tuple(host for host in given.text("hosts").split(",") if host)
@@ -311,14 +325,15 @@ def _group_numbers(text: str) -> tuple[int, ...]:
         raise RequestError(f"cannot read --het-group={text[:60]}: write numbers of components, as 0,2-3") from None
 
 
-def _parts(text: str) -> list[_Given]:
+def _listed(text: str, known: frozenset[str]) -> list[_Given]:
+    """Return the parts of a step, or the components of a job: lists of options, each of them `known`, as JSON."""
     if not text:
         return []
     try:
         parts = json.loads(text)
     except ValueError:
         parts = None
-    if not isinstance(parts, list) or not all(isinstance(one, dict) and one.keys() <= PART_OPTIONS for one in parts):
+    if not isinstance(parts, list) or not all(isinstance(one, dict) and one.keys() <= known for one in parts):
         raise RequestError("cannot start the step: its parts are no list of options that a part may have")
     return [_Given(one) for one in parts]
 

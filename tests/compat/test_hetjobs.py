@@ -90,3 +90,37 @@ def test_components_from_the_command_line(cluster: LocalCluster, slurm: Client) 
     assert "component 1 of the job: cannot give it its own --time" in own.stderr
     array = slurm("sbatch", "--array=1-2", ":", "-n1", "small.sh", check=False)
     assert "cannot submit an array of heterogeneous jobs" in array.stderr
+
+
+def test_salloc_of_components(cluster: LocalCluster, slurm: Client) -> None:
+    told = slurm(
+        "salloc", "-Jours", "-N1", ":", "-N2", "-n2", "-c2", "bash", "-c", "srun -l --het-group=0,1 hostname; env"
+    )
+    lines = told.stdout.splitlines()
+    assert sorted(lines[:3]) == ["0: n1", "1: n2", "2: n3"]
+    assert {"SLURM_HET_SIZE=2", "SLURM_JOB_NODELIST=n1", "SLURM_JOB_NODELIST_HET_GROUP_1=n[2-3]"} <= set(lines)
+    assert "SLURM_CPUS_PER_TASK_HET_GROUP_1=2" in lines
+    own = slurm("salloc", "-N1", ":", "-N1", "-pother", "true", check=False)
+    assert own.returncode == 1
+    assert "cannot give component 1 of the job its own --partition" in own.stderr
+
+
+def test_components_outlive_a_restart_of_the_controller(cluster: LocalCluster, slurm: Client) -> None:
+    script = "#!/bin/bash\nuntil [ -e again ]; do sleep 0.05; done\nsrun --het-group=1 hostname\n"
+    (cluster.share / "long.sh").write_text(script)
+    job_id = slurm("sbatch", "--parsable", "-N1", ":", "-N2", "long.sh").stdout.strip()
+
+    def rows() -> list[str]:
+        return slurm("squeue", "-h", "-j", job_id, "-o", "%i %t %N").stdout.splitlines()
+
+    running = [f"{job_id}+0 R n1", f"{job_id}+1 R n[2-3]"]
+    wait_until(lambda: rows() == running, what="its start")
+    cluster.down()
+    cluster.up()
+    cluster.wait_for_nodes()
+    assert rows() == running
+    assert int(slurm("sbatch", "--parsable", "--hold", "--wrap", "true").stdout) == int(job_id) + 2
+    slurm("scancel", str(int(job_id) + 2))
+    (cluster.share / "again").touch()
+    wait_until(lambda: not rows(), what="its end")
+    assert sorted((cluster.share / f"slurm-{job_id}.out").read_text().split()) == ["n2", "n3"]

@@ -127,6 +127,12 @@ OPTIONS: Tuple[Option, ...] = (
     Option("whole", "", FLAG, "", "accepted", (), True),
 )  # fmt: skip
 
+# What the components of a heterogeneous job may differ in: salloc A : B.
+OF_A_COMPONENT = (
+    "constraint", "cpus-per-task", "exclude", "exclusive", "gpus", "gpus-per-node", "gpus-per-task", "gres", "hint", "job-name",
+    "mem", "mem-per-cpu", "mincpus", "nodelist", "nodes", "ntasks", "ntasks-per-node", "prefer", "tmp",
+)  # fmt: skip
+
 _ALIASES = {
     "tasks": "ntasks",
     "tasks-per-node": "ntasks-per-node",
