@@ -121,6 +121,17 @@ def test_who_is_told_that_the_run_ends_is_not_lost() -> None:
     assert said == []
 
 
+def test_a_spare_is_told_of_once_when_it_is_ready() -> None:
+    said: list[str] = []
+    roster = Roster(Settings(least=1, want=1), time.monotonic())
+    server = Server(roster, "k", said.append, lambda slot: None, lambda slot: None)
+    for slot in (4, 7):
+        roster.ready(roster.join(slot, time.monotonic()).number, {"addresses": ["10.0.0.1"]}, time.monotonic())
+        server.settle()
+    server.settle()
+    assert said == ["generation 0: 1 members, in slots 4", "slot 7 is ready to step in"]
+
+
 def test_who_is_turned_away_is_not_lost_and_its_slot_is_given_up() -> None:
     said: list[str] = []
     lost: list[int] = []

@@ -13,7 +13,7 @@ import torch
 
 from hpctrain.checkpoint.snapshot import layout_of
 from hpctrain.comm.base import SingleCommunicator, check_contiguous
-from hpctrain.errors import MissingPackageError, TrainError
+from hpctrain.errors import MissingPackageError, PeerLost, TrainError
 from hpctrain.outermost import tell_unmet
 from hpctrain.prepare import prepare_model
 from hpctrain.replicas import hand_over
@@ -21,28 +21,61 @@ from hpctrain.replicas import hand_over
 PLAIN = argparse.Namespace(recompute=False, compile=None)
 
 
-class Sevens(SingleCommunicator):
-    """A group in which somebody else has 7.0 everywhere."""
+class Told(SingleCommunicator):
+    """A rank of two that hears what the first one has said; of ranks that come and go, or not. It may be lost before a piece."""
 
-    def __init__(self, *, elastic: bool) -> None:
+    def __init__(self, said: list[torch.Tensor], *, elastic: bool, first: bool = False, lost_before: int = -1) -> None:
         self.elastic = elastic
-        self.rank, self.size = 1, 2
+        self.rank, self.size = 0 if first else 1, 2
+        self._said, self._left, self._count = said, list(said), lost_before
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
         check_contiguous(tensor)
-        tensor.fill_(7.0)
+        if self._count == 0:
+            raise PeerLost("the source is gone")
+        self._count -= 1
+        if self.rank == root:
+            self._said.append(tensor.detach().clone())
+        else:
+            tensor.detach().copy_(self._left.pop(0))
+
+
+def unusual(value: float) -> dict[str, torch.Tensor]:
+    """A state of tensors that lie in memory in several ways, of several types and sizes."""
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Linear(2, 5)).to(memory_format=torch.channels_last)
+    model.turned = torch.nn.Parameter(torch.zeros(6, 2).t())
+    for kind in (torch.int64, torch.bool, torch.bfloat16, torch.float64):
+        model.register_buffer(str(kind).replace(".", "_"), torch.zeros((), dtype=kind))
+    model.register_buffer("nothing", torch.zeros(0, 3))
+    tensors = model.state_dict()
+    for tensor in tensors.values():
+        tensor.fill_(value)
+    return tensors
 
 
 @pytest.mark.parametrize("elastic", [False, True])
-def test_weights_are_handed_over_however_they_lie_in_memory(elastic: bool) -> None:
-    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Linear(2, 5)).to(memory_format=torch.channels_last)
-    model.turned = torch.nn.Parameter(torch.zeros(6, 2).t())
-    strides = {name: one.stride() for name, one in model.state_dict().items()}
-    assert not all(one.is_contiguous() for one in model.parameters())
+def test_a_state_is_handed_over_however_it_lies_in_memory(elastic: bool) -> None:
+    said: list[torch.Tensor] = []
+    source, mine = unusual(7.0), unusual(0.0)
+    strides = {name: one.stride() for name, one in mine.items()}
+    assert not all(one.is_contiguous() for one in mine.values())
     with torch.no_grad():
-        hand_over(model.state_dict(), Sevens(elastic=elastic), 0)
-    assert all(bool((one == 7.0).all()) for one in model.parameters())
-    assert {name: one.stride() for name, one in model.state_dict().items()} == strides
+        hand_over(source, Told(said, elastic=elastic, first=True), 0)
+        hand_over(mine, Told(said, elastic=elastic), 0)
+    assert all(torch.equal(mine[name], source[name]) for name in source)
+    assert {name: one.stride() for name, one in mine.items()} == strides
+
+
+def test_who_hears_a_state_in_part_keeps_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hpctrain.replicas.PIECE_BYTES", 64)
+    said: list[torch.Tensor] = []
+    source, mine = unusual(7.0), unusual(1.0)
+    with torch.no_grad():
+        hand_over(source, Told(said, elastic=True, first=True), 0)
+        assert len(said) > 2
+        with pytest.raises(PeerLost):
+            hand_over(mine, Told(said, elastic=True, lost_before=len(said) - 1), 0)
+    assert all(bool((one == 1).all()) for one in mine.values())
 
 
 def on_meta() -> torch.nn.Module:

@@ -16,6 +16,9 @@ import torch
 
 from hpctrain.comm import Communicator
 
+PIECE_BYTES = 64 << 20
+ALIGNED_BYTES = 16
+
 
 def hand_over(tensors: Mapping[str, torch.Tensor], comm: Communicator, source: int) -> None:
     """This will give every rank the tensors of rank `source`; of ranks that come and go, who is interrupted keeps what it had."""
@@ -26,13 +29,26 @@ def hand_over(tensors: Mapping[str, torch.Tensor], comm: Communicator, source: i
             if not tensor.is_contiguous():
                 tensor.detach().copy_(dense)
         return
-    whole = {name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
-    for tensor in whole.values():
-        comm.broadcast(tensor, source)
+    whole = torch.empty(sum(_padded(tensor.nbytes) for tensor in tensors.values()), dtype=torch.uint8)
+    parts = {}
+    at = 0
+    for name, tensor in tensors.items():
+        parts[name] = whole[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        at += _padded(tensor.nbytes)
+        if comm.rank == source:
+            parts[name].copy_(tensor.detach())
+    # Not each tensor by itself: on a busy machine every exchange waits for each rank.
+    for piece in whole.split(PIECE_BYTES):
+        comm.broadcast(piece, source)
     comm.barrier()
     if comm.rank != source:
         for name, tensor in tensors.items():
-            tensor.copy_(whole[name])
+            tensor.detach().copy_(parts[name])
+
+
+def _padded(count: int) -> int:
+    """So many bytes, and the few more until the next tensor may begin."""
+    return -(-count // ALIGNED_BYTES) * ALIGNED_BYTES
 
 
 class Replicas:

@@ -48,6 +48,27 @@ def test_a_lost_member_breaks_the_generation_and_the_others_are_the_next_one() -
     assert orders[0][1]["lost"] == [{"number": 0, "why": "its connection ended", "unheard_s": 5.0}]
 
 
+def test_spares_are_those_who_are_ready_while_nobody_is_missing() -> None:
+    def spares() -> list[int]:
+        return [member.number for member in roster.spares()]
+
+    roster = run_of(3, want=2)
+    assert spares() == [], "it has not begun"
+    roster.settle(0.0)
+    assert spares() == [2]
+    roster.lose(0, "its connection ended", 5.0)
+    assert spares() == [], "it is about to step in"
+    roster.part(1, 0, 5.1, failed=False)
+    assert members_of(roster.settle(5.1)) == [1, 2]
+    assert spares() == []
+    newcomer = roster.join(0, 6.0)
+    assert spares() == [], "it is being started"
+    roster.ready(newcomer.number, {}, 7.0)
+    assert spares() == [newcomer.number]
+    roster.resize(2, {0})
+    assert spares() == [], "it is to leave"
+
+
 def test_who_parts_first_does_not_hurry_a_member_that_still_computes_but_its_silence_does() -> None:
     roster = run_of(2)
     roster.settle(0.0)

@@ -148,6 +148,13 @@ class Roster:
         """This will name those who take part in this generation, or did until just now."""
         return [m for m in self.members.values() if m.standing in (Standing.IN, Standing.PARTED)]
 
+    def spares(self) -> list[Member]:
+        """This will name those who are ready to step in, while nobody is missing."""
+        if len(self.inside()) < self._settings.want:
+            return []
+        ready = [m for m in self.members.values() if m.standing is Standing.READY]
+        return [member for member in ready if member.slot not in self._leaving]
+
     def settle(self, now_s: float) -> list[tuple[int, Message]]:
         """This will say who is to be told what, by number."""
         inside = self.inside()

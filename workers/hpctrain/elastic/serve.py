@@ -41,6 +41,7 @@ class Server:
         self.first = -1  # the first member of the present generation
         self.failure = ""
         self._writers: dict[int, asyncio.StreamWriter] = {}
+        self._spares: set[int] = set()  # members that were told of as such
         self._standing: tuple[list[int], int] = (
             [],
             0,
@@ -74,6 +75,10 @@ class Server:
         news = next((message for _, message in orders if message["say"] == "generation"), None)
         if news is not None:
             self._note_generation(news)
+        for member in self.roster.spares():
+            if member.number not in self._spares:
+                self._spares.add(member.number)
+                self._say(f"slot {member.slot} is ready to step in")
 
     def lose(self, number: int, why: str) -> None:
         """This will give a member up."""
