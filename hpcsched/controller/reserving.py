@@ -29,6 +29,7 @@ from hpcsched.model.reservation import (
 )
 from hpcsched.model.units import DAY_S, UNLIMITED_S, format_time_s
 from hpcsched.sched.features import matches, parse_features
+from hpcsched.sched.words import plural
 from hpcsched.store.world import Transaction, World
 
 MAX_RESERVATIONS = 1_000
@@ -230,13 +231,16 @@ def _chosen_nodes(
 ) -> tuple[NodeName, ...]:
     """Choose nodes that answer, of the right features, that nobody else has reserved; those it had before come first."""
     features = parse_features(wanted.features)
+    its = [name for name in its if matches(features, world.nodes[name].spec.features)]
+    what = f"{plural(wanted.node_count, 'node')}{f' with feature {wanted.features}' if wanted.features else ''}"
+    if len(its) < wanted.node_count:
+        where = f"partition {wanted.partition!r}" if wanted.partition else "the cluster"
+        raise RequestError(f"cannot reserve {what}: Node count specification invalid: {where} has {len(its)}")
     able: list[tuple[bool, int, int, NodeName]] = []
     lacks: list[str] = []
     for place, name in enumerate(its):
         node = world.nodes[name]
         alone = replace(wanted, nodes=(name,))
-        if not matches(features, node.spec.features):
-            continue
         if node.link is Link.DOWN or node.drained:
             lacks.append(f"{name} is {'down' if node.link is Link.DOWN else 'drained'}")
         elif other := _overlapped(world, alone, now_s):
@@ -246,7 +250,6 @@ def _chosen_nodes(
         else:
             able.append((before is None or name not in before.nodes, node.spec.weight, place, name))
     if len(able) < wanted.node_count:
-        what = f"{wanted.node_count} nodes{f' with feature {wanted.features}' if wanted.features else ''}"
         why = f"; {'; '.join(lacks[:SHOWN])}" if lacks else ""
         raise RequestError(f"cannot reserve {what}: Requested nodes are busy: {len(able)} can be reserved then{why}")
     chosen = {name for *_, name in sorted(able)[: wanted.node_count]}
