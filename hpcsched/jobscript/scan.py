@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hpcsched.errors import RequestError, UsageError
-from hpcsched.jobscript.options import Option, find_option, find_short, refuse_if_unsupported
+from hpcsched.jobscript.options import Option, Use, find_option, find_short, refuse_if_unsupported
 from hpcsched.jobscript.values import short
 
 MAX_WORDS = 100_000
@@ -41,6 +41,10 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
     while argv[end : end + 1] == [":"]:
         end += 1
         more, taken = scan_options(argv[end:])
+        for name in [
+            name for name in more if find_option(name).use is Use.COMMAND
+        ]:  # wherever it stands, it is for all
+            options[name] = more.pop(name)
         further.append(more)
         end += taken
     rest = tuple(argv[end:])

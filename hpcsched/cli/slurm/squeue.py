@@ -12,7 +12,9 @@ from collections.abc import Sequence
 
 from hpcsched import client
 from hpcsched.cli import hqueue
+from hpcsched.cli.errors import complain
 from hpcsched.cli.options import HELP_LONG, VERSION, Command, Option, Words
+from hpcsched.cli.output import clean
 from hpcsched.cli.slurm.face import ELSEWHERE, Face, look_again, run_face, with_names
 from hpcsched.client import Json
 from hpcsched.listing.states import parse_states
@@ -87,7 +89,21 @@ def _filters(words: Words) -> Json:
         filters[parameter] = ",".join(values)
     if words.has("me"):
         filters["user"] = str(os.getuid())
+    for name in _words(filters["user"]):
+        _warn_of_stranger(name)
     return filters
+
+
+def _warn_of_stranger(name: str) -> None:
+    """Say that nobody has this account, as Slurm does; jobs of it are looked for all the same."""
+    import pwd  # only where users are named
+
+    if name.isdigit():  # a uid needs no account
+        return
+    try:
+        pwd.getpwnam(name)
+    except KeyError:
+        complain(FACE.command.name, f"Invalid user: {clean(name)}")
 
 
 def _layout(words: Words) -> Json:

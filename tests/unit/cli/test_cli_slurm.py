@@ -101,8 +101,9 @@ def test_without_a_controller_the_first_words_are_slurms(
     ],
 )  # fmt: skip
 def test_squeue_asks_for_the_lines_that_are_meant(
-    argv: list[str], asked: dict[str, str], api: FakeApi, capsys: Out
+    argv: list[str], asked: dict[str, str], api: FakeApi, capsys: Out, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("pwd.getpwnam", lambda name: None)  # all have an account here
     api.answers["GET /v1/queue"] = text("a line\n")
     assert squeue.main(argv) == 0
     assert capsys.readouterr() == ("a line\n", "")
@@ -118,6 +119,12 @@ def test_squeue_takes_its_defaults_from_the_environment(api: FakeApi, monkeypatc
     assert api.parameters("GET /v1/queue") == {
         "format": "%i", "order": "i", "state": "RUNNING", "user": "ann", "partition": "a", "time_format": "standard"
     }  # fmt: skip
+
+
+def test_squeue_of_a_user_whom_nobody_knows_says_so(api: FakeApi, capsys: Out) -> None:
+    api.answers["GET /v1/queue"] = text("JOBID\n")
+    assert squeue.main(["-u", "no-such-user,4711"]) == 0
+    assert capsys.readouterr() == ("JOBID\n", "squeue: error: Invalid user: no-such-user\n")
 
 
 def test_squeue_of_a_job_that_there_is_not(api: FakeApi, capsys: Out) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from hpcsched.errors import RequestError
+from hpcsched.jobscript.scan import parse_command_line
 from hpcsched.jobscript.submission import read_remote, words_from_json
 from hpcsched.model.codec import spec_from_json, spec_to_json
 from hpcsched.model.spec import JobSpec
@@ -37,6 +38,12 @@ def test_components_stand_between_colons() -> None:
     assert counts(spec) == [("job.sh", 2, None, 3), ("job.sh", 1, 4, 1), ("last", 3, None, 1)]
     assert spec.script_args == ("an argument",)
     assert spec_from_json(spec_to_json(spec)) == spec
+
+
+def test_what_the_command_does_may_stand_behind_any_colon() -> None:
+    line = parse_command_line(["-N1", ":", "-N2", "--parsable", "--wait", ":", "--wrap", "hostname"])
+    assert line.options == {"nodes": ["1"], "parsable": [""], "wait": [""], "wrap": ["hostname"]}
+    assert line.further == ({"nodes": ["2"]}, {})
 
 
 @pytest.mark.parametrize("word", ["hetjob", "packjob"])
