@@ -8,9 +8,10 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
-from waiting import wait_until
+from waiting import played, wait_until
 
 from hpctrain.elastic.__main__ import was_killed
 from hpctrain.elastic.member import Membership
@@ -163,6 +164,48 @@ def test_who_does_not_have_the_runs_key_hears_nothing() -> None:
         assert not roster.members
 
     asyncio.run(go())
+
+
+def test_who_is_left_when_one_has_ended_goes_on_though_they_are_too_few_to_begin() -> None:
+    roster = Roster(Settings(least=2, want=2), time.monotonic())
+    server = Server(roster, "k", lambda text: None, lambda slot: None, lambda slot: None)
+    for slot in range(2):
+        roster.ready(roster.join(slot, time.monotonic()).number, {"addresses": ["10.0.0.1"]}, time.monotonic())
+    server.settle()
+    server._hear(0, {"say": "done"})
+    roster.part(1, 0, time.monotonic(), failed=True)
+    server.settle()
+    assert (roster.generation, [member.number for member in roster.inside()]) == (1, [1])
+
+
+@played
+async def test_nobody_is_missed_because_the_roster_itself_stood_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    shift_s = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + shift_s[0])
+    monkeypatch.setattr("hpctrain.elastic.serve.time", clock)
+    roster = Roster(Settings(least=1, want=1, silent_s=1000.0), time.monotonic())
+    server = Server(roster, "k", said.append, lambda slot: None, lambda slot: None)
+    roster.ready(roster.join(0, time.monotonic()).number, {"addresses": ["10.0.0.1"]}, time.monotonic())
+    await server.listen("127.0.0.1")
+    while not any("generation 0" in line for line in said):  # it watches
+        await asyncio.sleep(0.01)
+    shift_s[0] = 2000.0
+    while not any("stood still for 2" in line for line in said):
+        await asyncio.sleep(0.01)
+    assert list(roster.members) == [0], said
+    await server.close()
+
+
+@played
+async def test_a_roster_that_fails_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    roster = Roster(Settings(least=1, want=1), time.monotonic())
+    monkeypatch.setattr(roster, "silent", lambda now_s: 1 // 0)
+    server = Server(roster, "k", lambda text: None, lambda slot: None, lambda slot: None)
+    await server.listen("127.0.0.1")
+    await server.over.wait()
+    assert server.failure.startswith("the roster failed: ZeroDivisionError")
+    await server.close()
 
 
 def test_members_that_never_reach_each_other_end_the_run() -> None:
