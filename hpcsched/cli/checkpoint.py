@@ -19,6 +19,7 @@ from hpcsched.errors import NotFoundError
 
 # What each takes beside the directory: NAME=VALUE words, and whether a file.
 VERBS = {"list": (), "verify": ("step",), "prune": ("keep", "every"), "export": ("step", "all")}
+YES, NO = frozenset({"1", "yes", "true"}), frozenset({"0", "no", "false"})
 DEEP = 4  # directories below the job's own in which its checkpoints are looked for
 
 
@@ -51,7 +52,9 @@ def _option(verb: str, word: str) -> list[str]:
     if name.lower() not in VERBS[verb]:
         raise UsageError(f"cannot understand {word[:60]!r}: {verb} takes {', '.join(VERBS[verb]) or 'no such word'}")
     if name.lower() == "all":
-        return ["--all"] if value.lower() in ("1", "yes", "true") else []
+        if value.lower() not in YES | NO:
+            raise UsageError(f"cannot understand {word[:60]!r}: all=yes or all=no")
+        return ["--all"] if value.lower() in YES else []
     return [f"--{name.lower()}", value]
 
 

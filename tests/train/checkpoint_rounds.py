@@ -105,6 +105,7 @@ def attempt(directory: Path, steps: int, told: Callable[[str], None]) -> None:
             since=number - 1,
             steps=(LoggedStep(number=number, lr=0.1, factor=1.0, flats=flat),),
             order=(("w",),),
+            tied={},
             loose=loose,
             device={},
             optimizer={},

@@ -187,6 +187,30 @@ def test_what_did_not_change_is_not_written_again(tmp_path: Path) -> None:
     assert delta_bytes < base_bytes - 0.8 * frozen_bytes
 
 
+def test_a_tensor_with_two_names_is_stored_once_whatever_its_packing(tmp_path: Path) -> None:
+    mine = claim(tmp_path, NO_JOB, now_s=0.0)
+    writer = BackgroundWriter(mine, None, 10, Retention(mine, Policy(keep=9)), chunk_bytes=CHUNK_BYTES)
+    kinds = ("base", "delta")
+    for step in range(2):
+        tensor = torch.arange(3000) % 100 * (step + 1)
+        tensors = {"model.w": tensor, "model.tied": tensor, "model.other": torch.randn(3000) + step}
+        writer.begin(tensors, facts(step, mine.attempt))
+        report = writer.wait()
+        assert report is not None
+        assert (report.error, report.kind) == (None, kinds[step])
+    writer.close()
+    packings = set()
+    for name in checkpoint_names(tmp_path):
+        chunks = {entry.name: entry.chunks for entry in read_chain(tmp_path, name)[-1][0].tensors}
+        assert chunks["model.tied"] == chunks["model.w"]
+        packings |= {chunk.packing for chunk in chunks["model.w"]}
+    assert packings == {packing.Packing.PLANES, packing.Packing.DELTA}
+    restored = restore_newest(tmp_path, layout_of(tensors), [].append)
+    assert restored is not None
+    for name, found in restored.published.snapshot.named().items():
+        assert torch.equal(found, tensors[name]), name
+
+
 def test_old_chains_go_in_two_passes_and_the_kept_ones_restore(tmp_path: Path) -> None:
     mine = claim(tmp_path, NO_JOB, now_s=0.0)
     write(tmp_path, list(range(1, 6)), base_every=2, keep=2, mine=mine)  # bases 1, 3, 5

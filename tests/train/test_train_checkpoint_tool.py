@@ -146,6 +146,35 @@ def test_an_export_of_steps_by_an_unknown_optimizer_goes_back_to_a_state(
     assert f"{tmp_path / 'out.pt'}: step 1, " in told.out
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["prune", "--keep", "0"], "'0' is not a number of chains: one at least stays"),
+        (["prune", "--keep", "-1"], "'-1' is not a number of chains"),
+        (["prune", "--every", "nan"], "'nan' is not a number of hours"),
+        (["prune", "--every", "-3"], "'-3' is not a number of hours"),
+        (["prune", "--every", "day"], "'day' is not a number of hours"),
+        (["verify", "--step", "x"], "'x' is not a step; list shows which there are"),
+    ],
+)
+def test_numbers_that_mean_nothing_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([*words, str(tmp_path)])
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("file", "said"), [(".", "it is a directory"), ("away/out.pt", "there is no directory")])
+def test_a_place_that_takes_no_file_is_refused_before_anything_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, said: str
+) -> None:
+    write(tmp_path / "run" / "checkpoints", [1])
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / file)]) == 1
+    told = capsys.readouterr().err
+    assert f"cannot export to {tmp_path / file}: {said}" in told
+
+
 def test_an_empty_directory_is_an_error(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "hpctrain.checkpoint", "list", str(tmp_path)]
     ended = subprocess.run(command, capture_output=True, text=True, cwd=HERE, check=False)

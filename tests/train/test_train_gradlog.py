@@ -57,7 +57,14 @@ class World:
     """A model that is trained by made-up gradients, and its checkpoints."""
 
     def __init__(
-        self, directory: Path, kind: str = "ours", *, bf16: bool = False, frozen: bool = False, joined: bool = False
+        self,
+        directory: Path,
+        kind: str = "ours",
+        *,
+        bf16: bool = False,
+        frozen: bool = False,
+        joined: bool = False,
+        tied: bool = False,
     ) -> None:
         torch.manual_seed(3)
         self.model = torch.nn.Sequential(
@@ -65,6 +72,9 @@ class World:
         )
         if frozen:
             self.model[2].requires_grad_(False)
+        if tied:
+            self.model.append(torch.nn.Linear(50, 60))
+            self.model[4].weight = self.model[2].weight
         self.optimizer = optimizer_for(self.model, MAKERS[kind](self.model))
         self.trained = [p for p in self.model.parameters() if p.requires_grad]
         self.groups = [self.trained] if joined else [self.trained[2:], self.trained[:2]]
@@ -167,6 +177,21 @@ def test_steps_that_are_taken_again_lead_to_the_same_bits_and_go_on_so(tmp_path:
     assert kinds(third.run(3)) == [chosen] * 3
     assert_alike(third, whole)
     assert third.warnings == []
+
+
+@pytest.mark.parametrize("kind", ["ours", "adamw"])
+def test_weights_with_two_names_are_taken_again_under_both_and_not_stored_beside(tmp_path: Path, kind: str) -> None:
+    first = World(tmp_path, kind, tied=True)
+    assert kinds(first.run(3)) == ["base", "gradients", "gradients"]
+    newest = from_bytes((tmp_path / f"{checkpoint_names(tmp_path)[0]}.json").read_bytes())
+    assert {entry.name for entry in newest.tensors} == {f"model.1.{name}" for name, _ in first.model[1].named_buffers()}
+    second = World(tmp_path, kind, tied=True)
+    restored = second.restore()
+    assert restored is not None
+    assert_alike(first, second)
+    kept = restored.published.snapshot.named()
+    assert torch.equal(kept["model.4.weight"], kept["model.2.weight"])
+    assert second.warnings == []
 
 
 def test_what_is_smaller_is_chosen_and_said(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ What `hctl checkpoint` runs.  Does not know jobs.
 from __future__ import annotations
 
 import argparse
+import math
 import signal
 import sys
 import time
@@ -49,14 +50,36 @@ def _parser() -> argparse.ArgumentParser:
         word.add_argument("directory", type=Path, metavar="DIRECTORY", help="a run's --out, or its checkpoints/")
         word.set_defaults(work=work)
         if name == "prune":
-            word.add_argument("--keep", type=int, default=2, metavar="K", help="the newest chains (%(default)s)")
-            word.add_argument("--every", type=float, default=0.0, metavar="HOURS", help="and one of so many hours")
+            word.add_argument("--keep", type=_chains, default=2, metavar="K", help="the newest chains (%(default)s)")
+            word.add_argument("--every", type=_hours, default=0.0, metavar="HOURS", help="and one of so many hours")
         if name in ("export", "verify"):
-            word.add_argument("--step", type=int, help="of the checkpoint (default: the newest whole one, or all)")
+            word.add_argument("--step", type=_step, help="of the checkpoint (default: the newest whole one, or all)")
         if name == "export":
             word.add_argument("file", type=Path, metavar="FILE")
             word.add_argument("--all", action="store_true", help="the optimizer's state too, not the weights alone")
     return parser
+
+
+def _chains(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of chains: one at least stays")
+    return int(text)
+
+
+def _hours(text: str) -> float:
+    try:
+        hours = float(text)
+    except ValueError:
+        hours = -1.0
+    if not 0 <= hours < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of hours, like 24; 0 is none")
+    return hours
+
+
+def _step(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a step; list shows which there are")
+    return int(text)
 
 
 def _list(directory: Path, _options: argparse.Namespace) -> int:
@@ -126,8 +149,9 @@ def _is_whole(directory: Path, name: str) -> bool:
 
 
 def _export(directory: Path, options: argparse.Namespace) -> int:
-    from hpctrain.checkpoint.export import exported, write_export  # noqa: PLC0415 (the others need no torch.save)
+    from hpctrain.checkpoint.export import check_place, exported, write_export  # noqa: PLC0415 (the others need no torch.save)
 
+    check_place(options.file)
     for name in _wanted(directory, options.step):
         try:
             manifest, tensors = exported(directory, name, everything=options.all)

@@ -44,6 +44,20 @@ def exported(directory: Path, name: str, *, everything: bool) -> tuple[Manifest,
     return published.manifest, {name: one.clone() for name, one in tensors.items()}
 
 
+def check_place(path: Path) -> None:
+    """This will return if there is a directory for the file, and nothing there that is none: reading takes a while.
+
+    Raises:
+        TrainError: says which.
+    """
+    if path.is_dir():
+        raise TrainError(
+            f"cannot export to {path}: it is a directory; name a file in it, like {path / 'model.safetensors'}"
+        )
+    if not path.parent.is_dir():
+        raise TrainError(f"cannot export to {path}: there is no directory {path.parent}")
+
+
 def write_export(path: Path, manifest: Manifest, tensors: dict[str, torch.Tensor]) -> None:
     """This will write the tensors to a file: of safetensors if it is called so, else of torch.save."""
     if path.suffix == ".safetensors":

@@ -12,7 +12,7 @@ Sources: the idea of gradients as increments: "LowDiff" (2025), which is lossy.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 import torch
 
@@ -47,7 +47,8 @@ class GradientLog:
         self._order = tuple(tuple(names[id(parameter)] for parameter in group) for group in groups)
         self._layout = layout_of(self._flats)
         trained = {name for group in self._order for name in group}
-        self._loose = [f"model.{name}" for name in model.state_dict() if name not in trained]
+        self._tied = _further_names(model, trained)
+        self._loose = [f"model.{name}" for name in model.state_dict() if name not in trained and name not in self._tied]
         self._device = device_facts(model)
         step_bytes = sum(slot.bytes for slot in self._layout)
         self.most_steps = max(1, most_bytes // max(1, step_bytes))
@@ -86,6 +87,7 @@ class GradientLog:
             since=since,
             steps=steps,
             order=self._order,
+            tied=self._tied,
             loose=kept,
             device=self._device,
             optimizer=self._optimizer,
@@ -105,6 +107,13 @@ class GradientLog:
 def own_of_first(model: torch.nn.Module) -> set[str]:
     """This will name what may differ among ranks, so that the first one's counts: buffers."""
     return {f"model.{name}" for name, _ in model.named_buffers()}
+
+
+def _further_names(model: torch.nn.Module, trained: Collection[str]) -> dict[str, str]:
+    """The names under which a state has a trained parameter once more (tied weights), each with the first one."""
+    named = dict(model.named_parameters(remove_duplicate=False))
+    first = {id(named[name]): name for name in trained}
+    return {name: first[id(one)] for name, one in named.items() if name not in trained and id(one) in first}
 
 
 def _part_of(flat: torch.Tensor, rank: int, size: int) -> torch.Tensor | Piece:

@@ -47,6 +47,7 @@ class _Packed:
     chunk: Chunk
     stored: bytes | memoryview | None
     cpu_s: float  # of packing, not of hashing
+    alike: tuple[object, ...] = ()  # chunks of which this is equal are stored alike
 
 
 class Packer:
@@ -55,7 +56,7 @@ class Packer:
     def __init__(self, chunk_bytes: int, at: int, pool: Executor, *, frugal: bool = True) -> None:
         """`frugal`: everything is packed that gets smaller, whatever time it takes."""
         self._chunk_bytes, self._at, self._pool = chunk_bytes, at, pool
-        self._stored_before: dict[str, Chunk] = {}
+        self._stored_before: dict[tuple[object, ...], Chunk] = {}
         self._worth = None if frugal else _Worth()
 
     def run(self, wanted: Iterable[Wanted]) -> Pieces:
@@ -109,13 +110,13 @@ class Packer:
         chunk, stored = packed.chunk, packed.stored
         if stored is None:
             return chunk, None
-        known = self._stored_before.get(chunk.hash)
-        if known is not None and known.bytes == chunk.bytes:
+        known = self._stored_before.get(packed.alike)
+        if known is not None:
             return known, None
         placed = Chunk(bytes=chunk.bytes, hash=chunk.hash, packing=chunk.packing, at=self._at, stored=len(stored))
         self._at += len(stored)
-        if placed.packing is Packing.RAW:  # the others depend on the kind of number, or on the parent
-            self._stored_before[placed.hash] = placed
+        if packed.alike:
+            self._stored_before[packed.alike] = placed
         return placed, stored
 
 
@@ -154,4 +155,17 @@ def _packed(
     started_s = time.thread_time()
     packing, stored = (Packing.RAW, content) if plain else pack(content, item_bytes, before)
     spent_s = 0.0 if plain else time.thread_time() - started_s
-    return _Packed(chunk=Chunk(bytes=len(content), hash=hash_now, packing=packing), stored=stored, cpu_s=spent_s)
+    chunk = Chunk(bytes=len(content), hash=hash_now, packing=packing)
+    return _Packed(chunk=chunk, stored=stored, cpu_s=spent_s, alike=_alike(chunk, item_bytes, hash_before))
+
+
+def _alike(chunk: Chunk, item_bytes: int, hash_before: str | None) -> tuple[object, ...]:
+    """What the stored bytes depend on, so that a tensor with two names is stored once; empty: nobody knows."""
+    match chunk.packing:
+        case Packing.RAW:
+            return chunk.hash, chunk.bytes, chunk.packing
+        case Packing.PLANES:
+            return chunk.hash, chunk.bytes, chunk.packing, item_bytes
+        case Packing.DELTA if hash_before is not None:
+            return chunk.hash, chunk.bytes, chunk.packing, item_bytes, hash_before
+    return ()

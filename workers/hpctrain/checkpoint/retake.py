@@ -46,6 +46,8 @@ def retake(
     with _one_thread_each(), Reader(directory, progress) as reader:
         for run in _runs(logs):
             _take(reader, run, tensors)
+    for name, first in (logs[-1].log.tied if logs[-1].log else {}).items():
+        tensors[f"model.{name}"].copy_(tensors[f"model.{first}"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,6 +33,7 @@ class Taken:
     since: int  # the step of the first of the two
     steps: tuple[LoggedStep, ...]
     order: tuple[tuple[str, ...], ...]
+    tied: Mapping[str, str]
     loose: Buffer
     device: Mapping[str, object]
     optimizer: Mapping[str, object]
@@ -54,6 +55,7 @@ class StepLog:
     """The steps since the parent that moved something."""
 
     order: tuple[tuple[str, ...], ...]  # which parameters lie one after another in which flat
+    tied: Mapping[str, str]  # further names of parameters, each with the one that `order` has
     device: Mapping[str, object]  # on what the run computed
     optimizer: Mapping[str, object]  # its kind, and settings if it can be made of them
     probe: bytes  # some numbers of the weights after the last step, as float64
@@ -73,6 +75,7 @@ def log_to_json(log: StepLog) -> dict[str, object]:
     ]
     return {
         "order": [list(names) for names in log.order],
+        "tied": dict(log.tied),
         "device": dict(log.device),
         "optimizer": dict(log.optimizer),
         "probe": log.probe.hex(),
@@ -96,6 +99,7 @@ def log_from_json(body: dict[str, Any]) -> StepLog:
         steps.append(StepEntry(number=int(step["number"]), lr=lr, factor=factor, flats=flats))
     return StepLog(
         order=order,
+        tied={str(name): str(first) for name, first in dict(body.get("tied", {})).items()},
         device=dict(body["device"]),
         optimizer=dict(body["optimizer"]),
         probe=bytes.fromhex(body["probe"]),

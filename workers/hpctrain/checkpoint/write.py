@@ -273,6 +273,7 @@ def _log_of(taken: Taken, parts: Sequence[Part]) -> StepLog:
     ]
     return StepLog(
         order=taken.order,
+        tied=taken.tied,
         device=taken.device,
         optimizer=taken.optimizer,
         probe=taken.probe,
