@@ -152,8 +152,8 @@ class StepService:
 
         Steps that nobody here knows are found again if their job's attempt runs, and ended if it does not. Launches
         that did not arrive are sent again, and so are orders to end. Each step command there, or with tasks there, is said
-        an empty word: it asks for output that went to nobody. Of one whose connection ended with an agent that was killed,
-        the agent answers that it is gone.
+        an empty word: it asks for output that went to nobody. Of one that has ended with an agent that was killed, the next
+        agent answers that it is gone.
         """
         self._welcomed.add(node)
         for origin, job_id in self._streams_of(node):

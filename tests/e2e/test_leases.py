@@ -144,7 +144,8 @@ def test_a_newer_version_takes_over_under_running_jobs(
 
     wait = "until [ -e go ]; do sleep 0.05; done"
     plain = sub(f"echo $$ >> pids; {wait}; echo plain done")
-    stepping = sub(f"hrun -N2 -n2 sh -c 'echo $$ >> steps; {wait}'; echo hrun $?; {wait}; echo script done", "-N2")
+    task = f"echo $$ >> steps; {wait}; echo said after it; exit 3"
+    stepping = sub(f"hrun -N2 -n2 sh -c '{task}'; echo hrun $?; echo script done", "-N2")
     running(plain)
     running(stepping)
     wait_until(lambda: (cluster.share / "steps").exists() and len((cluster.share / "steps").read_text().split()) == 2)
@@ -155,13 +156,13 @@ def test_a_newer_version_takes_over_under_running_jobs(
         cluster.wait_for_nodes()
         assert not versions() & old
         said = cluster.share / f"slurm-{stepping}.out"
-        wait_until(lambda: "hrun 1" in said.read_text(), what="hrun to be told")
-        assert "The step is ended with it" in said.read_text()
         (cluster.share / "go").touch()
         for job_id in (plain, stepping):
             assert (ended(job_id)["state"], ended(job_id)["attempt"]) == ("COMPLETED", 0)
         assert len((cluster.share / "pids").read_text().split()) == 1
-        assert said.read_text().endswith("script done\n")
+        assert len((cluster.share / "steps").read_text().split()) == 2
+        assert said.read_text().startswith("said after it\nsaid after it\n")
+        assert said.read_text().endswith("hrun 3\nscript done\n")
     finally:
         cluster.down()
         cluster.up()

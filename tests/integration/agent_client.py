@@ -213,6 +213,18 @@ class Controller:
         self.sock.close()
 
 
+class StepCommand(Controller):
+    """A connection that does what hrun does."""
+
+    def __init__(self, node: NodeUnderTest, job_id: int = 1, first: protocol.Message | None = None) -> None:
+        super().__init__(node, greet=False)
+        self.send(first or protocol.StepRequest(protocol.VERSION, job_id, {"ntasks": "1"}, ["true"], "/", {}))
+
+
+def from_stream(controller: Controller, kind: type) -> protocol.FromStream:
+    return controller.wait(lambda m: isinstance(m, protocol.FromStream) and m.message["type"] == kind.__name__)
+
+
 def script_of(text: str) -> bytes:
     return ("#!/bin/sh\n" + text).encode()
 

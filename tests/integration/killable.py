@@ -45,10 +45,6 @@ NOTICED_S = 5.0  # until the controller knows of a death, and gives away no more
 MARK = 'echo "$HPCSCHED_JOB_ID $HPCSCHED_ATTEMPT" >> {share}/ran\n'
 
 
-# What hrun says when its agent is killed: the step cannot be taken up again, and the script that wanted it fails.
-HRUN_LOST = ("lost the connection to the node's agent", "cannot reach the node's agent")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kill:
     """What was killed, on which node, after and before which moment."""
@@ -348,9 +344,6 @@ class KillableCluster(LocalCluster):
         return path.read_text() if path.exists() else ""
 
     def _may_have_failed(self, job: Job, since_s: float, events: list[Event]) -> bool:
-        said = self._complaints(job)
-        if job.state is JobState.FAILED and any(word in said for word in HRUN_LOST):
-            return True
         return job.state in (JobState.NODE_FAIL, JobState.FAILED) and self._was_hit(job, since_s, events)
 
     def _was_hit(self, job: Job, since_s: float, events: list[Event]) -> bool:

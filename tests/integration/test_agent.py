@@ -387,7 +387,7 @@ def test_a_launch_that_is_not_what_its_token_says_is_refused(node: NodeUnderTest
     controller.send(launch_of(no_shebang), b"echo hi")
     assert "#!" in controller.final(no_shebang).why
     assert sorted(os.listdir(node.root)) == sorted(
-        ["agent.lock", "agent.sock", "bin", "epochs", "jobs", "log", "seq", "spare", "spool"]
+        ["agent.lock", "agent.sock", "bin", "epochs", "jobs", "log", "seq", "spare", "spool", "streams"]
     )
 
 

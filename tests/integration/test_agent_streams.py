@@ -9,7 +9,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from agent_client import AS_ROOT, INCARNATION, Controller, NodeUnderTest, new_token, running_node
+from agent_client import (
+    AS_ROOT,
+    INCARNATION,
+    Controller,
+    NodeUnderTest,
+    StepCommand,
+    from_stream,
+    new_token,
+    running_node,
+)
 from waiting import PATIENCE_S, wait_until
 
 from hpcnode import protocol
@@ -252,18 +261,6 @@ def test_a_program_that_reads_no_input_does_not_block_its_sender(node: NodeUnder
 
 
 # ----- step commands at the agent's socket
-
-
-class StepCommand(Controller):
-    """A connection that does what hrun does."""
-
-    def __init__(self, node: NodeUnderTest, job_id: int = 1) -> None:
-        super().__init__(node, greet=False)
-        self.send(protocol.StepRequest(protocol.VERSION, job_id, {"ntasks": "1"}, ["true"], "/", {}))
-
-
-def from_stream(controller: Controller, kind: type) -> protocol.FromStream:
-    return controller.wait(lambda m: isinstance(m, protocol.FromStream) and m.message["type"] == kind.__name__)
 
 
 def test_a_step_command_speaks_with_the_controller_through_the_agent(node: NodeUnderTest) -> None:

@@ -2,132 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import socket
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
+from step_commands import HERE, Controller, Running
 from waiting import PATIENCE_S, wait_until
 
 from hpcnode import headsocket, protocol
 from hpcnode.protocol import Input, Output, OutputAck, StepEnded, StepRequest, StepSignal, StepStarted, StepWaiting
 from hpcsched import paths
-
-M = TypeVar("M")
-PYTHON = os.environ.get("HPCSCHED_TEST_NODE_PYTHON", sys.executable)  # nodes may have one as old as 3.9
-HERE = protocol.Address(node="", stream=1)
-
-
-class Controller:
-    """The other end: takes one connection, and says what the test tells it to say."""
-
-    def __init__(self, path: Path) -> None:
-        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.listener.bind(str(path))
-        self.listener.listen(1)
-        self.listener.settimeout(PATIENCE_S)
-        self.path = path
-        self.connection: socket.socket | None = None
-        self._framer = protocol.Framer()
-        self._came: list[tuple[protocol.Message, bytes]] = []
-
-    def take(self, kind: type[M], wanted: Callable[[M], bool] = lambda message: True) -> tuple[M, bytes]:
-        """Return the next message of this kind (that is wanted); others that come before it are kept."""
-        deadline_s = time.monotonic() + PATIENCE_S
-        while time.monotonic() < deadline_s:
-            for at, (message, blob) in enumerate(self._came):
-                if isinstance(message, kind) and wanted(message):
-                    del self._came[at]
-                    return message, blob
-            self._receive()
-        raise AssertionError(f"no {kind.__name__} came, but {self._came}")
-
-    def _receive(self) -> None:
-        if self.connection is None:
-            self.connection, _ = self.listener.accept()
-            self.connection.settimeout(PATIENCE_S)
-        data = self.connection.recv(1 << 16)
-        assert data, f"the client closed the connection; still unread: {self._came}"
-        self._came += self._framer.feed(data)
-
-    def say(self, message: protocol.Message, blob: bytes = b"") -> None:
-        assert self.connection is not None
-        self.connection.sendall(protocol.encode(message, blob))
-
-    def output(self, task: int, text: bytes, *, fd: int = 1, offset: int = 0, eof: bool = False) -> None:
-        self.say(Output(to=HERE, token=f"token{task}", task=task, fd=fd, offset=offset, eof=eof), text)
-
-    def start(self, tasks: int = 2) -> StepRequest:
-        """Take the request, and start one task on each of nodes n1, n2, ..."""
-        request, _ = self.take(StepRequest)
-        self.say(StepStarted(job_id=12, step=3, tasks=[(f"n{i + 1}", i, 1, f"token{i}") for i in range(tasks)]))
-        return request
-
-    def end(self, *codes: int, signals: tuple[int, ...] = (), close: tuple[int, ...] = (1, 2)) -> None:
-        """Close the tasks' output (that nothing more was sent of) and end the step."""
-        for task in range(len(codes)):
-            for fd in close:
-                self.output(task, b"", fd=fd, offset=0, eof=True)
-        self.say(StepEnded(codes=list(codes), signals=list(signals or [0] * len(codes))))
-
-    def close(self) -> None:
-        if self.connection is not None:
-            self.connection.close()
-        self.listener.close()
-
-
-@pytest.fixture
-def controller(tmp_path: Path) -> Iterator[Controller]:
-    server = Controller(tmp_path / "agent.sock")
-    yield server
-    server.close()
-
-
-class Running:
-    """A command under test."""
-
-    def __init__(
-        self, module: str, args: tuple[str, ...], env: dict[str, str], cwd: Path, changes: str = "pass"
-    ) -> None:
-        """Start `module`'s main, after `changes` to it (named `m`): a busy machine must not run into its short times."""
-        code = f"import sys, {module} as m; {changes}; sys.exit(m.main())"
-        self.process = subprocess.Popen(
-            [PYTHON, "-c", code, *args],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=env,
-            cwd=cwd,
-        )
-
-    def finish(self, stdin: bytes = b"") -> tuple[int, str, str]:
-        """Wait for its end; return exit code, output, errors."""
-        out, err = self.process.communicate(stdin, timeout=PATIENCE_S)
-        return self.process.returncode, out.decode(), err.decode()
-
-
-@pytest.fixture
-def run(controller: Controller, tmp_path: Path) -> Iterator[Callable[..., Running]]:
-    started: list[Running] = []
-
-    def start(*args: str, module: str = "hpcnode.hrun", changes: str = "pass", **variables: str) -> Running:
-        env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "HPCSCHED_"))}
-        env["PYTHONPATH"] = str(Path(protocol.__file__).parents[1])
-        env |= {"HPCSCHED_JOB_ID": "12", "HPCSCHED_SOCKET": str(controller.path), **variables}
-        started.append(Running(module, args, env, tmp_path, changes))
-        return started[-1]
-
-    yield start
-    for each in started:
-        if each.process.poll() is None:
-            each.process.kill()
-            each.process.communicate()
 
 
 def test_the_request_says_what_was_typed(controller: Controller, run: Callable[..., Running], tmp_path: Path) -> None:
@@ -181,7 +67,7 @@ def test_output_is_acknowledged_when_it_is_written(controller: Controller, run: 
     controller.output(0, big, offset=6)
     controller.output(0, b"e", fd=2)
     controller.take(OutputAck, lambda ack: ack.fd == 2)  # the loop goes on although stdout is full
-    assert not [m for m, _ in controller._came if isinstance(m, OutputAck) and m.fd == 1]
+    assert not [ack for ack in controller.came(OutputAck) if ack.fd == 1]
     controller.output(0, b"", offset=6 + len(big), eof=True)
     controller.output(0, b"", fd=2, offset=1, eof=True)
     controller.say(StepEnded(codes=[0], signals=[0]))
@@ -529,22 +415,10 @@ def test_resize_asks_for_nothing_else(controller: Controller, run: Callable[...,
     assert hrun.finish() == (0, "", "")
 
 
-def test_a_lost_connection_is_the_end(controller: Controller, run: Callable[..., Running]) -> None:
-    hrun = run("prog")
-    controller.start()
-    controller.close()
-    code, _, err = hrun.finish()
-    assert code == 1
-    assert err.startswith("hrun: error: lost the connection to the node's agent: ")
-    assert err.endswith("it cannot be taken up again\n")
-
-
 def lose_the_step(controller: Controller) -> None:
     """What is said of a step that a controller has not come to start, and the end of that connection."""
     controller.say(StepEnded([], [], "the controller was restarted before it could start the step", again=True))
-    assert controller.connection is not None
-    controller.connection.close()
-    controller.connection = None
+    controller.hang_up()
 
 
 @pytest.mark.parametrize("started", [False, True])

@@ -25,6 +25,7 @@ from typing import Any, Dict, List, Mapping, Optional, Tuple
 
 from hpcnode import allocation, cgroup, environment, helpers, linkspeed, place, probe, process, protocol, user
 from hpcnode.assignment import Setting
+from hpcnode.awaited import Awaited
 from hpcnode.clients import BoundedFramer, Clients, Frames, peer
 from hpcnode.faults import CrashPoints, crash_points
 from hpcnode.lease import Renewals
@@ -88,7 +89,8 @@ class Agent:
         self._renewals = Renewals(self._loop, self._ledger.leases, self.to_controller)
         self._accounts: Dict[str, Tuple[float, user.Account]] = {}
         self._helpers = helpers.Helpers(self._loop)
-        self._clients = Clients(self._loop, self, self._spool.reserve_seqs()[0], log)
+        awaited = Awaited(root, self._boot_id)
+        self._clients = Clients(self._loop, self, self._spool.reserve_seqs()[0], awaited, log)
         self._controller: Optional[Stream] = None
         self._welcomed = False
         self._gpus: Optional[List[Dict[str, Any]]] = None  # None: not asked yet
@@ -432,6 +434,12 @@ class Agent:
         entry = self._ledger.entries.get(token)
         to = entry.launch.stream_to if entry is not None and entry.launch is not None else None
         return to is not None and (to.node, to.stream) == (self.node, stream)
+
+    def send_again(self, stream: int) -> None:
+        """Have what streams to this step command from here, and was not acknowledged, sent again."""
+        for token in self._ledger.entries:
+            if self.owns_stream(token, stream):
+                self.to_shepherd(token, ["resend", self._minders.round], b"")
 
     def to_shepherd(self, token: str, words: List[Any], blob: bytes) -> None:
         """Hand stream traffic to the shepherd of a token, if it lives."""

@@ -4,6 +4,8 @@ Rules: who speaks is what the kernel says (SO_PEERCRED); a command speaks for a 
 user. They are not trusted: frames, memory and connections are bounded, and a slow one delays only itself. What they say goes
 to the controller, except what belongs to a token of this node: that goes straight to its shepherd.
 
+They outlive their agent: who had asked the one before it comes back with `StepBack` and has its stream again (see `awaited`).
+
 A training program says on a connection of its own how far it is (see `progress`); it is not answered.
 
 It does not know what steps are allowed: that is the controller's.
@@ -18,10 +20,12 @@ import struct
 from typing import Any, Callable, Counter, Dict, List, Optional, Protocol, Tuple
 
 from hpcnode import protocol
+from hpcnode.awaited import Awaited
 from hpcnode.loop import Loop, Stream
 from hpcnode.progress import Progresses
 
 FIRST_FRAME_S = 10.0
+LOOK_S = 1.0  # between looks whether those who may come back still live
 MAX_FRAME_BYTES = 4 << 20
 MAX_UNSENT_BYTES = 256 << 20
 MAX_CONNECTIONS = 2048
@@ -66,14 +70,16 @@ class Home(Protocol):
     def job_runs_here(self, job_id: int, uid: int) -> Optional[int]: ...
     def owns_stream(self, token: str, stream: int) -> bool: ...
     def to_shepherd(self, token: str, words: List[Any], blob: bytes) -> None: ...
+    def send_again(self, stream: int) -> None: ...
     def take_over(self, stream: Stream, uid: int, frames: Frames, framer: BoundedFramer) -> bool: ...
 
 
 class Client:
     """One connection of a step command."""
 
-    def __init__(self, number: int, uid: int) -> None:
+    def __init__(self, number: int, pid: int, uid: int) -> None:
         self.number = number
+        self.pid = pid
         self.uid = uid
         self.job_id = 0
         self.attempt = 0
@@ -90,27 +96,30 @@ class Client:
 class Clients:
     """All step commands that are connected to this agent."""
 
-    def __init__(self, loop: Loop, home: Home, first_number: int, log: Callable[[str], None]) -> None:
+    def __init__(self, loop: Loop, home: Home, first_number: int, awaited: Awaited, log: Callable[[str], None]) -> None:
         self._loop = loop
         self._home = home
+        self._awaited = awaited
         self._log = log
         self._next = first_number  # never used before on this node: a stale answer finds nobody
         self._clients: Dict[int, Client] = {}
         self._of_user: Counter[int] = collections.Counter()
         self._closed_unseen: List[int] = []  # closed while no controller listened
         self._progresses = Progresses(loop, home)
+        if len(awaited):
+            loop.later(LOOK_S, self._look_for_awaited)
 
     def __len__(self) -> int:
         return len(self._clients)
 
     def accept(self, sock: socket.socket) -> None:
         """Take a new connection; what it is shows in its first frame."""
-        _pid, uid = peer(sock)
+        pid, uid = peer(sock)
         if len(self._clients) >= MAX_CONNECTIONS or self._of_user[uid] >= MAX_CONNECTIONS_OF_USER:
             self._log("connection of uid %d refused: too many" % uid)
             sock.close()
             return
-        client = Client(self._next, uid)
+        client = Client(self._next, pid, uid)
         self._next += 1
         self._clients[client.number] = client
         self._of_user[uid] += 1
@@ -118,10 +127,13 @@ class Clients:
         self._loop.later(FIRST_FRAME_S, lambda: self._check_asked(client))
 
     def to_stream(self, number: int, message: protocol.Message, blob: bytes) -> bool:
-        """Deliver what the controller says to one of them; False if it is gone."""
+        """Deliver what the controller says to one of them; False if it is gone for good.
+
+        What is said to one that may come back is dropped: it is asked for again then.
+        """
         client = self._clients.get(number)
         if client is None or client.stream is None:
-            return False
+            return number in self._awaited
         client.answered = True
         if isinstance(message, protocol.Output) and not client.started:
             client.early.append((message, blob))
@@ -138,7 +150,7 @@ class Clients:
         """Deliver output of a step whose tasks run on this very node."""
         client = self._clients.get(number)
         if client is None:
-            return  # the controller is told that it went, and ends the step
+            return  # it may come back, and asks for it then; or the controller is told that it went, and ends the step
         if client.started:
             self._deliver(client, message, blob)
         else:
@@ -164,9 +176,8 @@ class Clients:
             elif client.asks_api:
                 if not client.answered:
                     self._refuse(client, 503, "the connection to it broke before it answered")
-            elif client.asked and client.stream is not None:
-                self._pass_on(client, protocol.StepAsked(), b"")
-                client.stream.pause(False)
+            elif client.asked:
+                self._ask_after(client)
 
     def controller_went(self) -> None:
         """Listen to them again when there is one to tell."""
@@ -205,6 +216,8 @@ class Clients:
     def _said(self, client: Client, message: protocol.Message, blob: bytes) -> None:
         if isinstance(message, protocol.StepRequest):
             self._request(client, message)
+        elif isinstance(message, protocol.StepBack):
+            self._came_back(client, message)
         elif isinstance(message, protocol.ApiRequest):
             self._ask(client, message, blob)
         elif isinstance(message, protocol.Ping):  # is anybody there? `attach` asks before it lets the controller speak
@@ -235,10 +248,52 @@ class Clients:
                 self._leave(client)
                 return
             client.job_id, client.attempt = request.job_id, attempt
+        try:
+            self._awaited.note(client.number, client.pid, client.uid, client.job_id, client.attempt)
+        except OSError as error:
+            why = "cannot start a step: this node cannot keep that it was asked for: %s" % error.strerror
+            self._deliver(client, protocol.StepEnded([], [], why), b"")
+            self._leave(client)
+            return
         if not self._pass_on(client, request, b""):
             client.unsent = request
             text = "this node's controller is away: the step waits for it"
             self._deliver(client, protocol.StepWaiting(request.job_id, text), b"")
+
+    def _came_back(self, client: Client, said: protocol.StepBack) -> None:
+        """Give a step command the stream that it had with an agent before us."""
+        if client.asked:
+            raise protocol.WireError("a connection comes back once, and first")
+        asker = self._awaited.back(client.pid, client.uid)
+        if asker is not None:
+            del self._clients[client.number]
+            client.number, client.job_id, client.attempt = asker.number, asker.job_id, asker.attempt
+            client.asked, client.started = True, said.started
+            self._clients[client.number] = client
+            self._ask_after(client)
+            self._home.send_again(client.number)
+            return
+        never_told = not said.started and self._awaited.sees(
+            client.pid
+        )  # the agent ended before it had read the request
+        why = "the agent before this one had closed it"
+        self._deliver(client, protocol.StepEnded([], [], again=True) if never_told else protocol.Goodbye(why), b"")
+        self._leave(client)
+
+    def _ask_after(self, client: Client) -> None:
+        """Ask the controller what has become of what a step command had asked for; it listens when one is there."""
+        assert client.stream is not None
+        there = self._pass_on(client, protocol.StepAsked(), b"")
+        client.stream.pause(not there)
+        if there and client.started:
+            self._deliver(client, protocol.StepWaiting(client.job_id, ""), b"")
+
+    def _look_for_awaited(self) -> None:
+        """Say of those who might have come back and have ended that they are gone."""
+        for number in self._awaited.look():
+            self._gone(number)
+        if len(self._awaited):
+            self._loop.later(LOOK_S, self._look_for_awaited)
 
     def _ask(self, client: Client, request: protocol.ApiRequest, blob: bytes) -> None:
         """Pass on a question of a command that runs in a job here; nobody waits for a controller that is away."""
@@ -291,11 +346,17 @@ class Clients:
         if client.number not in self._clients:
             return
         self._forget(client)
-        if client.asked and client.unsent is None and not self._home.to_controller(protocol.CloseStream(client.number)):
-            self._closed_unseen.append(client.number)
+        if client.asked and client.unsent is None:
+            self._gone(client.number)
+
+    def _gone(self, number: int) -> None:
+        if not self._home.to_controller(protocol.CloseStream(number)):
+            self._closed_unseen.append(number)
 
     def _forget(self, client: Client) -> None:
         if self._clients.pop(client.number, None) is not None:
+            if client.asked and not client.asks_api:
+                self._awaited.closed(client.number)
             self._of_user[client.uid] -= 1
             if not self._of_user[client.uid]:
                 del self._of_user[client.uid]

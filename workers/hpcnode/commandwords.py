@@ -32,6 +32,15 @@ class StepAsked(Message):
     """
 
 
+class StepBack(Message):
+    """To the agent, first on a connection: this process had asked the agent before it for a step (`started`: and got it).
+
+    Answered as StepAsked is, and if the step had started with an empty StepWaiting; with Goodbye if nobody knows of it.
+    """
+
+    started: bool
+
+
 class ApiRequest(Message):
     """A command in job `job_id` asks the controller's API, as the job's owner. `path` has the query; the blob is the body."""
 

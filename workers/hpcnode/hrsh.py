@@ -16,7 +16,7 @@ import sys
 from typing import Dict, List, Mapping, Optional, Sequence, Tuple
 
 from hpcnode import mpienv, protocol
-from hpcnode.stepclient import ConnectionLost, Front, StepClient, connect_to_agent, is_open
+from hpcnode.stepclient import ConnectionLost, Front, StepClient, connect, connect_to_agent, is_open
 from hpcnode.streamout import LineStream, Outlet
 
 FAILED = 255  # as ssh's: hrsh itself failed
@@ -93,7 +93,7 @@ class Hrsh(Front):
     def _ask(self, path: str, request: protocol.StepRequest) -> None:
         """Ask for the step of the command, and be there while it runs."""
         try:
-            self._client = StepClient(connect_to_agent(path), self)
+            self._client = StepClient(connect_to_agent(path), self, lambda: connect(path))
         except OSError as error:
             raise UsageError("cannot reach the node's agent (%s: %s)" % (path, error.strerror)) from None
         self._client.catch(_ENDING)

@@ -129,7 +129,7 @@ class Hrun(Front):
 
     def _ask(self, path: str, request: protocol.StepRequest) -> None:
         """Ask for the step, and be there while it runs."""
-        self._client = StepClient(_connect(path), self)
+        self._client = StepClient(_connect(path), self, None if _on_the_head(path) else lambda: connect(path))
         self._client.catch((*FORWARDED, signal.SIGWINCH) if self._at_terminal else FORWARDED)
         signal.signal(signal.SIGTTIN, signal.SIG_IGN)  # in the background of a terminal: no input instead of a stop
         self._client.request(request)
@@ -445,15 +445,18 @@ def _socket_path(environ: Mapping[str, str], in_job: bool) -> str:
 
 
 def _connect(path: str):  # type: ignore[no-untyped-def]  # socket.socket, whose module nobody else needs here
-    on_the_head = os.path.basename(path) == headsocket.STEPS_SOCKET
     try:
-        return connect(path) if on_the_head else connect_to_agent(path)
+        return connect(path) if _on_the_head(path) else connect_to_agent(path)
     except OSError as error:
-        if on_the_head:
+        if _on_the_head(path):
             raise HrunError(
                 "Unable to contact hpcsched controller (%s: %s): start it with 'hpcsched up'" % (path, error.strerror)
             ) from None
         raise HrunError("cannot reach the node's agent (%s: %s): is the job over?" % (path, error.strerror)) from None
+
+
+def _on_the_head(path: str) -> bool:
+    return os.path.basename(path) == headsocket.STEPS_SOCKET
 
 
 def _switch(value: object) -> bool:

@@ -27,6 +27,7 @@ from hpcnode.commandwords import (
     Failure,
     Progress,
     StepAsked,
+    StepBack,
     StepEnded,
     StepRequest,
     StepSignal,
@@ -432,7 +433,7 @@ _MESSAGES = (
     Hello, Launch, Go, SignalStep, EndStep, EndJob, SuspendJob, TimeLimit, Allocation, Ack,
     Probe, ReadFile, Input, Watch, OutputAck, ToStream, CloseStream,
     Ping, Welcome, Goodbye, Report, Condition, JobGone, Facts, FileData, Output, InputAck, FromStream, Pong,
-    StepRequest, StepAsked, StepWaiting, StepStarted, Allocated, StepSignal, StepEnded, Progress, Failure,
+    StepRequest, StepAsked, StepBack, StepWaiting, StepStarted, Allocated, StepSignal, StepEnded, Progress, Failure,
     ApiRequest, ApiAnswer,
 )  # fmt: skip
 _BY_NAME: Dict[str, Type[Message]] = {cls.__name__: cls for cls in _MESSAGES}

@@ -5,9 +5,10 @@ signals and for deadlines; nothing is polled). It does not know options, files o
 
 Rules: output is acknowledged when it has been written, so a slow reader slows the task down, not this memory. Bytes that
 come twice (by their offsets) are written once. Blocking flags of descriptors that are shared with others are left alone:
-a pipe is written to in pieces that fit when poll says so. If the connection breaks, that is the end: the step is ended by
-the other side, and taking it up again is not attempted. If a controller ends before the step has begun, `must_ask_again`
-says so after `run`: then another client, on another connection, asks for the same.
+a pipe is written to in pieces that fit when poll says so. An agent may be killed, or replaced at an upgrade: the client comes
+back to the next one (`StepBack`), and says and asks for again what may have been lost in between, input included. If the
+connection to a controller breaks, that is the end: the step is ended by the other side. If a controller ends before the step
+has begun, `must_ask_again` says so after `run`: then another client, on another connection, asks for the same.
 
 Sources: poll(2), pipe(7); the launch protocol in hpcnode.protocol.
 """
@@ -31,6 +32,8 @@ DRAIN_S = 60.0  # how long output may be silent after the end of the step, while
 FAILED_DRAIN_S = 1.0  # the same for a step that went wrong: some of its tasks may never have run
 ASK_AGAIN_S = 0.5
 AGENT_BACK_S = 20.0  # one that is replaced at an upgrade, or was killed, is there again within moments
+BACK_AGAIN_S = 0.05
+MOST_BACK_AGAIN_S = 1.0
 MISSING_OUTPUT = "some of the tasks' output did not arrive"
 
 Answer = Union[protocol.StepWaiting, protocol.StepStarted]
@@ -59,7 +62,10 @@ class Front:
 class StepClient:
     """See the module. After `run` returns, `ended` says how the step ended."""
 
-    def __init__(self, sock: socket.socket, front: Front) -> None:
+    def __init__(
+        self, sock: socket.socket, front: Front, connect_again: Optional[Callable[[], socket.socket]] = None
+    ) -> None:
+        """`connect_again`: connects to the agent that comes next, or raises OSError; None: `sock` leads to no agent."""
         self.front = front
         self.started: Optional[protocol.StepStarted] = None
         self.ended: Optional[protocol.StepEnded] = None
@@ -68,7 +74,9 @@ class StepClient:
         self.input_fd: Optional[int] = None
         self.input_task = 0  # or protocol.ALL_TASKS
         self.wrap_input: Callable[[bytes], bytes] = lambda data: data  # what is sent for what was read
-        self._sock = sock
+        self._sock: Optional[socket.socket] = sock  # None: the agent is away
+        self._connect_again = connect_again
+        self._away_since_s = 0.0
         self._framer = protocol.Framer()
         self._sending = bytearray()
         self._selector = selectors.PollSelector()  # unlike epoll it takes regular files
@@ -77,11 +85,14 @@ class StepClient:
         self._ask_not_before_s = float("-inf")
         self._answered = False  # since the last Ping
         self._input_sent = 0
+        self._input_kept = bytearray()  # the last that was sent: not every task has said that it took it
         self._input_taken: Dict[int, int] = {}
         self._input_over = False
         self._over: List[int] = []
         self._deadlines: List[Tuple[float, Callable[[], None]]] = []
         self._signals: List[int] = []
+        self._unsent_signals: List[int] = []  # for the tasks, not on their way yet
+        self._missed_signals: List[int] = []  # that no agent was there for
         self._caught: Tuple[signal.Signals, ...] = ()
         self._wakeup, self._wakeup_in = socket.socketpair()
 
@@ -93,6 +104,7 @@ class StepClient:
 
     def signal_tasks(self, signum: int) -> None:
         """Pass `signum` on to all tasks; KILL ends the whole step at once."""
+        (self._missed_signals if self._sock is None else self._unsent_signals).append(signum)
         self._send(protocol.StepSignal(signum=signum))
 
     def give_up(self, why: str) -> None:
@@ -125,6 +137,7 @@ class StepClient:
 
     def run(self) -> None:
         """Wait for the step's end and for all of its output. Raises ConnectionLost or WireError."""
+        assert self._sock is not None
         self._sock.setblocking(False)
         while not self._is_over():
             self._register()
@@ -146,8 +159,9 @@ class StepClient:
     def _register(self) -> None:
         """Wait for exactly what can move now."""
         wanted: Dict[int, Tuple[int, Callable[[int], None]]] = {}
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._sending else 0)
-        wanted[self._sock.fileno()] = (events, self._on_socket)
+        if self._sock is not None:
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._sending else 0)
+            wanted[self._sock.fileno()] = (events, self._on_socket)
         wanted[self._wakeup.fileno()] = (selectors.EVENT_READ, self._on_wakeup)
         if self._wants_input():
             assert self.input_fd is not None
@@ -193,12 +207,17 @@ class StepClient:
     # ----- the connection
 
     def _send(self, message: protocol.Message, blob: bytes = b"") -> None:
-        self._sending += protocol.encode(message, blob)
+        if self._sock is not None:  # else what matters of it is said by `_catch_up`
+            self._sending += protocol.encode(message, blob)
 
     def _on_socket(self, events: int) -> None:
+        if self._sock is None:
+            return
         if events & selectors.EVENT_WRITE and self._sending:
             try:
                 del self._sending[: self._sock.send(self._sending)]
+                if not self._sending:
+                    self._unsent_signals.clear()
             except BlockingIOError:
                 pass
             except OSError:
@@ -210,12 +229,41 @@ class StepClient:
         except BlockingIOError:
             return
         except OSError as error:
-            self._lost(error.strerror or str(error))
+            self._broken(error.strerror or str(error))
             return
         if not data:
-            self._lost("it was closed")
+            self._broken("it was closed")
         for message, blob in self._framer.feed(data):
             self._on_message(message, blob)
+
+    def _broken(self, why: str) -> None:
+        """The connection has ended, and nothing was said before."""
+        if self._connect_again is None or self._is_over():
+            self._lost(why)
+            return
+        assert self._sock is not None
+        self._selector.unregister(self._sock.fileno())
+        self._sock.close()
+        self._sock = None
+        self._sending.clear()
+        self._missed_signals += self._unsent_signals
+        self._unsent_signals.clear()
+        self._framer = protocol.Framer()
+        self._away_since_s = time.monotonic()
+        self.after(BACK_AGAIN_S, lambda: self._come_back(BACK_AGAIN_S))
+
+    def _come_back(self, pause_s: float) -> None:
+        assert self._connect_again is not None
+        try:
+            self._sock = self._connect_again()
+        except OSError:
+            away_s = time.monotonic() - self._away_since_s
+            if away_s < AGENT_BACK_S <= away_s + pause_s:
+                self.front.on_waiting(protocol.StepWaiting(0, "this node's agent is away: the step goes on without it"))
+            self.after(pause_s, lambda: self._come_back(min(2 * pause_s, MOST_BACK_AGAIN_S)))
+            return
+        self._sock.setblocking(False)
+        self._send(protocol.StepBack(started=self.started is not None))
 
     def _lost(self, why: str) -> None:
         if self.ended is None:
@@ -227,8 +275,9 @@ class StepClient:
             self._on_output(message, blob)
         elif isinstance(message, protocol.InputAck):
             self._input_taken[message.task] = max(message.offset, self._input_taken.get(message.task, 0))
+            self._forget_input()
         elif isinstance(message, protocol.StepWaiting) and self.started is not None:
-            self._ask_for_missing()  # a node has come to a new controller, and may have sent to the old one
+            self._catch_up()
         elif isinstance(message, protocol.StepWaiting):
             self.front.on_waiting(message)
         elif isinstance(message, protocol.StepStarted):
@@ -301,6 +350,7 @@ class StepClient:
             others = [each for (task, _), each in self._streams.items() if task == message.task]
             if all(each.all_came for each in others):
                 self._over.append(message.task)
+                self._forget_input()
                 self.front.on_task_over(message.task)
 
     def _miss(self, beyond: protocol.Output, acknowledged: int) -> None:
@@ -318,6 +368,16 @@ class StepClient:
             if not stream.all_came and token not in asked:
                 asked.add(token)  # it sends that of all its tasks
                 self._send(protocol.OutputAck(token, task, fd, stream.acknowledged, again=True))
+
+    def _catch_up(self) -> None:
+        """Say and ask for again what may have been lost: a node has come to a new controller, or we to a new agent."""
+        self._ask_for_missing()
+        for (task, fd), stream in self._streams.items():
+            if stream.all_came and stream.acknowledged:
+                self._send(protocol.OutputAck(self._tokens[task], task, fd, stream.acknowledged))
+        self._send_input(self._input_sent - len(self._input_kept), bytes(self._input_kept))
+        while self._missed_signals:
+            self.signal_tasks(self._missed_signals.pop(0))
 
     def _acknowledge(self) -> None:
         """Tell what was written (or dropped) since the last time."""
@@ -344,9 +404,13 @@ class StepClient:
     def _wants_input(self) -> bool:
         if self.input_fd is None or self._input_over or self.started is None or self.ended is not None:
             return False
+        return len(self._input_kept) < INPUT_WINDOW and len(self._sending) < SEND_LIMIT
+
+    def _forget_input(self) -> None:
+        """Keep no more of the input than some task may still have to be sent again."""
         live = [task for task in self._input_tasks() if task not in self._over]
         taken = min((self._input_taken.get(task, 0) for task in live), default=self._input_sent)
-        return self._input_sent - taken < INPUT_WINDOW and len(self._sending) < SEND_LIMIT
+        del self._input_kept[: max(0, len(self._input_kept) - (self._input_sent - taken))]
 
     def _input_tasks(self) -> List[int]:
         return list(self._tokens) if self.input_task == protocol.ALL_TASKS else [self.input_task]
@@ -365,13 +429,17 @@ class StepClient:
         """Send `data` as input to the task that takes it, or to all."""
         if self._input_over:
             return
-        tokens = (
-            set(self._tokens.values()) if self.input_task == protocol.ALL_TASKS else {self._tokens[self.input_task]}
-        )
-        for token in sorted(tokens):
-            self._send(protocol.Input(token=token, task=self.input_task, offset=self._input_sent, eof=eof), data)
+        offset = self._input_sent
+        self._input_kept += data
         self._input_sent += len(data)
         self._input_over = eof
+        self._send_input(offset, data)
+
+    def _send_input(self, offset: int, data: bytes) -> None:
+        if not data and not self._input_over:
+            return
+        for token in sorted({self._tokens[task] for task in self._input_tasks()}):
+            self._send(protocol.Input(token=token, task=self.input_task, offset=offset, eof=self._input_over), data)
 
 
 class ListeningClient(StepClient):
