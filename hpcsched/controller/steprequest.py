@@ -276,7 +276,10 @@ def _name(request: protocol.StepRequest, given: _Given) -> str:
 def _shape(given: _Given, job: Job) -> StepShape:
     """Return what the step asks for. Its parts, if it has some (srun A : B), are a list of options as JSON."""
     given_parts = _listed(given.text("parts"), PART_OPTIONS)
-    groups = [_groups(one, job, at if given_parts else 0) for at, one in enumerate(given_parts or [given])]
+    groups = [
+        _groups(one, job, at if given_parts else _named_group(one, job))
+        for at, one in enumerate(given_parts or [given])
+    ]
     shape = replace(_simple_shape(given, _default_cpus(job, groups[0][0])), component=groups[0][0])
     hosts = tuple(host for host in given.text("hosts").split(",") if host)
     if given_parts:
@@ -297,6 +300,13 @@ def _shape(given: _Given, job: Job) -> StepShape:
         hosts=parse_node_names(",".join(hosts)) and tuple(NodeName(host) for host in hosts),
         parts=tuple(replace(part, overcommit=shape.overcommit, plane=shape.plane) for part in parts),
     )
+
+
+def _named_group(given: _Given, job: Job) -> int:
+    """Return the component with the nodes that --nodelist names, as mpirun does of its daemons; else the first."""
+    named = given.value("nodelist", parse_node_names) or ()
+    found = {share.component for share in job.shares if share.node in named}
+    return found.pop() if len(found) == 1 else 0
 
 
 def _groups(given: _Given, job: Job, default: int) -> list[int | None]:

@@ -18,6 +18,7 @@ echo "own $(srun hostname | sort | xargs)"
 echo "crew $(srun --het-group=1 sh -c 'echo $SLURM_CPUS_PER_TASK$SLURMD_NODENAME' | sort | xargs)"
 echo "both $(srun -l --het-group=0,1 sh -c 'echo $SLURM_NTASKS' | sort -n | xargs)"
 echo "apart $(srun -l sh -c 'echo a$SLURMD_NODENAME' : -n2 sh -c 'echo b$SLURMD_NODENAME' | sort -n | xargs)"
+echo "named $(srun -w n3 -n1 hostname)"
 srun --het-group=2 true
 echo "code $?"
 while [ ! -e go ]; do sleep 0.05; done
@@ -36,6 +37,7 @@ def test_a_heterogeneous_job_from_its_script_to_its_history(cluster: LocalCluste
             "crew 2n2 2n2 2n3 2n3",
             "both 0: 5 1: 5 2: 5 3: 5 4: 5",
             "apart 0: an1 1: bn2 2: bn3",
+            "named n3",
             "srun: error: cannot start tasks in --het-group=2: the job's components are 0 to 1",
             "code 1",
         ]
@@ -72,7 +74,7 @@ def test_a_heterogeneous_job_from_its_script_to_its_history(cluster: LocalCluste
         f"{job_id}+1|{job_id + 1}|crew|8|COMPLETED",
     ]
     steps = slurm("sacct", "-n", "-P", "-j", str(job_id + 1), "-o", "JobID").stdout.split()
-    assert steps == [f"{job_id}+1", f"{job_id}+1.1", f"{job_id}+1.2", f"{job_id}+1.3"]
+    assert steps == [f"{job_id}+1", f"{job_id}+1.1", f"{job_id}+1.2", f"{job_id}+1.3", f"{job_id}+1.4"]
     after = int(slurm("sbatch", "--parsable", "--wrap", "true").stdout)
     assert after == job_id + 2
 
