@@ -140,7 +140,7 @@ _SOURCES: dict[str, str | _Value] = {
     "num_nodes": lambda view: len(view.shares) or view.job.spec.nodes_min,
     "num_cpus": lambda view: sum(share.cpus for share in view.shares) if view.shares else asked_cpus(view.job),
     "num_tasks": lambda view: sum(share.tasks for share in view.shares) if view.shares else asked_tasks(view.job),
-    **_askeds("cpus_per_task"),
+    **_askeds("cpus_per_task", "ntasks_per_node"),
     "mem_mib": lambda view: (
         sum(share.mem_mib for share in view.shares) if view.shares else view.job.spec.mem_per_node_mib
     ),

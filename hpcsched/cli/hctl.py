@@ -41,9 +41,9 @@ COMMAND = Command(
     ),
     "Look at jobs, nodes, partitions and the configuration, and change them. 'update' changes a job's time_limit, "
     "time_min, partition, nice, priority, site_factor, begin, deadline, dependency, reservation, account, qos, "
-    "array_task_throttle, name, comment, mail_user or requeue, and of one that waits also num_nodes, ntasks, "
-    "ntasks_per_node, cpus_per_task, mem, mem_per_cpu, gres, constraint, prefer, nodelist, exclude, mincpus, tmp, licenses "
-    "and work_dir; 'create', 'update' and "
+    "array_task_throttle, name, comment, mail_user or requeue, and of one that waits also num_nodes, num_cpus, "
+    "ntasks, ntasks_per_node, cpus_per_task, mem, mem_per_cpu, gres, constraint, prefer, nodelist, exclude, mincpus, tmp, "
+    "licenses and work_dir; 'create', 'update' and "
     "'delete' are also for reservations: ReservationName= StartTime= EndTime= Duration= Users= Accounts= Nodes= NodeCnt= "
     "Features= PartitionName= Flags=. 'story' tells all that happened to a job. 'suspend' "
     "has a running job stand still, with all that it holds, until 'resume JOB'. 'drain' lets no new job start on nodes, "
@@ -219,6 +219,7 @@ def _report(answer: Json, words: Words) -> int:
 _CHANGES = {  # Slurm's names, without regard to case and _
     "numnodes": "num_nodes",
     "reqnodes": "num_nodes",
+    "numcpus": "num_cpus",
     "endtime": "end_time",
     "timelimit": "time_limit",
     "timemin": "time_min",

@@ -18,6 +18,7 @@ from hpcsched.jobscript.options import find_option
 from hpcsched.model.codec import spec_to_json
 from hpcsched.model.frozen import replace
 from hpcsched.model.job import Job, JobState
+from hpcsched.model.spec import JobSpec
 from hpcsched.store.world import Transaction
 
 ANY_TIME = frozenset({"name", "comment", "mail_user", "mail_type", "requeue"})
@@ -38,6 +39,7 @@ OPTIONS = {  # what is changed: the option that it is read as
     "nodelist": "nodelist",
     "ntasks": "ntasks",
     "ntasks_per_node": "ntasks-per-node",
+    "num_cpus": "ntasks",
     "num_nodes": "nodes",
     "prefer": "prefer",
     "switches": "switches",
@@ -57,7 +59,7 @@ def respecify(tx: Transaction, job: Job, changes: Mapping[str, str], by_uid: int
             raise RequestError(f"cannot change {name} of job {job.display_id}: it is {job.state}")
     fields: dict[str, Any] = {}
     for name, text in changes.items():
-        fields |= _fields(name, text)
+        fields |= _fields(name, text, replace(job.spec, **fields))
     spec = replace(job.spec, **fields)
     check_spec(spec)
     if job.state is JobState.PENDING:
@@ -68,8 +70,8 @@ def respecify(tx: Transaction, job: Job, changes: Mapping[str, str], by_uid: int
     return changed
 
 
-def _fields(name: str, text: str) -> dict[str, Any]:
-    """Return the fields of the specification that a change sets."""
+def _fields(name: str, text: str, spec: JobSpec) -> dict[str, Any]:
+    """Return the fields of the specification `spec` that a change sets."""
     option = OPTIONS[name]
     if not text and name in _EMPTY:
         return {name: _EMPTY[name]}
@@ -77,6 +79,8 @@ def _fields(name: str, text: str) -> dict[str, Any]:
     match name:
         case "gres":
             return {"gpus_per_node": value.gpus, "shards_per_node": value.shards}
+        case "num_cpus":  # as many tasks as need them
+            return {"ntasks": -(-value // spec.cpus_per_task)}
         case "num_nodes":
             return {"nodes_min": value[0], "nodes_max": value[1], "nodes_given": True}
         case "mem":

@@ -114,7 +114,7 @@ def job_lines(job: Json, *, detailed: bool) -> list[Words]:
         ],
         [("TRES", tres)] if not job["node_list"] else [("ReqTRES", tres)],
         [("AllocTRES", tres)] if job["node_list"] else (),
-        [("Socks/Node", "*"), ("NtasksPerN:B:S:C", "0:0:*:*"), ("CoreSpec", "*")],
+        [("Socks/Node", "*"), ("NtasksPerN:B:S:C", f"{job['ntasks_per_node'] or 0}:0:*:*"), ("CoreSpec", "*")],
         *(_share(share) for share in job["shares"] if detailed),
         [
             ("MinCPUsNode", max(1, job.get("mincpus") or 0)),

@@ -138,7 +138,7 @@ def job(job_id: int = 12, **changes: Any) -> Json:
         "exit_code": None, "exit_signal": None, "ended_by_uid": None, "requeue": True, "exclusive": False,
         "constraint": "", "dependency": "", "priority_tier": 1, "work_dir": "/home/ann", "stdout": "/home/ann/slurm.out",
         "stderr": "/home/ann/slurm.out", "stdin": "", "submit_line": "hsub -N2 train.sh", "comment": "",
-        "command": "train.sh",
+        "command": "train.sh", "ntasks_per_node": None,
     }  # fmt: skip
     assert set(changes) <= set(made), set(changes) - set(made)
     return made | changes

@@ -400,12 +400,13 @@ def test_sinfo_refuses_a_state_that_there_is_not(nodes: FakeApi, capsys: Out) ->
 
 
 def test_scontrol_show_job_has_slurms_lines(api: FakeApi, capsys: Out) -> None:
-    api.answers["GET /v1/job/11"] = {"jobs": [running()]}
+    api.answers["GET /v1/job/11"] = {"jobs": [running(ntasks_per_node=1)]}
     assert scontrol.main(["show", "job", "11"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "JobId=11 JobName=train"
     assert "   JobState=RUNNING Reason=None Dependency=(null)" in lines
     assert "   NumNodes=2 NumCPUs=8 NumTasks=2 CPUs/Task=4 ReqB:S:C:T=0:0:*:*" in lines
+    assert "   Socks/Node=* NtasksPerN:B:S:C=1:0:*:* CoreSpec=*" in lines
     assert "   MinCPUsNode=1 MinMemoryNode=4G MinTmpDiskNode=0" in lines
     assert lines[-1] == ""
     assert scontrol.main(["show", "job", "-o", "11"]) == 0

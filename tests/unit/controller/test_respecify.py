@@ -45,6 +45,18 @@ def test_a_waiting_job_asks_for_something_else() -> None:
     assert any("changed by" in one["text"] and "name = x" in one["text"] for one in told)
 
 
+def test_cpus_are_asked_for_as_the_tasks_that_need_them() -> None:
+    cluster = Cluster("n1", "n2")
+    job_id = cluster.submit(hold=True)
+    assert change(cluster, job_id, num_cpus="2") == []
+    assert cluster.job(job_id).spec.ntasks == 2
+    assert change(cluster, job_id, cpus_per_task="2", num_cpus="3") == []
+    assert cluster.job(job_id).spec.ntasks == 2
+    assert len(change(cluster, job_id, num_cpus="none")) == 1
+    cluster.run(running := cluster.submit())
+    assert change(cluster, running, num_cpus="2") == [f"cannot change num_cpus of job {running}: it is RUNNING"]
+
+
 def test_what_can_never_start_or_is_too_late_is_refused_and_changes_nothing() -> None:
     cluster = Cluster("n1")
     job_id = cluster.submit(hold=True)
