@@ -58,6 +58,8 @@ def test_nothing_but_the_jobs_number_is_needed(job: Client) -> None:
         ("-n99 true", 1),
         ("-n1 true : -n2 sh -c 'exit $((4 + SLURM_PROCID))'", 6),
         ("-n1 true : no-such-program", 2),
+        ("-n1 : -n2 sh -c 'exit $((4 + SLURM_PROCID))'", 6),
+        ("-n1 true : -n1", 1),
         ("-n1 true : --mem=1G true", 1),
         ("-n1 true :", 1),
         ("-n1 true : --output=3 true", 1),

@@ -47,10 +47,13 @@ def as_one(words: Sequence[str], environ: Mapping[str, str]) -> Tuple[stepoption
     files: List[Dict[str, str]] = []
     exports: List[str] = []
     commands = []
-    for number, part in enumerate(_split(words), start=1):
-        values, command = stepoptions.parse(part)
-        if not command:
-            raise stepoptions.UsageError("part %d of the step has no command" % number)
+    parsed = [stepoptions.parse(part) for part in _split(words)]
+    for number, (values, _) in enumerate(parsed, start=1):
+        command = next(
+            (command for _, command in parsed[number - 1 :] if command), None
+        )  # its own, or that of the next
+        if command is None:
+            raise stepoptions.UsageError("part %d of the step has no command, nor has one behind it" % number)
         own = {name: str(values.pop(name)) for name in OWN if name in values}
         own["ntasks"] = str(_tasks(own, number, environ))
         files.append({"ntasks": own["ntasks"], **_files(values, number)})
