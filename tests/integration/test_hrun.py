@@ -436,15 +436,47 @@ def test_a_step_that_was_lost_before_it_ran_is_asked_for_again(
     assert (tmp_path / "out").read_text() == "once\n"
 
 
-def test_a_step_whose_input_is_gone_is_not(controller: Controller, run: Callable[..., Running]) -> None:
-    hrun = run("-n1", "prog")
+@pytest.mark.parametrize("module", ["hpcnode.hrun", "hpcnode.hrsh"])
+def test_input_that_was_read_for_it_is_sent_again(
+    controller: Controller, run: Callable[..., Running], module: str
+) -> None:
+    command = run("n1", "prog", module=module)
     controller.start(1)
-    assert hrun.process.stdin is not None
-    hrun.process.stdin.write(b"words")
-    hrun.process.stdin.flush()
+    assert command.process.stdin is not None
+    command.process.stdin.write(b"words")
+    command.process.stdin.flush()
     controller.take(Input)
     lose_the_step(controller)
-    assert hrun.finish() == (1, "", "hrun: error: the controller was restarted before it could start the step\n")
+    controller.start(1)
+    again, data = controller.take(Input)
+    assert (again.offset, data) == (0, b"words")
+    command.process.stdin.write(b" more")
+    command.process.stdin.flush()
+    more, data = controller.take(Input)
+    assert (more.offset, data) == (5, b" more")
+    controller.end(0)
+    assert command.finish()[0] == 0
+
+
+def test_an_input_file_is_read_once_though_its_step_is_asked_for_again(
+    controller: Controller, run: Callable[..., Running], tmp_path: Path
+) -> None:
+    (tmp_path / "in").write_text("words")
+    hrun = run("-n1", "-i", "in", "prog")
+    for loses in (True, False):
+        controller.start(1)
+        data = b""
+        while True:
+            message, part = controller.take(Input)
+            assert message.offset == len(data)
+            data += part
+            if message.eof:
+                break
+        assert data == b"words"
+        if loses:
+            lose_the_step(controller)
+    controller.end(0)
+    assert hrun.finish()[0] == 0
 
 
 def test_hrsh_asks_again_as_well(controller: Controller, run: Callable[..., Running]) -> None:

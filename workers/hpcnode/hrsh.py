@@ -87,15 +87,17 @@ class Hrsh(Front):
         request = self._request(int(job_id))
         self._ask(path, request)
         while self._client.must_ask_again:
-            self._ask(path, request)
+            self._ask(path, request, self._client)
         return self._exit_code()
 
-    def _ask(self, path: str, request: protocol.StepRequest) -> None:
+    def _ask(self, path: str, request: protocol.StepRequest, former: Optional[StepClient] = None) -> None:
         """Ask for the step of the command, and be there while it runs."""
         try:
             self._client = StepClient(connect_to_agent(path), self, lambda: connect(path))
         except OSError as error:
             raise UsageError("cannot reach the node's agent (%s: %s)" % (path, error.strerror)) from None
+        if former is not None:
+            self._client.take_input_of(former)
         self._client.catch(_ENDING)
         self._client.request(request)
         self._client.run()

@@ -124,12 +124,14 @@ class Hrun(Front):
         request = self._request()
         self._ask(path, request)
         while self._client.must_ask_again:
-            self._ask(path, request)
+            self._ask(path, request, self._client)
         return self._exit_code()
 
-    def _ask(self, path: str, request: protocol.StepRequest) -> None:
+    def _ask(self, path: str, request: protocol.StepRequest, former: Optional[StepClient] = None) -> None:
         """Ask for the step, and be there while it runs."""
         self._client = StepClient(_connect(path), self, None if _on_the_head(path) else lambda: connect(path))
+        if former is not None:
+            self._client.take_input_of(former)
         self._client.catch((*FORWARDED, signal.SIGWINCH) if self._at_terminal else FORWARDED)
         signal.signal(signal.SIGTTIN, signal.SIG_IGN)  # in the background of a terminal: no input instead of a stop
         self._client.request(request)
@@ -339,6 +341,8 @@ class Hrun(Front):
         self._client.input_task = protocol.ALL_TASKS if self._input.to_all else self._input.task or 0
         if self._client.input_task >= _total(started):
             raise HrunError("cannot feed task %d: the step has %d" % (self._client.input_task, _total(started)))
+        if self._client.input_fd is not None:
+            return  # read already, for a step that was asked for again
         if self._input.local_file:
             path = os.path.join(self._work_dir, self._fill(self._input.local_file, started))
             self._client.input_fd = self._open(path, os.O_RDONLY | os.O_CLOEXEC)

@@ -121,8 +121,15 @@ class StepClient:
 
     @property
     def must_ask_again(self) -> bool:
-        """Whether no task has run, and none of the input is gone: who asks again gets the step."""
-        return self.ended is not None and self.ended.again and not self._input_sent and not self.given_up
+        """Whether no task has run, and all of the input that was read is here: who asks again gets the step."""
+        all_here = len(self._input_kept) == self._input_sent
+        return self.ended is not None and self.ended.again and all_here and not self.given_up
+
+    def take_input_of(self, former: StepClient) -> None:
+        """Begin with what `former` has read for the step that it must ask for again, and go on reading where it was."""
+        self.input_fd = former.input_fd
+        self._input_kept, self._input_sent = former._input_kept, former._input_sent
+        self._input_over = former._input_over
 
     def catch(self, signals: Tuple[signal.Signals, ...]) -> None:
         """Hand these signals to the front instead of being killed by them."""
@@ -298,6 +305,7 @@ class StepClient:
         for _, ranks, token in said.parts():
             self._tokens.update(dict.fromkeys(ranks, token))
         self.front.on_started(said)
+        self._send_input(0, bytes(self._input_kept))
         for fd, stream_of in self.outlets.items():
             for task in self._tokens:
                 stream = stream_of(task)
