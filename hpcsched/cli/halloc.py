@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 
 import hpcsched
 from hpcnode import headsocket, protocol, stepoptions
-from hpcnode.stepclient import connect
+from hpcnode.agentsocket import connect
 
 _JOB = (
     "account", "begin", "chdir", "comment", "constraint", "cpus-per-task", "exclude", "exclusive", "gpus",

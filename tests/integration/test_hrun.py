@@ -565,7 +565,7 @@ def test_an_agent_that_is_away_for_a_moment_is_waited_for(
 
 def test_an_agent_that_stays_away_is_an_error(controller: Controller, run: Callable[..., Running]) -> None:
     controller.path.unlink()
-    code, _, err = run("true", changes="import hpcnode.stepclient as s; s.AGENT_BACK_S = 0.0").finish()
+    code, _, err = run("true", changes="import hpcnode.agentsocket as s; s.AGENT_BACK_S = 0.0").finish()
     assert (code, err) == (
         1,
         f"hrun: error: cannot reach the node's agent ({controller.path}: No such file or directory): is the job over?\n",

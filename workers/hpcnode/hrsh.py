@@ -16,7 +16,8 @@ import sys
 from typing import Dict, List, Mapping, Optional, Sequence, Tuple
 
 from hpcnode import mpienv, protocol
-from hpcnode.stepclient import ConnectionLost, Front, StepClient, connect, connect_to_agent, is_open
+from hpcnode.agentsocket import connect, connect_to_agent
+from hpcnode.stepclient import ConnectionLost, Front, StepClient, is_open
 from hpcnode.streamout import LineStream, Outlet
 
 FAILED = 255  # as ssh's: hrsh itself failed

@@ -21,8 +21,9 @@ from types import ModuleType
 from typing import Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence
 
 from hpcnode import __version__, headsocket, protocol, stepoptions, terminal
+from hpcnode.agentsocket import connect, connect_to_agent
 from hpcnode.screen import Screen
-from hpcnode.stepclient import ConnectionLost, Front, StepClient, connect, connect_to_agent, is_open
+from hpcnode.stepclient import ConnectionLost, Front, StepClient, is_open
 from hpcnode.streamout import LineStream, Outlet
 from hpcnode.targets import PartFiles, Target
 from hpcnode.taskwords import failures, task_list

@@ -23,6 +23,7 @@ import time
 from typing import Callable, Dict, List, Optional, Set, Tuple, Union
 
 from hpcnode import protocol
+from hpcnode.agentsocket import AGENT_BACK_S
 from hpcnode.streamout import LineStream, Outlet
 
 INPUT_WINDOW = 256 << 10
@@ -31,7 +32,6 @@ SEND_LIMIT = 1 << 20
 DRAIN_S = 60.0  # how long output may be silent after the end of the step, while somebody is there who would bring it
 FAILED_DRAIN_S = 1.0  # the same for a step that went wrong: some of its tasks may never have run
 ASK_AGAIN_S = 0.5
-AGENT_BACK_S = 20.0  # one that is replaced at an upgrade, or was killed, is there again within moments
 BACK_AGAIN_S = 0.05
 MOST_BACK_AGAIN_S = 1.0
 MISSING_OUTPUT = "some of the tasks' output did not arrive"
@@ -475,42 +475,6 @@ class ListeningClient(StepClient):
 
     def _miss(self, beyond: protocol.Output, acknowledged: int) -> None:
         raise protocol.WireError("output of task %d is missing before byte %d" % (beyond.task, beyond.offset))
-
-
-def connect_to_agent(path: str) -> socket.socket:
-    """Return a connection to this node's agent; one that is away at the moment is waited for. Raises OSError."""
-    deadline_s = time.monotonic() + AGENT_BACK_S
-    while True:
-        try:
-            return connect(path)
-        except (FileNotFoundError, ConnectionRefusedError):
-            if time.monotonic() >= deadline_s:
-                raise
-        time.sleep(0.05)
-
-
-def connect(path: str) -> socket.socket:
-    """Return a connection to the unix socket at `path`, however long that is. Raises OSError."""
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        _connect(sock, path)
-    except OSError:
-        sock.close()
-        raise
-    return sock
-
-
-def _connect(sock: socket.socket, path: str) -> None:
-    try:
-        sock.connect(path)
-    except OSError as error:
-        if "too long" not in str(error):
-            raise
-        directory = os.open(os.path.dirname(path), os.O_PATH | os.O_DIRECTORY)  # a socket's path has 107 bytes at most
-        try:
-            sock.connect("/proc/self/fd/%d/%s" % (directory, os.path.basename(path)))
-        finally:
-            os.close(directory)
 
 
 def is_open(fd: int) -> bool:

@@ -10,7 +10,8 @@ import signal
 from collections.abc import Sequence
 
 from hpcnode import headsocket, protocol
-from hpcnode.stepclient import ConnectionLost, Front, ListeningClient, connect
+from hpcnode.agentsocket import connect
+from hpcnode.stepclient import ConnectionLost, Front, ListeningClient
 from hpcnode.streamout import LineStream, Outlet
 from hpcsched.cli.options import HELP, VERSION, Command, Option, UsageError, Words
 from hpcsched.cli.slurm.face import ELSEWHERE, Face, run_face
