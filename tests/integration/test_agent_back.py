@@ -155,3 +155,10 @@ def test_a_step_that_cannot_be_kept_is_refused(node: NodeUnderTest) -> None:
         "cannot start a step: this node cannot keep" in command.wait(lambda m: isinstance(m, protocol.StepEnded)).error
     )
     wait_until(lambda: command.pump(0.05) or command.closed)
+
+
+def test_what_is_no_stream_of_ours_keeps_no_agent_from_starting(node: NodeUnderTest) -> None:
+    """A file system may leave names of its own there, as NFS does of a file that is deleted while it is open."""
+    (node.root / "streams" / ".nfs0000000000a1b2c3").touch()
+    controller = replaced(node)
+    assert isinstance(controller.welcome, protocol.Welcome)

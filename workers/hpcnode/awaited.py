@@ -33,7 +33,8 @@ class Awaited:
         self._awaited: Dict[int, Asker] = {}
         os.makedirs(self._folder, 0o700, exist_ok=True)
         for name in os.listdir(self._folder):
-            self._recover(int(name))
+            if name.isdigit():
+                self._recover(int(name))
         self.look()
 
     def __contains__(self, number: int) -> bool:
