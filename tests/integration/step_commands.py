@@ -106,6 +106,12 @@ class Running:
             cwd=cwd,
         )
 
+    def feed(self, data: bytes) -> None:
+        """Write to its input, and leave that open."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(data)
+        self.process.stdin.flush()
+
     def finish(self, stdin: bytes = b"") -> tuple[int, str, str]:
         """Wait for its end; return exit code, output, errors."""
         out, err = self.process.communicate(stdin, timeout=PATIENCE_S)

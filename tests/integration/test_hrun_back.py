@@ -53,12 +53,11 @@ def test_output_goes_on_where_it_was(controller: Controller, run: Run, module: s
 def test_input_that_may_be_lost_is_said_again(controller: Controller, run: Run) -> None:
     hrun = run("-n1", "prog")
     controller.start(tasks=1)
-    assert hrun.process.stdin is not None
-    hrun.process.stdin.write(b"onetwo")
-    hrun.process.stdin.flush()
+    hrun.feed(b"onetwo")
     controller.take(Input)
     controller.say(InputAck(to=HERE, token="token0", task=0, offset=3))
-    hrun.process.stdin.write(b"three")
+    hrun.feed(b"three")
+    assert hrun.process.stdin is not None
     hrun.process.stdin.close()
     hrun.process.stdin = None
     while not controller.take(Input)[0].eof:
@@ -73,9 +72,7 @@ def test_input_that_may_be_lost_is_said_again(controller: Controller, run: Run) 
 def test_input_for_all_is_kept_until_all_that_live_have_it(controller: Controller, run: Run) -> None:
     hrun = run("-iall", "prog")
     controller.start(tasks=2)
-    assert hrun.process.stdin is not None
-    hrun.process.stdin.write(b"words")
-    hrun.process.stdin.flush()
+    hrun.feed(b"words")
     for _ in range(2):
         controller.take(Input)
     controller.say(InputAck(to=HERE, token="token0", task=0, offset=5))
@@ -86,8 +83,7 @@ def test_input_for_all_is_kept_until_all_that_live_have_it(controller: Controlle
     controller.take(OutputAck, lambda ack: ack.again)
     come_back(controller)
     controller.take(OutputAck, lambda ack: ack.again)
-    hrun.process.stdin.write(b"more")
-    hrun.process.stdin.flush()
+    hrun.feed(b"more")
     more, data = controller.take(Input)
     assert (more.task, more.offset, data) == (ALL_TASKS, 5, b"more")
     controller.end(0, close=(1, 2))

@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
+from submitted_words import WORDS
 
 from hpcsched.errors import RequestError
 from hpcsched.jobscript.scan import parse_command_line
 from hpcsched.jobscript.submission import read_remote, words_from_json
 from hpcsched.model.codec import spec_from_json, spec_to_json
 from hpcsched.model.spec import JobSpec
-
-WORDS: dict[str, Any] = {
-    "command": "sbatch",
-    "argv": ["job.sh"],
-    "script": "#!/bin/sh\ntrue\n",
-    "script_path": "/w/job.sh",
-    "environ": {"LANG": "C"},
-    "work_dir": "/w",
-    "host": "login",
-}
 
 
 def made(*argv: str, lines: str = "") -> JobSpec:

@@ -5,19 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import submitted_words
 
 from hpcsched.errors import RequestError
 from hpcsched.jobscript.submission import manners, read_remote, words_from_json
 
-WORDS: dict[str, Any] = {
-    "command": "hsub",
-    "argv": ["job.sh"],
-    "script": "#!/bin/sh\ntrue\n",
-    "script_path": "/w/job.sh",
-    "environ": {"LANG": "C"},
-    "work_dir": "/w",
-    "host": "login",
-}
+WORDS = submitted_words.WORDS | {"command": "hsub"}
 
 
 def test_a_job_is_made_of_the_words() -> None:
