@@ -286,6 +286,18 @@ def test_hydra_is_called_back_on_the_peers_side(state: Path) -> None:
     assert environment(state, peer_address="127.0.0.2")["HYDRA_IFACE"] == "lo"
 
 
+def test_hydra_is_called_back_on_the_only_interface_of_containers_without_a_route(
+    state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = {"lo": (0x9, "127.0.0.1"), "eth0": (0x1, "10.0.0.2"), "down0": (0, "10.0.0.3"), "bare0": (0x1, None)}
+    monkeypatch.setattr(mpienv, "_interfaces", lambda: found)
+    monkeypatch.setattr(mpienv, "_default_route_interface", lambda: None)
+    assert [environment(state, same_machine=one)["HYDRA_IFACE"] for one in (True, False)] == ["eth0", "eth0"]
+    del found["eth0"]
+    assert environment(state, same_machine=True)["HYDRA_IFACE"] == "lo"
+    assert "HYDRA_IFACE" not in environment(state)
+
+
 @pytest.mark.parametrize(
     ("changes", "why"),
     [

@@ -48,7 +48,7 @@ def mpi_environment(
     hosts: (node name, slots) of the allocation, the first node first. hrsh: path of the remote shell, the same on all
     nodes, without spaces. same_machine: several of the nodes are one machine. same_hostnames: nodes on different
     machines report one hostname (a home full of `raspberrypi`). peer_address: an IP address of another node, to find
-    the interface that leads there; without one, the interface of the default route is taken.
+    the interface that leads there; without one, that of the default route or the only one is taken.
 
     Raises:
         ValueError: no hosts, a slot count below one, or a path that the launchers would split.
@@ -167,7 +167,8 @@ def _write(path: str, lines: Sequence[str]) -> None:
 def _launch_interface(same_machine: bool, peer_address: Optional[str]) -> Optional[str]:
     """Return the interface on which the other nodes can call this one back, if it can be told."""
     if peer_address is None:
-        return "lo" if same_machine else _default_route_interface()
+        # Nodes of one machine may have networks of their own (containers), so its loopback comes last.
+        return _default_route_interface() or _only_interface() or ("lo" if same_machine else None)
     source = _source_address(peer_address)
     for name, (_, address) in _interfaces().items():
         if source is not None and address == source:
@@ -193,12 +194,23 @@ def _default_route_interface() -> Optional[str]:
     return next((row[0] for row in rows if row[1] == "00000000" and row[7] == "00000000"), None)
 
 
+def _only_interface() -> Optional[str]:
+    names = _outer_interfaces()
+    return names[0] if len(names) == 1 else None
+
+
 def _has_network() -> bool:
-    """Return whether an interface other than a loopback is up and has an IPv4 address: PRRTE's daemons need one."""
-    return any(
-        flags & _IFF_UP and not flags & _IFF_LOOPBACK and address is not None
-        for flags, address in _interfaces().values()
-    )
+    """Return whether there is an interface that leads out: PRRTE's daemons need one."""
+    return bool(_outer_interfaces())
+
+
+def _outer_interfaces() -> List[str]:
+    """Return the interfaces that are up and have an IPv4 address, other than loopbacks."""
+    return [
+        name
+        for name, (flags, address) in _interfaces().items()
+        if flags & _IFF_UP and not flags & _IFF_LOOPBACK and address is not None
+    ]
 
 
 def _interfaces() -> Dict[str, Tuple[int, Optional[str]]]:
