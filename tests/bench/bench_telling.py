@@ -19,10 +19,10 @@ from hpctrain.batch import Batch
 from hpctrain.comm.base import SingleCommunicator
 from hpctrain.examples.gpt import Gpt
 from hpctrain.goodput import Goodput
-from hpctrain.loop import Identity, Progress, StepReport
 from hpctrain.optim import AdamW
 from hpctrain.options import add_options
 from hpctrain.phases import Phases
+from hpctrain.progress import Identity, Progress, StepReport
 from hpctrain.scaling import RankTimes
 from hpctrain.teller import Teller
 from tests.bench.figures import Figure, from_samples

@@ -20,12 +20,16 @@ from typing import Any
 import torch
 
 from hpctrain.comm import Communicator
-from hpctrain.errors import MismatchError
+from hpctrain.errors import MismatchError, TrainError
 
 SHORT = 12  # hexadecimal digits of a hash that are shown
 OF_ONE_RANK = ("verbose", "threads")  # options in which ranks may differ
 
 Facts = Mapping[str, str]
+
+
+class Ended:
+    """What a rank says that has come to the end of the script without training."""
 
 
 def agree(comm: Communicator, facts: Facts) -> list[str]:
@@ -34,7 +38,7 @@ def agree(comm: Communicator, facts: Facts) -> list[str]:
     Raises:
         MismatchError: says what differs, with the hashes and the ranks that have them.
     """
-    everybody: list[Any] = comm.all_gather_object((socket.gethostname(), dict(facts)))
+    everybody: list[Any] = told(comm, (socket.gethostname(), dict(facts)))
     hosts = [host for host, _ in everybody]
     for what in everybody[0][1]:
         values = [mine.get(what) for _, mine in everybody]
@@ -44,6 +48,31 @@ def agree(comm: Communicator, facts: Facts) -> list[str]:
                 [rank for rank, value in enumerate(values) if value != values[0]],
             )
     return hosts
+
+
+def told(comm: Communicator, value: object) -> list[object]:
+    """This will give every rank's (small, picklable) value, by rank; all ranks call it.
+
+    Raises:
+        TrainError: ranks have come to the end of the script instead.
+    """
+    values = comm.all_gather_object(value)
+    ended = [str(rank) for rank, said in enumerate(values) if isinstance(said, Ended)]
+    if 0 < len(ended) < comm.size:
+        raise TrainError(
+            f"cannot train: rank{'s' * (len(ended) > 1)} {', '.join(ended)} ended without run.steps; every rank has to go "
+            "through the loop"
+        )
+    return values
+
+
+def say_ended(comm: Communicator) -> None:
+    """This will tell ranks that want to know something that this one has come to the end of the script.
+
+    Raises:
+        TrainError: there are such ranks.
+    """
+    told(comm, Ended())
 
 
 def facts_of(options: argparse.Namespace, model: torch.nn.Module, optimizer: object) -> dict[str, str]:

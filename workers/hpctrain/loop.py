@@ -14,8 +14,8 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -32,8 +32,8 @@ from hpctrain.errors import PeerLost, TrainError
 from hpctrain.localsteps import LocalSteps
 from hpctrain.optim import clip_factor, multiply
 from hpctrain.phases import Phases
-from hpctrain.precision import LossScale, Precision, loss_scale_for
 from hpctrain.profiling import Profile
+from hpctrain.progress import Identity, Progress, StepReport
 from hpctrain.replicas import Replicas
 from hpctrain.scaling import RankTimes
 from hpctrain.settings import Settings
@@ -46,76 +46,6 @@ from hpctrain.zero import ShardedOptimizer
 
 # With a target time, this many steps are measured before the number of steps is fixed.
 MEASURED_STEPS = 20
-
-
-@dataclass(slots=True, kw_only=True)
-class Progress:
-    """Where a run stands: what a checkpoint keeps beside tensors."""
-
-    step: int = 0
-    next_sample: int = 0
-    total_steps: int | None = None
-    skipped: int = 0  # steps that moved nothing
-    loss_scale: LossScale = field(default_factory=LossScale)
-
-    def to_state(self, settings: Settings) -> dict[str, object]:
-        """This will give the manifest's `state`."""
-        return {
-            "sampler": {"seed": settings.seed, "next_sample": self.next_sample, "batch": settings.batch},
-            "rng": {"scheme": "seed-step-rank", "seed": settings.seed},
-            "schedule": {"total_steps": self.total_steps, "skipped": self.skipped},
-            "loss_scale": self.loss_scale.to_state(),
-        }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Identity:
-    """Which life of which run this is."""
-
-    attempt: int
-    generation: int
-    job: str | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepReport:
-    """What a step did; times in seconds, on this rank."""
-
-    step: int
-    total_steps: int | None
-    loss: float
-    val_loss: float | None
-    lr: float
-    grad_norm: float
-    samples_per_s: float
-    step_s: float
-    comm_s: float
-    checkpoint: Report | None
-    checkpoint_copy_s: float
-    shares: list[int]  # samples of each rank
-    loss_scale: float | None  # for the next step; None: the loss is not scaled
-    data_s: float = 0.0
-    forward_s: float = 0.0
-    backward_s: float = 0.0
-    wait_s: float = 0.0  # at the exchange
-    exchanged_bytes: int = 0  # of gradients, before any compression
-    samples: int = 0  # seen so far, of all ranks
-    times: RankTimes | None = None  # of all ranks; None: they did not meet in this step
-    changed: str = ""  # what is otherwise from the next step on, shares or how ranks exchange, in words
-
-
-def progress_from(state: Mapping[str, object], step: int, precision: Precision) -> Progress:
-    """This will read back what `Progress.to_state` gave, for a run in `precision`."""
-    sampler, schedule = state["sampler"], state["schedule"]
-    assert isinstance(sampler, dict)
-    assert isinstance(schedule, dict)
-    return Progress(
-        step=step,
-        next_sample=int(sampler["next_sample"]),
-        total_steps=schedule["total_steps"],
-        skipped=int(schedule.get("skipped", 0)),
-        loss_scale=loss_scale_for(precision, state.get("loss_scale")),
-    )
 
 
 class Loop:
@@ -160,8 +90,11 @@ class Loop:
         self._balance = Balance(settings.batch, self._counts) if settings.balance and comm.size > 1 else None
         self._recent_s: list[float] = []
         self.late_reports: list[Report] = []  # of checkpoints that ended after the last step
-        self._due = False
+        self._due = self._validation_due = False
         self.changing = False  # ended because others are to take part
+        self.ended = False  # by the word of a script
+        self.left = False  # because all who had samples in a step have left it
+        self._under_way: Step | None = None
         self._shared = shared
         self._interval = interval or Interval(settings.checkpoint_every)
         self._step_s = 0.0
@@ -182,7 +115,7 @@ class Loop:
             while not stopped and not self.finished and not self.changing:
                 started_s = time.perf_counter()
                 self.profile.step_begins()
-                step = self._begin()
+                step = self._under_way = self._begin()
                 self._phases.begin()
                 for batch in step.pieces:
                     self._buckets.held = batch is not step.pieces[-1]
@@ -202,8 +135,19 @@ class Loop:
             if self._feed is not None:
                 self._feed.close()
         self.changing = self.changing and not stopped and not self.finished
-        if not self.changing:
+        if not self.changing and not self.left:
             self._publish_last()
+
+    def leave(self) -> None:
+        """This will tell the others that this rank's script has left the step that was under way, when they come to its end.
+
+        Raises:
+            TrainError: some have samples in it, and take it.
+        """
+        assert self._under_way is not None
+        if self._sync.local is None:
+            self._buckets.exchange()
+        self._agree(self._under_way, None, (0.0, 0.0, 0.0))
 
     @property
     def keeps_gradients(self) -> bool:
@@ -264,7 +208,9 @@ class Loop:
         comm_s, waited_s = self._buckets.exchange() if local is None else (0.0, 0.0)
         loss, stops, said, times = batch.loss, False, [], None  # until they meet: of this rank's samples
         if met:
-            loss, stops, times = self._agree(batch, stop.received is not None, (own_s, data_s, waited_s))
+            loss, stops, times = self._agree(batch, stop, (own_s, data_s, waited_s))
+            if self.left:
+                return True
             said = [self._rebalance(batch, list(times.own_s)), self._sync.measured(own_s, waited_s)]
         grad_norm, skipped = self._move(batch, lr)
         if local is not None and met:
@@ -273,6 +219,8 @@ class Loop:
         progress.next_sample += batch.size
         step_s = time.perf_counter() - started_s
         self._step_s = step_s
+        if progress.total_steps is None:
+            self._recent_s.append(step_s)
         report = StepReport(
             step=progress.step,
             total_steps=progress.total_steps,
@@ -297,10 +245,12 @@ class Loop:
             changed="; ".join(filter(None, [skipped, *said])),
         )
         try:
-            self._fix_total(step_s)
+            if met:
+                self._fix_total()
+            self._validation_due |= self._validates_after(progress.step)
             checkpoint, copy_s = self._checkpoint()
             report = replace(report, checkpoint=checkpoint, checkpoint_copy_s=copy_s, total_steps=progress.total_steps)
-            report = replace(report, val_loss=self._validate())
+            report = replace(report, val_loss=self._validate() if met else None)
         finally:  # it was taken, even if a rank is lost in what comes after it
             self._on_step(report)
         return stops
@@ -344,21 +294,45 @@ class Loop:
         self._counts = list(self._balance.counts)
         return said
 
-    def _agree(self, batch: Step, stop: bool, own: tuple[float, float, float]) -> tuple[float, bool, RankTimes]:
-        """The global loss, whether any rank was asked to stop, and the seconds of each rank: own work, data, wait."""
+    def _agree(
+        self, batch: Step, stop: StopRequest | None, own: tuple[float, float, float]
+    ) -> tuple[float, bool, RankTimes]:
+        """The global loss, whether any rank was asked to stop, and the seconds of each rank: own work, data, wait.
+
+        `stop`: None if this rank does not take the step, but has left it.
+        """
         local_loss, size, rank = batch.loss * batch.part, self._comm.size, self._comm.rank
-        facts = torch.zeros(3 + 3 * size, dtype=torch.float64)
-        facts[0], facts[1], facts[2] = local_loss, float(stop), float(self._comm.changing)
-        facts[3 + 3 * rank : 6 + 3 * rank] = torch.tensor(own)
+        facts = torch.zeros(4 + 4 * size, dtype=torch.float64)
+        facts[0], facts[1] = local_loss, float(self._comm.changing)
+        if stop is not None:
+            facts[2], facts[3] = float(stop.received is not None), float(stop.by_script)
+        facts[4 + 4 * rank : 8 + 4 * rank] = torch.tensor([*own, 0 if stop is not None else batch.number])
         facts = torch.cat([facts, self._replicas.changes()])
         self._comm.all_reduce(facts)
-        self._replicas.follow(facts[3 + 3 * size :], batch.counts)
-        loss, stops, changes, *each = facts[: 3 + 3 * size].tolist()
-        self.changing = changes > 0
-        if not math.isfinite(loss):
+        loss, changes, stops, ends, *each = facts[: 4 + 4 * size].tolist()
+        if any(each[3::4]):
+            self._part(batch, [int(step) for step in each[3::4]])
+        self._replicas.follow(facts[4 + 4 * size :], batch.counts)
+        self.changing, self.ended = changes > 0, ends > 0
+        if not math.isfinite(loss) and not self.left:
             self._refuse_loss(batch, local_loss)
-        times = RankTimes(own_s=tuple(each[::3]), data_s=tuple(each[1::3]), wait_s=tuple(each[2::3]))
-        return loss, stops > 0, times
+        times = RankTimes(own_s=tuple(each[::4]), data_s=tuple(each[1::4]), wait_s=tuple(each[2::4]))
+        return loss, stops + ends > 0, times
+
+    def _part(self, batch: Step, left: list[int]) -> None:
+        """Leave the loop too if all have left it who had samples in the step; `left`: by rank, the step that it left, or 0.
+
+        Raises:
+            TrainError: they have not, or not in the same step.
+        """
+        took = {rank: left[rank] for rank, count in enumerate(batch.counts) if count}
+        if len(set(took.values())) > 1:
+            said = [f"rank {rank} {f'left the loop in step {at}' if at else 'did not'}" for rank, at in took.items()]
+            raise TrainError(
+                f"cannot take step {batch.number}: {', '.join(said)}; all ranks have to leave it in the same step, or "
+                "one of them calls run.stop(), which ends it after the step on all of them, with a checkpoint"
+            )
+        self.left = True
 
     def _refuse_loss(self, batch: Step, local_loss: float) -> None:
         """Say where the loss is not finite: which ranks, and which of their samples."""
@@ -376,11 +350,10 @@ class Loop:
             f"{batch.low + batch.size}) on {where}; try a lower learning rate"
         )
 
-    def _fix_total(self, step_s: float) -> None:
+    def _fix_total(self) -> None:
         """With a target time, rank 0's measured median decides the number of steps, for all ranks."""
         if self.progress.total_steps is not None or self._settings.target_s is None:
             return
-        self._recent_s.append(step_s)
         if len(self._recent_s) < MEASURED_STEPS:
             return
         settled_s = sorted(self._recent_s[MEASURED_STEPS // 2 :])  # the first steps warm caches up
@@ -480,11 +453,16 @@ class Loop:
         )
 
     def _validate(self) -> float | None:
-        every, step = self._settings.eval_every, self.progress.step
-        if self._validation is None or every <= 0 or (step % every and step != 1 and not self.finished):
+        """The loss over the validation samples, if it is wanted now; with local steps that waits until the ranks are alike."""
+        if self._validation is None or not self._validation_due:
             return None
+        self._validation_due = False
         with self._settings.precision.autocast(self._device):
             return validation_loss(self._model, self._validation, self._comm)
+
+    def _validates_after(self, step: int) -> bool:
+        every = self._settings.eval_every
+        return every > 0 and (step % every == 0 or step == 1 or self.finished)
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:

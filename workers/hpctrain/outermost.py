@@ -21,7 +21,7 @@ from pathlib import Path
 import hpctrain.comm
 from hpctrain.comm import Communicator
 from hpctrain.env import place
-from hpctrain.errors import EXIT_FAILED, TrainError
+from hpctrain.errors import EXIT_FAILED, EXIT_REQUEUE, TrainError
 from hpctrain.heartbeat import Heartbeat
 
 READ_LIMIT_S = 2.0  # the other ranks wait meanwhile
@@ -32,6 +32,12 @@ def all_or_none(comm: Communicator) -> Iterator[None]:
     """This will run the body and, if it raises, print why with the rank's number and end every rank."""
     try:
         yield
+    except SystemExit as exiting:
+        numbered = isinstance(exiting.code, int)
+        text = f"the script ended with status {exiting.code}" if numbered else str(exiting.code)
+        _say(comm, f"{text}\n")
+        _tell(comm, text, exiting)
+        comm.abort(exiting.code if numbered else EXIT_FAILED)
     except KeyboardInterrupt:
         _say(comm, "interrupted\n")
         comm.abort(130)
@@ -44,6 +50,18 @@ def all_or_none(comm: Communicator) -> Iterator[None]:
         _say(comm, text)
         _tell(comm, text, error)
         comm.abort(EXIT_FAILED)
+
+
+@contextmanager
+def orderly_exit() -> Iterator[list[SystemExit]]:
+    """This will run the body and put into the list how it ended, if by `sys.exit` and for no error."""
+    found: list[SystemExit] = []
+    try:
+        yield found
+    except SystemExit as exiting:
+        if exiting.code not in (None, 0, EXIT_REQUEUE):
+            raise
+        found.append(exiting)
 
 
 def tell_unmet(environ: Mapping[str, str], error: TrainError) -> None:

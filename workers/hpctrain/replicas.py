@@ -10,11 +10,13 @@ their values are compared, as torch's version counters do not see batch norm's k
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 
 import torch
 
 from hpctrain.comm import Communicator
+from hpctrain.errors import TrainError
 
 PIECE_BYTES = 64 << 20
 ALIGNED_BYTES = 16
@@ -99,3 +101,19 @@ class Replicas:
     def _now(self) -> dict[str, torch.Tensor]:
         """The buffers as they are: a module may have put another tensor in the place of one."""
         return {name: tensor.detach() for name, tensor in self._model.named_buffers()} if self._names else {}
+
+
+def check_replicas(model: torch.nn.Module, comm: Communicator) -> str:
+    """This will return the SHA-256 of the weights, after comparing it among the ranks.
+
+    Raises:
+        TrainError: replicas have drifted apart, which never happens in a run that is right.
+    """
+    total = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        total.update(name.encode())
+        total.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    hashes = comm.all_gather_object(total.hexdigest())
+    if len(set(hashes)) != 1:
+        raise TrainError(f"cannot trust the result: the ranks' weights differ: {hashes}")
+    return total.hexdigest()

@@ -10,13 +10,12 @@
 
 `options` are those of `hpctrain.options.add_options`.  One process is the same code as many ranks.  Does not know models or data.
 Rules: every rank runs the same script; an error on one ends all; `status` is 0 when the training is finished or the
-script has left the loop, 75 when a signal stopped it with a checkpoint made (queue me again), 1 after an error.
+script has left the loop or ended it, 75 when a signal stopped it with a checkpoint made (queue me again), 1 after an error.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import io
 import os
 import sys
@@ -29,7 +28,7 @@ from typing import TypeVar, cast
 
 import torch
 
-from hpctrain.agreement import agree, data_facts, facts_of, hash_of
+from hpctrain.agreement import agree, data_facts, facts_of, hash_of, say_ended, told
 from hpctrain.batch import Batch
 from hpctrain.checkpoint import (
     BackgroundWriter,
@@ -60,19 +59,13 @@ from hpctrain.data.staging import staged
 from hpctrain.env import job_facts
 from hpctrain.errors import EXIT_FAILED, EXIT_REQUEUE, MismatchError, PeerLost, PublishError, TrainError
 from hpctrain.goodput import carried_on
-from hpctrain.loop import (
-    Identity,
-    Loop,
-    Progress,
-    StepReport,
-    progress_from,
-    seed_step,
-)
-from hpctrain.outermost import all_or_none, tell_unmet
+from hpctrain.loop import Loop, seed_step
+from hpctrain.outermost import all_or_none, orderly_exit, tell_unmet
 from hpctrain.precision import Precision, loss_scale_for
 from hpctrain.prepare import prepare_model
 from hpctrain.profiling import Profile
-from hpctrain.replicas import hand_over
+from hpctrain.progress import Identity, Progress, StepReport, progress_from
+from hpctrain.replicas import check_replicas, hand_over
 from hpctrain.settings import check_elastic, check_options, settings_of
 from hpctrain.signals import StopRequest
 from hpctrain.state import live_tensors
@@ -109,11 +102,14 @@ def start(options: argparse.Namespace, name: str, environ: Mapping[str, str] | N
         run = Run(options, name, comm, stop, environ)
         if options.verbose and run.is_first:
             print("\n".join(f"exchange: {line}" for line in comm.describe()), flush=True)
-        yield run
-        run.say_if_left()
+        with orderly_exit() as exiting:
+            yield run
+        run.leave()
         with suppress(PeerLost):  # who is lost now has nothing left to do
             comm.barrier()
         comm.close()
+    if exiting:
+        raise exiting[0]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -145,7 +141,9 @@ class Run:
         self._writer: Writer | None = None
         # Ranks that come and go leave it to the first of them.
         self._shares_writing = comm.size > 1 and not comm.elastic and options.checkpoint_writer == "process"
-        self.finished = self._over = False
+        self.finished = self._ended = self._over = False
+        self._began = False
+        self._inside: Loop | None = None  # while the script is in it
         self._left_after: int | None = None  # the steps that were taken when the script left the loop by itself
         self._began_at_s = time.time()
         self._progress: Progress | None = None  # how far this rank is, None if it has nothing yet
@@ -171,15 +169,31 @@ class Run:
     @property
     def status(self) -> int:
         """The exit status that the scheduler understands."""
-        left = self._left_after is not None and self._stop.received is None
-        return 0 if self.finished or left else EXIT_REQUEUE
+        left = (self._inside or self._left_after) is not None and self._stop.received is None
+        return 0 if self.finished or self._ended or left or not self._began else EXIT_REQUEUE
 
-    def say_if_left(self) -> None:
-        """This will say so if the script left the loop before the last step: the ranks that have not wait for this one."""
-        if self._left_after is not None:
+    def stop(self) -> None:
+        """This will end the loop after the step that is under way, on all ranks, with a checkpoint: training is good enough."""
+        self._stop.by_script = True
+
+    def leave(self) -> None:
+        """This will meet the other ranks where they are, if the script has left the loop by itself or never was in it.
+
+        Raises:
+            TrainError: they are in it.
+        """
+        loop, self._inside = self._inside, None
+        if loop is None:
+            if not self._began and not self.comm.elastic:
+                say_ended(self.comm)
+            return
+        self._left_after = loop.progress.step
+        if not self.comm.elastic:  # there a rank may leave
+            loop.leave()
+        if self.is_first:
             print(
-                f"{self._name}: rank {self.rank} of {self.size}: the script left the loop after {self._left_after} steps; no "
-                "checkpoint was made there, and all ranks have to leave it after the same step",
+                f"{self._name}: the script left the loop after {self._left_after} steps; no checkpoint was made there "
+                "(run.stop() ends it with one)",
                 flush=True,
             )
 
@@ -193,7 +207,7 @@ class Run:
 
     def share(self, make: Callable[[], T]) -> T:
         """This will give every rank what `make` returns on the first one (picklable, small); all ranks call it."""
-        return cast(T, self.comm.all_gather_object(make() if self.is_first else None)[0])
+        return cast(T, told(self.comm, make() if self.is_first else None)[0])
 
     def dataset(self, directory: Path) -> Dataset:
         """This will open the data set in a directory that all nodes see, or its copy (`--stage`); all ranks call it.
@@ -206,7 +220,7 @@ class Run:
         if self.is_first and said:
             print("\n".join(said), flush=True)
         dataset = Dataset(where)
-        digests = self.comm.all_gather_object(dataset.digest)
+        digests = told(self.comm, dataset.digest)
         if len(set(digests)) != 1:
             raise MismatchError(f"cannot train on {directory}: the ranks see different data sets there: {digests}")
         return dataset
@@ -228,6 +242,7 @@ class Run:
         `validation(part, parts)` returns the sum of losses over one part of the validation samples, and how many they are.
         """
         options = self._options
+        self._began = True
         check_options(options)
         check_writers(options.log)
         samples = samples or (len(data) if isinstance(data, Sized) else None)
@@ -248,16 +263,17 @@ class Run:
             self.comm.meet()
             try:
                 loop, teller = self._generation(task)
+                self._inside = loop
                 with loop.profile.watching(), guarded(task.optimizer):
                     yield from loop.steps(self._stop)
-                if not loop.changing:
+                self._inside = None
+                if loop.left:
+                    self._over, self._left_after = True, loop.progress.step
+                elif not loop.changing:
                     self._end(model, loop, teller)
             except PeerLost as lost:
-                self._interrupted = True
+                self._interrupted, self._inside = True, None
                 print(f"{self._name}: rank {self.rank} of {self.size}: {lost}", flush=True)
-            except GeneratorExit:  # the script left the loop, or an error did
-                self._left_after = loop.progress.step
-                raise
 
     def _generation(self, task: Task) -> tuple[Loop, Teller | None]:
         """Make the loop of those who have met."""
@@ -359,7 +375,7 @@ class Run:
         if self._lacks_claim:
             raise TrainError(f"cannot keep the last state (step {loop.progress.step}): {self._unclaimed}")
         self.weights_sha256 = check_replicas(model, self.comm)
-        self.finished, self._over = loop.finished, True
+        self.finished, self._ended, self._over = loop.finished, loop.ended, True
         if teller:
             teller.end(loop, self._stop, self.finished)
 
@@ -465,22 +481,6 @@ def background_writer(options: argparse.Namespace, mine: Claim, restored: Restor
     if options.checkpoint_writer == "process":
         return KeptWriter(mine, parent, options.base_every, policy_of(options), distrusted)
     return BackgroundWriter(mine, parent, options.base_every, Retention(mine, policy_of(options), distrusted))
-
-
-def check_replicas(model: torch.nn.Module, comm: Communicator) -> str:
-    """This will return the SHA-256 of the weights, after comparing it among the ranks.
-
-    Raises:
-        TrainError: replicas have drifted apart, which never happens in a run that is right.
-    """
-    total = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        total.update(name.encode())
-        total.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
-    hashes = comm.all_gather_object(total.hexdigest())
-    if len(set(hashes)) != 1:
-        raise TrainError(f"cannot trust the result: the ranks' weights differ: {hashes}")
-    return total.hexdigest()
 
 
 def save_model(path: Path, model: torch.nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGUSR1 as a wish to stop after the present step, with a checkpoint.
+"""The wish to stop after the present step, with a checkpoint: SIGTERM or SIGUSR1, or the script's own word.
 
 Rules: the handler only notes the signal; a second one of the same kind does nothing more (SIGKILL is what follows when
 we are too slow).  Main thread only, as Python demands.
@@ -17,6 +17,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
+        self.by_script = False
         self._before: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> StopRequest:

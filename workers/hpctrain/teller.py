@@ -16,8 +16,9 @@ from hpctrain.comm import Communicator
 from hpctrain.errors import EXIT_REQUEUE
 from hpctrain.goodput import Goodput
 from hpctrain.heartbeat import Heartbeat, Word
-from hpctrain.loop import Identity, Loop, Progress, StepReport
+from hpctrain.loop import Loop
 from hpctrain.metrics import MetricsFile
+from hpctrain.progress import Identity, Progress, StepReport
 from hpctrain.scaling import RankTimes, Scaling
 from hpctrain.signals import StopRequest
 from hpctrain.writers import Writers
@@ -124,6 +125,9 @@ class Teller:
         if summary := self._scaling.summary():
             print(summary, flush=True)
         print(self._goodput.describe(time.time()), flush=True)
+        if loop.ended and not finished:
+            print(f"ended by the script at step {loop.progress.step}", flush=True)
+            return
         if not finished and stop.received is None:
             print("another rank was asked to stop", flush=True)
         if not finished:
