@@ -2,9 +2,8 @@
 
 Knows nothing of JSON's text, of what values make sense (`hpcsched.jobscript.build` checks that) or of where they go.
 Rules: a field is its value, a tuple a list, a set a sorted one, an enum its value, a dataclass or a mapping an object (keys are
-text); an unknown field, a missing one
-without a default, or a value of another type is refused (`True` is no number), so that nothing is ever guessed. The
-converters of a class are made from its annotations when they are first needed, and kept.
+text); an unknown field, a missing one without a default, or a value of another type is refused (`True` is no number), so that
+nothing is ever guessed. The converters of a class are made from its annotations when they are first needed, and kept.
 """
 
 from __future__ import annotations
@@ -282,9 +281,7 @@ def _converters(hint: Any, inside: frozenset[type] = frozenset()) -> tuple[_Read
     if get_origin(hint) is tuple:
         return _tuple_converters(get_args(hint), inside)
     if isinstance(hint, type) and issubclass(hint, tuple) and hasattr(hint, "_fields"):
-        types_of = get_type_hints(hint)
-        reader, writer = _tuple_converters(tuple(types_of[name] for name in hint._fields), inside)
-        return lambda value: hint(*reader(value)), writer
+        return _named_tuple_converters(hint, inside)
     if get_origin(hint) is Mapping:
         key, item = get_args(hint)
         key = getattr(key, "__supertype__", key)
@@ -303,6 +300,21 @@ def _converters(hint: Any, inside: frozenset[type] = frozenset()) -> tuple[_Read
     if hint in _WORDS:
         return _Plain(hint), None
     raise TypeError(f"no converter for {hint}")
+
+
+def _named_tuple_converters(hint: Any, inside: frozenset[type]) -> tuple[_Read, _Write]:
+    """Return how a named tuple is read and written: as a list, of which last fields that have a default may be missing."""
+    types_of = get_type_hints(hint)
+    pairs = [_converters(types_of[name], inside) for name in hint._fields]
+    readers = [reader for reader, _ in pairs]
+    least = len(readers) - len(hint._field_defaults)
+
+    def read(value: Any) -> Any:
+        if type(value) is not list or not least <= len(value) <= len(readers):
+            raise _Mismatch(f"{_kind(value)} where a list of {len(readers)} is wanted")
+        return hint(*[reader(item) for reader, item in zip(readers, value, strict=False)])
+
+    return read, _mixed_tuple_writer([writer for _, writer in pairs])
 
 
 def _tuple_converters(parts: tuple[Any, ...], inside: frozenset[type]) -> tuple[_Read, _Write]:

@@ -20,8 +20,9 @@ from hpcsched.sched.blocks import blocks_of
 from hpcsched.sched.plan import plan
 from hpcsched.sched.policy import Backfill, Policy, PreemptRules
 from hpcsched.sched.predict import Experience
+from hpcsched.sched.request import Request, Shape
 from hpcsched.sched.saved import world_from_json, world_to_json
-from hpcsched.sched.snapshot import Elastic, JobFact, Ledger, Snapshot
+from hpcsched.sched.snapshot import Elastic, JobFact, Ledger, Promise, PromisedPart, Snapshot
 from hpcsched.sched.usage import Used
 
 RESERVED = Reservation(
@@ -80,6 +81,16 @@ def test_a_saved_world_is_the_same_and_planned_alike(snapshot: Snapshot, policy:
     text = json.dumps(world_to_json(snapshot, policy), allow_nan=False)
     assert world_from_json(json.loads(text)) == (snapshot, policy)
     assert plan(*world_from_json(json.loads(text))) == plan(snapshot, policy)
+
+
+def test_a_world_saved_when_there_were_fewer_fields_is_read() -> None:
+    part = PromisedPart(node=NodeName("n0"), tasks=1, use=(1, 2, ()), slots=())
+    some = Request(shape=Shape())
+    promise = Promise(job_id=JobId(7), partition="p", request=some, start_s=5.0, parts=(part,))
+    snapshot = Snapshot(now_s=0.0, nodes=(), partitions={}, promises={JobId(7): promise})
+    saved = world_to_json(snapshot, Policy())
+    assert saved["snapshot"]["promises"]["7"]["parts"][0].pop() == part.component == 0  # of before heterogeneous jobs
+    assert world_from_json(saved) == (snapshot, Policy())
 
 
 @pytest.mark.parametrize(
