@@ -178,7 +178,8 @@ SCHEDULER = (
         name="preempt_grace_time_s",
         kind=seconds(),
         default=60,
-        help="How long a job has to save what it has with preempt_mode checkpoint, unless its QOS says otherwise.",
+        help="How long a job has to save what it has with preempt_mode checkpoint, and an elastic job to give nodes back "
+        "before it is preempted whole, unless its QOS says otherwise.",
     ),
     Key(
         name="preempt_exempt_time_s",

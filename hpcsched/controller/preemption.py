@@ -13,7 +13,7 @@ from hpcsched.model.accounting import PreemptMode, PreemptType
 from hpcsched.model.job import JobState
 from hpcsched.sched.decisions import Plan, Preemption, Victim
 from hpcsched.sched.policy import PreemptRules
-from hpcsched.sched.ranks import exempt_s
+from hpcsched.sched.ranks import answer_s, exempt_s
 from hpcsched.store.world import Transaction, World
 
 
@@ -63,3 +63,12 @@ def exempt_until_s(world: World, rules: PreemptRules) -> Iterator[float]:
     for job in world.active_jobs():
         if job.state is JobState.RUNNING and job.started_at_s is not None:
             yield job.started_at_s + exempt_s(job.qos, rules)
+
+
+def unanswered_at_s(world: World, rules: PreemptRules) -> Iterator[float]:
+    """Yield when each elastic job that was asked to give nodes back has had time to answer: a plan is due then."""
+    if not world.pending:
+        return
+    for job in world.active_jobs():
+        if job.wanted_at_s is not None:
+            yield job.wanted_at_s + answer_s(job.qos, rules)

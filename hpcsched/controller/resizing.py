@@ -6,11 +6,42 @@ What nodes and the job itself are told follows from the job's state after the co
 from __future__ import annotations
 
 from hpcsched.errors import RequestError
+from hpcsched.jobscript.values import parse_nodes
 from hpcsched.lifecycle.events import NodesAdded, NodesReleased, ShrinkAsked
 from hpcsched.lifecycle.job import can
 from hpcsched.model.job import Job
 from hpcsched.sched.decisions import Plan
 from hpcsched.store.world import Transaction
+
+
+def check_size(job: Job, text: str) -> tuple[int, int]:
+    """Return the fewest and the most nodes that ``NumNodes=MIN[-MAX]`` leaves a job that runs.
+
+    Raises RequestError for what it cannot be left with.
+    """
+    low, high = parse_nodes(text)
+    if not can(job, NodesReleased):
+        raise RequestError(f"cannot take nodes from job {job.display_id}: it is {job.state}, not RUNNING")
+    has = len(job.shares)
+    if low > has and job.spec.elastic:
+        raise RequestError(
+            f"cannot have job {job.display_id} run on at least {low} nodes: it has {has} now, and gets more by itself when "
+            f"nodes are idle; say NumNodes={has}-{high}"
+        )
+    if low > has:
+        more = "; only an elastic job (hsub --elastic) gets more, by itself, when nodes are idle"
+        raise RequestError(f"cannot leave job {job.display_id} {text} nodes: it has {has}{more}")
+    if has <= high < has + len(job.joining):
+        raise RequestError(f"cannot leave job {job.display_id} {text} nodes: it is just being given more; try again")
+    return low, high
+
+
+def keep_within(tx: Transaction, job: Job, low: int, high: int, by_uid: int) -> Job:
+    """Have the job go on with `low` to `high` of its nodes, which it has: the first ones, if it has more."""
+    if len(job.shares) > high:
+        return shrink(tx, job, high, by_uid)
+    asked_too_much = bool(job.wanted_nodes) and len(job.wanted_nodes) < low
+    return shrink(tx, job, len(job.shares), by_uid) if asked_too_much else job
 
 
 def shrink(tx: Transaction, job: Job, count: int, by_uid: int) -> Job:

@@ -1,7 +1,7 @@
 """What a job asked for when it was submitted, asked for anew: ``scontrol update JobId=12 Name=x MinMemoryNode=4G``.
 
 The values are read as those of the options of the same meaning, and what the job asks for then is checked as a submission is.
-What decides on its place can be changed while it waits only.
+What decides on its place can be changed while it waits only; the bounds of an elastic job's size at any time.
 """
 
 from __future__ import annotations
@@ -54,8 +54,9 @@ def respecify(tx: Transaction, job: Job, changes: Mapping[str, str], by_uid: int
 
     Raises RequestError for what cannot be read, cannot be changed any more, or can never start.
     """
+    any_time = {*ANY_TIME, "num_nodes"} if job.spec.elastic else ANY_TIME
     for name in changes:
-        if job.state is not JobState.PENDING and name not in ANY_TIME:
+        if job.state is not JobState.PENDING and name not in any_time:
             raise RequestError(f"cannot change {name} of job {job.display_id}: it is {job.state}")
     fields: dict[str, Any] = {}
     for name, text in changes.items():

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from hpcsched.controller import reserving
 from hpcsched.controller.overdue import overdue_at_s
-from hpcsched.controller.preemption import exempt_until_s
+from hpcsched.controller.preemption import exempt_until_s, unanswered_at_s
 from hpcsched.model.job import Job, Reason
 from hpcsched.sched.policy import Policy
 from hpcsched.sched.snapshot import Promise, switches_matter_until_s, time_min_s
@@ -28,10 +28,11 @@ def next_time_s(world: World, policy: Policy, promises: Iterable[Promise], now_s
     turns = (wait.expected_start_s for wait in world.waits.values() if wait.reason in TIMED)
     reserved = reserving.next_turn_s(world, now_s)
     exempt = exempt_until_s(world, policy.preempt)
+    unanswered = unanswered_at_s(world, policy.preempt)
     promised = (promise.start_s for promise in promises)
     due = [
         at_s
-        for at_s in (*begins, *promised, *ends, *lasts, *spread, *turns, *exempt, reserved)
+        for at_s in (*begins, *promised, *ends, *lasts, *spread, *turns, *exempt, *unanswered, reserved)
         if at_s is not None and at_s > now_s
     ]
     return min(due, default=None)

@@ -14,7 +14,7 @@ from hpcsched.controller.admission import let_in, settle
 from hpcsched.controller.dependencies import check_deadline, check_dependency, dependency_circle
 from hpcsched.controller.requests import Outcome, check_rank, each_job, find_partitions, possible_partitions
 from hpcsched.controller.reserving import check_use
-from hpcsched.controller.resizing import shrink
+from hpcsched.controller.resizing import check_size, keep_within
 from hpcsched.controller.respecify import OPTIONS, respecify
 from hpcsched.errors import RequestError
 from hpcsched.jobscript.check import check_time_min
@@ -67,13 +67,16 @@ def update(tx: Transaction, asker: Asker, references: Iterable[str], changes: di
         anew = {name: text for name, text in changes.items() if name in OPTIONS}
         rest = {name: text for name, text in changes.items() if name in CHANGES}
         changed = _changed_event(tx, asker, job, rest) if rest else None
-        count = anew.pop("num_nodes", None) if job.state is not JobState.PENDING else None
+        size = anew.get("num_nodes") if job.state is not JobState.PENDING else None
+        bounds = check_size(job, size) if size is not None else None
+        if size is not None and not job.spec.elastic:
+            del anew["num_nodes"]
         if anew:
             job = respecify(tx, job, anew, asker.uid, made)
         if changed is not None:
             job = tx.record(changed)
-        if count is not None:
-            shrink(tx, job, _integer("num_nodes", count), asker.uid)
+        if bounds is not None:
+            keep_within(tx, job, *bounds, asker.uid)
 
     return each_job(tx, asker, references, {}, "change", one)
 

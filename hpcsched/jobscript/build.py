@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hpcsched.errors import RequestError
-from hpcsched.jobscript.check import check_spec
+from hpcsched.jobscript.check import ELASTIC_NEEDS, check_spec
 from hpcsched.jobscript.export import Export, exported
 from hpcsched.jobscript.layers import last
 from hpcsched.jobscript.options import Use, by_name
@@ -125,6 +125,8 @@ def build_spec(
         **fields,
     )
     spec = _with_gpu_parts(spec, values)
+    if spec.elastic and spec.nodes_min == spec.nodes_max:  # while it runs, an update may make it so
+        raise RequestError(ELASTIC_NEEDS)
     check_spec(spec)
     return Built(spec=spec, notes=(*notes, *env_notes))
 

@@ -45,6 +45,8 @@ _TEXTS = (
 _LATEST_S = 253_402_300_799  # 9999-12-31
 _WORD_LIST = Pattern(r"[A-Za-z0-9_.,+@-]*\Z")
 
+ELASTIC_NEEDS = "cannot resize the job while it runs: --elastic needs a script and --nodes=MIN-MAX"
+
 
 def check_spec(spec: JobSpec) -> None:
     """Raise RequestError for the first thing in `spec` that cannot be."""
@@ -205,8 +207,8 @@ def _check_numbers(spec: JobSpec) -> None:
             f"cannot give job {spec.ntasks} tasks: --nodes={nodes} with --ntasks-per-node={per_node} "
             f"allows {nodes * per_node}"
         )
-    if spec.elastic and (spec.nodes_min == spec.nodes_max or not spec.script):
-        raise RequestError("cannot resize the job while it runs: --elastic needs a script and --nodes=MIN-MAX")
+    if spec.elastic and not spec.script:
+        raise RequestError(ELASTIC_NEEDS)
     if spec.elastic and (spec.ntasks is not None or spec.gpus_total):
         raise RequestError(
             "cannot resize the job while it runs: with --elastic say --ntasks-per-node and --gpus-per-node"

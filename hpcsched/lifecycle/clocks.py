@@ -80,6 +80,7 @@ def moved(job: Job, by_s: float) -> Job:
         suspended_at_s=at(job.suspended_at_s),
         charged_until_s=at(job.charged_until_s),
         ended_at_s=at(job.ended_at_s),
+        wanted_at_s=at(job.wanted_at_s),
     )
 
 

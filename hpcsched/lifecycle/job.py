@@ -187,6 +187,7 @@ def _allocated(job: Job, event: Allocated) -> Job:
         left_nodes=(),
         barred_nodes=(),
         wanted_nodes=(),
+        wanted_at_s=None,
         generation=0,
         started_at_s=None,
         ended_at_s=None,
@@ -403,7 +404,7 @@ def _without_node(job: Job, node: NodeName, at_s: float) -> Job:
         return _back_in_queue(job, at_s if job.ended_at_s is None else job.ended_at_s)
     if job.outcome is None:
         raise InvariantError(f"cannot end job {job.id}: it is completing without an outcome")
-    job = replace(job, leaving=(), joining=(), wanted_nodes=())
+    job = replace(job, leaving=(), joining=(), wanted_nodes=(), wanted_at_s=None)
     return replace(job, held_nodes=(), state=job.outcome, ended_at_s=at_s if job.ended_at_s is None else job.ended_at_s)
 
 

@@ -31,7 +31,8 @@ from hpcsched.model.job import Job, JobState
 def shrink_asked(job: Job, event: ShrinkAsked) -> Job:
     """Return the job that has been asked to keep these nodes alone (all of them: that is no longer asked)."""
     wanted = () if len(event.nodes) == len(job.shares) else event.nodes
-    return replace(job, wanted_nodes=wanted, generation=job.generation + 1)
+    wanted_at_s = event.at_s if wanted else None
+    return replace(job, wanted_nodes=wanted, wanted_at_s=wanted_at_s, generation=job.generation + 1)
 
 
 def nodes_released(job: Job, event: NodesReleased) -> Job:
@@ -51,6 +52,7 @@ def _without(job: Job, nodes: tuple[NodeName, ...]) -> Job:
         leaving=job.leaving + left,
         claimed_nodes=tuple(name for name in job.claimed_nodes if name not in gone),
         wanted_nodes=(),
+        wanted_at_s=None,
         generation=job.generation + 1,
     )
 

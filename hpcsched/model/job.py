@@ -222,7 +222,8 @@ class Job:
     joining: tuple[Share, ...] = ()  # given to the running job; their nodes have not claimed them yet
     left_nodes: tuple[NodeName, ...] = ()  # that this attempt had or was given, once for each time
     barred_nodes: tuple[NodeName, ...] = ()  # of these: that refused to take their part, and are not asked again
-    wanted_nodes: tuple[NodeName, ...] = ()  # it has been asked to keep these alone
+    wanted_nodes: tuple[NodeName, ...] = ()  # it has been asked to keep these alone,
+    wanted_at_s: float | None = None  # last of all then
     generation: int = 0  # how often the attempt has heard of another allocation
     kept_shares: tuple[Share, ...] = ()  # of a waiting job: others are being ended so that it starts on these
     charged_until_s: float | None = None  # what it holds has been charged up to then; None: nothing yet

@@ -2,10 +2,11 @@
 
 A job with `--elastic` and `--nodes=MIN-MAX` starts with what is free, MIN nodes at least. While others wait in line it may
 be asked to make do with fewer, never below MIN, if one of them can start then: the last nodes first, of the job that began last.
-It is free to keep them; it is not asked again, and nobody else is asked for the same job, until it has answered. When nobody
-is in line it gets idle nodes, up to MAX; what it was asked for is withdrawn.
+It is free to keep them. It is not asked again for the same job, and until it has answered, or had time to, neither is anybody
+else, nor is anybody preempted for that job. When nobody is in line it gets idle nodes, up to MAX; what it was asked for is
+withdrawn.
 
-As in `victims`, whether a job fits is asked of the plan itself. Pure.
+Whether a job fits is asked of the plan itself, see `trial`. Pure.
 """
 
 from __future__ import annotations
@@ -14,52 +15,75 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from hpcsched.model.ids import JobId
+from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.resources import Share
-from hpcsched.sched.decisions import Plan, Resize, Start
-from hpcsched.sched.policy import Policy
+from hpcsched.sched.decisions import Resize, Start
+from hpcsched.sched.policy import Policy, PreemptRules
+from hpcsched.sched.ranks import answer_s
 from hpcsched.sched.snapshot import Elastic, PendingJob, RunningJob, Snapshot
+from hpcsched.sched.trial import Make, start_behind, started
 
-MAX_TRIES = 5  # so many jobs in line are looked at in one plan
-
-Make = Callable[[Snapshot, Policy], Plan]
 Gift = tuple[RunningJob, Share]  # what a job could give back
 
 
-def resizes(world: Snapshot, policy: Policy, in_line: Sequence[PendingJob], make: Make) -> tuple[Resize, ...]:
-    """Return what elastic jobs are asked for, or get. `in_line`: who waits for resources alone, first one first."""
-    jobs = [job for job in world.running if job.elastic is not None and job.runs]
-    if not jobs:
-        return ()
-    if in_line:
-        return tuple(_shrinks(world, policy, in_line, jobs, make))
-    withdrawn = [Resize(job_id=job.id, keep=_names(job.shares)) for job in jobs if _of(job).wanted]
-    return (*withdrawn, *_grows(world, policy, jobs, make))
+def elastic_jobs(world: Snapshot) -> list[RunningJob]:
+    """Return the running jobs that may change in size."""
+    return [job for job in world.running if job.elastic is not None and job.runs]
 
 
-def _shrinks(
-    world: Snapshot, policy: Policy, in_line: Sequence[PendingJob], jobs: list[RunningJob], make: Make
-) -> list[Resize]:
-    promised = [gift for job in jobs for gift in _asked(job)]
-    donors = sorted((job for job in jobs if _can_give(job)), key=lambda job: (-job.began_at_s, -job.id))
-    gifts = [gift for job in donors for gift in _spare(job)]
-    found: dict[JobId, Resize] = {}
-    for waiting in in_line[:MAX_TRIES]:
+class Shrinking:
+    """Room that elastic jobs make for one waiting job after the other.
 
-        def start(taken: Sequence[Gift], waiting: PendingJob = waiting) -> Start | None:
-            made = make(replace(_without(world, [*promised, *taken]), pending=(waiting,)), policy)
-            return next(iter(made.starts), None)
+    `world` is as it will be when they have given back what they were asked for, and who waited for that has started.
+    """
 
-        if not gifts or start(()) is not None or start(gifts) is None:
-            continue  # it can start on what has been asked for already, or not even on all that there is
-        needed = _needed(gifts, start)
-        for job in donors:
-            mine = {share.node for giver, share in needed if giver is job}
-            if mine:
-                keep = tuple(share.node for share in job.shares if share.node not in mine)
-                found[job.id] = Resize(job_id=job.id, keep=keep, for_job=waiting.id)
-        gifts = [gift for gift in gifts if gift[0].id not in found]
-    return list(found.values())
+    def __init__(self, world: Snapshot, policy: Policy, make: Make) -> None:
+        rules, now_s, jobs = policy.preempt, world.now_s, elastic_jobs(world)
+        donors = sorted(
+            (job for job in jobs if _can_give(job, rules, now_s)), key=lambda job: (-job.began_at_s, -job.id)
+        )
+        self.world = _without(world, [gift for job in jobs for gift in _promised(job, rules, now_s)])
+        self._policy = policy
+        self._make = make
+        self._gifts = [gift for job in donors for gift in _spare(job)]
+        self._given: dict[JobId, list[Gift]] = {}
+        self._for: dict[JobId, JobId] = {}
+
+    def make_room(self, waiting: PendingJob, ahead: Sequence[PendingJob]) -> bool:
+        """Say whether `waiting` starts without delaying those `ahead` once nodes are given back; ask for what that takes."""
+
+        def start(taken: Sequence[Gift]) -> Start | None:
+            return start_behind(_without(self.world, taken), self._policy, waiting, ahead, self._make)
+
+        needed: list[Gift] = []
+        found = start(())
+        if found is None and self._gifts and start(self._gifts) is not None:
+            needed = _needed(self._gifts, start)
+            found = start(needed)
+        if found is None:
+            return False
+        for job, share in needed:
+            self._given.setdefault(job.id, []).append((job, share))
+            self._for.setdefault(job.id, waiting.id)
+        self._gifts = [gift for gift in self._gifts if gift not in needed]
+        world = _without(self.world, needed)
+        pending = tuple(other for other in world.pending if other.id != waiting.id)
+        self.world = replace(world, running=(*world.running, started(world, waiting, found)), pending=pending)
+        return True
+
+    def resizes(self) -> list[Resize]:
+        """Return what is asked of whom."""
+        found = []
+        for job_id, gifts in self._given.items():
+            gone = {share.node for _, share in gifts}
+            keep = tuple(name for name in _kept(gifts[0][0]) if name not in gone)
+            found.append(Resize(job_id=job_id, keep=keep, for_job=self._for[job_id]))
+        return found
+
+
+def withdrawn(world: Snapshot) -> list[Resize]:
+    """Return that nobody is asked for anything any more."""
+    return [Resize(job_id=job.id, keep=_names(job.shares)) for job in elastic_jobs(world) if _of(job).wanted]
 
 
 def _needed(gifts: Sequence[Gift], start: Callable[[Sequence[Gift]], Start | None]) -> list[Gift]:
@@ -74,12 +98,13 @@ def _needed(gifts: Sequence[Gift], start: Callable[[Sequence[Gift]], Start | Non
     return enough
 
 
-def _grows(world: Snapshot, policy: Policy, jobs: list[RunningJob], make: Make) -> list[Resize]:
+def grows(world: Snapshot, policy: Policy, make: Make) -> list[Resize]:
+    """Return which idle nodes elastic jobs get, the one that began first before the others."""
     found = []
-    for job in sorted(jobs, key=lambda job: (job.began_at_s, job.id)):
+    for job in sorted(elastic_jobs(world), key=lambda job: (job.began_at_s, job.id)):
         elastic = _of(job)
         room = elastic.nodes_max - len(job.shares)
-        if room <= 0 or elastic.moving or elastic.wanted:
+        if room <= 0 or elastic.moving or elastic.leaving or elastic.wanted:
             continue
         made = make(replace(world, pending=(_more_of(job, room, world.now_s),)), policy)
         if made.starts:
@@ -100,19 +125,36 @@ def _more_of(job: RunningJob, room: int, now_s: float) -> PendingJob:
     return replace(elastic.view, request=request, licenses=())  # those it has already
 
 
-def _can_give(job: RunningJob) -> bool:
+def _is_answering(job: RunningJob, rules: PreemptRules, now_s: float) -> bool:
+    """Say whether `job` has been asked to give nodes back and still has time to answer."""
     elastic = _of(job)
-    return not elastic.moving and not elastic.wanted and len(job.shares) > elastic.nodes_min
+    asked_at_s = elastic.wanted_at_s if elastic.wanted_at_s is not None else job.began_at_s
+    return bool(elastic.wanted) and now_s < asked_at_s + answer_s(job.qos, rules)
+
+
+def _can_give(job: RunningJob, rules: PreemptRules, now_s: float) -> bool:
+    elastic = _of(job)
+    return not elastic.moving and (not elastic.wanted or _is_answering(job, rules, now_s))
+
+
+def _kept(job: RunningJob) -> tuple[NodeName, ...]:
+    """Return the nodes that `job` will have when it has given back what it was asked for."""
+    elastic = _of(job)
+    names = elastic.wanted or _names(job.shares)
+    return tuple(name for name in names if name not in elastic.leaving)
 
 
 def _spare(job: RunningJob) -> list[Gift]:
-    """Return what `job` can do without, the last node first."""
-    return [(job, share) for share in reversed(job.shares[max(1, _of(job).nodes_min) :])]
+    """Return what else `job` can do without, the last node first."""
+    spare = _kept(job)[max(1, _of(job).nodes_min) :]
+    return [(job, share) for share in reversed(job.shares) if share.node in spare]
 
 
-def _asked(job: RunningJob) -> list[Gift]:
-    wanted = _of(job).wanted
-    return [(job, share) for share in job.shares if wanted and share.node not in wanted]
+def _promised(job: RunningJob, rules: PreemptRules, now_s: float) -> list[Gift]:
+    """Return what `job` is giving back, or may yet be about to."""
+    kept = _kept(job) if _is_answering(job, rules, now_s) else ()
+    leaving = _of(job).leaving
+    return [(job, share) for share in job.shares if share.node in leaving or (kept and share.node not in kept)]
 
 
 def _without(world: Snapshot, gifts: Sequence[Gift]) -> Snapshot:

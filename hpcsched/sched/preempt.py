@@ -5,11 +5,12 @@
     2. Jobs that stand still because others have their cpus go on when these are free again, before any job that could not
        preempt them starts; after those that could.
     3. The plan of all others.
-    4. Who still waits for resources, and may preempt: see `victims`. A few of the first in line are looked at.
+    4. Elastic jobs give nodes back for who still waits for resources: see `elastic`. A few of the first in line are looked at,
+       and of those that may preempt.
+    5. Who may preempt, and gets nothing by that: see `victims`. A few of the first in line are looked at.
+    6. Elastic jobs grow, if nobody waits.
 
-    5. Elastic jobs shrink and grow, if nobody is to make room in this plan: see `elastic`.
-
-Of 4 and 5 nothing is done while a node is still awaited after the controller's start: what waits may find its place there.
+From 4 on nothing is done while a node is still awaited after the controller's start: what waits may find its place there.
 
 A job that waits can be preempted for by no second one meanwhile, and is itself never a reason to end more than once. Pure and
 deterministic as `plan` is, which does all the placing.
@@ -17,26 +18,22 @@ deterministic as `plan` is, which does all the placing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from hpcsched.model.accounting import PreemptMode, PreemptType
 from hpcsched.model.ids import JobId
 from hpcsched.model.job import Reason
-from hpcsched.model.reservation import Reservation
-from hpcsched.model.resources import Share
-from hpcsched.model.units import known_limit_s
 from hpcsched.sched.decisions import Plan, Preemption, Resize, Start, Victim
-from hpcsched.sched.elastic import resizes
+from hpcsched.sched.elastic import Shrinking, elastic_jobs, grows, withdrawn
 from hpcsched.sched.eligible import Wait
-from hpcsched.sched.intervals import NEVER_S
 from hpcsched.sched.plan import plan
 from hpcsched.sched.policy import Policy
 from hpcsched.sched.priority import in_order, scale_of
 from hpcsched.sched.ranks import grace_s, mode_of, outranks
-from hpcsched.sched.reservations import cut_short_s
 from hpcsched.sched.snapshot import PendingJob, RunningJob, Snapshot
-from hpcsched.sched.victims import Choice, Make, candidates_for, choose, without
+from hpcsched.sched.trial import Make, as_running, start_of, started
+from hpcsched.sched.victims import Choice, candidates_for, choose, without
 from hpcsched.sched.words import listed
 
 IN_LINE = frozenset({Reason.RESOURCES, Reason.PRIORITY})
@@ -57,29 +54,6 @@ def is_plain(snapshot: Snapshot, policy: Policy) -> bool:
     return policy.preempt.type is PreemptType.NONE and not kept and not lent
 
 
-def as_running(
-    job: PendingJob,
-    shares: tuple[Share, ...],
-    now_s: float,
-    reservations: Iterable[Reservation] = (),
-    lowered_s: int | None = None,
-) -> RunningJob:
-    """Return the job as it is when it starts now on `shares`, its time limit `lowered_s`. It cannot be preempted at once."""
-    limit_s = lowered_s if lowered_s is not None else known_limit_s(job.request.time_limit_s)
-    limit_ends_s = now_s + limit_s if limit_s is not None else NEVER_S
-    ends_s = min(limit_ends_s, cut_short_s(job, {one.name: one for one in reservations}))
-    alike = {name: getattr(job, name) for name in _ALIKE}
-    return RunningJob(
-        **alike,
-        shares=shares,
-        began_at_s=now_s,
-        ends_at_s=ends_s if ends_s < NEVER_S else None,
-    )
-
-
-_ALIKE = {field.name for field in fields(PendingJob)} & {field.name for field in fields(RunningJob)}
-
-
 @dataclass(slots=True)
 class _Stages:
     """One plan being made: `world` is the snapshot with what has been decided so far."""
@@ -93,7 +67,11 @@ class _Stages:
         resumes = self._resume_lent()
         made = self.make(self.world, self.policy)
         waits = {**made.waits, **waits}
-        preemptions = self._preempt(made)
+        self.world = self._with_starts(self.world, made)
+        in_line = self._in_line(made)
+        able = self._first_able(in_line)
+        resizes = self._resizes(made, in_line, able)
+        preemptions = self._preempt(made, in_line, able)
         for preemption in preemptions:
             waits[preemption.job_id] = self._making_room(preemption, waits[preemption.job_id])
         return Plan(
@@ -102,8 +80,7 @@ class _Stages:
             preemptions=tuple(preemptions),
             resumes=tuple(resumes),
             given_up=tuple(given_up),
-            # `world` has what victims still hold as free: nodes that they leave idle are given away when they have ended.
-            resizes=() if preemptions else self._resizes(made),
+            resizes=tuple(resizes),
             priorities=made.priorities,
             promises=made.promises,
         )
@@ -122,10 +99,10 @@ class _Stages:
         for job in kept.values():
             block = blocks.pop(job.id)
             world = replace(self.world, running=(*running, *blocks.values()), pending=(job,))
-            start = _start_of(self.make(world, self.policy), job)
+            start = start_of(self.make(world, self.policy), job.id)
             if start is not None:
                 starts.append(start)
-                running = (*running, _started(self.world, job, start))
+                running = (*running, started(self.world, job, start))
             elif self._will_fit(world, job):
                 waits[job.id] = self._waits_for_ends(job)
                 blocks[job.id] = block
@@ -138,7 +115,7 @@ class _Stages:
     def _will_fit(self, world: Snapshot, job: PendingJob) -> bool:
         """Return whether `job` starts once all that is being ended has ended."""
         lasting = replace(world, running=tuple(other for other in world.running if not other.ending))
-        return _start_of(self.make(lasting, self.policy), job) is not None
+        return start_of(self.make(lasting, self.policy), job.id) is not None
 
     def _waits_for_ends(self, job: PendingJob) -> Wait:
         nodes = {share.node for share in job.kept_shares}
@@ -174,34 +151,57 @@ class _Stages:
                 self.world = replace(self.world, running=running)
         return found
 
+    # ----- elastic jobs
+
+    def _resizes(self, made: Plan, in_line: Sequence[PendingJob], able: Collection[JobId]) -> list[Resize]:
+        """Return what elastic jobs are asked for and get. Who waits for what they give back has started in `world` then."""
+        if not elastic_jobs(self.world) or self._is_early():
+            return []
+        if not in_line:
+            return [*withdrawn(self.world), *grows(self.world, self.policy, self.make)]
+        shrinking = Shrinking(self.world, self.policy, self.make)
+        ahead: list[PendingJob] = []
+        for at, job in enumerate(in_line):
+            if (at < MAX_TRIES or job.id in able) and shrinking.make_room(job, ahead):
+                continue
+            if self._is_promised(made, job):
+                ahead.append(job)
+        self.world = shrinking.world
+        return shrinking.resizes()
+
     # ----- jobs that preempt
 
-    def _preempt(self, made: Plan) -> list[Preemption]:
-        self.world = self._with_starts(self.world, made)
-        if self.policy.preempt.type is PreemptType.NONE or self._is_early():
-            return []
-        in_line = [job for job in self.world.pending if self._is_in_line(made, job)]
+    def _preempt(self, made: Plan, in_line: Sequence[PendingJob], able: Collection[JobId]) -> list[Preemption]:
         found: list[Preemption] = []
         ahead: list[PendingJob] = []
-        tries = 0
-        able: dict[tuple[tuple[str, str], ...], bool] = {}
-        for job in self._in_order(in_line):
-            rank = tuple((view.qos, view.partition) for view in (job, *job.others))
-            if rank not in able:
-                able[rank] = bool(candidates_for(self.world, self.policy, job))
-            if able[rank] and tries < MAX_TRIES:
-                tries += 1
-                choice = choose(self.world, self.policy, job, ahead, self.make)
-                if choice is not None:
-                    found.append(self._preemption(job, choice))
-                    continue
-            if made.waits[job.id].reason is Reason.RESOURCES:
-                ahead.append(job)  # first of its partition: it has been promised a start
+        waiting = {job.id for job in self.world.pending}
+        for job in in_line:
+            if job.id not in waiting:
+                continue  # elastic jobs make room for it
+            choice = choose(self.world, self.policy, job, ahead, self.make) if job.id in able else None
+            if choice is not None:
+                found.append(self._preemption(job, choice))
+            elif self._is_promised(made, job):
+                ahead.append(job)
         return found
 
-    def _is_in_line(self, made: Plan, job: PendingJob) -> bool:
-        wait = made.waits.get(job.id)
-        return wait is not None and wait.reason in IN_LINE
+    def _first_able(self, in_line: Sequence[PendingJob]) -> set[JobId]:
+        """Return the first few in line that may preempt somebody who runs."""
+        found: set[JobId] = set()
+        known: dict[tuple[tuple[str, str], ...], bool] = {}
+        for job in in_line if self.policy.preempt.type is not PreemptType.NONE else ():
+            rank = tuple((view.qos, view.partition) for view in (job, *job.others))
+            if rank not in known:
+                known[rank] = bool(candidates_for(self.world, self.policy, job))
+            if known[rank]:
+                found.add(job.id)
+            if len(found) == MAX_TRIES:
+                break
+        return found
+
+    def _is_promised(self, made: Plan, job: PendingJob) -> bool:
+        """Say whether `job`, which waits, has been promised a start, as the first of its partition is."""
+        return made.waits[job.id].reason is Reason.RESOURCES or job.id in made.promises
 
     def _preemption(self, job: PendingJob, choice: Choice) -> Preemption:
         """Take note that the victims make room for `job`."""
@@ -224,15 +224,15 @@ class _Stages:
         detail = f"{listed(who)} {'makes' if len(who) == 1 else 'make'} room for it"
         return replace(wait, reason=Reason.RESOURCES, detail=detail, expected_start_s=self.world.now_s + longest_s)
 
-    # ----- elastic jobs
-
-    def _resizes(self, made: Plan) -> tuple[Resize, ...]:
-        if all(job.elastic is None for job in self.world.running) or self._is_early():
-            return ()  # the line is not put in order for nobody
-        in_line = self._in_order(job for job in self.world.pending if self._is_in_line(made, job))
-        return resizes(self.world, self.policy, in_line, self.make)
-
     # ----- small things
+
+    def _in_line(self, made: Plan) -> list[PendingJob]:
+        """Return who waits for resources alone, in order; nobody while that may be because nodes are still awaited."""
+        nobody_asks = self.policy.preempt.type is PreemptType.NONE and not elastic_jobs(self.world)
+        if nobody_asks or self._is_early():
+            return []
+        waits = made.waits
+        return self._in_order(job for job in self.world.pending if job.id in waits and waits[job.id].reason in IN_LINE)
 
     def _is_early(self) -> bool:
         """Return whether nodes are still awaited."""
@@ -243,17 +243,9 @@ class _Stages:
 
     def _with_starts(self, world: Snapshot, made: Plan) -> Snapshot:
         starts = {start.job_id: start for start in made.starts}
-        started = [_started(world, job, starts[job.id]) for job in world.pending if job.id in starts]
+        running = [started(world, job, starts[job.id]) for job in world.pending if job.id in starts]
         pending = tuple(job for job in world.pending if job.id not in starts)
-        return replace(world, running=(*world.running, *started), pending=pending)
-
-
-def _started(world: Snapshot, job: PendingJob, start: Start) -> RunningJob:
-    return as_running(job, start.shares, world.now_s, world.reservations, start.time_limit_s)
-
-
-def _start_of(made: Plan, job: PendingJob) -> Start | None:
-    return next((start for start in made.starts if start.job_id == job.id), None)
+        return replace(world, running=(*world.running, *running), pending=pending)
 
 
 def _has_room(world: Snapshot, job: RunningJob) -> bool:

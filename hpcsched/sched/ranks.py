@@ -47,6 +47,12 @@ def grace_s(victim: RunningJob, rules: PreemptRules) -> float | None:
     return rules.grace_s if checkpoints and rules.grace_s > 0 else None
 
 
+def answer_s(qos_name: str, rules: PreemptRules) -> float:
+    """Return how long an elastic job of this QOS has to give nodes back that it was asked for."""
+    qos = rules.qos.get(qos_name)
+    return qos.grace_time_s if qos is not None and qos.grace_time_s > 0 else rules.grace_s
+
+
 def _configured_mode(victim: RunningJob, rules: PreemptRules) -> PreemptMode:
     qos = rules.qos.get(victim.qos)
     return qos.preempt_mode if qos is not None and qos.preempt_mode is not None else rules.mode

@@ -65,15 +65,18 @@ class NodeView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Elastic:
-    """What a running job says of its size. `view`: the job as it asked for its nodes; `moving`: a change is under way.
+    """What a running job says of its size. `view`: the job as it asked for its nodes; `moving`: it is being given more.
 
-    `wanted`: it has been asked to keep these nodes alone; `barred`: it cannot have these again.
+    `wanted`: it was asked, at `wanted_at_s`, to keep these nodes alone; `leaving`: these it gives back already;
+    `barred`: these it cannot have again.
     """
 
     view: PendingJob
     nodes_min: int
     nodes_max: int
     wanted: tuple[NodeName, ...] = ()
+    wanted_at_s: float | None = None
+    leaving: tuple[NodeName, ...] = ()
     barred: tuple[NodeName, ...] = ()
     moving: bool = False
 
@@ -444,8 +447,10 @@ def _elastic(job: Job, view: RunningJob, partitions: Mapping[str, Partition], ca
         nodes_min=job.spec.nodes_min,
         nodes_max=job.spec.nodes_max,
         wanted=job.wanted_nodes,
+        wanted_at_s=job.wanted_at_s,
+        leaving=tuple(share.node for share in job.leaving),
         barred=job.barred_nodes,
-        moving=bool(job.leaving or job.joining),
+        moving=bool(job.joining),
     )
 
 

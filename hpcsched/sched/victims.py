@@ -13,22 +13,21 @@ Pure: a snapshot and rules in, names out.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
 from hpcsched.model.accounting import PreemptMode
 from hpcsched.model.resources import without_cpus
-from hpcsched.sched.decisions import Plan, Start
+from hpcsched.sched.decisions import Start
 from hpcsched.sched.policy import Policy
 from hpcsched.sched.ranks import lost_s, may_be_preempted, mode_of, outranks, weight
 from hpcsched.sched.snapshot import PendingJob, RunningJob, Snapshot
+from hpcsched.sched.trial import Make, start_behind
 
 FEW_NODES = 16  # as many are looked at first, if the job does not need more
 FEW_CANDIDATES = 8  # of so many every set is tried that loses less than what was found
 MAX_PRUNED = 64  # beyond this, victims on the nodes that the job gets are not tried one by one
-
-Make = Callable[[Snapshot, Policy], Plan]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,14 +176,7 @@ class _Trial:
 
     def _start(self, victims: tuple[RunningJob, ...]) -> Start | None:
         world = without(self._snapshot, self._policy, victims)
-        ahead = self._ahead
-        while True:
-            made = self._make(replace(world, pending=(*ahead, self._job)), self._policy)
-            starts = {start.job_id: start for start in made.starts}
-            others = tuple(job for job in ahead if job.id not in starts)
-            if self._job.id in starts or len(others) == len(ahead):
-                return starts.get(self._job.id)
-            ahead = others
+        return start_behind(world, self._policy, self._job, self._ahead, self._make)
 
     def needed(self, enough: list[RunningJob]) -> Choice:
         """Return the choice that is left of `enough` when whoever is not needed has been dropped, the costly ones first."""

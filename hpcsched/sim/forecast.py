@@ -23,8 +23,8 @@ from hpcsched.sched.intervals import NEVER_S
 from hpcsched.sched.plan import Plan, plan
 from hpcsched.sched.policy import Policy, PreemptRules
 from hpcsched.sched.predict import Expected
-from hpcsched.sched.preempt import as_running
 from hpcsched.sched.snapshot import JobFact, NodeView, PendingJob, RunningJob, Snapshot
+from hpcsched.sched.trial import as_running
 
 SHORTEST_S = 1.0
 _IN_LINE = frozenset({Reason.PRIORITY, Reason.RESOURCES, Reason.LICENSES})

@@ -17,7 +17,7 @@ Jobs = namedtuple(
     "outcome requeue_wanted ended_by_uid restarts suspended_at_s suspended_s suspended_for preempted_by "
     "save_s kept_shares leaving joining left_nodes wanted_nodes generation charged_until_s charged_cpu_s "
     "charged_mem_mib_s charged_gpu_s partition_asked dependency_set array_limit_set deadline_set_s "
-    "reservation_set account_set qos_set time_min_set_s asked_limit_s site aged_s barred_nodes",
+    "reservation_set account_set qos_set time_min_set_s asked_limit_s site aged_s barred_nodes wanted_at_s",
 )
 Events = namedtuple("Events", "seq at_s job_id kind data")
 Nodes = namedtuple("Nodes", "name drained drained_why drained_by drained_at_s boot_id machine_id link_since_s link_why")

@@ -89,6 +89,7 @@ jobs = Table(
     Column("site", Integer, nullable=False),  # what an admin adds to the priority
     Column("aged_s", Float, nullable=False),
     Column("barred_nodes", Text, nullable=False),
+    Column("wanted_at_s", Float),
     Index("jobs_by_state", "state"),
     Index("jobs_by_end", "ended_at_s"),
     Index("jobs_by_array", "array_job_id"),

@@ -17,10 +17,11 @@ from hpcsched.model.resources import Share
 from hpcsched.sched.decisions import Plan
 from hpcsched.sched.plan import plan
 from hpcsched.sched.policy import Policy, PreemptRules
-from hpcsched.sched.preempt import as_running, full_plan
+from hpcsched.sched.preempt import full_plan
 from hpcsched.sched.ranks import lost_s
 from hpcsched.sched.request import Request
 from hpcsched.sched.snapshot import Ledger, NodeView, PendingJob, RunningJob, Snapshot
+from hpcsched.sched.trial import as_running
 from hpcsched.sched.victims import FEW_CANDIDATES, without
 
 RANKS = ("low", "mid", "top")

@@ -15,9 +15,9 @@ from hpcsched.model.resources import Gpu
 from hpcsched.sched.decisions import Plan
 from hpcsched.sched.plan import plan
 from hpcsched.sched.policy import Backfill, Policy
-from hpcsched.sched.preempt import as_running
 from hpcsched.sched.request import Request, Shape
 from hpcsched.sched.snapshot import Ledger, NodeView, PendingJob, RunningJob, Snapshot
+from hpcsched.sched.trial import as_running
 
 POLICY = Policy(weight_age=0, backfill=Backfill.CONSERVATIVE, conservative_depth=8, estimate_depth=2)
 MOST_EVENTS = 60

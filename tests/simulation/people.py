@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpcnode import protocol
 from hpcsched.api.identity import Asker
-from hpcsched.controller import requests, suspension, update
+from hpcsched.controller import requests, resizing, suspension, update
 from hpcsched.errors import HpcschedError, RequestError, UnavailableError
 from hpcsched.model.ids import JobId
 from hpcsched.model.job import Hold, JobState
@@ -16,6 +16,7 @@ from simulation.machine import Machine
 from simulation.minding import behaviour_of
 
 if TYPE_CHECKING:
+    from hpcsched.store.world import Transaction
     from simulation.agent import SimAgent
     from simulation.world import World
 
@@ -147,10 +148,16 @@ class People:
             return
         self._heard[key] = told.generation
         if told.wanted:
-            refs, change = [str(told.job_id)], {"num_nodes": str(len(told.wanted))}
-            self._ask(f"update {told.job_id}", lambda tx, _: update.update(tx, ANN, refs, change), lambda _: None)
+            self._ask(f"answer {told.job_id}", lambda tx, _: _give_back(tx, told), lambda _: None)
         elif behaviour_of(script).step and len(told.nodes) > 1:
             self.start_step(machine, script, len(told.nodes))
+
+
+def _give_back(tx: Transaction, told: protocol.Allocation) -> None:
+    """Answer as ``hrun --resize`` does in a job that was asked to make do with fewer nodes."""
+    job = tx.world.jobs.get(JobId(told.job_id))
+    if job is not None:
+        resizing.shrink(tx, job, len(told.wanted), ANN.uid)
 
 
 class _Request:

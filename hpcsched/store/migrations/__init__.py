@@ -23,6 +23,7 @@ from hpcsched.store.migrations import (
     m0012_goodput,
     m0013_barred_nodes,
     m0014_kept_steps,
+    m0015_asked_since,
 )
 
 MIGRATIONS: tuple[Callable[[Connection], None], ...] = (
@@ -40,4 +41,5 @@ MIGRATIONS: tuple[Callable[[Connection], None], ...] = (
     m0012_goodput.upgrade,
     m0013_barred_nodes.upgrade,
     m0014_kept_steps.upgrade,
+    m0015_asked_since.upgrade,
 )

@@ -11,7 +11,7 @@ from world import ANN, BOB, ROOT, Cluster
 from hpcnode import protocol
 from hpcsched.api.jobview import job_view
 from hpcsched.api.views import in_a_sentence, why_waiting
-from hpcsched.controller import requests, update
+from hpcsched.controller import requests, resizing, update
 from hpcsched.controller.recovery import load_world
 from hpcsched.controller.story import tell
 from hpcsched.model.ids import NodeName
@@ -27,8 +27,14 @@ def start(cluster: Cluster, low: int, high: int, **fields: Any) -> int:
     return job_id
 
 
-def resize(cluster: Cluster, job_id: int, count: int, asker: Any = ANN) -> Any:
-    return cluster.ask(lambda tx: update.update(tx, asker, [str(job_id)], {"num_nodes": str(count)}))
+def resize(cluster: Cluster, job_id: int, size: int | str, asker: Any = ANN) -> Any:
+    """Change the job's size as hctl update does."""
+    return cluster.ask(lambda tx: update.update(tx, asker, [str(job_id)], {"num_nodes": str(size)}))
+
+
+def give_back(cluster: Cluster, job_id: int, count: int) -> None:
+    """Have the job keep so many nodes, as it does by hrun --resize."""
+    cluster.ask(lambda tx: resizing.shrink(tx, cluster.job(job_id), count, ANN.uid))
 
 
 def nodes(cluster: Cluster, job_id: int) -> str:
@@ -70,12 +76,43 @@ def test_a_job_gives_nodes_back_which_others_get_when_they_are_clear() -> None:
     assert cluster.replayed(job_id) == cluster.job(job_id)
 
 
-@pytest.mark.parametrize("count", [0, 3, 4])
-def test_what_cannot_be_is_refused(count: int) -> None:
+@pytest.mark.parametrize("count", [0, 3, 4, "3-4"])
+def test_what_cannot_be_is_refused(count: int | str) -> None:
     cluster = Cluster("n1", "n2")
     job_id = start(cluster, 2, 2)
     (refused,) = resize(cluster, job_id, count).errors
-    assert f"it has 2{'; only an elastic job' if count else ''}" in refused["error"]
+    assert ("it has 2; only an elastic job" if count else "write 4 or 2-4, from 1 up") in refused["error"]
+
+
+def test_an_update_sets_between_how_many_nodes_an_elastic_job_stays() -> None:
+    cluster = Cluster("n1", "n2", "n3")
+    job_id = start(cluster, 1, 3, elastic=True)
+    assert resize(cluster, job_id, "1-2").errors == []
+    assert (nodes(cluster, job_id), cluster.job(job_id).spec.nodes_max) == ("n1 n2", 2)
+    cluster.gone(job_id, "n3")
+    cluster.sent(protocol.Launch)
+    assert resize(cluster, job_id, 1).errors == []
+    cluster.gone(job_id, "n2")
+    assert (nodes(cluster, job_id), cluster.sent(protocol.Launch)) == ("n1", []), "what it gave back stays idle"
+    assert resize(cluster, job_id, "1-3").errors == []
+    given = [(to, launch.step) for to, launch in cluster.sent(protocol.Launch)]
+    assert given == [("n2", "alloc"), ("n3", "alloc")], "it may grow again"
+    assert cluster.replayed(job_id) == cluster.job(job_id)
+
+
+def test_an_elastic_job_cannot_be_given_more_by_an_update_nor_be_told_twice_at_once() -> None:
+    cluster, job_id, _ = growing()
+    assert "it has 1 now, and gets more by itself" in resize(cluster, job_id, "2-4").errors[0]["error"]
+    assert "it is just being given more; try again" in resize(cluster, job_id, 1).errors[0]["error"]
+
+
+def test_what_an_elastic_job_was_asked_for_is_withdrawn_when_it_is_to_have_more_than_that() -> None:
+    cluster = Cluster("n1", "n2", "n3")
+    job_id = start(cluster, 1, 3, elastic=True)
+    cluster.submit(nodes_min=2, cpus_per_task=2)
+    assert cluster.job(job_id).wanted_nodes == ("n1",)
+    assert resize(cluster, job_id, "2-3").errors == []
+    assert (nodes(cluster, job_id), cluster.job(job_id).wanted_nodes) == ("n1 n2 n3", ())
 
 
 def test_others_and_waiting_jobs_give_nothing_back() -> None:
@@ -101,7 +138,7 @@ def test_an_elastic_job_is_asked_for_nodes_that_another_waits_for_and_may_give_t
     assert (shown["elastic"], shown["wanted_nodes"]) == ([1, 3], ["n1", "n2"])
     another = cluster.submit(nodes_min=3, cpus_per_task=2)  # not on all that the job can do without
     assert told(cluster) == []
-    resize(cluster, job_id, 2)
+    give_back(cluster, job_id, 2)
     assert told(cluster) == [(name, 2, "n1 n2", "") for name in ("n1", "n2")]
     cluster.gone(job_id, "n3")
     assert nodes(cluster, waiting) == "n3"
@@ -181,7 +218,7 @@ def test_a_node_that_reboots_while_it_is_given_or_given_back_ends_nothing() -> N
 def test_a_node_that_comes_back_is_another_stay_and_nothing_late_of_the_first_is_taken_for_it() -> None:
     cluster, job_id, claim = growing()
     cluster.says("n2", protocol.Report(seq=9, token=claim.token, status=protocol.CLAIMED, at_s=cluster.now_s))
-    resize(cluster, job_id, 1)
+    give_back(cluster, job_id, 1)
     ((_, end),) = cluster.sent(protocol.EndJob)
     assert (end.attempt, end.stay, cluster.sent(protocol.Launch)) == (0, 0, [])
     gone = protocol.JobGone(end.incarnation, job_id, end.attempt, end.stay)
@@ -194,7 +231,7 @@ def test_a_node_that_comes_back_is_another_stay_and_nothing_late_of_the_first_is
     cluster.says("n2", protocol.Report(seq=11, token=again.token, status=protocol.CLAIMED, at_s=cluster.now_s))
     assert nodes(cluster, job_id) == "n1 n2"
     assert told(cluster)[-1][2:] == ("n1 n2", "")
-    resize(cluster, job_id, 1)
+    give_back(cluster, job_id, 1)
     assert [order.stay for _, order in cluster.sent(protocol.EndJob)] == [1]
     cluster.says("n2", gone)
     assert cluster.job(job_id).held_nodes == ("n1", "n2"), "what runs there of the second stay has not gone"
@@ -243,6 +280,6 @@ def test_the_story_tells_of_it() -> None:
     cluster = Cluster("n1", "n2")
     job_id = start(cluster, 1, 2, elastic=True)
     waiting = cluster.submit(nodes_min=1, cpus_per_task=2)
-    resize(cluster, job_id, 1)
+    give_back(cluster, job_id, 1)
     lines = [line["text"] for line in tell(cluster.job(job_id), cluster.store.load_events(job_id))]
     assert lines[-2:] == [f"asked to make do with n1, job {waiting} waits for the others", "gives n2 back"]

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from unit.sched.world import World, world
 
+from hpcsched.model.accounting import PreemptType, Qos
 from hpcsched.model.job import JobState
 from hpcsched.model.node import Link
+from hpcsched.sched.policy import Backfill, PreemptRules
+
+RULES = PreemptRules(
+    type=PreemptType.QOS, qos={"low": Qos(name="low"), "high": Qos(name="high", preempt=("low",))}, grace_s=60.0
+)
 
 
 def elastic(
@@ -46,6 +54,20 @@ def test_never_below_what_it_must_have_and_never_in_vain() -> None:
     assert shrinks(elastic("3x4", ["1: n1,n2,n3 4c 100s"], ["2: 2 nodes 4c 10s"], low=2)) == {}
     assert shrinks(elastic("3x4", ["1: n1,n2,n3 4c 100s"], ["2: 1 nodes 5c 10s"])) == {}
     assert shrinks(elastic("3x4", ["1: n1,n2,n3 4c 100s"], ["2: n1 4c 10s"])) == {}  # its first node stays
+
+
+def test_nobody_is_asked_for_one_that_would_wait_all_the_same_for_a_start_promised_to_another() -> None:
+    made = elastic("5x4", ["1: n1,n2,n3,n4 4c 100s"], ["2: 5 nodes 4c 10s", "3: 2 nodes 4c 1000s"], low=2)
+    assert shrinks(made) == {}
+    assert shrinks(made.change(3, time_limit_s=100)) == {1: "n1 n2 n3"}
+
+
+def test_nobody_is_asked_for_one_that_would_delay_any_promised_start() -> None:
+    waiting = ["2: n6 4c 10s", "3: 4 nodes 4c 10s", "4: 2 nodes 4c 1000s"]
+    made = elastic("6x4", ["1: n1,n2,n3,n4 4c 100s", "9: n6 4c 1000s"], waiting, low=3).change(9, elastic=False)
+    assert shrinks(made) == {1: "n1 n2 n3"}  # EASY's promise is to job 2 alone
+    made.policy = replace(made.policy, backfill=Backfill.CONSERVATIVE)
+    assert shrinks(made) == {}
 
 
 def test_nobody_is_asked_for_what_is_free_or_has_been_asked_for() -> None:
@@ -89,3 +111,58 @@ def test_what_it_was_asked_for_is_withdrawn_when_nobody_is_in_line() -> None:
 def test_a_job_that_does_not_run_is_left_alone() -> None:
     made = elastic("3x4", ["1: n1,n2,n3 4c 100s"], ["2: 4c 10s"])
     assert shrinks(made.change(1, state=JobState.COMPLETING)) == {}
+
+
+def preemptions(made: World) -> dict[int, list[int]]:
+    return {one.job_id: [victim.job_id for victim in one.victims] for one in made.full_plan().preemptions}
+
+
+def ranked(nodes: str, running: list[str], waiting: list[str], low: int = 1) -> World:
+    """Return a world of elastic jobs in which QOS high preempts QOS low."""
+    made = elastic(nodes, running, waiting, low=low)
+    made.policy = replace(made.policy, preempt=RULES)
+    return made
+
+
+def test_an_elastic_job_is_asked_to_shrink_where_that_is_enough_and_not_preempted() -> None:
+    made = ranked("4x4", ["1: n1,n2,n3,n4 4c 100s q=low"], ["2: 2 nodes 4c 10s q=high"])
+    assert (shrinks(made), preemptions(made)) == ({1: "n1 n2"}, {})
+
+
+def test_an_elastic_job_is_preempted_where_it_could_not_shrink_so_far() -> None:
+    made = ranked("4x4", ["1: n1,n2,n3,n4 4c 100s q=low"], ["2: 4 nodes 4c 10s q=high"])
+    assert (shrinks(made), preemptions(made)) == ({}, {2: [1]})
+
+
+def test_an_elastic_job_that_was_asked_has_the_grace_time_to_answer_before_it_is_preempted() -> None:
+    made = ranked("4x4", ["1: n1,n2,n3,n4 4c 100s q=low"], ["2: 2 nodes 4c 10s q=high"])
+    made.change(1, wanted_nodes=("n1", "n2"), wanted_at_s=5.0)
+    made.now_s = 64.0
+    assert (shrinks(made), preemptions(made)) == ({}, {})
+    made.now_s = 65.0
+    assert (shrinks(made), preemptions(made)) == ({}, {2: [1]})
+
+
+def test_others_are_asked_when_one_has_not_answered_in_time() -> None:
+    made = elastic("4x4", ["1: n1,n2 4c 100s", "3: n3,n4 4c 100s"], ["2: 4c 10s"])
+    made.change(3, wanted_nodes=("n3",), wanted_at_s=5.0)
+    made.now_s = 65.0
+    assert shrinks(made) == {1: "n1"}
+
+
+def test_nobody_makes_room_for_one_that_gets_the_nodes_which_are_being_given_back() -> None:
+    made = ranked("4x4", ["1: n1,n2 4c 100s q=low", "3: n3,n4 4c 100s q=low"], ["2: 4c 10s q=high"])
+    share = made.job(3).shares[1]
+    made.change(3, shares=made.job(3).shares[:1], leaving=(share,))
+    assert (shrinks(made), preemptions(made)) == ({}, {})
+
+
+def test_a_job_that_was_asked_already_is_asked_for_more_when_somebody_else_needs_it() -> None:
+    made = ranked("4x4", ["1: n1,n2,n3,n4 4c 100s q=low"], ["2: 4c 10s q=low", "3: 2 nodes 4c 10s q=high nice=1"])
+    made.change(1, wanted_nodes=("n1", "n2", "n3"), wanted_at_s=0.0)
+    assert (shrinks(made), preemptions(made)) == ({1: "n1"}, {})
+
+
+def test_room_that_one_job_gets_is_not_given_to_the_next_as_well() -> None:
+    made = elastic("5x4", ["1: n1,n2,n3,n4 4c 100s"], ["2: 2 nodes 4c 10s", "3: 2 nodes 4c 10s"])
+    assert shrinks(made) == {1: "n1"}  # the idle node and one more for the first, two more for the second
