@@ -19,18 +19,22 @@ from hpcsched.errors import NotFoundError
 
 # What each takes beside the directory: NAME=VALUE words, and whether a file.
 VERBS = {"list": (), "verify": ("step",), "prune": ("keep", "every"), "export": ("step", "all")}
+WITH_JSON = ("list", "verify")
 YES, NO = frozenset({"1", "yes", "true"}), frozenset({"0", "no", "false"})
+SOME = 4  # tasks of an array that are named to choose from
 DEEP = 4  # directories below the job's own in which its checkpoints are looked for
 
 
-def run(rest: Sequence[str]) -> int:
+def run(rest: Sequence[str], as_json: bool) -> int:
     """Do what the words say, and return the exit status."""
     if len(rest) < 2 or rest[0] not in VERBS:
         raise UsageError(
             f"cannot tell what to do with checkpoints: hctl checkpoint {'|'.join(VERBS)} JOB|DIRECTORY ..."
         )
     verb, where, *more = rest
-    options = [option for word in more for option in _option(verb, word)]
+    if as_json and verb not in WITH_JSON:
+        raise UsageError(f"cannot print {verb} as JSON: only {' and '.join(WITH_JSON)} take --json")
+    options = [option for word in more for option in _option(verb, word)] + ["--json"] * as_json
     directory = Path(where) if os.sep in where or Path(where).is_dir() else _of_job(where)
     command = [sys.executable, "-m", "hpctrain.checkpoint", verb, *options, "--", str(directory), *_files(verb, more)]
     status = subprocess.run(command, check=False).returncode
@@ -59,7 +63,10 @@ def _option(verb: str, word: str) -> list[str]:
 
 
 def _of_job(reference: str) -> Path:
-    job = client.call("GET", client.job_path(reference))["jobs"][0]
+    job, *others = client.call("GET", client.job_path(reference))["jobs"]
+    if others:
+        some = ", ".join(one["display_id"] for one in (job, *others)[:SOME])
+        raise UsageError(f"cannot tell which of {1 + len(others)} jobs {reference} means: name one, as {some}")
     found = [one for one in _directories(Path(job["work_dir"]), DEEP) if _claimed_by(one, str(job["id"]))]
     if len(found) == 1:
         return found[0]

@@ -468,10 +468,10 @@ def _reconfigure(rest: Sequence[str], words: Words) -> int:
     return 0
 
 
-def _checkpoint(rest: Sequence[str], _words: Words) -> int:
+def _checkpoint(rest: Sequence[str], words: Words) -> int:
     from hpcsched.cli import checkpoint  # noqa: PLC0415 - it brings subprocess, which nothing else here needs
 
-    return checkpoint.run(rest)
+    return checkpoint.run(rest, words.has("json"))
 
 
 VERBS: dict[str, Callable[[Sequence[str], Words], int]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -14,9 +15,12 @@ from ranks import HERE
 from test_train_checkpoint import data_file, flip_byte, state, write
 from test_train_gradlog import World
 
-from hpctrain.checkpoint import Checkpointer
+import hpctrain.checkpoint.__main__ as checkpoint_main
+from hpctrain.checkpoint import Checkpointer, export
 from hpctrain.checkpoint.__main__ import main
 from hpctrain.checkpoint.listing import checkpoint_names
+from hpctrain.checkpoint.manifest import Manifest
+from hpctrain.checkpoint.retain import Policy, prune
 
 
 def steps_in(directory: Path) -> list[int]:
@@ -31,6 +35,67 @@ def test_list_has_each_checkpoint_and_what_it_stands_on(tmp_path: Path, capsys: 
     assert newest.split()[:2] == ["2", "delta"]
     assert newest.endswith("step-0000000001.a0000")
     assert oldest.split()[:2] == ["1", "base"]
+
+
+def test_list_and_verify_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, [1, 2])
+    assert main(["list", "--json", str(tmp_path)]) == 0
+    newest, oldest = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert (newest["step"], newest["kind"], newest["stands_on"]) == (2, "delta", oldest["name"])
+    data_file(tmp_path, oldest["name"]).unlink()
+    assert main(["verify", "--json", str(tmp_path), "--step", "1"]) == 1
+    (there,) = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert there["name"] == oldest["name"]
+    assert "data-step-0000000001" in there["damage"]
+
+
+def test_what_a_run_removes_meanwhile_is_not_damaged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "run", [1, 2, 3, 4], base_every=1)
+    reading = checkpoint_main.read_chain
+
+    def removing(directory: Path, name: str) -> list[tuple[Manifest, str]]:
+        prune(directory, Policy(keep=1), ())
+        return reading(directory, name)
+
+    monkeypatch.setattr(checkpoint_main, "read_chain", removing)
+    assert main(["list", str(tmp_path / "run")]) == 0
+    listed = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in listed] == ["STEP", "4"]
+
+
+def test_verify_leaves_out_what_a_run_removes_meanwhile(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, [1, 2, 3], base_every=1)
+    checking = checkpoint_main._check
+
+    def removing(directory: Path, name: str) -> None:
+        prune(directory, Policy(keep=1), ())
+        checking(directory, name)
+
+    monkeypatch.setattr(checkpoint_main, "_check", removing)
+    assert main(["verify", str(tmp_path)]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("step-0000000003.a0000: whole")
+
+
+def test_an_export_looks_again_where_a_run_has_gone_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "run" / "checkpoints"
+    write(run, [1, 2])
+    reading = export.exported
+    gone_on = []
+
+    def going_on(directory: Path, name: str, *, everything: bool) -> tuple[Manifest, dict[str, torch.Tensor]]:
+        if not gone_on:
+            gone_on.extend(write(run, [3, 4], base_every=1))
+            prune(run, Policy(keep=1), ())
+        return reading(directory, name, everything=everything)
+
+    monkeypatch.setattr(export, "exported", going_on)
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out.pt")]) == 0
+    assert torch.equal(torch.load(tmp_path / "out.pt", weights_only=True)["w"], state(4)["model.w"])
 
 
 def test_nobody_who_reads_any_more_is_no_error(tmp_path: Path) -> None:

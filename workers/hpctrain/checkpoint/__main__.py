@@ -6,13 +6,15 @@ What `hctl checkpoint` runs.  Does not know jobs.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from hpctrain.checkpoint.listing import checkpoint_names
 from hpctrain.checkpoint.manifest import Manifest
@@ -52,6 +54,8 @@ def _parser() -> argparse.ArgumentParser:
         if name == "prune":
             word.add_argument("--keep", type=_chains, default=2, metavar="K", help="the newest chains (%(default)s)")
             word.add_argument("--every", type=_hours, default=0.0, metavar="HOURS", help="and one of so many hours")
+        if name in ("list", "verify"):
+            word.add_argument("--json", action="store_true", help="print as JSON, version 1")
         if name in ("export", "verify"):
             word.add_argument("--step", type=_step, help="of the checkpoint (default: the newest whole one, or all)")
         if name == "export":
@@ -82,38 +86,74 @@ def _step(text: str) -> int:
     return int(text)
 
 
-def _list(directory: Path, _options: argparse.Namespace) -> int:
-    print(f"{'STEP':>10}  {'KIND':<9}  {'ATTEMPT':>7}  {'RANKS':>5}  {'MB':>10}  {'WRITTEN':<19}  STANDS ON")
-    status = 0
-    for name in checkpoint_names(directory):
-        try:
-            manifest = read_chain(directory, name)[-1][0]
-        except DamagedError as error:
-            print(f"{name}: damaged: {error}")
-            status = 1
-            continue
-        facts = manifest.facts
-        size_mb = sum(data.bytes for data in manifest.data) / 1e6
-        written = datetime.fromtimestamp(facts.written_at_s).isoformat(sep=" ", timespec="seconds")
-        parent = manifest.parent.name if manifest.parent else ""
-        print(
-            f"{facts.step:>10}  {manifest.kind:<9}  {facts.attempt:>7}  {facts.world:>5}  {size_mb:>10.2f}  {written}  {parent}"
-        )
-    return status
+def _list(directory: Path, options: argparse.Namespace) -> int:
+    rows = [row for name in checkpoint_names(directory) if (row := _listed(directory, name)) is not None]
+    if options.json:
+        _print_json(directory, rows)
+    else:
+        print(f"{'STEP':>10}  {'KIND':<9}  {'ATTEMPT':>7}  {'RANKS':>5}  {'MB':>10}  {'WRITTEN':<19}  STANDS ON")
+        for row in rows:
+            print(_line(row))
+    return int(any(row["damage"] for row in rows))
+
+
+def _listed(directory: Path, name: str) -> dict[str, Any] | None:
+    """What a checkpoint's manifest says; None: it was removed meanwhile."""
+    try:
+        manifest = read_chain(directory, name)[-1][0]
+    except DamagedError as error:
+        return {"name": name, "damage": str(error)} if _is_there(directory, name) else None
+    facts = manifest.facts
+    return {
+        "name": name,
+        "step": facts.step,
+        "kind": manifest.kind,
+        "attempt": facts.attempt,
+        "ranks": facts.world,
+        "bytes": sum(data.bytes for data in manifest.data),
+        "written_at_s": facts.written_at_s,
+        "stands_on": manifest.parent.name if manifest.parent else None,
+        "damage": None,
+    }
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    if row["damage"]:
+        return f"{row['name']}: damaged: {row['damage']}"
+    written = datetime.fromtimestamp(row["written_at_s"]).isoformat(sep=" ", timespec="seconds")
+    return (
+        f"{row['step']:>10}  {row['kind']:<9}  {row['attempt']:>7}  {row['ranks']:>5}  {row['bytes'] / 1e6:>10.2f}  "
+        f"{written}  {row['stands_on'] or ''}"
+    )
 
 
 def _verify(directory: Path, options: argparse.Namespace) -> int:
-    status = 0
+    rows = []
     for name in _wanted(directory, options.step):
         started_s = time.perf_counter()
+        damage = None
         try:
             _check(directory, name)
         except DamagedError as error:
-            print(f"{name}: damaged: {error}", flush=True)
-            status = 1
-        else:
-            print(f"{name}: whole ({time.perf_counter() - started_s:.1f} s)", flush=True)
-    return status
+            if not _is_there(directory, name):
+                continue  # removed meanwhile
+            damage = str(error)
+        rows.append({"name": name, "damage": damage})
+        if not options.json:
+            seconds = time.perf_counter() - started_s
+            print(f"{name}: damaged: {damage}" if damage else f"{name}: whole ({seconds:.1f} s)", flush=True)
+    if options.json:
+        _print_json(directory, rows)
+    return int(any(row["damage"] for row in rows))
+
+
+def _print_json(directory: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    print(json.dumps({"version": 1, "directory": str(directory), "checkpoints": rows}))
+
+
+def _is_there(directory: Path, name: str) -> bool:
+    """Return whether a checkpoint is still there: a run removes old ones, their manifests first, while it is looked at."""
+    return name in checkpoint_names(directory)
 
 
 def _check(directory: Path, name: str) -> None:
@@ -152,10 +192,15 @@ def _export(directory: Path, options: argparse.Namespace) -> int:
     from hpctrain.checkpoint.export import check_place, exported, write_export  # noqa: PLC0415 (the others need no torch.save)
 
     check_place(options.file)
-    for name in _wanted(directory, options.step):
+    wanted = _wanted(directory, options.step)
+    while wanted:
+        name = wanted.pop(0)
         try:
             manifest, tensors = exported(directory, name, everything=options.all)
         except DamagedError as error:
+            if not _is_there(directory, name):
+                wanted = _wanted(directory, options.step)
+                continue
             print(f"{name} cannot be used: {error}; trying the one before", file=sys.stderr)
             continue
         write_export(options.file, manifest, tensors)
