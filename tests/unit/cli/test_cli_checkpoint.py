@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from hpcsched.errors import NotFoundError
 
 def claimed(directory: Path, job: str) -> Path:
     directory.mkdir(parents=True)
-    (directory / "attempt.0000").write_text('{"job": "%s"}' % job)
+    (directory / "attempt.0000").write_text(json.dumps({"job": job}))
     return directory
 
 
