@@ -111,8 +111,7 @@ class World:
         replay = replay_through(self.model, self.optimizer.step, self.tensors, print)
         restored = restore_newest(directory, layout_of(self.tensors()), print, replay)
         assert restored is not None
-        assert restored.published.snapshot is not None
-        restored.published.snapshot.pour(self.tensors())
+        restored.pour(self.tensors())
         self.step = restored.published.manifest.facts.step
         return restored
 

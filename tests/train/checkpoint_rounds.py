@@ -33,7 +33,7 @@ from hpctrain.checkpoint.keeper import Keeper  # noqa: E402
 from hpctrain.checkpoint.listing import checkpoint_names  # noqa: E402
 from hpctrain.checkpoint.maker import Order, Task  # noqa: E402
 from hpctrain.checkpoint.manifest import Facts  # noqa: E402
-from hpctrain.checkpoint.restore import Gradients, read_checkpoint  # noqa: E402
+from hpctrain.checkpoint.restore import Gradients, Replay, read_checkpoint  # noqa: E402
 from hpctrain.checkpoint.retain import Policy  # noqa: E402
 from hpctrain.checkpoint.steplog import LoggedStep, Taken  # noqa: E402
 from hpctrain.checkpoint.write import Published  # noqa: E402
@@ -80,7 +80,8 @@ def content_of(published: Published, directory: Path) -> np.ndarray:
 def newest_state(directory: Path, told: Callable[[str], None]) -> tuple[int, np.ndarray] | None:
     """The newest checkpoint's step and state."""
     replayed: list[np.ndarray] = []
-    restored = restore_newest(directory, None, told, lambda where, found: replayed.append(content_of(found, where)))
+    take = Replay(take=lambda where, found: replayed.append(content_of(found, where)))
+    restored = restore_newest(directory, None, told, take)
     if restored is None:
         return None
     found = restored.published

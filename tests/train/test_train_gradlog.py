@@ -92,7 +92,7 @@ class World:
         again = replay_through(self.model, self.optimizer.step, self.tensors, self.warnings.append)
         restored = restore_newest(self.directory, layout_of(self.tensors()), self.warnings.append, again)
         if restored is not None:
-            restored.published.snapshot.pour(self.tensors())
+            restored.pour(self.tensors())
             self.step = restored.published.manifest.facts.step
         return restored
 
@@ -192,6 +192,22 @@ def test_weights_with_two_names_are_taken_again_under_both_and_not_stored_beside
     kept = restored.published.snapshot.named()
     assert torch.equal(kept["model.4.weight"], kept["model.2.weight"])
     assert second.warnings == []
+
+
+def test_logged_steps_are_taken_again_where_the_weights_are_unless_they_lie_otherwise(tmp_path: Path) -> None:
+    first = World(tmp_path)
+    first.run(4)
+    straight, turned = World(tmp_path), World(tmp_path)
+    weight = turned.model[0].weight
+    weight.data = weight.data.t().contiguous().t()
+    restored = straight.restore()
+    assert restored is not None
+    assert restored.published.snapshot is None
+    assert_alike(first, straight)
+    restored = turned.restore()
+    assert restored is not None
+    assert restored.published.snapshot is not None
+    assert_alike(first, turned)
 
 
 def test_what_is_smaller_is_chosen_and_said(tmp_path: Path) -> None:

@@ -415,8 +415,7 @@ class Run:
         precision = Precision(self._options.precision)
         progress, plan = Progress(loss_scale=loss_scale_for(precision, None)), None
         if restored is not None:
-            assert restored.published.snapshot is not None
-            restored.published.snapshot.pour(tensors)
+            restored.pour(tensors)
             facts = restored.published.manifest.facts
             progress, plan = progress_from(facts.state, facts.step, precision), facts.state.get("exchange")
         progress.total_steps = self._options.steps or progress.total_steps

@@ -22,6 +22,7 @@ from hpctrain.checkpoint.chunks import ITEM_BYTES, Chunk, TensorEntry, hashes_of
 from hpctrain.checkpoint.manifest import Manifest
 from hpctrain.checkpoint.pack import Packing, digest, unpack_into
 from hpctrain.checkpoint.packer import threads
+from hpctrain.checkpoint.snapshot import LiveMemory
 from hpctrain.errors import DamagedError
 
 T = TypeVar("T")
@@ -108,8 +109,8 @@ class Reader:
             self._own.memory = bytearray(length)
         return memoryview(self._own.memory)[:length]
 
-    def apply(self, manifest: Manifest, before: Mapping[str, TensorEntry], snapshot: Buffer) -> None:
-        """This will bring a snapshot from the parent's content, of tensors `before`, to a manifest's; not by its log.
+    def apply(self, manifest: Manifest, before: Mapping[str, TensorEntry], snapshot: Buffer | LiveMemory) -> None:
+        """This will bring a state from the parent's content, of tensors `before`, to a manifest's; not by its log.
 
         Raises:
             DamagedError: it is not what was written.

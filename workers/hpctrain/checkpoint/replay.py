@@ -13,9 +13,10 @@ from pathlib import Path
 import torch
 
 from hpctrain.checkpoint.gradlog import device_facts, difference, probe_of, take_again
+from hpctrain.checkpoint.manifest import Manifest
 from hpctrain.checkpoint.restore import Gradients, Replay
 from hpctrain.checkpoint.retake import can_retake, retake
-from hpctrain.checkpoint.snapshot import Snapshot, of_model
+from hpctrain.checkpoint.snapshot import LiveMemory, Snapshot, in_one_piece, of_model
 from hpctrain.checkpoint.write import Published
 from hpctrain.errors import DamagedError
 
@@ -28,7 +29,16 @@ def replay_through(
 ) -> Replay:
     """This will make what `restore_newest` needs; `move(number, lr)` is a step of the optimizer, `live` names all tensors."""
 
-    def replay(directory: Path, published: Published) -> None:
+    def memory(logs: tuple[Manifest, ...]) -> LiveMemory | None:
+        tensors = live()
+        return LiveMemory(tensors) if can_retake(logs) and in_one_piece(tensors) else None
+
+    def take(directory: Path, published: Published) -> None:
+        if published.snapshot is None:
+            tensors = live()
+            retake(directory, published.logs, LiveMemory(tensors).named(), warn)
+            _compare(published, of_model(tensors), device_facts(model), warn)
+            return
         assert isinstance(published.snapshot, Snapshot)
         if can_retake(published.logs) and all(parameter.device.type == "cpu" for parameter in model.parameters()):
             tensors = published.snapshot.named()
@@ -52,7 +62,7 @@ def replay_through(
         _compare(published, model.state_dict(), device_facts(model), warn)
         published.snapshot.fill(live())
 
-    return replay
+    return Replay(take=take, memory=memory)
 
 
 def _keep_loose(published: Published, live: Mapping[str, torch.Tensor], loose: set[str]) -> None:

@@ -8,7 +8,7 @@ attempt.  LATEST is only one more name to look at.  Tensors are read by several 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,20 +20,35 @@ from hpctrain.checkpoint.chunks import TensorEntry
 from hpctrain.checkpoint.listing import checkpoint_names
 from hpctrain.checkpoint.manifest import SUFFIX, Manifest, checksum_of, from_bytes
 from hpctrain.checkpoint.reading import Progress, Reader, patiently
-from hpctrain.checkpoint.snapshot import Layout, Snapshot, compare
+from hpctrain.checkpoint.snapshot import Layout, LiveMemory, Snapshot, compare
 from hpctrain.checkpoint.write import Published
 from hpctrain.errors import DamagedError, NoCheckpointError
 
-# Brings the snapshot, and live tensors, from what was read to the checkpoint, through `logs`; raises DamagedError.
-Replay = Callable[[Path, Published], None]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """How logged steps are taken again.
+
+    `take` brings the snapshot, if there is one, and live tensors from what was read to the checkpoint, through its `logs`;
+    it raises DamagedError.  `memory` may give live tensors that what such logs stand on is read into, instead of a snapshot.
+    """
+
+    take: Callable[[Path, Published], None]
+    memory: Callable[[tuple[Manifest, ...]], LiveMemory | None] = lambda _: None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restored:
     """A verified checkpoint, and the names of newer ones that were damaged."""
 
-    published: Published
+    published: Published  # without a snapshot if it was read into live tensors
     damaged: tuple[str, ...]
+
+    def pour(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """This will bring live tensors to it, if they are not there already."""
+        if self.published.snapshot is not None:
+            assert isinstance(self.published.snapshot, Snapshot)
+            self.published.snapshot.pour(tensors)
 
 
 def restore_newest(
@@ -50,7 +65,7 @@ def restore_newest(
     damages: list[tuple[str, str]] = []
     for name in checkpoint_names(directory):
         try:
-            published = read_checkpoint(directory, name, live, warn)
+            published = read_checkpoint(directory, name, live, warn, replay)
             if published.logs:
                 published = _replayed(directory, published, replay)
         except DamagedError as error:
@@ -69,16 +84,20 @@ def restore_newest(
 def _replayed(directory: Path, published: Published, replay: Replay | None) -> Published:
     if replay is None:
         raise DamagedError("it is a log of gradients, and there is no optimizer here to take its steps again")
-    replay(directory, published)
+    replay.take(directory, published)
     return replace(published, logs=())
 
 
 def read_checkpoint(
-    directory: Path, name: str, live: Layout | None = None, tell: Callable[[str], None] = lambda _: None
+    directory: Path,
+    name: str,
+    live: Layout | None = None,
+    tell: Callable[[str], None] = lambda _: None,
+    replay: Replay | None = None,
 ) -> Published:
     """This will read one checkpoint with its chain, verifying everything but logs of gradients: these are in `logs`.
 
-    `tell` hears how far it is, if it takes long.
+    `tell` hears how far it is, if it takes long.  What logs stand on is read into `replay.memory`, if that gives some.
 
     Raises:
         DamagedError: says which file, and which chunk of which tensor.
@@ -93,11 +112,12 @@ def read_checkpoint(
     layout = lay_out((entry.name, entry.dtype, entry.shape) for entry in states[-1][0].tensors)
     if live is not None:
         compare(layout, live, f"{directory}/{name}")
-    snapshot = Snapshot(layout)
+    memory = replay.memory(logs) if replay is not None and logs else None
+    snapshot = None if memory is not None else Snapshot(layout)
     before: dict[str, TensorEntry] = {}
     with Reader(directory, Progress(tell, f"reading checkpoint {name}", [one for one, _ in states])) as reader:
         for manifest, _ in chain:
-            reader.apply(manifest, before, snapshot)
+            reader.apply(manifest, before, memory or snapshot)
             before = {entry.name: entry for entry in manifest.tensors}
     return Published(manifest=newest, checksum=checksum, snapshot=snapshot, logs=logs)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -131,6 +132,31 @@ class Snapshot(Buffer):
     def _view(self, slot: Slot) -> torch.Tensor:
         flat = self._buffer[slot.at : slot.at + slot.bytes]
         return flat.view(getattr(torch, slot.dtype)).view(slot.shape)
+
+
+class LiveMemory:
+    """Live tensors as a buffer: what is read goes straight to where it is used."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """`tensors`: as `in_one_piece`."""
+        self.layout = layout_of(tensors)
+        self._flat = {name: tensor.detach().view(-1) for name, tensor in tensors.items()}
+
+    def content(self, slot: Slot) -> memoryview:
+        """This will give the bytes of a tensor, writable, without a copy."""
+        return memoryview(self._flat[slot.name].view(torch.uint8).numpy())
+
+    def named(self) -> dict[str, torch.Tensor]:
+        """This will give the tensors by name, flat."""
+        return self._flat
+
+
+def in_one_piece(tensors: Mapping[str, torch.Tensor]) -> bool:
+    """This will say whether each tensor lies in the CPU's memory, number after number, and shares none of it with another."""
+    if not all(one.device.type == "cpu" and one.is_contiguous() for one in tensors.values()):
+        return False
+    places = sorted((one.data_ptr(), one.data_ptr() + one.nbytes) for one in tensors.values() if one.nbytes)
+    return all(end <= begin for (_, end), (begin, _) in pairwise(places))
 
 
 def _stretches(
