@@ -10,7 +10,7 @@ Sources: Loshchilov and Hutter, "Decoupled weight decay regularization", 2019.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,28 +42,32 @@ class Rule:
             stretch = tuple(one.permute(order) for one in stretch)  # type: ignore[assignment]
         flat = tuple(one.contiguous().view(-1) for one in stretch)
         whole = flat[0].numel() // LANES * LANES
-        self._move_lanes([one[:whole] for one in flat], number, lr, decayed=decayed)
+        self.move_lanes([tuple(one[:whole] for one in flat)], number, lr, decayed=decayed)
         if whole < flat[0].numel():
             padded = [torch.zeros(LANES, dtype=one.dtype) for one in flat]
             for wide, one in zip(padded, flat, strict=True):
                 wide[: one.numel() - whole] = one[whole:]
-            self._move_lanes(padded, number, lr, decayed=decayed)
+            self.move_lanes([tuple(padded)], number, lr, decayed=decayed)
             for wide, one in zip(padded, flat, strict=True):
                 one[whole:] = wide[: one.numel() - whole]
         for one, moved in zip(stretch, flat, strict=True):
             if not one.is_contiguous():
                 one.copy_(moved.view(one.shape))
 
-    def _move_lanes(self, flat: list[torch.Tensor], number: int, lr: float, *, decayed: bool) -> None:
-        """One pass over memory; the operation behind `torch.optim.AdamW(fused=True)`."""
-        part, grad, mean, square = ([one] for one in flat)
+    @torch.no_grad()
+    def move_lanes(self, stretches: Sequence[Stretch], number: int, lr: float, *, decayed: bool) -> None:
+        """This will move flat stretches of a CPU whose lengths are multiples of `LANES`: one pass over memory.
+
+        It is the operation behind `torch.optim.AdamW(fused=True)`.
+        """
+        parts, grads, means, squares = (list(ones) for ones in zip(*stretches, strict=True))
         torch._fused_adamw_(
-            part,
-            grad,
-            mean,
-            square,
+            parts,
+            grads,
+            means,
+            squares,
             [],
-            [torch.tensor(float(number))],
+            [torch.tensor(float(number))] * len(parts),
             lr=lr,
             beta1=self.beta1,
             beta2=self.beta2,

@@ -8,7 +8,7 @@ Rules: gradients are read, unpacked, verified and multiplied as they were; the b
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from hpctrain.checkpoint.manifest import Manifest
 from hpctrain.checkpoint.reading import Placed, Progress, Reader, finish, placed
 from hpctrain.checkpoint.steplog import StepEntry, StepLog
 from hpctrain.errors import DamagedError
-from hpctrain.optim import AdamW, Rule, Stretch
+from hpctrain.optim import LANES, AdamW, Rule, Stretch
 
 OPEN_FILES = 64  # data files that are open at the same time
 
@@ -101,14 +101,31 @@ def _move(
     dtype = steps[0].step.flats[index].dtype
     content = reader.memory(sum(chunk.bytes for _, _, chunk in parts[0]))
     grads = torch.frombuffer(content, dtype=getattr(torch, dtype))
-    stretches = list(_overlaps(moved, low, grads))
+    wide, rest = _by_lanes(_overlaps(moved, low, grads))
     for one, chunks in zip(steps, parts, strict=True):
         reader.read(one.descriptors, one.manifest, one.step.flats[index], chunks, content, {})
         if one.step.factor != 1.0:
             grads.mul_(one.step.factor)
-        # Not cut further, as a training step does: threads that call less often wait less for each other.
-        for decayed, stretch in stretches:
+        # In one call, not cut further: threads that call less often wait less for each other.
+        for decayed, stretches in wide.items():
+            rule.move_lanes(stretches, one.step.number, one.step.lr, decayed=decayed)
+        for decayed, stretch in rest:
             rule.move(stretch, one.step.number, one.step.lr, decayed=decayed)
+
+
+def _by_lanes(
+    stretches: Iterable[tuple[bool, Stretch]],
+) -> tuple[dict[bool, list[Stretch]], list[tuple[bool, Stretch]]]:
+    """What a CPU moves whole, by whether it decays, and the few numbers at the ends of stretches that are left over."""
+    wide: dict[bool, list[Stretch]] = {}
+    rest: list[tuple[bool, Stretch]] = []
+    for decayed, stretch in stretches:
+        end = len(stretch[0]) // LANES * LANES
+        if end:
+            wide.setdefault(decayed, []).append(tuple(one[:end] for one in stretch))  # type: ignore[arg-type]
+        if end < len(stretch[0]):
+            rest.append((decayed, tuple(one[end:] for one in stretch)))  # type: ignore[arg-type]
+    return wide, rest
 
 
 def _overlaps(moved: list[_Moved], low: int, grads: torch.Tensor) -> Iterator[tuple[bool, Stretch]]:
