@@ -31,7 +31,7 @@ PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 CLONE_NEWUTS = 0x04000000
 CLONE_NEWUSER = 0x10000000
-STOPPED_STATES = frozenset("TtZXD")  # D cannot stop now, and cannot fork either
+STOPPED_STATES = frozenset("TtZX")
 SETTLE_S = 1.0
 KILL_S = 20.0
 
@@ -70,14 +70,18 @@ def signal_all(pids: Iterable[int], number: int) -> None:
 
 
 def stop_all_below() -> set[int]:
-    """Stop every descendant, also those forked meanwhile, and return the pids that this call stopped."""
+    """Stop every descendant, also those forked meanwhile, and return the pids that this call stopped.
+
+    Who waits in the kernel (D) cannot fork either, and stops as soon as that has ended.
+    """
     stopped: set[int] = set()
     deadline_s = time.monotonic() + SETTLE_S
     while True:
-        running = [pid for pid, state in descendants(os.getpid()).items() if state not in STOPPED_STATES]
-        if not running or time.monotonic() > deadline_s:
-            return stopped
+        states = descendants(os.getpid())
+        running = [pid for pid, state in states.items() if state not in STOPPED_STATES]
         signal_all(running, signal.SIGSTOP)
+        if all(states[pid] == "D" for pid in running) or time.monotonic() > deadline_s:
+            return stopped | set(running)
         stopped.update(running)
         time.sleep(0.001)
 

@@ -33,6 +33,8 @@ REPOSITORY = Path(hpcsched.__file__).parent.parent
 # Detaches as daemons do (setsid, fork again) and writes down who it is.
 DAEMON = "import os, time; os.fork() and os._exit(0); os.setsid(); os.fork() and os._exit(0); f = open('{}', 'w')"
 DAEMON += "; f.write(str(os.getpid())); f.close(); time.sleep(600)"
+SPAWNS = "import os, sys, time; opening = (os.POSIX_SPAWN_OPEN, 0, sys.argv[1], os.O_RDONLY, 0)"
+SPAWNS += "; os.posix_spawn('/bin/true', ['true'], {}, file_actions=[opening]); time.sleep(600)"
 
 
 @pytest.fixture(scope="module", params=[pytest.param("sshd", marks=pytest.mark.sshd), "embedded"])
@@ -321,6 +323,8 @@ def test_a_frozen_node_holds_its_connections_and_goes_on_when_thawed(
     with connected(own_cluster.nodes["node-a"]) as client:
         channel = start(client, "kill -STOP $$; exit 4")  # stopped by its own hand, before the node is frozen
         echo = start(client, "cat")
+        echo.sendall(b"here")
+        assert echo.recv(100) == b"here"  # a shell that is frozen before its child runs cat would be in state D
         wait_until(lambda: "T" in _states(own_cluster), what="the stopped shell")
         own_cluster.freeze("node-a")
         assert daemon in own_cluster.processes("node-a")
@@ -333,11 +337,33 @@ def test_a_frozen_node_holds_its_connections_and_goes_on_when_thawed(
 
 
 def _states(nodes: LoopbackNodes) -> list[str]:
-    states = []
-    for pid in nodes.processes("node-a"):
-        with contextlib.suppress(OSError):  # it has ended meanwhile
-            states.append(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0])
-    return states
+    return [state for pid in nodes.processes("node-a") if (state := _state(pid))]
+
+
+def _state(pid: int) -> str:
+    """The letter of proc(5), "" if it has ended meanwhile."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
+def test_what_could_not_stop_when_its_node_was_frozen_stops_when_it_can(
+    own_cluster: LoopbackNodes, tmp_path: Path
+) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    with connected(own_cluster.nodes["node-a"]) as client:
+        # vfork(2): it cannot be interrupted before its child runs the program, and the child waits for a writer
+        start(client, f'exec {sys.executable} -c "{SPAWNS}" {fifo}')
+        wait_until(
+            lambda: sorted(map(_state, _pids_that_mention(str(fifo)))) == ["D", "S"],
+            what="the one that waits for its child",
+        )
+        own_cluster.freeze("node-a")
+        (child,) = [pid for pid in _pids_that_mention(str(fifo)) if _state(pid) != "D"]
+        os.kill(child, signal.SIGKILL)
+        wait_until(lambda: set(_states(own_cluster)) == {"T"}, what="all to stand still")
 
 
 def test_a_frozen_node_can_be_switched_off(own_cluster: LoopbackNodes) -> None:
