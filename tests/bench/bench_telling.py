@@ -23,6 +23,7 @@ from hpctrain.optim import AdamW
 from hpctrain.options import add_options
 from hpctrain.phases import Phases
 from hpctrain.progress import Identity, Progress, StepReport
+from hpctrain.record import Record
 from hpctrain.scaling import RankTimes
 from hpctrain.teller import Teller
 from tests.bench.figures import Figure, from_samples
@@ -74,8 +75,9 @@ def teller(out: Path) -> Callable[[], None]:
     model = torch.nn.Linear(1, 1)
     identity = Identity(attempt=0, generation=0, job=None)
     comm = SingleCommunicator()
+    goodput = Goodput(began_at_s=time.time())
     told = Teller(
-        options, "bench", comm, identity, Progress(), model, {}, ["n1", "n2"], 10_000, Goodput(began_at_s=time.time())
+        options, "bench", comm, identity, Progress(), model, {}, ["n1", "n2"], 10_000, goodput, Record(options.out)
     )
     phases, batch = Phases(model), Batch(0, 1, 1, 1.0)
     count = 0

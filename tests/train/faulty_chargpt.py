@@ -6,7 +6,7 @@ Usage: faulty_chargpt.py FAULT OPTIONS..., where FAULT is one of
     slot:S:N        who is in slot S of an elastic run, or began as rank S, is killed at the beginning of step N
     still:S:N       ... is stopped (SIGSTOP) there
     updated:S:N:M   ... is killed there, and who is started in its place has other code; step M is taken when that one is there
-    unclaimed:N:M   rank 0 is killed there, and until step M the share lets nobody claim the attempt in its place
+    unclaimed:N:M   rank 0 is killed there, and until step M the share takes nothing: no claim of the attempt, no metrics
     untold:N        rank 0 is killed when all have taken step N, before it tells of it
     raises:R:N      rank R raises an error at the beginning of its step N
     await:N         rank 0 does not begin step N before a stop signal has come
@@ -32,6 +32,7 @@ from hpctrain.checkpoint import files
 from hpctrain.elastic.member import Membership
 from hpctrain.examples import chargpt_run
 from hpctrain.examples.chargpt import main
+from hpctrain.metrics import MetricsFile
 from hpctrain.run import Run
 from hpctrain.signals import StopRequest
 
@@ -103,20 +104,23 @@ def update(slot: int, number: int, until: int) -> None:
     at_step(0, until, lambda: wait_until(lambda: joined[0].changing, what="who comes instead"))
 
 
-def refuse_claims(number: int, until: int) -> None:
-    """Kill rank 0 once; then an attempt can be claimed from step `until` on."""
+def refuse_writes(number: int, until: int) -> None:
+    """Kill rank 0 once; then the share takes a claim and metrics from step `until` on."""
     at_step(0, number, die_once)
     taken: list[int] = []
     for rank in range(8):
         at_step(rank, until, lambda: taken.append(until))
-    real = hpctrain.run.claim
 
-    def claim(*arguments):  # noqa: ANN002, ANN202
-        if mark().exists() and not taken:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return real(*arguments)
+    def refusing(real):  # noqa: ANN001, ANN202
+        def write(*arguments):  # noqa: ANN002, ANN202
+            if mark().exists() and not taken:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return real(*arguments)
 
-    hpctrain.run.claim, hpctrain.run.CLAIM_AGAIN_S = claim, 0.0
+        return write
+
+    hpctrain.run.claim, hpctrain.run.CLAIM_AGAIN_S = refusing(hpctrain.run.claim), 0.0
+    MetricsFile._append = refusing(MetricsFile._append)
 
 
 def before_telling(number: int) -> None:
@@ -177,7 +181,7 @@ if __name__ == "__main__":
         case "updated":
             update(*map(int, arguments))
         case "unclaimed":
-            refuse_claims(*map(int, arguments))
+            refuse_writes(*map(int, arguments))
         case "untold":
             before_telling(int(arguments[0]))
         case "raises":

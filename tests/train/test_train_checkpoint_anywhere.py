@@ -15,10 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import HERE, finish, started
 
+from hpctrain.checkpoint import Report
 from hpctrain.checkpoint.listing import checkpoint_names
 from hpctrain.checkpoint.script import Checkpointer, Trees
 from hpctrain.checkpoint.tree import flattened, grown
 from hpctrain.errors import EXIT_REQUEUE, MismatchError, TrainError
+from hpctrain.heartbeat import Heartbeat, Word
 
 TREES = st.recursive(
     st.none()
@@ -138,6 +140,22 @@ def test_a_checkpoint_that_is_due_too_early_is_left_out_and_said(
     monkeypatch.undo()
     trees.close()
     assert Trees(tmp_path, environ={}).newest()[0] == 1
+
+
+def test_the_scheduler_hears_why_a_scripts_checkpoint_is_not_on_the_share(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words: list[Word] = []
+    monkeypatch.setattr(Heartbeat, "due", lambda _: True)
+    monkeypatch.setattr(Heartbeat, "say", lambda _, word: words.append(word))
+    trees = Trees(tmp_path, environ={})
+    for error in ("No space left on device", None):
+        trees._note(Report(step=3, kind="base", stored_bytes=1, write_s=0.1, error=error))
+        trees.tell(4)
+    assert [(word.note, word.checkpoint_step) for word in words] == [
+        ("checkpoints: No space left on device", 0),
+        ("", 3),
+    ]
 
 
 @pytest.mark.parametrize("library", ["lightning", "transformers"])

@@ -6,11 +6,10 @@ again, because the run goes on from an older checkpoint, counted for nothing.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from itertools import chain
 from typing import Any
-
-from hpctrain.metrics import read_backwards
 
 
 @dataclass(slots=True, kw_only=True)
@@ -50,22 +49,26 @@ class Goodput:
         )
 
 
-def carried_on(path: Path, step: int, *, interrupted: bool, began_at_s: float) -> Goodput:
-    """This will take up the account in a metrics file for a run that has come to `step`, or begin one.
+def carried_on(
+    lines: Iterator[Mapping[str, Any]],
+    step: int,
+    *,
+    interrupted: bool,
+    began_at_s: float,
+    seen: Mapping[str, Any] | None = None,
+) -> Goodput:
+    """This will take up the account in lines of metrics, the last one first, for a run that has come to `step`, or begin one.
 
     `interrupted`: ranks were lost, or are started again; else they only come and go in an orderly way.
+    `seen`: the account of the last step that this rank saw: lines before it may have been lost with the rank that had them.
     """
-    newest: dict[str, Any] | None = None
-    useful_s = 0.0
-    for line in read_backwards(path):
-        if "useful_s" not in line:
-            continue
-        newest = newest or line
-        if line["step"] <= step:
-            useful_s = line["useful_s"]
-            break
+    kept = (line for line in lines if "useful_s" in line)
+    newest = next(kept, None)
+    if seen is not None and (newest is None or newest["step"] + 1 < seen["step"]):
+        newest, kept = seen, chain([newest] if newest else [], kept)
     if newest is None:
         return Goodput(began_at_s=began_at_s)
+    useful_s = next((line["useful_s"] for line in chain([newest], kept) if line["step"] <= step), 0.0)
     return Goodput(
         began_at_s=newest["began_at_s"],
         useful_s=useful_s,

@@ -43,6 +43,11 @@ class MetricsFile:
         if self._clock() >= self._not_before_s:
             self._attempt()
 
+    def backwards(self) -> Iterator[dict[str, Any]]:
+        """This will give the lines, the last one first: those that wait, then those of the file."""
+        yield from filter(None, map(_line_of, reversed(bytes(self._waiting).split(LINE_END))))
+        yield from read_backwards(self._path)
+
     def close(self) -> None:
         """This will try once more and close the file."""
         self._attempt()

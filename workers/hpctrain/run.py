@@ -58,13 +58,13 @@ from hpctrain.data.sources import Source
 from hpctrain.data.staging import staged
 from hpctrain.env import job_facts
 from hpctrain.errors import EXIT_FAILED, EXIT_REQUEUE, MismatchError, PeerLost, PublishError, TrainError
-from hpctrain.goodput import carried_on
 from hpctrain.loop import Loop, seed_step
 from hpctrain.outermost import all_or_none, orderly_exit, tell_unmet
 from hpctrain.precision import Precision, loss_scale_for
 from hpctrain.prepare import prepare_model
 from hpctrain.profiling import Profile
 from hpctrain.progress import Identity, Progress, StepReport, progress_from
+from hpctrain.record import Record
 from hpctrain.replicas import check_replicas, hand_over
 from hpctrain.settings import check_elastic, check_options, settings_of
 from hpctrain.signals import StopRequest
@@ -145,7 +145,7 @@ class Run:
         self._began = False
         self._inside: Loop | None = None  # while the script is in it
         self._left_after: int | None = None  # the steps that were taken when the script left the loop by itself
-        self._began_at_s = time.time()
+        self._record = Record(options.out)
         self._progress: Progress | None = None  # how far this rank is, None if it has nothing yet
         self._last_step: tuple[StepReport, float] | None = None  # and when it was over
         self._interrupted = False  # ranks were lost since the last generation, or all are started again
@@ -292,7 +292,12 @@ class Run:
         live = lambda: live_tensors(model, optimizer) | sync.tensors()  # noqa: E731
         replay = replay_through(model, optimizer.step, live, lambda text: print(text, flush=True))
         progress = self._catch_up(live, replay)
-        self._attempt = self.share(lambda: self._claim.attempt if self._claim else self._attempt)
+        self._attempt, goodput = self.share(
+            lambda: (
+                self._claim.attempt if self._claim else self._attempt,
+                self._record.account(progress.step, interrupted=self._interrupted),
+            )
+        )
         if self._shares_writing and self._writer is None:
             self._writer = self._join_writers(self._attempt)
         if options.zero:
@@ -300,16 +305,15 @@ class Run:
         identity = Identity(attempt=self._attempt, generation=comm.generation, job=job_facts(self._environ).job)
         teller = None
         if self.is_first:
-            goodput = carried_on(
-                options.out / "metrics.jsonl", progress.step, interrupted=self._interrupted, began_at_s=self._began_at_s
-            )
-            teller = Teller(
-                options, self._name, comm, identity, progress, model, self._environ, hosts, task.samples, goodput
-            )
+            self._record.look_for_checkpoint(self._distrusted)
+            told_of = identity, progress, model, self._environ, hosts, task.samples, goodput
+            teller = Teller(options, self._name, comm, *told_of, self._record)
             if self._last_step is not None:
                 teller.make_up(*self._last_step)
             if advice := sync.advice():
                 print(f"{self._name}: {advice}", flush=True)
+        else:
+            self._record.follow(goodput)
         self._interrupted = False
         profile = Profile(options.profile, options.out / "profile" / f"rank-{self.rank}.json")
         loop = Loop(
@@ -365,6 +369,8 @@ class Run:
             self.comm.changing = True  # they part, and meet again
         if teller is not None:
             teller.step(report)
+        else:
+            self._record.saw(report.step, report.step_s)
 
     @property
     def _lacks_claim(self) -> bool:
@@ -435,10 +441,12 @@ class Run:
             self._claim = self._take_over()
         except (OSError, PublishError) as error:
             self._unclaimed = str(error)
+            self._record.kept.away = f"checkpoints: none for now: {error}"
             self._claim_again_at_s = time.monotonic() + CLAIM_AGAIN_S
             print(f"checkpoint: none for now, tried again every {CLAIM_AGAIN_S:.0f} s: {error}", flush=True)
             return
         self._writer = background_writer(self._options, self._claim, None)
+        self._record.kept.away = ""
         if self._unclaimed:
             print("checkpoint: they can be written again", flush=True)
 

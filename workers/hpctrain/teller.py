@@ -17,8 +17,8 @@ from hpctrain.errors import EXIT_REQUEUE
 from hpctrain.goodput import Goodput
 from hpctrain.heartbeat import Heartbeat, Word
 from hpctrain.loop import Loop
-from hpctrain.metrics import MetricsFile
 from hpctrain.progress import Identity, Progress, StepReport
+from hpctrain.record import Record
 from hpctrain.scaling import RankTimes, Scaling
 from hpctrain.signals import StopRequest
 from hpctrain.writers import Writers
@@ -41,16 +41,15 @@ class Teller:
         hosts: Sequence[str],
         epoch_samples: int | None,
         goodput: Goodput,
+        record: Record,
     ) -> None:
         self._options, self._comm, self._identity, self._goodput = options, comm, identity, goodput
         self._heartbeat = Heartbeat(environ)
-        self._away = ""  # why the last checkpoint is not on the share
-        self._kept_step, self._kept_at_s = 0, 0.0  # the last checkpoint of this attempt, on the monotonic clock
+        self._file, self._kept = record.file, record.kept
         self._epoch_samples = epoch_samples
         self._scaling = Scaling(hosts)
         self._writers = Writers(options.log, options.out, name, {"ranks": comm.size, **_plain(vars(options))})
         self._pace_s = 0.0  # seconds of a step, the last ones counting most
-        self._file = MetricsFile(options.out / "metrics.jsonl")
         self._resumed_from: int | None = progress.step or None
         count = sum(parameter.numel() for parameter in model.parameters())
         start = f"resumed from step {progress.step}" if progress.step else "a fresh start"
@@ -107,10 +106,10 @@ class Teller:
                 loss=report.loss,
                 samples_per_s=rate * sum(report.shares),
                 steps_per_s=rate,
-                checkpoint_step=self._kept_step,
-                checkpoint_at_s=self._kept_at_s,
+                checkpoint_step=self._kept.step,
+                checkpoint_at_s=self._kept.at_s,
                 goodput=self._goodput.share(time.time()),
-                note=self._away or self._scaling.straggler(),
+                note=self._kept.away or self._scaling.straggler(),
             )
         )
 
@@ -168,11 +167,11 @@ class Teller:
     def _tell_checkpoint(self, report: Report | None) -> None:
         if report is None:
             return
-        self._away = f"checkpoints: {report.error}" if report.error else ""
+        self._kept.away = f"checkpoints: {report.error}" if report.error else ""
         if report.error:
             print(f"checkpoint of step {report.step}: {report.error}", flush=True)
             return
-        self._kept_step, self._kept_at_s = report.step, time.monotonic()
+        self._kept.step, self._kept.at_s = report.step, time.monotonic()
         print(
             f"checkpoint: step {report.step}, {report.kind}, {report.stored_bytes / 1e6:.2f} MB, written in "
             f"{report.write_s * 1e3:.0f} ms (training waited {report.copy_s * 1e3:.1f} ms)",

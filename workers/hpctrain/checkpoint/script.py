@@ -70,6 +70,7 @@ class Trees:
         self._restored: Restored | None = None
         self._heartbeat = Heartbeat(self._environ)
         self._kept_step, self._kept_at_s = 0, 0.0
+        self._away = ""  # why the last one is not on the share
 
     def newest(self) -> tuple[int, Any] | None:
         """This will read the newest checkpoint that is whole, and give its step and the tree; None: there is none.
@@ -137,11 +138,13 @@ class Trees:
                 steps_per_s=0.0,
                 checkpoint_step=self._kept_step,
                 checkpoint_at_s=self._kept_at_s,
-                note="",
+                note=self._away,
             )
             self._heartbeat.say(word)
 
     def _note(self, report: Report | None) -> Report | None:
+        if report is not None:
+            self._away = f"checkpoints: {report.error}" if report.error else ""
         if report is not None and report.error:
             _tell(f"checkpoint of step {report.step}: {report.error}")
         elif report is not None:

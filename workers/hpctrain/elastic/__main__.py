@@ -234,7 +234,10 @@ class Elastic:
     def _report(self) -> None:
         account, now_s = self._server.account, time.monotonic()
         if self._options.report is not None:
-            self._options.report.write_text(json.dumps(account.facts(now_s)) + "\n")
+            try:
+                self._options.report.write_text(json.dumps(account.facts(now_s)) + "\n")
+            except OSError as error:  # the ranks have done their work: their status stands
+                _say(f"cannot write {self._options.report}: {error.strerror}")
         for line in account.describe(now_s):
             _say(line)
 
