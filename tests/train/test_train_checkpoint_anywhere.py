@@ -20,7 +20,7 @@ from hpctrain.checkpoint.listing import checkpoint_names
 from hpctrain.checkpoint.script import Checkpointer, Trees
 from hpctrain.checkpoint.tree import flattened, grown
 from hpctrain.errors import EXIT_REQUEUE, MismatchError, TrainError
-from hpctrain.heartbeat import Heartbeat, Word
+from hpctrain.heartbeat import Heartbeat
 
 TREES = st.recursive(
     st.none()
@@ -142,20 +142,20 @@ def test_a_checkpoint_that_is_due_too_early_is_left_out_and_said(
     assert Trees(tmp_path, environ={}).newest()[0] == 1
 
 
-def test_the_scheduler_hears_why_a_scripts_checkpoint_is_not_on_the_share(
+def test_the_scheduler_hears_of_a_script_and_why_its_checkpoint_is_not_on_the_share(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words: list[Word] = []
+    said: list[dict[str, object]] = []
     monkeypatch.setattr(Heartbeat, "due", lambda _: True)
-    monkeypatch.setattr(Heartbeat, "say", lambda _, word: words.append(word))
-    trees = Trees(tmp_path, environ={})
+    monkeypatch.setattr(Heartbeat, "_send", lambda _, message: said.append(message))
+    trees = Trees(tmp_path, environ={"HPCSCHED_SOCKET": "agent", "HPCSCHED_JOB_ID": "12"})
     for error in ("No space left on device", None):
         trees._note(Report(step=3, kind="base", stored_bytes=1, write_s=0.1, error=error))
         trees.tell(4)
-    assert [(word.note, word.checkpoint_step) for word in words] == [
-        ("checkpoints: No space left on device", 0),
-        ("", 3),
-    ]
+    away, back = said
+    assert (away["step"], away["note"]) == (4, "checkpoints: No space left on device")
+    assert "checkpoint_step" not in away
+    assert (back["checkpoint_step"], back["note"]) == (3, "")
 
 
 @pytest.mark.parametrize("library", ["lightning", "transformers"])

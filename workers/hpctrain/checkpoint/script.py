@@ -12,6 +12,7 @@ Rules: SIGTERM and SIGUSR1 end the script after the present step, with a checkpo
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import time
@@ -133,11 +134,12 @@ class Trees:
             word = Word(
                 step=step,
                 total_steps=0,
-                loss=float("nan"),
+                loss=math.nan,
                 samples_per_s=0.0,
                 steps_per_s=0.0,
                 checkpoint_step=self._kept_step,
                 checkpoint_at_s=self._kept_at_s,
+                goodput=0.0,
                 note=self._away,
             )
             self._heartbeat.say(word)
