@@ -88,6 +88,7 @@ def on_meta() -> torch.nn.Module:
     [
         (lambda: torch.nn.LazyLinear(3), "weight has no shape yet .* call the model once on a sample"),
         (lambda: torch.nn.LazyBatchNorm1d(), "has no shape yet"),
+        (lambda: torch.nn.Linear(2, 3).requires_grad_(False), "it has no weights, or all are frozen"),
         (on_meta, "weight has no values .* call model.to_empty"),
     ],
 )

@@ -110,6 +110,32 @@ def test_optimizers_that_cannot_be_served_are_refused_with_the_reason() -> None:
 
     with pytest.raises(TrainError, match="with Counting: its state 'calls' is a int, and a checkpoint keeps tensors"):
         TorchOptimizer(model, Counting(model.parameters(), lr=0.1))
+    with pytest.raises(TrainError, match="with SparseAdam: SparseAdam does not support dense gradients"):
+        TorchOptimizer(model, torch.optim.SparseAdam(model.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("given", "named"), [(None, "a NoneType"), ([], "a list"), (torch.optim.SGD, "SGD"), (AdamW, "AdamW")]
+)
+def test_what_is_no_optimizer_is_refused(given: object, named: str) -> None:
+    with pytest.raises(TrainError, match=f"cannot train with {named} for an optimizer: give run.steps one object"):
+        optimizer_for(model_of(), given)  # type: ignore[arg-type]
+
+
+def test_a_script_that_changes_groups_or_rates_meanwhile_is_refused() -> None:
+    model = model_of()
+    plain = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(plain, 0.9)
+    wrapped = TorchOptimizer(model, plain)
+    set_gradients(model, 1)
+    wrapped.step(1, 0.1)
+    wrapped.step(2, 0.05)
+    schedule.step()
+    with pytest.raises(TrainError, match="the script has set its learning rate .* --lr's, by --warmup and --schedule"):
+        wrapped.step(3, 0.05)
+    plain.add_param_group({"params": model[2].parameters()})
+    with pytest.raises(TrainError, match="it has got another parameter group since the loop began"):
+        wrapped.step(3, 0.05)
 
 
 def test_our_own_is_taken_as_it_is() -> None:

@@ -6,7 +6,8 @@ Rules: the gradients of all pieces of all ranks add up to those of the mean over
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,36 @@ import torch
 
 from hpctrain.errors import TrainError
 from hpctrain.phases import Phases
+
+
+class Passes:
+    """The backward passes of batches: a gradient that comes otherwise is refused, as nobody has weighted it by its samples."""
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        self._inside = False
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        self._hooks = [parameter.register_post_accumulate_grad_hook(self._check) for parameter in trained]
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        """In here gradients are a batch's."""
+        self._inside = True
+        try:
+            yield
+        finally:
+            self._inside = False
+
+    def close(self) -> None:
+        """This will leave the parameters alone."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _check(self, _parameter: torch.nn.Parameter) -> None:
+        if not self._inside:
+            raise TrainError(
+                "cannot use gradients of loss.backward(): call batch.backward(loss) instead, once, with all losses added up; "
+                "it weights them by this rank's samples"
+            )
 
 
 class Batch:
@@ -27,6 +58,7 @@ class Batch:
         self._load = load
         self.loss: float | None = None
         self.phases: Phases | None = None  # a clock, if somebody wants to know
+        self.passes: Passes | None = None  # if somebody makes sure that there are no others
 
     def __len__(self) -> int:
         return self.high - self.low
@@ -44,10 +76,21 @@ class Batch:
         """This will compute gradients of `loss`, the mean over these samples; called once."""
         if self.loss is not None:
             raise TrainError(f"cannot compute gradients of step {self.step} twice: call backward once for each batch")
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise TrainError(
+                f"cannot compute gradients of step {self.step}: batch.backward takes the mean loss over the samples, a tensor of "
+                f"one number, and got {what}"
+            )
+        if not loss.requires_grad:
+            raise TrainError(
+                f"cannot compute gradients of step {self.step}: the loss does not come from weights that are trained (was it "
+                "computed under torch.no_grad, or detached?)"
+            )
         whole = loss.float() if loss.dtype in (torch.bfloat16, torch.float16) else loss
         if self.phases is not None:
             self.phases.backward_begins()
-        with torch.autocast(loss.device.type, enabled=False):
+        with torch.autocast(loss.device.type, enabled=False), self.passes.one() if self.passes else nullcontext():
             (whole * self._scale).backward()
         self.loss = float(loss.detach())
         if self.phases is not None:

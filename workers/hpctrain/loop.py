@@ -16,12 +16,13 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import cast
 
 import numpy as np
 import torch
 
 from hpctrain.balance import Balance
-from hpctrain.batch import Batch, Step, pieces_of
+from hpctrain.batch import Batch, Passes, Step, pieces_of
 from hpctrain.checkpoint import Facts, GradientLog, Report, Wish, Writer
 from hpctrain.checkpoint.interval import Interval
 from hpctrain.checkpoint.snapshot import State
@@ -80,6 +81,8 @@ class Loop:
         self._buckets = sync.buckets
         self._exchanged_bytes = sum(flat.nbytes for flat in sync.buckets.flats) if comm.size > 1 else 0
         self._phases = Phases(model)
+        self._passes = Passes(model.parameters())
+        self._frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
         self._replicas = Replicas(model, comm)
         self.profile = profile
         weights = settings.weights or (1.0,) * comm.size
@@ -131,6 +134,7 @@ class Loop:
             raise
         finally:
             self._phases.close()
+            self._passes.close()
             self._buckets.close()
             if self._feed is not None:
                 self._feed.close()
@@ -175,7 +179,7 @@ class Loop:
         load = self._feed.take if self._feed is not None else None
         step.pieces += [Batch(low, high, step.number, (high - low) * scale, load) for low, high in spans]
         for piece in step.pieces:
-            piece.phases = self._phases
+            piece.phases, piece.passes = self._phases, self._passes
         return step
 
     def _step_at(self, number: int, low: int) -> Step:
@@ -212,6 +216,8 @@ class Loop:
             if self.left:
                 return True
             said = [self._rebalance(batch, list(times.own_s)), self._sync.measured(own_s, waited_s)]
+        elif not math.isfinite(loss):
+            self._refuse_loss(batch, loss, alone=True)
         grad_norm, skipped = self._move(batch, lr)
         if local is not None and met:
             comm_s = waited_s = self._meet(local, batch.part)
@@ -257,6 +263,11 @@ class Loop:
 
     def _move(self, batch: Step, lr: float) -> tuple[float, str]:
         """Move the weights by the gradients, if these are finite; returns their norm, and what changes, in words."""
+        if any(parameter.requires_grad for parameter in self._frozen):
+            raise TrainError(
+                f"cannot take step {batch.number}: weights that were frozen when the loop began are to be trained now; let "
+                "run.stop() end this run there, and train them in one of its own, with another --out, from its model"
+            )
         progress, scale = self.progress, self.progress.loss_scale.value
         grad_norm, factor = clip_factor(self._buckets.squares(), self._settings.clip_norm, scale)
         finite = math.isfinite(grad_norm)
@@ -334,14 +345,13 @@ class Loop:
             )
         self.left = True
 
-    def _refuse_loss(self, batch: Step, local_loss: float) -> None:
-        """Say where the loss is not finite: which ranks, and which of their samples."""
-        spans: list[tuple[float, list[tuple[int, int]]]] = self._comm.all_gather_object(  # type: ignore[assignment]
-            (local_loss, [(p.low, p.high) for p in batch.pieces if not math.isfinite(p.loss or 0.0)])
-        )
+    def _refuse_loss(self, batch: Step, local_loss: float, *, alone: bool = False) -> None:
+        """Say where the loss is not finite: which ranks, and which of their samples; all ranks call it, or one `alone`."""
+        mine = (local_loss, [(p.low, p.high) for p in batch.pieces if not math.isfinite(p.loss or 0.0)])
+        spans = [mine] if alone else cast("list[tuple[float, list[Span]]]", self._comm.all_gather_object(mine))
         bad = [
             f"rank {rank}, in its samples " + ", ".join(f"{low} to {high}" for low, high in pieces)
-            for rank, (part, pieces) in enumerate(spans)
+            for rank, (part, pieces) in enumerate(spans, self._comm.rank if alone else 0)
             if not math.isfinite(part)
         ]
         where = "; ".join(bad) or "the sum over the ranks"

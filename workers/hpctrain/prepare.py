@@ -39,6 +39,8 @@ def prepare_model(options: argparse.Namespace, model: torch.nn.Module) -> None:
 
 
 def _check_weights(model: torch.nn.Module) -> None:
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise TrainError("cannot train this model: it has no weights, or all are frozen (requires_grad is False)")
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
         if is_lazy(tensor):
             raise TrainError(

@@ -242,6 +242,10 @@ class Run:
         `validation(part, parts)` returns the sum of losses over one part of the validation samples, and how many they are.
         """
         options = self._options
+        if self._began:
+            raise TrainError(
+                "cannot begin another loop: run.steps was called already, and a run has one; start another run"
+            )
         self._began = True
         check_options(options)
         check_writers(options.log)

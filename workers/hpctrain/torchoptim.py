@@ -13,13 +13,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
 from hpctrain.errors import TrainError
 
 
+@runtime_checkable
 class Optimizer(Protocol):
     """What moves the weights by their gradients."""
 
@@ -34,8 +35,20 @@ class Optimizer(Protocol):
 
 
 def optimizer_for(model: torch.nn.Module, optimizer: Optimizer | torch.optim.Optimizer) -> Optimizer:
-    """This will give the loop's view of an optimizer; ours is one already."""
-    return TorchOptimizer(model, optimizer) if isinstance(optimizer, torch.optim.Optimizer) else optimizer
+    """This will give the loop's view of an optimizer; ours is one already.
+
+    Raises:
+        TrainError: it is none, or one that cannot be served.
+    """
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return TorchOptimizer(model, optimizer)
+    if isinstance(optimizer, type) or not isinstance(optimizer, Optimizer):
+        what = optimizer.__name__ if isinstance(optimizer, type) else f"a {type(optimizer).__name__}"
+        raise TrainError(
+            f"cannot train with {what} for an optimizer: give run.steps one object of torch.optim or hpctrain.optim; several "
+            "rates or settings are parameter groups of one"
+        )
+    return optimizer
 
 
 @contextmanager
@@ -68,6 +81,7 @@ class TorchOptimizer:
         self._ratios = [float(group["lr"]) / first_lr if first_lr else 1.0 for group in optimizer.param_groups]
         self.fresh = {p: copy.deepcopy(optimizer.state[p]) for p in self._named.values() if p in optimizer.state}
         self._is_stepping = False
+        self._rates: list[float] = []  # as `step` has set them
         self._try_a_step()
         self.tensors()
 
@@ -95,9 +109,11 @@ class TorchOptimizer:
 
     def step(self, number: int, lr: float) -> None:
         """This will move the weights by their gradients; `number` counts from 1."""
+        self._check_groups()
         if number == 1:
             self._forget()
         self._set_lr([lr * ratio for ratio in self._ratios])
+        self._rates = self._lrs()
         self._is_stepping = True
         self.plain.step()
         self._is_stepping = False
@@ -108,6 +124,18 @@ class TorchOptimizer:
             raise TrainError(
                 f"cannot take a step of {self._kind} here: run.steps takes it after batch.backward, by the gradients of all "
                 "ranks; leave optimizer.step() away"
+            )
+
+    def _check_groups(self) -> None:
+        if len(self.plain.param_groups) != len(self._ratios):
+            raise TrainError(
+                f"cannot take a step of {self._kind}: it has got another parameter group since the loop began; give it all of "
+                "them before run.steps"
+            )
+        if self._rates and self._lrs() != self._rates:
+            raise TrainError(
+                f"cannot take a step of {self._kind}: the script has set its learning rate (a scheduler's step?), but that is "
+                "--lr's, by --warmup and --schedule; leave it away"
             )
 
     def _try_a_step(self) -> None:
@@ -123,6 +151,8 @@ class TorchOptimizer:
             raise TrainError(
                 f"cannot train with {self._kind}: it computes the loss several times within a step ({error})"
             ) from error
+        except RuntimeError as error:
+            raise TrainError(f"cannot train with {self._kind}: {error}") from error
         finally:
             for group, rate in zip(self.plain.param_groups, rates, strict=True):
                 group["lr"] = rate
@@ -142,6 +172,9 @@ class TorchOptimizer:
                 group["lr"].fill_(rate)
             else:
                 group["lr"] = rate
+
+    def _lrs(self) -> list[float]:
+        return [float(group["lr"]) for group in self.plain.param_groups]
 
     def _parameters(self) -> Iterator[torch.nn.Parameter]:
         for group in self.plain.param_groups:

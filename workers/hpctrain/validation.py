@@ -18,9 +18,13 @@ Validation = Callable[[int, int], tuple[float, int]]
 @torch.no_grad()
 def validation_loss(model: torch.nn.Module, validation: Validation, comm: Communicator) -> float:
     """This will give the mean loss over the validation samples; all ranks take a part of them."""
+    training = [
+        module for module in model.modules() if module.training
+    ]  # frozen layers may be in eval mode all the time
     model.eval()
     total, count = validation(comm.rank, comm.size)
-    model.train()
+    for module in training:
+        module.training = True
     facts = torch.tensor([total, float(count)], dtype=torch.float64)
     comm.all_reduce(facts)
     return float(facts[0] / facts[1])
