@@ -154,8 +154,14 @@ def test_the_scheduler_hears_of_a_script_and_why_its_checkpoint_is_not_on_the_sh
         trees.tell(4)
     away, back = said
     assert (away["step"], away["note"]) == (4, "checkpoints: No space left on device")
-    assert "checkpoint_step" not in away
+    assert not {"checkpoint_step", "loss", "goodput"} & away.keys()
     assert (back["checkpoint_step"], back["note"]) == (3, "")
+    trees.begin(5, {"weight": torch.ones(3)})
+    trees.close()
+    again = Trees(tmp_path, environ={"HPCSCHED_SOCKET": "agent", "HPCSCHED_JOB_ID": "12"})
+    assert again.newest() is not None
+    again.tell(5)
+    assert said[-1]["checkpoint_step"] == 5
 
 
 @pytest.mark.parametrize("library", ["lightning", "transformers"])

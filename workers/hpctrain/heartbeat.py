@@ -24,7 +24,7 @@ _HEADER = struct.Struct("!II")  # lengths of the JSON text and of what follows i
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Word:
-    """What is said; 0: not known."""
+    """What is said; 0, of loss and goodput NaN: not known."""
 
     step: int
     total_steps: int
@@ -82,11 +82,9 @@ class Heartbeat:
             "total_steps": word.total_steps,
             "samples_per_s": _number(word.samples_per_s) or 0.0,
             "steps_per_s": _number(word.steps_per_s) or 0.0,
-            "goodput": word.goodput,
             "note": word.note,
         }
-        if _number(word.loss) is not None:
-            message["loss"] = word.loss
+        message |= {name: value for name in ("loss", "goodput") if (value := _number(getattr(word, name))) is not None}
         if word.checkpoint_step:
             message |= {"checkpoint_step": word.checkpoint_step, "checkpoint_age_s": now_s - word.checkpoint_at_s}
         return message

@@ -91,6 +91,7 @@ class Trees:
             raise MismatchError(
                 f"cannot go on from {self.directory}: its checkpoints are of hpctrain's own loop; give another directory"
             )
+        self._kept_step, self._kept_at_s = facts.step, time.monotonic() - (time.time() - facts.written_at_s)
         return facts.step, grown(facts.state["tree"], tensors)
 
     def begin(self, step: int, tree: object) -> bool:
@@ -139,7 +140,7 @@ class Trees:
                 steps_per_s=0.0,
                 checkpoint_step=self._kept_step,
                 checkpoint_at_s=self._kept_at_s,
-                goodput=0.0,
+                goodput=math.nan,
                 note=self._away,
             )
             self._heartbeat.say(word)
