@@ -86,7 +86,8 @@ def test_input_for_all_is_kept_until_all_that_live_have_it(controller: Controlle
     hrun.feed(b"more")
     more, data = controller.take(Input)
     assert (more.task, more.offset, data) == (ALL_TASKS, 5, b"more")
-    controller.end(0, close=(1, 2))
+    for fd in (1, 2):
+        controller.output(0, b"", fd=fd, eof=True)
     controller.say(StepEnded(codes=[0, 0], signals=[0, 0]))
     assert hrun.finish()[0] == 0
 
