@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from hpctrain.checkpoint.buffers import Buffer
-from hpctrain.checkpoint.chunks import ITEM_BYTES, Chunk, TensorEntry, hashes_of
+from hpctrain.checkpoint.chunks import CHUNK_BYTES, ITEM_BYTES, Chunk, TensorEntry, hashes_of
 from hpctrain.checkpoint.manifest import Manifest
 from hpctrain.checkpoint.pack import Packing, digest, unpack_into
 from hpctrain.checkpoint.packer import threads
@@ -61,7 +61,7 @@ class _Own(threading.local):
     def read(self, descriptor: int, chunk: Chunk) -> memoryview:
         """What is stored of a chunk; it is there until the next one's is."""
         if len(self.stored) < chunk.stored:
-            self.stored = bytearray(chunk.stored)
+            self.stored = bytearray(max(chunk.stored, CHUNK_BYTES))
         stored = memoryview(self.stored)[: chunk.stored]
         return stored[: os.preadv(descriptor, [stored], chunk.at)]
 
