@@ -39,10 +39,10 @@ from hpctrain.checkpoint import (
     Retention,
     Writer,
     claim,
-    refuge,
     replay_through,
     restore_newest,
 )
+from hpctrain.checkpoint.bringing import bring_back, bring_parts
 from hpctrain.checkpoint.files import write_draft
 from hpctrain.checkpoint.group import Seat
 from hpctrain.checkpoint.interval import Interval, claims_at_s
@@ -394,6 +394,8 @@ class Run:
 
         A rank that is interrupted in it has what it had before, or all of the other's.
         """
+        if self._progress is None:
+            bring_parts(self._options.out / "checkpoints")
         steps = cast("list[int]", self.comm.all_gather_object(-1 if self._progress is None else self._progress.step))
         begins = max(steps) < 0
         plan = None
@@ -436,7 +438,7 @@ class Run:
     def _take_over(self) -> Claim:
         """Claim the attempt: whoever wrote before must not any more."""
         mine = claim(self._options.out / "checkpoints", job_facts(self._environ), time.time())
-        self._bring_back(mine)
+        bring_back(mine)
         return mine
 
     def _take_over_if_possible(self) -> None:
@@ -464,16 +466,6 @@ class Run:
     def _interval(self) -> Interval:
         claims_s = claims_at_s(self._claim.directory) if self._claim is not None else []
         return Interval(self._options.checkpoint_every, claims_s, time.time())
-
-    def _bring_back(self, mine: Claim) -> None:
-        """What an earlier attempt could keep on this host only goes to the share first."""
-        try:
-            names = refuge.bring_back(refuge.place_for(mine.directory), mine)
-        except (OSError, PublishError) as error:
-            print(f"checkpoint: what this host has kept cannot be brought to the share: {error}", flush=True)
-            return
-        for name in names:
-            print(f"checkpoint: {name}, which this host has kept, is on the share now", flush=True)
 
     def _restore(self, tensors: dict[str, torch.Tensor], replay: Replay) -> Restored | None:
         directory = self._options.out / "checkpoints"

@@ -19,12 +19,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 
-from hpctrain.checkpoint import refuge
+from hpctrain.checkpoint import refuge, refuge_parts
 from hpctrain.checkpoint.buffers import Buffer
 from hpctrain.checkpoint.filling import BROKEN, FULL
 from hpctrain.checkpoint.group import First, Other
 from hpctrain.checkpoint.handing import Handing
 from hpctrain.checkpoint.maker import Maker, Order, Report, Standing, Task
+from hpctrain.checkpoint.manifest import Facts
 from hpctrain.checkpoint.retain import Retention
 from hpctrain.errors import PublishError, StaleAttemptError
 
@@ -61,7 +62,8 @@ class Keeper:
         self._task, self._patience_s = task, patience_s
         retention = Retention(task.claim, task.policy, task.distrusted)
         self._maker = Maker(task.claim, task.parent, task.base_every, retention, task.chunk_bytes, group)
-        self._alone = group is None  # else no process has the whole state
+        self._alone = group is None  # else each process has a part of the state
+        self._rank = task.seat.rank if task.seat is not None else 0
         self._share = ThreadPoolExecutor(1, "share")
         self._slow: Future[Report] | None = None  # what the share has not answered yet
         self._read: set[int] = set()  # numbers of buffers that this one still reads
@@ -93,7 +95,7 @@ class Keeper:
         except StaleAttemptError as error:
             return error, self._maker.standing
         self._slow = None
-        if report.error and self._alone:
+        if report.error:
             return self._locally(order, started_s, report.error)
         return report, self._maker.standing
 
@@ -107,9 +109,28 @@ class Keeper:
         if self._slow is not None and not self._slow.done():
             return
         with suppress(PublishError, OSError, StaleAttemptError):
-            for name in refuge.bring_back(self._place, self._task.claim):
+            for name in self._brought():
                 print(f"checkpoint: {name} is on the share now, which takes them again", flush=True)
+
+    def _brought(self) -> list[str]:
+        """What is on the share now, after all that is here has been brought there."""
+        claim = self._task.claim
+        if self._alone:
+            names = refuge.bring_back(self._place, claim)
             self.waiting = False
+            return names
+        refuge_parts.bring_parts(self._place, claim.directory, self._rank)
+        names = refuge_parts.join_parts(claim) if self._rank == 0 else []
+        self.waiting = self._rank == 0 and refuge_parts.awaited(claim.directory)
+        return names
+
+    def _keep(self, snapshot: Buffer, facts: Facts) -> None:
+        """What this process has of a state goes to this node's own disk."""
+        place, chunk_bytes = self._place, self._task.chunk_bytes
+        if self._alone:
+            refuge.keep(place, snapshot, facts, self._packers, chunk_bytes)
+        else:
+            refuge_parts.keep_part(place, self._rank, self._task.ranks, snapshot, facts, self._packers, chunk_bytes)
 
     def tidy(self) -> None:
         """This will remove what is not wanted any more."""
@@ -121,7 +142,7 @@ class Keeper:
         self.waiting, where = True, "only the running program has the state"
         if order.snapshot is not None:
             try:
-                refuge.keep(self._place, order.snapshot, order.facts, self._packers, self._task.chunk_bytes)
+                self._keep(order.snapshot, order.facts)
                 where = f"kept on {socket.gethostname()} in {self._place}"
             except (PublishError, OSError) as error:
                 where += f": {error}"

@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from hpctrain.checkpoint.chunks import TensorEntry, tensor_from_json, tensor_to_json
 from hpctrain.checkpoint.files import to_json
@@ -89,9 +90,30 @@ def order_of(name: str) -> tuple[int, int] | None:
     return (int(match[1]), int(match[2])) if match else None
 
 
+def facts_to_json(facts: Facts) -> dict[str, object]:
+    """This will give what a manifest says beside its tensors."""
+    return asdict(facts) | {"state": dict(facts.state)}
+
+
+def facts_from_json(body: Mapping[str, Any]) -> Facts:
+    """This will read what a manifest says beside its tensors.
+
+    Raises:
+        ValueError, KeyError, TypeError: a field is missing or wrong.
+    """
+    return Facts(
+        step=int(body["step"]),
+        attempt=int(body["attempt"]),
+        generation=int(body["generation"]),
+        world=int(body["world"]),
+        job=body["job"],
+        written_at_s=float(body["written_at_s"]),
+        state=body["state"],
+    )
+
+
 def to_bytes(manifest: Manifest) -> bytes:
     """This will write a manifest as JSON with its checksum."""
-    facts = asdict(manifest.facts) | {"state": dict(manifest.facts.state)}
     body = {
         "format": FORMAT,
         "version": VERSION,
@@ -104,7 +126,7 @@ def to_bytes(manifest: Manifest) -> bytes:
         "chunk_bytes": manifest.chunk_bytes,
         "data": [asdict(data) for data in manifest.data],
         "tensors": [tensor_to_json(tensor) for tensor in manifest.tensors],
-        **facts,
+        **facts_to_json(manifest.facts),
     }
     if manifest.log is not None:
         body["log"] = log_to_json(manifest.log)
@@ -163,15 +185,7 @@ def _from_json(body: dict) -> Manifest:
     if outside:
         raise ValueError(f"data file {outside[0]!r} lies outside of the directory")
     manifest = Manifest(
-        facts=Facts(
-            step=int(body["step"]),
-            attempt=int(body["attempt"]),
-            generation=int(body["generation"]),
-            world=int(body["world"]),
-            job=body["job"],
-            written_at_s=float(body["written_at_s"]),
-            state=body["state"],
-        ),
+        facts=facts_from_json(body),
         kind=body["kind"],
         parent=Parent(name=str(parent["name"]), checksum=str(parent["checksum"])) if parent else None,
         base=str(body["base"]),

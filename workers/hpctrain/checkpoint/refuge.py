@@ -41,10 +41,7 @@ def keep(place: Path, snapshot: Buffer, facts: Facts, pool: Executor, chunk_byte
     Raises:
         OSError, PublishError: this disk does not take it either.
     """
-    for folder in _private(place):
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if not _is_ours(place):
-        raise PermissionError(f"others may change {place}, or what it is in")
+    prepare(place)
     before = checkpoint_names(place)
     here = Claim(directory=place, attempt=facts.attempt)
     part = write_part(here, snapshot, facts, None, pool, chunk_bytes)
@@ -53,13 +50,25 @@ def keep(place: Path, snapshot: Buffer, facts: Facts, pool: Executor, chunk_byte
         _remove(place, name)
 
 
+def prepare(place: Path) -> None:
+    """This will make the refuge, if it is not there.
+
+    Raises:
+        OSError: this disk does not take it, or others may change what it has.
+    """
+    for folder in _private(place):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not is_ours(place):
+        raise PermissionError(f"others may change {place}, or what it is in")
+
+
 def _private(place: Path) -> tuple[Path, ...]:
     """Return which directories must be ours alone: where the user has not named the outer one, that as well."""
     return (place,) if os.environ.get("HPCTRAIN_REFUGE") else (place.parent, place)
 
 
-def _is_ours(place: Path) -> bool:
-    """Return whether nobody else can have made the refuge, or put another one in its place: its name is easily guessed."""
+def is_ours(place: Path) -> bool:
+    """This will say whether nobody else can have made the refuge, or put another one in its place: its name is easily guessed."""
     found = [os.lstat(folder) for folder in _private(place)]
     return all(stat.S_ISDIR(one.st_mode) and one.st_uid == os.getuid() and not one.st_mode & 0o022 for one in found)
 
@@ -74,7 +83,7 @@ def bring_back(place: Path, mine: Claim) -> list[str]:
         StaleAttemptError: a later attempt has taken over.
     """
     published: list[str] = []
-    if not place.exists() or not _is_ours(place):  # what others may have put there is no state of ours
+    if not place.exists() or not is_ours(place):  # what others may have put there is no state of ours
         return published
     for name in checkpoint_names(place):
         there = checkpoint_names(mine.directory)
@@ -97,7 +106,7 @@ def _publish(place: Path, name: str, mine: Claim) -> None:
     path = mine.directory / (name + SUFFIX)
     try:
         for here, there in zip(kept.data, brought, strict=True):
-            files.write_new(mine.directory / there.file, _pieces(place / here.file, here.bytes), direct=True)
+            files.write_new(mine.directory / there.file, pieces_of(place / here.file, here.bytes), direct=True)
         files.sync_directory(mine.directory)
         draft = files.write_draft(path, to_bytes(replace(kept, data=brought)))
     except (DamagedError, PublishError, OSError):
@@ -112,7 +121,12 @@ def _publish(place: Path, name: str, mine: Claim) -> None:
     files.replace_hint(mine.directory / LATEST, path.name.encode() + b"\n")
 
 
-def _pieces(path: Path, length: int) -> Iterator[bytes]:
+def pieces_of(path: Path, length: int) -> Iterator[bytes]:
+    """This will give a file's content, piece by piece.
+
+    Raises:
+        DamagedError: it is not there, or not as long.
+    """
     try:
         with path.open("rb") as stream:
             for low in range(0, length, PIECE_BYTES):

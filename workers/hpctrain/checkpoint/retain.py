@@ -22,7 +22,9 @@ from hpctrain.errors import DamagedError
 
 DOOMED = ".doomed"
 # Data files and drafts bear the attempt that made them.
-LEFTOVER = re.compile(r"(?:data-)?(step-\d{10,}\.a(\d{4,}))(?:-[0-9a-f]+\.bin|\.json\.[0-9a-f]+\.tmp)")
+LEFTOVER = re.compile(
+    r"(?:data-|part-)?(step-\d{10,}\.a(\d{4,}))(?:-[0-9a-f]+\.bin|\.r\d+\.json|(?:\.r\d+)?\.json\.[0-9a-f]+\.tmp)"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
