@@ -91,7 +91,7 @@ class _PlanRoom:
         planner, line = self._planner, _line(job)
         amount = self._amount(job)
         part = amount / max(1.0, self._machine(line)[CPU])
-        limit_s = planner.limit_s(job)
+        limit_s = planner.lasting.limit_s(job)
         return Candidate(
             number=number,
             since_s=job.since_s if job.since_s is not None else planner.snapshot.now_s,

@@ -59,6 +59,15 @@ class Kept:
         room = self._rooms.get(job_id)
         return room is not None and room.start_s <= self._timeline.now_s
 
+    def in_the_way(self, job: PendingJob, nodes: Collection[int], until_s: float) -> list[JobId]:
+        """Return for which other jobs something is kept on `nodes` before `until_s`, the first ones first."""
+        rooms = sorted(self._rooms.items(), key=lambda item: item[1].start_s)
+        return [
+            job_id
+            for job_id, room in rooms
+            if job_id != job.id and room.start_s < until_s and any(part.node in nodes for part in room.parts)
+        ]
+
     def keep(self, job: PendingJob, start_s: float, end_s: float, parts: Sequence[Part]) -> None:
         """Keep `parts` for `job`, for which nothing is kept yet."""
         for part in parts:

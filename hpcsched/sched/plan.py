@@ -21,7 +21,6 @@ from dataclasses import replace
 from hpcsched.model.ids import JobId
 from hpcsched.model.job import Reason
 from hpcsched.model.resources import Share
-from hpcsched.model.units import known_limit_s
 from hpcsched.sched.blocks import Closed
 from hpcsched.sched.counted import Counted
 from hpcsched.sched.decisions import Plan, Start
@@ -33,6 +32,7 @@ from hpcsched.sched.guardplan import guarded
 from hpcsched.sched.intervals import NEVER_S
 from hpcsched.sched.kept import Kept
 from hpcsched.sched.lanes import Lane, Lanes
+from hpcsched.sched.lasting import Lasting
 from hpcsched.sched.lowered import longest
 from hpcsched.sched.placement import Part
 from hpcsched.sched.policy import Backfill, Policy
@@ -40,7 +40,7 @@ from hpcsched.sched.priority import in_order, scale_of
 from hpcsched.sched.queue import those_in_line
 from hpcsched.sched.reasons import behind_head, no_licenses, not_available, shortfall
 from hpcsched.sched.request import LicenseCounts
-from hpcsched.sched.reservations import certain_until_s, cut_short_s, kept_by
+from hpcsched.sched.reservations import certain_until_s, kept_by
 from hpcsched.sched.snapshot import PendingJob, Snapshot
 from hpcsched.sched.tally import Tally
 from hpcsched.sched.timeline import Timeline
@@ -69,6 +69,7 @@ class Planner:
         self.priorities: dict[JobId, int] = {}
         self.reservations = {one.name: one for one in snapshot.reservations}
         self.lanes = Lanes(snapshot, self.reservations)
+        self.lasting = Lasting(policy, self.reservations)
         certain_s = certain_until_s(snapshot.reservations, snapshot.now_s)
         self.timeline.sure_until_s = min(self.timeline.sure_until_s, certain_s)
         closed, mix = Closed(snapshot.blocks, self.timeline.index), mix_of(snapshot)
@@ -124,7 +125,7 @@ class Planner:
             else:
                 self._look_at(job, behind)
                 yield
-        for job in sorted(later, key=self.limit_s):  # stable: equals stay in their order
+        for job in sorted(later, key=self.lasting.limit_s):  # stable: equals stay in their order
             self._look_at(job, behind)
             yield
         for job in behind:  # give them an expected start, as if each had a reservation
@@ -135,7 +136,7 @@ class Planner:
     def absorb(self, start: Start, job: PendingJob) -> None:
         """Take account of `job`, which another plan with a younger view of the world has started meanwhile."""
         now_s = self.timeline.now_s
-        end_s = self._end_s(job, now_s, start.time_limit_s)
+        end_s = self.lasting.end_s(job, now_s, start.time_limit_s)
         self.kept.take_back(job.id)
         for share in start.shares:
             self.timeline.absorb(share, end_s)
@@ -199,20 +200,20 @@ class Planner:
         views = {(job.id, job.partition): job for job in queue} if promises else {}
         for promise in sorted(promises, key=lambda promise: (promise.start_s, promise.job_id)):
             job = views.get((promise.job_id, promise.partition))
-            if job is None or job.id in self.gone:
+            if job is None or job.id in self.gone or self.tally.why_not(job) is not None:
                 continue
             due_s = max(promise.start_s, self.timeline.now_s)
-            limit_s = self._end_s(job, due_s, self._least_s(job)) - due_s
+            limit_s = self.lasting.end_s(job, due_s, self.lasting.least_s(job)) - due_s
             found = self.kept.still_possible(job, promise, self.lanes.nodes_of(job), limit_s)
             if found is not None:
                 start_s, parts = found
-                end_s = self._end_s(job, start_s, self._least_s(job))
+                end_s = self.lasting.end_s(job, start_s, self.lasting.least_s(job))
                 if end_s > start_s + limit_s + _SUM_ERROR_S:
                     pass  # it was to be cut short by a reservation, and is late for that
                 elif (
                     start_s <= self.timeline.now_s and not job.lowers
                 ):  # that one is looked at in its turn: it may get more
-                    if self.tally.why_not(job) is None and self._give(job, parts, end_s):
+                    if self._give(job, parts, end_s):
                         self.gone.add(job.id)
                 elif self._sure(start_s) is not None:
                     self.kept.keep(job, start_s, end_s, parts)
@@ -223,7 +224,7 @@ class Planner:
         """Return what one more job would get now if it came next; None: it would wait."""
         if self.lanes.of(job).head is not None and self.policy.backfill is Backfill.NONE:
             return None
-        end_s = self._end_s(job, self.timeline.now_s, self._least_s(job))
+        end_s = self.lasting.end_s(job, self.timeline.now_s, self.lasting.least_s(job))
         if self.tally.why_not(job) is not None or not self._has_licenses(job, end_s):
             return None
         parts = self._group(job).place(end_s)
@@ -253,7 +254,7 @@ class Planner:
         if hopeless and 0 < self.policy.backfill_depth <= len(self.groups):
             return False
         group = self._group(job)
-        end_s = self._end_s(job, self.timeline.now_s)
+        end_s = self.lasting.end_s(job, self.timeline.now_s)
         parts = None
         if not hopeless and job.lowers:
             parts, end_s = self._lowered(job, end_s)
@@ -278,7 +279,7 @@ class Planner:
             return self._group(job).place(until_s) if self._has_licenses(job, until_s) else None
 
         now_s, kept = self.timeline.now_s, self.kept.put_aside(job.id)  # it may have more than is kept for it
-        found = longest(fits, min(end_s, now_s + self._least_s(job)), end_s)
+        found = longest(fits, min(end_s, now_s + self.lasting.least_s(job)), end_s)
         if found is None and kept is not None:
             room = self.kept.put_back(job, kept)
             if self.kept.is_due(job.id) and room.partition == job.partition:
@@ -312,8 +313,8 @@ class Planner:
         """Start `job` on `parts` until `end_s`, and count what it takes of all that is counted."""
         self.kept.take_back(job.id)
         shares = tuple([self._take(part, end_s) for part in parts])
-        lowered_s = round(end_s - self.timeline.now_s) if job.lowers else self.limit_s(job)
-        limit_s = lowered_s if lowered_s < self.limit_s(job) else None
+        lowered_s = round(end_s - self.timeline.now_s) if job.lowers else self.lasting.limit_s(job)
+        limit_s = lowered_s if lowered_s < self.lasting.limit_s(job) else None
         self.starts.append(Start(job_id=job.id, shares=shares, partition=job.partition, time_limit_s=limit_s))
         self.tally.started(job, held)
         if job.licenses:
@@ -324,7 +325,7 @@ class Planner:
 
     def _short_of_licenses(self, job: PendingJob) -> Wait | None:
         """Return that `job` waits for licences, if it does."""
-        if self._has_licenses(job, self._end_s(job, self.timeline.now_s, self._least_s(job))):
+        if self._has_licenses(job, self.lasting.end_s(job, self.timeline.now_s, self.lasting.least_s(job))):
             return None
         return no_licenses(job.licenses, self.counted.free_now(), dict(self.snapshot.ledger.accounting.licenses))
 
@@ -364,21 +365,6 @@ class Planner:
             **grant._asdict(),
         )
 
-    def limit_s(self, job: PendingJob) -> int:
-        """Return the time limit of `job`, in seconds."""
-        return known_limit_s(job.request.time_limit_s) or self.policy.default_time_limit_s
-
-    def _least_s(self, job: PendingJob) -> int:
-        """Return for how long room is kept for `job`: for its limit, or for what that may be lowered to."""
-        limit_s = self.limit_s(job)
-        return min(limit_s, job.time_min_s) if job.lowers and job.time_min_s is not None else limit_s
-
-    def _end_s(self, job: PendingJob, start_s: float, limit_s: int | None = None) -> float:
-        """Return when `job` has ended at the latest if it starts at `start_s`: by its limit, or because it is cut short."""
-        end_s = start_s + (self.limit_s(job) if limit_s is None else limit_s)
-        cut_s = NEVER_S if job.free_to_go else cut_short_s(job, self.reservations)
-        return min(end_s, cut_s) if start_s < cut_s else end_s
-
     # ----- why it waits
 
     def _queue(self, job: PendingJob, behind: list[PendingJob]) -> None:
@@ -404,7 +390,11 @@ class Planner:
         seats = group.seats_now()
         missing = group.required.difference(seat.node for seat in seats)
         names = sorted(self.snapshot.nodes[at].name for at in missing)
-        wait = reserved or short or Wait(reason=Reason.RESOURCES, detail=shortfall(group.shape, seats, names))
+        end_s = self.lasting.end_s(job, self.timeline.now_s, self.lasting.least_s(job))
+        others = set(self.kept.in_the_way(job, {seat.node for seat in seats}, end_s))
+        promised_to = [other.display_id for other in self.snapshot.pending if other.id in others] if others else []
+        lacks = shortfall(group.shape, seats, names, promised_to)
+        wait = reserved or short or Wait(reason=Reason.RESOURCES, detail=lacks)
         self.waits[job.id] = replace(wait, expected_start_s=self._sure(start_s))
         lane.head = job
         lane.promised = 1
@@ -415,7 +405,7 @@ class Planner:
 
     def _reserved_from(self, job: PendingJob, lane: Lane) -> Wait | None:
         """Return the wait of a job that would fit now if nothing were reserved for others; None: it would not either."""
-        end_s = self._end_s(job, self.timeline.now_s, self._least_s(job))
+        end_s = self.lasting.end_s(job, self.timeline.now_s, self.lasting.least_s(job))
         group = self.unreserved.of(replace(job, reservation=""), lane.nodes)
         if not self._has_licenses(job, end_s) or group.place(end_s) is None:
             return None
@@ -435,7 +425,7 @@ class Planner:
             return None
         start_s, parts = found
         self.kept.take_back(job.id)
-        self.kept.keep(job, start_s, self._end_s(job, start_s, self._least_s(job)), parts)
+        self.kept.keep(job, start_s, self.lasting.end_s(job, start_s, self.lasting.least_s(job)), parts)
         if firm and self.keeps_promises and self._sure(start_s) is not None:
             self.kept.promise(job)
         return start_s
@@ -451,15 +441,15 @@ class Planner:
     def _earliest(self, job: PendingJob, from_s: float = 0.0) -> tuple[float, list[Part]] | None:
         """Return from when on, `from_s` or later, nodes and licences are free for `job`, and what it would get; None: never."""
         from_s = max(self.timeline.now_s, from_s)
-        found = self._earliest_for(job, self._least_s(job), from_s)
-        cut_s = NEVER_S if job.free_to_go else cut_short_s(job, self.reservations)
+        found = self._earliest_for(job, self.lasting.least_s(job), from_s)
+        cut_s = self.lasting.cut_s(job)
         if cut_s == NEVER_S or (found is not None and found[0] < cut_s):
             return found
         return self._earliest_until(job, from_s, cut_s) or found
 
     def _earliest_until(self, job: PendingJob, from_s: float, cut_s: float) -> tuple[float, list[Part]] | None:
         """Return from when on all is free for `job` until it is cut short: by halving, as nodes only get freer."""
-        from_s = max(from_s, cut_s - self._least_s(job))
+        from_s = max(from_s, cut_s - self.lasting.least_s(job))
         profiles = [self.timeline.profiles[node] for node in self._group(job).nodes]
         later = {at_s for profile in profiles for at_s in profile.times_s if from_s < at_s < cut_s}
         times_s = [from_s, *sorted(later)]

@@ -34,8 +34,18 @@ def behind_head(display_id: str, partition: str) -> Wait:
     return Wait(reason=Reason.PRIORITY, detail=f"behind job {display_id} in partition {partition!r}")
 
 
-def shortfall(shape: Shape, seats: Sequence[Seat], missing: Sequence[str]) -> str:
-    """Return what a head needs and what is free of it: the `seats` that it could have now, the required nodes `missing`."""
+def shortfall(shape: Shape, seats: Sequence[Seat], missing: Sequence[str], promised_to: Sequence[str] = ()) -> str:
+    """Return what a head needs and what is free of it: the `seats` that it could have now, the required nodes `missing`.
+
+    Of these seats some are `promised_to` other jobs.
+    """
+    if promised_to:
+        jobs = f"job {promised_to[0]}" if len(promised_to) == 1 else f"jobs {listed(promised_to)}"
+        return f"{_shortfall(shape, seats, missing, enough=True)}, but promised to {jobs}"
+    return _shortfall(shape, seats, missing, enough=False)
+
+
+def _shortfall(shape: Shape, seats: Sequence[Seat], missing: Sequence[str], *, enough: bool) -> str:
     if missing:
         return f"needs {needs(shape)}; {listed(missing)} {'is' if len(missing) == 1 else 'are'} not free"
     if shape.gpus_total:
@@ -44,7 +54,7 @@ def shortfall(shape: Shape, seats: Sequence[Seat], missing: Sequence[str]) -> st
     if shape.ntasks is not None and shape.ntasks > 1:
         room = sum(sorted(seat.tasks for seat in seats)[-shape.nodes_max :])
         if len(seats) >= shape.nodes_min:
-            return f"needs {needs(shape)}; there is room for {min(room, shape.ntasks - 1)}"
+            return f"needs {needs(shape)}; there is room for {room if enough else min(room, shape.ntasks - 1)}"
     return f"needs {needs(shape)}; {_are(len(seats))} free"
 
 

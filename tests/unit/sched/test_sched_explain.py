@@ -120,6 +120,16 @@ def test_with_default_no_smaller_request_is_told_that_a_promise_to_one_behind_ke
     assert plan(less, sketch.policy).starts == ()
 
 
+def test_with_default_a_request_so_small_that_it_would_go_ahead_of_all_is_told() -> None:
+    sketch = world("1x4", ["1: n1 1c 1000s"], ["2: 3c 1200s", "3: 1c 3600s"], backfill=Backfill.DEFAULT)
+    snapshot = replace(sketch.snapshot(), experience=Experience(began_s=-1e9))
+    explanation = explain(snapshot, sketch.policy, plan(snapshot, sketch.policy), JobId(3))
+    assert explanation is not None
+    assert explanation.smaller == ("--time=3:00",)
+    short = replace(sketch.change(3, time_limit_s=180).snapshot(), experience=Experience(began_s=-1e9))
+    assert [start.job_id for start in plan(short, sketch.policy).starts] == [3]
+
+
 def test_a_shorter_time_is_told_where_it_fits_before_somebody_s_turn() -> None:
     sketch = world("2x4", ["1: n1 4c 600s"], ["2: 2 nodes 4c 600s", "3: 4c 3600s"])
     assert smaller(sketch, 3) == ("--time=10:00",)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from unit.sched.world import World, world
+from unit.sched.world import World, spec_of, world
 
+from hpcsched.model.accounting import Accounting, Limits, UserRules
 from hpcsched.sched.decisions import Plan
 from hpcsched.sched.plan import Planner, plan
 from hpcsched.sched.policy import Backfill
+from hpcsched.sched.snapshot import Ledger
 
 
 def next_plan(sketch: World, before: Plan, now_s: float, ended: tuple[int, ...] = ()) -> Plan:
@@ -107,3 +109,23 @@ def test_who_is_asked_about_again_is_kept_what_was_kept_for_it_for_later() -> No
     room = planner.kept.of(job)
     assert room is not None
     assert room.start_s == 50.0
+
+
+def test_a_promise_to_a_job_that_is_over_its_limit_by_now_lapses() -> None:
+    sketch = full()
+    first = sketch.plan()
+    snapshot = replace(sketch.snapshot(), promises=first.promises)
+    ledger = Ledger(accounting=Accounting(users=(UserRules(name="ann", limits=Limits(max_jobs=2)),)))
+    made = plan(replace(snapshot, ledger=ledger), sketch.policy)
+    assert (made.promises, str(made.waits[10].reason)) == ({}, "AssocMaxJobsLimit")
+
+
+def test_who_is_kept_out_by_a_promise_to_another_is_told_so() -> None:
+    sketch = world("2x4", ["1: n1 4c 100s"], ["10: 2 nodes 4c 50s"], backfill=Backfill.CONSERVATIVE)
+    first = sketch.plan()
+    sketch.jobs.append(replace(sketch.job(10), spec_id=11, id=11, nice=-1000, spec=spec_of("4c 500s")))
+    made = next_plan(sketch, first, 10.0)
+    assert made.waits[11].detail == "needs 1 node with 4 cpus; 1 is free, but promised to job 10"
+    sketch.jobs[-1] = replace(sketch.jobs[-1], spec=spec_of("4 tasks 500s"))
+    made = next_plan(sketch, first, 10.0)
+    assert made.waits[11].detail.endswith("there is room for 4, but promised to job 10")
