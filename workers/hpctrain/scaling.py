@@ -60,7 +60,7 @@ class Scaling:
         """This will name the rank for which the others have waited lately, if that is worth a word."""
         worst = max(range(len(self._names)), key=lambda rank: self._lately_s[rank])
         late_s = self._lately_s[worst]
-        if len(self._names) < 2 or late_s < WORTH_NAMING * self._lately_step_s:
+        if len(self._names) < 2 or self._seen <= WARM_STEPS or late_s < WORTH_NAMING * self._lately_step_s:
             return ""
         return f"the others wait for {self._name(worst)}: {1e3 * late_s:.0f} ms of a step's {1e3 * self._lately_step_s:.0f}"
 

@@ -71,3 +71,7 @@ def test_a_steps_own_time_is_divided_at_forward_and_backward(monkeypatch: pytest
         assert phases.end() == (2, 20, 200)
     phases.close()
     assert not model._forward_pre_hooks
+
+
+def test_nobody_is_named_before_a_step_was_counted() -> None:
+    assert Scaling(["n1", "n2"]).straggler() == ""
