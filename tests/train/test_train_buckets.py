@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -104,6 +105,19 @@ def test_a_script_that_zeroes_gradients_itself_loses_nothing(
         buckets.exchange()
         assert float((gradients(model) - exact).norm() / exact.norm()) < off
         assert float(buckets.squares().sum()) == pytest.approx(float(exact.square().sum()), rel=3 * off)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("sync", ["bf16", "fp16"])
+def test_after_a_gradient_that_was_not_finite_the_next_one_is(sync: str, overlap: bool) -> None:
+    model, buckets = model_and_buckets(sync, overlap=overlap)
+    for factor in (1.0, 1e39, float("nan"), 1.0):
+        buckets.zero()
+        (loss_of(model) * factor).backward()
+        buckets.exchange()
+        assert math.isfinite(buckets.squares().sum()) == (factor == 1.0)
+    exact = 2 * true_gradients()
+    assert float((gradients(model) - exact).norm() / exact.norm()) < 5e-3
 
 
 def test_a_gradient_that_comes_again_while_it_may_be_on_its_way_is_refused() -> None:

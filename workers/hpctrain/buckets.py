@@ -10,6 +10,7 @@ Sources: Li et al., "PyTorch Distributed: experiences on accelerating data paral
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable
 from itertools import accumulate, pairwise
@@ -70,13 +71,16 @@ class GradientBuckets:
 
     def squares(self) -> torch.Tensor:
         """This will give the sum of squares of each part of each bucket (buckets, ranks); all ranks call it after `exchange`."""
-        for bucket in self._buckets:
-            bucket.adopt_all()  # with local steps nothing was exchanged
+        if not self._squares:
+            for bucket in self._buckets:
+                bucket.adopt_all()  # with local steps nothing was exchanged
         self._square(up_to=len(self.flats))
         squares_BR = torch.stack(self._squares)
         self._squares.clear()
         if self._own_part:
             self._comm.all_reduce(squares_BR)
+        if not math.isfinite(squares_BR.sum()):
+            self._compressor.forget_what_is_not_finite()
         return squares_BR
 
     def rescale(self, factor: float) -> None:
@@ -169,7 +173,8 @@ class GradientBuckets:
         if self._launched == 0:
             self._began_s = time.perf_counter()
         for index in range(self._launched, up_to):
-            self._buckets[index].adopt_all()
+            for at in self._buckets[index].missing:
+                self._buckets[index].adopt(at)
             self._works.append(self._compressor.begin(index, self.flats[index]))
         self._launched = max(self._launched, up_to)
 
@@ -200,14 +205,13 @@ class _Bucket:
         for parameter, view in zip(self.parameters, views, strict=True):
             parameter.grad = view
 
-    @torch.no_grad()
     def adopt(self, at: int) -> None:
         """This will put a gradient where it belongs: a script's own `zero_grad` has autograd put it elsewhere."""
         parameter, view = self.parameters[at], self._views[at]
         if parameter.grad is view:
             return
         if parameter.grad is not None:
-            view.copy_(parameter.grad.to_dense())
+            view.copy_(parameter.grad.detach().to_dense())
         parameter.grad = view
 
     def adopt_all(self) -> None:

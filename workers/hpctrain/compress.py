@@ -48,6 +48,9 @@ class Compressor(Protocol):
     def rescale(self, factor: float) -> None:
         """Take note that what is summed is so many times larger from now on."""
 
+    def forget_what_is_not_finite(self) -> None:
+        """Take note that a sum was not finite, so that what is left over may not be either; no other sum leaves such."""
+
 
 def compressor(name: str, comm: Communicator, shapes: Callable[[int], list[torch.Size]]) -> Compressor:
     """This will make the compressor of that name; `shapes` gives the shapes of a bucket's parameters in their order.
@@ -103,6 +106,9 @@ class Exact(_Plain):
     def rescale(self, factor: float) -> None:
         """Nothing is left over."""
 
+    def forget_what_is_not_finite(self) -> None:
+        """Nothing is left over."""
+
 
 class _Lossy(_Plain):
     """What lossy ways share: residuals, and small buckets in full."""
@@ -133,6 +139,11 @@ class _Lossy(_Plain):
         for residual in self._residuals.values():
             residual.mul_(factor)
 
+    def forget_what_is_not_finite(self) -> None:
+        """To be added to the next step, it would never be finite again."""
+        for residual in self._residuals.values():
+            residual.nan_to_num_(0.0, 0.0, 0.0)
+
     def _send(self, index: int, flat_L: torch.Tensor, residual_L: torch.Tensor) -> None:
         """Put the sum of what is sent into `flat_L`, and what this rank did not send into `residual_L`."""
         raise NotImplementedError
@@ -150,6 +161,7 @@ class Rounded(_Lossy):
         self._dtype = dtype
         self._halves: dict[int, torch.Tensor] = {}
         self._rounded: dict[int, list[tuple[int, int]]] = {}  # parts of a bucket, for the next `begin`
+        self._stretches: dict[tuple[int, int, int], list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]] = {}
         self._back = torch.empty(STRETCH)
 
     def fresh(self, index: int, flat_L: torch.Tensor) -> torch.Tensor:
@@ -186,16 +198,22 @@ class Rounded(_Lossy):
             half_L = self._halves[index] = self._comm.empty(self._residuals[index].numel(), self._dtype)
         return half_L
 
-    @torch.no_grad()
     def _round(self, index: int, low: int, high: int) -> None:
-        """Take what can be sent of these numbers out of the residual.  In stretches that stay in the cache."""
-        residual_L, half_L = self._residuals[index], self._half(index)
-        on_cpu = residual_L.device.type == "cpu"
-        stretch = STRETCH if on_cpu else high - low
-        for left, half in zip(residual_L[low:high].split(stretch), half_L[low:high].split(stretch), strict=True):
+        """Take what can be sent of these numbers out of the residual, in stretches that stay in the cache."""
+        for left, half, back in self._stretches.get((index, low, high)) or self._cut(index, low, high):
             half.copy_(left)
-            left -= self._back[: left.numel()].copy_(half) if on_cpu else half  # a CPU is slow at two kinds of numbers
-            _drop_what_is_not_finite(left)
+            back.copy_(half)  # a CPU is slow at two kinds of numbers at once; elsewhere it is the same
+            left.sub_(back)
+
+    def _cut(self, index: int, low: int, high: int) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """The stretches of a part: of the residual, of what is sent, and room.  They are kept, for making views takes time."""
+        left_L, half_L = self._residuals[index][low:high], self._half(index)[low:high]
+        on_cpu = left_L.device.type == "cpu"
+        length = STRETCH if on_cpu else high - low
+        pairs = zip(left_L.split(length), half_L.split(length), strict=True)
+        cut = [(left, half, self._back[: left.numel()] if on_cpu else half) for left, half in pairs]
+        self._stretches[index, low, high] = cut
+        return cut
 
 
 class Blockwise(_Lossy):
@@ -208,7 +226,6 @@ class Blockwise(_Lossy):
         packed = [quantized(chunk) for chunk in chunks]
         for chunk, pieces, left in zip(chunks, packed, _split(residual_L, bounds), strict=True):
             torch.sub(chunk, dequantized(*pieces), out=left)
-            _drop_what_is_not_finite(left)
         mine = chunks[self._comm.rank]
         total = torch.zeros_like(mine)
         for part in self._comm.all_to_all([_joined(*pieces) for pieces in packed]):
@@ -217,7 +234,7 @@ class Blockwise(_Lossy):
         lengths = [codes.numel() + 4 * scale.numel() for codes, scale in packed]
         # What the owner loses by rounding the sum is its own residual: nobody else knows of it.
         left = residual_L[bounds[self._comm.rank] : bounds[self._comm.rank + 1]]
-        left += _drop_what_is_not_finite(total - dequantized(*sent))
+        left += total - dequantized(*sent)
         for chunk, part in zip(chunks, self._comm.all_gather(_joined(*sent), lengths), strict=True):
             chunk.copy_(dequantized(*_parted(part, chunk.numel())))
 
@@ -235,7 +252,6 @@ class TopK(_Lossy):
         values = flat_L[places]
         residual_L.copy_(flat_L)
         residual_L[places] = 0.0
-        _drop_what_is_not_finite(residual_L)
         sent = torch.cat([places.to(torch.int32).view(torch.uint8), values.view(torch.uint8)])
         flat_L.zero_()
         for part in self._comm.all_gather(sent, [sent.numel()] * self._comm.size):
@@ -281,7 +297,6 @@ class PowerSgd(_Lossy):
             left -= p_MR @ (p_MR.T @ matrix_MN)
             matrix_MN.copy_(p_MR @ q_NR.T)
         flat_L[rest] = full
-        _drop_what_is_not_finite(residual_L)
 
     def _sum_together(self, tensors: list[torch.Tensor]) -> None:
         joined = torch.cat([tensor.reshape(-1) for tensor in tensors])
@@ -327,12 +342,6 @@ def _parted(joined: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tens
 
 def _split(flat_L: torch.Tensor, bounds: list[int]) -> list[torch.Tensor]:
     return [flat_L[low:high] for low, high in zip(bounds, bounds[1:], strict=False)]
-
-
-def _drop_what_is_not_finite(residual_L: torch.Tensor) -> torch.Tensor:
-    if residual_L.device.type == "cpu" and math.isfinite(residual_L.sum()):
-        return residual_L  # to look is quicker than to write
-    return residual_L.nan_to_num_(0.0, 0.0, 0.0)
 
 
 def _between(value: float, low: float, high: float) -> float:

@@ -15,6 +15,7 @@ Sources: Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms for cluster
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -148,9 +149,12 @@ class Ring:
 
 
 def split(flat_L: torch.Tensor, count: int) -> list[torch.Tensor]:
-    length = flat_L.numel()
-    bounds = [length * i // count for i in range(count + 1)]
-    return [flat_L[low:high] for low, high in zip(bounds, bounds[1:], strict=False)]
+    return [flat_L[low:high] for low, high in spans(flat_L.numel(), count)]
+
+
+def spans(length: int, count: int) -> list[tuple[int, int]]:
+    """This will cut [0, length) into so many parts of about the same length."""
+    return list(pairwise(length * i // count for i in range(count + 1)))
 
 
 def _bytes_of(flat_L: torch.Tensor) -> np.ndarray:

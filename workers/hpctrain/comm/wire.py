@@ -28,7 +28,7 @@ import torch
 
 from hpctrain.comm.background import Work
 from hpctrain.comm.halves import HALVES
-from hpctrain.comm.ring import split
+from hpctrain.comm.ring import spans
 from hpctrain.errors import TrainError
 
 PIECE_BYTES = 512 << 10  # at most; far less than a connection's window: who waits for more than fits waits for ever
@@ -91,7 +91,8 @@ class Wire:
         `then` is called in the background when the sum is there.  `own_part`: only this rank's chunk of `split` will be the
         sum, the others are left as they are in between: half the bytes.
         """
-        chunks = [memoryview(chunk.detach().view(torch.uint8).numpy()) for chunk in split(flat_L, self._size)]
+        whole, each = memoryview(flat_L.detach().view(torch.uint8).numpy()), flat_L.element_size()
+        chunks = [whole[each * low : each * high] for low, high in spans(flat_L.numel(), self._size)]
         total, mine = sum(map(len, chunks)), len(chunks[self._rank])
         before, after = len(chunks[self._rank - 1]), len(chunks[(self._rank + 1) % self._size])
         # To be added to, all chunks come by but the one that starts here, and all go on but the one that ends here, which is
