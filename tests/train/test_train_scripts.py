@@ -13,6 +13,7 @@ from hpctrain.batch import Batch
 from hpctrain.comm.base import SingleCommunicator
 from hpctrain.errors import TrainError
 from hpctrain.options import add_options
+from hpctrain.profiling import SKIPPED_STEPS, Profile
 from hpctrain.run import Run
 from hpctrain.signals import StopRequest
 from hpctrain.validation import validation_loss
@@ -132,3 +133,14 @@ def test_validation_leaves_layers_in_the_mode_in_which_they_were() -> None:
     validation_loss(model, validation, SingleCommunicator())
     assert seen == [False]
     assert [module.training for module in model.modules()] == [True, True, False, True]
+
+
+def test_a_profile_says_which_steps_it_slows(tmp_path: Path) -> None:
+    profile = Profile(2, tmp_path / "trace.json")
+    watched = []
+    for _ in range(SKIPPED_STEPS + 3):
+        profile.step_begins()
+        watched.append(profile.is_on)
+        profile.step_ended()
+    assert watched == [False] * SKIPPED_STEPS + [True, True, False]
+    assert (tmp_path / "trace.json").is_file()

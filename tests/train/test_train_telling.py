@@ -41,6 +41,16 @@ def test_each_step_is_one_line_with_where_its_time_went_and_the_last_one_says_wh
         assert names.count("aten::mse_loss") == 2
 
 
+@needs_mpi
+def test_of_local_steps_the_wait_at_meetings_is_told(tmp_path: Path) -> None:
+    ended = run_mpi(2, SCRIPT, "same", "--out", tmp_path, "--sync", "local:3")
+    assert ended.status == 0, ended.output
+    met = [line for line in lines(tmp_path) if line.get("ranks")]
+    assert [line["step"] for line in met] == [3, 6, 9, 12]
+    assert all(line["t_wait_s"] >= line["t_comm_s"] > 0 for line in met)
+    assert [min(line["ranks"]["t_wait_s"]) > 0 for line in met] == [False, True, True, True]
+
+
 def test_tensorboard_shows_the_steps(tmp_path: Path) -> None:
     event_file = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     write(tmp_path, "tensorboard")

@@ -36,7 +36,7 @@ from hpctrain.phases import Phases
 from hpctrain.profiling import Profile
 from hpctrain.progress import Identity, Progress, StepReport
 from hpctrain.replicas import Replicas
-from hpctrain.scaling import RankTimes
+from hpctrain.scaling import Apart, RankTimes
 from hpctrain.settings import Settings
 from hpctrain.signals import StopRequest
 from hpctrain.state import gradient_log, state_to_write
@@ -98,6 +98,7 @@ class Loop:
         self.ended = False  # by the word of a script
         self.left = False  # because all who had samples in a step have left it
         self._under_way: Step | None = None
+        self._apart = Apart()
         self._shared = shared
         self._interval = interval or Interval(settings.checkpoint_every)
         self._step_s = 0.0
@@ -210,17 +211,22 @@ class Loop:
         lr = settings.lr_at(progress.step, batch.size, progress.total_steps)
         local, met = self._sync.local, self._meets_after(batch.number)
         comm_s, waited_s = self._buckets.exchange() if local is None else (0.0, 0.0)
+        self._apart.add(own_s, data_s, waited_s)
         loss, stops, said, times = batch.loss, False, [], None  # until they meet: of this rank's samples
+        met_at_s = time.perf_counter()
         if met:
-            loss, stops, times = self._agree(batch, stop, (own_s, data_s, waited_s))
+            loss, stops, times = self._agree(batch, stop, self._apart.means())
             if self.left:
                 return True
+            self._apart = Apart()
             said = [self._rebalance(batch, list(times.own_s)), self._sync.measured(own_s, waited_s)]
         elif not math.isfinite(loss):
             self._refuse_loss(batch, loss, alone=True)
         grad_norm, skipped = self._move(batch, lr)
         if local is not None and met:
-            comm_s = waited_s = self._meet(local, batch.part)
+            comm_s = self._meet(local, batch.part)
+            waited_s = time.perf_counter() - met_at_s  # for the other ranks, too; they hear of it when they meet next
+            self._apart.wait_s = waited_s
         progress.step += 1
         progress.next_sample += batch.size
         step_s = time.perf_counter() - started_s
@@ -299,7 +305,7 @@ class Loop:
 
     def _rebalance(self, batch: Step, each_s: list[float]) -> str:
         """Give the next step's samples to the ranks by what each took for this one's, once batches are full."""
-        if self._balance is None or batch.size != self._settings.batch:
+        if self._balance is None or batch.size != self._settings.batch or self.profile.is_on:
             return ""
         said = self._balance.note(each_s)
         self._counts = list(self._balance.counts)

@@ -22,6 +22,11 @@ class Profile:
         self._path = path
         self._profiler: Any = None
 
+    @property
+    def is_on(self) -> bool:
+        """Whether the present step is watched, and slower for that."""
+        return self._profiler is not None
+
     def step_begins(self) -> None:
         """Begin to watch, if it is time."""
         if not self._left or self._profiler is not None:

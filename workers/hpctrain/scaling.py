@@ -17,11 +17,33 @@ WORTH_NAMING = 0.02  # of a step that the others wait
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTimes:
-    """Seconds of each rank in one step: its own work, within that getting data, and its wait at the exchange."""
+    """Seconds of each rank in one step: its own work, within that getting data, and its wait at the exchange.
+
+    With local steps they are means over the steps since the ranks last met, and the wait is that at the meeting before.
+    """
 
     own_s: tuple[float, ...]
     data_s: tuple[float, ...]
     wait_s: tuple[float, ...]
+
+
+@dataclass(slots=True, kw_only=True)
+class Apart:
+    """One rank's seconds in the steps since the ranks met: of one step, or with local steps of several."""
+
+    steps: int = 0
+    own_s: float = 0.0
+    data_s: float = 0.0
+    wait_s: float = 0.0
+
+    def add(self, own_s: float, data_s: float, wait_s: float) -> None:
+        """This will take in one step."""
+        self.steps += 1
+        self.own_s, self.data_s, self.wait_s = self.own_s + own_s, self.data_s + data_s, self.wait_s + wait_s
+
+    def means(self) -> tuple[float, float, float]:
+        """This will give own work, data and wait of a step; at least one was added."""
+        return self.own_s / self.steps, self.data_s / self.steps, self.wait_s / self.steps
 
 
 class Scaling:
@@ -29,14 +51,20 @@ class Scaling:
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = list(names)  # of the ranks' hosts
+        self._apart_s: list[float] = []  # the steps since the ranks met
         self._seen = 0
         self._step_s = self._own_s = self._data_s = self._exchange_s = self._uneven_s = 0.0
         self._late_s = [0.0] * len(names)  # how long the others waited while this rank was last
         self._lately_s = [0.0] * len(names)
         self._lately_step_s = 0.0
 
-    def note(self, step_s: float, times: RankTimes) -> None:
-        """This will take in one step."""
+    def note(self, step_s: float, times: RankTimes | None) -> None:
+        """This will take in one step; None: the ranks did not meet in it."""
+        self._apart_s.append(step_s)
+        if times is None:
+            return
+        step_s = sum(self._apart_s) / len(self._apart_s)
+        self._apart_s.clear()
         self._seen += 1
         if self._seen <= WARM_STEPS:
             return

@@ -64,8 +64,7 @@ class Teller:
         line = self._line(report, time.time())
         self._file.write(line)
         self._writers.write({name: value for name, value in line.items() if value is not None})
-        if report.times is not None:
-            self._scaling.note(report.step_s, report.times)
+        self._scaling.note(report.step_s, report.times)
         self._resumed_from = None
         if line["interrupted_s"] is not None:
             print(

@@ -7,7 +7,7 @@ import torch
 
 from hpctrain import phases as phases_module
 from hpctrain.phases import Phases
-from hpctrain.scaling import WARM_STEPS, RankTimes, Scaling
+from hpctrain.scaling import WARM_STEPS, Apart, RankTimes, Scaling
 
 
 def fed(step_s: float, own_s: tuple[float, ...], wait_s: tuple[float, ...], steps: int = 100) -> Scaling:
@@ -33,6 +33,18 @@ def test_a_slow_link_is_not_blamed_on_a_rank() -> None:
     scaling = fed(0.100, (0.059, 0.060), (0.041, 0.040))
     assert scaling.straggler() == ""
     assert "limited by the exchange, 40.0 %" in scaling.summary()
+
+
+def test_steps_between_two_meetings_count_like_any() -> None:
+    apart = Apart()
+    apart.add(0.050, 0.010, 0.120)  # at the meeting before
+    apart.add(0.070, 0.030, 0.0)
+    assert apart.means() == pytest.approx((0.060, 0.020, 0.060))
+    scaling = Scaling(["h0", "h1"])
+    for _ in range(WARM_STEPS + 10):
+        scaling.note(0.060, None)
+        scaling.note(0.180, RankTimes(own_s=(0.060, 0.060), data_s=(0.0, 0.0), wait_s=(0.060, 0.050)))
+    assert "2 ranks compute 50.0 % of the time; limited by the exchange, 41.7 %" in scaling.summary()
 
 
 def test_one_rank_waits_for_nobody() -> None:
