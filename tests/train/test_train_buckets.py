@@ -135,3 +135,12 @@ def test_after_the_backward_pass_gradients_may_come_as_often_as_they_like() -> N
     loss_of(model).backward()
     buckets.exchange()
     assert torch.allclose(gradients(model), 4 * true_gradients(), rtol=1e-5, atol=1e-9)
+
+
+def test_the_norm_of_complex_gradients_is_that_of_their_numbers() -> None:
+    weight = torch.nn.Parameter(torch.zeros(5, dtype=torch.complex64))
+    buckets = GradientBuckets([weight], SingleCommunicator(), bucket_bytes=30_000, overlap=False)
+    buckets.zero()
+    (weight * (3 + 4j)).real.sum().backward()
+    buckets.exchange()
+    assert float(buckets.squares().sum()) == pytest.approx(5 * 25)

@@ -103,7 +103,7 @@ def flip_byte(path: Path, at: int) -> None:
 
 @given(
     pairs=st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1)), min_size=1, max_size=200),
-    item_bytes=st.sampled_from([1, 2, 4, 8]),
+    item_bytes=st.sampled_from([1, 2, 4, 8, 16]),
 )
 @settings(deadline=None)
 def test_packing_is_exact_for_any_bits(pairs: list[tuple[int, int]], item_bytes: int) -> None:

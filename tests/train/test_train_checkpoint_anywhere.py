@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from ranks import HERE, finish, started
 
 from hpctrain.checkpoint import Report
+from hpctrain.checkpoint.chunks import ITEM_BYTES
 from hpctrain.checkpoint.listing import checkpoint_names
 from hpctrain.checkpoint.script import Checkpointer, Trees
 from hpctrain.checkpoint.tree import flattened, grown
@@ -58,6 +59,53 @@ def test_tensors_and_arrays_come_back_with_their_kinds() -> None:
 def test_what_cannot_be_kept_is_refused_by_its_place() -> None:
     with pytest.raises(TrainError, match=r"cannot keep optim\.0\.hook: it is a function"):
         flattened({"optim": [{"hook": lambda: 0}]})
+
+
+@pytest.mark.parametrize(
+    ("tensor", "why"),
+    [
+        (torch.eye(3).to_sparse(), "the tensor is torch.sparse_coo; make it dense first"),
+        (torch.zeros(3, device="meta"), "the tensor has no data"),
+    ],
+)
+def test_a_tensor_without_numbers_one_after_another_is_refused_by_its_place(tensor: torch.Tensor, why: str) -> None:
+    with pytest.raises(TrainError, match=rf"cannot keep mask\.3: {why}"):
+        flattened({"mask": {3: tensor}})
+
+
+class Part:
+    """What a script keeps that is neither a model nor an optimizer."""
+
+    def __init__(self, state: dict[str, torch.Tensor]) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self.state = state
+
+
+def of_all_kinds(seed: int) -> dict[str, torch.Tensor]:
+    numbers = torch.randint(0, 100, (12, 8), generator=torch.Generator().manual_seed(seed))
+    kinds = {kind: numbers.to(getattr(torch, kind)) for kind in ITEM_BYTES}
+    return kinds | {"imaginary": (kinds["complex64"] * 1j).conj()}
+
+
+def test_tensors_of_all_kinds_come_back_from_a_chain(tmp_path: Path) -> None:
+    part = Part(of_all_kinds(1))
+    with Checkpointer(tmp_path, environ={}, part=part) as kept:
+        kept.save()
+        part.state = of_all_kinds(2)
+        kept.step = 1
+        kept.save()
+    again = Part({})
+    with Checkpointer(tmp_path, environ={}, part=again) as kept:
+        assert kept.step == 1
+    assert list(again.state) == list(part.state)
+    for name, tensor in part.state.items():
+        assert again.state[name].dtype == tensor.dtype, name
+        assert again.state[name].tolist() == tensor.tolist(), name
 
 
 class Script:

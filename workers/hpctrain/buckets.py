@@ -135,7 +135,9 @@ class GradientBuckets:
 
     def _sum_of_squares(self, part_L: torch.Tensor) -> float | torch.Tensor:
         """In float64; on a CPU in stretches that stay in the cache: ten times as fast as a norm that torch converts for."""
-        if part_L.device.type != "cpu" or part_L.is_complex():
+        if part_L.is_complex():
+            part_L = torch.view_as_real(part_L).view(-1)
+        if part_L.device.type != "cpu":
             return torch.linalg.vector_norm(part_L, dtype=torch.float64) ** 2
         wides = (self._wide[: stretch.numel()].copy_(stretch) for stretch in part_L.split(STRETCH))
         return sum(float(torch.dot(wide, wide)) for wide in wides)

@@ -49,6 +49,8 @@ def gradient_log(
     comm: Communicator | None,
 ) -> GradientLog | None:
     """This will make a log of what this rank keeps of gradients, if at least `every` steps have room in it; `comm` as above."""
+    if any(flat.is_complex() for flat in buckets.flats):
+        return None  # steps are taken again with real numbers
     grads_bytes = sum(flat.nbytes for flat in buckets.flats)
     state_bytes = sum(tensor.nbytes for tensor in model.state_dict().values()) + 2 * grads_bytes
     rank, size = (comm.rank, comm.size) if comm is not None else (0, 1)

@@ -18,6 +18,7 @@ from numcodecs import blosc
 from hpctrain.errors import DamagedError
 
 ZSTD_LEVEL = 1
+LONGEST = 8  # bytes of an integer; what is longer (a complex number of two doubles) is several of them
 LENGTHS = struct.Struct("<4xI4xI")  # of Blosc's header: of the content, and of the whole
 # A packing has to save at least this much of a chunk to be worth its unpacking.
 WORTH = 0.95
@@ -38,7 +39,7 @@ def digest(chunk: memoryview | bytes) -> str:
 
 
 def pack(chunk: memoryview, item_bytes: int, parent: memoryview | None) -> tuple[Packing, bytes | memoryview]:
-    """This will choose the smallest storage of a chunk of numbers of `item_bytes` (1, 2, 4, 8) each."""
+    """This will choose the smallest storage of a chunk of numbers of `item_bytes` (1, 2, 4, 8; 16 for a pair of 8) each."""
     if parent is not None:
         delta = _compress(_zigzag_difference(chunk, parent, item_bytes))
         if len(delta) < WORTH * len(chunk):
@@ -72,12 +73,13 @@ def unpack_into(out: memoryview, packing: Packing, stored: bytes | memoryview, i
 
 
 def _integers(chunk: memoryview, item_bytes: int) -> np.ndarray:
-    return np.frombuffer(chunk, dtype=f"<u{item_bytes}")
+    return np.frombuffer(chunk, dtype=f"<u{min(item_bytes, LONGEST)}")
 
 
 def _zigzag_difference(chunk: memoryview, parent: memoryview, item_bytes: int) -> np.ndarray:
-    signed = (_integers(chunk, item_bytes) - _integers(parent, item_bytes)).view(f"<i{item_bytes}")
-    return ((signed << 1) ^ (signed >> (8 * item_bytes - 1))).view(f"<u{item_bytes}")
+    difference = _integers(chunk, item_bytes) - _integers(parent, item_bytes)
+    signed = difference.view(difference.dtype.str.replace("u", "i"))
+    return ((signed << 1) ^ (signed >> (8 * signed.itemsize - 1))).view(difference.dtype)
 
 
 def _unzigzag(values: np.ndarray) -> np.ndarray:

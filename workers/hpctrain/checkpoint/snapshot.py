@@ -85,8 +85,7 @@ def _dtype_name(name: str, tensor: torch.Tensor) -> str:
     """Name a tensor's dtype as manifests do."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in ITEM_BYTES:
-        hint = "; keep it as real numbers (torch.view_as_real)" if tensor.is_complex() else ""
-        raise TrainError(f"cannot keep {name} in a checkpoint: it is of dtype {dtype}{hint}")
+        raise TrainError(f"cannot keep {name} in a checkpoint: it is of dtype {dtype}; keep it as another one")
     return dtype
 
 

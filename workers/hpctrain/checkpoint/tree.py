@@ -57,6 +57,11 @@ def _shape_of(tree: object, name: str, tensors: dict[str, torch.Tensor]) -> obje
     if isinstance(tree, torch.Tensor):
         if type(tree) not in (torch.Tensor, torch.nn.Parameter):
             raise TrainError(f"cannot keep {name}: it is a {type(tree).__name__}; gather it to a plain tensor first")
+        if tree.layout != torch.strided or tree.is_meta:
+            what = (
+                "has no data (it is on the device 'meta')" if tree.is_meta else f"is {tree.layout}; make it dense first"
+            )
+            raise TrainError(f"cannot keep {name}: the tensor {what}")
         tensors[name] = tree.detach()
         return ["tensor", name]
     if isinstance(tree, np.ndarray | np.generic):
