@@ -68,6 +68,14 @@ def gpus_taken(asked: GpuCounts, slots: tuple[GpuSlot, ...], free: Units) -> Uni
     return tuple([a - b for a, b in zip(free, left, strict=True)])
 
 
+def has_gpus(asked: GpuCounts, slots: tuple[GpuSlot, ...], free: Units) -> bool:
+    """Say whether `gpus_taken` finds as many as `asked`."""
+    if len(asked) == 1:
+        kind, count = asked[0]
+        return whole_gpus(slots, free, kind) >= count
+    return gpus_taken(asked, slots, free) is not None
+
+
 def units_of(slots: tuple[GpuSlot, ...], at: int, count: int) -> Units:
     """Return `count` units of slot number `at` alone."""
     return tuple([count if slot == at else 0 for slot in range(len(slots))])

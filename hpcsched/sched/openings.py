@@ -63,7 +63,8 @@ class Openings:
         self._timeline = timeline
         self._share = share
         self._closed = closed
-        self._choosy = {at for at, slots in enumerate(timeline.types) if _has_choice(share, slots)}
+        choosy = {slots for slots in set(timeline.types) if _has_choice(share, slots)}
+        self._choosy = {at for at, slots in enumerate(timeline.types) if slots in choosy} if choosy else set()
         self._fits: list[dict[Room, bool]] = [{} for _ in range(max(timeline.kinds, default=-1) + 1)]
         self._spans: dict[int, list[Interval]] = {}
         self._seen = len(timeline.taken)
@@ -177,10 +178,14 @@ class Openings:
     # ----- the spans
 
     def _spans_of(self, node: int) -> list[Interval]:
-        profile = self._timeline.profiles[node]
+        profile, fits = self._timeline.profiles[node], self._fits[self._timeline.kinds[node]]
+        if not profile.dips:  # what fits once fits from then on
+            for at_s, room in zip(profile.times_s, profile.rooms, strict=True):
+                if fits[room] if room in fits else self._fit(node, room):
+                    return [(at_s, NEVER_S)]
+            return []
         if node in self._choosy:
             return self._spans_with_choice(node)
-        fits = self._fits[self._timeline.kinds[node]]
         spans: list[Interval] = []
         began_s: float | None = None
         for at_s, room in zip(profile.times_s, profile.rooms, strict=True):

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from hpcsched.errors import InvariantError
 from hpcsched.sched.features import matches
 from hpcsched.sched.fragments import Mix
-from hpcsched.sched.gpus import GpuSlot, Units, gpus_taken, shard_choices, units_of, whole_gpus
+from hpcsched.sched.gpus import GpuSlot, Units, gpus_taken, has_gpus, shard_choices, units_of, whole_gpus
 from hpcsched.sched.request import GpuCounts, Shape, gpu_count
 from hpcsched.sched.snapshot import NodeView
 from hpcsched.sched.timeline import Room
@@ -159,7 +159,7 @@ def _tasks_by_gpus(shape: Shape, types: tuple[GpuSlot, ...], free: Units) -> int
     if shape.gpus_total:
         return UNBOUNDED if whole_gpus(types, free, shape.gpus_total[0][0]) else 0
     if shape.gpus_per_node:
-        if gpus_taken(shape.gpus_per_node, types, free) is None:
+        if not has_gpus(shape.gpus_per_node, types, free):
             return 0
         each = gpu_count(shape.gpus_per_task)
         return gpu_count(shape.gpus_per_node) // each if each else UNBOUNDED

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 from unit.sched.world import world
 
 from hpcsched.model.ids import JobId
 from hpcsched.model.node import NodeSpec
 from hpcsched.model.resources import GpuRequest, Share
-from hpcsched.sched.gpus import GpuSlot, gpus_taken
+from hpcsched.sched.gpus import GpuSlot, gpus_taken, has_gpus
 
 
 def shares(nodes: str, job: str, running: tuple[str, ...] = (), **changes: object) -> list[Share]:
@@ -215,3 +217,11 @@ def test_shards_that_a_job_holds_stay_its_own_when_the_gpu_is_cut_up_otherwise()
     sketch.jobs += world("1x8", running=["9: n1 1c"]).jobs
     sketch.change(9, shares=(held,))
     assert [start.job_id for start in sketch.plan().starts] == [3]
+
+
+def test_gpus_are_there_whenever_they_can_be_taken() -> None:
+    slots = (GpuSlot("x"), GpuSlot("y"), GpuSlot("x", 4, 2))
+    asks = [((kind, count),) for kind in ("x", "y", "") for count in (1, 2, 3, 4)] + [(("x", 2), ("", 1))]
+    for free in product(range(3), range(2), range(5)):
+        for asked in asks:
+            assert has_gpus(asked, slots, free) == (gpus_taken(asked, slots, free) is not None)
