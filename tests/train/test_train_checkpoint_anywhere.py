@@ -19,7 +19,7 @@ from hpctrain.checkpoint import Report
 from hpctrain.checkpoint.chunks import ITEM_BYTES
 from hpctrain.checkpoint.listing import checkpoint_names
 from hpctrain.checkpoint.script import Checkpointer, Trees
-from hpctrain.checkpoint.tree import flattened, grown
+from hpctrain.checkpoint.tree import flattened, grown, keepable
 from hpctrain.errors import EXIT_REQUEUE, MismatchError, TrainError
 from hpctrain.heartbeat import Heartbeat
 
@@ -59,6 +59,14 @@ def test_tensors_and_arrays_come_back_with_their_kinds() -> None:
 def test_what_cannot_be_kept_is_refused_by_its_place() -> None:
     with pytest.raises(TrainError, match=r"cannot keep optim\.0\.hook: it is a function"):
         flattened({"optim": [{"hook": lambda: 0}]})
+
+
+def test_of_a_record_what_cannot_be_kept_is_left_out() -> None:
+    kept, refused = keepable({"lr": 0.1, "out": Path("x"), "sizes": [1, {"a": None}]}, "hyper")
+    assert kept == {"lr": 0.1, "sizes": [1, {"a": None}]}
+    assert refused == [
+        "cannot keep hyper.out: it is a PosixPath, not tensors, numbers, text, lists or dictionaries",
+    ]
 
 
 @pytest.mark.parametrize(

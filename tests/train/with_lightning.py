@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import warnings
+from pathlib import Path
 
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
@@ -18,8 +19,9 @@ STEPS = 12
 
 
 class Model(LightningModule):
-    def __init__(self, stop_at: int) -> None:
+    def __init__(self, stop_at: int, out: Path) -> None:
         super().__init__()
+        self.save_hyperparameters()  # a path is not kept
         self.net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
         self.stop_at = stop_at
 
@@ -41,7 +43,7 @@ def main() -> int:
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     seed_everything(3)
-    model = Model(options.stop_at)
+    model = Model(options.stop_at, Path(options.out))
     # Batches are alike: within an epoch Lightning goes on in its place only with loaders that have a state.
     rows = torch.randn(16, 4, generator=torch.Generator().manual_seed(1)).repeat(5, 1)
     data = torch.utils.data.DataLoader(rows, batch_size=16)  # 5 steps are an epoch

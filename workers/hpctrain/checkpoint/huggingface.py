@@ -64,7 +64,7 @@ class Checkpoints(TrainerCallback):
         """Keep the state if it is due, or if the run is to stop."""
         stops = self._stop.received is not None
         if state.is_world_process_zero:
-            if state.global_step % self._every == 0 or stops:
+            if stops or (self._every > 0 and state.global_step % self._every == 0):
                 self._keep(state, parts, wait=stops)
             self._trees.tell(state.global_step)
         if stops:
@@ -73,7 +73,7 @@ class Checkpoints(TrainerCallback):
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any) -> None:
         """Keep the last state."""
-        if state.is_world_process_zero and self._last != state.global_step:
+        if state.is_world_process_zero and self._every > 0 and self._last != state.global_step:
             self._keep(state, parts, wait=True)
         self._trees.close()
         self._stop.__exit__(None, None, None)

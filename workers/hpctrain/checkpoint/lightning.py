@@ -19,8 +19,12 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from hpctrain.checkpoint.script import Trees
+from hpctrain.checkpoint.tree import keepable
 from hpctrain.errors import EXIT_REQUEUE
 from hpctrain.signals import StopRequest
+
+# What a run that goes on does not take from its checkpoint: of these anything can be left out.
+RECORDS = ("hyper_parameters", "datamodule_hyper_parameters")
 
 
 class Checkpoints(Callback):
@@ -31,6 +35,7 @@ class Checkpoints(Callback):
         self._out, self._every = Path(out), every
         self._stop = StopRequest()
         self._last = 0
+        self._told: set[str] = set()
         self.status = 0  # the exit status that the scheduler understands
 
     def newest(self) -> str | None:
@@ -54,7 +59,7 @@ class Checkpoints(Callback):
         """Keep the state if it is due, or if the run is to stop."""
         step = trainer.global_step
         stops = bool(trainer.strategy.reduce_boolean_decision(self._stop.received is not None, all=False))
-        due = step > self._last and step % self._every == 0
+        due = self._every > 0 and step > self._last and step % self._every == 0
         if due or stops:
             self._keep(trainer, wait=stops)
         self._trees.tell(step)
@@ -64,7 +69,7 @@ class Checkpoints(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Keep the last state."""
-        if self._last != trainer.global_step:
+        if self._every > 0 and self._last != trainer.global_step:
             self._keep(trainer, wait=True)
         self._trees.close()
         self._stop.__exit__(None, None, None)
@@ -72,14 +77,25 @@ class Checkpoints(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Let what is under way be finished."""
         self._trees.close()
+        self._stop.__exit__(None, None, None)
 
     def _keep(self, trainer: Trainer, *, wait: bool) -> None:
         tree = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
         if not trainer.is_global_zero:
             return
+        for record in RECORDS:
+            if record in tree:
+                tree[record], refused = keepable(tree[record], record)
+                self._tell_once(refused)
         if wait:
             self._trees.wait()
         if self._trees.begin(trainer.global_step, tree):
             self._last = trainer.global_step
         if wait:
             self._trees.wait()
+
+    def _tell_once(self, refused: list[str]) -> None:
+        for why in refused:
+            if why not in self._told:
+                print(f"checkpoint: {why}; it is left out", flush=True)
+        self._told.update(refused)

@@ -29,6 +29,20 @@ def flattened(tree: object, name: str = "") -> tuple[dict[str, torch.Tensor], ob
     return tensors, _shape_of(tree, name, tensors)
 
 
+def keepable(tree: Mapping[str, object], name: str) -> tuple[dict[str, object], list[str]]:
+    """This will give what of a dictionary can be kept, and say of each of the others why not."""
+    kept: dict[str, object] = {}
+    refused: list[str] = []
+    for key, part in tree.items():
+        try:
+            flattened({key: part}, name)
+        except TrainError as error:
+            refused.append(str(error))
+        else:
+            kept[key] = part
+    return kept, refused
+
+
 def grown(skeleton: Any, tensors: Mapping[str, torch.Tensor]) -> object:
     """This will put together again what `flattened` took apart."""
     kind, value = skeleton
