@@ -59,6 +59,7 @@ class Wire:
     def __init__(self, rank: int, size: int, to_right: socket.socket, from_left: socket.socket) -> None:
         self._rank, self._size = rank, size
         self._right, self._left = to_right, from_left
+        self._left_host = _host_of(from_left)
         for one in (to_right, from_left):
             one.setblocking(False)
         self._begun: deque[_Sum | None] = deque()  # None: there will be no more
@@ -184,7 +185,10 @@ class Wire:
             self._take_begun()
             self._receive()
             if self._left_has_ended and any(one.coming_bytes for one in self._open.values()):
-                raise TrainError("cannot sum over hosts: the host before in the ring has ended")
+                raise TrainError(
+                    f"cannot sum over hosts: the rank on {self._left_host} has ended; if it does not say why itself, it was "
+                    "killed (for its use of memory, say)"
+                )
             self._flush()
 
     def _take_begun(self) -> None:
@@ -240,7 +244,7 @@ class Wire:
                 self._empty = True
                 return
             except OSError as error:
-                raise TrainError(f"cannot sum over hosts: the host before in the ring is gone ({error})") from None
+                raise TrainError(f"cannot sum over hosts: the rank on {self._left_host} is gone ({error})") from None
             if got == 0:
                 self._left_has_ended = True
                 return
@@ -321,6 +325,15 @@ class _Piece:
         self.number, self.hops, self.low, self.length = number, hops, low, length
         self.has = self.chunk = 0
         self.target: memoryview | None = None
+
+
+def _host_of(connection: socket.socket) -> str:
+    """Where the other end is, for people."""
+    try:
+        peer = connection.getpeername()
+    except OSError:  # it has ended already
+        return "the host before"
+    return str(peer[0]) if isinstance(peer, tuple) else "this host"
 
 
 def _cuts(length: int) -> list[tuple[int, int]]:
