@@ -6,6 +6,7 @@ Imports nothing heavy: `--help` and a wrong option answer at once.
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 
 from hpctrain.schedule import Course, LrRule, LrScale
@@ -30,6 +31,22 @@ def positive(text: str) -> int:
     return number
 
 
+def count(text: str) -> int:
+    """This will read a number of at least 0, for argparse."""
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{number} is less than 0")
+    return number
+
+
+def amount(text: str) -> float:
+    """This will read a finite number of at least 0, for argparse."""
+    number = float(text)
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of at least 0")
+    return number
+
+
 def share(text: str) -> float:
     """This will read a number from 0 to 1, for argparse."""
     part = float(text)
@@ -41,12 +58,12 @@ def share(text: str) -> float:
 def _add_training(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("training")
     group.add_argument("--steps", type=positive, help="how many (default: 400, or by --target-seconds)")
-    group.add_argument("--target-seconds", type=float, metavar="S", help="as many steps as fit, measured at the start")
+    group.add_argument("--target-seconds", type=amount, metavar="S", help="as many steps as fit, measured at the start")
     group.add_argument(
         "--batch", type=positive, default=32, help="samples per step, of all ranks together (%(default)s)"
     )
-    group.add_argument("--lr", type=float, default=4e-3, help="highest learning rate (%(default)s)")
-    group.add_argument("--warmup", type=int, default=20, metavar="STEPS", help="steps up to it (%(default)s)")
+    group.add_argument("--lr", type=amount, default=4e-3, help="highest learning rate (%(default)s)")
+    group.add_argument("--warmup", type=count, default=20, metavar="STEPS", help="steps up to it (%(default)s)")
     group.add_argument(
         "--schedule",
         choices=tuple(course.value for course in Course),
@@ -67,7 +84,9 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         metavar="FIRST:STEPS",
         help="batches grow from FIRST samples to --batch within so many steps (default: they do not)",
     )
-    group.add_argument("--clip", type=float, default=1.0, metavar="NORM", help="gradient norm's limit (%(default)s)")
+    group.add_argument(
+        "--clip", type=amount, default=1.0, metavar="NORM", help="gradient norm's limit, 0: none (%(default)s)"
+    )
     group.add_argument("--seed", type=int, default=1, help="of weights, samples and all else (%(default)s)")
 
 
@@ -93,7 +112,7 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--prefetch",
-        type=int,
+        type=count,
         default=2,
         metavar="N",
         help="pieces of data made ready beforehand, in a thread; 0: none (%(default)s)",
@@ -166,9 +185,9 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--keep", type=positive, default=2, help="chains of base and increments kept (%(default)s)")
     group.add_argument(
-        "--keep-every", type=float, default=0.0, metavar="HOURS", help="and one of so many hours (0: none older)"
+        "--keep-every", type=amount, default=0.0, metavar="HOURS", help="and one of so many hours (0: none older)"
     )
-    group.add_argument("--eval-every", type=int, default=50, metavar="N", help="steps; 0: never (%(default)s)")
+    group.add_argument("--eval-every", type=count, default=50, metavar="N", help="steps; 0: never (%(default)s)")
     group.add_argument(
         "--log",
         type=_writers,
@@ -177,13 +196,17 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         help="write metrics for these too, if installed, beside metrics.jsonl (default: not)",
     )
     group.add_argument(
-        "--profile", type=int, default=0, metavar="N", help="trace N steps of each rank into DIR/profile (%(default)s)"
+        "--profile",
+        type=count,
+        default=0,
+        metavar="N",
+        help="trace N steps of each rank into DIR/profile (%(default)s)",
     )
     group.add_argument("--print-every", type=positive, default=10, metavar="N", help="steps (%(default)s)")
 
 
 def _every(text: str) -> int | None:
-    return None if text == "auto" else int(text)
+    return None if text == "auto" else count(text)
 
 
 def _writers(text: str) -> tuple[str, ...]:
@@ -197,9 +220,12 @@ def _writers(text: str) -> tuple[str, ...]:
 def _shares(text: str) -> str | tuple[float, ...]:
     if text in ("auto", "even"):
         return text
-    weights = tuple(float(part) for part in text.split(","))
-    if min(weights) < 0 or sum(weights) <= 0:
-        raise argparse.ArgumentTypeError(f"{text}: no weight may be negative, nor all zero")
+    try:
+        weights = tuple(amount(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: write auto, even, or a number for each rank, e.g. 2,1") from None
+    if sum(weights) <= 0:
+        raise argparse.ArgumentTypeError(f"{text}: not all weights may be zero")
     return weights
 
 
