@@ -319,17 +319,34 @@ def test_a_restore_that_takes_long_says_how_far_it_is(tmp_path: Path, monkeypatc
 def test_a_damaged_gradient_makes_the_step_before_count_and_is_named(tmp_path: Path) -> None:
     before = World(tmp_path)
     before.run(4)
-    with (data := next(tmp_path.glob("data-step-0000000004*"))).open("r+b") as stream:
-        stream.seek(data.stat().st_size // 2)
-        byte = stream.read(1)
-        stream.seek(-1, 1)
-        stream.write(bytes([byte[0] ^ 1]))
+    data = flip(tmp_path, 4)
     after = World(tmp_path)
     restored = after.restore()
     assert restored is not None
     assert after.step == 3
     assert restored.damaged == ("step-0000000004.a0000",)
     assert data.name in after.warnings[0]
+
+
+def flip(directory: Path, step: int) -> Path:
+    """Change a bit in the middle of a checkpoint's data."""
+    with (data := next(directory.glob(f"data-step-{step:010d}*"))).open("r+b") as stream:
+        stream.seek(data.stat().st_size // 2)
+        byte = stream.read(1)
+        stream.seek(-1, 1)
+        stream.write(bytes([byte[0] ^ 1]))
+    return data
+
+
+@pytest.mark.parametrize("step", [4, 5, 6], ids=["base", "gradients", "the last gradients"])
+def test_nothing_of_what_is_damaged_is_left_in_the_weights_that_it_was_read_into(tmp_path: Path, step: int) -> None:
+    before = World(tmp_path / "before")
+    before.run(step - 1, base_every=3)
+    World(tmp_path / "after").run(6, base_every=3)
+    flip(tmp_path / "after", step)
+    after = World(tmp_path / "after")
+    assert after.restore() is not None
+    assert_alike(after, before)
 
 
 def rewrite(path: Path, change: object) -> None:
