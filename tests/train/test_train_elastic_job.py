@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ from ranks import HERE, started
 from test_train_resume import SMALL, WITH_WAITING, lines_of
 from waiting import wait_until
 
+from hpctrain.elastic.launch import Launcher, Slot
 from hpctrain.errors import EXIT_REQUEUE
 
 pytestmark = pytest.mark.timeout(300)
@@ -62,3 +64,21 @@ def test_a_node_that_is_asked_for_is_given_back_although_the_controller_is_away_
     said = (tmp_path / "log").read_text()
     assert status == EXIT_REQUEUE, said
     assert asked.read_text().split() == ["--resize=1"] * 2, "not again once it is taken"
+
+
+def test_spares_wait_for_no_cpus_of_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "hrun").write_text('#!/bin/sh\necho "$@" >> "$(dirname "$0")/asked.$SLOT"\n')
+    (tmp_path / "hrun").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    launcher = Launcher(["true"], {"PATH": os.environ["PATH"], "HPCSCHED_JOB_ID": "1"})
+
+    async def start() -> None:
+        for number, spare in enumerate((False, True)):
+            await launcher.start(Slot(number=number, node="a", spare=spare), {"SLOT": str(number)})
+            await launcher.processes[number].wait()
+
+    asyncio.run(start())
+    rank, spare = ((tmp_path / f"asked.{number}").read_text().split() for number in (0, 1))
+    assert "--overlap" not in rank
+    assert "--overlap" in spare
+    assert spare[-1] == rank[-1] == "true"
