@@ -3,7 +3,8 @@
 A rank's time for b samples is taken to be a + c*b seconds: a fixed part, and one per sample.  Both are learned from the
 steps as they go; a sudden change (another program on the machine, a throttled GPU) forgets what was learned before it.
 Does not measure, and does not exchange: it is fed with every rank's times, the same on all, and so answers all alike.
-Rules: shares are whole samples and add up to the batch; a rank that would make the whole slower gets none, and is named.
+Rules: shares are whole samples and add up to the batch; a rank that would make the whole slower gets none, and is named; it
+is tried again with one sample, so seldom that this costs next to nothing.
 Ranks that are as good as equal keep equal shares, so that their sums keep their order.
 Sources: recursive least squares with a forgetting factor (Haykin, "Adaptive Filter Theory", ch. 10).
 """
@@ -18,6 +19,9 @@ FORGET = 0.9  # what a step weighs of the one after it
 CHANGED = 1.25  # a time so many times off what was expected, twice in a row, is a change
 LEARNING_STEPS = 2
 GAIN = 0.05  # shares move only for so much less time per step
+# Who is left out is tried again after so many times the seconds that one sample took there, but each minute at the most.
+PATIENCE = 100
+LEAST_IDLE_S = 60.0
 
 
 @dataclass(slots=True)
@@ -33,21 +37,19 @@ class Speed:
     off: int = 0  # so many of the last steps were not as expected, all slower or all quicker
     kept: list[tuple[int, float]] = field(default_factory=list)
 
-    def note(self, samples: int, seconds: float) -> bool:
-        """This will learn from a step, and return whether the rank has changed."""
+    def note(self, samples: int, seconds: float) -> None:
+        """This will learn from a step, and forget those before the last two if the rank has changed."""
         expected_s = self.time_of(samples)
         ratio = seconds / expected_s if expected_s else 1.0
         side = (ratio > CHANGED) - (ratio < 1 / CHANGED)
         self.off = self.off + side if side and self.off * side >= 0 else side
-        changed = abs(self.off) >= 2
         self.kept = [*self.kept[-1:], (samples, seconds)]
-        if changed:
+        if abs(self.off) >= 2:
             self._forget()
             for old in self.kept:
                 self._add(*old)
         elif self.steps < LEARNING_STEPS or not side:  # one odd step says nothing
             self._add(samples, seconds)
-        return changed
 
     def parts(self) -> tuple[float, float]:
         """This will give (a, c): seconds per step and per sample; a is 0 while all steps were of one size."""
@@ -91,13 +93,17 @@ class Balance:
         self.counts = list(counts)
         self._speeds = [Speed() for _ in counts]
         self.left_out: list[int] = [rank for rank, count in enumerate(counts) if count == 0]
+        self._idle_s = [0.0 for _ in counts]  # since this rank was left out
 
     def note(self, seconds: Sequence[float]) -> str:
         """This will learn each rank's time for its share, and may change `counts`. Returns what changed, in words."""
-        changed = False
         for speed, count, spent_s in zip(self._speeds, self.counts, seconds, strict=True):
             if count:
-                changed |= speed.note(count, spent_s)
+                speed.note(count, spent_s)
+        step_s = max(spent_s for count, spent_s in zip(self.counts, seconds, strict=True) if count)
+        self._idle_s = [0.0 if n else idle_s + step_s for n, idle_s in zip(self.counts, self._idle_s, strict=True)]
+        if said := self._try_again():
+            return said
         if any(speed.steps < LEARNING_STEPS for speed, n in zip(self._speeds, self.counts, strict=True) if n):
             return ""
         lines = [speed.parts() for speed in self._speeds]
@@ -111,6 +117,18 @@ class Balance:
         self.left_out = out
         why = f"shares {' '.join(map(str, counts))}: a step takes {1e3 * then_s:.0f} ms instead of {1e3 * now_s:.0f}"
         return why + "".join(f"; rank {rank} is left out, it would make the others wait" for rank in gone)
+
+    def _try_again(self) -> str:
+        """Give one sample to a rank that was left out for long; it may have been slow for a while only."""
+        most = max(range(len(self.counts)), key=lambda rank: self.counts[rank])
+        for rank in self.left_out:
+            sample_s = self._speeds[rank].time_of(1)
+            if sample_s and self._idle_s[rank] > max(PATIENCE * sample_s, LEAST_IDLE_S) and self.counts[most] > 1:
+                self._speeds[rank] = Speed()
+                self.counts[most], self.counts[rank] = self.counts[most] - 1, 1
+                self.left_out.remove(rank)
+                return f"shares {' '.join(map(str, self.counts))}: rank {rank}, which was left out, is tried again"
+        return ""
 
     def _longest(self, counts: Sequence[int]) -> float:
         return max(speed.time_of(n) for speed, n in zip(self._speeds, counts, strict=True) if n)

@@ -62,6 +62,27 @@ def test_who_only_delays_is_left_out_and_named() -> None:
     assert said[-1].endswith("rank 1 is left out, it would make the others wait")
 
 
+def test_who_was_slow_for_a_while_takes_part_again_later() -> None:
+    balance = Balance(8, [4, 4])
+    run(balance, [(0.0, 0.01), (0.0, 1.0)], 4)
+    said = run(balance, [(0.0, 0.01), (0.0, 0.01)], 1300)
+    assert said[0] == "shares 7 1: rank 1, which was left out, is tried again"
+    assert balance.counts == [4, 4]
+
+
+def test_trying_who_stays_slow_costs_next_to_nothing() -> None:
+    lines = [(0.0, 0.01), (0.0, 1.0)]
+    balance = Balance(8, [4, 4])
+    run(balance, lines, 4)
+    spent_s, said = 0.0, []
+    for _ in range(5000):
+        spent_s += longest(balance.counts, lines)
+        said += run(balance, lines, 1)
+    assert balance.counts == [8, 0]
+    assert sum("tried again" in line for line in said) == sum("is left out" in line for line in said) == 3
+    assert spent_s < 1.03 * 5000 * 0.08
+
+
 def test_noise_moves_nothing() -> None:
     balance = Balance(32, [16, 16])
     for turn in range(50):
