@@ -165,3 +165,14 @@ def test_floors_of_a_node_count_whatever_is_free() -> None:
     assert on(sketch) == ""
     sketch.change_node("n2", spec=replace(sketch.nodes[1].spec, tmp_mib=100))
     assert on(sketch) == "n2"
+
+
+def test_who_waits_for_nodes_that_are_free_but_do_not_go_together_is_told_so() -> None:
+    def detail(job: str, **changes: object) -> str:
+        sketch = world("2x4+a@s1 2x4+b@s2", ["1: n4 4c 60s"], [f"2: {job} 60s"]).change(2, **changes)
+        return sketch.plan().waits[2].detail.partition("; ")[2]
+
+    assert detail("3 nodes 1c", switches=1) == "3 are free, but not on 1 switch"
+    assert detail("3 nodes 9 tasks", switches=1) == "there is room for 12, but not on 1 switch"
+    assert detail("2 nodes 1c +[b*2]") == "3 are free, but not as [b*2] asks for"
+    assert detail("4 nodes 1c", switches=2) == "3 are free"
