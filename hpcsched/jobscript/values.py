@@ -219,7 +219,7 @@ def parse_licenses(text: str) -> tuple[tuple[str, int], ...]:
 def parse_switches(text: str) -> tuple[int, int | None]:
     """Return the most switches of ``2`` or ``2@30:00``, and for how many seconds that counts; None: not said."""
     count, at, limit = text.partition("@")
-    return parse_count(count), parse_time_s(limit) or UNLIMITED_S if at else None
+    return parse_count(count), parse_time_s(limit, whole_minutes=False) or UNLIMITED_S if at else None
 
 
 def parse_hints(text: str) -> tuple[str, ...]:

@@ -54,8 +54,20 @@ def _shortfall(shape: Shape, seats: Sequence[Seat], missing: Sequence[str], *, e
     if shape.ntasks is not None and shape.ntasks > 1:
         room = sum(sorted(seat.tasks for seat in seats)[-shape.nodes_max :])
         if len(seats) >= shape.nodes_min:
-            return f"needs {needs(shape)}; there is room for {room if enough else min(room, shape.ntasks - 1)}"
-    return f"needs {needs(shape)}; {_are(len(seats))} free"
+            together = "" if enough or room < shape.ntasks else _not_together(shape)
+            most = room if enough or together else min(room, shape.ntasks - 1)
+            return f"needs {needs(shape)}; there is room for {most}{together}"
+    together = "" if enough or len(seats) < shape.nodes_min else _not_together(shape)
+    return f"needs {needs(shape)}; {_are(len(seats))} free{together}"
+
+
+def _not_together(shape: Shape) -> str:
+    """Return why as many nodes as `shape` needs do not do: what it asks of them together."""
+    if shape.counts or shape.alike:
+        return f", but not as {shape.constraint} asks for"
+    if shape.switches:
+        return f", but not on {shape.switches} {'switch' if shape.switches == 1 else 'switches'}"
+    return ""
 
 
 def not_available(shape: Shape, partition: Partition, nodes: Sequence[NodeView]) -> Wait:
