@@ -66,19 +66,18 @@ def test_a_node_that_is_asked_for_is_given_back_although_the_controller_is_away_
     assert asked.read_text().split() == ["--resize=1"] * 2, "not again once it is taken"
 
 
-def test_spares_wait_for_no_cpus_of_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "hrun").write_text('#!/bin/sh\necho "$@" >> "$(dirname "$0")/asked.$SLOT"\n')
+def test_no_rank_or_spare_waits_behind_a_step_that_waits(tmp_path: Path) -> None:
+    """For a node that is down, or for cpus that others have: `--overlap` starts steps at once."""
+    (tmp_path / "hrun").write_text('#!/bin/sh\necho "$@" > "$(dirname "$0")/asked"\n')
     (tmp_path / "hrun").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    launcher = Launcher(["true"], {"PATH": os.environ["PATH"], "HPCSCHED_JOB_ID": "1"})
+    job = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "HPCSCHED_JOB_ID": "1"}
+    launcher = Launcher(["train", "--steps"], job)
 
     async def start() -> None:
-        for number, spare in enumerate((False, True)):
-            await launcher.start(Slot(number=number, node="a", spare=spare), {"SLOT": str(number)})
-            await launcher.processes[number].wait()
+        await launcher.start(Slot(number=0, node="a", spare=True), {})
+        await launcher.processes[0].wait()
 
     asyncio.run(start())
-    rank, spare = ((tmp_path / f"asked.{number}").read_text().split() for number in (0, 1))
-    assert "--overlap" not in rank
-    assert "--overlap" in spare
-    assert spare[-1] == rank[-1] == "true"
+    asked = (tmp_path / "asked").read_text().split()
+    assert {"--nodelist=a", "--overlap"} < set(asked)
+    assert asked[-2:] == ["train", "--steps"]

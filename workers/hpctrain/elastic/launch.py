@@ -88,8 +88,8 @@ class Launcher:
         """This will start a process in a slot."""
         argv = self._command
         if slot.node is not None:
-            # A spare has no cpus of its own in the job: waiting for some, it would never be ready, and hold up others' steps.
-            place = ["--nodes=1", "--ntasks=1", f"--nodelist={slot.node}", *["--overlap"] * slot.spare]
+            # A step that waits, as a spare's would for cpus and any would for a node that is down, holds up the job's later ones.
+            place = ["--nodes=1", "--ntasks=1", f"--nodelist={slot.node}", "--overlap"]
             argv = ["hrun", *place, "--quiet", "--unbuffered", *argv]
         self.processes[slot.number] = await asyncio.create_subprocess_exec(
             *argv, env=self._environ | dict(facts), stdin=asyncio.subprocess.DEVNULL
