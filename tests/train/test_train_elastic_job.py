@@ -74,7 +74,7 @@ def test_no_rank_or_spare_waits_behind_a_step_that_waits(tmp_path: Path) -> None
     launcher = Launcher(["train", "--steps"], job)
 
     async def start() -> None:
-        await launcher.start(Slot(number=0, node="a", spare=True), {})
+        await launcher.start(Slot(number=0, node="a"), {})
         await launcher.processes[0].wait()
 
     asyncio.run(start())
