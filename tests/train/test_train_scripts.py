@@ -104,6 +104,17 @@ def test_weights_that_are_unfrozen_within_the_loop_are_refused(tmp_path: Path) -
         train(run_in(tmp_path), model, unfreezing)
 
 
+@pytest.mark.parametrize("words", [(), ("--zero",)], ids=str)
+def test_a_step_of_the_optimizer_is_refused(words: tuple[str, ...], tmp_path: Path) -> None:
+    model = net()
+    optimizer = sgd(model)
+    steps = run_in(tmp_path, *words).steps(model, optimizer)
+    next(steps)
+    with pytest.raises(TrainError, match=r"cannot take a step of SGD here: .*leave optimizer.step\(\) away"):
+        optimizer.step()
+    steps.close()
+
+
 def test_a_second_loop_is_refused(tmp_path: Path) -> None:
     model, run = net(), run_in(tmp_path)
     assert train(run, model) == 4

@@ -268,7 +268,8 @@ class Run:
             try:
                 loop, teller = self._generation(task)
                 self._inside = loop
-                with loop.profile.watching(), guarded(task.optimizer):
+                mine = task.optimizer.of_own_part if isinstance(task.optimizer, ShardedOptimizer) else task.optimizer
+                with loop.profile.watching(), guarded(mine):
                     yield from loop.steps(self._stop)
                 self._inside = None
                 if loop.left:

@@ -88,6 +88,11 @@ class ShardedOptimizer:
                     source = whole[name]
                     tensor.copy_(_slice_of(source, piece))
 
+    @property
+    def of_own_part(self) -> Optimizer:
+        """The one that moves this rank's part."""
+        return self._optimizer
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """This will give the whole state by name, gathered from all ranks: a copy. All ranks call it."""
         mine = self._optimizer.tensors()
