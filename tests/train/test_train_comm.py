@@ -154,6 +154,18 @@ def test_gloo_meets_under_mpirun_without_an_address() -> None:
 
 
 @needs_mpi
+def test_gloo_meets_under_mpirun_where_hosts_have_one_name_and_addresses_that_lead_nowhere() -> None:
+    ended = run_mpi(2, HERE / "check_gloo_hosts.py", "gloo")
+    assert ended.status == 0, ended.output
+    assert "gradients equal over gloo" in ended.output
+
+
+def test_gloo_offers_the_address_at_which_hosts_reach_each_other_not_that_of_a_name() -> None:
+    ended = run_plain(2, HERE / "check_gloo_hosts.py", "gloo")
+    assert [one.status for one in ended] == [0, 0], ended
+
+
+@needs_mpi
 def test_a_rank_that_raises_takes_the_others_down_and_says_why(tmp_path: Path) -> None:
     script = tmp_path / "raises.py"
     script.write_text(

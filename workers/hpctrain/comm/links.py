@@ -71,15 +71,20 @@ def connect_ring(mpi: Any, comm: Any) -> Wire | None:
 
 def own_addresses() -> list[str]:
     """This will list this host's IPv4 addresses, those of real networks first."""
-    addresses = []
+    return list(interfaces())
+
+
+def interfaces() -> dict[str, str]:
+    """This will name the interface of each of this host's IPv4 addresses, those of real networks first."""
+    names = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in sorted(socket.if_nameindex(), key=lambda one: one[1].startswith(VIRTUAL)):
             try:
                 answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
             except OSError:
                 continue  # it has no address
-            addresses.append(socket.inet_ntoa(answer[20:24]))
-    return addresses
+            names[socket.inet_ntoa(answer[20:24])] = name
+    return names
 
 
 def await_left(

@@ -6,8 +6,10 @@ of the one before.  Under mpirun the store's address is handed round by MPI; els
 
 from __future__ import annotations
 
+import json
 import os
 import socket
+import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 
@@ -16,11 +18,15 @@ import torch.distributed as dist
 
 from hpctrain.comm.background import Background, Work
 from hpctrain.comm.base import Pace, Plain, check_contiguous
+from hpctrain.comm.hosts import identity
+from hpctrain.comm.links import NAP_S, TRY_S, interfaces, own_addresses
 from hpctrain.comm.mpi import load_mpi
 from hpctrain.env import Launcher, Place
 from hpctrain.errors import TrainError
 
 TIMEOUT = timedelta(minutes=10)
+MEET_S = 60.0  # hosts may be slow to start
+MEET = timedelta(seconds=MEET_S)
 NCCL_BUCKET_BYTES = 25 << 20
 GLOO_BUCKET_BYTES = 4 << 20
 
@@ -44,11 +50,12 @@ class TorchCommunicator(Plain):
     def __init__(self, backend: str | None, place: Place, environ: Mapping[str, str]) -> None:
         if not dist.is_available() or (backend == "nccl" and not dist.is_nccl_available()):
             raise TrainError(f"cannot use {backend}: this build of torch ({torch.__version__}) does not have it")
-        bare_store, rank, size = _store_for(place, environ)
+        bare_store, rank, size, reached = _store_for(place, environ)
         life = environ.get("TORCHELASTIC_RESTART_COUNT", "0") + "." + environ.get("HPCSCHED_ATTEMPT", "0")
         store = dist.PrefixStore(f"hpctrain.{life}", bare_store)
         self.name = backend or _agreed_backend(store, rank, size, place)
         self._device = _device_for(self.name, place)
+        _say_interface(store, rank, size, reached)
         dist.init_process_group(self.name, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
         self.rank = rank
         self.size = size
@@ -160,29 +167,82 @@ def _gpu_of(place: Place) -> int:
     return 0 if place.own_gpu else place.local_rank
 
 
-def _store_for(place: Place, environ: Mapping[str, str]) -> tuple[dist.Store, int, int]:
+def _say_interface(store: dist.Store, rank: int, size: int, reached: str) -> None:
+    """Have Gloo offer others the address by which hosts reach each other: that of a host's name leads often to itself alone.
+
+    `reached`: the address at which this rank reached the first one.
+    """
+    store.set(f"where/{rank}", json.dumps([*identity(), reached]))
+    told = [json.loads(store.get(f"where/{r}")) for r in range(size)]
+    first_address = next((address for *host, address in told if host != told[0][:-1]), "")
+    if not (first_address and reached):
+        return  # one host, or no IPv4
+    own_address = first_address if told[rank][:-1] == told[0][:-1] else _own_address_towards(reached)
+    if own_address in (names := interfaces()):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", names[own_address])  # torch has no other way
+
+
+def _own_address_towards(address: str) -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, 9))  # sends nothing
+        return probe.getsockname()[0]
+
+
+def _store_for(place: Place, environ: Mapping[str, str]) -> tuple[dist.Store, int, int, str]:
+    """The store, this rank, how many there are, and the IPv4 address at which the store was reached; "" if it has none."""
     if place.launcher is Launcher.MPI:
         return _store_over_mpi()
     if place.launcher is Launcher.NOBODY:
-        return dist.TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=TIMEOUT), 0, 1
+        return dist.TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=TIMEOUT), 0, 1, "127.0.0.1"
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
     if missing:
         raise TrainError(
             f"cannot meet the other ranks: {' and '.join(missing)} not set; start under torchrun, hrun or mpirun"
         )
     store, rank, size = next(dist.rendezvous("env://", place.rank, place.world, timeout=TIMEOUT))
-    return store, rank, size
+    try:
+        return store, rank, size, socket.gethostbyname(environ["MASTER_ADDR"])
+    except OSError:
+        return store, rank, size, ""  # by IPv6 alone
 
 
-def _store_over_mpi() -> tuple[dist.Store, int, int]:
+def _store_over_mpi() -> tuple[dist.Store, int, int, str]:
+    """Meet at the first rank, at whichever of its addresses each host reaches: names of hosts may be unknown, or all alike."""
     world = load_mpi().COMM_WORLD
     rank, size = world.Get_rank(), world.Get_size()
-    here = socket.gethostname()
-    one_host = len(set(world.allgather(here))) == 1
+    where = world.allgather(identity())
+    secret = os.urandom(16)
     if rank == 0:
-        host = "127.0.0.1" if one_host else here
-        store = dist.TCPStore(host, 0, size, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
-        world.bcast((host, store.port))
-        return store, rank, size
-    host, port = world.bcast(None)
-    return dist.TCPStore(host, port, size, is_master=False, timeout=TIMEOUT), rank, size
+        store = dist.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
+        store.set("secret", secret)
+        world.bcast((own_addresses(), store.port, secret))
+        reached = "127.0.0.1"
+    else:
+        addresses, port, secret = world.bcast(None)
+        store, reached = _reach_store(["127.0.0.1"] if where[rank] == where[0] else addresses, port, secret)
+    all_reached = world.allgather(reached)
+    if "" in all_reached:
+        raise TrainError(
+            f"cannot meet over torch.distributed: rank {all_reached.index('')} reaches none of the addresses of rank 0; "
+            "let hosts connect to each other at all ports, or take --backend mpi"
+        )
+    return store, rank, size, reached
+
+
+def _reach_store(addresses: list[str], port: int, secret: bytes) -> tuple[dist.Store | None, str]:
+    """The store at one of these addresses, and at which; other hosts may have some of them too."""
+    until_s = time.monotonic() + MEET_S
+    while True:
+        for address in addresses:
+            try:
+                with socket.create_connection((address, port), TRY_S):
+                    pass  # torch's store tries for long
+                store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=MEET)
+                if store.get("secret") == secret:
+                    store.set_timeout(TIMEOUT)
+                    return store, address
+            except (OSError, dist.DistError):
+                continue
+        if time.monotonic() > until_s:
+            return None, ""
+        time.sleep(NAP_S)

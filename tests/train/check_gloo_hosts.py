@@ -1,0 +1,28 @@
+"""Runs on every rank: gradients over Gloo on hosts of one name, of whose addresses the first one leads nowhere."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import check_gradients
+
+from hpctrain.comm import torchdist
+from hpctrain.comm.hosts import identity
+from hpctrain.comm.links import own_addresses
+from hpctrain.env import place
+
+UNKNOWN = "192.0.2.1"  # RFC 5737: nobody's
+
+
+def main() -> None:
+    here = place(os.environ)
+    torchdist.identity = lambda: (*identity()[:2], str(here.rank))
+    torchdist.own_addresses = lambda: [UNKNOWN, *own_addresses()]
+    check_gradients.main()
+    names = [name for _, name in socket.if_nameindex()]
+    assert os.environ["GLOO_SOCKET_IFNAME"] in names, "Gloo had to guess"
+
+
+if __name__ == "__main__":
+    main()
