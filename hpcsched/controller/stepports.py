@@ -115,6 +115,7 @@ def launch_of(
         limit_s=options.limit_s,
         grace_s=ports.grace_s,
         kill_on_bad_exit=options.kill_on_bad_exit,
+        remote_shell=options.remote_shell,
         lease=job.spec.lease,
         lease_s=job.lease_s or 0.0,
         hold=len(step.nodes) > 1,

@@ -89,6 +89,7 @@ KNOWN_OPTIONS = frozenset(
         "parts",
         "prefer",
         "qos",
+        "remote-shell",
         "reservation",
         "shell",
         "switches",
@@ -123,6 +124,7 @@ class StepOptions:
     append: bool = False
     label: bool = False
     kill_on_bad_exit: bool = False
+    remote_shell: bool = False
 
 
 def read_options(request: protocol.StepRequest, job: Job) -> StepOptions:
@@ -154,6 +156,7 @@ def read_options(request: protocol.StepRequest, job: Job) -> StepOptions:
         append=given.text("open-mode") == "append",
         label=given.flag("label"),
         kill_on_bad_exit=given.flag("kill-on-bad-exit"),
+        remote_shell=given.flag("remote-shell"),
     )
     options = options if given.text("cpus-per-task") else _with_fitting_cpus(options, job)
     asked = any(given.text(name) for name in ("gpus", "gpus-per-node", "gpus-per-task", "gres"))

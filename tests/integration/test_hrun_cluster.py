@@ -151,6 +151,25 @@ def test_hrsh(cluster: LocalCluster, tmp_path: Path) -> None:
     assert said == ["n2", "text", "code 5"]
 
 
+@pytest.mark.parametrize("signum", ["USR1", "USR2"])
+def test_a_signal_for_the_steps_of_a_job_is_not_for_what_a_remote_shell_runs(
+    cluster: LocalCluster, tmp_path: Path, signum: str
+) -> None:
+    """mpirun hands them on to its ranks itself; its daemons would die of them."""
+    there = "echo ready; until [ -e go ]; do sleep 0.1; done; echo unharmed"
+    job_id = submit(
+        cluster,
+        tmp_path,
+        f"hrsh n2 'cd {tmp_path}; {there}' & hrun -n1 sh -c 'trap \"touch go; exit\" {signum}; "
+        "echo ready; while :; do sleep 0.1; done'; wait; echo code $?",
+    )
+    wait_until(
+        lambda: (tmp_path / "out").exists() and (tmp_path / "out").read_text().count("ready") == 2, what="both steps"
+    )
+    subprocess.run(["hcancel", "-s", signum, job_id], env=cluster.env, check=True)
+    assert {"unharmed", "code 0"} <= set(output(tmp_path).splitlines())
+
+
 def test_a_killed_hrun_leaves_nothing(cluster: LocalCluster) -> None:
     mark = long_sleep(2)
     process = subprocess.Popen(["hrun", "-N2", "-n2", "sleep", mark], env=cluster.env, stdin=subprocess.DEVNULL)

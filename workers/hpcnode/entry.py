@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from typing import Any, Dict, Iterator, List, Optional, Protocol, Set, Tuple
 
 from hpcnode import protocol
@@ -71,6 +72,14 @@ class Entry:
     def lease_s(self) -> float:
         """How long it may run without word of the controller; 0: for ever."""
         return self.launch.lease_s if self.launch is not None and self.launch.lease == protocol.KILL else 0.0
+
+    def hears(self, signum: int) -> bool:
+        """Whether a signal for the steps of its job is for this one.
+
+        What a remote shell starts are mpirun's daemons, which many signals end; mpirun hands these on to its ranks itself.
+        """
+        of_mpirun = self.launch is not None and self.launch.remote_shell
+        return not of_mpirun or signum in (signal.SIGKILL, signal.SIGSTOP, signal.SIGCONT)
 
 
 class Entries(Dict[str, Entry]):

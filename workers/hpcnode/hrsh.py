@@ -24,6 +24,7 @@ FAILED = 255  # as ssh's: hrsh itself failed
 KILL_AFTER_S = 5.0
 _WITH_VALUE = "bBcDEeFIiJLlmOoPpQRSWw"
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_FOR_RANKS = (signal.SIGUSR1, signal.SIGUSR2)  # mpirun, which gets them as well, hands them on
 
 
 class UsageError(Exception):
@@ -100,6 +101,8 @@ class Hrsh(Front):
         if former is not None:
             self._client.take_input_of(former)
         self._client.catch(_ENDING)
+        for signum in _FOR_RANKS:
+            signal.signal(signum, signal.SIG_IGN)
         self._client.request(request)
         self._client.run()
 
@@ -112,6 +115,7 @@ class Hrsh(Front):
             "overcommit": True,
             "overlap": True,
             "job-name": "hrsh",
+            "remote-shell": True,
         }
         if not self._with_input:
             options["input"] = os.devnull

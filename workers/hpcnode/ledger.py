@@ -253,7 +253,7 @@ class Ledger:
     def signal_steps(self, batch: Entry, signum: int) -> None:
         """Pass a signal to the other steps of the batch step's attempt on this node."""
         for other in self.entries.of_job(batch.key.job, batch.key.life):
-            if other is not batch and other.status == protocol.STARTED:
+            if other is not batch and other.status == protocol.STARTED and other.hears(signum):
                 self._minders.say(other.token, ["signal", signum, False])
 
     def end_step(self, order: protocol.EndStep) -> None:
@@ -282,7 +282,8 @@ class Ledger:
         life = order.attempt, order.stay
         for entry in self.entries.of_job(job, life):
             if not entry.is_final:
-                self._end(entry, order.grace_s, "the job is over", order.signum, order.batch_only)
+                batch_only = order.batch_only or not entry.hears(order.signum)
+                self._end(entry, order.grace_s, "the job is over", order.signum, batch_only)
         if durable:
             self._gone.append(_Gone(job, life))
             self._answer_gone()

@@ -146,6 +146,7 @@ class Launch(Message):
     hold: bool = False
     hosts: List[Tuple[str, int]] = Fresh(list)  # (node, slots) of the whole allocation
     same_machine: bool = False  # the allocation's nodes are one machine posing as several
+    remote_shell: bool = False  # what hrsh starts: signals for the job's steps are not for it (`Entry.hears`)
 
 
 class Go(Message):
