@@ -49,7 +49,7 @@ def starts(snapshot: Snapshot, policy: Policy, job: PendingJob, request: Request
     return any(start.job_id == job.id for start in made.starts)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(worlds(), POLICIES)
 def test_what_is_told_is_the_most_that_would_start(snapshot: Snapshot, policy: Policy) -> None:
     made = plan(snapshot, policy)

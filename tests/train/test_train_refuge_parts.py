@@ -68,6 +68,12 @@ class World:
         assert isinstance(report, Report)
         return report.error
 
+    def make_in_vain(self, step: int, broken: pytest.MonkeyPatch, error: int = errno.ENOSPC) -> None:
+        """Have each rank keep its part on its own disk: the share takes nothing meanwhile."""
+        with broken.context() as share:
+            failing(self.claim.directory, error, share)
+            self.make(step)
+
     def again(self, *ranks: int) -> None:
         for rank in ranks:
             self.keepers[rank].again()
@@ -116,9 +122,7 @@ def test_the_next_attempt_finds_what_all_ranks_had(tmp_path: Path, top: Path, mo
     share = tmp_path / "share"
     world = World(share, top)
     world.make(1)
-    with monkeypatch.context() as broken:
-        failing(share, errno.EROFS, broken)
-        world.make(2)
+    world.make_in_vain(2, monkeypatch, errno.EROFS)
     world.close()
     for rank in range(RANKS):
         refuge_parts.bring_parts(top / f"host-{rank}", share)
@@ -135,9 +139,7 @@ def test_parts_that_something_newer_has_overtaken_are_removed(
 ) -> None:
     share = tmp_path / "share"
     world = World(share, top)
-    with monkeypatch.context() as broken:
-        failing(share, errno.ENOSPC, broken)
-        world.make(2)
+    world.make_in_vain(2, monkeypatch)
     world.again(0)
     assert len(parts_in(share)) == 1
     assert world.make(3) == [None] * RANKS
@@ -156,9 +158,7 @@ def test_parts_that_are_not_all_whole_are_not_joined(
     share = tmp_path / "share"
     world = World(share, top)
     world.make(1)
-    with monkeypatch.context() as broken:
-        failing(share, errno.ENOSPC, broken)
-        world.make(2)
+    world.make_in_vain(2, monkeypatch)
     world.close()
     lost = top / "host-1"
     for path in lost.glob("part-*" if what == "record" else "data-*"):
@@ -182,9 +182,7 @@ def test_a_share_that_is_gone_leaves_the_part_where_it_is(
 ) -> None:
     share = tmp_path / "share"
     world = World(share, top)
-    with monkeypatch.context() as broken:
-        failing(share, errno.ENOSPC, broken)
-        world.make(2)
+    world.make_in_vain(2, monkeypatch)
     world.close()
     with pytest.raises(FileNotFoundError):
         refuge_parts.bring_parts(top / "host-1", tmp_path / "unmounted")
@@ -196,9 +194,7 @@ def test_two_ranks_of_one_host_that_bring_the_same_part_leave_it_there_once(
 ) -> None:
     share = tmp_path / "share"
     world = World(share, top)
-    with monkeypatch.context() as broken:
-        failing(share, errno.ENOSPC, broken)
-        world.make(2)
+    world.make_in_vain(2, monkeypatch)
     world.close()
     real = refuge.pieces_of
 
