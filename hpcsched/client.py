@@ -30,6 +30,8 @@ TIMEOUT_S = 60.0
 READ_BYTES = 256 << 10
 MAX_ANSWER_BYTES = 256 << 20
 RETRY_S = 10.0  # how long to try again while the controller restarts, for requests that may be repeated
+TOO_OFTEN = 429  # status: the account asks more often than it may
+PATIENCE_S = 60.0  # how long to try again because of that
 CROWDED_S = 0.02  # before it is tried again to connect where too many others do
 _UCRED_BYTES = 12  # struct ucred: pid, uid, gid
 _NOBODY_LISTENS = (FileNotFoundError, ConnectionRefusedError)
@@ -176,7 +178,28 @@ def request(
     timeout_s: float = TIMEOUT_S,
     where: str | PathLike[str] | None = None,
 ) -> Response:
-    """Send one request and return the whole answer. Raises UnavailableError."""
+    """Send one request and return the whole answer; who asks too often waits and asks again. Raises UnavailableError."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while True:
+        response = _request(method, path, body, timeout_s, where)
+        if response.status != TOO_OFTEN:
+            return response
+        wait_s = _retry_after_s(response)
+        if time.monotonic() + wait_s > deadline_s:
+            return response
+        time.sleep(wait_s)
+
+
+def _retry_after_s(response: Response) -> float:
+    """Return how long to wait, up to half more or less than was said: not all who wait come back at once."""
+    text = response.headers.get("retry-after", "")
+    wait_s = int(text) if text.isdigit() and len(text) < 3 else 1
+    return wait_s * (0.5 + os.urandom(1)[0] / 255)
+
+
+def _request(
+    method: str, path: str, body: Json | None, timeout_s: float, where: str | PathLike[str] | None
+) -> Response:
     data = b"" if body is None else json.dumps(body, separators=(",", ":")).encode("utf-8", "surrogateescape")
     head = (
         f"{method} {path} HTTP/1.1\r\nHost: hpcsched\r\nConnection: close\r\n"
@@ -191,7 +214,10 @@ def request(
             raise
         return _by_agent(agent, int(job_id), method, path, data, timeout_s)
     try:
-        sock.sendall(head.encode("ascii") + data)
+        try:
+            sock.sendall(head.encode("ascii") + data)
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # it did not read all, and may have said why
         return _read(sock)
     except TimeoutError:
         raise BrokenConnectionError(f"no answer from the hpcsched controller within {timeout_s:g} s") from None
@@ -228,6 +254,14 @@ def job_path(reference: str, below: str = "") -> str:
     return f"/v1/job/{_quoted(reference)}" + (f"/{below}" if below else "")
 
 
+def _other_cluster() -> str:
+    """Return how to reach the cluster of this machine, if the user's own one hides it; else ""."""
+    system, own = paths.SYSTEM_CONFIG, str(paths.find_config_dir(os.environ, os.getuid()))
+    if os.environ.get("HPCSCHED_CONFIG") or own == system or not os.path.exists(f"{system}/{paths.CONFIG_FILE}"):
+        return ""
+    return f". Your own cluster, of {own}, is meant; for that of this machine: export HPCSCHED_CONFIG={system}"
+
+
 def _connect(where: str, timeout_s: float) -> socket:
     sock = socket(AF_UNIX, SOCK_STREAM)
     sock.settimeout(timeout_s)
@@ -236,7 +270,7 @@ def _connect(where: str, timeout_s: float) -> socket:
     except OSError as error:
         sock.close()
         why = error.strerror or str(error)
-        todo = "start it with 'hpcsched up'"
+        todo = f"start it with 'hpcsched up'{_other_cluster()}"
         if isinstance(error, BlockingIOError):
             todo = "too many ask it at once; try again"
         if isinstance(error, PermissionError):
@@ -285,10 +319,12 @@ def _read(sock: socket) -> Response:
         if len(received) > MAX_ANSWER_BYTES:
             raise errors.ProtocolError("cannot read the controller's answer: it is too long")
         if head is None and (end := received.find(b"\r\n\r\n")) >= 0:
-            *head, length = _head(bytes(received[:end]))
+            status, headers, length = _head(bytes(received[:end]))
+            head = status, headers
             del received[: end + 4]
         if head is not None:
             missing = length - len(received)
+    assert head is not None  # else something is missing
     status, headers = head
     return Response(status=status, headers=headers, body=bytes(received[:length]))
 

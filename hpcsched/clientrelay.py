@@ -1,7 +1,7 @@
 """The API from a node that the controller's socket is not on: a command in a job asks by the node's agent.
 
 The agent vouches for the job that the command runs in, and the controller answers it as that job's owner, never as an
-admin. What the API's routes are neither end of this knows. See `hpcsched.controller.relaying`.
+admin. What the API's routes are neither end of this knows. See `hpcsched.controller.relay`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 import sys
 from _socket import AF_UNIX, SO_PEERCRED, SOCK_STREAM, SOL_SOCKET, socket
 
-from hpcnode import protocol
+from hpcnode.wire import protocol
 from hpcsched.errors import UnavailableError
 
 READ_BYTES = 256 << 10

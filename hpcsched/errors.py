@@ -41,6 +41,14 @@ class UnavailableError(HpcschedError):
     """Something is not there at the moment: try again later."""
 
 
+class InternalError(HpcschedError):
+    """A bug of hpcsched: only what was asked for has failed. `reference` finds the traceback in the controller's log."""
+
+    def __init__(self, text: str, reference: str = "") -> None:
+        super().__init__(text)
+        self.reference = reference
+
+
 class ProtocolError(HpcschedError):
     """The peer broke the protocol: its message is dropped and the connection closed."""
 

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 CONFIG_FILE = "hpcsched.toml"
 NODES_DIR = "nodes.d"
+EXTRA_DIR = "conf.d"  # more files like hpcsched.toml
 LAUNCH_KEY = "id_ed25519"
+CLUSTER_ID_FILE = "cluster-id"  # beside hpcsched.toml
 DATABASE_FILE = "hpcsched.db"  # in the state directory
 API_SOCKET = "api.sock"
 STEPS_SOCKET = "steps.sock"

@@ -7,9 +7,21 @@ import sys
 import tempfile
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
 
+from hpcsched.loopback.cluster import FOREIGN_VARIABLES
+
 sys.path.insert(0, str(Path(__file__).parent))
+
+# Hundreds of commands are started: compiling all they import each time takes longer than running them.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+# A developer's machine may have a cluster, and the suite may run in one of its jobs: the tests' clusters are their own.
+_OURS = tuple(f"HPCSCHED_{name}" for name in ("TEST_", "COMPAT", "ULFM", "RECORD", "TRACES", "UPDATE"))
+for _name in [name for name in os.environ if name.startswith(FOREIGN_VARIABLES) and not name.startswith(_OURS)]:
+    del os.environ[_name]
 
 # Many tests have unix sockets in directories of their own, and a socket's path has 107 bytes at most (unix(7)): where TMPDIR is
 # long, the tests' is the short one.
@@ -20,3 +32,48 @@ if len(tempfile.gettempdir()) > 30:
 # looks for examples that nobody has seen.
 settings.register_profile("suite", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("suite")
+
+# Files that take longest, by their seconds on two processors: `make test` gives whole files to its workers, and one that begins
+# last would leave the other worker with nothing to do. Those that wait and those that compute take turns.
+LONGEST = (
+    "integration/test_kill_controller.py",
+    "simulation/test_stories.py",
+    "e2e/test_demo.py",
+    "train/test_train_elastic.py",
+    "integration/test_kill_rounds.py",
+    "train/test_train_gradlog.py",
+    "integration/test_restore.py",
+    "train/test_train_zero.py",
+    "integration/test_edited_cluster.py",
+    "train/test_train_readme.py",
+    "e2e/test_elastic_job.py",
+    "train/test_train_elastic_rounds.py",
+    "integration/test_disk_database.py",
+    "train/test_train_replicas.py",
+    "integration/test_disk_cluster.py",
+    "train/test_train_leaving.py",
+    "e2e/test_leases.py",
+    "unit/sched/test_sched_traces.py",
+    "integration/test_ssh_link.py",
+    "e2e/test_training.py",
+    "integration/test_agent_streams.py",
+    "unit/hpctrain/test_train_wire.py",
+    "integration/test_hhealth.py",
+    "train/test_train_resume.py",
+    "attacks/test_fuzz.py",
+    "train/test_train_comm.py",
+    "integration/test_agent_lease.py",
+    "simulation/test_mutants.py",
+    "integration/test_kill_agent.py",
+    "unit/sim/test_sim_policies.py",
+    "integration/test_agent_suspend.py",
+    "attacks/test_hostile_accounts.py",
+    "compat/test_python_clients.py",
+    "integration/test_attach.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the files that take longest first, in the order above."""
+    places = {Path(__file__).parent / name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))

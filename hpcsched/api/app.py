@@ -7,14 +7,19 @@ shapes of requests, and how errors look: 400, 403, 404 or 503 with ``{"error": t
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import time
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from hpcnode.wire import gate
+from hpcsched import mishap
 from hpcsched.api import web
-from hpcsched.api.crowd import Turns
+from hpcsched.api.bodies import Bodies
+from hpcsched.api.crowd import Breaks, Doors, Turns
 from hpcsched.api.identity import Asker, asker_of, peer_uid
 from hpcsched.api.jobview import json_text
 from hpcsched.api.views import VERSION
@@ -27,22 +32,34 @@ from hpcsched.errors import (
     UnavailableError,
 )
 from hpcsched.model.codec import spec_from_json
+from hpcsched.model.numbers import number, whole_number
 from hpcsched.model.spec import JobSpec
 
 log = logging.getLogger("hpcsched.api")
 
 MAX_REQUEST_ID = 200
-LONG_AT_ONCE = 2  # answers that take long to make, of one account
+LONG_AT_ONCE, ALL_LONG_AT_ONCE = 2, 4  # answers that take long to make, of one account and of all
+FEW_JOBS = 20  # of one request: it waits for no other one
 MAX_JOBS = 2000  # of one request: others' wait until all of them have been checked
 # What is changed there is of no job, whose events would tell who did it: the log does.
-ADMINS_PATHS = ("/v1/nodes/", "/v1/strays/", "/v1/reservations/", "/v1/usage/", "/v1/reconfigure", "/v1/backup")
+ADMINS_PATHS = (
+    "/v1/nodes/",
+    "/v1/strays/",
+    "/v1/partitions/",
+    "/v1/reservations/",
+    "/v1/usage/",
+    "/v1/reconfigure",
+    "/v1/backup",
+)
 LOG_CHUNK_BYTES = 1 << 20
+LARGE_BODY_BYTES = 1 << 20
 LOG_WAIT_S = 20.0
 
 Json = dict[str, Any]
 
 
-class LogPart(Protocol):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogPart:
     """A piece of a job's output file."""
 
     data: bytes
@@ -70,20 +87,25 @@ class Backend(Reader, Protocol):
     def story(self, asker: Asker, reference: str) -> Json: ...
     async def why(self, asker: Asker, reference: str) -> Json: ...
     async def act(self, asker: Asker, verb: str, body: Json) -> Json: ...
-    async def nodes(self, asker: Asker, probe: bool, share_file: str) -> Json: ...
+    async def nodes(self, asker: Asker, probe: bool, share: Mapping[str, str]) -> Json: ...
     async def act_on_nodes(self, asker: Asker, verb: str, body: Json) -> Json: ...
     def partitions(self) -> Json: ...
+    async def update_partition(self, asker: Asker, body: Json) -> Json: ...
     def priorities(self, asker: Asker, query: dict[str, str]) -> Json: ...
     async def snapshot(self) -> Json: ...
     def shares(self) -> Json: ...
     def licenses(self) -> Json: ...
+    def crontab(self, asker: Asker, user: str) -> Json: ...
+    async def install_crontab(self, asker: Asker, body: Json) -> Json: ...
+    def triggers(self) -> Json: ...
+    async def act_on_triggers(self, asker: Asker, verb: str, body: Json) -> Json: ...
     def reservations(self) -> Json: ...
     async def act_on_reservation(self, asker: Asker, verb: str, body: Json) -> Json: ...
     def config(self, asker: Asker) -> Json: ...
     async def history(self, asker: Asker, query: dict[str, str]) -> bytes: ...
     async def log(self, asker: Asker, reference: str, stream: str, offset: int, limit: int) -> LogPart: ...
     async def reset_usage(self, asker: Asker, body: Json) -> Json: ...
-    async def reconfigure(self, asker: Asker) -> Json: ...
+    async def reconfigure(self, asker: Asker, same_machine: list[str]) -> Json: ...
     async def backup(self, asker: Asker, path: str) -> Json: ...
     def strays(self, asker: Asker) -> Json: ...
     async def act_on_strays(self, asker: Asker, verb: str, body: Json) -> Json: ...
@@ -98,7 +120,7 @@ STATUS: tuple[tuple[type[HpcschedError], int], ...] = (
 )
 
 
-def make_server(reader: Reader, coming: asyncio.Future[Backend]) -> web.Server:
+def make_server(reader: Reader, coming: asyncio.Future[Backend], doors: Doors | None = None) -> web.Server:
     """Return the server that answers for the queue from `reader`, and all else from what is `coming`, when it is there."""
     routes = _Routes(reader, coming)
     found = [
@@ -113,13 +135,18 @@ def make_server(reader: Reader, coming: asyncio.Future[Backend]) -> web.Server:
         web.get("/v1/nodes", routes.nodes),
         web.get("/v1/strays", routes.strays),
         web.post("/v1/strays/{verb:adopt|end}", routes.act_on_strays),
-        web.post("/v1/nodes/{verb:drain|resume|fence}", routes.act_on_nodes),
+        web.post("/v1/nodes/{verb:drain|resume|fence|remove}", routes.act_on_nodes),
         web.get("/v1/partitions", routes.partitions),
+        web.post("/v1/partitions/update", routes.update_partition),
         web.get("/v1/priorities", routes.in_turn(routes.priorities)),
         web.get("/v1/snapshot", routes.in_turn(routes.snapshot)),
         web.get("/v1/shares", routes.shares),
         web.post("/v1/usage/reset", routes.reset_usage),
         web.get("/v1/licenses", routes.licenses),
+        web.get("/v1/crontab", routes.crontab),
+        web.post("/v1/crontab", routes.install_crontab),
+        web.get("/v1/triggers", routes.triggers),
+        web.post("/v1/triggers/{verb:set|clear}", routes.act_on_triggers),
         web.get("/v1/reservations", routes.reservations),
         web.post("/v1/reservations/{verb:create|update|delete}", routes.act_on_reservation),
         web.get("/v1/config", routes.config),
@@ -129,14 +156,21 @@ def make_server(reader: Reader, coming: asyncio.Future[Backend]) -> web.Server:
         web.post("/v1/backup", routes.backup),
         web.post("/v1/{verb:cancel|hold|release|requeue|suspend|resume|update}", routes.act),
     ]
-    return web.Server(web.Router(web.Route(one.method, one.path, _with_errors(one.handler)) for one in found), _refusal)
+    routed = web.Router(web.Route(one.method, one.path, _with_errors(one.handler)) for one in found)
+    return web.Server(routed, _refusal, doors)
 
 
 class _Routes:
     def __init__(self, reader: Reader, coming: asyncio.Future[Backend]) -> None:
         self._reader = reader
         self._coming = coming
-        self._turns = Turns(LONG_AT_ONCE)
+        self._turns = Turns(LONG_AT_ONCE, ALL_LONG_AT_ONCE)
+        self._bodies = Bodies(_parsed, MAX_JOBS)
+        self._many = Turns(1, 1)  # a submission of many jobs at a time, everybody's
+
+    async def _body(self, request: web.Request) -> Json:
+        body: Json = await self._bodies.read(_uid_of(request), request.body)
+        return body
 
     async def _backend(self) -> Backend:
         return await asyncio.shield(self._coming)  # a client that goes away takes its own request along, nothing else
@@ -164,7 +198,7 @@ class _Routes:
         return answer((await self._backend()).ping())
 
     async def submit(self, request: web.Request) -> web.Response:
-        body = await _body(request)
+        body = await self._body(request)
         jobs = body.get("jobs")
         request_id = body.get("request_id", "")
         if "words" in body and jobs is None:
@@ -175,8 +209,15 @@ class _Routes:
             raise RequestError(
                 f"cannot submit {len(jobs)} jobs at once: the most is {MAX_JOBS}; an array counts as one"
             )
-        specs = [spec_from_json(job) for job in jobs]
-        return answer(await self._submit(request, request_id, specs))
+        if len(jobs) <= FEW_JOBS:
+            return answer(await self._submit(request, request_id, [spec_from_json(job) for job in jobs]))
+        async with self._many.turn(_uid_of(request)):
+            specs, breaks = [], Breaks()
+            for job in jobs:
+                specs.append(spec_from_json(job))
+                if breaks.due():
+                    await breaks.take()
+            return answer(await self._submit(request, request_id, specs))
 
     async def _submit_words(self, request: web.Request, request_id: object, words: object) -> web.Response:
         """Submit what a command was called with, read in its place."""
@@ -197,7 +238,7 @@ class _Routes:
         return await (await self._backend()).submit(self._asker(request), request_id, specs)
 
     async def test(self, request: web.Request) -> web.Response:
-        spec = spec_from_json((await _body(request)).get("job"))
+        spec = spec_from_json((await self._body(request)).get("job"))
         return answer(await (await self._backend()).test(self._asker(request), spec))
 
     async def jobs(self, request: web.Request) -> web.Response:
@@ -218,7 +259,7 @@ class _Routes:
         return answer(await (await self._backend()).why(self._asker(request), request.match_info["ref"]))
 
     async def act(self, request: web.Request) -> web.Response:
-        body = await _body(request)
+        body = await self._body(request)
         return answer(await (await self._backend()).act(self._asker(request), request.match_info["verb"], body))
 
     async def priorities(self, request: web.Request) -> web.Response:
@@ -231,33 +272,58 @@ class _Routes:
         return answer((await self._backend()).shares())
 
     async def reset_usage(self, request: web.Request) -> web.Response:
-        return answer(await (await self._backend()).reset_usage(self._asker(request), await _body(request)))
+        return answer(await (await self._backend()).reset_usage(self._asker(request), await self._body(request)))
 
     async def licenses(self, request: web.Request) -> web.Response:
         return answer((await self._backend()).licenses())
 
     async def nodes(self, request: web.Request) -> web.Response:
         query = request.query
-        share_file = query.get("share_file", "")
-        return answer(await (await self._backend()).nodes(self._asker(request), query.get("probe") == "1", share_file))
+        share = {
+            name.removeprefix("share_"): query[name]
+            for name in ("share_file", "share_sha256", "share_uid")
+            if name in query
+        }
+        return answer(await (await self._backend()).nodes(self._asker(request), query.get("probe") == "1", share))
 
     async def act_on_nodes(self, request: web.Request) -> web.Response:
-        body = await _body(request)
+        body = await self._body(request)
         return answer(
             await (await self._backend()).act_on_nodes(self._asker(request), request.match_info["verb"], body)
         )
+
+    async def crontab(self, request: web.Request) -> web.Response:
+        return answer((await self._backend()).crontab(self._asker(request), request.query.get("user", "")))
+
+    async def install_crontab(self, request: web.Request) -> web.Response:
+        body = await self._body(request)
+        return answer(await (await self._backend()).install_crontab(self._asker(request), body))
+
+    async def triggers(self, request: web.Request) -> web.Response:
+        return answer((await self._backend()).triggers())
+
+    async def act_on_triggers(self, request: web.Request) -> web.Response:
+        """Set or clear a trigger: on the head alone, whose users may run programs there anyway."""
+        body, verb = await self._body(request), request.match_info["verb"]
+        if request.uid is not None:
+            raise PermissionDeniedError(f"cannot {verb} a trigger from a job: its program runs on the head; ask there")
+        return answer(await (await self._backend()).act_on_triggers(self._asker(request), verb, body))
 
     async def reservations(self, request: web.Request) -> web.Response:
         return answer((await self._backend()).reservations())
 
     async def act_on_reservation(self, request: web.Request) -> web.Response:
-        body = await _body(request)
+        body = await self._body(request)
         return answer(
             await (await self._backend()).act_on_reservation(self._asker(request), request.match_info["verb"], body)
         )
 
     async def partitions(self, request: web.Request) -> web.Response:
         return answer((await self._backend()).partitions())
+
+    async def update_partition(self, request: web.Request) -> web.Response:
+        body = await self._body(request)
+        return answer(await (await self._backend()).update_partition(self._asker(request), body))
 
     async def config(self, request: web.Request) -> web.Response:
         return answer((await self._backend()).config(self._asker(request)))
@@ -266,19 +332,22 @@ class _Routes:
         return web.Response(await (await self._backend()).history(self._asker(request), request.query))
 
     async def reconfigure(self, request: web.Request) -> web.Response:
-        return answer(await (await self._backend()).reconfigure(self._asker(request)))
+        same_machine = (await self._body(request)).get("same_machine") or []
+        if not isinstance(same_machine, list) or not all(isinstance(name, str) for name in same_machine):
+            raise RequestError('cannot reload the configuration: the body must be {"same_machine": [names of nodes]}')
+        return answer(await (await self._backend()).reconfigure(self._asker(request), same_machine))
 
     async def strays(self, request: web.Request) -> web.Response:
         return answer((await self._backend()).strays(self._asker(request)))
 
     async def act_on_strays(self, request: web.Request) -> web.Response:
-        body = await _body(request)
+        body = await self._body(request)
         return answer(
             await (await self._backend()).act_on_strays(self._asker(request), request.match_info["verb"], body)
         )
 
     async def backup(self, request: web.Request) -> web.Response:
-        path = (await _body(request)).get("path")
+        path = (await self._body(request)).get("path")
         if not isinstance(path, str):
             raise RequestError('cannot back up: the body must be {"path": absolute path}')
         return answer(await (await self._backend()).backup(self._asker(request), path))
@@ -287,8 +356,9 @@ class _Routes:
         """Send a part of a job's output, waiting up to `wait_s` for there to be more."""
         query = request.query
         asker = self._asker(request)
-        offset, limit = _number(query, "offset", 0), min(_number(query, "limit", LOG_CHUNK_BYTES), LOG_CHUNK_BYTES)
-        wait_until_s = asyncio.get_running_loop().time() + min(_number(query, "wait_s", 0), LOG_WAIT_S)
+        offset = _number(query, "offset", 0)
+        limit = max(0, min(_number(query, "limit", LOG_CHUNK_BYTES), LOG_CHUNK_BYTES))
+        wait_until_s = asyncio.get_running_loop().time() + min(number(query.get("wait_s", "0"), "wait_s"), LOG_WAIT_S)
         pause_s = 0.05
         while True:
             part = await (await self._backend()).log(
@@ -313,10 +383,10 @@ def answer(body: Json, status: int = 200) -> web.Response:
     return web.Response(json_text({"version": VERSION, **body}).encode(), status)
 
 
-async def _body(request: web.Request) -> Json:
+def _parsed(text: bytes) -> Json:
     try:
-        body = json.loads(request.body or b"{}", object_pairs_hook=_fields)
-    except (ValueError, RecursionError) as error:
+        body = gate.read_json(text or b"{}")
+    except gate.GateError as error:
         raise RequestError(f"cannot read the request: {error}") from None
     if not isinstance(body, dict):
         raise RequestError("cannot read the request: not a JSON object")
@@ -328,25 +398,14 @@ def _uid_of(request: web.Request) -> int:
     if request.uid is not None:
         return request.uid
     assert request.peer is not None
-    return peer_uid(request.peer)
-
-
-def _fields(pairs: list[tuple[str, Any]]) -> Json:
-    """Return an object of a request. Raises ValueError if a field is there twice: who reads it might see the other one."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("a field is there twice")
-    return found
-
-
-def _number(query: Any, name: str, default: int) -> int:
-    text = query.get(name)
-    if text is None:
-        return default
     try:
-        return int(float(text))
-    except (ValueError, OverflowError):
-        raise RequestError(f"cannot read {name}={text!r}: not a number") from None
+        return peer_uid(request.peer)
+    except OSError as error:  # the client has gone, so its connection is closed
+        raise UnavailableError(f"cannot tell who asks: {error.strerror}") from None
+
+
+def _number(query: Mapping[str, str], name: str, default: int) -> int:
+    return whole_number(query[name], name) if name in query else default
 
 
 def _with_errors(handler: web.Handler) -> web.Handler:
@@ -354,13 +413,24 @@ def _with_errors(handler: web.Handler) -> web.Handler:
 
     async def handle(request: web.Request) -> web.Response:
         try:
+            is_admins = request.method == "POST" and request.path.startswith(ADMINS_PATHS)
+            uid = _uid_of(request) if is_admins else None  # afterwards the client may have gone
             response = await handler(request)
-        except HpcschedError as error:
+        except Exception as raised:
+            error = (
+                raised
+                if isinstance(raised, HpcschedError)
+                else mishap.report(raised, f"answer {request.method} {request.path[:200]!r}")
+            )
+            if len(request.body) > LARGE_BODY_BYTES:
+                # The error's frames hold what was asked, and each other: it would stay until the next collection.
+                raised.__traceback__ = None
+                gc.collect(0)
             status = next((status for kind, status in STATUS if isinstance(error, kind)), 500)
             at = {} if error.at is None else {"at": error.at}
             return answer({"error": str(error), "kind": type(error).__name__, **at}, status)
-        if request.method == "POST" and request.path.startswith(ADMINS_PATHS):
-            log.info("uid %d: %s %.300r", _uid_of(request), request.path, request.body)
+        if uid is not None:
+            log.info("uid %d: %s %.300r", uid, request.path, request.body)
         return response
 
     return handle
@@ -368,4 +438,4 @@ def _with_errors(handler: web.Handler) -> web.Handler:
 
 def _refusal(status: int, why: str) -> web.Response:
     """Return the answer to a request that no handler has answered."""
-    return answer({"error": why, "kind": "HpcschedError" if status == 500 else "RequestError"}, status)
+    return answer({"error": why, "kind": "InternalError" if status == 500 else "RequestError"}, status)

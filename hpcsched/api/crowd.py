@@ -1,79 +1,105 @@
-"""Who is connected: no account takes the server from the others.
+"""What no account may take from the others at the controller's sockets: files, memory, and the event loop's time.
 
-An account has so many connections at once; one more ends the one that it was silent on for longest, first among those on
-which nothing is being answered. Of answers that it does not read so many bytes are kept; one more is not sent, and its
-connection ended. Of answers that take long to make so many are made for it at once.
+One `Doors` bounds the API's socket and the steps socket together. `Turns` makes so many of an account's long answers at once.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import math
+import os
+import resource
+import time
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from itertools import islice
-from typing import Protocol
 
-LOOKED_AT = 64  # connections, for one on which nothing is being answered
+from hpcnode.wire.crowd import Bounds, Crowd, Rates
 
-
-class Guest(Protocol):
-    """One connection."""
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether something is being answered on it."""
-
-    @property
-    def unsent_bytes(self) -> int:
-        """So much of the answers on it has not been taken."""
-
-    def drop(self) -> None:
-        """End it now."""
+MAX_CONNECTIONS = 512  # of one account
+UNREAD_BYTES = 64 << 20  # of one account; one answer may be larger
+ALL_UNREAD_BYTES = 128 << 20
+UNPARSED_BYTES = 32 << 20  # of one account
+ALL_UNPARSED_BYTES = 96 << 20
+REQUESTS_PER_S = 50.0
+BURST = 500
+BYTES_PER_S = 8 << 20  # of one account, that are read
+BYTES_AT_ONCE = 8 << 20
+READ_BYTES = 16 << 10  # of one connection in one turn of the event loop
 
 
-class Crowd:
-    """The connections of each account, the one that was heard longest ago first."""
+def bounds(files: int | None = None) -> Bounds:
+    """Return what connections may have. Half of the files that this process may open are for nodes and the database."""
+    files = files or resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return Bounds(
+        connections=max(1, min(MAX_CONNECTIONS, files // 8)),
+        all_connections=max(1, files // 2),
+        unread_bytes=UNREAD_BYTES,
+        all_unread_bytes=ALL_UNREAD_BYTES,
+        unparsed_bytes=UNPARSED_BYTES,
+        all_unparsed_bytes=ALL_UNPARSED_BYTES,
+    )
 
-    def __init__(self, most: int, most_unsent_bytes: int) -> None:
-        self._most = most
-        self._most_unsent_bytes = most_unsent_bytes
-        self._of: dict[int, dict[Guest, None]] = {}
 
-    def comes(self, uid: int, guest: Guest) -> None:
-        """Take the connection in; another one of the account may have to go."""
-        known = self._of.setdefault(uid, {})
-        if len(known) >= self._most:
-            oldest = next(iter(known))
-            leaving = next((one for one in islice(known, LOOKED_AT) if not one.is_busy), oldest)
-            del known[leaving]
-            leaving.drop()
-        known[guest] = None
+class Doors:
+    """Who may come in, and who asks too often. Root and our own account ask as often as they like."""
 
-    def is_heard(self, uid: int, guest: Guest) -> None:
-        """Note that something came on the connection, or was answered."""
-        known = self._of.get(uid, {})
-        if guest in known:
-            del known[guest]
-            known[guest] = None
+    def __init__(
+        self,
+        limits: Bounds | None = None,
+        *,
+        exempt: frozenset[int] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.crowd = Crowd(limits or bounds())
+        self._exempt = frozenset({0, os.getuid()}) if exempt is None else exempt
+        self._clock = clock
+        self._bytes = Rates(BYTES_PER_S, BYTES_AT_ONCE, clock)
+        self.set_rate(REQUESTS_PER_S, BURST)
 
-    def goes(self, uid: int, guest: Guest) -> None:
-        """Forget the connection."""
-        known = self._of.get(uid, {})
-        known.pop(guest, None)
-        if not known:
-            self._of.pop(uid, None)
+    def set_rate(self, per_s: float, burst: float) -> None:
+        """Let every account ask `burst` times at once, and then `per_s` times a second; 0: as often as it likes."""
+        self._requests = Rates(per_s, burst, self._clock)
+        self._connects = Rates(per_s, burst, self._clock)
 
-    def may_leave(self, uid: int, size: int) -> bool:
-        """Return whether so many bytes more may wait for the account to read them, if they are all that waits or not too many."""
-        unsent = sum(guest.unsent_bytes for guest in self._of.get(uid, ()))
-        return not unsent or unsent + size <= self._most_unsent_bytes
+    def request_wait_s(self, uid: int, cost: float = 1.0) -> float | None:
+        """Count a request, or as many as it costs. Return None if it may be answered, else in how many seconds it may."""
+        return None if uid in self._exempt else self._requests.wait_s(uid, cost)
+
+    def pause_s(self, uid: int, size: int) -> float | None:
+        """Count bytes that were read. Return for how long no more should be read, if the account sends too fast."""
+        return None if uid in self._exempt else self._bytes.wait_s(uid, size)
+
+    def lets_in(self, uid: int) -> bool:
+        """Count a connection, and say whether the account makes them slowly enough."""
+        return uid in self._exempt or self._connects.wait_s(uid) is None
+
+    def too_often(self, uid: int) -> str:
+        """Return what an account that asks too often is told."""
+        return (
+            f"cannot answer now: uid {uid} asks more than {self._requests.per_s:g} times per second; wait and ask again. "
+            "An array, or several jobs submitted at once, count as one"
+        )
+
+
+def read_less(transport: asyncio.Transport) -> None:
+    """Read little of the connection at a time: many that send much must not make a turn of the event loop long."""
+    transport.max_size = READ_BYTES  # type: ignore[attr-defined]  # of asyncio's own transports
+
+
+def retry_after(wait_s: float) -> str:
+    """Return the value of the header Retry-After: whole seconds, at least one."""
+    return str(max(1, math.ceil(wait_s)))
 
 
 class Turns:
-    """Has each account wait for its own: so many of its answers are made at once, and others' in between."""
+    """Has each account wait for its own: so many of its answers are made at once, and others' in between.
 
-    def __init__(self, most: int) -> None:
+    In all `most_in_all` are made at once: each may keep the event loop for a slice of time in every turn.
+    """
+
+    def __init__(self, most: int, most_in_all: int) -> None:
         self._most = most
+        self._all = asyncio.Semaphore(most_in_all)
         self._of: dict[int, tuple[asyncio.Semaphore, int]] = {}  # by uid, with how many have a turn or wait for one
 
     @asynccontextmanager
@@ -82,7 +108,7 @@ class Turns:
         turns, count = self._of.get(uid) or (asyncio.Semaphore(self._most), 0)
         self._of[uid] = turns, count + 1
         try:
-            async with turns:
+            async with turns, self._all:
                 yield
         finally:
             _, count = self._of[uid]
@@ -90,3 +116,25 @@ class Turns:
                 del self._of[uid]
             else:
                 self._of[uid] = turns, count - 1
+
+
+# ----- long answers are made in slices, so that others are answered in between
+
+
+SLICE_S = 0.025
+
+
+class Breaks:
+    """Says when a slice has lasted long enough: then `await breaks.take()`. What is looked at may have changed after it."""
+
+    def __init__(self) -> None:
+        self._until_s = time.monotonic() + SLICE_S
+
+    def due(self) -> bool:
+        """Say whether it is time for a break."""
+        return time.monotonic() > self._until_s
+
+    async def take(self) -> None:
+        """Let others go on."""
+        await asyncio.sleep(0)
+        self._until_s = time.monotonic() + SLICE_S

@@ -11,6 +11,7 @@ import socket
 import struct
 from dataclasses import dataclass
 
+from hpcnode.os import account as node_user
 from hpcsched.errors import PermissionDeniedError
 from hpcsched.model.job import Job
 
@@ -46,7 +47,7 @@ def peer_uid(sock: socket.socket) -> int:
     """Return the uid of the process that connected, as it was when it did."""
     credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
     _, uid, _ = _UCRED.unpack(credentials)
-    return int(uid)
+    return int(uid)  # int: of the kernel
 
 
 def asker_of(uid: int, admins: tuple[str, ...]) -> Asker:
@@ -64,9 +65,25 @@ def is_account(name: str) -> bool:
     return True
 
 
+def uid_of(name: str) -> int | None:
+    """Return the uid of the account of that name, None: this machine knows none."""
+    try:
+        return pwd.getpwnam(name).pw_uid
+    except (KeyError, ValueError):
+        return None
+
+
 def user_name(uid: int) -> str:
     """Return the account's name, or the number where there is none."""
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:
         return str(uid)
+
+
+def why_refused(uid: int, allow_uid_below: int) -> str:
+    """Return why jobs of `uid` are refused unless `allow_uid_below` is 0, "" if they are not."""
+    try:
+        return node_user.why_refused(pwd.getpwuid(uid), allow_uid_below)
+    except KeyError:  # no account: whether it may submit is asked elsewhere
+        return f"its uid {uid} is below allow_uid_below = {allow_uid_below}" if uid < allow_uid_below else ""

@@ -14,12 +14,13 @@ from typing import Any
 from hpcsched.api.identity import Asker
 from hpcsched.api.views import VERSION, training_view, why_waiting
 from hpcsched.jobscript.dependency import terms_text
-from hpcsched.launch.files import JobFiles, job_files
 from hpcsched.lifecycle.clocks import cut_at_s, ran_s, suspended_s
+from hpcsched.listing.states import SPECIAL_EXIT, shown_state
 from hpcsched.model.hostlist import compress_hostlist
-from hpcsched.model.job import ACTIVE, SHORT_CODES, Job, JobState, Reason
+from hpcsched.model.job import ACTIVE, SHORT_CODES, Hold, Job, JobState, Reason
 from hpcsched.model.resources import Share
 from hpcsched.model.spec import JobSpec
+from hpcsched.steps.files import JobFiles, job_files
 from hpcsched.store.world import World
 
 # Values that are made for an answer hold no circles that it would have to look for.
@@ -29,6 +30,9 @@ json_text = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 def jobs_text(now_s: float, jobs: Iterable[str]) -> bytes:
     """Return the answer that has these jobs, each of them JSON already."""
     return f'{{"version":{VERSION},"now_s":{json_text(now_s)},"jobs":[{",".join(jobs)}]}}'.encode()
+
+
+LEAST_PRIORITY = 1  # of a job that no plan has seen yet: 0 means held
 
 
 class JobView(dict[str, Any]):
@@ -58,7 +62,7 @@ class JobView(dict[str, Any]):
     def why(self) -> tuple[Reason, str, float | None]:
         """The reason, a sentence for people, and the expected start."""
         if self._why is None:
-            self._why = why_waiting(self.job, self.world, self.now_s)
+            self._why = why_waiting(self.job, self.world, self.asker, self.now_s)
         return self._why
 
     @property
@@ -69,15 +73,17 @@ class JobView(dict[str, Any]):
         return self._files
 
 
-def job_view(job: Job, world: World, asker: Asker, now_s: float, *, whole: bool = False) -> dict[str, Any]:
-    """Return the job as `asker` may see it; `whole` adds script and environment."""
+def job_view(
+    job: Job, world: World, asker: Asker, now_s: float, *, whole: bool = False, script: str | None = None
+) -> dict[str, Any]:
+    """Return the job as `asker` may see it; `whole` adds its environment and its `script` (None: not kept any more)."""
     view = JobView(job, world, asker, now_s)
     made = _ALL.copy()
     made.update(zip(_PATHS, _fields_of(view), strict=True))
     for name, value in _MADE.items():
         made[name] = value(view)
     if whole and asker.owns(job):
-        made |= {"script": job.spec.script, "script_args": list(job.spec.script_args), "env": dict(job.spec.env)}
+        made |= {"script": script, "script_args": list(job.spec.script_args), "env": dict(job.spec.env)}
     return made
 
 
@@ -117,7 +123,7 @@ _SOURCES: dict[str, str | _Value] = {
     **_plains("user", "uid", "account", "partition", "qos"),
     "licenses": lambda view: dict(view.job.spec.licenses),
     "state": lambda view: view.job.state.value,
-    "state_short": lambda view: SHORT_CODES[view.job.state],
+    "state_short": lambda view: "SE" if shown_state(view) == SPECIAL_EXIT else SHORT_CODES[view.job.state],
     "reason": lambda view: view.why[0].value,
     "reason_detail": lambda view: view.why[1],
     "hold": lambda view: view.job.hold.value,
@@ -133,7 +139,8 @@ _SOURCES: dict[str, str | _Value] = {
     **_plains("suspended_for"),
     "elastic": lambda view: _elastic(view.job.spec),
     "wanted_nodes": lambda view: list(view.job.wanted_nodes),
-    **_plains("preempted_by", "time_limit_s", "time_min_s"),
+    **_plains("preempted_by", "time_min_s"),
+    "time_limit_s": lambda view: _time_limit_s(view.job),
     "cut_at_s": lambda view: _cut_at_s(view),
     "nodes": lambda view: [share.node for share in view.shares],
     "node_list": lambda view: compress_hostlist(view["nodes"]) if view.shares else "",
@@ -158,7 +165,7 @@ _SOURCES: dict[str, str | _Value] = {
     "requeue": lambda view: (
         view.job.spec.requeue if view.job.spec.requeue is not None else view.world.config.controller.requeue
     ),
-    **_askeds("exclusive", "constraint", "prefer", "switches"),
+    **_askeds("exclusive", "constraint", "prefer", "switches", "contiguous"),
     "hints": lambda view: list(view.job.spec.hints),
     "dependency": lambda view: _dependency(view.job),
     **_plains("deadline_at_s", "reservation"),
@@ -229,7 +236,7 @@ def _priority_tier(view: JobView) -> int | None:
 
 def _command(spec: JobSpec) -> str | None:
     """Return the script's path and its arguments; null: it was in no file (a job of hrun is called as its program)."""
-    program = spec.script_path or (spec.name if not spec.script else "")
+    program = spec.script_path or (spec.name if not spec.has_script else "")
     return " ".join((program, *spec.script_args)) if program else None
 
 
@@ -242,7 +249,8 @@ def asked_tasks(job: Job) -> int:
 
 def asked_cpus(job: Job) -> int:
     """Return how many cpus the job will have at least."""
-    return asked_tasks(job) * job.spec.cpus_per_task
+    tasks = job.spec.nodes_min if job.spec.overcommit else asked_tasks(job)
+    return tasks * job.spec.cpus_per_task
 
 
 def asked_gpus(job: Job) -> int:
@@ -269,6 +277,24 @@ def elapsed_s(job: Job, now_s: float) -> float:
     return ran_s(job, job.ended_at_s if job.ended_at_s is not None and job.state not in ACTIVE else now_s)
 
 
+def _time_limit_s(job: Job) -> int | None:
+    """Return the job's time limit: if it has asked for none and has a deadline, what is left until then.
+
+    For a job that waits that counts, as in Slurm, from its submission or its begin time.
+    """
+    if job.deadline_at_s is None or job.spec.time_limit_s is not None:
+        return job.time_limit_s
+    from_s = max(job.submitted_at_s, job.spec.begin_at_s or 0.0)
+    if job.state is not JobState.PENDING and job.started_at_s is not None:
+        from_s = job.started_at_s
+    left_s = max(1, round(job.deadline_at_s - from_s))
+    return left_s if job.time_limit_s is None else min(job.time_limit_s, left_s)
+
+
 def _priority(job: Job, world: World) -> int | None:
-    """Return the fixed priority of a job, else that of the last plan in which it stood in line; null: none is known."""
-    return job.priority_set if job.priority_set is not None else world.priorities.get(job.id)
+    """Return the fixed priority of a job, else that of the last plan; 0: it is held; null: none is known."""
+    if job.state is not JobState.PENDING:
+        return job.priority_set if job.priority_set is not None else world.priorities.get(job.id)
+    if job.hold is not Hold.NONE:
+        return 0
+    return job.priority_set if job.priority_set is not None else world.priorities.get(job.id, LEAST_PRIORITY)

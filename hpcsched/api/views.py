@@ -1,22 +1,26 @@
 """How jobs, nodes and partitions look as JSON (version 1): what `--json` prints and the commands show.
 
-What only its owner and admins may see of a job (paths, command line, comment, script, environment) is null for others.
+What only its owner and admins may see of a job (paths, command line, comment, script, environment) is null for others, and
+the words of its reason, which name paths too, are left out: see `reason_detail`.
 """
 
 from __future__ import annotations
 
 import math
-import signal
 import time
 from collections import Counter
 from typing import Any
 
+from hpcsched.api.identity import Asker
+from hpcsched.config.load import natural_order
+from hpcsched.lifecycle.clocks import limit_at_s
 from hpcsched.lifecycle.effects import is_gathered, unclaimed_nodes
-from hpcsched.lifecycle.job import lease_end_s
+from hpcsched.lifecycle.job import OUTPUT_FULL, lease_end_s, refusal_words
 from hpcsched.lifecycle.resize import can_do_without
+from hpcsched.model.exitcode import exit_words
 from hpcsched.model.hostlist import compress_hostlist
 from hpcsched.model.ids import NodeName
-from hpcsched.model.job import ACTIVE, Hold, Job, JobState, Reason
+from hpcsched.model.job import ACTIVE, FINAL, Hold, Job, JobState, Reason
 from hpcsched.model.node import OURSELVES, Link, Node, NodeState, Partition
 from hpcsched.model.reservation import Reservation
 from hpcsched.model.training import Failure, Training
@@ -47,6 +51,7 @@ def training_view(training: Training | None) -> dict[str, Any] | None:
         "checkpoint_at_s": training.checkpoint_at_s,
         "goodput": training.goodput,
         "note": training.note,
+        "directory": training.directory,
     }
 
 
@@ -62,12 +67,19 @@ def failure_view(failure: Failure) -> dict[str, Any]:
     }
 
 
-def why_waiting(job: Job, world: World, now_s: float) -> tuple[Reason, str, float | None]:
-    """Return the reason, a sentence for people, and the expected start of a job that waits (or limps)."""
+def reason_detail(job: Job, asker: Asker) -> str:
+    """Return the recorded words of the job's reason, "" for strangers: nodes and people put paths into them."""
+    return job.reason_detail if asker.owns(job) else ""
+
+
+def why_waiting(job: Job, world: World, asker: Asker, now_s: float) -> tuple[Reason, str, float | None]:
+    """Return the reason, a sentence for `asker`, and the expected start of a job that waits (or limps)."""
     if job.state is JobState.PENDING:
         wait = world.waits.get(job.id)
         if wait is not None:
-            detail = _queued_again(job) if wait.reason is Reason.BEGIN_TIME and job.restarts else wait.detail
+            detail = _queued_again(job, asker) if wait.reason is Reason.BEGIN_TIME and job.restarts else wait.detail
+            if job.refusals and asker.owns(job):
+                detail += f"; it could not be started {refused_on(job)}"
             return wait.reason, detail, wait.expected_start_s
         if job.hold is not Hold.NONE:
             return (Reason.HELD_ADMIN if job.hold is Hold.ADMIN else Reason.HELD_USER), "the job is held", None
@@ -82,17 +94,29 @@ def why_waiting(job: Job, world: World, now_s: float) -> tuple[Reason, str, floa
             return job.reason, _standing_still(job), None
         if any(world.job_of_former(kept.token) is job for kept in world.kept.values()):
             return job.reason, _UNDECIDED, None
-    return job.reason, job.reason_detail, None
+    return job.reason, reason_detail(job, asker), None
 
 
-def in_a_sentence(job: Job, world: World, reason: Reason, detail: str) -> str:
+def in_a_sentence(job: Job, world: World, asker: Asker, reason: Reason, detail: str, now_s: float) -> str:
     """Return what there is to say of a job, with the job in it; `reason` and `detail` are those of `why_waiting`."""
     if job.state is JobState.COMPLETING and reason is not Reason.NODE_LOST:
-        return f"job {job.display_id} {_ending(job, world)}"
+        return f"job {job.display_id} {_ending(job, world, asker)}"
     if job.state in (JobState.CONFIGURING, JobState.SUSPENDED) and detail and reason is not Reason.NODE_LOST:
         return f"job {job.display_id} {detail}"
     asked = f", and was asked to make do with {compress_hostlist(job.wanted_nodes)}" if job.wanted_nodes else ""
-    return detail or f"job {job.display_id} is {job.state}{how_it_ended(job)}{asked}"
+    if detail == OUTPUT_FULL:
+        return f"job {job.display_id} is {job.state}{how_it_ended(job)}; {OUTPUT_FULL}"
+    return detail or f"job {job.display_id} is {job.state}{_over_limit(job, world, now_s)}{how_it_ended(job)}{asked}"
+
+
+def _over_limit(job: Job, world: World, now_s: float) -> str:
+    """Return by how much a job that still runs is over its time limit, and when it is killed; "" if it is not."""
+    limit_s = limit_at_s(job) if job.state is JobState.RUNNING else None
+    if limit_s is None or now_s < limit_s:
+        return ""
+    left_s = math.ceil(limit_s + world.config.controller.kill_wait_s - now_s)
+    killed = f"is killed in {format_time_s(left_s)}" if left_s > 0 else "is being killed"
+    return f", over its time limit by {format_time_s(int(now_s - limit_s))}: it has been told to end, and {killed}"
 
 
 def how_it_ended(job: Job) -> str:
@@ -106,20 +130,31 @@ def how_it_ended(job: Job) -> str:
         return f": it took more memory than the {given} that it was given on each node; see --mem, and MaxRSS in hacct"
     if job.state is not JobState.FAILED or job.exit is None:
         return ""
+    words = exit_words(job.exit.code, job.exit.signal)
     if job.exit.signal:
-        return f": its script was ended by {_signal_name(job.exit.signal)}"
-    return f": its script ended with exit code {job.exit.code}" if job.spec.script else ""
+        return f": its script was {words}"
+    if not job.spec.has_script:
+        return ""
+    return f": its script ended with exit code {job.exit.code}" + (f" ({words})" if words else "")
 
 
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+def resumes_words(job: Job, training: Training | None) -> str:
+    """Return a sentence on where another attempt of an ended training job resumes; "": it is not known, or it is done."""
+    done = job.state not in FINAL or job.state is JobState.COMPLETED
+    if done or training is None or not training.checkpoint_step:
+        return ""
+    return f"Queued again it resumes from step {training.checkpoint_step}: hctl requeue {job.display_id}"
 
 
-def _queued_again(job: Job) -> str:
-    why = f" ({job.reason_detail})" if job.reason_detail else ""
+def refused_on(job: Job) -> str:
+    """Return the end of a sentence that tells which nodes could not start the job, and why."""
+    words = refusal_words(job.refusals)
+    return f"on {job.refusals[0].node}: {words}" if len(job.refusals) == 1 else words
+
+
+def _queued_again(job: Job, asker: Asker) -> str:
+    detail = reason_detail(job, asker)
+    why = f" ({detail})" if detail else ""
     at = time.strftime("%H:%M:%S", time.localtime(job.not_before_s))
     return f"was queued again after its attempt {job.attempt - 1}{why}, and may start from {at} on"
 
@@ -128,7 +163,7 @@ def _starting(job: Job) -> str:
     unclaimed = unclaimed_nodes(job)
     if unclaimed:
         return f"waits for {compress_hostlist(unclaimed)} to take its part of the job"
-    return f"is being started on {job.shares[0].node}" if job.spec.script else ""
+    return f"is being started on {job.shares[0].node}" if job.spec.has_script else ""
 
 
 def _standing_still(job: Job) -> str:
@@ -137,8 +172,9 @@ def _standing_still(job: Job) -> str:
     return f"is suspended: job {job.suspended_for} has its cpus, it goes on when they are free"
 
 
-def _ending(job: Job, world: World) -> str:
-    why = f" ({job.reason_detail})" if job.reason_detail else ""
+def _ending(job: Job, world: World, asker: Asker) -> str:
+    detail = reason_detail(job, asker)
+    why = f" ({detail})" if detail else ""
     unfit = [node for name in job.held_nodes if (node := world.nodes[name]).drained and node.drained_by == OURSELVES]
     hindered = f"; node {unfit[0].name}: {unfit[0].drained_why}" if unfit else ""
     return f"{_fate(job)}{why} when nothing of it is left on {compress_hostlist(job.held_nodes)}{hindered}"
@@ -193,7 +229,7 @@ def node_views(world: World, now_s: float) -> list[dict[str, Any]]:
     shares = [(job.id, share) for job in world.active_jobs() for share in job.holding]
     return [
         _node_view(node, [item for item in shares if item[1].node == node.name], world, reserved.get(node.name))
-        for node in world.open_nodes()
+        for node in sorted(world.open_nodes(), key=lambda node: natural_order(node.name))
     ]
 
 
@@ -210,6 +246,8 @@ def _node_view(node: Node, shares: list[Any], world: World, reserved: Reservatio
         "drained_why": node.drained_why,
         "drained_by": node.drained_by,
         "drained_at_s": node.drained_at_s,
+        "launch_failures": len(node.launch_failures),
+        "launch_failure": node.launch_failures[-1].why if node.launch_failures else "",
         "host": node.spec.host,
         "port": node.spec.port,
         "cpus": node.spec.cpus,
@@ -269,7 +307,8 @@ def _partition_view(partition: Partition, nodes: dict[str, dict[str, Any]]) -> d
     return {
         "name": partition.name,
         "default": partition.default,
-        "up": partition.up,
+        "up": partition.state.starts_jobs,
+        "state": partition.state.value,
         "nodes": [node["name"] for node in mine],
         "node_list": compress_hostlist(node["name"] for node in mine),
         "max_time_s": partition.max_time_s,

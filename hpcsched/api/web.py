@@ -12,40 +12,44 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import resource
 import select
 import socket
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from typing import NamedTuple
 from urllib.parse import parse_qsl, unquote
 
 import httptools
 
-from hpcsched.api.crowd import Crowd
+from hpcnode.wire import gate
+from hpcsched import mishap
+from hpcsched.api.crowd import UNPARSED_BYTES, Doors, read_less, retry_after
 from hpcsched.api.identity import peer_uid
+from hpcsched.api.listener import Listener
 
 log = logging.getLogger("hpcsched.api")
 
 MAX_HEAD_BYTES = 64 << 10
-MAX_BODY_BYTES = 64 << 20
-IDLE_S = 30.0
-BACKLOG = 1024
+MAX_BODY_BYTES = UNPARSED_BYTES
+IDLE_S = 30.0  # also for a request to come whole
 MAX_AHEAD = 100  # requests that a client may have sent before they are answered
-MAX_UNSENT_BYTES = 256 << 20  # that one account has not read; an answer that is all that it has not read may be larger
+UNCOUNTED_BYTES = 16 << 10  # of requests on a connection that are not answered yet
+REQUEST_BYTES = 1 << 10  # of each of them, beside its text
 
 
 class BadRequestError(Exception):
     """What came is no request that we speak; the connection ends after the answer."""
 
-    def __init__(self, status: int, why: str) -> None:
+    def __init__(self, status: int, why: str, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(why)
         self.status = status
+        self.headers = headers or {}
 
 
 TOO_LONG = BadRequestError(431, "cannot read the request: its head is too long")
+TOO_SLOW = BadRequestError(408, f"cannot read the request: it did not come whole within {IDLE_S:g} s")
 TOO_LARGE = BadRequestError(413, f"cannot read the request: its body has more than {MAX_BODY_BYTES} bytes")
 
 
@@ -62,6 +66,7 @@ class Request:
     peer: socket.socket | None
     uid: int | None = None  # of one that came another way: who asks, and is no admin
     match_info: dict[str, str] = field(default_factory=dict)
+    held_bytes: int = 0  # of memory, about
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,29 +168,31 @@ def _matched(parts: tuple[_Part, ...], words: list[str]) -> dict[str, str] | Non
 class Server:
     """Serves an application, a `Router` and how refusals look, until it is closed."""
 
-    def __init__(self, router: Router, refusal: Refusal, most_connections: int | None = None) -> None:
-        """`most_connections` of one account; by default a quarter of the files that this process may have open."""
+    def __init__(self, router: Router, refusal: Refusal, doors: Doors | None = None) -> None:
         self.router = router
         self.refusal = refusal
         self.connections: set[Connection] = set()
-        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self.crowd = Crowd(most_connections or max(1, files // 4), MAX_UNSENT_BYTES)
-        self._server: asyncio.Server | None = None
+        self.doors = doors or Doors()
+        self._listener: Listener | None = None
 
     async def serve(self, listener: socket.socket) -> None:
         """Answer those who connect to the listening unix socket."""
-        loop = asyncio.get_running_loop()
-        self._server = await loop.create_unix_server(lambda: Connection(self), sock=listener, backlog=BACKLOG)
+        self._listener = Listener(listener, lambda: Connection(self), self.doors, self._refused)
+
+    def _refused(self, uid: int) -> bytes:
+        """Return the answer to an account that connects too often."""
+        response = self.refusal(429, self.doors.too_often(uid))
+        return head_of(replace(response, headers={"Retry-After": "1"}), keep=False) + response.body
 
     @property
-    def unsent_bytes(self) -> int:
-        """So much of the answers has not been taken by those who asked."""
-        return sum(connection.unsent_bytes for connection in self.connections)
+    def unread_bytes(self) -> int:
+        """How much of the answers has not been taken by those who asked."""
+        return sum(connection.unread_bytes for connection in self.connections)
 
     async def close(self) -> None:
         """Take no more requests, and end all connections."""
-        if self._server is not None:
-            self._server.close()
+        if self._listener is not None:
+            self._listener.close()
         tasks = [connection.close() for connection in list(self.connections)]
         await asyncio.gather(*(task for task in tasks if task is not None), return_exceptions=True)
 
@@ -205,8 +212,13 @@ class Connection(asyncio.Protocol):
         self._reads_only = False  # what it does is of use to nobody but the client
         self._heard_s = 0.0
         self._asks_no_more = False
+        self._began_s: float | None = None  # when the request that is being read began to come
+        self._reads = True  # we read what it sends
+        self._throttle: asyncio.TimerHandle | None = None  # it sends too fast: until then we do not
+        self._held_bytes = 0  # of requests that are not answered yet
+        self._counted_bytes = 0  # of these, as the crowd knows
         self._unread = False  # the client does not read as fast as it asks
-        self._unsent_bytes = 0  # when it was last looked whether the client reads
+        self._unread_before_bytes = 0  # when it was last looked whether the client reads
         self._refused = False  # what came is no HTTP: nothing more is read
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -215,15 +227,20 @@ class Connection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._peer: socket.socket = transport.get_extra_info("socket")
         self._uid = peer_uid(self._peer)
+        read_less(transport)
+        self._crowd = self._server.doors.crowd
         self._server.connections.add(self)
-        self._server.crowd.comes(self._uid, self)
         self._heard_s = self._loop.time()
+        if not self._crowd.comes(self._uid, self):
+            self._transport.abort()
         self._idle_timer = self._loop.call_later(IDLE_S, self._look_idle)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._idle_timer.cancel()
+        if self._throttle is not None:
+            self._throttle.cancel()
         self._server.connections.discard(self)
-        self._server.crowd.goes(self._uid, self)
+        self._crowd.goes(self._uid, self)
         if self._task is not None and self._reads_only:
             self._task.cancel()
         # Another task ends by itself: what it was asked for is done all the same.
@@ -233,7 +250,11 @@ class Connection(asyncio.Protocol):
         return self._task is not None
 
     @property
-    def unsent_bytes(self) -> int:
+    def is_lasting(self) -> bool:
+        return False
+
+    @property
+    def unread_bytes(self) -> int:
         return self._transport.get_write_buffer_size()
 
     def drop(self) -> None:
@@ -272,14 +293,45 @@ class Connection(asyncio.Protocol):
         except httptools.HttpParserError as error:
             why = error.__context__ if isinstance(error.__context__, BadRequestError) else None
             self._refuse(why or BadRequestError(400, f"cannot read the request: it is not HTTP/1.1 ({error})"))
+        self._count()
         if self._task is None:
             self._next()
-        if len(self._waiting) > MAX_AHEAD:
-            self._transport.pause_reading()  # it sends ahead of its answers: they come first
+        pause_s = self._server.doors.pause_s(self._uid, len(data))
+        if pause_s is not None and self._throttle is None:
+            self._throttle = self._loop.call_later(pause_s, self._throttled)
+        self._regulate()
+
+    def _throttled(self) -> None:
+        self._throttle = None
+        self._regulate()
+
+    def _regulate(self) -> None:
+        """Read what the client sends unless it sends too fast, or ahead of its answers: they come first."""
+        wanted = self._throttle is None and len(self._waiting) <= MAX_AHEAD
+        if wanted == self._reads or self._transport.is_closing():
+            return
+        self._reads = wanted
+        if wanted:
+            self._began_s = None if self._began_s is None else self._loop.time()
+            self._transport.resume_reading()
+        else:
+            self._transport.pause_reading()
+
+    def _count(self) -> None:
+        """Have the crowd know how much of this client's requests is here and not answered."""
+        held_bytes = self._held_bytes + (0 if self._coming is None else self._coming.bytes)
+        if held_bytes <= UNCOUNTED_BYTES:
+            held_bytes = 0
+        if held_bytes == self._counted_bytes:
+            return
+        self._counted_bytes = held_bytes
+        if not self._crowd.may_hold(self._uid, self, held_bytes) and not self._refused:
+            why = f"cannot read the request: uid {self._uid} sends more than {UNPARSED_BYTES >> 20} MiB at once"
+            self._refuse(BadRequestError(429, why, {"Retry-After": "1"}))
 
     def _hear(self) -> None:
         self._heard_s = self._loop.time()
-        self._server.crowd.is_heard(self._uid, self)
+        self._crowd.is_heard(self._uid, self)
 
     def eof_received(self) -> bool:
         """The client sends no more, and may still read: what it has asked for is answered before the connection ends."""
@@ -292,6 +344,7 @@ class Connection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         self._coming = _Coming()
+        self._began_s = self._loop.time()
 
     def on_url(self, part: bytes) -> None:
         assert self._coming is not None
@@ -307,7 +360,7 @@ class Connection(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         assert self._coming is not None
         self._coming.in_head = False
-        if int(self._coming.headers.get("content-length", "0")) > MAX_BODY_BYTES:  # the parser has read it as a number
+        if int(self._coming.headers.get("content-length", "0")) > MAX_BODY_BYTES:  # int: the parser has read it
             raise TOO_LARGE
         if self._coming.headers.get("expect", "").lower() == "100-continue" and self._task is None:
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -321,10 +374,16 @@ class Connection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         assert self._coming is not None
         coming, self._coming = self._coming, None
+        self._began_s = None
         if not self._parser.should_keep_alive():
             coming.headers["connection"] = "close"
         path, _, query = coming.url.decode("latin-1").partition("?")
-        values = dict(parse_qsl(query, keep_blank_values=True, errors="surrogateescape")) if query else {}
+        try:
+            values = read_query(query)
+            unquote(path, errors="strict")
+        except ValueError as error:
+            self._refuse(BadRequestError(400, f"cannot read the request: {error}"))
+            return
         self._waiting.append(
             Request(
                 method=self._parser.get_method().decode("latin-1"),
@@ -333,37 +392,54 @@ class Connection(asyncio.Protocol):
                 headers=coming.headers,
                 body=bytes(coming.body),
                 peer=self._peer,
+                held_bytes=coming.bytes,
             )
         )
+        self._held_bytes += coming.bytes
 
     # ----- answering
 
     def _refuse(self, error: BadRequestError) -> None:
         self._refused = True
+        self._coming = self._began_s = None
         self._waiting.append(error)
+        self._count()
 
     def _look_idle(self) -> None:
-        quiet_s = self._loop.time() - self._heard_s
+        now_s = self._loop.time()
+        quiet_s = now_s - self._heard_s
         if self._task is None and quiet_s >= IDLE_S:
-            if not self.unsent_bytes:
+            if not self.unread_bytes:
                 self._transport.close()
                 return
-            if self.unsent_bytes == self._unsent_bytes:
+            if self.unread_bytes == self._unread_before_bytes:
                 self.drop()
                 return
-        self._unsent_bytes = self.unsent_bytes
-        self._idle_timer = self._loop.call_later(max(1.0, IDLE_S - quiet_s), self._look_idle)
+        began_s = self._began_s if self._reads and self._began_s is not None else now_s
+        if now_s - began_s >= IDLE_S:
+            self._refuse(TOO_SLOW)
+            if self._task is None:
+                self._next()
+        self._unread_before_bytes = self.unread_bytes
+        wait_s = IDLE_S - max(quiet_s, now_s - began_s)
+        self._idle_timer = self._loop.call_later(max(1.0, wait_s), self._look_idle)
 
     def _next(self) -> None:
         """Begin to answer the next request if one is there, and what was answered before has been read, nearly."""
         if not self._waiting or self._unread:
             return
         request = self._waiting.popleft()
-        if isinstance(request, BadRequestError):
-            self._send(self._server.refusal(request.status, str(request)), keep=False)
-        else:
-            self._reads_only = request.method == "GET"
-            self._task = self._loop.create_task(self._answer(request))
+        if isinstance(request, Request):
+            wait_s = self._server.doors.request_wait_s(self._uid)
+            if wait_s is None:
+                self._reads_only = request.method == "GET"
+                self._task = self._loop.create_task(self._answer(request))
+                return
+            why = self._server.doors.too_often(self._uid)
+            request = BadRequestError(429, why, {"Retry-After": retry_after(wait_s)})
+        self._refused = True
+        response = self._server.refusal(request.status, str(request))
+        self._send(replace(response, headers=request.headers), keep=False)
 
     async def _answer(self, request: Request) -> None:
         keep = request.headers.get("connection", "").lower() != "close"
@@ -371,14 +447,16 @@ class Connection(asyncio.Protocol):
             response = await self._server.router.find(request)(request)
         except BadRequestError as error:
             response = self._server.refusal(error.status, f"cannot {request.method} {request.path}: {error}")
-        except Exception:  # handlers answer for their errors; this is one that did not
-            log.exception("cannot answer %s %s", request.method, request.path)
-            response = self._server.refusal(500, "the controller failed at this request: see its log")
+        except Exception as error:  # handlers answer for their errors; this is one that did not
+            wrong = mishap.report(error, f"answer {request.method} {request.path[:200]!r}")
+            response = self._server.refusal(500, str(wrong))
         self._task = None
+        self._held_bytes -= request.held_bytes
+        self._count()
         self._send(response, keep=keep)
         if keep and not self._transport.is_closing():
             self._hear()
-            self._transport.resume_reading()
+            self._regulate()
             self._next()
             if self._asks_no_more and self._task is None and not self._waiting:
                 self._transport.close()
@@ -386,25 +464,31 @@ class Connection(asyncio.Protocol):
     def _send(self, response: Response, *, keep: bool) -> None:
         if self._transport.is_closing():
             return
-        lines = [
-            f"HTTP/1.1 {response.status} {HTTPStatus(response.status).phrase}",
-            f"Content-Type: {response.content_type}",
-            f"Content-Length: {len(response.body)}",
-            *(f"{name}: {value}" for name, value in response.headers.items()),
-        ]
-        if not keep:
-            lines.append("Connection: close")
-        head = ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1", "replace")
-        if len(response.body) < MAX_HEAD_BYTES:
-            self._transport.write(head + response.body)
-        elif self._server.crowd.may_leave(self._uid, len(response.body)):
-            self._transport.write(head)
-            self._transport.write(response.body)
-        else:
+        head = head_of(response, keep=keep)
+        if not self._crowd.may_send(self._uid, self, len(head) + len(response.body)):
             log.warning("uid %d does not read its answers: one of its connections is ended", self._uid)
             self.drop()
+            return
+        if len(response.body) < MAX_HEAD_BYTES:
+            self._transport.write(head + response.body)
+        else:
+            self._transport.write(head)
+            self._transport.write(response.body)
         if not keep:
             self._transport.close()
+
+
+def head_of(response: Response, *, keep: bool) -> bytes:
+    """Return what comes before an answer's body; `keep`: the connection takes another request."""
+    lines = [
+        f"HTTP/1.1 {response.status} {HTTPStatus(response.status).phrase}",
+        f"Content-Type: {response.content_type}",
+        f"Content-Length: {len(response.body)}",
+        *(f"{name}: {value}" for name, value in response.headers.items()),
+    ]
+    if not keep:
+        lines.append("Connection: close")
+    return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1", "replace")
 
 
 def _has_gone(peer: socket.socket) -> bool:
@@ -412,6 +496,13 @@ def _has_gone(peer: socket.socket) -> bool:
     looking = select.poll()
     looking.register(peer.fileno(), 0)
     return any(what & select.POLLHUP for _, what in looking.poll(0))
+
+
+def read_query(query: str) -> dict[str, str]:
+    """Return the values of a query by name. Raises ValueError (also UnicodeDecodeError) for what no text may have."""
+    values = dict(parse_qsl(query, keep_blank_values=True, errors="strict")) if query else {}
+    gate.check_texts(values)
+    return values
 
 
 class _Coming:
@@ -426,6 +517,11 @@ class _Coming:
         self.in_head = True
         self.came_bytes = 0  # in pieces that did not end the head
         self.found_bytes = 0  # in headers that are whole
+
+    @property
+    def bytes(self) -> int:
+        """About how much memory it takes."""
+        return REQUEST_BYTES + len(self.url) + self.found_bytes + len(self.body)
 
     def grows_too_long(self, more_bytes: int) -> bool:
         """Count what came while the head has not ended, and say whether that is too much."""

@@ -43,6 +43,8 @@ def run_command(
         if read.has("version"):
             (version or print_version)(command.name)
             return 0
+        if list(words) == ["-h"] and read.has("noheader") and explain is None:
+            note(command.name, f"-h leaves the header out, as in Slurm; for help: {command.name} --help")
         return work(read)
 
     return guarded(command.name, body, argv, explain=explain)

@@ -6,16 +6,17 @@ left); --parsable2 is for programs.
 
 from __future__ import annotations
 
+import pwd
 import sys
 import time
 from collections import namedtuple
 from collections.abc import Callable, Sequence
 
 from hpcsched import client
-from hpcsched.cli.acctfields import Column, Row, columns_of, field_names, job_rows
 from hpcsched.cli.errors import run_command
 from hpcsched.cli.options import HELP, VERSION, Command, Option, UsageError, Words
 from hpcsched.cli.output import clean, fitted, print_json
+from hpcsched.cli.render.acct_fields import Column, Row, columns_of, field_names, job_rows
 from hpcsched.client import Json
 from hpcsched.listing.states import parse_states
 from hpcsched.listing.table import columns
@@ -23,6 +24,7 @@ from hpcsched.model.dates import parse_when
 from hpcsched.model.hostlist import expand_hostlist
 
 DEFAULT_FIELDS = "JobID,JobName,Partition,Account,AllocCPUS,State,ExitCode"
+OUR_FIELDS = f"{DEFAULT_FIELDS},Start,End,Elapsed,Meaning"
 EFFICIENCY = "JobID,JobName,State,Elapsed,TimeEff,CPUEff,MemEff,Advice"
 DAY_S = 86_400
 
@@ -95,7 +97,22 @@ def _run(work: Callable[[Words], int], argv: Sequence[str] | None) -> int:
     return run_command(COMMAND, work, argv)
 
 
-NATIVE = Manners(_run)
+def _with_names(jobs: list[Json], words: Words) -> list[Json]:
+    """Return the jobs with the names of the accounts that cancelled them."""
+    return [{**job, "ended_by": _ended_by(job)} for job in jobs]
+
+
+def _ended_by(job: Json) -> str | None:
+    uid = job.get("ended_by_uid")
+    if uid is None or uid == job["uid"]:
+        return None if uid is None else str(job["user"])
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
+NATIVE = Manners(_run, OUR_FIELDS, jobs=_with_names)
 
 
 def main(argv: Sequence[str] | None = None, manners: Manners = NATIVE) -> int:
@@ -160,11 +177,12 @@ def _in_units(shown: Sequence[Column], unit: str) -> list[Column]:
     if letter not in _UNITS or len(unit) > 1:
         raise UsageError(f"cannot write sizes in {unit[:20]!r}: the units are {', '.join(_UNITS)}")
     return [
-        column._replace(text=lambda row, text=column.text: _converted(text(row), letter))  # type: ignore[misc]
-        if column.name in _SIZES
-        else column
-        for column in shown
+        column._replace(text=_in_unit(column.text, letter)) if column.name in _SIZES else column for column in shown
     ]
+
+
+def _in_unit(text: Callable[[Row], str], letter: str) -> Callable[[Row], str]:
+    return lambda row: _converted(text(row), letter)
 
 
 def _converted(size: str, letter: str) -> str:

@@ -10,42 +10,107 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 import re
 import select
 import signal
 import socket
 import sys
+import time
 from collections import namedtuple
 from collections.abc import Mapping, Sequence
 
 import hpcsched
-from hpcnode import headsocket, protocol, stepoptions
-from hpcnode.agentsocket import connect
+from hpcnode.commands import options as stepoptions
+from hpcnode.commands import slurm_text
+from hpcnode.commands.hrun import IMMEDIATE_S
+from hpcnode.os import account as user
+from hpcnode.os import rlimits
+from hpcnode.wire import protocol, sockets
+from hpcnode.wire.sockets import connect
+from hpcsched.errors import HpcschedError
+from hpcsched.model.numbers import whole_number
+from hpcsched.model.units import parse_signal
 
 _JOB = (
-    "account", "begin", "chdir", "comment", "constraint", "cpus-per-task", "exclude", "exclusive", "gpus",
-    "gpus-per-node", "gpus-per-task", "gres", "help", "hint", "job-name", "mem", "mem-per-cpu", "mincpus",
-    "nodelist", "nodes", "ntasks", "ntasks-per-node", "partition", "prefer", "qos", "quiet", "reservation",
-    "switches", "time", "tmp", "verbose", "version",
+    *stepoptions.OF_A_JOB, "chdir", "gid", "help", "propagate", "quiet", "uid", "usage", "verbose", "version", "x11",
 )  # fmt: skip
-_DOES = {"chdir": "run the command in DIR; default: here", "job-name": "name of the job; default: the command's"}
-_HERE_ONLY = {"chdir", "help", "version", "quiet", "verbose"}  # of these the controller is not told
-_OF_STEPS = {"label", "mpi", "unbuffered", "wait", "kill-on-bad-exit", "external-launcher", "no-kill", "overcommit"}
-OPTIONS = tuple(
-    option._replace(help=_DOES.get(option.name, option.help), env=())
-    for option in stepoptions.OPTIONS
-    if option.name in _JOB or (option.accepted and option.name not in _OF_STEPS)
-) + tuple(
-    stepoptions.Option(name, short, kind, "", "accepted", (), True)
-    for name, short, kind in (
-        ("bell", "", stepoptions.FLAG),
-        ("distribution", "m", stepoptions.VALUE),
-        ("kill-command", "K", stepoptions.OPTIONAL),
-        ("no-bell", "", stepoptions.FLAG),
-        ("wait-all-nodes", "", stepoptions.VALUE),
+_DOES = {
+    "chdir": "run the command in DIR; default: here",
+    "job-name": "name of the job; default: the command's",
+    "signal": "send the job's steps a signal S (60) seconds before the time limit",
+    "propagate": "resource limits that the job's steps get from the command: ALL, NONE, NOFILE,STACK ...",
+}
+_HERE_ONLY = {
+    "chdir",
+    "get-user-env",
+    "gid",
+    "help",
+    "kill-command",
+    "usage",
+    "propagate",
+    "quiet",
+    "uid",
+    "verbose",
+    "version",
+    "wait",
+    "x11",
+}  # of these the controller is not told
+_OF_STEPS = {"label", "mpi", "unbuffered", "wait", "kill-on-bad-exit", "external-launcher", "no-kill"}
+_VARIABLES = {"gres": "GRES", "switches": "REQ_SWITCH", "time": "TIMELIMIT", "verbose": "DEBUG"}
+_WITH_VARIABLES = frozenset((
+    "account", "constraint", "exclusive", "gpus", "gpus-per-node", "gpus-per-task", "hint", "immediate", "mem-per-cpu",
+    "overcommit", "partition", "qos", "reservation", "spread-job", *_VARIABLES,
+))  # fmt: skip
+
+
+def _variables(option: stepoptions.Option) -> tuple[str, ...]:
+    """Return the variable that gives an option's default."""
+    if option.name not in _WITH_VARIABLES:
+        return ()
+    return ("SALLOC_" + _VARIABLES.get(option.name, option.name.upper().replace("-", "_")),)
+
+
+OPTIONS = (
+    tuple(
+        option._replace(help=_DOES.get(option.name, option.help), env=_variables(option))
+        for option in stepoptions.OPTIONS
+        if option.name in _JOB or (option.accepted and option.name not in _OF_STEPS)
+    )
+    + (
+        stepoptions.Option(
+            "get-user-env",
+            "",
+            stepoptions.OPTIONAL,
+            "[SECONDS][S|L]",
+            "the command gets the environment of a login shell (S: of a shell)",
+        ),
+        stepoptions.Option(
+            "kill-command",
+            "K",
+            stepoptions.OPTIONAL,
+            "SIGNAL",
+            "how the command is told that the job has ended; default of SIGNAL: TERM; unsaid: HUP",
+        ),
+        stepoptions.Option(
+            "no-shell", "", stepoptions.FLAG, "", "run nothing: the job stays until it is cancelled or its time is up"
+        ),
+        stepoptions.Option(
+            "wait", "W", stepoptions.VALUE, "SECONDS", "wait so long for the nodes at most: --immediate=SECONDS"
+        ),
+    )
+    + tuple(
+        stepoptions.Option(name, short, kind, "", "accepted", (), True)
+        for name, short, kind in (
+            ("bell", "", stepoptions.FLAG),
+            ("no-bell", "", stepoptions.FLAG),
+            ("wait-all-nodes", "", stepoptions.VALUE),
+        )
     )
 )
 _RESERVED = re.compile(r"HPCSCHED_(?!CONFIG\Z|API\Z)|SLURM_(?!TIME_FORMAT\Z|CONF\Z)|SLURMD_")
+_USER_ENV = re.compile("([0-9]{0,4})([SsLl]?)")
+USER_ENV_S = 10
 _SAID_AFTER_S = 0.5
 _ENDING = (signal.SIGTERM, signal.SIGHUP)
 _TERMINAL = (signal.SIGINT, signal.SIGQUIT, signal.SIGTSTP, signal.SIGTTOU)
@@ -65,26 +130,42 @@ def main(argv: Sequence[str] | None = None, face: Face = HALLOC) -> int:
     try:
         values, command = _parse(sys.argv[1:] if argv is None else argv)
     except stepoptions.UsageError as error:
-        return _complain(face, str(error), face.usage_code)
+        return _complain(face, error.text(face.name), face.usage_code)
     if values.get("help"):
-        line = f"{face.name} [OPTIONS] [: OPTIONS]... [COMMAND [ARGUMENT...]]"
-        sys.stdout.write(
-            stepoptions.usage(line, "Hold the nodes of a job while a command (or a shell) runs here.", OPTIONS)
-        )
+        what = "Hold the nodes of a job while a command (or a shell) runs here."
+        sys.stdout.write(stepoptions.usage(face.name, "[: OPTIONS]... [COMMAND [ARGUMENT...]]", what, OPTIONS))
+        return 0
+    if values.get("usage"):
+        sys.stdout.write(stepoptions.short_usage(face.name, "[COMMAND [ARGUMENT...]]", OPTIONS))
         return 0
     if values.get("version"):
         print(face.version or f"hpcsched {hpcsched.__version__}")
         return 0
     try:
+        _change_user(values)
         return _Allocation(face, values, command).run()
-    except (HallocError, headsocket.NotFound, protocol.WireError) as error:
+    except (HallocError, HpcschedError, user.UserError, sockets.NotFound, protocol.WireError) as error:
         return _complain(face, str(error), 1)
+
+
+def hold_for_step() -> int:
+    """Run for a step command with its name as the first word: srun --prolog and others that need a job before the step."""
+    name, *words = sys.argv[1:]
+    return main(words, HALLOC._replace(name=name, usage_code=1, refused=lambda text: slurm_text.of_step(0, text)))
+
+
+def _change_user(values: stepoptions.Values) -> None:
+    if "gid" in values:
+        user.refuse_group()
+    if "uid" in values:
+        sockets.steps_socket(os.environ, os.getuid())  # what that needs to import, another user may not be able to read
+        user.change(str(values["uid"]))
 
 
 def _parse(argv: Sequence[str]) -> tuple[stepoptions.Values, list[str]]:
     """Return the options and the command; of A : B the components behind the first one as an option. Raises UsageError."""
     values, command = stepoptions.parse(argv, OPTIONS)
-    components = []
+    components: list[stepoptions.Values] = []
     while command[:1] == [":"]:
         own, command = stepoptions.parse(command[1:], OPTIONS)
         own = {
@@ -99,6 +180,17 @@ def _parse(argv: Sequence[str]) -> tuple[stepoptions.Values, list[str]]:
                 "first one; leave it out"
             )
         components.append({name: True if name == "exclusive" else value for name, value in own.items()})
+    for option in OPTIONS:
+        found = next(filter(None, map(os.environ.get, option.env)), "")
+        if found and option.name not in values:
+            on = option.kind == stepoptions.VALUE or found.lower() not in ("0", "no", "false")
+            values.update({option.name: found if option.kind != stepoptions.FLAG else True} if on else {})
+    stepoptions.refuse_windows(values)
+    if "wait" in values:
+        values.setdefault("immediate", values["wait"])
+    if "propagate" in values:
+        given = values["propagate"]
+        values["propagate"] = stepoptions.resource_limits(given if isinstance(given, str) else rlimits.ALL)
     return ({**values, "components": json.dumps(components)} if components else values), command
 
 
@@ -120,9 +212,11 @@ class _Allocation:
         signal.set_wakeup_fd(wakeup_in.fileno(), warn_on_full_buffer=False)
         self._signals: list[int] = []
         self._child = 0
+        told = values.get("kill-command")
+        self._end_signal = parse_signal(told) if isinstance(told, str) else signal.SIGTERM if told else signal.SIGHUP
 
     def run(self) -> int:
-        path = headsocket.steps_socket(os.environ, os.getuid())
+        path = sockets.steps_socket(os.environ, os.getuid())
         try:
             self._sock = connect(path)
         except OSError as error:
@@ -133,6 +227,9 @@ class _Allocation:
         self._sock.sendall(protocol.encode(self._request()))
         allocated = self._wait_for_nodes()
         self._say(f"Granted job allocation {allocated.job_id}")
+        if self._values.get("no-shell"):
+            self._sock.close()
+            return 0
         try:
             return self._hold(allocated)
         finally:
@@ -147,6 +244,10 @@ class _Allocation:
         }
         if "exclusive" in options:
             options["exclusive"] = True
+        if options.get("nice") is True:
+            options["nice"] = "100"
+        if self._values.get("no-shell"):
+            options["no-shell"] = True
         if "components" in self._values:
             options["components"] = self._values["components"]
         if self._is_shell:
@@ -162,7 +263,18 @@ class _Allocation:
 
     def _wait_for_nodes(self) -> protocol.Allocated:
         text, timeout_s = "", None
+        given_up_s = None
+        if "immediate" in self._values:
+            given = self._values["immediate"]
+            given_up_s = time.monotonic() + whole_number(
+                given if isinstance(given, str) else IMMEDIATE_S, "--immediate"
+            )
         while True:
+            if given_up_s is not None:
+                left_s = given_up_s - time.monotonic()
+                if left_s <= 0:
+                    raise HallocError("Unable to allocate resources: Requested nodes are busy")
+                timeout_s = left_s if timeout_s is None else min(timeout_s, left_s)
             said = self._next(timeout_s)
             if isinstance(said, protocol.Allocated):
                 return said
@@ -197,7 +309,10 @@ class _Allocation:
 
     def _hold(self, allocated: protocol.Allocated) -> int:
         """Run the command to its end, and return its exit status."""
-        env = {name: value for name, value in os.environ.items() if _RESERVED.match(name) is None}
+        environ = _login_environment(self._values["get-user-env"]) if "get-user-env" in self._values else os.environ
+        env = {name: value for name, value in environ.items() if _RESERVED.match(name) is None}
+        if "propagate" in self._values:
+            env["SLURM_PROPAGATE"] = str(self._values["propagate"])
         self._child = self._start({**env, **allocated.env})
         for number in _TERMINAL:
             signal.signal(number, signal.SIG_IGN)  # the terminal's signals are the command's
@@ -207,8 +322,8 @@ class _Allocation:
             if pid:
                 code = os.waitstatus_to_exitcode(status)
                 return 1 if revoked else code if code >= 0 else 128 - code
-            for number in [number for number in self._signals if number in _ENDING]:
-                os.kill(self._child, number)
+            for signum in [signum for signum in self._signals if signum in _ENDING]:
+                os.kill(self._child, signum)
             self._signals.clear()
             said = None if revoked else self._next(None)
             if revoked:
@@ -229,13 +344,33 @@ class _Allocation:
 
     def _hang_up(self) -> None:
         if self._child:
-            os.kill(self._child, signal.SIGHUP)
+            os.kill(self._child, self._end_signal)
             os.kill(self._child, signal.SIGCONT)
 
     def _say(self, text: str) -> None:
         if not self._quiet:
             sys.stderr.write(f"{self._face.name}: {text}\n")
             sys.stderr.flush()
+
+
+def _login_environment(how: str | bool) -> dict[str, str]:
+    """Return what a login shell of this user has in its environment; `how`: [SECONDS][S|L]. Raises HallocError."""
+    import subprocess  # few need it
+
+    found = _USER_ENV.fullmatch(how) if isinstance(how, str) else _USER_ENV.fullmatch("")
+    if found is None:
+        raise HallocError(f"cannot read --get-user-env={str(how)[:40]}: write [SECONDS][S|L]")
+    account = pwd.getpwuid(os.getuid())
+    few = {"HOME": account.pw_dir, "USER": account.pw_name, "LOGNAME": account.pw_name, "SHELL": account.pw_shell}
+    kept = {name: os.environ[name] for name in ("PATH", "TERM", "HPCSCHED_CONFIG") if name in os.environ}
+    command = [account.pw_shell or "/bin/sh", *(["-l"] if found[2].upper() != "S" else []), "-c", "env -0"]
+    limit_s = whole_number(found[1], "--get-user-env") if found[1] else USER_ENV_S
+    try:
+        run = subprocess.run(command, env={**kept, **few}, capture_output=True, timeout=limit_s, check=True, cwd="/")
+    except (OSError, subprocess.SubprocessError) as error:
+        raise HallocError(f"cannot get the environment of {account.pw_name}'s login shell: {error}") from None
+    pairs = (entry.partition("=") for entry in run.stdout.decode("utf-8", "surrogateescape").split("\0"))
+    return {**kept, **{name: value for name, equals, value in pairs if equals}}
 
 
 def _complain(face: Face, text: str, code: int) -> int:

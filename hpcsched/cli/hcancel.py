@@ -13,8 +13,7 @@ from collections.abc import Callable, Sequence
 from hpcsched import client
 from hpcsched.cli.errors import FAILED, complain, run_command
 from hpcsched.cli.options import HELP, VERSION, Command, Option, UsageError, Words, split_list
-from hpcsched.cli.output import clean
-from hpcsched.cli.ownjob import outlive_its_end
+from hpcsched.cli.output import clean, outlive_its_end
 from hpcsched.client import Json
 from hpcsched.errors import RequestError
 from hpcsched.listing.states import ENDED_STATES, parse_states
@@ -28,7 +27,7 @@ COMMAND = Command(
     (
         Option("account", "A", "LIST", "cancel jobs of these accounts"),
         Option("batch", "b", help="send the signal to the batch script alone"),
-        Option("full", "f", help="send the signal to the batch script and all steps"),
+        Option("full", "f", help="send the signal to the batch script, its children and all steps"),
         Option("interactive", "i", help="ask before each job"),
         Option("me", help="cancel your own jobs"),
         Option("name", "n", "LIST", "cancel jobs of these names", aliases=("jobname",)),
@@ -37,7 +36,12 @@ COMMAND = Command(
         Option("qos", "q", "LIST", "cancel jobs of these qualities of service"),
         Option("quiet", "Q", help="say nothing of jobs that are not there or have ended"),
         Option("reservation", "R", "NAME", "cancel jobs of this reservation"),
-        Option("signal", "s", "SIGNAL", "send this signal instead of ending the job: USR1, SIGUSR1 or 10"),
+        Option(
+            "signal",
+            "s",
+            "SIGNAL",
+            "send this signal to the job's steps instead of ending the job: USR1, SIGUSR1 or 10",
+        ),
         Option("state", "t", "LIST", "cancel jobs in these states: PENDING, RUNNING, SUSPENDED", aliases=("states",)),
         Option("user", "u", "LIST", "cancel jobs of these users"),
         Option("verbose", "v", help="say which jobs are cancelled"),
@@ -85,9 +89,10 @@ def _work(words: Words, manners: Manners) -> int:
         raise UsageError("cannot cancel: no job was named; see hcancel --help")
     signum = parse_signal(words.last("signal")) if words.has("signal") else None
     if words.has("interactive"):
-        references, filters = _asked(references, filters), {}
+        references, status = _asked(references, filters, manners)
+        filters = {}
         if not references:
-            return 0
+            return status
     body = {
         "jobs": references,
         "filters": filters,
@@ -105,7 +110,26 @@ def _work(words: Words, manners: Manners) -> int:
             if "." in str(job_id):
                 what = "Terminating step" if signum is None else f"Signal {signum} to step"
             print(f"{manners.command.name}: {what} {job_id}", file=sys.stderr)
+        if filters and not named:
+            print(f"{manners.command.name}: no job matches", file=sys.stderr)
+    elif filters and not manners.slurms and not words.has("quiet"):
+        print(_done_text(answer["jobs"], signum))
+    for job_id in [] if manners.slurms or words.has("quiet") else answer.get("without_steps", ()):
+        print(
+            f"hcancel: job {job_id} runs no steps, so nothing got the signal; --batch signals the batch script, "
+            "--full the batch script and its children as well",
+            file=sys.stderr,
+        )
     return _report(answer["errors"], words, manners)
+
+
+def _done_text(job_ids: Sequence[object], signum: int | None) -> str:
+    """Return how many jobs the filters meant, and the first of them."""
+    if not job_ids:
+        return "no job matches"
+    shown = " ".join(map(str, job_ids[:10])) + (" ..." if len(job_ids) > 10 else "")
+    done = "cancelled" if signum is None else f"sent {signal_name(signum)} to"
+    return f"{done} {len(job_ids)} {'job' if len(job_ids) == 1 else 'jobs'}: {shown}"
 
 
 def _check(words: Words, manners: Manners) -> None:
@@ -131,28 +155,52 @@ def _filters(words: Words) -> dict[str, str]:
     return {name: ",".join(values) for name, values in named.items() if values}
 
 
-def _asked(references: Sequence[str], filters: dict[str, str]) -> list[str]:
-    """Return those of the jobs meant that a person said yes to."""
+def _asked(references: Sequence[str], filters: dict[str, str], manners: Manners) -> tuple[list[str], int]:
+    """Return those of the jobs and steps meant that a person said yes to, and the exit status of those already over."""
+    steps = [reference for reference in references if "." in reference]
+    of_jobs = [reference for reference in references if "." not in reference]
     wanted = {"nodes" if name == "node" else name: value for name, value in filters.items()}
-    jobs: list[Json] = client.call("GET", client.query("/v1/jobs", id=",".join(references), **wanted))["jobs"]
-    chosen = []
-    for job in jobs:
-        if job["state"] in ENDED_STATES or job.get("het_offset"):  # a heterogeneous job is asked for once
-            continue
-        question = (
-            f"Cancel job_id={job['display_id']} name={clean(job['name'])} partition={clean(job['partition'])} [y/n]? "
-        )
-        print(question, end="", flush=True)
-        if sys.stdin.readline().strip().lower() in ("y", "yes"):
-            chosen.append(job["display_id"])
-    return chosen
+    chosen, status = [], 0
+    if of_jobs or not references:
+        for job in client.call("GET", client.query("/v1/jobs", id=",".join(of_jobs), **wanted))["jobs"]:
+            if job.get("het_offset"):  # a heterogeneous job is asked for once
+                continue
+            if job["state"] in ENDED_STATES:
+                if job["display_id"] in of_jobs:
+                    _say_over(job, manners)
+                    status = status if manners.slurms else FAILED
+                continue
+            chosen += [job["display_id"]] if _said_yes("job_id", job["display_id"], job) else []
+    for reference in steps:
+        jobs = client.call("GET", client.query("/v1/jobs", id=reference.partition(".")[0], **wanted))["jobs"]
+        for job in jobs[:1]:
+            chosen += [reference] if _said_yes("step_id", reference, job) else []
+    return chosen, status
+
+
+def _said_yes(what: str, reference: str, job: Json) -> bool:
+    print(
+        f"Cancel {what}={reference} name={clean(job['name'])} partition={clean(job['partition'])} [y/n]? ",
+        end="",
+        flush=True,
+    )
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+def _say_over(job: Json, manners: Manners) -> None:
+    if manners.slurms:
+        why = "Job/step already completing or completed"
+        complain(manners.command.name, f"Kill job error on job id {job['display_id']}: {why}")
+    else:
+        complain(COMMAND.name, f"cannot cancel job {job['display_id']}: it has already ended ({job['state']})")
 
 
 def _report(refused: Sequence[dict[str, str]], words: Words, manners: Manners) -> int:
     """Say what was refused and why; return the exit status."""
     failed = False
     for refusal in refused:
-        if manners.slurms and not str(refusal.get("job", "0"))[:1].isdigit():  # it was no job's name either
+        named = str(refusal.get("job", "0"))
+        if manners.slurms and (named == "0" or not named[:1].isdigit()):  # it was no job's name either
             complain(manners.command.name, f"Invalid job id {clean(refusal['job'])}")
             failed = True
             continue

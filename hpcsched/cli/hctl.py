@@ -9,35 +9,183 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from hpcsched import client
-from hpcsched.cli import reservation, showtext
 from hpcsched.cli.errors import FAILED, complain, run_command
 from hpcsched.cli.options import HELP, VERSION, Command, Option, UsageError, Words, nearest, split_list
-from hpcsched.cli.output import clean, date_text, print_json
-from hpcsched.cli.ownjob import outlive_its_end
+from hpcsched.cli.output import clean, date_text, outlive_its_end, print_json
+from hpcsched.cli.render import show_text
 from hpcsched.client import Json
 from hpcsched.errors import NotFoundError, RequestError
+from hpcsched.listing.table import columns
 from hpcsched.model.hostlist import compress_hostlist, expand_hostlist
 from hpcsched.model.units import format_time_s
+
+# ----- hctl's words about reservations: create, update, delete, show, in scontrol's grammar and with its names
+# What a ``Name=value`` means is for the controller to say; here it only becomes a request, and the answer text.
+
+
+RecordWords = Sequence[tuple[str, object]]
+
+NAMES = ("reservationname", "reservation")
+
+
+def is_reservation(rest: Sequence[str]) -> bool:
+    """Say whether the words behind a verb are about a reservation: by its first word, or by its name and no job's."""
+    if rest[0].lower() in ("reservation", "res"):
+        return True
+    keys = [key.lower() if equals else "" for key, equals, _ in (word.partition("=") for word in rest)]
+    return any(key in NAMES for key in keys) and not any(key in ("", "jobid", "job") for key in keys)
+
+
+def create_reservation(rest: Sequence[str], words: Words) -> int:
+    """Make a reservation and print its name."""
+    name, changes = _read(rest)
+    answer = client.call("POST", "/v1/reservations/create", {"name": name, "changes": changes})
+    if words.has("json"):
+        print_json(answer)
+    else:
+        print(f"Reservation created: {clean(answer['name'])}")
+    return 0
+
+
+def update_reservation(rest: Sequence[str], words: Words) -> int:
+    """Change a reservation."""
+    name, changes = _read(rest)
+    answer = client.call("POST", "/v1/reservations/update", {"name": _must_be(name), "changes": changes})
+    if words.has("json"):
+        print_json(answer)
+    return 0
+
+
+def delete_reservation(rest: Sequence[str], words: Words) -> int:
+    """Delete a reservation."""
+    name, changes = _read(rest)
+    if changes:
+        raise UsageError("cannot delete that: write hctl delete reservation NAME")
+    answer = client.call("POST", "/v1/reservations/delete", {"name": _must_be(name)})
+    if words.has("json"):
+        print_json(answer)
+    return 0
+
+
+def fetch(names: Sequence[str]) -> Json:
+    """Return the controller's answer with the reservations of these names, all if there are none."""
+    answer = client.call("GET", "/v1/reservations")
+    wanted = [name for word in names for name in split_list(word)]
+    by_name = {one["name"]: one for one in answer["reservations"]}
+    for name in wanted:
+        if name not in by_name:
+            raise NotFoundError(f"Reservation {clean(name[:60])} not found; there are: {', '.join(by_name) or 'none'}")
+    answer["reservations"] = [by_name[name] for name in wanted] if wanted else answer["reservations"]
+    return answer
+
+
+def reservation_lines(one: Json) -> list[RecordWords]:
+    """Return a reservation as ``scontrol show reservation`` does."""
+    flags = [*one["flags"], *([] if one["node_count"] else ["SPEC_NODES"])]
+    return [
+        [
+            ("ReservationName", one["name"]),
+            ("StartTime", date_text(one["start_s"])),
+            ("EndTime", date_text(one["end_s"])),
+            ("Duration", format_time_s(one["duration_s"], full=True)),
+        ],
+        [
+            ("Nodes", one["node_list"]),
+            ("NodeCnt", len(one["nodes"])),
+            ("CoreCnt", one["cpus"]),
+            ("Features", one["features"]),
+            ("PartitionName", one["partition"]),
+            ("Flags", ",".join(flags)),
+        ],
+        [("TRES", f"cpu={one['cpus']}")],
+        [
+            ("Users", ",".join(one["users"])),
+            ("Groups", ""),
+            ("Accounts", ",".join(one["accounts"])),
+            ("Licenses", ""),
+            ("State", one["state"]),
+            ("MaxStartDelay", ""),
+        ],
+    ]
+
+
+def table(reservations: Sequence[Json], *, header: bool) -> str:
+    """Return the reservations as ``sinfo -T`` does."""
+    headers = ["RESV_NAME", "STATE", "START_TIME", "END_TIME", "DURATION", "NODELIST"]
+    rows = [
+        [
+            clean(one["name"]),
+            one["state"],
+            date_text(one["start_s"]),
+            date_text(one["end_s"]),
+            format_time_s(one["duration_s"], full=True),
+            one["node_list"],
+        ]
+        for one in reservations
+    ]
+    return columns(headers if header else [], rows)
+
+
+def _read(rest: Sequence[str]) -> tuple[str, dict[str, str]]:
+    """Return the name and the changes in ``[reservation] [NAME] Name=value ...``; ``Users+=ann`` is a change too."""
+    name = ""
+    changes: dict[str, str] = {}
+    for at, word in enumerate(rest):
+        key, equals, value = word.partition("=")
+        if equals and key.lower() in NAMES:
+            name = value
+        elif equals:
+            changes[_whole_name(key)] = value
+        elif word.lower() in ("reservation", "res") and at == 0:
+            continue
+        elif name:
+            raise UsageError(f"cannot understand {word[:60]!r}: write NAME=VALUE")
+        else:
+            name = word
+    return name, changes
+
+
+# What may be cut, as in scontrol: ``start=now`` is StartTime.
+_KEYS = ("StartTime", "EndTime", "Duration", "Users", "Accounts", "Nodes", "NodeCnt", "CoreCnt", "Features",
+         "PartitionName", "Flags", "Licenses")  # fmt: skip
+
+
+def _whole_name(key: str) -> str:
+    """Return the whole name that a key means, with its + or -; a key that begins none, or several, as it is."""
+    bare = key.rstrip("+-").lower()
+    found = [name for name in _KEYS if name.lower() == bare] or [
+        name for name in _KEYS if bare and name.lower().startswith(bare)
+    ]
+    return found[0] + key[len(bare) :] if len(found) == 1 else key
+
+
+def _must_be(name: str) -> str:
+    if not name:
+        raise UsageError("cannot tell which reservation: name it, as ReservationName=maint")
+    return name
+
 
 COMMAND = Command(
     "hctl",
     (
         "show job [JOB...] | node [NODES] | partition [NAME...] | reservation [NAME...] | licenses | config",
+        "show qos | account | user [NAME...]",
         "show hostnames LIST | hostlist NAME...",
         "hold | release | requeue | suspend | resume JOB...",
         "update JOB... NAME=VALUE...",
         "create reservation NAME=VALUE... | update reservation NAME NAME=VALUE... | delete reservation NAME",
         "story JOB",
+        "update PartitionName=NAME State=UP|DOWN|DRAIN|INACTIVE",
         "drain NODES WHY | resume NODES | fence NODES [WHY]",
-        "backup FILE",
+        "backup DIR [keep=N] | FILE",
         "snapshot FILE",
         "strays | strays adopt|end TOKEN...|all",
         "reset usage all | [Account=LIST] [User=LIST]",
         "checkpoint list|verify|prune|export JOB|DIRECTORY [FILE] [NAME=VALUE...]",
-        "ping | reconfigure",
+        "ping | reconfigure [NODES]",
     ),
     "Look at jobs, nodes, partitions and the configuration, and change them. 'update' changes a job's time_limit, "
     "time_min, partition, nice, priority, site_factor, begin, deadline, dependency, reservation, account, qos, "
@@ -48,7 +196,9 @@ COMMAND = Command(
     "Features= PartitionName= Flags=. 'story' tells all that happened to a job. 'suspend' "
     "has a running job stand still, with all that it holds, until 'resume JOB'. 'drain' lets no new job start on nodes, "
     "'resume NODES' does again. 'fence' is your word that a node which does not answer runs nothing any more: its jobs go on "
-    "without it. 'backup' copies the database, beside all that goes on, to a new file for 'hpcsched restore'. "
+    "without it. 'backup' copies database, configuration, node files and keys into DIR, or the database to a new FILE, for "
+    "'hpcsched restore'. "
+    "'reconfigure' reads the configuration again; NODES are the same machines at new addresses, although jobs are held there. "
     "'snapshot' writes the world as the planner sees it to a file ('-': standard output) for 'hsim replay' and 'hsim whatif'. "
     "'strays' lists what nodes run from before a restore that asks, 'strays adopt' goes on with it as the job that it is, "
     "'strays end' ends it. 'checkpoint' looks at "
@@ -57,6 +207,7 @@ COMMAND = Command(
     (
         Option("json", help="print as JSON, version 1"),
         Option("oneliner", "o", help="print each record on one line"),
+        Option("reason", "", "TEXT", "why nodes are drained or fenced, instead of WHY"),
         HELP,
         VERSION,
     ),
@@ -67,9 +218,109 @@ COMMAND = Command(
 )
 
 
+# What `hctl VERB --help` says: the verb's forms, and what it does.
+HELPS: dict[str, tuple[tuple[str, ...], str]] = {
+    "show": (
+        (
+            "show job [JOB...]",
+            "show node [NODES]",
+            "show partition|reservation|licenses|qos|account|user [NAME...]",
+            "show config",
+            "show hostnames LIST",
+            "show hostlist NAME...",
+        ),
+        "Show records in full: all of a kind, or those that are named. 'hostnames' writes a host list out, 'hostlist' puts "
+        "names together.",
+    ),
+    "hold": (("hold JOB...",), "Keep waiting jobs from starting until 'release'."),
+    "release": (("release JOB...",), "Let held jobs start."),
+    "requeue": (
+        ("requeue JOB...",),
+        "Put jobs back into the queue: ended ones at once, running ones after they have been ended.",
+    ),
+    "suspend": (("suspend JOB...",), "Pause running jobs until 'resume'; they keep their resources. For admins."),
+    "resume": (
+        ("resume JOB...", "resume NODES"),
+        "Continue suspended jobs, or let jobs start on drained nodes again. For admins.",
+    ),
+    "update": (
+        (
+            "update JOB... NAME=VALUE...",
+            "update reservation NAME NAME=VALUE...",
+            "update PartitionName=NAME State=UP|DOWN|DRAIN|INACTIVE",
+            "update NodeName=NODES State=DRAIN Reason=WHY | State=RESUME",
+        ),
+        "Change jobs: time_limit, time_min, partition, nice, priority, site_factor, begin, deadline, dependency, reservation, "
+        "account, qos, array_task_throttle, name, comment, mail_user, requeue, and of waiting jobs num_nodes, num_cpus, "
+        "ntasks, ntasks_per_node, cpus_per_task, mem, mem_per_cpu, gres, constraint, prefer, nodelist, exclude, mincpus, "
+        "tmp, licenses, work_dir. A partition that is DOWN takes jobs and starts none, in DRAIN it starts those that it has "
+        "and takes none, INACTIVE does neither; the state is kept over restarts.",
+    ),
+    "create": (
+        ("create reservation NAME=VALUE...",),
+        "Reserve nodes: ReservationName= StartTime= EndTime= Duration= Users= Accounts= Nodes= NodeCnt= Features= "
+        "PartitionName= Flags=. For admins.",
+    ),
+    "delete": (("delete reservation NAME",), "Delete a reservation. For admins."),
+    "story": (("story JOB",), "Tell all that happened to a job, and what it waits for now or how it ended."),
+    "drain": (
+        ("drain NODES WHY", "drain NODES --reason=WHY"),
+        "Let no new job start on nodes; running jobs continue. Others see the reason. For admins.",
+    ),
+    "fence": (
+        ("fence NODES [WHY]", "fence NODES [--reason=WHY]"),
+        "State that nodes which do not answer run nothing any more: their jobs are requeued or ended without them. If that "
+        "is wrong, a job may run twice. For admins.",
+    ),
+    "backup": (
+        ("backup DIR [keep=N]", "backup FILE"),
+        "DIR, a directory that is there: write a new directory into it, for 'hpcsched restore' on this head or another. In it: "
+        "the database with queue, history and job scripts; hpcsched.toml, conf.d and nodes.d; the launch key; the keys that node "
+        "files name (identity_file), and ssh_config. Not in it: output files, checkpoints, known_hosts, users' accounts. With "
+        "keep=N all but the newest N backups of this cluster there are deleted. FILE, a new file: copy the database alone.",
+    ),
+    "snapshot": (
+        ("snapshot FILE",),
+        "Write the world as the planner sees it to a file ('-': standard output) for 'hsim replay' and 'hsim whatif'.",
+    ),
+    "strays": (
+        ("strays", "strays adopt TOKEN...|all", "strays end TOKEN...|all"),
+        "List what nodes run from before a restore; adopt it as the job that it is, or end it. For admins.",
+    ),
+    "reset": (
+        ("reset usage all", "reset usage [Account=LIST] [User=LIST]"),
+        "Set what has been used until now to 0, for fair share and limits. For admins.",
+    ),
+    "checkpoint": (
+        (
+            "checkpoint list JOB|DIRECTORY",
+            "checkpoint verify JOB|DIRECTORY [step=N]",
+            "checkpoint prune JOB|DIRECTORY [keep=K] [every=HOURS]",
+            "checkpoint export JOB|DIRECTORY FILE [step=N] [all=yes]",
+        ),
+        "Look at a training job's checkpoints, on this machine and as you. FILE ends in .safetensors, or is for torch.load.",
+    ),
+    "ping": (("ping",), "Say whether the controller runs."),
+    "reconfigure": (
+        ("reconfigure [NODES]",),
+        "Read the configuration again. NODES are the same machines at new addresses, although jobs are held there. "
+        "For admins.",
+    ),
+}
+
+
+def command_of(argv: Sequence[str]) -> Command:
+    """Return the command as ``--help`` shows it: with a verb in `argv`, of that verb alone."""
+    verb = next((word.lower() for word in argv if not word.startswith("-")), "")
+    if verb not in HELPS:
+        return COMMAND
+    usage, about = HELPS[verb]
+    return COMMAND._replace(usage=usage, about=about)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    return run_command(COMMAND, _work, argv)
+    return run_command(command_of(sys.argv[1:] if argv is None else argv), _work, argv)
 
 
 def _work(words: Words) -> int:
@@ -79,7 +330,17 @@ def _work(words: Words) -> int:
     work = VERBS.get(verb.lower())
     if work is None:
         raise UsageError(_no_such("verb", verb, VERBS))
+    if words.has("reason") and verb.lower() not in ("drain", "fence"):
+        raise UsageError(f"cannot use --reason with {verb.lower()}: it is for drain and fence")
     return work(rest, words)
+
+
+def _reason(rest: Sequence[str], words: Words) -> str:
+    """Return why nodes are drained or fenced: the words behind them, or --reason."""
+    text = " ".join(rest).strip()
+    if words.has("reason") and text:
+        raise UsageError(f"cannot take two reasons: write {text[:60]!r} or --reason, not both")
+    return text or words.last("reason").strip()
 
 
 def _no_such(what: str, word: str, known: Sequence[str] | Json) -> str:
@@ -109,20 +370,20 @@ def _show_job(rest: Sequence[str], words: Words) -> int:
     answers = [client.call("GET", client.job_path(reference)) for operand in rest for reference in split_list(operand)]
     answers = answers or [client.call("GET", "/v1/jobs")]
     answer = {**answers[0], "jobs": [job for one in answers for job in one["jobs"]]}
-    return _print_records(answer, "jobs", showtext.job_lines, words)
+    return _print_records(answer, "jobs", show_text.job_lines, words)
 
 
 def _show_node(rest: Sequence[str], words: Words) -> int:
     answer = client.call("GET", "/v1/nodes")
     answer["nodes"] = _chosen(answer["nodes"], expand_hostlist(",".join(rest)), "Invalid node name specified")
-    return _print_records(answer, "nodes", showtext.node_lines, words)
+    return _print_records(answer, "nodes", show_text.node_lines, words)
 
 
 def _show_partition(rest: Sequence[str], words: Words) -> int:
     answer = client.call("GET", "/v1/partitions")
     names = [name for word in rest for name in split_list(word)]
     answer["partitions"] = _chosen(answer["partitions"], names, "invalid partition name specified")
-    return _print_records(answer, "partitions", showtext.partition_lines, words)
+    return _print_records(answer, "partitions", show_text.partition_lines, words)
 
 
 def _chosen(records: Sequence[Json], names: Sequence[str], refusal: str) -> list[Json]:
@@ -133,21 +394,21 @@ def _chosen(records: Sequence[Json], names: Sequence[str], refusal: str) -> list
     return [by_name[name] for name in names] if names else list(records)
 
 
-def _print_records(answer: Json, key: str, lines: Callable[[Json], list[showtext.Words]], words: Words) -> int:
+def _print_records(answer: Json, key: str, lines: Callable[[Json], list[show_text.Words]], words: Words) -> int:
     if words.has("json"):
         print_json(answer)
         return 0
     one_line = words.has("oneliner")
-    print("\n".join(showtext.record_text(lines(record), one_line=one_line) for record in answer[key]))
+    print("\n".join(show_text.record_text(lines(record), one_line=one_line) for record in answer[key]))
     return 0
 
 
 def _show_reservation(rest: Sequence[str], words: Words) -> int:
-    answer = reservation.fetch(rest)
+    answer = fetch(rest)
     if not answer["reservations"] and not words.has("json"):
         print("No reservations in the system")
         return 0
-    return _print_records(answer, "reservations", reservation.lines, words)
+    return _print_records(answer, "reservations", reservation_lines, words)
 
 
 def _show_licenses(rest: Sequence[str], words: Words) -> int:
@@ -157,7 +418,44 @@ def _show_licenses(rest: Sequence[str], words: Words) -> int:
     if not answer["licenses"] and not words.has("json"):
         print("No licenses configured")
         return 0
-    return _print_records(answer, "licenses", showtext.license_lines, words)
+    return _print_records(answer, "licenses", show_text.license_lines, words)
+
+
+_ACCOUNTING_FIELDS = {
+    "qos": ("QOSName", ("priority", "preempt", "preemptmode", "gracetime", "usagefactor")),
+    "account": ("Account", ("parentname", "share", "qos", "defaultqos")),
+    "user": ("User", ("account", "share", "defaultaccount", "qos", "defaultqos")),
+}
+_LIMIT_FIELDS = ("maxjobs", "maxsubmit", "maxwall", "maxtres", "maxtresperuser", "grpjobs", "grpsubmit", "grptres",
+                 "grptresmins", "maxtresmins")  # fmt: skip
+_FIELD_NAMES = {"parentname": "Parent", "share": "Shares", "qos": "QOS", "defaultqos": "DefaultQOS", "preempt": "Preempt",
+                "preemptmode": "PreemptMode", "gracetime": "GraceTime", "usagefactor": "UsageFactor", "priority": "Priority",
+                "account": "Account", "defaultaccount": "DefaultAccount", "maxjobs": "MaxJobs", "maxsubmit": "MaxSubmitJobs",
+                "maxwall": "MaxWall", "maxtres": "MaxTRES", "maxtresperuser": "MaxTRESPerUser", "grpjobs": "GrpJobs",
+                "grpsubmit": "GrpSubmitJobs", "grptres": "GrpTRES", "grptresmins": "GrpTRESMins",
+                "maxtresmins": "MaxTRESMins"}  # fmt: skip
+
+
+def _show_accounting(kind: str) -> Callable[[Sequence[str], Words], int]:
+    def show(rest: Sequence[str], words: Words) -> int:
+        from hpcsched.cli.slurm.sacctmgr import RECORDS
+
+        title, fields = _ACCOUNTING_FIELDS[kind]
+        names = [name for word in rest for name in split_list(word)]
+        records = _chosen(RECORDS[kind](), names, f"there is no {kind} of that name")
+        answer: Json = {"version": 1, f"{kind}s": records}
+
+        def lines(one: Json) -> list[show_text.Words]:
+            limits = [(_FIELD_NAMES[field], one[field]) for field in _LIMIT_FIELDS if one.get(field) not in (None, "")]
+            return [
+                [(title, one["name"])],
+                [(_FIELD_NAMES[field], one[field]) for field in fields if one.get(field) not in (None, "")],
+                limits or [("Limits", "none")],
+            ]
+
+        return _print_records(answer, f"{kind}s", lines, words)
+
+    return show
 
 
 def _show_config(rest: Sequence[str], words: Words) -> int:
@@ -165,7 +463,7 @@ def _show_config(rest: Sequence[str], words: Words) -> int:
     if words.has("json"):
         print_json(answer)
     else:
-        sys.stdout.write(showtext.config_text(answer["config"]))
+        sys.stdout.write(show_text.config_text(answer["config"]))
     return 0
 
 
@@ -189,6 +487,9 @@ _ENTITIES: dict[str, Callable[[Sequence[str], Words], int]] = {
     "reservation": _show_reservation,
     "licenses": _show_licenses,
     "config": _show_config,
+    "qos": _show_accounting("qos"),
+    "account": _show_accounting("account"),
+    "user": _show_accounting("user"),
     "hostnames": _show_hostnames,
     "hostlist": _show_hostlist,
 }
@@ -200,10 +501,15 @@ _ENTITIES: dict[str, Callable[[Sequence[str], Words], int]] = {
 def _act(verb: str) -> Callable[[Sequence[str], Words], int]:
     def work(rest: Sequence[str], words: Words) -> int:
         _needs(rest, "the jobs")
-        references = [reference for operand in rest for reference in split_list(operand)]
+        body: Json = {}
         if verb == "requeue":
             outlive_its_end()
-        return _report(client.call("POST", f"/v1/{verb}", {"jobs": references}), words)
+            if rest[0].lower() == "incomplete":
+                rest = rest[1:]
+                _needs(rest, "the jobs")
+                body = {"incomplete": True}
+        references = [reference for operand in rest for reference in split_list(operand)]
+        return _report(client.call("POST", f"/v1/{verb}", {"jobs": references, **body}), words)
 
     return work
 
@@ -250,24 +556,26 @@ _CHANGES = {  # Slurm's names, without regard to case and _
 
 def _create(rest: Sequence[str], words: Words) -> int:
     _needs(rest, "what to create, as reservation Users=ann Nodes=n1 StartTime=now+1hour Duration=2:00:00")
-    if not reservation.is_meant(rest):
+    if not is_reservation(rest):
         raise UsageError(f"cannot create {rest[0][:60]!r}: there are reservations to create")
-    return reservation.create(rest, words)
+    return create_reservation(rest, words)
 
 
 def _delete(rest: Sequence[str], words: Words) -> int:
     _needs(rest, "the reservation")
-    if not reservation.is_meant(rest):
+    if not is_reservation(rest):
         raise UsageError(f"cannot delete {rest[0][:60]!r}: there are reservations to delete")
-    return reservation.delete(rest, words)
+    return delete_reservation(rest, words)
 
 
 def _update(rest: Sequence[str], words: Words) -> int:
     _needs(rest, "the jobs, and what to change as NAME=VALUE")
-    if reservation.is_meant(rest):
-        return reservation.update(rest, words)
+    if is_reservation(rest):
+        return update_reservation(rest, words)
     if any(word.partition("=")[0].lower() == "nodename" for word in rest):
         return update_node(rest, words)
+    if is_partition(rest):
+        return update_partition(rest, words)
     jobs, changes = job_changes(rest)
     _needs(jobs, "the jobs")
     _needs(list(changes), "what to change, as time_limit=1:00:00")
@@ -288,6 +596,29 @@ def job_changes(rest: Sequence[str]) -> tuple[list[str], dict[str, str]]:
         else:
             changes[_CHANGES.get(plain, name.lower())] = value
     return jobs, changes
+
+
+def is_partition(rest: Sequence[str]) -> bool:
+    """Say whether the words are about a partition, not about the jobs in it."""
+    keys = {word.partition("=")[0].lower() for word in rest}
+    return "partitionname" in keys and not keys & {"jobid", "job", "reservationname", "reservation"} and "state" in keys
+
+
+def update_partition(rest: Sequence[str], words: Words) -> int:
+    """Do what ``update PartitionName=main State=DRAIN`` asks for."""
+    changes = {name.lower(): value for name, _, value in (word.partition("=") for word in rest)}
+    names, state = split_list(changes.pop("partitionname")), changes.pop("state")
+    if changes:
+        raise UsageError(
+            f"cannot change {next(iter(changes))[:60]!r} of a partition: only State=UP|DOWN|DRAIN|INACTIVE; "
+            "the other settings are in hpcsched.toml"
+        )
+    _needs(names, "the partition")
+    for name in names:
+        answer = client.call("POST", "/v1/partitions/update", {"name": name, "state": state})
+        if words.has("json"):
+            print_json(answer)
+    return 0
 
 
 def update_node(rest: Sequence[str], words: Words) -> int:
@@ -318,7 +649,7 @@ def _story(rest: Sequence[str], words: Words) -> int:
 
 def _drain(rest: Sequence[str], words: Words) -> int:
     _needs(rest, "the nodes")
-    why = " ".join(rest[1:]).strip()
+    why = _reason(rest[1:], words)
     if not why:
         raise UsageError(
             "cannot drain a node: give the reason, it is what others will see: hctl drain n1 'fan is loud'"
@@ -349,7 +680,7 @@ def _resume_jobs_or_nodes(rest: Sequence[str], words: Words) -> int:
 
 def _fence(rest: Sequence[str], words: Words) -> int:
     _needs(rest, "the nodes")
-    answer = client.call("POST", "/v1/nodes/fence", {"nodes": rest[0], "why": " ".join(rest[1:])})
+    answer = client.call("POST", "/v1/nodes/fence", {"nodes": rest[0], "why": _reason(rest[1:], words)})
     if not words.has("json"):
         became = answer.get("became", ())
         print(
@@ -377,14 +708,40 @@ BACKUP_TIMEOUT_S = 600.0
 
 
 def _backup(rest: Sequence[str], words: Words) -> int:
+    keep = [word for word in rest if word.startswith("keep=")]
+    rest = [word for word in rest if word not in keep]
     if len(rest) != 1:
-        raise UsageError("cannot back up: name one file, which is not there yet")
+        raise UsageError(
+            "cannot back up: name one directory, for all of the cluster, or one new file, for its database"
+        )
     path = os.path.abspath(rest[0])
+    if os.path.isdir(path):
+        return _back_up_cluster(path, keep[-1].removeprefix("keep=") if keep else "", words)
+    if keep:
+        raise UsageError("cannot keep a number of backups: that is for a directory, which must be there")
     answer = client.call("POST", "/v1/backup", {"path": path}, timeout_s=BACKUP_TIMEOUT_S)
     if words.has("json"):
         print_json(answer)
     else:
         print(f"{clean(answer['path'])} has the database as it was just now ({answer['size'] / (1 << 20):.1f} MiB)")
+    return 0
+
+
+def _back_up_cluster(directory: str, keep: str, words: Words) -> int:
+    from pathlib import Path  # noqa: PLC0415 - nothing else here needs what a backup does
+
+    from hpcsched import paths  # noqa: PLC0415
+    from hpcsched.cli.admin.backup import back_up_cluster, contents_in_words  # noqa: PLC0415
+    from hpcsched.config.load import load_config  # noqa: PLC0415
+
+    if keep and not (keep.isascii() and keep.isdigit() and int(keep[:6]) >= 1):
+        raise UsageError(f"cannot keep {keep[:20]!r} backups: write keep=7, say")
+    config = load_config(paths.find_config_dir(os.environ, os.getuid()))
+    made = back_up_cluster(config, Path(directory), int(keep[:6]) if keep else None)
+    if words.has("json"):
+        print_json({"version": 1, "path": str(made)})
+    else:
+        print(f"{clean(str(made))} has the cluster as it was just now: {clean(contents_in_words(made))}")
     return 0
 
 
@@ -460,7 +817,8 @@ def _reset(rest: Sequence[str], words: Words) -> int:
 
 
 def _reconfigure(rest: Sequence[str], words: Words) -> int:
-    answer = client.call("POST", "/v1/reconfigure", {})
+    body = {"same_machine": expand_hostlist(",".join(rest))} if rest else {}
+    answer = client.call("POST", "/v1/reconfigure", body)
     if words.has("json"):
         print_json(answer)
     else:
@@ -469,9 +827,7 @@ def _reconfigure(rest: Sequence[str], words: Words) -> int:
 
 
 def _checkpoint(rest: Sequence[str], words: Words) -> int:
-    from hpcsched.cli import checkpoint  # noqa: PLC0415 - it brings subprocess, which nothing else here needs
-
-    return checkpoint.run(rest, words.has("json"))
+    return _on_checkpoints(rest, words.has("json"))
 
 
 VERBS: dict[str, Callable[[Sequence[str], Words], int]] = {
@@ -495,3 +851,116 @@ VERBS: dict[str, Callable[[Sequence[str], Words], int]] = {
     "strays": _strays,
     "checkpoint": _checkpoint,
 }
+
+# ----- hctl's words about checkpoints: list, verify, prune, export, of a training job or in a directory
+# The program of a job says where its checkpoints are; else the directory is found by the claims that attempts leave there
+# (hpcsched-checkpoint(5)). What is in it the training package reads,
+# in a process of its own: this one stays small.
+
+
+# What each takes beside the directory: NAME=VALUE words, and whether a file.
+CHECKPOINT_VERBS = {"list": (), "verify": ("step",), "prune": ("keep", "every"), "export": ("step", "all")}
+WITH_JSON = ("list", "verify")
+YES, NO = frozenset({"1", "yes", "true"}), frozenset({"0", "no", "false"})
+SOME = 4  # tasks of an array that are named to choose from
+DEEP = 4  # directories below the job's own in which its checkpoints are looked for
+
+
+def _on_checkpoints(rest: Sequence[str], as_json: bool) -> int:
+    """Do what the words say, and return the exit status."""
+    if len(rest) < 2 or rest[0] not in CHECKPOINT_VERBS:
+        raise UsageError(
+            f"cannot tell what to do with checkpoints: hctl checkpoint {'|'.join(CHECKPOINT_VERBS)} JOB|DIRECTORY ..."
+        )
+    verb, where, *more = rest
+    if as_json and verb not in WITH_JSON:
+        raise UsageError(f"cannot print {verb} as JSON: only {' and '.join(WITH_JSON)} take --json")
+    options = [option for word in more for option in _option(verb, word)] + ["--json"] * as_json
+    directory = where if os.sep in where or os.path.isdir(where) else _of_job(where, verb)
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "hpctrain.checkpoint",
+        verb,
+        *options,
+        "--",
+        directory,
+        *_files(verb, more),
+    ]
+    import subprocess  # nothing else here needs it, and it takes long to import
+
+    status = subprocess.run(command, check=False).returncode
+    return status if status >= 0 else 128 - status  # of who was ended by a signal, as a shell says it
+
+
+def _files(verb: str, words: Sequence[str]) -> list[str]:
+    files = [word for word in words if "=" not in word]
+    if len(files) != (verb == "export"):
+        wanted = "hctl checkpoint export JOB|DIRECTORY FILE [step=N] [all=yes]" if verb == "export" else "no file here"
+        raise UsageError(f"cannot understand {' '.join(files)!r}: {wanted}")
+    return files
+
+
+def _option(verb: str, word: str) -> list[str]:
+    name, equals, value = word.partition("=")
+    if not equals:
+        return []
+    if name.lower() not in CHECKPOINT_VERBS[verb]:
+        raise UsageError(
+            f"cannot understand {word[:60]!r}: {verb} takes {', '.join(CHECKPOINT_VERBS[verb]) or 'no such word'}"
+        )
+    if name.lower() == "all":
+        if value.lower() not in YES | NO:
+            raise UsageError(f"cannot understand {word[:60]!r}: all=yes or all=no")
+        return ["--all"] if value.lower() in YES else []
+    return [f"--{name.lower()}", value]
+
+
+def _of_job(reference: str, verb: str) -> str:
+    """Return the directory of the job's checkpoints, as its program said, else as the claims in its directory say."""
+    job, *others = client.call("GET", client.job_path(reference))["jobs"]
+    if others:
+        some = ", ".join(one["display_id"] for one in (job, *others)[:SOME])
+        raise UsageError(f"cannot tell which of {1 + len(others)} jobs {reference} means: name one, as {some}")
+    told = (job.get("training") or {}).get("directory")
+    if told and _claimed_by(told, str(job["id"])):
+        return str(told)
+    found = [one for one in _directories(job["work_dir"], DEEP) if _claimed_by(one, str(job["id"]))]
+    if len(found) == 1:
+        return found[0]
+    places = f"more than one directory in {job['work_dir']} has some: {', '.join(found)}"
+    why = places if found else f"no directory in {job['work_dir']} has any of it"
+    said = f"in {told}, which its program named, are none of it" if told else "its program has not said where they are"
+    raise NotFoundError(
+        f"cannot find the checkpoints of job {reference}: {said}, and {why}; "
+        f"name the directory: hctl checkpoint {verb} DIRECTORY"
+    )
+
+
+def _directories(top: str, deep: int) -> Iterator[str]:
+    try:
+        entries = [entry for entry in os.scandir(top) if entry.is_dir(follow_symlinks=False)]
+    except OSError:
+        return
+    for entry in entries:
+        if entry.name == "checkpoints":
+            yield entry.path
+        elif deep > 1 and not entry.name.startswith("."):
+            yield from _directories(entry.path, deep - 1)
+
+
+def _claimed_by(directory: str, job: str) -> bool:
+    try:
+        names = [name for name in os.listdir(directory) if name.startswith("attempt.")]
+    except OSError:
+        return False
+    for name in names:
+        try:
+            with open(os.path.join(directory, name), "rb") as file:
+                note = json.loads(file.read())
+        except (OSError, ValueError):
+            continue  # its writer died in it
+        if isinstance(note, dict) and note.get("job") == job:
+            return True
+    return False

@@ -12,12 +12,13 @@ from hpcsched.cli.errors import run_command
 from hpcsched.cli.options import HELP, VERSION, Command, Option, UsageError, Words
 from hpcsched.cli.output import clean, print_json, wants_colour
 from hpcsched.client import Json
-from hpcsched.errors import HpcschedError
-from hpcsched.health import head, remedy
+from hpcsched.errors import HpcschedError, PermissionDeniedError
+from hpcsched.health import head
+from hpcsched.health import nodes as node_checks
 from hpcsched.health.nodes import check_node
 from hpcsched.health.report import Check, Status, worst
 from hpcsched.listing.table import GREEN, RED, YELLOW, painted
-from hpcsched.shareprobe import share_probe
+from hpcsched.shareprobe import ShareProbe, share_probe
 
 JSON_VERSION = 1
 
@@ -49,9 +50,9 @@ def _work(words: Words) -> int:
     try:
         checks, views = look()
         if words.has("drain"):
-            done += _drain(remedy.to_drain(views, checks))
+            done += _drain(node_checks.to_drain(views, checks))
         if words.has("resume"):
-            done += _resume(remedy.to_resume(views, checks))
+            done += _resume(node_checks.to_resume(views, checks))
     except HpcschedError as error:
         checks = [Check(name="hhealth", status=Status.UNKNOWN, text=str(error))]
     if words.has("json"):
@@ -63,7 +64,7 @@ def _work(words: Words) -> int:
 
 def look() -> tuple[list[Check], list[Json]]:
     """Return all checks, and the controller's view of the nodes (empty if it does not answer)."""
-    from hpcsched.config import load_config
+    from hpcsched.config.load import load_config
 
     started = time.time(), time.monotonic()
     config = load_config(paths.find_config_dir(os.environ, os.getuid()))
@@ -76,7 +77,11 @@ def look() -> tuple[list[Check], list[Json]]:
         text = "cannot be asked: the controller does not answer"
         checks += [Check(name="link", status=Status.UNKNOWN, text=text, node=spec.name) for spec in config.nodes]
     else:
-        views = _views(config.share if share is not None and share.status is not Status.CRITICAL else "")
+        try:
+            views = _views(config.share if share is not None and share.status is not Status.CRITICAL else "")
+        except PermissionDeniedError as error:
+            views = _ask(None)
+            checks.append(Check(name="share of the nodes", status=Status.UNKNOWN, text=str(error)))
         checks += [check for view in views for check in check_node(view, time.time())]
     clock = head.check_clock(
         wall_s=(started[0], time.time()),
@@ -87,19 +92,16 @@ def look() -> tuple[list[Check], list[Json]]:
 
 
 def _views(share: str) -> list[Json]:
-    """Have all nodes look at themselves, and at a file that was just written to the share."""
+    """Have all nodes look at themselves, and compare a file that was just written to the share."""
     if not share:
-        return _ask("")
+        return _ask(None)
     with share_probe(share) as probe:
-        views = _ask(probe.path.name)
-        for view in views:
-            if "share_content" in view or view.get("share_error"):
-                view["share_error"] = probe.judge(view.pop("share_error", ""), view.pop("share_content", ""))
-        return views
+        return _ask(probe)
 
 
-def _ask(share_file: str) -> list[Json]:
-    answer = client.call("GET", client.query("/v1/nodes", probe=1, share_file=share_file))
+def _ask(share: ShareProbe | None) -> list[Json]:
+    named = {"share_file": share.path.name, "share_sha256": share.sha256, "share_uid": share.uid} if share else {}
+    answer = client.call("GET", client.query("/v1/nodes", probe=1, **named))
     nodes: list[Json] = answer["nodes"]
     return nodes
 
@@ -107,14 +109,14 @@ def _ask(share_file: str) -> list[Json]:
 def _drain(nodes: dict[str, str]) -> list[str]:
     done = []
     for node, why in nodes.items():
-        client.call("POST", "/v1/nodes/drain", {"nodes": node, "why": why, "by": remedy.BY})
+        client.call("POST", "/v1/nodes/drain", {"nodes": node, "why": why, "by": node_checks.BY})
         done.append(f"drained {node}: {why}")
     return done
 
 
 def _resume(nodes: list[str]) -> list[str]:
     for node in nodes:
-        client.call("POST", "/v1/nodes/resume", {"nodes": node, "only_by": remedy.BY})
+        client.call("POST", "/v1/nodes/resume", {"nodes": node, "only_by": node_checks.BY})
     return [f"resumed {node}" for node in nodes]
 
 

@@ -10,11 +10,11 @@ import sys
 from collections.abc import Callable, Sequence
 
 from hpcsched import client
-from hpcsched.cli import reservation
+from hpcsched.cli import hctl
 from hpcsched.cli.errors import run_command
-from hpcsched.cli.nodefields import FIELDS, groups_of
 from hpcsched.cli.options import HELP_LONG, VERSION, Command, Option, UsageError, Words
 from hpcsched.cli.output import bar, clean, date_text, print_json, wants_colour
+from hpcsched.cli.render.node_fields import FIELDS, avail_text, groups_of
 from hpcsched.client import Json
 from hpcsched.errors import NotFoundError
 from hpcsched.listing.formats import Look, cell_text, format_lines, header_text, parse_long, parse_percent
@@ -111,11 +111,11 @@ def _formatted(words: Words, partitions: Sequence[Partition], nodes: Sequence[No
 
 
 def _show_reservations(words: Words) -> int:
-    answer = reservation.fetch([])
+    answer = hctl.fetch([])
     if words.has("json"):
         print_json(answer)
     elif answer["reservations"]:
-        sys.stdout.write(reservation.table(answer["reservations"], header=not words.has("noheader")))
+        sys.stdout.write(hctl.table(answer["reservations"], header=not words.has("noheader")))
     else:
         print("No reservations in the system")
     return 0
@@ -199,7 +199,7 @@ def _by_partition(partitions: Sequence[Partition], nodes: Sequence[Node], header
 
 def _partition_cells(partition: Partition) -> list[str]:
     limit = "infinite" if partition["max_time_s"] is None else format_time_s(partition["max_time_s"])
-    return [clean(partition["name"]) + "*" * partition["default"], "up" if partition["up"] else "down", limit]
+    return [clean(partition["name"]) + "*" * partition["default"], avail_text(partition), limit]
 
 
 # ----- by node

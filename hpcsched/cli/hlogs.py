@@ -14,7 +14,9 @@ from hpcsched import client
 from hpcsched.cli.errors import note, run_command
 from hpcsched.cli.options import HELP, VERSION, Command, Option, UsageError, Words
 from hpcsched.cli.output import clean, when_text
+from hpcsched.client import Json
 from hpcsched.errors import UnavailableError
+from hpcsched.listing.states import ENDED_STATES
 
 FOLLOW_WAIT_S = 15.0
 FAR_END_BYTES = 64 << 10
@@ -57,9 +59,17 @@ def _work(words: Words) -> int:
 
 
 def _tell_failures(reference: str) -> bool:
-    """Say on stderr why ranks of a training job failed, as they told the scheduler: the first cause first. Return if any."""
+    """Say on stderr what went wrong with an ended job, and why its ranks failed, the first cause first.
+
+    Return whether the job has ended.
+    """
     job = client.call("GET", client.job_path(reference))["jobs"][0]
     failures = job.get("failures", ())
+    if job["state"] in ENDED_STATES and job["started_at_s"] is None:
+        detail = f": {clean(job['reason_detail'])}" if job["reason_detail"] else ""
+        _say(_why_nothing(job) + detail)
+    elif job["state"] in ENDED_STATES and job["reason_detail"]:
+        _say(f"job {job['display_id']} is {job['state']}: {clean(job['reason_detail'])}")
     for number, failure in enumerate(failures):
         where = f"rank {failure['rank']} of {failure['ranks']} on {failure['node']}"
         at = when_text(failure["at_s"], time.time())
@@ -69,7 +79,7 @@ def _tell_failures(reference: str) -> bool:
         if number == 0:
             for line in lines[:-1]:
                 _say(f"    {line}")
-    return bool(failures)
+    return job["state"] in ENDED_STATES
 
 
 def _say(text: str) -> None:
@@ -128,7 +138,20 @@ def _print_from(reference: str, stream: str, offset: int, *, follow: bool) -> No
         if not part.data and not follow:
             break
     if offset == 0:
-        note(COMMAND.name, f"nothing has been written to {clean(part.path)}")
+        job = client.call("GET", client.job_path(reference))["jobs"][0]
+        if job["started_at_s"] is not None:
+            note(COMMAND.name, f"nothing has been written to {clean(part.path)}")
+        elif job["state"] not in ENDED_STATES:  # of one that has ended it has been told
+            _say(_why_nothing(job))
+
+
+def _why_nothing(job: Json) -> str:
+    """Return why there is no output at all of a job that has not started."""
+    which = f"job {job['display_id']}"
+    if job["state"] == "PENDING":
+        return f"{which} has not started; hwhy {job['display_id']} says what it waits for"
+    how = {"CANCELLED": "was cancelled", "DEADLINE": "missed its deadline"}.get(job["state"], f"ended ({job['state']})")
+    return f"{which} {how} before it started"
 
 
 def _part(reference: str, stream: str, offset: int, *, follow: bool, patient: bool) -> client.LogPart:

@@ -1,7 +1,8 @@
-"""hqueue: the jobs that wait, run or have just ended.
+"""hqueue: the jobs that wait or run, and on request those that have just ended.
 
-Without operands your own, on a terminal with a line about the others'. One job as operand shows in detail. As for squeue the
-controller selects, sorts and writes the lines (`hpcsched.listing.queue`), with other defaults.
+Without operands your own, with a line about the others'; an admin's are everybody's. A line counts those that have ended.
+One job as operand shows in detail. As for squeue the controller selects, sorts and writes the lines
+(`hpcsched.listing.queue`), with other defaults.
 """
 
 from __future__ import annotations
@@ -12,15 +13,15 @@ from collections.abc import Sequence
 
 from hpcsched import client
 from hpcsched.cli.errors import run_command
-from hpcsched.cli.jobdetail import detail_lines
 from hpcsched.cli.options import HELP_LONG, VERSION, Command, Option, Words
-from hpcsched.cli.output import is_terminal, print_json, wants_colour
+from hpcsched.cli.output import is_terminal, print_json, terminal_width, wants_colour
+from hpcsched.cli.render.job_detail import detail_lines
 from hpcsched.client import Json
 from hpcsched.listing.states import parse_states
 from hpcsched.listing.table import BOLD, painted
 
-DEFAULT_COLUMNS = "id,partition,name,user,st,time,nodes,where"
-LONG_COLUMNS = "id,partition,name,user,state,time,limit,nodes,cpus,where"
+DEFAULT_COLUMNS = "id,partition,name,user,st,time,within,starts,nodes,where"
+LONG_COLUMNS = "id,partition,name,user,state,time,within,starts,nodes,cpus,where"
 START_COLUMNS = "id,partition,name,user,st,start,nodes,why"
 WATCH_S = 2.0
 
@@ -28,22 +29,22 @@ WATCH_S = 2.0
 COMMAND = Command(
     "hqueue",
     ("[OPTIONS] [JOB...]",),
-    "Show the jobs that wait, run or have ended a short while ago: yours, or those that are named. A single job is shown "
+    "Show the jobs that wait or run: yours, for admins everybody's, or those that are named. A single job is shown "
     "in detail, with what it waits for and when it is expected to start.",
     (
         Option("account", "A", "LIST", "show jobs of these accounts"),
-        Option("all", "a", help="show everybody's jobs"),
+        Option("all", "a", help="show everybody's jobs, and those that ended a short while ago"),
         Option("array", "r", help="show each waiting task of an array on a line of its own"),
         Option("format", "o", "FORMAT", "show these columns: names as id,name,state,why,eta, or squeue's as '%i %j %T'"),
         Option("Format", "O", "LIST", "show these columns by squeue's long names: JobArrayID:18,StateCompact,UserName:.10"),
         Option("jobs", "j", "LIST", "show these jobs", aliases=("job",)),
         Option("json", help="print the jobs as JSON, version 1"),
         Option("long", "l", help="show more columns"),
-        Option("me", help="show your own jobs (default)"),
+        Option("me", help="show your own jobs (default, but for admins)"),
         Option("name", "n", "LIST", "show jobs of these names"),
         Option("nodelist", "w", "HOSTS", "show jobs that have some of these nodes: n[1-3],m7"),
         Option("noheader", "h", help="print no line of headers"),
-        Option("partition", "p", "LIST", "show jobs in these partitions"),
+        Option("partition", "p", "LIST", "show jobs in these partitions", aliases=("partitions",)),
         Option("qos", "", "LIST", "show jobs of these qualities of service"),
         Option("quiet", "q", help="print the jobs' ids alone, each on its line"),
         Option("reservation", "R", "LIST", "show jobs of these reservations", aliases=("reservations",)),
@@ -87,7 +88,7 @@ def _work(words: Words) -> int:
 def _screen(words: Words) -> str:
     """Return all that one look at the queue prints."""
     if words.has("steps"):
-        from hpcsched.cli.steplist import print_steps  # jobs alone are shown without it
+        from hpcsched.cli.render.steps import print_steps  # jobs alone are shown without it
 
         print_steps(words)
         return ""
@@ -108,14 +109,15 @@ def _screen(words: Words) -> str:
 def _filters(words: Words) -> Json:
     """Return which jobs the words ask for, as parameters of the request."""
     named = [*words.operands, *words.listed("jobs")]
-    mine = not (named or words.has("all") or words.has("user"))
-    users = [*words.listed("user"), *([client.my_name()] if words.has("me") or mine else [])]
+    chosen = named or words.has("all") or words.has("user") or words.has("me")
+    users = [*words.listed("user"), *([client.my_name()] if words.has("me") else [])]
     states = parse_states(words.listed("states"))
     filters: Json = {
         "strict": "1",
         "id": ",".join(named),
         "user": ",".join(users),
-        "state": ",".join(states) or "ALL",
+        "whose": "" if chosen else "default",
+        "state": ",".join(states) or ("" if _is_live(words) and not _is_plain(words) else "ALL"),
         "nodes": ",".join(words.given.get("nodelist", ())),
         "expected": "1" if words.has("start") else "",
     }
@@ -124,19 +126,33 @@ def _filters(words: Words) -> Json:
     return filters
 
 
+def _is_live(words: Words) -> bool:
+    """Say whether ended jobs are not asked for; JSON has them, each with its state."""
+    asked = ("all", "states", "jobs", "start", "json")
+    return not words.operands and not any(words.has(option) for option in asked)
+
+
+def _is_plain(words: Words) -> bool:
+    """Say whether the table is for people, so that lines of words below it break nothing."""
+    return not any(words.has(option) for option in ("quiet", "noheader", "format", "Format"))
+
+
 def _layout(words: Words) -> Json:
     """Return how the jobs shall be written, as parameters of the request."""
     quiet = words.has("quiet")
     text = words.last("Format") or words.last("format") or _columns(words)
     return {
+        "ended": "1" if _is_live(words) and _is_plain(words) else "",
+        "fold": "1",
         "format": "%i" if quiet else text,
         "long": "1" if words.has("Format") and not quiet else "",
         "order": ",".join([*words.listed("sort"), "phase"]),
         "array": "1" if words.has("array") or quiet else "",
         "noheader": "1" if words.has("noheader") or quiet else "",
         "fit": "1",
+        "width": str(terminal_width()) if is_terminal() and not words.has("format") else "",
         "colour": "1" if wants_colour() else "",
-        "others": "1" if _is_about_mine(words) and is_terminal() else "",
+        "others": "1" if _is_about_mine(words) and _is_plain(words) else "",
     }
 
 

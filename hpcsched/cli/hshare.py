@@ -95,7 +95,7 @@ def show(words: Words, widths: Mapping[str, int] | None = None) -> int:
 def _fixed(header: Sequence[str], lines: Sequence[Json], chosen: Sequence[tuple[str, int]]) -> str:
     """Return columns of these widths, as Slurm's accounting commands write them: a line of dashes, a blank behind each cell."""
     rows = [[_cell(line, name, 0) for name, _ in chosen] for line in lines]
-    rows = [header, ["-" * width for _, width in chosen], *rows] if header else rows
+    rows = [list(header), ["-" * width for _, width in chosen], *rows] if header else rows
     return "".join(
         "".join(
             f"{fitted(text, width, right=name != 'Account')} " for text, (name, width) in zip(row, chosen, strict=True)

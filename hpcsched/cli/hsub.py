@@ -13,14 +13,14 @@ import time
 from collections import namedtuple
 from collections.abc import Callable, Mapping, Sequence
 
+from hpcnode.commands import slurm_help
+from hpcnode.os import rlimits
 from hpcsched import client
-from hpcsched.cli.clusters import own_cluster, refuse_others
 from hpcsched.cli.errors import Explain, complain, guarded, note, print_version
-from hpcsched.cli.options import UsageError, option_lines, split_list
-from hpcsched.cli.output import clean, date_text, print_json
-from hpcsched.cli.submit import environment
+from hpcsched.cli.options import UsageError, option_lines, own_cluster, refuse_others, split_list
+from hpcsched.cli.output import clean, print_json
 from hpcsched.client import Json
-from hpcsched.errors import NotFoundError, RequestError, UnavailableError
+from hpcsched.errors import HpcschedError, NotFoundError, RequestError, UnavailableError
 from hpcsched.jobscript.build import Built
 from hpcsched.jobscript.layers import is_set, last
 from hpcsched.jobscript.options import OPTIONS
@@ -28,6 +28,7 @@ from hpcsched.jobscript.scan import CommandLine, parse_command_line
 from hpcsched.jobscript.script import MAX_SCRIPT_BYTES
 from hpcsched.jobscript.submission import Words, read_submission
 from hpcsched.listing.states import ENDED_STATES
+from hpcsched.listing.text import start_words
 from hpcsched.model.codec import spec_to_json
 
 NAME = "hsub"
@@ -44,8 +45,6 @@ Usage: NAME [OPTIONS] SCRIPT [ARGUMENT...]
 
 Submit a job. The script's #HSUB and #SBATCH lines may have the same options; those of the command line win over
 HSUB_* and SBATCH_* variables, and these over the script's. What follows the script is passed to it.
-
-Options:
 """
 HELP_TAIL = """
 File names may have %j (job id), %x (name), %u (user), %N (node), %A and %a (array and task), %t (task of a step).
@@ -94,10 +93,11 @@ def _work(argv: Sequence[str], face: Face) -> int:
         face.version(face.name)
         return 0
     if is_set(line.options, "each"):
-        from hpcsched.cli.hsubeach import submit_each  # most calls submit one
-
         return submit_each(face, line, argv)
     options, built = build(line, argv, face)
+    if face.cluster and "verbose" in options:
+        for text in option_block(options):
+            print(f"{face.name}: {clean(text)}", file=sys.stderr)
     if not is_set(options, "quiet"):
         tell(face, built.notes, aloud="verbose" in options)
     job = spec_to_json(built.spec)
@@ -109,11 +109,21 @@ def _work(argv: Sequence[str], face: Face) -> int:
     return _submit(face, job, options)
 
 
+def option_block(options: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return the lines in which sbatch --verbose lists the options that were given, in any place."""
+    rule = f"{'-' * 20} {'-' * 20}"
+    given = [f"{name:<20}: {','.join(values) or 'set'}" for name, values in sorted(options.items())]
+    return ["defined options", rule, *given, rule, "end of defined options"]
+
+
 def help_text(name: str = NAME) -> str:
     """Return what ``--help`` prints."""
-    lines = [
-        line for option in OPTIONS for line in option_lines(option.spelling, option.help, indented=not option.short)
-    ]
+    known = {option.name: option for option in OPTIONS}
+    lines = []
+    for title, names in slurm_help.groups(name, known):
+        lines += ["", f"{title or 'Options'}:"]
+        for option in map(known.__getitem__, names):
+            lines += option_lines(option.spelling, option.help, indented=not option.short)
     return HELP_HEAD.replace("NAME", name) + "\n".join(lines) + "\n" + HELP_TAIL
 
 
@@ -129,14 +139,20 @@ def build(line: CommandLine, argv: Sequence[str], face: Face) -> tuple[Mapping[s
         argv=tuple(argv),
         script=script,
         script_path=_path(line.script),
-        environ=environment(),
+        environ=rlimits.environment(),
         work_dir=work_dir,
         host=os.uname().nodename,
     )
-    read = read_submission(words, line, time.time())
+    read = read_submission(words, line, time.time(), _job_id_of)
     if face.cluster:
         refuse_others(split_list(last(read.options, "clusters") or ""))
     return read.options, read.built
+
+
+def _job_id_of(reference: str) -> int:
+    """Return the number that was printed when the job `reference` (its name, or ``last``) was submitted."""
+    job = client.call("GET", client.job_path(reference))["jobs"][0]
+    return int(job["array_job_id"] or job["id"])
 
 
 def _path(script: str | None) -> str:
@@ -172,15 +188,8 @@ def _test(face: Face, job: Json, options: Mapping[str, Sequence[str]]) -> int:
     answer = client.call("POST", "/v1/test", {"job": job})
     if is_set(options, "json"):
         print_json(answer)
-    elif answer["start_s"] is None or not answer["nodes"]:
-        when = f"; not before {date_text(answer['start_s'])}" if answer["start_s"] is not None else ""
-        print(f"{face.name}: Job {answer['job_id']} {clean(answer['text'])}{when}", file=sys.stderr)
     else:
-        print(
-            f"{face.name}: Job {answer['job_id']} to start at {date_text(answer['start_s'])} using {answer['cpus']} processors "
-            f"on nodes {clean(answer['node_list'])} in partition {clean(answer['partition'])}",
-            file=sys.stderr,
-        )
+        print(f"{face.name}: {start_words(answer)}", file=sys.stderr)
     return 0
 
 
@@ -240,3 +249,92 @@ def _exit_status(face: Face, jobs: Sequence[Json]) -> int:
             complain(face.name, f"job {job['display_id']} ended as {job['state']}{why}")
         statuses.append(status or int(job["state"] != "COMPLETED"))
     return max(statuses)
+
+
+# ----- `hsub --each`: many scripts in one call
+# All are read before the first one is sent. They are sent in parts, each of them one transaction of the controller: its jobs
+# are on disk, all of them, before their ids are printed. A part bears the request id of the call with its number behind it, so
+# that a call that broke off can be repeated under the same id.
+
+
+PART_JOBS = 500  # others wait while a part is checked
+
+Options = Mapping[str, Sequence[str]]
+
+
+def submit_each(face: Face, line: CommandLine, argv: Sequence[str]) -> int:
+    """Submit each of the scripts that `line` names, and return the exit status. Raises UsageError, HpcschedError."""
+    paths = _paths(line)
+    read = _read_each(face, line, paths, argv[: len(argv) - len(paths)])
+    options = [its_options for its_options, _ in read]
+
+    def wanted(name: str) -> bool:
+        return any(is_set(one, name) for one in options)
+
+    request_id = last(line.options, "request-id") or os.urandom(16).hex()
+    answered: list[Json] = []
+    notes: list[str] = []
+    for number, at in enumerate(range(0, len(read), PART_JOBS)):
+        jobs = [spec_to_json(built.spec) for _, built in read[at : at + PART_JOBS]]
+        try:
+            answer = client.call_again("POST", "/v1/submit", {"request_id": f"{request_id}.{number}", "jobs": jobs})
+        except HpcschedError as error:
+            raise _about(error, paths, at, request_id) from None
+        answered += answer["jobs"]
+        notes += answer["notes"]
+        if not wanted("json"):
+            _print(answer["jobs"], quiet=wanted("quiet"), parsable=wanted("parsable"))
+    if wanted("json"):
+        print_json({"version": 1, "jobs": answered, "notes": notes})
+    sys.stdout.flush()
+    if not wanted("quiet"):
+        tell(face, notes, aloud=wanted("verbose"))
+    return max(wait_for(face, job["job_id"]) for job in answered) if wanted("wait") else 0
+
+
+def _paths(line: CommandLine) -> tuple[str, ...]:
+    if line.script is None:
+        raise UsageError("cannot submit each of no scripts: name them behind the options")
+    paths = (line.script, *line.args)
+    if any(path in STDIN for path in paths):
+        raise UsageError("cannot read a script from standard input with --each: name files")
+    for option in ("test-only", "dry-run"):
+        if is_set(line.options, option):
+            raise UsageError(f"cannot take --{option} with --each: ask for one script at a time")
+    return paths
+
+
+def _read_each(
+    face: Face, line: CommandLine, paths: Sequence[str], words: Sequence[str]
+) -> list[tuple[Options, Built]]:
+    """Return the options and the job of each script; `words` are those of the command line before them."""
+    read = []
+    for path in paths:
+        try:
+            one = CommandLine(options=line.options, script=path, args=(), further=line.further)
+            options, built = build(one, [*words, path], face)
+        except RequestError as error:
+            raise RequestError(f"{clean(path)}: {error}; nothing was submitted") from None
+        if not is_set(options, "quiet"):
+            tell(face, [f"{path}: {text}" for text in built.notes], aloud="verbose" in options)
+        read.append((options, built))
+    return read
+
+
+def _about(error: HpcschedError, paths: Sequence[str], at: int, request_id: str) -> HpcschedError:
+    """Return the error of the part that begins `at`, with what it is about, what is in the queue, and what to do."""
+    where = "" if error.at is None else f"{clean(paths[at + error.at])}: "
+    there = (
+        f"the first {at} of {len(paths)} scripts are in the queue" if at else "no script is known to be in the queue"
+    )
+    said = type(error)(f"{where}{error}; {there}: to submit the others, and none twice, add --request-id={request_id}")
+    said.by_controller = error.by_controller
+    return said
+
+
+def _print(jobs: Sequence[Json], *, quiet: bool, parsable: bool) -> None:
+    if parsable:
+        sys.stdout.writelines(f"{job['job_id']}\n" for job in jobs)
+    elif not quiet:
+        sys.stdout.writelines(f"Submitted batch job {job['job_id']}\n" for job in jobs)
+    sys.stdout.flush()

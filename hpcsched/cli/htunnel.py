@@ -9,8 +9,8 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from hpcnode import hrun, tunnel
-from hpcnode.loop import READ, Loop, Stream, wake_on_signals
+from hpcnode.commands import hrun, tunnel
+from hpcnode.os.loop import READ, Loop, Stream, wake_on_signals
 from hpcsched import client
 from hpcsched.cli.errors import complain, note, run_command
 from hpcsched.cli.options import HELP, VERSION, Command, Option, UsageError, Words

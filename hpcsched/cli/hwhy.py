@@ -1,6 +1,6 @@
 """hwhy: in words, what a job waits for and when it is expected to start, or how it came to its end.
 
-The words are the controller's (`hpcsched.sched.explain`): of a job that waits also its place in line, and node by node
+The words are the controller's (`hpcsched.sched.explain.explain`): of a job that waits also its place in line, and node by node
 what is lacking, for a few nodes or if asked.
 """
 

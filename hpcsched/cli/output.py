@@ -23,6 +23,14 @@ def is_terminal() -> bool:
     return sys.stdout.isatty()
 
 
+def terminal_width() -> int:
+    """Return how many columns the terminal has that shows the output, 0 if that is not known."""
+    try:
+        return os.get_terminal_size(sys.stdout.fileno()).columns
+    except (OSError, ValueError):
+        return 0
+
+
 def wants_colour() -> bool:
     """Say whether the output may have colours: on a terminal that knows them, unless NO_COLOR is set."""
     return is_terminal() and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "dumb") != "dumb"
@@ -47,3 +55,16 @@ def bar(part: float, whole: float, width: int = 10) -> str:
     if part > 0 and filled == 0:
         filled = 1
     return "[" + "#" * filled + "-" * (width - filled) + "]"
+
+
+# ----- a command that ends or requeues the very job that it runs in
+# The job's processes get SIGTERM at once, the command among them, perhaps before it has read its answer: whoever called it
+# would take that for a failure of the request. So it lets that signal pass; what does not end by itself is killed later.
+
+
+def outlive_its_end() -> None:
+    """From now on SIGTERM does not end this command, if it runs in a job."""
+    if os.environ.get("HPCSCHED_JOB_ID") or os.environ.get("SLURM_JOB_ID"):
+        import signal  # takes as long as a tenth of Python's start
+
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)

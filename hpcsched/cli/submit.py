@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
+from hpcnode.os import rlimits
 from hpcsched import client
 from hpcsched.cli.errors import Explain, guarded, note, print_version
 from hpcsched.cli.output import clean
@@ -34,10 +35,10 @@ WITH_VALUE = frozenset((
     "priority", "qos", "reservation", "signal", "switches", "time", "tmp", "wrap",
 ))  # fmt: skip
 WITHOUT = frozenset((
-    "elastic", "hold", "no-requeue", "parsable", "quiet", "requeue", "verbose",
+    "contiguous", "elastic", "hold", "no-requeue", "overcommit", "parsable", "quiet", "requeue", "spread-job", "verbose",
 ))  # fmt: skip
 LETTERS_WITH_VALUE = "AabcCdDeGiJLmnNopqtwx"
-LETTERS_WITHOUT = "HQv"
+LETTERS_WITHOUT = "HOQv"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,7 +61,12 @@ def start(
 ) -> int:
     """Run the command `name` with the controller's help, or else `whole`; return its exit status."""
     if list(argv) in (["--version"], ["-V"]):
-        return guarded(name, lambda _: version(name) or 0, argv)
+
+        def show(_: Sequence[str]) -> int:
+            version(name)
+            return 0
+
+        return guarded(name, show, argv)
     status = guarded(name, lambda words: _by_controller(name, words), argv, explain=explain)
     return whole(argv) if status == NOT_SUBMITTED else status
 
@@ -115,17 +121,10 @@ def _words(name: str, argv: Sequence[str]) -> Json | None:
         "argv": list(argv),
         "script": text,
         "script_path": whole_path if whole_path.isprintable() else "",
-        "environ": environment(),
+        "environ": rlimits.environment(),
         "work_dir": work_dir,
         "host": os.uname().nodename,
     }
-
-
-def environment() -> dict[str, str]:
-    """Return this process's environment, and its umask, which the job's processes are to have."""
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return {**os.environ, "SLURM_UMASK": f"{mask:04o}"}
 
 
 def options_end(argv: Sequence[str]) -> int | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import logging
 import os
 import sys
 from pathlib import Path
@@ -13,8 +12,9 @@ import click
 
 import hpcsched
 from hpcsched import paths
-from hpcsched.config import Config, load_config
-from hpcsched.errors import HpcschedError
+from hpcsched.config.load import Config, load_config
+from hpcsched.controller.logfile import start_log
+from hpcsched.errors import ConfigError, HpcschedError
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -22,18 +22,24 @@ from hpcsched.errors import HpcschedError
 @click.option(
     "--log-level",
     type=click.Choice(["debug", "info", "warning", "error"]),
-    help="How much to say on stderr (default: log_level of the configuration).",
+    help="How much to log (default: log_level of the configuration).",
+)
+@click.option(
+    "--log-file",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="Write the log to this file, which rotates (log_max_size, log_files), and not to stderr.",
 )
 @click.version_option(hpcsched.__version__, "-V", "--version", prog_name="hpcschedd")
-def command(config_dir: Path | None, log_level: str | None) -> None:
+def command(config_dir: Path | None, log_level: str | None, log_file: Path | None) -> None:
     """Run the hpcsched controller in the foreground until SIGTERM or SIGINT. Jobs run on when it ends."""
     gc.disable()  # what a start makes is no garbage: the daemon enables it when all is there
     config = load_config(config_dir or paths.find_config_dir(os.environ, os.getuid()))
-    logging.basicConfig(
-        level=(log_level or config.controller.log_level).upper(),
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
-    )
+    settings = config.controller
+    try:
+        start_log(log_level or settings.log_level, log_file, settings.log_max_size << 20, settings.log_files)
+    except OSError as error:
+        raise ConfigError(f"cannot write the log {log_file}: {error.strerror}") from None
     sys.exit(asyncio.run(_serve(config)))
 
 

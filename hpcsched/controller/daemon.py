@@ -9,35 +9,78 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from hpcsched import paths
+from hpcnode.os.faults import crash_points
+from hpcsched import mishap, paths
 from hpcsched.api import web
 from hpcsched.api.app import Backend
-from hpcsched.config import Config, load_config
-from hpcsched.controller.alarm import Alarm
-from hpcsched.controller.backend import ControllerBackend
-from hpcsched.controller.configured import node_of, policy_of, settings_changed
-from hpcsched.controller.faults import crash_around_commits, crash_points
-from hpcsched.controller.fleet import Fleet, monotonic_s
-from hpcsched.controller.heads import HeadStreams
-from hpcsched.controller.relaying import Relaying
+from hpcsched.api.crowd import Doors
+from hpcsched.config.load import Config, load_config
+from hpcsched.controller.faults import crash_around_commits, queued
+from hpcsched.controller.head_socket import HeadStreams
+from hpcsched.controller.nodes.edits import refused_edits
+from hpcsched.controller.nodes.links import Fleet, monotonic_s
+from hpcsched.controller.recovery import node_of, policy_of, settings_changed, unknown_users
+from hpcsched.controller.relay import Relaying
+from hpcsched.controller.requests.nodes import lose_gone_nodes
+from hpcsched.controller.requests.triggers import TriggerPrograms
 from hpcsched.controller.stepping import Stepping
-from hpcsched.controller.tick import Controller
-from hpcsched.errors import ConfigError, InvariantError, RequestError
+from hpcsched.controller.tick import RETRY_S, Controller
+from hpcsched.controller.views.backend import ControllerBackend
+from hpcsched.errors import ConfigError, InvariantError, UnavailableError
 from hpcsched.launch.bundle import build_bundle
 from hpcsched.launch.greeting import ControllerIdentity
 from hpcsched.model.ids import NodeName
+from hpcsched.model.node import Node
+from hpcsched.model.trigger import Trigger
+from hpcsched.store.engine import damage_of, damaged, open_read_only
 from hpcsched.store.store import Store
 from hpcsched.store.world import World
+
+# ----- when the next tick is: at the earliest of the times that were asked for. Knows the event loop, not what a tick does
+
+
+class Alarm:
+    """Has `tick` called by the event loop when it was asked for, once for all who asked for the same time or a later one."""
+
+    def __init__(self, tick: Callable[[], None]) -> None:
+        self._tick = tick
+        self._timer: asyncio.TimerHandle | None = None
+        self._soon = False
+
+    def wake(self, after_s: float) -> None:
+        """Tick as soon as the loop has taken in what is there now, or in `after_s` seconds, whichever is earlier."""
+        loop = asyncio.get_running_loop()
+        if after_s <= 0.0:
+            if not self._soon:
+                self._soon = True
+                loop.call_soon(self._go)
+            return
+        due = loop.time() + after_s
+        if self._timer is None or self._timer.when() > due:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = loop.call_at(due, self._rang)
+
+    def _rang(self) -> None:
+        self._timer = None
+        self.wake(0.0)
+
+    def _go(self) -> None:
+        self._soon = False
+        self._tick()
+
 
 log = logging.getLogger("hpcsched.daemon")
 
 CLOCK_LOOK_S = 30.0  # a time of day that is waited for may come sooner: the clock may be set meanwhile
+EXIT_DAMAGED = 1  # as of a start that is refused
+CHECK_S = 5.0  # a start waits for the check of the database so long
 EXIT_INVARIANT = 70  # EX_SOFTWARE of sysexits.h: our own ledger is wrong
 # When the nodes have been connected: what `hacct` and the like need takes a tenth of a second to import.
 AT_LEISURE_S = 2.0
@@ -49,21 +92,23 @@ GC_THRESHOLD = (100_000, 20, 50)
 class Daemon:
     """One life of hpcschedd."""
 
-    def __init__(self, config: Config, world: World, store: Store, clock: Callable[[], float]) -> None:
+    def __init__(self, config: Config, world: World, store: Store, doors: Doors, clock: Callable[[], float]) -> None:
         self._config = config
         self._stop: asyncio.Event = asyncio.Event()
         self._exit_code = 0
         self._alarm = Alarm(self._tick)
         self._clock = clock
         self._boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        self._faults = crash_points(os.environ)
+        self._faults = crash_points(os.environ, "HPCSCHED")
         if self._faults.armed:
             crash_around_commits(store, self._faults)
         self.store = store
         self.controller = Controller(world, store, self, policy_of(config))
         identity = ControllerIdentity(cluster=config.name, incarnation=world.incarnation, epoch=world.epoch)
         self.fleet = Fleet(self.controller, bundle=build_bundle(), identity=identity, clock=clock)
-        self.heads = HeadStreams()
+        self._doors = doors
+        self._programs = TriggerPrograms()
+        self.heads = HeadStreams(doors)
         self.stepping = Stepping(self.controller, self, clock=clock, reply_head=self.heads.reply)
         self.heads.stepping = self.fleet.stepping = self.stepping
         gc.freeze()  # nothing made until here is garbage
@@ -78,10 +123,13 @@ class Daemon:
         The nodes are connected, and the first plan begins, when those who have waited for our start have been `answered`.
         """
         loop = asyncio.get_running_loop()
+        loop.set_exception_handler(self._callback_failed)
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, self._stop.set)
         loop.add_signal_handler(signal.SIGHUP, self._reload)
-        self.fleet.relaying = Relaying(self.controller.world, self.send, lambda request: router.find(request)(request))
+        self.fleet.relaying = Relaying(
+            self.controller.world, self.send, lambda request: router.find(request)(request), self._doors
+        )
         backend = ControllerBackend(
             self.controller,
             self.fleet,
@@ -91,6 +139,7 @@ class Daemon:
             database=self._config.controller.state_dir / paths.DATABASE_FILE,
         )
         try:
+            await self._check_database()
             await self.heads.serve(self._config.steps_socket, mode)
             coming.set_result(backend)
             log.info("ready at %s", self._config.api_socket)
@@ -98,60 +147,120 @@ class Daemon:
             self.fleet.configure(self._config)
             for job in self.controller.world.active_jobs():
                 self.stepping.job_running(job)
+            given_up = self.store.given_up()
+            self.controller.ask(lambda tx: lose_gone_nodes(tx, given_up), self._gone_nodes_lost, keep=True)
             self.wake(0.0)
-            loop.call_later(AT_LEISURE_S, loop.run_in_executor, None, import_module, "hpcsched.store.seldom")
+            loop.call_later(AT_LEISURE_S, lambda: loop.run_in_executor(None, import_module, "hpcsched.store.queries"))
             await self._stop.wait()
             log.info("stopping; jobs run on")
         finally:
+            self._stop.set()
             self._config.steps_socket.unlink(missing_ok=True)
             await self.heads.close()
             self.fleet.close()
         return self._exit_code
 
+    async def _check_database(self) -> None:
+        """Refuse a damaged database before anything is started; a large one is checked on meanwhile. Raises ConfigError."""
+        database = self._config.controller.state_dir / paths.DATABASE_FILE
+        connection = open_read_only(database)
+        loop = asyncio.get_running_loop()
+        check = loop.run_in_executor(None, damage_of, connection)
+        check.add_done_callback(lambda _: connection.close())
+        await asyncio.wait({check}, timeout=CHECK_S)
+        if check.done() and check.result():
+            raise damaged(database, check.result())
+
+        async def until_stopped() -> None:
+            await self._stop.wait()
+            connection.interrupt()
+
+        def checked(done: asyncio.Future[str]) -> None:
+            waiting.cancel()
+            if done.result():
+                log.error("%s", damaged(database, done.result()))
+                self._exit_code = EXIT_DAMAGED
+                self._stop.set()
+
+        if not check.done():
+            waiting = loop.create_task(until_stopped())
+            check.add_done_callback(checked)
+
+    def _gone_nodes_lost(self, became: list[str] | Exception) -> None:
+        """Say what became of jobs on nodes without a file; that an admin wanted it so is forgotten."""
+        if isinstance(became, Exception):
+            log.error("jobs on nodes without a file were not ended: %s", became)
+            return
+        for line in became:
+            log.error("%s", line)
+        try:
+            if self.store.given_up():
+                self.store.forget_given_up()
+        except UnavailableError as error:
+            log.error("%s", error)  # the next start finds no jobs there
+
     def _reload(self) -> None:
         try:
             for change in self.apply_config():
                 log.info("configuration: %s", change)
-        except ConfigError as error:
-            log.error("the configuration was not reloaded: %s", error)
+        except (ConfigError, UnavailableError) as error:
+            log.error("%s", error)
 
-    def apply_config(self) -> list[str]:
-        """Read the configuration again and go on with it; return what changed, in words. Raises ConfigError."""
+    def apply_config(self, same_machine: Sequence[str] = ()) -> list[str]:
+        """Read the configuration again and go on with it; return what changed, in words.
+
+        All of it is checked before anything is changed. `same_machine`: see `refused_edits`.
+        Raises ConfigError, or UnavailableError if the database cannot be written.
+        """
         config = load_config(self._config.config_dir)
+        policy = policy_of(config)
         world = self.controller.world
-        changed: list[str] = []
-        specs = {spec.name: spec for spec in config.nodes}
-        for name in list(world.nodes):
-            if name not in specs:
-                if world.jobs_on(name):
-                    raise RequestError(f"cannot remove node {name}: jobs run there; drain it and wait for them")
-                del world.nodes[name]
-                changed.append(f"node {name} removed")
-        stored = self.store.load_nodes()
-        for name, spec in specs.items():
-            known = world.nodes.get(name)
-            if known is None:
-                world.nodes[name] = node_of(spec, stored.get(name))
-                changed.append(f"node {name} added")
-            elif known.spec != spec:
-                world.nodes[name] = replace(known, spec=spec)
-                changed.append(f"node {name} changed")
-        partitions = {partition.name: partition for partition in config.partitions}
-        if partitions != world.partitions:
-            changed.append("partitions: " + ", ".join(partitions))
-        changed += settings_changed(world.config, config)
-        world.partitions = partitions
+        if refused := refused_edits(world, config, same_machine):
+            raise ConfigError("\n  ".join(["cannot reload the configuration; nothing of it was changed:", *refused]))
+        if config.name != world.config.name:
+            self.store.put_cluster(config.name)
+        nodes, changed = self._nodes_of(config)
+        before = world.partitions
+        world.set_partitions(config.partitions)
+        if world.partitions != before:
+            changed.append("partitions: " + ", ".join(world.partitions))
+        changed += settings_changed(world.config, config) + unknown_users(config.accounting)
+        rate = config.controller.request_rate, config.controller.request_burst
+        if rate != (self._config.controller.request_rate, self._config.controller.request_burst):
+            self._doors.set_rate(*rate)
+        world.nodes.clear()
+        world.nodes.update(nodes)
         world.config = self._config = config
-        self.controller.policy = policy_of(config)
+        world.not_taken = ()
+        self.controller.policy = policy
         self.fleet.configure(config)
         self.controller.reconfigured()
         return changed
+
+    def _nodes_of(self, config: Config) -> tuple[dict[NodeName, Node], list[str]]:
+        """Return the nodes of a configuration in its order, with what is known of them, and what changed, in words."""
+        before, stored = self.controller.world.nodes, self.store.load_nodes()
+        nodes: dict[NodeName, Node] = {}
+        names = {spec.name for spec in config.nodes}
+        changed = [f"node {name} removed" for name in before if name not in names]
+        for spec in config.nodes:
+            known = before.get(spec.name)
+            if known is None:
+                nodes[spec.name] = node_of(spec, stored.get(spec.name))
+                changed.append(f"node {spec.name} added")
+            else:
+                nodes[spec.name] = known if known.spec == spec else replace(known, spec=spec)
+                changed += [] if known.spec == spec else [f"node {spec.name} changed"]
+        return nodes, changed
 
     # ----- Ports of the controller
 
     def send(self, node: NodeName, message: Any, blob: bytes = b"") -> None:
         self.fleet.send(node, message, blob)
-        self._faults.queued(message)
+        queued(self._faults, message)
+
+    def run_trigger(self, trigger: Trigger) -> None:
+        self._programs.run(trigger)
 
     def nonce(self) -> str:
         return secrets.token_hex(16)
@@ -165,11 +274,25 @@ class Daemon:
     def wake(self, after_s: float) -> None:
         self._alarm.wake(min(after_s, CLOCK_LOOK_S))
 
+    def _callback_failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Log what escaped from a callback of the loop, once; a broken ledger stops us wherever that shows."""
+        error = context.get("exception")
+        if isinstance(error, InvariantError):
+            log.error("the ledger is wrong: stopping; the next start reads it from disk again", exc_info=error)
+            self._exit_code = EXIT_INVARIANT
+            self._stop.set()
+        elif isinstance(error, Exception):
+            mishap.report(error, f"go on after: {context.get('message')}")
+        else:
+            log.error("%s", context.get("message"))
+
     def _tick(self) -> None:
         try:
             self.controller.tick(self._clock())
-        except Exception as error:  # the edge of a tick: what is in memory may not be what is on disk any more
-            wrong = "the ledger is wrong" if isinstance(error, InvariantError) else "a tick failed"
-            log.exception("%s: stopping rather than going on with it", wrong)
+        except InvariantError:  # what is in memory may not be what is on disk any more
+            log.exception("the ledger is wrong: stopping; the next start reads it from disk again")
             self._exit_code = EXIT_INVARIANT
             self._stop.set()
+        except Exception as error:  # its pieces have barriers of their own: this is beside them
+            mishap.report(error, "do a tick")
+            self.wake(RETRY_S)

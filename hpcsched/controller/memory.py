@@ -1,4 +1,5 @@
-"""What the controller remembers for the policy `default`: what users' last jobs ran, and how long jobs waited, or would have.
+"""What the controller remembers for the policy `default`: what users' last jobs ran, how much of their requests jobs used, and
+how long jobs waited, or would have.
 
 Jobs count that came to their own end, well or badly, or to that of their limit: one that was cancelled or lost says nothing
 of the next. After a start the database tells of the last `LAST_JOBS`; then each job is noted as it ends.
@@ -6,16 +7,112 @@ of the next. After a start the database tells of the last `LAST_JOBS`; then each
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from math import ceil
+from operator import itemgetter
 
-from hpcsched.controller.rehearsed import Rehearsed, rehearsed
+from hpcsched.model.accounting import CPU
 from hpcsched.model.ids import JobId
 from hpcsched.model.job import Job, JobState
-from hpcsched.sched.policy import Policy
-from hpcsched.sched.predict import REMEMBERED, Experience
-from hpcsched.sched.snapshot import SnapshotCache
+from hpcsched.model.node import Partition
+from hpcsched.model.units import known_limit_s
+from hpcsched.sched.guard.on_nodes import amount_of
+from hpcsched.sched.guard.predict import REMEMBERED, Experience, RequestUse
+from hpcsched.sched.guard.shadow_easy import Rehearsal
+from hpcsched.sched.limits.tres import all_of, least_of
+from hpcsched.sched.policy import Backfill, Policy
+from hpcsched.sched.snapshot import NodeView, SnapshotCache, node_view, pending_job
 from hpcsched.store.store import PastRun, Store
 from hpcsched.store.world import World
+
+# ----- plain EASY rehearsed beside the real queue, for the policy `default`: how long it would have had the unluckiest job wait
+# All nodes count as one pool of processors, of which a job needs the largest part of a resource that it asks for. That is less
+# than EASY has to heed on nodes, so its longest wait here is rather too short than too long, and the guard rather too strict.
+# It knows the jobs since it began, and begins with those that wait and run; `longest_wait_s` is never less than what it was
+# told then.
+#
+# Told of each job that changes, in the order of time (a clock that is set back stands still here). A job that is cancelled before
+# it starts takes no time here when its turn comes.
+
+
+BEGUN = frozenset({JobState.CONFIGURING, JobState.RUNNING, JobState.SUSPENDED})
+
+
+def rehearsed(world: World, policy: Policy, views: SnapshotCache, longest_wait_s: float) -> Rehearsed | None:
+    """Return a rehearsal of the jobs that wait and run in `world`; None: `policy` has no use for it."""
+    if policy.backfill is not Backfill.DEFAULT:
+        return None
+    known_s = min(longest_wait_s, policy.age_max_s)  # it may have been the wait of a job over its limits
+    made = Rehearsed(map(node_view, world.nodes.values()), world.partitions, policy, views, known_s)
+    for at_s, _, job in sorted([(_since_s(job), job.id, job) for job in world.jobs_to_plan()], key=itemgetter(0, 1)):
+        made.note(job, at_s)
+    return made
+
+
+def _since_s(job: Job) -> float:
+    return job.eligible_at_s if job.eligible_at_s is not None else job.submitted_at_s
+
+
+class Rehearsed:
+    """The rehearsal of one cluster; `views` knows what jobs ask for, `longest_wait_s` is what is known already."""
+
+    def __init__(
+        self,
+        nodes: Iterable[NodeView],
+        partitions: Mapping[str, Partition],
+        policy: Policy,
+        views: SnapshotCache,
+        longest_wait_s: float,
+    ) -> None:
+        self._machine = all_of(nodes)
+        self._size = max(1, int(self._machine[CPU]))  # int: a number
+        self._partitions = partitions
+        self._default = next((partition.name for partition in partitions.values() if partition.default), "")
+        self._no_limit_s = policy.default_time_limit_s
+        self._views = views
+        self._rehearsal = Rehearsal(self._size)
+        self._least_s = longest_wait_s
+        self._open: dict[JobId, tuple[int, int]] = {}  # attempt, number there; of jobs that wait or run
+        self._began: set[int] = set()
+        self._now_s = float("-inf")
+
+    @property
+    def longest_wait_s(self) -> float:
+        return max(self._least_s, self._rehearsal.longest_wait_s)
+
+    def note(self, job: Job, now_s: float) -> None:
+        """Take note of `job` as it is now."""
+        self._now_s = now_s = max(self._now_s, now_s)
+        attempt, number = self._open.get(job.id, (-1, -1))
+        if number >= 0 and (attempt != job.attempt or not (job.state is JobState.PENDING or job.state in BEGUN)):
+            self._end(job.id, number, now_s)
+            number = -1
+        if number < 0 and (job.state in BEGUN or (job.state is JobState.PENDING and job.eligible_at_s is not None)):
+            number = self._submit(job, now_s)
+        if job.state in BEGUN and number not in self._began:
+            self._began.add(number)
+            self._rehearsal.started(number, job.allocated_at_s if job.allocated_at_s is not None else now_s)
+
+    def go_on(self, now_s: float) -> None:
+        """Rehearse as far as what is known allows."""
+        self._rehearsal.go_on(max(self._now_s, now_s), more_may_come=True)
+
+    def _submit(self, job: Job, now_s: float) -> int:
+        request = pending_job(job, self._partitions, self._default, self._views).request
+        amount = amount_of(least_of(request.shape), self._machine)
+        procs = max(1, min(self._size, ceil(amount)))
+        limit_s = known_limit_s(request.time_limit_s) or self._no_limit_s
+        number = self._rehearsal.submitted(procs, limit_s, now_s)
+        self._open[job.id] = job.attempt, number
+        return number
+
+    def _end(self, job_id: JobId, number: int, now_s: float) -> None:
+        if number not in self._began:
+            self._rehearsal.started(number, now_s)
+        self._began.discard(number)
+        self._rehearsal.ended(number, now_s)
+        del self._open[job_id]
+
 
 LAST_JOBS = 5_000
 TELLING = frozenset({JobState.COMPLETED, JobState.FAILED, JobState.TIMEOUT, JobState.OUT_OF_MEMORY})
@@ -23,15 +120,20 @@ TELLING = frozenset({JobState.COMPLETED, JobState.FAILED, JobState.TIMEOUT, JobS
 
 def memory_of(store: Store, world: World, policy: Policy, views: SnapshotCache) -> Memory:
     """Return what the database tells of; `views` knows what jobs ask for."""
-    memory = Memory(store.past_runs(TELLING, LAST_JOBS), store.first_submitted_s())
+    memory = Memory(store.past_runs(TELLING, LAST_JOBS), store.first_submitted_s(), policy.default_time_limit_s)
     memory.rehearse(world, policy, views)
     return memory
 
 
 class Memory:
-    """The last runs of each user, and the waits of the last jobs of all; `began_s`: when the first job of all came."""
+    """The last runs of each user, and the waits of the last jobs of all; `began_s`: when the first job of all came.
 
-    def __init__(self, past: Iterable[PastRun], began_s: float | None) -> None:
+    A job without a limit counts as having asked for `no_limit_s`.
+    """
+
+    def __init__(self, past: Iterable[PastRun], began_s: float | None, no_limit_s: float) -> None:
+        self._no_limit_s = no_limit_s
+        self._request_use = RequestUse()
         self._runs_s: dict[int, dict[JobId, float]] = {}
         self._waits_s: dict[JobId, float] = {}
         self._began_s = began_s
@@ -59,7 +161,9 @@ class Memory:
             self._began_s, self._known = job.submitted_at_s, None
         if job.state in TELLING and job.started_at_s is not None and job.ended_at_s is not None:
             since_s = job.eligible_at_s if job.eligible_at_s is not None else job.submitted_at_s
-            self._put(PastRun(job.id, job.uid, since_s, job.started_at_s, job.ended_at_s))
+            limit_s = job.asked_limit_s if job.asked_limit_s is not None else job.time_limit_s
+            cpus = sum(share.cpus for share in job.shares)
+            self._put(PastRun(job.id, job.uid, since_s, job.started_at_s, job.ended_at_s, limit_s, cpus))
 
     def experience(self, now_s: float) -> Experience:
         """Return all of it as a plan sees it at `now_s`."""
@@ -71,14 +175,17 @@ class Memory:
                 longest_runs_s={uid: max(runs.values()) for uid, runs in self._runs_s.items()},
                 easy_wait_s=easy_wait_s,
                 began_s=self._began_s,
+                request_use=self._request_use.part,
             )
         return self._known
 
     def _put(self, run: PastRun) -> None:
         runs = self._runs_s.setdefault(run.uid, {})
-        runs[run.job_id] = max(0.0, run.ended_at_s - run.started_at_s)
+        runs[run.job_id] = run_s = max(0.0, run.ended_at_s - run.started_at_s)
         if len(runs) > REMEMBERED:
             del runs[next(iter(runs))]
+        if run.job_id not in self._waits_s:
+            self._request_use.record(run_s, known_limit_s(run.limit_s) or self._no_limit_s, run.cpus)
         self._waits_s[run.job_id] = max(0.0, run.started_at_s - run.since_s)
         if len(self._waits_s) > LAST_JOBS:
             del self._waits_s[next(iter(self._waits_s))]

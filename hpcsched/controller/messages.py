@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
-from hpcnode import protocol
+from hpcnode.os import rlimits
+from hpcnode.wire import protocol
 from hpcsched import paths
-from hpcsched.launch.environment import allocation_facts, job_environment
-from hpcsched.launch.files import job_file_patterns
 from hpcsched.lifecycle.clocks import cut_at_s
 from hpcsched.lifecycle.effects import ClaimPart, ClearNode, Effect, GoOn, Halt, SetLimit, StartBatch, TellAllocation
 from hpcsched.model.ids import ALLOC_STEP, BATCH_STEP, NodeName, Token
 from hpcsched.model.job import Job
 from hpcsched.model.node import Node, address_of
+from hpcsched.steps.environment import allocation_facts, job_environment, with_propagated
+from hpcsched.steps.files import job_file_patterns
 from hpcsched.store.world import World
 
 
-def message_for(effect: Effect, world: World) -> tuple[protocol.Message, bytes]:
-    """Return the message (and its blob) that brings `effect` about."""
+def message_for(effect: Effect, world: World, script_of: Callable[[Job], bytes]) -> tuple[protocol.Message, bytes]:
+    """Return the message (and its blob) that brings `effect` about; `script_of` returns the text of a job's script."""
     match effect:
         case StartBatch(node=node, job=job):
-            return launch_batch(job, world, node), job.spec.script.encode("utf-8", "surrogateescape")
+            return launch_batch(job, world, node), script_of(job)
         case ClaimPart(node=node, job=job):
             return claim_part(job, world, node), b""
         case ClearNode(node=node, job=job):
@@ -86,7 +88,7 @@ def _environment(job: Job, world: World) -> dict[str, str]:
 def launch_batch(job: Job, world: World, node: NodeName) -> protocol.Launch:
     """Return the launch of the job's batch step on its first node."""
     spec, share, files = job.spec, job.shares[0], job_file_patterns(job)
-    env = _environment(job, world)
+    env = with_propagated(_environment(job, world), rlimits.names(world.config.controller.propagate))
     return protocol.Launch(
         token=job.token,
         job_id=job.id,
@@ -94,6 +96,7 @@ def launch_batch(job: Job, world: World, node: NodeName) -> protocol.Launch:
         step=BATCH_STEP,
         epoch=world.epoch,
         user=account(job, world, node),
+        allow_uid_below=world.config.controller.allow_uid_below,
         work_dir=spec.work_dir,
         argv=list(spec.script_args),
         env=env,
@@ -133,6 +136,7 @@ def claim_part(job: Job, world: World, node: NodeName) -> protocol.Launch:
         step=ALLOC_STEP,
         epoch=world.epoch,
         user=account(job, world, node),
+        allow_uid_below=world.config.controller.allow_uid_below,
         work_dir="/",
         argv=[],
         env={},
@@ -149,17 +153,21 @@ def claim_token(job: Job, node: NodeName) -> str:
 
 
 def signal_messages(
-    job: Job, signum: int, batch_only: bool, steps_too: bool
+    job: Job, signum: int, *, batch_only: bool, full: bool
 ) -> list[tuple[protocol.SignalStep, NodeName]]:
-    """Return what to say to which node so that the job's processes get the signal."""
-    if not job.spec.script:
-        return []
+    """Return what to say to which node so that the processes of a job with a script get the signal.
+
+    Without `batch_only` and `full` its steps alone get it. Steps on the other nodes are found by the claims there.
+    """
     node = job.shares[0].node
-    batch = protocol.SignalStep(token=job.token, signum=signum, batch_only=batch_only, steps_too=steps_too)
-    if batch_only or not steps_too:
+    batch = protocol.SignalStep(
+        token=job.token, signum=signum, batch_only=batch_only, steps=not (batch_only or full), full=full
+    )
+    if batch_only:
         return [(batch, node)]
-    others = [share.node for share in job.shares[1:]]  # their steps are found by the node's claim of its part
-    return [(batch, node), *((protocol.changed(batch, token=claim_token(job, other)), other) for other in others)]
+    there = protocol.SignalStep(token="", signum=signum, steps=True)
+    others = [share.node for share in job.shares[1:]]
+    return [(batch, node), *((protocol.changed(there, token=claim_token(job, other)), other) for other in others)]
 
 
 def account(job: Job, world: World, node: NodeName) -> str:

@@ -10,25 +10,29 @@ import asyncio
 import logging
 import os
 import resource
+import secrets
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
 from hpcsched import paths
 from hpcsched.api.app import Backend, make_server
-from hpcsched.config import Config
+from hpcsched.api.crowd import Doors
+from hpcsched.api.listener import listening_socket
+from hpcsched.config.load import Config
 from hpcsched.controller.lock import StateLock
-from hpcsched.controller.reading import Reading
+from hpcsched.controller.nodes.edits import gone_notes
 from hpcsched.controller.recovery import begin_term
-from hpcsched.errors import ConfigError
-from hpcsched.store.engine import open_database
+from hpcsched.controller.views.queue import Reading
+from hpcsched.errors import ConfigError, ProtocolError
+from hpcsched.store.engine import damaged, open_database
 from hpcsched.store.store import Store
 
 log = logging.getLogger("hpcsched.daemon")
 
-BACKLOG = 1024
 OPEN_FILES = 65_536
 LOOK_S = 0.02
 FIRST_ANSWERS_S = 1.0  # who asks again and again may put off the rest of a start by so much, and not longer
@@ -52,25 +56,60 @@ async def serve(config: Config, clock: Callable[[], float] = time.time) -> int:
 
 
 async def _serve(config: Config, listener: socket.socket, mode: int, clock: Callable[[], float]) -> int:
-    store = Store(open_database(config.controller.state_dir / paths.DATABASE_FILE))
-    world = begin_term(config, store, clock())
+    database = config.controller.state_dir / paths.DATABASE_FILE
+    store = Store(open_database(database))
+    check_cluster_id(config, store, database)
+    try:
+        world = begin_term(config, store, clock())
+    except (ValueError, TypeError, KeyError, LookupError, ProtocolError) as error:
+        log.debug("what is wrong with the database", exc_info=True)
+        raise damaged(database, f"a row cannot be read: {error!r:.200}") from None
+    config = world.config  # not in all what the files say, if jobs are held
     log.info("term %d of cluster %s, %d jobs known", world.epoch, config.name, len(world.jobs))
+    for note in (*world.not_taken, *gone_notes(world)):
+        log.error("%s", note)
     coming: asyncio.Future[Backend] = asyncio.get_running_loop().create_future()
     reading = Reading(world, clock)
-    server = make_server(reading, coming)
+    doors = Doors()
+    doors.set_rate(config.controller.request_rate, config.controller.request_burst)
+    server = make_server(reading, coming, doors)
 
     async def answered() -> None:
-        await first_answers(lambda: bool(reading.under_way or server.unsent_bytes))
+        await first_answers(lambda: bool(reading.under_way or server.unread_bytes))
 
     try:
         await server.serve(listener)
         await answered()
         from hpcsched.controller.daemon import Daemon  # a hundred modules
 
-        return await Daemon(config, world, store, clock).run(coming, mode, server.router, answered)
+        return await Daemon(config, world, store, doors, clock).run(coming, mode, server.router, answered)
     finally:
         await server.close()
         store.close()
+
+
+def check_cluster_id(config: Config, store: Store, database: Path) -> None:
+    """Refuse the database of another cluster; note which cluster's it is, if that is not known yet. Raises ConfigError.
+
+    The id is kept in the database and beside hpcsched.toml. The name alone does not tell: a cluster may be renamed.
+    """
+    path = config.config_dir / paths.CLUSTER_ID_FILE
+    try:
+        own = path.read_text(encoding="ascii").strip()
+    except (OSError, ValueError):
+        own = ""
+    known = store.cluster_id()
+    if own and known and own != known:
+        raise ConfigError(
+            f"cannot use the database {database}: it is of another cluster, {store.cluster() or 'without a name'!r} "
+            f"({known}), and {path} says {own}. Bring back this cluster's own database, or a backup of it: hpcsched restore "
+            "FILE. If this one is to be this cluster's from now on, move it away and restore it as well"
+        )
+    if not known:
+        store.put_cluster_id(own or secrets.token_hex(8))
+    if not own:
+        with suppress(OSError):  # the configuration may be read-only: then the database alone knows
+            path.write_text(store.cluster_id() + "\n", encoding="ascii")
 
 
 async def first_answers(under_way: Callable[[], bool], most_s: float = FIRST_ANSWERS_S) -> None:
@@ -96,20 +135,6 @@ def _make_run_dir(run_dir: Path) -> int:
     for_all = os.getuid() == 0
     make_own_dir(run_dir, 0o755 if for_all else 0o700)
     return 0o666 if for_all else 0o600
-
-
-def listening_socket(path: Path, mode: int) -> socket.socket:
-    """Return the API's socket: whoever connects to it while the database is read waits, rather than being refused."""
-    path.unlink(missing_ok=True)
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        listener.bind(str(path))
-    except OSError as error:
-        listener.close()
-        raise ConfigError(f"cannot serve at {path}: {error.strerror or error}") from None
-    path.chmod(mode)
-    listener.listen(BACKLOG)
-    return listener
 
 
 def make_own_dir(path: Path, mode: int = 0o700) -> None:

@@ -20,18 +20,88 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import replace
+from threading import Semaphore, Thread
 
-from hpcsched.controller.turns import Pause, Turns
 from hpcsched.errors import InvariantError
+from hpcsched.lifecycle.events import BecameEligible, EndRequested
 from hpcsched.model.ids import JobId, NodeName
-from hpcsched.model.job import Job
+from hpcsched.model.job import OVER_LIMIT, Hold, Job, JobState, Reason
 from hpcsched.model.node import Node
 from hpcsched.model.resources import Share
 from hpcsched.sched.decisions import Plan, Start
 from hpcsched.sched.plan import Planner
 from hpcsched.sched.policy import Policy
-from hpcsched.sched.preempt import full_plan, is_plain
+from hpcsched.sched.preempt.plan import full_plan, is_plain
+from hpcsched.sched.queue.eligible import Wait
 from hpcsched.sched.snapshot import Promise, Snapshot
+from hpcsched.store.world import Transaction
+
+# ----- long work that cannot be cut into steps by itself, done in turns: a thread does it, and runs only while it is waited for
+# Never do both at once, so nothing needs a lock and the outcome is that of a plain call. The work says between its parts that it
+# can be interrupted; it is, once a turn has lasted long enough. One that nobody goes on with ends there.
+
+
+Pause = Callable[[], None]
+
+
+class _DroppedError(BaseException):
+    """Nobody waits for the work any more. Not for `except Exception` to catch."""
+
+
+class Turns:
+    """`work` is called with a function to call between its parts. A turn lasts `turn_s` of the clock, or a part longer."""
+
+    def __init__(self, work: Callable[[Pause], None], monotonic_s: Callable[[], float], turn_s: float) -> None:
+        self._work = work
+        self._monotonic_s = monotonic_s
+        self._turn_s = turn_s
+        self._until_s = 0.0
+        self._go, self._stopped = Semaphore(0), Semaphore(0)
+        self._ended = self._dropped = False
+        self._error: BaseException | None = None
+
+    def steps(self) -> Iterator[None]:
+        """Take a turn at each step; raise at the last one what the work raised."""
+        thread = Thread(target=self._run, name="plan", daemon=True)
+        thread.start()
+        try:
+            while self._turn():
+                yield
+        finally:
+            self._dropped = True
+            self._go.release()
+            thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _turn(self) -> bool:
+        """Let the work go on for a while; say whether there is more of it."""
+        self._until_s = self._monotonic_s() + self._turn_s
+        self._go.release()
+        self._stopped.acquire()
+        return not self._ended
+
+    def _run(self) -> None:
+        try:
+            self._wait()
+            self._work(self._pause)
+        except _DroppedError:
+            pass
+        except BaseException as error:
+            self._error = error  # raised where the work is waited for
+        self._ended = True
+        self._stopped.release()
+
+    def _pause(self) -> None:
+        if self._monotonic_s() >= self._until_s:
+            self._stopped.release()
+            self._wait()
+
+    def _wait(self) -> None:
+        self._go.acquire()
+        if self._dropped:
+            raise _DroppedError
+
 
 SLICE_S = 0.015  # so long a tick plans at most, or for one step
 QUICK_DEPTH = 200  # so many jobs a quick plan looks at
@@ -259,3 +329,104 @@ class Planning:
         if run is self._whole:
             self._owed_s -= took_s
         return ended
+
+
+# ----- when planning has its turn: it takes a quarter of the time, however much the world gives it to do
+# A plan is made in slices. After each of them others have as much time as it took; after the last one three times as long as the
+# whole plan took, with the picture of the world that was made for it and all that was made of its outcome.
+
+
+PAUSE_MAX_S = 0.5
+
+
+class Pace:
+    """The turns of planning on a clock that knows no steps."""
+
+    def __init__(self, monotonic_s: Callable[[], float]) -> None:
+        self._monotonic_s = monotonic_s
+        self._next_s = 0.0
+        self._began_s = 0.0
+        self._spent_s = 0.0  # on the plan under way
+
+    def begin_turn(self) -> float:
+        """Begin a turn and return 0.0, or return in how many seconds it is time for one."""
+        self._began_s = self._monotonic_s()
+        return max(0.0, self._next_s - self._began_s)
+
+    def turn_s(self) -> float:
+        """Return for how long the turn has lasted."""
+        return self._monotonic_s() - self._began_s
+
+    def end_turn(self, *, whole: bool = False) -> float:
+        """End the turn, after which the plan is `whole` or not, and return in how many seconds the next one may begin."""
+        pause_s = self.turn_s()
+        self._spent_s += pause_s
+        if whole:
+            pause_s, self._spent_s = min(3 * self._spent_s, PAUSE_MAX_S), 0.0
+        self._next_s = self._monotonic_s() + pause_s
+        return pause_s
+
+
+# ----- why each job waits, as the last plan has it, and what follows
+# Its age counts from now on, or it ends, as it can never start.
+# The age of a job counts from when only other jobs, resources and limits are in its way. That is recorded of so many jobs in one
+# tick; of the others in the next ones.
+
+
+ELIGIBLE = OVER_LIMIT | {Reason.PRIORITY, Reason.RESOURCES, Reason.LICENSES, Reason.ARRAY_LIMIT}
+ENDING = frozenset({Reason.DEADLINE, Reason.DEPENDENCY_NEVER})
+MANY_JOBS = 500  # changed in one tick: then the plan comes in the next
+
+
+class Waits:
+    """Notes waits in the world. Of some jobs it has still to be recorded from when on their age counts: see `note_ages`."""
+
+    def __init__(self) -> None:
+        self._to_note: list[JobId] = []  # jobs whose age begins to count: their events are yet to be recorded
+
+    @property
+    def has_ages(self) -> bool:
+        """Say whether there is something to do for `note_ages`."""
+        return bool(self._to_note)
+
+    def note(self, tx: Transaction, done: Slice) -> bool:
+        """Keep why each job waits, and say whether any was ended.
+
+        What can never start any more ends: past its last moment to make its deadline, or, if it says so, with a dependency that
+        can never come true.
+        """
+        world, ended = tx.world, False
+        waits = done.plan.waits if done.plan is not None else {}
+        world.waits = {job_id: wait for job_id, wait in waits.items() if job_id in world.pending}
+        for job_id, wait in tuple(world.waits.items()):
+            job = world.jobs[job_id]
+            if wait.reason in ENDING and (outcome := _end_of(job, wait)) and done.knows(job):
+                tx.record(EndRequested(job_id=job_id, at_s=tx.now_s, outcome=outcome, by_uid=None, why=wait.detail))
+                ended = True
+            elif job.eligible_at_s is None and _is_eligible(job, wait):
+                self._to_note.append(job_id)
+        return ended
+
+    def note_ages(self, tx: Transaction) -> bool:
+        """Record of some jobs that their age counts from now on, and say whether there are others."""
+        now, self._to_note = self._to_note[:MANY_JOBS], self._to_note[MANY_JOBS:]
+        for job_id in now:
+            job = tx.world.jobs.get(job_id)
+            if job is None or job.state is not JobState.PENDING or job.hold is not Hold.NONE:
+                continue
+            if job.eligible_at_s is None:
+                tx.record(BecameEligible(job_id=job_id, at_s=tx.now_s))
+        return bool(self._to_note)
+
+
+def _is_eligible(job: Job, wait: Wait) -> bool:
+    """Say whether only other jobs, resources, be they reserved, and limits keep the job waiting."""
+    return wait.reason in ELIGIBLE or (wait.reason is Reason.RESERVATION and not job.reservation)
+
+
+def _end_of(job: Job, wait: Wait) -> JobState | None:
+    """Return as what a job that waits so is to end; None: it is not."""
+    if wait.reason is Reason.DEADLINE:
+        return JobState.DEADLINE
+    hopeless = wait.reason is Reason.DEPENDENCY_NEVER and job.spec.kill_on_invalid_dep
+    return JobState.CANCELLED if hopeless else None

@@ -6,13 +6,107 @@ those are there.
 
 from __future__ import annotations
 
-from hpcsched.config import Config
-from hpcsched.controller.configured import node_of
+import json
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+from hpcsched.api.identity import is_account
+from hpcsched.config.load import Config
+from hpcsched.controller.nodes.edits import as_before, jobs_held
+from hpcsched.model.accounting import EVERYBODY, Accounting, PreemptMode, PreemptType
 from hpcsched.model.ids import JobId
+from hpcsched.model.node import LaunchFailure, Link, Node, NodeSpec
 from hpcsched.model.training import Training
-from hpcsched.store.engine import asks_about_strays, incarnation, raise_epoch, restored_last_id
+from hpcsched.sched.policy import DEFAULT_GUARD, Backfill, Policy, PreemptRules
+from hpcsched.store.engine import adopts_known, asks_about_strays, incarnation, raise_epoch, restored_last_id
 from hpcsched.store.store import Store
 from hpcsched.store.world import World
+
+# ----- what the configuration says, as the controller holds it: nodes with what is remembered of them, the policy of plans
+
+
+def node_of(spec: NodeSpec, row: Any) -> Node:
+    """Return the node of the configuration with what the store remembers of it."""
+    if row is None:
+        return Node(spec=spec)
+    return Node(
+        spec=spec,
+        link=Link.UNKNOWN,
+        link_since_s=row.link_since_s,
+        drained=bool(row.drained),
+        drained_why=row.drained_why,
+        drained_by=row.drained_by,
+        drained_at_s=row.drained_at_s,
+        boot_id=row.boot_id,
+        machine_id=row.machine_id,
+        spool=row.spool,
+        hardware=row.hardware,
+        launch_failures=tuple(LaunchFailure(*failure) for failure in json.loads(row.launch_failures)),
+        has_strays=bool(row.has_strays),
+    )
+
+
+def policy_of(config: Config) -> Policy:
+    """Return the planner's policy as configured."""
+    scheduler = config.scheduler
+    return Policy(
+        max_switch_wait_s=scheduler.max_switch_wait,
+        guard=replace(DEFAULT_GUARD, quick=replace(DEFAULT_GUARD.quick, part=scheduler.wait_guard)),
+        backfill=Backfill(scheduler.policy) if scheduler.policy != "fifo" else Backfill.NONE,
+        weight_age=scheduler.weights.age,
+        weight_partition=scheduler.weights.partition,
+        weight_size=scheduler.weights.size,
+        weight_fairshare=scheduler.weights.fairshare,
+        weight_qos=scheduler.weights.qos,
+        weight_assoc=scheduler.weights.assoc,
+        weights_tres=scheduler.weights.tres,
+        favor_small=scheduler.favor_small,
+        small_relative_to_time=scheduler.small_relative_to_time,
+        accrue_always=scheduler.accrue_always,
+        age_max_s=scheduler.age_max_s,
+        preempt=PreemptRules(
+            type=PreemptType(scheduler.preempt_type),
+            mode=PreemptMode(scheduler.preempt_mode),
+            grace_s=scheduler.preempt_grace_time_s,
+            exempt_s=scheduler.preempt_exempt_time_s,
+            requeue=config.controller.requeue,
+            qos={qos.name: qos for qos in config.accounting.qos},
+        ),
+    )
+
+
+def settings_changed(before: Config, after: Config) -> list[str]:
+    """Return in words what differs but for nodes and partitions: each section with its keys that do."""
+    changed = [] if before.accounting == after.accounting else ["accounts, QOS, licenses, fair share: reloaded"]
+    old, new = before.scheduler, after.scheduler
+    sections = {
+        "cluster": _differ(before, after, ("name", "share")),
+        "controller": _differ(before.controller, after.controller),
+        "scheduler": _differ(replace(old, weights=new.weights), new),
+        "scheduler.weights": _differ(old.weights, new.weights),
+    }
+    return changed + [f"[{name}] {', '.join(keys)}" for name, keys in sections.items() if keys]
+
+
+def unknown_users(accounting: Accounting) -> list[str]:
+    """Return a note for each section of accounts and users that names accounts this machine does not know."""
+    named = [(f"[accounts.{one.name}] users", one.users) for one in accounting.accounts]
+    named += [(f"[users.{one.name}]", (one.name,)) for one in accounting.users]
+    notes = []
+    for where, names in named:
+        unknown = [name for name in names if name != EVERYBODY and not is_account(name)]
+        if unknown:
+            notes.append(
+                f"{where}: this machine has no account {', '.join(unknown[:5])}; such users cannot submit jobs"
+            )
+    return notes
+
+
+def _differ(before: Any, after: Any, keys: Sequence[str] = ()) -> list[str]:
+    """Return which of `keys`, of all fields without them, two dataclasses have different values of."""
+    names = keys or [field.name for field in fields(after)]
+    return [name for name in names if getattr(before, name) != getattr(after, name)]
 
 
 def begin_term(config: Config, store: Store, now_s: float) -> World:
@@ -21,11 +115,16 @@ def begin_term(config: Config, store: Store, now_s: float) -> World:
     world = World(config=config, incarnation=incarnation(database), epoch=raise_epoch(database))
     world.restored_last_id = restored_last_id(database)
     world.ask_strays = asks_about_strays(database)
-    stored = store.load_nodes()
+    world.adopts_known = adopts_known(database)
+    load_world(world, store, now_s)
+    stored, former_name = store.load_nodes(), store.cluster()
+    config, world.not_taken = as_before(config, former_name, stored, jobs_held(world.active_jobs()))
+    if config.name != former_name:
+        store.put_cluster(config.name)
     for spec in config.nodes:
         world.nodes[spec.name] = node_of(spec, stored.get(spec.name))
-    world.partitions = {partition.name: partition for partition in config.partitions}
-    load_world(world, store, now_s)
+    world.set_partitions(config.partitions)
+    world.config = config
     return world
 
 
@@ -34,9 +133,13 @@ def load_world(world: World, store: Store, now_s: float) -> None:
     world.last_job_id, world.last_spec_id = store.last_ids()
     world.last_job_id += sum(len(job.spec.components) for job in store.jobs([world.last_job_id]))
     world.adopted = store.adopted()
+    world.partition_states = store.partition_states()
     for job in store.load_jobs(now_s - world.config.controller.min_job_age_s):
         world.put(job)
+    world.scripts.keep_only(set(store.script_hashes()))
     world.usage = {used.key: used for used in store.load_usage()}
+    world.crontabs = {crontab.uid: crontab for crontab in store.load_crontabs()}
+    world.triggers = {trigger.id: trigger for trigger in store.load_triggers()}
     world.reservations = {reservation.name: reservation for reservation in store.load_reservations()}
     world.training = _told_before(world, store)
 

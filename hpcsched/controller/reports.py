@@ -6,26 +6,41 @@ nothing. `Answer` is what goes back to the node after the commit.
 
 from __future__ import annotations
 
+import signal
 from dataclasses import dataclass, field
 from typing import Any
 
-from hpcnode import protocol
-from hpcsched.controller.measured import used
+from hpcnode.wire import protocol
 from hpcsched.controller.messages import claim_token
-from hpcsched.controller.requests import end_lost, give_back, lose_node, miss_node, note_condition
+from hpcsched.controller.requests.jobs import (
+    can_start_elsewhere,
+    end_lost,
+    give_back,
+    lose_node,
+    miss_node,
+    note_condition,
+    note_launch,
+)
 from hpcsched.errors import ProtocolError
 from hpcsched.lifecycle.effects import is_gathered, unclaimed_nodes
 from hpcsched.lifecycle.events import Claimed, Exited, LaunchRefused, NodeCleared, Started
 from hpcsched.lifecycle.job import can
 from hpcsched.lifecycle.resize import is_moving
+from hpcsched.model.exitcode import EX_TEMPFAIL, signal_of
 from hpcsched.model.ids import BATCH_STEP, JobId, NodeName, Token
 from hpcsched.model.job import ExitStatus, Job, JobState
 from hpcsched.model.node import Link
+from hpcsched.steps.step import used
 from hpcsched.store.rows import StepRow
 from hpcsched.store.world import Transaction
 
 # A job submitted with --requeue that exits so is queued again: EX_TEMPFAIL of sysexits.h, "try again later".
-REQUEUE_ME = ExitStatus(code=75)
+REQUEUE_ME = ExitStatus(code=EX_TEMPFAIL)
+# What ends a rank that did nothing wrong by itself: out of memory, a fault of the machine. MPICH's mpirun exits with the
+# number of the signal itself.
+KILLS = frozenset({signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS})
+MAX_DEATHS = 10  # attempts that may follow killed ranks
+ON_NODES = (JobState.CONFIGURING, JobState.RUNNING, JobState.SUSPENDED)
 _RESTORED = "the database was restored from a backup"
 
 
@@ -69,8 +84,11 @@ def on_batch_report(tx: Transaction, node: NodeName, token: Token, report: proto
         case protocol.STARTED:
             if job.started_at_s is None and can(job, Started):
                 started = tx.record(Started(job_id=job.id, at_s=tx.now_s, ran_s=report.ran_s))
+                note_launch(tx, started, node, executed=False)
                 tx.put_step(_batch_row(started, node, None))
         case protocol.ENDED:
+            elsewhere = report.unexecuted and job.state in ON_NODES and can_start_elsewhere(tx, job, node)
+            saved_step = step_to_resume(tx, job, report)
             ended = tx.record(
                 Exited(
                     job_id=job.id,
@@ -81,10 +99,15 @@ def on_batch_report(tx: Transaction, node: NodeName, token: Token, report: proto
                     ago_s=report.ago_s,
                     timed_out=report.timed_out,
                     out_of_memory=report.out_of_memory,
-                    requeue=job.spec.requeue is True and exit_status(report) == REQUEUE_ME,
+                    requeue=elsewhere or saved_step is not None or asks_again(job, exit_status(report)),
+                    saved_step=saved_step,
+                    output_full=report.output_full,
+                    unexecuted=report.why if report.unexecuted else "",
                 )
             )
             tx.put_step(_batch_row(ended, node, report, outcome=job.outcome))
+            if not report.unexecuted:
+                note_launch(tx, job, node, executed=True)
             for other in ended.held_nodes:
                 if tx.world.nodes[other].link is Link.DOWN:
                     miss_node(tx, tx.world.jobs[job.id], other)
@@ -101,12 +124,17 @@ def on_batch_report(tx: Transaction, node: NodeName, token: Token, report: proto
 
 
 def _on_refusal(tx: Transaction, job: Job, node: NodeName, report: protocol.Report) -> None:
-    """Of a refusal the job is the cause, and fails; or the node is: then it gets no more, and the job goes elsewhere."""
+    """Have the job tried on another node, or end it if no other one is left.
+
+    A node that says that it can start nothing gets no more jobs; whether the job or the node is the cause of any other
+    refusal is known when the job starts elsewhere: see `note_launch`.
+    """
     if report.node_fault:
         note_condition(tx, node, report.why)
         give_back(tx, job, node, f"node {node} could not start the job: {report.why}")
     elif job.state in (JobState.CONFIGURING, JobState.COMPLETING):
-        tx.record(LaunchRefused(job_id=job.id, at_s=tx.now_s, node=node, why=report.why))
+        again = job.state is JobState.CONFIGURING and can_start_elsewhere(tx, job, node)
+        tx.record(LaunchRefused(job_id=job.id, at_s=tx.now_s, node=node, why=report.why, requeue=again))
 
 
 def on_claim_report(tx: Transaction, node: NodeName, token: Token, report: protocol.Report, answer: Answer) -> None:
@@ -154,6 +182,30 @@ def end_stray(token: Token, report: protocol.Report, answer: Answer) -> None:
         key = (token.incarnation, int(token.job_id))
         answer.strays[key] = max(token.life, answer.strays.get(key, (0, 0)))
     answer.acks.append(report.seq)
+
+
+def asks_again(job: Job, status: ExitStatus) -> bool:
+    """Return whether a job that ended so asks to be queued again."""
+    return job.spec.requeue is True and status == REQUEUE_ME
+
+
+def step_to_resume(tx: Transaction, job: Job, report: protocol.Report) -> int | None:
+    """Return the step that another attempt resumes from, of a job with --requeue of which a rank was killed.
+
+    None: it ended in another way, it has been tried often enough, or its checkpoints do not get on: this attempt
+    has made none that is newer than the one which the attempt before left.
+    """
+    told = tx.world.training.get(job.id)
+    if job.spec.requeue is not True or job.state not in ON_NODES or told is None or told.attempt != job.attempt:
+        return None
+    if job.deaths >= MAX_DEATHS or told.checkpoint_step <= job.saved_step:
+        return None
+    if report.timed_out or report.out_of_memory or report.unexecuted:
+        return None
+    status = exit_status(report)
+    killed = signal_of(status.code, status.signal) in KILLS or status.code in KILLS
+    lost = status.code != 0 and tx.world.lost_ranks.get(job.id) == job.attempt
+    return told.checkpoint_step if killed or lost else None
 
 
 def exit_status(report: protocol.Report) -> ExitStatus:
@@ -205,17 +257,20 @@ def on_job_gone(tx: Transaction, node: NodeName, gone: protocol.JobGone) -> None
 
 
 def on_inventory(
-    tx: Transaction, node: NodeName, rebooted: bool, tokens: set[str], strays: set[tuple[str, int]]
+    tx: Transaction, node: NodeName, spool: str, rebooted: bool, tokens: set[str], strays: set[tuple[str, int]]
 ) -> None:
     """Compare the ledger with what the node has after it (re)connected; its reports have been taken already.
 
+    `spool`: whose inventory this is. That of another one than a job's is listened to after a reboot alone (see `spools`).
     `rebooted`: it has another boot id than when we last heard of it, so no process of before can be left there.
     `strays`: (incarnation, job) of what it has been told to end.
     """
     for job in tx.world.jobs_on(node):
-        batch_here = bool(job.spec.script) and job.shares[0].node == node
+        batch_here = job.spec.has_script and job.shares[0].node == node
         claimed_here = node in job.claimed_nodes and job.state is not JobState.COMPLETING
-        if tx.world.is_former(job):
+        if job.spool_on(node) != spool:
+            lose_node(tx, job, node, f"node {node} was rebooted, and has another spool")
+        elif tx.world.is_former(job):
             ending = (Token.parse(job.token).incarnation, int(job.id)) in strays
             if batch_here and not ending and job.token not in tokens and job.state is not JobState.COMPLETING:
                 lose_node(tx, job, node, f"{_RESTORED}, and node {node} has nothing of the job")

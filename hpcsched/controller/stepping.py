@@ -7,26 +7,30 @@ at once, but for those that come before the steps of a node that has just connec
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hpcnode import protocol
-from hpcsched import paths
+from hpcnode.os import rlimits
+from hpcnode.wire import protocol
+from hpcsched import mishap, paths
 from hpcsched.api.identity import Asker, asker_of
-from hpcsched.controller import messages, requests, resizing
-from hpcsched.controller.shells import OPTION, ShellPorts, Shells
-from hpcsched.controller.stepports import StepPlan, StepPorts
-from hpcsched.controller.steprequest import read_allocation
-from hpcsched.controller.steps import StepService
-from hpcsched.controller.stepstate import HEAD, Origin
+from hpcsched.controller import messages, preemption
+from hpcsched.controller.requests import jobs
+from hpcsched.controller.requests.held_jobs import OPTION, ShellPorts, Shells
 from hpcsched.controller.tick import Controller, Ports
-from hpcsched.errors import HpcschedError
-from hpcsched.launch.environment import step_environment
+from hpcsched.errors import HpcschedError, InvariantError, ProtocolError
 from hpcsched.lifecycle.events import EndRequested, Submitted
 from hpcsched.lifecycle.job import can
+from hpcsched.listing.text import start_words
 from hpcsched.model.ids import JobId, NodeName, Token
 from hpcsched.model.job import ACTIVE, ExitStatus, Job, JobState
+from hpcsched.steps.environment import step_environment
+from hpcsched.steps.launch import StepPlan, StepPorts
+from hpcsched.steps.request import read_allocation
+from hpcsched.steps.service import StepService
+from hpcsched.steps.step import HEAD, Origin
 from hpcsched.store.rows import StepRow
 from hpcsched.store.world import Transaction
 
@@ -53,6 +57,7 @@ class Stepping:
         self._reply_head = reply_head
         self._tx: Transaction | None = None
         self._outbox: list[Send] = []
+        self._rehearsals: set[asyncio.Task[None]] = set()
         self._unsettled: set[NodeName] = set()  # what they say of steps waits until their inventory was looked through
         self.service = StepService(
             StepPorts(
@@ -73,9 +78,11 @@ class Stepping:
                 is_admin=lambda uid: self._asker(uid).admin,
                 epoch=lambda: self._world.epoch,
                 now_s=clock,
+                allow_uid_below=lambda: self._world.config.controller.allow_uid_below,
                 is_adopted=lambda job: job.token in self._world.adopted,
                 recorded=controller.store.attempt_steps,
                 grace_s=self._world.config.controller.kill_wait_s,
+                propagate=rlimits.names(self._world.config.controller.propagate),
             )
         )
         self.shells = Shells(
@@ -92,13 +99,42 @@ class Stepping:
 
     def on_from_stream(self, node: NodeName, said: protocol.FromStream, blob: bytes) -> None:
         """Take what a step command said; only a request for a step, or after one, waits for the tick."""
-        options = said.message.get("options")
-        if said.message.get("type") == "StepRequest" and isinstance(options, dict) and OPTION in options:
-            self._in_tick(lambda: self.shells.request((node, said.stream), said.uid, said.message))
+        given = said.message.get("options") if said.message.get("type") == "StepRequest" else None
+        options = given if isinstance(given, dict) else {}
+        origin = (node, said.stream)
+        if options.get("test-only") and node == HEAD and not said.message.get("job_id"):
+            task = asyncio.get_running_loop().create_task(self._rehearse(origin, said))
+            self._rehearsals.add(task)
+            task.add_done_callback(self._rehearsals.discard)
+        elif OPTION in options:
+            self._in_tick(lambda: self.shells.request(origin, said.uid, said.message), origin)
         elif said.message.get("type") in ("StepRequest", "StepAsked") or node in self._unsettled:
-            self._in_tick(lambda: self.service.on_from_stream(node, said, blob))
+            self._in_tick(lambda: self.service.on_from_stream(node, said, blob), origin)
         else:
-            self.service.on_from_stream(node, said, blob)
+            try:
+                self.service.on_from_stream(node, said, blob)
+            except InvariantError:
+                raise
+            except Exception as error:
+                self._give_up(origin, str(mishap.report(error, f"serve a step command on {node or 'the head'}")))
+
+    async def _rehearse(self, origin: Origin, said: protocol.FromStream) -> None:
+        """Answer when and where a job would start that a step command asks for with --test-only."""
+        text, error = "", ""
+        try:
+            request = protocol.from_json(said.message)
+            if not isinstance(request, protocol.StepRequest) or request.version != protocol.VERSION:
+                raise ProtocolError("cannot test the request: this hrun and the controller are of different versions")
+            now_s = self._clock()
+            rehearsal = self._controller.rehearsal(self._asker(said.uid), read_allocation(request, now_s), now_s)
+            text = start_words(await asyncio.to_thread(rehearsal))
+        except (HpcschedError, protocol.WireError) as refused:
+            error = str(refused)
+        except Exception as failed:
+            error = str(mishap.report(failed, "test a request"))
+        if text:
+            self._reply(origin, protocol.StepWaiting(job_id=0, text=text), b"")
+        self._reply(origin, protocol.StepEnded(codes=[], signals=[], error=error), b"")
 
     def on_stream_closed(self, origin: Origin) -> None:
         """Take note that a step command went away."""
@@ -135,6 +171,15 @@ class Stepping:
         """Send a signal to the tasks of a running step, or (None) end it; return whether there is one."""
         return self.service.act_on(job, number, signum, by)
 
+    def signal_steps(self, job: Job, signum: int) -> None:
+        """Send a signal to the tasks of all running steps of the job."""
+        for number, *_ in self.service.running(job.id):
+            self.service.act_on(job, number, signum, "")
+
+    def has_steps(self, job: Job) -> bool:
+        """Return whether a step of the job runs."""
+        return bool(self.service.running(job.id))
+
     def node_welcome(self, node: NodeName, inventory: list[dict[str, Any]]) -> None:
         """Compare the steps known here with what the node knows."""
         mine = [item for item in inventory if str(item.get("token")).startswith(self._world.incarnation + ".")]
@@ -150,7 +195,7 @@ class Stepping:
         """Take note of a job that has its nodes: only one without a batch step was made for a step."""
         if self.shells.holds(job.id):
             self._in_tick(lambda: self.shells.job_running(job) if self.shells.holds(job.id) else None)
-        elif not job.spec.script:
+        elif not job.spec.has_script:
             self._in_tick(lambda: self.service.job_running(job))
 
     def job_ending(self, job: Job) -> None:
@@ -165,17 +210,20 @@ class Stepping:
         if self.shells.holds(job_id):
             self._in_tick(lambda: self.shells.job_ended(job_id) if self.shells.holds(job_id) else None)
 
-    def _in_tick(self, work: Callable[[], None]) -> None:
+    def _in_tick(self, work: Callable[[], object], origin: Origin | None = None) -> None:
         """Run `work` in the next tick; what it sends goes out after the commit.
 
         The service's own state does not go back with a commit that fails, so `work` is run once, and what it wanted to
-        be on disk is what is tried again.
+        be on disk is what is tried again. If that fails for good, what `origin` had asked for is ended, and it is told.
         """
         outbox: list[Send] = []
         first: Transaction | None = None
+        failed: Exception | None = None
 
         def inside(tx: Transaction) -> None:
-            nonlocal first
+            nonlocal first, failed
+            if failed is not None:
+                raise failed
             self._tx, self._outbox = tx, outbox
             try:
                 if first is None:
@@ -183,17 +231,30 @@ class Stepping:
                     work()
                 else:
                     self._repeat(first, tx)
+            except Exception as error:
+                failed = error
+                raise
             finally:
                 self._tx, self._outbox = None, []
 
         def done(result: Any) -> None:
-            if isinstance(result, HpcschedError):
+            if isinstance(result, Exception):
                 log.error("cannot go on with a step: %s", result)
+                if origin is not None:
+                    self._give_up(origin, str(result))
                 return
             for send in outbox:
-                send()
+                try:
+                    send()
+                except Exception as error:  # of one message: the others are sent all the same
+                    mishap.report(error, "send what a step needs")
 
         self._controller.ask(inside, done, keep=True)
+
+    def _give_up(self, origin: Origin, why: str) -> None:
+        """End what `origin` had asked for, after a failure of ours, and tell it."""
+        self.on_stream_closed(origin)
+        self._in_tick(lambda: self._reply(origin, protocol.StepEnded(codes=[], signals=[], error=why), b""))
 
     def _repeat(self, first: Transaction, tx: Transaction) -> None:
         """Do to the world again what `first`, which was undone, did to it."""
@@ -201,15 +262,32 @@ class Stepping:
             tx.put_step(row)
         for event in first.batch.events:
             job = tx.world.jobs.get(event.job_id)
-            if isinstance(event, Submitted):  # its number may be another job's by now
+            if isinstance(event, Submitted) and event.job_id == tx.world.last_job_id + 1:
+                self._submit_again(event, first, tx)
+            elif isinstance(event, Submitted):  # its number may be another job's by now
                 self.service.job_ended(event.job_id, "it could not be written to the database; ask again")
             elif job is not None and can(job, type(event)):
                 tx.record(event)
 
+    def _submit_again(self, event: Submitted, first: Transaction, tx: Transaction) -> None:
+        spec = first.batch.specs[event.spec_id]
+        limit_s = event.time_limit_s
+        tx.submit(spec, uid=event.uid, user=event.user, partition=event.partition, time_limit_s=limit_s)
+
     # ----- the service's ports
 
     def _send(self, node: NodeName, message: protocol.Message, blob: bytes) -> None:
-        self._later(lambda: self._ports.send(node, message, blob))
+        self._later(lambda: self._send_now(node, message, blob))
+
+    def _send_now(self, node: NodeName, message: protocol.Message, blob: bytes) -> None:
+        try:
+            self._ports.send(node, message, blob)
+        except protocol.WireError as error:  # too long for a message
+            if not isinstance(message, protocol.Launch):
+                raise
+            now_s = self._clock()
+            refused = protocol.Report(seq=0, token=message.token, status=protocol.REFUSED, at_s=now_s, why=str(error))
+            self._in_tick(lambda: self.service.on_report(node, refused))
 
     def _reply(self, origin: Origin, message: protocol.Message, blob: bytes) -> None:
         node, stream = origin
@@ -228,12 +306,12 @@ class Stepping:
     def _allocate(self, request: protocol.StepRequest, uid: int) -> JobId:
         assert self._tx is not None
         spec = read_allocation(request, self._clock())
-        made = requests.submit(self._tx, self._asker(uid), "", [spec], lambda *_: None)
+        made = jobs.submit(self._tx, self._asker(uid), "", [spec], lambda *_: None)
         return JobId(made[0]["job_id"])
 
     def _resize(self, job: Job, count: int, uid: int) -> None:
         assert self._tx is not None
-        resizing.shrink(self._tx, job, count, uid)
+        preemption.shrink(self._tx, job, count, uid)
 
     def _release_of_step(self, job_id: JobId, exit_status: ExitStatus) -> None:
         if not self.shells.holds(job_id):
@@ -293,8 +371,7 @@ class Stepping:
             master_addr=messages.address(self._world.nodes[step.tasks[0].node]),
             cpus_per_task=options.shape.cpus_per_task if options.cpus_given else None,
             ntasks_per_node=options.shape.ntasks_per_node,
-            plane=options.shape.plane,
-            arbitrary=bool(options.shape.hosts),
+            distribution="arbitrary" if options.shape.hosts else options.distribution,
         )
 
     def _asker(self, uid: int) -> Asker:

@@ -11,31 +11,38 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-from hpcnode import protocol
-from hpcsched.controller import messages, reports, reserving, strays
-from hpcsched.controller.books import Books
-from hpcsched.controller.clockstep import keep_step, mark_of
+from hpcnode.wire import protocol
+from hpcsched import mishap
+from hpcsched.api.identity import Asker
+from hpcsched.controller import messages, reports
 from hpcsched.controller.memory import memory_of
-from hpcsched.controller.overdue import end_overdue
-from hpcsched.controller.pace import Pace
-from hpcsched.controller.planning import SLICE_S, Planning
-from hpcsched.controller.preemption import carry_out
-from hpcsched.controller.requests import SignalJob, miss_node, note_condition
-from hpcsched.controller.resizing import carry_out_resizes
-from hpcsched.controller.silence import Silences, end_silent
-from hpcsched.controller.timers import next_time_s
+from hpcsched.controller.nodes import edits, orphans
+from hpcsched.controller.nodes.unreachable import Silences, end_silent
+from hpcsched.controller.planning import MANY_JOBS, SLICE_S, Pace, Planning, Waits
+from hpcsched.controller.preemption import carry_out, carry_out_resizes
+from hpcsched.controller.requests import crontabs, reservations, triggers
+from hpcsched.controller.requests.admission import check_account, check_share_of_queue, settle
+from hpcsched.controller.requests.jobs import SignalJob, miss_node, note_condition, place_of
+from hpcsched.controller.timers import ClockMark, end_overdue, keep_step, mark_of, next_time_s, warn_at_s
 from hpcsched.controller.training import Trainings
-from hpcsched.controller.waits import MANY_JOBS, Waits
-from hpcsched.errors import HpcschedError, ProtocolError, UnavailableError
-from hpcsched.lifecycle.effects import ClaimPart, StartBatch, effects_of
-from hpcsched.lifecycle.events import Allocated, Started
+from hpcsched.controller.usage_ledger import Books
+from hpcsched.controller.views.start_estimate import first_start
+from hpcsched.errors import HpcschedError, InvariantError, NotFoundError, ProtocolError, UnavailableError
+from hpcsched.lifecycle.effects import ClaimPart, Effect, StartBatch, effects_of
+from hpcsched.lifecycle.events import Allocated, LaunchRefused, Started, Submitted
+from hpcsched.lifecycle.job import can, submitted_jobs
 from hpcsched.model.ids import ALLOC_STEP, BATCH_STEP, JobId, NodeName, Token
-from hpcsched.model.job import ACTIVE, Job, JobState
+from hpcsched.model.job import ACTIVE, Job, JobState, Reason
 from hpcsched.model.node import Link
+from hpcsched.model.resources import Share
+from hpcsched.model.spec import JobSpec
+from hpcsched.model.trigger import Trigger
 from hpcsched.sched.decisions import Plan, Start
 from hpcsched.sched.policy import Policy
+from hpcsched.sched.queue.eligible import Wait
 from hpcsched.sched.snapshot import Promise, Snapshot, SnapshotCache, snapshot_of
 from hpcsched.store.store import Store
 from hpcsched.store.world import Transaction, World
@@ -43,8 +50,10 @@ from hpcsched.store.world import Transaction, World
 log = logging.getLogger("hpcsched.controller")
 
 PURGE_EVERY_S = 60.0
+PURGE_SCRIPTS = 200  # at a time
 
 RETRY_S = 1.0  # after a commit that failed
+PLAN_RETRY_S, PLAN_RETRY_MOST_S = 1.0, 60.0  # after a plan that failed
 
 Work = Callable[[Transaction], Any]
 Done = Callable[[Any], None]
@@ -56,6 +65,35 @@ class _Item(NamedTuple):
     work: Work
     done: Done
     keep: bool
+
+
+class _Asked:
+    """An item in its tick: what came of it, and the highest ids that were given before it."""
+
+    __slots__ = ("done", "ids", "keep", "result", "work")
+
+    def __init__(self, work: Work, done: Done, keep: bool) -> None:
+        self.work = work
+        self.done = done
+        self.keep = keep
+        self.ids: tuple[int, int] | None = None  # None: it has not been done yet
+        self.result: Any = None
+
+
+class _NotStarted(NamedTuple):
+    """Why a job's start failed, and until when it is held back."""
+
+    until_s: float
+    why: str
+
+
+class _Turn(NamedTuple):
+    """What a tick leaves to be acted on after its commit."""
+
+    clock_mark: ClockMark
+    proof_in_s: float | None
+    many: bool
+    due: list[Trigger]
 
 
 class Ports(Protocol):
@@ -72,6 +110,9 @@ class Ports(Protocol):
 
     def monotonic_s(self) -> float:
         """Return a clock that knows no steps: for how long planning takes, and for how long a node is silent."""
+
+    def run_trigger(self, trigger: Trigger) -> None:
+        """Run the program of a trigger as the user who set it."""
 
     def boot_clock(self) -> tuple[str, float]:
         """Return the name of this boot of the machine, and for how long it has lasted, sleep included; "": not known."""
@@ -92,6 +133,10 @@ class Listener(Protocol):
     def step_reported(self, node: NodeName, report: protocol.Report) -> None: ...
 
     def act_on_step(self, job: Job, number: int, signum: int | None, by: str) -> bool: ...
+
+    def signal_steps(self, job: Job, signum: int) -> None: ...
+
+    def has_steps(self, job: Job) -> bool: ...
 
 
 class Controller:
@@ -114,14 +159,21 @@ class Controller:
         self._silences = Silences(ports.monotonic_s)
         self._clock_mark = mark_of(store.clock())
         self._asked: dict[JobId, set[str]] = {}  # claims that nodes were asked for
+        self._warned: dict[JobId, float] = {}  # allocations that got the signal of --signal, and for which end
         self._inbox: list[_Item] = []
         self._unwritable = ""  # why the last commit failed
         self._plan_wanted = True
         self._planning = Planning(ports.monotonic_s)
         self._pace = Pace(ports.monotonic_s)
         self._waits = Waits()
+        self._plan_failures = 0  # in a row
+        self._plan_again_s = 0.0  # then; by the clock that knows no steps
+        self._not_started: dict[JobId, _NotStarted] = {}
         self._timer_at_s: float | None = None  # when a begin time or a time limit comes round
         self._next_purge_s = 0.0
+        self._unread: set[JobId] = set()  # jobs whose scripts could not be read from the disk
+        self._unreadable = ""  # why
+        self._unknown_deleted = False  # scripts that no job uses, of before this start
 
     # ----- what comes in
 
@@ -133,16 +185,35 @@ class Controller:
         self._inbox.append(_Item(work, done, keep))
         self._ports.wake(0.0)
 
-    def node_up(self, node: NodeName, welcome: protocol.Welcome, now_s: float) -> None:
-        """Take note that the node's agent answers, and of all that it knows."""
+    def node_up(self, node: NodeName, welcome: protocol.Welcome, now_s: float) -> str:
+        """Take note that the node's agent answers, and of all that it knows; return why it is not listened to, or ""."""
+        if why := edits.why_refused(self.world, node, welcome):
+            return why
+        self.world.spools[node] = edits.spool_of(welcome).id
         self._silences.connected(node)
         self.ask(
             lambda tx: self._on_welcome(tx, node, welcome), lambda answer: self._node_is_up(node, answer), keep=True
         )
+        return ""
+
+    def disconnected(self, node: NodeName) -> None:
+        """Take note that there is no connection to the node: nothing is launched there until there is one."""
+        self.world.spools.pop(node, None)
+        self._silences.disconnected(node)
+
+    def node_redialled(self, node: NodeName, why: str) -> None:
+        """Take note that the connection to the node was closed here, and is being made anew."""
+        self.disconnected(node)
+
+        def work(tx: Transaction) -> None:
+            if tx.world.nodes[node].link is Link.UP:
+                tx.set_node(node, link=Link.UNKNOWN, link_since_s=tx.now_s, link_why=why)
+
+        self.ask(work, _log_failure, keep=True)
 
     def node_down(self, node: NodeName, why: str) -> None:
         """Take note that the node does not answer. Its jobs stay as they are: that is no proof of anything yet."""
-        self._silences.disconnected(node)
+        self.disconnected(node)
 
         def work(tx: Transaction) -> None:
             if tx.world.nodes[node].link is not Link.DOWN:
@@ -164,9 +235,9 @@ class Controller:
             case protocol.Condition():
                 self.ask(lambda tx: note_condition(tx, node, message.why), _log_failure, keep=True)
             case protocol.JobGone():
-                self.ask(lambda tx: reports.on_job_gone(tx, node, message), _log_failure, keep=True)
+                self.ask(lambda tx: self._on_job_gone(tx, node, message), _log_failure, keep=True)
                 ended = self.strays.pop((node, message.incarnation, message.job_id), None)
-                if strays.forget(self.world, node, gone=message) or ended is not None:
+                if orphans.forget(self.world, node, gone=message) or ended is not None:
                     self.replan()
             case _:
                 raise ProtocolError(f"cannot take {type(message).__name__} from node {node}")
@@ -177,12 +248,12 @@ class Controller:
         answer = answer or reports.Answer()
         token = reports.read_token(report, node)
         waiting = len(tx.world.kept)
-        if token.incarnation != tx.world.incarnation and strays.take(tx.world, node, token, report, answer):
+        if token.incarnation != tx.world.incarnation and orphans.take(tx, node, token, report, answer):
             return answer
         self._plan_wanted |= len(tx.world.kept) < waiting
         if token.step == BATCH_STEP:
             reports.on_batch_report(tx, node, token, report, answer)
-        elif token.incarnation != tx.world.incarnation and not strays.is_adopted(tx.world, token):
+        elif token.incarnation != tx.world.incarnation and not orphans.is_adopted(tx.world, token):
             reports.end_stray(token, report, answer)
         elif token.step == ALLOC_STEP:
             reports.on_claim_report(tx, node, token, report, answer)
@@ -201,8 +272,9 @@ class Controller:
             self._answer(node, answer)
 
     def _on_welcome(self, tx: Transaction, node: NodeName, welcome: protocol.Welcome) -> reports.Answer:
-        known = tx.world.nodes[node]
+        known, spool = tx.world.nodes[node], edits.spool_of(welcome)
         rebooted = bool(known.boot_id) and known.boot_id != welcome.boot_id
+        edits.take_spool(tx, node, spool)
         tx.set_node(
             node,
             link=Link.UP,
@@ -210,6 +282,8 @@ class Controller:
             link_why="",
             boot_id=welcome.boot_id,
             machine_id=str(welcome.facts.get("machine_id", "")),
+            spool=spool.id,
+            hardware=spool.hardware,
             agent_version=welcome.agent_version,
             root_agent=bool(welcome.facts.get("is_root", False)),
         )
@@ -217,14 +291,27 @@ class Controller:
         tokens: set[str] = set()
         # What is left of them is in the inventory; word of what has gone may have been lost with the last connection.
         self.strays = {key: attempt for key, attempt in self.strays.items() if key[0] != node}
-        strays.forget(tx.world, node)
+        orphans.forget(tx.world, node)
         for item in welcome.inventory:
-            report = protocol.from_json({"type": "Report", **item})
+            report = protocol.read_as(protocol.Report, {"type": "Report", **item})
             tokens.add(report.token)
             self._on_report(tx, node, report, answer)
         note_condition(tx, node, str(welcome.facts.get("fault", "")))  # whatever it had to refuse once
-        reports.on_inventory(tx, node, rebooted, tokens, set(answer.strays))
+        reports.on_inventory(tx, node, spool.id, rebooted, tokens, set(answer.strays))
+        self._note_strays(tx, node)
         return answer
+
+    def _note_strays(self, tx: Transaction, node: NodeName) -> None:
+        """Keep in the node's row whether it runs what was launched before the database was restored."""
+        own = tx.world.incarnation
+        left = any(name == node for name, _ in tx.world.kept)
+        left = left or any(name == node and incarnation != own for name, incarnation, _ in self.strays)
+        if tx.world.nodes[node].has_strays is not left:
+            tx.set_node(node, has_strays=left)
+
+    def _on_job_gone(self, tx: Transaction, node: NodeName, gone: protocol.JobGone) -> None:
+        reports.on_job_gone(tx, node, gone)
+        self._note_strays(tx, node)
 
     # ----- what goes out
 
@@ -256,7 +343,13 @@ class Controller:
     def send_signals(self, signals: list[SignalJob]) -> None:
         """Pass signals on to the jobs' processes, on all their nodes."""
         for item in signals:
-            for message, node in messages.signal_messages(item.job, item.signum, item.batch_only, item.steps_too):
+            if not item.job.spec.has_script:
+                if self.listener is not None:
+                    self.listener.signal_steps(item.job, item.signum)
+                continue
+            for message, node in messages.signal_messages(
+                item.job, item.signum, batch_only=item.batch_only, full=item.full
+            ):
                 self._ports.send(node, message)
 
     def _perform(self, job: Job, only: NodeName | None = None) -> None:
@@ -267,8 +360,41 @@ class Controller:
                 continue  # nothing of a former incarnation is launched
             if isinstance(effect, ClaimPart) and not self._is_first(effect) and only is None:
                 continue  # it was asked on this connection; each part that is claimed brings us here again
-            message, blob = messages.message_for(effect, self.world)
-            self._ports.send(effect.node, message, blob)
+            try:
+                message, blob = messages.message_for(effect, self.world, self._script_of)
+                self._ports.send(effect.node, message, blob)
+            except InvariantError:
+                raise
+            except UnavailableError as error:
+                if str(error) != self._unreadable:
+                    log.error("cannot start job %s: %s", job.display_id, error)
+                self._unreadable = str(error)
+                self._unread.add(job.id)
+                self._ports.wake(RETRY_S)
+            except Exception as error:
+                self._not_sent(effect, error)
+
+    def _not_sent(self, effect: Effect, error: Exception) -> None:
+        """Have a job fail whose launch cannot be said, because it is too long for a message or for a bug."""
+        known = isinstance(error, HpcschedError | protocol.WireError)
+        why = str(error if known else mishap.report(error, f"say what job {effect.job.id} needs"))
+        if not isinstance(effect, StartBatch | ClaimPart):
+            log.error("cannot tell node %s of job %d: %s", effect.node, effect.job.id, why)
+            return
+
+        def refuse(tx: Transaction) -> None:
+            job = tx.world.jobs.get(effect.job.id)
+            if job is not None and job.attempt == effect.job.attempt and can(job, LaunchRefused):
+                tx.record(LaunchRefused(job_id=job.id, at_s=tx.now_s, node=effect.node, why=why))
+
+        self.ask(refuse, _log_failure, keep=True)
+
+    def _script_of(self, job: Job) -> bytes:
+        """Return the text of the job's script. Raises UnavailableError, NotFoundError."""
+        text = self.store.script(job.spec)
+        if text is None:
+            raise NotFoundError("its script is not in the database any more; submit it again")
+        return text
 
     def _is_first(self, effect: ClaimPart) -> bool:
         asked = self._asked.setdefault(effect.job.id, set())
@@ -280,71 +406,111 @@ class Controller:
     # ----- the tick
 
     def tick(self, now_s: float) -> None:
-        """Do all that has come in, plan if something changed, commit, answer, and act."""
-        inbox, self._inbox = self._inbox, []
+        """Do all that has come in, plan if something changed, commit, answer, and act.
+
+        What fails unexpectedly is undone, logged and answered for itself: an item, a job, the plan. Raises InvariantError.
+        """
+        inbox, self._inbox = [_Asked(*item) for item in self._inbox], []
         tx = Transaction(self.world, now_s)
-        answers: list[tuple[_Item, Any]] = []
-        clock_mark = keep_step(tx, self._clock_mark, *self._ports.boot_clock())
+        turn = self._do(tx, inbox)
+        wrong = self._commit(tx, inbox)
+        if isinstance(wrong, UnavailableError):
+            self._put_off(tx, inbox, wrong)
+            return
+        if wrong is not None:
+            # Some of it cannot be written, ever: what that is shows when each piece is committed by itself.
+            log.warning("cannot commit a tick as a whole (%.300r): each piece is committed by itself", wrong)
+            tx.undo()
+            self._planning.forget()
+            self._plan_wanted = True
+            tx = Transaction(self.world, now_s, commit=self.store.commit)
+            turn = self._do(tx, inbox)
+            again = [item for item in inbox if item.keep and isinstance(item.result, UnavailableError)]
+            inbox = [item for item in inbox if item not in again]
+            self._inbox = [_Item(item.work, item.done, True) for item in again] + self._inbox
+            self._ports.wake(RETRY_S)
+        if self._unwritable:
+            log.info("the database can be written again")
+            self._unwritable = ""
+        self._clock_mark = turn.clock_mark
         for item in inbox:
-            inner = tx.savepoint()
-            try:
-                result = item.work(inner)
-            except (HpcschedError, protocol.WireError) as error:
-                inner.undo()
-                result = error
+            _guarded("answer a request", partial(item.done, item.result))
+        for trigger in turn.due:
+            _guarded(f"run trigger {trigger.id}", partial(self._ports.run_trigger, trigger))
+        for at_s in (crontabs.next_retry_s(self.world, now_s), triggers.next_time_s(self.world, now_s)):
+            if at_s is not None:
+                self._ports.wake(at_s - now_s)
+        if turn.many:  # who asked for so much need not wait for the plan as well: it comes behind the answer
+            self._ports.wake(0.0)
+        unread, self._unread = self._unread, set()
+        for job in tx.batch.jobs.values():
+            after = partial(self._after, self.world.jobs.get(job.id, job), now_s)
+            _guarded(f"act on the change of job {job.id}", after)
+        _guarded("warn jobs of their end", lambda: self._warn(now_s))
+        for job_id in unread - tx.batch.jobs.keys() & self.world.active.keys():
+            self._perform(self.world.jobs[job_id])
+        _guarded("forget ended jobs", lambda: self._purge(now_s))
+        if turn.proof_in_s is not None:
+            self._ports.wake(turn.proof_in_s)
+        if self._timer_at_s is not None and self._timer_at_s > now_s:
+            self._ports.wake(self._timer_at_s - now_s)  # again: the clock may have been set back since
+
+    def _do(self, tx: Transaction, inbox: list[_Asked]) -> _Turn:
+        """Do the items and what follows from the time, each in an attempt of its own. Done again, an item gets the same ids."""
+        known = self._clock_mark
+        mark = _guarded("read the clocks", lambda: keep_step(tx, known, *self._ports.boot_clock()))
+        for item in inbox:
+            ids = (self.world.last_job_id, self.world.last_spec_id)
+            if item.ids is None:
+                item.ids = ids
+            elif isinstance(item.result, Exception):
+                continue  # it failed the first time, and was undone
             else:
-                tx.merge(inner)
-            answers.append((item, result))
-        end_overdue(tx)
-        reserving.keep_up(tx)
-        if tx.batch.reservations:
+                self.world.last_job_id, self.world.last_spec_id = map(max, ids, item.ids)
+            item.result = tx.attempt("do what was asked", item.work)
+        _guarded("end jobs whose time is over", lambda: end_overdue(tx))
+        _guarded("move reservations on", lambda: reservations.keep_up(tx))
+        _guarded("keep crontabs up", lambda: crontabs.keep_up(tx))
+        due = _guarded("look at triggers", lambda: triggers.keep_up(tx)) or []
+        if tx.batch.reservations or tx.batch.partitions:
             self._planning.forget()  # it knows nothing of them
-        proof_in_s = end_silent(tx, self._silences)
-        timer_rang = self._timer_at_s is not None and self._timer_at_s <= now_s
+        proof_in_s = _guarded("end jobs of silent nodes", lambda: end_silent(tx, self._silences))
+        timer_rang = self._timer_at_s is not None and self._timer_at_s <= tx.now_s
         self._plan_wanted = (
-            self._plan_wanted or timer_rang or bool(tx.batch.jobs or tx.batch.nodes or tx.batch.reservations)
+            self._plan_wanted
+            or timer_rang
+            or bool(tx.batch.jobs or tx.batch.nodes or tx.batch.reservations or tx.batch.partitions)
         )
         many = len(tx.batch.jobs) >= MANY_JOBS
         if not many:
             self._note_ages(tx)
-            self._plan_if_due(tx)
-        if not self._commit(tx, answers):
-            return
-        self._clock_mark = clock_mark
-        for item, result in answers:
-            item.done(result)
-        if many:  # who asked for so much need not wait for the plan as well: it comes behind the answer
-            self._ports.wake(0.0)
-        for job in tx.batch.jobs.values():
-            self._after(self.world.jobs.get(job.id, job), now_s)
-        self._purge(now_s)
-        if proof_in_s is not None:
-            self._ports.wake(proof_in_s)
-        if self._timer_at_s is not None and self._timer_at_s > now_s:
-            self._ports.wake(self._timer_at_s - now_s)  # again: the clock may have been set back since
+            self._plan_or_put_off(tx)
+        return _Turn(mark or known, proof_in_s, many, due)
 
-    def _commit(self, tx: Transaction, answers: list[tuple[_Item, Any]]) -> bool:
-        if not tx.batch:
-            return True
+    def _commit(self, tx: Transaction, inbox: list[_Asked]) -> Exception | None:
+        """Put what the items and the plan have done on disk; return why that cannot be, None if it is there."""
         try:
-            self.store.commit(tx.batch)
-        except UnavailableError as error:
-            if str(error) != self._unwritable:
-                log.error("%s", error)
-            self._unwritable = str(error)
-            tx.undo()
-            self._planning.forget()  # what it started has not been
-            self._plan_wanted = True
-            self._inbox = [item for item, _ in answers if item.keep] + self._inbox
-            self._ports.wake(RETRY_S)
-            for item, _ in answers:
-                if not item.keep:
-                    item.done(error)
-            return False
-        if self._unwritable:
-            log.info("the database can be written again")
-            self._unwritable = ""
-        return True
+            if tx.batch:
+                self.store.commit(tx.batch)
+        except InvariantError:
+            raise
+        except Exception as error:
+            return error
+        return None
+
+    def _put_off(self, tx: Transaction, inbox: list[_Asked], error: UnavailableError) -> None:
+        """Undo the tick, because nothing can be written now, and try again later what is kept."""
+        if str(error) != self._unwritable:
+            log.error("%s", error)
+        self._unwritable = str(error)
+        tx.undo()
+        self._planning.forget()  # what it started has not been
+        self._plan_wanted = True
+        self._inbox = [_Item(item.work, item.done, True) for item in inbox if item.keep] + self._inbox
+        self._ports.wake(RETRY_S)
+        for item in inbox:
+            if not item.keep:
+                _guarded("answer a request", partial(item.done, error))
 
     def _after(self, job: Job, now_s: float) -> None:
         """Act on a job that has changed."""
@@ -363,26 +529,59 @@ class Controller:
             elif job.state not in ACTIVE:
                 self.listener.job_ended(job.id)
 
-    def _plan_if_due(self, tx: Transaction) -> None:
-        """Plan for a while, if it is time for that."""
+    def _warn(self, now_s: float) -> None:
+        """Send the signal of --signal to the steps of allocations whose end is near: once, after a restart once more."""
+        due = {
+            job.id: at_s for job in self.world.active_jobs() if (at_s := warn_at_s(job)) is not None and at_s <= now_s
+        }
+        for job_id in [job_id for job_id, at_s in due.items() if self._warned.get(job_id) != at_s]:
+            wanted = self.world.jobs[job_id].spec.signal
+            if self.listener is not None and wanted is not None:
+                self.listener.signal_steps(self.world.jobs[job_id], wanted.signum)
+        self._warned = due
+
+    def _plan_or_put_off(self, tx: Transaction) -> None:
+        """Plan if it is time for that; after a plan that failed, not before a while, which grows."""
+        now_s = self._ports.monotonic_s()
+        if self._plan_failures and now_s < self._plan_again_s:
+            self._ports.wake(self._plan_again_s - now_s)
+            return
+        try:
+            whole = self._plan_if_due(tx)
+        except InvariantError:
+            raise
+        except Exception as error:
+            mishap.report(error, "plan")
+            pause_s = min(PLAN_RETRY_S * 2 ** min(self._plan_failures, 10), PLAN_RETRY_MOST_S)
+            self._plan_failures += 1
+            self._plan_again_s = now_s + pause_s
+            self._planning.forget()
+            self._plan_wanted = True
+            self._ports.wake(pause_s)
+        else:
+            if whole:
+                self._plan_failures = 0
+
+    def _plan_if_due(self, tx: Transaction) -> bool:
+        """Plan for a while, if it is time for that; return whether a plan has come to its end."""
         wait_s = self._pace.begin_turn()
         if wait_s > 0.0:
             if self._plan_wanted or self._planning.under_way:
                 self._ports.wake(wait_s)
-            return
+            return False
         if self._plan_wanted and self._planning.may_begin:
             self._plan_wanted = False
             self._begin_plan(tx.now_s)
             if self._pace.turn_s() >= SLICE_S:  # enough for this tick
                 self._ports.wake(self._pace.end_turn())
-                return
+                return False
         if not self._planning.under_way:
-            return
-        held_back = strays.held_back(self.world, self.strays)
+            return False
+        held_back = self._held_back()
         done = self._planning.go_on(self.world.jobs, self.world.nodes)
         for start in done.starts:
-            if start.job_id not in held_back:
-                self._start(tx, self.world.jobs[start.job_id], start)
+            if start.job_id not in held_back and self._are_connected(start.shares):
+                self._try_to_start(tx, start)
         if done.plan is None:
             self._plan_wanted = self._plan_wanted or done.dropped > 0
         else:
@@ -390,20 +589,49 @@ class Controller:
             self.last_plan = done.plan
             self._promises = self._still_promised(done.plan)
             self.world.priorities = self._priorities(done.plan)
-            if self._waits.note(tx, done):
+            made = done.plan
+            if _must(tx.attempt("end jobs that can never start", lambda one: self._waits.note(one, done))):
                 self.replan()  # others may have waited for its end
             self._note_ages(tx)
-            carry_out_resizes(tx, done.plan)
-            if carry_out(tx, done.plan):
+            _must(tx.attempt("resize jobs", lambda one: carry_out_resizes(one, made)))
+            if _must(tx.attempt("make room for jobs", lambda one: carry_out(one, made))):
                 self.replan()
             self.world.waits |= held_back
             self._wake_for_timers(tx.now_s)
         pause_s = self._pace.end_turn(whole=done.plan is not None)
         if self._plan_wanted or self._planning.under_way:
             self._ports.wake(pause_s)
+        return done.plan is not None
+
+    def _try_to_start(self, tx: Transaction, start: Start) -> None:
+        """Start the job; one whose start fails is held back for a while, so that the plan gives its nodes to others."""
+        job = self.world.jobs[start.job_id]
+        result = tx.attempt(f"start job {job.id}", lambda one: self._start(one, job, start))
+        if isinstance(result, Exception):
+            self._not_started[job.id] = _NotStarted(self._ports.monotonic_s() + PLAN_RETRY_MOST_S, str(result))
+            self._planning.forget()
+            self._plan_wanted = True
+            self._ports.wake(0.0)
+
+    def _held_back(self) -> dict[JobId, Wait]:
+        """Return the waiting jobs that must not start now, and why."""
+        now_s = self._ports.monotonic_s()
+        self._not_started = {job_id: one for job_id, one in self._not_started.items() if one.until_s > now_s}
+        failed = {
+            job_id: Wait(reason=Reason.LAUNCH_FAILED, detail=one.why)
+            for job_id, one in self._not_started.items()
+            if job_id in self.world.pending
+        }
+        return failed | orphans.held_back(self.world, self.strays)
+
+    def _are_connected(self, shares: Iterable[Share]) -> bool:
+        """Return whether all these nodes are connected, so that it is known into which spools a launch would go."""
+        connected = all(share.node in self.world.spools for share in shares)
+        self._plan_wanted = self._plan_wanted or not connected
+        return connected
 
     def _note_ages(self, tx: Transaction) -> None:
-        if self._waits.note_ages(tx):
+        if self._waits.has_ages and tx.attempt("note since when jobs wait", self._waits.note_ages) is True:
             self._ports.wake(0.0)
 
     def _still_promised(self, made: Plan) -> dict[JobId, Promise]:
@@ -417,7 +645,7 @@ class Controller:
         return {job_id: before[job_id] for job_id in self.world.active if job_id in before} | dict(plan.priorities)
 
     def _begin_plan(self, now_s: float) -> None:
-        world, held_back = self.world, strays.held_back(self.world, self.strays)
+        world, held_back = self.world, self._held_back()
         jobs = [job for job in world.jobs_to_plan() if job.id not in held_back]
         snapshot = self.snapshot(jobs, now_s, self._views)
         self._planning.begin(snapshot, self.policy, {job.id: job for job in jobs}, world.nodes)
@@ -445,7 +673,7 @@ class Controller:
                 time_limit_s=start.time_limit_s,
             )
         )
-        if not job.spec.script:
+        if not job.spec.has_script:
             tx.record(Started(job_id=job.id, at_s=tx.now_s))
 
     def _wake_for_timers(self, now_s: float) -> None:
@@ -470,6 +698,24 @@ class Controller:
             self._memory.experience(now_s),
         )
 
+    def rehearsal(self, asker: Asker, spec: JobSpec, now_s: float) -> Callable[[], dict[str, Any]]:
+        """Return what finds out, in any thread, when a job would start that is submitted now. Raises RequestError."""
+        check_account(self.world, asker)
+        spec = settle(self.world, asker.user, spec)
+        check_share_of_queue(self.world, asker, spec)
+        partitions, limit_s = place_of(self.world, asker.user, spec, now_s)
+        submitted = Submitted(
+            job_id=JobId(self.world.last_job_id + 1),
+            at_s=now_s,
+            spec_id=0,
+            uid=asker.uid,
+            user=asker.user,
+            partition=",".join(partition.name for partition in partitions),
+            time_limit_s=limit_s,
+        )
+        job = submitted_jobs(submitted, spec)[0]
+        return partial(first_start, self.snapshot([*self.world.jobs_to_plan(), job], now_s), self.policy, job.id)
+
     def reconfigured(self) -> None:
         """Forget what was derived from the old configuration, and plan anew."""
         self._views = SnapshotCache()
@@ -487,6 +733,45 @@ class Controller:
         if now_s >= self._next_purge_s:
             self._next_purge_s = now_s + PURGE_EVERY_S
             self.world.forget_ended(now_s - self.world.config.controller.min_job_age_s)
+            self._purge_scripts(now_s, whole=True)
+        elif self.world.scripts.let_go(self.world.config.scheduler.max_scripts_per_user << 20):
+            self._purge_scripts(now_s)
+
+    def _purge_scripts(self, now_s: float, *, whole: bool = False) -> None:
+        """Delete scripts that no job uses any more, some at a time; `whole`: those of before this start as well."""
+        scripts = self.world.scripts
+        unused = scripts.take_unused()
+        try:
+            if whole and not self._unknown_deleted:
+                unused = scripts.unknown(self.store.script_hashes())
+                self._unknown_deleted = True
+            if unused:
+                self.store.delete_scripts(unused[:PURGE_SCRIPTS])
+        except UnavailableError:  # told of by the next commit
+            scripts.put_back(unused)
+        else:
+            scripts.put_back(unused[PURGE_SCRIPTS:])
+            if unused[PURGE_SCRIPTS:]:
+                self._next_purge_s = now_s + RETRY_S
+                self._ports.wake(RETRY_S)
+
+
+def _guarded(what: str, work: Callable[[], Any]) -> Any:
+    """Do `work` and return its result; None if it fails, which is logged."""
+    try:
+        return work()
+    except InvariantError:
+        raise
+    except Exception as error:
+        mishap.report(error, what)
+        return None
+
+
+def _must(result: Any) -> Any:
+    """Return the result of an attempt, or raise its error."""
+    if isinstance(result, Exception):
+        raise result
+    return result
 
 
 def _log_failure(result: Any) -> None:

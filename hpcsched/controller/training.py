@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from hpcnode import protocol
+from hpcnode.wire import protocol
 from hpcsched.errors import ProtocolError
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import ACTIVE, Job
@@ -44,6 +44,8 @@ class Trainings:
         if isinstance(word, protocol.Failure):
             self._failed(job, node, word, now_s)
             return
+        if not isinstance(word, protocol.Progress):
+            raise ProtocolError(f"cannot take {type(word).__name__} from a program")
         training = training_of(job, word, now_s)
         if job.state not in ACTIVE:  # its last word, which came after its end
             self._write(training)
@@ -54,6 +56,10 @@ class Trainings:
 
     def _failed(self, job: Job, node: NodeName, word: protocol.Failure, now_s: float) -> None:
         key = job.id, job.attempt
+        if word.echo and key not in self._failures:
+            self._world.lost_ranks[job.id] = job.attempt
+        elif not word.echo:
+            self._world.lost_ranks.pop(job.id, None)
         count = self._failures.pop(key, 0) + 1
         self._failures[key] = count  # the newest last
         if count > MAX_FAILURES:
@@ -76,6 +82,7 @@ class Trainings:
         """Take note that the job may be over: then its last word goes to the history, and is no news any more."""
         if job.state in ACTIVE:
             return
+        self._world.lost_ranks.pop(job.id, None)
         self._written_s.pop(job.id, None)
         last = self._world.training.pop(job.id, None)
         if last is not None:
@@ -104,4 +111,5 @@ def training_of(job: Job, progress: protocol.Progress, now_s: float) -> Training
         checkpoint_at_s=None if age_s is None else at_s - max(0.0, age_s),
         goodput=progress.goodput,
         note=progress.note,
+        directory=progress.directory,
     )

@@ -22,8 +22,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-from hpcsched.demo.cluster import LocalCluster
 from hpcsched.errors import HpcschedError, RequestError, UnavailableError
+from hpcsched.loopback.cluster import LocalCluster
 
 MARK = "keeper.json"
 LOG = "keeper.log"
@@ -59,7 +59,7 @@ class Keeper:
         self._lock = threading.Lock()
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "hpcsched.demo.keeper", json.dumps({"base": str(base), "server": server})],
+                [sys.executable, "-P", "-m", "hpcsched.demo.keeper", json.dumps({"base": str(base), "server": server})],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

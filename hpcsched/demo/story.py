@@ -6,17 +6,400 @@ words if it does not. Knows no terminal (`stage`) and owns no process (`keeper`)
 
 from __future__ import annotations
 
+import shlex
+import threading
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
-from hpcsched.demo.cluster import LocalCluster
-from hpcsched.demo.jobs import OUT_DIR, TRAIN_NAME, SideJob, side_jobs, training_script
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
 from hpcsched.demo.keeper import Keeper
-from hpcsched.demo.scene import Observer, Scene, tail_lines
-from hpcsched.demo.stage import Stage
 from hpcsched.demo.training import Training
-from hpcsched.demo.watch import Watch
+from hpcsched.demo.view import Moment, Observer, Scene, clock, moment_text, picture, tail_lines
+from hpcsched.errors import UnavailableError
+from hpcsched.loopback.cluster import LocalCluster
+from hpcsched.sched.explain.sentences import plural
+
+# ----- where the story is shown: live on a terminal, or as plain lines with times where there is none
+# Knows how things are written, not what happens. Plain lines bear no escape codes; NO_COLOR is respected (by rich).
+
+
+PLAIN_EVERY_STEPS = 10
+PLAIN_LINES_MAX = 60  # a long training tells its loss less often
+
+
+class Stage(Protocol):
+    """What the story needs of a stage. `plain`: nobody watches it live."""
+
+    plain: bool
+
+    def heading(self, text: str) -> None:
+        """Begin something new on the ordinary screen."""
+
+    def tell(self, moment: Moment) -> None:
+        """Say one line of the story."""
+
+    def show(self, lines: Sequence[str]) -> None:
+        """Show some lines of text as they are: a script, a sample."""
+
+    def frame(self, scene: Scene) -> None:
+        """Show the scene as it is now."""
+
+    def curtain(self) -> None:
+        """End the live view; what follows is ordinary output."""
+
+    def table(self, rows: Sequence[tuple[str, str]]) -> None:
+        """Print names with what belongs to them."""
+
+
+class PlainStage:
+    """Lines on stdout, each with the time."""
+
+    plain = True
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._told: tuple[int, int] = (0, 0)  # attempt, step
+
+    def tell(self, moment: Moment) -> None:
+        self._line(moment.at_s, moment.text)
+
+    def heading(self, text: str) -> None:
+        self._console.print(Text(text))
+
+    def show(self, lines: Sequence[str]) -> None:
+        for line in lines:
+            self._console.print(Text("      | " + line), soft_wrap=True)
+
+    def frame(self, scene: Scene) -> None:
+        training = scene.training
+        every = max(PLAIN_EVERY_STEPS, -(-(training.total_steps or 0) // PLAIN_LINES_MAX))
+        attempt, step = self._told
+        due = training.step >= step + every or training.attempt > attempt or training.step < step
+        if training.points and (due or (training.step == training.total_steps and step < training.step)):
+            self._told = (training.attempt, training.step)
+            self._line(scene.elapsed_s, loss_line(training))
+
+    def curtain(self) -> None:
+        pass
+
+    def table(self, rows: Sequence[tuple[str, str]]) -> None:
+        for name, value in rows:
+            self._console.print(Text(f"{name:<18} {value}"), soft_wrap=True)
+
+    def _line(self, at_s: float, text: str) -> None:
+        self._console.print(Text(f"{clock(at_s):>5} {text}"), soft_wrap=True)
+
+
+class LiveStage:
+    """The terminal's other screen, redrawn in place; the story is printed on the ordinary one when it is over."""
+
+    plain = False
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._live: Live | None = None
+        self._unsaid: list[Moment] = []
+
+    def tell(self, moment: Moment) -> None:
+        if self._live is None:
+            self._console.print(moment_text(moment), soft_wrap=True)
+        else:
+            self._unsaid.append(moment)
+
+    def heading(self, text: str) -> None:
+        self._console.print(Text("\n" + text, style="bold"))
+
+    def show(self, lines: Sequence[str]) -> None:
+        if self._live is None:
+            for line in lines:
+                style = "cyan" if line.startswith("#HSUB") else "dim"
+                self._console.print(Text("       │ " + line, style=style))
+
+    def frame(self, scene: Scene) -> None:
+        if self._live is None:
+            self._live = Live(console=self._console, screen=True, auto_refresh=False)
+            self._live.start()
+        width, height = self._console.size
+        self._live.update(picture(scene, width, height), refresh=True)
+
+    def curtain(self) -> None:
+        if self._live is None:
+            return
+        self._live.stop()
+        self._live = None
+        for moment in self._unsaid:
+            self._console.print(moment_text(moment), soft_wrap=True)
+        self._unsaid.clear()
+
+    def table(self, rows: Sequence[tuple[str, str]]) -> None:
+        table = Table.grid(padding=(0, 2, 0, 0))
+        table.add_column(style="cyan", no_wrap=True)
+        table.add_column()
+        for name, value in rows:
+            table.add_row(f"  {name}", Text(value))
+        self._console.print(table)
+
+
+def loss_line(training: Training) -> str:
+    """Return the last step as one plain line."""
+    text = f"step {training.step}/{training.total_steps or '?'}  loss {training.points[-1].loss:.3f}"
+    if training.kept_validation:
+        text += f"  validation {training.kept_validation[-1].loss:.3f}"
+    if training.checkpoints:
+        text += f"  last checkpoint: step {training.checkpoints[-1].step}"
+    return text
+
+
+def make_stage(console: Console, *, plain: bool) -> Stage:
+    """Return the stage for this console: plain if asked for, or if nobody looks at it."""
+    if plain or not console.is_terminal or console.is_dumb_terminal or (console.encoding or "").lower() != "utf-8":
+        return PlainStage(console)
+    return LiveStage(console)
+
+
+# ----- how the story waits: it shows scenes until something has happened, and says in words when it does not
+# Knows the clock, the stage and one training job; not what is played.
+
+
+FRAME_S = 0.25
+STALL_S = 60.0  # the longest time between two steps
+BAD_ENDS = ("FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "DEADLINE")
+
+T = TypeVar("T")
+
+
+class Watch:
+    """Looks at the cluster again and again, and has the stage show it. `job_id` is the training's, 0 before it has one."""
+
+    def __init__(self, observer: Observer, stage: Stage) -> None:
+        self.job_id = 0
+        self._observer, self._stage = observer, stage
+        self._began_s = time.monotonic()
+        self._told: list[Moment] = []
+        self._title = ""
+
+    def until(
+        self, happened: Callable[[Scene], bool], limit_s: float, what: str, *, job_may_end: bool = False
+    ) -> Scene:
+        """Show scenes until `happened`; raises UnavailableError after `limit_s`, or when the training has failed."""
+        deadline_s = time.monotonic() + limit_s
+        while True:
+            scene = self.show()
+            if happened(scene):
+                return scene
+            if not job_may_end:
+                self._refuse_bad_end(scene)
+            if time.monotonic() > deadline_s:
+                raise UnavailableError(f"waited {limit_s:g} s for {what}; {self._standing(scene)}")
+            time.sleep(FRAME_S)
+
+    def until_if(self, happened: Callable[[Scene], bool], limit_s: float) -> None:
+        """Show scenes until `happened`, or until `limit_s` is over."""
+        deadline_s = time.monotonic() + limit_s
+        while not happened(self.show()) and time.monotonic() < deadline_s:
+            time.sleep(FRAME_S)
+
+    def until_trained(self, happened: Callable[[Scene], bool], what: str) -> Scene:
+        """Show scenes until `happened`, for as long as the training makes steps."""
+        progress, deadline_s = (-1, -1), 0.0
+        while True:
+            scene = self.show()
+            if happened(scene):
+                return scene
+            self._refuse_bad_end(scene)
+            now = (scene.training.attempt, scene.training.step)
+            if now != progress:
+                progress, deadline_s = now, time.monotonic() + STALL_S
+            if time.monotonic() > deadline_s:
+                raise UnavailableError(
+                    f"waited for {what}: no training step within {STALL_S:g} s; {self._standing(scene)}"
+                )
+            if self._job_over(scene):
+                raise UnavailableError(f"waited for {what}, but the training is over; {self._standing(scene)}")
+            time.sleep(FRAME_S)
+
+    def _job_over(self, scene: Scene) -> bool:
+        job = scene.job(self.job_id)
+        return scene.controller is not None and job is not None and job["state"] == "COMPLETED"
+
+    def _refuse_bad_end(self, scene: Scene) -> None:
+        job = scene.job(self.job_id)
+        if job is not None and job["state"] in BAD_ENDS:
+            raise UnavailableError(f"the training job ended as {job['state']}: {self._standing(scene)}")
+
+    def _standing(self, scene: Scene) -> str:
+        """Say how things stand, for an error."""
+        if scene.controller is None:
+            return "the controller does not answer"
+        job = scene.job(self.job_id)
+        if job is None:
+            return "the training job is not in the queue"
+        why = f", {job['reason']} {job['reason_detail']}".rstrip() if job["reason"] != "None" else ""
+        exit_code = f", exit code {job['exit_code']}" if job["exit_code"] else ""
+        return (
+            f"job {job['id']} is {job['state']} (attempt {job['attempt']}{exit_code}{why}), step {scene.training.step}"
+        )
+
+    def meanwhile(self, work: Callable[[], T]) -> T:
+        """Do `work` while the scene goes on."""
+        results: list[T] = []
+        errors: list[UnavailableError] = []
+
+        def do() -> None:
+            try:
+                results.append(work())
+            except UnavailableError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=do, daemon=True)
+        thread.start()
+        while thread.is_alive():
+            self.show()
+            thread.join(FRAME_S)
+        if errors:
+            raise errors[0]
+        if not results:
+            raise UnavailableError("the cluster's keeper gave an answer that cannot be read")
+        return results[0]
+
+    def pause(self, seconds: float, *, watch: bool = False) -> None:
+        """Let people read; with `watch` the scene goes on."""
+        deadline_s = time.monotonic() + seconds
+        while (left_s := deadline_s - time.monotonic()) > 0:
+            if watch:
+                self.show()
+            time.sleep(min(FRAME_S, left_s))
+
+    def show(self) -> Scene:
+        """Look, and have it shown."""
+        scene = self.look()
+        self._stage.frame(scene)
+        return scene
+
+    def look(self) -> Scene:
+        """Return what is to be seen now."""
+        return self._observer.look(
+            elapsed_s=self.elapsed_s(), now_s=time.time(), title=self._title, story=tuple(self._told)
+        )
+
+    def elapsed_s(self) -> float:
+        """Return for how long the story has been going on."""
+        return time.monotonic() - self._began_s
+
+    def act(self, title: str) -> None:
+        """Begin a new act."""
+        self._title = title
+        self.say("act", title)
+
+    def say(self, kind: str, text: str) -> None:
+        """Tell one line of the story."""
+        moment = Moment(at_s=self.elapsed_s(), kind=kind, text=text)
+        self._told.append(moment)
+        self._stage.tell(moment)
+
+    def job(self, scene: Scene) -> dict[str, Any]:
+        """Return the training job. Raises UnavailableError if it is not there."""
+        job = scene.job(self.job_id)
+        if job is None:
+            raise UnavailableError(f"job {self.job_id} is not in the queue any more")
+        return dict(job)
+
+    def is_running(self, scene: Scene) -> bool:
+        """Say whether the training job runs."""
+        return bool(self.job(scene)["state"] == "RUNNING")
+
+    def has_run(self, scene: Scene) -> bool:
+        """Say whether the training job runs, or has since one looked last."""
+        return self.job(scene)["state"] in ("RUNNING", "COMPLETING", "COMPLETED")
+
+
+# ----- the job scripts that the demo submits, as text: the training, and small jobs beside it so that the queue is alive
+# Knows no cluster. The training's script is the shape of etc/examples/train_chargpt.sh.
+
+
+TRAIN_NAME = "chargpt"
+OUT_DIR = "chargpt-out"
+TRAIN_LOG = "chargpt-%j.out"
+
+_TRAIN = """\
+#!/bin/bash
+#HSUB --job-name={name}
+#HSUB --nodes=2 --ntasks-per-node=1 --cpus-per-task=2
+#HSUB --time=00:30:00
+#HSUB --requeue --open-mode=append
+#HSUB --output={log}
+
+mpirun {python} -P -m hpctrain.examples.chargpt --out {out} \\
+    {options}
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SideJob:
+    """A small job beside the training: its file's name, its text, the options it is submitted with and what it shows."""
+
+    file: str
+    text: str
+    options: tuple[str, ...] = ()
+    what: str = ""
+
+
+def training_script(python: str, options: Sequence[str]) -> str:
+    """Return the training's script; `python` is the interpreter that has the training's packages."""
+    return _TRAIN.format(
+        name=TRAIN_NAME, log=TRAIN_LOG, python=shlex.quote(python), out=OUT_DIR, options=" ".join(options)
+    )
+
+
+def training_options(seconds: float, checkpoint_every: int) -> list[str]:
+    """Return the options of a training that takes about so long, with a checkpoint every so many steps."""
+    return [
+        f"--target-seconds {seconds:g}",
+        f"--checkpoint-every {checkpoint_every}",
+        "--base-every 5",
+        "--eval-every 25",
+    ]
+
+
+def side_jobs(train_id: int, *, tasks: int) -> list[SideJob]:
+    """Return the small jobs: an array that has the third node, one that waits for all nodes, one for the training."""
+    return [
+        SideJob(
+            file="sweep.sh",
+            text=(
+                "#!/bin/sh\n"
+                f"#HSUB --job-name=sweep --array=1-{tasks}%2 --nodelist=n3 --time=1 --output=/dev/null\n"
+                "sleep $((3 + HPCSCHED_ARRAY_TASK_ID % 4))\n"
+            ),
+            what=f"an array of {tasks} short tasks, two at a time, on n3",
+        ),
+        SideJob(
+            file="census.sh",
+            text=(
+                "#!/bin/sh\n"
+                "#HSUB --job-name=census --nodes=3 --time=1 --nice --output=census.out\n"
+                "hrun --label hostname | sort\n"
+            ),
+            what="one that has to wait for all three nodes",
+        ),
+        SideJob(
+            file="report.sh",
+            text=(
+                "#!/bin/sh\n"
+                "#HSUB --job-name=report --time=1 --output=report.out\n"
+                f"grep weights {TRAIN_NAME}-{train_id}.out\n"
+            ),
+            options=(f"--dependency=afterok:{train_id}",),
+            what="one for when the training is done",
+        ),
+    ]
+
 
 START_S = 60.0  # a submitted job is running by then
 FIRST_STEP_S = 120.0  # importing torch twice on a busy machine
@@ -118,8 +501,8 @@ class Story:
         self._watch.say("note", f"$ hsub {TRAIN_NAME}.sh   ->  {said}")
         self._watch.job_id = self._outcome.job_id = int(said.split()[-1])
         self._observer.log_file = self._cluster.share / f"{TRAIN_NAME}-{self.job_id}.out"
-        for job in side_jobs(self.job_id, tasks=self._plan.side_tasks):
-            self._submit_beside(job)
+        for side_job in side_jobs(self.job_id, tasks=self._plan.side_tasks):
+            self._submit_beside(side_job)
         self._watch.pause(self._plan.read_s)
         self._watch.until(self._watch.is_running, START_S, "the training job to start")
         job = self._watch.job(self._watch.look())
@@ -210,12 +593,18 @@ class Story:
         self._outcome.requeue_s = time.monotonic() - self._on_s
         self._watch.say("note", f"attempt 1 runs on {self._watch.job(scene)['node_list']}")
         scene = self._watch.until(
-            lambda scene: scene.training.attempt >= 1, FIRST_STEP_S, "the new attempt's first step"
+            lambda scene: scene.training.attempt >= 1 or self._watch.job(scene)["state"] == "COMPLETED",
+            FIRST_STEP_S,
+            "the new attempt's first step",
         )
         self._outcome.resume_s = time.monotonic() - self._on_s
+        self._outcome.lost_at = max(point.step for point in scene.training.points if point.attempt == 0)
+        if scene.training.attempt < 1:  # a slow machine: the lost node was the last to hear of the end
+            self._outcome.resumed_from = self._outcome.lost_at
+            self._watch.say("good", f"all {self._outcome.lost_at} steps were taken before the loss: none is left to do")
+            return
         _, step, _ = scene.training.resumes[-1]
         self._outcome.resumed_from = step
-        self._outcome.lost_at = max(point.step for point in scene.training.points if point.attempt == 0)
         lost = len(scene.training.lost)
         self._watch.say("good", f"resumed from the checkpoint of step {step}: {lost} steps are lost and done again")
 
@@ -246,7 +635,7 @@ class Story:
 def node_facts(node: dict[str, Any]) -> str:
     """Return what `hinfo` knows of a node, in a line."""
     facts = node["facts"] or {}
-    parts = [f"{node['cpus']} cpus and {node['mem_mib'] / 1024:g} GiB given to jobs"]
+    parts = [f"{plural(node['cpus'], 'cpu')} and {node['mem_mib'] / 1024:g} GiB given to jobs"]
     if facts.get("python"):
         parts.append(f"Python {facts['python']}")
     if facts.get("kernel"):

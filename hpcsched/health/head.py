@@ -16,10 +16,12 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
+from hpcnode.os.durable import sync_folder
+from hpcnode.wire.protocol import PROBE_PREFIX
 from hpcsched import client
 from hpcsched.errors import HpcschedError
 from hpcsched.health.report import Check, Status, above, below
-from hpcsched.shareprobe import PREFIX
+from hpcsched.sched.explain.sentences import plural
 
 T = TypeVar("T")
 
@@ -103,7 +105,7 @@ def _look_at_share(share: Path) -> tuple[str, float, os.statvfs_result | None]:
 
 def probe_directory(directory: Path) -> str:
     """Do with a file what publishing a checkpoint does; return what failed, in words, or ""."""
-    first = directory / (PREFIX + secrets.token_hex(8))
+    first = directory / (PROBE_PREFIX + secrets.token_hex(8))
     second, third = (first.with_name(first.name + end) for end in (".link", ".renamed"))
     content = secrets.token_bytes(4096)
     step = "open"
@@ -122,7 +124,7 @@ def probe_directory(directory: Path) -> str:
         step = "rename"
         os.rename(second, third)
         step = "fsync of the directory"
-        _sync_directory(directory)
+        sync_folder(str(directory))
         step = "read"
         if third.read_bytes() != content:
             return "what was read is not what was written"
@@ -135,14 +137,6 @@ def probe_directory(directory: Path) -> str:
                 path.unlink()
         return f"{step} fails: {error.strerror}"
     return ""
-
-
-def _sync_directory(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _in_time(work: Callable[[], T], limit_s: float) -> T | None:
@@ -191,7 +185,7 @@ def check_controller() -> Check:
         return Check(name="controller", status=Status.CRITICAL, text=str(error))
     took_s = time.monotonic() - started_s
     jobs = sum(answer["counts"].values())
-    text = f"process {answer['pid']} answers in {took_s * 1000:.0f} ms; term {answer['epoch']}, {jobs} jobs in reach"
+    text = f"process {answer['pid']} answers in {took_s * 1000:.0f} ms; term {answer['epoch']}, {plural(jobs, 'job')} in reach"
     numbers = {"took_s": took_s, "jobs": jobs}
     if left := _of_before(answer):
         return Check(name="controller", status=Status.WARN, text=f"{text}; {left}", numbers=numbers)
@@ -202,7 +196,8 @@ def _of_before(answer: dict[str, Any]) -> str:
     """Return what may still run of jobs that are not, or no longer, in the database."""
     strays = [f"job {each['job_id']} on {each['node']}" for each in answer.get("strays", ())]
     unseen = answer.get("unseen_nodes", [])
-    parts = [f"ending what is not in the database: {', '.join(strays[:8])}"] if strays else []
+    parts = list(answer.get("not_taken", ()))
+    parts += [f"ending what is not in the database: {', '.join(strays[:8])}"] if strays else []
     if undecided := answer.get("undecided", 0):
         parts.append(f"launches from before the restore that wait for your decision: {undecided} (hctl strays)")
     if unseen:

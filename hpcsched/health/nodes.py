@@ -1,15 +1,16 @@
 """Checks of the nodes, from what the controller says of each and what their agents found just now. Pure.
 
 `view` is one node of the API's ``GET /v1/nodes?probe=1``: what is configured, the state of its link, and in `facts` what
-hpcnode.probe found, with the controller's times of asking and of the answer.
+hpcnode.agent.probe found, with the controller's times of asking and of the answer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hpcsched.health.report import Check, Status, above, below
+from hpcsched.sched.explain.sentences import plural
 
 View = Mapping[str, Any]
 
@@ -24,13 +25,15 @@ def check_node(view: View, now_s: float) -> Iterator[Check]:
     """Yield all checks of one node; those that need its agent only if that answers."""
     link = _check_link(view, now_s)
     yield link
+    if view.get("launch_failures"):
+        yield _check_launches(view)
     facts = view.get("facts")
     if link.status is not Status.OK or not facts:
         return
     yield _check_clock(view, facts)
     yield _check_resources(view, facts)
     yield _check_space(view, "disk", facts, facts.get("root", "its root"), DISK_WARN_MIB, DISK_CRITICAL_MIB)
-    yield _check_space(view, "tmp", facts, "/tmp", TMP_WARN_MIB, TMP_CRITICAL_MIB)
+    yield _check_space(view, "tmp", facts, "/tmp", TMP_WARN_MIB, TMP_CRITICAL_MIB)  # noqa: S108 - only its free space is looked at
     yield _check_load(view, facts)
     yield _check_leftovers(view, facts)
     if "share_error" in view:
@@ -55,6 +58,14 @@ def _check_link(view: View, now_s: float) -> Check:
     return _check(view, "link", Status.OK, f"up for {_duration(since_s)}, agent {view['agent_version']}")
 
 
+def _check_launches(view: View) -> Check:
+    count = int(view["launch_failures"])
+    jobs = "the last job" if count == 1 else f"the last {count} jobs"
+    status = Status.CRITICAL if view["drained"] else Status.WARN
+    text = f"{jobs} could not be started here, and could elsewhere: {view['launch_failure']}"
+    return _check(view, "launches", status, text, failures=count)
+
+
 def _check_clock(view: View, facts: Mapping[str, Any]) -> Check:
     asked_s, answered_s = float(facts["asked_at_s"]), float(facts["answered_at_s"])
     ahead_s = float(facts["time_s"]) - (asked_s + answered_s) / 2
@@ -68,17 +79,17 @@ def _check_resources(view: View, facts: Mapping[str, Any]) -> Check:
     """A node that has less than jobs are promised is worse than one that is full."""
     lacks = []
     if facts["cpus"] < view["cpus"]:
-        lacks.append(f"{facts['cpus']} cpus of {view['cpus']}")
+        lacks.append(f"{facts['cpus']} of {plural(view['cpus'], 'cpu')}")
     memory_mib = facts.get("mem_mib", view["mem_mib"])
     if memory_mib < view["mem_mib"] * MEMORY_TOLERANCE:
         lacks.append(f"{memory_mib} MiB memory of {view['mem_mib']}")
     gpus = facts.get("gpus", [])
     if len(gpus) < len(view["gpus"]):
-        lacks.append(f"{len(gpus)} GPUs of {len(view['gpus'])}")
+        lacks.append(f"{len(gpus)} of {plural(len(view['gpus']), 'GPU')}")
     free_mib = facts.get("mem_free_mib", 0)
     if lacks:
         return _check(view, "resources", Status.CRITICAL, f"it has only {', '.join(lacks)}", mem_free_mib=free_mib)
-    text = f"{facts['cpus']} cpus, {memory_mib} MiB memory ({free_mib} MiB free), {len(gpus)} GPUs"
+    text = f"{plural(facts['cpus'], 'cpu')}, {memory_mib} MiB memory ({free_mib} MiB free), {plural(len(gpus), 'GPU')}"
     return _check(view, "resources", Status.OK, text, mem_free_mib=free_mib)
 
 
@@ -97,7 +108,7 @@ def _check_space(
 def _check_load(view: View, facts: Mapping[str, Any]) -> Check:
     load = float(facts["load"][0])
     cpus = max(int(facts["cpus"]), 1)
-    text = f"{load:.1f} on {cpus} cpus, {view['cpus_alloc']} of {view['cpus']} given to jobs"
+    text = f"{load:.1f} on {plural(cpus, 'cpu')}, {view['cpus_alloc']} of {view['cpus']} given to jobs"
     return _check(view, "load", above(load / cpus, LOAD_WARN, float("inf")), text, load=load)
 
 
@@ -126,3 +137,33 @@ def _duration(seconds: float) -> str:
     if seconds < 7200:
         return f"{seconds / 60:.0f} min"
     return f"{seconds / 3600:.0f} h" if seconds < 172_800 else f"{seconds / 86_400:.0f} days"
+
+
+# ----- which nodes to drain and which to resume, from their checks. Pure
+# Rules: a node that fails is drained with what fails as the reason; one that is drained already is left as it is, and one
+# that does not answer too: it is DOWN, and gets no jobs as it is. Only what hhealth itself drained is resumed, and only
+# when all its checks are done and none is worse than WARN.
+
+
+BY = "hhealth"
+
+
+def to_drain(views: Sequence[Mapping[str, Any]], checks: Sequence[Check]) -> dict[str, str]:
+    """Return the nodes to drain, each with the reason."""
+    found = {}
+    for view in views:
+        bad = [check for check in checks if check.node == view["name"] and check.status is Status.CRITICAL]
+        if bad and view["link"] == "up" and not view["drained"]:
+            found[str(view["name"])] = f"{BY}: " + "; ".join(f"{check.name}: {check.text}" for check in bad)
+    return found
+
+
+def to_resume(views: Sequence[Mapping[str, Any]], checks: Sequence[Check]) -> list[str]:
+    """Return the nodes that hhealth drained and that are well again."""
+    found = []
+    for view in views:
+        mine = [check.status for check in checks if check.node == view["name"]]
+        well = bool(mine) and all(status in (Status.OK, Status.WARN) for status in mine)
+        if view["drained"] and view["drained_by"] == BY and view["link"] == "up" and well:
+            found.append(str(view["name"]))
+    return found

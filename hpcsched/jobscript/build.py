@@ -11,8 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from hpcnode.os import rlimits
 from hpcsched.errors import RequestError
 from hpcsched.jobscript.check import ELASTIC_NEEDS, check_spec
+from hpcsched.jobscript.dependency import parse_dependency
 from hpcsched.jobscript.export import Export, exported
 from hpcsched.jobscript.layers import last
 from hpcsched.jobscript.options import Use, by_name
@@ -20,13 +22,15 @@ from hpcsched.jobscript.script import check_script
 from hpcsched.model.dates import parse_when
 from hpcsched.model.resources import GpuRequest
 from hpcsched.model.spec import JobSpec
-from hpcsched.sched.features import parse_constraint, parse_features
+from hpcsched.model.units import format_time_s, parse_time_s
+from hpcsched.sched.place.features import parse_constraint, parse_features
 
 DIRECT = {  # option: field, where the value read is the field's
     "account": "account",
     "array": "array",
     "comment": "comment",
     "constraint": "constraint",
+    "contiguous": "contiguous",
     "cpus-per-task": "cpus_per_task",
     "error": "stderr",
     "elastic": "elastic",
@@ -53,6 +57,7 @@ DIRECT = {  # option: field, where the value read is the field's
     "ntasks-per-node": "ntasks_per_node",
     "open-mode": "open_mode",
     "output": "stdout",
+    "overcommit": "overcommit",
     "partition": "partition",
     "prefer": "prefer",
     "priority": "priority",
@@ -60,6 +65,7 @@ DIRECT = {  # option: field, where the value read is the field's
     "requeue": "requeue",
     "reservation": "reservation",
     "signal": "signal",
+    "spread-job": "spread",
     "time": "time_limit_s",
     "time-min": "time_min_s",
     "tmp": "tmp_mib",
@@ -97,6 +103,8 @@ def build_spec(
     values = _read(options)
     notes = [f"--{name} has no effect: {by_name()[name].help}" for name in options if by_name()[name].use is Use.NOTED]
     env, env_notes = exported(values.get("export", Export(everything=True)), environ)
+    if "propagate" in values:
+        env[rlimits.VARIABLE] = rlimits.chosen(env.get(rlimits.VARIABLE, ""), values["propagate"])
     fields: dict[str, Any] = {field: values[name] for name, field in DIRECT.items() if name in values}
     fields.setdefault("name", default_name)
     fields["cpus_per_task_given"] = "cpus-per-task" in values
@@ -107,12 +115,12 @@ def build_spec(
     if "deadline" in values:
         fields["deadline_at_s"] = int(parse_when(values["deadline"], now_s))
     if "dependency" in values:
-        fields["dependency"], fields["dependency_any"] = values["dependency"]
+        fields["dependency"], fields["dependency_any"] = parse_dependency(values["dependency"])
     parse_constraint(values.get("constraint", ""))
     parse_features(values.get("prefer", ""))
     if "switches" in values:
         fields["switches"], fields["switches_wait_s"] = values["switches"]
-    notes += _set_nodes(fields, values)
+    notes += [*_time_notes(options, values), *_set_nodes(fields, values)]
     _set_gpus(fields, values)
     spec = JobSpec(
         script=script or "",
@@ -129,6 +137,23 @@ def build_spec(
         raise RequestError(ELASTIC_NEEDS)
     check_spec(spec)
     return Built(spec=spec, notes=(*notes, *env_notes))
+
+
+def _time_notes(options: Mapping[str, Sequence[str]], values: Mapping[str, Any]) -> list[str]:
+    """Return notes on a time limit that is rounded up, and on a signal that comes as soon as the job starts."""
+    limit_s = values.get("time")
+    if limit_s is None:
+        return []
+    notes = []
+    if parse_time_s(options["time"][-1], whole_minutes=False) != limit_s:
+        notes.append(f"the time limit is rounded up to whole minutes: {format_time_s(limit_s)}")
+    sent = values.get("signal")
+    if sent is not None and 0 < limit_s <= sent.before_s:
+        notes.append(
+            f"the signal of --signal is due {sent.before_s} s before the time limit of {format_time_s(limit_s)}: "
+            "the job gets it when it starts"
+        )
+    return notes
 
 
 def _read(options: Mapping[str, Sequence[str]]) -> dict[str, Any]:

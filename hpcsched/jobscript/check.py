@@ -25,9 +25,9 @@ from hpcsched.jobscript.values import (
     MAX_PRIORITY,
     short,
 )
-from hpcsched.model.components import MAX_COMPONENTS
 from hpcsched.model.hostlist import MAX_NAMES
 from hpcsched.model.ids import NODE_NAME
+from hpcsched.model.job import MAX_COMPONENTS
 from hpcsched.model.pattern import Pattern
 from hpcsched.model.resources import ANY_GPU, GpuRequest
 from hpcsched.model.spec import ArraySpec, Dependency, DependencyKind, JobSpec, SignalSpec
@@ -202,12 +202,12 @@ def _check_numbers(spec: JobSpec) -> None:
     if spec.mem_per_node_mib is not None and spec.mem_per_cpu_mib is not None:
         raise RequestError("cannot take both --mem and --mem-per-cpu: they exclude each other")
     per_node, nodes = spec.ntasks_per_node, spec.nodes_max
-    if spec.nodes_given and spec.ntasks is not None and per_node is not None and spec.ntasks > nodes * per_node:
+    most = nodes * per_node if spec.nodes_given and per_node is not None and not spec.overcommit else None
+    if spec.ntasks is not None and most is not None and spec.ntasks > most:
         raise RequestError(
-            f"cannot give job {spec.ntasks} tasks: --nodes={nodes} with --ntasks-per-node={per_node} "
-            f"allows {nodes * per_node}"
+            f"cannot give job {spec.ntasks} tasks: --nodes={nodes} with --ntasks-per-node={per_node} allows {most}"
         )
-    if spec.elastic and not spec.script:
+    if spec.elastic and not spec.has_script:
         raise RequestError(ELASTIC_NEEDS)
     if spec.elastic and (spec.ntasks is not None or spec.gpus_total):
         raise RequestError(

@@ -7,10 +7,12 @@ start of 12, ``afterok:12_3`` is about that task of array 12 alone. How many job
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Iterable
 
 from hpcsched.errors import RequestError
 from hpcsched.jobscript.values import short
+from hpcsched.model.numbers import whole_number
 from hpcsched.model.pattern import Pattern
 from hpcsched.model.spec import Dependency, DependencyKind, JobSpec
 from hpcsched.model.units import MINUTE_S
@@ -34,6 +36,22 @@ def parse_dependency(text: str) -> tuple[tuple[Dependency, ...], bool]:
     if sum(len(one.job_ids) or 1 for one in dependencies) > MAX_DEPENDENCIES:
         raise RequestError(f"cannot make a job depend on more than {MAX_DEPENDENCIES} others")
     return tuple(dependencies), any_one
+
+
+def with_job_ids(text: str, find: Callable[[str], int]) -> str:
+    """Return a dependency's `text` with the names of jobs, and ``last``, replaced by the ids that `find` returns."""
+    parts = re.split(r"([,?:+])", text)
+    for at in range(2, len(parts), 2):
+        word = parts[at].strip()
+        if parts[at - 1] == ":" and word and not _JOB_ID.match(word):
+            parts[at] = str(find(word))
+    return "".join(parts)
+
+
+def checked_dependency(text: str) -> str:
+    """Return `text` if it reads as a dependency, whichever job a name in it means. Raises RequestError."""
+    parse_dependency(with_job_ids(text, lambda name: 1))
+    return text
 
 
 def _dependency_term(term: str, text: str) -> list[Dependency]:
@@ -62,12 +80,12 @@ def _dependency_term(term: str, text: str) -> list[Dependency]:
 def _dependency_id(word: str, kind: DependencyKind, text: str) -> tuple[int, int | None, int]:
     """Return job (or array) id, task and delay of ``12_3+5``."""
     match = _JOB_ID.match(word.strip())
-    if match is None or int(match.group(1)) == 0:
+    if match is None or whole_number(match.group(1)) == 0:
         raise RequestError(f"cannot read dependency {short(text)}: {short(word)} is no job id, as 12 or 12_3")
     if match.group(3) and kind is not DependencyKind.AFTER:
         raise RequestError(f"cannot read dependency {short(text)}: only after takes +minutes")
-    task = int(match.group(2)) if match.group(2) else None
-    return int(match.group(1)), task, int(match.group(3) or 0) * MINUTE_S
+    task = whole_number(match.group(2)) if match.group(2) else None
+    return whole_number(match.group(1)), task, whole_number(match.group(3) or "0") * MINUTE_S
 
 
 def dependency_text(spec: JobSpec) -> str:

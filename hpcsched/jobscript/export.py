@@ -1,10 +1,10 @@
 """``--export``: which variables of the submitter's environment a job takes along.
 
-Knows nothing of what the scheduler adds later (`hpcsched.launch.environment`). Rules: ``ALL`` (the default) takes all,
+Knows nothing of what the scheduler adds later (`hpcsched.steps.environment`). Rules: ``ALL`` (the default) takes all,
 ``NONE`` and ``NIL`` none, a list those that it names; ``NAME=value`` sets one, ``ALL,NAME=value`` does both. What
 describes a job that `hsub` itself runs in is not taken along, and what cannot be a job's variable is left out with a
-note. The submitter's umask always goes along. Without the submitter's PATH a job has the node's, with Slurm's names on it if
-the submitter has them: Slurm's own are in /usr/bin. Sources: sbatch(1), --export; execve(2), "Limits".
+note. The submitter's umask and resource limits always go along. Without the submitter's PATH a job has the node's, with
+Slurm's names on it if the submitter has them: Slurm's own are in /usr/bin. Sources: sbatch(1), --export; execve(2), "Limits".
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from hpcnode.os import rlimits
 from hpcsched.errors import RequestError
 from hpcsched.jobscript.values import short
 from hpcsched.model.pattern import Pattern
@@ -71,7 +72,9 @@ def parse_export(text: str) -> Export:
 
 def _items(text: str) -> list[str]:
     """Return what stands between the commas of `text` that are not in quotes, without the quotes."""
-    items, current, quote = [], [], ""
+    items: list[str] = []
+    current: list[str] = []
+    quote = ""
     for char in text:
         if quote and char == quote:
             quote = ""
@@ -102,8 +105,9 @@ def exported(export: Export, environ: Mapping[str, str]) -> tuple[dict[str, str]
         else:
             taken[name] = value
     taken.update(export.values)
-    if UMASK in environ:
-        taken[UMASK] = environ[UMASK]
+    for name in (UMASK, rlimits.VARIABLE):
+        if name in environ:
+            taken[name] = environ[name]
     slurm = [path for path in environ.get("PATH", "").split(":") if _SLURM_PATH.search(path)]
     if slurm and "PATH" not in taken:
         taken["PATH"] = ":".join([*slurm, NODE_PATH])

@@ -13,6 +13,7 @@ from hpcsched.errors import RequestError
 from hpcsched.jobscript.options import Option, by_name, by_variable
 from hpcsched.jobscript.scan import Settings, put
 from hpcsched.jobscript.values import parse_yes_no, short
+from hpcsched.model.numbers import whole_number
 
 PREFIXES = ("SBATCH_", "HSUB_")  # a later one wins
 _EXCLUSIVE = (("mem", "mem-per-cpu", "mem-per-gpu"),)
@@ -43,7 +44,7 @@ def _with_prefix(prefix: str, environ: Mapping[str, str]) -> Settings:
 
 def _put_variable(settings: Settings, option: Option, value: str) -> None:
     if option.takes_value or option.name == "verbose":
-        for _ in range(min(int(value), 9) if option.name == "verbose" and value.isdigit() else 1):
+        for _ in range(min(whole_number(value), 9) if option.name == "verbose" and value.isdigit() else 1):
             put(settings, option, value)
     elif option.name in ("requeue", "no-requeue") or parse_yes_no(value):  # for these two, to be set is enough
         put(settings, option, "")

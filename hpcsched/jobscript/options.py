@@ -15,7 +15,7 @@ from typing import Any
 
 from hpcsched.errors import RequestError, UsageError
 from hpcsched.jobscript import values
-from hpcsched.jobscript.dependency import parse_dependency
+from hpcsched.jobscript.dependency import checked_dependency
 from hpcsched.jobscript.export import parse_export
 from hpcsched.model.units import parse_mem_mib, parse_signal_spec
 
@@ -81,12 +81,14 @@ _JOB_OPTIONS = (
     _job("comment", "", "TEXT", help="a text to keep with the job"),
     _job("constraint", "C", "FEATURES", help="nodes with these features: a&b, a|b, a&(b|c); so many of each kind: "
          "[a*2&b*1]; all of one kind: [a|b]", variable="CONSTRAINT"),
+    _flag("contiguous", help="nodes that follow each other in the order of the nodes"),
     _job("cpus-per-gpu", "", "N", help="cpus for each GPU", parse=values.parse_count, variable="CPUS_PER_GPU"),
     _job("cpus-per-task", "c", "N", help="cpus for each task; default: 1", parse=values.parse_count),
     _job("deadline", "", "TIME", help="the job must have ended by then: once its time limit reaches beyond, it is over"),
     _job("dependency", "d", "TERMS", help="start after others: afterok:12:13, afterany:12, afternotok:12_3, after:12+5, "
-         "aftercorr:12, singleton; join by ',' for all, by '?' for any", parse=parse_dependency),
-    _job("distribution", "m", "TYPE", help="how the job's steps deal their tasks to nodes: block, cyclic, plane=N, arbitrary",
+         "aftercorr:12, singleton; join by ',' for all, by '?' for any", parse=checked_dependency),
+    _job("distribution", "m", "TYPE", help="how the job's steps deal their tasks to nodes: block, cyclic, plane=N, arbitrary; "
+         "what follows for sockets and cores (block:cyclic) only shows",
          parse=values.parse_distribution_text, variable="DISTRIBUTION"),
     _flag("elastic", help="the job can do with any number of --nodes=MIN-MAX while it runs: it may be asked to give nodes back "
           "(see hrun --resize), and gets idle ones", variable="ELASTIC"),
@@ -133,18 +135,23 @@ _JOB_OPTIONS = (
          "append once requeued", parse=values.parse_open_mode, variable="OPEN_MODE"),
     _job("output", "o", "PATTERN", help="file for standard output; default: slurm-%j.out, slurm-%A_%a.out of an array",
          parse=values.parse_path, variable="OUTPUT"),
+    _flag("overcommit", "O", help="let tasks share cpus: each node gives the cpus of one task, however many run there",
+          variable="OVERCOMMIT"),
     _job("partition", "p", "NAMES", help="partition to run in; of several (a,b) whichever can start the job first",
          variable="PARTITION"),
     _job("prefer", "", "FEATURES", help="rather nodes with these features, if they are free", variable="PREFER"),
     _job("priority", "", "N", help="a fixed priority (0 holds the job)", parse=values.parse_priority),
+    Option(name="propagate", metavar="LIMITS", bare="ALL", parse=values.parse_resource_limits, variable="PROPAGATE",
+           help="resource limits that the job gets from here: ALL, NONE, or some, as NOFILE,STACK; default: as configured"),
     _job("qos", "q", "NAME", help="quality of service", variable="QOS"),
     _flag("requeue", help="start the job again after the failure of a node", variable="REQUEUE"),
     _job("reservation", "", "NAME", help="run in this reservation, which must be yours", variable="RESERVATION"),
     _job("signal", "", "[B:]SIG[@S]", help="send a signal S (60) seconds before the time limit; B: to the script alone",
          parse=parse_signal_spec, variable="SIGNAL"),
+    _flag("spread-job", help="as many nodes as there may be, and the tasks dealt to them evenly", variable="SPREAD_JOB"),
     _job("switches", "", "N[@TIME]", help="nodes on so many switches at most; after TIME of waiting, on more",
          parse=values.parse_switches, variable="SWITCHES"),
-    _job("time", "t", "TIME", help="time limit: minutes, M:S, H:M:S, D-H, D-H:M, D-H:M:S, UNLIMITED",
+    _job("time", "t", "TIME", help="time limit: minutes, M:S, H:M:S, D-H, D-H:M, D-H:M:S, 1h30m, UNLIMITED",
          parse=values.parse_limit_s, variable="TIMELIMIT"),
     _job("time-min", "", "TIME", help="the time limit may be lowered to this if the job can then start earlier",
          parse=values.parse_limit_s),
@@ -158,6 +165,7 @@ _COMMAND_OPTIONS = (
     _own("parsable", help="print the job's id alone"),
     _own("test-only", help="submit nothing; say when and where the job would start"),
     _own("dry-run", help="submit nothing; print the request as JSON", in_script=False),
+    _own("ignore-pbs", help="do not read the script's #PBS and #BSUB lines", variable="IGNORE_PBS"),
     _own("json", help="print the answer as JSON", in_script=False),
     _own("request-id", "", "ID", help="submit once, however often this id is sent", in_script=False),
     _own("quiet", "Q", help="print errors only", repeats=True),
@@ -194,8 +202,8 @@ _OTHER_OPTIONS = (
     *_noted("cluster-constraint", "only --constraint decides about features"),
     *_noted("clusters/M cluster", "there is one cluster"),
     *_noted("wait-all-nodes", "it is not taken into account"),
-    *_noted("propagate get-user-env no-kill/k oversubscribe/s", "it is not taken into account", value=None),
-    *_noted("contiguous ignore-pbs overcommit/O reboot share spread-job unbuffered use-min-nodes",
+    *_noted("get-user-env no-kill/k oversubscribe/s", "it is not taken into account", value=None),
+    *_noted("reboot share unbuffered use-min-nodes",
             "it is not taken into account", value=False),
     *_refused("uid gid", "a job runs as its submitter"),
     *_refused("export-file", "use --export"),

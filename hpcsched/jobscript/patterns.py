@@ -14,6 +14,7 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from hpcsched.model.numbers import whole_number
 from hpcsched.model.pattern import Pattern
 
 MAX_WIDTH = 10
@@ -83,7 +84,7 @@ def _fill(pattern: str, values: Mapping[str, int | str], *, keep: bool) -> str:
             return _kept(match[0], letter, keep)
         value = values[letter]
         if isinstance(value, int):
-            return str(value).zfill(min(int(width or 0), MAX_WIDTH))
+            return str(value).zfill(min(whole_number(width or "0"), MAX_WIDTH))
         text = safe_name(value)
         return text.replace("%", "%%") if keep else text
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 from itertools import chain
 from typing import NamedTuple
 
+from hpcnode.os import rlimits
 from hpcsched.errors import RequestError
 from hpcsched.model.hostlist import expand_hostlist
 from hpcsched.model.ids import NODE_NAME, NodeName
+from hpcsched.model.numbers import whole_number
 from hpcsched.model.pattern import Pattern
 from hpcsched.model.resources import ANY_GPU, GpuRequest
 from hpcsched.model.spec import ArraySpec
@@ -30,6 +32,8 @@ _NODES = Pattern(r"([0-9]{1,9})(?:-([0-9]{1,9}))?\Z")
 _ARRAY_PART = Pattern(r"([0-9]{1,12})(?:-([0-9]{1,12})(?::([0-9]{1,12}))?)?\Z")
 GPU_TYPE = Pattern(r"(?=[0-9_.-]*[A-Za-z])[A-Za-z0-9][A-Za-z0-9_.-]{0,62}\Z")  # a100, or MIG's 1g.10gb
 _LICENSE = Pattern(r"([A-Za-z0-9][A-Za-z0-9_-]{0,62})(?::([0-9]{1,9}))?\Z")
+_LEVEL = r"(?:block|cyclic|fcyclic|\*)"
+_DISTRIBUTION = Pattern(rf"(?:(block|cyclic|\*)|plane=([0-9]{{1,9}}))(?::{_LEVEL}){{0,2}}(?:,(?:pack|nopack))?\Z")
 _INTEGER = Pattern(r"[+-]?[0-9]{1,18}\Z")
 
 # fmt: off
@@ -41,25 +45,29 @@ MAIL_TYPES = (
 
 
 def parse_distribution(text: str) -> int | None:
-    """Return how many tasks ``--distribution`` deals to each node in turn; None: blocks.
-
-    What it says of sockets and cores means nothing here.
-    """
-    nodes = text.lower().partition(":")[0].partition(",")[0]
-    kind, equals, size = nodes.partition("=")
-    if kind == "plane" and equals:
-        return parse_count(size)
-    if kind in ("block", "*", "cyclic") and not equals:
-        return 1 if kind == "cyclic" else None
-    raise RequestError(f"cannot read --distribution={short(text)}: block, cyclic or plane=N is needed")
+    """Return how many tasks ``--distribution`` deals to each node in turn; None: blocks."""
+    found = _DISTRIBUTION.match(text.strip().lower())
+    if found is None:
+        raise RequestError(
+            f"cannot read --distribution={short(text)}: write block, cyclic or plane=N, and those of sockets and cores "
+            "behind it: block:cyclic:fcyclic"
+        )
+    if found[2]:
+        return parse_count(found[2])
+    return 1 if found[1] == "cyclic" else None
 
 
 def parse_distribution_text(text: str) -> str:
-    """Return what of a job's ``--distribution`` its steps go by: block, cyclic, plane=N or arbitrary."""
-    if text.lower().partition(":")[0] == "arbitrary":
+    """Return a ``--distribution`` as its variable says it: block, cyclic:block, plane=N or arbitrary.
+
+    Tasks are not bound to sockets and cores, so the levels behind the first only show.
+    """
+    if text.strip().lower().partition(":")[0].partition(",")[0] == "arbitrary":
         return "arbitrary"
     plane = parse_distribution(text)
-    return {None: "block", 1: "cyclic"}.get(plane, f"plane={plane}")
+    kinds = text.strip().lower().partition(",")[0].split(":")[1:]
+    levels = [{"*": "cyclic"}.get(kind, kind) for kind in kinds]
+    return ":".join(["block" if plane is None else "cyclic", *levels]) if plane in (None, 1) else f"plane={plane}"
 
 
 def parse_count(text: str) -> int:
@@ -74,7 +82,7 @@ def parse_integer(text: str) -> int:
     """Return the whole number that `text` is."""
     if _INTEGER.match(text.strip()) is None:
         raise RequestError(f"cannot read {short(text)}: it is no whole number")
-    return int(text)
+    return whole_number(text.strip())
 
 
 def parse_nodes(text: str) -> tuple[int, int]:
@@ -82,7 +90,7 @@ def parse_nodes(text: str) -> tuple[int, int]:
     match = _NODES.match(text.strip())
     if match is None:
         raise RequestError(f"cannot read node count {short(text)}: write 4 or 2-4")
-    low, high = int(match.group(1)), int(match.group(2) or match.group(1))
+    low, high = whole_number(match.group(1)), whole_number(match.group(2) or match.group(1))
     if not 1 <= low <= high <= MAX_COUNT:
         raise RequestError(f"cannot give a job {text.strip()} nodes: write 4 or 2-4, from 1 up")
     return low, high
@@ -132,7 +140,7 @@ def _array_range(part: str, text: str) -> range:
     if match is None:
         raise RequestError(f"cannot read array {short(text)}: {short(part)} is no index, write 0-15, 1,3,5 or 0-15:4%2")
     first, last, step = match.groups()
-    low, high, stride = int(first), int(last or first), int(step or 1)
+    low, high, stride = whole_number(first), whole_number(last or first), whole_number(step or "1")
     if high < low or stride < 1:
         raise RequestError(f"cannot read array {short(text)}: {short(part)} has no tasks")
     if high > MAX_ARRAY_INDEX:
@@ -190,7 +198,7 @@ def _gpu_request(kind: str, count: str, text: str) -> GpuRequest:
         raise RequestError(f"cannot read GPUs {short(text)}: {short(kind)} is no type of GPU; write 2 or a100:2")
     if not (count.isascii() and count.isdigit()) or len(count) > 6:
         raise RequestError(f"cannot read GPUs {short(text)}: {short(count)} is no number; write 2 or a100:2")
-    return GpuRequest(count=int(count), type=kind)
+    return GpuRequest(count=whole_number(count), type=kind)
 
 
 def _summed(requests: list[GpuRequest], text: str) -> tuple[GpuRequest, ...]:
@@ -207,7 +215,7 @@ def parse_licenses(text: str) -> tuple[tuple[str, int], ...]:
         match = _LICENSE.match(part.strip())
         if match is None or len(found) >= MAX_LICENSES:
             raise RequestError(f"cannot read --licenses={short(text)}: write NAME or NAME:COUNT, joined by commas")
-        name, count = match.group(1), int(match.group(2) or "1")
+        name, count = match.group(1), whole_number(match.group(2) or "1")
         if not 1 <= count <= MAX_COUNT:
             raise RequestError(f"cannot read --licenses={short(text)}: of {name} it must be 1 to {MAX_COUNT}")
         if name in found:
@@ -262,6 +270,18 @@ def parse_open_mode(text: str) -> str:
     if mode is None:
         raise RequestError(f"cannot open output with {short(text)}: write append or truncate")
     return mode
+
+
+def parse_resource_limits(text: str) -> str:
+    """Return a list of resource limits, ALL or NONE as it was given."""
+    try:
+        rlimits.names(text)
+    except ValueError as error:
+        raise RequestError(
+            f"cannot read --propagate={short(text)}: {short(str(error))} is not a resource limit; write ALL, NONE, or some of "
+            + ",".join(rlimits.KINDS)
+        ) from None
+    return text
 
 
 def parse_exclusive(text: str) -> bool:

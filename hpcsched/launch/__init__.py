@@ -11,7 +11,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hpcsched.config import Config
+    from hpcsched.config.load import Config
     from hpcsched.launch.bundle import Bundle
     from hpcsched.launch.greeting import ControllerIdentity
     from hpcsched.launch.link import LinkEvents, NodeLink
@@ -45,7 +45,7 @@ def make_link(
 
 def dial_for(spec: NodeSpec, config: Config) -> Dial:
     """Return what opens the way onto this node: SSH, or none if it is this machine."""
-    from hpcsched.config_kinds import LOCAL_HOST
+    from hpcsched.config.kinds import LOCAL_HOST
     from hpcsched.launch.local import local_dial
 
     if spec.host == LOCAL_HOST:

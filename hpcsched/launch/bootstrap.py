@@ -76,7 +76,7 @@ def choose_root(asked, cluster, node):
         return os.path.join("/var/lib/hpcsched-node", cluster, node)
     base = os.path.expanduser("~/.local/state/hpcsched-node")
     if file_system_of(base) in NETWORK.split():
-        base = "/var/tmp/hpcsched-node-%d" % os.geteuid()  # locks and fsync have to mean something there
+        base = "/var/tmp/hpcsched-node-%d" % os.geteuid()  # locks and fsync have to mean something there  # noqa: S108 - its owner is checked
     return os.path.join(base, cluster, node)
 
 

@@ -24,6 +24,8 @@ _EPOCH = (1980, 1, 1, 0, 0, 0)  # the first time that a zip can hold
 _MAIN = b"import sys\n\nfrom hpcnode.__main__ import main\n\nsys.exit(main())\n"
 # -E -s: neither PYTHON* variables nor the user's packages; -S: nor a site's start-up files.
 _FLAGS = ("-E", "-s", "-S")
+# -c puts the current directory first; -I would leave it out, but Python 2 does not know -I, and must be able to say its version.
+_NO_CURRENT_DIRECTORY = "import sys;sys.path[:]=[p for p in sys.path if p]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +55,8 @@ def bootstrap_argv(python: str) -> list[str]:
     """Return the argument vector that runs bootstrap.py under `python`."""
     source = files("hpcsched.launch").joinpath("bootstrap.py").read_bytes()
     packed = base64.b64encode(zlib.compress(source, 9)).decode("ascii")
-    return [python, *_FLAGS, "-c", f'import base64,zlib;exec(zlib.decompress(base64.b64decode("{packed}")))']
+    run = f'import base64,zlib;exec(zlib.decompress(base64.b64decode("{packed}")))'
+    return [python, *_FLAGS, "-c", f"{_NO_CURRENT_DIRECTORY};{run}"]
 
 
 def bootstrap_command(python: str) -> str:

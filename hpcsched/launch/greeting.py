@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from hpcnode import protocol
+from hpcnode.wire import gate, protocol
 from hpcsched.launch.bundle import MARK, Bundle
 from hpcsched.launch.pipe import LinkError, Pipe, Progress
 from hpcsched.model.node import NodeSpec
@@ -87,8 +87,10 @@ def _next_line(pipe: Pipe, data: bytes, spec: NodeSpec) -> tuple[dict[str, Any],
             raise LinkError(_no_bootstrap(spec, pipe.epitaph(), data))
         data += more
     try:
-        said = json.loads(data[start + 1 + len(MARK) : end])
-    except ValueError:
+        said = gate.read_json(data[start + 1 + len(MARK) : end])
+        if not isinstance(said, dict):
+            raise gate.GateError("not a JSON object")
+    except gate.GateError:
         raise LinkError(f"cannot understand the bootstrap on {spec.name}: {_tail(data)!r}") from None
     if "error" in said:
         raise LinkError(f"cannot start the agent on {spec.name}: {said['error']}")

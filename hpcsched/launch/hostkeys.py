@@ -12,10 +12,13 @@ from __future__ import annotations
 import base64
 import hashlib
 import hmac
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import paramiko
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from hpcsched.errors import ConfigError
 from hpcsched.launch.pipe import LinkError
@@ -65,7 +68,7 @@ def check_pinned(key: paramiko.PKey, pinned: str, where: str) -> None:
     if key.asbytes() != wanted:
         raise LinkError(
             f"cannot trust {where}: its host key has changed: pinned is {fingerprint_of(wanted)}, it shows "
-            f"{fingerprint(key)}; either the machine was set up anew, then remove the node and add it again, "
+            f"{fingerprint(key)}; either the machine was set up anew (then: hpcsched node rekey NAME), "
             "or somebody is in between"
         )
 
@@ -134,3 +137,30 @@ def check_agreement(transport: paramiko.Transport, where: str) -> None:
             f"cannot trust {where}: it offers encrypt-then-mac without strict key exchange (CVE-2023-48795); "
             "update its SSH server (OpenSSH 9.6 or newer)"
         )
+
+
+# ----- the launch key: an Ed25519 key pair of OpenSSH's file format, with which the controller logs in to the nodes
+
+
+def make_key(path: Path, comment: str) -> str:
+    """Write a new private key to `path` (0600 from the first byte) and the public one to `path`.pub; return that.
+
+    Raises FileExistsError where there is one.
+    """
+    key = Ed25519PrivateKey.generate()
+    private = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption()
+    )
+    openssh = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
+    public = f"{openssh.decode('ascii')} {comment}"
+    _write(path, private, 0o600)
+    _write(path.with_name(path.name + ".pub"), public.encode() + b"\n", 0o644)
+    return public
+
+
+def _write(path: Path, data: bytes, mode: int) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    with open(fd, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(fd)

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from hpcnode import protocol
+from hpcnode.wire import protocol
 from hpcsched.launch.bundle import Bundle
 from hpcsched.launch.greeting import RECEIVE_BYTES, ControllerIdentity, Greeting, greet
 from hpcsched.launch.pipe import Abort, Dial, LinkError, Pipe
@@ -41,7 +41,8 @@ log = logging.getLogger("hpcsched.launch")
 class LinkEvents(Protocol):
     """Who listens to a link. Called on the loop's thread."""
 
-    def on_up(self, node: NodeName, welcome: protocol.Welcome) -> None: ...
+    def on_up(self, node: NodeName, welcome: protocol.Welcome) -> str:
+        """The agent has welcomed us. Returns why it is not listened to, "" if it is."""
 
     def on_message(self, node: NodeName, message: protocol.Message, blob: bytes) -> None: ...
 
@@ -170,10 +171,13 @@ class NodeLink:
     def _on_greeting(self, session: _Session, greeting: Greeting) -> None:
         if session is not self._session:
             return
+        why = self._events.on_up(self.spec.name, greeting.welcome)
+        if why:
+            self._fail(why)
+            return
         self._up_since_s = self._heard_s = self._loop.time()
         self._told = ""
         self._plan_watch(self._times.heartbeat_s)
-        self._events.on_up(self.spec.name, greeting.welcome)
         self._deliver(session, greeting.rest)
 
     def _on_chunk(self, session: _Session, messages: list[tuple[protocol.Message, bytes]]) -> None:

@@ -29,8 +29,8 @@ def local_dial(spec: NodeSpec) -> Dial:
         try:
             process = subprocess.Popen(
                 bootstrap_argv(spec.python),
-                stdin=theirs,
-                stdout=theirs,
+                stdin=theirs.fileno(),
+                stdout=theirs.fileno(),
                 stderr=subprocess.PIPE,
                 start_new_session=True,  # Ctrl-C at the controller's terminal is not for it
             )

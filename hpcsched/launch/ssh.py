@@ -15,6 +15,7 @@ Sources: RFC 4252, 4254; ssh_config(5); tcp(7).
 from __future__ import annotations
 
 import logging
+import shlex
 import socket
 import threading
 from collections.abc import Iterator
@@ -202,8 +203,16 @@ def _log_in(transport: paramiko.Transport, hop: Hop) -> None:
         return
     raise LinkError(
         f"cannot log in to {hop.where}: it refused every key; tried {', '.join(tried) or 'none, for there is none'}; "
-        "add the public half of one to ~/.ssh/authorized_keys there"
+        f"add the public half of one to ~/.ssh/authorized_keys there{_copy_command(hop)}"
     )
+
+
+def _copy_command(hop: Hop) -> str:
+    """Return the command that puts our first key there, for an account that can log in in another way; "" without a key."""
+    public = next((path.with_name(f"{path.name}.pub") for path in hop.identities if path.exists()), None)
+    if public is None or not public.exists():
+        return ""
+    return f": ssh-copy-id -f -i {shlex.quote(str(public))} -p {hop.port} {shlex.quote(f'{hop.user}@{hop.host}')}"
 
 
 def _identities(hop: Hop) -> Iterator[_Identity]:
@@ -228,6 +237,10 @@ def _identities(hop: Hop) -> Iterator[_Identity]:
 
 def _from_file(path: Path, held: dict[bytes, paramiko.AgentKey]) -> _Identity:
     try:
+        mode = path.stat().st_mode
+        if mode & 0o077:  # as OpenSSH: who else could read it may have a copy
+            why_not = f"others may read it, its mode is {mode & 0o777:04o}; run: chmod 600 {shlex.quote(str(path))}"
+            return _Identity(label=str(path), key=None, why_not=why_not)
         return _Identity(label=str(path), key=paramiko.PKey.from_path(path))
     except OSError as error:
         return _Identity(label=str(path), key=None, why_not=_words(error))

@@ -76,7 +76,7 @@ def effects_of(job: Job) -> tuple[Effect, ...]:
     match job.state:
         case JobState.CONFIGURING if unclaimed := unclaimed_nodes(job):
             return tuple(ClaimPart(node=node, job=job) for node in unclaimed)
-        case JobState.CONFIGURING if job.spec.script:
+        case JobState.CONFIGURING if job.spec.has_script:
             return (StartBatch(node=job.shares[0].node, job=job),)
         case JobState.SUSPENDED:
             return (*_moves(job), *_limit(job), *(Halt(node=node, job=job) for node in job.held_nodes))
@@ -97,7 +97,7 @@ def _limit(job: Job) -> tuple[Effect, ...]:
 
     A limit that was lowered so that it could start was so before the launch: to say it again does no harm.
     """
-    if job.asked_limit_s is None or not job.spec.script:
+    if job.asked_limit_s is None or not job.spec.has_script:
         return ()
     return (SetLimit(node=job.shares[0].node, job=job),)
 
@@ -110,13 +110,13 @@ def _moves(job: Job) -> tuple[Effect, ...]:
 
 def unclaimed_nodes(job: Job) -> tuple[NodeName, ...]:
     """Return the nodes that must still claim their part before the job's batch step may be launched."""
-    if job.state is not JobState.CONFIGURING or not job.spec.script:
+    if job.state is not JobState.CONFIGURING or not job.spec.has_script:
         return ()
     return tuple(share.node for share in job.shares[1:] if share.node not in job.claimed_nodes)
 
 
 def is_gathered(job: Job) -> bool:
     """Return whether something of the attempt may have been launched: not before every node has claimed its part."""
-    if not job.spec.script or job.started_at_s is not None:
+    if not job.spec.has_script or job.started_at_s is not None:
         return True
     return all(share.node in job.claimed_nodes for share in job.shares[1:])

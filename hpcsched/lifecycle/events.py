@@ -188,6 +188,9 @@ class Exited(Event):
     `requeue`: by its exit status it asked to be queued again (see `hpcsched.controller.reports`).
     `ran_s`: how long it ran by the node's clock, `ago_s`: how long ago it ended; the report of it may come much later.
     None: not known.
+    `unexecuted`: why the node could not execute the script, "" if it ran; with `requeue` it is tried on another node.
+    `saved_step`: a rank was killed, and the next attempt resumes from the checkpoint of this step.
+    `output_full`: the file system of its output file was full.
     """
 
     node: NodeName
@@ -197,14 +200,18 @@ class Exited(Event):
     timed_out: bool = False
     out_of_memory: bool = False
     requeue: bool = False
+    unexecuted: str = ""
+    saved_step: int | None = None
+    output_full: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchRefused(Event):
-    """The node could not start it, and never will: `why` in its words."""
+    """The node could not start it, and never will: `why` in its words. With `requeue` it is tried on another node."""
 
     node: NodeName
     why: str
+    requeue: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,9 +254,17 @@ class Requeued(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adopted(Event):
-    """An admin said that what runs from before the database was restored is this job, and goes on."""
+    """What runs from before the database was restored is this job, and continues: by an admin's word, or (None) by its token."""
 
-    by_uid: int
+    by_uid: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpoolFound(Event):
+    """A version without spool identities launched the attempt on `node`; it is in this spool there."""
+
+    node: NodeName
+    spool: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,25 +301,32 @@ EVENTS: dict[str, type[Event]] = {
         NodeSilent,
         Requeued,
         Adopted,
+        SpoolFound,
         ClockStepped,
     )
+}
+
+# Names and defaults of the fields of each kind of event that have no columns of their own.
+_OWN_FIELDS: dict[type[Event], tuple[tuple[str, Any], ...]] = {
+    kind: tuple((field.name, field.default) for field in fields(kind) if field.name not in ("job_id", "at_s"))
+    for kind in EVENTS.values()
 }
 
 
 def to_data(event: Event) -> dict[str, Any]:
     """Return the event's own fields as JSON values (its kind, job id and time have columns of their own)."""
     data: dict[str, Any] = {}
-    for f in fields(event):
-        value = getattr(event, f.name)
-        if f.name in ("job_id", "at_s") or (value is None and f.default is None):
+    for name, default in _OWN_FIELDS[type(event)]:
+        value = getattr(event, name)
+        if (value is None and default is None) or (value == "" and default == ""):
             continue
-        if f.name == "shares":
+        if name == "shares":
             value = [share_to_data(share) for share in value]
         elif isinstance(value, ExitStatus):
             value = [value.code, value.signal]
-        elif f.name == "dependency":
+        elif name == "dependency":
             value = dependency_to_data(value)
-        data[f.name] = value
+        data[name] = value
     return data
 
 
@@ -334,17 +356,23 @@ def from_data(kind: str, job_id: int, at_s: float, data: dict[str, Any]) -> Even
 def share_to_data(share: Share) -> list[Any]:
     """Return the share as a JSON list: node, cpus, mem_mib, gpus, tasks; of a shared GPU also shards, shards_of.
 
-    Of another component than the first one the three last are those two, be they 0, and its number.
+    Then follow the number of its component and its spool, as far as they are not 0 and "".
     """
-    shards = [share.shards, share.shards_of] if share.shards or share.component else []
-    shards += [share.component] if share.component else []
-    return [share.node, share.cpus, share.mem_mib, list(share.gpus), share.tasks, *shards]
+    data = [share.node, share.cpus, share.mem_mib, list(share.gpus), share.tasks]
+    if share.shards or share.component or share.spool:
+        data += [share.shards, share.shards_of]
+    if share.component or share.spool:
+        data.append(share.component)
+    if share.spool:
+        data.append(share.spool)
+    return data
 
 
 def share_from_data(data: list[Any]) -> Share:
     """Return the share that `share_to_data` wrote."""
     node, cpus, mem_mib, gpus, tasks, *shared = data
-    shards, shards_of, component = (*shared, 0, 0, 0)[:3]
+    usual: list[Any] = [0, 0, 0, ""]
+    shards, shards_of, component, spool = shared + usual[len(shared) :]
     return Share(
         node=NodeName(node),
         cpus=cpus,
@@ -354,6 +382,7 @@ def share_from_data(data: list[Any]) -> Share:
         shards=shards,
         shards_of=shards_of,
         component=component,
+        spool=spool,
     )
 
 

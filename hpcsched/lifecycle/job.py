@@ -12,7 +12,8 @@ is left to run.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace as replace_value
 
 from hpcsched.errors import InvariantError
 from hpcsched.lifecycle.clocks import charged, going_on, moved, not_aging, settled, stopped
@@ -40,6 +41,7 @@ from hpcsched.lifecycle.events import (
     Respecified,
     Resumed,
     ShrinkAsked,
+    SpoolFound,
     Started,
     Submitted,
     Suspended,
@@ -58,7 +60,8 @@ from hpcsched.lifecycle.resize import (
 from hpcsched.model.codec import spec_from_json, spec_to_json
 from hpcsched.model.frozen import replace
 from hpcsched.model.ids import JobId, NodeName
-from hpcsched.model.job import FINAL, ExitStatus, Hold, Job, JobState, Reason
+from hpcsched.model.job import FINAL, ExitStatus, Hold, Job, JobState, Reason, Refusal
+from hpcsched.model.resources import Share
 from hpcsched.model.spec import JobSpec
 
 CHANGEABLE = {  # field of `Changed`: field of `Job`
@@ -81,6 +84,8 @@ CHANGEABLE = {  # field of `Changed`: field of `Job`
 CLOCK_DRIFT = 1.01
 LEASE_MARGIN_S = 5.0
 DONE = ExitStatus(code=0)
+OUTPUT_FULL = "the file system of its output file was full when it ended"
+WHY_CHARS = 400  # of what a node says of a launch
 
 PENDING = JobState.PENDING
 CONFIGURING = JobState.CONFIGURING
@@ -141,6 +146,13 @@ def _held(job: Job, event: Held) -> Job:
 
 def _adopted(job: Job, event: Adopted) -> Job:
     return replace(job, reason=Reason.NONE, reason_detail="")
+
+
+def _spool_found(job: Job, event: SpoolFound) -> Job:
+    def known(shares: tuple[Share, ...]) -> tuple[Share, ...]:
+        return tuple(replace_value(one, spool=event.spool) if one.node == event.node else one for one in shares)
+
+    return replace(job, shares=known(job.shares), leaving=known(job.leaving), joining=known(job.joining))
 
 
 def _released(job: Job, event: Released) -> Job:
@@ -300,7 +312,17 @@ def _exited(job: Job, event: Exited) -> Job:
         exit=event.exit,
         requeue_wanted=event.requeue,
     )
+    if event.output_full:
+        ended = replace(ended, reason_detail=OUTPUT_FULL)
+    if event.saved_step is not None:
+        ended = replace(ended, deaths=job.deaths + 1, saved_step=event.saved_step, reason_detail=_killed(event))
+    if event.unexecuted:
+        ended = _refused_by(ended, event.node, event.unexecuted, of_exec=True)
     return _without_node(_ran(ended, event), event.node, event.at_s)
+
+
+def _killed(event: Exited) -> str:
+    return f"a rank was killed; the next attempt resumes from the checkpoint of step {event.saved_step}"
 
 
 def _exited_while_ending(job: Job, event: Exited) -> Job:
@@ -348,11 +370,26 @@ def _launch_refused(job: Job, event: LaunchRefused) -> Job:
         job,
         state=COMPLETING,
         outcome=JobState.FAILED,
-        reason=Reason.LAUNCH_FAILED,
-        reason_detail=event.why,
         exit=ExitStatus(code=1),
+        requeue_wanted=event.requeue,
     )
-    return _without_node(ended, event.node, event.at_s)
+    return _without_node(_refused_by(ended, event.node, event.why, of_exec=False), event.node, event.at_s)
+
+
+def _refused_by(job: Job, node: NodeName, why: str, *, of_exec: bool) -> Job:
+    """Return the job that `node` could not start: it is not sent there again, and says why it could not be started."""
+    refusals = (*job.refusals, Refusal(node, job.attempt, of_exec, why[:WHY_CHARS]))
+    return replace(job, refusals=refusals, reason=Reason.LAUNCH_FAILED, reason_detail=refusal_words(refusals))
+
+
+def refusal_words(refusals: Sequence[Refusal]) -> str:
+    """Return why nodes could not start a job: for each reason the nodes that gave it, if there were several."""
+    if len(refusals) == 1:
+        return refusals[0].why
+    nodes: dict[str, list[NodeName]] = {}
+    for refusal in refusals:
+        nodes.setdefault(refusal.why, []).append(refusal.node)
+    return "; ".join(f"on {', '.join(dict.fromkeys(names))}: {why}" for why, names in nodes.items())
 
 
 def _node_lost(job: Job, event: NodeLost) -> Job:
@@ -439,7 +476,9 @@ def _pause_moved(job: Job, event: ClockStepped) -> Job:
 
 
 def _requeued(job: Job, event: Requeued) -> Job:
-    return replace(_back_in_queue(job, event.at_s), not_before_s=event.not_before_s, ended_by_uid=None)
+    return replace(
+        _back_in_queue(job, event.at_s), not_before_s=event.not_before_s, ended_by_uid=None, refusals=(), deaths=0
+    )
 
 
 Transition = Callable[[Job, Event], Job]
@@ -448,7 +487,7 @@ Transition = Callable[[Job, Event], Job]
 def _table() -> dict[tuple[JobState, type[Event]], Transition]:
     on_nodes = (CONFIGURING, RUNNING, SUSPENDED)
     rows: list[tuple[tuple[JobState, ...], type[Event], Callable[..., Job]]] = [
-        ((PENDING,), Held, _held),
+        ((PENDING, COMPLETING), Held, _held),  # of a job that is requeued it takes effect in the queue
         ((PENDING,), Released, _released),
         ((PENDING, *on_nodes), Changed, _changed),
         ((PENDING, *on_nodes), Respecified, _respecified),
@@ -479,7 +518,8 @@ def _table() -> dict[tuple[JobState, type[Event]], Transition]:
         ((COMPLETING,), NodeLost, _lost_while_ending),
         ((COMPLETING,), NodeSilent, _blamed_on_node),
         (tuple(FINAL), Requeued, _requeued),
-        ((CONFIGURING, RUNNING), Adopted, _adopted),
+        (on_nodes, Adopted, _adopted),
+        ((*on_nodes, COMPLETING), SpoolFound, _spool_found),
         ((*on_nodes, COMPLETING), ClockStepped, _clock_stepped),
         ((PENDING,), ClockStepped, _pause_moved),
     ]

@@ -161,7 +161,7 @@ def parse_long(text: str, fields: Fields) -> list[Cell]:
             hint = f"did you mean {' or '.join(near)}?" if near else "see squeue(1), sinfo(1) --Format"
             raise UsageError(f"Invalid job format specification: {name[:60]}: no such column; {hint}")
         right = layout.startswith(".")
-        width, end = _digits(layout, int(right))
+        width, end = _digits(layout, int(right))  # int: a literal of digits
         suffix = layout[end:]
         if not width and not suffix:
             width = LONG_WIDTH
@@ -175,7 +175,7 @@ def _digits(text: str, at: int) -> tuple[int, int]:
     end = at
     while end < len(text) and text[end].isascii() and text[end].isdigit():
         end += 1
-    return int(text[at:end][:4] or 0), end
+    return int(text[at:end][:4] or 0), end  # int: four digits
 
 
 def cell_text(cell: Cell, record: Record, look: Look) -> str:

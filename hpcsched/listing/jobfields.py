@@ -5,6 +5,7 @@ A job is the JSON object of the API. Source: squeue(1) -o and -O.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 from hpcsched.listing import formats
@@ -18,6 +19,7 @@ from hpcsched.listing.jobs import (
     goodput_text,
     gres_of_node,
     id_text,
+    is_waiting,
     loss_text,
     memory_asked,
     nodes_or_reason,
@@ -30,7 +32,7 @@ from hpcsched.listing.jobs import (
     tres_text,
     why,
 )
-from hpcsched.listing.states import ENDED_STATES
+from hpcsched.listing.states import ENDED_STATES, shown_state
 from hpcsched.model.units import format_mem, format_time_s
 
 _MAX_PRIORITY = 2**32 - 1
@@ -85,6 +87,12 @@ def _pending_s(job: Job, look: Look) -> str:
     return str(int(max(0, until_s - job["submitted_at_s"])))
 
 
+def _soon(job: Job) -> str:
+    """Return when a waiting job is expected to start, to the minute: of this year, so that the text holds at any time."""
+    at_s = job["expected_start_s"] if is_waiting(job) else None
+    return "-" if at_s is None else time.strftime("%m-%dT%H:%M", time.localtime(at_s))
+
+
 # fmt: off
 FIELDS = (
     Field("id", "i", "JOBID", lambda job, look: id_text(job), True, ("jobarrayid",)),
@@ -102,7 +110,7 @@ FIELDS = (
     Field("gid", "G", "GROUP", lambda job, look: _gid(job), True, ("groupid",)),
     Field("account", "a", "ACCOUNT", _of("account", "(null)"), False, ("account",)),
     Field("st", "t", "ST", _of("state_short"), True, ("statecompact",)),
-    Field("state", "T", "STATE", _of("state"), True, ("state",)),
+    Field("state", "T", "STATE", lambda job, look: shown_state(job), True, ("state",)),
     Field("time", "M", "TIME", lambda job, look: format_time_s(job["elapsed_s"]), True, ("timeused",)),
     Field("limit", "l", "TIME_LIMIT", lambda job, look: format_time_s(job["time_limit_s"]), True, ("timelimit",)),
     Field("left", "L", "TIME_LEFT", lambda job, look: time_left(job), True, ("timeleft",)),
@@ -121,6 +129,8 @@ FIELDS = (
     Field("reason", "r", "REASON", lambda job, look: reason(job), False, ("reason",)),
     Field("why", "", "WHY", lambda job, look: why(job)),
     Field("eta", "", "ETA", lambda job, look: look.date(job["expected_start_s"])),
+    Field("within", "", "LIMIT", lambda job, look: format_time_s(job["time_limit_s"]), True),
+    Field("starts", "", "ETA", lambda job, look: _soon(job)),
     Field("start", "S", "START_TIME", lambda job, look: look.date(start_s(job)), False, ("starttime",)),
     Field("end", "e", "END_TIME", lambda job, look: look.date(end_s(job)), False, ("endtime",)),
     Field("submitted", "V", "SUBMIT_TIME", lambda job, look: look.date(job["submitted_at_s"]), False, ("submittime",)),
@@ -147,7 +157,7 @@ FIELDS = (
     Field("submithost", "", "ALLOC_SID", _of("submit_host", "N/A"), False, ("allocsid", "allocnodes")),
     Field("shared", "h", "OVER_SUBSCRIBE", lambda job, look: "NO" if job["exclusive"] else "OK", False,
           ("oversubscribe", "shared")),
-    Field("contiguous", "O", "CONTIGUOUS", _one("0"), True, ("contiguous",)),
+    Field("contiguous", "O", "CONTIGUOUS", lambda job, look: str(int(bool(job.get("contiguous")))), True, ("contiguous",)),
     Field("sockets", "H", "SOCKETS_PER_NODE", _one("*"), True, ("sockets",)),
     Field("cores", "I", "CORES_PER_SOCKET", _one("*"), True, ("cores",)),
     Field("threads", "J", "THREADS_PER_CORE", _one("*"), True, ("threads",)),

@@ -79,8 +79,20 @@ def end_s(job: Job) -> float | None:
 
 
 def training(job: Job) -> Job:
-    """Return how far a training job says it is; empty: it has not said."""
-    return job.get("training") or {}  # of the controller before this one: none
+    """Return how far a training job says it is; empty: it has not said.
+
+    The words of an earlier attempt say nothing of this one's speed and end.
+    """
+    told = job.get("training") or {}  # of the controller before this one: none
+    if is_of_earlier_attempt(job):
+        told = told | dict.fromkeys(("loss", "samples_per_s", "steps_per_s", "ends_at_s"))
+    return told
+
+
+def is_of_earlier_attempt(job: Job) -> bool:
+    """Return whether what is known of a training is an earlier attempt's, and this one has not said anything yet."""
+    told = job.get("training") or {}
+    return told.get("attempt", job.get("attempt")) != job.get("attempt")
 
 
 def step_text(job: Job) -> str:

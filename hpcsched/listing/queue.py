@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import namedtuple
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import itemgetter
 
 from hpcsched.errors import UsageError
@@ -17,6 +17,10 @@ from hpcsched.listing.jobfields import FIELDS, parse_format, parse_long_format
 from hpcsched.listing.jobs import Job, end_s, start_s
 from hpcsched.listing.states import ACTIVE_STATES, ENDED_STATES
 from hpcsched.listing.table import DIM, GREEN, RED, YELLOW, columns
+
+TYPE_CHECKING = False  # type checkers know the name; typing's own costs a command a tenth of its start
+if TYPE_CHECKING:
+    from typing import Any
 
 # In the order in which Slurm numbers them, by which it sorts.
 _STATE_ORDER = (
@@ -29,12 +33,21 @@ _NUMBERS = {
     "submitted": "submitted_at_s",
 }  # fmt: skip
 _FAR = float("inf")
+# How a table becomes narrower: a column is cut to so many characters, or (0) left out.
+NARROWER = (
+    ("name", 16), ("partition", 0), ("name", 8), ("nodes", 0), ("cpus", 0), ("where", 16), ("starts", 0), ("within", 0),
+    ("where", 8),
+)  # fmt: skip
 # Those that run, that wait, that have ended: an order, not a column.
 _PHASE = Field("phase", "", "", lambda job, look: str(_phase(job)))
 
 
 class Listing(
-    namedtuple("Listing", "cells order array header dated fit colour", defaults=(False, True, False, False, False))
+    namedtuple(
+        "Listing",
+        "cells order array header dated fit colour fold width",
+        defaults=(False, True, False, False, False, False, 0),
+    )
 ):
     """How the jobs shall be written. `order`: fields to sort by, with whether each is turned around."""
 
@@ -46,13 +59,15 @@ class Listing(
     header: bool
     dated: bool  # with a line that says when
     fit: bool  # a table: columns as wide as they need to be
+    fold: bool  # the ended tasks of an array are on one line, too
     colour: bool  # a table's lines in the colour of the job's state
+    width: int  # a table leaves columns out to be no wider, 0: it may be as wide as it is
 
 
-def make_listing(text: str, *, long: bool, order: str, fit: bool = False, **layout: bool) -> Listing:
+def make_listing(text: str, *, long: bool, order: str, fit: bool = False, width: int = 0, **layout: bool) -> Listing:
     """Return the listing with the format `text`: of long names, or else of percent signs or names. Raises UsageError."""
     cells = parse_long_format(text) if long else parse_format(text)
-    return Listing(cells, parse_order(order), fit=fit and not long and "%" not in text, **layout)
+    return Listing(cells, parse_order(order), fit=fit and not long and "%" not in text, width=width, **layout)
 
 
 def parse_order(text: str) -> list[tuple[Field, bool]]:
@@ -95,20 +110,53 @@ def ranks_of(job: Job, listing: Listing, look: Look) -> list[object]:
     return [_rank(field, job, look) for field, _ in listing.order]
 
 
+def _rank_at(at: int) -> Callable[[Row], Any]:
+    return lambda row: row[1][at]
+
+
 def queue_text(rows: Sequence[Row], listing: Listing, look: Look) -> str:
     """Return `rows` as text in the order that `listing` asks for, and else by number; with the headers."""
     made = sorted(rows, key=itemgetter(0))
     for at, (_, reverse) in reversed(list(enumerate(listing.order))):
-        made.sort(key=lambda row, at=at: row[1][at], reverse=reverse)  # type: ignore[misc]
+        made.sort(key=_rank_at(at), reverse=reverse)
     if listing.fit:
-        headers = [header_text(cell) for cell in listing.cells] if listing.header else []
-        right = [at for at, cell in enumerate(listing.cells) if cell.right]
+        headers: Sequence[str] = [header_text(cell) for cell in listing.cells] if listing.header else []
+        right: Sequence[bool] = [cell.right for cell in listing.cells]
         colours = [row.colour for row in made] if listing.colour else ()
-        return columns(headers, [row[2] for row in made], right=right, colours=colours)
+        cells: Sequence[Sequence[str]] = [row[2] for row in made]
+        if listing.width and made:
+            names = [cell.field.name for cell in listing.cells if cell.field is not None]
+            headers, cells, right = _narrowed(names, headers, cells, right, listing.width)
+        return columns(headers, cells, right=[at for at, is_right in enumerate(right) if is_right], colours=colours)
     lines = [time.strftime("%a %b %d %H:%M:%S %Y", time.localtime(look.now_s))] if listing.dated else []
     lines += format_lines(listing.cells, (), look, header=listing.header)
     lines += [row[2][0] for row in made]
     return "".join([f"{line}\n" for line in lines])
+
+
+def _narrowed(
+    names: Sequence[str], headers: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[bool], width: int
+) -> tuple[Sequence[str], Sequence[Sequence[str]], Sequence[bool]]:
+    """Return headers, rows and sides of a table that is `width` wide at most: it is made narrower step by step.
+
+    What is cut ends with a ``+``.
+    """
+    lines = [headers, *rows] if headers else list(rows)
+    texts = {name: list(column) for name, column in zip(names, zip(*lines, strict=True), strict=True)}
+    widths = {name: max(map(len, column)) for name, column in texts.items()}
+    for name, least in NARROWER:
+        over = sum(widths.values()) + len(widths) - 1 - width
+        if over <= 0:
+            break
+        if name in texts and least:
+            widths[name] = min(widths[name], max(least, widths[name] - over))
+            most = widths[name]
+            texts[name] = [text if len(text) <= most else text[: most - 1] + "+" for text in texts[name]]
+        elif name in texts:
+            del texts[name], widths[name]
+    first, *others = zip(*texts.values(), strict=True)
+    shown = [is_right for name, is_right in zip(names, right, strict=True) if name in texts]
+    return (first, others, shown) if headers else ((), [first, *others], shown)
 
 
 def _phase(job: Job) -> int:

@@ -9,6 +9,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
+TYPE_CHECKING = False  # type checkers know the name; typing's own costs a command a tenth of its start
+if TYPE_CHECKING:
+    from typing import Any
+
 
 def clean(value: object) -> str:
     """Return `value` as one line without control characters: they become ``?``."""
@@ -25,6 +29,17 @@ def fitted(text: str, width: int, *, right: bool = False) -> str:
 def date_text(at_s: float | None, none: str = "N/A") -> str:
     """Return a time as Slurm writes it: ``2027-01-20T12:34:00``, local time."""
     return none if at_s is None else time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(at_s))
+
+
+def start_words(answer: dict[str, Any]) -> str:
+    """Return what --test-only says: when and where the job of the answer would start, or why it would not."""
+    if answer["start_s"] is None or not answer["nodes"]:
+        when = f"; not before {date_text(answer['start_s'])}" if answer["start_s"] is not None else ""
+        return f"Job {answer['job_id']} {clean(answer['text'])}{when}"
+    return (
+        f"Job {answer['job_id']} to start at {date_text(answer['start_s'])} using {answer['cpus']} processors "
+        f"on nodes {clean(answer['node_list'])} in partition {clean(answer['partition'])}"
+    )
 
 
 def split_list(text: str) -> list[str]:

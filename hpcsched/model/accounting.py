@@ -2,7 +2,7 @@
 
 An *association* is a user in an account: what fair share and limits are about. Accounts form a tree below an unnamed root.
 Where none is configured everyone is an association of the root itself, with equal shares, and a job's account is no more
-than a label. Knows nothing of what has been used (`hpcsched.sched.usage`) or of what runs (`hpcsched.sched.limits`).
+than a label. Knows nothing of what has been used (`hpcsched.sched.queue.usage`) or of what runs (`hpcsched.sched.limits.rules`).
 
 *TRES* (trackable resources) are counted under Slurm's names: cpu, mem (MiB), node, gres/gpu, gres/gpu:TYPE, billing,
 license/NAME. Sources: sacctmgr(1), tres.html and qos.html of Slurm's documentation.
@@ -217,16 +217,22 @@ def _qos(accounting: Accounting, user: str, account: str, qos: str) -> str:
     rules = accounting.rules(user)
     lines = list(accounting.lineage(account))
     names = [known.name for known in accounting.qos]
-    allowed = next((own for own in (rules.qos if rules else (), *(line.qos for line in lines)) if own), tuple(names))
+    defaults = (rules.default_qos if rules else "", *(line.default_qos for line in lines))
+    default = next((own for own in defaults if own), "")
+    # As in Slurm a QOS is closed to those who do not have it in their list: only the normal one is everybody's.
+    listed = next((own for own in (rules.qos if rules else (), *(line.qos for line in lines)) if own), (NORMAL,))
     if not qos:
-        defaults = (rules.default_qos if rules else "", *(line.default_qos for line in lines))
-        return next((own for own in defaults if own), NORMAL if NORMAL in allowed else "")
-    if (qos in allowed and qos in names) or (qos == NORMAL and not names):  # Slurm always has a QOS of that name
+        return default or (NORMAL if NORMAL in listed and NORMAL in names else "")
+    if qos in names and (qos in listed or qos == default):
         return qos
+    if qos == NORMAL and NORMAL not in names and NORMAL in listed:  # Slurm always has a QOS of that name
+        return NORMAL if not names else ""
+    cannot = f"cannot use QOS {qos[:63]!r}: Invalid qos specification"
     if not names:
-        raise RequestError(
-            f"cannot use QOS {qos[:63]!r}: Invalid qos specification: none is configured; leave it out, or ask an admin for one"
-        )
-    raise RequestError(
-        f"cannot use QOS {qos[:63]!r}: Invalid qos specification: {user} may use {', '.join(allowed)}{nearest(qos, allowed)}"
-    )
+        raise RequestError(f"{cannot}: none is configured; leave it out, or ask an admin for one")
+    allowed = tuple(dict.fromkeys(name for name in (*listed, default) if name in names))
+    may = f"{user} may use {', '.join(allowed) or 'no QOS by name'}"
+    if qos not in names:
+        raise RequestError(f"{cannot}: there is no such QOS{nearest(qos, names)}; {may}")
+    where = f"[accounts.{account}]" if accounting.accounts else f"[users.{user}]"
+    raise RequestError(f"{cannot}: {may}; an admin opens it by adding {qos!r} to qos in {where} of hpcsched.toml")

@@ -40,13 +40,17 @@ def spec_from_json(obj: object) -> JobSpec:
 
 def value_to_json(value: Any) -> dict[str, Any]:
     """Return `value`, an instance of one of the model's dataclasses, as a JSON object."""
-    return _class_converters(type(value))[1](value)
+    cls: Any = type(value)
+    obj: dict[str, Any] = _class_converters(cls)[1](value)
+    return obj
 
 
 def value_from_json(cls: type[T], obj: object) -> T:
     """Return the value of the dataclass `cls` that `obj` (parsed JSON) is. Raises ProtocolError if it is none."""
+    kind: Any = cls
     try:
-        return _class_converters(cls)[0](obj)
+        value: T = _class_converters(kind)[0](obj)
+        return value
     except _Mismatch as error:
         raise ProtocolError(f"cannot read {cls.__name__}: {error}") from None
 
@@ -86,7 +90,7 @@ class SpecReader:
         return JobSpec(**own | {"script_args": tuple(own["script_args"])}, **common)
 
 
-_OWN = {"name", "script", "work_dir", "script_args", "script_path", "submit_line"}
+_OWN = {"name", "script", "work_dir", "script_args", "script_path", "script_sha256", "script_bytes", "submit_line"}
 
 
 def _said(spec: JobSpec) -> dict[str, Any]:
@@ -318,7 +322,7 @@ def _named_tuple_converters(hint: Any, inside: frozenset[type]) -> tuple[_Read, 
 
 
 def _tuple_converters(parts: tuple[Any, ...], inside: frozenset[type]) -> tuple[_Read, _Write]:
-    plain = tuple(part.__supertype__ if isinstance(part, NewType) else part for part in parts)
+    plain: tuple[Any, ...] = tuple(part.__supertype__ if isinstance(part, NewType) else part for part in parts)
     if plain[-1] is not Ellipsis:
         if set(plain) <= _WORDS.keys():
             return _fixed_tuple_reader(plain), list

@@ -33,8 +33,8 @@ def parse_when(text: str, now_s: float, *, past: bool = False) -> float:
 
     ``now``, ``now+1hour``, ``now-2days``, ``16:00``, ``4:00PM``, ``midnight noon fika teatime``, ``today tomorrow``,
     ``2027-01-20``, ``2027-01-20T12:34:00``, ``012027``, ``01/20/27-12:34``, ``01/20``, a time and a date with a space
-    between, ``uts1800000000``. What has no date or no year is the next such time, or with `past` (accounting) that of
-    today or this year. Raises RequestError.
+    or a dash between, ``uts1800000000``. What has no date or no year is the next such time, or with `past` (accounting)
+    that of today or this year. Raises RequestError.
     """
     lowered = text.strip().lower()
     if len(lowered) > 80:
@@ -58,7 +58,7 @@ def _relative_s(match: re.Match[str], text: str) -> int:
     names = [name for name in _RELATIVE_UNITS_S if name.startswith(unit.removesuffix("s") or "second")]
     if len(names) != 1:
         raise RequestError(f"cannot read time {_short(text)}: the unit is one of {', '.join(_RELATIVE_UNITS_S)}")
-    seconds = int(count) * _RELATIVE_UNITS_S[names[0]]
+    seconds = int(count) * _RELATIVE_UNITS_S[names[0]]  # int: bounded
     if seconds > UNLIMITED_S:
         raise RequestError(f"cannot take time {_short(text)}: it is over {UNLIMITED_S // DAY_S} days from now")
     return -seconds if sign == "-" else seconds
@@ -69,7 +69,7 @@ def _date_and_clock(lowered: str, now: datetime, text: str) -> tuple[_Date | Non
     date: _Date | None = None
     clock: _Clock | None = None
     words = re.sub(r"\s+([ap]m)\b", r"\1", lowered).split()  # 4:00 PM is one word
-    for word in words:
+    for word in [part for whole in words for part in _parted(whole, now)]:
         new_date, new_clock = _read_word(word, now)
         if new_date is None and new_clock is None or date and new_date or clock and new_clock:
             raise RequestError(
@@ -81,12 +81,15 @@ def _date_and_clock(lowered: str, now: datetime, text: str) -> tuple[_Date | Non
     return date, clock
 
 
+def _parted(word: str, now: datetime) -> list[str]:
+    """Return ``noon-tomorrow`` as two words; a dash that belongs to a date stays."""
+    return [word] if any(_read_word(word, now)) else word.split("-", 1)
+
+
 def _read_word(word: str, now: datetime) -> tuple[_Date | None, _Clock | None]:
     if word in ("today", "tomorrow"):
         day = now + timedelta(days=word == "tomorrow")
         return (day.year, day.month, day.day), None
-    if word in _NAMED_HOURS:
-        return None, (_NAMED_HOURS[word], 0, 0)
     if iso := _ISO.match(word):
         year, month, day_of_month, time = iso.groups()
     elif short := _US_DATE.match(word) or _DIGITS_DATE.match(word):
@@ -96,18 +99,20 @@ def _read_word(word: str, now: datetime) -> tuple[_Date | None, _Clock | None]:
     clock = _read_clock(time) if time else None
     if time and clock is None:
         return None, None
-    return (_full_year(year), int(month), int(day_of_month)), clock
+    return (_full_year(year), int(month), int(day_of_month)), clock  # int: bounded
 
 
 def _full_year(year: str | None) -> int | None:
-    return None if year is None else int(year) + (2000 if len(year) == 2 else 0)
+    return None if year is None else int(year) + (2000 if len(year) == 2 else 0)  # int: bounded
 
 
 def _read_clock(word: str) -> _Clock | None:
+    if word in _NAMED_HOURS:
+        return _NAMED_HOURS[word], 0, 0
     match = _CLOCK.match(word)
     if match is None:
         return None
-    hour, minute, second = int(match.group(1)), int(match.group(2)), int(match.group(3) or 0)
+    hour, minute, second = int(match.group(1)), int(match.group(2)), int(match.group(3) or 0)  # int: bounded
     if match.group(4):
         if not 1 <= hour <= 12:
             return None

@@ -39,14 +39,15 @@ def frozen(cls: type[T]) -> type[T]:
         "__setattr__": _set,
         "__delattr__": _delete,
     }
-    made: Any = type(cls)(cls.__name__, (draft,), members)
+    meta: Any = type(cls)
+    made: type[T] = meta(cls.__name__, (draft,), members)
     return made
 
 
 def replace(value: T, **changes: Any) -> T:
     """Return `value`, of a class that `frozen` has made, with these fields changed. Raises AttributeError for others."""
     cls: Any = type(value)
-    draft = _copier(cls)(value)
+    draft: T = _copier(cls)(value)
     for name, change in changes.items():
         setattr(draft, name, change)
     draft.__class__ = cls

@@ -72,7 +72,7 @@ def compress_hostlist(names: Iterable[str]) -> str:
             parts.append(name)
             continue
         prefix = head
-        if ranges and str(int(ranges[-1][1]) + 1).zfill(len(ranges[-1][0])) == digits:
+        if ranges and str(int(ranges[-1][1]) + 1).zfill(len(ranges[-1][0])) == digits:  # int: bounded
             ranges[-1] = (ranges[-1][0], digits)
         else:
             ranges.append((digits, digits))
@@ -140,14 +140,14 @@ def _parse_span(item: str, text: str) -> _Span:
     if match is None:
         raise RequestError(f"cannot read host list {_short(text)}: {_short(item)} is neither a number nor a range")
     low, high = match.group(1), match.group(2) or match.group(1)
-    if int(high) < int(low):
+    if int(high) < int(low):  # int: bounded
         raise RequestError(f"cannot read host list {_short(text)}: the range {item} runs backwards")
-    return _Span(low=int(low), high=int(high), width=len(low))
+    return _Span(low=int(low), high=int(high), width=len(low))  # int: bounded
 
 
 def _names(pattern: list[str | list[_Span]]) -> Iterator[str]:
     if len(pattern) == 1:
-        return iter(pattern)  # type: ignore[arg-type]
+        return (part for part in pattern if isinstance(part, str))
     choices = [[part] if isinstance(part, str) else [n for span in part for n in span] for part in pattern]
     return map("".join, product(*choices))
 

@@ -57,10 +57,10 @@ class Token:
         incarnation, job, attempt, stay, step, node, nonce = match.groups()
         return cls(
             incarnation=incarnation,
-            job_id=JobId(int(job)),
-            attempt=int(attempt),
+            job_id=JobId(int(job)),  # int: bounded
+            attempt=int(attempt),  # int: bounded
             step=step,
             node=NodeName(node),
             nonce=nonce,
-            stay=int(stay or 0),
+            stay=int(stay or 0),  # int: bounded
         )

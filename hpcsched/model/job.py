@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
-from hpcsched.model.frozen import frozen
+from hpcsched.model.frozen import frozen, replace
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.resources import Share, without_cpus
 from hpcsched.model.spec import Dependency, JobSpec
@@ -69,6 +70,7 @@ class Reason(StrEnum):
     RESERVATION_DELETED = "ReservationDeleted"
     DEADLINE = "DeadLine"
     PARTITION_DOWN = "PartitionDown"
+    PARTITION_INACTIVE = "PartitionInactive"
     NODES_UNAVAILABLE = "ReqNodeNotAvail"
     LAUNCH_FAILED = "JobLaunchFailure"
     NODE_LOST = "NodeDown"  # waits for word from a node that does not answer
@@ -81,7 +83,7 @@ class Reason(StrEnum):
     INVALID_QOS = "InvalidQOS"
     ACCOUNT_NOT_ALLOWED = "AccountNotAllowed"  # in its partition
     QOS_NOT_ALLOWED = "QOSNotAllowed"
-    # Over a limit of the association (user, account) or of the QOS or partition; see `hpcsched.sched.limits`.
+    # Over a limit of the association (user, account) or of the QOS or partition; see `hpcsched.sched.limits.rules`.
     ASSOC_GRP_JOBS_LIMIT = "AssocGrpJobsLimit"
     ASSOC_GRP_SUBMIT_JOBS_LIMIT = "AssocGrpSubmitJobsLimit"
     ASSOC_GRP_CPU_LIMIT = "AssocGrpCpuLimit"
@@ -148,6 +150,7 @@ class Hold(StrEnum):
     NONE = "none"
     USER = "user"
     ADMIN = "admin"  # only an admin can release it
+    SPECIAL = "special"  # the user's, of a job that was requeued with State=SpecialExit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,6 +162,15 @@ class ExitStatus:
 
     def __str__(self) -> str:
         return f"{self.code}:{self.signal}"
+
+
+class Refusal(NamedTuple):
+    """A node that could not start an attempt of the job, and why."""
+
+    node: NodeName
+    attempt: int
+    of_exec: bool  # directory and files were there, the program was not
+    why: str
 
 
 @frozen
@@ -222,6 +234,9 @@ class Job:
     joining: tuple[Share, ...] = ()  # given to the running job; their nodes have not claimed them yet
     left_nodes: tuple[NodeName, ...] = ()  # that this attempt had or was given, once for each time
     barred_nodes: tuple[NodeName, ...] = ()  # of these: that refused to take their part, and are not asked again
+    deaths: int = 0  # attempts that ended because a rank was killed, and were followed by another
+    saved_step: int = 0  # the checkpoint that the last of those left
+    refusals: tuple[Refusal, ...] = ()  # nodes that could not start it; it is not sent there again
     wanted_nodes: tuple[NodeName, ...] = ()  # it has been asked to keep these alone,
     wanted_at_s: float | None = None  # last of all then
     generation: int = 0  # how often the attempt has heard of another allocation
@@ -252,6 +267,11 @@ class Job:
     def stay_on(self, node: NodeName) -> int:
         """Return how often the attempt has lost or given back `node` before: what is launched there bears it."""
         return self.left_nodes.count(node)
+
+    def spool_on(self, node: NodeName) -> str:
+        """Return the spool of `node` that the attempt is launched into; "": not known."""
+        every = (*self.shares, *self.leaving, *self.joining)
+        return next((share.spool for share in every if share.node == node), "")
 
     @property
     def number(self) -> int:
@@ -313,3 +333,44 @@ class Job:
     def reservation(self) -> str:
         """The reservation that it runs in, "" for none."""
         return self.spec.reservation if self.reservation_set is None else self.reservation_set
+
+
+# ----- the components of a heterogeneous job, each as if it were a job: what lists and environments show of it
+# A heterogeneous job is one job, with one state and one batch script; its components differ in name and in what they have of
+# which nodes. The first one has the job's own number, the others those behind it, which no other job gets.
+#
+# Source: "Heterogeneous Job Support" of Slurm's documentation.
+
+
+MAX_COMPONENTS = 128  # as in Slurm
+
+_OWN = (
+    "name", "nodes_min", "nodes_max", "nodes_given", "ntasks", "ntasks_per_node", "cpus_per_task", "cpus_per_task_given",
+    "mem_per_node_mib", "mem_per_cpu_mib", "gpus_per_node", "gpus_total", "gpus_per_task", "shards_per_node", "exclusive",
+    "overcommit", "nodelist", "exclude", "constraint", "prefer", "mincpus", "tmp_mib", "contiguous", "spread", "distribution",
+    "hints",
+)  # fmt: skip
+
+
+def components_of(job: Job) -> list[Job]:
+    """Return the components of `job`; of one that has none, or is one, itself."""
+    if not job.spec.components or job.component is not None:
+        return [job]
+    return [component(job, number) for number in range(1 + len(job.spec.components))]
+
+
+def component(job: Job, number: int) -> Job:
+    """Return component `number` of the heterogeneous `job`."""
+    spec = job.spec
+    if number:
+        its = spec.components[number - 1]
+        spec = replace(spec, **{name: getattr(its, name) for name in _OWN})
+    shares = tuple([share for share in job.shares if share.component == number])
+    names = {share.node for share in shares}
+    return replace(
+        job,
+        component=number,
+        spec=spec,
+        shares=shares,
+        held_nodes=tuple([node for node in job.held_nodes if node in names]),
+    )

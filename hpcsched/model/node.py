@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from hpcsched.model.accounting import NO_LIMITS, Limits
 from hpcsched.model.ids import NodeName
 from hpcsched.model.resources import Gpu
 
+LAUNCH_CHECK = "hpcschedd/launch"  # who drains a node that could not start jobs which other nodes could
 OURSELVES = "hpcschedd"  # who drains a node that says, or of which is known, that it can take no launches
 
 
@@ -59,9 +61,27 @@ class NodeSpec:
     tmp_mib: int = 0  # of its file system for temporary files
 
 
+REACH = ("host", "port", "user", "host_key", "root")  # what says to which spool a node's name leads
+
+
+def reach_of(spec: NodeSpec) -> dict[str, str | int | None]:
+    """Return the part of a node's description that says to which spool its name leads."""
+    return {name: getattr(spec, name) for name in REACH}
+
+
 def address_of(spec: NodeSpec) -> str:
     """Return where other nodes reach this one."""
     return "127.0.0.1" if spec.host == "local" else spec.host
+
+
+class LaunchFailure(NamedTuple):
+    """A job that this node could not start, and another node could."""
+
+    job_id: int
+    uid: int
+    by_admin: bool
+    of_exec: bool  # see `hpcsched.model.job.Refusal`
+    why: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +98,11 @@ class Node:
     drained_at_s: float | None = None
     boot_id: str = ""
     machine_id: str = ""  # equal on nodes that are one machine posing as several
+    spool: str = ""  # of the agent that answered last; "": not known
+    hardware: str = ""  # of the machine that answered last: equal after a reboot; "": not known
     agent_version: str = ""
+    launch_failures: tuple[LaunchFailure, ...] = ()  # since the last job that it started, the newest last
+    has_strays: bool = False  # it runs what was launched before the database was restored, by its last word
     root_agent: bool = False  # the agent runs as root there and can start jobs as their submitters
 
     @property
@@ -86,12 +110,29 @@ class Node:
         return self.spec.name
 
 
+class PartitionState(StrEnum):
+    """Slurm's states of a partition. What runs in it continues in all of them."""
+
+    UP = "UP"
+    DOWN = "DOWN"  # it takes jobs, and starts none
+    DRAIN = "DRAIN"  # it takes no jobs, and starts those that it has
+    INACTIVE = "INACTIVE"  # neither
+
+    @property
+    def takes_jobs(self) -> bool:
+        return self in (PartitionState.UP, PartitionState.DOWN)
+
+    @property
+    def starts_jobs(self) -> bool:
+        return self in (PartitionState.UP, PartitionState.DRAIN)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partition:
     name: str
     nodes: tuple[NodeName, ...]
     default: bool = False
-    up: bool = True
+    state: PartitionState = PartitionState.UP
     max_time_s: int | None = None  # None: no limit
     default_time_s: int | None = None
     priority_tier: int = 1

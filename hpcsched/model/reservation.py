@@ -139,7 +139,7 @@ def _next_start_s(reservation: Reservation, start_s: float) -> int:
     begins += step
     while not _is_day(reservation, begins):
         begins += step
-    return int(begins.timestamp())
+    return int(begins.timestamp())  # int: a number
 
 
 def _is_day(reservation: Reservation, begins: datetime) -> bool:

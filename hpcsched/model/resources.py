@@ -51,6 +51,7 @@ class Share:
     shards: int = 0
     shards_of: int = 0
     component: int = 0  # of a heterogeneous job: whose node this is
+    spool: str = ""  # into which the attempt is launched there; "": not known
 
     @property
     def gpu_amount(self) -> float:

@@ -58,6 +58,9 @@ class JobSpec:
     work_dir: str
     script_args: tuple[str, ...] = ()
     script_path: str = ""  # where the script was read, on the submitter's machine; empty: it was not in a file
+    # Of a job in the queue: `script` is empty, and its text is in the database under this hash. See `hpcsched.store.scripts`.
+    script_sha256: str = ""
+    script_bytes: int = 0
     env: tuple[tuple[str, str], ...] = ()  # what the job inherits of the submitter's environment
     submit_line: str = ""
     submit_dir: str = ""  # where the submitting command ran; --chdir makes work_dir another
@@ -89,6 +92,8 @@ class JobSpec:
     gpus_per_task: tuple[GpuRequest, ...] = ()
     shards_per_node: tuple[GpuRequest, ...] = ()  # --gres=shard:2, of one GPU of each node
     exclusive: bool = False
+    no_shell: bool = False  # an allocation that no command holds: it stays until it is cancelled or its time is up
+    overcommit: bool = False  # tasks share the cpus of one task on each node
     nodelist: tuple[NodeName, ...] = ()
     exclude: tuple[NodeName, ...] = ()
     constraint: str = ""  # features: a&b, a|b, [a*2&b*1], [a|b]
@@ -97,7 +102,9 @@ class JobSpec:
     tmp_mib: int = 0  # that each node has for temporary files
     switches: int = 0  # the most that its nodes hang on; 0: does not matter
     switches_wait_s: int | None = None  # after so long more switches will do; None: the configuration's max_switch_wait
-    distribution: str = ""  # how its steps deal tasks to nodes where they do not say: block, cyclic, plane=N, arbitrary
+    contiguous: bool = False  # its nodes follow each other in the order of nodes
+    spread: bool = False  # as many nodes as it may have
+    distribution: str = ""  # how its steps deal tasks where they do not say: block, cyclic:block, plane=N, arbitrary
     hints: tuple[str, ...] = ()  # synchronous, comm_bound
     array: ArraySpec | None = None
     dependency: tuple[Dependency, ...] = ()
@@ -118,3 +125,8 @@ class JobSpec:
     # Of a heterogeneous job (sbatch A : B) what is behind its first component, which is this: of each of them only its
     # name and what it asks of its own nodes count.
     components: tuple[JobSpec, ...] = ()
+
+    @property
+    def has_script(self) -> bool:
+        """Whether there is a batch step to run; if not, it is an allocation."""
+        return bool(self.script or self.script_sha256)

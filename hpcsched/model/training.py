@@ -1,6 +1,6 @@
 """How far a training job is, as its own program says: what hqueue shows of it beside what the scheduler knows.
 
-The numbers are the program's word; nothing is decided by them.
+The numbers are the program's word. One thing is decided by them: whether a job whose rank was killed is worth another attempt.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ class Training:
     checkpoint_at_s: float | None
     goodput: float | None  # steps that count: their part of the time since the run first began
     note: str  # what a person should know: which rank the others wait for, say
+    directory: str = ""  # of its checkpoints; "": not known
 
     @property
     def ends_at_s(self) -> float | None:

@@ -25,6 +25,7 @@ UNLIMITED_S = 36_500 * DAY_S
 _UNLIMITED_WORDS = frozenset({"unlimited", "infinite", "-1"})
 
 _TIME = Pattern(r"(?:([0-9]{1,10})-)?([0-9]{1,12})(?::([0-9]{1,12}))?(?::([0-9]{1,12}))?\Z")
+_DURATION = Pattern(r"(?=[0-9])(?:([0-9]{1,6})d)?(?:([0-9]{1,9})h)?(?:([0-9]{1,10})m)?(?:([0-9]{1,12})s)?\Z")
 _MEM = Pattern(r"([0-9]{1,18})([kmgtp]?)(i?b)?\Z")
 _MIB_SHIFT = {"k": -10, "m": 0, "g": 10, "t": 20, "p": 30}
 
@@ -32,29 +33,42 @@ _MIB_SHIFT = {"k": -10, "m": 0, "g": 10, "t": 20, "p": 30}
 def parse_time_s(text: str, *, whole_minutes: bool = True) -> int | None:
     """Return the seconds that `text` means as a time limit, None for UNLIMITED, INFINITE and -1.
 
-    ``30`` is minutes; ``M:S H:M:S D-H D-H:M D-H:M:S``; parts above 59 are taken as they are. Slurm keeps limits in
-    whole minutes and rounds up; with `whole_minutes=False` nothing is rounded (durations that are no job's limit).
+    ``30`` is minutes; ``M:S H:M:S D-H D-H:M D-H:M:S``; parts above 59 are taken as they are, as Slurm does. Also
+    ``90s``, ``5m``, ``1h30m``, ``2d12h``, which Slurm does not know. Slurm keeps limits in whole minutes and rounds up;
+    with `whole_minutes=False` nothing is rounded (durations that are no job's limit).
     Raises RequestError.
     """
     if text.strip().lower() in _UNLIMITED_WORDS:
         return None
-    match = _TIME.match(text.strip())
-    if match is None:
-        raise RequestError(
-            f"cannot read time {_short(text)}: write minutes, M:S, H:M:S, D-H, D-H:M, D-H:M:S or UNLIMITED"
-        )
-    days, first, second, third = match.groups()
-    seconds = int(days or 0) * DAY_S + _clock_s(int(first), second, third, with_days=days is not None)
+    seconds = _duration_s(text)
+    if seconds is None:
+        match = _TIME.match(text.strip())
+        if match is None:
+            raise RequestError(
+                f"cannot read time {_short(text)}: write minutes, M:S, H:M:S, D-H, D-H:M, D-H:M:S, 90s, 1h30m, 2d or UNLIMITED"
+            )
+        days, first, second, third = match.groups()
+        clock_s = _clock_s(int(first), second, third, with_days=days is not None)  # int: bounded
+        seconds = int(days or 0) * DAY_S + clock_s  # int: bounded
     if seconds > UNLIMITED_S:
         raise RequestError(f"cannot take time {_short(text)}: it is over {UNLIMITED_S // DAY_S} days; write UNLIMITED")
     return -(-seconds // MINUTE_S) * MINUTE_S if whole_minutes else seconds
 
 
+def _duration_s(text: str) -> int | None:
+    """Return the seconds of ``1h30m``; None: it is no number with its unit, or several."""
+    match = _DURATION.match(text.strip().lower())
+    if match is None:
+        return None
+    parts = zip(match.groups(), (DAY_S, HOUR_S, MINUTE_S, 1), strict=True)
+    return sum(int(count) * unit_s for count, unit_s in parts if count)  # int: bounded
+
+
 def _clock_s(first: int, second: str | None, third: str | None, *, with_days: bool) -> int:
     """Return the seconds of H[:M[:S]] after days; else of M, M:S or H:M:S."""
     if with_days or third is not None:
-        return first * HOUR_S + int(second or 0) * MINUTE_S + int(third or 0)
-    return first * MINUTE_S + int(second or 0)
+        return first * HOUR_S + int(second or 0) * MINUTE_S + int(third or 0)  # int: bounded
+    return first * MINUTE_S + int(second or 0)  # int: bounded
 
 
 def known_limit_s(limit_s: int | None) -> int | None:
@@ -89,7 +103,7 @@ def parse_mem_mib(text: str, default_unit: str = "M") -> int:
     if match is None or (match.group(3) == "ib" and not match.group(2)):
         raise RequestError(f"cannot read memory size {_short(text)}: write a whole number with K, M, G or T, as 1536M")
     shift = _MIB_SHIFT[match.group(2) or default_unit.lower()]
-    number = int(match.group(1))
+    number = int(match.group(1))  # int: bounded
     mib = number << shift if shift >= 0 else -(-number >> -shift)
     if mib >= 1 << 53:
         raise RequestError(f"cannot take memory size {_short(text)}: no machine has as much")
@@ -127,8 +141,8 @@ def parse_signal(text: str) -> int:
     word = text.strip().upper().removeprefix("SIG")
     if word in _SIGNALS:
         return _SIGNALS[word]
-    if word.isascii() and word.isdigit() and len(word) <= 3 and 1 <= int(word) <= MAX_SIGNAL:
-        return int(word)
+    if word.isascii() and word.isdigit() and len(word) <= 3 and 1 <= int(word) <= MAX_SIGNAL:  # int: bounded
+        return int(word)  # int: bounded
     raise RequestError(f"cannot read signal {_short(text)}: write a name as USR1 or a number from 1 to {MAX_SIGNAL}")
 
 
@@ -145,7 +159,7 @@ def parse_signal_spec(text: str) -> SignalSpec:
     if match is None:
         raise RequestError(f"cannot read --signal={_short(text)}: write [B:]SIGNAL[@seconds], as B:USR1@120")
     flags, name, before = match.groups()
-    before_s = 60 if before is None else int(before)
+    before_s = 60 if before is None else int(before)  # int: bounded
     if before_s > 65_535:
         raise RequestError(f"cannot send a signal {before_s} seconds before the limit: the most is 65535")
     return SignalSpec(signum=parse_signal(name), before_s=before_s, batch_only="B" in (flags or "").upper())

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from hpcsched.model.accounting import PreemptMode
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.resources import Share
-from hpcsched.sched.eligible import Wait
+from hpcsched.sched.queue.eligible import Wait
 from hpcsched.sched.snapshot import Promise
 
 

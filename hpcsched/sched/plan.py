@@ -19,32 +19,29 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from hpcsched.model.ids import JobId
-from hpcsched.model.job import Reason
+from hpcsched.model.job import Hold, Reason
 from hpcsched.model.resources import Share
-from hpcsched.sched.blocks import Closed
-from hpcsched.sched.counted import Counted
 from hpcsched.sched.decisions import Plan, Start
-from hpcsched.sched.eligible import Wait
-from hpcsched.sched.feasible import never_fits
-from hpcsched.sched.fragments import mix_of
-from hpcsched.sched.groups import Apart, Group, Groups
-from hpcsched.sched.guardplan import guarded
-from hpcsched.sched.intervals import NEVER_S
-from hpcsched.sched.kept import Kept
-from hpcsched.sched.lanes import Lane, Lanes
-from hpcsched.sched.lasting import Lasting
-from hpcsched.sched.lowered import longest
-from hpcsched.sched.placement import Part
+from hpcsched.sched.explain.reasons import behind_head, no_licenses, not_available, shortfall
+from hpcsched.sched.guard.on_nodes import guarded, trusting
+from hpcsched.sched.limits.licenses import Counted
+from hpcsched.sched.limits.quota import Tally
+from hpcsched.sched.limits.tres import Held, held_by, held_of
+from hpcsched.sched.place.feasible import never_fits
+from hpcsched.sched.place.fragmentation import mix_of
+from hpcsched.sched.place.groups import Apart, Group, Groups
+from hpcsched.sched.place.node_fit import Part
+from hpcsched.sched.place.request import LicenseCounts, with_overcommit
+from hpcsched.sched.place.reserved_intervals import NEVER_S, Closed
+from hpcsched.sched.place.timeline import Timeline
 from hpcsched.sched.policy import Backfill, Policy
-from hpcsched.sched.priority import in_order, scale_of
-from hpcsched.sched.queue import those_in_line
-from hpcsched.sched.reasons import behind_head, no_licenses, not_available, shortfall
-from hpcsched.sched.request import LicenseCounts
-from hpcsched.sched.reservations import certain_until_s, kept_by
+from hpcsched.sched.queue.eligible import Wait
+from hpcsched.sched.queue.priority import putting_in_order, scale_of
+from hpcsched.sched.queue.queues import Lane, Lanes, those_in_line
+from hpcsched.sched.queue.reservations import certain_until_s, kept_by
+from hpcsched.sched.reserved_slots import Kept
+from hpcsched.sched.run_time import Lasting, longest
 from hpcsched.sched.snapshot import PendingJob, Snapshot
-from hpcsched.sched.tally import Tally
-from hpcsched.sched.timeline import Timeline
-from hpcsched.sched.tres import Held, held_by, held_of
 
 _SUM_ERROR_S = 1e-6  # more than sums of Unix times are off by
 
@@ -63,13 +60,14 @@ class Planner:
     def __init__(self, snapshot: Snapshot, policy: Policy) -> None:
         self.snapshot = snapshot
         self.policy = policy
-        self.timeline = Timeline(snapshot, policy)
+        self.guard, self.needed = trusting(snapshot, policy)
+        self.timeline = Timeline(snapshot, policy, self.needed)
         self.starts: list[Start] = []
         self.waits: dict[JobId, Wait] = {}
         self.priorities: dict[JobId, int] = {}
         self.reservations = {one.name: one for one in snapshot.reservations}
         self.lanes = Lanes(snapshot, self.reservations)
-        self.lasting = Lasting(policy, self.reservations)
+        self.lasting = Lasting(policy, self.reservations, snapshot.blocks, self.needed)
         certain_s = certain_until_s(snapshot.reservations, snapshot.now_s)
         self.timeline.sure_until_s = min(self.timeline.sure_until_s, certain_s)
         closed, mix = Closed(snapshot.blocks, self.timeline.index), mix_of(snapshot)
@@ -107,12 +105,14 @@ class Planner:
         )
 
     def _make(self) -> Iterator[None]:
-        """Make the plan; each step takes a few milliseconds at most, but to put a long queue in order."""
-        eligible = those_in_line(self.snapshot, self.policy, self.reservations, self.waits)
-        yield
+        """Make the plan; each step takes a few milliseconds at most, but to sort a long queue."""
+        eligible = yield from those_in_line(self.snapshot, self.policy, self.reservations, self.waits)
         scale = scale_of(self.snapshot)
-        queue = in_order(eligible, self.snapshot.partitions, scale, self.policy, self.priorities)
-        yield
+        in_line = {job.id for job in eligible}
+        others = [job for job in self.snapshot.pending if job.id not in in_line and job.hold is Hold.NONE]
+        if others:  # begin time, dependency, limits: they have a priority all the same
+            yield from putting_in_order(others, self.snapshot.partitions, scale, self.policy, self.priorities)
+        queue = yield from putting_in_order(eligible, self.snapshot.partitions, scale, self.policy, self.priorities)
         yield from self._keep_promises(queue)
         if self.policy.backfill is Backfill.DEFAULT:
             yield from guarded(self, queue)
@@ -203,11 +203,11 @@ class Planner:
             if job is None or job.id in self.gone or self.tally.why_not(job) is not None:
                 continue
             due_s = max(promise.start_s, self.timeline.now_s)
-            limit_s = self.lasting.end_s(job, due_s, self.lasting.least_s(job)) - due_s
+            limit_s = self.lasting.end_s(job, due_s, self.lasting.least_s(job, due_s)) - due_s
             found = self.kept.still_possible(job, promise, self.lanes.nodes_of(job), limit_s)
             if found is not None:
                 start_s, parts = found
-                end_s = self.lasting.end_s(job, start_s, self.lasting.least_s(job))
+                end_s = self.lasting.end_s(job, start_s, self.lasting.least_s(job, start_s))
                 if end_s > start_s + limit_s + _SUM_ERROR_S:
                     pass  # it was to be cut short by a reservation, and is late for that
                 elif (
@@ -224,7 +224,7 @@ class Planner:
         """Return what one more job would get now if it came next; None: it would wait."""
         if self.lanes.of(job).head is not None and self.policy.backfill is Backfill.NONE:
             return None
-        end_s = self.lasting.end_s(job, self.timeline.now_s, self.lasting.least_s(job))
+        end_s = self.lasting.end_s(job, self.timeline.now_s, self._least_s(job))
         if self.tally.why_not(job) is not None or not self._has_licenses(job, end_s):
             return None
         parts = self._group(job).place(end_s)
@@ -279,7 +279,7 @@ class Planner:
             return self._group(job).place(until_s) if self._has_licenses(job, until_s) else None
 
         now_s, kept = self.timeline.now_s, self.kept.put_aside(job.id)  # it may have more than is kept for it
-        found = longest(fits, min(end_s, now_s + self.lasting.least_s(job)), end_s)
+        found = longest(fits, min(end_s, now_s + self.lasting.least_s(job, now_s)), end_s)
         if found is None and kept is not None:
             room = self.kept.put_back(job, kept)
             if self.kept.is_due(job.id) and room.partition == job.partition:
@@ -313,6 +313,7 @@ class Planner:
         """Start `job` on `parts` until `end_s`, and count what it takes of all that is counted."""
         self.kept.take_back(job.id)
         shares = tuple([self._take(part, end_s) for part in parts])
+        shares = with_overcommit(job.request.shape, shares)
         lowered_s = round(end_s - self.timeline.now_s) if job.lowers else self.lasting.limit_s(job)
         limit_s = lowered_s if lowered_s < self.lasting.limit_s(job) else None
         self.starts.append(Start(job_id=job.id, shares=shares, partition=job.partition, time_limit_s=limit_s))
@@ -320,12 +321,15 @@ class Planner:
         if job.licenses:
             self.counted.take(job.licenses, self.timeline.now_s, end_s)
 
+    def _least_s(self, job: PendingJob) -> float:
+        return self.lasting.least_s(job, self.timeline.now_s)
+
     def _has_licenses(self, job: PendingJob, end_s: float) -> bool:
         return not job.licenses or self.kept.has_licenses(job, end_s - self.timeline.now_s)
 
     def _short_of_licenses(self, job: PendingJob) -> Wait | None:
         """Return that `job` waits for licences, if it does."""
-        if self._has_licenses(job, self.lasting.end_s(job, self.timeline.now_s, self.lasting.least_s(job))):
+        if self._has_licenses(job, self.lasting.end_s(job, self.timeline.now_s, self._least_s(job))):
             return None
         return no_licenses(job.licenses, self.counted.free_now(), dict(self.snapshot.ledger.accounting.licenses))
 
@@ -390,7 +394,7 @@ class Planner:
         seats = group.seats_now()
         missing = group.required.difference(seat.node for seat in seats)
         names = sorted(self.snapshot.nodes[at].name for at in missing)
-        end_s = self.lasting.end_s(job, self.timeline.now_s, self.lasting.least_s(job))
+        end_s = self.lasting.end_s(job, self.timeline.now_s, self._least_s(job))
         others = set(self.kept.in_the_way(job, {seat.node for seat in seats}, end_s))
         promised_to = [other.display_id for other in self.snapshot.pending if other.id in others] if others else []
         lacks = shortfall(group.shape, seats, names, promised_to)
@@ -405,7 +409,7 @@ class Planner:
 
     def _reserved_from(self, job: PendingJob, lane: Lane) -> Wait | None:
         """Return the wait of a job that would fit now if nothing were reserved for others; None: it would not either."""
-        end_s = self.lasting.end_s(job, self.timeline.now_s, self.lasting.least_s(job))
+        end_s = self.lasting.end_s(job, self.timeline.now_s, self._least_s(job))
         group = self.unreserved.of(replace(job, reservation=""), lane.nodes)
         if not self._has_licenses(job, end_s) or group.place(end_s) is None:
             return None
@@ -425,7 +429,7 @@ class Planner:
             return None
         start_s, parts = found
         self.kept.take_back(job.id)
-        self.kept.keep(job, start_s, self.lasting.end_s(job, start_s, self.lasting.least_s(job)), parts)
+        self.kept.keep(job, start_s, self.lasting.end_s(job, start_s, self.lasting.least_s(job, start_s)), parts)
         if firm and self.keeps_promises and self._sure(start_s) is not None:
             self.kept.promise(job)
         return start_s
@@ -441,7 +445,7 @@ class Planner:
     def _earliest(self, job: PendingJob, from_s: float = 0.0) -> tuple[float, list[Part]] | None:
         """Return from when on, `from_s` or later, nodes and licences are free for `job`, and what it would get; None: never."""
         from_s = max(self.timeline.now_s, from_s)
-        found = self._earliest_for(job, self.lasting.least_s(job), from_s)
+        found = self._earliest_for(job, self.lasting.least_s(job, from_s), from_s)
         cut_s = self.lasting.cut_s(job)
         if cut_s == NEVER_S or (found is not None and found[0] < cut_s):
             return found
@@ -449,7 +453,7 @@ class Planner:
 
     def _earliest_until(self, job: PendingJob, from_s: float, cut_s: float) -> tuple[float, list[Part]] | None:
         """Return from when on all is free for `job` until it is cut short: by halving, as nodes only get freer."""
-        from_s = max(from_s, cut_s - self.lasting.least_s(job))
+        from_s = max(from_s, cut_s - self.lasting.least_s(job, from_s))
         profiles = [self.timeline.profiles[node] for node in self._group(job).nodes]
         later = {at_s for profile in profiles for at_s in profile.times_s if from_s < at_s < cut_s}
         times_s = [from_s, *sorted(later)]
@@ -491,5 +495,5 @@ class Planner:
 
 def _hope(wait: Wait) -> tuple[bool, float]:
     """Order waits of one job: those that will end first, the earlier ones of them first."""
-    for_good = wait.reason in (Reason.NODES_UNAVAILABLE, Reason.PARTITION_DOWN)
+    for_good = wait.reason in (Reason.NODES_UNAVAILABLE, Reason.PARTITION_DOWN, Reason.PARTITION_INACTIVE)
     return for_good, wait.expected_start_s if wait.expected_start_s is not None else float("inf")

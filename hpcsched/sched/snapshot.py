@@ -15,20 +15,21 @@ from typing import NamedTuple
 from hpcsched.lifecycle.clocks import cut_at_s, suspended_s
 from hpcsched.model.accounting import NO_ACCOUNTING, Accounting, Association
 from hpcsched.model.ids import JobId, NodeName
-from hpcsched.model.job import ACTIVE, Hold, Job, JobState
-from hpcsched.model.node import Link, Node, Partition
+from hpcsched.model.job import ACTIVE, Hold, Job, JobState, Refusal
+from hpcsched.model.node import Link, Node, Partition, PartitionState
 from hpcsched.model.reservation import Reservation, at
 from hpcsched.model.resources import Gpu, Share
 from hpcsched.model.spec import Dependency, DependencyKind, JobSpec
 from hpcsched.model.units import known_limit_s
-from hpcsched.sched.blocks import Block, blocks_of
-from hpcsched.sched.features import matches
-from hpcsched.sched.gpus import GpuSlot, Units, all_units, gpu_slots
-from hpcsched.sched.predict import NO_EXPERIENCE, Experience
-from hpcsched.sched.request import LicenseCounts, Request, Shape, request_of, time_limit_in
-from hpcsched.sched.usage import Used
+from hpcsched.sched.guard.predict import NO_EXPERIENCE, Experience
+from hpcsched.sched.place.features import matches
+from hpcsched.sched.place.gpus import GpuSlot, Units, all_units, gpu_slots
+from hpcsched.sched.place.request import LicenseCounts, Request, Shape, request_of, time_limit_in, without_nodes
+from hpcsched.sched.place.reserved_intervals import Block, blocks_of
+from hpcsched.sched.queue.usage import Used
 
-LEAST_LIMIT_S = 60  # a time limit is not cut to less
+UNKNOWN_TMP_MIB = 1 << 53  # of a node without tmp_disk: --tmp does not rule it out
+LEAST_LIMIT_S = 1  # a deadline does not cut a time limit to less
 _ON_ITS_WAY = frozenset({JobState.CONFIGURING, JobState.RUNNING, JobState.SUSPENDED})
 
 
@@ -212,7 +213,7 @@ class SnapshotCache:
     def __init__(self) -> None:
         self.pending: dict[JobId, tuple[Job, PendingJob]] = {}
         self._partitions: dict[str, Partition] = {}
-        self._requests: dict[tuple[int, str, int | None], Request] = {}
+        self._requests: dict[tuple[int, str, int | None, tuple[Refusal, ...]], Request] = {}
         self._shapes: dict[Shape, Shape] = {}
         self._specs: dict[int, JobSpec] = {}  # keeps them alive: their id() is the key above
 
@@ -225,11 +226,12 @@ class SnapshotCache:
 
     def request(self, job: Job, partition: Partition) -> Request:
         """Return what `job` needs, the same object for jobs that share their spec."""
-        key = (id(job.spec), partition.name, job.time_limit_s)
+        key = (id(job.spec), partition.name, job.time_limit_s, job.refusals)
         request = self._requests.get(key)
         if request is None:
             made = request_of(job.spec, partition, time_limit_s=job.time_limit_s)
-            shape = self._shapes.setdefault(made.shape, made.shape)
+            shape = without_nodes(made.shape, [refusal.node for refusal in job.refusals])
+            shape = self._shapes.setdefault(shape, shape)
             request = self._requests[key] = Request(shape=shape, time_limit_s=made.time_limit_s)
             self._specs[id(job.spec)] = job.spec
         return request
@@ -334,7 +336,7 @@ def node_view(node: Node) -> NodeView:
         switch=spec.switch,
         speed=spec.speed,
         link_mbps=spec.link_mbps,
-        tmp_mib=spec.tmp_mib,
+        tmp_mib=spec.tmp_mib or UNKNOWN_TMP_MIB,
         why_not=_why_not(node),
         awaited=node.link is Link.UNKNOWN and not node.drained,
     )
@@ -349,7 +351,7 @@ def pending_job(job: Job, partitions: Mapping[str, Partition], default: str, cac
 
 def _pending_in(job: Job, partitions: Mapping[str, Partition], name: str, cache: SnapshotCache) -> PendingJob:
     """Return what the planner needs to know of a job that waits for a place in partition `name`."""
-    partition = partitions.get(name) or Partition(name=name, nodes=(), up=False)
+    partition = partitions.get(name) or Partition(name=name, nodes=(), state=PartitionState.DOWN)
     return PendingJob(
         id=job.id,
         display_id=job.display_id,
@@ -361,7 +363,7 @@ def _pending_in(job: Job, partitions: Mapping[str, Partition], name: str, cache:
         nice=job.nice,
         priority_set=job.priority_set,
         hold=job.hold,
-        not_before_s=_latest(job.not_before_s, job.spec.begin_at_s if job.attempt == 0 else None),
+        not_before_s=job.not_before_s,
         dependency=job.dependency,
         dependency_any=job.dependency_any,
         array_job_id=job.array_job_id,
@@ -427,7 +429,7 @@ def running_job(
         lent_shares=tuple(share for share in job.shares if share.node in held) if job.suspended_for is not None else (),
         runs=job.state is JobState.RUNNING,
         ending=job.state is JobState.COMPLETING,
-        may_run_again=job.spec.requeue if job.spec.script else False,
+        may_run_again=job.spec.requeue if job.spec.has_script else False,
         began_at_s=began_at_s,
         ends_at_s=ends_at_s,
         array_job_id=job.array_job_id,
@@ -462,11 +464,6 @@ def _why_not(node: Node) -> str:
     if node.drained:
         return f"is drained ({node.drained_why})" if node.drained_why else "is drained"
     return ""
-
-
-def _latest(*times_s: float | None) -> float | None:
-    given = [time_s for time_s in times_s if time_s is not None]
-    return max(given) if given else None
 
 
 def _facts(jobs: tuple[Job, ...], pending: tuple[PendingJob, ...]) -> dict[int, tuple[JobFact, ...]]:

@@ -17,14 +17,14 @@ from heapq import heappop, heappush
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import JobState, Reason
 from hpcsched.model.node import Partition
-from hpcsched.sched.blocks import blocks_of
-from hpcsched.sched.eligible import Wait
-from hpcsched.sched.intervals import NEVER_S
-from hpcsched.sched.plan import Plan, plan
+from hpcsched.sched.decisions import Plan
+from hpcsched.sched.explain.what_would_start import as_running
+from hpcsched.sched.guard.predict import Expected
+from hpcsched.sched.place.reserved_intervals import NEVER_S, blocks_of
+from hpcsched.sched.plan import plan
 from hpcsched.sched.policy import Policy, PreemptRules
-from hpcsched.sched.predict import Expected
-from hpcsched.sched.snapshot import JobFact, NodeView, PendingJob, RunningJob, Snapshot
-from hpcsched.sched.trial import as_running
+from hpcsched.sched.queue.eligible import Wait
+from hpcsched.sched.snapshot import NodeView, PendingJob, RunningJob, Snapshot
 
 SHORTEST_S = 1.0
 _IN_LINE = frozenset({Reason.PRIORITY, Reason.RESOURCES, Reason.LICENSES})
@@ -196,17 +196,27 @@ class _Course:
             del self._running[job_id]
             self._tell(job_id, JobState.COMPLETED, ended_at_s=end_s)
 
-    def _tell(self, job_id: JobId, state: JobState, **times: float) -> bool:
+    def _tell(
+        self, job_id: JobId, state: JobState, started_at_s: float | None = None, ended_at_s: float | None = None
+    ) -> bool:
         """Let those that depend on the job know of its new state; say whether there are any."""
         keys = [key for key, facts in self._facts.items() if any(fact.id == job_id for fact in facts)]
         for key in keys:
             facts = self._facts[key]
-            self._facts[key] = tuple([_changed(fact, state, times) if fact.id == job_id else fact for fact in facts])
+            self._facts[key] = tuple(
+                [
+                    replace(
+                        fact,
+                        state=state,
+                        started_at_s=fact.started_at_s if started_at_s is None else started_at_s,
+                        ended_at_s=fact.ended_at_s if ended_at_s is None else ended_at_s,
+                    )
+                    if fact.id == job_id
+                    else fact
+                    for fact in facts
+                ]
+            )
         return bool(keys)
-
-
-def _changed(fact: JobFact, state: JobState, times: Mapping[str, float]) -> JobFact:
-    return replace(fact, state=state, **times)
 
 
 def _expected(snapshot: Snapshot) -> Expected:

@@ -3,17 +3,161 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
+from math import ceil
+from typing import Any, Protocol
 
 from hpcsched.errors import RequestError
-from hpcsched.sched.guarded import GuardedPool
-from hpcsched.sched.policy import Guard
-from hpcsched.sched.pool import EasyPool, Pool, ShortestPool
-from hpcsched.sched.promises import ConservativePool, PromisedPool
-from hpcsched.sim.metrics import Metrics, metrics_of
+from hpcsched.model.ids import JobId, NodeName
+from hpcsched.model.node import Partition
+from hpcsched.sched.decisions import Plan
+from hpcsched.sched.guard.on_pool import GuardedPool
+from hpcsched.sched.guard.predict import Experience, History, RequestUse
+from hpcsched.sched.guard.shadow_easy import Rehearsal
+from hpcsched.sched.place.request import Request, Shape
+from hpcsched.sched.plan import plan
+from hpcsched.sched.policy import DEFAULT_GUARD, Backfill, Guard, Policy
+from hpcsched.sched.pool.conservative import ConservativePool, PromisedPool
+from hpcsched.sched.pool.easy import EasyPool, Pool, ShortestPool
+from hpcsched.sched.snapshot import NodeView, PendingJob, RunningJob, Snapshot
 from hpcsched.sim.swf import Trace, TraceJob
-from hpcsched.sim.world import Line, replay
+
+# ----- how a schedule went: slowdown, waits, use of the machine, and how evenly its users were served. Pure
+# Bounded slowdown is ``max(1, (wait + run) / max(run, 10 s))``, its mean over all jobs. Utilization is what the jobs used of
+# the processors between the first submission and the last end. Fairness is Jain's index of the users' mean bounded slowdowns: 1
+# when all fare alike, 1/n when one of n bears everything. Sources: Feitelson and Rudolph, "Metrics and benchmarking for
+# parallel job scheduling" (1998); Jain, Chiu and Hawe, "A quantitative measure of fairness" (1984).
+
+
+FLOOR_S = 10.0
+WORST_USERS = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metrics:
+    """The figures of one schedule; times in seconds, `user_slowdowns` by user."""
+
+    jobs: int
+    bounded_slowdown_mean: float
+    bounded_slowdown_p95: float
+    wait_mean_s: float
+    wait_median_s: float
+    wait_p95_s: float
+    wait_max_s: float
+    utilization: float
+    makespan_s: float
+    users: int
+    user_fairness_jain: float
+    user_slowdowns: dict[int, float]
+
+
+def bounded_slowdown(wait_s: float, run_s: float) -> float:
+    """Return how many times its run time (of 10 s at least) a job took."""
+    return max(1.0, (wait_s + run_s) / max(run_s, FLOOR_S))
+
+
+def metrics_of(jobs: Sequence[TraceJob], starts_s: Sequence[float], procs: int) -> Metrics:
+    """Return the figures of the schedule that starts `jobs` at `starts_s` on `procs` processors; all 0 without jobs."""
+    waits = [start_s - job.submit_s for job, start_s in zip(jobs, starts_s, strict=True)]
+    slowdowns = [bounded_slowdown(wait_s, job.run_s) for job, wait_s in zip(jobs, waits, strict=True)]
+    by_user: dict[int, list[float]] = {}
+    for job, slowdown in zip(jobs, slowdowns, strict=True):
+        by_user.setdefault(job.user, []).append(slowdown)
+    user_slowdowns = {user: _mean(its) for user, its in sorted(by_user.items())}
+    last_s = max((start_s + job.run_s for job, start_s in zip(jobs, starts_s, strict=True)), default=0.0)
+    makespan_s = last_s - min((job.submit_s for job in jobs), default=0.0)
+    used = sum(job.run_s * job.procs for job in jobs)
+    ordered, slow_ordered = sorted(waits), sorted(slowdowns)
+    return Metrics(
+        jobs=len(jobs),
+        bounded_slowdown_mean=_mean(slowdowns),
+        bounded_slowdown_p95=_quantile(slow_ordered, 0.95),
+        wait_mean_s=_mean(waits),
+        wait_median_s=_quantile(ordered, 0.5),
+        wait_p95_s=_quantile(ordered, 0.95),
+        wait_max_s=ordered[-1] if ordered else 0.0,
+        utilization=used / (procs * makespan_s) if makespan_s > 0 else 0.0,
+        makespan_s=makespan_s,
+        users=len(by_user),
+        user_fairness_jain=jain(user_slowdowns.values()),
+        user_slowdowns=user_slowdowns,
+    )
+
+
+def jain(values: Iterable[float]) -> float:
+    """Return Jain's index of `values`: ``(sum x)^2 / (n * sum x^2)``; 1 of none."""
+    given = list(values)
+    squares = sum(value * value for value in given)
+    return sum(given) ** 2 / (len(given) * squares) if squares else 1.0
+
+
+def json_of(metrics: Metrics) -> dict[str, Any]:
+    """Return the figures as they are printed; of the users the mean and those who were served worst."""
+    worst = sorted(metrics.user_slowdowns.items(), key=lambda item: (-item[1], item[0]))[:WORST_USERS]
+    return {
+        "jobs": metrics.jobs,
+        "bounded_slowdown_mean": round(metrics.bounded_slowdown_mean, 6),
+        "bounded_slowdown_p95": round(metrics.bounded_slowdown_p95, 6),
+        "wait_mean_s": round(metrics.wait_mean_s, 3),
+        "wait_median_s": metrics.wait_median_s,
+        "wait_p95_s": metrics.wait_p95_s,
+        "wait_max_s": metrics.wait_max_s,
+        "utilization": round(metrics.utilization, 6),
+        "makespan_s": metrics.makespan_s,
+        "users": metrics.users,
+        "user_fairness_jain": round(metrics.user_fairness_jain, 6),
+        "user_slowdown_mean": round(_mean(list(metrics.user_slowdowns.values())), 6),
+        "users_served_worst": [{"user": user, "bounded_slowdown_mean": round(mean, 6)} for user, mean in worst],
+    }
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+def _quantile(ordered: Sequence[float], part: float) -> float:
+    return ordered[min(len(ordered) - 1, int(part * len(ordered)))] if ordered else 0.0
+
+
+# ----- lets a trace happen on a virtual clock, event by event, with the scheduler deciding what starts
+# Events come one at a time, by time; submissions before ends of the same second, each in the order in which they were made. The
+# scheduler is asked at every end, and at a submission only if the new job fits in what is free. The clock is the trace's;
+# nothing here knows a policy. These are the semantics of the simulator whose published schedules are our reference (pyss).
+
+
+class Line(Protocol):
+    """What decides: it is told of events, and returns the numbers of the jobs that are to start."""
+
+    def submit(self, job: int, now_s: float) -> Sequence[int]: ...
+
+    def end(self, job: int, now_s: float) -> Sequence[int]: ...
+
+
+def replay(jobs: Sequence[TraceJob], line: Line) -> list[float]:
+    """Return when each of `jobs` (in order of submission) starts if `line` decides."""
+    starts = [-1.0] * len(jobs)
+    submits = [job.submit_s for job in jobs]
+    runs = [job.run_s for job in jobs]
+    ends: list[tuple[float, int, int]] = []
+    submit, end = line.submit, line.end
+    made = coming = 0
+    count = len(jobs)
+    while coming < count or ends:
+        if coming < count and (not ends or submits[coming] <= ends[0][0]):
+            now_s = submits[coming]
+            started = submit(coming, now_s)
+            coming += 1
+        else:
+            now_s, _, done = heappop(ends)
+            started = end(done, now_s)
+        for job in started:
+            starts[job] = now_s
+            heappush(ends, (now_s + runs[job], made, job))
+            made += 1
+    return starts
+
 
 POOL, PLAN = "pool", "plan"  # who decides: see `simulate`
 SLURM_DEPTH = 100  # bf_max_job_test as Slurm has it
@@ -101,9 +245,117 @@ def _nothing_to_do(trace: Trace, size: int) -> str:
 
 def _line(jobs: Sequence[TraceJob], policy: str, size: int, engine: str) -> Line:
     if engine == PLAN:
-        from hpcsched.sim.planned import KINDS, PlannedLine  # only this needs the planner
-
         return PlannedLine(jobs, KINDS[policy], size)
     return POLICIES[policy][0](
         size, [job.procs for job in jobs], [job.asked_s for job in jobs], [job.user for job in jobs]
     )
+
+
+# ----- a trace that the daemon's own plan decides: at each event a snapshot is made of the pool and given to `plan`
+# It is what `hpcschedd` runs, to the letter, and slower than the pools of `sched.pool`, which follow the same rules event by
+# event. The pool is one node; its cpus are the processors. A limit counts in whole seconds there, 1 at least. Jobs are looked
+# at in the order of arrival, all of them at every event. What `default` knows of ended jobs is what the daemon would: each
+# user's last runs, and how long plain EASY would have had jobs wait.
+
+
+KINDS = {
+    "fcfs": Backfill.NONE,
+    "easy": Backfill.EASY,
+    "easy-sjbf": Backfill.EASY_SJBF,
+    "default": Backfill.DEFAULT,
+    "conservative": Backfill.CONSERVATIVE,
+    "slurm-like": Backfill.SLURM_LIKE,
+}
+
+
+class PlannedLine:
+    """Decides by `plan`; see `world.Line`. `kind` is the policy, `size` the number of processors, `guard` that of "default"."""
+
+    def __init__(self, jobs: Sequence[TraceJob], kind: Backfill, size: int, guard: Guard = DEFAULT_GUARD) -> None:
+        self.last_plan = Plan(starts=(), waits={})
+        self._jobs = jobs
+        self._policy = Policy(backfill=kind, guard=guard, weight_age=0, backfill_depth=0, estimate_depth=0)
+        self._nodes = (NodeView(name=NodeName("pool"), cpus=size, mem_mib=0),)
+        self._partitions = {"main": Partition(name="main", nodes=(self._nodes[0].name,), default=True)}
+        self._size = size
+        self._shapes: dict[int, Shape] = {}
+        self._waiting: dict[int, PendingJob] = {}
+        self._running: dict[int, RunningJob] = {}
+        self._history = History()
+        self._request_use = RequestUse()
+        self._rehearsal: Rehearsal | None = None  # for whom it matters
+        if kind is Backfill.DEFAULT:
+            self._rehearsal = Rehearsal(size)
+
+    def submit(self, job: int, now_s: float) -> Sequence[int]:
+        """Let `job` wait from now on. If it fits in what is free, or has to be promised a start, return what is to start."""
+        self._waiting[job] = self._pending(job, now_s)
+        if self._rehearsal is not None:
+            self._rehearsal.submitted(self._jobs[job].procs, self._jobs[job].asked_s, now_s)
+            self._rehearsal.go_on(now_s, more_may_come=True)
+        held = sum(other.shares[0].cpus for other in self._held(now_s))
+        fits = self._jobs[job].procs <= self._size - held
+        return self._plan(now_s) if fits or self._policy.backfill is Backfill.CONSERVATIVE else []
+
+    def end(self, job: int, now_s: float) -> Sequence[int]:
+        """Take back what `job` held, and return what is to start."""
+        ended = self._running.pop(job)
+        run_s = now_s - ended.began_at_s
+        self._history.record(ended.uid, run_s)
+        self._request_use.record(run_s, self._jobs[job].asked_s, self._jobs[job].procs)
+        if self._rehearsal is not None:
+            self._rehearsal.ended(job, now_s)
+            self._rehearsal.go_on(now_s, more_may_come=False)
+        return self._plan(now_s) if self._waiting else []
+
+    def _held(self, now_s: float) -> list[RunningJob]:
+        """Return the jobs whose time limit is not up: the processors of the others count as free."""
+        return [job for job in self._running.values() if job.ends_at_s is not None and job.ends_at_s > now_s]
+
+    def _plan(self, now_s: float) -> list[int]:
+        snapshot = Snapshot(
+            now_s=now_s,
+            nodes=self._nodes,
+            partitions=self._partitions,
+            running=tuple(self._held(now_s)),
+            pending=tuple(self._waiting.values()),
+            promises=self.last_plan.promises,
+            experience=Experience(
+                longest_runs_s=self._history.longest_s,
+                easy_wait_s=self._rehearsal.longest_wait_s if self._rehearsal is not None else 0.0,
+                began_s=self._jobs[0].submit_s,
+                request_use=self._request_use.part,
+            ),
+        )
+        self.last_plan = plan(snapshot, self._policy)
+        started = []
+        for start in self.last_plan.starts:
+            view = self._waiting.pop(start.job_id)
+            ends_at_s = now_s + self._jobs[start.job_id].asked_s
+            self._running[start.job_id] = RunningJob(
+                id=view.id,
+                display_id="",
+                shares=start.shares,
+                began_at_s=now_s,
+                ends_at_s=ends_at_s,
+                uid=view.uid,
+                partition=view.partition,
+            )
+            if self._rehearsal is not None:
+                self._rehearsal.started(int(start.job_id), now_s)
+            started.append(int(start.job_id))
+        return started
+
+    def _pending(self, job: int, now_s: float) -> PendingJob:
+        procs = self._jobs[job].procs
+        shape = self._shapes.setdefault(procs, Shape(cpus_per_task=procs, mem_per_node_mib=0))
+        request = Request(shape=shape, time_limit_s=max(1, ceil(self._jobs[job].asked_s)))  # 0 would be no limit
+        return PendingJob(
+            id=JobId(job),
+            display_id=str(job),
+            partition="main",
+            request=request,
+            submitted_at_s=job,
+            since_s=now_s,
+            uid=self._jobs[job].user,
+        )

@@ -94,7 +94,7 @@ def contents_of(path: Path) -> Contents:
 
 
 def _contents(connection: sqlite3.Connection) -> Contents:
-    from hpcsched.store.seldom import Seldom  # SQLAlchemy: the controller imports this module to make backups only
+    from hpcsched.store.queries import Seldom  # SQLAlchemy: the controller imports this module to make backups only
 
     incarnation, jobs, unfinished, last_job_id, at_s = Seldom(connection).counts()
     return Contents(
@@ -106,10 +106,11 @@ def _contents(connection: sqlite3.Connection) -> Contents:
     )
 
 
-def restore(backup: Path, database: Path, *, now_s: float, suffix: str, strays: str = "end") -> Restored:
+def restore(backup: Path, database: Path, *, now_s: float, suffix: str, strays: str = "adopt") -> Restored:
     """Put a copy of `backup` in the place of `database`, as a new incarnation; what was there stays beside, with `suffix`.
 
-    `strays`: what becomes of what the nodes run from before: "end", or "ask" an admin.
+    `strays`: what becomes of what the nodes run from before: "end", "ask" an admin, or "adopt" what the backup
+    knows and ask about the rest.
     The controller must not run. Raises ConfigError if the backup is not whole, UnavailableError if something reads the
     present database.
     """
@@ -151,7 +152,7 @@ def _present(database: Path) -> Contents | None:
 
 def _begin_new_life(fresh: Path, contents: Contents, last_job_id: int, now_s: float, strays: str) -> str:
     """Migrate the copy and mark it: another incarnation, no node seen yet, no id given twice."""
-    from hpcsched.store.seldom import Seldom
+    from hpcsched.store.queries import Seldom
 
     open_database(fresh).close()
     incarnation = secrets.token_hex(8)

@@ -49,6 +49,14 @@ def open_database(path: Path | None, *, make: bool = False) -> Connection:
     return connection
 
 
+def damaged(database: Path, why: str) -> ConfigError:
+    """Return the error for a database that cannot be trusted."""
+    return ConfigError(
+        f"cannot use the database {database}: it is damaged: {why}. Put a backup in its place: hpcsched restore FILE (the "
+        "damaged one is kept beside it)"
+    )
+
+
 def _missing(path: Path | None, why: str) -> ConfigError:
     return ConfigError(
         f"cannot open the database {path}: {why}. If state_dir names the right directory, 'hpcsched restore FILE' puts a "
@@ -74,12 +82,31 @@ def open_read_only(path: Path) -> Connection:
         raise UnavailableError(f"cannot open the database {path}: {error}") from error
 
 
+def damage_of(connection: Connection) -> str:
+    """Return what is wrong with the structure of the database, "" if nothing is. Reads all of it: for a thread.
+
+    The check ends early, and finds nothing, if another thread calls `connection.interrupt`.
+    """
+    try:
+        found = [str(row[0]) for row in connection.execute("PRAGMA quick_check(3)")]
+    except sqlite3.OperationalError:  # interrupted; or a disk that cannot be read, which its readers say
+        return ""
+    except sqlite3.DatabaseError as error:
+        found = [str(error)]
+    return "" if found == ["ok"] else " ".join(" ".join(found).split())[:300]
+
+
 @contextmanager
 def writing(connection: Connection) -> Iterator[Connection]:
-    """A transaction that is on disk when the block has ended; if it cannot be, raises UnavailableError and undoes it."""
+    """A transaction that is on disk when the block has ended; if it cannot be, it is undone.
+
+    Raises UnavailableError for what another disk, or another time, would write; else what SQLite says of the values.
+    """
     try:
         with _transaction(connection):
             yield connection
+    except (sqlite3.DataError, sqlite3.IntegrityError, sqlite3.InterfaceError, sqlite3.ProgrammingError):
+        raise  # the values are wrong: the same would fail again
     except sqlite3.Error as error:
         raise UnavailableError(f"cannot write the database: {error}; nothing of the request was kept") from error
 
@@ -109,7 +136,13 @@ def _transaction(connection: Connection) -> Iterator[None]:
         raise
 
 
-_PRAGMAS = ("busy_timeout=5000", "journal_mode=WAL", "synchronous=FULL")
+_PRAGMAS = (
+    "busy_timeout=5000",
+    "journal_mode=WAL",
+    "synchronous=FULL",
+    "secure_delete=FAST",  # Debian's default overwrites deleted scripts page by page, which holds everything up
+    f"journal_size_limit={64 << 20}",
+)
 
 
 def _connected(target: str, pragmas: tuple[str, ...]) -> Connection:
@@ -165,7 +198,12 @@ def restored_last_id(connection: Connection) -> int:
 
 def asks_about_strays(connection: Connection) -> bool:
     """Return whether nothing that runs from before the restore is to be ended without an admin's word."""
-    return _meta(connection, "strays") == "ask"
+    return _meta(connection, "strays") in ("ask", "adopt")
+
+
+def adopts_known(connection: Connection) -> bool:
+    """Return whether jobs whose launch the restored database knows continue without an admin's word."""
+    return _meta(connection, "strays") == "adopt"
 
 
 def raise_epoch(connection: Connection) -> int:

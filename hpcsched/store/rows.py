@@ -9,16 +9,19 @@ from typing import Any
 
 from hpcsched.lifecycle.events import dependency_from_data, dependency_to_data, share_from_data, share_to_data
 from hpcsched.model.codec import SpecReader
+from hpcsched.model.cron import Crontab, Entry
 from hpcsched.model.ids import JobId, NodeName
-from hpcsched.model.job import ExitStatus, Hold, Job, JobState, Reason
-from hpcsched.model.node import Node
+from hpcsched.model.job import ExitStatus, Hold, Job, JobState, Reason, Refusal
+from hpcsched.model.node import Node, reach_of
 from hpcsched.model.reservation import Flag, Reservation
 from hpcsched.model.resources import Share
 from hpcsched.model.spec import JobSpec
 from hpcsched.model.training import Failure, Training
-from hpcsched.sched.usage import Used
+from hpcsched.model.trigger import Trigger, TriggerEvent
+from hpcsched.sched.queue.usage import Used
 
 ADOPTED = "adopted:"  # keys of the table meta
+PARTITION = "partition:"  # the state that an admin gave it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +44,20 @@ class StepRow:
     max_rss_kib: int | None = None
     disk_read_bytes: int | None = None
     disk_write_bytes: int | None = None
-    kept: str | None = None  # what the next controller must know of it: hpcsched.controller.stepkept
+    kept: str | None = None  # what the next controller must know of it: hpcsched.steps.service
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HistoryQuery:
+    """What `hacct` asks for; None or empty: no restriction. Times bound the job's life, as sacct's -S and -E do."""
+
+    job_ids: tuple[int, ...] = ()
+    users: tuple[str, ...] = ()
+    states: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+    start_s: float | None = None
+    end_s: float | None = None
+    limit: int = 10_000
 
 
 def job_row(job: Job) -> dict[str, Any]:
@@ -109,6 +125,9 @@ def job_row(job: Job) -> dict[str, Any]:
         "site": job.site,
         "aged_s": job.aged_s,
         "barred_nodes": json.dumps(job.barred_nodes) if job.barred_nodes else "[]",
+        "deaths": job.deaths,
+        "saved_step": job.saved_step,
+        "refusals": json.dumps(job.refusals) if job.refusals else "[]",
     }
 
 
@@ -191,6 +210,9 @@ def job_of(row: Any, spec: JobSpec) -> Job:
         site=row.site,
         aged_s=row.aged_s,
         barred_nodes=() if row.barred_nodes == "[]" else tuple(map(NodeName, json.loads(row.barred_nodes))),
+        deaths=row.deaths,
+        saved_step=row.saved_step,
+        refusals=() if row.refusals == "[]" else tuple(Refusal(*one) for one in json.loads(row.refusals)),
     )
 
 
@@ -250,6 +272,11 @@ def node_row(node: Node) -> dict[str, Any]:
         "machine_id": node.machine_id,
         "link_since_s": node.link_since_s,
         "link_why": node.link_why,
+        "spool": node.spool,
+        "hardware": node.hardware,
+        "reach": json.dumps(reach_of(node.spec)),
+        "launch_failures": json.dumps(node.launch_failures),
+        "has_strays": int(node.has_strays),
     }
 
 
@@ -316,3 +343,29 @@ def reservation_of(row: Any) -> Reservation:
 
 
 _LISTS = ("nodes", "users", "accounts", "flags")
+
+
+def crontab_row(crontab: Crontab) -> dict[str, Any]:
+    """Return the row of table `crontabs`."""
+    entries = [{name: getattr(one, name) for name in Entry.__dataclass_fields__} for one in crontab.entries]
+    return {"uid": crontab.uid, "user": crontab.user, "text": crontab.text, "entries": json.dumps(entries)}
+
+
+def crontab_of(row: Any) -> Crontab:
+    """Return the crontab of a row of table `crontabs`."""
+    entries = tuple(Entry(**values) for values in json.loads(row.entries))
+    return Crontab(uid=row.uid, user=row.user, text=row.text, entries=entries)
+
+
+def trigger_row(trigger: Trigger) -> dict[str, Any]:
+    """Return the row of table `triggers`."""
+    return {
+        "id": trigger.id,
+        "value": json.dumps({name: getattr(trigger, name) for name in Trigger.__dataclass_fields__}),
+    }
+
+
+def trigger_of(row: Any) -> Trigger:
+    """Return the trigger of a row of table `triggers`."""
+    values = json.loads(row.value)
+    return Trigger(**values | {"event": TriggerEvent(values["event"]), "program": tuple(values["program"])})

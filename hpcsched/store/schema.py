@@ -6,7 +6,7 @@ have the names from `hpcsched.store.columns`; a test holds both and the database
 
 from __future__ import annotations
 
-from sqlalchemy import Column, Float, Index, Integer, MetaData, Table, Text
+from sqlalchemy import Column, Float, Index, Integer, LargeBinary, MetaData, Table, Text
 
 metadata = MetaData()
 
@@ -22,6 +22,13 @@ specs = Table(
     metadata,
     Column("id", Integer, primary_key=True),
     Column("spec", Text, nullable=False),
+)
+
+scripts = Table(
+    "scripts",
+    metadata,
+    Column("sha256", Text, primary_key=True),
+    Column("text", LargeBinary, nullable=False),
 )
 
 jobs = Table(
@@ -90,6 +97,9 @@ jobs = Table(
     Column("aged_s", Float, nullable=False),
     Column("barred_nodes", Text, nullable=False),
     Column("wanted_at_s", Float),
+    Column("deaths", Integer, nullable=False),  # attempts that ended because a rank was killed
+    Column("saved_step", Integer, nullable=False),  # of the last checkpoint of those
+    Column("refusals", Text, nullable=False),  # JSON of hpcsched.model.job.Refusal
     Index("jobs_by_state", "state"),
     Index("jobs_by_end", "ended_at_s"),
     Index("jobs_by_array", "array_job_id"),
@@ -118,6 +128,11 @@ nodes = Table(
     Column("machine_id", Text, nullable=False),
     Column("link_since_s", Float, nullable=False),
     Column("link_why", Text, nullable=False),
+    Column("spool", Text, nullable=False),
+    Column("hardware", Text, nullable=False),
+    Column("reach", Text, nullable=False),  # JSON of the part of its description that says where it is
+    Column("launch_failures", Text, nullable=False),  # JSON of hpcsched.model.node.LaunchFailure
+    Column("has_strays", Integer, nullable=False),
 )
 
 steps = Table(
@@ -139,7 +154,7 @@ steps = Table(
     Column("max_rss_kib", Integer),  # of the task that had most
     Column("disk_read_bytes", Integer),
     Column("disk_write_bytes", Integer),
-    Column("kept", Text),  # JSON of hpcsched.controller.stepkept
+    Column("kept", Text),  # JSON of hpcsched.steps.service
 )
 
 requests = Table(
@@ -176,6 +191,7 @@ training = Table(
     Column("checkpoint_at_s", Float),
     Column("note", Text, nullable=False),
     Column("goodput", Float),
+    Column("directory", Text, nullable=False),
 )
 
 failures = Table(
@@ -206,4 +222,20 @@ reservations = Table(
     Column("flags", Text, nullable=False),
     Column("made_by", Text, nullable=False),
     Column("made_at_s", Float, nullable=False),
+)
+
+crontabs = Table(
+    "crontabs",
+    metadata,
+    Column("uid", Integer, primary_key=True),
+    Column("user", Text, nullable=False),
+    Column("text", Text, nullable=False),
+    Column("entries", Text, nullable=False),  # JSON, as `hpcsched.model.cron.Entry`
+)
+
+triggers = Table(
+    "triggers",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("value", Text, nullable=False),  # JSON, as `hpcsched.model.trigger.Trigger`
 )

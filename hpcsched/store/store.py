@@ -3,7 +3,7 @@
 A `Batch` is everything that one tick changed. `commit` writes it in one transaction; when it returns, the batch is on disk,
 and when it raises, nothing of it is.
 
-What a start reads and what ticks write all the time goes to SQLite as it stands here; the rest is `hpcsched.store.seldom`'s,
+What a start reads and what ticks write all the time goes to SQLite as it stands here; the rest is `hpcsched.store.queries`'s,
 which is imported when it is first needed.
 """
 
@@ -11,27 +11,33 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cached_property
+from hashlib import sha256
 from sqlite3 import Connection
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpcsched.lifecycle.events import Event, NodeLost, to_data
 from hpcsched.model.codec import spec_to_json
+from hpcsched.model.cron import Crontab
 from hpcsched.model.ids import JobId
 from hpcsched.model.job import ACTIVE, FINAL, Job, JobState
-from hpcsched.model.node import Node
+from hpcsched.model.node import Node, PartitionState
 from hpcsched.model.reservation import Reservation
 from hpcsched.model.spec import JobSpec
 from hpcsched.model.training import Failure, Training
-from hpcsched.sched.usage import Used
+from hpcsched.model.trigger import Trigger
+from hpcsched.sched.queue.usage import Used
 from hpcsched.store import columns
 from hpcsched.store.engine import reading, writing
 from hpcsched.store.rows import (
     ADOPTED,
     AS_SUBMITTED,
+    PARTITION,
     SUBMITTED,
+    HistoryQuery,
     StepRow,
+    crontab_of,
     job_of,
     job_row,
     node_row,
@@ -41,15 +47,19 @@ from hpcsched.store.rows import (
     submitted_job_of,
     training_of,
     training_row,
+    trigger_of,
     usage_row,
     used_of,
 )
 from hpcsched.store.statements import Putting, insert, select, upsert
 
 if TYPE_CHECKING:
-    from hpcsched.store.seldom import Seldom
+    from hpcsched.store.queries import Seldom
 
-CLOCK = "clock"  # a key of the table meta
+CLOCK = "clock"  # keys of the table meta
+CLUSTER_ID = "cluster_id"
+CLUSTER = "cluster"
+GIVEN_UP = "given-up:"
 
 
 @dataclass(slots=True)
@@ -57,44 +67,37 @@ class Batch:
     """What one tick changed, to be committed together."""
 
     specs: dict[int, JobSpec] = field(default_factory=dict)
-    jobs: dict[int, Job] = field(default_factory=dict)
+    scripts: dict[str, bytes] = field(default_factory=dict)  # by hash
+    jobs: dict[JobId, Job] = field(default_factory=dict)
     arrays: list[tuple[Job, ...]] = field(default_factory=list)  # all tasks, as they were when they came in
     events: list[Event] = field(default_factory=list)
     nodes: dict[str, Node] = field(default_factory=dict)
     steps: dict[tuple[int, int, str], StepRow] = field(default_factory=dict)
     usage: dict[tuple[str, str, str], Used] = field(default_factory=dict)
     requests: list[tuple[int, str, list[int], float]] = field(default_factory=list)  # uid, request id, job ids, at_s
+    partitions: dict[str, PartitionState] = field(default_factory=dict)  # the state that an admin gave them
     reservations: dict[str, Reservation | None] = field(default_factory=dict)  # None: deleted
+    crontabs: dict[int, Crontab | None] = field(default_factory=dict)  # by uid; None: deleted
+    triggers: dict[int, Trigger | None] = field(default_factory=dict)  # None: deleted
     training: dict[int, Training] = field(default_factory=dict)
     failures: list[Failure] = field(default_factory=list)
     adopted: list[str] = field(default_factory=list)  # tokens of before a restore whose jobs go on
     clock: str = ""  # how the head node's clocks stand, if that is new
 
     def __bool__(self) -> bool:
-        return any(getattr(self, part.name) for part in fields(self))
+        return bool(self.events) or any(getattr(self, name) for name in self.__slots__)
 
 
 class PastRun(NamedTuple):
-    """How an ended job fared: since when it waited, and when it ran."""
+    """How an ended job fared: since when it waited, when it ran, and what it had asked for (`limit_s` None: no limit)."""
 
     job_id: JobId
     uid: int
     since_s: float
     started_at_s: float
     ended_at_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HistoryQuery:
-    """What `hacct` asks for; None or empty: no restriction. Times bound the job's life, as sacct's -S and -E do."""
-
-    job_ids: tuple[int, ...] = ()
-    users: tuple[str, ...] = ()
-    states: tuple[str, ...] = ()
-    names: tuple[str, ...] = ()
-    start_s: float | None = None
-    end_s: float | None = None
-    limit: int = 10_000
+    limit_s: int | None
+    cpus: int
 
 
 class Store:
@@ -106,7 +109,7 @@ class Store:
     @cached_property
     def seldom(self) -> Seldom:
         """What is asked and written now and then."""
-        from hpcsched.store.seldom import Seldom  # SQLAlchemy: a start does not wait for it
+        from hpcsched.store.queries import Seldom  # SQLAlchemy: a start does not wait for it
 
         return Seldom(self.connection)
 
@@ -119,10 +122,10 @@ class Store:
         """Put `batch` on disk, all or nothing. Raises UnavailableError if that cannot be done (disk full, I/O error)."""
         with writing(self.connection) as connection:
             if batch.specs:
-                specs = (
-                    (key, json.dumps(spec_to_json(spec), separators=_COMPACT)) for key, spec in batch.specs.items()
-                )
+                specs = ((key, _TO_JSON(spec_to_json(spec))) for key, spec in batch.specs.items())
                 connection.executemany(_PUT_SPEC, specs)
+            if batch.scripts:
+                connection.executemany(_PUT_SCRIPT, batch.scripts.items())
             if batch.jobs:
                 _put_jobs(connection, batch)
             if batch.events:
@@ -146,8 +149,36 @@ class Store:
                 self.seldom.put_failures(batch.failures)
             for name, reservation in batch.reservations.items():
                 self.seldom.put_reservation(name, reservation)
+            for name, state in batch.partitions.items():
+                connection.execute(
+                    "INSERT OR REPLACE INTO meta (key, value) VALUES (?, ?)", (PARTITION + name, state.value)
+                )
+            for uid, crontab in batch.crontabs.items():
+                self.seldom.put_crontab(uid, crontab)
+            for number, trigger in batch.triggers.items():
+                self.seldom.put_trigger(number, trigger)
             if batch.adopted:
                 self.seldom.put_adopted(batch.adopted)
+
+    def script(self, spec: JobSpec) -> bytes | None:
+        """Return the text of the script of `spec`, empty if it has none; None: it is not kept any more, or damaged."""
+        if spec.script or not spec.script_sha256:
+            return spec.script.encode("utf-8", "surrogateescape")
+        with reading(self.connection) as connection:
+            row = connection.execute("SELECT text FROM scripts WHERE sha256 = ?", (spec.script_sha256,)).fetchone()
+        if row is None or sha256(row[0]).hexdigest() != spec.script_sha256:
+            return None
+        return bytes(row[0])
+
+    def script_hashes(self) -> list[str]:
+        """Return the hashes of all scripts that are kept."""
+        with reading(self.connection) as connection:
+            return [row[0] for row in connection.execute("SELECT sha256 FROM scripts")]
+
+    def delete_scripts(self, hashes: Iterable[str]) -> None:
+        """Delete the texts of these scripts. Raises UnavailableError if that cannot be done."""
+        with writing(self.connection) as connection:
+            connection.executemany("DELETE FROM scripts WHERE sha256 = ?", ((one,) for one in hashes))
 
     def load_jobs(self, ended_after_s: float) -> list[Job]:
         """Return all jobs that have not ended, and those that ended after `ended_after_s`, by id."""
@@ -206,6 +237,14 @@ class Store:
             row = connection.execute("SELECT submitted_at_s FROM jobs ORDER BY id LIMIT 1").fetchone()
             return row[0] if row is not None else None
 
+    def load_crontabs(self) -> list[Crontab]:
+        """Return all crontabs, by uid."""
+        return list(map(crontab_of, self._rows(columns.Crontabs, "ORDER BY uid")))
+
+    def load_triggers(self) -> list[Trigger]:
+        """Return all triggers, by number."""
+        return list(map(trigger_of, self._rows(columns.Triggers, "ORDER BY id")))
+
     def load_reservations(self) -> list[Reservation]:
         """Return all reservations, by name."""
         return list(map(reservation_of, self._rows(columns.Reservations, "ORDER BY name")))
@@ -241,6 +280,52 @@ class Store:
         rows = self._rows(columns.Meta, f"WHERE key GLOB '{ADOPTED}*'")
         return {row.key.removeprefix(ADOPTED) for row in rows}
 
+    def cluster(self) -> str:
+        """Return the name of the cluster whose jobs these are; "" if that was never noted."""
+        rows = list(self._rows(columns.Meta, f"WHERE key = '{CLUSTER}'"))
+        return str(rows[0].value) if rows else ""
+
+    def cluster_id(self) -> str:
+        """Return the random id of the cluster whose jobs these are; "" if that was never noted."""
+        rows = list(self._rows(columns.Meta, f"WHERE key = '{CLUSTER_ID}'"))
+        return str(rows[0].value) if rows else ""
+
+    def put_cluster_id(self, cluster_id: str) -> None:
+        """Write the id of the cluster. Raises UnavailableError."""
+        with writing(self.connection) as connection:
+            connection.execute("INSERT OR REPLACE INTO meta (key, value) VALUES (?, ?)", (CLUSTER_ID, cluster_id))
+
+    def put_cluster(self, name: str) -> None:
+        """Write the name of the cluster. Raises UnavailableError."""
+        with writing(self.connection) as connection:
+            connection.execute("INSERT OR REPLACE INTO meta (key, value) VALUES (?, ?)", (CLUSTER, name))
+
+    def given_up(self) -> dict[str, str]:
+        """Return the nodes that an admin removed with their jobs while no controller ran, and the admins' names."""
+        rows = self._rows(columns.Meta, f"WHERE key GLOB '{GIVEN_UP}*'")
+        return {row.key.removeprefix(GIVEN_UP): row.value for row in rows}
+
+    def give_up(self, node: str, by: str) -> None:
+        """Note that an admin removed a node with its jobs. Raises UnavailableError."""
+        with writing(self.connection) as connection:
+            connection.execute("INSERT OR REPLACE INTO meta (key, value) VALUES (?, ?)", (GIVEN_UP + node, by))
+
+    def forget_given_up(self) -> None:
+        """Forget these notes: their jobs have been ended. Raises UnavailableError."""
+        with writing(self.connection) as connection:
+            connection.execute(f"DELETE FROM meta WHERE key GLOB '{GIVEN_UP}*'")
+
+    def held_on(self, node: str) -> list[int]:
+        """Return the jobs that hold a part of `node`, by id."""
+        query = f"SELECT id FROM jobs WHERE {_ACTIVE} AND ? IN (SELECT value FROM json_each(held_nodes)) ORDER BY id"
+        with reading(self.connection) as connection:
+            return [row[0] for row in connection.execute(query, (node,))]
+
+    def partition_states(self) -> dict[str, PartitionState]:
+        """Return the states that admins gave partitions, by name."""
+        rows = self._rows(columns.Meta, f"WHERE key GLOB '{PARTITION}*'")
+        return {row.key.removeprefix(PARTITION): PartitionState(row.value) for row in rows}
+
     def clock(self) -> str:
         """Return how the head node's clocks stood when that was last noted; "" if it never was."""
         rows = list(self._rows(columns.Meta, f"WHERE key = '{CLOCK}'"))
@@ -257,8 +342,9 @@ class Store:
         self.connection.close()
 
 
-_COMPACT = (",", ":")
+_TO_JSON = json.JSONEncoder(separators=(",", ":")).encode
 _PUT_SPEC = insert(columns.Specs)
+_PUT_SCRIPT = insert(columns.Scripts, "INSERT OR IGNORE")
 _PUT_EVENT = "INSERT INTO events (at_s, job_id, kind, data) VALUES (?, ?, ?, ?)"
 _PUT_JOBS = Putting(columns.Jobs, upsert(columns.Jobs, ["id"]))
 _PUT_NODES = Putting(columns.Nodes, upsert(columns.Nodes, ["name"]))
@@ -273,6 +359,7 @@ _PUT_ARRAY = "INSERT INTO jobs ({}) SELECT {} FROM json_each(:tasks)".format(
     ", ".join(columns.Jobs._fields), ", ".join(_ARRAY_COLUMNS.get(name, f":{name}") for name in columns.Jobs._fields)
 )
 
+_ACTIVE = "state IN ({})".format(", ".join(f"'{state}'" for state in sorted(ACTIVE)))
 # So written it is found by two indices: a start reads nothing of the history.
 _LIVE = "(state IN ({}) OR ended_at_s > :after_s)".format(
     ", ".join(f"'{state}'" for state in (JobState.PENDING, *ACTIVE))
@@ -285,7 +372,9 @@ _SPECS_OF = "SELECT id, spec FROM specs WHERE id IN ({})"
 _SPECS_OF_JOBS = """SELECT jobs.id, specs.spec FROM jobs JOIN specs ON specs.id = jobs.spec_id
     WHERE jobs.id IN (SELECT value FROM json_each(?)) ORDER BY jobs.id"""
 # The last to end are found by the index of ends; + keeps SQLite from sorting all that ended so.
-_PAST_RUNS = """SELECT id, uid, coalesce(eligible_at_s, submitted_at_s), started_at_s, ended_at_s FROM jobs
+_PAST_RUNS = """SELECT id, uid, coalesce(eligible_at_s, submitted_at_s), started_at_s, ended_at_s,
+    coalesce(asked_limit_s, time_limit_s),
+    (SELECT coalesce(sum(json_extract(share.value, '$[1]')), 0) FROM json_each(jobs.shares) AS share) FROM jobs
     WHERE ended_at_s IS NOT NULL AND started_at_s IS NOT NULL AND +state IN (SELECT value FROM json_each(:states))
     ORDER BY ended_at_s DESC, id DESC LIMIT :limit"""
 # Of a restored database `last_job_id`: ids that were given after the backup.
@@ -303,7 +392,7 @@ def _put_jobs(connection: Connection, batch: Batch) -> None:
         _PUT_JOBS.put(connection, map(job_row, changed))
 
 
-def _attempts_over(batch: Batch) -> list[tuple[str, float | None, int, int]]:
+def _attempts_over(batch: Batch) -> list[tuple[str, float | None, JobId, int]]:
     """Return the attempts that have given their last node back: state, end, job and attempt.
 
     A step of theirs that nobody has reported the end of ended with its attempt, and nobody will report it any more.
@@ -319,4 +408,4 @@ def _attempts_over(batch: Batch) -> list[tuple[str, float | None, int, int]]:
 
 
 def _event_values(event: Event) -> tuple[float, int, str, str]:
-    return event.at_s, event.job_id, type(event).__name__, json.dumps(to_data(event), separators=_COMPACT)
+    return event.at_s, event.job_id, type(event).__name__, _TO_JSON(to_data(event))

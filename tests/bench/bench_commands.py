@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import repeat
 from pathlib import Path
 
-from hpcsched.cli.slurmpath import COMMANDS, ensure_directory
-from hpcsched.demo.cluster import LocalCluster
+from hpcsched.cli.admin.slurm_path import COMMANDS, ensure_directory
+from hpcsched.loopback.cluster import LocalCluster
 from tests.bench.figures import Figure, from_samples
 
 INSTALLED = (

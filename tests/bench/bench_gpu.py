@@ -21,12 +21,12 @@ from typing import NamedTuple
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.node import Partition
 from hpcsched.model.resources import Gpu
-from hpcsched.sched import groups
-from hpcsched.sched.fragments import Mix
-from hpcsched.sched.placement import Seat
+from hpcsched.sched.place import groups
+from hpcsched.sched.place.fragmentation import Mix
+from hpcsched.sched.place.node_fit import Seat
+from hpcsched.sched.place.request import Request, Shape
 from hpcsched.sched.plan import plan
 from hpcsched.sched.policy import Policy
-from hpcsched.sched.request import Request, Shape
 from hpcsched.sched.snapshot import NodeView, PendingJob, RunningJob, Snapshot
 from tests.bench.figures import Figure, from_samples
 

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from hpcsched import client
-from hpcsched.demo.cluster import LocalCluster
+from hpcsched.loopback.cluster import LocalCluster
 from tests.bench.bench_commands import _wall_ms
 from tests.bench.bench_recovery import CPUS, RUNNING, _counts, _cpu_s, _spec, _submit, _until
 from tests.bench.figures import Figure, from_samples

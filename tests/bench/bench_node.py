@@ -19,7 +19,8 @@ sys.path[:0] = [str(Path(__file__).parents[1] / "integration"), str(Path(__file_
 
 from agent_client import Controller, launch_of, new_token, running_node, script_of  # noqa: E402
 
-from hpcnode import process, protocol  # noqa: E402
+from hpcnode.os import process  # noqa: E402
+from hpcnode.wire import protocol  # noqa: E402
 from tests.bench.figures import Figure  # noqa: E402
 
 IN_FLIGHT = 16

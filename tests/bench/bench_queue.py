@@ -10,7 +10,7 @@ import uuid
 from pathlib import Path
 
 from hpcsched import client
-from hpcsched.demo.cluster import LocalCluster
+from hpcsched.loopback.cluster import LocalCluster
 from hpcsched.model.codec import spec_to_json
 from hpcsched.model.spec import ArraySpec, JobSpec
 from tests.bench.figures import Figure, from_samples

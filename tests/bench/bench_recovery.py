@@ -16,8 +16,8 @@ from typing import Any
 
 from hpcsched import client
 from hpcsched.api.app import MAX_JOBS
-from hpcsched.demo.cluster import LocalCluster
 from hpcsched.errors import UnavailableError
+from hpcsched.loopback.cluster import LocalCluster
 from hpcsched.model.codec import spec_to_json
 from hpcsched.model.spec import ArraySpec, JobSpec
 from tests.bench.figures import Figure, from_samples

@@ -6,7 +6,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from hpcsched.demo.cluster import LocalCluster
+from hpcsched.loopback.cluster import LocalCluster
 from tests.bench.figures import Figure, from_samples
 
 NODES = ("n1", "n2", "n3", "n4")

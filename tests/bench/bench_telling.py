@@ -15,17 +15,15 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from hpctrain.batch import Batch
+from hpctrain.batch import Batch, Phases
 from hpctrain.comm.base import SingleCommunicator
-from hpctrain.examples.gpt import Gpt
-from hpctrain.goodput import Goodput
-from hpctrain.optim import AdamW
+from hpctrain.examples.chargpt_run import Gpt
+from hpctrain.exchange.scaling import RankTimes
+from hpctrain.optim.adamw import AdamW
 from hpctrain.options import add_options
-from hpctrain.phases import Phases
-from hpctrain.progress import Identity, Progress, StepReport
-from hpctrain.record import Record
-from hpctrain.scaling import RankTimes
-from hpctrain.teller import Teller
+from hpctrain.report.progress import Identity, Progress, StepReport
+from hpctrain.report.reporter import Goodput, Record, Teller
+from hpctrain.settings import settings_of
 from tests.bench.figures import Figure, from_samples
 
 TOLD = 500  # steps in a sample
@@ -72,12 +70,13 @@ def teller(out: Path) -> Callable[[], None]:
     parser = argparse.ArgumentParser()
     add_options(parser)
     options = parser.parse_args(["--out", str(out), "--print-every", "1000000"])
+    settings = settings_of(options, 1e-3, epoch_samples=10_000)
     model = torch.nn.Linear(1, 1)
     identity = Identity(attempt=0, generation=0, job=None)
     comm = SingleCommunicator()
     goodput = Goodput(began_at_s=time.time())
     told = Teller(
-        options, "bench", comm, identity, Progress(), model, {}, ["n1", "n2"], 10_000, goodput, Record(options.out)
+        options, "bench", comm, identity, Progress(), model, {}, ["n1", "n2"], settings, goodput, Record(options.out)
     )
     phases, batch = Phases(model), Batch(0, 1, 1, 1.0)
     count = 0

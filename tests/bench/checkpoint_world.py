@@ -20,13 +20,13 @@ from hpctrain.checkpoint import (
     replay_through,
     restore_newest,
 )
-from hpctrain.checkpoint.snapshot import layout_of
+from hpctrain.checkpoint.writing.snapshot import layout_of
 from hpctrain.comm.base import SingleCommunicator
 from hpctrain.env import JobFacts
-from hpctrain.examples.gpt import Gpt
-from hpctrain.optim import AdamW, clip_factor, multiply
+from hpctrain.examples.chargpt_run import Gpt
+from hpctrain.exchange.sync import make_sync
+from hpctrain.optim.adamw import AdamW, clip_factor, multiply
 from hpctrain.state import live_tensors
-from hpctrain.sync import make_sync
 
 VOCABULARY, CONTEXT = 256, 128
 NO_JOB = JobFacts(job=None, attempt=None, restarts=0)

@@ -21,16 +21,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from hpcnode import protocol
+from hpcnode.wire import protocol
 from hpcsched.api.app import make_server
 from hpcsched.api.identity import Asker
-from hpcsched.config import build_config
-from hpcsched.controller import requests
-from hpcsched.controller.alarm import Alarm
-from hpcsched.controller.backend import ControllerBackend
-from hpcsched.controller.configured import policy_of
-from hpcsched.controller.daemon import GC_THRESHOLD
+from hpcsched.config.load import build_config
+from hpcsched.controller.daemon import GC_THRESHOLD, Alarm
+from hpcsched.controller.recovery import policy_of
+from hpcsched.controller.requests import jobs as requests
 from hpcsched.controller.tick import Controller
+from hpcsched.controller.views.backend import ControllerBackend
 from hpcsched.model.ids import NodeName
 from hpcsched.model.node import Link, Node, NodeSpec, Partition
 from hpcsched.model.resources import Gpu, GpuRequest
@@ -44,6 +43,7 @@ AT_ONCE = 200  # jobs in one request
 RUNS_S = (60.0, 600.0)
 PREEMPTION = {  # with POLICY+preemption every tenth job may take the place of the others
     "qos": {"low": {}, "high": {"preempt": ["low"]}},
+    "accounts": {"all": {"users": ["*"], "qos": ["low", "high"]}},
     "scheduler": {"preempt_type": "qos", "preempt_mode": "requeue"},
 }
 

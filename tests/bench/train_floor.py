@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from hpctrain.comm.links import tune
-from hpctrain.comm.wire import PIECE_BYTES
+from hpctrain.comm.tcp_ring import PIECE_BYTES
 
 
 class Carrier:

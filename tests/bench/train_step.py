@@ -32,9 +32,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hpctrain.comm import connect
 from hpctrain.comm.base import SingleCommunicator
-from hpctrain.examples.gpt import Gpt
-from hpctrain.optim import clip_factor, multiply
-from hpctrain.sync import make_sync
+from hpctrain.examples.chargpt_run import Gpt
+from hpctrain.exchange.sync import make_sync
+from hpctrain.optim.adamw import clip_factor, multiply
 
 LAYERS, WIDTH, HEADS, CONTEXT, BATCH, VOCABULARY = 6, 256, 8, 128, 8, 256
 CLIP = 1.0  # as the loop does in every step

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from clientrun import Client
 
-from hpcsched.cli.slurmpath import ensure_directory
-from hpcsched.demo.cluster import LocalCluster
+from hpcsched.cli.admin.slurm_path import ensure_directory
+from hpcsched.loopback.cluster import LocalCluster
 
 CLIENTS = Path(__file__).parent / "clients"
 QUICK = {"controller": {"requeue_delay_s": 0, "kill_wait_s": 2}}

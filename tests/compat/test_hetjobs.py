@@ -7,7 +7,7 @@ import json
 from clientrun import Client
 from waiting import wait_until
 
-from hpcsched.demo.cluster import LocalCluster
+from hpcsched.loopback.cluster import LocalCluster
 
 SCRIPT = """#!/bin/bash
 #SBATCH --job-name=leader --ntasks=1 --time=5

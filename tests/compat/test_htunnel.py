@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from clientrun import Client
 from waiting import PATIENCE_S, wait_until
 
-from hpcsched.demo.cluster import LocalCluster
+from hpcsched.loopback.cluster import LocalCluster
 
 SERVER = """
 import http.server, os

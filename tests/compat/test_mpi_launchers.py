@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from clientrun import Client
 
-from hpcsched.demo.cluster import LocalCluster
+from hpcsched.loopback.cluster import LocalCluster
 
 OTHERS = os.environ.get("HPCSCHED_TEST_MPI_BIN", "").split(os.pathsep)
 BINS = [one for one in (str(Path(sys.executable).parent), *OTHERS) if one and (Path(one) / "mpirun").exists()]

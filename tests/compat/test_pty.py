@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from clientrun import Client
 from waiting import PATIENCE_S, wait_until
 
-from hpcsched.cli.slurmpath import ensure_directory
-from hpcsched.demo.cluster import LocalCluster
+from hpcsched.cli.admin.slurm_path import ensure_directory
+from hpcsched.loopback.cluster import LocalCluster
 
 
 class Terminal:

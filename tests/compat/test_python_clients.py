@@ -8,7 +8,7 @@ import pytest
 from clientrun import Client
 from waiting import wait_until
 
-from hpcsched.demo.cluster import LocalCluster
+from hpcsched.loopback.cluster import LocalCluster
 
 
 @pytest.mark.parametrize("what", ["submit", "tasks", "cancel", "requeue"])

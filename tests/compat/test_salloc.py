@@ -9,8 +9,8 @@ import subprocess
 from clientrun import Client
 from waiting import PATIENCE_S, wait_until
 
-from hpcsched.cli.slurmpath import ensure_directory
-from hpcsched.demo.cluster import LocalCluster
+from hpcsched.cli.admin.slurm_path import ensure_directory
+from hpcsched.loopback.cluster import LocalCluster
 
 
 def test_a_command_has_the_jobs_environment_and_starts_steps(slurm: Client) -> None:
@@ -49,6 +49,27 @@ def test_one_that_waits_may_be_interrupted(cluster: LocalCluster, slurm: Client)
     process.send_signal(signal.SIGINT)
     assert "cancelled while waiting" in process.communicate(timeout=PATIENCE_S)[1]
     wait_until(lambda: slurm("squeue", "-h", "-n", "later").stdout == "", what="the job to be gone")
+
+
+def test_variables_are_defaults_of_options(slurm: Client) -> None:
+    show = ("sh", "-c", "echo $SLURM_JOB_NUM_NODES; scontrol show job $SLURM_JOB_ID | grep -o 'TimeLimit=[^ ]*'")
+    env = {"SALLOC_TIMELIMIT": "7", "SALLOC_SPREAD_JOB": "1", "SALLOC_OVERCOMMIT": "0"}
+    assert slurm("salloc", "-Q", "-n2", *show, env=env).stdout.split() == ["2", "TimeLimit=00:07:00"]
+    assert slurm("salloc", "-Q", "-t9", *show, env=env).stdout.split() == ["1", "TimeLimit=00:09:00"]
+    refused = slurm("salloc", "true", check=False, env={"SALLOC_PARTITION": "nosuch"})
+    assert "Invalid partition name specified" in refused.stderr
+
+
+def test_the_signal_of_a_command_whose_job_is_cancelled(cluster: LocalCluster, slurm: Client) -> None:
+    env = {**cluster.env, **slurm_names()}
+    script = 'trap "exit 9" HUP; trap "echo got USR2; exit 0" USR2; echo $SLURM_JOB_ID; while :; do sleep 0.1; done'
+    command = ["salloc", "-n1", "--kill-command=USR2", "bash", "-c", script]
+    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    assert process.stdout is not None
+    slurm("scancel", process.stdout.readline().strip())
+    assert process.communicate(timeout=PATIENCE_S)[0] == "got USR2\n"
+    refused = slurm("salloc", "--kill-command=zzz", "true", check=False)
+    assert (refused.returncode, "zzz" in refused.stderr.lower()) == (1, True)
 
 
 def test_what_is_refused(slurm: Client) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from clientrun import Client
 
-from hpcsched.demo.cluster import LocalCluster
+from hpcsched.loopback.cluster import LocalCluster
 
 PREAMBLE = """#!/bin/bash
 #SBATCH --job-name=ranks --nodes=2

@@ -10,7 +10,7 @@ from clientrun import Client
 from test_srun import job  # noqa: F401 - a fixture
 from waiting import wait_until
 
-from hpcsched.demo.cluster import LocalCluster
+from hpcsched.loopback.cluster import LocalCluster
 
 SHOW = "sh -c 'echo out $SLURM_PROCID; echo err $SLURM_PROCID >&2'"
 
@@ -134,3 +134,24 @@ def test_a_step_from_outside_of_its_job(cluster: LocalCluster, slurm: Client) ->
         assert sorted(by_env.stdout.splitlines()) == [f"{job_id} 1 0 n1", f"{job_id} 1 1 n2"]
     finally:
         (cluster.share / "over").touch()
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"), [("a", "1\n2\n"), ("Append", "1\n2\n"), ("t", "2\n"), ("truncate", "2\n")]
+)
+def test_output_files_are_opened_as_open_mode_says(
+    mode: str,
+    expected: str,
+    tmp_path: Path,
+    job: Client,  # noqa: F811
+) -> None:
+    tmp_path.chmod(0o777)
+    line = f"srun -n1 --open-mode={mode} -o one echo $i; srun -n1 --open-mode={mode} -o %t echo $i"
+    job(f"cd {tmp_path}; for i in 1 2; do {line}; done")
+    assert files(tmp_path) == {"one": expected.split(), "0": expected.split()}
+
+
+def test_an_unknown_open_mode_is_refused(slurm: Client) -> None:
+    refused = slurm("srun", "--open-mode=zzz", "true", check=False)
+    assert refused.returncode == 1
+    assert refused.stderr == "srun: error: Invalid --open-mode specification 'zzz': write append or truncate\n"

@@ -8,8 +8,8 @@ import subprocess
 from clientrun import Client
 from waiting import PATIENCE_S, wait_until
 
-from hpcsched.cli.slurmpath import ensure_directory
-from hpcsched.demo.cluster import LocalCluster
+from hpcsched.cli.admin.slurm_path import ensure_directory
+from hpcsched.loopback.cluster import LocalCluster
 
 SCRIPT = """#!/bin/bash
 srun -n1 sh -c 'trap "echo got it; exit 7" USR1; while :; do sleep 0.1; done'

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from waiting import PATIENCE_S, wait_until
 
-from hpcsched.demo.cluster import LocalCluster
+from hpcsched.loopback.cluster import LocalCluster
 
 QUICK = {"controller": {"requeue_delay_s": 0, "kill_wait_s": 2}}
 

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 from waiting import wait_until
 
-from hpcsched.demo.cluster import LocalCluster
+from hpcsched.loopback.cluster import LocalCluster
 
 CONFIG = """
 [accounts.physics]
 shares = 3
 users = ["%(user)s"]
+qos = ["normal", "single"]
 [accounts.maths]
 [qos.normal]
 [qos.single]
@@ -34,7 +35,7 @@ def lab(cluster: LocalCluster) -> LocalCluster:
     path = cluster.config_dir / "hpcsched.toml"
     user = cluster.run("id", "-un").stdout.strip()
     path.write_text(path.read_text() + CONFIG % {"user": user})
-    assert "accounts, QOS, licences or fair share" in cluster.run("hctl", "reconfigure").stdout
+    assert "accounts, QOS, licenses, fair share: reloaded" in cluster.run("hctl", "reconfigure").stdout
     return cluster
 
 

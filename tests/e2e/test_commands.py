@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from waiting import wait_until
 
-from hpcsched.demo.cluster import LocalCluster
+from hpcsched.loopback.cluster import LocalCluster
 from hpcsched.model.codec import spec_to_json
 from hpcsched.model.spec import JobSpec
 
@@ -272,3 +272,59 @@ def test_a_deadline_several_partitions_and_a_circle(cluster: LocalCluster, sub: 
     assert re.search(r"Deadline=\d{4}-", cluster.run("hctl", "show", "job", str(first)).stdout)
     cluster.run("hcancel", str(first))
     wait_until(lambda: job(second)["state"] == "CANCELLED", what="the end of a job that could never start")
+
+
+def test_jobs_that_never_ran_are_explained(cluster: LocalCluster, sub: Sub) -> None:
+    held = sub("true", "--hold", "--job-name=never")
+    after = int(cluster.run("hsub", "--parsable", "-d", "afterok:last", "--wrap", "true").stdout)
+    assert f"afterok:{held}" in cluster.run("hctl", "show", "job", str(after)).stdout
+    by_name = int(cluster.run("hsub", "--parsable", "-d", "afterany:never", "--wrap", "true").stdout)
+    assert f"afterany:{held}" in cluster.run("hctl", "show", "job", str(by_name)).stdout
+    assert (
+        "Invalid job id specified: nosuch"
+        in cluster.run("hsub", "-d", "afterok:nosuch", "--wrap", "true", check=False).stderr
+    )
+    assert "has not started; hwhy" in cluster.run("hlogs", str(held)).stderr
+    me = getpass.getuser()
+    said = cluster.run("hcancel", "-u", me, "-t", "PENDING").stdout  # jobs of other tests may wait, too
+    assert {str(held), str(after), str(by_name)} <= set(
+        re.fullmatch(r"cancelled \d+ jobs: (.*)\n", said).group(1).split()
+    )
+    assert "was cancelled before it started" in cluster.run("hlogs", str(held)).stderr
+    shown = cluster.run("hacct", "-X", "-j", str(held)).stdout
+    assert f"CANCELLED by {me}" in shown
+    assert {"Start", "End", "Elapsed"} <= set(shown.splitlines()[0].split())
+    assert cluster.run("hcancel", "-u", me, "-t", "PENDING").stdout == "no job matches\n"
+
+
+def test_a_program_is_no_script_and_a_misspelled_directive_is_named(cluster: LocalCluster) -> None:
+    refused = cluster.run("hsub", "/bin/ls", check=False)
+    assert (
+        refused.returncode,
+        "it is a program and not a script. To run a program: hsub --wrap" in refused.stderr,
+    ) == (1, True)
+    said = cluster.run("hsub", "-v", stdin="#!/bin/sh\n#SBTACH --nodes=2\ntrue\n")
+    assert "line 2 of the script is a comment, but looks like a directive" in said.stderr
+
+
+def test_accounts_users_and_qos_are_shown(cluster: LocalCluster) -> None:
+    assert cluster.run("hctl", "show", "qos", "normal").stdout.startswith("QOSName=normal\n   Priority=0 ")
+    me = getpass.getuser()
+    assert cluster.run("hctl", "show", "user", me).stdout.startswith(f"User={me}\n   Account=")
+    assert cluster.run("hctl", "show", "account").stdout.startswith("Account=root\n")
+    refused = cluster.run("hctl", "show", "qos", "nosuch", check=False)
+    assert "there is no qos of that name: nosuch; there are: normal" in refused.stderr
+
+
+def test_the_status_names_a_configuration_file_that_cannot_be_used(cluster: LocalCluster) -> None:
+    path = cluster.config_dir / "hpcsched.toml"
+    good = path.read_text()
+    try:
+        path.write_text(good + "\n[nosuch]\n")
+        assert "the configuration on disk cannot be used" in cluster.run("hpcsched", "status").stdout
+        path.write_text(good + '\n[accounts.x]\nusers = ["nosuchuser"]\n')
+        assert "this machine has no account nosuchuser" in cluster.run("hctl", "reconfigure").stdout
+    finally:
+        path.write_text(good)
+        cluster.run("hctl", "reconfigure")
+    assert "configuration on disk" not in cluster.run("hpcsched", "status").stdout

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from waiting import PATIENCE_S, wait_until
 
-from hpcsched.demo.cluster import LocalCluster
+from hpcsched.loopback.cluster import LocalCluster
 
 Sub = Callable[..., int]
 Ended = Callable[..., dict[str, Any]]
@@ -22,13 +22,12 @@ def kill_controller(cluster: LocalCluster) -> None:
     pid = cluster.api("GET", "/v1/ping")["pid"]
     os.kill(pid, signal.SIGKILL)
 
-    def is_gone() -> bool:
-        try:
-            return not Path(f"/proc/{pid}/cmdline").read_bytes()  # a zombie has none
-        except OSError:
-            return True
+    def refuses() -> bool:
+        """Its memory goes first, its sockets later: until then a request is taken, and lost."""
+        with socket.socket(socket.AF_UNIX) as client:
+            return client.connect_ex(str(cluster.api_socket)) != 0
 
-    wait_until(is_gone)
+    wait_until(refuses, what="the controller's end")
 
 
 def test_jobs_run_on_while_the_controller_is_dead_and_are_found_again(

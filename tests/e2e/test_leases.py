@@ -15,7 +15,7 @@ import pytest
 from waiting import wait_until
 
 import hpcnode
-from hpcsched.demo.cluster import LocalCluster
+from hpcsched.loopback.cluster import LocalCluster
 
 SETTINGS = {
     "controller": {
@@ -61,7 +61,10 @@ def ssh_processes(cluster: LocalCluster, node: str) -> list[int]:
     assert cluster.machines is not None
     found = []
     for pid in cluster.machines.processes(node):
-        words = Path(f"/proc/{pid}/cmdline").read_bytes()
+        try:
+            words = Path(f"/proc/{pid}/cmdline").read_bytes()
+        except (FileNotFoundError, ProcessLookupError):  # it has just ended
+            continue
         if b"sshd" in words or b"embedded" in words or b"attach" in words:
             found.append(pid)
     return found

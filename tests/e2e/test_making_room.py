@@ -11,11 +11,14 @@ import pytest
 from e2e.conftest import QUICK, ssh_server
 from waiting import wait_until
 
-from hpcsched.demo.cluster import LocalCluster
+from hpcsched.loopback.cluster import LocalCluster
 
 Sub = Callable[..., int]
 
 RULES = """
+[accounts.lab]
+users = ["*"]
+qos = ["night", "patient", "urgent"]
 [qos.night]
 preempt_mode = "checkpoint"
 grace_time_s = 20

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from waiting import wait_until
 
-from hpcsched.demo.cluster import LocalCluster
+from hpcsched.loopback.cluster import LocalCluster
 
 HELLO = """
 from mpi4py import MPI

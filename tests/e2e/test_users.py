@@ -14,12 +14,12 @@ import pytest
 from waiting import wait_until
 
 from hpcsched import client
-from hpcsched.cli import daemon
+from hpcsched.cli.admin import daemon
+from hpcsched.cli.admin.main import hpcsched_command, run
 from hpcsched.cli.errors import FAILED
-from hpcsched.cli.main import hpcsched_command, run
-from hpcsched.demo.cluster import LocalCluster
 from hpcsched.errors import HpcschedError
 from hpcsched.health.head import check_database
+from hpcsched.loopback.cluster import LocalCluster
 from hpcsched.model.codec import spec_to_json
 from hpcsched.model.spec import JobSpec
 

@@ -20,13 +20,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from other_user import PROGRAM, become, program_of, python_of
 from waiting import PATIENCE_S, wait_until
 
-import hpcnode
-from hpcnode import protocol
-from hpcnode.done import LINES
+from hpcnode.spool import LINES
+from hpcnode.wire import protocol
 
-PROGRAM = Path(hpcnode.__file__).parent
 PYTHON = os.environ.get("HPCSCHED_TEST_NODE_PYTHON", sys.executable)
 INCARNATION = "feedc0de"
 AS_ROOT = os.geteuid() == 0
@@ -66,11 +65,10 @@ class NodeUnderTest:
 
     def command(self, *words: str) -> list[str]:
         """Return how a part of the program is run, as the node's account."""
-        argv = [PYTHON, "-I", "-S", str(PROGRAM), *words]
-        if self.user:
-            account = pwd.getpwnam(self.user)
-            argv = ["setpriv", f"--reuid={account.pw_uid}", f"--regid={account.pw_gid}", "--clear-groups", *argv]
-        return argv
+        if not self.user:
+            return [PYTHON, "-I", "-S", str(PROGRAM), *words]
+        uid = pwd.getpwnam(self.user).pw_uid
+        return [*become(uid), python_of(uid), "-I", "-S", str(program_of(uid)), *words]
 
     def names(self) -> list[str]:
         return ["--root", str(self.root), "--cluster", "c", "--node", self.node, "--idle-s", str(self.idle_s)]
@@ -256,6 +254,7 @@ def launch_of(token: str, **fields: Any) -> protocol.Launch:
         cpus=1,
         mem_mib=0,
         gpus=[],
+        allow_uid_below=0,  # the tests' accounts are root and nobody
     )
     return protocol.changed(base, **fields)
 

@@ -12,7 +12,7 @@ import pytest
 from agent_client import AS_ROOT, NodeUnderTest, running_node
 from step_commands import Controller, Running
 
-from hpcnode import protocol
+from hpcnode.wire import protocol
 
 
 @pytest.fixture
@@ -49,9 +49,9 @@ def controller(tmp_path: Path) -> Iterator[Controller]:
 def run(controller: Controller, tmp_path: Path) -> Iterator[Callable[..., Running]]:
     started: list[Running] = []
 
-    def start(*args: str, module: str = "hpcnode.hrun", changes: str = "pass", **variables: str) -> Running:
+    def start(*args: str, module: str = "hpcnode.commands.hrun", changes: str = "pass", **variables: str) -> Running:
         env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "HPCSCHED_"))}
-        env["PYTHONPATH"] = str(Path(protocol.__file__).parents[1])
+        env["PYTHONPATH"] = str(Path(protocol.__file__).parents[2])
         env |= {"HPCSCHED_JOB_ID": "12", "HPCSCHED_SOCKET": str(controller.path), **variables}
         started.append(Running(module, args, env, tmp_path, changes))
         return started[-1]

@@ -12,7 +12,8 @@ from hpcsched.launch.bundle import Bundle, build_bundle
 
 MAIN = """
 import os, sys, time
-from hpcnode import protocol
+from hpcnode.agent import helpers
+from hpcnode.wire import protocol
 
 def main():
     arguments = dict(zip(sys.argv[2::2], sys.argv[3::2]))
@@ -54,14 +55,14 @@ def main():
                          "python": "3.9.2", "kernel": "6.1", "hostname": "far", "user": "me", "is_root": False,
                          "time_s": time.time() - 100 * ("late" in behaviour)}
                 answer = protocol.Facts(request=message.request, facts=facts)
-            elif isinstance(message, protocol.ReadFile) and message.path:
-                error = ""
+            elif isinstance(message, protocol.CompareProbe):
                 try:
-                    with open(message.path, "rb") as file:
-                        back = b"another" if "elsewhere" in behaviour else file.read(message.limit)
-                except OSError as problem:
-                    error = problem.strerror
-                answer = protocol.FileData(request=message.request, offset=0, size=len(back), error=error)
+                    if "elsewhere" in behaviour:
+                        message = protocol.changed(message, sha256="0" * 64)
+                    answer, _ = helpers.compare_probe(message)
+                except (OSError, ValueError) as problem:
+                    why = getattr(problem, "strerror", None) or str(problem)
+                    answer = protocol.ProbeCompared(message.request, False, why)
             elif isinstance(message, protocol.ReadFile):
                 sys.stderr.write("e" * message.offset)
                 sys.stderr.flush()
@@ -80,5 +81,6 @@ def main():
 def fake_bundle(extra: bytes = b"") -> Bundle:
     """Return a bundle with the stand-in; `extra` makes its hash another."""
     assert hpcnode.__file__ is not None
-    files = {f"hpcnode/{path.name}": path.read_bytes() for path in Path(hpcnode.__file__).parent.glob("*.py")}
+    package = Path(hpcnode.__file__).parent
+    files = {str(path.relative_to(package.parent)): path.read_bytes() for path in package.rglob("*.py")}
     return build_bundle(files | {"hpcnode/__main__.py": MAIN.encode() + extra})

@@ -25,15 +25,16 @@ from typing import Any, Self, TypeVar
 from waiting import wait_until
 
 from hpcsched import client, paths
-from hpcsched.demo.cluster import LocalCluster
 from hpcsched.errors import UnavailableError
 from hpcsched.lifecycle.events import EndRequested, Event, Requeued, Submitted, from_data
 from hpcsched.lifecycle.job import apply, submitted_jobs
+from hpcsched.loopback.cluster import LocalCluster
 from hpcsched.model.codec import spec_to_json
 from hpcsched.model.job import ACTIVE, FINAL, Job, JobState
 from hpcsched.model.spec import ArraySpec, JobSpec
 from hpcsched.store.engine import open_read_only
-from hpcsched.store.store import HistoryQuery, Store
+from hpcsched.store.rows import HistoryQuery
+from hpcsched.store.store import Store
 
 Cluster = TypeVar("Cluster", bound="KillableCluster")
 QUICK = {"controller": {"requeue_delay_s": 0, "kill_wait_s": 2}}

@@ -11,8 +11,7 @@ from typing import Any
 from fake_node import fake_bundle
 from waiting import PATIENCE_S
 
-from hpcnode import protocol
-from hpcsched.demo.nodes import LoopbackNode
+from hpcnode.wire import protocol
 from hpcsched.launch.bundle import Bundle
 from hpcsched.launch.greeting import ControllerIdentity
 from hpcsched.launch.link import LinkTimes, NodeLink
@@ -20,6 +19,7 @@ from hpcsched.launch.local import local_dial
 from hpcsched.launch.pipe import Dial
 from hpcsched.launch.ssh import ssh_dial
 from hpcsched.launch.sshconfig import SshSettings
+from hpcsched.loopback.nodes import LoopbackNode
 from hpcsched.model.ids import NodeName
 from hpcsched.model.node import NodeSpec
 

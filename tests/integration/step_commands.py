@@ -13,8 +13,8 @@ from typing import TypeVar
 
 from waiting import PATIENCE_S
 
-from hpcnode import protocol
-from hpcnode.protocol import Output, StepEnded, StepRequest, StepStarted
+from hpcnode.wire import protocol
+from hpcnode.wire.protocol import Output, StepEnded, StepRequest, StepStarted
 
 M = TypeVar("M")
 PYTHON = os.environ.get("HPCSCHED_TEST_NODE_PYTHON", sys.executable)  # nodes may have one as old as 3.9

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -12,10 +13,22 @@ import time
 from pathlib import Path
 
 import pytest
-from agent_client import AS_ROOT, INCARNATION, Controller, NodeUnderTest, launch_of, new_token, running_node, script_of
+from agent_client import (
+    AS_ROOT,
+    INCARNATION,
+    Controller,
+    NodeUnderTest,
+    StepCommand,
+    from_stream,
+    launch_of,
+    new_token,
+    running_node,
+    script_of,
+)
 from waiting import PATIENCE_S, wait_until
 
-from hpcnode import protocol
+from hpcnode.agent.step_commands import UNPARSED_BYTES, bounds
+from hpcnode.wire import protocol
 
 
 def lines(path: Path) -> list[str]:
@@ -128,7 +141,7 @@ def test_what_cannot_run_is_refused_with_the_reason(node: NodeUnderTest, work: P
     controller = Controller(node)
     (work / "dir").mkdir()
     cases = {
-        "cannot enter the job's directory": {"work_dir": str(work / "missing")},
+        "or leave this node out (-x NODE)": {"work_dir": str(work / "missing")},
         "cannot open output file": {"stdout": str(work / "dir")},
         "cannot open input file": {"stdin": str(work / "no-input")},
         "no such account": {"user": "nobody-by-this-name"},
@@ -152,10 +165,13 @@ def test_missing_programs_end_as_with_srun_and_say_so(node: NodeUnderTest, work:
     ended = controller.final(token)
     assert (ended.status, ended.codes) == (protocol.ENDED, [2])
     assert "cannot execute no-such-program" in ended.why
+    assert ended.unexecuted
     assert "cannot execute no-such-program" in lines(work / "out")[0]
     token = new_token()
     controller.send(launch_of(token, stdout=str(work / "out2")), b"#!/no/such/python3 -u\n")
-    assert controller.final(token).codes == [2]
+    missing = controller.final(token)
+    assert (missing.codes, missing.unexecuted) == ([2], True)
+    assert not controller.final(controller.launch("exit 2")).unexecuted
     assert lines(work / "out2")[0].endswith(": its interpreter /no/such/python3 is not on this node")
 
 
@@ -421,3 +437,93 @@ def test_the_environment_is_the_controllers_and_the_nodes(node: NodeUnderTest, w
     assert "HPCNODE_SIMULATED" not in env
     assert (env["RANK"], env["WORLD_SIZE"]) == ("0", "1")
     assert json.loads((node.root / "epochs").read_text())["epoch"] == 1
+
+
+def _frame(text: bytes) -> bytes:
+    return struct.pack("!II", len(text), 0) + text
+
+
+HUGE = b"9" * 400
+BAD_FRAMES = (
+    b'{"type":[]}',
+    b'{"type":{}}',
+    b'{"type":' + b"[" * 900 + b"]" * 900 + b"}",
+    b'{"type":"Progress","job_id":1,"step":' + HUGE + b"}",
+    b'{"type":"Progress","job_id":1,"step":1,"loss":' + HUGE + b"}",
+    b'{"type":"Progress","job_id":' + HUGE + b',"step":1}',
+    b'{"type":"Failure","job_id":1,"rank":0,"ranks":' + HUGE + b',"text":""}',
+    b'{"type":"Failure","job_id":1,"rank":0,"ranks":1,"text":"","age_s":' + HUGE + b"}",
+)
+
+
+@pytest.mark.parametrize("text", BAD_FRAMES, ids=lambda text: text[:24].decode())
+def test_a_bad_frame_ends_its_connection_and_not_the_agent(node: NodeUnderTest, text: bytes) -> None:
+    controller = Controller(node)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.settimeout(PATIENCE_S)
+        sock.connect(str(node.socket))
+        sock.sendall(_frame(text))
+        said = b""
+        while data := sock.recv(1 << 16):
+            said += data
+    assert b"Goodbye" in said
+    controller.send(protocol.Ping(7))
+    controller.wait(lambda m: m == protocol.Pong(7))
+    assert node.agent is not None
+    assert node.agent.poll() is None
+
+
+def test_a_bad_frame_of_the_controller_ends_its_connection_and_not_the_agent(node: NodeUnderTest) -> None:
+    controller = Controller(node)
+    token = controller.launch("sleep 100")
+    controller.wait_status(token, protocol.STARTED)
+    controller.sock.sendall(_frame(BAD_FRAMES[0]))
+    controller.wait(lambda m: isinstance(m, protocol.Goodbye))
+    again = Controller(node)
+    assert [(r["token"], r["status"]) for r in again.welcome.inventory] == [(token, protocol.STARTED)]
+    assert node.agent is not None
+    assert node.agent.poll() is None
+
+
+def test_a_refused_step_command_is_not_kept_by_the_agent(node: NodeUnderTest) -> None:
+    controller = Controller(node)
+    step = StepCommand(node, job_id=0)
+    said = from_stream(controller, protocol.StepRequest)
+    ended = protocol.StepEnded([], [], "cannot start a step: no")
+    controller.send(protocol.ToStream(said.stream, protocol.to_json(ended)))
+    step.wait(lambda m: m == ended)
+    assert wait_until(lambda: not step.pump(0.1) and step.closed, what="the agent to close it")
+
+
+def test_connections_and_unfinished_frames_of_an_account_are_bounded(node: NodeUnderTest) -> None:
+    controller = Controller(node)
+    most = bounds().connections
+    frame = protocol.encode(protocol.Input("t", 0, 0, False), b"x" * (2 << 20))
+    with contextlib.ExitStack() as stack:
+        socks = []
+        for _ in range(most + 20):
+            sock = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            sock.connect(str(node.socket))
+            sock.settimeout(PATIENCE_S)
+            socks.append(sock)
+        assert socks[0].recv(1) == b""  # silent longest, closed for the last ones
+        for sock in socks[-12:]:
+            with contextlib.suppress(ConnectionError):
+                sock.sendall(frame[:-1])
+        ended = [sock for sock in socks[-12:] if _is_over(sock)]
+        assert 12 - UNPARSED_BYTES // len(frame) <= len(ended) < 12
+    controller.send(protocol.Ping(7))
+    controller.wait(lambda m: m == protocol.Pong(7))
+
+
+def _is_over(sock: socket.socket) -> bool:
+    """Return whether the agent has ended the connection, on which a frame was sent that is not complete."""
+    sock.settimeout(0.5)
+    try:
+        while sock.recv(1 << 16):
+            pass
+    except TimeoutError:
+        return False
+    except ConnectionError:
+        pass
+    return True

@@ -12,7 +12,7 @@ import pytest
 from agent_client import Controller, NodeUnderTest, StepCommand, from_stream, new_token, running_node
 from waiting import wait_until
 
-from hpcnode import protocol
+from hpcnode.wire import protocol
 
 BACK = protocol.StepBack(started=True)
 # A process that says one frame to the agent, tells us that it has, and stays until its input ends.

@@ -21,7 +21,7 @@ from agent_client import (
 )
 from waiting import wait_until
 
-from hpcnode import protocol
+from hpcnode.wire import protocol
 
 # Who dies at the point, and what must be said of the token in the end.
 LAUNCH_POINTS = {

@@ -11,7 +11,8 @@ import pytest
 from agent_client import Controller, NodeUnderTest, new_token, pids, running_node
 from waiting import wait_until
 
-from hpcnode import process, protocol
+from hpcnode.os import process
+from hpcnode.wire import protocol
 
 STUBBORN = """
 import os, signal, sys, time
@@ -158,12 +159,12 @@ def test_signals_go_where_they_are_sent(node: NodeUnderTest, work: Path) -> None
 
     controller.send(protocol.SignalStep(batch, signal.SIGUSR1, batch_only=True))
     assert heard(1) == ["shell"]
-    controller.send(protocol.SignalStep(batch, signal.SIGUSR1))
-    assert heard(2) == ["child", "shell"]
-    controller.send(protocol.SignalStep(batch, signal.SIGUSR1, steps_too=True))
-    assert heard(4) == ["child", "child", "shell", "step"]
+    controller.send(protocol.SignalStep(batch, signal.SIGUSR1, steps=True))
+    assert heard(2) == ["shell", "step"]
     controller.send(protocol.SignalStep(step, signal.SIGUSR1))
-    assert heard(5) == ["child", "child", "shell", "step", "step"]
+    assert heard(3) == ["shell", "step", "step"]
+    controller.send(protocol.SignalStep(batch, signal.SIGUSR1, full=True))
+    assert heard(6) == ["child", "shell", "shell", "step", "step", "step"]
 
 
 def test_one_failed_task_ends_the_others_if_that_was_asked_for(node: NodeUnderTest) -> None:

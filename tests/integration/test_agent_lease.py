@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
@@ -16,8 +17,8 @@ import pytest
 from agent_client import INCARNATION, Controller, NodeUnderTest, new_token, running_node
 from waiting import wait_until
 
-from hpcnode import protocol
 from hpcnode.lease import read_renewal
+from hpcnode.wire import protocol
 
 KILL: dict[str, Any] = {"lease": protocol.KILL, "lease_s": 4.0, "grace_s": 0.5}
 BEAT = "trap 'echo told' TERM; while :; do date +%s.%N >> beats; sleep 0.05; done"
@@ -134,6 +135,20 @@ def test_a_step_that_is_held_runs_after_go(node: NodeUnderTest, work: Path) -> N
     assert again.final(held).codes == [0]
     assert (work / "ran").exists()
     again.close()
+
+
+def test_a_step_whose_task_is_killed_while_it_is_held_ends_after_go(node: NodeUnderTest, work: Path) -> None:
+    controller = Controller(node)
+    held = controller.launch(argv=["touch", "ran"], work_dir=str(work), hold=True)
+    controller.wait_status(held, protocol.READY)
+    (task,) = [pid for pid in node.processes() if os.readlink(f"/proc/{pid}/cwd") == str(work)]
+    os.kill(task, signal.SIGKILL)
+    wait_until(lambda: task not in node.processes(), what="the end of the task")
+    controller.send(protocol.Go(held))
+    ended = controller.final(held, 20)
+    assert (ended.status, ended.signals) == (protocol.ENDED, [signal.SIGKILL])
+    assert not (work / "ran").exists()
+    controller.close()
 
 
 def test_a_step_that_is_held_can_be_barred_and_says_early_what_it_lacks(node: NodeUnderTest, work: Path) -> None:

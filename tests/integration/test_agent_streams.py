@@ -21,8 +21,8 @@ from agent_client import (
 )
 from waiting import PATIENCE_S, wait_until
 
-from hpcnode import protocol
-from hpctrain.heartbeat import Heartbeat, Word
+from hpcnode.wire import protocol
+from hpctrain.report.heartbeat import Heartbeat, Word
 
 ELSEWHERE = protocol.Address("n2", 5)
 

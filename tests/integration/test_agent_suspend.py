@@ -9,7 +9,8 @@ import pytest
 from agent_client import INCARNATION, Controller, NodeUnderTest, new_token, pids
 from waiting import wait_until
 
-from hpcnode import process, protocol
+from hpcnode.os import process
+from hpcnode.wire import protocol
 
 
 def suspend(controller: Controller, job: int, on: bool = True) -> None:

@@ -16,7 +16,8 @@ import pytest
 from agent_client import Controller, NodeUnderTest, launch_of, new_token, script_of
 from waiting import PATIENCE_S, wait_until
 
-from hpcnode import process, protocol
+from hpcnode.os import process
+from hpcnode.wire import protocol
 from hpcsched.launch.bundle import build_bundle
 
 
@@ -79,7 +80,7 @@ def bundle(root: Path, version: str = "") -> list[str]:
     import hpcnode
 
     package = Path(hpcnode.__file__).parent
-    sources = {f"hpcnode/{path.name}": path.read_bytes() for path in package.glob("*.py")}
+    sources = {str(path.relative_to(package.parent)): path.read_bytes() for path in package.rglob("*.py")}
     built = build_bundle(sources | {"hpcnode/version.txt": version.encode()})
     path = root / f"hpcnode-{built.sha256[:16]}.pyz"
     path.write_bytes(built.data)

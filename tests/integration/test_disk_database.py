@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 from losing_disk import LosingDisk, remains, why_not
 
-from hpcsched.config import build_config
+from hpcsched.config.load import build_config
 from hpcsched.errors import UnavailableError
 from hpcsched.model.job import JobSpec
 from hpcsched.store.backup import contents_of
 from hpcsched.store.engine import current_epoch, open_database, raise_epoch
-from hpcsched.store.store import HistoryQuery, Store
+from hpcsched.store.rows import HistoryQuery
+from hpcsched.store.store import Store
 from hpcsched.store.world import Transaction, World
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())

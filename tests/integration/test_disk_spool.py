@@ -13,11 +13,11 @@ import pytest
 from agent_client import FINAL, INCARNATION, launch_of, new_token
 from losing_disk import LosingDisk, remains, why_not
 
-from hpcnode import protocol
-from hpcnode.faults import CrashPoints
-from hpcnode.ledger import Ledger
+from hpcnode.agent.ledger import Ledger
+from hpcnode.os.account import find_account
+from hpcnode.os.faults import CrashPoints
 from hpcnode.spool import Spool
-from hpcnode.user import find_account
+from hpcnode.wire import protocol
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
@@ -38,7 +38,7 @@ class Node:
             spool=self.spool,
             minders=self,
             send=self._send,
-            find_account=lambda _name: find_account("", os.geteuid()),
+            find_account=lambda _name, _allow_uid_below: find_account("", os.geteuid()),
             log=lambda _text: None,
         )
         self.ledger.recover()

@@ -11,8 +11,8 @@ import pytest
 from step_commands import HERE, Controller, Running
 from waiting import PATIENCE_S, wait_until
 
-from hpcnode import headsocket, protocol
-from hpcnode.protocol import Input, Output, OutputAck, StepEnded, StepRequest, StepSignal, StepStarted, StepWaiting
+from hpcnode.wire import protocol, sockets
+from hpcnode.wire.protocol import Input, Output, OutputAck, StepEnded, StepRequest, StepSignal, StepStarted, StepWaiting
 from hpcsched import paths
 
 
@@ -105,7 +105,7 @@ def test_output_after_the_end_of_the_step_is_asked_for_again_and_again(
     controller: Controller, run: Callable[..., Running]
 ) -> None:
     """A controller that was killed on the way has to be started again first."""
-    hrun = run("prog", changes="import hpcnode.stepclient as c; c.DRAIN_S = 1")
+    hrun = run("prog", changes="import hpcnode.commands.step_client as c; c.DRAIN_S = 1")
     controller.start(tasks=1)
     controller.say(StepEnded(codes=[0], signals=[0]))
     for _ in range(2):
@@ -154,7 +154,7 @@ def test_where_nothing_is_left_only_the_end_was_missing(controller: Controller, 
 
 
 def test_what_never_comes_is_given_up(controller: Controller, run: Callable[..., Running]) -> None:
-    hrun = run("prog", changes="import hpcnode.stepclient as c; c.DRAIN_S = c.ASK_AGAIN_S")
+    hrun = run("prog", changes="import hpcnode.commands.step_client as c; c.DRAIN_S = c.ASK_AGAIN_S")
     controller.start(tasks=1)
     controller.say(StepEnded(codes=[0], signals=[0]))
     controller.say(protocol.Pong(controller.take(protocol.Ping)[0].request))  # somebody is there, and has nothing
@@ -436,7 +436,7 @@ def test_a_step_that_was_lost_before_it_ran_is_asked_for_again(
     assert (tmp_path / "out").read_text() == "once\n"
 
 
-@pytest.mark.parametrize("module", ["hpcnode.hrun", "hpcnode.hrsh"])
+@pytest.mark.parametrize("module", ["hpcnode.commands.hrun", "hpcnode.commands.hrsh"])
 def test_input_that_was_read_for_it_is_sent_again(
     controller: Controller, run: Callable[..., Running], module: str
 ) -> None:
@@ -480,7 +480,7 @@ def test_an_input_file_is_read_once_though_its_step_is_asked_for_again(
 
 
 def test_hrsh_asks_again_as_well(controller: Controller, run: Callable[..., Running]) -> None:
-    hrsh = run("-n", "n1", "prog", module="hpcnode.hrsh")
+    hrsh = run("-n", "n1", "prog", module="hpcnode.commands.hrsh")
     request, _ = controller.take(StepRequest)
     lose_the_step(controller)
     assert controller.start(1) == request
@@ -517,7 +517,7 @@ def test_hrun_does_not_poll(controller: Controller, run: Callable[..., Running])
     ("args", "text"),
     [
         (("--lable", "x"), "unknown option --lable: did you mean --label?"),
-        (("-Z", "x"), "unknown option -Z: the short options are "),
+        (("-Y", "x"), "unknown option -Y: the short options are "),
         (("--mem",), "option --mem needs a value: SIZE"),
         (("--ntask=2", "x"), "option --ntask is ambiguous: --ntasks --ntasks-per-core --ntasks-per-node"),
         (("--label=yes", "x"), "option --label takes no value"),
@@ -550,7 +550,7 @@ def test_without_a_controller_it_says_what_to_start(run: Callable[..., Running],
     )
 
 
-@pytest.mark.parametrize("module", ["hpcnode.hrun", "hpcnode.hrsh"])
+@pytest.mark.parametrize("module", ["hpcnode.commands.hrun", "hpcnode.commands.hrsh"])
 def test_an_agent_that_is_away_for_a_moment_is_waited_for(
     controller: Controller, run: Callable[..., Running], module: str
 ) -> None:
@@ -565,7 +565,7 @@ def test_an_agent_that_is_away_for_a_moment_is_waited_for(
 
 def test_an_agent_that_stays_away_is_an_error(controller: Controller, run: Callable[..., Running]) -> None:
     controller.path.unlink()
-    code, _, err = run("true", changes="import hpcnode.agentsocket as s; s.AGENT_BACK_S = 0.0").finish()
+    code, _, err = run("true", changes="import hpcnode.wire.sockets as s; s.AGENT_BACK_S = 0.0").finish()
     assert (code, err) == (
         1,
         f"hrun: error: cannot reach the node's agent ({controller.path}: No such file or directory): is the job over?\n",
@@ -573,8 +573,9 @@ def test_an_agent_that_stays_away_is_an_error(controller: Controller, run: Calla
 
 
 def test_environment_gives_defaults_and_export_chooses(controller: Controller, run: Callable[..., Running]) -> None:
-    job_fact = {"HPCSCHED_CPUS_PER_TASK": "4", "SLURM_NTASKS": "8"}  # the controller knows the job's own numbers
-    settings = {"SLURM_KILL_BAD_EXIT": "1", "HPCSCHED_OVERLAP": "1"}
+    # The controller knows the job's own numbers; one that the user has set differs from it.
+    job_fact = {"HPCSCHED_CPUS_PER_TASK": "4", "HPCSCHED_NTASKS": "8", "SLURM_NTASKS": "8"}
+    settings = {"SLURM_KILL_BAD_EXIT": "1", "HPCSCHED_OVERLAP": "1", "SLURM_NTASKS_PER_NODE": "2"}
     hrun = run("--export=A,B=2", "--label", "prog", A="1", C="3", **settings, **job_fact)
     request = controller.start()
     assert "cpus-per-task" not in request.options
@@ -585,6 +586,7 @@ def test_environment_gives_defaults_and_export_chooses(controller: Controller, r
     assert request.env["HPCSCHED_JOB_ID"] == "12"
     assert request.options["kill-on-bad-exit"] is True
     assert request.options["overlap"] is True
+    assert request.options["ntasks-per-node"] == "2"
 
 
 @pytest.mark.parametrize("toml", [None, "", '[controller]\nrun_dir = "r"\n', '[controller]\nstate_dir = "/s"\n'])
@@ -600,7 +602,7 @@ def test_the_heads_socket_is_where_the_other_commands_look(tmp_path: Path, toml:
         config_dir.mkdir(parents=True)
         (config_dir / "hpcsched.toml").write_text(toml)
     expected = paths.find_run_dir(environ, 1000) / paths.STEPS_SOCKET
-    assert headsocket.steps_socket(environ, 1000) == str(expected)
+    assert sockets.steps_socket(environ, 1000) == str(expected)
 
 
 # ----- hrsh
@@ -608,7 +610,17 @@ def test_the_heads_socket_is_where_the_other_commands_look(tmp_path: Path, toml:
 
 def test_hrsh_runs_a_command_on_one_node(controller: Controller, run: Callable[..., Running]) -> None:
     hrsh = run(
-        "-x", "-o", "BatchMode=yes", "-p", "22", "me@n2", "-q", "echo", "$HOME;", "exit 3", module="hpcnode.hrsh"
+        "-x",
+        "-o",
+        "BatchMode=yes",
+        "-p",
+        "22",
+        "me@n2",
+        "-q",
+        "echo",
+        "$HOME;",
+        "exit 3",
+        module="hpcnode.commands.hrsh",
     )
     request, _ = controller.take(StepRequest)
     assert request.argv == ["/bin/sh", "-c", "cd 2>/dev/null; echo $HOME; exit 3"]
@@ -623,7 +635,7 @@ def test_hrsh_runs_a_command_on_one_node(controller: Controller, run: Callable[.
 
 
 def test_hrsh_told_to_end_ends_its_command(controller: Controller, run: Callable[..., Running]) -> None:
-    hrsh = run("-n", "n2", "sleep 60", module="hpcnode.hrsh")
+    hrsh = run("-n", "n2", "sleep 60", module="hpcnode.commands.hrsh")
     request = controller.start(tasks=1)
     assert request.options["input"] == "/dev/null"
     controller.output(0, b"go")
@@ -639,7 +651,7 @@ def test_hrsh_told_to_end_ends_its_command(controller: Controller, run: Callable
 
 def test_hrsh_names_mpi_daemons_where_it_must(controller: Controller, run: Callable[..., Running]) -> None:
     command = 'prted --prtemca ess "env" --prtemca x 1'
-    hrsh = run("n2", command, module="hpcnode.hrsh", HPCSCHED_MPI_NAME_DAEMONS="1")
+    hrsh = run("n2", command, module="hpcnode.commands.hrsh", HPCSCHED_MPI_NAME_DAEMONS="1")
     request = controller.start(tasks=1)
     assert "export SLURMD_NODENAME=n2; " in request.argv[2]
     assert request.argv[2].endswith("prted --prtemca ess slurm --prtemca x 1")
@@ -649,13 +661,13 @@ def test_hrsh_names_mpi_daemons_where_it_must(controller: Controller, run: Calla
 
 @pytest.mark.parametrize("args", [(), ("n2",), ("-l", "me", "n2")])
 def test_hrsh_opens_no_login_shell(run: Callable[..., Running], args: tuple[str, ...]) -> None:
-    code, _, err = run(*args, module="hpcnode.hrsh").finish()
+    code, _, err = run(*args, module="hpcnode.commands.hrsh").finish()
     assert code == 255
     assert err.startswith("hrsh: error: cannot open a login shell")
 
 
 def test_hrsh_fails_as_ssh_does(controller: Controller, run: Callable[..., Running]) -> None:
-    hrsh = run("n9", "true", module="hpcnode.hrsh")
+    hrsh = run("n9", "true", module="hpcnode.commands.hrsh")
     controller.take(StepRequest)
     controller.say(StepEnded(codes=[], signals=[], error="cannot start the step on n9: the job has n[1-2]"))
     assert hrsh.finish() == (255, "", "hrsh: error: cannot start the step on n9: the job has n[1-2]\n")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from step_commands import Controller, Running
 
-from hpcnode.protocol import (
+from hpcnode.wire.protocol import (
     ALL_TASKS,
     Goodbye,
     Input,
@@ -20,7 +20,7 @@ from hpcnode.protocol import (
     StepSignal,
     StepWaiting,
 )
-from hpcnode.protocol import Address as To
+from hpcnode.wire.protocol import Address as To
 
 Run = Callable[..., Running]
 HERE = To(node="", stream=1)
@@ -35,7 +35,7 @@ def come_back(controller: Controller, *, started: bool = True) -> None:
         controller.say(StepWaiting(job_id=12, text=""))
 
 
-@pytest.mark.parametrize("module", ["hpcnode.hrun", "hpcnode.hrsh"])
+@pytest.mark.parametrize("module", ["hpcnode.commands.hrun", "hpcnode.commands.hrsh"])
 def test_output_goes_on_where_it_was(controller: Controller, run: Run, module: str) -> None:
     command = run("n1", "prog", module=module)
     controller.start(tasks=1)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from waiting import PATIENCE_S, wait_until
 
-from hpcsched.demo.cluster import LocalCluster
+from hpcsched.loopback.cluster import LocalCluster
 
 
 @pytest.fixture(scope="module")

@@ -79,7 +79,7 @@ def cluster() -> Iterator[KillableCluster]:
 
 
 def points(events: tuple[str, ...], messages: tuple[str, ...]) -> list[str]:
-    """Return the crash points of `hpcsched.controller.faults` at these events and messages."""
+    """Return the crash points of `hpcsched.controller.daemon` at these events and messages."""
     commits = [f"commit.{side}.{kind}" for kind in events for side in ("before", "after")]
     return commits + [f"{how}.{kind}" for kind in messages for how in ("queued", "sent")]
 

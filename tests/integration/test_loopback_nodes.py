@@ -19,13 +19,14 @@ from pathlib import Path
 
 import paramiko
 import pytest
+from other_user import DEBIAN_PYTHON, become, runs
 from paramiko.hostkeys import HostKeyEntry
 from waiting import PATIENCE_S, wait_until
 
 import hpcsched
-from hpcsched.demo import sshd
-from hpcsched.demo.nodes import LoopbackNode, LoopbackNodes, start_nodes, write_ssh_config
 from hpcsched.errors import ConfigError, RequestError, UnavailableError
+from hpcsched.loopback import sshd
+from hpcsched.loopback.nodes import LoopbackNode, LoopbackNodes, start_nodes, write_ssh_config
 
 MIB = 1024 * 1024
 NOBODY = 65534
@@ -385,7 +386,7 @@ def test_stop_leaves_no_process_and_may_be_called_again(own_cluster: LoopbackNod
 OWNER = """
 import json, sys, threading
 from pathlib import Path
-from hpcsched.demo.nodes import start_nodes
+from hpcsched.loopback.nodes import start_nodes
 
 def start():
     global nodes
@@ -465,8 +466,8 @@ def _as_nobody(server: str, base_dir: Path, tmp_path: Path) -> Iterator[subproce
     """Run OWNER as nobody, who for this once has a shell to log in with."""
     packages = Path(paramiko.__file__).parent.parent
     environment = {"PATH": os.environ["PATH"], "PYTHONPATH": f"{REPOSITORY}:{packages}", "PYTHONDONTWRITEBYTECODE": "1"}
-    drop = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
-    interpreter = _interpreter_for_nobody(drop, environment)
+    drop = become(NOBODY)
+    interpreter = _interpreter_for_nobody(environment)
     passwd = tmp_path / "passwd"
     shell = shutil.which("bash") or "/bin/sh"
     # Under a name of its own: nss-systemd calls the account "nobody" locked where /etc/shadow cannot be read.
@@ -484,12 +485,11 @@ def _as_nobody(server: str, base_dir: Path, tmp_path: Path) -> Iterator[subproce
         owner.stdin.close()
 
 
-def _interpreter_for_nobody(drop: list[str], environment: dict[str, str]) -> str:
-    # It has to start itself again, too: setpriv keeps root's capabilities until its own exec.
-    code = "import subprocess, sys, hpcsched.demo.nodes; subprocess.run([sys.executable, '-c', ''], check=True)"
-    for interpreter in (sys.executable, "/usr/bin/python3"):
-        trial = [*drop, interpreter, "-c", code]
-        if subprocess.run(trial, env=environment, cwd="/", capture_output=True, check=False).returncode == 0:
+def _interpreter_for_nobody(environment: dict[str, str]) -> str:
+    for interpreter in (sys.executable, DEBIAN_PYTHON):
+        if os.path.exists(interpreter) and runs(
+            NOBODY, interpreter, first="import hpcsched.loopback.nodes", env=environment
+        ):
             return interpreter
     pytest.skip(f"NOT TESTED as a plain user: no Python that nobody may run imports {REPOSITORY}/hpcsched")
 

@@ -20,12 +20,12 @@ from pathlib import Path
 import pytest
 from waiting import PATIENCE_S, wait_until
 
-from hpcnode import mpienv
+from hpcnode.shepherd import mpi
 
 HRSH = """#!{python} -S
 import os, sys
 sys.path.insert(0, {package!r})
-from hpcnode.mpienv import daemon_command
+from hpcnode.shepherd.mpi import daemon_command
 
 words = sys.argv[1:]
 while words[0].startswith("-"):
@@ -133,7 +133,7 @@ def make_job(bin_dir: str, state: Path, slots: list[int], *, own_hostname: bool 
     """Set up an allocation of nodes n1, n2 ... that are all this machine."""
     python = "/usr/bin/python3" if os.path.exists("/usr/bin/python3") else sys.executable
     hrsh = state / "hrsh"
-    package = str(Path(mpienv.__file__).parents[1])
+    package = str(Path(mpi.__file__).parents[2])
     hrsh.write_text(HRSH.format(python=python, package=package, log=str(state / "log")))
     hrsh.chmod(0o755)
     (state / "log").touch()
@@ -142,7 +142,7 @@ def make_job(bin_dir: str, state: Path, slots: list[int], *, own_hostname: bool 
     env.update(slurm_variables(slots))
     hosts = [(f"n{number}", count) for number, count in enumerate(slots, 1)]
     env.update(
-        mpienv.mpi_environment(
+        mpi.mpi_environment(
             hosts=hosts, hrsh=str(hrsh), state_dir=str(state), same_machine=True, as_root=os.getuid() == 0
         )
     )
@@ -188,7 +188,7 @@ def test_ranks_fill_every_node(bin_dir: str, state: Path, own_hostname: bool) ->
     assert status == 0, output
     first = "n1" if own_hostname else socket.gethostname()
     on = Counter(line.split()[1] for line in output.splitlines() if line.startswith("on "))
-    if job.open_mpi() and not mpienv._has_network():
+    if job.open_mpi() and not mpi._has_network():
         assert on == {first: 5}
     else:
         assert on == {first: 2, "n2": 2, "n3": 1}
@@ -243,7 +243,7 @@ def test_sigterm_ends_daemons_and_ranks(bin_dir: str, state: Path) -> None:
 @pytest.mark.root
 @pytest.mark.skipif(os.getuid() != 0, reason="becomes another user")
 def test_as_a_plain_user(bin_dir: str, state: Path) -> None:
-    if not reachable_by_all(Path(bin_dir)) or not reachable_by_all(Path(mpienv.__file__).parent):
+    if not reachable_by_all(Path(bin_dir)) or not reachable_by_all(Path(mpi.__file__).parent):
         pytest.skip(f"uid 65534 cannot reach {bin_dir}")
     state.chmod(0o777)
     job = make_job(bin_dir, state, [1, 1])
@@ -260,23 +260,23 @@ def environment(state: Path, **changes: object) -> dict[str, str]:
         "hosts": [("n1", 2), ("n2", 1)], "hrsh": "/opt/hrsh", "state_dir": str(state),
         "same_machine": False, "as_root": False,
     }  # fmt: skip
-    return mpienv.mpi_environment(**{**arguments, **changes})  # type: ignore[arg-type]
+    return mpi.mpi_environment(**{**arguments, **changes})  # type: ignore[arg-type]
 
 
 def test_real_hosts_get_no_setting_for_one_machine(state: Path) -> None:
     variables = environment(state)
-    assert not {"OMPI_MCA_mpi_yield_when_idle", "OMPI_MCA_pml", "OMPI_MCA_btl", mpienv.NAME_DAEMONS} & set(variables)
+    assert not {"OMPI_MCA_mpi_yield_when_idle", "OMPI_MCA_pml", "OMPI_MCA_btl", mpi.NAME_DAEMONS} & set(variables)
     assert not any("ALLOW_RUN_AS_ROOT" in name for name in variables)
     assert (state / "hosts.openmpi").read_text() == "localhost slots=2\nn2 slots=1\n"
     assert (state / "hosts.hydra").read_text() == f"{socket.gethostname()}:2\nn2:1\n"
 
 
 def test_equal_hostnames_on_real_hosts_name_the_daemons(state: Path) -> None:
-    assert environment(state, same_hostnames=True)[mpienv.NAME_DAEMONS] == "1"
+    assert environment(state, same_hostnames=True)[mpi.NAME_DAEMONS] == "1"
 
 
 def test_loopback_only_runs_open_mpi_on_the_first_node(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mpienv, "_has_network", lambda: False)
+    monkeypatch.setattr(mpi, "_has_network", lambda: False)
     environment(state, same_machine=True)
     assert (state / "hosts.openmpi").read_text() == "localhost slots=3\n"
     assert len((state / "hosts.hydra").read_text().splitlines()) == 2
@@ -290,8 +290,8 @@ def test_hydra_is_called_back_on_the_only_interface_of_containers_without_a_rout
     state: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = {"lo": (0x9, "127.0.0.1"), "eth0": (0x1, "10.0.0.2"), "down0": (0, "10.0.0.3"), "bare0": (0x1, None)}
-    monkeypatch.setattr(mpienv, "_interfaces", lambda: found)
-    monkeypatch.setattr(mpienv, "_default_route_interface", lambda: None)
+    monkeypatch.setattr(mpi, "_interfaces", lambda: found)
+    monkeypatch.setattr(mpi, "_default_route_interface", lambda: None)
     assert [environment(state, same_machine=one)["HYDRA_IFACE"] for one in (True, False)] == ["eth0", "eth0"]
     del found["eth0"]
     assert environment(state, same_machine=True)["HYDRA_IFACE"] == "lo"
@@ -318,12 +318,12 @@ ORTED = ' PATH=/a ; export PATH ; /a/bin/orted -mca ess "env" -mca ess_base_vpid
 
 @pytest.mark.parametrize("command", [PRTED, ORTED])
 def test_daemons_are_named_only_on_request(command: str) -> None:
-    renamed, more = mpienv.daemon_command(command, "n2", {mpienv.NAME_DAEMONS: "1", "SLURM_JOBID": "12"})
+    renamed, more = mpi.daemon_command(command, "n2", {mpi.NAME_DAEMONS: "1", "SLURM_JOBID": "12"})
     assert renamed == command.replace('ess "env"', "ess slurm")
     assert more == {"SLURMD_NODENAME": "n2", "SLURM_NODEID": "0", "SLURM_JOBID": "12"}
-    assert mpienv.daemon_command(command, "n2", {}) == (command, {})
+    assert mpi.daemon_command(command, "n2", {}) == (command, {})
 
 
 def test_other_commands_stay_as_they_are() -> None:
     for command in ("hydra_pmi_proxy --proxy-id 1", 'echo --prtemca ess "env"'):
-        assert mpienv.daemon_command(command, "n2", {mpienv.NAME_DAEMONS: "1"}) == (command, {})
+        assert mpi.daemon_command(command, "n2", {mpi.NAME_DAEMONS: "1"}) == (command, {})

@@ -17,12 +17,15 @@ import pytest
 from fake_node import fake_bundle
 from waiting import PATIENCE_S, wait_until
 
-from hpcsched.cli import nodeadd
-from hpcsched.cli.main import hpcsched_command, run
-from hpcsched.config import load_config
-from hpcsched.demo.nodes import LoopbackNodes, start_nodes
+from hpcsched.cli.admin.main import hpcsched_command, run
+from hpcsched.cli.node import add
+from hpcsched.config.load import load_config
+from hpcsched.errors import ConfigError
 from hpcsched.launch.hostkeys import blob_of, fingerprint_of
+from hpcsched.loopback.nodes import LoopbackNodes, start_nodes
+from hpcsched.paths import default_state_dir
 
+OTHER_KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIHVZF4l5bhNmVmZVp3ym9tR0pXoV4cRyEGQf8NUZzr3H"
 WRONG = "SHA256:AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA"
 
 
@@ -47,7 +50,7 @@ def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     monkeypatch.setenv("HPCSCHED_CONFIG", str(tmp_path / "config"))
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
-    monkeypatch.setattr(nodeadd, "build_bundle", fake_bundle)
+    monkeypatch.setattr(add, "build_bundle", fake_bundle)
     return Shell(tmp_path / "config", capsys)
 
 
@@ -154,7 +157,7 @@ def test_unasked_no_key_is_believed(cluster: Shell, nodes: LoopbackNodes) -> Non
 
 def test_a_person_is_asked(cluster: Shell, nodes: LoopbackNodes) -> None:
     words = ["hpcsched", "node", "add", target(nodes), *access(nodes)]
-    code = f"import sys; sys.argv = {words!r}; from hpcsched.cli.main import main; main()"
+    code = f"import sys; sys.argv = {words!r}; from hpcsched.cli.admin.main import main; main()"
     ours, theirs = pty.openpty()
     process = subprocess.Popen([sys.executable, "-c", code], stdin=theirs, stdout=theirs, stderr=theirs)
     os.close(theirs)
@@ -273,4 +276,67 @@ def test_list_and_remove(cluster: Shell, nodes: LoopbackNodes) -> None:
     ],
 )
 def test_gpus_get_short_types(name: str, kind: str) -> None:
-    assert nodeadd.gpu_type(name) == kind
+    assert add.gpu_type(name) == kind
+
+
+def left_of(directory: Path) -> list[str]:
+    return sorted(str(path.relative_to(directory)) for path in directory.rglob("*"))
+
+
+def test_a_state_directory_that_others_may_read_is_refused_before_anything_is_written(
+    shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    state = default_state_dir(shell.config_dir, os.environ)
+    state.mkdir(parents=True)
+    state.chmod(0o755)
+    before = left_of(tmp_path)
+    assert f"run: chmod 700 {state}" in shell("init", "--name", "lab", status=1)
+    assert left_of(tmp_path) == before
+    state.chmod(0o700)
+    said = shell("init", "--name", "lab")
+    line = shell("key").strip()
+    assert line.startswith("restrict ssh-ed25519 ")
+    assert line in said
+    assert "hpcsched key shows the line" in shell("init", status=1)
+
+
+@pytest.mark.parametrize("fails", ["make_key", "create_database"])
+def test_an_init_that_fails_leaves_nothing_behind(
+    shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    modules = {"make_key": "hpcsched.launch.hostkeys", "create_database": "hpcsched.store.engine"}
+    before = left_of(tmp_path)
+
+    def fail(path: Path, *_: object) -> None:
+        path.write_text("half of it")
+        raise ConfigError("cannot write: No space left on device")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(f"{modules[fails]}.{fails}", fail)
+        assert "No space left" in shell("init", "--name", "lab", status=1)
+    assert left_of(tmp_path) == before
+    shell("init", "--name", "lab")
+    kept = (shell.config_dir / "hpcsched.toml").read_text()
+    shell("init", "--name", "other", "--force")
+    shell("init", "--name", "a b", "--force", status=1)
+    assert (shell.config_dir / "hpcsched.toml.old").read_text() == kept
+
+
+def test_a_machine_that_was_set_up_anew_is_rekeyed_and_its_file_is_else_as_it_was(
+    cluster: Shell, nodes: LoopbackNodes
+) -> None:
+    cluster("node", "add", target(nodes), "--name", "a", *access(nodes), "--yes", "--features", "fast,blue")
+    path = cluster.config_dir / "nodes.d/a.toml"
+    right = path.read_text()
+    pinned = re.search(r'^host_key = "(.*)"$', right, re.MULTILINE)
+    assert pinned is not None
+    path.write_text(right.replace(pinned[1], OTHER_KEY) + "# a note\n")
+    assert "rekey a" in cluster("node", "add", target(nodes), "--name", "a", *access(nodes), "--yes", status=1)
+    refused = cluster("node", "rekey", "a", "--accept-fingerprint", WRONG, status=1)
+    assert "cannot trust" in refused
+    assert OTHER_KEY in path.read_text()
+    assert "it will read this when it starts" in cluster("node", "rekey", "a", "--accept-fingerprint", shown_by(nodes))
+    assert path.read_text() == right + "# a note\n"
+    assert "nothing has changed" in cluster("node", "rekey", "a", "--yes")
+    assert "there are: a" in cluster("node", "rekey", "nosuch", "--yes", status=1)

@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 from agent_client import launch_of
 
-from hpcnode import user
-from hpcnode.done import DoneLog
-from hpcnode.durable import read_object, write_durably
-from hpcnode.faults import CrashPoints, crash_points
-from hpcnode.spool import Epochs, Spool
-from hpcnode.tokens import Token, read_token
+from hpcnode.os import account
+from hpcnode.os.durable import read_object, write_durably
+from hpcnode.os.faults import CrashPoints, crash_points
+from hpcnode.spool import DoneLog, Epochs, Spool
+from hpcnode.wire.tokens import Token, read_token
 
 
 def token(job: int = 1, attempt: int | str = 0, step: str = "batch") -> str:
@@ -152,19 +151,19 @@ def test_crash_points_need_the_test_environment() -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 def test_an_administrator_narrows_who_may_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = tmp_path / "node.json"
-    monkeypatch.setattr(user, "POLICY_PATH", str(policy))
-    assert user.find_account("nobody", 0).uid == 65534
+    monkeypatch.setattr(account, "POLICY_PATH", str(policy))
+    assert account.find_account("nobody", 0).uid == 65534
     policy.write_text('{"allow_root": false, "min_uid": 1000, "deny_users": ["nobody"]}')
     for name, why in (("root", "forbids"), ("daemon", "min_uid"), ("nobody", "does not allow"), ("", "as root")):
-        with pytest.raises(user.UserError, match=why):
-            user.find_account(name, 0)
+        with pytest.raises(account.UserError, match=why):
+            account.find_account(name, 0)
     policy.chmod(0o666)
-    with pytest.raises(user.UserError, match="cannot trust"):
-        user.find_account("nobody", 0)
+    with pytest.raises(account.UserError, match="cannot trust"):
+        account.find_account("nobody", 0)
     policy.chmod(0o600)
     policy.write_text("not json")
-    with pytest.raises(user.UserError, match="cannot read"):
-        user.find_account("nobody", 0)
+    with pytest.raises(account.UserError, match="cannot read"):
+        account.find_account("nobody", 0)
 
 
 def test_a_script_whose_entry_a_power_failure_took_goes(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,7 +40,7 @@ def test_a_restored_cluster_ends_what_runs_from_before_and_gives_no_number_twice
     cluster.kill_controller()
     refused = cluster.run("hpcsched", "restore", str(backup), check=False)
     assert "--force sets it aside" in refused.stderr
-    cluster.run("hpcsched", "restore", "--force", str(backup))
+    cluster.run("hpcsched", "restore", "--force", "--strays=end", str(backup))
     cluster.up()
     cluster.wait_for_nodes()
     wait_until(lambda: cluster.ran()[(running, 1)], what="the job of the backup to run again")
@@ -81,4 +82,61 @@ def test_a_restore_that_asks_leaves_what_runs_alone_and_an_adopted_job_runs_once
     wait_until(lambda: cluster.job(running)["state"] == "COMPLETED", what="the adopted job to end")
     assert cluster.ran() == {(running, 0): 1, (later, 0): 1}
     assert "adopted by " in cluster.run("hctl", "story", str(running)).stdout
+    wait_until(lambda: not cluster.leftovers(), what="the nodes to be empty")
+
+
+def test_a_new_head_adopts_what_the_backup_of_the_lost_one_knows(cluster: KillableCluster) -> None:
+    gate = f"while [ ! -e {cluster.share}/gate ]; do sleep 0.05; done\n"
+    (running,) = cluster.submit(cluster.spec(gate))
+    (held,) = cluster.submit(cluster.one_task(0, hold=True))
+    wait_until(lambda: cluster.job(running)["state"] == "RUNNING", what="the job to run")
+    backups = cluster.base / "backups"
+    backups.mkdir()
+    said: list[str] = []
+
+    def backed_up() -> bool:  # two of one second would have one name: the second is refused
+        done = cluster.run("hctl", "backup", str(backups), "keep=2", check=False)
+        said.append(done.stdout)
+        return done.returncode == 0
+
+    for _ in range(3):
+        wait_until(backed_up, what="a backup")
+    assert len(list(backups.iterdir())) == 2
+    (later,) = cluster.submit(cluster.spec(gate))
+    wait_until(lambda: cluster.ran()[(later, 0)], what="the later job to run")
+    refused = cluster.run("hpcsched", "restore", str(backups), check=False)
+    assert "--force sets it aside" in refused.stderr
+    refused = cluster.run("hpcsched", "restore", "--force", str(backups), check=False)
+    assert "holds" in refused.stderr
+    cluster.kill_controller()
+    before = {path.name: path.read_bytes() for path in (cluster.config_dir / "nodes.d").iterdir()}
+    shutil.rmtree(cluster.config_dir)  # the head is lost, with all that it had
+
+    cluster.config_dir = cluster.base / "fresh"
+    made = max(backups.iterdir())
+    assert str(made) in said[-1]
+    modes = [oct(path.stat().st_mode & 0o777) for path in (made, made / "hpcsched.db", made / "etc")]
+    assert modes == ["0o700", "0o600", "0o700"]
+    damaged = cluster.base / "damaged"
+    shutil.copytree(made, damaged)
+    (damaged / "etc/hpcsched.toml").write_text("")
+    refused = cluster.run("hpcsched", "restore", str(damaged), check=False)
+    assert "checksum" in refused.stderr
+    assert not cluster.config_dir.exists()
+    assert "hpcsched up" in cluster.run("hpcsched", "restore", str(backups)).stdout
+    assert {path.name: path.read_bytes() for path in (cluster.config_dir / "nodes.d").iterdir()} == before
+    cluster.up()
+    cluster.wait_for_nodes()
+    wait_until(lambda: f".{later}.0.batch" in cluster.run("hctl", "strays").stdout, what="the rest to be asked about")
+    wait_until(
+        lambda: "adopted after the database was restored" in cluster.run("hctl", "story", str(running)).stdout,
+        what="the job of the backup to be adopted",
+    )
+    assert len(cluster.run("hctl", "strays").stdout.splitlines()) == 1
+    assert cluster.job(running)["state"] == "RUNNING"
+    cluster.ask("/v1/release", {"jobs": [str(held)]})
+    (cluster.share / "gate").touch()
+    wait_until(lambda: cluster.job(running)["state"] == "COMPLETED", what="the adopted job to end")
+    wait_until(cluster.all_ended, what="all jobs to end")
+    assert cluster.ran() == {(running, 0): 1, (later, 0): 1, (held, 0): 1}
     wait_until(lambda: not cluster.leftovers(), what="the nodes to be empty")

@@ -21,19 +21,19 @@ from fake_node import fake_bundle
 from link_harness import TIMES, linked, local_spec, settings_with, spec_of
 from waiting import wait_until
 
-from hpcnode import protocol
-from hpcsched.demo import sshd
-from hpcsched.demo.nodes import LoopbackNode, LoopbackNodes, start_nodes
+from hpcnode.wire import protocol
 from hpcsched.launch import hostkeys
-from hpcsched.launch.keyfile import make_key
+from hpcsched.launch.hostkeys import make_key
 from hpcsched.launch.link import LinkTimes
 from hpcsched.launch.pipe import Abort
 from hpcsched.launch.ssh import peek_host_key
+from hpcsched.loopback import sshd
+from hpcsched.loopback.nodes import LoopbackNode, LoopbackNodes, start_nodes
 from hpcsched.model.node import NodeSpec
 
 MIB = 1 << 20
 OTHER_KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIHVZF4l5bhNmVmZVp3ym9tR0pXoV4cRyEGQf8NUZzr3H"
-QUICK = LinkTimes(connect_s=4, heartbeat_s=0.1, down_after_s=2, retry_first_s=0.05, retry_most_s=0.5)
+QUICK = LinkTimes(connect_s=2, heartbeat_s=0.1, down_after_s=1, retry_first_s=0.05, retry_most_s=0.5)
 
 
 SERVERS = [pytest.param("sshd", marks=pytest.mark.sshd), "embedded"]
@@ -209,19 +209,19 @@ def test_an_agent_that_is_silent_is_given_up(spec: NodeSpec) -> None:
     async def run() -> None:
         async with linked(spec, times=replace(QUICK, connect_s=60)) as (_, listener):
             await listener.wait_up()
-            assert await listener.wait_down() == "no sign of life for 2 s"
+            assert await listener.wait_down() == "no sign of life for 1 s"
 
     asyncio.run(run())
 
 
 def test_an_idle_agent_that_answers_pings_stays(spec: NodeSpec) -> None:
-    times = LinkTimes(connect_s=60, heartbeat_s=0.05, down_after_s=3)
+    times = LinkTimes(connect_s=60, heartbeat_s=0.05, down_after_s=1.5)
 
     async def run() -> None:
         async with linked(spec, times=times) as (link, listener):
             await listener.wait_up()
             with pytest.raises(TimeoutError):  # nothing is said for longer than a silent one would be kept
-                await asyncio.wait_for(listener.wait_down(), 4)
+                await asyncio.wait_for(listener.wait_down(), 2)
             assert link.up
 
     asyncio.run(run())
@@ -342,6 +342,15 @@ def test_keys_of_the_ssh_agent_are_tried(nodes: LoopbackNodes, tmp_path: Path, m
     assert f"tried {locked} (damaged, or encrypted and not in the SSH agent: " in said
 
 
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o660])
+def test_a_key_that_others_may_read_is_not_used(nodes: LoopbackNodes, tmp_path: Path, mode: int) -> None:
+    key = tmp_path / "key"
+    shutil.copy(nodes.nodes["a"].identity_file, key)
+    key.chmod(mode)
+    said = asyncio.run(why_down(spec_of(nodes.nodes["a"], identity_file=str(key))))
+    assert f"tried {key} (others may read it, its mode is {mode:04o}; run: chmod 600 {key})" in said
+
+
 @pytest.mark.sshd
 def test_a_restricted_key_is_enough(tmp_path: Path) -> None:
     with start_nodes(tmp_path / "nodes", ["a"], server=usable("sshd")) as nodes:  # type: ignore[arg-type]
@@ -385,7 +394,7 @@ def test_a_server_that_says_nothing_runs_into_the_time_limit(nodes: LoopbackNode
         port = mute.getsockname()[1]
         spec = spec_of(nodes.nodes["a"], port=port)
         said = asyncio.run(why_down(spec, QUICK))
-    assert said == f"cannot reach a: no answer within 4 s while logging in to {spec.user}@127.0.0.1:{port}"
+    assert said == f"cannot reach a: no answer within 2 s while logging in to {spec.user}@127.0.0.1:{port}"
 
 
 def test_a_frozen_node_is_down_and_comes_back(own_nodes: LoopbackNodes) -> None:
@@ -397,7 +406,7 @@ def test_a_frozen_node_is_down_and_comes_back(own_nodes: LoopbackNodes) -> None:
             assert "no sign of life" in await listener.wait_down()
             assert not link.up
             said = await listener.wait_down()
-            assert said.startswith("cannot reach a: no answer within 4 s while ")
+            assert said.startswith("cannot reach a: no answer within 2 s while ")
             own_nodes.thaw("a")
             await listener.wait_up(after_downs=True)
 

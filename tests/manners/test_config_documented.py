@@ -9,14 +9,14 @@ import click
 import pytest
 
 import hpcsched
+from hpcsched.cli.admin.init import init
+from hpcsched.cli.admin.main import COMMANDS, hpcsched_command
 from hpcsched.cli.hhealth import COMMAND as HHEALTH
-from hpcsched.cli.main import COMMANDS, hpcsched_command
-from hpcsched.cli.node import node
-from hpcsched.cli.setup import init
-from hpcsched.config_account_keys import ACCOUNT, ALL_PARTITION, ALL_SECTIONS, QOS, USER
-from hpcsched.config_keys import NODE, SWITCH
-from hpcsched.config_kinds import REQUIRED, Key
-from hpcsched.config_template import default_config
+from hpcsched.cli.node.command import node
+from hpcsched.config.account_keys import ACCOUNT, ALL_PARTITION, ALL_SECTIONS, QOS, USER
+from hpcsched.config.keys import NODE, SWITCH
+from hpcsched.config.kinds import REQUIRED, Key
+from hpcsched.config.template import default_config
 
 REPOSITORY = Path(hpcsched.__file__).parent.parent
 SECTIONS_IN_PAGE = {f"[{name}]": keys for name, keys in ALL_SECTIONS.items()} | {
@@ -42,7 +42,7 @@ def sections(text: str) -> dict[str, str]:
 
 def test_the_sample_is_what_init_writes() -> None:
     assert (REPOSITORY / "etc" / "hpcsched.toml").read_text() == default_config(), (
-        "write it anew: python -c 'from hpcsched.config_template import default_config as d; print(d(), end=\"\")'"
+        "write it anew: python -c 'from hpcsched.config.template import default_config as d; print(d(), end=\"\")'"
     )
 
 

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from hpcsched.cli import slurmpath
+from hpcsched.cli.admin import slurm_path
 
 SCRIPTS: dict[str, str] = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"][
     "scripts"
 ]
-FAST = ("hsub", "hqueue", "hcancel", "hinfo", "hlogs", "hacct", "hctl", "hwhy", "hprio", "hshare", "hsim")
+FAST = ("hsub", "hqueue", "hcancel", "hinfo", "hlogs", "hacct", "hctl", "hwhy", "hprio", "hshare")
 
 HEAVY = frozenset(
     {
@@ -48,10 +48,10 @@ def imported(module: str) -> set[str]:
 
 def module_of(name: str) -> str:
     """Return the module of a command, of ours or with a name of Slurm's."""
-    return slurmpath.COMMANDS[name] if name in slurmpath.COMMANDS else SCRIPTS[name].partition(":")[0]
+    return slurm_path.COMMANDS[name] if name in slurm_path.COMMANDS else SCRIPTS[name].partition(":")[0]
 
 
-@pytest.mark.parametrize("name", [*FAST, *slurmpath.COMMANDS])
+@pytest.mark.parametrize("name", [*FAST, *slurm_path.COMMANDS])
 def test_a_command_imports_nothing_heavy(name: str) -> None:
     modules = imported(module_of(name))
     roots = {module.partition(".")[0] for module in modules}

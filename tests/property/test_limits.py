@@ -14,8 +14,8 @@ from hpcsched.model.job import Job
 from hpcsched.model.resources import Share
 from hpcsched.sched.plan import plan
 from hpcsched.sched.policy import Backfill
+from hpcsched.sched.queue.usage import Used
 from hpcsched.sched.snapshot import Ledger
-from hpcsched.sched.usage import Used
 
 USERS = {"ann": ("a", "sub"), "bob": ("a",), "cat": ("b", "sub")}
 PARENTS = {"sub": "a", "a": "", "b": ""}

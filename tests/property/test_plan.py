@@ -14,10 +14,10 @@ from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.node import Partition
 from hpcsched.model.resources import Gpu, Share
 from hpcsched.sched.decisions import Plan
-from hpcsched.sched.features import matches, parse_constraint
+from hpcsched.sched.place.features import matches, parse_constraint
+from hpcsched.sched.place.request import Request, Shape
 from hpcsched.sched.plan import plan
 from hpcsched.sched.policy import Backfill, Policy
-from hpcsched.sched.request import Request, Shape
 from hpcsched.sched.snapshot import NodeView, PendingJob, RunningJob, Snapshot
 
 NOW_S = 1000.0
@@ -190,17 +190,20 @@ def check_nothing_is_given_twice(nodes: Iterable[NodeView], shares: list[Share])
 
 
 @given(worlds(), POLICIES)
-@settings(max_examples=120, deadline=None)
-def test_nothing_is_given_twice(snapshot: Snapshot, policy: Policy) -> None:
-    check_nothing_is_given_twice(snapshot.nodes, _shares(snapshot, plan(snapshot, policy)))
+@settings(max_examples=160, deadline=None)
+def test_a_plan_gives_nothing_twice_and_each_job_what_it_asked(snapshot: Snapshot, policy: Policy) -> None:
+    """All that holds of one plan, checked of the same plan: to draw a world and to plan it are what takes time."""
+    made = plan(snapshot, policy)
+    check_nothing_is_given_twice(snapshot.nodes, _shares(snapshot, made))
+    check_jobs_get_exactly_what_they_asked_where_they_may(snapshot, made)
+    check_a_plan_is_deterministic_and_whole(snapshot, policy, made)
+    check_no_array_runs_more_tasks_than_its_limit(snapshot, made)
 
 
-@given(worlds(), POLICIES)
-@settings(max_examples=120, deadline=None)
-def test_a_job_gets_exactly_what_it_asked_where_it_may(snapshot: Snapshot, policy: Policy) -> None:
+def check_jobs_get_exactly_what_they_asked_where_they_may(snapshot: Snapshot, made: Plan) -> None:
     jobs = {job.id: job for job in snapshot.pending}
     nodes = {node.name: node for node in snapshot.nodes}
-    for start in plan(snapshot, policy).starts:
+    for start in made.starts:
         job = jobs[start.job_id]
         shape, names = job.request.shape, [share.node for share in start.shares]
         assert len(set(names)) == len(names)
@@ -232,10 +235,7 @@ def test_a_job_gets_exactly_what_it_asked_where_it_may(snapshot: Snapshot, polic
             assert sum(len(share.gpus) for share in start.shares) == shape.gpus_total[0][1]
 
 
-@given(worlds(), POLICIES)
-@settings(max_examples=120, deadline=None)
-def test_a_plan_is_deterministic_and_whole(snapshot: Snapshot, policy: Policy) -> None:
-    made = plan(snapshot, policy)
+def check_a_plan_is_deterministic_and_whole(snapshot: Snapshot, policy: Policy, made: Plan) -> None:
     assert plan(snapshot, policy) == made
     shuffled = replace(snapshot, pending=snapshot.pending[::-1], running=snapshot.running[::-1])
     again = plan(shuffled, policy)
@@ -244,11 +244,9 @@ def test_a_plan_is_deterministic_and_whole(snapshot: Snapshot, policy: Policy) -
     assert sorted([start.job_id for start in made.starts] + list(made.waits)) == [job.id for job in snapshot.pending]
 
 
-@given(worlds(), POLICIES)
-@settings(max_examples=120, deadline=None)
-def test_an_array_never_runs_more_tasks_than_its_limit(snapshot: Snapshot, policy: Policy) -> None:
+def check_no_array_runs_more_tasks_than_its_limit(snapshot: Snapshot, made: Plan) -> None:
     jobs = {job.id: job for job in snapshot.pending}
-    counts = Counter(jobs[start.job_id].array_job_id for start in plan(snapshot, policy).starts)
+    counts = Counter(jobs[start.job_id].array_job_id for start in made.starts)
     assert all(count <= array_id - 1000 for array_id, count in counts.items() if array_id is not None)
 
 

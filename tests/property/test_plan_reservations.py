@@ -11,13 +11,13 @@ from property.test_plan import POLICIES, POLICY, worlds
 
 from hpcsched.model.reservation import Flag, Reservation, clash, occurrences
 from hpcsched.model.units import UNLIMITED_S, parse_time_s
-from hpcsched.sched.blocks import blocks_of
 from hpcsched.sched.decisions import Plan
+from hpcsched.sched.explain.what_would_start import Turn, smaller_requests
+from hpcsched.sched.place.request import Request
+from hpcsched.sched.place.reserved_intervals import blocks_of
 from hpcsched.sched.plan import plan
 from hpcsched.sched.policy import Policy
-from hpcsched.sched.request import Request
 from hpcsched.sched.snapshot import PendingJob, Snapshot
-from hpcsched.sched.turn import Turn, smaller_requests
 
 FAR_S = 1e12
 
@@ -55,10 +55,19 @@ def _end_s(snapshot: Snapshot, job: PendingJob, lowered_s: int | None) -> float:
 
 @given(reserved_worlds(), POLICIES)
 @settings(max_examples=200, deadline=None)
-def test_nothing_starts_or_runs_into_a_reservation_that_it_is_not_in(snapshot: Snapshot, policy: Policy) -> None:
+def test_a_plan_keeps_reservations_to_their_jobs_nodes_and_times(snapshot: Snapshot, policy: Policy) -> None:
+    """All that holds of one plan, checked of the same plan: to draw a world and to plan it are what takes time."""
+    made = plan(snapshot, policy)
+    check_nothing_starts_or_runs_into_a_reservation_that_it_is_not_in(snapshot, made)
+    check_jobs_of_reservations_are_on_their_nodes_within_their_time(snapshot, made)
+    check_a_plan_with_reservations_is_deterministic_and_whole(snapshot, policy, made)
+    check_no_start_is_expected_within_a_reservation_of_others(snapshot, made)
+
+
+def check_nothing_starts_or_runs_into_a_reservation_that_it_is_not_in(snapshot: Snapshot, made: Plan) -> None:
     jobs = {job.id: job for job in snapshot.pending}
     by_name = {one.name: one for one in snapshot.reservations}
-    for start in plan(snapshot, policy).starts:
+    for start in made.starts:
         job = jobs[start.job_id]
         if job.reservation and by_name[job.reservation].may_overlap:
             continue
@@ -69,12 +78,10 @@ def test_nothing_starts_or_runs_into_a_reservation_that_it_is_not_in(snapshot: S
                 assert not list(occurrences(one, snapshot.now_s, until_s))
 
 
-@given(reserved_worlds(), POLICIES)
-@settings(max_examples=200, deadline=None)
-def test_a_job_of_a_reservation_is_on_its_nodes_within_its_time(snapshot: Snapshot, policy: Policy) -> None:
+def check_jobs_of_reservations_are_on_their_nodes_within_their_time(snapshot: Snapshot, made: Plan) -> None:
     jobs = {job.id: job for job in snapshot.pending}
     by_name = {one.name: one for one in snapshot.reservations}
-    for start in plan(snapshot, policy).starts:
+    for start in made.starts:
         job = jobs[start.job_id]
         if job.reservation:
             mine = by_name[job.reservation]
@@ -82,10 +89,7 @@ def test_a_job_of_a_reservation_is_on_its_nodes_within_its_time(snapshot: Snapsh
             assert mine.start_s <= snapshot.now_s < mine.end_s
 
 
-@given(reserved_worlds(), POLICIES)
-@settings(max_examples=120, deadline=None)
-def test_a_plan_with_reservations_is_deterministic_and_whole(snapshot: Snapshot, policy: Policy) -> None:
-    made = plan(snapshot, policy)
+def check_a_plan_with_reservations_is_deterministic_and_whole(snapshot: Snapshot, policy: Policy, made: Plan) -> None:
     shuffled = replace(
         snapshot,
         pending=snapshot.pending[::-1],
@@ -98,11 +102,8 @@ def test_a_plan_with_reservations_is_deterministic_and_whole(snapshot: Snapshot,
     assert sorted([start.job_id for start in made.starts] + list(made.waits)) == [job.id for job in snapshot.pending]
 
 
-@given(reserved_worlds(), POLICIES)
-@settings(max_examples=120, deadline=None)
-def test_no_start_is_expected_within_a_reservation_of_others(snapshot: Snapshot, policy: Policy) -> None:
+def check_no_start_is_expected_within_a_reservation_of_others(snapshot: Snapshot, made: Plan) -> None:
     """Told of a job that may use but one node, where the expected start says all."""
-    made = plan(snapshot, policy)
     for job in snapshot.pending:
         wait, names = made.waits.get(job.id), snapshot.partitions[job.partition].nodes
         shape = job.request.shape

@@ -15,14 +15,14 @@ from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.node import Partition
 from hpcsched.model.resources import Share
 from hpcsched.sched.decisions import Plan
+from hpcsched.sched.explain.what_would_start import as_running
+from hpcsched.sched.place.request import Request
 from hpcsched.sched.plan import plan
 from hpcsched.sched.policy import Policy, PreemptRules
-from hpcsched.sched.preempt import full_plan
-from hpcsched.sched.ranks import lost_s
-from hpcsched.sched.request import Request
+from hpcsched.sched.preempt.plan import full_plan
+from hpcsched.sched.preempt.rules import lost_s
+from hpcsched.sched.preempt.victims import FEW_CANDIDATES, without
 from hpcsched.sched.snapshot import Ledger, NodeView, PendingJob, RunningJob, Snapshot
-from hpcsched.sched.trial import as_running
-from hpcsched.sched.victims import FEW_CANDIDATES, without
 
 RANKS = ("low", "mid", "top")
 MODES = st.sampled_from([PreemptMode.REQUEUE, PreemptMode.CANCEL, PreemptMode.CHECKPOINT, PreemptMode.SUSPEND])
@@ -59,7 +59,8 @@ def contests(draw: st.DrawFn) -> tuple[Snapshot, Policy]:
 
 @settings(max_examples=200, deadline=None)
 @given(contests())
-def test_every_victim_is_of_lower_rank_runs_and_is_needed(contest: tuple[Snapshot, Policy]) -> None:
+def test_every_victim_is_of_lower_rank_runs_and_is_not_preempted_in_vain(contest: tuple[Snapshot, Policy]) -> None:
+    """When the victims have gone each beneficiary starts in the very next plan."""
     snapshot, policy = contest
     made = full_plan(snapshot, policy)
     running = {job.id: job for job in snapshot.running}
@@ -75,14 +76,6 @@ def test_every_victim_is_of_lower_rank_runs_and_is_needed(contest: tuple[Snapsho
         assert item.victims
         assert not seen.isdisjoint(victim.job_id for victim in item.victims)
     assert full_plan(snapshot, policy) == made
-
-
-@settings(max_examples=200, deadline=None)
-@given(contests())
-def test_no_preemption_is_in_vain(contest: tuple[Snapshot, Policy]) -> None:
-    """When the victims have gone each beneficiary starts in the very next plan."""
-    snapshot, policy = contest
-    made = full_plan(snapshot, policy)
     after = _apply(snapshot, made, policy)
     started = {start.job_id for start in full_plan(after, policy).starts}
     assert {item.job_id for item in made.preemptions} <= started

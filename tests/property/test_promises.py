@@ -13,11 +13,11 @@ from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.node import Partition
 from hpcsched.model.resources import Gpu
 from hpcsched.sched.decisions import Plan
+from hpcsched.sched.explain.what_would_start import as_running
+from hpcsched.sched.place.request import Request, Shape
 from hpcsched.sched.plan import plan
 from hpcsched.sched.policy import Backfill, Policy
-from hpcsched.sched.request import Request, Shape
 from hpcsched.sched.snapshot import Ledger, NodeView, PendingJob, RunningJob, Snapshot
-from hpcsched.sched.trial import as_running
 
 POLICY = Policy(weight_age=0, backfill=Backfill.CONSERVATIVE, conservative_depth=8, estimate_depth=2)
 MOST_EVENTS = 60

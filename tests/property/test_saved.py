@@ -16,14 +16,14 @@ from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import Hold, JobState
 from hpcsched.model.reservation import Flag, Reservation
 from hpcsched.model.spec import Dependency, DependencyKind
-from hpcsched.sched.blocks import blocks_of
+from hpcsched.sched.guard.predict import Experience
+from hpcsched.sched.place.request import Request, Shape
+from hpcsched.sched.place.reserved_intervals import blocks_of
 from hpcsched.sched.plan import plan
 from hpcsched.sched.policy import Backfill, Policy, PreemptRules
-from hpcsched.sched.predict import Experience
-from hpcsched.sched.request import Request, Shape
-from hpcsched.sched.saved import world_from_json, world_to_json
+from hpcsched.sched.queue.usage import Used
 from hpcsched.sched.snapshot import Elastic, JobFact, Ledger, Promise, PromisedPart, Snapshot
-from hpcsched.sched.usage import Used
+from hpcsched.sched.snapshot_json import world_from_json, world_to_json
 
 RESERVED = Reservation(
     name="r", start_s=2000, end_s=3000, nodes=(NodeName("n0"),), users=("ann",), flags=(Flag.DAILY,), made_at_s=1.5

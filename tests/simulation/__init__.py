@@ -7,11 +7,12 @@ log of what is over, and search for what a lost step left behind. What is simula
     points     the named points at which a process can be killed
     disk       a node's disk: what was not fsynced may go at a power failure; it can be full
     machine    a node: power, boots, processes (with pids that come round again), its disk
-    minding    the shepherd, step by step as `hpcnode.shepherd` does it, and the agent's connection to it
-    agent      the agent around the ledger, as `hpcnode.agent` does it
+    minding    the shepherd, step by step as `hpcnode.shepherd.shepherd` does it, and the agent's connection to it
+    agent      the agent around the ledger, as `hpcnode.agent.agent` does it
     wires      connections between controller and agents: cut, doubled, delayed, reordered, cut in half
     head       the controller's process around `Controller`: database, links, restarts
     people     clients that submit and cancel, and ask again when they get no answer
+    edits      the configuration edited under running jobs: names that lead elsewhere, nodes that go
     truth      what really ran, and the invariants: looks after every step at what changed
     world      all of it, put together
 

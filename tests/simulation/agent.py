@@ -1,4 +1,4 @@
-"""The agent around the real ledger and spool: connections, timers and the process itself, as `hpcnode.agent` has them.
+"""The agent around the real ledger and spool: connections, timers and the process itself, as `hpcnode.agent.agent` has them.
 
 Whatever the real agent lets out of its loop (a full disk where nothing can be done about it) ends this one too.
 """
@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from hpcnode import protocol
-from hpcnode.agent import FORGET_S, IDLE_S, TICK_S
+from hpcnode.agent.agent import FORGET_S, IDLE_S, TICK_S
+from hpcnode.agent.ledger import REPEAT_S, Ledger
 from hpcnode.lease import Renewals
-from hpcnode.ledger import REPEAT_S, Ledger
-from hpcnode.loop import Timer
+from hpcnode.os.account import Account
+from hpcnode.os.loop import Timer
 from hpcnode.spool import Spool
-from hpcnode.user import Account
+from hpcnode.wire import protocol
 from simulation.agenda import Process
 from simulation.machine import Machine
 from simulation.minding import UID, SimMinders
@@ -55,7 +55,7 @@ class SimAgent(Process):
             spool=self.spool,
             minders=self.minders,
             send=self.say,
-            find_account=lambda _name: ACCOUNT,
+            find_account=lambda _name, _allow_uid_below: ACCOUNT,
             log=lambda text: self.world.tell(f"{machine.name}'s agent: {text}"),
             wall_s=machine.wall_s,
             boot_s=machine.boot_s,
@@ -112,7 +112,12 @@ class SimAgent(Process):
             pid=1,
             epoch=self.ledger.terms.seen.epoch,
             inventory=self.ledger.inventory(),
-            facts={"machine_id": self.machine.name, "is_root": True, "fault": self.ledger.fault},
+            facts={
+                "machine_id": self.machine.name,
+                "is_root": True,
+                "fault": self.ledger.fault,
+                "spool": self.machine.spool,
+            },
         )
         connection.to_head(welcome)
         self.welcomed = True
@@ -236,7 +241,7 @@ class SimAgent(Process):
 
 
 class Timers:
-    """The part of `hpcnode.loop.Loop` that `Renewals` needs."""
+    """The part of `hpcnode.os.loop.Loop` that `Renewals` needs."""
 
     def __init__(self, agent: SimAgent) -> None:
         self._agent = agent

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hpcsched.model.spec import ArraySpec
+from simulation import edits
 from simulation.head import LOW
-from simulation.minding import Behaviour
+from simulation.minding import WORDS, Behaviour
 from simulation.truth import Violation, as_violation
 from simulation.world import Stage, World, job_spec
 
@@ -87,6 +88,11 @@ _WEIGHTS = {
     "disk full": 1,
     "disk fails": 2,
     "database full": 1,
+    "lead elsewhere": 2,
+    "edit address": 1,
+    "remove and add": 1,
+    "delete file": 1,
+    "rename": 1,
     "head clock": 1,
     "node clock": 1,
     "backup": 1,
@@ -96,7 +102,7 @@ _WEIGHTS = {
 # What they use of it is counted where it happens: `at point`, `disk fails`, `disk full`, `database full`.
 _FAULTS = frozenset(
     {"kill head", "kill agent", "kill shepherd", "power off", "fence", "unplug", "cut", "head clock", "node clock"}
-    | {"backup", "restore"}
+    | {"backup", "restore", "lead elsewhere", "edit address", "remove and add", "delete file", "rename"}
 )
 
 
@@ -139,6 +145,12 @@ def _args(rng: random.Random, kind: str, names: list[str], nodes: dict[str, int]
             return (rng.randrange(25),)
         case "power off" | "unplug" | "disk full":
             return node, round(rng.choice((1.0, 5.0, 25.0)) * rng.random(), 2)
+        case "lead elsewhere" | "edit address":
+            return node, rng.random() < 0.5
+        case "remove and add" | "delete file":
+            return node, round(rng.choice((1.0, 5.0, 25.0)) * rng.random(), 2)
+        case "rename":
+            return (rng.choice(edits.CLUSTERS),)
         case "database full":
             return (round(5.0 * rng.random(), 2),)
         case "disk fails":
@@ -174,7 +186,7 @@ class Wish:
 
     def __str__(self) -> str:
         words = [f"{self.how.runs_s} s", f"code {self.how.code}"]
-        words += [w for w in ("stubborn", "leaves", "escapes", "cannot_start", "step") if getattr(self.how, w)]
+        words += [w for w in WORDS if getattr(self.how, w)]
         words += [f"{self.nodes} nodes{' at most' if self.elastic else ''}"] if self.nodes > 1 else []
         words += [f"array of {self.tasks}"] if self.tasks else []
         words += [f"requeue={self.requeue}"] if self.requeue is not None else []
@@ -194,6 +206,8 @@ def _job(rng: random.Random, nodes: int, cpus: int) -> Wish:
         leaves=rng.random() < 0.2,
         escapes=rng.random() < 0.3,
         cannot_start=rng.random() < 0.05,
+        misses_directory=rng.random() < 0.05,
+        misses_interpreter=rng.random() < 0.05,
         step=wanted > 1 and rng.random() < 0.6,
     )
     if requeue is True and how.code == 75 and how.runs_s < 1.0:
@@ -265,6 +279,16 @@ def _hurt(world: World, act: Act) -> None:
         case "database full", (for_s,):
             world.database_full = True
             world.agenda.later(for_s, None, setattr, world, "database_full", False)
+        case "lead elsewhere", (node, same):
+            edits.lead_elsewhere(world, node, same_machine=same)
+        case "edit address", (node, same):
+            edits.edit_address(world, node, same_machine=same)
+        case "remove and add", (node, away_s):
+            edits.remove_and_add(world, node, away_s)
+        case "delete file", (node, away_s):
+            edits.delete_file(world, node, away_s)
+        case "rename", (cluster,):
+            edits.rename_cluster(world, cluster)
         case "head clock", (by_s,):
             world.head_clock_off_s += by_s
         case "node clock", (node, by_s):
@@ -322,7 +346,7 @@ def play(on: Stage, script: Script, *, in_words: bool = False) -> Outcome:
         _fill(world)
         world.heal()
         world.settle()
-    except Exception as error:  # the edge of a world: whatever it is, it is a failure
+    except (Exception, Violation) as error:  # the edge of a world: whatever it is, it is a failure
         outcome.violation = as_violation(error)
     if world is not None:
         outcome.steps, outcome.jobs = world.agenda.steps, len(world.truth.rows)

@@ -16,7 +16,8 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from hpcnode import done, durable, lease, spool
+from hpcnode import lease, spool
+from hpcnode.os import durable
 
 ROOT = "/sim/"
 
@@ -279,7 +280,7 @@ class SimOs:
 def simulated_disks() -> Iterator[SimOs]:
     """Have the spool's modules work on simulated disks instead of the machine's."""
     system = SimOs()
-    modules: tuple[Any, ...] = (spool, durable, done, lease)
+    modules: tuple[Any, ...] = (spool, durable, lease)
     try:
         for module in modules:
             module.os = system

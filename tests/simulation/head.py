@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import sqlite3
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpcnode import protocol
-from hpcsched.config import Config, build_config
-from hpcsched.controller.configured import node_of
-from hpcsched.controller.recovery import load_world
+from hpcnode.wire import protocol
+from hpcsched import mishap
+from hpcsched.config.load import Config, build_config
+from hpcsched.controller.nodes import edits as safeguards
+from hpcsched.controller.recovery import load_world, node_of
+from hpcsched.controller.requests.nodes import lose_gone_nodes
 from hpcsched.controller.stepping import Stepping
 from hpcsched.controller.tick import Controller
 from hpcsched.errors import HpcschedError, InvariantError, UnavailableError
@@ -25,6 +28,7 @@ from hpcsched.sched.policy import Policy, PreemptRules
 from hpcsched.store.engine import incarnation, open_database, raise_epoch
 from hpcsched.store.store import Batch, Store
 from hpcsched.store.world import World as Ledger
+from simulation import edits
 from simulation.agenda import Process
 from simulation.agent import SimAgent
 from simulation.machine import Machine
@@ -119,12 +123,14 @@ class Link:
     def __init__(self, head: Head, machine: Machine) -> None:
         self.head, self.machine, self.world = head, machine, head.world
         self.node = NodeName(machine.name)
-        self.up = False
+        self.up = self.closed = False
         self._connection: Connection | None = None
         self._told = ""
 
     def dial(self) -> None:
         """Make a connection, start the agent if it is not there, and greet it."""
+        if self.closed:
+            return
         machine = self.machine
         if not machine.power or not machine.reachable:
             self._fail("cannot reach it")
@@ -154,7 +160,7 @@ class Link:
 
     def hears(self, connection: Connection, message: Any, blob: bytes) -> None:
         """Take one frame of the agent."""
-        if connection is not self._connection:
+        if connection is not self._connection or self.closed:
             return
         if isinstance(message, protocol.Goodbye):
             self._fail(message.why)
@@ -163,8 +169,11 @@ class Link:
         elif self.up:
             self.head.heard(self.node, message)
         elif isinstance(message, protocol.Welcome):
+            why = self.head.controller.node_up(self.node, message, self.head.clock())
+            if why:
+                self._fail(why)
+                return
             self.up, self._told = True, ""
-            self.head.controller.node_up(self.node, message, self.head.clock())
             self.head.stepping.node_welcome(self.node, message.inventory)
             self.world.wires.welcomed(connection)
         else:
@@ -176,6 +185,8 @@ class Link:
             self._fail(why)
 
     def _fail(self, why: str) -> None:
+        if self.closed:
+            return
         was_up, self.up = self.up, False
         if self._connection is not None:
             self._connection.head_closed()
@@ -192,6 +203,7 @@ class Link:
 
     def close(self) -> None:
         """The controller's process has ended."""
+        self.closed = True
         if self._connection is not None:
             self._connection.head_closed()
 
@@ -216,21 +228,66 @@ class Head(Process):
         self.ledger = ledger = Ledger(config=CONFIG, incarnation=incarnation(database), epoch=raise_epoch(database))
         world.points.reached("epoch raised")
         stored = store.load_nodes()
-        for name, machine in world.machines.items():
+        load_world(ledger, store, self.clock())
+        self._take_name()
+        for name, machine in self._with_files():
             spec = NodeSpec(name=NodeName(name), host=name, host_key="", cpus=machine.cpus, mem_mib=4000)
             ledger.nodes[spec.name] = node_of(spec, stored.get(spec.name))
         ledger.partitions = {"main": Partition(name="main", nodes=tuple(ledger.nodes), default=True)}
-        load_world(ledger, store, self.clock())
         self.controller = Controller(ledger, store, self, POLICY)
         self.stepping = Stepping(self.controller, self, clock=self.clock, reply_head=lambda *_: None)
         world.truth.head_starts(self)
         self.serving = True
         for job in ledger.active_jobs():
             self.stepping.job_running(job)
-        for machine in world.machines.values():
+        self.controller.ask(lambda tx: lose_gone_nodes(tx, {}), lambda _: None, keep=True)
+        for _, machine in self._with_files():
             link = self.links[NodeName(machine.name)] = Link(self, machine)
             world.agenda.at(world.soon(), self, link.dial)
         self.wake(0.0)
+
+    def _take_name(self) -> None:
+        """Take the name of the cluster that its file says, or keep the former one, as `begin_term` does."""
+        world, store, held = self.world, self.world.database.store, safeguards.jobs_held(self.ledger.active_jobs())
+        wanted, former = world.cluster_on_file, store.cluster()
+        self.ledger.config, _ = safeguards.as_before(replace(CONFIG, name=wanted), former, {}, held)
+        name = self.ledger.config.name
+        edits.check_rename(world, bool(held), taken=name == wanted, renamed=former not in ("", wanted))
+        if name != former:
+            store.put_cluster(name)
+        edits.lead_to_cluster(world, name)
+
+    def rename(self, name: str) -> None:
+        """As `Daemon.apply_config` does with a new name that it takes."""
+        self.world.database.store.put_cluster(name)
+        self.ledger.config = replace(self.ledger.config, name=name)
+        for node in self.links:
+            self.controller.node_redialled(node, "its description was changed")
+        edits.lead_to_cluster(self.world, name)
+        self.controller.reconfigured()
+
+    def _with_files(self) -> list[tuple[str, Machine]]:
+        return [item for item in self.world.machines.items() if item[0] not in self.world.without_file]
+
+    def take_node_out(self, name: NodeName) -> None:
+        """As `Daemon.apply_config` and `Fleet.configure` do with a node that has no file any more."""
+        if self.ledger.nodes.pop(name, None) is not None:
+            self.links.pop(name).close()
+            self.controller.node_redialled(name, "it was taken out of the configuration")
+            self._partition()
+
+    def take_node_in(self, name: NodeName) -> None:
+        """As they do with a new one."""
+        machine = self.world.machines[name]
+        spec = NodeSpec(name=name, host=name, host_key="", cpus=machine.cpus, mem_mib=4000)
+        self.ledger.nodes[name] = node_of(spec, self.controller.store.load_nodes().get(name))
+        link = self.links[name] = Link(self, machine)
+        self.world.agenda.at(self.world.soon(), self, link.dial)
+        self._partition()
+
+    def _partition(self) -> None:
+        self.ledger.partitions = {"main": Partition(name="main", nodes=tuple(self.ledger.nodes), default=True)}
+        self.controller.reconfigured()
 
     def killed(self, why: str) -> None:
         """SIGKILL."""
@@ -263,11 +320,14 @@ class Head(Process):
             self.world.tell(f"the controller drops what {node} says: {error}")
 
     def tick(self) -> None:
-        """As `Daemon._tick`: a wrong ledger stops the controller, and the simulation."""
+        """As `Daemon._tick`: a wrong ledger stops the controller, and the simulation. So does here any bug that is survived."""
+        before = mishap.total()
         try:
             self.controller.tick(self.clock())
         except InvariantError as error:
             self.world.truth.broken("ledger", str(error))
+        if mishap.total() > before:
+            self.world.truth.broken("mishap", "an unexpected exception in a tick: see the log")
 
     def _tick_now(self) -> None:
         self._tick_soon = False
@@ -283,7 +343,8 @@ class Head(Process):
     def send(self, node: NodeName, message: Any, blob: bytes = b"") -> None:
         kind = type(message).__name__
         self.world.points.reached(f"before {kind} is sent")
-        self.links[node].send(message, blob)
+        if node in self.links:
+            self.links[node].send(message, blob)
         self.world.points.reached(f"after {kind} was sent")
 
     def wake(self, after_s: float) -> None:
@@ -313,7 +374,7 @@ def _config() -> Config:
         "controller": {"kill_wait_s": 5, "requeue_delay_s": 2, "min_job_age_s": 100_000, "lease_s": 20},
         "fairshare": {"half_life": "UNLIMITED"},  # so that what was charged can be added up
     }
-    return build_config(settings, [], config_dir=Path("/nonexistent"), environ={})
+    return replace(build_config(settings, [], config_dir=Path("/nonexistent"), environ={}), name=edits.CLUSTERS[0])
 
 
 CONFIG = _config()

@@ -1,6 +1,6 @@
 """A node: power, boots, its processes as /proc would show them, its disk, and the locks in its spool.
 
-Pids come round again soon, on purpose. The search for what a lost step left behind (`hpcnode.process.remains_of`) is the
+Pids come round again soon, on purpose. The search for what a lost step left behind (`hpcnode.os.process.remains_of`) is the
 real one: it reads the simulated process table through `simulated_processes`.
 """
 
@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hpcnode import lease, process, protocol
-from hpcnode.environment import MARKER
+from hpcnode import lease
+from hpcnode.os import process
+from hpcnode.shepherd.environment import MARKER
+from hpcnode.wire import protocol
 from simulation.agenda import Agenda, Process
 from simulation.disk import ROOT, Disk
 
@@ -48,11 +50,14 @@ class Program:
 class Machine:
     """One node."""
 
-    def __init__(self, world: World, name: str, cpus: int) -> None:
+    def __init__(self, world: World, name: str, cpus: int, number: int = 0) -> None:
         self.world = world
-        self.name = name
+        self.name = name  # of the node that leads, or led, here
         self.cpus = cpus
-        self.root = ROOT + name
+        self.key = f"{name}~{number}" if number else name
+        self.root = ROOT + self.key
+        self.twins = [self]  # other directories of the same machine, see `edits`
+        self.by_cluster = {world.cluster: self}  # of these, those below the same root: of clusters by their names
         self.disk = Disk(world.points.reached)
         self.power = True
         self.fences = 0  # admins who say that it is off, and have not been heard yet
@@ -69,7 +74,13 @@ class Machine:
 
     @property
     def boot_id(self) -> str:
-        return f"{self.name}-boot-{self.boots}"
+        return f"{self.twins[0].key}-boot-{self.twins[0].boots}"
+
+    @property
+    def spool(self) -> dict[str, object]:
+        """What `hpcnode.agent.identity` finds there."""
+        machine = self.twins[0].key
+        return {"id": self.root, "machine": machine, "inode": 1, "hardware": [machine], "upgraded": False}
 
     def wall_s(self) -> float:
         """Return what its clock shows."""
@@ -133,6 +144,10 @@ class Machine:
 
     def power_off(self) -> None:
         """Everything ends at once; the disk loses what was not fsynced."""
+        for twin in self.twins:
+            twin._off()
+
+    def _off(self) -> None:
         if not self.power:
             return
         self.world.tell(f"{self.name} loses power")
@@ -151,7 +166,12 @@ class Machine:
 
     def power_on(self) -> None:
         """Boot."""
-        if self.power or self.fences:
+        if not any(twin.fences for twin in self.twins):
+            for twin in self.twins:
+                twin._on()
+
+    def _on(self) -> None:
+        if self.power:
             return
         self.power = True
         self.boots += 1
@@ -161,7 +181,7 @@ class Machine:
 
 @contextlib.contextmanager
 def simulated_processes() -> Iterator[ProcessTable]:
-    """Have `hpcnode.process` see a simulated process table."""
+    """Have `hpcnode.os.process` see a simulated process table."""
     table = ProcessTable()
     real = process.all_processes, process._owner, process._environment, lease.boot_clock_s
     process.all_processes, process._owner, process._environment = table.all, table.owner, table.environment

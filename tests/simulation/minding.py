@@ -1,4 +1,4 @@
-"""Shepherds, step by step as `hpcnode.shepherd` does it, and the agent's side of them (`hpcnode.minders`), simulated.
+"""Shepherds, step by step as `hpcnode.shepherd.shepherd` does it, and the agent's side (`hpcnode.agent.shepherds`), simulated.
 
     begun -> task forked, stopped on a pipe -> `started` durable -> released -> over -> `final` durable -> told -> gone
 
@@ -12,10 +12,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hpcnode import process, protocol
-from hpcnode.environment import MARKER
 from hpcnode.lease import LOOK_S, StepLease
-from hpcnode.user import Account
+from hpcnode.os import process
+from hpcnode.os.account import Account
+from hpcnode.shepherd.environment import MARKER
+from hpcnode.wire import protocol
 from simulation.agenda import Process
 from simulation.machine import INIT, Machine, Program
 
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 
 RETRY_S = 1.0
 UID = 1000
+
+
+WORDS = ("stubborn", "leaves", "escapes", "cannot_start", "misses_directory", "misses_interpreter", "step")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +40,13 @@ class Behaviour:
     leaves: bool = False  # leaves a process behind when it ends
     escapes: bool = False  # has a process in a session of its own, until that is killed
     cannot_start: bool = False
+    misses_directory: bool = False  # on n1
+    misses_interpreter: bool = False  # on n1
     step: bool = False  # runs a step on all its nodes meanwhile (batch scripts alone)
 
     def as_args(self) -> tuple[str, ...]:
         """Return it as arguments of a job's script."""
-        words = [word for word in ("stubborn", "leaves", "escapes", "cannot_start", "step") if getattr(self, word)]
+        words = [word for word in WORDS if getattr(self, word)]
         return (str(self.runs_s), str(self.code), *words)
 
 
@@ -133,7 +139,7 @@ class SimShepherd(Process):
         self.suspended = suspended
         self.overdue: list[tuple[Program, Behaviour]] = []
         self.lease: StepLease | None = None
-        self.lease_over = self.node_fault = False
+        self.lease_over = self.node_fault = self.unexecuted = False
         self.timed_out = False
         self.code = self.signal = 0
         self.main_over = False
@@ -181,8 +187,9 @@ class SimShepherd(Process):
 
     def ready(self) -> None:
         assert self.launch is not None
-        if behaviour_of(self.launch).cannot_start:
-            self.refuse("cannot execute the script")
+        how = behaviour_of(self.launch)
+        if how.cannot_start or (how.misses_directory and self.machine.name == "n1"):
+            self.refuse("cannot enter the job's directory")
         else:
             self.is_ready = True
             self.release_if_ready()
@@ -240,6 +247,12 @@ class SimShepherd(Process):
         """The task's exec. The shepherd itself may be dead by now."""
         assert self.launch is not None
         how = behaviour_of(self.launch)
+        if how.misses_interpreter and self.machine.name == "n1":
+            if self.alive:
+                self.why = self.why or "cannot execute the script"
+                self.unexecuted = True
+                self._later(self.reap, True, 2, 0)
+            return
         parent = self.pid if self.alive else INIT
         program = Program(self.launch, self.pid, self.ticks, self.pid, parent, stubborn=how.stubborn)
         self._add(program)
@@ -353,6 +366,8 @@ class SimShepherd(Process):
             boot_s = self.machine.boot_s()
             record |= {"ran_s": boot_s - self.started["started_boot_s"], "ended_boot_s": boot_s}
             record |= {"boot_id": self.machine.boot_id}
+            if self.unexecuted:
+                record["unexecuted"] = True
             if self.lease_over:
                 record["status"] = protocol.LOST
         if self.node_fault and not self.released:
@@ -373,7 +388,7 @@ class SimShepherd(Process):
                 return
         self.final_kept = True
         if self.released and self.final["status"] == protocol.ENDED:
-            self.world.truth.end_kept(self.token, self.final)
+            self.world.truth.end_kept(self.machine, self.token, self.final)
         self.after_moves()
 
     def tell_final(self) -> None:

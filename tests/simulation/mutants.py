@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
-from hpcnode import done, ledger, process, protocol, spool
-from hpcsched.controller import reports, silence, tick
+from hpcnode import spool
+from hpcnode.agent import ledger
+from hpcnode.os import process
+from hpcnode.wire import protocol
+from hpcsched.controller import reports, tick
+from hpcsched.controller.nodes import edits, unreachable
+from hpcsched.controller.nodes import edits as spools
 from hpcsched.store.store import Store
 from simulation import chaos, stories
 from simulation.world import Stage
@@ -52,10 +57,10 @@ def _starts_again(real: Any) -> Any:
 def _sends_before_the_commit(real: Any) -> Any:
     """What a tick has decided is carried out before it is on disk."""
 
-    def commit(self: tick.Controller, tx: Any, answers: Any) -> bool:
+    def commit(self: tick.Controller, tx: Any, inbox: Any) -> Any:
         for job in tx.batch.jobs.values():
             self._perform(job)
-        return bool(real(self, tx, answers))
+        return real(self, tx, inbox)
 
     return commit
 
@@ -88,11 +93,11 @@ def _finds_nothing(_: Any) -> Any:
 def _answers_before_the_commit(real: Any, *, nodes: bool) -> Any:
     """Who asked is answered, and a node's report acknowledged, before that is on disk."""
 
-    def commit(self: tick.Controller, tx: Any, answers: Any) -> bool:
-        for item, result in answers:
+    def commit(self: tick.Controller, tx: Any, inbox: Any) -> Any:
+        for item in inbox:
             if item.keep == nodes:
-                item.done(result)
-        return bool(real(self, tx, answers))
+                item.done(item.result)
+        return real(self, tx, inbox)
 
     return commit
 
@@ -120,11 +125,33 @@ def _by_session_alone(real: Any) -> Any:
     return remains
 
 
+def _listens_to_every_spool(_: Any) -> Any:
+    """The inventory of whatever spool answers is proof: an edit of the configuration starts jobs twice."""
+    return lambda world, node, welcome: ""
+
+
+def _takes_every_name(real: Any) -> Any:
+    """A running controller takes a new name of its cluster while jobs are held in directories of the former one."""
+
+    def refused(world: Any, after: Any, same_machine: Any = ()) -> Any:
+        return real(world, replace(after, name=world.config.name), same_machine)
+
+    return refused
+
+
+def _forgets_its_name(real: Any) -> Any:
+    """A controller that starts takes the name that the file says, whatever is held under the former one."""
+    return lambda config, former_name, stored, held: real(config, "", stored, held)
+
+
 MUTANTS = (
+    Mutant("a cluster with jobs is renamed", _instead(edits, "refused_edits", _takes_every_name)),
+    Mutant("a cluster with jobs starts with another name", _instead(edits, "as_before", _forgets_its_name)),
+    Mutant("the inventory of another spool is proof", _instead(spools, "why_refused", _listens_to_every_spool)),
     Mutant("a lost shepherd's step is started again", _instead(ledger.Ledger, "shepherd_gone", _starts_again)),
     Mutant("a launch is sent before its commit", _instead(tick.Controller, "_commit", _sends_before_the_commit)),
-    Mutant("a job is replaced on a timeout", _instead(silence, "proof_after_s", _replaced_on_a_timeout)),
-    Mutant("what a silent node was sent is never launched", _instead(silence, "is_gathered", _is_never_gathered)),
+    Mutant("a job is replaced on a timeout", _instead(unreachable, "proof_after_s", _replaced_on_a_timeout)),
+    Mutant("what a silent node was sent is never launched", _instead(unreachable, "is_gathered", _is_never_gathered)),
     Mutant(
         "reports on older attempts are believed",
         _instead(reports, "on_batch_report", _believes_every_report),
@@ -145,7 +172,7 @@ MUTANTS = (
     ),
     Mutant(
         "that a job is over is not kept on its node",
-        _instead(done.DoneLog, "end_attempts", _keeps_nothing),
+        _instead(spool.DoneLog, "end_attempts", _keeps_nothing),
         story="a job is cancelled while it starts",
     ),
     Mutant(

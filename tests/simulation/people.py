@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from hpcnode import protocol
+from hpcnode.wire import protocol
 from hpcsched.api.identity import Asker
-from hpcsched.controller import requests, resizing, suspension, update
+from hpcsched.controller import preemption
+from hpcsched.controller.requests import jobs, suspension, update
 from hpcsched.errors import HpcschedError, RequestError, UnavailableError
 from hpcsched.model.ids import JobId
 from hpcsched.model.job import Hold, JobState
@@ -49,7 +50,7 @@ class People:
         """Submit the jobs under a request id."""
 
         def work(tx: Any, store: Any) -> Any:
-            return requests.submit(tx, ANN, name, specs, store.request_jobs)
+            return jobs.submit(tx, ANN, name, specs, store.request_jobs)
 
         def told(answer: list[dict[str, int]]) -> None:
             ids = [JobId(item["job_id"]) for item in answer]
@@ -61,13 +62,13 @@ class People:
 
     def cancel(self, name: str, told: Told | None = None) -> None:
         """Cancel what a request made."""
-        self._on_jobs("cancel", name, lambda tx, refs: requests.cancel(tx, ANN, refs, {}))
+        self._on_jobs("cancel", name, lambda tx, refs: jobs.cancel(tx, ANN, refs, {}))
 
     def requeue(self, name: str) -> None:
-        self._on_jobs("requeue", name, lambda tx, refs: requests.requeue(tx, ANN, refs))
+        self._on_jobs("requeue", name, lambda tx, refs: jobs.requeue(tx, ANN, refs))
 
     def hold(self, name: str) -> None:
-        self._on_jobs("hold", name, lambda tx, refs: requests.hold(tx, ANN, refs))
+        self._on_jobs("hold", name, lambda tx, refs: jobs.hold(tx, ANN, refs))
 
     def suspend(self, name: str) -> None:
         self._on_jobs("suspend", name, lambda tx, refs: suspension.suspend(tx, ROOT, refs))
@@ -81,30 +82,38 @@ class People:
         self._on_jobs("update", name, lambda tx, refs: update.update(tx, ANN, refs, change))
 
     def release(self, name: str) -> None:
-        self._on_jobs("release", name, lambda tx, refs: requests.release(tx, ANN, refs))
+        self._on_jobs("release", name, lambda tx, refs: jobs.release(tx, ANN, refs))
 
     def signal(self, name: str, signum: int) -> None:
         """Send a signal to the jobs' processes."""
-        self._on_jobs("signal", name, lambda tx, refs: requests.signal(tx, ANN, refs, {}, signum, False, False))
+        self._on_jobs("signal", name, lambda tx, refs: jobs.signal(tx, ANN, refs, {}, signum, False, False))
 
     def drain(self, node: str) -> None:
-        self._ask(f"drain {node}", lambda tx, _: requests.drain(tx, ROOT, node, "test", ""), lambda _: None)
+        self._ask(f"drain {node}", lambda tx, _: jobs.drain(tx, ROOT, node, "test", ""), lambda _: None)
 
     def resume(self, node: str) -> None:
-        self._ask(f"resume {node}", lambda tx, _: requests.resume(tx, ROOT, node, ""), lambda _: None)
+        self._ask(f"resume {node}", lambda tx, _: jobs.resume(tx, ROOT, node, ""), lambda _: None)
 
     def fence(self, node: str, heard: Callable[[], None]) -> None:
         """Say that the node runs nothing: it has to be off, until `heard` is called."""
-        self._ask(f"fence {node}", lambda tx, _: requests.fence(tx, ROOT, node, ""), lambda _: None, heard)
+        self._ask(f"fence {node}", lambda tx, _: jobs.fence(tx, ROOT, node, ""), lambda _: None, heard)
 
-    def _on_jobs(self, what: str, name: str, do: Callable[[Any, list[str]], requests.Outcome]) -> None:
+    def ask_until_it_is_done(self, what: str, work: Work, heard: Callable[[], None]) -> None:
+        """Ask, again and again while it is refused; `heard` is called when it is done."""
+        self._ask(what, work, lambda _: None, heard)
+
+    def ask_once(self, what: str, work: Work) -> None:
+        """Ask; a refusal is an answer."""
+        self._ask(what, work, lambda _: None)
+
+    def _on_jobs(self, what: str, name: str, do: Callable[[Any, list[str]], jobs.Outcome]) -> None:
         if name not in self.jobs:
             if name in self._submitting:
                 self.world.agenda.later(1.0, None, self._on_jobs, what, name, do)  # its numbers are not known yet
             return
         refs = [str(job_id) for job_id in self.jobs[name]]
 
-        def told(outcome: requests.Outcome) -> None:
+        def told(outcome: jobs.Outcome) -> None:
             if what == "cancel":
                 self.world.truth.cancel_acknowledged(outcome.jobs)
             if outcome.signals:
@@ -120,7 +129,7 @@ class People:
         for job in self.world.truth.rows.values():
             if job.hold is Hold.USER and job.state is JobState.PENDING:
                 ref = str(job.id)
-                self._ask(f"release {ref}", lambda tx, _, ref=ref: requests.release(tx, ANN, [ref]), lambda _: None)
+                self._ask(f"release {ref}", lambda tx, _, ref=ref: jobs.release(tx, ANN, [ref]), lambda _: None)
             elif job.state is JobState.SUSPENDED and job.suspended_for is None:
                 ref = str(job.id)
                 self._ask(f"resume {ref}", lambda tx, _, ref=ref: suspension.resume(tx, ROOT, [ref]), lambda _: None)
@@ -157,7 +166,7 @@ def _give_back(tx: Transaction, told: protocol.Allocation) -> None:
     """Answer as ``hrun --resize`` does in a job that was asked to make do with fewer nodes."""
     job = tx.world.jobs.get(JobId(told.job_id))
     if job is not None:
-        resizing.shrink(tx, job, len(told.wanted), ANN.uid)
+        preemption.shrink(tx, job, len(told.wanted), ANN.uid)
 
 
 class _Request:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from simulation.minding import Behaviour
-from simulation.truth import as_violation
+from simulation.truth import Violation, as_violation
 from simulation.wires import DOWN, FAULTS, UP, MessageFault
 from simulation.world import Stage, World, job_spec
 
@@ -189,6 +189,8 @@ STORIES = (
     Story("a job is cancelled while it starts", ONE, ((1.0, submit(SHORT)), (1.02, cancel))),
     Story("a job is requeued", ONE, ((1.0, submit(Behaviour(1.5))), (2.0, requeue))),
     Story("a job cannot start", ONE, ((1.0, submit(Behaviour(cannot_start=True))),)),
+    Story("a job starts on another node", TWO, ((1.0, submit(Behaviour(0.5, misses_directory=True))),)),
+    Story("a job is executed on another node", TWO, ((1.0, submit(Behaviour(0.5, misses_interpreter=True))),)),
     Story("a job leaves something behind", ONE, ((1.0, submit(Behaviour(0.5, 1, stubborn=True, leaves=True))),)),
     Story("a job asks to run again", ONE, ((1.0, submit(Behaviour(0.5, 75), requeue=True)), (2.5, cancel))),
     Story("a shepherd is killed", ONE, ((1.0, submit(Behaviour(1.5))), (2.0, kill_shepherds))),
@@ -273,7 +275,7 @@ def attempt(on: Stage, story: Story, pair: Pair, passed: Passed | None = None) -
     """Run the story with a pair; return whether both happened, or, if it failed, words that say how to see it."""
     try:
         return play(on, story, pair, passed)[1]
-    except Exception as error:  # the edge of a run: whatever it is, it is a failure
+    except (Exception, Violation) as error:  # the edge of a run: whatever it is, it is a failure
         return f"{story.name}: {pair[0]} x {pair[1]}: {as_violation(error)}"
 
 

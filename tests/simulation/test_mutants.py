@@ -7,7 +7,7 @@ import pytest
 from simulation.mutants import MUTANTS, Mutant, noticed
 from simulation.world import stage
 
-WORLDS = 200
+WORLDS = 800  # the first that notices ends the search; the rarest needs several hundred
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -28,7 +28,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hpcnode import protocol
+from hpcnode.wire import protocol
 from hpcsched.lifecycle.events import (
     Allocated,
     ClockStepped,
@@ -45,7 +45,7 @@ from hpcsched.lifecycle.events import (
 from hpcsched.lifecycle.job import apply, submitted_jobs
 from hpcsched.model.ids import JobId, Token
 from hpcsched.model.job import ACTIVE, FINAL, Job, JobState
-from hpcsched.sched.usage import Used
+from hpcsched.sched.queue.usage import Used
 from hpcsched.store.store import Batch
 from simulation.machine import Machine, Program
 
@@ -54,7 +54,11 @@ if TYPE_CHECKING:
     from simulation.world import World
 
 
-class Violation(Exception):
+# In the reasons for a loss that are not the node's word.
+BY_ADMIN = ("was fenced", "lease there ran out", "was removed by")
+
+
+class Violation(BaseException):  # so that no barrier of the controller takes it for its own
     """An invariant does not hold."""
 
     def __init__(self, invariant: str, text: str) -> None:
@@ -65,7 +69,7 @@ class Violation(Exception):
         return ": ".join(self.args)
 
 
-def as_violation(error: Exception) -> Violation:
+def as_violation(error: BaseException) -> Violation:
     """Return the violation that `error` is: what production code did not expect is one as well."""
     if isinstance(error, Violation):
         return error
@@ -95,7 +99,9 @@ class Truth:
         self._cancelled: set[JobId] = set()  # not queued again since
         self._ever_cancelled: set[JobId] = set()
         self.strays: set[str] = set()  # incarnations before the present one
-        self._kept: dict[str, dict[str, Any]] = {}  # token -> how it ended, as its node's disk has it
+        self._kept: dict[
+            str, tuple[Machine, dict[str, Any]]
+        ] = {}  # token -> how it ended, as this machine's disk has it
         self._woken: set[tuple[JobId, int]] = set()  # attempts that are ended while another job has their cpus: see I6
         self._barred: set[str] = set()  # tokens that a controller was told are barred
         self._held_cpu_s: dict[JobId, float] = {}  # what each job has held
@@ -136,9 +142,9 @@ class Truth:
         if not any(one.token == program.token for one in machine.programs.values()):
             self._live.pop(program.token)
 
-    def end_kept(self, token: str, final: dict[str, Any]) -> None:
+    def end_kept(self, machine: Machine, token: str, final: dict[str, Any]) -> None:
         """A shepherd believes that it has put the end of what it started on its disk, durably."""
-        self._kept.setdefault(token, final)
+        self._kept.setdefault(token, (machine, final))
 
     def heard(self, machine: Machine, report: protocol.Report) -> None:
         """A controller hears a report. What a full disk could not keep of a refusal, the next agent may not know."""
@@ -196,7 +202,7 @@ class Truth:
         for job in batch.jobs.values():
             if rows.get(job.id) != job:
                 self.broken("I8", f"job {job.id}: its events give {rows.get(job.id)}, its row is {job}")
-            if job.state is JobState.COMPLETED and job.spec.script:
+            if job.state is JobState.COMPLETED and job.spec.has_script:
                 self._check_completed(job)
         for execution in self._live.values():
             self._check_known(execution)
@@ -225,17 +231,18 @@ class Truth:
                 self.broken("I10", f"job {after.id} held {held} cpu-seconds, and is charged {after.charged_cpu_s}")
 
     def _check_end_known(self, job: Job, event: Event) -> None:
-        final = self._kept.get(job.token)
-        if final is None or Token.parse(job.token).incarnation in self.strays:
+        kept = self._kept.get(job.token)
+        if kept is None or Token.parse(job.token).incarnation in self.strays:
             return
+        machine, final = kept
         if isinstance(event, Exited):
             signum = max(final["signals"], default=0)
             code = 0 if signum else max(final["codes"], default=0)
             if (event.exit.code, event.exit.signal) != (code, signum):
                 self.broken("end", f"{job.token} ended with {(code, signum)}, and {event.exit} is recorded")
         elif isinstance(event, NodeLost) and event.node == Token.parse(job.token).node:
-            by_its_node = not any(words in event.why for words in ("was fenced", "lease there ran out"))
-            if by_its_node:
+            by_its_node = not any(words in event.why for words in BY_ADMIN)
+            if by_its_node and self._world.machines[event.node] is machine:  # else its name leads to another disk
                 self.broken("end", f"{job.token} has ended, its node's disk says how, and it is lost: {event.why}")
 
     def _check_completed(self, job: Job) -> None:

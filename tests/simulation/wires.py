@@ -13,7 +13,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hpcnode import protocol
+from hpcnode.wire import protocol
 from simulation.machine import Machine
 
 if TYPE_CHECKING:

@@ -13,11 +13,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from hpcnode.tokens import read_token
+from hpcnode.wire.tokens import read_token
 from hpcsched.model.ids import NodeName
 from hpcsched.model.job import FINAL
 from hpcsched.model.node import Link
 from hpcsched.model.spec import JobSpec
+from simulation import edits
 from simulation.agenda import Agenda, Crash, Process
 from simulation.agent import SimAgent
 from simulation.disk import SimOs, simulated_disks
@@ -76,8 +77,14 @@ class World:
         self.power_fails = False  # what dies at a crash point of a node takes the node with it
         self.restart_s = (0.1, 4.0)
         self.wires = Wires(self)
+        self.cluster = self.cluster_on_file = edits.CLUSTERS[
+            0
+        ]  # the name that agents' directories have, and that the files say
         self.machines = {name: Machine(self, name, cpus) for name, cpus in nodes.items()}
         self.wires.late = {name: [] for name in nodes}
+        self.former: dict[str, list[Machine]] = {}  # spools to which a node's name led before
+        self.without_file: set[str] = set()  # nodes that are not in the configuration now
+        self.disks = on.disks
         on.disks.disks = {name: machine.disk for name, machine in self.machines.items()}
         self.truth = Truth(self)
         self.people = People(self)
@@ -86,6 +93,10 @@ class World:
         self.database.reset(self.new_incarnation())
         self.head: Head | None = None
         self.start_head()
+
+    def every_machine(self) -> list[Machine]:
+        """Return the machines that nodes' names lead to, and those that they led to before."""
+        return [*self.machines.values(), *(machine for machines in self.former.values() for machine in machines)]
 
     # ----- time and chance
 
@@ -206,6 +217,11 @@ class World:
         self.wires.fault_rate = self.commit_fails = self.fork_fails = 0.0
         self.people.answers_lost = self.people.doubled = 0.0
         self.database_full = False
+        for machines in self.former.values():
+            for machine in machines:
+                machine.power_off()
+        for name in list(self.without_file):
+            edits.add_again(self, name)
         for machine in self.machines.values():
             machine.disk.full, machine.disk.fail_in, machine.disk.full_in = False, None, None
             machine.reachable = True
@@ -229,6 +245,7 @@ class World:
         while why := why_not():
             if self.agenda.now_s > end_s:
                 self.truth.broken("liveness", why)
+            edits.settle_former(self)
             self.people.release_all()  # also what was held when it was over, and is queued again by a late request
             self.run_until(self.agenda.now_s + 5.0)
 

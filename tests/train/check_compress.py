@@ -8,8 +8,8 @@ import sys
 import torch
 
 from hpctrain.comm import connect
-from hpctrain.compress import Exact, compressor
-from hpctrain.localsteps import LocalSteps
+from hpctrain.exchange.compress import Exact, compressor
+from hpctrain.exchange.sync import LocalSteps
 
 SHAPES = [torch.Size((96, 80)), torch.Size((80,)), torch.Size((64, 7, 5))]
 LENGTH = sum(shape.numel() for shape in SHAPES)

@@ -7,7 +7,7 @@ import socket
 
 import check_gradients
 
-from hpctrain.comm import torchdist
+from hpctrain.comm import torch_dist
 from hpctrain.comm.hosts import identity
 from hpctrain.comm.links import own_addresses
 from hpctrain.env import place
@@ -17,8 +17,8 @@ UNKNOWN = "192.0.2.1"  # RFC 5737: nobody's
 
 def main() -> None:
     here = place(os.environ)
-    torchdist.identity = lambda: (*identity()[:2], str(here.rank))
-    torchdist.own_addresses = lambda: [UNKNOWN, *own_addresses()]
+    torch_dist.identity = lambda: (*identity()[:2], str(here.rank))
+    torch_dist.own_addresses = lambda: [UNKNOWN, *own_addresses()]
     check_gradients.main()
     names = [name for _, name in socket.if_nameindex()]
     assert os.environ["GLOO_SOCKET_IFNAME"] in names, "Gloo had to guess"

@@ -7,11 +7,11 @@ import sys
 
 import torch
 
-from hpctrain.buckets import GradientBuckets
 from hpctrain.comm import connect
 from hpctrain.comm.base import SingleCommunicator
 from hpctrain.data import shares
-from hpctrain.examples.gpt import Gpt
+from hpctrain.examples.chargpt_run import Gpt
+from hpctrain.exchange.buckets import GradientBuckets
 
 BATCH, CONTEXT = 7, 16
 

@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from mpi4py import MPI
 
-from hpctrain.buckets import GradientBuckets
 from hpctrain.comm import connect
 from hpctrain.comm import hosts as hosts_module
 from hpctrain.comm.ring import split
-from hpctrain.optim import AdamW, clip_factor, multiply
-from hpctrain.zero import ShardedOptimizer
+from hpctrain.exchange.buckets import GradientBuckets
+from hpctrain.optim.adamw import AdamW, clip_factor, multiply
+from hpctrain.optim.zero import ShardedOptimizer
 
 STEPS, LIMIT = 4, 0.05
 

@@ -7,8 +7,8 @@ import sys
 import torch
 from mpi4py import MPI
 
+from hpctrain.comm.algorithms import Way
 from hpctrain.comm.ring import Ring
-from hpctrain.comm.ways import Way
 
 LENGTHS = (1, 2, 3, 7, 64, 1000, 4097, 70001)
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64)

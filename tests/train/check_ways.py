@@ -12,11 +12,11 @@ from check_ring import DTYPES, LENGTHS, check
 from mpi4py import MPI
 
 from hpctrain.comm import hosts as hosts_module
-from hpctrain.comm.halves import HALVES
+from hpctrain.comm.algorithms import choose, for_halves, pick, ways_for
 from hpctrain.comm.hosts import Hosts
 from hpctrain.comm.links import connect_ring
-from hpctrain.comm.ways import choose, for_halves, pick, ways_for
-from hpctrain.comm.window import Window
+from hpctrain.comm.ring import HALVES
+from hpctrain.comm.shared_memory import Window
 
 
 class InShared:

@@ -8,11 +8,11 @@ import sys
 
 import torch
 
-from hpctrain.buckets import GradientBuckets
 from hpctrain.comm import connect
-from hpctrain.optim import AdamW
-from hpctrain.torchoptim import optimizer_for
-from hpctrain.zero import ShardedOptimizer, check_elementwise
+from hpctrain.exchange.buckets import GradientBuckets
+from hpctrain.optim.adamw import AdamW
+from hpctrain.optim.torch_optim import optimizer_for
+from hpctrain.optim.zero import ShardedOptimizer, check_elementwise
 
 MAKERS = {
     "ours": lambda model: AdamW(model.named_parameters()),

@@ -26,17 +26,18 @@ import numpy as np  # noqa: E402
 from losing_disk import why_not  # noqa: E402
 from share_disk import ShareDisk  # noqa: E402
 
-from hpctrain.checkpoint import claim, refuge, restore_newest  # noqa: E402
-from hpctrain.checkpoint.buffers import Buffer, lay_out  # noqa: E402
-from hpctrain.checkpoint.fence import Claim  # noqa: E402
-from hpctrain.checkpoint.keeper import Keeper  # noqa: E402
-from hpctrain.checkpoint.listing import checkpoint_names  # noqa: E402
-from hpctrain.checkpoint.maker import Order, Task  # noqa: E402
-from hpctrain.checkpoint.manifest import Facts  # noqa: E402
-from hpctrain.checkpoint.restore import Gradients, Replay, read_checkpoint  # noqa: E402
-from hpctrain.checkpoint.retain import Policy  # noqa: E402
-from hpctrain.checkpoint.steplog import LoggedStep, Taken  # noqa: E402
-from hpctrain.checkpoint.write import Published  # noqa: E402
+from hpctrain.checkpoint import claim, restore_newest  # noqa: E402
+from hpctrain.checkpoint.format.manifest import Facts  # noqa: E402
+from hpctrain.checkpoint.format.step_log import LoggedStep, Taken  # noqa: E402
+from hpctrain.checkpoint.reading.listing import checkpoint_names  # noqa: E402
+from hpctrain.checkpoint.reading.restore import Gradients, Replay, read_checkpoint  # noqa: E402
+from hpctrain.checkpoint.writing import local_fallback  # noqa: E402
+from hpctrain.checkpoint.writing.buffers import Buffer, lay_out  # noqa: E402
+from hpctrain.checkpoint.writing.fence import Claim  # noqa: E402
+from hpctrain.checkpoint.writing.maker import Order, Task  # noqa: E402
+from hpctrain.checkpoint.writing.process import Keeper  # noqa: E402
+from hpctrain.checkpoint.writing.publish import Published  # noqa: E402
+from hpctrain.checkpoint.writing.retain import Policy  # noqa: E402
 from hpctrain.env import JobFacts  # noqa: E402
 from hpctrain.errors import NoCheckpointError, PublishError, StaleAttemptError  # noqa: E402
 
@@ -91,8 +92,8 @@ def newest_state(directory: Path, told: Callable[[str], None]) -> tuple[int, np.
 def attempt(directory: Path, steps: int, told: Callable[[str], None]) -> None:
     """One life of a run: claim, restore, take steps with a checkpoint of each."""
     mine = _patiently(lambda: claim(directory, NO_JOB, time.time()))
-    place = refuge.place_for(directory)
-    _patiently(lambda: refuge.bring_back(place, mine))
+    place = local_fallback.place_for(directory)
+    _patiently(lambda: local_fallback.bring_back(place, mine))
     step, state = _patiently(lambda: newest_state(directory, told)) or (0, np.zeros((2, NUMBERS), np.float32))
     told(f"from {step}")
     task = Task(claim=mine, parent=None, base_every=6, policy=Policy(keep=2), distrusted=(), chunk_bytes=CHUNK_BYTES)
@@ -170,7 +171,7 @@ def one_round(disk: ShareDisk, top: Path, number: int, rng: random.Random) -> st
         AssertionError: a promise was broken.
     """
     name = f"run-{number}"
-    refuge.place_for = lambda directory: top / "local" / name  # both clients' node is the same here
+    local_fallback.place_for = lambda directory: top / "local" / name  # both clients' node is the same here
     first, second, fresh = (path / name for path in disk.paths)
     fresh.mkdir()
     disk.crash(0), disk.crash(1)
@@ -220,7 +221,7 @@ def check(directory: Path, before: str, told: list[str]) -> None:
     if start and not failed:
         assert start[0] >= max(begun, default=0) - 1, f"from step {start[0]} on, and {max(begun)} had begun"
     mine = Claim(directory=directory, attempt=10**6)
-    refuge.bring_back(refuge.place_for(directory), mine)
+    local_fallback.bring_back(local_fallback.place_for(directory), mine)
     warnings: list[str] = []
     found = newest_state(directory, warnings.append)
     assert not warnings

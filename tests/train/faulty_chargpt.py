@@ -25,14 +25,14 @@ from pathlib import Path
 from tiny import wait_for_checkpoints
 from waiting import wait_until
 
-import hpctrain.agreement
+import hpctrain.exchange.agreement
 import hpctrain.loop
 import hpctrain.run
-from hpctrain.checkpoint import files
+from hpctrain.checkpoint.writing import files
 from hpctrain.elastic.member import Membership
 from hpctrain.examples import chargpt_run
 from hpctrain.examples.chargpt import main
-from hpctrain.metrics import MetricsFile
+from hpctrain.report.metrics import MetricsFile
 from hpctrain.run import Run
 from hpctrain.signals import StopRequest
 
@@ -90,8 +90,8 @@ def update(slot: int, number: int, until: int) -> None:
     if os.environ["HPCTRAIN_SLOT"] == str(slot):
         in_slot(slot, number, die_once)
         if mark().exists():
-            real = hpctrain.agreement.code_hashes
-            hpctrain.agreement.code_hashes = lambda: real() | {"hpctrain.loop": "other"}
+            real = hpctrain.exchange.agreement.code_hashes
+            hpctrain.exchange.agreement.code_hashes = lambda: real() | {"hpctrain.loop": "other"}
         return
     joined: list[Membership] = []
     real_init = Membership.__init__
@@ -127,10 +127,10 @@ def before_telling(number: int) -> None:
     """Kill rank 0 when step `number` is over."""
     real = Run._tell
 
-    def tell(self: Run, report, teller) -> None:  # noqa: ANN001
+    def tell(self: Run, report, *others) -> None:  # noqa: ANN001, ANN002
         if self.is_first and report.step == number:
             os.kill(os.getpid(), signal.SIGKILL)
-        real(self, report, teller)
+        real(self, report, *others)
 
     Run._tell = tell
 

@@ -19,10 +19,10 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from hpctrain.comm.members import MembersCommunicator
+from hpctrain.comm.elastic_group import MembersCommunicator
 from hpctrain.elastic.__main__ import Elastic, parse
 from hpctrain.elastic.launch import Launcher, Slot
-from hpctrain.optim import AdamW
+from hpctrain.optim.adamw import AdamW
 from hpctrain.options import add_options
 from hpctrain.run import start
 
@@ -147,7 +147,18 @@ class Net(torch.nn.Module):
 def script(words: list[str], facts: Mapping[str, str]) -> int:
     """What each rank runs; its last line has the number of forward passes."""
     parser = argparse.ArgumentParser()
-    add_options(parser, batch=12, steps=8, warmup=2, checkpoint_every=2, eval_every=3, print_every=1, lr=1e-2)
+    add_options(
+        parser,
+        schedule="cosine",
+        clip=1.0,
+        batch=12,
+        steps=8,
+        warmup=2,
+        checkpoint_every=2,
+        eval_every=3,
+        print_every=1,
+        lr=1e-2,
+    )
     parser.set_defaults(checkpoint_writer="thread")
     options = parser.parse_args(words)
     torch.set_num_threads(1)

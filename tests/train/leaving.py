@@ -19,7 +19,18 @@ AT = 6  # the step in which it happens
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    add_options(parser, batch=12, steps=16, checkpoint_every=4, eval_every=0, print_every=1)
+    add_options(
+        parser,
+        lr=4e-3,
+        warmup=20,
+        schedule="cosine",
+        clip=1.0,
+        batch=12,
+        steps=16,
+        checkpoint_every=4,
+        eval_every=0,
+        print_every=1,
+    )
     parser.add_argument("--way", choices=WAYS)
     parser.add_argument("--who", type=int, nargs="+")
     options = parser.parse_args()

@@ -38,7 +38,18 @@ class Net(torch.nn.Module):
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    add_options(parser, batch=12, steps=16, warmup=2, checkpoint_every=4, eval_every=0, print_every=1, lr=1e-2)
+    add_options(
+        parser,
+        schedule="cosine",
+        clip=1.0,
+        batch=12,
+        steps=16,
+        warmup=2,
+        checkpoint_every=4,
+        eval_every=0,
+        print_every=1,
+        lr=1e-2,
+    )
     parser.add_argument("--die")
     options = parser.parse_args()
     with start(options, "normed") as here:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from preloaded import command as python
 
 HERE = Path(__file__).parent
 MPIRUN = Path(sys.executable).with_name("mpirun")
@@ -91,7 +92,7 @@ def finish(process: subprocess.Popen[str], limit_s: float = LIMIT_S) -> Ended:
 
 def mpirun(count: int, *arguments: str | Path) -> list[str | Path]:
     """This will give the command that runs Python with these arguments on `count` ranks."""
-    return [MPIRUN, "-n", str(count), sys.executable, *arguments]
+    return [MPIRUN, "-n", str(count), *python(), *arguments]
 
 
 def run_mpi(count: int, *arguments: str | Path, extra: Mapping[str, str] | None = None) -> Ended:
@@ -105,8 +106,7 @@ def run_plain(count: int, *arguments: str | Path) -> list[Ended]:
     port = str(free_port())
     shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     with _all(
-        started([sys.executable, *arguments], shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
-        for rank in range(count)
+        started([*python(), *arguments], shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(count)
     ) as processes:
         return [finish(process) for process in processes]
 

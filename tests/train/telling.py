@@ -16,7 +16,18 @@ from hpctrain.run import start
 def main() -> int:
     what = sys.argv.pop(1)
     parser = argparse.ArgumentParser()
-    add_options(parser, batch=8, steps=12, warmup=0, checkpoint_every=6, eval_every=0, print_every=100, lr=1e-2)
+    add_options(
+        parser,
+        schedule="cosine",
+        clip=1.0,
+        batch=8,
+        steps=12,
+        warmup=0,
+        checkpoint_every=6,
+        eval_every=0,
+        print_every=100,
+        lr=1e-2,
+    )
     options = parser.parse_args()
     with start(options, "telling") as here:
         odd = here.rank == here.size - 1

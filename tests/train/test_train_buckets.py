@@ -8,11 +8,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from hpctrain.buckets import GradientBuckets
 from hpctrain.comm.background import Work, done
 from hpctrain.comm.base import SingleCommunicator
-from hpctrain.compress import compressor
 from hpctrain.errors import TrainError
+from hpctrain.exchange.buckets import GradientBuckets
+from hpctrain.exchange.compress import compressor
 
 WIDTH = 80  # enough that a layer is not sent in full for being small
 

@@ -5,31 +5,20 @@ from __future__ import annotations
 import errno
 import json
 import os
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import HERE, finish, started
+from ranks import HERE, finish, python, started
 
-from hpctrain.checkpoint import (
-    BackgroundWriter,
-    Claim,
-    Facts,
-    Policy,
-    Report,
-    Retention,
-    claim,
-    fence,
-    files,
-    restore_newest,
-)
-from hpctrain.checkpoint import pack as packing
-from hpctrain.checkpoint.manifest import from_bytes
-from hpctrain.checkpoint.restore import checkpoint_names, read_chain
-from hpctrain.checkpoint.snapshot import layout_of
+from hpctrain.checkpoint import BackgroundWriter, Claim, Facts, Policy, Report, Retention, claim, restore_newest
+from hpctrain.checkpoint.format import pack as packing
+from hpctrain.checkpoint.format.manifest import from_bytes
+from hpctrain.checkpoint.reading.restore import checkpoint_names, read_chain
+from hpctrain.checkpoint.writing import fence, files
+from hpctrain.checkpoint.writing.snapshot import layout_of
 from hpctrain.env import JobFacts
 from hpctrain.errors import DamagedError, MismatchError, NoCheckpointError, PublishError, StaleAttemptError
 
@@ -450,7 +439,7 @@ def test_a_full_share_costs_a_checkpoint_and_not_the_run(tmp_path: Path, monkeyp
 
 def test_a_writer_killed_at_any_file_operation_leaves_the_last_checkpoint(tmp_path: Path) -> None:
     operations = 10  # of one claim and one increment: see the assertion on the last
-    with started([sys.executable, HERE / "die_in_write.py", tmp_path, str(operations)]) as process:
+    with started([*python(), HERE / "die_in_write.py", tmp_path, str(operations)]) as process:
         ended = finish(process)
     told = ended.output.split("\n")[:operations]
     assert told == [f"{n} killed" for n in range(1, operations)] + [f"{operations} survived"], ended.output
@@ -466,7 +455,7 @@ def test_a_writer_killed_at_any_file_operation_leaves_the_last_checkpoint(tmp_pa
 
 def test_no_wide_import_is_needed_to_restore() -> None:
     code = "import hpctrain.checkpoint, sys; print('matplotlib' in sys.modules, 'mpi4py.MPI' in sys.modules)"
-    with started([sys.executable, "-c", code]) as process:
+    with started([*python(), "-c", code]) as process:
         assert finish(process).output.split() == ["False", "False"]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections import OrderedDict
 from pathlib import Path
 
@@ -13,15 +12,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import HERE, finish, started
+from ranks import HERE, finish, python, started
 
 from hpctrain.checkpoint import Report
-from hpctrain.checkpoint.chunks import ITEM_BYTES
-from hpctrain.checkpoint.listing import checkpoint_names
+from hpctrain.checkpoint.format.chunks import ITEM_BYTES
+from hpctrain.checkpoint.format.tree import flattened, grown, keepable
+from hpctrain.checkpoint.reading.listing import checkpoint_names
 from hpctrain.checkpoint.script import Checkpointer, Trees
-from hpctrain.checkpoint.tree import flattened, grown, keepable
 from hpctrain.errors import EXIT_REQUEUE, MismatchError, TrainError
-from hpctrain.heartbeat import Heartbeat
+from hpctrain.report.heartbeat import Heartbeat
 
 TREES = st.recursive(
     st.none()
@@ -226,7 +225,7 @@ def test_a_librarys_training_goes_on_to_the_same_bits(tmp_path: Path, library: s
     script = HERE / f"with_{library}.py"
 
     def run(out: Path, *more: str) -> tuple[int, str]:
-        with started([sys.executable, script, out, *more]) as process:
+        with started([*python(), script, out, *more]) as process:
             ended = finish(process)
         return ended.status, ended.output
 

@@ -16,11 +16,12 @@ from test_train_checkpoint import data_file, flip_byte, state, write
 from test_train_gradlog import World
 
 import hpctrain.checkpoint.__main__ as checkpoint_main
-from hpctrain.checkpoint import Checkpointer, export
+from hpctrain.checkpoint import Checkpointer
 from hpctrain.checkpoint.__main__ import main
-from hpctrain.checkpoint.listing import checkpoint_names
-from hpctrain.checkpoint.manifest import Manifest
-from hpctrain.checkpoint.retain import Policy, prune
+from hpctrain.checkpoint.format.manifest import Manifest
+from hpctrain.checkpoint.reading import export
+from hpctrain.checkpoint.reading.listing import checkpoint_names
+from hpctrain.checkpoint.writing.retain import Policy, prune
 
 
 def steps_in(directory: Path) -> list[int]:

@@ -9,12 +9,12 @@ import pytest
 import torch
 from ranks import HERE, finish, needs_mpi, run_mpi, run_plain, started
 
+from hpctrain.comm import choose
 from hpctrain.comm.base import SingleCommunicator
-from hpctrain.comm.choose import choose
 from hpctrain.comm.hosts import best_ring
 from hpctrain.env import Launcher, Place, job_facts, place, require
 from hpctrain.errors import MissingPackageError, TrainError
-from hpctrain.sync import decide, make_sync
+from hpctrain.exchange.sync import decide, make_sync
 
 
 @needs_mpi
@@ -171,7 +171,7 @@ def test_a_rank_that_raises_takes_the_others_down_and_says_why(tmp_path: Path) -
     script.write_text(
         "import os\n"
         "from hpctrain.comm import connect\n"
-        "from hpctrain.outermost import all_or_none\n"
+        "from hpctrain.run import all_or_none\n"
         "comm = connect('mpi', os.environ)\n"
         "with all_or_none(comm):\n"
         "    if comm.rank == 1:\n"

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from ranks import HERE, Ended, finish, started
+from ranks import HERE, Ended, finish, python, started
 from test_train_resume import SMALL, STEPS, WITH_WAITING, lines_of
 from waiting import PATIENCE_S, wait_until
 
@@ -24,7 +24,7 @@ PATIENT, MISSES_SOON = ("--silence", "60"), ("--silence", "8")
 def command(out: Path, fault: str, *more: str) -> list[str | Path]:
     """An elastic run of the faulty GPT; `more` are options of the run."""
     run = [sys.executable, "-m", "hpctrain.elastic", "--report", out.with_suffix(".json"), *PATIENT, *more, "--"]
-    return [*run, sys.executable, FAULTY, fault, "--out", out, *SMALL]
+    return [*run, *python(), FAULTY, fault, "--out", out, *SMALL]
 
 
 def elastic(out: Path, fault: str, *more: str, backend: str = "auto", words: tuple[str, ...] = ()) -> Ended:
@@ -137,7 +137,7 @@ def test_a_last_state_that_nobody_may_write_is_an_error(tmp_path: Path) -> None:
 
 
 def test_checkpoints_that_are_due_when_it_is_best_need_no_other_rank(tmp_path: Path) -> None:
-    run = [sys.executable, "-m", "hpctrain.elastic", *PATIENT, "--ranks", "2", "--", sys.executable, HERE / "tiny.py"]
+    run = [sys.executable, "-m", "hpctrain.elastic", *PATIENT, "--ranks", "2", "--", *python(), HERE / "tiny.py"]
     options = ["--out", tmp_path, "--steps", "40", "--checkpoint-every", "auto"]
     with started([*run, *options], WITH_WAITING) as process:
         ended = finish(process)
@@ -197,6 +197,7 @@ def test_ranks_that_are_killed_again_and_again_before_the_run_begins_end_it() ->
         ended = finish(process)
     assert ended.status == 1
     assert "6 ranks were lost without a step between" in ended.output
+    assert ended.output.count("elastic: slot 0: its process was killed by SIGKILL before it joined\n") == 6
 
 
 def test_a_stop_signal_before_the_run_has_begun_ends_it(tmp_path: Path) -> None:

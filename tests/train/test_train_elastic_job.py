@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from ranks import HERE, started
+from ranks import HERE, python, started
 from test_train_resume import SMALL, WITH_WAITING, lines_of
 from waiting import wait_until
 
@@ -50,7 +50,7 @@ def test_a_node_that_is_asked_for_is_given_back_although_the_controller_is_away_
         return [0, *(line["world"] for line in lines_of(out) if "loss" in line)][-1]
 
     tell(generation=1, nodes=["a", "b"])
-    script = [sys.executable, HERE / "faulty_chargpt.py", "none", "--out", out, *SMALL, "--steps", "1000000"]
+    script = [*python(), HERE / "faulty_chargpt.py", "none", "--out", out, *SMALL, "--steps", "1000000"]
     command = [sys.executable, "-m", "hpctrain.elastic", "--", *script]
     with (tmp_path / "log").open("w") as log, started(command, WITH_WAITING | job, output=log.fileno()) as run:
         wait_until(lambda: world() == 2, PATIENCE_S, "two ranks")

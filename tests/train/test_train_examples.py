@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import sys
+import shlex
 from pathlib import Path
 
 import pytest
-from ranks import MPIRUN, Ended, finish, needs_mpi, started
+from ranks import MPIRUN, Ended, finish, needs_mpi, python, started
 
 ROOT = Path(__file__).parents[2]
 SMALL = {"chargpt": ("--layers", "1", "--width", "16", "--heads", "2", "--context", "16")}
@@ -20,7 +20,7 @@ def run_script(name: str, ranks: int, out: Path, *words: str) -> Ended:
     bin_directory.mkdir(exist_ok=True)
     for program, line in {
         "mpirun": f'exec {MPIRUN} -n {ranks} "$@"',
-        "python3": f'exec {sys.executable} "$@"',
+        "python3": f'exec {shlex.join(python())} "$@"',
     }.items():
         (bin_directory / program).write_text(f"#!/bin/bash\n{line}\n")
         (bin_directory / program).chmod(0o755)

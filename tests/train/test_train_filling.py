@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import signal
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from ranks import HERE, finish, started
+from ranks import HERE, finish, python, started
 from test_train_gradlog import World, assert_alike
 from test_train_keeper import WITH_WAITING, KeptWorld, newest
 
-from hpctrain.checkpoint import background, snapshot
-from hpctrain.checkpoint.buffers import Buffer, lay_out
-from hpctrain.checkpoint.filling import BROKEN, FULL, Filling
-from hpctrain.checkpoint.pack import digest
-from hpctrain.checkpoint.packer import AHEAD, Packer, Wanted
-from hpctrain.checkpoint.write import _collect
+from hpctrain.checkpoint.format.pack import digest
+from hpctrain.checkpoint.writing import snapshot
+from hpctrain.checkpoint.writing import writer as background
+from hpctrain.checkpoint.writing.buffers import BROKEN, FULL, Buffer, Filling, lay_out
+from hpctrain.checkpoint.writing.packer import AHEAD, Packer, Wanted
+from hpctrain.checkpoint.writing.publish import _collect
 from hpctrain.errors import PublishError
 
 CHUNK_BYTES = 4096
@@ -90,7 +89,7 @@ def test_a_copy_in_stretches_is_the_tensors(monkeypatch: pytest.MonkeyPatch, kin
 
 
 def test_a_trainer_that_is_killed_while_it_copies_leaves_the_checkpoint_before(tmp_path: Path) -> None:
-    with started([sys.executable, HERE / "die_in_copy.py", tmp_path], WITH_WAITING) as process:
+    with started([*python(), HERE / "die_in_copy.py", tmp_path], WITH_WAITING) as process:
         ended = finish(process)
     assert ended.status == -signal.SIGKILL, ended.output
     # `finish` has waited for the process that writes as well: it has the same output.

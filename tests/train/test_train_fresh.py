@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from waiting import PATIENCE_S, wait_until
 
-from hpctrain.comm.fresh import FreshGroup
+from hpctrain.comm.elastic_group import FreshGroup
 from hpctrain.errors import TrainError
 
 

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 from test_train_checkpoint import write
 
-from hpctrain.goodput import Goodput, carried_on
-from hpctrain.metrics import BLOCK_BYTES, MetricsFile, read_backwards, read_metrics
-from hpctrain.record import Record
+from hpctrain.report.metrics import BLOCK_BYTES, MetricsFile, read_backwards, read_metrics
+from hpctrain.report.reporter import Goodput, Record, carried_on
 
 
 def life(path: Path, goodput: Goodput, steps: range, *, from_s: float, step_s: float = 1.0) -> None:

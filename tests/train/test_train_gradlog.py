@@ -22,24 +22,21 @@ from hpctrain.checkpoint import (
     Retention,
     Writer,
     claim,
-    files,
-    gradlog,
-    reading,
-    replay,
     replay_through,
     restore_newest,
-    retake,
 )
-from hpctrain.checkpoint.listing import checkpoint_names
-from hpctrain.checkpoint.manifest import from_bytes
-from hpctrain.checkpoint.pack import digest
-from hpctrain.checkpoint.snapshot import layout_of
-from hpctrain.checkpoint.write import Published
+from hpctrain.checkpoint.format.manifest import from_bytes
+from hpctrain.checkpoint.format.pack import digest
+from hpctrain.checkpoint.reading import reader, replay, replay_in_memory
+from hpctrain.checkpoint.reading.listing import checkpoint_names
+from hpctrain.checkpoint.writing import files, gradient_log
+from hpctrain.checkpoint.writing.publish import Published
+from hpctrain.checkpoint.writing.snapshot import layout_of
 from hpctrain.env import JobFacts
 from hpctrain.errors import NoCheckpointError
-from hpctrain.optim import AdamW, multiply
+from hpctrain.optim.adamw import AdamW, multiply
+from hpctrain.optim.torch_optim import optimizer_for
 from hpctrain.state import live_tensors
-from hpctrain.torchoptim import optimizer_for
 
 NO_JOB = JobFacts(job=None, attempt=None, restarts=0)
 MAKERS = {
@@ -298,7 +295,7 @@ def test_steps_of_runs_whose_gradients_lay_otherwise_are_taken_again(
     World(tmp_path).run(4)
     second = World(tmp_path, joined=True)
     assert kinds(second.run(3)) == ["gradients"] * 3
-    monkeypatch.setattr(retake, "OPEN_FILES", open_files)
+    monkeypatch.setattr(replay_in_memory, "OPEN_FILES", open_files)
     again = World(tmp_path)
     again.restore()
     assert_alike(again, second)
@@ -307,8 +304,8 @@ def test_steps_of_runs_whose_gradients_lay_otherwise_are_taken_again(
 
 def test_a_restore_that_takes_long_says_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     World(tmp_path).run(4)
-    monkeypatch.setattr(reading, "TOLD_S", 0.0)
-    monkeypatch.setattr(reading, "TOLD_BYTES", 0)
+    monkeypatch.setattr(reader, "TOLD_S", 0.0)
+    monkeypatch.setattr(reader, "TOLD_BYTES", 0)
     again = World(tmp_path)
     again.restore()
     told = [re.sub(r"\d+ MB", "? MB", line) for line in again.warnings]
@@ -393,11 +390,11 @@ def test_a_log_without_an_optimizer_cannot_be_used(tmp_path: Path) -> None:
 
 def test_the_probe_sees_one_bit() -> None:
     model = torch.nn.Linear(3, 3)
-    before = gradlog.probe_of(model.state_dict())
-    assert gradlog.difference(before, before) == 0.0
+    before = gradient_log.probe_of(model.state_dict())
+    assert gradient_log.difference(before, before) == 0.0
     with torch.no_grad():
         model.weight.view(torch.int32)[0, 0] ^= 1
-    assert 0 < gradlog.difference(before, gradlog.probe_of(model.state_dict())) < 1e-6
+    assert 0 < gradient_log.difference(before, gradient_log.probe_of(model.state_dict())) < 1e-6
 
 
 # ---- the whole path

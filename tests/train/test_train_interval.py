@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from pathlib import Path
 
 import pytest
-from ranks import finish, needs_mpi, run_mpi, started
+from ranks import finish, needs_mpi, python, run_mpi, started
 from test_train_gradlog import TINY, WITH_WAITING
 
 from hpctrain.checkpoint.interval import BELIEVED_S, Interval, between_interruptions_s, claims_at_s
@@ -74,7 +73,7 @@ def test_a_run_learns_from_the_lives_before_it(tmp_path: Path) -> None:
     for number in range(3):
         (claims / f"attempt.{number:04d}").write_text(json.dumps({"claimed_at_s": time.time()}))
     options = ("--steps", "20", "--checkpoint-every", "auto", "--out", tmp_path / "run", "--patient")
-    with started([sys.executable, TINY, *options], WITH_WAITING) as process:
+    with started([*python(), TINY, *options], WITH_WAITING) as process:
         ended = finish(process)
     assert ended.status == 0, ended.output
     assert "the run is interrupted every 6.0 h" in ended.output

@@ -11,12 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpctrain.checkpoint.snapshot import layout_of
+from hpctrain.checkpoint.writing.snapshot import layout_of
 from hpctrain.comm.base import SingleCommunicator, check_contiguous
 from hpctrain.errors import MissingPackageError, PeerLost, TrainError
-from hpctrain.outermost import tell_unmet
-from hpctrain.prepare import prepare_model
-from hpctrain.replicas import hand_over
+from hpctrain.exchange.replicas import hand_over
+from hpctrain.run import prepare_model, tell_unmet
 
 PLAIN = argparse.Namespace(recompute=False, compile=None)
 
@@ -67,7 +66,7 @@ def test_a_state_is_handed_over_however_it_lies_in_memory(elastic: bool) -> None
 
 
 def test_who_hears_a_state_in_part_keeps_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpctrain.replicas.PIECE_BYTES", 64)
+    monkeypatch.setattr("hpctrain.exchange.replicas.PIECE_BYTES", 64)
     said: list[torch.Tensor] = []
     source, mine = unusual(7.0), unusual(1.0)
     with torch.no_grad():

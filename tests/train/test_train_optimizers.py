@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from hpctrain.errors import TrainError
-from hpctrain.optim import AdamW, Stretch
-from hpctrain.torchoptim import TorchOptimizer, guarded, optimizer_for
+from hpctrain.optim.adamw import AdamW, Stretch
+from hpctrain.optim.torch_optim import TorchOptimizer, guarded, optimizer_for
 
 MAKERS = {
     "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, dampening=0.5, nesterov=False),
@@ -88,6 +88,17 @@ def test_groups_keep_the_ratio_of_their_learning_rates() -> None:
     assert moved[40:] == pytest.approx(0.05, abs=1e-6)
 
 
+def test_the_first_groups_learning_rate_is_the_loops_to_the_bit() -> None:
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapped = TorchOptimizer(model, optimizer)
+    rates = [0.1 * part / 97 for part in range(1, 97)]
+    for number, lr in enumerate(rates, 1):
+        set_gradients(model, number)
+        wrapped.step(number, lr)
+        assert optimizer.param_groups[0]["lr"] == lr
+
+
 def test_frozen_weights_have_no_state_and_stay() -> None:
     model = model_of()
     model[0].requires_grad_(False)
@@ -131,7 +142,9 @@ def test_a_script_that_changes_groups_or_rates_meanwhile_is_refused() -> None:
     wrapped.step(1, 0.1)
     wrapped.step(2, 0.05)
     schedule.step()
-    with pytest.raises(TrainError, match="the script has set its learning rate .* --lr's, by --warmup and --schedule"):
+    with pytest.raises(
+        TrainError, match=r"the script has changed its learning rate .* run.steps\(..., schedule=SCHEDULE\)"
+    ):
         wrapped.step(3, 0.05)
     plain.add_param_group({"params": model[2].parameters()})
     with pytest.raises(TrainError, match="it has got another parameter group since the loop began"):

@@ -13,11 +13,12 @@ from ranks import needs_mpi, run_mpi
 from test_train_checkpoint import CHUNK_BYTES, NO_JOB, assert_holds, facts, state
 from test_train_gradlog import TINY, WITH_WAITING, World, assert_alike, kinds_in, told
 
-from hpctrain.checkpoint import BackgroundWriter, GradientLog, Policy, Report, Retention, claim, files
-from hpctrain.checkpoint.group import First, Other, Seat
-from hpctrain.checkpoint.listing import checkpoint_names
-from hpctrain.checkpoint.manifest import from_bytes
-from hpctrain.checkpoint.snapshot import Piece, share_of
+from hpctrain.checkpoint import BackgroundWriter, GradientLog, Policy, Report, Retention, claim
+from hpctrain.checkpoint.format.manifest import from_bytes
+from hpctrain.checkpoint.reading.listing import checkpoint_names
+from hpctrain.checkpoint.writing import files
+from hpctrain.checkpoint.writing.group import First, Other, Seat
+from hpctrain.checkpoint.writing.snapshot import Piece, share_of
 
 SECRET = b"s" * 32
 

@@ -7,13 +7,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain import precision
 from hpctrain.batch import Batch, Step, pieces_of
 from hpctrain.errors import TrainError
-from hpctrain.examples.gpt import Gpt
-from hpctrain.optim import clip_factor, multiply
-from hpctrain.precision import LossScale, Precision, loss_scale_for
-from hpctrain.recompute import recompute_blocks
+from hpctrain.examples.chargpt_run import Gpt
+from hpctrain.optim import precision
+from hpctrain.optim.adamw import clip_factor, multiply
+from hpctrain.optim.precision import LossScale, Precision, loss_scale_for
+from hpctrain.run import recompute_blocks
 
 
 def test_a_scale_halves_at_once_doubles_after_a_while_and_stays_a_power_of_two(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,20 +12,21 @@ import pytest
 from test_train_checkpoint import CHUNK_BYTES, NO_JOB, assert_holds, facts, state, write
 from waiting import PATIENCE_S
 
-from hpctrain.checkpoint import claim, files, refuge
-from hpctrain.checkpoint.keeper import Keeper
-from hpctrain.checkpoint.listing import checkpoint_names
-from hpctrain.checkpoint.maker import Order, Report, Task
-from hpctrain.checkpoint.manifest import Manifest
-from hpctrain.checkpoint.retain import Policy
-from hpctrain.checkpoint.snapshot import Snapshot, layout_of
+from hpctrain.checkpoint import claim
+from hpctrain.checkpoint.format.manifest import Manifest
+from hpctrain.checkpoint.reading.listing import checkpoint_names
+from hpctrain.checkpoint.writing import files, local_fallback
+from hpctrain.checkpoint.writing.maker import Order, Report, Task
+from hpctrain.checkpoint.writing.process import Keeper
+from hpctrain.checkpoint.writing.retain import Policy
+from hpctrain.checkpoint.writing.snapshot import Snapshot, layout_of
 from hpctrain.errors import PublishError
 
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HPCTRAIN_REFUGE", str(tmp_path / "local"))
-    return refuge.place_for(tmp_path / "share")
+    return local_fallback.place_for(tmp_path / "share")
 
 
 class World:
@@ -61,7 +62,7 @@ def keep_step_2(place: Path) -> None:
     snapshot = Snapshot(layout_of(state(2)))
     snapshot.fill(state(2))
     with ThreadPoolExecutor(1) as pool:
-        refuge.keep(place, snapshot, facts(2, 0), pool, CHUNK_BYTES)
+        local_fallback.keep(place, snapshot, facts(2, 0), pool, CHUNK_BYTES)
 
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EROFS, errno.ESTALE, errno.EIO])
@@ -137,7 +138,7 @@ def test_an_older_state_of_this_host_does_not_go_to_the_share(tmp_path: Path, pl
     keep_step_2(place)
     share = tmp_path / "share"
     write(share, [1, 2, 3])
-    assert refuge.bring_back(place, claim(share, NO_JOB, now_s=0.0)) == []
+    assert local_fallback.bring_back(place, claim(share, NO_JOB, now_s=0.0)) == []
     assert checkpoint_names(place) == []
     assert_holds(share, 3)
 
@@ -147,7 +148,7 @@ def test_a_run_that_begins_anew_brings_it_first(tmp_path: Path, place: Path) -> 
     write(share, [1])
     keep_step_2(place)
     mine = claim(share, NO_JOB, now_s=0.0)
-    assert refuge.bring_back(place, mine) == ["step-0000000002.a0000"]
+    assert local_fallback.bring_back(place, mine) == ["step-0000000002.a0000"]
     assert_holds(share, 2)
 
 
@@ -156,14 +157,14 @@ def test_a_directory_that_others_may_write_is_no_refuge(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: str
 ) -> None:
     monkeypatch.delenv("HPCTRAIN_REFUGE", raising=False)
-    monkeypatch.setattr(refuge.tempfile, "gettempdir", lambda: str(tmp_path))
-    place = refuge.place_for(tmp_path / "share")
+    monkeypatch.setattr(local_fallback.tempfile, "gettempdir", lambda: str(tmp_path))
+    place = local_fallback.place_for(tmp_path / "share")
     keep_step_2(place)
     assert [folder.stat().st_mode & 0o777 for folder in (place.parent, place)] == [0o700, 0o700]
     (place.parent if which == "outer" else place).chmod(0o777)
     with pytest.raises(PermissionError, match="others may change"):
         keep_step_2(place)
-    assert refuge.bring_back(place, claim(tmp_path / "share", NO_JOB, now_s=0.0)) == []
+    assert local_fallback.bring_back(place, claim(tmp_path / "share", NO_JOB, now_s=0.0)) == []
     assert checkpoint_names(tmp_path / "share") == []
     assert len(checkpoint_names(place)) == 1  # whose it is nobody knows: it stays
 
@@ -175,16 +176,16 @@ def test_two_attempts_that_bring_the_same_state_leave_one_another_alone(
     share = tmp_path / "share"
     first = claim(share, NO_JOB, now_s=0.0)
     keep_step_2(place)
-    real, brought = refuge.from_bytes, []
+    real, brought = local_fallback.from_bytes, []
 
     def stopped(content: bytes) -> Manifest:
         if not brought:
             brought.append("by the second one")
-            brought.extend(refuge.bring_back(place, claim(share, NO_JOB, now_s=0.0)))
+            brought.extend(local_fallback.bring_back(place, claim(share, NO_JOB, now_s=0.0)))
         return real(content)
 
-    monkeypatch.setattr(refuge, "from_bytes", stopped)
-    assert refuge.bring_back(place, first) == []
+    monkeypatch.setattr(local_fallback, "from_bytes", stopped)
+    assert local_fallback.bring_back(place, first) == []
     assert brought == ["by the second one", "step-0000000002.a0000"]
     assert_holds(share, 2)
 
@@ -206,7 +207,7 @@ def test_what_the_share_takes_in_part_does_not_stay_there(
     with monkeypatch.context() as full:
         full.setattr(files, "write_new", refuse)
         with pytest.raises(PublishError):
-            refuge.bring_back(place, mine)
+            local_fallback.bring_back(place, mine)
     assert not list(share.glob("data-*"))
-    assert refuge.bring_back(place, mine) == ["step-0000000002.a0000"]
+    assert local_fallback.bring_back(place, mine) == ["step-0000000002.a0000"]
     assert_holds(share, 2)

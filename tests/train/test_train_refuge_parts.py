@@ -12,13 +12,14 @@ import pytest
 from test_train_checkpoint import CHUNK_BYTES, NO_JOB, assert_holds, facts, state, write
 from test_train_refuge import failing
 
-from hpctrain.checkpoint import claim, refuge, refuge_parts
-from hpctrain.checkpoint.group import First, Other, Seat
-from hpctrain.checkpoint.keeper import Keeper
-from hpctrain.checkpoint.listing import checkpoint_names
-from hpctrain.checkpoint.maker import Order, Report, Task
-from hpctrain.checkpoint.retain import Policy, Retention
-from hpctrain.checkpoint.snapshot import Snapshot, layout_of, share_of
+from hpctrain.checkpoint import claim
+from hpctrain.checkpoint.reading.listing import checkpoint_names
+from hpctrain.checkpoint.writing import local_fallback, local_parts
+from hpctrain.checkpoint.writing.group import First, Other, Seat
+from hpctrain.checkpoint.writing.maker import Order, Report, Task
+from hpctrain.checkpoint.writing.process import Keeper
+from hpctrain.checkpoint.writing.retain import Policy, Retention
+from hpctrain.checkpoint.writing.snapshot import Snapshot, layout_of, share_of
 
 SECRET = b"s" * 32
 RANKS = 3
@@ -125,12 +126,12 @@ def test_the_next_attempt_finds_what_all_ranks_had(tmp_path: Path, top: Path, mo
     world.make_in_vain(2, monkeypatch, errno.EROFS)
     world.close()
     for rank in range(RANKS):
-        refuge_parts.bring_parts(top / f"host-{rank}", share)
+        local_parts.bring_parts(top / f"host-{rank}", share)
     assert_holds(share, 1)
     later = claim(share, NO_JOB, now_s=0.0)
-    assert refuge_parts.join_parts(later) == ["step-0000000002.a0000"]
+    assert local_parts.join_parts(later) == ["step-0000000002.a0000"]
     assert_holds(share, 2)
-    assert refuge_parts.join_parts(later) == []
+    assert local_parts.join_parts(later) == []
     assert_holds(share, 2)
 
 
@@ -164,9 +165,9 @@ def test_parts_that_are_not_all_whole_are_not_joined(
     for path in lost.glob("part-*" if what == "record" else "data-*"):
         path.write_bytes(path.read_bytes()[:-9])
     for rank in (0, 2) if what == "a lost host" else range(RANKS):
-        refuge_parts.bring_parts(top / f"host-{rank}", share)
+        local_parts.bring_parts(top / f"host-{rank}", share)
     later = claim(share, NO_JOB, now_s=0.0)
-    assert refuge_parts.join_parts(later) == []
+    assert local_parts.join_parts(later) == []
     assert_holds(share, 1)
     keep = Retention(later, Policy(keep=9))
     keep.sweep()
@@ -185,7 +186,7 @@ def test_a_share_that_is_gone_leaves_the_part_where_it_is(
     world.make_in_vain(2, monkeypatch)
     world.close()
     with pytest.raises(FileNotFoundError):
-        refuge_parts.bring_parts(top / "host-1", tmp_path / "unmounted")
+        local_parts.bring_parts(top / "host-1", tmp_path / "unmounted")
     assert len(parts_in(top / "host-1")) == 1
 
 
@@ -196,27 +197,27 @@ def test_two_ranks_of_one_host_that_bring_the_same_part_leave_it_there_once(
     world = World(share, top)
     world.make_in_vain(2, monkeypatch)
     world.close()
-    real = refuge.pieces_of
+    real = local_fallback.pieces_of
 
     def later(path: Path, length: int) -> object:
         with monkeypatch.context() as first:
-            first.setattr(refuge, "pieces_of", real)
-            refuge_parts.bring_parts(top / "host-1", share)
+            first.setattr(local_fallback, "pieces_of", real)
+            local_parts.bring_parts(top / "host-1", share)
         return iter([b"x" * length])
 
-    monkeypatch.setattr(refuge, "pieces_of", later)
-    refuge_parts.bring_parts(top / "host-1", share)
+    monkeypatch.setattr(local_fallback, "pieces_of", later)
+    local_parts.bring_parts(top / "host-1", share)
     monkeypatch.undo()
     assert len(list(share.glob("*.bin"))) == 1
     for rank in (0, 2):
-        refuge_parts.bring_parts(top / f"host-{rank}", share)
-    assert refuge_parts.join_parts(claim(share, NO_JOB, now_s=0.0)) == ["step-0000000002.a0000"]
+        local_parts.bring_parts(top / f"host-{rank}", share)
+    assert local_parts.join_parts(claim(share, NO_JOB, now_s=0.0)) == ["step-0000000002.a0000"]
     assert_holds(share, 2)
 
 
 def test_what_one_process_wrote_is_no_part(tmp_path: Path) -> None:
     share = tmp_path / "share"
     write(share, [1])
-    assert refuge_parts.join_parts(claim(share, NO_JOB, now_s=0.0)) == []
-    assert not refuge_parts.awaited(share)
+    assert local_parts.join_parts(claim(share, NO_JOB, now_s=0.0)) == []
+    assert not local_parts.awaited(share)
     assert len(checkpoint_names(share)) == 1

@@ -6,18 +6,17 @@ import json
 import os
 import re
 import signal
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from ranks import HERE, Ended, finish, mpirun, needs_mpi, run_mpi, run_plain, started
+from ranks import HERE, Ended, finish, mpirun, needs_mpi, python, run_mpi, run_plain, started
 from waiting import wait_until
 
 from hpctrain.errors import EXIT_REQUEUE
-from hpctrain.metrics import MetricsFile, read_metrics
 from hpctrain.plot import main as plot
 from hpctrain.plot import read_curve
+from hpctrain.report.metrics import MetricsFile, read_metrics
 
 STEPS = 24
 SMALL = (
@@ -153,23 +152,23 @@ def test_another_world_goes_on_from_the_checkpoint_of_two(tmp_path: Path) -> Non
     first = run_plain(2, *CHARGPT, *options(tmp_path, "--steps", "6", "--shares", "2,1"))
     assert [ended.status for ended in first] == [0, 0], first
     assert "2 ranks over gloo, attempt 0, a fresh start" in first[0].output
-    with started([sys.executable, *CHARGPT, *options(tmp_path, "--threads", "1")]) as process:
+    with started([*python(), *CHARGPT, *options(tmp_path, "--threads", "1")]) as process:
         ended = finish(process)
     assert ended.status == 0, ended.output
     assert "1 rank over single, attempt 1, resumed from step 6" in ended.output
     (tmp_path / "other").mkdir()
-    with started([sys.executable, *CHARGPT, *options(tmp_path / "other", "--threads", "1")]) as process:
+    with started([*python(), *CHARGPT, *options(tmp_path / "other", "--threads", "1")]) as process:
         alone = finish(process)
     assert alone.status == 0
     together, apart = (
         [line["loss"] for line in lines_of(out) if "loss" in line] for out in (tmp_path, tmp_path / "other")
     )
     assert together == pytest.approx(apart, abs=2e-4)
-    with started([sys.executable, *CHARGPT, *options(tmp_path, "--resume", "never")]) as process:
+    with started([*python(), *CHARGPT, *options(tmp_path, "--resume", "never")]) as process:
         refused = finish(process)
     assert refused.status == 1
     assert "cannot start anew in" in refused.output
-    with started([sys.executable, *CHARGPT, *options(tmp_path, "--width", "64")]) as process:
+    with started([*python(), *CHARGPT, *options(tmp_path, "--width", "64")]) as process:
         refused = finish(process)
     assert refused.status == 1
     assert (
@@ -188,7 +187,7 @@ def test_a_line_cut_short_by_a_kill_spoils_nothing(tmp_path: Path) -> None:
     assert json.loads(path.read_text().splitlines()[-1]) == {"step": 2, "loss": 1.5, "attempt": 1}
 
 
-def test_the_curve_counts_a_step_once_and_becomes_a_picture(tmp_path: Path) -> None:
+def test_the_curve_counts_a_step_once_and_becomes_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "metrics.jsonl"
     lines = [{"step": n, "loss": 4.0 - n / 10, "attempt": 0} for n in range(1, 9)]
     lines[4] |= {"checkpoint_step": 4, "checkpoint_bytes": 9, "checkpoint_kind": "base"}
@@ -201,6 +200,9 @@ def test_the_curve_counts_a_step_once_and_becomes_a_picture(tmp_path: Path) -> N
     assert (curve.restarts, curve.bases) == ([(4, 1)], [4])
     assert plot([str(path), "-o", str(tmp_path / "loss.png")]) == 0
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert capsys.readouterr().out == f"wrote {tmp_path / 'loss.png'}: 10 steps, 1 restart, loss 3.00\n"
+    assert plot([str(path), "-o", "/proc/none/loss.png"]) == 1
+    assert "cannot write /proc/none/loss.png: No such file" in capsys.readouterr().err
 
 
 def test_a_picture_of_nothing_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,21 +9,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpctrain.batch import Batch
+from hpctrain.batch import Batch, validation_loss
 from hpctrain.comm.base import SingleCommunicator
 from hpctrain.errors import TrainError
 from hpctrain.options import add_options
-from hpctrain.profiling import SKIPPED_STEPS, Profile
+from hpctrain.report.profiling import SKIPPED_STEPS, Profile
 from hpctrain.run import Run
 from hpctrain.signals import StopRequest
-from hpctrain.validation import validation_loss
 
 INPUTS = torch.randn(100, 4, generator=torch.Generator().manual_seed(0))
 
 
 def run_in(out: Path, *words: str) -> Run:
     parser = argparse.ArgumentParser()
-    add_options(parser, batch=6, steps=4, checkpoint_every=0, eval_every=0, schedule="constant", warmup=0, lr=0.1)
+    add_options(parser, batch=6, steps=4, checkpoint_every=0, eval_every=0, schedule="constant", clip=1.0, lr=0.1)
     return Run(parser.parse_args(["--out", str(out), *words]), "script", SingleCommunicator(), StopRequest(), {})
 
 

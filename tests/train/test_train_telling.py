@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
-import sys
+import os
+import pty
+import re
+import shutil
+import socket
+import struct
+import subprocess
+import tempfile
+import termios
 from pathlib import Path
 
 import pytest
-from ranks import HERE, finish, mpirun, needs_mpi, run_mpi, started
+from ranks import HERE, clean_environment, finish, mpirun, needs_mpi, python, run_mpi, started
+from waiting import wait_until
 
 from hpctrain.errors import MissingPackageError
-from hpctrain.writers import Writers, check_writers
+from hpctrain.report.writers import Writers, check_writers
+from hpctrain.settings import epochs_text
 
 SCRIPT = HERE / "telling.py"
 
@@ -76,6 +87,120 @@ def test_mlflow_shows_the_steps_and_a_restart_goes_on_in_the_same_run(
     assert [(each.step, each.value, each.timestamp) for each in history] == 2 * [(1, 4.0, 10_000), (3, 2.0, 30_000)]
 
 
+class Agent:
+    """What a job's programs tell: the messages that came to a socket, in order."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "s"
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(self.path))
+        self._listener.listen(64)
+
+    def heard(self) -> list[dict]:
+        self._listener.setblocking(False)
+        messages = []
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except BlockingIOError:
+                return messages
+            with connection, connection.makefile("rb") as stream:
+                messages.append(json.loads(stream.read()[8:]))
+
+
+def test_the_scheduler_hears_at_once_from_where_a_run_goes_on_and_at_its_end_of_the_last_checkpoint(
+    tmp_path: Path,
+) -> None:
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))  # a socket's path is short
+    agent = Agent(folder)
+    words = [*python(), SCRIPT, "same", "--out", tmp_path / "run"]
+    heard = []
+    for steps in ("6", "12"):
+        with started(
+            [*words, "--steps", steps], {"HPCSCHED_SOCKET": str(agent.path), "HPCSCHED_JOB_ID": "7"}
+        ) as process:
+            assert finish(process).status == 0
+        heard.append([message for message in agent.heard() if message["type"] == "Progress"])
+    shutil.rmtree(folder)
+    first, last = heard[1][0], heard[1][-1]
+    assert (first["step"], first["checkpoint_step"], first["steps_per_s"]) == (6, 6, 0.0)
+    assert (last["step"], last["checkpoint_step"]) == (12, 12)
+    assert heard[0][0]["step"] == 1
+
+
+def on_terminal(columns: int, *options: str | Path, **environ: str) -> str:
+    """Run the script on a terminal of this width; return what it wrote, escape sequences included."""
+    control, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("4H", 40, columns, 0, 0))
+    ours = ("TERM", "COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE")
+    clean = {name: value for name, value in clean_environment().items() if name not in ours}
+    process = subprocess.Popen(
+        [str(part) for part in (*python(), SCRIPT, "same", *options)],
+        stdin=subprocess.DEVNULL, stdout=terminal, stderr=terminal, env=clean | {"TERM": "xterm"} | environ,
+    )  # fmt: skip
+    os.close(terminal)
+    written = b""
+    with open(control, "rb", buffering=0) as stream:
+        try:
+            while data := stream.read(65536):
+                written += data
+        except OSError:  # EIO: the other end is closed
+            pass
+    wait_until(lambda: process.poll() is not None, what="the script to end")
+    assert process.returncode == 0, written.decode()
+    return written.decode()
+
+
+ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+STEP_LINE = re.compile(r"step +\d+/")
+BAR = re.compile(
+    r"telling +\S+ +(?P<step>\d+)/(?P<of>\d+) +epoch (?P<epoch>[\d.]+)/(?P<epochs>[\d.]+) +loss [\d.]+"
+    r" +(?P<rate>\d+) samples/s(?: +ETA (?P<left>[\d:]+))?"
+)
+
+
+def drawn(written: str) -> list[str]:
+    """Each line, in each of its states."""
+    return re.split(r"[\r\n]+", ESCAPE.sub("", written))
+
+
+def bars(written: str) -> list[re.Match[str]]:
+    """Each state of the progress bar, in order."""
+    return [found for line in drawn(written) if (found := BAR.match(line))]
+
+
+def test_a_terminal_shows_a_bar_with_epoch_rate_and_eta_and_a_resumed_run_continues_it(tmp_path: Path) -> None:
+    written = on_terminal(120, "--out", tmp_path / "run", "--steps", "600", "--print-every", "1")
+    shown = bars(written)
+    steps = [int(each["step"]) for each in shown]
+    assert steps == sorted(steps)
+    assert (steps[0], steps[-1]) == (1, 600)
+    assert {each["of"] for each in shown} == {"600"}
+    assert {each["epochs"] for each in shown} == {"300"}  # 600 steps of 8, in an epoch of 16
+    for each in shown:
+        assert float(each["epoch"]) == int(each["step"]) / 2
+        assert int(each["rate"]) > 0
+        assert bool(each["left"]) == (each["step"] != "600")
+    assert any(line.startswith("checkpoint: step ") for line in drawn(written))  # above the bar
+    assert sum(bool(STEP_LINE.match(line)) for line in drawn(written)) == 1  # the last
+    assert written.rfind("\x1b[?25h") > written.rfind("\x1b[?25l")  # the cursor is visible again
+    shown = bars(on_terminal(120, "--out", tmp_path / "run", "--steps", "612"))
+    assert [(each["step"], each["of"]) for each in (shown[0], shown[-1])] == [("601", "612"), ("612", "612")]
+
+
+def test_less_than_an_epoch_is_told_as_such() -> None:
+    told = [epochs_text(number) for number in (3.0, 2.5, 1.04, 0.1, 0.0192, 4e-3)]
+    assert told == ["3", "2.5", "1", "0.1", "0.02", "0.004"]
+
+
+@pytest.mark.parametrize(("options", "environ"), [(["--no-progress"], {}), ([], {"TERM": "dumb"})])
+def test_without_a_bar_a_terminal_shows_lines(options: list[str], environ: dict[str, str], tmp_path: Path) -> None:
+    written = on_terminal(120, "--out", tmp_path / "run", "--print-every", "1", *options, **environ)
+    assert not bars(written)
+    assert "\x1b" not in written
+    assert sum(bool(STEP_LINE.match(line)) for line in drawn(written)) == 12
+
+
 def write(out: Path, name: str) -> None:
     """The second step comes too soon to be told; the third has a validation in it."""
     writers = Writers((name,), out, "title", {"lr": "0.1"})
@@ -92,7 +217,7 @@ def test_a_writer_that_fails_is_left_out_and_training_goes_on(
         def write(self, *_: object) -> None:
             raise ConnectionError("no route")
 
-    monkeypatch.setattr("hpctrain.writers._make", lambda *_: Broken())
+    monkeypatch.setattr("hpctrain.report.writers._make", lambda *_: Broken())
     write(tmp_path, "mlflow")
     assert capsys.readouterr().out == "metrics: cannot write to mlflow any more: no route\n"
 
@@ -127,8 +252,8 @@ def test_ranks_that_are_not_alike_are_refused_with_their_hashes(what: str, named
 def test_ranks_of_other_code_or_options_are_refused(change: str, named: str, tmp_path: Path) -> None:
     other = tmp_path / "other.py"
     other.write_text(SCRIPT.read_text() + ("# changed\n" if change == "code" else ""))
-    here, options = [sys.executable, SCRIPT, "same", "--out", tmp_path / "run"], ["--steps", "9"]
-    there = [sys.executable, other, "same", "--out", tmp_path / "run", *(options if change == "options" else [])]
+    here, options = [*python(), SCRIPT, "same", "--out", tmp_path / "run"], ["--steps", "9"]
+    there = [*python(), other, "same", "--out", tmp_path / "run", *(options if change == "options" else [])]
     command = [*mpirun(1, SCRIPT)[:3], *here, ":", "-n", "1", *there]
     with started(command) as process:
         ended = finish(process)

@@ -11,7 +11,7 @@ from ranks import HERE, Ended, needs_mpi, run_mpi, run_plain
 from test_train_resume import WITH_WAITING
 
 from hpctrain.errors import TrainError
-from hpctrain.zero import check_elementwise
+from hpctrain.optim.zero import check_elementwise
 
 TINY = HERE / "tiny.py"
 

@@ -18,9 +18,9 @@ import sys
 import torch
 import torch.nn.functional as F
 
-from hpctrain import precision
 from hpctrain.checkpoint import Writer
-from hpctrain.optim import AdamW
+from hpctrain.optim import precision
+from hpctrain.optim.adamw import AdamW
 from hpctrain.options import add_options
 from hpctrain.run import start
 
@@ -63,7 +63,18 @@ def wait_for_checkpoints() -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    add_options(parser, batch=12, steps=16, warmup=2, checkpoint_every=4, eval_every=0, print_every=1, lr=1e-2)
+    add_options(
+        parser,
+        schedule="cosine",
+        clip=1.0,
+        batch=12,
+        steps=16,
+        warmup=2,
+        checkpoint_every=4,
+        eval_every=0,
+        print_every=1,
+        lr=1e-2,
+    )
     parser.add_argument("--optimizer", choices=MAKERS, default="ours")
     parser.add_argument("--die", type=place)
     parser.add_argument("--overflow", type=place)

@@ -16,7 +16,7 @@ from hpctrain.run import start
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    add_options(parser, eval_every=0, lr=1e-2)
+    add_options(parser, warmup=20, schedule="cosine", clip=1.0, eval_every=0, lr=1e-2)
     parser.add_argument("--data", type=Path)
     options = parser.parse_args()
     with start(options, "tokens") as here:

@@ -15,13 +15,13 @@ def main() -> int:
     """Run the part of the program that the first word names."""
     word, rest = (sys.argv[1], sys.argv[2:]) if len(sys.argv) > 1 else ("", [])
     if word == "attach":
-        from hpcnode import attach
+        from hpcnode.agent import attach
 
         return attach.main(rest)
     if word == "agent":
-        from hpcnode import agentcommand
+        from hpcnode.agent import command
 
-        return agentcommand.main(rest)
+        return command.main(rest)
     if word in ("hrun", "hrsh", "srun", "scontrol", "hpty", "htun"):
         _leave(_step_command(word, rest))
     if word == "probe":
@@ -32,27 +32,27 @@ def main() -> int:
 
 def _step_command(word: str, rest: List[str]) -> int:
     if word == "srun":
-        from hpcnode import srun
+        from hpcnode.commands import srun
 
         return srun.main_on_node(rest[0], rest[1:])
     if word == "hpty":
-        from hpcnode import terminal
+        from hpcnode.commands import pty
 
-        return terminal.main(rest)
+        return pty.main(rest)
     if word == "htun":
-        from hpcnode import tunnel
+        from hpcnode.commands import tunnel
 
         return tunnel.main(rest)
     if word == "scontrol":
-        from hpcnode import scontrol
+        from hpcnode.commands import scontrol
 
         return scontrol.main(rest)
     sys.argv[:] = [word, *rest]
     if word == "hrun":
-        from hpcnode import hrun
+        from hpcnode.commands import hrun
 
         return hrun.main()
-    from hpcnode import hrsh
+    from hpcnode.commands import hrsh
 
     return hrsh.main()
 
@@ -67,7 +67,7 @@ def _leave(code: int) -> NoReturn:
 def _probe(argv: List[str]) -> int:
     import json
 
-    from hpcnode import probe
+    from hpcnode.agent import probe
 
     root = argv[0] if argv else os.getcwd()
     print(json.dumps(probe.facts(root, os.environ, ()), indent=2))

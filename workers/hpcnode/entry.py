@@ -5,12 +5,23 @@ from __future__ import annotations
 import signal
 from typing import Any, Dict, Iterator, List, Optional, Protocol, Set, Tuple
 
-from hpcnode import protocol
-from hpcnode.tokens import Life, Token
-from hpcnode.user import Account
+from hpcnode.os.account import Account
+from hpcnode.wire import protocol
+from hpcnode.wire.tokens import Life, Token
 
 FINAL = frozenset({protocol.ENDED, protocol.BARRED, protocol.REFUSED, protocol.LOST})
-RESULT = ("codes", "signals", "timed_out", "out_of_memory", "why", "usage", "node_fault", "ran_s")
+RESULT = (
+    "codes",
+    "signals",
+    "timed_out",
+    "out_of_memory",
+    "why",
+    "usage",
+    "node_fault",
+    "unexecuted",
+    "output_full",
+    "ran_s",
+)
 
 
 class Minding(Protocol):

@@ -20,10 +20,10 @@ from __future__ import annotations
 import os
 from typing import Any, Callable, Dict, List, Optional
 
-from hpcnode import protocol
 from hpcnode.entry import Entry
-from hpcnode.loop import Loop, Timer
-from hpcnode.process import boot_clock_s
+from hpcnode.os.loop import Loop, Timer
+from hpcnode.os.process import boot_clock_s
+from hpcnode.wire import protocol
 
 RENEWALS = 6  # round trips within one lease, so that one that is slow ends nothing
 LOOK_S = 1.0  # how often a shepherd looks at its clock: a wait does not count time asleep

@@ -6,6 +6,7 @@ Rules: the gradients of all pieces of all ranks add up to those of the mean over
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -13,8 +14,59 @@ from typing import Any
 
 import torch
 
+from hpctrain.comm import Communicator
+from hpctrain.data.prefetch import Prefetcher
 from hpctrain.errors import TrainError
-from hpctrain.phases import Phases
+
+# ----- where the time of a rank's own work goes within a step: getting data, forward, backward
+# Data is what passes from the moment that the script has its batch until the model's forward begins; forward lasts until
+# `batch.backward` is called, the loss included. On a GPU these are the times at which work was handed to it, and what it has not
+# done by then shows in the wait.  Costs a microsecond or two a step; knows no ranks.
+
+
+DATA, FORWARD, BACKWARD = range(3)
+
+
+class Phases:
+    """A clock that is told when the next phase begins."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._seconds = [0.0, 0.0, 0.0]
+        self._phase = -1  # between steps: what is computed then, a validation say, does not count
+        self._since_s = 0.0
+        self._hook = model.register_forward_pre_hook(self._forward_begins)
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._seconds = [0.0, 0.0, 0.0]
+        self._turn(DATA)
+
+    def backward_begins(self) -> None:
+        """The loss of a batch is there."""
+        self._turn(BACKWARD)
+
+    def backward_ended(self) -> None:
+        """The gradients of a batch are there; more data may follow."""
+        self._turn(DATA)
+
+    def end(self) -> tuple[float, float, float]:
+        """This will give the seconds of data, forward and backward of the step; it is over."""
+        self._turn(-1)
+        return self._seconds[DATA], self._seconds[FORWARD], self._seconds[BACKWARD]
+
+    def close(self) -> None:
+        """This will leave the model as it was."""
+        self._hook.remove()
+
+    def _forward_begins(self, _module: torch.nn.Module, _inputs: Any) -> None:
+        if not torch.compiler.is_compiling() and self._phase == DATA:
+            self._turn(FORWARD)
+
+    def _turn(self, phase: int) -> None:
+        now_s = time.perf_counter()
+        if self._phase >= 0:
+            self._seconds[self._phase] += now_s - self._since_s
+        self._phase, self._since_s = phase, now_s
 
 
 class Passes:
@@ -135,3 +187,54 @@ def pieces_of(low: int, high: int, largest: int | None) -> list[tuple[int, int]]
     count = -(-(high - low) // largest) if largest else 1
     bounds = [low + (high - low) * at // count for at in range(count + 1)]
     return list(zip(bounds, bounds[1:], strict=False))
+
+
+# ----- the loss over validation samples
+# All ranks take a part.  Does not know what the samples are.
+
+
+# The sum of losses over one part (of so many) of the validation samples, and how many samples that part has.
+Validation = Callable[[int, int], tuple[float, int]]
+
+
+@torch.no_grad()
+def validation_loss(model: torch.nn.Module, validation: Validation, comm: Communicator) -> float:
+    """This will give the mean loss over the validation samples; all ranks take a part of them."""
+    training = [
+        module for module in model.modules() if module.training
+    ]  # frozen layers may be in eval mode all the time
+    model.eval()
+    total, count = validation(comm.rank, comm.size)
+    for module in training:
+        module.training = True
+    facts = torch.tensor([total, float(count)], dtype=torch.float64)
+    comm.all_reduce(facts)
+    return float(facts[0] / facts[1])
+
+
+class MeanLoss:
+    """A validation: the loss of one pass over a source of samples, in batches; each rank computes a part."""
+
+    def __init__(self, loss_of: Callable[[Any], torch.Tensor], source: Any, batch: int, ahead: int) -> None:
+        self._loss_of, self._source, self._batch, self._ahead = loss_of, source, batch, ahead
+        self.device = torch.device("cpu")
+
+    def __call__(self, part: int, parts: int) -> tuple[float, int]:
+        count = len(self._source)
+        low, high = count * part // parts, count * (part + 1) // parts
+        spans = pieces_of(low, high, self._batch)
+        feed = Prefetcher(self._source, self.device, self._ahead)
+        feed.expect(spans)
+        total = 0.0
+        try:
+            for first, last in spans:
+                loss = self._loss_of(feed.take(first, last))
+                if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+                    raise TrainError(
+                        f"cannot validate: the function given to run.mean_loss returned a {type(loss).__name__}, not the mean "
+                        "loss over its samples (a tensor of one number)"
+                    )
+                total += float(loss.detach()) * (last - first)
+        finally:
+            feed.close()
+        return total, high - low

@@ -67,9 +67,9 @@ def place(environ: Mapping[str, str]) -> Place:
     """
     rank = _first_number(environ, MPI_RANK_NAMES)
     if rank is not None:
-        world = _first_number(environ, MPI_SIZE_NAMES) or 0
+        size = _first_number(environ, MPI_SIZE_NAMES) or 0
         local_rank = _first_number(environ, MPI_LOCAL_RANK_NAMES) or 0
-        return Place(launcher=Launcher.MPI, rank=rank, world=world, local_rank=local_rank)
+        return Place(launcher=Launcher.MPI, rank=rank, world=size, local_rank=local_rank)
     rank, world = _first_number(environ, ("RANK",)), _first_number(environ, ("WORLD_SIZE",))
     if rank is None or world is None:
         return Place(launcher=Launcher.NOBODY, rank=0, world=1, local_rank=0)

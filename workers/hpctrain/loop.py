@@ -16,34 +16,30 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import cast
 
 import numpy as np
 import torch
 
-from hpctrain.balance import Balance
-from hpctrain.batch import Batch, Passes, Step, pieces_of
+from hpctrain.batch import Batch, Passes, Phases, Step, Validation, pieces_of, validation_loss
 from hpctrain.checkpoint import Facts, GradientLog, Report, Wish, Writer
 from hpctrain.checkpoint.interval import Interval
-from hpctrain.checkpoint.snapshot import State
+from hpctrain.checkpoint.writing.snapshot import State
 from hpctrain.comm import Communicator
 from hpctrain.data import shares
 from hpctrain.data.prefetch import Prefetcher, Span
 from hpctrain.errors import PeerLost, TrainError
-from hpctrain.localsteps import LocalSteps
-from hpctrain.optim import clip_factor, multiply
-from hpctrain.phases import Phases
-from hpctrain.profiling import Profile
-from hpctrain.progress import Identity, Progress, StepReport
-from hpctrain.replicas import Replicas
-from hpctrain.scaling import Apart, RankTimes
+from hpctrain.exchange.balance import Balance
+from hpctrain.exchange.replicas import Replicas
+from hpctrain.exchange.scaling import Apart, RankTimes
+from hpctrain.exchange.sync import LocalSteps, Sync
+from hpctrain.optim.adamw import clip_factor, multiply
+from hpctrain.optim.torch_optim import Optimizer, TorchSchedule
+from hpctrain.optim.zero import ShardedOptimizer
+from hpctrain.report.profiling import Profile
+from hpctrain.report.progress import Identity, Progress, StepReport
 from hpctrain.settings import Settings
 from hpctrain.signals import StopRequest
 from hpctrain.state import gradient_log, state_to_write
-from hpctrain.sync import Sync
-from hpctrain.torchoptim import Optimizer
-from hpctrain.validation import Validation, validation_loss
-from hpctrain.zero import ShardedOptimizer
 
 # With a target time, this many steps are measured before the number of steps is fixed.
 MEASURED_STEPS = 20
@@ -68,8 +64,15 @@ class Loop:
         profile: Profile,
         shared: bool = False,
         interval: Interval | None = None,
+        schedule: TorchSchedule | None = None,
     ) -> None:
-        """`writer`: None on ranks that write nothing; `shared`: every rank has one, which writes a part."""
+        """`writer`: None on ranks that write nothing; `shared`: every rank has one, which writes a part.
+
+        `schedule`: the script's own, which then sets the learning rate.
+        """
+        self._schedule = schedule
+        if schedule is not None and progress.lr_schedule is not None:
+            schedule.load(progress.lr_schedule)
         self._model, self._optimizer, self._validation = model, optimizer, validation
         self._settings, self._comm = settings, comm
         self.progress = progress
@@ -95,7 +98,7 @@ class Loop:
         self.late_reports: list[Report] = []  # of checkpoints that ended after the last step
         self._due = self._validation_due = False
         self.changing = False  # ended because others are to take part
-        self.ended = False  # by the word of a script
+        self.ended = False  # by the word of a script, or early
         self.left = False  # because all who had samples in a step have left it
         self._under_way: Step | None = None
         self._apart = Apart()
@@ -114,7 +117,7 @@ class Loop:
         Raises:
             PeerLost: a rank is gone; `progress` and the tensors are those of the last step that was taken.
         """
-        stopped = False
+        stopped = self.ended = self._is_out_of_patience and not self.finished
         try:
             while not stopped and not self.finished and not self.changing:
                 started_s = time.perf_counter()
@@ -185,7 +188,7 @@ class Loop:
 
     def _step_at(self, number: int, low: int) -> Step:
         """The step after so many others, if shares stay as they are."""
-        size = self._settings.ramp.samples_at(number)
+        low, size = self._settings.batches.span(number, low)
         counts = self._counts if size == self._settings.batch else shares(size, self._counts)
         return Step(number=number + 1, low=low, counts=counts, rank=self._comm.rank)
 
@@ -208,7 +211,10 @@ class Loop:
         progress, settings = self.progress, self._settings
         own_s = time.perf_counter() - started_s
         data_s, forward_s, backward_s = self._phases.end()
-        lr = settings.lr_at(progress.step, batch.size, progress.total_steps)
+        if self._schedule is not None:
+            lr = self._schedule.lr
+        else:
+            lr = settings.lr_at(progress.step, batch.size, progress.total_steps)
         local, met = self._sync.local, self._meets_after(batch.number)
         comm_s, waited_s = self._buckets.exchange() if local is None else (0.0, 0.0)
         self._apart.add(own_s, data_s, waited_s)
@@ -228,7 +234,7 @@ class Loop:
             waited_s = time.perf_counter() - met_at_s  # for the other ranks, too; they hear of it when they meet next
             self._apart.wait_s = waited_s
         progress.step += 1
-        progress.next_sample += batch.size
+        progress.next_sample = batch.low + batch.size
         step_s = time.perf_counter() - started_s
         self._step_s = step_s
         if progress.total_steps is None:
@@ -259,10 +265,14 @@ class Loop:
         try:
             if met:
                 self._fix_total()
-            self._validation_due |= self._validates_after(progress.step)
+            self._validation_due |= self._validates_after(batch)
+            val_loss = self._validate() if met else None
+            if val_loss is not None:
+                report = replace(report, val_loss=val_loss, is_best=self._note_validation(val_loss))
+                stops |= self.ended
+                self._replicas.settle(batch.counts)  # validation may have changed something
             checkpoint, copy_s = self._checkpoint()
             report = replace(report, checkpoint=checkpoint, checkpoint_copy_s=copy_s, total_steps=progress.total_steps)
-            report = replace(report, val_loss=self._validate() if met else None)
         finally:  # it was taken, even if a rank is lost in what comes after it
             self._on_step(report)
         return stops
@@ -287,6 +297,9 @@ class Loop:
                 self._log.note(number, lr, factor)
             multiply(self._buckets.flats, factor)
             self._optimizer.step(number, lr)
+            if self._schedule is not None:
+                self._schedule.stepped()
+                progress.lr_schedule = self._schedule.state()
         else:
             progress.skipped += 1
         if scale != progress.loss_scale.value:
@@ -354,7 +367,7 @@ class Loop:
     def _refuse_loss(self, batch: Step, local_loss: float, *, alone: bool = False) -> None:
         """Say where the loss is not finite: which ranks, and which of their samples; all ranks call it, or one `alone`."""
         mine = (local_loss, [(p.low, p.high) for p in batch.pieces if not math.isfinite(p.loss or 0.0)])
-        spans = [mine] if alone else cast("list[tuple[float, list[Span]]]", self._comm.all_gather_object(mine))
+        spans: list[tuple[float, list[Span]]] = [mine] if alone else self._comm.all_gather_object(mine)
         bad = [
             f"rank {rank}, in its samples " + ", ".join(f"{low} to {high}" for low, high in pieces)
             for rank, (part, pieces) in enumerate(spans, self._comm.rank if alone else 0)
@@ -402,7 +415,8 @@ class Loop:
 
     def _gradient_log(self) -> GradientLog | None:
         """The log of gradients, if ranks take the same ones in every step, and a checkpoint comes before it is too long."""
-        if self._sync.local is not None or not self._interval.wanted or self._writer is None:
+        # A step of the script's own schedule could not be taken again from the log: it may change more than the learning rate.
+        if self._sync.local is not None or not self._interval.wanted or self._writer is None or self._schedule:
             return None
         comm = self._comm if self._shared else None
         every = self._settings.checkpoint_every or 1
@@ -476,9 +490,39 @@ class Loop:
         with self._settings.precision.autocast(self._device):
             return validation_loss(self._model, self._validation, self._comm)
 
-    def _validates_after(self, step: int) -> bool:
-        every = self._settings.eval_every
-        return every > 0 and (step % every == 0 or step == 1 or self.finished)
+    def _note_validation(self, loss: float) -> bool:
+        """Count a validation, and end the training if it has been in vain for long; returns whether it is the best so far."""
+        progress = self.progress
+        best = progress.validated(loss)
+        if self._schedule is not None:
+            self._schedule.validated(loss)
+            progress.lr_schedule = self._schedule.state()
+        self.ended |= self._is_out_of_patience
+        return best
+
+    @property
+    def _is_out_of_patience(self) -> bool:
+        patience = self._settings.patience
+        return patience is not None and self.progress.validations_since_best >= patience
+
+    @property
+    def why_ended(self) -> str:
+        """Why the training ended before its last step, if it did not stop at a signal."""
+        progress = self.progress
+        if not self._is_out_of_patience:
+            return f"ended by the script at step {progress.step}"
+        return (
+            f"stopped early at step {progress.step}: {progress.validations_since_best} validations without a lower loss than "
+            f"{progress.best_loss:.4f} at step {progress.best_step}"
+        )
+
+    def _validates_after(self, batch: Step) -> bool:
+        step, every = self.progress.step, self._settings.eval_every
+        if every is not None:
+            return every > 0 and (step % every == 0 or step == 1 or self.finished)
+        samples = self._settings.batches.epoch_samples
+        assert samples is not None  # epochs are counted
+        return self.finished or self.progress.next_sample // samples > batch.low // samples
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:

@@ -6,21 +6,94 @@ Imports nothing heavy: `--help` and a wrong option answer at once.
 from __future__ import annotations
 
 import argparse
+import difflib
 import math
+from collections.abc import Mapping
 from pathlib import Path
+from typing import NoReturn
 
-from hpctrain.schedule import Course, LrRule, LrScale
+from hpctrain.errors import TrainError
+from hpctrain.optim.schedule import Course, LrRule, LrScale
 
 WRITERS = ("tensorboard", "mlflow")
+LENGTHS = ("steps", "epochs", "target_seconds")  # how long a run is, in one of three ways
 
 
 def add_options(parser: argparse.ArgumentParser, **defaults: object) -> None:
-    """This will add the options of `hpctrain.run.start`; `defaults` replaces the defaults of some, by name."""
+    """Add the options of `hpctrain.run.start`; `defaults` replaces the defaults of some, by name.
+
+    Raises:
+        TrainError: `defaults` say twice how long a run is.
+    """
     _add_training(parser)
     _add_machine(parser)
     _add_ranks(parser)
     _add_run(parser)
+    check_one_length(defaults)
     parser.set_defaults(**defaults)
+
+
+def options_from(settings: Mapping[str, object]) -> argparse.Namespace:
+    """Return the options for settings by name: `out`, `lr`, `scale_lr`, ..., with values as on the command line or Python's own.
+
+    None stands for the default.
+
+    Raises:
+        TypeError: there is no setting of that name.
+        TrainError: a value is not allowed, or a setting is missing.
+    """
+    check_one_length(settings)
+    parser = _Refusing(add_help=False, prog="start")
+    add_options(parser)
+    actions = {action.dest: action for action in parser._actions}
+    words = []
+    for name, value in settings.items():
+        if name not in actions:
+            near = difflib.get_close_matches(name, actions, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ": see hpctrain(1) for their names"
+            raise TypeError(f"start() has no setting {name!r}{hint}")
+        words += _words_of(actions[name], value)
+    if settings.get("out") is None:
+        raise TrainError("cannot start: give a directory for checkpoints and metrics: start(out=DIRECTORY)")
+    return parser.parse_args(words)
+
+
+class _Refusing(argparse.ArgumentParser):
+    """A parser that raises instead of ending the process."""
+
+    def error(self, message: str) -> NoReturn:
+        raise TrainError(f"cannot start: {message.removeprefix('argument ')}")
+
+
+def _words_of(action: argparse.Action, value: object) -> list[str]:
+    """The command line for one setting."""
+    name = action.option_strings[-1 if action.option_strings[0].count("-") == 1 else 0]
+    if value is None:
+        return []
+    if isinstance(action, argparse.BooleanOptionalAction):
+        return [name if value else f"--no-{name[2:]}"]
+    if action.nargs == 0 or isinstance(value, bool):
+        return [name] if value else []
+    if isinstance(value, (tuple, list)):
+        value = (":" if action.dest == "ramp" else ",").join(map(str, value))
+    return [f"{name}={value}"]
+
+
+def check_one_length(settings: Mapping[str, object]) -> None:
+    """Raises TrainError: settings of a script say twice how long a run is."""
+    given = [name for name in LENGTHS if settings.get(name) is not None]
+    if len(given) > 1:
+        raise TrainError(f"cannot give a run two lengths, {' and '.join(given)}: leave all but one away")
+
+
+class _Length(argparse.Action):
+    """An option that says how long a run is: it replaces the others, a script's defaults too."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: object, option: str | None = None
+    ) -> None:
+        for name in LENGTHS:
+            setattr(namespace, name, values if name == self.dest else None)
 
 
 def positive(text: str) -> int:
@@ -57,26 +130,54 @@ def share(text: str) -> float:
 
 def _add_training(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("training")
-    group.add_argument("--steps", type=positive, help="how many (default: 400, or by --target-seconds)")
-    group.add_argument("--target-seconds", type=amount, metavar="S", help="as many steps as fit, measured at the start")
     group.add_argument(
-        "--batch", type=positive, default=32, help="samples per step, of all ranks together (%(default)s)"
+        "--steps",
+        type=positive,
+        action=_Length,
+        metavar="N",
+        help="steps of the run (default: 400); of --steps, --epochs and --target-seconds the last one counts",
     )
-    group.add_argument("--lr", type=amount, default=4e-3, help="highest learning rate (%(default)s)")
-    group.add_argument("--warmup", type=count, default=20, metavar="STEPS", help="steps up to it (%(default)s)")
+    group.add_argument("--epochs", type=positive, action=_Length, metavar="N", help="passes over the data")
+    group.add_argument(
+        "--target-seconds",
+        type=amount,
+        action=_Length,
+        metavar="S",
+        help="as many steps as fit, measured at the start",
+    )
+    group.add_argument(
+        "--batch",
+        type=positive,
+        metavar="N",
+        help="samples per step, of all ranks together (default: a DataLoader's batch_size, else 32)",
+    )
+    group.add_argument("--lr", type=amount, metavar="RATE", help="peak learning rate (default: the optimizer's own)")
+    group.add_argument(
+        "--warmup",
+        type=count,
+        default=0,
+        metavar="STEPS",
+        help="steps in which the learning rate rises to its peak (%(default)s)",
+    )
     group.add_argument(
         "--schedule",
         choices=tuple(course.value for course in Course),
-        default=Course.COSINE.value,
-        help="how it goes down from there (%(default)s)",
+        default=Course.CONSTANT.value,
+        help="how the learning rate changes after the warm-up (%(default)s)",
     )
-    group.add_argument("--floor", type=share, default=0.05, metavar="SHARE", help="of it at the end (%(default)s)")
+    group.add_argument(
+        "--floor",
+        type=share,
+        default=0.05,
+        metavar="SHARE",
+        help="share of the peak learning rate that cosine and linear end with (%(default)s)",
+    )
     group.add_argument(
         "--scale-lr",
         type=_lr_scale,
         default=LrScale(),
         metavar="linear:BASE|sqrt:BASE",
-        help="--lr is meant for batches of BASE samples, a larger --batch gets more (default: not so)",
+        help="the learning rate is meant for batches of BASE samples, a larger --batch gets more (default: not so)",
     )
     group.add_argument(
         "--ramp",
@@ -85,7 +186,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         help="batches grow from FIRST samples to --batch within so many steps (default: they do not)",
     )
     group.add_argument(
-        "--clip", type=amount, default=1.0, metavar="NORM", help="gradient norm's limit, 0: none (%(default)s)"
+        "--clip", type=amount, default=0.0, metavar="NORM", help="limit of the gradient's norm (%(default)g: none)"
     )
     group.add_argument("--seed", type=int, default=1, help="of weights, samples and all else (%(default)s)")
 
@@ -115,7 +216,13 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
         type=count,
         default=2,
         metavar="N",
-        help="pieces of data made ready beforehand, in a thread; 0: none (%(default)s)",
+        help="pieces of data made ready beforehand, by a thread or by each worker; 0: none (%(default)s)",
+    )
+    group.add_argument(
+        "--workers",
+        type=count,
+        metavar="N",
+        help="processes of each rank that load samples of a torch Dataset (default: a DataLoader's num_workers, else 0)",
     )
     group.add_argument(
         "--recompute", action="store_true", help="keep less of forward in memory, compute blocks again for backward"
@@ -163,7 +270,9 @@ def _add_ranks(parser: argparse.ArgumentParser) -> None:
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("run")
-    group.add_argument("--out", type=Path, required=True, metavar="DIR", help="checkpoints, metrics.jsonl and model.pt")
+    group.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="directory for checkpoints, metrics.jsonl and model.pt"
+    )
     group.add_argument(
         "--resume", choices=("auto", "never"), default="auto", help="go on if DIR has checkpoints (%(default)s)"
     )
@@ -187,13 +296,32 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--keep-every", type=amount, default=0.0, metavar="HOURS", help="and one of so many hours (0: none older)"
     )
-    group.add_argument("--eval-every", type=count, default=50, metavar="N", help="steps; 0: never (%(default)s)")
+    group.add_argument(
+        "--save-model",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="write the weights to DIR/model.pt at the end (default: yes)",
+    )
+    group.add_argument(
+        "--eval-every",
+        type=count,
+        metavar="N",
+        help="steps between validations, 0: never; for scripts that give run.steps a validation "
+        "(default: each epoch with --epochs, else 50)",
+    )
+    group.add_argument(
+        "--patience",
+        type=positive,
+        metavar="N",
+        help="stop after N validations without a lower loss, and keep the weights of the lowest in DIR/best.pt "
+        "(default: do not stop)",
+    )
     group.add_argument(
         "--log",
         type=_writers,
         default=(),
         metavar="tensorboard,mlflow",
-        help="write metrics for these too, if installed, beside metrics.jsonl (default: not)",
+        help="write metrics for these programs too, beside metrics.jsonl; they have to be installed (default: not)",
     )
     group.add_argument(
         "--profile",
@@ -202,7 +330,15 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="trace N steps of each rank into DIR/profile (%(default)s)",
     )
-    group.add_argument("--print-every", type=positive, default=10, metavar="N", help="steps (%(default)s)")
+    group.add_argument(
+        "--print-every", type=positive, default=10, metavar="N", help="steps between lines of output (%(default)s)"
+    )
+    group.add_argument(
+        "--progress",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="show a progress bar instead of lines, on a terminal and if rich is installed (default: yes)",
+    )
 
 
 def _every(text: str) -> int | None:

@@ -11,10 +11,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hpctrain.env import require
 from hpctrain.errors import EXIT_FAILED, TrainError
-from hpctrain.metrics import read_metrics
+from hpctrain.report.metrics import read_metrics
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 LOSS, VALIDATION, RESTART, CHECKPOINT, FAINT = "#9db8d9", "#c8482c", "#444444", "#3b7d4f", "#ececec"
 SMOOTHING = 0.8
@@ -85,7 +89,7 @@ def draw(curve: Curve, path: Path, title: str) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot  # noqa: PLC0415
 
-    figure, axes = pyplot.subplots(figsize=(9, 5), dpi=140)
+    figure, axes = pyplot.subplots(figsize=(9, 5), dpi=140, layout="constrained")
     axes.plot(*zip(*curve.loss, strict=True), color=LOSS, linewidth=0.8, alpha=0.7)
     axes.plot(*zip(*smooth(curve.loss), strict=True), color="#2f5f9e", linewidth=2, label="training loss (smoothed)")
     for number, part in enumerate(curve.lost):
@@ -105,32 +109,32 @@ def draw(curve: Curve, path: Path, title: str) -> None:
     _mark_checkpoints(axes, curve)
     axes.set_xlim(0, curve.total_steps * 1.05)
     axes.set_xlabel("step")
-    axes.set_ylabel("loss (nats per character)")
+    axes.set_ylabel("loss")
     axes.set_title(title, loc="left", fontsize=11, weight="bold")
     axes.grid(axis="y", color="#e4e4e4", linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="upper right")
-    figure.tight_layout()
+    # Outside of the axes, where it hides neither the curve nor a restart's text.
+    figure.legend(frameon=False, loc="outside lower center", ncols=3, fontsize=9)
     figure.savefig(path)
     pyplot.close(figure)
 
 
-def _mark_restarts(axes: object, curve: Curve) -> None:
+def _mark_restarts(axes: Axes, curve: Curve) -> None:
     for step, attempt in curve.restarts:
-        axes.axvline(step, color=RESTART, linewidth=1, linestyle=(0, (4, 3)))  # type: ignore[attr-defined]
-        axes.annotate(  # type: ignore[attr-defined]
+        axes.axvline(step, color=RESTART, linewidth=1, linestyle=(0, (4, 3)))
+        axes.annotate(
             f" attempt {attempt} resumes\n from step {step}",
             (step, 0.78), xycoords=("data", "axes fraction"), fontsize=8.5, color=RESTART,
         )  # fmt: skip
 
 
-def _mark_checkpoints(axes: object, curve: Curve) -> None:
+def _mark_checkpoints(axes: Axes, curve: Curve) -> None:
     """Ticks along the lower edge, long ones for bases."""
-    edge = axes.get_xaxis_transform()  # type: ignore[attr-defined]
+    edge = axes.get_xaxis_transform()
     for steps, height, label in ((curve.bases, 0.035, "checkpoint: base"), (curve.increments, 0.018, "increment")):
         if steps:
             width = 2.2 if height > 0.02 else 1.4
-            axes.vlines(steps, 0, height, color=CHECKPOINT, linewidth=width, transform=edge, label=label)  # type: ignore[attr-defined]
+            axes.vlines(steps, 0, height, color=CHECKPOINT, linewidth=width, transform=edge, label=label)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -148,7 +152,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_FAILED
     restarts = len(curve.restarts)
     told = f"{curve.loss[-1][0]} steps, {restarts} restart{'s' * (restarts != 1)}, loss {curve.loss[-1][1]:.2f}"
-    draw(curve, options.output, options.title or told)
+    try:
+        draw(curve, options.output, options.title or told)
+    except OSError as error:
+        print(f"hpctrain.plot: cannot write {options.output}: {error.strerror}", file=sys.stderr)
+        return EXIT_FAILED
+    print(f"wrote {options.output}: {told}")
     return 0
 
 

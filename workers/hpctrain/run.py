@@ -1,35 +1,49 @@
-"""A run, for scripts of one's own: join the ranks, go on from the last checkpoint, and give each rank its part of each batch.
+"""A run, for scripts of one's own: join the ranks, resume from the last checkpoint, and give each rank its part of each batch.
 
-    with start(options, "mnist") as run:
+    with start(out="run1", epochs=10) as run:
         model = Net().to(run.device)
-        optimizer = torch.optim.AdamW(model.parameters())  # or hpctrain.optim.AdamW, which starts a second sooner
-        for batch in run.steps(model, optimizer, data=Rows(arrays, options.seed)):
-            part = batch.samples
-            batch.backward(F.cross_entropy(model(part["image"]), part["name"]))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)  # or hpctrain.optim.AdamW, which starts a second sooner
+        for batch in run.steps(model, optimizer, data=DataLoader(train_set, batch_size=64, shuffle=True)):
+            images, names = batch.samples
+            batch.backward(F.cross_entropy(model(images), names))
     sys.exit(run.status)
 
-`options` are those of `hpctrain.options.add_options`.  One process is the same code as many ranks.  Does not know models or data.
-Rules: every rank runs the same script; an error on one ends all; `status` is 0 when the training is finished or the
-script has left the loop or ended it, 75 when a signal stopped it with a checkpoint made (queue me again), 1 after an error.
+Settings are those of `hpctrain.options`, by name, or `start(options)` with those of `add_options`.  One process is the same code
+as many ranks.  Does not know models or data.
+Rules: every rank runs the same script; an error on one ends all; `status` is 0 when the training is finished or the script has
+left the loop or ended it, 75 when a signal stopped it with a checkpoint made (queue me again), 1 after an error.
 """
 
 from __future__ import annotations
 
 import argparse
+import array
+import fcntl
+import functools
 import io
+import itertools
 import os
+import shutil
+import stat
 import sys
+import termios
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sized
+import traceback
+import weakref
+from collections.abc import Callable, Generator, Iterator, Mapping, Sized
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.utils.checkpoint import checkpoint
 
-from hpctrain.agreement import agree, data_facts, facts_of, hash_of, say_ended, told
-from hpctrain.batch import Batch
+import hpctrain.comm
+from hpctrain.batch import Batch, MeanLoss, Validation
 from hpctrain.checkpoint import (
     BackgroundWriter,
     Claim,
@@ -42,52 +56,270 @@ from hpctrain.checkpoint import (
     replay_through,
     restore_newest,
 )
-from hpctrain.checkpoint.bringing import bring_back, bring_parts
-from hpctrain.checkpoint.files import write_draft
-from hpctrain.checkpoint.group import Seat
 from hpctrain.checkpoint.interval import Interval, claims_at_s
-from hpctrain.checkpoint.listing import checkpoint_names
-from hpctrain.checkpoint.restore import Replay
-from hpctrain.checkpoint.snapshot import layout_of
+from hpctrain.checkpoint.reading.listing import checkpoint_names
+from hpctrain.checkpoint.reading.restore import Replay
+from hpctrain.checkpoint.writing.bring_back import bring_back, bring_parts
+from hpctrain.checkpoint.writing.files import write_draft
+from hpctrain.checkpoint.writing.group import Seat
+from hpctrain.checkpoint.writing.snapshot import layout_of
 from hpctrain.comm import Communicator, connect
+from hpctrain.comm.elastic_group import MembersCommunicator
 from hpctrain.comm.links import own_addresses
-from hpctrain.comm.members import MembersCommunicator
 from hpctrain.data.dataset import Dataset
 from hpctrain.data.prefetch import Prefetcher
 from hpctrain.data.sources import Source
 from hpctrain.data.staging import staged
-from hpctrain.env import job_facts
+from hpctrain.data.torchdata import TorchSource, in_order, source_for
+from hpctrain.env import job_facts, place
 from hpctrain.errors import EXIT_FAILED, EXIT_REQUEUE, MismatchError, PeerLost, PublishError, TrainError
+from hpctrain.exchange.agreement import agree, data_facts, facts_of, hash_of, say_ended, told
+from hpctrain.exchange.replicas import check_replicas, hand_over
+from hpctrain.exchange.sync import Sync, make_sync
 from hpctrain.loop import Loop, seed_step
-from hpctrain.outermost import all_or_none, orderly_exit, tell_unmet
-from hpctrain.precision import Precision, loss_scale_for
-from hpctrain.prepare import prepare_model
-from hpctrain.profiling import Profile
-from hpctrain.progress import Identity, Progress, StepReport, progress_from
-from hpctrain.record import Record
-from hpctrain.replicas import check_replicas, hand_over
-from hpctrain.settings import check_elastic, check_options, settings_of
+from hpctrain.optim.precision import Precision, loss_scale_for
+from hpctrain.optim.schedule import EpochEnd
+from hpctrain.optim.torch_optim import Optimizer, TorchSchedule, guarded, optimizer_for
+from hpctrain.optim.zero import ShardedOptimizer, check_elementwise
+from hpctrain.options import options_from
+from hpctrain.report.heartbeat import Heartbeat
+from hpctrain.report.profiling import Profile
+from hpctrain.report.progress import Identity, Progress, StepReport, progress_from
+from hpctrain.report.reporter import Record, Teller
+from hpctrain.report.writers import check_writers
+from hpctrain.settings import (
+    DEFAULT_BATCH,
+    Settings,
+    check_elastic,
+    check_options,
+    check_own_schedule,
+    check_validation,
+    settings_of,
+)
 from hpctrain.signals import StopRequest
 from hpctrain.state import live_tensors
-from hpctrain.sync import Sync, make_sync
-from hpctrain.teller import Teller
-from hpctrain.torchoptim import Optimizer, guarded, optimizer_for
-from hpctrain.validation import Validation
-from hpctrain.writers import check_writers
-from hpctrain.zero import ShardedOptimizer, check_elementwise
+
+# ----- what is done to a model before it is trained: looked at, recomputing, compiling
+# Rules: in place, and names of weights stay, so that checkpoints fit with and without.
+
+
+def prepare_model(options: argparse.Namespace, model: torch.nn.Module) -> None:
+    """This will make forward what the options say, in place: names of weights stay.
+
+    Raises:
+        TrainError: that cannot be done with this model or on this machine, or the model has weights without values.
+    """
+    _check_weights(model)
+    if options.recompute:
+        recompute_blocks(model)
+    if options.compile:
+        compiler = os.environ.get("CXX", "g++")
+        on_cpu = next((p.device.type for p in model.parameters()), "cpu") == "cpu"
+        if options.compile == "inductor" and on_cpu and shutil.which(compiler) is None:
+            raise TrainError(
+                f"cannot compile the model: there is no C++ compiler {compiler!r} here; install g++, set CXX, or leave "
+                "--compile away"
+            )
+        model.compile(backend=options.compile)
+
+
+def _check_weights(model: torch.nn.Module) -> None:
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise TrainError("cannot train this model: it has no weights, or all are frozen (requires_grad is False)")
+    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if is_lazy(tensor):
+            raise TrainError(
+                f"cannot train this model: {name} has no shape yet (a lazy module); call the model once on a sample before the "
+                "optimizer is made"
+            )
+        if tensor.is_meta:
+            raise TrainError(
+                f"cannot train this model: {name} has no values (device meta); call model.to_empty(device=run.device), and "
+                "have it initialized, before the optimizer is made"
+            )
+
+
+# ----- less memory for more time: forward's inner results are not kept but computed again when backward needs them
+# Does not know models beyond their lists of blocks.
+# Rules: random numbers are the same the second time, so the gradients are the same to the bit.
+# Sources: Chen et al., "Training deep nets with sublinear memory cost", 2016; torch.utils.checkpoint.
+
+
+def recompute_blocks(model: nn.Module) -> int:
+    """This will recompute each block of the model's outermost lists (ModuleList, Sequential), and return how many there are.
+
+    Raises:
+        TrainError: the model has no list of blocks.
+    """
+    blocks = _blocks(model)
+    if not blocks:
+        raise TrainError(
+            "cannot recompute: the model has no torch.nn.ModuleList or Sequential of blocks; call "
+            "hpctrain.run.recompute(module) for those of its parts that are to be computed twice"
+        )
+    for block in blocks:
+        recompute(block)
+    return len(blocks)
+
+
+def recompute(module: nn.Module) -> None:
+    """This will make the module keep its inputs alone for backward."""
+    forward = module.forward
+
+    @functools.wraps(forward)
+    def twice(*inputs: Any, **named: Any) -> Any:
+        if module.training and torch.is_grad_enabled():
+            return checkpoint(forward, *inputs, use_reentrant=False, **named)
+        return forward(*inputs, **named)
+
+    module.forward = twice
+
+
+def _blocks(module: nn.Module) -> list[nn.Module]:
+    if isinstance(module, (nn.ModuleList, nn.Sequential)):
+        return [child for child in module if any(True for _ in child.parameters())]
+    return [block for child in module.children() for block in _blocks(child)]
+
+
+# ----- the outermost edge of a rank: an error ends all ranks at once, and its reason is printed first
+# Without this the others would wait in a collective for a rank that is gone.  In a job the scheduler is told the reason too, and
+# whether it is one or only the echo of another rank's end: hlogs(1) shows the first cause first.
+
+
+READ_LIMIT_S = 2.0  # the other ranks wait meanwhile
+
+
+@contextmanager
+def all_or_none(comm: Communicator) -> Iterator[None]:
+    """Run the body and, if it raises, print why with the rank's number and end every rank.
+
+    In an interactive interpreter or a notebook, where there is one rank, the error is the caller's.
+    """
+    if comm.size == 1 and not comm.elastic and is_interactive():
+        yield
+        return
+    try:
+        yield
+    except SystemExit as exiting:
+        status, text = EXIT_FAILED, str(exiting.code)
+        if isinstance(exiting.code, int):
+            status, text = exiting.code, f"the script ended with status {exiting.code}"
+        _say(comm, f"{text}\n")
+        _tell(comm, text, exiting)
+        comm.abort(status)
+    except KeyboardInterrupt:
+        _say(comm, "interrupted\n")
+        comm.abort(130)
+    except TrainError as error:
+        _say(comm, f"{error}\n")
+        _tell(comm, str(error), error)
+        comm.abort(EXIT_FAILED)
+    except Exception as error:  # whatever it is, the others must not wait for us
+        text = traceback.format_exc()
+        _say(comm, text)
+        _tell(comm, text, error)
+        comm.abort(EXIT_FAILED)
+
+
+def is_interactive() -> bool:
+    """Whether this process has a user who goes on after an error: a prompt, a notebook, or a program with other threads."""
+    return (
+        hasattr(sys, "ps1") or bool(sys.flags.interactive) or threading.current_thread() is not threading.main_thread()
+    )
+
+
+@contextmanager
+def orderly_exit() -> Iterator[list[SystemExit]]:
+    """This will run the body and put into the list how it ended, if by `sys.exit` and for no error."""
+    found: list[SystemExit] = []
+    try:
+        yield found
+    except SystemExit as exiting:
+        if exiting.code not in (None, 0, EXIT_REQUEUE):
+            raise
+        found.append(exiting)
+
+
+def tell_unmet(environ: Mapping[str, str], error: TrainError) -> None:
+    """This will tell the scheduler why ranks could not meet; which rank this is, only its launcher knows."""
+    with suppress(TrainError):  # what the launcher says may be the very error
+        here = place(environ)
+        Heartbeat(environ).fail(here.rank, here.world, str(error), echo=False)
+
+
+def is_echo(error: BaseException) -> bool:
+    """This will say whether the error came up while ranks were exchanging: then another rank is gone, most likely."""
+    frames = traceback.extract_tb(error.__traceback__)
+    here = str(Path(hpctrain.comm.__file__).parent)
+    return not isinstance(error, TrainError) and any(frame.filename.startswith(here) for frame in frames)
+
+
+def wait_until_read(descriptor: int, limit_s: float = READ_LIMIT_S) -> bool:
+    """This will wait until the other end of a pipe, socket or terminal has taken what was written to it, or the limit is over.
+
+    A launcher that is told to abort ends at once (MPICH's does) and loses what its ranks wrote and it has not read yet.
+    """
+    mode = os.fstat(descriptor).st_mode
+    if not (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or os.isatty(descriptor)):
+        return True
+    request = (
+        termios.FIONREAD if stat.S_ISFIFO(mode) else termios.TIOCOUTQ
+    )  # ioctl_tty(2), unix(7): bytes not taken yet
+    unread = array.array("i", [0])
+    until = time.monotonic() + limit_s
+    while time.monotonic() < until:
+        fcntl.ioctl(descriptor, request, unread)
+        if unread[0] == 0:
+            return True
+        time.sleep(0.001)
+    return False
+
+
+def _say(comm: Communicator, text: str) -> None:
+    label = f"rank {comm.rank} of {comm.size}: " if comm.size > 1 else ""
+    with suppress(BrokenPipeError):  # nobody listens any more; all ranks end all the same
+        if sys.stdout is not None:  # it is if Python was started without it
+            sys.stdout.flush()
+    with suppress(BrokenPipeError):
+        if sys.stderr is not None:
+            sys.stderr.write(f"hpctrain: {label}{text}")
+            sys.stderr.flush()
+        for stream in (sys.__stdout__, sys.__stderr__):
+            if stream is not None:
+                wait_until_read(stream.fileno())
+
+
+def _tell(comm: Communicator, text: str, error: BaseException) -> None:
+    Heartbeat(os.environ).fail(comm.rank, comm.size, text, echo=is_echo(error))
+
 
 DEFAULT_STEPS = 400
 CLAIM_AGAIN_S = 30.0
+MODEL, BEST = "model.pt", "best.pt"
 T = TypeVar("T")
 
 
 @contextmanager
-def start(options: argparse.Namespace, name: str, environ: Mapping[str, str] | None = None) -> Iterator[Run]:
-    """This will join the ranks that the launcher made, and leave them at the end; `name` is what log lines begin with.
+def start(
+    options: argparse.Namespace | None = None,
+    name: str = "train",
+    environ: Mapping[str, str] | None = None,
+    **settings: object,
+) -> Iterator[Run]:
+    """Join the ranks that the launcher made, and leave them at the end; `name` is what log lines begin with.
+
+    `settings` have the names and values of the options (`start(out="run1", lr=1e-3)`), in place of `options`; the command line is
+    not read.
 
     Raises:
         SystemExit: the ranks cannot meet; why is on stderr.
+        TypeError: there is no such setting, or both `options` and settings were given.
+        TrainError: a setting has no such value.
     """
+    if options is None:
+        options = options_from(settings)
+    elif settings:
+        raise TypeError(f"start() takes options or settings, not both: {', '.join(settings)}")
     environ = os.environ if environ is None else environ
     try:
         comm = connect(options.backend, environ)
@@ -102,8 +334,12 @@ def start(options: argparse.Namespace, name: str, environ: Mapping[str, str] | N
         run = Run(options, name, comm, stop, environ)
         if options.verbose and run.is_first:
             print("\n".join(f"exchange: {line}" for line in comm.describe()), flush=True)
-        with orderly_exit() as exiting:
-            yield run
+        try:
+            with orderly_exit() as exiting:
+                yield run
+        except BaseException:
+            run.abandon()
+            raise
         run.leave()
         with suppress(PeerLost):  # who is lost now has nothing left to do
             comm.barrier()
@@ -121,7 +357,8 @@ class Task:
     facts: dict[str, str]
     validation: Validation | None
     data: Source | None
-    samples: int | None
+    settings: Settings
+    schedule: object = None  # of torch.optim.lr_scheduler
 
 
 class Run:
@@ -148,6 +385,9 @@ class Run:
         self._record = Record(options.out)
         self._progress: Progress | None = None  # how far this rank is, None if it has nothing yet
         self._last_step: tuple[StepReport, float] | None = None  # and when it was over
+        self._sources: list[TorchSource] = []  # which may have workers
+        self._iterator: weakref.ref[Generator[Batch, None, None]] | None = None
+        self._teller: Teller | None = None
         self._interrupted = False  # ranks were lost since the last generation, or all are started again
         self.weights_sha256 = ""  # after the steps: the same on all ranks
 
@@ -207,7 +447,8 @@ class Run:
 
     def share(self, make: Callable[[], T]) -> T:
         """This will give every rank what `make` returns on the first one (picklable, small); all ranks call it."""
-        return cast(T, told(self.comm, make() if self.is_first else None)[0])
+        made: T = told(self.comm, make() if self.is_first else None)[0]
+        return made
 
     def dataset(self, directory: Path) -> Dataset:
         """This will open the data set in a directory that all nodes see, or its copy (`--stage`); all ranks call it.
@@ -225,22 +466,58 @@ class Run:
             raise MismatchError(f"cannot train on {directory}: the ranks see different data sets there: {digests}")
         return dataset
 
+    def mean_loss(self, loss_of: Callable[[Any], torch.Tensor], data: Any, batch: int | None = None) -> MeanLoss:
+        """Return a validation for `steps`: the mean of `loss_of(samples)` over `data`, a torch Dataset or DataLoader or a source.
+
+        Each rank computes a part, without gradients and with the model in eval mode.  `batch`: samples at once, the DataLoader's
+        batch_size or the option's if not given.
+        """
+        source = in_order(data, self._options.workers)
+        self._keep_source(source)
+        size = batch or getattr(source, "batch", None) or self._options.batch or DEFAULT_BATCH
+        return MeanLoss(loss_of, source, size, self._options.prefetch)
+
     def steps(
         self,
         model: torch.nn.Module,
         optimizer: Optimizer | torch.optim.Optimizer,
         validation: Validation | None = None,
-        data: Source | None = None,
+        data: Any = None,
         samples: int | None = None,
+        schedule: Any = None,
     ) -> Iterator[Batch]:
-        """This will go through the steps that are left, and give this rank's part of each batch; all ranks go along.
+        """Go through the steps that are left, and give this rank's part of each batch; all ranks call it.
 
         Of each batch the script calls `backward` once; with `--micro-batch` a rank's part comes in pieces, each a batch here.
         A rank that has no samples in a step is not given one.  What the script computes with a batch runs in `--precision`.
-        `batch.samples` is what `data[low:high]` gives (see `hpctrain.data.sources`), on the device and made ready beforehand.
-        `samples`: how many there are, if that is not what `data` says; then metrics have the epoch too.
-        `validation(part, parts)` returns the sum of losses over one part of the validation samples, and how many they are.
+        `data`: a torch Dataset or DataLoader, or a source of `hpctrain.data.sources`; `batch.samples` is what it gives, on the
+        model's device.  The DataLoader's batch_size is that of all ranks together, unless `--batch` is given.
+        `samples`: how many an epoch has, if `data` has no length.
+        `validation`: what `mean_loss` returns; or a function of (part, parts) that returns the sum of losses over one part of the
+        validation samples, and how many they are.
+        `schedule`: one of torch.optim.lr_scheduler, which is stepped after each step and kept in checkpoints.
         """
+        iterator = self._steps(model, optimizer, validation, data, samples, schedule)
+        self._iterator = weakref.ref(iterator)
+        return iterator
+
+    def abandon(self) -> None:
+        """Undo after an error what the script's process would notice: hooks on its model, threads, a progress bar."""
+        if self._teller is not None:
+            self._teller.close()
+        iterator = self._iterator() if self._iterator is not None else None
+        if iterator is not None:
+            iterator.close()
+
+    def _steps(
+        self,
+        model: torch.nn.Module,
+        optimizer: Optimizer | torch.optim.Optimizer,
+        validation: Validation | None,
+        data: Any,
+        samples: int | None,
+        schedule: Any,
+    ) -> Generator[Batch, None, None]:
         options = self._options
         if self._began:
             raise TrainError(
@@ -249,20 +526,46 @@ class Run:
         self._began = True
         check_options(options)
         check_writers(options.log)
-        samples = samples or (len(data) if isinstance(data, Sized) else None)
+        data = source_for(data, options.seed, options.workers)
+        self._keep_source(data)
         if options.zero:
             check_elementwise(optimizer)
         if self.comm.elastic:
             check_elastic(options)
         prepare_model(options, model)
+        if isinstance(validation, MeanLoss):
+            validation.device = _device_of(model)
+        own = optimizer_for(model, optimizer)
+        if schedule is not None:
+            check_own_schedule(options)
         task = Task(
             model=model,
-            optimizer=optimizer_for(model, optimizer),
+            optimizer=own,
             facts=facts_of(options, model, optimizer) | data_facts(data),
             validation=validation,
             data=data,
-            samples=samples,
+            schedule=schedule,
+            settings=settings_of(
+                options,
+                own.lr,
+                batch=getattr(data, "batch", None),
+                epoch_samples=samples or (len(data) if isinstance(data, Sized) else None),
+                epoch_end=getattr(data, "epoch_end", EpochEnd.CROSS),
+                own_schedule=type(schedule).__name__ if schedule is not None else "",
+            ),
         )
+        notes = [check_validation(options, validates=validation is not None)]
+        if options.workers and not isinstance(data, TorchSource):
+            notes.append(f"--workers {options.workers} has no effect: the data is no torch Dataset or DataLoader")
+        for note in filter(None, notes if self.is_first else ()):
+            print(f"{self._name}: {note}", flush=True)
+        try:
+            yield from self._generations(task)
+        finally:
+            for source in self._sources:
+                source.close()
+
+    def _generations(self, task: Task) -> Iterator[Batch]:
         while not self._over:
             self.comm.meet()
             try:
@@ -275,7 +578,7 @@ class Run:
                 if loop.left:
                     self._over, self._left_after = True, loop.progress.step
                 elif not loop.changing:
-                    self._end(model, loop, teller)
+                    self._end(task.model, loop, teller)
             except PeerLost as lost:
                 self._interrupted, self._inside = True, None
                 print(f"{self._name}: rank {self.rank} of {self.size}: {lost}", flush=True)
@@ -296,7 +599,7 @@ class Run:
         options, comm, model, optimizer = self._options, self.comm, task.model, task.optimizer
         live = lambda: live_tensors(model, optimizer) | sync.tensors()  # noqa: E731
         replay = replay_through(model, optimizer.step, live, lambda text: print(text, flush=True))
-        progress = self._catch_up(live, replay)
+        progress = self._catch_up(live, replay, task.settings)
         self._attempt, goodput = self.share(
             lambda: (
                 self._claim.attempt if self._claim else self._attempt,
@@ -307,12 +610,14 @@ class Run:
             self._writer = self._join_writers(self._attempt)
         if options.zero:
             optimizer = task.optimizer = ShardedOptimizer(model, optimizer, sync.buckets, comm)
+        mine = optimizer.of_own_part if isinstance(optimizer, ShardedOptimizer) else optimizer
+        schedule = TorchSchedule(mine, task.schedule) if task.schedule is not None else None
         identity = Identity(attempt=self._attempt, generation=comm.generation, job=job_facts(self._environ).job)
         teller = None
         if self.is_first:
             self._record.look_for_checkpoint(self._distrusted)
-            told_of = identity, progress, model, self._environ, hosts, task.samples, goodput
-            teller = Teller(options, self._name, comm, *told_of, self._record)
+            told_of = identity, progress, model, self._environ, hosts, task.settings, goodput
+            teller = self._teller = Teller(options, self._name, comm, *told_of, self._record)
             if self._last_step is not None:
                 teller.make_up(*self._last_step)
             if advice := sync.advice():
@@ -325,18 +630,21 @@ class Run:
             model,
             optimizer,
             task.validation,
-            settings_of(options),
+            task.settings,
             comm,
             progress,
             identity,
             sync,
             self._writer,
-            Prefetcher(task.data, self.device, options.prefetch) if task.data is not None else None,
-            lambda report: self._tell(report, teller),
+            Prefetcher(task.data, _device_of(model), options.prefetch) if task.data is not None else None,
+            lambda report: self._tell(report, teller, model),
             profile,
             self._shares_writing,
             self._interval(),
+            schedule,
         )
+        if teller is not None and loop.finished:
+            teller.say_done(progress.step)
         if options.zero and not any(comm.all_gather_object(loop.keeps_gradients)):
             sync.buckets.sum_own_part()
         return loop, teller
@@ -363,15 +671,17 @@ class Run:
             first = KeptWriter(self._claim, None, options.base_every, policy_of(options), self._distrusted, ranks=size)
             self.comm.all_gather_object(first.seats(own_addresses()))
             return first
-        seats = cast("list[Seat]", self.comm.all_gather_object(None)[0])
+        seats: list[Seat] = self.comm.all_gather_object(None)[0]
         mine = Claim(directory=options.out / "checkpoints", attempt=attempt)
         return KeptWriter(mine, None, options.base_every, policy_of(options), ranks=size, seat=seats[self.rank])
 
-    def _tell(self, report: StepReport, teller: Teller | None) -> None:
+    def _tell(self, report: StepReport, teller: Teller | None, model: torch.nn.Module) -> None:
         self._last_step = report, time.time()
         self.comm.stepped(report.step, report.step_s)
         if self._lacks_claim and time.monotonic() > self._claim_again_at_s:
             self.comm.changing = True  # they part, and meet again
+        if report.is_best and self._options.patience and self.is_first:
+            self._save_best(model)
         if teller is not None:
             teller.step(report)
         else:
@@ -387,28 +697,58 @@ class Run:
             raise TrainError(f"cannot keep the last state (step {loop.progress.step}): {self._unclaimed}")
         self.weights_sha256 = check_replicas(model, self.comm)
         self.finished, self._ended, self._over = loop.finished, loop.ended, True
+        saved = None
+        if self.is_first and self._options.save_model and (loop.finished or loop.ended):
+            saved = self._options.out / MODEL
+            self._save(saved, model)
         if teller:
-            teller.end(loop, self._stop, self.finished)
+            teller.end(loop, self._stop, self.finished, saved)
 
-    def _catch_up(self, live: Callable[[], dict[str, torch.Tensor]], replay: Replay) -> Progress:
+    def _save_best(self, model: torch.nn.Module) -> None:
+        try:
+            save_model(self._options.out / BEST, model)
+        except OSError as error:  # training continues: the share may be back at the next one
+            print(f"{self._name}: cannot write {self._options.out / BEST}: {error.strerror}", flush=True)
+
+    def _keep_source(self, source: object) -> None:
+        if isinstance(source, TorchSource):
+            self._sources.append(source)
+
+    def _save(self, path: Path, model: torch.nn.Module) -> None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            save_model(path, model)
+        except OSError as error:
+            raise TrainError(
+                f"cannot write {path}: {error.strerror}; the weights are in the last checkpoint: "
+                f"python3 -m hpctrain.checkpoint export {self._options.out}"
+            ) from error
+
+    def _catch_up(self, live: Callable[[], dict[str, torch.Tensor]], replay: Replay, settings: Settings) -> Progress:
         """Bring every rank to the state of the one that is furthest; if none has any, to that which the first one begins with.
 
         A rank that is interrupted in it has what it had before, or all of the other's.
         """
         if self._progress is None:
             bring_parts(self._options.out / "checkpoints")
-        steps = cast("list[int]", self.comm.all_gather_object(-1 if self._progress is None else self._progress.step))
+        steps = self.comm.all_gather_object(-1 if self._progress is None else self._progress.step)
         begins = max(steps) < 0
         plan = None
         if self.is_first and self._claim is None and begins:
             if self._options.resume == "never":
                 self._refuse_to_resume()
-            self._claim = self._take_over()
+            try:
+                self._claim = self._take_over()
+            except OSError as error:
+                raise TrainError(
+                    f"cannot write to {self._options.out}: {error.strerror}; give an --out that this account can write to and "
+                    "that all nodes see"
+                ) from error
             restored = self._restore(live(), replay)
             self._distrusted = restored.damaged if restored else ()
             if not self._shares_writing:
                 self._writer = background_writer(self._options, self._claim, restored)
-            self._progress, plan = self._begin(live(), restored)
+            self._progress, plan = self._begin(live(), restored, settings)
         elif self.is_first and self._claim is None:
             self._take_over_if_possible()
         source = steps.index(max(steps))
@@ -417,13 +757,15 @@ class Run:
         if min(steps) < max(steps) or begins:
             # Live tensors anew: steps that were taken again may have made the optimizer's anew.
             hand_over(live(), self.comm, source)
-        self._progress, self._last_step, plan = cast("tuple[Progress, tuple[StepReport, float] | None, object]", told)
+        self._progress, self._last_step, plan = told
         if begins:
             self._interrupted = True
             self.comm.follow(plan)
         return self._progress
 
-    def _begin(self, tensors: dict[str, torch.Tensor], restored: Restored | None) -> tuple[Progress, object]:
+    def _begin(
+        self, tensors: dict[str, torch.Tensor], restored: Restored | None, settings: Settings
+    ) -> tuple[Progress, object]:
         """The state of a checkpoint, or a fresh one; and what was chosen to exchange by then."""
         precision = Precision(self._options.precision)
         progress, plan = Progress(loss_scale=loss_scale_for(precision, None)), None
@@ -431,10 +773,26 @@ class Run:
             restored.pour(tensors)
             facts = restored.published.manifest.facts
             progress, plan = progress_from(facts.state, facts.step, precision), facts.state.get("exchange")
+            self._say_changed(facts.state.get("settings"), settings)
+        left = settings.batches.steps_left(progress.step, progress.next_sample)
+        if left is not None:
+            progress.total_steps = progress.step + left
         progress.total_steps = self._options.steps or progress.total_steps
         if progress.total_steps is None and self._options.target_seconds is None:
             progress.total_steps = DEFAULT_STEPS
         return progress, plan
+
+    def _say_changed(self, before: object, settings: Settings) -> None:
+        """Name the settings that differ from the checkpoint's."""
+        told = settings.told()
+        if isinstance(before, dict):
+            changed = [
+                f"{name} {before.get(name, 'none')} -> {told.get(name, 'none')}"
+                for name in dict.fromkeys([*told, *before])
+                if before.get(name) != told.get(name)
+            ]
+            if changed:
+                print(f"{self._name}: other settings than in the checkpoint: {', '.join(changed)}", flush=True)
 
     def _take_over(self) -> Claim:
         """Claim the attempt: whoever wrote before must not any more."""
@@ -471,6 +829,10 @@ class Run:
     def _restore(self, tensors: dict[str, torch.Tensor], replay: Replay) -> Restored | None:
         directory = self._options.out / "checkpoints"
         return restore_newest(directory, layout_of(tensors), lambda text: print(text, flush=True), replay)
+
+
+def _device_of(model: torch.nn.Module) -> torch.device:
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
 def policy_of(options: argparse.Namespace) -> Policy:

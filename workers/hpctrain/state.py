@@ -9,12 +9,12 @@ from collections.abc import Mapping
 
 import torch
 
-from hpctrain.buckets import GradientBuckets
-from hpctrain.checkpoint.gradlog import GradientLog, own_of_first
-from hpctrain.checkpoint.snapshot import State, share_of
+from hpctrain.checkpoint.writing.gradient_log import GradientLog, own_of_first
+from hpctrain.checkpoint.writing.snapshot import State, share_of
 from hpctrain.comm import Communicator
-from hpctrain.torchoptim import Optimizer
-from hpctrain.zero import ShardedOptimizer
+from hpctrain.exchange.buckets import GradientBuckets
+from hpctrain.optim.torch_optim import Optimizer
+from hpctrain.optim.zero import ShardedOptimizer
 
 
 def live_tensors(model: torch.nn.Module, optimizer: Optimizer) -> dict[str, torch.Tensor]:

@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable, Sequence
 
 from hpcsched.cli import hacct
-from hpcsched.cli.acctfields import Column, field_names, slurms_columns
 from hpcsched.cli.errors import FAILED
 from hpcsched.cli.options import HELP, VERSION, Command, Option, Words, split_list
-from hpcsched.cli.slurm.face import ELSEWHERE, Face, run_face, with_names
+from hpcsched.cli.render.acct_fields import Column, field_names, slurms_columns
+from hpcsched.cli.slurm import ELSEWHERE, Face, run_face, with_names
 from hpcsched.client import Json
 from hpcsched.errors import NotFoundError, RequestError
 from hpcsched.listing.jobs import index_ranges
@@ -84,8 +84,8 @@ def _midnight_s(now_s: float) -> float:
 
 
 def _print_json(answer: Json) -> None:
-    from hpcsched.cli.clusters import own_cluster
-    from hpcsched.cli.slurm.jobjson import print_accounting
+    from hpcsched.cli.options import own_cluster
+    from hpcsched.cli.render.slurm_json import print_accounting
 
     print_accounting(answer, own_cluster())
 

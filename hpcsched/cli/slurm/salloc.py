@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hpcnode import slurmwords
-from hpcnode.srun import SLURM_VERSION
+from hpcnode.commands import slurm_text
+from hpcnode.commands.srun import SLURM_VERSION
 from hpcsched.cli import halloc
 
-FACE = halloc.Face("salloc", f"slurm {SLURM_VERSION}", 1, slurmwords.of_allocation)
+FACE = halloc.Face("salloc", f"slurm {SLURM_VERSION}", 1, slurm_text.of_allocation)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

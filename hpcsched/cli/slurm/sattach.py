@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from hpcnode import headsocket, protocol
-from hpcnode.agentsocket import connect
-from hpcnode.stepclient import ConnectionLost, Front, ListeningClient
-from hpcnode.streamout import LineStream, Outlet
+from hpcnode.commands.output import LineStream, Outlet
+from hpcnode.commands.step_client import ConnectionLost, Front, ListeningClient
+from hpcnode.wire import protocol, sockets
+from hpcnode.wire.sockets import connect
 from hpcsched.cli.options import HELP, VERSION, Command, Option, UsageError, Words
-from hpcsched.cli.slurm.face import ELSEWHERE, Face, run_face
+from hpcsched.cli.slurm import ELSEWHERE, Face, run_face
 from hpcsched.errors import RequestError, UnavailableError
 
 FACE = Face(
@@ -52,8 +52,8 @@ def _work(words: Words) -> int:
             f"Invalid job id specified: {words.operands[0][:40]}: a number, a dot and a number are needed"
         )
     try:
-        sock = connect(headsocket.steps_socket(os.environ, os.getuid()))
-    except (OSError, headsocket.NotFound) as error:
+        sock = connect(sockets.steps_socket(os.environ, os.getuid()))
+    except (OSError, sockets.NotFound) as error:
         raise UnavailableError(f"cannot reach the controller: {getattr(error, 'strerror', None) or error}") from None
     front = _Attached(words)
     client = front.client = ListeningClient(sock, front)
@@ -93,7 +93,7 @@ class _Attached(Front):
     def on_signal(self, signum: int) -> None:
         self.client.give_up("interrupted")
 
-    def _streams(self, outlet: Outlet, wanted: str, width: int):  # type: ignore[no-untyped-def]
+    def _streams(self, outlet: Outlet, wanted: str, width: int) -> Callable[[int], LineStream]:
         def stream_of(task: int) -> LineStream:
             label = b"%*d: " % (width, task) if self._label else b""
             return LineStream(outlet if wanted in ("all", str(task)) else None, label)

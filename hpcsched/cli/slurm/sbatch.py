@@ -9,10 +9,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from hpcnode import slurmwords
+from hpcnode.commands import slurm_text
 from hpcsched.cli import submit
 from hpcsched.cli.errors import FAILED
-from hpcsched.cli.slurm.face import NO_CONTACT, SLURM_VERSION, explained
+from hpcsched.cli.slurm import NO_CONTACT, SLURM_VERSION, explained, usage_text
 from hpcsched.errors import HpcschedError, UnavailableError
 
 NAME = "sbatch"
@@ -29,7 +29,7 @@ def _explained(name: str, error: HpcschedError) -> tuple[str, int]:
     if isinstance(error, UnavailableError) and not error.by_controller:
         return f"{name}: error: {FAILURE}: {NO_CONTACT}\n{name}: error: {error}", FAILED
     if error.by_controller:
-        return f"{name}: error: {FAILURE}: {slurmwords.of_job(str(error))}\n{name}: error: {error}", FAILED
+        return f"{name}: error: {FAILURE}: {slurm_text.of_job(str(error))}\n{name}: error: {error}", FAILED
     text, status = explained(name, error, f"{name}: error")
     words = [slurms for ours, slurms in _BEFORE if ours in str(error)]
     file = str(error).removeprefix(_BEFORE[0][0]).rpartition(": ")[0]
@@ -38,12 +38,18 @@ def _explained(name: str, error: HpcschedError) -> tuple[str, int]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    return submit.start(NAME, sys.argv[1:] if argv is None else argv, _whole, _explained, _print_version)
+    words = list(sys.argv[1:] if argv is None else argv)
+    if any(word in ("--usage", "--verbose") or (word[:2] == "-v" and not word.strip("-v")) for word in words):
+        return _whole(words)  # the controller, asked in the command's place, prints neither
+    return submit.start(NAME, words, _whole, _explained, _print_version)
 
 
 def _whole(argv: Sequence[str]) -> int:
     from hpcsched.cli import hsub  # takes long to import, and most submissions get by without it
 
+    if list(argv) == ["--usage"]:
+        sys.stdout.write(usage_text(NAME, hsub.OPTIONS, "script [args...]"))
+        return 0
     return hsub.main(argv, hsub.Face(NAME, _print_version, _explained, cluster=True))
 
 

@@ -1,7 +1,4 @@
-"""sbcast: copies a file to all nodes of the job that it runs in, by a step that writes what it is fed.
-
-Needs no share. Written beside its place and renamed, so that nobody sees a half of it.
-"""
+"""sbcast: copies a file to all nodes of the job that it runs in, by a step that writes what it is fed."""
 
 from __future__ import annotations
 
@@ -9,9 +6,9 @@ import os
 import shlex
 from collections.abc import Sequence
 
-from hpcnode import hrun
+from hpcnode.commands import bcast, hrun
 from hpcsched.cli.options import HELP, VERSION, Command, Option, UsageError, Words
-from hpcsched.cli.slurm.face import ELSEWHERE, Face, run_face
+from hpcsched.cli.slurm import ELSEWHERE, Face, run_face
 from hpcsched.errors import RequestError
 from hpcsched.listing.text import clean
 
@@ -55,24 +52,14 @@ def _work(words: Words) -> int:
     if not job_id:
         raise RequestError("cannot copy: this runs in no job; say which with --jobid")
     try:
-        facts = os.stat(source)
+        step = bcast.step_words(
+            source,
+            shlex.quote(destination),
+            job_id,
+            os.environ,
+            force=words.has("force"),
+            keep_times=words.has("preserve"),
+        )
     except OSError as error:
         raise RequestError(f"cannot read {clean(source)}: {error.strerror}") from None
-    target = shlex.quote(destination)
-    script = f"cat > {target}.sbcast && chmod {facts.st_mode & 0o777:o} {target}.sbcast && "
-    if words.has("preserve"):
-        script += f"touch -d @{facts.st_mtime} {target}.sbcast && "
-    if not words.has("force"):
-        script = f"test ! -e {target} || {{ echo {target}: File exists >&2; exit 1; }}; {script}"
-    script += f"mv -f {target}.sbcast {target}"
-    nodes = os.environ.get("SLURM_JOB_NUM_NODES", "")
-    count = [f"--nodes={nodes}", f"--ntasks={nodes}"] if nodes else []
-    step = [
-        *count,
-        "--ntasks-per-node=1",
-        "--overlap",
-        "--kill-on-bad-exit=1",
-        f"--jobid={job_id}",
-        f"--input={source}",
-    ]
-    return hrun.main([*step, "--quiet", "sh", "-c", script])
+    return hrun.main(step)

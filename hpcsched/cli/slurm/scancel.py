@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from hpcsched.cli import hcancel
 from hpcsched.cli.options import Option
-from hpcsched.cli.slurm.face import ELSEWHERE, Face, run_face
+from hpcsched.cli.slurm import ELSEWHERE, Face, run_face
 
 FACE = Face(
     hcancel.COMMAND._replace(

@@ -1,28 +1,31 @@
 """scontrol: `hctl` in Slurm's words: its records, its texts where it refuses, its exit statuses.
 
 ``show hostnames``, ``show hostlist`` and ``version`` ask no controller: scripts call them on the nodes of a job. What
-changes something is `hctl`'s, but for what it prints.
+changes something is `hctl`'s, but for what it prints. Without a command it reads commands from standard input, one a line.
 """
 
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 
 from hpcsched import client
-from hpcsched.cli import hctl, reservation, showtext
+from hpcsched.cli import hctl
 from hpcsched.cli.errors import FAILED
-from hpcsched.cli.options import HELP, VERSION, Command, Option, UsageError, Words, split_list
-from hpcsched.cli.output import print_json
-from hpcsched.cli.ownjob import outlive_its_end
-from hpcsched.cli.slurm.face import ELSEWHERE, INVALID_JOB, SLURM_VERSION, Face, run_face
+from hpcsched.cli.options import HELP, VERSION, Command, Option, Words, split_list
+from hpcsched.cli.output import outlive_its_end, print_json
+from hpcsched.cli.render import show_text
+from hpcsched.cli.slurm import ELSEWHERE, INVALID_JOB, SLURM_VERSION, Face, explained, run_face
 from hpcsched.client import Json
-from hpcsched.errors import HpcschedError, NotFoundError, RequestError
+from hpcsched.errors import HpcschedError, NotFoundError, PermissionDeniedError, RequestError
+from hpcsched.listing.jobs import end_s, index_ranges
 from hpcsched.listing.states import ENDED_STATES
-from hpcsched.listing.text import clean
+from hpcsched.listing.text import clean, date_text
 from hpcsched.model.hostlist import compress_hostlist, expand_hostlist
+from hpcsched.model.units import format_time_s
 
 POLL_S = 1.0
 
@@ -47,7 +50,6 @@ FACE = Face(
             Option("future", "F"),
             Option("uid", "u", "UID"),
             Option("yaml"),
-            Option("usage"),
         ),
     ),
     "slurm_load_jobs error",
@@ -60,9 +62,41 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _work(words: Words) -> int:
-    if not words.operands:
-        raise UsageError("no command was given: see scontrol --help; it has no prompt of its own here")
-    verb, *rest = words.operands
+    return _run(words.operands, words) if words.operands else _prompt(words)
+
+
+PROMPT = "scontrol: "
+MAX_LINE = 100_000
+_QUIT = ("quit", "exit", "q")
+
+
+def _prompt(words: Words) -> int:
+    """Read commands and run them until ``quit`` or the end of the input; return the last one's status."""
+    status, last = 0, ""
+    while True:
+        if sys.stdin.isatty():
+            sys.stdout.write(PROMPT)
+            sys.stdout.flush()
+        line = sys.stdin.readline(MAX_LINE)
+        if not line or line.strip().lower() in _QUIT:
+            return status
+        if line.strip() == "!!":
+            line = last
+        try:
+            command = shlex.split(line, comments=True)
+            if command:
+                status, last = _run(command, words), line
+        except (HpcschedError, ValueError) as error:
+            text, status = (
+                explained("scontrol", error, FACE.contact) if isinstance(error, HpcschedError) else (str(error), 1)
+            )
+            print(text, file=sys.stderr)
+
+
+def _run(operands: Sequence[str], words: Words) -> int:
+    verb, *rest = operands
+    if verb.lower() in _QUIT:
+        return 0
     found = _found(verb, VERBS)
     if found is None:
         print(f"invalid keyword: {clean(verb)}", file=sys.stderr)
@@ -93,8 +127,8 @@ def _show(rest: Sequence[str], words: Words) -> int:
     return _ENTITIES[found]([value, *rest[1:]] if value else rest[1:], words)
 
 
-def _print(records: Sequence[list[showtext.Words]], words: Words) -> int:
-    from hpcsched.cli.slurm.records import record
+def _print(records: Sequence[list[show_text.Words]], words: Words) -> int:
+    from hpcsched.cli.render.slurm_records import record
 
     for lines in records:
         print(record(lines, one_line=words.has("oneliner")))
@@ -107,15 +141,30 @@ def _show_job(rest: Sequence[str], words: Words) -> int:
     answers = answers or [client.call("GET", "/v1/jobs")]
     jobs = [job for one in answers for job in one["jobs"]]
     if words.has("json"):
-        from hpcsched.cli.slurm.jobjson import print_jobs
+        from hpcsched.cli.render.slurm_json import print_jobs
 
         return print_jobs({**answers[0], "jobs": jobs})
     if not jobs:
         print("No jobs in the system")
         return 0
-    from hpcsched.cli.slurm.records import job_lines
+    from hpcsched.cli.render.slurm_records import job_lines
 
-    return _print([job_lines(job, detailed=words.has("details")) for job in jobs], words)
+    return _print([job_lines(job, detailed=words.has("details")) for job in _folded(jobs)], words)
+
+
+def _folded(jobs: Sequence[Json]) -> list[Json]:
+    """Return the jobs with an array's tasks that wait alike as one record, in the place of the first."""
+    groups: dict[tuple[object, ...], list[Json]] = {}
+    for job in jobs:
+        alone = job["array_task_id"] is None or job["state"] != "PENDING" or job["restarts"]
+        alike = (job["array_job_id"], job["hold"], job["nice"], job["partition"], job["time_limit_s"])
+        groups.setdefault((job["id"],) if alone else alike, []).append(job)
+    found = []
+    for tasks in groups.values():
+        limit = f"%{tasks[0]['array_limit']}" if tasks[0].get("array_limit") else ""
+        indices = index_ranges([task["array_task_id"] for task in tasks]) + limit if len(tasks) > 1 else ""
+        found.append(tasks[0] | {"id": tasks[0]["array_job_id"], "array_task_id": indices} if indices else tasks[0])
+    return found
 
 
 def _show_node(rest: Sequence[str], words: Words) -> int:
@@ -143,26 +192,26 @@ def _show_chosen(answer: Json, key: str, wanted: Sequence[str], what: str, words
 
 
 def _print_json(key: str, chosen: Sequence[Json]) -> None:
-    from hpcsched.cli.slurm import clusterjson  # few ask for it
+    from hpcsched.cli.render import slurm_json  # few ask for it
 
     if key == "nodes":
-        clusterjson.print_nodes(chosen)
+        slurm_json.print_nodes(chosen)
     else:
-        clusterjson.print_partitions(chosen, client.call("GET", "/v1/nodes")["nodes"])
+        slurm_json.print_partitions(chosen, client.call("GET", "/v1/nodes")["nodes"])
 
 
-def _lines(key: str, one: Json) -> list[showtext.Words]:
-    from hpcsched.cli.slurm import records
+def _lines(key: str, one: Json) -> list[show_text.Words]:
+    from hpcsched.cli.render import slurm_records
 
     if key == "nodes":
-        return records.node_lines(one)
+        return slurm_records.node_lines(one)
     nodes = client.call("GET", "/v1/nodes")["nodes"]
-    return records.partition_lines(one, [node for node in nodes if node["name"] in one["nodes"]])
+    return slurm_records.partition_lines(one, [node for node in nodes if node["name"] in one["nodes"]])
 
 
 def _show_step(rest: Sequence[str], words: Words) -> int:
-    from hpcsched.cli.slurm.records import step_lines
-    from hpcsched.cli.steplist import running_steps
+    from hpcsched.cli.render.slurm_records import step_lines
+    from hpcsched.cli.render.steps import running_steps
 
     wanted = [word for operand in rest for word in split_list(operand)]
     _, steps = running_steps(wanted)
@@ -185,7 +234,7 @@ def _show_reservation(rest: Sequence[str], words: Words) -> int:
     chosen = [by_name[name] for name in wanted] if wanted else answer["reservations"]
     if not chosen:
         print("No reservations in the system")
-    return _print([reservation.lines(one) for one in chosen], words)
+    return _print([hctl.reservation_lines(one) for one in chosen], words)
 
 
 def _show_licenses(rest: Sequence[str], words: Words) -> int:
@@ -197,12 +246,10 @@ def _show_licenses(rest: Sequence[str], words: Words) -> int:
     if not answer["licenses"]:
         print("No licenses configured in Slurm.")
         return 0
-    return _print([showtext.license_lines(one) for one in answer["licenses"]], words)
+    return _print([show_text.license_lines(one) for one in answer["licenses"]], words)
 
 
 def _show_config(rest: Sequence[str], words: Words) -> int:
-    from hpcsched.cli.slurm.sconfig import config_lines
-
     print("\n".join(config_lines()))
     return 0
 
@@ -321,12 +368,29 @@ def _why(refusal: Json) -> str:
 
 
 def _requeue_hold(rest: Sequence[str], words: Words) -> int:
-    jobs = [word for word in rest if not word.lower().startswith("state=")]
-    return _act("requeue")(jobs, words) or _act("hold")(jobs, words)
+    states = {word.partition("=")[2].lower().replace("_", "") for word in rest if word.lower().startswith("state=")}
+    if states - {"specialexit", "se"}:
+        raise RequestError(
+            f"cannot requeue into the state {clean(min(states)[:40])!r}: only SpecialExit is one for that"
+        )
+    how = {"held": True} | ({"special": True} if states else {})
+    return _requeue([word for word in rest if not word.lower().startswith("state=")], words, how)
 
 
-def _requeue(rest: Sequence[str], words: Words) -> int:
-    return _act("requeue")([word for word in rest if word.lower() != "incomplete"], words)
+def _requeue(rest: Sequence[str], words: Words, how: Json | None = None) -> int:
+    """Requeue jobs; if the first word is Incomplete, those that have completed stay as they are."""
+    incomplete = _is_incomplete(rest)
+    jobs = _jobs(rest[1:] if incomplete else rest)
+    if not jobs:
+        print(f"too few arguments for keyword:requeue{'hold' if how else ''}", file=sys.stderr)
+        return FAILED
+    body = {"jobs": jobs} | ({"incomplete": True} if incomplete else {}) | (how or {})
+    return _ask("requeue", body, words)
+
+
+def _is_incomplete(rest: Sequence[str]) -> bool:
+    """Return whether the first word is Incomplete, or a beginning of it."""
+    return bool(rest) and len(rest[0]) > 2 and "incomplete".startswith(rest[0].lower())
 
 
 def _top(rest: Sequence[str], words: Words) -> int:
@@ -362,7 +426,7 @@ def _write(rest: Sequence[str], words: Words) -> int:
     script = job.get("script")
     if not script:
         print(
-            f"job script retrieval failed: {INVALID_JOB if script == '' else 'Access/permission denied'}",
+            f"job script retrieval failed: {INVALID_JOB if 'script' in job else 'Access/permission denied'}",
             file=sys.stderr,
         )
         return FAILED
@@ -384,17 +448,209 @@ def _write(rest: Sequence[str], words: Words) -> int:
 
 def _update(rest: Sequence[str], words: Words) -> int:
     keys = {word.partition("=")[0].lower() for word in rest}
+    if hctl.is_partition(rest):
+        return hctl.update_partition(rest, words)
     if "partitionname" in keys and not keys & {"jobid", "job", "reservationname", "reservation"}:
-        raise RequestError("cannot change a partition so: partitions are in hpcsched.toml; then scontrol reconfigure")
+        raise RequestError(
+            "cannot change a partition so: only State= can be; the rest is in hpcsched.toml: edit it, then scontrol reconfigure"
+        )
     if "nodename" in keys:
         return hctl.update_node(rest, words)
-    if reservation.is_meant(rest):
-        return reservation.update(rest, words)
-    jobs, changes = hctl.job_changes(rest)
+    if hctl.is_reservation(rest):
+        return hctl.update_reservation(rest, words)
+    jobs, changes = hctl.job_changes(_joined(rest))
     if not jobs or not changes:
         print("too few arguments for keyword:update", file=sys.stderr)
         return FAILED
-    return _ask("update", {"jobs": jobs, "changes": changes}, words)
+    status = _ask("update", {"jobs": jobs, "changes": changes}, words)
+    if "num_nodes" in changes and not status:
+        for job_id in jobs:
+            _write_resized(client.call("GET", client.job_path(job_id))["jobs"][0], words)
+    return status
+
+
+def _write_resized(job: Json, words: Words) -> None:
+    """Write the scripts by which the shell of a running job that was resized gets the new variables."""
+    if job["state"] != "RUNNING":
+        return
+    from hpcsched.steps.layout import tasks_per_node_text  # few need it
+
+    shares = job["shares"]
+    facts = {
+        "NODELIST": job["node_list"],
+        "JOB_NODELIST": job["node_list"],
+        "NNODES": str(len(shares)),
+        "JOB_NUM_NODES": str(len(shares)),
+        "JOB_CPUS_PER_NODE": tasks_per_node_text([share["cpus"] for share in shares]),
+        "TASKS_PER_NODE": tasks_per_node_text([share["tasks"] for share in shares]),
+    }
+    pairs = [(f"{prefix}_{name}", value) for prefix in ("SLURM", "HPCSCHED") for name, value in facts.items()]
+    gone = [f"{prefix}_{name}" for prefix in ("SLURM", "HPCSCHED") for name in ("NPROCS", "NTASKS")]
+    path = f"slurm_job_{job['id']}_resize"
+    for ending, form in (("sh", 'export {}="{}"\n'), ("csh", 'setenv {} "{}"\n')):
+        unset = "unset" if ending == "sh" else "unsetenv"
+        text = "".join(form.format(*pair) for pair in pairs) + "".join(f"{unset} {name}\n" for name in gone)
+        try:
+            with open(f"{path}.{ending}", "w") as stream:
+                os.fchmod(stream.fileno(), 0o755)
+                stream.write(text)
+        except OSError as error:
+            raise RequestError(
+                f"job {job['id']} is resized, but cannot write {path}.{ending}: {error.strerror}"
+            ) from None
+    if not words.has("quiet"):
+        print("The shell of the job gets its new SLURM_ variables when it reads one of these:")
+        print(f"  sh, bash:  . ./{path}.sh\n  csh, tcsh: source ./{path}.csh")
+
+
+def _joined(rest: Sequence[str]) -> list[str]:
+    """Return the words with each name and value that stand apart (``ArrayTaskThrottle 2``) joined by ``=``."""
+    found: list[str] = []
+    pending = iter(rest)
+    for word in pending:
+        value = None if "=" in word else next(pending, None)
+        found.append(word if value is None else f"{word}={value}")
+    return found
+
+
+def _completing(rest: Sequence[str], words: Words) -> int:
+    now_s = time.time()
+    for job in client.call("GET", client.query("/v1/jobs", state="COMPLETING"))["jobs"]:
+        since_s = job["ended_at_s"] or now_s
+        lasts = format_time_s(max(0.0, now_s - since_s), full=True)
+        ended = date_text(job["ended_at_s"], "Unknown")
+        print(f"JobId={job['id']} EndTime={ended} CompletingTime={lasts} Nodes(COMPLETING)={clean(job['node_list'])}")
+    return 0
+
+
+def _errnumstr(rest: Sequence[str], words: Words) -> int:
+    if len(rest) != 1 or not (rest[0].isascii() and rest[0].isdigit() and len(rest[0]) < 8):
+        print("too few arguments for keyword:errnumstr" if not rest else "Non-numeric error code", file=sys.stderr)
+        return FAILED
+    print(_ERRORS.get(int(rest[0])) or os.strerror(int(rest[0])))
+    return 0
+
+
+# Those of Slurm's error numbers whose texts this scontrol may print.
+_ERRORS = {
+    2000: "Invalid partition name specified",
+    2009: "Requested node configuration is not available",
+    2016: "Access/permission denied",
+    2017: INVALID_JOB,
+    2020: "Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)",
+    2021: "Job/step already completing or completed",
+    2050: "Job is no longer pending execution",
+}
+
+
+def _processes() -> list[tuple[int, dict[str, str]]]:
+    """Return the processes on this machine that belong to jobs, as far as we may look into them: pid, environment."""
+    found = []
+    for pid in sorted(int(name) for name in os.listdir("/proc") if name.isdigit()):
+        try:
+            with open(f"/proc/{pid}/environ", "rb") as stream:
+                entries = stream.read().decode("utf-8", "replace").split("\0")
+        except OSError:
+            continue
+        env = dict(entry.split("=", 1) for entry in entries if entry.startswith(("SLURM_", "SLURMD_")) and "=" in entry)
+        if "SLURM_JOB_ID" in env:
+            found.append((pid, env))
+    return found
+
+
+def _listpids(rest: Sequence[str], words: Words) -> int:
+    """List the processes of jobs on this node: of all, of a job, or of a step (``12.0``)."""
+    job, _, step = (rest[0] if rest else "").partition(".")
+    rows = []
+    for pid, env in _processes():
+        its = (env["SLURM_JOB_ID"], env.get("SLURM_STEP_ID", "batch"))
+        if job in ("", "*", its[0]) and step in ("", its[1]):
+            rows.append((pid, *its, env.get("SLURM_LOCALID", "-"), env.get("SLURM_PROCID", "-")))
+    if job not in ("", "*") and not rows:
+        print(f"Job {clean(rest[0])} does not exist on this node.", file=sys.stderr)
+        return FAILED
+    print(f"{'PID':<8} {'JOBID':<8} {'STEPID':<8} {'LOCALID':<7} {'GLOBALID':<8}")
+    for row in rows:
+        print("{:<8} {:<8} {:<8} {:<7} {:<8}".format(*map(clean, row)).rstrip())
+    return 0
+
+
+def _pidinfo(rest: Sequence[str], words: Words) -> int:
+    if len(rest) != 1:
+        print("too few arguments for keyword:pidinfo", file=sys.stderr)
+        return FAILED
+    env = next((env for pid, env in _processes() if str(pid) == rest[0]), None)
+    if env is None:
+        print(f"Failed to get job id info: process {clean(rest[0][:20])} belongs to no job", file=sys.stderr)
+        return FAILED
+    job = client.call("GET", client.job_path(env["SLURM_JOB_ID"]))["jobs"][0]
+    ends = date_text(end_s(job), "Unknown")
+    print(f"Slurm JobId={job['id']} ends at {ends}")
+    return 0
+
+
+def _notify(rest: Sequence[str], words: Words) -> int:
+    """Append a message to the standard error of a running batch job, on its first node, as the job's owner."""
+    if len(rest) < 2:
+        print("too few arguments for keyword:notify", file=sys.stderr)
+        return FAILED
+    job = client.call("GET", client.job_path(rest[0]))["jobs"][0]
+    if job["state"] != "RUNNING" or not job["nodes"]:
+        raise RequestError(f"cannot write to job {job['display_id']}: it is {job['state']}, not RUNNING")
+    if not job.get("stderr"):
+        raise PermissionDeniedError(f"cannot write to job {job['display_id']}: it belongs to {clean(job['user'])}")
+    from hpcnode.commands import hrun  # no other verb needs it
+
+    message = clean(" ".join(rest[1:]))
+    script = f"printf '%s\\n' {shlex.quote(message)} >> {shlex.quote(job['stderr'])}"
+    one = ["--nodes=1", "--ntasks=1", "--overlap", "--quiet", f"--nodelist={job['nodes'][0]}", f"--jobid={job['id']}"]
+    return hrun.main([*one, "sh", "-c", script])
+
+
+def _help(rest: Sequence[str], words: Words) -> int:
+    print("Commands: " + " ".join(sorted({*VERBS, *_QUIT[:2], "!!"})))
+    print("Things to show: " + " ".join(sorted(_ENTITIES)))
+    return 0
+
+
+def _show_assoc_mgr(rest: Sequence[str], words: Words) -> int:
+    from hpcsched.cli.slurm.sacctmgr import RECORDS
+
+    print("Current Association Manager state\n")
+    for title, name, key in (("User Records", "user", "UserName"), ("Association Records", "association", "Name"),
+                             ("QOS Records", "qos", "QOS")):  # fmt: skip
+        print(f"{title}\n")
+        for one in RECORDS[name]():
+            shown = " ".join(
+                f"{field}={clean(value)}" for field, value in one.items() if field != "name" and value != ""
+            )
+            print(f"{key}={clean(one['name'])}\n    {shown}")
+        print()
+    return 0
+
+
+def _show_daemons(rest: Sequence[str], words: Words) -> int:
+    print("slurmctld slurmd" if _own_nodes() else "slurmctld")
+    return 0
+
+
+def _own_nodes() -> list[Json]:
+    """Return the nodes that are this machine."""
+    names = {os.uname().nodename, "local", "localhost", "127.0.0.1"}
+    return [node for node in client.call("GET", "/v1/nodes")["nodes"] if {node["name"], node["host"]} & names]
+
+
+def _show_slurmd(rest: Sequence[str], words: Words) -> int:
+    nodes = _own_nodes()
+    if not nodes:
+        print("slurm_load_slurmd_status: Connection refused", file=sys.stderr)
+        return FAILED
+    for node in nodes:
+        jobs = ",".join(str(job) for job in node["jobs"]) or "NONE"
+        print(f"Active Steps             = {jobs}\nActual CPUs              = {node['cpus']}")
+        print(f"Actual Real Memory       = {node['mem_mib']} MB\nHostname                 = {clean(node['name'])}")
+        print(f"Version                  = {SLURM_VERSION}")
+    return 0
 
 
 def _resume(rest: Sequence[str], words: Words) -> int:
@@ -402,8 +658,6 @@ def _resume(rest: Sequence[str], words: Words) -> int:
 
 
 def _ping(rest: Sequence[str], words: Words) -> int:
-    from hpcsched.cli.slurm.sconfig import ping_line
-
     try:
         print(ping_line())
     except HpcschedError:
@@ -424,6 +678,8 @@ def _refused(what: str, instead: str) -> _Work:
     return work
 
 
+_ENTITIES |= {"assoc_mgr": _show_assoc_mgr, "daemons": _show_daemons, "slurmd": _show_slurmd}
+
 VERBS: dict[str, _Work] = {
     "show": _show,
     "update": _update,
@@ -440,13 +696,77 @@ VERBS: dict[str, _Work] = {
     "write": _write,
     "ping": _ping,
     "reconfigure": _reconfigure,
-    "create": lambda rest, words: reservation.create(rest, words),
-    "delete": lambda rest, words: reservation.delete(rest, words),
+    "create": lambda rest, words: hctl.create_reservation(rest, words),
+    "delete": lambda rest, words: hctl.delete_reservation(rest, words),
     "version": _version,
     "reboot": _refused("reboot nodes", "nobody but their own administrator does"),
     "shutdown": _refused("stop the controller", "use 'hpcsched down'"),
     "takeover": _refused("take over", "there is one controller"),
     "setdebug": _refused("change what is logged", "start hpcschedd with another level"),
-    "notify": _refused("write to a job", "its output belongs to it alone"),
-    "listpids": _refused("list the processes of a job", "use ps on its nodes"),
+    "notify": _notify,
+    "listpids": _listpids,
+    "pidinfo": _pidinfo,
+    "completing": _completing,
+    "errnumstr": _errnumstr,
+    "help": _help,
 }
+
+# ----- ``scontrol show config``, version and ping: the controller's settings under the names of slurm.conf(5), as far as it has
+# such. Clients look for MinJobAge, MaxArraySize and ClusterName.
+
+
+def ping_line() -> str:
+    """Return what scontrol ping says. Raises UnavailableError where nobody answers."""
+    client.call("GET", "/v1/ping")
+    return f"Slurmctld(primary) at {os.uname().nodename} is UP"
+
+
+def config_lines() -> list[str]:
+    """Return the lines of scontrol show config."""
+    answer, ping = client.call("GET", "/v1/config"), client.call("GET", "/v1/ping")
+    config, accounting = answer["config"], answer.get("accounting") or {}
+    scheduler = config.get("scheduler") or {}
+    host = os.uname().nodename
+    values = {
+        "AccountingStorageEnforce": "associations,limits,qos" if accounting.get("accounts") else "none",
+        "AccountingStorageHost": host,
+        "AccountingStorageTRES": "cpu,mem,energy,node,billing,gres/gpu",
+        "AccountingStorageType": "accounting_storage/slurmdbd",  # sacct works: clients ask by this
+        "AuthType": "auth/peercred",
+        "BOOT_TIME": date_text(ping["started_at_s"]),
+        "ClusterName": ping["cluster"],
+        "FirstJobId": 1,
+        "GresTypes": "gpu,shard",
+        "InactiveLimit": "0 sec",
+        "JobAcctGatherType": "jobacct_gather/linux",
+        "JobRequeue": int(bool(config.get("requeue", True))),
+        "KillWait": f"{_whole(config, 'kill_wait_s', 30)} sec",
+        "MaxArraySize": _whole(scheduler, "max_array_size", 10_000) + 1,  # Slurm's is one more than the highest index
+        "MaxJobCount": _whole(scheduler, "max_jobs", 100_000),
+        "MinJobAge": f"{_whole(config, 'min_job_age_s', 300)} sec",
+        "MpiDefault": "none",
+        "PriorityType": "priority/multifactor",
+        "PropagateResourceLimits": config.get("propagate", "ALL"),
+        "ProctrackType": "proctrack/linuxproc",
+        "SchedulerType": "sched/place/groups",
+        "SelectType": "select/cons_tres",
+        "SelectTypeParameters": "CR_CPU_MEMORY",
+        "SlurmctldHost[0]": host,
+        "SlurmctldPort": 0,
+        "SlurmUser": config.get("user") or "root(0)",
+        "SLURM_VERSION": SLURM_VERSION,
+        "StateSaveLocation": config.get("state_dir", ""),
+        "SwitchType": "switch/none",
+        "TaskPlugin": "task/none",
+        "TopologyPlugin": "topology/tree",
+    }
+    lines = [f"Configuration data as of {date_text(ping['now_s'])}"]
+    lines += [
+        f"{name:<23} = {clean(value)}" for name, value in sorted(values.items(), key=lambda item: item[0].lower())
+    ]
+    return [*lines, "", f"Slurmctld(primary) at {host} is UP"]
+
+
+def _whole(table: Json, key: str, default: int) -> int:
+    value = table.get(key, default)
+    return int(value) if isinstance(value, int | float) else default

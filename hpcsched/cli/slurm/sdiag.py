@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from hpcsched import client
 from hpcsched.cli.options import HELP, VERSION, Command, Option, Words
 from hpcsched.cli.output import print_json
-from hpcsched.cli.slurm.face import ELSEWHERE, Face, run_face
+from hpcsched.cli.slurm import ELSEWHERE, Face, run_face
 from hpcsched.client import Json
 from hpcsched.errors import RequestError
 from hpcsched.listing.states import ACTIVE_STATES, ENDED_STATES

@@ -1,19 +1,19 @@
-"""sinfo: partitions and nodes as Slurm's command shows them. The columns are those of `hpcsched.cli.nodefields`."""
+"""sinfo: partitions and nodes as Slurm's command shows them. The columns are those of `hpcsched.cli.render.node_fields`."""
 
 from __future__ import annotations
 
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from hpcsched import client
-from hpcsched.cli import hinfo, reservation
-from hpcsched.cli.nodefields import FIELDS, Group, groups_of
+from hpcsched.cli import hctl, hinfo
 from hpcsched.cli.options import HELP_LONG, VERSION, Command, Option, UsageError, Words
-from hpcsched.cli.slurm.face import ELSEWHERE, Face, look_again, run_face, with_names
+from hpcsched.cli.render.node_fields import FIELDS, Group, groups_of
+from hpcsched.cli.slurm import ELSEWHERE, Face, look_again, run_face, with_names
 from hpcsched.client import Json
-from hpcsched.listing.formats import Cell, Look, cell_text, format_lines, header_text, parse_long, parse_percent
+from hpcsched.listing.formats import Cell, Field, Look, cell_text, format_lines, header_text, parse_long, parse_percent
 from hpcsched.model.hostlist import expand_hostlist
 
 FORMAT = "%9P %.5a %.10l %.6D %.6t %N"
@@ -61,9 +61,9 @@ def _work(words: Words) -> int:
 def _look(words: Words) -> int:
     header = not words.has("noheader")
     if words.has("reservation"):
-        answer = reservation.fetch([])
+        answer = hctl.fetch([])
         none = "No reservations in the system\n"
-        sys.stdout.write(reservation.table(answer["reservations"], header=header) if answer["reservations"] else none)
+        sys.stdout.write(hctl.table(answer["reservations"], header=header) if answer["reservations"] else none)
         return 0
     cells = _cells(words)
     answer = client.call("GET", "/v1/nodes")
@@ -73,7 +73,7 @@ def _look(words: Words) -> int:
         partitions = [one for one in partitions if one["name"] in wanted]
     nodes = [node for node in answer["nodes"] if _is_shown(node, words, partitions)]
     if words.has("json"):
-        from hpcsched.cli.slurm.clusterjson import print_nodes  # polling does without it
+        from hpcsched.cli.render.slurm_json import print_nodes  # polling does without it
 
         print_nodes(nodes)
         return 0
@@ -157,6 +157,11 @@ def _is_in(node: Json, word: str) -> bool:
     return node["state"] in states
 
 
+def _text_of(field: Field) -> Callable[[Group], str]:
+    look = Look(0.0)
+    return lambda group: field.text(group, look)
+
+
 def _sorted(groups: Sequence[Group], words: Words) -> list[Group]:
     """Return the lines in the order asked for; else as the partitions stand, those out of use first, as in sinfo."""
     made = list(groups)
@@ -170,8 +175,7 @@ def _sorted(groups: Sequence[Group], words: Words) -> list[Group]:
             order = {id(group.partition): at for at, group in reversed(list(enumerate(groups)))}
             made.sort(key=lambda group: (order[id(group.partition)], _rank(group)))
         else:
-            look = Look(0.0)
-            made.sort(key=lambda group, field=field: field.text(group, look), reverse="-" in word)  # type: ignore[misc]
+            made.sort(key=_text_of(field), reverse="-" in word)
     return made
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from hpcsched.cli import hprio
 from hpcsched.cli.options import Option, Words
-from hpcsched.cli.slurm.face import ELSEWHERE, Face, run_face
+from hpcsched.cli.slurm import ELSEWHERE, Face, run_face
 from hpcsched.client import Json
 
 FACE = Face(

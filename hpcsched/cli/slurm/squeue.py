@@ -15,7 +15,7 @@ from hpcsched.cli import hqueue
 from hpcsched.cli.errors import complain
 from hpcsched.cli.options import HELP_LONG, VERSION, Command, Option, Words
 from hpcsched.cli.output import clean
-from hpcsched.cli.slurm.face import ELSEWHERE, Face, look_again, run_face, with_names
+from hpcsched.cli.slurm import ELSEWHERE, Face, look_again, run_face, with_names
 from hpcsched.client import Json
 from hpcsched.listing.states import parse_states
 
@@ -63,11 +63,11 @@ def _work(words: Words) -> int:
 
 def _look(words: Words) -> int:
     if words.has("json"):
-        from hpcsched.cli.slurm.jobjson import print_jobs  # only here: polling does without it
+        from hpcsched.cli.render.slurm_json import print_jobs  # only here: polling does without it
 
         return print_jobs(client.call("GET", client.query("/v1/jobs", strict="0", **_filters(words))))
     if words.has("steps"):
-        from hpcsched.cli.steplist import print_steps
+        from hpcsched.cli.render.steps import print_steps
 
         return print_steps(words)
     sys.stdout.write(client.fetch_text(client.query("/v1/queue", **_filters(words), **_layout(words))))

@@ -20,7 +20,7 @@ while True:
     row = queue.jobs.get(after) or queue.jobs.get(str(after))
     if row["ST"] == "R":
         break
-    assert row["ST"] == "PD", row
+    assert row["ST"] in ("PD", "CF"), row
     time.sleep(0.2)
 assert (row["NAME"], row["NODES"], row["CPUS"]) == ("after", "1", "1"), row
 Slurm().scancel.cancel_job(after)

@@ -11,9 +11,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from waiting import played
 
 from hpcsched.api import web
 from hpcsched.api.app import MAX_JOBS, make_server
+from hpcsched.api.bodies import Bodies
 from hpcsched.errors import RequestError
 
 JOB = {"name": "x", "script": "#!/bin/sh\n", "work_dir": "/tmp"}
@@ -85,3 +87,59 @@ def test_the_log_says_who_changed_what_is_of_no_job(caplog: pytest.LogCaptureFix
     _post(json.dumps({"jobs": [JOB]}).encode())
     (line,) = caplog.messages
     assert line == f"uid {os.getuid()}: /v1/nodes/drain " + r"""b'{"nodes":"n1","why":"a\\u001b[31m fan"}'"""
+
+
+LARGE = 30 << 10  # characters of each job's script
+
+
+@pytest.mark.parametrize(
+    ("jobs", "why"),
+    [
+        (b"[],[]," * 3_500_000 + b"[]", "cannot read the request: it has more than 1000000 values"),
+        (b"{}," * 300_000 + b"{}", f"cannot read the request: 300001 jobs at once: the most is {MAX_JOBS}"),
+        (b"[" * 200 + b"]" * 200 + b',"' + b"x" * (4 << 20) + b'"', "it is nested more than 100 deep"),
+        (b'{"name":"x","name":"y"},"' + b"x" * (4 << 20) + b'"', "a field is there twice"),
+        (b'{"env":[' + b"1," * 600_000 + b"1]}", "it has more than 250000 values"),
+        (b'"' + b'\\"' * (4 << 20), "Unterminated string"),
+        (b"1,", "the body must be"),
+    ],
+    ids=["values", "jobs", "depth", "twice", "values of a job", "no end", "small"],
+)
+def test_a_large_body_is_refused_before_its_values_are_made(jobs: bytes, why: str) -> None:
+    if jobs == b"1,":
+        jobs = b"1"
+        answer = _post(b'{"jobs":{"x":' + jobs + b"}}")
+    else:
+        answer = _post(b'{"request_id":"a","jobs":[' + jobs + (b"" if why.startswith("Unter") else b"]}"))
+    assert why in answer["error"]
+
+
+def test_a_large_submission_is_taken_as_a_small_one() -> None:
+    jobs = [JOB | {"name": f"j{i}", "script": "#!/bin/sh\n# \N{SNOWMAN}\n" + "x" * LARGE} for i in range(200)]
+    body = json.dumps({"request_id": "a", "jobs": jobs}).encode()
+    assert len(body) > 4 << 20
+    assert _post(body)["jobs"] == [{"job_id": 1, "tasks": 1}] * 200
+
+
+def test_parts_of_a_large_body_say_what_it_says() -> None:
+    jobs = [{"name": f"j{i}", "script": '\N{SNOWMAN}"\\"' + "x" * LARGE, "env": {"A": "\udcff"}} for i in range(200)]
+    body = json.dumps({"request_id": "a", "jobs": jobs}).encode()
+    found = asyncio.run(Bodies(json.loads, MAX_JOBS).read(0, body))
+    assert found == {"request_id": "a", "jobs": jobs}
+
+
+@played
+async def test_nobody_waits_while_a_large_body_is_read() -> None:
+    """Others are answered meanwhile: the loop turns, and each turn is short."""
+    body = b'{"request_id":"a","jobs":[' + b"[],[]," * 1_500_000 + b"[]]}"
+    loop, longest_s, turns = asyncio.get_running_loop(), 0.0, 0
+    read = loop.create_task(Bodies(json.loads, MAX_JOBS).read(0, body))
+    before_s = loop.time()
+    while not read.done():
+        await asyncio.sleep(0.001)
+        now_s = loop.time()
+        longest_s, before_s, turns = max(longest_s, now_s - before_s), now_s, turns + 1
+    with pytest.raises(RequestError):
+        await read
+    assert turns > 10
+    assert longest_s < 0.25

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from jobs import partition
-from unit.controller.world import ANN, BOB, Cluster
+from unit.controller.world import ANN, BOB, ROOT, Cluster
 
+from hpcnode.wire import protocol
 from hpcsched.api.identity import Asker
 from hpcsched.api.jobview import VALUES, JobView, job_view
+from hpcsched.lifecycle.events import EndRequested
+from hpcsched.model.ids import JobId
+from hpcsched.model.job import JobState
 from hpcsched.model.spec import Dependency, DependencyKind, GpuRequest
 
 
@@ -58,3 +65,68 @@ def test_what_a_waiting_job_asks_for_is_shown_where_it_has_nothing_yet() -> None
     assert (view["gpus"], view["shards"], view["priority_tier"]) == (6, 4, 7)
     plain = job_view(job, cluster.world, ANN, cluster.now_s)
     assert (plain["gpus"], plain["shards"], plain["priority_tier"], plain["dependency"]) == (0, 0, 1, "")
+
+
+def told(cluster: Cluster, asker: Asker, job_id: int) -> str:
+    """Return all that the API's routes tell `asker` of the cluster's jobs, and of this one, as one text."""
+    backend = cluster.backend()
+    wide = "%.200r|%.200R|%.200Z|%.200o"
+
+    async def ask() -> list[object]:
+        return [
+            backend.job(asker, str(job_id)),
+            await backend.jobs(asker, {}),
+            await backend.jobs(asker, {"state": "all"}),
+            await backend.queue(asker, {"state": "all"}),
+            await backend.queue(asker, {"state": "all", "format": wide}),
+            await backend.why(asker, str(job_id)),
+            await backend.history(asker, {}),
+            await backend.snapshot(),
+            await backend.nodes(asker, False, {}),
+            backend.priorities(asker, {}),
+        ]
+
+    return repr(asyncio.run(ask()))
+
+
+WHY = "cannot open output file /home/ann/secret/x.out: Permission denied"
+
+
+def waits_again(cluster: Cluster, job_id: JobId) -> None:
+    requeued = EndRequested(
+        job_id=job_id,
+        at_s=cluster.now_s,
+        outcome=JobState.CANCELLED,
+        by_uid=0,
+        why=WHY,
+        requeue=True,
+        not_before_s=cluster.now_s + 60,
+    )
+    cluster.ask(lambda tx: tx.record(requeued))
+    cluster.end(job_id, code=143)
+    cluster.gone(job_id, "n1")
+
+
+def is_ending(cluster: Cluster, job_id: JobId) -> None:
+    ended = EndRequested(job_id=job_id, at_s=cluster.now_s, outcome=JobState.CANCELLED, by_uid=0, why=WHY)
+    cluster.ask(lambda tx: tx.record(ended))
+
+
+def has_failed(cluster: Cluster, job_id: JobId) -> None:
+    cluster.says("n1", cluster.report(job_id, protocol.REFUSED, why=WHY))
+    cluster.gone(job_id, "n1")
+
+
+@pytest.mark.parametrize("happens", [waits_again, is_ending, has_failed])
+def test_the_words_of_a_reason_are_the_owners_and_admins(
+    happens: Callable[[Cluster, JobId], None], tmp_path: Path
+) -> None:
+    cluster = Cluster("n1", path=tmp_path / "db")
+    job_id = cluster.submit(ANN, requeue=False)
+    if happens is not has_failed:
+        cluster.run(job_id)
+    happens(cluster, job_id)
+    assert cluster.job(job_id).reason_detail
+    assert "/home/ann/secret" in cluster.job(job_id).reason_detail
+    for asker, seen in ((ANN, True), (ROOT, True), (BOB, False)):
+        assert ("/home/ann/secret" in told(cluster, asker, job_id)) == seen

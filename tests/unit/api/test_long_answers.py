@@ -103,7 +103,7 @@ async def test_the_queue_is_not_kept_by_questions_that_wait_for_the_rest_of_the_
 
 @played
 async def test_accounts_do_not_wait_for_each_other() -> None:
-    turns = Turns(1)
+    turns = Turns(1, 4)
     async with turns.turn(1000):
         second = asyncio.ensure_future(turns.turn(1000).__aenter__())
         async with turns.turn(1001):

@@ -7,6 +7,7 @@ import errno
 import os
 import socket
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -171,3 +172,44 @@ def test_references_are_quoted(api: FakeApi) -> None:
     api.answers["GET /v1/job/a b/../?x[1-3]"] = {"jobs": []}
     assert client.call("GET", client.job_path("a b/../?x[1-3]"))["jobs"] == []
     assert "/../" not in client.job_path("a b/../?x")
+
+
+def test_a_client_that_asks_too_often_waits_and_asks_again(tmp_path: Path) -> None:
+    api = FakeApi(tmp_path / "s")
+    api.answers["GET /v1/ping"] = [(429, {"error": "wait", "kind": "RequestError"}), {"pid": 7}]
+    began_s = time.monotonic()
+    assert client.call("GET", "/v1/ping", where=api.path)["pid"] == 7
+    assert time.monotonic() - began_s >= 0.4  # half of the second that is waited where nothing else is said
+    assert len(api.asked) == 2
+    api.close()
+
+
+def test_a_client_that_is_always_sent_away_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "PATIENCE_S", 0.1)
+    api = FakeApi(tmp_path / "s")
+    api.answers["GET /v1/ping"] = (429, {"error": "cannot answer now: uid 7 asks too often", "kind": "RequestError"})
+    with pytest.raises(errors.RequestError, match="uid 7 asks too often"):
+        client.call("GET", "/v1/ping", where=api.path)
+    api.close()
+
+
+def test_an_answer_that_comes_before_all_was_sent_is_read(tmp_path: Path) -> None:
+    refusal = (
+        b"HTTP/1.1 413 X\r\nContent-Length: 51\r\n\r\n" + b'{"error":"cannot read it: long","kind":"RequestError"}'[:51]
+    )
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(str(tmp_path / "s"))
+        listener.listen(1)
+
+        def refuse() -> None:
+            sock, _ = listener.accept()
+            sock.recv(10)
+            sock.sendall(refusal)
+            sock.close()
+
+        thread = threading.Thread(target=refuse)
+        thread.start()
+        response = client.request("POST", "/v1/submit", {"a": "x" * (8 << 20)}, where=tmp_path / "s")
+        thread.join()
+    assert response.status == 413
+    assert response.body.startswith(b'{"error":"cannot read it')

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hpcsched.cli import completion, hqueue
+from hpcsched.cli import hqueue
+from hpcsched.cli.admin import completion
 from hpcsched.errors import ConfigError
 from hpcsched.jobscript.options import OPTIONS
 

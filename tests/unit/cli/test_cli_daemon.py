@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcsched.cli.main import hpcsched_command, run
+from hpcsched.cli.admin.main import hpcsched_command, run
 
 # Listens as a controller does whose event loop is busy: connections come in, nobody reads them.
 BUSY = """

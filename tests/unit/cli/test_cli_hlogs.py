@@ -119,3 +119,23 @@ def test_why_ranks_failed_is_told_before_the_output_the_first_cause_first(api: F
         "hlogs:       f",
         "hlogs: noticed by: rank 0 of 3 on n1 at 2027-01-15 08:00:00: (no reason was given)",
     ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        (
+            {"state": "CANCELLED", "reason_detail": "cancelled by ben"},
+            "job 12 was cancelled before it started: cancelled by ben",
+        ),
+        ({"state": "FAILED", "reason_detail": "no user"}, "job 12 ended (FAILED) before it started: no user"),
+        ({"state": "PENDING"}, "job 12 has not started; hwhy 12 says what it waits for"),
+    ],
+)
+def test_why_there_is_no_output_is_said_once(
+    api: FakeApi, capsys: pytest.CaptureFixture[str], fields: dict[str, str], said: str
+) -> None:
+    api.answers["GET /v1/job/12"] = {"jobs": [job(started_at_s=None, **fields)]}
+    api.answers["GET /v1/log"] = log_answer(b"", offset=0, size=0, ended=True)
+    assert hlogs.main(["12"]) == 0
+    assert capsys.readouterr().err == f"hlogs: {said}\n"

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from fake_api import FakeApi, ended, running, task
 
-from hpcsched.cli import hsub, hsubeach
+from hpcsched.cli import hsub
+from hpcsched.cli import hsub as hsubeach
 from hpcsched.jobscript.options import OPTIONS
 from hpcsched.model.codec import spec_from_json
 

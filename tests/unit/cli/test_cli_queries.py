@@ -18,13 +18,14 @@ from hpcsched.cli import hacct, hctl, hinfo, hqueue, hwhy
 from hpcsched.errors import UsageError
 
 ME = client.my_name()
-LAYOUT = {"format", "long", "order", "array", "noheader", "fit", "colour", "others"}
+LAYOUT = {"format", "long", "order", "array", "noheader", "fit", "colour", "others", "ended", "fold"}
 
 
 @pytest.mark.parametrize(
     ("argv", "asked"),
     [
-        ([], {"user": ME}),
+        ([], {"whose": "default"}),
+        (["--me"], {"user": ME}),
         (["-a"], {}),
         (["-a", "-A", "phys", "-w", "n[1-2]", "-R", "r"], {"account": "phys", "nodes": "n[1-2]", "reservation": "r"}),
         (["-a", "--start"], {"expected": "1"}),
@@ -35,9 +36,9 @@ LAYOUT = {"format", "long", "order", "array", "noheader", "fit", "colour", "othe
         (["12", "-o", "%i"], {"id": "12"}),
         (
             ["-t", "PD,cg", "-p", "a,b", "-n", "x"],
-            {"user": ME, "state": "PENDING,COMPLETING", "partition": "a,b", "name": "x"},
+            {"whose": "default", "state": "PENDING,COMPLETING", "partition": "a,b", "name": "x"},
         ),
-        (["-t", "all"], {"user": ME}),
+        (["-t", "all"], {"whose": "default"}),
     ],
 )
 def test_hqueue_asks_for_the_jobs_that_are_meant(argv: list[str], asked: dict[str, str], api: FakeApi) -> None:
@@ -51,18 +52,40 @@ def test_hqueue_asks_for_the_jobs_that_are_meant(argv: list[str], asked: dict[st
 @pytest.mark.parametrize(
     ("argv", "asked"),
     [
-        ([], {"format": hqueue.DEFAULT_COLUMNS, "order": "phase", "fit": "1"}),
-        (["-l"], {"format": hqueue.LONG_COLUMNS, "order": "phase", "fit": "1"}),
-        (["--start"], {"format": hqueue.START_COLUMNS, "order": "phase", "fit": "1"}),
-        (["-r", "-S", "-time,id"], {"format": hqueue.DEFAULT_COLUMNS, "order": "-time,id,phase", "fit": "1", "array": "1"}),
-        (["-O", "JobID:8"], {"format": "JobID:8", "order": "phase", "fit": "1", "long": "1"}),
-        (["-q"], {"format": "%i", "order": "phase", "fit": "1", "array": "1", "noheader": "1"}),
+        ([], {"ended": "1", "others": "1", "format": hqueue.DEFAULT_COLUMNS, "order": "phase", "fit": "1", "fold": "1"}),
+        (["-l"], {"ended": "1", "others": "1", "format": hqueue.LONG_COLUMNS, "order": "phase", "fit": "1", "fold": "1"}),
+        (["--start"], {"format": hqueue.START_COLUMNS, "order": "phase", "fit": "1", "fold": "1"}),
+        (["-r", "-S", "-time,id"],
+         {"ended": "1", "format": hqueue.DEFAULT_COLUMNS, "order": "-time,id,phase", "fit": "1", "fold": "1", "array": "1"}),
+        (["-O", "JobID:8"], {"format": "JobID:8", "order": "phase", "fit": "1", "fold": "1", "long": "1"}),
+        (["-q"], {"format": "%i", "order": "phase", "fit": "1", "fold": "1", "array": "1", "noheader": "1"}),
     ],
 )  # fmt: skip
 def test_hqueue_asks_for_its_layout(argv: list[str], asked: dict[str, str], api: FakeApi) -> None:
     api.answers["GET /v1/queue"] = queue_answer()
     assert hqueue.main(argv) == 0
     assert {name: value for name, value in api.parameters("GET /v1/queue").items() if name in LAYOUT} == asked
+
+
+@pytest.mark.parametrize(
+    ("argv", "state"),
+    [
+        ([], "ALL"),
+        (["-a"], "ALL"),
+        (["-h"], None),
+        (["-q"], None),
+        (["-o", "id"], None),
+        (["-h", "-a"], "ALL"),
+        (["-t", "CD", "-q"], "COMPLETED"),
+    ],
+)  # fmt: skip
+def test_what_is_for_programs_has_ended_jobs_only_if_asked(argv: list[str], state: str | None, api: FakeApi) -> None:
+    api.answers["GET /v1/queue"] = queue_answer()
+    assert hqueue.main(argv) == 0
+    asked = api.parameters("GET /v1/queue")
+    assert asked.get("state") == state
+    if state is None:
+        assert not {"ended", "others"} & set(asked)
 
 
 @pytest.mark.parametrize(
@@ -219,6 +242,12 @@ def test_hacct_finds_jobs_by_name_and_times_in_slurms_notations(api: FakeApi) ->
             "POST /v1/update",
             {"jobs": ["10_3"], "changes": {"reservation": ""}},
         ),
+        (
+            ["update", "PartitionName=main", "State=DRAIN"],
+            "POST /v1/partitions/update",
+            {"name": "main", "state": "DRAIN"},
+        ),
+        (["drain", "n1", "--reason=fan is loud"], "POST /v1/nodes/drain", {"nodes": "n1", "why": "fan is loud"}),
         (["drain", "n[1-2]", "fan", "is loud"], "POST /v1/nodes/drain", {"nodes": "n[1-2]", "why": "fan is loud"}),
         (["update", "NodeName=n1", "State=drain", "Reason=x"], "POST /v1/nodes/drain", {"nodes": "n1", "why": "x"}),
         (["resume", "n1", "n2"], "POST /v1/nodes/resume", {"nodes": "n1,n2"}),
@@ -339,9 +368,7 @@ def on_terminal(module: str, *argv: str, **environ: str) -> str:
     return said.decode().replace("\r\n", "\n")
 
 
-def test_colours_bars_and_the_line_of_others_are_for_terminals(
-    api: FakeApi, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_colours_and_bars_are_for_terminals(api: FakeApi, capsys: pytest.CaptureFixture[str]) -> None:
     api.answers["GET /v1/queue"] = queue_answer(running(), ended())
     assert "\x1b[32m" in on_terminal("hqueue")
     assert api.parameters("GET /v1/queue")["others"] == "1"
@@ -351,7 +378,7 @@ def test_colours_bars_and_the_line_of_others_are_for_terminals(
     assert "others" not in api.parameters("GET /v1/queue")
     assert hqueue.main([]) == 0
     assert capsys.readouterr().out == plain
-    assert not {"colour", "others"} & set(api.parameters("GET /v1/queue"))
+    assert "colour" not in api.parameters("GET /v1/queue")
     api.answers["GET /v1/nodes"] = {"now_s": NOW_S, "nodes": [node("n1", cpus_alloc=4, state="MIXED")]}
     api.answers["GET /v1/partitions"] = {"partitions": []}
     assert "[#####-----] 4/8" in on_terminal("hinfo", "-N")
@@ -381,3 +408,39 @@ def test_hwhy_says_which_task_of_an_array_it_is_about(api: Any, capsys: pytest.C
     api.answers["GET /v1/job/7/why"] = answer | {"of": 1, "waiting": 1}
     assert hwhy.main(["7"]) == 0
     assert capsys.readouterr().out == "Priority: behind job 3.\n"
+
+
+def test_each_verb_of_hctl_has_a_help_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    assert set(hctl.HELPS) == set(hctl.VERBS)
+    for verb in hctl.VERBS:
+        assert hctl.main([verb, "--help"]) == 0
+        usage = [line for line in capsys.readouterr().out.split("\n\n")[0].splitlines()]
+        assert usage
+        assert all(line.removeprefix("Usage:").split()[:2] == ["hctl", verb] for line in usage)
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["drain", "n1", "why", "--reason=x"], "cannot take two reasons"),
+        (["drain", "n1", "--reason="], "give the reason"),
+        (["hold", "1", "--reason=x"], "cannot use --reason with hold: it is for drain and fence"),
+        (["update", "PartitionName=main", "State=UP", "MaxTime=1"], "only State=UP|DOWN|DRAIN|INACTIVE"),
+    ],
+)
+def test_reasons_and_states_that_cannot_be_are_refused(
+    argv: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert hctl.main(argv) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_h_alone_says_how_to_get_help_on_a_terminal(
+    api: FakeApi, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api.answers["GET /v1/queue"] = queue_answer()
+    assert hqueue.main(["-h"]) == 0
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    assert hqueue.main(["-h"]) == 0
+    assert capsys.readouterr().err == "hqueue: -h leaves the header out, as in Slurm; for help: hqueue --help\n"

@@ -12,14 +12,14 @@ from unit.controller.world import ANN, BOB, Cluster
 from hpcsched import client
 from hpcsched.cli import hprio, hshare
 from hpcsched.cli.slurm import sprio, sshare
-from hpcsched.controller.accountviews import priority_views, share_views
+from hpcsched.controller.views.accounts import priority_views, share_views
 from hpcsched.model.accounting import Account, Accounting, Qos, UserRules
 
 LAB = Accounting(
     accounts=(
         Account(name="science", shares=3),
-        Account(name="physics", parent="science", users=("ann",)),
-        Account(name="guests", users=("*",), priority=5),
+        Account(name="physics", parent="science", users=("ann",), qos=("normal", "high", "mid")),
+        Account(name="guests", users=("*",), priority=5, qos=("normal", "high")),
     ),
     users=(UserRules(name="ann", shares=4, priority=10),),
     qos=(Qos(name="normal"), Qos(name="high", priority=8), Qos(name="mid", priority=4)),

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from fake_api import NOW_S, FakeApi, ended, job, node, partition, running, step, task
 
-from hpcnode import slurmwords
+from hpcnode.commands import slurm_text
 from hpcsched.cli import hqueue
 from hpcsched.cli.slurm import sacct, sacctmgr, sbatch, scancel, scontrol, sdiag, sinfo, sprio, squeue, sshare, sstat
 from hpcsched.errors import UsageError
@@ -208,7 +208,7 @@ def test_sbatch_says_in_slurms_words_what_is_wrong_with_a_script(
     assert sbatch.main(["job.sh"]) == 1
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 2
-    assert lines[0] == f"sbatch: error: {first or 'Batch job submission failed: ' + slurmwords.of_job('')}"
+    assert lines[0] == f"sbatch: error: {first or 'Batch job submission failed: ' + slurm_text.of_job('')}"
 
 
 @pytest.mark.parametrize("name", ["sbatch", "squeue", "sinfo", "scancel", "sacct"])
@@ -240,7 +240,7 @@ def test_another_cluster_is_refused(name: str, api: FakeApi, capsys: Out) -> Non
     ],
 )  # fmt: skip
 def test_srun_has_slurms_words_for_what_is_refused(job_id: int, error: str, says: str) -> None:
-    assert slurmwords.of_step(job_id, error) == says
+    assert slurm_text.of_step(job_id, error) == says
 
 
 # ----- scancel
@@ -444,6 +444,7 @@ def test_scontrol_of_what_there_is_not(api: FakeApi, capsys: Out) -> None:
 )
 def test_scontrol_asks_for_what_hctl_asks_for(argv: list[str], route: str, body: dict[str, Any], api: FakeApi) -> None:
     api.answers[f"POST /v1/{route}"] = {"jobs": [12], "errors": []}
+    api.answers["GET /v1/job/12"] = {"jobs": [{"state": "PENDING"}]}
     assert scontrol.main(argv) == 0
     assert api.requests(f"POST /v1/{route}") == [body]
 

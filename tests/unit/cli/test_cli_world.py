@@ -13,7 +13,7 @@ from unit.controller.world import BOB, Cluster
 from hpcsched.cli import hctl, hsim
 from hpcsched.model.ids import NodeName
 from hpcsched.model.node import Link
-from hpcsched.sched.saved import world_from_json
+from hpcsched.sched.snapshot_json import world_from_json
 from hpcsched.store.backup import back_up
 
 HOST_KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIHVZF4l5bhNmVmZVp3ym9tR0pXoV4cRyEGQf8NUZzr3H"

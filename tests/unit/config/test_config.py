@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hpcsched import config_kinds
-from hpcsched.config import Config, load_config, load_node, natural_order
-from hpcsched.config_template import default_config, render_config, render_node
+from hpcsched.config import kinds
+from hpcsched.config.load import Config, load_config, load_node, natural_order
+from hpcsched.config.template import default_config, render_config, render_node
 from hpcsched.errors import ConfigError
 
 HOST_KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIHVZF4l5bhNmVmZVp3ym9tR0pXoV4cRyEGQf8NUZzr3H"
@@ -36,7 +36,7 @@ def write(tmp_path: Path) -> Write:
 
 def node(**keys: Any) -> str:
     given = {"host": "h.example", "host_key": HOST_KEY, "cpus": 4, "memory": "8G"} | keys
-    return "".join(f"{key} = {config_kinds.toml_value(value)}\n" for key, value in given.items() if value is not None)
+    return "".join(f"{key} = {kinds.toml_value(value)}\n" for key, value in given.items() if value is not None)
 
 
 def load(path: Path) -> Config:
@@ -258,5 +258,51 @@ def test_chosen_values_come_back(write: Write) -> None:
     assert (spec.host, spec.cpus, spec.mem_mib, spec.gpus[0].type, spec.weight) == ("h", 3, 5, "t4", 9)
 
 
+def test_sections_with_names_of_their_own_are_written(write: Write) -> None:
+    chosen = {
+        "partitions.main": {"nodes": "all", "default": True},
+        "partitions.night": {"nodes": "all", "max_time": "1:00:00"},
+        "accounts.physics": {"shares": 10, "users": ["anna"]},
+        "qos.normal": {},
+        "qos.high": {"priority": 100},
+        "licenses": {"matlab": 4},
+    }
+    config = load(write(render_config(chosen)))
+    assert [partition.name for partition in config.partitions] == ["main", "night"]
+    assert config.partitions[1].max_time_s == 3600
+    assert config.accounting == load(write(_text_of(chosen))).accounting
+
+
+def _text_of(chosen: Mapping[str, Mapping[str, object]]) -> str:
+    return "".join(
+        f"[{name}]\n" + "".join(f"{key} = {kinds.toml_value(value)}\n" for key, value in values.items())
+        for name, values in chosen.items()
+    )
+
+
+@pytest.mark.parametrize(
+    ("chosen", "why"),
+    [
+        ({"partition.night": {}}, r"\[partition.night\]: the sections are cluster, .*partitions.NAME"),
+        ({"partitions.night": {"node": "all"}}, r"'node' in section \[partitions.night\]"),
+        ({"cluster": {"nam": "x"}}, r"'nam' in section \[cluster\]"),
+        ({"partitions": {"main": {}}}, r"\[partitions\]"),
+    ],
+)
+def test_a_section_or_key_that_would_be_dropped_is_refused(chosen: dict[str, dict[str, object]], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        render_config(chosen)
+
+
 def test_numbers_in_names_count_as_numbers() -> None:
     assert sorted(["n10", "n2", "gpu1", "n1", "n"], key=natural_order) == ["gpu1", "n", "n1", "n2", "n10"]
+
+
+def test_times_of_the_configuration_may_have_units(tmp_path: Path) -> None:
+    text = '[controller]\nrequeue_delay_s = "2m"\n[scheduler]\ndefault_time_limit = "4h"\n'
+    text += '[partitions.main]\ndefault = true\nmax_time = "1d12h"\n'
+    (tmp_path / "hpcsched.toml").write_text(text)
+    config = load_config(tmp_path)
+    assert config.controller.requeue_delay_s == 120
+    assert config.scheduler.default_time_limit == 4 * 3600
+    assert config.partitions[0].max_time_s == 36 * 3600

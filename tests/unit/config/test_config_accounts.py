@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcsched.config import Config, build_config
+from hpcsched.config.load import Config, build_config
 from hpcsched.errors import ConfigError
 from hpcsched.model.accounting import Fairness, PreemptMode
 

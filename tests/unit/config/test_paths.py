@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hpcsched import paths
-from hpcsched.config import load_config
+from hpcsched.config.load import load_config
 from hpcsched.errors import ConfigError
 
 PLAIN = 1000

@@ -6,9 +6,10 @@ from pathlib import Path
 
 from world import Cluster
 
-from hpcsched.controller.recovery import load_world
+from hpcsched.controller.recovery import load_world, node_of
+from hpcsched.model.ids import NodeName
 from hpcsched.store.backup import back_up, restore
-from hpcsched.store.engine import asks_about_strays, restored_last_id
+from hpcsched.store.engine import adopts_known, asks_about_strays, restored_last_id
 
 
 class Restored:
@@ -34,5 +35,8 @@ class Restored:
         after = Cluster("n1", "n2", path=self._path / "h.db", up=False)
         after.world.restored_last_id = restored_last_id(after.store.connection)
         after.world.ask_strays = asks_about_strays(after.store.connection)
+        after.world.adopts_known = adopts_known(after.store.connection)
         load_world(after.world, after.store, after.now_s)
+        for name, row in after.store.load_nodes().items():
+            after.world.nodes[NodeName(name)] = node_of(after.world.nodes[NodeName(name)].spec, row)
         return after

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from hpcnode import protocol
-from hpcsched.controller.steps import HEAD, Origin, StepPorts, StepService
+from hpcnode.wire import protocol
 from hpcsched.errors import RequestError
 from hpcsched.model.ids import JobId, NodeName, Token
 from hpcsched.model.job import ExitStatus, Job, JobState
 from hpcsched.model.resources import Share
 from hpcsched.model.spec import JobSpec
+from hpcsched.steps.service import HEAD, Origin, StepPorts, StepService
 from hpcsched.store.rows import StepRow
 
 N1, N2 = NodeName("n1"), NodeName("n2")
@@ -58,6 +58,7 @@ class World:
                 release=lambda job_id, exit: self.released.append((job_id, exit)),
                 record=self._record,
                 new_token=self._new_token,
+                propagate=frozenset(),
                 environment=lambda job, plan: {"SLURM_STEP_ID": str(plan.number), "WINS": "scheduler"},
                 account=lambda job, node: job.user,
                 hosts=lambda job: [(share.node, share.cpus) for share in job.shares],

@@ -11,8 +11,9 @@ from jobs import spec
 from unit.controller.world import ANN, BOB, ROOT, Cluster
 
 from hpcsched.api.identity import Asker
-from hpcsched.controller.accountviews import license_views
-from hpcsched.controller.update import update
+from hpcsched.controller.requests import jobs
+from hpcsched.controller.requests.update import update
+from hpcsched.controller.views.accounts import license_views
 from hpcsched.errors import PermissionDeniedError, RequestError
 from hpcsched.model.accounting import Account, Accounting, Limits, Qos, UserRules
 from hpcsched.model.spec import ArraySpec
@@ -28,13 +29,48 @@ def cluster(accounting: Accounting, **partition_limits: object) -> Cluster:
 
 def lab(**limits: object) -> Accounting:
     account = Account(name="lab", users=("ann", "bob"), limits=Limits(**limits))  # type: ignore[arg-type]
-    return Accounting(accounts=(Account(name="top"), replace(account, parent="top")))
+    return Accounting(accounts=(Account(name="top", qos=("normal", "high")), replace(account, parent="top")))
 
 
 def refusal(made: Cluster, asker: Asker = ANN, **fields: object) -> str:
     with pytest.raises(RequestError) as caught:
         made.submit(asker, **fields)
     return str(caught.value)
+
+
+def _with_limits(made: Cluster, **scheduler: object) -> Cluster:
+    made.world.config = replace(made.world.config, scheduler=replace(made.world.config.scheduler, **scheduler))  # type: ignore[arg-type]
+    return made
+
+
+def test_a_user_may_have_a_tenth_of_the_queue() -> None:
+    made = _with_limits(Cluster("n1"), max_jobs=50, max_array_size=20)
+    array = ArraySpec(indices=(0, 1, 2))
+    first = made.submit(array=array, hold=True)
+    why = refusal(made, array=array)
+    assert "3 jobs of user 'ann' wait or run, and 3 more are too many: one user may have 5" in why
+    assert "max_submit_jobs in hpcsched.toml" in why
+    for _ in range(2):
+        made.submit(hold=True)
+    assert "one more is too many" in refusal(made)
+    made.submit(BOB)
+    made.submit(ROOT, array=ArraySpec(indices=tuple(range(20))))
+    made.ask(lambda tx: jobs.cancel(tx, ANN, [str(first)], {}))
+    made.submit(array=array, hold=True)
+    assert made.world.queued == {"ann": 5, "bob": 1, "root": 20}
+
+
+def test_an_admin_sets_how_much_of_the_queue_a_user_may_have() -> None:
+    made = _with_limits(Cluster("n1"), max_jobs=50, max_submit_jobs=1)
+    made.submit()
+    assert "one user may have 1" in refusal(made)
+    own = UserRules(name="ann", limits=Limits(max_submit_jobs=3))
+    made.world.config = replace(made.world.config, accounting=replace(lab(), users=(own,)))
+    made.submit()
+    made.submit()
+    assert "allows each user 3 jobs that wait or run" in refusal(made)
+    made.submit(BOB)
+    assert "one user may have 1" in refusal(made, BOB)
 
 
 def test_a_job_gets_the_account_and_qos_that_it_is_charged_to() -> None:
@@ -82,7 +118,7 @@ def test_what_breaks_a_limit_by_itself_is_refused(limits: dict, fields: dict, wh
 
 def gpu_lab() -> Cluster:
     """A partition that takes all, and one that takes the account `top` and what is below it, with QOS high."""
-    accounts = (*lab().accounts, Account(name="guests", users=("bob",)))
+    accounts = (*lab().accounts, Account(name="guests", users=("bob",), qos=("normal", "high")))
     made = cluster(Accounting(accounts=accounts, qos=(Qos(name="normal"), Qos(name="high"))))
     main = made.world.partitions["main"]
     gpu = replace(main, name="gpu", default=False, allow_accounts=("top",), allow_qos=("high",))
@@ -147,7 +183,9 @@ def test_one_job_too_many_is_refused_and_counts_by_user_and_by_account() -> None
 
 def test_qos_and_partitions_have_limits_of_their_own_in_the_qos_s_words() -> None:
     high = Qos(name="high", limits=Limits(max_submit_jobs=1))
-    made = cluster(Accounting(qos=(high,)), max_tres_per_job=(("cpu", 1),))
+    made = cluster(
+        Accounting(qos=(high,), users=(UserRules(name="ann", qos=("high",)),)), max_tres_per_job=(("cpu", 1),)
+    )
     assert "QOSMaxCpuPerJobLimit: partition 'main' allows a job 1 cpu" in refusal(made, ntasks=2)
     made.submit(qos="high")
     assert "QOSMaxSubmitJobPerUserLimit: QOS 'high'" in refusal(made, qos="high")

@@ -9,10 +9,10 @@ import pytest
 from jobs import T0, node
 from world import ANN, ROOT, Cluster
 
-from hpcnode import protocol
+from hpcnode.wire import protocol
 from hpcsched.api.views import node_state, why_waiting
-from hpcsched.controller import requests
 from hpcsched.controller.messages import claim_token
+from hpcsched.controller.requests import jobs
 from hpcsched.errors import RequestError
 from hpcsched.lifecycle.events import NodeLost
 from hpcsched.model.ids import NodeName
@@ -37,7 +37,7 @@ def test_the_steps_of_a_lost_attempt_ended_with_it() -> None:
     cluster.run(job_id)
     cluster.ask(lambda tx: tx.put_step(_step(job_id)))
     cluster.tick(10.0)
-    cluster.ask(lambda tx: requests.lose_node(tx, tx.world.jobs[job_id], NodeName("n1"), "it was rebooted"))
+    cluster.ask(lambda tx: jobs.lose_node(tx, tx.world.jobs[job_id], NodeName("n1"), "it was rebooted"))
     assert (cluster.job(job_id).state, cluster.job(job_id).attempt) == (JobState.PENDING, 1)
     assert _states(cluster, job_id) == {(0, "batch"): "NODE_FAIL", (0, "0"): "NODE_FAIL"}
     assert {step.ended_at_s for step in cluster.store.load_steps([job_id])} == {cluster.now_s}
@@ -58,10 +58,10 @@ def test_a_job_that_was_queued_again_says_why_and_from_when_it_may_start() -> No
     cluster = Cluster("n1")
     job_id = cluster.submit(requeue=True)
     cluster.run(job_id)
-    cluster.ask(lambda tx: requests.requeue(tx, ANN, [str(job_id)]))
+    cluster.ask(lambda tx: jobs.requeue(tx, ANN, [str(job_id)]))
     cluster.gone(job_id, "n1")
     cluster.tick()
-    reason, detail, from_s = why_waiting(cluster.job(job_id), cluster.world, cluster.now_s)
+    reason, detail, from_s = why_waiting(cluster.job(job_id), cluster.world, ROOT, cluster.now_s)
     assert (reason, from_s) == (Reason.BEGIN_TIME, cluster.job(job_id).not_before_s)
     assert detail.startswith("was queued again after its attempt 0 (requeued by ann), and may start from ")
 
@@ -72,13 +72,28 @@ def test_a_signal_goes_to_the_steps_on_all_nodes_of_the_job_and_to_the_script_al
     token = claim_token(cluster.job(job_id), NodeName("n2"))
     cluster.says("n2", protocol.Report(seq=1, token=token, status=protocol.CLAIMED, at_s=cluster.now_s))
     cluster.run(job_id)
-    for batch, expected in ((False, ["n1", "n2"]), (True, ["n1"])):
-        done = cluster.ask(lambda tx, batch=batch: requests.signal(tx, ROOT, [str(job_id)], {}, 10, batch, False))
+    batch_token = cluster.job(job_id).token
+    there = ("n2", protocol.SignalStep(token=token, signum=10, steps=True))
+    for batch, full, expected in (
+        (False, False, [("n1", protocol.SignalStep(token=batch_token, signum=10, steps=True)), there]),
+        (True, False, [("n1", protocol.SignalStep(token=batch_token, signum=10, batch_only=True))]),
+        (True, True, [("n1", protocol.SignalStep(token=batch_token, signum=10, full=True)), there]),
+    ):
+        done = cluster.ask(lambda tx, batch=batch, full=full: jobs.signal(tx, ROOT, [str(job_id)], {}, 10, batch, full))
         cluster.controller.send_signals(done.signals)
-        sent = cluster.sent(protocol.SignalStep)
-        assert [name for name, _ in sent] == expected
-        assert sent[0][1].token == cluster.job(job_id).token
-    assert token != cluster.job(job_id).token
+        assert cluster.sent(protocol.SignalStep) == expected
+    assert token != batch_token
+
+
+def test_signal_9_ends_a_job_unless_it_is_for_the_script_alone() -> None:
+    cluster = Cluster("n1")
+    job_id = cluster.submit()
+    cluster.run(job_id)
+    done = cluster.ask(lambda tx: jobs.signal(tx, ROOT, [str(job_id)], {}, 9, True, False))
+    assert [sent.batch_only for sent in done.signals] == [True]
+    done = cluster.ask(lambda tx: jobs.signal(tx, ROOT, [str(job_id)], {}, 9, False, False))
+    assert not done.signals
+    assert cluster.job(job_id).outcome is JobState.CANCELLED
 
 
 def test_a_user_that_nobody_knows_is_refused_and_one_with_jobs_is_not() -> None:

@@ -9,10 +9,10 @@ import pytest
 from jobs import T0
 from unit.controller.world import Cluster
 
-from hpcnode import protocol
-from hpcsched.controller.clockstep import ClockMark, mark_of
+from hpcnode.wire import protocol
 from hpcsched.controller.recovery import load_world
-from hpcsched.controller.story import tell
+from hpcsched.controller.timers import ClockMark, mark_of
+from hpcsched.controller.views.events_text import tell
 from hpcsched.lifecycle.clocks import limit_at_s, ran_s
 from hpcsched.model.job import JobState
 

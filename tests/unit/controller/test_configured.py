@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from hpcsched.config import Config, build_config
-from hpcsched.controller.configured import settings_changed
+from hpcsched.config.load import Config, build_config
+from hpcsched.controller.recovery import settings_changed
 
 
 def configured(**tables: Any) -> Config:
@@ -23,7 +23,7 @@ def test_each_section_that_differs_is_named_with_its_keys() -> None:
     )
     assert settings_changed(before, before) == []
     assert settings_changed(before, after) == [
-        "accounts, QOS, licences or fair share",
+        "accounts, QOS, licenses, fair share: reloaded",
         "[cluster] name",
         "[controller] kill_wait_s",
         "[scheduler] policy, preempt_type",

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from world import Cluster, full_disk
 
-from hpcnode import protocol
+from hpcnode.wire import protocol
+from hpcsched import mishap
 from hpcsched.errors import UnavailableError
 from hpcsched.model.ids import NodeName
 from hpcsched.model.job import JobState
@@ -43,3 +44,19 @@ def test_what_nodes_say_while_the_disk_is_full_counts_when_it_has_room_again() -
     assert [ack.seqs for _, ack in cluster.sent(protocol.Ack)] == [[1]]
     assert cluster.job(cluster.submit()).state is JobState.CONFIGURING
     assert len(cluster.world.jobs) == 2
+
+
+def test_an_inventory_that_holds_another_kind_of_message_is_refused_and_no_bug_of_ours() -> None:
+    cluster = Cluster("n1", up=False)
+    foreign = {"type": "Pong", "request": 1}
+    faults = mishap.total()
+    cluster.controller.node_up(
+        NodeName("n1"),
+        protocol.Welcome(
+            version=1, node="n1", boot_id="b", agent_version="x", pid=1, epoch=1, inventory=[foreign], facts={}
+        ),
+        cluster.now_s,
+    )
+    cluster.tick()
+    assert mishap.total() == faults
+    assert cluster.world.nodes[NodeName("n1")].boot_id == ""

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from world import ROOT, Cluster, config
 
-from hpcnode import protocol
+from hpcnode.wire import protocol
 from hpcsched.api.views import why_waiting
-from hpcsched.controller import requests
 from hpcsched.controller.messages import claim_token
+from hpcsched.controller.nodes.unreachable import GATHER_S
 from hpcsched.controller.recovery import load_world
-from hpcsched.controller.silence import GATHER_S
+from hpcsched.controller.requests import jobs
 from hpcsched.lifecycle.events import NodeLost
 from hpcsched.lifecycle.job import lease_end_s
 from hpcsched.model.ids import NodeName
@@ -47,7 +47,7 @@ class Gang(Cluster):
         self.tick(after_s=seconds)
 
     def why(self, job_id: int) -> str:
-        return why_waiting(self.job(job_id), self.world, self.now_s)[1]
+        return why_waiting(self.job(job_id), self.world, ROOT, self.now_s)[1]
 
 
 def test_the_batch_step_follows_the_last_claim() -> None:
@@ -149,7 +149,7 @@ def test_a_part_of_an_attempt_that_is_over_is_ended() -> None:
     gang = Gang("n1", "n2")
     job_id = gang.submit(nodes_min=2)
     old = protocol.Report(seq=4, token=claim_token(gang.job(job_id), NodeName("n2")), status="claimed", at_s=1.0)
-    gang.ask(lambda tx: requests.requeue(tx, ROOT, [str(job_id)]))
+    gang.ask(lambda tx: jobs.requeue(tx, ROOT, [str(job_id)]))
     gang.gone(job_id, "n1")
     gang.gone(job_id, "n2")
     gang.sent(protocol.EndJob)
@@ -191,7 +191,7 @@ def test_a_job_that_a_node_refuses_for_its_own_sake_fails() -> None:
 
 def test_what_a_person_drained_stays_drained() -> None:
     gang = Gang("n1")
-    gang.ask(lambda tx: requests.drain(tx, ROOT, "n1", "a fan", ""))
+    gang.ask(lambda tx: jobs.drain(tx, ROOT, "n1", "a fan", ""))
     gang.says("n1", protocol.Condition("its disk is full"))
     gang.says("n1", protocol.Condition(""))
     gang.welcome("n1")
@@ -289,7 +289,7 @@ def test_a_job_that_is_being_ended_is_freed_of_a_silent_node_too() -> None:
     gang.says_of_part(job_id, "n2", protocol.CLAIMED)
     gang.run(job_id)
     gang.lose("n2")
-    gang.ask(lambda tx: requests.cancel(tx, ROOT, [str(job_id)], {}))
+    gang.ask(lambda tx: jobs.cancel(tx, ROOT, [str(job_id)], {}))
     gang.gone(job_id, "n1")
     gang.pass_s(1000)
     assert gang.job(job_id).state is JobState.CANCELLED

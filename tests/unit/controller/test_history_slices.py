@@ -11,16 +11,17 @@ import pytest
 from waiting import PATIENCE_S, played
 from world import ANN, Cluster
 
-from hpcsched.api import breaks
-from hpcsched.controller import history
-from hpcsched.store.store import HistoryQuery, Store
+from hpcsched.api import crowd
+from hpcsched.controller.views import history
+from hpcsched.store.rows import HistoryQuery
+from hpcsched.store.store import Store
 
 
 @played
 async def test_others_are_answered_while_a_long_history_is_made(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(breaks, "SLICE_S", -1.0)  # each job takes longer than a slice
+    monkeypatch.setattr(crowd, "SLICE_S", -1.0)  # each job takes longer than a slice
     monkeypatch.setattr(history, "PART_JOBS", 2)
     cluster = Cluster("n1", path=tmp_path / "h.db")
     jobs = [cluster.submit() for _ in range(5)]

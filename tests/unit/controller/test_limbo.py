@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from world import ROOT, Cluster
 
-from hpcnode import protocol
-from hpcsched.controller import requests
+from hpcnode.wire import protocol
+from hpcsched.controller.requests import jobs
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import JobState
 
@@ -58,9 +58,9 @@ def test_a_job_that_is_being_ended_on_a_silent_node_says_what_it_will_be(by: str
     cluster.run(job_id)
     silent(cluster)
     if by == "cancel":
-        cluster.ask(lambda tx: requests.cancel(tx, ROOT, [str(job_id)], {}))
+        cluster.ask(lambda tx: jobs.cancel(tx, ROOT, [str(job_id)], {}))
     else:
-        cluster.ask(lambda tx: requests.requeue(tx, ROOT, [str(job_id)]))
+        cluster.ask(lambda tx: jobs.requeue(tx, ROOT, [str(job_id)]))
     assert cluster.job(job_id).state is JobState.COMPLETING
     fate = "ends as CANCELLED" if by == "cancel" else "goes back to the queue"
     assert f"something of the job may still run there. The job {fate} when the node answers" in now(cluster, job_id)
@@ -70,7 +70,7 @@ def test_a_job_that_is_being_ended_says_where_something_of_it_may_be_left_and_wh
     cluster = Cluster("n1")
     job_id = cluster.submit(requeue=True)
     cluster.run(job_id)
-    cluster.ask(lambda tx: requests.cancel(tx, ROOT, [str(job_id)], {}))
+    cluster.ask(lambda tx: jobs.cancel(tx, ROOT, [str(job_id)], {}))
     ends = f"job {job_id} ends as CANCELLED (cancelled by root) when nothing of it is left on n1"
     assert now(cluster, job_id) == ends
     cluster.says("n1", protocol.Condition(why="No space left on device"))
@@ -81,7 +81,7 @@ def test_the_story_of_a_cancelled_job_that_is_lost_does_not_say_that_it_runs_aga
     cluster = Cluster("n1")
     job_id = cluster.submit(requeue=True)
     cluster.run(job_id)
-    cluster.ask(lambda tx: requests.cancel(tx, ROOT, [str(job_id)], {}))
+    cluster.ask(lambda tx: jobs.cancel(tx, ROOT, [str(job_id)], {}))
     cluster.says("n1", cluster.report(job_id, protocol.LOST, why="its shepherd was killed"))
     story = cluster.backend().story(ROOT, str(job_id))
     assert story["now"] == f"job {job_id} is CANCELLED"
@@ -110,7 +110,7 @@ def test_a_job_that_lost_its_node_says_so_while_it_waits_to_begin_again() -> Non
     job_id = cluster.submit()
     cluster.run(job_id)
     silent(cluster)
-    cluster.ask(lambda tx: requests.fence(tx, ROOT, "n1", "it burnt"))
+    cluster.ask(lambda tx: jobs.fence(tx, ROOT, "n1", "it burnt"))
     cluster.tick()
     answer = asyncio.run(cluster.backend().why(ROOT, str(job_id)))
     assert answer["lines"][0].startswith(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from hpcsched.controller.measured import used
+from hpcsched.steps.step import used
 
 
 def test_the_nodes_of_a_step_are_added_up_but_for_the_memory_of_a_task() -> None:

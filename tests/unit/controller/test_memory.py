@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from unit.controller.world import ANN, BOB, ROOT, Cluster
 
-from hpcsched.controller import requests
+from hpcsched.controller.requests import jobs as requests
+from hpcsched.sched.guard.predict import Experience
 from hpcsched.sched.policy import Backfill
-from hpcsched.sched.predict import Experience
 
 
 def experience(cluster: Cluster) -> Experience:
@@ -46,6 +47,21 @@ def test_the_longest_wait_is_remembered_and_all_of_it_after_a_restart(tmp_path: 
     assert experience(cluster) == Experience(longest_runs_s={ANN.uid: 40.0}, easy_wait_s=40.0, began_s=began_s)
     cluster.store.close()
     assert experience(Cluster("n1", path=tmp_path / "db", up=False)) == experience(cluster)
+
+
+def test_the_use_of_requests_is_remembered_after_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hpcsched.sched.guard.predict.LEAST_JOBS", 3)
+    cluster = Cluster("n1", path=tmp_path / "db")
+    for asked_s in (100, 400, 100):
+        job = cluster.submit(ntasks=2, time_limit_s=asked_s)
+        cluster.run(job)
+        cluster.now_s += 20.0
+        cluster.end(job)
+        cluster.gone(job, "n1")
+    assert experience(cluster).request_use == pytest.approx(60 / 600, rel=1e-3)
+    cluster.store.close()
+    again = experience(Cluster("n1", path=tmp_path / "db", up=False))
+    assert again.request_use == experience(cluster).request_use
 
 
 def test_a_cancelled_job_says_nothing_of_the_next() -> None:

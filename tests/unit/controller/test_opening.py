@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from unit.controller.world import ANN, Cluster
 
-from hpcsched.api import breaks
+from hpcsched.api import crowd
 from hpcsched.api.identity import Asker
-from hpcsched.controller.heads import HeadStreams
+from hpcsched.controller.head_socket import HeadStreams
 from hpcsched.controller.opening import first_answers
-from hpcsched.controller.reading import Reading
+from hpcsched.controller.views.queue import Reading
 from hpcsched.errors import ConfigError, NotFoundError
 
 
@@ -36,7 +36,7 @@ def test_who_asks_again_and_again_does_not_put_it_off_for_ever() -> None:
 
 @pytest.mark.parametrize("what", ["jobs", "queue"])
 def test_an_answer_is_under_way_from_its_first_slice_to_its_last(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(breaks, "SLICE_S", -1.0)  # a break after each job
+    monkeypatch.setattr(crowd, "SLICE_S", -1.0)  # a break after each job
     cluster = Cluster("n1")
     for _ in range(3):
         cluster.submit(hold=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from unit.controller.world import Cluster
 
-from hpcsched.controller.pace import PAUSE_MAX_S, Pace
+from hpcsched.controller.planning import PAUSE_MAX_S, Pace
 
 
 class Clock:

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from world import ANN, ROOT, Cluster
 
-from hpcnode import protocol
+from hpcnode.wire import protocol
 from hpcsched.api.jobview import job_view
 from hpcsched.api.views import in_a_sentence, node_views, why_waiting
-from hpcsched.controller import requests, suspension
 from hpcsched.controller.recovery import load_world
-from hpcsched.controller.story import tell
+from hpcsched.controller.requests import jobs, suspension
+from hpcsched.controller.views.events_text import tell
 from hpcsched.model.accounting import PreemptMode, PreemptType, Qos
 from hpcsched.model.job import JobState
 from hpcsched.model.spec import SignalSpec
@@ -59,7 +59,7 @@ def test_the_victim_is_queued_again_and_the_winner_has_its_node() -> None:
     cluster.gone(low, "n1")
     assert states(cluster, low, high, other) == ["PENDING", "CONFIGURING", "PENDING"]
     assert (cluster.job(low).attempt, cluster.job(low).preempted_by) == (1, high)
-    cluster.ask(lambda tx: requests.cancel(tx, ANN, [str(other)], {}))
+    cluster.ask(lambda tx: jobs.cancel(tx, ANN, [str(other)], {}))
     cluster.run(high)
     cluster.end(high)
     cluster.tick(after_s=100.0)
@@ -102,8 +102,8 @@ def test_one_that_is_suspended_goes_on_afterwards_and_its_node_is_never_overbook
     high = submit(cluster, "high", mem_per_node_mib=100)
     assert states(cluster, low) == ["SUSPENDED"]
     victim = cluster.job(low)
-    reason, detail, _ = why_waiting(victim, cluster.world, cluster.now_s)
-    assert in_a_sentence(victim, cluster.world, reason, detail).startswith(
+    reason, detail, _ = why_waiting(victim, cluster.world, ROOT, cluster.now_s)
+    assert in_a_sentence(victim, cluster.world, ROOT, reason, detail, cluster.now_s).startswith(
         f"job {low} is suspended: job {high} has its cpus"
     )
     cluster.tick()  # it was asked for by the tick that suspended it
@@ -124,9 +124,9 @@ def test_when_the_winner_goes_away_others_get_what_was_kept_for_it(what: str) ->
     low = start_low(cluster)
     high, other = submit(cluster, "high"), submit(cluster, "low")
     if what == "cancel":
-        cluster.ask(lambda tx: requests.cancel(tx, ANN, [str(high)], {}))
+        cluster.ask(lambda tx: jobs.cancel(tx, ANN, [str(high)], {}))
     else:
-        cluster.ask(lambda tx: requests.hold(tx, ANN, [str(high)]))
+        cluster.ask(lambda tx: jobs.hold(tx, ANN, [str(high)]))
     assert cluster.job(high).kept_shares == ()
     cluster.gone(low, "n1")
     assert states(cluster, low, other) == ["PENDING", "CONFIGURING"]
@@ -136,7 +136,7 @@ def test_a_victim_that_is_cancelled_meanwhile_does_not_come_back() -> None:
     cluster = cluster_of("n1")
     low = start_low(cluster)
     high = submit(cluster, "high")
-    cluster.ask(lambda tx: requests.cancel(tx, ANN, [str(low)], {}))
+    cluster.ask(lambda tx: jobs.cancel(tx, ANN, [str(low)], {}))
     cluster.gone(low, "n1")
     assert states(cluster, low, high) == ["CANCELLED", "CONFIGURING"]
 
@@ -196,7 +196,7 @@ def test_a_crash_in_the_midst_of_a_preemption_loses_nothing(tmp_path: Path, mode
         again.gone(low, "n1")
     launched = [message.job_id for _, message in again.sent(protocol.Launch)]
     assert (launched, states(again, high)) == ([high], ["CONFIGURING"])
-    again.ask(lambda tx: requests.cancel(tx, ANN, [str(other)], {}))
+    again.ask(lambda tx: jobs.cancel(tx, ANN, [str(other)], {}))
     again.run(high)
     again.end(high)
     again.tick(after_s=100.0)

@@ -10,13 +10,13 @@ import pytest
 from jobs import T0
 from unit.controller.world import ANN, BOB, Cluster
 
-from hpcsched.api import breaks
-from hpcsched.controller import queuerows, requests
-from hpcsched.controller.queuerows import QueueRows
-from hpcsched.controller.queueview import queue_text
+from hpcsched.api import crowd
+from hpcsched.controller.requests import jobs as requests
+from hpcsched.controller.views import queue
+from hpcsched.controller.views.queue import QueueRows, queue_text
 from hpcsched.model.job import Hold, Reason
 from hpcsched.model.spec import ArraySpec
-from hpcsched.sched.eligible import Wait
+from hpcsched.sched.queue.eligible import Wait
 
 DEFAULT = {"format": "%i %P %j %u %t %M %D %R"}
 QUERIES: tuple[dict[str, str], ...] = (
@@ -39,13 +39,13 @@ QUERIES: tuple[dict[str, str], ...] = (
 def written(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The jobs whose rows were written."""
     jobs: list[int] = []
-    row_of = queuerows.row_of
+    row_of = queue.row_of
 
     def noted(view: Any, *rest: Any, **more: Any) -> Any:
         jobs.append(int(view.job.id))
         return row_of(view, *rest, **more)
 
-    monkeypatch.setattr(queuerows, "row_of", noted)
+    monkeypatch.setattr(queue, "row_of", noted)
     return jobs
 
 
@@ -119,13 +119,13 @@ def test_few_layouts_are_kept() -> None:
     cluster.submit(hold=True)
     for width in range(1, 20):
         text_of(cluster, kept, {"format": f"%{width}i"}, T0)
-    assert len(kept._kept) == queuerows.MOST_KEPT
+    assert len(kept._kept) == queue.MOST_KEPT
 
 
 def test_a_row_that_shows_nothing_of_what_the_next_plan_says_is_sorted_anew_and_not_written(written: list[int]) -> None:
     cluster = Cluster("n1")
     kept = QueueRows(cluster.world)
-    ids = [cluster.submit(hold=True) for _ in range(3)]
+    ids = [cluster.submit(begin_at_s=int(T0) + 86_400) for _ in range(3)]
     query = {"format": "%i %r", "order": "-p", "noheader": "1"}
 
     def plan(reason: Reason, *priorities: int) -> str:
@@ -143,7 +143,7 @@ def test_a_row_that_shows_nothing_of_what_the_next_plan_says_is_sorted_anew_and_
 
 
 def test_others_are_answered_while_many_rows_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(breaks, "SLICE_S", 0.0)
+    monkeypatch.setattr(crowd, "SLICE_S", 0.0)
     cluster = Cluster("n1")
     for _ in range(5):
         cluster.submit(hold=True)

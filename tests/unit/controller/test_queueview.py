@@ -6,12 +6,11 @@ import asyncio
 import json
 
 import pytest
-from unit.controller.world import ANN, BOB, Cluster
+from unit.controller.world import ANN, BOB, ROOT, Cluster
 
-from hpcsched.controller.queuerows import QueueRows
-from hpcsched.controller.queueview import queue_text
-from hpcsched.controller.reading import Reading
-from hpcsched.controller.requests import cancel
+from hpcsched.api.identity import Asker
+from hpcsched.controller.requests.jobs import cancel
+from hpcsched.controller.views.queue import QueueRows, Reading, queue_text
 from hpcsched.errors import NotFoundError, RequestError
 from hpcsched.model.spec import ArraySpec
 
@@ -114,3 +113,56 @@ def test_the_priorities_are_those_of_the_jobs_that_are_asked_for(cluster: Cluste
     assert [job["id"] for job in answer["jobs"]] == [2, 3]
     with pytest.raises(RequestError, match="Invalid user: nobody-here"):
         cluster.backend().priorities(ANN, {"user": "nobody-here"})
+
+
+def table(cluster: Cluster, asker: Asker = ANN, **query: str) -> list[str]:
+    """Return what hqueue prints without options."""
+    asked = {
+        "format": "id,st,nodes",
+        "fit": "1",
+        "fold": "1",
+        "order": "phase",
+        "strict": "1",
+        "whose": "default",
+        "state": "ALL",
+    }
+    asked |= {"ended": "1", "others": "1", **query}
+    asked = {name: value for name, value in asked.items() if value}
+    return asyncio.run(queue_text(cluster.world, QueueRows(cluster.world), asker, asked, cluster.now_s)).splitlines()
+
+
+def test_a_user_sees_the_own_jobs_and_how_many_others_have_and_how_many_ended(cluster: Cluster) -> None:
+    lines = table(cluster)
+    assert [line.split()[0] for line in lines[:-2]] == ["JOBID", "1", "4_[0-2]"]
+    assert lines[-2:] == [
+        "1 job ended in the last hour: 1 CANCELLED (hqueue -a)",
+        "others: 0 running, 2 waiting (hqueue -a)",
+    ]
+
+
+def test_an_admin_sees_everybodys(cluster: Cluster) -> None:
+    lines = table(cluster, ROOT)
+    assert [line.split()[0] for line in lines[:-1]] == ["JOBID", "1", "2", "3", "4_[0-2]"]
+    assert lines[-1] == "1 job ended in the last hour: 1 CANCELLED (hqueue -a)"
+
+
+def test_ended_tasks_of_an_array_are_one_line_for_each_way_to_end() -> None:
+    cluster = Cluster("n1", "n2", "n3")
+    first = cluster.submit(array=ArraySpec(indices=(1, 2, 3)))
+    for task, code in ((0, 0), (1, 0), (2, 3)):
+        cluster.run(first + task)
+        cluster.end(first + task, code=code)
+    lines = table(cluster, ended="")
+    assert [line.split()[:2] for line in lines[1:]] == [[f"{first}_[1-2]", "CD"], [f"{first}_3", "F"]]
+    assert len(table(cluster, ended="", fold="", array="1")) == 4
+    assert table(cluster)[-1] == "3 jobs ended in the last hour: 2 COMPLETED 1 FAILED (hqueue -a)"
+
+
+def test_nodes_of_ended_tasks_are_in_the_order_of_the_configuration() -> None:
+    cluster = Cluster("n1", "n2", "n3")
+    first = cluster.submit(array=ArraySpec(indices=(1, 2, 3)), cpus_per_task=2)
+    for task in range(3):
+        cluster.run(first + task)
+        cluster.end(first + task)
+    assert {cluster.job(first + task).shares[0].node for task in range(3)} == {"n1", "n2", "n3"}
+    assert table(cluster, ended="", format="id,nodelist")[1].split()[1] == "n[1-3]"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from unit.controller.world import ANN, BOB, Cluster
 
-from hpcsched.controller.references import find_jobs
-from hpcsched.controller.requests import cancel
+from hpcsched.controller.requests.job_ids import find_jobs
+from hpcsched.controller.requests.jobs import cancel
 from hpcsched.errors import NotFoundError, RequestError
 from hpcsched.model.spec import ArraySpec
 

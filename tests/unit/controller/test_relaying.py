@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from world import Cluster
 
-from hpcnode import protocol
+from hpcnode.wire import protocol
 from hpcsched.api import web
-from hpcsched.controller.relaying import Relaying
+from hpcsched.controller.relay import Relaying
 from hpcsched.model.ids import NodeName
 
 

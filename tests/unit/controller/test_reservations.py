@@ -11,9 +11,9 @@ from world import ANN, BOB, ROOT, Cluster
 
 from hpcsched.api.identity import Asker
 from hpcsched.api.views import node_views
-from hpcsched.controller import requests, reserving, suspension
 from hpcsched.controller.recovery import load_world
-from hpcsched.controller.update import update
+from hpcsched.controller.requests import jobs, reservations, suspension
+from hpcsched.controller.requests.update import update
 from hpcsched.errors import HpcschedError, NotFoundError, PermissionDeniedError, RequestError, UnavailableError
 from hpcsched.model.job import JobState, Reason
 from hpcsched.model.reservation import Flag, Reservation
@@ -24,19 +24,19 @@ DAY = 86_400
 def reserve(cluster: Cluster, name: str = "r", asker: Asker = ROOT, **changes: str) -> Reservation:
     words = {"StartTime": "now+10minutes", "Duration": "10", "Users": "ann", "Nodes": "n1"} | changes
     found: Reservation = cluster.ask(
-        lambda tx: reserving.create(tx, asker, name, {key: value for key, value in words.items() if value})
+        lambda tx: reservations.create(tx, asker, name, {key: value for key, value in words.items() if value})
     )
     return found
 
 
 def change(cluster: Cluster, **changes: str) -> Reservation:
     words = {key.replace("_add", "+").replace("_sub", "-"): value for key, value in changes.items()}
-    found: Reservation = cluster.ask(lambda tx: reserving.update(tx, ROOT, "r", words))
+    found: Reservation = cluster.ask(lambda tx: reservations.update(tx, ROOT, "r", words))
     return found
 
 
 def delete(cluster: Cluster) -> None:
-    cluster.ask(lambda tx: reserving.delete(tx, ROOT, "r"))
+    cluster.ask(lambda tx: reservations.delete(tx, ROOT, "r"))
 
 
 def refusal(cluster: Cluster, **changes: str) -> str:
@@ -84,8 +84,8 @@ def test_only_admins_make_change_and_delete_them() -> None:
         reserve(cluster, asker=ANN)
     reserve(cluster)
     for work in (
-        lambda tx: reserving.update(tx, ANN, "r", {"Users": "ann"}),
-        lambda tx: reserving.delete(tx, ANN, "r"),
+        lambda tx: reservations.update(tx, ANN, "r", {"Users": "ann"}),
+        lambda tx: reservations.delete(tx, ANN, "r"),
     ):
         with pytest.raises(PermissionDeniedError):
             cluster.ask(work)
@@ -157,7 +157,7 @@ def test_a_job_that_may_run_into_it_is_in_the_way_unless_it_is_to_be_ignored() -
 def test_a_count_takes_nodes_that_answer_and_are_of_the_partition() -> None:
     cluster = Cluster("n1", "n2", "n3")
     cluster.world.partitions["half"] = partition("n2", "n3", name="half", default=False)
-    cluster.ask(lambda tx: requests.drain(tx, ROOT, "n2", "noise", ""))
+    cluster.ask(lambda tx: jobs.drain(tx, ROOT, "n2", "noise", ""))
     assert reserve(cluster, Nodes="", NodeCnt="1", PartitionName="half").nodes == ("n3",)
     with pytest.raises(RequestError, match=r"1 can be reserved then; n2 is drained; n3 reserved \(r\)"):
         reserve(cluster, name="s", Nodes="", NodeCnt="2")
@@ -215,7 +215,7 @@ def test_after_its_end_it_is_refused(tmp_path: Path) -> None:
     cluster.tick(1200.0)
     with pytest.raises(NotFoundError, match="Requested reservation is invalid"):
         cluster.submit(reservation="r")
-    cluster.ask(lambda tx: requests.release(tx, ANN, [str(waits)]))
+    cluster.ask(lambda tx: jobs.release(tx, ANN, [str(waits)]))
     assert cluster.world.waits[waits].reason is Reason.RESERVATION_DELETED
 
 

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 from world import ANN, BOB, ROOT, Cluster
 
-from hpcnode import protocol
+from hpcnode.wire import protocol
 from hpcsched.api.jobview import job_view
 from hpcsched.api.views import in_a_sentence, why_waiting
-from hpcsched.controller import requests, resizing, update
+from hpcsched.controller import preemption
 from hpcsched.controller.recovery import load_world
-from hpcsched.controller.story import tell
+from hpcsched.controller.requests import jobs, update
+from hpcsched.controller.views.events_text import tell
 from hpcsched.model.ids import NodeName
 from hpcsched.model.job import JobState
 
@@ -34,7 +35,7 @@ def resize(cluster: Cluster, job_id: int, size: int | str, asker: Any = ANN) -> 
 
 def give_back(cluster: Cluster, job_id: int, count: int) -> None:
     """Have the job keep so many nodes, as it does by hrun --resize."""
-    cluster.ask(lambda tx: resizing.shrink(tx, cluster.job(job_id), count, ANN.uid))
+    cluster.ask(lambda tx: preemption.shrink(tx, cluster.job(job_id), count, ANN.uid))
 
 
 def nodes(cluster: Cluster, job_id: int) -> str:
@@ -131,9 +132,9 @@ def test_an_elastic_job_is_asked_for_nodes_that_another_waits_for_and_may_give_t
     assert told(cluster) == [(name, 1, "n1 n2 n3", "n1 n2") for name in ("n1", "n2", "n3")]
     assert (nodes(cluster, job_id), cluster.job(waiting).state) == ("n1 n2 n3", JobState.PENDING)
     asked = cluster.job(job_id)
-    reason, detail, _ = why_waiting(asked, cluster.world, cluster.now_s)
+    reason, detail, _ = why_waiting(asked, cluster.world, ROOT, cluster.now_s)
     text = f"job {job_id} is RUNNING, and was asked to make do with n[1-2]"
-    assert in_a_sentence(asked, cluster.world, reason, detail) == text
+    assert in_a_sentence(asked, cluster.world, ROOT, reason, detail, cluster.now_s) == text
     shown = job_view(asked, cluster.world, ROOT, cluster.now_s)
     assert (shown["elastic"], shown["wanted_nodes"]) == ([1, 3], ["n1", "n2"])
     another = cluster.submit(nodes_min=3, cpus_per_task=2)  # not on all that the job can do without
@@ -142,7 +143,7 @@ def test_an_elastic_job_is_asked_for_nodes_that_another_waits_for_and_may_give_t
     assert told(cluster) == [(name, 2, "n1 n2", "") for name in ("n1", "n2")]
     cluster.gone(job_id, "n3")
     assert nodes(cluster, waiting) == "n3"
-    cluster.ask(lambda tx: requests.cancel(tx, ANN, [str(another)], {}))
+    cluster.ask(lambda tx: jobs.cancel(tx, ANN, [str(another)], {}))
 
 
 def test_a_job_that_keeps_its_nodes_is_not_asked_again_until_nobody_waits() -> None:
@@ -153,7 +154,7 @@ def test_a_job_that_keeps_its_nodes_is_not_asked_again_until_nobody_waits() -> N
     cluster.controller.replan()
     cluster.tick(after_s=100.0)
     assert (told(cluster), nodes(cluster, job_id)) == ([], "n1 n2")
-    cluster.ask(lambda tx: requests.cancel(tx, ANN, [str(waiting)], {}))
+    cluster.ask(lambda tx: jobs.cancel(tx, ANN, [str(waiting)], {}))
     assert told(cluster) == [(name, 2, "n1 n2", "") for name in ("n1", "n2")]
 
 
@@ -242,7 +243,7 @@ def test_a_node_that_comes_back_is_another_stay_and_nothing_late_of_the_first_is
 
 def test_a_job_that_ends_meanwhile_leaves_nothing_on_any_of_them() -> None:
     cluster, job_id, _ = growing()
-    cluster.ask(lambda tx: requests.cancel(tx, ANN, [str(job_id)], {}))
+    cluster.ask(lambda tx: jobs.cancel(tx, ANN, [str(job_id)], {}))
     assert sorted({to for to, _ in cluster.sent(protocol.EndJob)}) == ["n1", "n2"]
     cluster.gone(job_id, "n1")
     cluster.gone(job_id, "n2")

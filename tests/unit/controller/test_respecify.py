@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from world import ANN, ROOT, Cluster
 
-from hpcnode import protocol
+from hpcnode.wire import protocol
 from hpcsched.api.identity import Asker
 from hpcsched.controller.recovery import load_world
-from hpcsched.controller.requests import requeue
-from hpcsched.controller.story import tell
-from hpcsched.controller.update import update
+from hpcsched.controller.requests.jobs import requeue
+from hpcsched.controller.requests.update import update
+from hpcsched.controller.views.events_text import tell
 from hpcsched.errors import RequestError
 from hpcsched.model.ids import NodeName
 from hpcsched.model.job import JobState
@@ -155,3 +156,26 @@ def test_a_job_that_is_queued_again_keeps_its_changed_limit() -> None:
     job = cluster.job(job_id)
     assert (job.state, job.time_limit_s) == (JobState.PENDING, 1800)
     assert job.shares[0].node == NodeName("n1")
+
+
+@pytest.mark.parametrize(
+    ("max_time_s", "limit", "refused"),
+    [
+        (7200, "2:00:00", ""),
+        (7200, "+60", ""),
+        (7200, "2:00:01", "above 2:00:00, the most in partition main"),
+        (7200, "UNLIMITED", "above 2:00:00, the most in partition main"),
+        (None, "9-0", ""),
+        (None, "UNLIMITED", ""),
+    ],
+)
+def test_users_raise_the_limit_of_their_waiting_jobs_up_to_the_partitions(
+    max_time_s: int | None, limit: str, refused: str
+) -> None:
+    cluster = Cluster("n1")
+    cluster.world.partitions = {"main": replace(cluster.world.partitions["main"], max_time_s=max_time_s)}
+    job_id = cluster.submit(time_limit_s=3600, hold=True)
+    errors = change(cluster, job_id, time_limit=limit)
+    assert [refused in error for error in errors] == ([True] if refused else [])
+    assert (cluster.job(job_id).time_limit_s > 3600) is not bool(refused)
+    assert change(cluster, job_id, ROOT, time_limit="UNLIMITED") == []

@@ -8,8 +8,8 @@ import pytest
 from restoredworld import Restored
 from world import ROOT
 
-from hpcnode import protocol
-from hpcsched.controller import requests
+from hpcnode.wire import protocol
+from hpcsched.controller.requests import jobs
 from hpcsched.model.ids import NodeName
 from hpcsched.model.job import JobState, Reason
 
@@ -87,7 +87,7 @@ def test_a_step_of_before_is_ended(restored: Restored) -> None:
 def test_an_end_that_was_asked_for_before_goes_to_what_runs_from_before(restored: Restored) -> None:
     job_id = restored.before.submit()
     restored.before.run(job_id)
-    restored.before.ask(lambda tx: requests.cancel(tx, ROOT, [str(job_id)], {}))
+    restored.before.ask(lambda tx: jobs.cancel(tx, ROOT, [str(job_id)], {}))
     restored.back_up()
     after = restored.restore()
     after.welcome("n1")
@@ -103,7 +103,7 @@ def test_a_waiting_job_that_may_have_been_started_since_waits_until_every_node_h
     held = restored.before.submit(hold=True)
     restored.back_up()
     after = restored.restore()
-    after.ask(lambda tx: requests.release(tx, ROOT, [str(held)]))
+    after.ask(lambda tx: jobs.release(tx, ROOT, [str(held)]))
     after.welcome("n1")
     assert after.job(held).state is JobState.PENDING
     assert after.world.waits[held].reason is Reason.NODE_LOST
@@ -128,7 +128,7 @@ def test_a_node_that_comes_back_without_what_ran_there_is_not_waited_for(restore
     held = restored.before.submit(hold=True)
     restored.back_up()
     after = restored.restore()
-    after.ask(lambda tx: requests.release(tx, ROOT, [str(held)]))
+    after.ask(lambda tx: jobs.release(tx, ROOT, [str(held)]))
     token = f"{restored.before.world.incarnation}.{held}.0.batch.n2.{'f' * 32}"
     running = protocol.Report(seq=1, token=token, status=protocol.STARTED, at_s=after.now_s)
     after.welcome("n1")
@@ -142,11 +142,11 @@ def test_a_fenced_node_is_not_waited_for(restored: Restored) -> None:
     held = restored.before.submit(hold=True)
     restored.back_up()
     after = restored.restore()
-    after.ask(lambda tx: requests.release(tx, ROOT, [str(held)]))
+    after.ask(lambda tx: jobs.release(tx, ROOT, [str(held)]))
     after.welcome("n1")
     after.controller.node_down(NodeName("n2"), "no route to host")
     after.tick()
-    after.ask(lambda tx: requests.fence(tx, ROOT, "n2", "burnt"))
+    after.ask(lambda tx: jobs.fence(tx, ROOT, "n2", "burnt"))
     assert after.job(held).state is JobState.CONFIGURING
     assert after.world.unseen_nodes() == []
     assert after.world.nodes[NodeName("n2")].boot_id == "fenced"

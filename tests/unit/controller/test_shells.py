@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from stepworld import a_job
 
-from hpcnode import protocol
-from hpcsched.controller.shells import ShellPorts, Shells
-from hpcsched.controller.stepstate import HEAD, Origin
+from hpcnode.wire import protocol
+from hpcsched.controller.requests.held_jobs import ShellPorts, Shells
 from hpcsched.errors import RequestError
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import ExitStatus
+from hpcsched.steps.step import HEAD, Origin
 
 HALLOC: Origin = (HEAD, 3)
 

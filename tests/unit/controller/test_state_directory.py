@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcsched.cli import daemon
+from hpcsched.cli.admin import daemon
 from hpcsched.controller.lock import HOLDER_FILE, StateLock
 from hpcsched.controller.opening import make_own_dir
 from hpcsched.errors import ConfigError, UnavailableError

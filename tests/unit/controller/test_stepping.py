@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
+import pytest
 from world import Cluster
 
-from hpcnode import protocol
+from hpcnode.wire import protocol
 from hpcsched.controller.stepping import Stepping
 from hpcsched.model.ids import JobId, NodeName, Token
+from hpcsched.steps.step import HEAD
 
 N1 = NodeName("n1")
 
@@ -41,3 +44,109 @@ def test_output_that_comes_behind_a_welcome_waits_until_its_step_was_found_again
     assert cluster.sent(protocol.OutputAck) == [("n1", ack)]
     stepping.on_output(N1, output, b"two")  # and from now on nothing waits for a tick
     assert [message.message["type"] for _, message in cluster.sent(protocol.ToStream)] == ["Output"]
+
+
+# ----- failures of ours, which must be the step command's alone
+
+
+def _request(cluster: Cluster, job_id: int, *argv: str, **options: Any) -> protocol.FromStream:
+    request = protocol.StepRequest(
+        version=protocol.VERSION, job_id=job_id, options=options, argv=list(argv), work_dir="/", env={}
+    )
+    return protocol.FromStream(stream=5, uid=1000, job_id=job_id, attempt=0, message=protocol.to_json(request))
+
+
+def _words(cluster: Cluster) -> list[Any]:
+    said = [json.loads(json.dumps(message.message)) for _, message in cluster.sent(protocol.ToStream)]
+    return list(map(protocol.from_json, said))
+
+
+def test_a_step_whose_row_cannot_be_written_is_refused_and_its_command_is_told() -> None:
+    cluster = Cluster("n1")
+    stepping = Stepping(cluster.controller, cluster.ports, clock=lambda: cluster.now_s, reply_head=lambda *_: None)
+    job_id = cluster.submit()
+    cluster.run(job_id)
+    cluster.sent(protocol.Launch)
+    stepping.on_from_stream(N1, _request(cluster, job_id, "./prog\ud800"), b"")
+    other = cluster.submit()  # in the same tick
+    cluster.tick()
+    cluster.tick()
+    (ended,) = [word for word in _words(cluster) if isinstance(word, protocol.StepEnded)]
+    assert "fault" in ended.error
+    assert [message.job_id for _, message in cluster.sent(protocol.Launch)] == [other]
+    assert cluster.store.load_steps([job_id])[0].step == "batch"
+
+
+def test_an_unexpected_failure_of_a_step_request_is_told_to_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster("n1")
+    stepping = Stepping(cluster.controller, cluster.ports, clock=lambda: cluster.now_s, reply_head=lambda *_: None)
+    job_id = cluster.submit()
+    cluster.run(job_id)
+
+    def fail(*_: object) -> None:
+        raise RecursionError("too deep")
+
+    monkeypatch.setattr(stepping.service, "_on_request", fail)
+    stepping.on_from_stream(N1, _request(cluster, job_id, "true"), b"")
+    cluster.tick()
+    cluster.tick()
+    (ended,) = [word for word in _words(cluster) if isinstance(word, protocol.StepEnded)]
+    assert "fault" in ended.error
+
+
+def test_an_unexpected_failure_outside_of_the_tick_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster("n1")
+    stepping = Stepping(cluster.controller, cluster.ports, clock=lambda: cluster.now_s, reply_head=lambda *_: None)
+
+    def fail(*_: object) -> None:
+        raise KeyError("nobody thought of this")
+
+    monkeypatch.setattr(stepping.service, "_on_signal", fail)
+    signal = protocol.to_json(protocol.StepSignal(signum=10))
+    stepping.on_from_stream(N1, protocol.FromStream(stream=5, uid=1000, job_id=1, attempt=0, message=signal), b"")
+    for _ in range(2):
+        cluster.tick()
+    (ended,) = [word for word in _words(cluster) if isinstance(word, protocol.StepEnded)]
+    assert "fault" in ended.error
+
+
+def test_an_innocent_hrun_in_a_tick_with_one_that_cannot_be_written_gets_its_job() -> None:
+    cluster = Cluster("n1")
+    told: list[tuple[int, Any]] = []
+    stepping = Stepping(
+        cluster.controller,
+        cluster.ports,
+        clock=lambda: cluster.now_s,
+        reply_head=lambda stream, message, blob: told.append((stream, message)),
+    )
+    request = protocol.StepRequest(version=protocol.VERSION, job_id=0, options={}, argv=["true"], work_dir="/", env={})
+    said = protocol.FromStream(stream=7, uid=0, job_id=0, attempt=0, message=protocol.to_json(request))
+    cluster.controller.ask(lambda tx: tx.note_request(1, "\ud800", [1]), lambda result: None)
+    stepping.on_from_stream(HEAD, said, b"")
+    cluster.tick()
+    cluster.tick()
+    assert not [message for _, message in told if isinstance(message, protocol.StepEnded)]
+    (launch,) = [message for _, message in cluster.sent(protocol.Launch)]
+    assert (launch.job_id, launch.step, launch.argv) == (1, "0", ["true"])
+    assert [row.step for row in cluster.store.load_steps([1])] == ["0"]
+
+
+def test_a_step_whose_launch_is_too_long_for_a_message_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster("n1")
+    stepping = Stepping(cluster.controller, cluster.ports, clock=lambda: cluster.now_s, reply_head=lambda *_: None)
+    job_id = cluster.submit()
+    cluster.run(job_id)
+    send = cluster.ports.send
+
+    def encode(node: NodeName, message: Any, blob: bytes = b"") -> None:
+        protocol.encode(message, blob)
+        send(node, message, blob)
+
+    monkeypatch.setattr(cluster.ports, "send", encode)
+    monkeypatch.setattr(protocol, "MAX_JSON_BYTES", 20_000)
+    stepping.on_from_stream(N1, _request(cluster, job_id, "true", *["x" * 1000] * 18), b"")
+    monkeypatch.setattr(protocol, "MAX_JSON_BYTES", 10_000)
+    for _ in range(3):
+        cluster.tick()
+    (ended,) = [word for word in _words(cluster) if isinstance(word, protocol.StepEnded)]
+    assert "bytes are too many" in ended.error

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from hpcnode import protocol
-from hpcsched.controller.stepqueue import StepQueues, Waiting
+from hpcnode.wire import protocol
 from hpcsched.model.ids import JobId, NodeName
+from hpcsched.steps.table import StepQueues, Waiting
 
 ONE, TWO = JobId(1), JobId(2)
 

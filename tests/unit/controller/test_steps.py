@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from stepworld import ADMIN, ANN, BOB, HRUN, N1, N2, SECOND, THIRD, World, a_job, a_request, gos, inventory
 
-from hpcnode import protocol
-from hpcsched.controller.steprequest import read_allocation
-from hpcsched.controller.steps import HEAD, Origin, StepPlan
+from hpcnode.wire import protocol
 from hpcsched.errors import ProtocolError, RequestError
 from hpcsched.model.ids import JobId
 from hpcsched.model.job import ExitStatus, JobState
 from hpcsched.model.resources import GpuRequest
+from hpcsched.steps.request import read_allocation
+from hpcsched.steps.service import HEAD, Origin, StepPlan
 from hpcsched.store.rows import StepRow
 
 # ----- a step from its request to its end
@@ -320,7 +320,7 @@ def test_tasks_that_are_dealt_in_turn_end_by_their_numbers() -> None:
     world.ends(first, 10, 12, 14)
     world.ends(second, 11, 13)
     assert world.replies[HRUN][-1].codes == [10, 11, 12, 13, 14]
-    assert "plane=N is needed" in world.asks(origin=SECOND, distribution="arbitrary").error
+    assert "write block, cyclic or plane=N" in world.asks(origin=SECOND, distribution="arbitrary").error
 
 
 def test_a_step_goes_where_there_is_room() -> None:

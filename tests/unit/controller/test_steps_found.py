@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from stepworld import HRUN, N1, N2, SECOND, World, a_job, gos, inventory
 
-from hpcnode import protocol
-from hpcsched.controller.steps import HEAD
+from hpcnode.wire import protocol
 from hpcsched.model.ids import JobId
 from hpcsched.model.job import ExitStatus, JobState
+from hpcsched.steps.service import HEAD
 
 
 def restarted(world: World) -> tuple[protocol.Launch, protocol.Launch]:

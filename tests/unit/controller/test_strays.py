@@ -9,12 +9,14 @@ import pytest
 from restoredworld import Restored
 from world import ANN, ROOT, Cluster, full_disk
 
-from hpcnode import protocol
+from hpcnode.wire import protocol
 from hpcsched.api.views import node_views
-from hpcsched.controller import requests, strays
 from hpcsched.controller.messages import claim_token
+from hpcsched.controller.nodes import orphans
+from hpcsched.controller.requests import jobs, suspension
 from hpcsched.errors import NotFoundError, PermissionDeniedError, RequestError, UnavailableError
-from hpcsched.model.ids import NodeName
+from hpcsched.lifecycle.events import Adopted
+from hpcsched.model.ids import NodeName, Token
 from hpcsched.model.job import JobState, Reason
 
 
@@ -24,12 +26,12 @@ def restored(tmp_path: Path) -> Restored:
 
 
 def adopt(cluster: Cluster, *tokens: str) -> list[int]:
-    found: list[int] = cluster.ask(lambda tx: strays.adopt(tx, ROOT, tokens))
+    found: list[int] = cluster.ask(lambda tx: orphans.adopt(tx, ROOT, tokens))
     return found
 
 
 def end(cluster: Cluster, *tokens: str) -> None:
-    cluster.controller.end_strays(cluster.ask(lambda tx: strays.end(tx, ROOT, tokens)))
+    cluster.controller.end_strays(cluster.ask(lambda tx: orphans.end(tx, ROOT, tokens)))
 
 
 def test_an_adopted_job_goes_on_as_it_runs_and_ends_as_itself(restored: Restored) -> None:
@@ -41,15 +43,15 @@ def test_an_adopted_job_goes_on_as_it_runs_and_ends_as_itself(restored: Restored
     after.welcome("n1", inventory=(running,))
     after.welcome("n2")
     assert after.sent(protocol.EndJob) == []
-    (seen,) = strays.views(after.world)
+    (seen,) = orphans.views(after.world)
     assert (seen["token"], seen["node"], seen["job_id"], seen["adoptable"]) == (running.token, "n1", job_id, True)
     assert adopt(after, running.token) == [job_id]
-    assert strays.views(after.world) == []
+    assert orphans.views(after.world) == []
     after.store.close()
 
     again = restored.start()  # the word is on disk
     again.welcome("n1", inventory=(running,))
-    assert (again.job(job_id).state, strays.views(again.world)) == (JobState.RUNNING, [])
+    assert (again.job(job_id).state, orphans.views(again.world)) == (JobState.RUNNING, [])
     again.end(job_id)
     assert again.job(job_id).state is JobState.COMPLETED
     assert [type(event).__name__ for event in again.store.load_events(job_id)][-2:] == ["Adopted", "Exited"]
@@ -67,12 +69,12 @@ def test_a_decision_that_does_not_fit_on_the_disk_is_not_taken(
     after.welcome("n1", inventory=(running,))
     with full_disk(after), pytest.raises(UnavailableError):
         decide(after, "all")
-    assert [view["job_id"] for view in strays.views(after.world)] == [job_id]
+    assert [view["job_id"] for view in orphans.views(after.world)] == [job_id]
     after.welcome("n1", inventory=(running,))  # and not at the next connection either
-    assert [view["job_id"] for view in strays.views(after.world)] == [job_id]
+    assert [view["job_id"] for view in orphans.views(after.world)] == [job_id]
     assert after.sent(protocol.EndJob) == []
     adopt(after, "all")
-    assert strays.views(after.world) == []
+    assert orphans.views(after.world) == []
 
 
 def test_an_adopted_job_is_ended_under_the_incarnation_that_it_has(restored: Restored) -> None:
@@ -82,7 +84,7 @@ def test_an_adopted_job_is_ended_under_the_incarnation_that_it_has(restored: Res
     after = restored.restore()
     after.welcome("n1", inventory=(after.report(job_id, protocol.STARTED),))
     adopt(after, "all")
-    after.ask(lambda tx: requests.cancel(tx, ROOT, [str(job_id)], {}))
+    after.ask(lambda tx: jobs.cancel(tx, ROOT, [str(job_id)], {}))
     former = restored.before.world.incarnation
     assert [(to, order.incarnation) for to, order in after.sent(protocol.EndJob)] == [("n1", former)]
     after.says("n1", protocol.JobGone(incarnation=former, job_id=job_id, attempt=0))
@@ -100,7 +102,7 @@ def test_a_gang_is_adopted_with_its_parts(restored: Restored) -> None:
     after = restored.restore()
     after.welcome("n1", inventory=(after.report(job_id, protocol.STARTED),))
     after.welcome("n2", inventory=(part,))
-    assert len(strays.views(after.world)) == 2
+    assert len(orphans.views(after.world)) == 2
     assert adopt(after, f"{restored.before.world.incarnation}.{job_id}") == [job_id]
     assert (after.job(job_id).state, after.job(job_id).claimed_nodes) == (JobState.RUNNING, ("n2",))
     assert after.sent(protocol.Launch) == []
@@ -182,17 +184,17 @@ def test_all_that_can_be_adopted_is_and_the_rest_waits_for_another_word(restored
     after.welcome("n1", inventory=tuple(running))
     assert adopt(after, "all") == [known]
     assert after.job(known).state is JobState.RUNNING
-    assert [view["job_id"] for view in strays.views(after.world)] == [later]
+    assert [view["job_id"] for view in orphans.views(after.world)] == [later]
 
 
 def test_a_waiting_job_that_was_started_since_waits_for_the_decision(restored: Restored) -> None:
     job_id = restored.before.submit(hold=True)
     restored.back_up()
-    restored.before.ask(lambda tx: requests.release(tx, ROOT, [str(job_id)]))
+    restored.before.ask(lambda tx: jobs.release(tx, ROOT, [str(job_id)]))
     restored.before.run(job_id)
     running = restored.before.report(job_id, protocol.STARTED)
     after = restored.restore()
-    after.ask(lambda tx: requests.release(tx, ROOT, [str(job_id)]))
+    after.ask(lambda tx: jobs.release(tx, ROOT, [str(job_id)]))
     after.welcome("n1", inventory=(running,))
     after.welcome("n2")
     assert after.world.waits[job_id].reason is Reason.NODE_LOST
@@ -208,8 +210,118 @@ def test_a_waiting_job_that_was_started_since_waits_for_the_decision(restored: R
 def test_only_an_admin_decides_and_only_about_what_is_there(restored: Restored) -> None:
     restored.back_up()
     after = restored.restore()
-    for verb in (strays.adopt, strays.end):
+    for verb in (orphans.adopt, orphans.end):
         with pytest.raises(PermissionDeniedError):
             after.ask(lambda tx, verb=verb: verb(tx, ANN, ["all"]))
         with pytest.raises(NotFoundError, match="see hctl strays"):
             after.ask(lambda tx, verb=verb: verb(tx, ROOT, ["1"]))
+
+
+def test_what_the_backup_knows_is_adopted_by_itself_and_the_rest_is_asked_about(tmp_path: Path) -> None:
+    restored = Restored(tmp_path, "adopt")
+    known = restored.before.submit()
+    restored.before.run(known)
+    gang = restored.before.submit(nodes_min=2, nodes_max=2, nodes_given=True)
+    restored.before.tick()
+    for name in ("n1", "n2"):
+        claim = claim_token(restored.before.job(gang), NodeName(name))
+        if restored.before.job(gang).shares[0].node != name:
+            claimed = protocol.Report(seq=1, token=claim, status=protocol.CLAIMED, at_s=0.0)
+            restored.before.says(name, claimed)
+            other = name
+    restored.before.run(gang)
+    restored.back_up()
+    later = restored.before.submit(nodelist=("n2",))
+    restored.before.tick()
+    restored.before.run(later)
+    unknown = restored.before.report(later, protocol.STARTED)
+    after = restored.restore()
+    mine = [after.report(known, protocol.STARTED), after.report(gang, protocol.STARTED)]
+    inventory: dict[str, list[protocol.Report]] = {"n1": [], "n2": [unknown]}
+    inventory[other].append(claimed)
+    for report in mine:
+        inventory[read_node(report.token)].append(report)
+    for name in ("n2", "n1"):
+        after.welcome(name, inventory=tuple(inventory[name]))
+    assert [after.job(job).state for job in (known, gang)] == [JobState.RUNNING] * 2
+    assert [view["job_id"] for view in orphans.views(after.world)] == [later]
+    assert after.sent(protocol.EndJob) == []
+    for job in (known, gang):
+        adopted = next(event for event in after.store.load_events(job) if isinstance(event, Adopted))
+        assert adopted.by_uid is None
+        assert after.replayed(job) == after.job(job)
+
+
+def read_node(token: str) -> str:
+    return str(Token.parse(token).node)
+
+
+def test_a_job_that_was_being_ended_is_not_adopted_and_ends(tmp_path: Path) -> None:
+    restored = Restored(tmp_path, "adopt")
+    job_id = restored.before.submit()
+    restored.before.run(job_id)
+    restored.before.ask(lambda tx: jobs.cancel(tx, ROOT, [str(job_id)], {}))
+    restored.back_up()
+    after = restored.restore()
+    after.welcome("n1", inventory=(after.report(job_id, protocol.STARTED),))
+    assert after.job(job_id).state is JobState.COMPLETING
+    assert after.sent(protocol.EndJob) != []
+    assert orphans.views(after.world) == []
+
+
+def test_a_suspended_job_is_adopted(tmp_path: Path) -> None:
+    restored = Restored(tmp_path, "adopt")
+    job_id = restored.before.submit()
+    restored.before.run(job_id)
+    restored.before.ask(lambda tx: suspension.suspend(tx, ROOT, [str(job_id)]))
+    restored.back_up()
+    after = restored.restore()
+    after.welcome("n1", inventory=(after.report(job_id, protocol.STARTED),))
+    assert after.job(job_id).state is JobState.SUSPENDED
+    assert orphans.views(after.world) == []
+    assert after.sent(protocol.SuspendJob) != []
+
+
+def test_a_waiting_job_waits_after_a_restart_for_the_node_that_runs_it_from_before(restored: Restored) -> None:
+    job_id = restored.before.submit(hold=True)
+    restored.back_up()
+    restored.before.ask(lambda tx: jobs.release(tx, ROOT, [str(job_id)]))
+    restored.before.run(job_id)
+    running = restored.before.report(job_id, protocol.STARTED)
+    after = restored.restore()
+    after.ask(lambda tx: jobs.release(tx, ROOT, [str(job_id)]))
+    after.welcome("n1", inventory=(running,))
+    after.welcome("n2")
+    assert "hctl strays" in after.world.waits[job_id].detail
+    after.store.close()
+    again = restored.start()
+    again.welcome("n2")
+    again.tick(1.0)
+    assert again.job(job_id).state is JobState.PENDING
+    assert again.world.waits[job_id].reason is Reason.NODE_LOST
+    again.welcome("n1")  # it has ended meanwhile
+    assert again.job(job_id).state is JobState.CONFIGURING
+    assert not again.world.nodes[NodeName("n1")].has_strays
+
+
+def test_a_node_that_runs_something_from_before_cannot_be_led_elsewhere(restored: Restored) -> None:
+    spool = {"id": "s1", "machine": "m1", "inode": 1, "hardware": [], "upgraded": False}
+    restored.before.welcome("n1", facts={"spool": spool})
+    job_id = restored.before.submit(hold=True)
+    restored.back_up()
+    restored.before.ask(lambda tx: jobs.release(tx, ROOT, [str(job_id)]))
+    restored.before.run(job_id)
+    running = restored.before.report(job_id, protocol.STARTED)
+    after = restored.restore()
+    after.ask(lambda tx: jobs.release(tx, ROOT, [str(job_id)]))
+    assert not after.welcome("n1", inventory=(running,), facts={"spool": spool})
+    after.welcome("n2")
+    after.controller.node_redialled(NodeName("n1"), "its description was changed")
+    assert "another spool answers" in after.welcome("n1", facts={"spool": spool | {"id": "s2"}})
+    after.tick(60.0)
+    assert after.job(job_id).state is JobState.PENDING
+    after.controller.node_down(NodeName("n1"), "gone")
+    after.ask(lambda tx: jobs.fence(tx, ROOT, "n1", ""))
+    assert not after.welcome("n1", facts={"spool": spool | {"id": "s2"}})
+    after.tick(60.0)
+    assert after.job(job_id).state is JobState.CONFIGURING

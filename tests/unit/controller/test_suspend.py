@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from world import ANN, ROOT, Cluster
 
-from hpcnode import protocol
+from hpcnode.wire import protocol
 from hpcsched.api.jobview import elapsed_s
-from hpcsched.controller import requests, suspension
 from hpcsched.controller.recovery import load_world
+from hpcsched.controller.requests import jobs, suspension
 from hpcsched.model.ids import NodeName
 from hpcsched.model.job import JobState
 
@@ -98,7 +98,7 @@ def test_it_stays_suspended_when_the_controller_is_another_one(tmp_path: Path) -
 def test_a_suspended_job_is_cancelled_as_any_other() -> None:
     cluster, job_id = running("n1")
     suspend(cluster, job_id)
-    cluster.ask(lambda tx: requests.cancel(tx, ANN, [str(job_id)], {}))
+    cluster.ask(lambda tx: jobs.cancel(tx, ANN, [str(job_id)], {}))
     assert cluster.job(job_id).state is JobState.COMPLETING
     assert [to for to, _ in cluster.sent(protocol.EndJob)] == ["n1"]
     cluster.gone(job_id, "n1")

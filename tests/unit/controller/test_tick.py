@@ -9,17 +9,17 @@ import pytest
 from jobs import T0, spec
 from world import ANN, BOB, ROOT, Cluster
 
-from hpcnode import protocol
+from hpcnode.wire import protocol
 from hpcsched.api.views import how_it_ended
-from hpcsched.controller import requests
 from hpcsched.controller.recovery import load_world
-from hpcsched.controller.repeated import jobs_again
+from hpcsched.controller.requests import jobs
+from hpcsched.controller.requests.jobs import jobs_again
 from hpcsched.errors import NotFoundError, PermissionDeniedError, RequestError, UnavailableError
 from hpcsched.model.ids import NodeName
 from hpcsched.model.job import Hold, JobState, Reason
 from hpcsched.model.node import Link
 from hpcsched.model.spec import ArraySpec
-from hpcsched.store.store import HistoryQuery
+from hpcsched.store.rows import HistoryQuery
 from hpcsched.store.world import Transaction
 
 
@@ -71,7 +71,7 @@ def test_requests_that_come_together_share_a_commit_and_one_that_is_refused_spoi
     for fields in ({}, {"nodes_min": 9}, {}):
         one = spec(**fields)
         cluster.controller.ask(
-            lambda tx, one=one: requests.submit(tx, ANN, "", [one], cluster.store.request_jobs), answers.append
+            lambda tx, one=one: jobs.submit(tx, ANN, "", [one], cluster.store.request_jobs), answers.append
         )
     cluster.tick()
     assert commits == [1]
@@ -88,7 +88,7 @@ def test_of_many_jobs_one_that_is_refused_is_told_by_its_number_and_none_is_queu
     cluster = Cluster("n1")
     specs = [spec(), spec(), spec(cpus_per_task=99), spec()]
     with pytest.raises(RequestError) as caught:
-        cluster.ask(lambda tx: requests.submit(tx, ANN, "many", specs, cluster.store.request_jobs))
+        cluster.ask(lambda tx: jobs.submit(tx, ANN, "many", specs, cluster.store.request_jobs))
     assert caught.value.at == 2
     assert not cluster.world.jobs
     assert cluster.store.request_jobs(ANN.uid, "many") is None
@@ -100,7 +100,7 @@ def test_a_request_that_comes_twice_at_once_makes_one_job_and_hinders_nobody() -
     for request_id in ("r1", "r1", "r2"):
 
         def work(tx: Transaction, request_id: str = request_id) -> Any:
-            return requests.submit(tx, ANN, request_id, [spec()], cluster.store.request_jobs)
+            return jobs.submit(tx, ANN, request_id, [spec()], cluster.store.request_jobs)
 
         cluster.controller.ask(work, answers.append)
     cluster.tick()
@@ -121,7 +121,7 @@ def test_a_request_id_that_comes_again_for_another_job_is_refused_with_what_diff
         cluster.submit(request_id="r1", script="#!/bin/sh\nid\n", nodes_min=2)
     two = [spec(script="#!/bin/sh\n"), spec()]
     with pytest.raises(RequestError, match="it has already made job 1, and 2 are asked for now"):
-        cluster.ask(lambda tx: requests.submit(tx, ANN, "r1", two, cluster.store.request_jobs))
+        cluster.ask(lambda tx: jobs.submit(tx, ANN, "r1", two, cluster.store.request_jobs))
     assert list(cluster.world.jobs) == [1]
 
 
@@ -130,7 +130,7 @@ def test_where_and_when_a_command_ran_makes_no_other_job_of_it() -> None:
     tasks = ArraySpec(indices=(1, 2, 3))
     first = cluster.submit(request_id="r1", array=tasks, begin_at_s=int(T0) + 60, env=(("SHLVL", "1"),))
     again = spec(array=tasks, begin_at_s=int(T0) + 61, env=(("SHLVL", "2"),), submit_dir="/tmp", script_path="/tmp/x")
-    answer = cluster.ask(lambda tx: requests.submit(tx, ANN, "r1", [again], cluster.store.request_jobs))
+    answer = cluster.ask(lambda tx: jobs.submit(tx, ANN, "r1", [again], cluster.store.request_jobs))
     assert answer == [{"job_id": first, "tasks": 3}]
 
 
@@ -144,7 +144,7 @@ def test_a_job_that_got_its_account_from_the_configuration_is_the_same_when_it_i
 def test_a_jobs_story_names_people_and_ends_with_how_the_job_did() -> None:
     cluster = Cluster("n1")
     job_id = cluster.submit(hold=True)
-    cluster.ask(lambda tx: requests.release(tx, ROOT, [str(job_id)]))
+    cluster.ask(lambda tx: jobs.release(tx, ROOT, [str(job_id)]))
     cluster.run(job_id)
     cluster.end(job_id, code=3)
     story = cluster.backend().story(ANN, str(job_id))
@@ -166,7 +166,7 @@ def test_a_report_with_an_old_token_changes_nothing() -> None:
     job_id = cluster.submit()
     cluster.run(job_id)
     old = cluster.report(job_id, protocol.ENDED, codes=[0], signals=[0])
-    cluster.ask(lambda tx: requests.requeue(tx, ROOT, [str(job_id)]))
+    cluster.ask(lambda tx: jobs.requeue(tx, ROOT, [str(job_id)]))
     cluster.gone(job_id, "n1")
     cluster.tick(after_s=1000)
     assert (cluster.job(job_id).state, cluster.job(job_id).attempt) == (JobState.CONFIGURING, 1)
@@ -192,7 +192,7 @@ def test_cancelling_ends_a_waiting_job_at_once_and_clears_the_nodes_of_a_running
     job_id = cluster.submit(nodes_min=2)
     waiting = cluster.submit(nodes_min=2, ntasks=4)
     cluster.run(job_id)
-    outcome = cluster.ask(lambda tx: requests.cancel(tx, ANN, [str(job_id), str(waiting), "99"], {}))
+    outcome = cluster.ask(lambda tx: jobs.cancel(tx, ANN, [str(job_id), str(waiting), "99"], {}))
     assert outcome.jobs == [job_id, waiting]
     assert outcome.errors[0]["error"] == "Invalid job id specified: 99"
     assert cluster.job(waiting).state is JobState.CANCELLED
@@ -208,19 +208,19 @@ def test_cancelling_an_array_that_is_partly_over_ends_the_rest() -> None:
     array = cluster.submit(array=ArraySpec(indices=(1, 2, 3), limit=1))
     cluster.run(array)
     cluster.end(array)
-    outcome = cluster.ask(lambda tx: requests.cancel(tx, ANN, [str(array)], {}))
+    outcome = cluster.ask(lambda tx: jobs.cancel(tx, ANN, [str(array)], {}))
     assert (outcome.jobs, outcome.errors) == ([array + 1, array + 2], [])
-    again = cluster.ask(lambda tx: requests.cancel(tx, ANN, [f"{array}_1", f"{array}.0"], {}))
+    again = cluster.ask(lambda tx: jobs.cancel(tx, ANN, [f"{array}_1", f"{array}.0"], {}))
     assert ["already ended" in again.errors[0]["error"], "Invalid job id" in again.errors[1]["error"]] == [True, True]
 
 
 def test_people_act_on_their_own_jobs_and_admins_on_all() -> None:
     cluster = Cluster("n1")
     job_id = cluster.submit()
-    refused = cluster.ask(lambda tx: requests.cancel(tx, BOB, [str(job_id)], {}))
+    refused = cluster.ask(lambda tx: jobs.cancel(tx, BOB, [str(job_id)], {}))
     assert refused.errors[0]["kind"] == PermissionDeniedError.__name__
-    assert not cluster.ask(lambda tx: requests.cancel(tx, BOB, [], {"user": "ann"})).jobs
-    assert cluster.ask(lambda tx: requests.cancel(tx, ROOT, [str(job_id)], {})).jobs == [job_id]
+    assert not cluster.ask(lambda tx: jobs.cancel(tx, BOB, [], {"user": "ann"})).jobs
+    assert cluster.ask(lambda tx: jobs.cancel(tx, ROOT, [str(job_id)], {})).jobs == [job_id]
 
 
 @pytest.mark.parametrize("fields", [{"priority": 1_000_000}, {"nice": -1}])
@@ -235,10 +235,10 @@ def test_only_admins_put_a_job_before_those_of_others(fields: dict[str, int]) ->
 def test_a_hold_by_an_admin_is_not_released_by_the_user() -> None:
     cluster = Cluster("n1")
     job_id = cluster.submit(hold=True)
-    cluster.ask(lambda tx: requests.hold(tx, ROOT, [str(job_id)]))
+    cluster.ask(lambda tx: jobs.hold(tx, ROOT, [str(job_id)]))
     assert cluster.job(job_id).hold is Hold.ADMIN
-    assert cluster.ask(lambda tx: requests.release(tx, ANN, [str(job_id)])).errors
-    cluster.ask(lambda tx: requests.release(tx, ROOT, [str(job_id)]))
+    assert cluster.ask(lambda tx: jobs.release(tx, ANN, [str(job_id)])).errors
+    cluster.ask(lambda tx: jobs.release(tx, ROOT, [str(job_id)]))
     assert cluster.job(job_id).state is JobState.CONFIGURING
 
 
@@ -250,7 +250,7 @@ def test_a_node_that_does_not_answer_keeps_its_job_until_there_is_proof() -> Non
     cluster.tick(after_s=3600 * 24)
     assert cluster.world.nodes[NodeName("n1")].link is Link.DOWN
     assert cluster.job(job_id).state is JobState.RUNNING
-    cluster.ask(lambda tx: requests.fence(tx, ROOT, "n1", "it burnt"))
+    cluster.ask(lambda tx: jobs.fence(tx, ROOT, "n1", "it burnt"))
     assert (cluster.job(job_id).state, cluster.job(job_id).attempt) == (JobState.PENDING, 1)
     assert "it burnt" in cluster.job(job_id).reason_detail
 
@@ -262,7 +262,7 @@ def test_a_node_that_answers_is_not_fenced_for_what_it_runs_would_run_twice() ->
     cluster.controller.node_down(NodeName("n2"), "connection lost")
     cluster.tick()
     with pytest.raises(RequestError, match="cannot fence node n1: it answers"):
-        cluster.ask(lambda tx: requests.fence(tx, ROOT, "n[1-2]", "wrong plug"))
+        cluster.ask(lambda tx: jobs.fence(tx, ROOT, "n[1-2]", "wrong plug"))
     assert (cluster.job(job_id).state, cluster.job(job_id).attempt) == (JobState.RUNNING, 0)
 
 
@@ -277,7 +277,7 @@ def test_who_fences_a_node_is_told_what_becomes_of_each_job(requeue: bool, becam
     cluster.run(gang)
     cluster.controller.node_down(NodeName("n1"), "connection lost")
     cluster.tick()
-    answer = cluster.ask(lambda tx: requests.fence(tx, ROOT, "n1", "it burnt")).as_json()
+    answer = cluster.ask(lambda tx: jobs.fence(tx, ROOT, "n1", "it burnt")).as_json()
     rest = "goes back to the queue" if requeue else "ends as NODE_FAIL"
     assert answer["jobs"] == [alone, gang]
     assert answer["became"] == [became, f"job {gang} {rest} when its other nodes are clear"]
@@ -369,16 +369,16 @@ def test_an_allocation_without_a_script_runs_at_once_and_ends_at_its_limit() -> 
 
 def test_a_drained_node_gets_no_new_job_and_a_health_check_resumes_only_its_own() -> None:
     cluster = Cluster("n1")
-    cluster.ask(lambda tx: requests.drain(tx, ROOT, "n1", "new fan", ""))
+    cluster.ask(lambda tx: jobs.drain(tx, ROOT, "n1", "new fan", ""))
     job_id = cluster.submit()
     assert cluster.job(job_id).state is JobState.PENDING
-    assert cluster.ask(lambda tx: requests.resume(tx, ROOT, "n1", "hhealth")) == []
-    cluster.ask(lambda tx: requests.resume(tx, ROOT, "n1", ""))
+    assert cluster.ask(lambda tx: jobs.resume(tx, ROOT, "n1", "hhealth")) == []
+    cluster.ask(lambda tx: jobs.resume(tx, ROOT, "n1", ""))
     assert cluster.job(job_id).state is JobState.CONFIGURING
     with pytest.raises(PermissionDeniedError):
-        cluster.ask(lambda tx: requests.drain(tx, ANN, "n1", "mine", ""))
+        cluster.ask(lambda tx: jobs.drain(tx, ANN, "n1", "mine", ""))
     with pytest.raises(NotFoundError, match="Invalid node name"):
-        cluster.ask(lambda tx: requests.drain(tx, ROOT, "n7", "x", ""))
+        cluster.ask(lambda tx: jobs.drain(tx, ROOT, "n7", "x", ""))
 
 
 def test_a_job_that_exits_with_75_is_queued_again_if_it_was_submitted_with_requeue() -> None:
@@ -414,7 +414,7 @@ def test_the_script_of_an_attempt_that_is_queued_again_has_ended_in_its_row() ->
     cluster = Cluster("n1")
     job_id = cluster.submit()
     cluster.run(job_id)
-    cluster.ask(lambda tx: requests.requeue(tx, ROOT, [str(job_id)]))
+    cluster.ask(lambda tx: jobs.requeue(tx, ROOT, [str(job_id)]))
     cluster.end(job_id)
     assert cluster.job(job_id).state is JobState.PENDING
     assert [(step.attempt, step.state) for step in cluster.store.load_steps([job_id])] == [(0, "CANCELLED")]
@@ -424,7 +424,7 @@ def test_the_script_of_an_attempt_that_is_queued_again_has_ended_in_its_row() ->
     ("report", "text"),
     [
         ({"codes": [7], "signals": [0]}, ": its script ended with exit code 7"),
-        ({"codes": [0], "signals": [9]}, ": its script was ended by SIGKILL"),
+        ({"codes": [0], "signals": [9]}, ": its script was killed by SIGKILL; perhaps memory ran out"),
         ({"codes": [0], "signals": [15], "timed_out": True}, ": its time limit of 1:00 was reached"),
         ({"codes": [0], "signals": [9], "out_of_memory": True}, ": it took more memory than the 100M"),
         ({"codes": [0], "signals": [0]}, ""),
@@ -457,7 +457,7 @@ def test_what_runs_on_a_node_that_the_job_does_not_hold_any_more_is_ended() -> N
     running = cluster.report(job_id, protocol.STARTED)
     cluster.controller.node_down(NodeName("n1"), "connection lost")
     cluster.tick()
-    cluster.ask(lambda tx: requests.fence(tx, ROOT, "n1", "burnt, they say"))
+    cluster.ask(lambda tx: jobs.fence(tx, ROOT, "n1", "burnt, they say"))
     assert cluster.job(job_id).state is JobState.NODE_FAIL
     cluster.welcome("n1", inventory=(running,))
     assert [(to, order.job_id) for to, order in cluster.sent(protocol.EndJob)] == [("n1", job_id)]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from world import ANN, BOB, Cluster
 
-from hpcnode import protocol
+from hpcnode.wire import protocol
 from hpcsched.controller.recovery import load_world
 from hpcsched.controller.training import MAX_FAILURES, WRITE_EVERY_S
 from hpcsched.errors import ProtocolError
@@ -59,13 +59,14 @@ def test_what_a_program_says_is_shown_to_its_owner_with_when_it_will_be_done(tmp
     says(
         cluster, job_id, 20, total_steps=100, loss=1.5, samples_per_s=640, steps_per_s=4, age_s=2, checkpoint_step=10,
         checkpoint_age_s=3, goodput=0.97, note="rank 1 is slow",
+        directory="/share/run1/checkpoints",
     )  # fmt: skip
     told = shown(cluster, job_id)
     at_s = cluster.now_s - 2
     assert told == {
         "at_s": at_s, "attempt": 0, "step": 20, "total_steps": 100, "loss": 1.5, "samples_per_s": 640, "steps_per_s": 4,
         "ends_at_s": at_s + 20, "checkpoint_step": 10, "checkpoint_at_s": at_s - 3, "goodput": 0.97,
-        "note": "rank 1 is slow",
+        "note": "rank 1 is slow", "directory": "/share/run1/checkpoints",
     }  # fmt: skip
     assert shown(cluster, job_id, BOB) is None
     assert past(cluster, job_id) == told
@@ -96,17 +97,17 @@ def test_a_steady_talker_costs_one_commit_a_minute(monkeypatch: pytest.MonkeyPat
     assert shown(cluster, job_id)["step"] == 59
 
 
-def test_it_is_gone_when_the_job_ends_and_the_history_keeps_the_last(tmp_path: Path) -> None:
+def test_the_last_word_is_kept_when_the_job_ends(tmp_path: Path) -> None:
     cluster = Cluster("n1", path=tmp_path / "h.db")
     job_id = a_job(cluster)
     says(cluster, job_id, 1, loss=2.0)
     says(cluster, job_id, 2, loss=1.0)
     cluster.end(job_id)
     cluster.gone(job_id, "n1")
-    assert shown(cluster, job_id) is None
-    assert past(cluster, job_id)["step"] == 2
+    assert not cluster.world.training
+    assert shown(cluster, job_id)["step"] == past(cluster, job_id)["step"] == 2
     says(cluster, job_id, 3)  # it was on its way when the job ended
-    assert shown(cluster, job_id) is None
+    assert shown(cluster, job_id)["step"] == 3
     assert past(cluster, job_id)["step"] == 3
 
 

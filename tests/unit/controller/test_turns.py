@@ -7,7 +7,7 @@ from threading import enumerate as all_threads
 
 import pytest
 
-from hpcsched.controller.turns import Pause, Turns
+from hpcsched.controller.planning import Pause, Turns
 
 
 def clock(step_s: float):  # type: ignore[no-untyped-def]

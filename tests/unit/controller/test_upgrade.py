@@ -10,13 +10,13 @@ import pytest
 from jobs import T0
 from world import BOB, Cluster
 
-from hpcnode import protocol
+from hpcnode.wire import protocol
 from hpcsched.controller.recovery import load_world
 from hpcsched.model.ids import JobId
 from hpcsched.model.job import JobState, Reason
 from hpcsched.store.engine import open_database
 from hpcsched.store.migrations import MIGRATIONS
-from hpcsched.store.store import HistoryQuery
+from hpcsched.store.rows import HistoryQuery
 
 RELEASED = Path(__file__).parents[2] / "golden" / "database-1.sql"
 

@@ -10,19 +10,20 @@ import pytest
 from unit.controller.world import BOB, ROOT, Cluster
 
 from hpcsched.api.jobview import job_view
-from hpcsched.controller import amnesty, requests, suspension
-from hpcsched.controller.accountviews import priority_views
-from hpcsched.controller.books import Books, charged, used_now
+from hpcsched.controller import usage_ledger
 from hpcsched.controller.recovery import load_world
+from hpcsched.controller.requests import jobs, suspension
+from hpcsched.controller.usage_ledger import Books, charged, used_now
+from hpcsched.controller.views.accounts import priority_views
 from hpcsched.errors import PermissionDeniedError, RequestError, UnavailableError
 from hpcsched.model.accounting import Account, Accounting, Limits, Qos
 from hpcsched.model.ids import JobId
 from hpcsched.model.job import Reason
-from hpcsched.sched.usage import integral
+from hpcsched.sched.queue.usage import integral
 
 HALF_LIFE_S = 1000.0
 LAB = Accounting(
-    accounts=(Account(name="physics", users=("ann",)), Account(name="guests", users=("*",))),
+    accounts=(Account(name="physics", users=("ann",), qos=("normal", "double")), Account(name="guests", users=("*",))),
     qos=(Qos(name="normal"), Qos(name="double", usage_factor=2.0)),
     half_life_s=HALF_LIFE_S,
 )
@@ -170,19 +171,19 @@ def test_the_time_that_a_job_is_suspended_is_charged_to_nobody() -> None:
 def test_a_job_shows_the_priority_that_the_last_plan_in_which_it_was_in_line_gave_it() -> None:
     cluster = with_accounts(Cluster("n1"))
     cluster.controller.policy = replace(cluster.controller.policy, weight_fairshare=10_000)
-    running, waiting, fixed = cluster.submit(ntasks=2), cluster.submit(ntasks=2), cluster.submit(ntasks=2, hold=True)
+    running, waiting, held = cluster.submit(ntasks=2), cluster.submit(ntasks=2), cluster.submit(ntasks=2, hold=True)
     before = cluster.world.priorities[running]
     cluster.tick()
     cluster.controller.replan()
     cluster.tick(60.0)  # a plan in which the first is no more in line
     shown = {
         job: job_view(cluster.job(job), cluster.world, ROOT, cluster.now_s)["priority"]
-        for job in (running, waiting, fixed)
+        for job in (running, waiting, held)
     }
     parts = priority_views(
         cluster.controller.snapshot(cluster.world.jobs_to_plan(), cluster.now_s), cluster.controller.policy, [waiting]
     )
-    assert shown == {running: before, waiting: parts["jobs"][0]["priority"], fixed: None}
+    assert shown == {running: before, waiting: parts["jobs"][0]["priority"], held: 0}
 
 
 def test_what_is_reset_counts_no_more_and_what_runs_counts_from_then_on() -> None:
@@ -192,7 +193,7 @@ def test_what_is_reset_counts_no_more_and_what_runs_counts_from_then_on() -> Non
     bobs = cluster.submit(BOB)
     cluster.run(bobs)
     cluster.tick(50.0)
-    found = cluster.ask(lambda tx: amnesty.reset(tx, ROOT, (), ("ann",)))
+    found = cluster.ask(lambda tx: usage_ledger.reset(tx, ROOT, (), ("ann",)))
     assert found == [("physics", "ann")]
     assert billed(cluster) == {("physics", "ann"): 0.0, ("guests", "bob"): pytest.approx(integral(50.0, HALF_LIFE_S))}
     cluster.tick(30.0)
@@ -209,14 +210,14 @@ def test_usage_is_reset_below_an_account_by_admins_and_of_whom_there_is() -> Non
     cluster = with_accounts(Cluster("n1"), replace(LAB, accounts=parts))
     whole_life(cluster, cluster.submit(account="lasers"), 100.0)
     with pytest.raises(RequestError, match="no such|there is none .did you mean physics"):
-        cluster.ask(lambda tx: amnesty.reset(tx, ROOT, ("phisics",), ()))
+        cluster.ask(lambda tx: usage_ledger.reset(tx, ROOT, ("phisics",), ()))
     with pytest.raises(RequestError, match="user 'zoe': there is none; known are .*ann"):
-        cluster.ask(lambda tx: amnesty.reset(tx, ROOT, (), ("zoe",)))
+        cluster.ask(lambda tx: usage_ledger.reset(tx, ROOT, (), ("zoe",)))
     with pytest.raises(PermissionDeniedError):
-        cluster.ask(lambda tx: amnesty.reset(tx, BOB, (), ()))
+        cluster.ask(lambda tx: usage_ledger.reset(tx, BOB, (), ()))
     assert billed(cluster)["lasers", "ann"] > 90
-    assert cluster.ask(lambda tx: amnesty.reset(tx, ROOT, ("guests",), ())) == []
-    assert cluster.ask(lambda tx: amnesty.reset(tx, ROOT, ("physics",), ())) == [("lasers", "ann")]
+    assert cluster.ask(lambda tx: usage_ledger.reset(tx, ROOT, ("guests",), ())) == []
+    assert cluster.ask(lambda tx: usage_ledger.reset(tx, ROOT, ("physics",), ())) == [("lasers", "ann")]
     assert billed(cluster) == {("lasers", "ann"): 0.0}
 
 
@@ -240,7 +241,7 @@ def test_the_age_of_a_job_counts_while_it_is_over_a_limit() -> None:
     first, second = cluster.submit(), cluster.submit(hold=True)
     cluster.run(first)
     cluster.now_s += 60.0
-    cluster.ask(lambda tx: requests.release(tx, ROOT, [str(second)]))
+    cluster.ask(lambda tx: jobs.release(tx, ROOT, [str(second)]))
     released_s = cluster.now_s
     assert cluster.world.waits[second].reason is Reason.ASSOC_MAX_JOBS_LIMIT
     cluster.tick(600.0)

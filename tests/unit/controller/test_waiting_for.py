@@ -9,12 +9,12 @@ import pytest
 from jobs import partition
 from world import ANN, ROOT, Cluster
 
-from hpcnode import protocol
-from hpcsched.controller.outlook import first_waiting
+from hpcnode.wire import protocol
 from hpcsched.controller.recovery import load_world
-from hpcsched.controller.requests import hold, release
-from hpcsched.controller.story import tell
-from hpcsched.controller.update import update
+from hpcsched.controller.requests.jobs import hold, release
+from hpcsched.controller.requests.update import update
+from hpcsched.controller.views.events_text import tell
+from hpcsched.controller.views.start_estimate import first_waiting
 from hpcsched.errors import RequestError
 from hpcsched.model.ids import JobId
 from hpcsched.model.job import Job, JobState, Reason
@@ -156,8 +156,8 @@ def test_a_deadline_that_cannot_be_kept_is_refused_and_one_can_be_taken_back() -
         cluster.submit(time_limit_s=60, deadline_at_s=now_s + 50)
     with pytest.raises(RequestError, match="and 0:50 is left"):
         cluster.submit(time_limit_s=60, deadline_at_s=now_s + 100, begin_at_s=now_s + 50)
-    with pytest.raises(RequestError, match="0:50 is left, and no job gets less than 1:00"):
-        cluster.submit(deadline_at_s=now_s + 50)
+    with pytest.raises(RequestError, match="no time is left"):
+        cluster.submit(deadline_at_s=now_s)
     with pytest.raises(RequestError, match="for a job of unlimited time"):
         cluster.submit(time_limit_s=UNLIMITED_S, deadline_at_s=now_s + 100)
     cluster.submit(cpus_per_task=2)
@@ -208,16 +208,26 @@ def test_a_job_that_asked_for_no_limit_may_run_until_its_deadline() -> None:
     now_s = int(cluster.now_s)
     job_id = cluster.submit(cpus_per_task=2, deadline_at_s=now_s + 100)
     cluster.run(job_id)
-    late = cluster.submit(deadline_at_s=now_s + 150)
-    cluster.tick(91.0)
-    assert cluster.job(late).state is JobState.DEADLINE  # it could have had 50 s, which is no minute
-    cluster.tick(9.0)
+    soon = cluster.submit(deadline_at_s=now_s + 95)
+    cluster.tick(96.0)
+    assert cluster.job(soon).state is JobState.DEADLINE
+    cluster.tick(4.0)
     job = cluster.job(job_id)
     assert (job.state, job.outcome, job.reason_detail) == (
         JobState.COMPLETING,
         JobState.DEADLINE,
         "its deadline was reached",
     )
+
+
+def test_a_job_starts_with_less_than_a_minute_left_and_ends_at_its_deadline() -> None:
+    cluster = Cluster("n1")
+    job_id = cluster.submit(deadline_at_s=int(cluster.now_s) + 40)
+    cluster.run(job_id)
+    cluster.tick(39.0)
+    assert cluster.job(job_id).state is JobState.RUNNING
+    cluster.tick(1.0)
+    assert cluster.job(job_id).outcome is JobState.DEADLINE
 
 
 def test_a_throttle_is_changed_while_the_array_runs() -> None:

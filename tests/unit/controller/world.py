@@ -10,12 +10,12 @@ from typing import Any
 
 from jobs import T0, node, partition, spec
 
-from hpcnode import protocol
+from hpcnode.wire import protocol
 from hpcsched.api.identity import Asker
-from hpcsched.config import Config, build_config
-from hpcsched.controller import requests
-from hpcsched.controller.backend import ControllerBackend
+from hpcsched.config.load import Config, build_config
+from hpcsched.controller.requests import jobs
 from hpcsched.controller.tick import Controller
+from hpcsched.controller.views.backend import ControllerBackend
 from hpcsched.errors import UnavailableError
 from hpcsched.lifecycle.events import Submitted
 from hpcsched.lifecycle.job import apply, submitted_jobs
@@ -88,7 +88,7 @@ class Cluster:
 
     def submit(self, asker: Asker = ANN, request_id: str = "", **fields: object) -> JobId:
         one: JobSpec = spec(**fields)
-        answer = self.ask(lambda tx: requests.submit(tx, asker, request_id, [one], self.store.request_jobs))
+        answer = self.ask(lambda tx: jobs.submit(tx, asker, request_id, [one], self.store.request_jobs))
         return JobId(answer[0]["job_id"])
 
     def job(self, job_id: int) -> Job:
@@ -103,16 +103,32 @@ class Cluster:
             job = apply(job, event)
         return job
 
-    def welcome(self, name: str, *, boot_id: str = "boot-1", inventory: tuple[protocol.Report, ...] = ()) -> None:
+    def welcome(
+        self,
+        name: str,
+        *,
+        boot_id: str = "boot-1",
+        inventory: tuple[protocol.Report, ...] = (),
+        facts: dict[str, Any] | None = None,
+    ) -> str:
+        """Have the node's agent answer; return why it is not listened to, if so."""
         items = [{key: value for key, value in protocol.to_json(one).items() if key != "type"} for one in inventory]
-        self.controller.node_up(
+        why = self.controller.node_up(
             NodeName(name),
             protocol.Welcome(
-                version=1, node=name, boot_id=boot_id, agent_version="x", pid=1, epoch=1, inventory=items, facts={}
+                version=1,
+                node=name,
+                boot_id=boot_id,
+                agent_version="x",
+                pid=1,
+                epoch=1,
+                inventory=items,
+                facts=facts or {},
             ),
             self.now_s,
         )
         self.tick()
+        return why
 
     def report(self, job_id: int, status: str, **fields: Any) -> protocol.Report:
         """Return what the first node of the job would report of its batch step."""

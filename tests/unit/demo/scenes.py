@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from hpcsched.demo.scene import Moment, Scene
 from hpcsched.demo.training import Checkpoint, Point, Training
+from hpcsched.demo.view import Moment, Scene
 
 
 def node(name: str, **values: Any) -> dict[str, Any]:

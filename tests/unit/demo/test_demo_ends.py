@@ -11,14 +11,12 @@ import paramiko
 import pytest
 from scenes import job, training, whole_scene
 
-from hpcsched.demo.closing import closing_rows, sample_of
 from hpcsched.demo.keeper import stop_kept
-from hpcsched.demo.machine import is_hopeless
-from hpcsched.demo.scene import Moment, Scene
-from hpcsched.demo.show import Wishes, make_directory, plan_of
-from hpcsched.demo.story import Outcome, Story
-from hpcsched.demo.watch import Watch
+from hpcsched.demo.show import Wishes, closing_rows, make_directory, plan_of, sample_of
+from hpcsched.demo.story import Outcome, Story, Watch
+from hpcsched.demo.view import Moment, Scene
 from hpcsched.errors import RequestError, UnavailableError
+from hpcsched.loopback.machine import is_hopeless
 
 
 class Scenes:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from rich.console import Console
 from scenes import whole_scene
 
-from hpcsched.demo.scene import Moment
-from hpcsched.demo.stage import LiveStage
+from hpcsched.demo.story import LiveStage
+from hpcsched.demo.view import Moment
 
 
 def test_a_terminal_has_the_story_and_the_tables_when_the_live_view_is_over() -> None:

@@ -8,12 +8,9 @@ import pytest
 from rich.console import Console
 from scenes import job, node, training, whole_scene
 
-from hpcsched.demo.curve import Canvas, Range, smoothed
-from hpcsched.demo.scene import Moment, Scene
-from hpcsched.demo.stage import PlainStage
+from hpcsched.demo.story import PlainStage
 from hpcsched.demo.training import Training
-from hpcsched.demo.trainview import checkpoint_lines
-from hpcsched.demo.view import picture, queue_rows
+from hpcsched.demo.view import Canvas, Moment, Range, Scene, checkpoint_lines, picture, queue_rows, smoothed
 
 LIMBO = "node n1 does not answer (connection refused); the job may still run there"
 

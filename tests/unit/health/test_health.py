@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from hpcsched.health import head, remedy
+from hpcnode.agent import helpers
+from hpcsched.health import head, nodes
 from hpcsched.health.nodes import check_node
 from hpcsched.health.report import Check, Status, worst
-from hpcsched.shareprobe import is_probe_name, share_probe
+from hpcsched.shareprobe import problem_of, question, share_probe
 
 NOW_S = 1_800_000_000.0
 
@@ -89,10 +90,10 @@ def test_a_node_that_was_not_asked() -> None:
         ({"time_s": NOW_S + 30}, "clock", Status.WARN, "30.05 s ahead of"),
         ({"time_s": NOW_S - 90}, "clock", Status.CRITICAL, "89.95 s behind"),
         ({"time_s": NOW_S - 30, "asked_at_s": NOW_S - 60}, "clock", Status.OK, "known to 30.00 s"),
-        ({"cpus": 6}, "resources", Status.CRITICAL, "6 cpus of 8"),
+        ({"cpus": 6}, "resources", Status.CRITICAL, "6 of 8 cpus"),
         ({"cpus": 12}, "resources", Status.OK, "12 cpus"),
         ({"mem_mib": 8000}, "resources", Status.CRITICAL, "8000 MiB memory of 16000"),
-        ({"gpus": []}, "resources", Status.CRITICAL, "0 GPUs of 1"),
+        ({"gpus": []}, "resources", Status.CRITICAL, "0 of 1 GPU"),
         ({"load": [17.0, 0, 0]}, "load", Status.WARN, "17.0 on 8 cpus"),
         ({"disk_free_mib": 1000}, "disk", Status.WARN, "1000 MiB free in /r"),
         ({"disk_free_mib": 100}, "disk", Status.CRITICAL, "100 MiB"),
@@ -129,22 +130,22 @@ def test_the_worst_is_what_is_known_to_be_broken() -> None:
 
 def test_only_failing_nodes_that_answer_are_drained() -> None:
     bad = checks_with(Status.OK, Status.CRITICAL)
-    assert remedy.to_drain([view()], bad) == {"n1": "hhealth: c1: t"}
-    assert remedy.to_drain([view()], checks_with(Status.WARN, Status.UNKNOWN)) == {}
-    assert remedy.to_drain([view(drained=True)], bad) == {}
-    assert remedy.to_drain([view(link="down")], bad) == {}
-    assert remedy.to_drain([view(name="n2")], bad) == {}
+    assert nodes.to_drain([view()], bad) == {"n1": "hhealth: c1: t"}
+    assert nodes.to_drain([view()], checks_with(Status.WARN, Status.UNKNOWN)) == {}
+    assert nodes.to_drain([view(drained=True)], bad) == {}
+    assert nodes.to_drain([view(link="down")], bad) == {}
+    assert nodes.to_drain([view(name="n2")], bad) == {}
 
 
 def test_only_what_hhealth_drained_is_resumed_and_only_when_well() -> None:
     mine = view(drained=True, drained_by="hhealth")
-    assert remedy.to_resume([mine], checks_with(Status.OK, Status.WARN)) == ["n1"]
-    assert remedy.to_resume([mine], checks_with(Status.OK, Status.UNKNOWN)) == []
-    assert remedy.to_resume([mine], checks_with(Status.CRITICAL)) == []
-    assert remedy.to_resume([mine], []) == []
-    assert remedy.to_resume([mine | {"link": "down"}], checks_with(Status.OK)) == []
-    assert remedy.to_resume([view(drained=True, drained_by="ada")], checks_with(Status.OK)) == []
-    assert remedy.to_resume([view(drained_by="hhealth")], checks_with(Status.OK)) == []
+    assert nodes.to_resume([mine], checks_with(Status.OK, Status.WARN)) == ["n1"]
+    assert nodes.to_resume([mine], checks_with(Status.OK, Status.UNKNOWN)) == []
+    assert nodes.to_resume([mine], checks_with(Status.CRITICAL)) == []
+    assert nodes.to_resume([mine], []) == []
+    assert nodes.to_resume([mine | {"link": "down"}], checks_with(Status.OK)) == []
+    assert nodes.to_resume([view(drained=True, drained_by="ada")], checks_with(Status.OK)) == []
+    assert nodes.to_resume([view(drained_by="hhealth")], checks_with(Status.OK)) == []
 
 
 def database(path: Path) -> Path:
@@ -221,11 +222,13 @@ def test_a_clock() -> None:
 
 def test_a_share_probe(tmp_path: Path) -> None:
     with share_probe(str(tmp_path)) as probe:
-        assert is_probe_name(probe.path.name)
-        content = probe.path.read_text()
-        assert probe.judge("", content) == ""
-        assert "another directory" in probe.judge("", content[:-1])
-        assert "cannot read" in probe.judge("Permission denied", "")
+        asked = question(1, str(tmp_path), probe.path.name, probe.sha256, probe.uid)
+        compared, _ = helpers.compare_probe(asked)
+        assert compared.same
     assert not probe.path.exists()
-    assert not is_probe_name(".hpcsched-probe-../../etc/passwd")
-    assert not is_probe_name("LATEST")
+    assert problem_of("/s", same=True, error="") == ""
+    assert problem_of("/s", same=False, error="") == "/s there is another directory than here"
+    assert problem_of("/s", same=False, error="Permission denied") == "cannot compare /s there: Permission denied"
+    for name in (".hpcsched-probe-../../etc/passwd", "LATEST"):
+        with pytest.raises(ValueError, match="not a share probe"):
+            question(1, str(tmp_path), name, probe.sha256, 0)

@@ -6,11 +6,11 @@ import errno
 import secrets
 from typing import Any
 
-from hpcnode import protocol
-from hpcnode.ledger import Ledger
+from hpcnode.agent.ledger import Ledger
+from hpcnode.os.account import Account, UserError
 from hpcnode.spool import Epochs, Found
-from hpcnode.tokens import Life, Token, read_token
-from hpcnode.user import Account, UserError
+from hpcnode.wire import protocol
+from hpcnode.wire.tokens import Life, Token, read_token
 
 INCARNATION = "feedc0de"
 ACCOUNT = Account("ann", 1001, 1001, [1001], "/home/ann", "/bin/sh")
@@ -189,7 +189,7 @@ class World:
         )
         self.ledger.recover()
 
-    def find_account(self, name: str) -> Account:
+    def find_account(self, name: str, allow_uid_below: int) -> Account:
         if name != "ann":
             raise UserError(f"cannot run as {name}: this node has no such account")
         return ACCOUNT

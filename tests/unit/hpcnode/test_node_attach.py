@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpcnode import attach
+from hpcnode.agent import attach
 
 
 def test_a_machine_that_stood_still_has_one_more_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

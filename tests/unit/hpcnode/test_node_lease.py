@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from nodeworld import INCARNATION, World, token
 
-from hpcnode import protocol
 from hpcnode.lease import Renewals, StepLease
+from hpcnode.wire import protocol
 
 KILL: dict[str, Any] = {"lease": "kill", "lease_s": 60.0, "grace_s": 10.0}
 

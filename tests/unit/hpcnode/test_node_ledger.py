@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from nodeworld import INCARNATION, World, launch, token
 
-from hpcnode import protocol
-from hpcnode.ledger import MAX_STARTS
-from hpcnode.tokens import read_token
+from hpcnode.agent.ledger import MAX_STARTS
+from hpcnode.wire import protocol
+from hpcnode.wire.tokens import read_token
 
 
 def test_a_launch_is_claimed_started_reported_and_forgotten() -> None:

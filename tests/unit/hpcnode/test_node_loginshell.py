@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcnode import environment, loginshell
+from hpcnode.shepherd import environment, task
 
 SCRIPT = """#!/bin/bash -l
 echo "$0 $# $2 $FROM_PROFILE"
@@ -36,7 +36,7 @@ exit 3
     ],
 )
 def test_which_first_lines_ask_for_a_login_shell(line: str, expected: bool) -> None:
-    assert loginshell.is_one(line.split(None, 1)) is expected
+    assert task.is_one(line.split(None, 1)) is expected
 
 
 def test_the_profile_is_read_and_our_commands_are_found(tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_the_profile_is_read_and_our_commands_are_found(tmp_path: Path) -> None:
     )
     script = tmp_path / "job.sh"
     script.write_text(SCRIPT)
-    words = loginshell.command([bash, "-l"], [str(script), "a", "b c"], [str(folder)])
+    words = task.command([bash, "-l"], [str(script), "a", "b c"], [str(folder)])
     done = subprocess.run(
         words, env={"HOME": str(tmp_path), "PATH": "/nowhere"}, stdout=subprocess.PIPE, text=True, check=False
     )

@@ -9,16 +9,17 @@ from pathlib import Path
 import pytest
 from nodeworld import launch, token
 
-from hpcnode import minders, process
-from hpcnode.assignment import Setting
-from hpcnode.faults import CrashPoints
-from hpcnode.loop import Loop
-from hpcnode.mpi import MpiVariables
+from hpcnode.agent import shepherds
+from hpcnode.agent.shepherds import IDLE
+from hpcnode.os import process
+from hpcnode.os.account import find_account
+from hpcnode.os.faults import CrashPoints
+from hpcnode.os.loop import Loop
+from hpcnode.shepherd.assignment import Setting
+from hpcnode.shepherd.mpi import MpiVariables
 from hpcnode.spool import Spool
-from hpcnode.user import find_account
-from hpcnode.worker import IDLE
 
-BURST = minders.MAX_IDLE + 4
+BURST = shepherds.MAX_IDLE + 4
 
 
 class Node:
@@ -40,7 +41,7 @@ class Node:
         self.loop = Loop()
         self.spool = Spool(str(root), CrashPoints())
         setting = Setting(self.spool, CrashPoints(), process.boot_id({}), "n1", str(root / "sock"), None, False)
-        self.minders = minders.Minders(self.loop, setting, MpiVariables(str(root), print))
+        self.minders = shepherds.Minders(self.loop, setting, MpiVariables(str(root), print))
 
     def start(self, count: int) -> None:
         """Start so many jobs at once."""
@@ -68,14 +69,14 @@ def test_the_workers_of_a_burst_wait_for_the_next_one(tmp_path: Path, monkeypatc
 
 
 def test_workers_that_nobody_needs_after_a_burst_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(minders, "TRIM_S", 0.0)
+    monkeypatch.setattr(shepherds, "TRIM_S", 0.0)
     node = Node(tmp_path, monkeypatch)
     node.start(BURST)
     node.end_all()
     for worker in node.workers:
         worker.setblocking(False)
     left = [worker for worker in node.workers if _is_open(worker)]
-    assert len(left) == minders.MAX_IDLE
+    assert len(left) == shepherds.MAX_IDLE
 
 
 def _is_open(worker: socket.socket) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcnode import multiprog
+from hpcnode.commands import multi_prog
 
 FILE = r"""# who does what
 0-1,4   echo server %t of=%o 'a b' "c $HOME"
@@ -19,7 +19,7 @@ FILE = r"""# who does what
 
 
 def run(task: int, file: Path) -> tuple[int, str, str]:
-    command = multiprog.command_of(str(file))
+    command = multi_prog.command_of(str(file))
     env = {"SLURM_PROCID": str(task), "PATH": "/usr/bin:/bin"}
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     return done.returncode, done.stdout, done.stderr
@@ -53,6 +53,6 @@ def test_a_task_without_a_program_says_so(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_read_is_refused_with_its_line(text: str, why: str) -> None:
-    with pytest.raises(multiprog.MultiProgError) as caught:
-        multiprog.script_of(text, "f")
+    with pytest.raises(multi_prog.MultiProgError) as caught:
+        multi_prog.script_of(text, "f")
     assert why in str(caught.value)

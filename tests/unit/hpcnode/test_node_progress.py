@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from hpcnode import protocol
-from hpcnode.progress import INTERVAL_S, MAX_FAILURES, MAX_NOTE, MAX_TEXT, Progresses
+from hpcnode.agent.training_progress import INTERVAL_S, MAX_FAILURES, MAX_NOTE, MAX_TEXT, Progresses
+from hpcnode.wire import protocol
 
 
 class Node:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hpcnode import scontrol, srun
-from hpcsched.cli.slurm.face import SLURM_VERSION
+from hpcnode.commands import scontrol, srun
+from hpcsched.cli.slurm import SLURM_VERSION
 from hpcsched.model.hostlist import expand_hostlist
 
 

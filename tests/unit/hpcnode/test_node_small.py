@@ -13,9 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hpcsched
-from hpcnode import agentcommand, environment, files, local, place, probe, protocol, speed, streams
-from hpcnode.tokens import read_token
-from hpcnode.user import Account
+from hpcnode import paths
+from hpcnode.agent import command, probe
+from hpcnode.agent import probe as speed
+from hpcnode.os.account import Account
+from hpcnode.shepherd import environment, streams
+from hpcnode.shepherd import task as files
+from hpcnode.wire import protocol, shepherd_frames
+from hpcnode.wire.tokens import read_token
 from hpcsched.errors import ProtocolError
 from hpcsched.launch.bundle import build_bundle
 from hpcsched.model.ids import Token
@@ -178,8 +183,8 @@ def test_input_is_taken_once_in_order_and_within_its_window() -> None:
 
 @given(st.lists(st.tuples(st.text(max_size=5), st.binary(max_size=50)), max_size=8), st.integers(1, 17))
 def test_local_frames_survive_any_cutting(messages: list[tuple[str, bytes]], size: int) -> None:
-    data = b"".join(local.pack([text, number], blob) for number, (text, blob) in enumerate(messages))
-    unpacker = local.Unpacker()
+    data = b"".join(shepherd_frames.pack([text, number], blob) for number, (text, blob) in enumerate(messages))
+    unpacker = shepherd_frames.Unpacker()
     got = [found for at in range(0, len(data), size) for found in unpacker.feed(data[at : at + size])]
     assert got == [([text, number], blob) for number, (text, blob) in enumerate(messages)]
 
@@ -281,9 +286,9 @@ def test_bundles_that_nothing_runs_from_are_deleted_when_they_are_old(tmp_path: 
         os.utime(tmp_path / name, (1000.0, 1000.0))
     os.utime(tmp_path / "hpcnode-cccc.pyz", (1990.0, 1990.0))  # somebody is about to start from it
     running = os.fsencode(tmp_path / "hpcnode-bbbb.pyz")
-    assert place.delete_old_bundles(str(tmp_path), running.__eq__, now_s=2000.0) == ["hpcnode-aaaa.pyz"]
+    assert paths.delete_old_bundles(str(tmp_path), running.__eq__, now_s=2000.0) == ["hpcnode-aaaa.pyz"]
     assert len(list(tmp_path.iterdir())) == 4
-    assert set(place.delete_old_bundles(str(tmp_path), lambda _: False, now_s=3000.0)) == {
+    assert set(paths.delete_old_bundles(str(tmp_path), lambda _: False, now_s=3000.0)) == {
         "hpcnode-bbbb.pyz", "hpcnode-cccc.pyz",
     }  # fmt: skip
 
@@ -293,14 +298,14 @@ def test_step_commands_run_from_compiled_modules_beside_the_bundle(
 ) -> None:
     bundle = tmp_path / "hpcnode-abcd.pyz"
     bundle.write_bytes(build_bundle().data)
-    monkeypatch.setattr(place, "program", lambda: str(bundle))
-    program = place.unpack(str(tmp_path))
-    assert place.unpack(str(tmp_path)) == program
+    monkeypatch.setattr(paths, "program", lambda: str(bundle))
+    program = paths.unpack(str(tmp_path))
+    assert paths.unpack(str(tmp_path)) == program
     folder = Path(program).parent
     assert {path.stem.partition(".")[0] for path in folder.glob("__pycache__/*.pyc")} == {
         path.stem for path in folder.glob("*.py")
     }
-    place.write_shims(str(tmp_path), program)
+    paths.write_shims(str(tmp_path), program)
     (folder / "hrun.py").write_text("not Python")  # the compiled one runs, and nobody looks here
     done = subprocess.run(
         [tmp_path / "bin" / "hrun", "--version"], capture_output=True, text=True, timeout=60, check=True
@@ -314,8 +319,8 @@ def test_modules_of_other_versions_are_deleted_when_nothing_runs_from_them(tmp_p
         os.utime(tmp_path / name, (1000.0, 1000.0))
     running = os.fsencode(tmp_path / "steps-bb-cpython-311" / "hpcnode")
     gone = ["steps-aa-cpython-39", "steps-cc-cpython-311.77"]
-    assert place.delete_old_steps(str(tmp_path), running.__eq__, now_s=1500.0) == []
-    assert place.delete_old_steps(str(tmp_path), running.__eq__, now_s=2000.0) == gone
+    assert paths.delete_old_steps(str(tmp_path), running.__eq__, now_s=1500.0) == []
+    assert paths.delete_old_steps(str(tmp_path), running.__eq__, now_s=2000.0) == gone
     assert sorted(path.name for path in tmp_path.iterdir()) == ["spool", "steps-bb-cpython-311"]
 
 
@@ -387,13 +392,13 @@ def test_only_fields_of_a_message_are_read() -> None:
 
 
 def test_an_agent_has_little_in_memory_that_each_fork_would_copy() -> None:
-    package = Path(place.__file__).parents[1]
-    code = "import sys; sys.path.insert(0, sys.argv[1]); import hpcnode.agentcommand; print(*sorted(sys.modules), sep='\\n')"
+    package = Path(paths.__file__).parents[1]
+    code = "import sys; sys.path.insert(0, sys.argv[1]); import hpcnode.agent.command; print(*sorted(sys.modules), sep='\\n')"
     done = subprocess.run(
         [sys.executable, "-I", "-S", "-c", code, str(package)], capture_output=True, text=True, check=True
     )
     heavy = {"argparse", "bz2", "hashlib", "hmac", "lzma", "shutil", "subprocess", "threading", "traceback"}
-    assert "hpcnode.shepherd" in done.stdout.split()
+    assert "hpcnode.shepherd.shepherd" in done.stdout.split()
     assert (heavy | {"dataclasses"}).isdisjoint(done.stdout.split())
 
 
@@ -409,7 +414,7 @@ def test_an_agent_has_little_in_memory_that_each_fork_would_copy() -> None:
 def test_an_agent_refuses_words_that_it_does_not_know(
     words: list[str], why: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert agentcommand.main(words) == 2
+    assert command.main(words) == 2
     assert why in capsys.readouterr().err
 
 
@@ -419,8 +424,8 @@ def test_a_tree_is_removed_whole_and_what_it_points_to_stays(tmp_path: Path) -> 
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "kept").touch()
     (tmp_path / "ours" / "way").symlink_to(tmp_path / "theirs")
-    place.remove_tree(str(tmp_path / "ours" / "a"))
+    paths.remove_tree(str(tmp_path / "ours" / "a"))
     assert not (tmp_path / "ours" / "a").exists()
-    place.remove_tree(str(tmp_path / "ours"))
-    place.remove_tree(str(tmp_path / "ours"))
+    paths.remove_tree(str(tmp_path / "ours"))
+    paths.remove_tree(str(tmp_path / "ours"))
     assert (tmp_path / "theirs" / "kept").exists()

@@ -13,7 +13,7 @@ import hpcnode
 # Its own process, because all below it is killed. What is forked between two kills stands for what forks away from one.
 KILLED_TWICE = """
 import json, subprocess
-from hpcnode.tree import Tree
+from hpcnode.shepherd.shepherd import Tree
 
 class Loop:
     def later(self, delay_s, call):

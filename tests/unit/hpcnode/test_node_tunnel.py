@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from hpcnode.loop import Loop
-from hpcnode.tunnel import WINDOW, Tunnel, TunnelError
+from hpcnode.commands.tunnel import WINDOW, Tunnel, TunnelError
+from hpcnode.os.loop import Loop
 
 
 class Ends:

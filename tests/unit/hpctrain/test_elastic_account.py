@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.elastic.account import SHOWN, Account
 from hpctrain.elastic.roster import Loss
+from hpctrain.elastic.serve import SHOWN, Account
 
 
 def loss(number: int, heard_at_s: float, missed_at_s: float) -> Loss:

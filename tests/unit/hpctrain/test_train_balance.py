@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.balance import Balance, best_shares
+from hpctrain.exchange.balance import Balance, best_shares
 
 LINES = st.tuples(st.floats(0.0, 2.0), st.floats(0.001, 1.0))
 

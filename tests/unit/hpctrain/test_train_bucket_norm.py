@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.buckets import PARTS, GradientBuckets
 from hpctrain.comm.base import SingleCommunicator
-from hpctrain.comm.pace import bucket_bytes
+from hpctrain.comm.mpi import bucket_bytes
+from hpctrain.exchange.buckets import PARTS, GradientBuckets
 
 
 def cut(sizes: list[int], most: int) -> list[list[int]]:

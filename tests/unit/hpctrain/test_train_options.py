@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 import pytest
 
-from hpctrain.options import add_options
+from hpctrain.errors import TrainError
+from hpctrain.options import add_options, options_from
 
 
 def parsed(*words: str) -> argparse.Namespace:
@@ -44,3 +46,36 @@ def test_zero_and_auto_mean_something() -> None:
     assert (options.clip, options.warmup, options.eval_every) == (0.0, 0, 0)
     assert options.checkpoint_every is None
     assert options.shares == (1.0, 0.0)
+
+
+def test_settings_by_name_are_the_options() -> None:
+    words = [
+        "--lr=1e-3",
+        "--ramp=8:100",
+        "--shares=2,1",
+        "--zero",
+        "--no-overlap",
+        "--log=mlflow",
+        "--epochs=3",
+        "--compile",
+    ]
+    settings = {
+        "lr": 1e-3, "ramp": (8, 100), "shares": (2, 1), "zero": True, "overlap": False, "log": ["mlflow"], "epochs": 3,
+        "compile": True, "out": Path("run"), "verbose": False, "batch": None,
+    }  # fmt: skip
+    assert options_from(settings) == parsed(*words)
+    assert options_from({"out": "run", "checkpoint_every": "auto"}).checkpoint_every is None
+    assert options_from({"out": "run", "scale_lr": "sqrt:32"}).scale_lr.base == 32
+
+
+def test_settings_that_are_none_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"start\(\) has no setting 'learning_rate': see hpctrain\(1\)"):
+        options_from({"out": "run", "learning_rate": 1})
+    with pytest.raises(TypeError, match="has no setting 'warm_up'; did you mean 'warmup'?"):
+        options_from({"out": "run", "warm_up": 5})
+    with pytest.raises(TrainError, match="cannot start: --lr: -1 is not a number of at least 0"):
+        options_from({"out": "run", "lr": -1})
+    with pytest.raises(TrainError, match=r"give a directory .*: start\(out=DIRECTORY\)"):
+        options_from({"lr": 1})
+    with pytest.raises(TrainError, match="cannot give a run two lengths, steps and epochs"):
+        options_from({"out": "run", "steps": 10, "epochs": 3})

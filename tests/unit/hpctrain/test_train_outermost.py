@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
 import pytest
 
-from hpctrain.outermost import wait_until_read
+from hpctrain.run import wait_until_read
 
 
 @pytest.mark.parametrize("kind", ["pipe", "socket"])
@@ -29,3 +31,19 @@ def test_a_file_is_read_by_nobody_and_waits_for_nobody(tmp_path: Path) -> None:
     with (tmp_path / "log").open("w") as log:
         print("why", file=log, flush=True)
         assert wait_until_read(log.fileno(), limit_s=0)
+
+
+@pytest.mark.parametrize("closed", [1, 2])
+def test_a_rank_without_a_standard_stream_ends_all_the_same(closed: int) -> None:
+    script = (
+        "from hpctrain.comm.base import SingleCommunicator; from hpctrain.run import all_or_none\n"
+        "with all_or_none(SingleCommunicator()): raise SystemExit(7)"
+    )
+    done = subprocess.run(
+        ["sh", "-c", f'exec "$0" -c "$1" {closed}>&-', sys.executable, script],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 7
+    assert done.stderr == ("hpctrain: the script ended with status 7\n" if closed == 1 else "")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hpctrain import phases as phases_module
-from hpctrain.phases import Phases
-from hpctrain.scaling import WARM_STEPS, Apart, RankTimes, Scaling
+from hpctrain import batch as phases_module
+from hpctrain.batch import Phases
+from hpctrain.exchange.scaling import WARM_STEPS, Apart, RankTimes, Scaling
 
 
 def fed(step_s: float, own_s: tuple[float, ...], wait_s: tuple[float, ...], steps: int = 100) -> Scaling:

@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hpctrain.errors import TrainError
+from hpctrain.optim.schedule import Batches, BatchRamp, Course, EpochEnd, LrRule, LrScale, Schedule
 from hpctrain.options import add_options
-from hpctrain.schedule import BatchRamp, Course, LrRule, LrScale, Schedule
+from hpctrain.settings import lr_text, settings_of
 
 
 def course(kind: Course, **more: float) -> list[float]:
@@ -78,3 +80,78 @@ def test_words_that_make_no_sense_are_refused(
     with pytest.raises(SystemExit):
         read(*words)
     assert why in capsys.readouterr().err
+
+
+def spans(batches: Batches, step: int = 0, low: int = 0) -> list[tuple[int, int]]:
+    """The spans of all steps that are left."""
+    found = []
+    for _ in range(batches.steps_left(step, low) or 0):
+        low, size = batches.span(step, low)
+        found.append((low, size))
+        step, low = step + 1, low + size
+    return found
+
+
+def batches_of(full: int, end: EpochEnd, first: int | None = None, ramp: int = 0) -> Batches:
+    ramp_ = BatchRamp(full=full, first=first or full, steps=ramp)
+    return Batches(ramp=ramp_, epoch_samples=10, epoch_end=end, epochs=2)
+
+
+def test_at_an_epochs_end_a_batch_crosses_is_short_or_is_left_out() -> None:
+    assert spans(batches_of(4, EpochEnd.CROSS)) == [(0, 4), (4, 4), (8, 4), (12, 4), (16, 4)]
+    assert spans(batches_of(3, EpochEnd.CROSS))[-1] == (18, 2)  # the last one has what is left
+    assert spans(batches_of(4, EpochEnd.SHORT)) == [(0, 4), (4, 4), (8, 2), (10, 4), (14, 4), (18, 2)]
+    assert spans(batches_of(4, EpochEnd.DROP)) == [(0, 4), (4, 4), (10, 4), (14, 4)]
+    ends = (EpochEnd.CROSS, EpochEnd.SHORT, EpochEnd.DROP)
+    assert [batches_of(4, end).epochs_in(7) for end in ends] == [2.8, pytest.approx(2.4), pytest.approx(3.4)]
+    assert batches_of(4, EpochEnd.SHORT).epochs_in(6) == 2
+    assert spans(batches_of(16, EpochEnd.SHORT)) == [(0, 10), (10, 10)]
+    assert spans(batches_of(4, EpochEnd.SHORT, first=1, ramp=3)) == [
+        (0, 1), (1, 2), (3, 3), (6, 4), (10, 4), (14, 4), (18, 2)
+    ]  # fmt: skip
+
+
+@given(
+    full=st.integers(1, 12),
+    first=st.integers(1, 12),
+    ramp=st.integers(0, 9),
+    end=st.sampled_from(EpochEnd),
+    at=st.integers(0, 30),
+)
+def test_epochs_are_counted_from_wherever_a_run_is(full: int, first: int, ramp: int, end: EpochEnd, at: int) -> None:
+    batches = batches_of(min(full, 10), end, min(first, full, 10), ramp)
+    whole = spans(batches)
+    done = whole[:at]
+    low = sum(done[-1]) if done else 0
+    assert spans(batches, len(done), low) == whole[at:]
+    seen = [sample for low, size in whole for sample in range(low, low + size)]
+    assert all(size > 0 for _, size in whole)
+    assert len(set(seen)) == len(seen)
+    assert end is EpochEnd.DROP or seen == list(range(20))
+
+
+def test_what_cannot_be_counted_or_batched_is_refused() -> None:
+    with pytest.raises(TrainError, match="cannot count epochs: how many samples .* is not known"):
+        settings_of(read("--epochs", "3"), 0.1)
+    with pytest.raises(TrainError, match="cannot make batches of 32: there are 10 samples, and drop_last=True"):
+        settings_of(read("--epochs", "3"), 0.1, epoch_samples=10, epoch_end=EpochEnd.DROP)
+
+
+def test_of_three_lengths_the_last_one_counts() -> None:
+    both = read("--steps", "5", "--epochs", "3")
+    assert (both.steps, both.epochs) == (None, 3)
+    assert read("--target-seconds", "5", "--steps", "3").target_seconds is None
+    parser = argparse.ArgumentParser()
+    with pytest.raises(TrainError, match="cannot give a run two lengths, steps and epochs"):
+        add_options(parser, steps=3, epochs=4)
+
+
+def test_by_default_the_scripts_own_learning_rate_is_constant_and_nothing_is_clipped() -> None:
+    settings = settings_of(read("--batch", "64"), 1e-3, epoch_samples=1500)
+    assert {settings.lr_at(step, 64, 400) for step in (0, 1, 399)} == {1e-3}
+    assert settings.described(400) == "lr 1e-3 (constant), clip none, batch 64, 400 steps = 17.1 epochs"
+    assert settings_of(read(), 1e-3, batch=16).batch == 16  # the data's own
+    asked = settings_of(read("--lr", "0.004", "--schedule=cosine", "--warmup=20", "--clip=1"), 1e-3)
+    expected = "lr 4e-3 (cosine to 0.05 of it, 20 steps warm-up), clip 1, batch 32, 1 step"
+    assert asked.described(1) == expected
+    assert [lr_text(lr) for lr in (3e-4, 1.5e-5, 0.1, 0.0)] == ["3e-4", "1.5e-5", "0.1", "0"]

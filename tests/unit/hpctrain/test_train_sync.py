@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from hpctrain.comm.base import Pace, SingleCommunicator
-from hpctrain.compress import NAMES
-from hpctrain.sync import MEASURED_STEPS, make_sync
+from hpctrain.exchange.compress import NAMES
+from hpctrain.exchange.sync import MEASURED_STEPS, make_sync
 
 
 class SecondOfTwo(SingleCommunicator):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from hpctrain.comm.background import Background
 from hpctrain.comm.ring import split
-from hpctrain.comm.wire import PIECE_BYTES, Wire
+from hpctrain.comm.tcp_ring import PIECE_BYTES, Wire
 from hpctrain.errors import TrainError
 
 PIECE = PIECE_BYTES // 4

@@ -81,6 +81,13 @@ def test_more_nodes_than_tasks_become_as_many_as_tasks() -> None:
     assert found.notes == ("2 tasks cannot run on 3 nodes: the job asks for 2",)
 
 
+def test_a_rounded_time_limit_and_a_signal_at_the_start_are_noted() -> None:
+    assert build("-t 0:05").notes == ("the time limit is rounded up to whole minutes: 1:00",)
+    assert build("-t 1:00").notes == build("-t 5").notes == ()
+    (note,) = build("-t 1 --signal=USR1@120").notes
+    assert note.startswith("the signal of --signal is due 120 s before the time limit of 1:00")
+
+
 def test_a_least_time_is_no_more_than_the_limit() -> None:
     assert spec("--time=60 --time-min=0:30:00").time_min_s == 1800
     with pytest.raises(
@@ -90,10 +97,10 @@ def test_a_least_time_is_no_more_than_the_limit() -> None:
 
 
 def test_what_has_no_effect_is_accepted_and_said() -> None:
-    found = build("--wckey=x --hint=nomultithread -M all --propagate")
+    found = build("--wckey=x --hint=nomultithread -M all --no-kill")
     assert found.spec == spec("")
     assert [note.split(":")[0] for note in found.notes] == [
-        f"--{name} has no effect" for name in ("wckey", "clusters", "propagate")
+        f"--{name} has no effect" for name in ("wckey", "clusters", "no-kill")
     ]
 
 

@@ -95,6 +95,25 @@ def test_lines_count_up_to_the_first_command() -> None:
     assert found.late_lines == (8, 10)
 
 
+@pytest.mark.parametrize(
+    ("line", "is_like_one"),
+    [
+        ("#SBTACH --nodes=2", True),
+        ("# SBATCH -N2", True),
+        ("#sbatch -N 2", True),
+        ("#HSBU -N2", True),
+        ("#SBATC\t--nodes=2", True),
+        ("##SBATCH --nodes=2", False),  # the usual way to switch a line off
+        ("#SBATCH --nodes=2", False),
+        ("# patch -p1", False),
+        ("# Note - a remark", False),
+        ("# hsub -N2 is how I start this", True),
+    ],
+)
+def test_a_comment_that_looks_like_a_directive_is_named(line: str, is_like_one: bool) -> None:
+    assert read_script(f"#!/bin/sh\n{line}\nhostname\n{line}\n").misspelled_lines == ((2,) if is_like_one else ())
+
+
 def test_a_later_line_wins_whichever_word_it_begins_with() -> None:
     found = read_script("#!/bin/sh\n#HSUB --time=1\n#SBATCH --time=2\n#HSUB --time=3\n")
     assert found.options == {"time": ["1", "2", "3"]}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hpcsched.errors import RequestError
-from hpcsched.jobscript.dependency import dependency_text, parse_dependency
+from hpcsched.jobscript.dependency import dependency_text, parse_dependency, with_job_ids
 from hpcsched.jobscript.export import Export, exported, parse_export
 from hpcsched.jobscript.options import ALL_OPTIONS
 from hpcsched.jobscript.values import (
@@ -115,6 +115,13 @@ def test_a_wrong_dependency_is_refused(text: str, why: str) -> None:
     with pytest.raises(RequestError) as refused:
         parse_dependency(text)
     assert why in str(refused.value)
+
+
+def test_names_of_jobs_in_a_dependency_become_ids() -> None:
+    ids = {"last": 41, "fit": 12}
+    assert with_job_ids("afterok:last:7,after:fit+5,singleton", ids.__getitem__) == "afterok:41:7,after:12+5,singleton"
+    assert with_job_ids("afterok:12_3?afterany:fit", ids.__getitem__) == "afterok:12_3?afterany:12"
+    assert with_job_ids("afterok:,nonsense", ids.__getitem__) == "afterok:,nonsense"  # the parser says what is wrong
 
 
 @pytest.mark.parametrize(

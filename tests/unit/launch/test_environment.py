@@ -12,7 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from hpcsched.launch.environment import (
+from hpcsched.model.ids import JobId, NodeName
+from hpcsched.model.job import Job
+from hpcsched.model.resources import GpuRequest, Share
+from hpcsched.model.spec import ArraySpec, JobSpec
+from hpcsched.model.units import UNLIMITED_S
+from hpcsched.steps.environment import (
     MASTER_PORT_LOW,
     MASTER_PORTS,
     job_environment,
@@ -21,12 +26,7 @@ from hpcsched.launch.environment import (
     step_environment,
     with_users,
 )
-from hpcsched.launch.layout import NodeTasks
-from hpcsched.model.ids import JobId, NodeName
-from hpcsched.model.job import Job
-from hpcsched.model.resources import GpuRequest, Share
-from hpcsched.model.spec import ArraySpec, JobSpec
-from hpcsched.model.units import UNLIMITED_S
+from hpcsched.steps.layout import NodeTasks
 
 ROOT = Path(__file__).parents[3]
 GOLDEN = ROOT / "tests" / "golden" / "environment"

@@ -9,7 +9,7 @@ import paramiko
 import pytest
 
 from hpcsched.launch import hostkeys
-from hpcsched.launch.keyfile import make_key
+from hpcsched.launch.hostkeys import make_key
 from hpcsched.launch.pipe import LinkError
 
 

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcsched.errors import RequestError
-from hpcsched.launch.layout import NodeTasks, StepShape, lay_out, tasks_per_node_text
 from hpcsched.model.ids import NodeName
 from hpcsched.model.resources import Share
+from hpcsched.steps.layout import NodeTasks, StepShape, lay_out, tasks_per_node_text
 
 
 def shares(*cpus: int, tasks: int = 1) -> tuple[Share, ...]:
@@ -112,7 +112,7 @@ def test_a_list_of_hosts_says_where_each_task_runs() -> None:
         lay_out(shares(4), StepShape(ntasks=3, hosts=names("n1")))
     with pytest.raises(RequestError, match="cannot start the step on n7: the job has n1"):
         lay_out(shares(4), StepShape(hosts=names("n7")))
-    with pytest.raises(RequestError, match="cannot give the step 2 tasks on n1: the job has 1 cpus there"):
+    with pytest.raises(RequestError, match="cannot give the step 2 tasks on n1: the job has 1 cpu there"):
         lay_out(shares(1), StepShape(hosts=names("n1", "n1")))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from waiting import PATIENCE_S
 
-from hpcnode import protocol
+from hpcnode.wire import protocol
 from hpcsched.launch.bundle import MARK, Bundle
 from hpcsched.launch.greeting import ControllerIdentity
 from hpcsched.launch.link import MAX_UNSENT_BYTES, LinkTimes, NodeLink

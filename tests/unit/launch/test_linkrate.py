@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from hpcsched.launch.linkrate import link_rates
+from hpcsched.launch.visit import link_rates
 from hpcsched.model.ids import NodeName
 
 A, B, C, D = (NodeName(name) for name in "abcd")

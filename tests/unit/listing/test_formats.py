@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "cli"))
 
 from fake_api import NOW_S, ended, job, running, task
 
+from hpcsched.cli.hqueue import DEFAULT_COLUMNS
+from hpcsched.cli.render.job_detail import detail_lines
 from hpcsched.errors import UsageError
 from hpcsched.listing.formats import Look, format_lines, relative_text
 from hpcsched.listing.jobfields import FIELDS, parse_format, parse_long_format
@@ -194,3 +197,47 @@ def test_memory_is_shown_as_it_was_asked_for_and_of_the_whole_job() -> None:
     assert (memory_asked(running()), memory_in_all(running())) == ("4G", "8G")
     assert (memory_asked(job()), memory_in_all(job())) == ("4G", "8G")
     assert (memory_asked(job(mem_mib=None)), memory_in_all(job(mem_mib=None))) == ("0", "0")
+
+
+def test_what_an_earlier_attempt_of_a_training_said_is_marked_and_has_no_end() -> None:
+    told = {
+        "at_s": NOW_S - 9, "attempt": 0, "step": 1155, "total_steps": 1500, "loss": 1.5, "samples_per_s": 900.0,
+        "steps_per_s": 9.0, "ends_at_s": NOW_S + 30, "checkpoint_step": 1150, "checkpoint_at_s": NOW_S - 20, "goodput": 0.9,
+        "note": "",
+    }  # fmt: skip
+
+    def line(attempt: int) -> str:
+        one = running(training=told, attempt=attempt)
+        (found,) = [text.strip() for text in detail_lines(one, NOW_S) if text.strip().startswith("training")]
+        return " ".join(found.split())
+
+    assert "step 1155 of 1500, loss 1.5, 900 samples/s, goodput 90.0%, done at" in line(0)
+    assert line(1) == "training step 1155 of 1500, of attempt 0 (attempt 1 has not reported yet), goodput 90.0%"
+
+
+@pytest.mark.parametrize("width", [60, 70, 80, 90, 120, 0])
+def test_a_table_is_no_wider_than_the_terminal(width: int) -> None:
+    listing = make_listing(DEFAULT_COLUMNS, long=False, order="", header=True, fit=True, width=width)
+    jobs = [
+        running(id=123_456, name="a-name-that-is-too-long-for-most", node_list="gpu[1-4]", time_limit_s=360_000),
+        job(id=123_457, name="short", partition="main", expected_start_s=NOW_S + 600),
+    ]
+    text = queue_text([row_of(one, listing, LOOK) for one in jobs], listing, LOOK)
+    assert all(len(line) <= (width or 200) for line in text.splitlines()), text
+    header, runs, waits = text.splitlines()
+    assert {"JOBID", "NAME", "USER", "ST", "TIME", "NODELIST(REASON)"} <= set(header.split())
+    if width >= 80 or not width:
+        assert {"LIMIT", "ETA"} <= set(header.split())
+        assert "4-04:00:00" in runs
+        assert time.strftime("%m-%dT%H:%M", time.localtime(NOW_S + 600)) in waits
+    if not width:
+        assert {"PARTITION", "NODES"} <= set(header.split())
+        assert "a-name-that-is-too-long-for-most" in runs
+
+
+def test_a_table_without_jobs_or_headers_is_not_cut() -> None:
+    listing = make_listing(DEFAULT_COLUMNS, long=False, order="", header=True, fit=True, width=20)
+    assert queue_text([], listing, LOOK).startswith("JOBID PARTITION")
+    listing = make_listing(DEFAULT_COLUMNS, long=False, order="", header=False, fit=True, width=40)
+    (line,) = queue_text([row_of(running(), listing, LOOK)], listing, LOOK).splitlines()
+    assert len(line) <= 40

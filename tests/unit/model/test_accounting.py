@@ -10,8 +10,8 @@ import pytest
 from hpcsched.errors import ProtocolError, RequestError
 from hpcsched.model.accounting import NO_ACCOUNTING, Account, Accounting, Limits, Qos, UserRules, resolve
 from hpcsched.model.codec import value_from_json, value_to_json
+from hpcsched.sched.queue.usage import Used
 from hpcsched.sched.snapshot import Ledger
-from hpcsched.sched.usage import Used
 
 LAB = Accounting(
     accounts=(
@@ -52,6 +52,36 @@ def test_what_is_not_one_s_own_is_refused(user: str, account: str, qos: str, why
     with pytest.raises(RequestError) as caught:
         resolve(LAB, user, account, qos)
     assert why in str(caught.value)
+
+
+OPEN_ACCOUNT = Accounting(accounts=(Account(name="all", users=("*",)),), qos=(Qos(name="normal"), Qos(name="urgent")))
+NO_ACCOUNTS = Accounting(qos=(Qos(name="normal"), Qos(name="urgent")), users=(UserRules(name="anna", qos=("urgent",)),))
+
+
+@pytest.mark.parametrize("accounting", [OPEN_ACCOUNT, NO_ACCOUNTS])
+def test_a_qos_is_closed_to_those_who_do_not_have_it_in_their_list(accounting: Accounting) -> None:
+    assert resolve(accounting, "zoe", "", "")[1] == "normal"
+    assert resolve(accounting, "zoe", "", "normal")[1] == "normal"
+    with pytest.raises(
+        RequestError, match="cannot use QOS 'urgent': Invalid qos specification: zoe may use normal; an admin"
+    ):
+        resolve(accounting, "zoe", "", "urgent")
+
+
+def test_a_qos_is_opened_by_the_list_that_the_refusal_names() -> None:
+    with pytest.raises(RequestError, match=r"adding 'urgent' to qos in \[accounts.all\] of hpcsched.toml"):
+        resolve(OPEN_ACCOUNT, "zoe", "", "urgent")
+    opened = replace(OPEN_ACCOUNT, accounts=(replace(OPEN_ACCOUNT.accounts[0], qos=("normal", "urgent")),))
+    assert resolve(opened, "zoe", "", "urgent") == ("all", "urgent")
+    with pytest.raises(RequestError, match=r"adding 'urgent' to qos in \[users.zoe\] of hpcsched.toml"):
+        resolve(NO_ACCOUNTS, "zoe", "", "urgent")
+    assert resolve(NO_ACCOUNTS, "anna", "", "urgent") == ("", "urgent")
+
+
+def test_a_default_qos_is_in_its_list() -> None:
+    account = Account(name="all", users=("*",), default_qos="urgent")
+    accounting = replace(OPEN_ACCOUNT, accounts=(account,))
+    assert resolve(accounting, "zoe", "", "") == resolve(accounting, "zoe", "", "urgent") == ("all", "urgent")
 
 
 def test_with_accounts_but_no_qos_only_slurm_s_own_name_is_taken() -> None:

@@ -8,8 +8,8 @@ from unit.sched.world import World, world
 
 from hpcsched.model.accounting import NO_ACCOUNTING
 from hpcsched.model.ids import JobId
-from hpcsched.sched.counted import Counted
 from hpcsched.sched.decisions import Plan
+from hpcsched.sched.limits.licenses import Counted
 from hpcsched.sched.plan import plan
 from hpcsched.sched.policy import Backfill
 from hpcsched.sched.snapshot import Ledger

@@ -11,8 +11,8 @@ from hpcsched.model.ids import NodeName
 from hpcsched.model.node import Link
 from hpcsched.model.resources import GpuRequest
 from hpcsched.model.units import UNLIMITED_S
-from hpcsched.sched.feasible import impossible
-from hpcsched.sched.request import request_of
+from hpcsched.sched.place.feasible import impossible
+from hpcsched.sched.place.request import request_of
 
 NODES = "3x4/8000 1x8/16000/2xa100+big"
 
@@ -35,7 +35,7 @@ def refusal(words: str, partition: dict[str, object] | None = None, **changes: o
         ("1g:h100", "one node with 1 h100 GPU: no node of partition 'main' has any h100 GPU"),
         ("3g", "one node with 3 GPUs: no node of partition 'main' has more than 2"),
         ("2 nodes 1g", "two nodes with 1 GPU each: partition 'main' has 1"),
-        ("+big&fast", "one node with feature big&fast: partition 'main' has 0"),
+        ("+big&fast", "one node with feature big&fast: no node of partition 'main' has it; there are: big"),
         ("2 nodes +big", "two nodes with feature big: partition 'main' has 1"),
         ("n9", "node n9: partition 'main' does not have it"),
         ("n1 +big", "node n1: it lacks feature big"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpcsched.errors import RequestError
-from hpcsched.sched.features import MAX_CHARS, matches, parse_constraint, parse_features
+from hpcsched.sched.place.features import MAX_CHARS, matches, parse_constraint, parse_features
 
 
 @pytest.mark.parametrize(

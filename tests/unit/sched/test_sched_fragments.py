@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from unit.sched.world import World, world
 
 from hpcsched.model.resources import Gpu
-from hpcsched.sched.fragments import Demand, Mix, mix_of
-from hpcsched.sched.gpus import all_units, gpu_slots
+from hpcsched.sched.place.fragmentation import Demand, Mix, mix_of
+from hpcsched.sched.place.gpus import all_units, gpu_slots
 
 
 def first(sketch: World) -> str:

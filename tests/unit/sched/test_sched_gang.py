@@ -8,8 +8,8 @@ import pytest
 from unit.sched.world import World, world
 
 from hpcsched.model.ids import JobId
-from hpcsched.sched.feasible import impossible
-from hpcsched.sched.request import request_of
+from hpcsched.sched.place.feasible import impossible
+from hpcsched.sched.place.request import request_of
 from hpcsched.sched.snapshot import node_view
 
 KINDS = "2x4+a 2x4+b 1x4+a+b"  # n1 n2 are a, n3 n4 b, n5 both
@@ -162,8 +162,10 @@ def test_links_that_were_measured_a_little_differently_are_alike() -> None:
 def test_floors_of_a_node_count_whatever_is_free() -> None:
     assert got("1x2 1x8", "1c", mincpus=4, running=("1: n2 6c 60s",)) == "n2"
     sketch = world("2x4", waiting=["9: 1c"]).change(9, tmp_mib=100)
-    assert on(sketch) == ""
-    sketch.change_node("n2", spec=replace(sketch.nodes[1].spec, tmp_mib=100))
+    assert on(sketch) == "n1"  # its size is not known
+    for name, tmp_mib in (("n1", 99), ("n2", 100)):
+        node = next(node for node in sketch.nodes if node.name == name)
+        sketch.change_node(name, spec=replace(node.spec, tmp_mib=tmp_mib))
     assert on(sketch) == "n2"
 
 
@@ -176,3 +178,30 @@ def test_who_waits_for_nodes_that_are_free_but_do_not_go_together_is_told_so() -
     assert detail("3 nodes 9 tasks", switches=1) == "there is room for 12, but not on 1 switch"
     assert detail("2 nodes 1c +[b*2]") == "3 are free, but not as [b*2] asks for"
     assert detail("4 nodes 1c", switches=2) == "3 are free"
+
+
+def test_contiguous_nodes_follow_each_other() -> None:
+    taken = ("1: n2 4c 60s", "2: n5 3c 60s")
+    assert got("7x4", "3 nodes 2c", taken, contiguous=True) == ""  # n1, n3 n4, n6 n7
+    assert got("7x4", "2 nodes 2c", taken, contiguous=True) == "n3 n4"
+    assert got("7x4", "1-3 nodes 2c", taken, contiguous=True) == "n3 n4"
+    assert got("7x4", "3 nodes 1c", taken, contiguous=True) == "n3 n4 n5"
+    assert got("7x4", "9 tasks 1c", taken, contiguous=True) == "n3 n4 n5"  # the fewest that do
+    assert got("7x4", "5 tasks 1c", taken, contiguous=True, nodes_given=True, nodes_min=1, nodes_max=2) == "n3 n4"
+    assert got("7x4", "2 nodes 2c", taken, contiguous=True, nodelist=("n7",)) == "n6 n7"
+    sketch = world("7x4", running=list(taken), waiting=["9: 3 nodes 2c"]).change(9, contiguous=True)
+    assert sketch.plan().waits[JobId(9)].detail.endswith("5 are free, but not next to each other")
+    assert sketch.plan().waits[JobId(9)].expected_start_s == 60.0
+
+
+def test_a_spread_job_gets_as_many_nodes_as_it_may_have() -> None:
+    def parts(job: str, **changes: object) -> list[tuple[str, int]]:
+        sketch = world("3x4", waiting=[f"9: {job}"]).change(9, spread=True, **changes)
+        return [(share.node, share.tasks) for start in sketch.plan().starts for share in start.shares]
+
+    assert got("3x4", "2 tasks 1c") == "n1"
+    assert parts("2 tasks 1c") == [("n1", 1), ("n2", 1)]
+    assert parts("7 tasks 1c") == [("n1", 3), ("n2", 2), ("n3", 2)]
+    assert parts("7 tasks 1c", nodes_given=True, nodes_min=1, nodes_max=2) == [("n1", 4), ("n2", 3)]
+    assert parts("2 tasks 1c", contiguous=True) == [("n1", 1), ("n2", 1)]
+    assert got("3x4", "4 tasks 2c", ("1: n2 3c 60s",), spread=True) == "n1 n3"

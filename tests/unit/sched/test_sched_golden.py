@@ -17,10 +17,9 @@ from hpcsched.model.node import Link
 from hpcsched.model.resources import GpuRequest
 from hpcsched.model.spec import ArraySpec, Dependency, DependencyKind
 from hpcsched.sched.decisions import Plan
+from hpcsched.sched.guard.predict import Experience
 from hpcsched.sched.plan import plan
-from hpcsched.sched.policy import Backfill, Guard
-from hpcsched.sched.predict import Experience
-from hpcsched.sched.quick import Quick
+from hpcsched.sched.policy import Backfill, Guard, Quick
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 

@@ -6,11 +6,20 @@ from dataclasses import replace
 
 from unit.sched.world import World, world
 
+from hpcsched.model.reservation import Reservation
 from hpcsched.sched.decisions import Plan
+from hpcsched.sched.guard.predict import Experience
+from hpcsched.sched.place.reserved_intervals import blocks_of
 from hpcsched.sched.plan import plan
-from hpcsched.sched.policy import Backfill, Guard
-from hpcsched.sched.predict import Experience
-from hpcsched.sched.quick import Quick
+from hpcsched.sched.policy import Backfill, Guard, Quick
+
+
+def reservation_of_all_nodes(made: World, start_s: float, end_s: float) -> dict[str, object]:
+    """Return what changes in a snapshot if all nodes are set aside over this time."""
+    names = tuple(node.name for node in made.snapshot().nodes)
+    reservations = (Reservation(name="r", start_s=start_s, end_s=end_s, nodes=names, users=("ann",)),)
+    return {"reservations": reservations, "blocks": blocks_of(reservations, made.now_s)}
+
 
 # Nobody is quick, and only the old are promised anything.
 GUARD = Guard(quick=Quick(share=0), first=0, wide=2)
@@ -158,3 +167,51 @@ def test_part_of_the_gpus_counts_as_so_much_of_the_machine() -> None:
     made.change(1, time_limit_s=2500).change(2, eligible_at_s=0.0)
     made.change(3, eligible_at_s=1990.0).change(4, eligible_at_s=1990.0)
     assert started(made) == [3]
+
+
+def distrusted(made: World, runs_s: dict[int, float], **changes: object) -> Plan:
+    """Plan where jobs use a tenth of the time that they ask for, and each user's last runs took so long."""
+    guard = replace(made.policy.guard, distrust_part=0.5, distrust_times=3.0)
+    experience = Experience(longest_runs_s=runs_s, began_s=-1e9, request_use=0.1)
+    snapshot = replace(made.snapshot(), experience=experience, **changes)
+    return plan(snapshot, replace(made.policy, guard=guard))
+
+
+def held_up() -> World:
+    """Job 2 is old, needs all, and is promised 1000; job 3 of user 7 asks for 5000 s."""
+    made = sketch("3: 2c 5000s", estimate_depth=0).change(2, eligible_at_s=-9000.0).change(3, uid=7)
+    return made.change(1, uid=5)
+
+
+def test_where_requests_are_not_trusted_a_job_counts_with_three_times_its_users_longest_run() -> None:
+    assert started(held_up(), {7: 300.0}) == []
+    assert [start.job_id for start in distrusted(held_up(), {7: 300.0}).starts] == [3]
+    assert [start.job_id for start in distrusted(held_up(), {7: 340.0}).starts] == []
+    assert [start.job_id for start in distrusted(held_up(), {}).starts] == []
+
+
+def test_a_start_by_prediction_keeps_the_time_limit_that_was_asked_for() -> None:
+    (start,) = distrusted(held_up(), {7: 300.0}).starts
+    assert start.time_limit_s is None  # as the job has it
+
+
+def test_running_jobs_are_expected_to_end_by_prediction_too() -> None:
+    # Job 1 may run until 1000 and is expected to end at 600: job 2 is promised that.
+    waits = distrusted(held_up(), {5: 200.0, 7: 300.0}).waits
+    assert waits[2].expected_start_s == 600.0
+    assert 3 in waits
+
+
+def test_a_prediction_opens_no_way_into_a_reservation() -> None:
+    made = held_up()
+    reserved = reservation_of_all_nodes(made, 4000, 5000)
+    assert distrusted(made, {7: 300.0}).starts
+    assert not distrusted(made, {7: 300.0}, **reserved).starts
+
+
+def test_other_policies_trust_requests_always() -> None:
+    made = held_up()
+    for backfill in (Backfill.EASY, Backfill.EASY_SJBF, Backfill.CONSERVATIVE, Backfill.SLURM_LIKE):
+        made.policy = replace(made.policy, backfill=backfill)
+        trusting = plan(made.snapshot(), made.policy)
+        assert distrusted(made, {5: 10.0, 7: 10.0}) == trusting, backfill

@@ -12,9 +12,9 @@ from hpcsched.model.job import JobState
 from hpcsched.model.node import Partition
 from hpcsched.sched.decisions import Plan
 from hpcsched.sched.plan import plan
-from hpcsched.sched.preempt import full_plan
+from hpcsched.sched.preempt.plan import full_plan
+from hpcsched.sched.queue.usage import Used
 from hpcsched.sched.snapshot import Ledger
-from hpcsched.sched.usage import Used
 
 MINUTE_S = 60.0
 

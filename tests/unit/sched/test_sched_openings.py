@@ -6,11 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from unit.sched.world import world
 
-from hpcsched.sched.intervals import without
-from hpcsched.sched.openings import Floors, Openings
+from hpcsched.sched.place.openings import Floors, Openings
+from hpcsched.sched.place.request import Shape
+from hpcsched.sched.place.reserved_intervals import without
+from hpcsched.sched.place.timeline import Timeline
 from hpcsched.sched.policy import Policy
-from hpcsched.sched.request import Shape
-from hpcsched.sched.timeline import Timeline
 
 NODES = 4
 SHARE = Shape(cpus_per_task=2, mem_per_node_mib=0)

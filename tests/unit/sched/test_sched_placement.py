@@ -10,7 +10,7 @@ from unit.sched.world import world
 from hpcsched.model.ids import JobId
 from hpcsched.model.node import NodeSpec
 from hpcsched.model.resources import GpuRequest, Share
-from hpcsched.sched.gpus import GpuSlot, gpus_taken, has_gpus
+from hpcsched.sched.place.gpus import GpuSlot, gpus_taken, has_gpus
 
 
 def shares(nodes: str, job: str, running: tuple[str, ...] = (), **changes: object) -> list[Share]:

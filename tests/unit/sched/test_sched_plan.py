@@ -9,7 +9,7 @@ from unit.sched.world import world
 
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import Hold, JobState, Reason
-from hpcsched.model.node import Link, Partition
+from hpcsched.model.node import Link, Partition, PartitionState
 from hpcsched.model.resources import Share
 from hpcsched.model.spec import ArraySpec, Dependency, DependencyKind
 from hpcsched.sched.decisions import Start
@@ -68,7 +68,7 @@ def test_each_partition_has_its_own_head() -> None:
 
 def test_a_partition_that_is_down_or_gone_starts_nothing() -> None:
     closed = world("1x4", waiting=["1: 1c 60s", "2: 1c p=gone 60s"])
-    closed.partitions = [replace(closed.partitions[0], up=False)]
+    closed.partitions = [replace(closed.partitions[0], state=PartitionState.DOWN)]
     assert closed.starts() == {}
     assert {job: str(wait.reason) for job, wait in closed.plan().waits.items()} == {
         1: "PartitionDown",
@@ -153,11 +153,14 @@ def test_a_job_of_two_partitions_is_expected_where_it_can_start_first_and_waits_
 
 
 def test_a_job_of_two_partitions_of_which_one_is_down_waits_for_the_other() -> None:
-    parts = [Partition(name="a", nodes=("n1",), up=False), Partition(name="b", nodes=("n2",), default=True)]
+    parts = [
+        Partition(name="a", nodes=("n1",), state=PartitionState.DOWN),
+        Partition(name="b", nodes=("n2",), default=True),
+    ]
     assert world("2x4", waiting=["1: 4c 60s p=a,b"], partitions=parts).starts() == {1: "n2:4"}
     full = world("2x4", ["9: n2 4c 100s"], ["1: 4c 60s p=a,b"], parts)
     assert full.plan().waits[JobId(1)].expected_start_s == 100.0
-    closed = [replace(part, up=False) for part in parts]
+    closed = [replace(part, state=PartitionState.DOWN) for part in parts]
     assert world("2x4", waiting=["1: 4c 60s p=a,b"], partitions=closed).reasons() == {1: "PartitionDown"}
 
 

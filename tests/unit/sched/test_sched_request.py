@@ -11,7 +11,7 @@ from hpcsched.errors import RequestError
 from hpcsched.model.ids import NodeName
 from hpcsched.model.node import Partition
 from hpcsched.model.resources import GpuRequest
-from hpcsched.sched.request import Shape, request_of
+from hpcsched.sched.place.request import Shape, request_of
 
 MAIN = Partition(name="main", nodes=())
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from unit.sched.world import world
 
+from hpcsched.sched.place.timeline import Profile, Timeline
 from hpcsched.sched.policy import Policy
-from hpcsched.sched.timeline import Profile, Timeline
 
 
 def test_a_node_gets_freer_as_jobs_end() -> None:

@@ -10,7 +10,17 @@ from jobs import T0, job, share, spec
 from hpcsched.model.accounting import Accounting, Qos
 from hpcsched.model.job import Job, JobState
 from hpcsched.model.node import Partition
-from hpcsched.sched.usage import Used, at, by_association, charge_of, decay, integral, plus, running_use, weights_of
+from hpcsched.sched.queue.usage import (
+    Used,
+    at,
+    by_association,
+    charge_of,
+    decay,
+    integral,
+    plus,
+    running_use,
+    weights_of,
+)
 
 DAY_S = 86400.0
 WEEK = Accounting(half_life_s=7 * DAY_S)

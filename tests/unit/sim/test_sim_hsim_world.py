@@ -9,7 +9,7 @@ import pytest
 from unit.sched.world import world
 
 from hpcsched.cli.hsim import main
-from hpcsched.sched.saved import world_to_json
+from hpcsched.sched.snapshot_json import world_to_json
 
 
 @pytest.fixture

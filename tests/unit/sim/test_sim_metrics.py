@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from unit.sim.traces import job
 
-from hpcsched.sim.metrics import bounded_slowdown, jain, metrics_of
+from hpcsched.sim.policies import bounded_slowdown, jain, metrics_of
 
 
 def test_short_jobs_count_as_ten_seconds() -> None:

@@ -13,17 +13,15 @@ from unit.sim.brute import brute_starts
 from unit.sim.traces import PROCS, SMALL, job, traces
 
 from hpcsched.errors import RequestError
-from hpcsched.sched.guard import Candidate
-from hpcsched.sched.guarded import GuardedPool, PoolRoom
-from hpcsched.sched.policy import Backfill, Guard
-from hpcsched.sched.pool import Waiting
-from hpcsched.sched.promises import ConservativePool
-from hpcsched.sched.quick import Quick
-from hpcsched.sched.rehearsal import Rehearsal
-from hpcsched.sim.planned import PlannedLine
-from hpcsched.sim.policies import PLAN, POLICIES, simulate
+from hpcsched.sched.guard.decide import Candidate
+from hpcsched.sched.guard.on_pool import GuardedPool, PoolRoom
+from hpcsched.sched.guard.predict import Needed, RequestUse
+from hpcsched.sched.guard.shadow_easy import Rehearsal
+from hpcsched.sched.policy import Backfill, Guard, Quick
+from hpcsched.sched.pool.conservative import ConservativePool
+from hpcsched.sched.pool.easy import Waiting
+from hpcsched.sim.policies import PLAN, POLICIES, PlannedLine, replay, simulate
 from hpcsched.sim.swf import Trace, TraceJob, trace_of
-from hpcsched.sim.world import replay
 
 
 def starts(policy: str, jobs: Sequence[TraceJob]) -> list[float]:
@@ -66,6 +64,7 @@ def test_default_lets_the_user_of_short_jobs_go_first() -> None:
 
 
 NOT_QUICK = Quick(share=0)
+ALWAYS = 2.0  # no machine's jobs use twice of what they ask for: requests are never trusted
 
 
 def guarded_pool(jobs: Sequence[TraceJob], guard: Guard) -> GuardedPool:
@@ -159,12 +158,74 @@ def test_those_that_went_ahead_hold_no_more_than_their_share(jobs: list[TraceJob
 
     def watched(room: PoolRoom, one: Candidate[Waiting]) -> bool:
         allowed = has_for_quick(room, one)
-        held = sum(jobs[at].procs for at, end_s in line.ends_of.items() if line.quick[at] and end_s > room.now_s)
+        held = sum(jobs[at].procs for at, end_s in line.ends_of.items() if line.is_quick(at) and end_s > room.now_s)
         assert not allowed or held + one.amount <= 0.4 * PROCS
         return allowed
 
     with mock.patch.object(PoolRoom, "has_for_quick", watched):
         replay(jobs, line)
+
+
+def test_where_requests_are_not_trusted_short_jobs_of_long_requests_fill_holes() -> None:
+    # Until 400 half is free; job 3 needs all. Job 4 asks for 5000 s, and its user's job before it ran for 100 s.
+    jobs = [
+        job(1, 0, 100, 5, 5000, 1),
+        job(2, 0, 400, 5, 400, 2),
+        job(3, 150, 50, 10, 50, 3),
+        job(4, 160, 100, 5, 5000, 1),
+    ]
+    guard = Guard(part=0, old_s=0, learning_s=0, promises=1, quick=NOT_QUICK, distrust_part=0, distrust_times=2)
+    assert guarded(jobs, guard) == [0, 0, 400, 450]
+    assert guarded(jobs, replace(guard, distrust=ALWAYS)) == [0, 0, 400, 160]
+    assert guarded(jobs, replace(guard, distrust=ALWAYS, distrust_times=3)) == [0, 0, 400, 450]  # it may need 300 s
+
+
+def test_a_running_job_that_outlasts_its_prediction_is_expected_to_run_for_as_long_again() -> None:
+    needed = Needed({1: 100.0}, times=2)
+    assert needed.length_s(1, 1000.0) == 200.0
+    assert needed.length_s(1, 150.0) == 150.0  # never more than it asks for
+    assert needed.length_s(2, 1000.0) == 1000.0  # nothing is known of its user
+    assert needed.end_s(1, 50.0, 1050.0, now_s=60.0) == 250.0
+    assert needed.end_s(1, 50.0, 1050.0, now_s=250.0) == 450.0
+    assert needed.end_s(1, 50.0, 1050.0, now_s=950.0) == 1050.0
+    assert Needed({1: 0.0}, times=2).length_s(1, 1000.0) == 60.0
+
+
+def test_the_use_of_requests_is_known_after_some_jobs_and_forgets() -> None:
+    use = RequestUse()
+    for _ in range(199):
+        use.record(10.0, 100.0, 4)
+    assert use.part == 1.0
+    use.record(10.0, 100.0, 4)
+    assert use.part == pytest.approx(0.1)
+    for _ in range(50_000):
+        use.record(90.0, 100.0, 1)
+    assert use.part == pytest.approx(0.9, abs=0.01)
+
+
+def test_requests_are_trusted_again_once_jobs_use_them() -> None:
+    # 210 jobs run for 1 s of the 1000 that they ask for, 60 more for all of it: together for 0.22 of it.
+    short = [job(at, 20 * at, 1, 10, 1000, at % 10) for at in range(210)]
+    exact = [job(at, 20 * at, 1000, 10, 1000, at % 10) for at in range(210, 270)]
+    line = guarded_pool(short, Guard())
+    replay(short, line)
+    assert line.guard.distrusts(line.request_use.part)
+    line = guarded_pool([*short, *exact], Guard())
+    replay([*short, *exact], line)
+    assert not line.guard.distrusts(line.request_use.part)
+
+
+@given(traces(most=40))
+@settings(max_examples=200, deadline=None)
+def test_exact_predictions_are_as_good_as_exact_requests(jobs: list[TraceJob]) -> None:
+    # Each job has a user of its own whose run time is known: then to distrust requests is EASY with exact requests.
+    jobs = [one._replace(user=at, run_s=max(60, one.run_s)) for at, one in enumerate(jobs)]
+    jobs = [one._replace(asked_s=max(one.asked_s, one.run_s)) for one in jobs]
+    guard = Guard(part=0, old_s=0, learning_s=0, promises=1, quick=NOT_QUICK)
+    line = guarded_pool(jobs, replace(guard, distrust=ALWAYS, distrust_part=0, distrust_times=1))
+    line.history.longest_s = {at: one.run_s for at, one in enumerate(jobs)}
+    exact = [one._replace(asked_s=one.run_s) for one in jobs]
+    assert replay(jobs, line) == starts("easy", exact)
 
 
 def test_a_job_that_takes_no_time_is_not_passed_for_ever() -> None:
@@ -188,6 +249,8 @@ GUARDS = (
     Guard(learning_s=40, learning_old_s=30, old_s=30),
     Guard(learning_s=0, old_s=20, quick=Quick(limit_s=10, work_s=5, share=0.4)),
     Guard(learning_s=0, old_s=60, part=0.3, first_part=0.2, promises=1, long_s=30, long_least_s=10),
+    Guard(learning_s=0, old_s=20, distrust=ALWAYS),
+    Guard(learning_s=20, old_s=20, distrust=ALWAYS, distrust_times=1, quick=Quick(limit_s=10, work_s=5, share=0.4)),
 )
 
 

@@ -11,34 +11,34 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hpctrain.checkpoint.background import BackgroundWriter, Wish, Writer
-    from hpctrain.checkpoint.fence import Claim, claim
-    from hpctrain.checkpoint.gradlog import GradientLog
-    from hpctrain.checkpoint.kept import KeptWriter
-    from hpctrain.checkpoint.maker import Report
-    from hpctrain.checkpoint.manifest import Facts
-    from hpctrain.checkpoint.replay import replay_through
-    from hpctrain.checkpoint.restore import Restored, restore_newest
-    from hpctrain.checkpoint.retain import Policy, Retention
+    from hpctrain.checkpoint.format.manifest import Facts
+    from hpctrain.checkpoint.reading.replay import replay_through
+    from hpctrain.checkpoint.reading.restore import Restored, restore_newest
     from hpctrain.checkpoint.script import Checkpointer
+    from hpctrain.checkpoint.writing.fence import Claim, claim
+    from hpctrain.checkpoint.writing.gradient_log import GradientLog
+    from hpctrain.checkpoint.writing.maker import Report
+    from hpctrain.checkpoint.writing.process_writer import KeptWriter
+    from hpctrain.checkpoint.writing.retain import Policy, Retention
+    from hpctrain.checkpoint.writing.writer import BackgroundWriter, Wish, Writer
 
 # Where each name is: whoever needs no torch (the process that writes) imports none.
 _HOMES = {
-    "BackgroundWriter": "background",
+    "BackgroundWriter": "writing.writer",
     "Checkpointer": "script",
-    "Claim": "fence",
-    "Facts": "manifest",
-    "GradientLog": "gradlog",
-    "KeptWriter": "kept",
-    "Policy": "retain",
-    "Report": "maker",
-    "Restored": "restore",
-    "Retention": "retain",
-    "Wish": "background",
-    "Writer": "background",
-    "claim": "fence",
-    "replay_through": "replay",
-    "restore_newest": "restore",
+    "Claim": "writing.fence",
+    "Facts": "format.manifest",
+    "GradientLog": "writing.gradient_log",
+    "KeptWriter": "writing.process_writer",
+    "Policy": "writing.retain",
+    "Report": "writing.maker",
+    "Restored": "reading.restore",
+    "Retention": "writing.retain",
+    "Wish": "writing.writer",
+    "Writer": "writing.writer",
+    "claim": "writing.fence",
+    "replay_through": "reading.replay",
+    "restore_newest": "reading.restore",
 }
 
 __all__ = [

@@ -16,10 +16,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from hpctrain.checkpoint.listing import checkpoint_names
-from hpctrain.checkpoint.manifest import Manifest
-from hpctrain.checkpoint.restore import read_chain, read_checkpoint, verify_log
-from hpctrain.checkpoint.retain import Policy, prune
+from hpctrain.checkpoint.format.manifest import Manifest
+from hpctrain.checkpoint.reading.listing import checkpoint_names
+from hpctrain.checkpoint.reading.restore import read_chain, read_checkpoint, verify_log
+from hpctrain.checkpoint.writing.retain import Policy, prune
 from hpctrain.errors import DamagedError, TrainError
 
 
@@ -189,7 +189,7 @@ def _is_whole(directory: Path, name: str) -> bool:
 
 
 def _export(directory: Path, options: argparse.Namespace) -> int:
-    from hpctrain.checkpoint.export import check_place, exported, write_export  # noqa: PLC0415 (the others need no torch.save)
+    from hpctrain.checkpoint.reading.export import check_place, exported, write_export  # noqa: PLC0415 (the others need no torch.save)
 
     check_place(options.file)
     wanted = _wanted(directory, options.step)

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from hpctrain.checkpoint.format.tree import keepable
 from hpctrain.checkpoint.script import Trees
-from hpctrain.checkpoint.tree import keepable
 from hpctrain.errors import EXIT_REQUEUE
 from hpctrain.signals import StopRequest
 

@@ -25,18 +25,18 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from hpctrain.checkpoint.fence import Claim, claim
-from hpctrain.checkpoint.kept import KeptWriter
-from hpctrain.checkpoint.listing import checkpoint_names
-from hpctrain.checkpoint.maker import Report
-from hpctrain.checkpoint.manifest import Facts
-from hpctrain.checkpoint.restore import Restored, restore_newest
-from hpctrain.checkpoint.retain import Policy
-from hpctrain.checkpoint.snapshot import Snapshot
-from hpctrain.checkpoint.tree import flattened, grown
+from hpctrain.checkpoint.format.manifest import Facts
+from hpctrain.checkpoint.format.tree import flattened, grown
+from hpctrain.checkpoint.reading.listing import checkpoint_names
+from hpctrain.checkpoint.reading.restore import Restored, restore_newest
+from hpctrain.checkpoint.writing.fence import Claim, claim
+from hpctrain.checkpoint.writing.maker import Report
+from hpctrain.checkpoint.writing.process_writer import KeptWriter
+from hpctrain.checkpoint.writing.retain import Policy
+from hpctrain.checkpoint.writing.snapshot import Snapshot
 from hpctrain.env import job_facts, place
 from hpctrain.errors import EXIT_REQUEUE, MismatchError
-from hpctrain.heartbeat import Heartbeat, Word
+from hpctrain.report.heartbeat import Heartbeat, Word
 from hpctrain.signals import StopRequest
 
 
@@ -142,6 +142,7 @@ class Trees:
                 checkpoint_at_s=self._kept_at_s,
                 goodput=math.nan,
                 note=self._away,
+                directory=str(self.directory),
             )
             self._heartbeat.say(word)
 

@@ -2,8 +2,63 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from hpctrain.comm.background import Work
-from hpctrain.comm.base import Communicator
-from hpctrain.comm.choose import BACKENDS, connect
+from hpctrain.comm.base import Communicator, SingleCommunicator
+from hpctrain.comm.elastic_group import MembersCommunicator
+from hpctrain.comm.mpi import MpiCommunicator
+from hpctrain.comm.torch_dist import TorchCommunicator
+from hpctrain.comm.ulfm import UlfmCommunicator, has_ulfm
+from hpctrain.elastic.member import Membership, is_elastic
+from hpctrain.env import Launcher, Place, place
+from hpctrain.errors import TrainError
+
+# ----- which backend: what was asked for, else what fits the launcher and the hardware
+
+
+BACKENDS = ("auto", "mpi", "gloo", "nccl", "single")
+
+
+def connect(backend: str, environ: Mapping[str, str]) -> Communicator:
+    """This will join the group of ranks that the launcher made; all ranks call it.
+
+    Raises:
+        TrainError: the backend does not exist, is not installed, or does not fit the launcher.
+    """
+    if is_elastic(environ):
+        if backend not in ("auto", "gloo"):
+            raise TrainError(
+                f"cannot use backend {backend!r} in an elastic run: its members make their own ring, or use gloo"
+            )
+        return MembersCommunicator(Membership(environ), by_gloo=backend == "gloo")
+    here = place(environ)
+    match choose(backend, here):
+        case "mpi":
+            return UlfmCommunicator() if has_ulfm(environ) else MpiCommunicator(here)
+        case "gloo" | "nccl" as name:
+            return TorchCommunicator(name, here, environ)
+        case "torch":
+            return TorchCommunicator(None, here, environ)
+        case _:
+            return SingleCommunicator()
+
+
+def choose(backend: str, here: Place) -> str:
+    """This will name the backend for a place: `auto` takes MPI under mpirun, else what the ranks agree on."""
+    if backend not in BACKENDS:
+        raise TrainError(f"cannot use backend {backend!r}: the known ones are {', '.join(BACKENDS)}")
+    if backend == "single" and here.world > 1:
+        raise TrainError(f"cannot use backend 'single': the launcher started {here.world} ranks")
+    if backend != "auto":
+        return backend
+    match here.launcher:
+        case Launcher.MPI:
+            return "mpi"
+        case Launcher.TORCH if here.world > 1:
+            return "torch"
+        case _:
+            return "single"
+
 
 __all__ = ["BACKENDS", "Communicator", "Work", "connect"]

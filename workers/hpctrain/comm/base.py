@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -93,7 +93,7 @@ class Communicator(Protocol):
     def barrier(self) -> None:
         """Return when every rank has come here."""
 
-    def all_gather_object(self, value: object) -> list[object]:
+    def all_gather_object(self, value: object) -> list[Any]:
         """Every rank's (small, picklable) value, by rank."""
 
     def abort(self, code: int) -> None:
@@ -170,7 +170,7 @@ class SingleCommunicator(Plain):
     def barrier(self) -> None:
         """Nobody to wait for."""
 
-    def all_gather_object(self, value: object) -> list[object]:
+    def all_gather_object(self, value: object) -> list[Any]:
         """The only value."""
         return [value]
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hpctrain.comm.wire import Wire
+from hpctrain.comm.tcp_ring import Wire
 
 MEET_S = 5.0
 TRY_S = 1.0
@@ -63,9 +63,10 @@ def connect_ring(mpi: Any, comm: Any) -> Wire | None:
         for one in (right, found[0]):
             tune(one)
         return Wire(rank, size, to_right=right, from_left=found[0])
-    for one in (right, *found):
-        if one is not None:
-            one.close()
+    if right is not None:
+        right.close()
+    for one in found:
+        one.close()
     return None
 
 

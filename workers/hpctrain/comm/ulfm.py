@@ -116,7 +116,7 @@ class UlfmCommunicator(Plain):
         with self._breaking():
             self._comm.Barrier()
 
-    def all_gather_object(self, value: object) -> list[object]:
+    def all_gather_object(self, value: object) -> list[Any]:
         """Every rank's value, by rank."""
         with self._breaking():
             return self._comm.allgather(value)

@@ -8,8 +8,17 @@ tensors by global index; `prefetch` has them ready before they are asked for; `s
 from __future__ import annotations
 
 from hpctrain.data.order import Sampler, order_of, permute, shares
-from hpctrain.data.sources import Rows, Windows, windows
-from hpctrain.data.stdlib import CHARACTERS, VOCABULARY, Corpus, decode, encode, standard_library
+from hpctrain.data.sources import (
+    CHARACTERS,
+    VOCABULARY,
+    Corpus,
+    Rows,
+    Windows,
+    decode,
+    encode,
+    standard_library,
+    windows,
+)
 
 __all__ = [
     "CHARACTERS",

@@ -12,6 +12,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 from hpctrain.data.dataset import TOKENIZER, Dataset
 from hpctrain.data.prepare import arrays_in, prepare_arrays, prepare_text
 from hpctrain.data.tokenizer import LEAST_VOCABULARY, tokenizer_from
@@ -83,7 +85,7 @@ def _text(options: argparse.Namespace) -> None:
 
 
 def _arrays(options: argparse.Namespace) -> None:
-    arrays = {}
+    arrays: dict[str, np.ndarray] = {}
     for path in options.paths:
         arrays |= arrays_in(path)
     prepare_arrays(options.out, arrays, validation=options.validation, shard_bytes=options.shard_mib << 20)

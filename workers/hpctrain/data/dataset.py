@@ -19,8 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
-from hpctrain.checkpoint.files import sync_directory, to_json, write_new
-from hpctrain.checkpoint.pack import digest
+from hpctrain.checkpoint.format.pack import digest
+from hpctrain.checkpoint.writing.files import sync_directory, to_json, write_new
 from hpctrain.data.shards import DTYPES, Shard, write_shard
 from hpctrain.errors import DamagedError, TrainError
 

@@ -8,7 +8,7 @@ than the limit (but always one piece); an error in a source comes up where its s
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from hpctrain.data.sources import Source
+from hpctrain.data.torchdata import TorchSource
 
 LIMIT_BYTES = 1 << 29
 
@@ -23,12 +24,16 @@ Span = tuple[int, int]
 
 
 class Prefetcher:
-    """A source's samples as tensors on a device, `ahead` pieces before they are taken (0: none)."""
+    """A source's samples as tensors on a device, `ahead` pieces (of each worker) before they are taken; 0: none."""
 
     def __init__(self, source: Source, device: torch.device, ahead: int, limit_bytes: int = LIMIT_BYTES) -> None:
         self._source, self._device = source, device
-        self.ahead, self._limit_bytes = ahead, limit_bytes
-        self._pool = ThreadPoolExecutor(1, "data") if ahead > 0 else None
+        workers = 1
+        if isinstance(source, TorchSource):  # without workers it draws numbers from this process's generators
+            workers = source.workers
+            source.begin()
+        self.ahead, self._limit_bytes = ahead * workers, limit_bytes
+        self._pool = ThreadPoolExecutor(workers, "data") if self.ahead > 0 else None
         self._expected: list[Span] = []
         self._ready: dict[Span, Future[Any]] = {}
         self._piece_bytes = 0  # of the largest so far
@@ -88,6 +93,8 @@ def moved_to(value: Any, device: torch.device) -> Any:
     """This will move tensors to a device, also within tuples, lists and dicts."""
     if isinstance(value, torch.Tensor):
         return value.to(device, non_blocking=True)
+    if not isinstance(value, (Mapping, tuple, list)) and callable(getattr(value, "to", None)):
+        return value.to(device)  # what a collate_fn has made
     return _each(value, lambda part: moved_to(part, device))
 
 
@@ -100,14 +107,17 @@ def bytes_of(value: Any) -> int:
     """This will count the bytes of all tensors."""
     if isinstance(value, torch.Tensor):
         return value.numel() * value.element_size()
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return sum(bytes_of(part) for part in value.values())
     return sum(bytes_of(part) for part in value) if isinstance(value, (tuple, list)) else 0
 
 
 def _each(value: Any, change: Any) -> Any:
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {name: change(part) for name, part in value.items()}
     if isinstance(value, (tuple, list)):
-        return type(value)(change(part) for part in value)
+        parts = [change(part) for part in value]
+        return (
+            type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+        )  # a named tuple's takes them singly
     return value

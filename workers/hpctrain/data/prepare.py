@@ -15,7 +15,6 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 
@@ -146,7 +145,7 @@ def is_validation(content: bytes, share: float) -> bool:
     return number < share * 2**64
 
 
-def _pieces(path: Path, stream: IO[bytes]) -> Iterator[str]:
+def _pieces(path: Path, stream: io.BufferedIOBase) -> Iterator[str]:
     at, left = 0, b""
     while True:
         read = stream.read(PIECE_BYTES)
@@ -160,7 +159,7 @@ def _pieces(path: Path, stream: IO[bytes]) -> Iterator[str]:
             return
 
 
-def _lines(path: Path, stream: IO[bytes] | io.BufferedIOBase, key: str) -> Iterator[str]:
+def _lines(path: Path, stream: io.BufferedIOBase, key: str) -> Iterator[str]:
     for number, line in enumerate(stream, 1):
         if not line.strip():
             continue

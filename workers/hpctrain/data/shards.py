@@ -17,8 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
-from hpctrain.checkpoint.files import to_json, write_new
-from hpctrain.checkpoint.pack import digest
+from hpctrain.checkpoint.format.pack import digest
+from hpctrain.checkpoint.writing.files import to_json, write_new
 from hpctrain.errors import DamagedError
 
 MAGIC = b"HPCSHARD"
@@ -57,12 +57,13 @@ def write_shard(path: Path, arrays: Mapping[str, np.ndarray]) -> str:
     for name, array in arrays.items():
         content.extend(b"\0" * (at - len(content)))
         fields.append({"name": name, "dtype": array.dtype.name, "shape": list(array.shape), "at": at})
-        content.extend(memoryview(np.ascontiguousarray(array, array.dtype.newbyteorder("<"))).cast("B"))
+        content.extend(np.ascontiguousarray(array, array.dtype.newbyteorder("<")).data.cast("B"))
         at = -(-len(content) // ALIGN_BYTES) * ALIGN_BYTES
-    hashes = [digest(content[low : low + CHUNK_BYTES]) for low in range(0, len(content), CHUNK_BYTES)]
+    whole = memoryview(content)
+    hashes = [digest(whole[low : low + CHUNK_BYTES]) for low in range(0, len(content), CHUNK_BYTES)]
     head = to_json({"fields": fields, "bytes": len(content), "chunk_bytes": CHUNK_BYTES, "hashes": hashes})
     begin = PRELUDE.pack(MAGIC, VERSION, len(head), bytes.fromhex(digest(head))) + head
-    write_new(path, [begin.ljust(_content_at(len(head)), b"\0"), content])
+    write_new(path, [begin.ljust(_content_at(len(head)), b"\0"), whole])
     return digest(head)
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from hpctrain.checkpoint.files import write_new
+from hpctrain.checkpoint.writing.files import write_new
 from hpctrain.comm import Communicator
 from hpctrain.comm.hosts import identity
 from hpctrain.data.dataset import INDEX, TOKENIZER, Dataset, new_directory
@@ -37,8 +37,8 @@ def staged(directory: Path, disk: Path | None, comm: Communicator) -> tuple[Path
     leads = hosts.index(identity()) == comm.rank
     mine = stage(directory, disk) if leads else (directory, "")
     answers = comm.all_gather_object((mine[0].as_posix(), mine[1]))
-    path, _ = answers[hosts.index(identity())]  # type: ignore[misc]
-    return Path(path), [said for _, said in answers if said]  # type: ignore[misc]
+    path, _ = answers[hosts.index(identity())]
+    return Path(path), [said for _, said in answers if said]
 
 
 def stage(directory: Path, disk: Path) -> tuple[Path, str]:

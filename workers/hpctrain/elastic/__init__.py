@@ -7,5 +7,5 @@
     __main__   python -m hpctrain.elastic: all of that for one run
     member     a rank's side: heartbeat, and what the roster wants of it
 
-The exchange between members is `hpctrain.comm.members`.  Nothing here needs torch.
+The exchange between members is `hpctrain.comm.elastic_group`.  Nothing here needs torch.
 """

@@ -126,12 +126,14 @@ class Elastic:
     async def _keep(self, slot: Slot) -> None:
         """Have a process run in a slot, one after another, until the run is over or the slot is given up."""
         while not self._server.over.is_set() and slot.number not in self._retired and not self._stopping:
-            started_s = time.monotonic()
+            started_s, joined = time.monotonic(), self._server.joined[slot.number]
             await self._launcher.start(slot, self._facts | {"HPCTRAIN_SLOT": str(slot.number)})
             process = self._launcher.processes[slot.number]
             status = self._ended[slot.number] = await process.wait()
             if self._server.over.is_set() or slot.number in self._retired:
                 return
+            if self._server.joined[slot.number] == joined and not self._stopping:
+                _say(f"slot {slot.number}: its process {ending(status)} before it joined")
             if self._server.roster.generation < 0:
                 self._count_loss()
                 if status > 0 and not was_killed(status):
@@ -227,7 +229,10 @@ class Elastic:
         done = self._server.done
         first = self._ended[done[self._server.first]] if self._server.first in done else -signal.SIGKILL
         if was_killed(first):
-            _say("the first rank was lost after the last step: what a script does then is missing; run it again")
+            _say(
+                "rank 0 was killed after the last step: what the script does after the training may be missing; run the same "
+                "command again, it resumes there"
+            )
             return EXIT_REQUEUE
         return max(status for slot in done.values() if not was_killed(status := self._ended[slot]))
 
@@ -245,6 +250,14 @@ class Elastic:
 def was_killed(status: int) -> bool:
     """Whether a process was ended by a signal: hrun says so with 128 and more."""
     return status < 0 or status > 128
+
+
+def ending(status: int) -> str:
+    """How a process ended, in words."""
+    number = -status if status < 0 else status - 128
+    if was_killed(status) and number in set(signal.Signals):
+        return f"was killed by {signal.Signals(number).name}"
+    return f"ended with status {status}"
 
 
 def _say(text: str) -> None:

@@ -136,7 +136,7 @@ class Membership:
                     self._broken = cast(int, message["generation"])
                     self._break_off()
             case "leave":
-                self._out("it is not needed any more", status=0)
+                self._out("it is not needed, or the run is over", status=0)
             case _:
                 self._out("the run ends")
 

@@ -43,7 +43,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="chargpt", description="Train a character-level GPT on the Python standard library's source."
     )
-    add_options(parser)
+    add_options(parser, lr=4e-3, warmup=20, schedule="cosine", clip=1.0)
     _add_model(parser)
     options = parser.parse_args(arguments)
     if options.width % options.heads:

@@ -6,21 +6,97 @@ Read `run` from top to bottom: this is what a script of one's own looks like.
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from hpctrain.data import VOCABULARY, Corpus, Windows, decode, encode, standard_library, windows
 from hpctrain.data.dataset import TOKENIZER, Dataset
 from hpctrain.data.sources import Tokens
 from hpctrain.data.tokenizer import tokenizer_from
 from hpctrain.errors import TrainError
-from hpctrain.examples.gpt import Gpt, generate
-from hpctrain.optim import AdamW
-from hpctrain.run import Run, save_model, start
+from hpctrain.optim.adamw import AdamW
+from hpctrain.run import Run, start
+
+# ----- a small GPT: token and position embeddings, blocks of attention and MLP, tied output
+# Shapes: B samples, T positions, C width, H heads, V vocabulary.
+# Sources: Radford et al., "Language models are unsupervised multitask learners", 2019; Karpathy's nanochat for the taste
+# (RMS norm without weights, no biases, squared ReLU).
+
+
+class Block(nn.Module):
+    """Attention to earlier positions, then an MLP, both added to the stream."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.attended = nn.Linear(width, width, bias=False)
+        self.up = nn.Linear(width, 4 * width, bias=False)
+        self.down = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x_BTC: torch.Tensor) -> torch.Tensor:
+        """One block; the shape stays (B, T, C)."""
+        x_BTC = x_BTC + self._attend(norm(x_BTC))
+        return x_BTC + self.down(F.relu(self.up(norm(x_BTC))).square())
+
+    def _attend(self, x_BTC: torch.Tensor) -> torch.Tensor:
+        B, T, C = x_BTC.shape
+        q_BHTD, k_BHTD, v_BHTD = (
+            part.view(B, T, self.heads, -1).transpose(1, 2) for part in self.qkv(x_BTC).split(C, dim=2)
+        )
+        y_BHTD = F.scaled_dot_product_attention(q_BHTD, k_BHTD, v_BHTD, is_causal=True)
+        return self.attended(y_BHTD.transpose(1, 2).reshape(B, T, C))
+
+
+class Gpt(nn.Module):
+    """Predicts each next token."""
+
+    def __init__(self, vocabulary: int, context: int, layers: int, width: int, heads: int) -> None:
+        super().__init__()
+        self.context = context
+        self.token = nn.Embedding(vocabulary, width)
+        self.position = nn.Embedding(context, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self._init_weights(layers)
+
+    def forward(self, tokens_BT: torch.Tensor) -> torch.Tensor:
+        """Logits (B, T, V) for the token after each position."""
+        x_BTC = self.token(tokens_BT) + self.position.weight[: tokens_BT.shape[1]]
+        for block in self.blocks:
+            x_BTC = block(x_BTC)
+        return F.linear(norm(x_BTC), self.token.weight)
+
+    def _init_weights(self, layers: int) -> None:
+        """Scaled so that the stream does not grow with depth, and all tokens start equally likely."""
+        for name, parameter in self.named_parameters():
+            deep = name.endswith(("attended.weight", "down.weight"))
+            nn.init.normal_(parameter, std=0.04 / (math.sqrt(2 * layers) if deep else 1))
+
+
+def norm(x_BTC: torch.Tensor) -> torch.Tensor:
+    """This will scale each position's vector to unit mean square."""
+    return F.rms_norm(x_BTC, (x_BTC.shape[-1],))
+
+
+@torch.no_grad()
+def generate(model: Gpt, start: list[int], count: int, seed: int, temperature: float = 0.7) -> list[int]:
+    """This will continue `start` by `count` tokens, drawn by a generator of its own."""
+    generator = torch.Generator().manual_seed(seed)
+    device = model.token.weight.device
+    tokens = list(start)
+    for _ in range(count):
+        window_1T = torch.tensor([tokens[-model.context :]], device=device)
+        odds_V = torch.softmax(model(window_1T)[0, -1].float().cpu() / temperature, dim=-1)
+        tokens.append(int(torch.multinomial(odds_V, 1, generator=generator)))
+    return tokens[len(start) :]
+
 
 VALIDATION_SAMPLES = 128
 PROMPT = "def "
@@ -35,17 +111,17 @@ def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
             block.requires_grad_(False)
         optimizer = AdamW(model.named_parameters())
         data = Windows(text.train, options.seed, options.context)
-        enough = text.validation is not None and text.validation.size > options.context
-        validation = Validation(model, text.validation, here.device) if enough else None
+        kept = text.validation
+        validation = None
+        if kept is not None and kept.size > options.context:
+            validation = Validation(model, kept, here.device)
         for batch in here.steps(model, optimizer, validation, data):
             inputs_BT, targets_BT = batch.samples
             batch.backward(mean_loss(model, inputs_BT, targets_BT))
         if here.finished and here.is_first:
-            save_model(options.out / "model.pt", model)
             if options.sample > 0:
                 print(f"\n--- sample ---\n{sample(model, text, options.sample, options.seed)}\n--- end ---")
-            print(f"weights sha256 {here.weights_sha256}")
-            print(f"model saved to {options.out / 'model.pt'}", flush=True)
+            print(f"weights sha256 {here.weights_sha256}", flush=True)
     return here.status
 
 
@@ -118,9 +194,10 @@ class Validation:
 def shared_corpus(here: Run) -> Corpus:
     """This will read the corpus on rank 0 and hand it round, as other hosts may have another Python."""
     corpus = standard_library() if here.is_first else None
-    train_size, validation_size, files, digest = here.share(
+    facts: Any = here.share(
         lambda: (corpus.train.size, corpus.validation.size, corpus.files, corpus.digest) if corpus else None
     )
+    train_size, validation_size, files, digest = facts
     if corpus is None:
         corpus = Corpus(
             train=np.empty(train_size, np.uint8),

@@ -23,7 +23,7 @@ TEST_SHARE = 5  # every fifth digit is kept for the test
 def main(arguments: Sequence[str] | None = None) -> int:
     """This will train as the options say, and return the exit status."""
     parser = argparse.ArgumentParser(prog="digits", description="Train a small network to read handwritten digits.")
-    add_options(parser, batch=64, lr=3e-3, steps=300)
+    add_options(parser, batch=64, lr=3e-3, steps=300, warmup=20, schedule="cosine", clip=1.0)
     options = parser.parse_args(arguments)
     try:
         require("torch", "numpy", "blake3", "numcodecs", "sklearn")
@@ -41,8 +41,8 @@ def run(options: argparse.Namespace) -> int:
     from sklearn.datasets import load_digits  # noqa: PLC0415
 
     from hpctrain.data import Rows  # noqa: PLC0415
-    from hpctrain.optim import AdamW  # noqa: PLC0415
-    from hpctrain.run import save_model, start  # noqa: PLC0415
+    from hpctrain.optim.adamw import AdamW  # noqa: PLC0415
+    from hpctrain.run import start  # noqa: PLC0415
 
     with start(options, "digits") as here:
         digits = load_digits()
@@ -72,7 +72,6 @@ def run(options: argparse.Namespace) -> int:
         if here.finished and here.is_first:
             with torch.no_grad():
                 right = float((model(test_images).argmax(dim=1) == test_names).float().mean())
-            save_model(options.out / "model.pt", model)
             print(f"{100 * right:.1f} % of {len(test_names)} unseen digits named rightly", flush=True)
     return here.status
 

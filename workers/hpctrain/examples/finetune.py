@@ -20,17 +20,13 @@ from hpctrain.env import require
 from hpctrain.errors import EXIT_FAILED, TrainError
 from hpctrain.options import add_options, positive
 
-KNOWN = 5  # digits below are learned beforehand
-PRETRAIN_STEPS = 150
-PRETRAIN_BATCH = 64
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """This will train as the options say, and return the exit status."""
     parser = argparse.ArgumentParser(
         prog="finetune", description="Teach a trained network new digits, with frozen layers."
     )
-    add_options(parser, batch=20, lr=1e-2, steps=80, warmup=5)
+    add_options(parser, batch=20, lr=1e-2, steps=80, warmup=5, schedule="cosine", clip=1.0)
     group = parser.add_argument_group("fine-tuning")
     group.add_argument(
         "--from", dest="source", type=Path, metavar="FILE", help="weights to begin with (default: made on the spot)"

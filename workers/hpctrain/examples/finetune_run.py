@@ -13,8 +13,12 @@ from sklearn.datasets import load_digits
 
 from hpctrain.data import Rows
 from hpctrain.errors import TrainError
-from hpctrain.examples.finetune import KNOWN, PRETRAIN_BATCH, PRETRAIN_STEPS
 from hpctrain.run import Run, save_model, start
+
+KNOWN = 5  # digits below are learned beforehand
+PRETRAIN_STEPS = 150
+PRETRAIN_BATCH = 64
+FEATURES = 64 * 16  # numbers that the head sees
 
 
 def run(options: argparse.Namespace) -> int:
@@ -27,7 +31,7 @@ def run(options: argparse.Namespace) -> int:
         model.load_state_dict(here.share(lambda: pretrained(here, options, images[old], names[old])))
         if not options.unfreeze:
             model.requires_grad_(False)
-        model.head = torch.nn.Linear(model.head.in_features, 10 - KNOWN, device=here.device)  # the new digits'
+        model.head = torch.nn.Linear(FEATURES, 10 - KNOWN, device=here.device)  # the new digits'
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=options.lr)
         data = Rows({"image": new_images[: options.pictures], "name": new_names[: options.pictures]}, options.seed)
         test_images = torch.from_numpy(new_images[options.pictures :]).to(here.device)
@@ -40,7 +44,6 @@ def run(options: argparse.Namespace) -> int:
         for batch in here.steps(model, optimizer, validation, data):
             batch.backward(F.cross_entropy(model(batch.samples["image"]), batch.samples["name"]))
         if here.finished and here.is_first:
-            save_model(options.out / "model.pt", model)
             trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
             print(
                 f"{100 * accuracy(model, test_images, test_names):.1f} % of {len(test_names)} unseen new digits named rightly, "
@@ -50,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
     return here.status
 
 
-def network() -> torch.nn.Module:
+def network() -> torch.nn.Sequential:
     """Layers that see lines and bows, and a head that names what they see."""
     eyes = torch.nn.Sequential(
         torch.nn.Conv2d(1, 32, 3, padding=1),
@@ -62,7 +65,7 @@ def network() -> torch.nn.Module:
     )
     model = torch.nn.Sequential()
     model.add_module("eyes", eyes)
-    model.add_module("head", torch.nn.Linear(64 * 16, KNOWN))
+    model.add_module("head", torch.nn.Linear(FEATURES, KNOWN))
     return model
 
 

@@ -1,0 +1,106 @@
+"""The JSON bodies of requests: read such that nobody else's answer waits long for it.
+
+A small body is read at once. Of larger ones each account's are read one after the other. A body of more than `LARGE_BYTES`, or
+with very many values, is checked and cut into its jobs by a process of its own (`splitbody`); here the parts are read, with
+breaks. Threads would not do: reading JSON holds Python's lock from a body's first byte to its last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any
+
+from hpcsched.api import splitbody
+from hpcsched.api.crowd import Breaks, Turns
+from hpcsched.errors import RequestError, UnavailableError
+
+SMALL_BYTES = 16 << 10
+# Up to these a body is read within a tenth of a second, one at a time: a process would take twice as long as 2,000 small jobs do.
+LARGE_BYTES = 4 << 20
+MANY_VALUES = 200_000
+MAX_VALUES = 1_000_000
+MAX_VALUES_OF_PART = 250_000
+AT_ONCE = 2  # of all accounts
+PATIENCE_S = 30.0
+
+
+class Bodies:
+    """Reads bodies; `parse` makes an object of JSON text, or raises RequestError."""
+
+    def __init__(self, parse: Callable[[bytes], Any], max_jobs: int) -> None:
+        self._parse = parse
+        self._max_jobs = max_jobs
+        self._turns = Turns(1, AT_ONCE)
+        self._here = asyncio.Semaphore(1)
+
+    async def read(self, uid: int, body: bytes) -> Any:
+        """Return what a body of the account's says. Raises RequestError, UnavailableError."""
+        if len(body) <= SMALL_BYTES:
+            return self._parse(body)
+        async with self._turns.turn(uid):
+            if len(body) <= LARGE_BYTES and body.count(b",") + body.count(b"[") + body.count(b"{") <= MANY_VALUES:
+                async with self._here:
+                    await asyncio.sleep(0)
+                    return self._parse(body)
+            out = await asyncio.to_thread(self._split, body)
+            return await self._joined(out)
+
+    def _split(self, body: bytes) -> int:
+        """Return an open file that has the parts of the body."""
+        given = os.memfd_create("body")
+        out = os.memfd_create("parts")
+        try:
+            _write(given, body)
+            numbers = (MAX_VALUES, MAX_VALUES_OF_PART, self._max_jobs)
+            done = subprocess.run(
+                [sys.executable, "-I", "-S", splitbody.__file__, *map(str, numbers)],
+                stdin=given,
+                stdout=out,
+                stderr=subprocess.PIPE,
+                timeout=PATIENCE_S,
+                check=False,
+                cwd="/",
+                env={},
+            )
+            if done.returncode == 1:
+                why = done.stderr.decode("utf-8", "replace").strip().rpartition("\n")[2]
+                raise RequestError(f"cannot read the request: {why[:300]}")
+            if done.returncode:
+                raise RequestError(f"cannot read the request: it takes too long or too much memory ({len(body)} bytes)")
+        except subprocess.TimeoutExpired:
+            os.close(out)
+            raise RequestError(f"cannot read the request: it takes more than {PATIENCE_S:g} s") from None
+        except OSError as error:
+            os.close(out)
+            raise UnavailableError(f"cannot read the request: {error.strerror}; try again") from None
+        except RequestError:
+            os.close(out)
+            raise
+        finally:
+            os.close(given)
+        return out
+
+    async def _joined(self, out: int) -> Any:
+        """Return the object of which the file has the parts."""
+        with closing(os.fdopen(out, "rb")) as file:
+            file.seek(0)
+            breaks = Breaks()
+            parts = []
+            while length := file.read(splitbody.LENGTH.size):
+                parts.append(self._parse(file.read(splitbody.LENGTH.unpack(length)[0])))
+                if breaks.due():
+                    await breaks.take()
+        found, *jobs = parts
+        return {**found, "jobs": jobs} if jobs else found
+
+
+def _write(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+    os.lseek(fd, 0, os.SEEK_SET)

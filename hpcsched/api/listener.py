@@ -1,0 +1,114 @@
+"""Listens at a unix socket, and takes its connections, a few at each turn of the event loop.
+
+asyncio's own servers take all that wait in one turn, and write a traceback for each one when no file is left. This one pauses
+then, and closes the connections of accounts that connect too often before anything is made for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+from hpcsched.api.crowd import Doors
+from hpcsched.api.identity import peer_uid
+from hpcsched.errors import ConfigError
+
+log = logging.getLogger("hpcsched.api")
+
+BACKLOG = 1024
+AT_ONCE = 32  # connections that are taken in one turn
+REFUSED_AT_ONCE = 512  # of accounts that connect too often: others wait behind them
+PAUSE_S = 0.2  # when no file is left
+
+
+def listening_socket(path: Path, mode: int) -> socket.socket:
+    """Return the API's socket: whoever connects to it while the database is read waits, rather than being refused."""
+    path.unlink(missing_ok=True)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(str(path))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"cannot serve at {path}: {error.strerror or error}") from None
+    path.chmod(mode)
+    listener.listen(BACKLOG)
+    return listener
+
+
+class Listener:
+    """Serves each connection with a protocol of its own, until it is closed."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        protocol_of: Callable[[], asyncio.BaseProtocol],
+        doors: Doors,
+        refusal: Callable[[int], bytes],
+    ) -> None:
+        """`refusal`: what an account that connects too often is sent before its connection is closed."""
+        self._sock = sock
+        self._protocol_of = protocol_of
+        self._doors = doors
+        self._refusal = refusal
+        self._loop = asyncio.get_running_loop()
+        self._tasks: set[asyncio.Task[object]] = set()
+        self._pause: asyncio.TimerHandle | None = None
+        self._closed = False
+        sock.setblocking(False)
+        self._loop.add_reader(sock.fileno(), self._accept)
+
+    def close(self) -> None:
+        """Take no more connections."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._pause is not None:
+            self._pause.cancel()
+        else:
+            self._loop.remove_reader(self._sock.fileno())
+        for task in self._tasks:
+            task.cancel()
+
+    def _accept(self) -> None:
+        taken = 0
+        for _ in range(REFUSED_AT_ONCE):
+            if taken == AT_ONCE:
+                return
+            try:
+                sock, _ = self._sock.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                log.error("cannot take a connection: %s; trying again", error.strerror)
+                self._loop.remove_reader(self._sock.fileno())
+                self._pause = self._loop.call_later(PAUSE_S, self._again)
+                return
+            taken += self._take(sock)
+
+    def _again(self) -> None:
+        self._pause = None
+        self._loop.add_reader(self._sock.fileno(), self._accept)
+
+    def _take(self, sock: socket.socket) -> bool:
+        """Serve the connection, or refuse it; return whether it is served."""
+        sock.setblocking(False)
+        uid = peer_uid(sock)
+        if not self._doors.lets_in(uid):
+            try:
+                sock.send(self._refusal(uid))
+            except OSError:
+                pass  # it has gone
+            sock.close()
+            return False
+        task = self._loop.create_task(self._loop.connect_accepted_socket(self._protocol_of, sock))
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return True
+
+    def _done(self, task: asyncio.Task[object]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("cannot serve a connection: %s", task.exception())

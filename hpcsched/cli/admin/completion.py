@@ -1,0 +1,202 @@
+"""`hpcsched completion`: what bash, zsh and fish need to complete the commands: options, job ids, partitions, nodes.
+
+Made from the commands' own tables of options, so that it cannot fall behind them. What there is in the cluster (jobs,
+partitions, nodes) is asked when the key is pressed. zsh runs bash's functions (bashcompinit).
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections import namedtuple
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from hpcnode.commands import options as stepoptions
+from hpcsched.cli import halloc, hctl
+from hpcsched.cli.admin import main
+from hpcsched.cli.options import Command, Option
+from hpcsched.cli.slurm import scontrol
+from hpcsched.errors import ConfigError
+from hpcsched.jobscript import options as jobscript
+
+SHELLS = ("bash", "zsh", "fish")
+_TABLES = ("hacct", "hcancel", "hctl", "hinfo", "hlogs", "hprio", "hqueue", "hsh", "hshare", "hsim", "htunnel", "hwhy")
+_SLURMS = ("sacct", "sattach", "scancel", "scontrol", "sinfo", "sprio", "squeue", "sshare", "sstat")
+_TAKE_JOBS = ("hcancel", "hctl", "hlogs", "hqueue", "hsh", "htunnel", "hwhy", "sattach", "scancel", "scontrol")
+
+# How to find out, when the key is pressed, what an option's value may be.
+_JOBS, _PARTITIONS, _NODES = "hqueue -aqr", "hinfo -h -o %R", "hinfo -hN -o %n"
+_VALUES = {"jobs": _JOBS, "jobid": _JOBS, "dependency": _JOBS, "partition": _PARTITIONS, "nodelist": _NODES, "nodes": _NODES,
+           "exclude": _NODES}  # fmt: skip
+
+
+class Completed(namedtuple("Completed", "name options verbs", defaults=((),))):
+    """A command: its name, its options, each (long name, letter, whether it has a value, help), and its first words."""
+
+    __slots__ = ()
+
+    name: str
+    options: tuple[tuple[str, str, bool, str], ...]
+    verbs: tuple[str, ...]
+
+
+@click.command("completion")
+@click.argument("shell", type=click.Choice(SHELLS))
+@click.option("--install", is_flag=True, help="Write it where the shell looks for it, instead of printing it.")
+def completion(shell: str, install: bool) -> None:
+    """Print what SHELL needs to complete the commands: source <(hpcsched completion bash)."""
+    if not install:
+        click.echo(text_for(shell), nl=False)
+        return
+    click.echo(f"written: {install_for(shell, os.environ)}")
+
+
+def text_for(shell: str) -> str:
+    """Return the script for that shell."""
+    found = commands()
+    if shell == "fish":
+        return _fish(found)
+    start = _ZSH if shell == "zsh" else ""
+    return start + _bash(found)
+
+
+def install_for(shell: str, environ: os._Environ[str] | dict[str, str]) -> Path:
+    """Write the script to where the shell finds it; return the file, or the directory of the files."""
+    home = Path(environ.get("HOME") or Path.home())
+    data = Path(environ.get("XDG_DATA_HOME") or home / ".local/share")
+    config = Path(environ.get("XDG_CONFIG_HOME") or home / ".config")
+    if shell == "zsh":
+        raise ConfigError(
+            "cannot install for zsh: it looks nowhere by itself; in ~/.zshrc: source <(hpcsched completion zsh)"
+        )
+    directory, end = (
+        (data / "bash-completion/completions", "") if shell == "bash" else (config / "fish/completions", ".fish")
+    )
+    text = text_for(shell)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for name in (command.name for command in commands()):
+            (directory / f"{name}{end}").write_text(text)  # a shell loads the file of the command that it sees
+    except OSError as error:
+        raise ConfigError(f"cannot write {error.filename}: {error.strerror}") from None
+    return directory
+
+
+def commands() -> list[Completed]:
+    """Return all commands with the options that their help shows."""
+    found = [_of_table(importlib.import_module(f"hpcsched.cli.{name}").COMMAND) for name in _TABLES]
+    found += [_of_table(importlib.import_module(f"hpcsched.cli.slurm.{name}").FACE.command) for name in _SLURMS]
+    for name in ("hsub", "sbatch"):
+        given = tuple((one.name, one.short, one.takes_value, one.help) for one in jobscript.OPTIONS)
+        found.append(Completed(name, given))
+    for names, options in ((("hrun", "srun"), stepoptions.OPTIONS), (("halloc", "salloc"), halloc.OPTIONS)):
+        shown = tuple(
+            (one.name, one.short, one.kind == stepoptions.VALUE, one.help) for one in options if not one.accepted
+        )
+        found += [Completed(name, shown) for name in names]
+    verbs = {"hctl": hctl.VERBS, "scontrol": scontrol.VERBS}
+    found = [one._replace(verbs=tuple(verbs.get(one.name, ()))) for one in found]
+    return [*found, Completed("hpcsched", (), tuple(main.COMMANDS))]
+
+
+def _of_table(command: Command) -> Completed:
+    return Completed(command.name, tuple(map(_row, command.options)))
+
+
+def _row(option: Option) -> tuple[str, str, bool, str]:
+    return option.name, option.short, bool(option.metavar) and option.bare is None, option.help
+
+
+# ----- bash, and zsh
+
+
+_ZSH = """\
+autoload -U +X compinit && compinit
+autoload -U +X bashcompinit && bashcompinit
+"""
+_BASH = """\
+# Completion of hpcsched's commands, made by: hpcsched completion
+_hpcsched_words() {{  # the options of a command
+  case $1 in
+{options}
+  esac
+}}
+_hpcsched_verbs() {{  # the first words of a command
+  case $1 in
+{verbs}
+  esac
+}}
+_hpcsched_complete() {{
+  local cur=${{COMP_WORDS[COMP_CWORD]}} prev=${{COMP_WORDS[COMP_CWORD-1]}} name=${{COMP_WORDS[0]##*/}} ask= before=
+  [ "$prev" = "=" ] && prev=${{COMP_WORDS[COMP_CWORD-2]}}
+  [ "$cur" = "=" ] && cur=
+  case $cur in
+    --*=*) prev=${{cur%%=*}} before=${{cur%%=*}}= cur=${{cur#*=}} ;;  # zsh: one word
+  esac
+  case $name:$prev in
+{values}
+  esac
+  if [ -z "$ask" ]; then
+    case $cur in
+      -*) COMPREPLY=($(compgen -W "$(_hpcsched_words "$name")" -- "$cur")); return ;;
+    esac
+    if [ "$COMP_CWORD" = 1 ] && [ -n "$(_hpcsched_verbs "$name")" ]; then
+      COMPREPLY=($(compgen -W "$(_hpcsched_verbs "$name")" -- "$cur")); return
+    fi
+    case $name in
+      {jobs}) ask="{ask_jobs}" ;;
+      *) COMPREPLY=($(compgen -f -- "$cur")); return ;;
+    esac
+  fi
+  COMPREPLY=($(compgen -P "$before" -W "$($ask 2>/dev/null)" -- "$cur"))
+}}
+complete -o bashdefault -F _hpcsched_complete {names}
+"""
+
+
+def _bash(found: Sequence[Completed]) -> str:
+    options = [f"    {one.name}) echo '{' '.join(_spellings(one))}' ;;" for one in found]
+    values = [
+        f"    {one.name}:--{name}{f'|{one.name}:-{short}' if short else ''}) ask='{_VALUES[name]}' ;;"
+        for one in found
+        for name, short, has_value, _ in one.options
+        if has_value and name in _VALUES
+    ]
+    return _BASH.format(
+        options="\n".join(options),
+        verbs="\n".join(f"    {one.name}) echo '{' '.join(one.verbs)}' ;;" for one in found if one.verbs),
+        values="\n".join(values),
+        jobs="|".join(_TAKE_JOBS),
+        ask_jobs=_JOBS,
+        names=" ".join(one.name for one in found),
+    )
+
+
+def _spellings(command: Completed) -> list[str]:
+    return [word for name, short, _, _ in command.options for word in ([f"-{short}"] if short else []) + [f"--{name}"]]
+
+
+# ----- fish
+
+
+def _fish(found: Sequence[Completed]) -> str:
+    lines = ["# Completion of hpcsched's commands, made by: hpcsched completion"]
+    for one in found:
+        for name, short, has_value, text in one.options:
+            words = [f"complete -c {one.name} -l {name}", *([f"-s {short}"] if short else []), f"-d {_quoted(text)}"]
+            if has_value:
+                words.append(f"-x -a '({_VALUES[name]} 2>/dev/null)'" if name in _VALUES else "-r")
+            lines.append(" ".join(words))
+        if one.verbs:
+            first = "test (count (commandline -opc)) -eq 1"
+            lines.append(f"complete -c {one.name} -f -n '{first}' -a '{' '.join(one.verbs)}'")
+        if one.name in _TAKE_JOBS:
+            lines.append(f"complete -c {one.name} -f -a '({_JOBS} 2>/dev/null)'")
+    return "\n".join(lines) + "\n"
+
+
+def _quoted(text: str) -> str:
+    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"

@@ -1,0 +1,195 @@
+"""`hpcsched up`, `hpcsched down`, `hpcsched status`: the controller started in the background, stopped, described."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import click
+
+from hpcsched import client, paths
+from hpcsched.cli.output import clean
+from hpcsched.errors import ConfigError, PermissionDeniedError, UnavailableError
+
+START_S = 20.0
+STOP_S = 20.0
+NODES_S = 5.0  # after a start, for the nodes to answer
+LOG_FILE = "hpcschedd.log"
+LOG_TAIL_BYTES = 4000
+
+
+@click.command()
+def up() -> None:
+    """Start the controller in the background, and wait until it answers."""
+    running = _ping()
+    if running is not None:
+        click.echo(f"hpcschedd is running already (process {running['pid']})")
+        return
+    from hpcsched.config.load import load_config
+
+    config = load_config(paths.find_config_dir(os.environ, os.getuid()))
+    log = config.controller.state_dir / LOG_FILE
+    with open_log(log) as stream:
+        start = stream.tell()
+        process = subprocess.Popen(
+            [
+                *(sys.executable, "-P", "-m", "hpcsched.controller"),
+                *("--config", str(config.config_dir), "--log-file", str(log)),
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=stream,
+            start_new_session=True,
+            cwd="/",
+        )
+    _wait_until_it_answers(process, log, start)
+    click.echo(f"hpcschedd runs (process {process.pid}, log {log})")
+    for line in [*_nodes_that_answer(), *_closed_to_others()]:
+        click.echo(line)
+
+
+def _closed_to_others() -> list[str]:
+    """Return a warning if root has started a controller whose commands other users cannot run."""
+    python = Path(sys.executable)
+    if os.getuid() != 0:
+        return []
+    real = python.resolve()
+    for path in (*python.parents, *real.parents):
+        if not path.stat().st_mode & 0o001:
+            return [
+                f"other users cannot run the commands: {path} is closed to them; install hpcsched with a Python outside of "
+                "it, as /usr/bin/python3 -m venv /opt/hpcsched"
+            ]
+    return []
+
+
+def _nodes_that_answer() -> list[str]:
+    """Wait a little for the nodes to answer, and return what to say of them."""
+    deadline_s = time.monotonic() + NODES_S
+    while True:
+        nodes = client.call("GET", "/v1/nodes")["nodes"]
+        unknown = [node["name"] for node in nodes if node["link"] == "unknown"]
+        if not unknown or time.monotonic() > deadline_s:
+            break
+        time.sleep(0.05)
+    if not nodes:
+        return ["there are no nodes yet; add one with: hpcsched node add user@host"]
+    down = [f"  {node['name']} does not answer: {clean(node['link_why'])}" for node in nodes if node["link"] == "down"]
+    waited = [f"  {', '.join(unknown)}: no answer within {NODES_S:g} s; see hinfo -N"] if unknown else []
+    count = sum(node["link"] == "up" for node in nodes)
+    return [f"{count} of {len(nodes)} {'node' if len(nodes) == 1 else 'nodes'} answer", *down, *waited]
+
+
+def open_log(log: Path) -> BinaryIO:
+    """Return the log, open for appending; its directory is made. Raises UnavailableError."""
+    try:
+        log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return log.open("ab")
+    except OSError as error:
+        raise UnavailableError(f"cannot start hpcschedd: cannot write its log {log}: {error.strerror}") from None
+
+
+def _wait_until_it_answers(process: subprocess.Popen[bytes], log: Path, start: int) -> None:
+    deadline_s = time.monotonic() + START_S
+    while _ping() is None:
+        code = process.poll()
+        if code is not None:
+            raise UnavailableError(f"cannot start hpcschedd: it ended with status {code}:\n{_tail(log, start)}")
+        if time.monotonic() > deadline_s:
+            raise UnavailableError(f"cannot start hpcschedd: no answer within {START_S:g} s; see {log}")
+        time.sleep(0.05)
+
+
+def _tail(log: Path, start: int) -> str:
+    with log.open("rb") as stream:
+        stream.seek(max(start, log.stat().st_size - LOG_TAIL_BYTES))
+        return stream.read().decode("utf-8", "replace").rstrip()
+
+
+@click.command()
+def down() -> None:
+    """Stop the controller. Jobs run on, and are found again when it starts."""
+    try:
+        pid = client.controller_pid()
+    except client.NoControllerError:
+        click.echo("hpcschedd does not run")
+        return
+    if not pid:
+        raise UnavailableError("cannot stop hpcschedd: it runs in another container than this command")
+    try:
+        os.kill(pid, signal.SIGTERM)
+    except ProcessLookupError:
+        pass  # it has just ended
+    except PermissionError:
+        raise PermissionDeniedError(f"cannot stop hpcschedd: process {pid} is not yours") from None
+    deadline_s = time.monotonic() + STOP_S
+    while _is_there(pid):
+        if time.monotonic() > deadline_s:
+            raise UnavailableError(f"cannot stop hpcschedd: process {pid} has not ended within {STOP_S:g} s")
+        time.sleep(0.05)
+    click.echo(f"hpcschedd has stopped (process {pid}); jobs run on")
+
+
+def _is_there(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as stream:
+            return stream.read().rpartition(b")")[2].split()[0] != b"Z"
+    except FileNotFoundError:
+        return False
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print the facts as JSON.")
+def status(as_json: bool) -> None:
+    """Say whether the controller runs, and what it has to do. Exit status 0 if it runs, 1 if not."""
+    answer = client.call("GET", "/v1/ping")
+    if as_json:
+        import json
+
+        click.echo(json.dumps(answer))
+        return
+    click.echo(f"cluster {answer['cluster']}: hpcschedd {answer['hpcsched']} runs (process {answer['pid']})")
+    click.echo(f"  up for  {_duration(answer['now_s'] - answer['started_at_s'])}, term {answer['epoch']}")
+    click.echo(f"  nodes   {_counts(answer['nodes'])}")
+    click.echo(f"  jobs    {_counts(answer['counts'])}")
+    for note in answer.get("not_taken", ()):
+        click.echo(f"! {note}")
+    wrong = _wrong_with_files()
+    if wrong:
+        click.echo(f"  the configuration on disk cannot be used, the controller still has the last one: {clean(wrong)}")
+
+
+def _wrong_with_files() -> str:
+    """Return what is wrong with the configuration files; "" if nothing is, or if they are not ours to read."""
+    from hpcsched.config.load import load_config
+
+    config_dir = paths.find_config_dir(os.environ, os.getuid())
+    if not os.access(config_dir / paths.CONFIG_FILE, os.R_OK):
+        return ""
+    try:
+        load_config(config_dir)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def _counts(counts: dict[str, int]) -> str:
+    return ", ".join(f"{count} {state.lower()}" for state, count in sorted(counts.items())) or "none"
+
+
+def _duration(seconds: float) -> str:
+    from hpcsched.model.units import format_time_s
+
+    return format_time_s(int(seconds))
+
+
+def _ping() -> dict[str, Any] | None:
+    try:
+        return client.call("GET", "/v1/ping")
+    except UnavailableError:
+        return None

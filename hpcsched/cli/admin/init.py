@@ -1,0 +1,231 @@
+"""`hpcsched init`: the files of a new cluster, each explained, and what to do next."""
+
+from __future__ import annotations
+
+import os
+import socket
+import tomllib
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import click
+
+from hpcsched import paths
+from hpcsched.config.load import Config, build_config, load_config, load_nodes
+from hpcsched.config.template import render_config
+from hpcsched.errors import ConfigError
+
+
+@click.command()
+@click.option(
+    "--share", metavar="DIR", help="A directory that all nodes see under this path: for checkpoints and outputs."
+)
+@click.option("--name", metavar="NAME", default="cluster", show_default=True, help="What the cluster is called.")
+@click.option(
+    "--force", is_flag=True, help="Write hpcsched.toml anew; the old one is kept as hpcsched.toml.old. Nothing else."
+)
+@click.option("--database", "only_database", is_flag=True, help="Make the database alone, where it is missing.")
+def init(share: str | None, name: str, force: bool, only_database: bool) -> None:
+    """Make a cluster's configuration, database and launch key, and say what each is."""
+    if only_database:
+        _make_missing_database()
+        return
+    config_dir = paths.own_config_dir(os.environ, os.getuid())
+    path = config_dir / paths.CONFIG_FILE
+    if path.exists() and not force:
+        raise ConfigError(
+            f"cannot make a cluster in {config_dir}: {path.name} is there already; --force writes it anew, and "
+            "hpcsched key shows the line for authorized_keys again"
+        )
+    if share is not None:
+        _check_share(Path(share))
+    text = _config_text(share, name)
+    _check(config_dir, text)
+    with ExitStack() as undo:  # what was made before a failure is removed again
+        config = _write_config(config_dir, text, undo)
+        public_key = _ensure_launch_key(config, undo)
+        database = _make_state(config, undo)
+        undo.pop_all()
+    click.echo("\n".join(_story(config, database, public_key)))
+
+
+@click.command()
+def key() -> None:
+    """Print the line for the nodes' authorized_keys, by which the controller may log in."""
+    config = load_config(paths.find_config_dir(os.environ, os.getuid()))
+    public = _public_half(config.launch_key)
+    try:
+        click.echo(_authorized(public.read_text(encoding="utf-8").strip()))
+    except FileNotFoundError:
+        raise ConfigError(
+            f"cannot show the launch key: {public} is not there; "
+            f"write it with: ssh-keygen -y -f {config.launch_key} > {public}"
+        ) from None
+
+
+def _make_missing_database() -> None:
+    config = load_config(paths.find_config_dir(os.environ, os.getuid()))
+    database = config.controller.state_dir / paths.DATABASE_FILE
+    if database.exists() and database.stat().st_size:
+        raise ConfigError(f"cannot make the database {database}: it is there already")
+    with ExitStack() as undo:
+        made = _make_state(config, undo)
+        undo.pop_all()
+    click.echo(f"{made} is made, with no jobs in it; start it with: hpcsched up")
+
+
+def _check_share(share: Path) -> None:
+    if not share.is_absolute():
+        raise ConfigError(f"cannot use {share} as share: it must be an absolute path, the same on every node")
+    if not share.is_dir():
+        raise ConfigError(f"cannot use {share} as share: there is no such directory; make it, or mount it, first")
+    if not os.access(share, os.W_OK | os.X_OK):
+        raise ConfigError(f"cannot use {share} as share: uid {os.getuid()} may not write there")
+
+
+def _config_text(share: str | None, name: str) -> str:
+    cluster = {"name": name} | ({} if share is None else {"share": share})
+    return render_config({"cluster": cluster, "partitions.main": {"nodes": "all", "default": True}})
+
+
+def _check(config_dir: Path, text: str) -> None:
+    """Raise ConfigError if anything is known now that would keep the cluster from being made."""
+    nodes = load_nodes(config_dir)
+    config = build_config(tomllib.loads(text), nodes, config_dir=config_dir, environ=os.environ)
+    _check_state(config.controller.state_dir)
+    key = config.launch_key
+    if key.exists() != _public_half(key).exists():
+        missing, there = sorted((key, _public_half(key)), key=Path.exists)
+        raise ConfigError(
+            f"cannot make the launch key: {there} is there and {missing} is not; move the one away, or bring the other back"
+        )
+    for directory in (config_dir, config.controller.state_dir):
+        nearest = next(parent for parent in (directory, *directory.parents) if parent.exists())
+        if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+            raise ConfigError(f"cannot make {directory}: uid {os.getuid()} may not write to {nearest}")
+
+
+def _check_state(state_dir: Path) -> None:
+    if state_dir.exists() and state_dir.stat().st_mode & 0o077:
+        raise ConfigError(f"cannot use {state_dir}: others may look into it; run: chmod 700 {state_dir}")
+
+
+def _write_config(config_dir: Path, text: str, undo: ExitStack) -> Config:
+    """Write hpcsched.toml; the one that is there already is kept as hpcsched.toml.old."""
+    for directory in (config_dir, config_dir / paths.NODES_DIR):
+        _make_dir(directory, 0o755 if os.getuid() == 0 else 0o700, undo)
+    path = config_dir / paths.CONFIG_FILE
+    old = path.with_name(path.name + ".old")
+    if path.exists():
+        os.replace(path, old)
+        undo.callback(os.replace, old, path)
+    else:
+        undo.callback(path.unlink, missing_ok=True)
+    write_file(path, text)
+    return load_config(config_dir)
+
+
+def _ensure_launch_key(config: Config, undo: ExitStack) -> str:
+    from hpcsched.launch.hostkeys import make_key
+
+    public = _public_half(config.launch_key)
+    if config.launch_key.exists():
+        return public.read_text(encoding="utf-8").strip()
+    for path in (config.launch_key, public):
+        undo.callback(path.unlink, missing_ok=True)
+    return make_key(config.launch_key, f"hpcsched:{config.name}@{socket.gethostname()}")
+
+
+def _public_half(key: Path) -> Path:
+    return key.with_name(key.name + ".pub")
+
+
+def _authorized(public_key: str) -> str:
+    return f"restrict {public_key}"
+
+
+def _make_state(config: Config, undo: ExitStack) -> Path:
+    from hpcsched.store.engine import create_database
+
+    state_dir = config.controller.state_dir
+    _check_state(state_dir)
+    _make_dir(state_dir, 0o700, undo)
+    database = state_dir / paths.DATABASE_FILE
+    if not database.exists():
+        for suffix in ("", "-wal", "-shm"):
+            made = database.with_name(database.name + suffix)
+            if not made.exists():
+                undo.callback(made.unlink, missing_ok=True)
+    create_database(database)
+    return database
+
+
+def _make_dir(path: Path, mode: int, undo: ExitStack) -> None:
+    """Make a directory and those above it that are missing."""
+    try:
+        for above in reversed([one for one in path.parents if not one.exists()]):
+            above.mkdir()
+            undo.callback(_remove_dir, above)
+        if not path.is_dir():
+            path.mkdir(mode=mode)
+            undo.callback(_remove_dir, path)
+    except OSError as error:
+        raise ConfigError(f"cannot make {path}: {error.strerror}") from None
+
+
+def _remove_dir(path: Path) -> None:
+    with suppress(OSError):  # not empty: something else has been put there meanwhile
+        path.rmdir()
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write `path` whole or not at all: temporary file, fsync, rename. Raises ConfigError."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        try:
+            with open(fd, "w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(fd)
+            os.replace(temporary, path)
+        except OSError:
+            temporary.unlink()
+            raise
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from None
+
+
+def _story(config: Config, database: Path, public_key: str) -> Iterator[str]:
+    made = {
+        config.config_dir / paths.CONFIG_FILE: "the configuration; every key is explained in it",
+        config.config_dir / paths.NODES_DIR: "one file per node, written by: hpcsched node add",
+        config.launch_key: "the private key with which the controller logs in to the nodes; keep it secret",
+        config.launch_key.with_name(config.launch_key.name + ".pub"): "its public half, for the nodes",
+        database: "the database of jobs; back it up",
+    }
+    width = max(len(str(path)) for path in made)
+    yield f"The cluster {config.name!r} is made:"
+    yield ""
+    yield from (f"  {path!s:<{width}}  {what}" for path, what in made.items())
+    if config.share:
+        yield f"  {config.share:<{width}}  the share: every node must see it under this path"
+    else:
+        yield "  (no share: set share in hpcsched.toml once there is a directory that all nodes see)"
+    yield ""
+    yield "Next:"
+    yield ""
+    yield "  1. On each node, add this line to ~/.ssh/authorized_keys of the account that is to run the jobs"
+    yield "     (root's, if jobs are to run as the users who submit them):"
+    yield ""
+    yield f"       {_authorized(public_key)}"
+    yield ""
+    yield "     hpcsched key shows it again."
+    yield '     "restrict" takes from it what hpcsched does not need: terminals, forwarding of ports and agents.'
+    yield "  2. hpcsched node add user@host     for each node: shows its host key, and what it has"
+    yield "  3. hpcsched up                     starts the controller"
+    first = "sudo -u USER hsub --wrap id" if os.getuid() == 0 else "hsub --wrap hostname"
+    yield f"  4. {first:<31} the first job; hqueue shows it, hlogs its output"
+    if os.getuid() == 0:
+        yield "     (as an ordinary user: jobs of root are refused, see allow_uid_below in hpcsched.toml)"

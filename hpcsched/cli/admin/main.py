@@ -1,0 +1,99 @@
+"""`hpcsched`: the commands that set up and run a cluster. Each is loaded when it is asked for."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+import hpcsched
+from hpcsched.cli.errors import INTERRUPTED, guarded, print_version
+
+# name -> where it is, and what it is for (so that --help loads none of them)
+COMMANDS = {
+    "init": ("hpcsched.cli.admin.init:init", "Make a cluster's configuration, database and launch key."),
+    "key": ("hpcsched.cli.admin.init:key", "Print the line for the nodes' authorized_keys."),
+    "node": ("hpcsched.cli.node.command:node", "Add, list and remove nodes."),
+    "up": ("hpcsched.cli.admin.daemon:up", "Start the controller in the background."),
+    "down": ("hpcsched.cli.admin.daemon:down", "Stop the controller; jobs run on."),
+    "status": ("hpcsched.cli.admin.daemon:status", "Say whether the controller runs, and what it has to do."),
+    "backup": ("hpcsched.cli.admin.restore:back_up", "Back up database, configuration, node files and keys."),
+    "restore": ("hpcsched.cli.admin.restore:restore", "Put a backup in the place of the cluster or its database."),
+    "slurm-path": (
+        "hpcsched.cli.admin.slurm_path:slurm_path",
+        "Print the directory of the commands with Slurm's names.",
+    ),
+    "completion": ("hpcsched.cli.admin.completion:completion", "Complete the commands in bash, zsh or fish."),
+    "demo": ("hpcsched.cli.admin.demo:demo", "Show a small cluster at work on this machine, then remove it."),
+}
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are imported when they are run."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return [*COMMANDS, *super().list_commands(ctx)]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return super().get_command(ctx, cmd_name)
+        module, _, name = COMMANDS[cmd_name][0].partition(":")
+        command: click.Command = getattr(importlib.import_module(module), name)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        rows = [(name, text) for name, (_, text) in COMMANDS.items()]
+        rows += [(name, command.get_short_help_str(70)) for name, command in self.commands.items()]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            raise click.UsageError(error.message + _nearest(args[0], self.list_commands(ctx)), ctx) from None
+
+
+def _nearest(word: str, known: list[str]) -> str:
+    import difflib
+
+    near = difflib.get_close_matches(word, known, n=2, cutoff=0.5)
+    return f" Did you mean {' or '.join(near)}?" if near else f" Known are {', '.join(known)}."
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(hpcsched.__version__, "-V", "--version", message="hpcsched (hpcsched) %(version)s")
+def hpcsched_command() -> None:
+    """Set up and run a cluster: Slurm's job model for the machines you already own."""
+
+
+@hpcsched_command.command()
+def version() -> None:
+    """Print the version."""
+    print_version("hpcsched")
+
+
+def run(command: click.Command, name: str, argv: Sequence[str] | None = None) -> int:
+    """Run a click command as all commands are run, and return its exit status."""
+    return guarded(name, lambda words: _run_click(command, name, words), argv)
+
+
+def _run_click(command: click.Command, name: str, words: Sequence[str]) -> int:
+    try:
+        result: Any = command.main(list(words), prog_name=name, standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except click.Abort:
+        return INTERRUPTED
+    return result if isinstance(result, int) else 0
+
+
+def main() -> None:
+    """Run `hpcsched` with the arguments of this process."""
+    sys.exit(run(hpcsched_command, "hpcsched"))

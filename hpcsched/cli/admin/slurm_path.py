@@ -1,0 +1,107 @@
+"""`hpcsched slurm-path`: the directory of the commands with Slurm's names, made if it is not there yet.
+
+It lies beside the installation, or, where that cannot be written, in the user's cache. Each file is a few lines that run
+one module with the Python of this installation and nothing of its site (`-S`): that is half of what a command costs.
+A file that says something else, of an older release perhaps, is written again; each by a rename, because others may be
+running it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from pathlib import Path
+
+import click
+
+import hpcsched
+from hpcsched.errors import ConfigError
+
+# Slurm's name -> the module whose main() it is.
+COMMANDS = {
+    "sbatch": "hpcsched.cli.slurm.sbatch",
+    "squeue": "hpcsched.cli.slurm.squeue",
+    "scancel": "hpcsched.cli.slurm.scancel",
+    "sacct": "hpcsched.cli.slurm.sacct",
+    "sinfo": "hpcsched.cli.slurm.sinfo",
+    "scontrol": "hpcsched.cli.slurm.scontrol",
+    "srun": "hpcnode.commands.srun",
+    "salloc": "hpcsched.cli.slurm.salloc",
+    "sacctmgr": "hpcsched.cli.slurm.sacctmgr",
+    "sshare": "hpcsched.cli.slurm.sshare",
+    "sprio": "hpcsched.cli.slurm.sprio",
+    "sdiag": "hpcsched.cli.slurm.sdiag",
+    "sstat": "hpcsched.cli.slurm.sstat",
+    "sreport": "hpcsched.cli.slurm.sreport",
+    "strigger": "hpcsched.cli.slurm.strigger",
+    "scrontab": "hpcsched.cli.slurm.scrontab",
+    "sbcast": "hpcsched.cli.slurm.sbcast",
+    "sattach": "hpcsched.cli.slurm.sattach",
+    "seff": "hpcsched.cli.slurm.seff",
+    "sgather": "hpcsched.cli.slurm.sgather",
+}
+LONGEST_FIRST_LINE = 120  # older Linux cuts it at 127
+
+SCRIPT = """\
+{first_line}
+import sys
+
+sys.path[:0] = {roots!r}
+from {module} import main
+
+sys.exit(main())
+"""
+
+
+@click.command("slurm-path")
+def slurm_path() -> None:
+    """Print the directory of the commands with Slurm's names: export PATH=$(hpcsched slurm-path):$PATH."""
+    click.echo(ensure_directory())
+
+
+def ensure_directory() -> Path:
+    """Return the directory, with all commands in it. Raises ConfigError."""
+    refused = ""
+    for directory in _places():
+        try:
+            _fill(directory)
+        except OSError as error:
+            refused = f"{error.filename}: {error.strerror}"
+        else:
+            return directory
+    raise ConfigError(f"cannot make the directory of Slurm's commands: {refused}")
+
+
+def _places() -> list[Path]:
+    prefix = Path(sys.prefix)
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    mark = hashlib.sha256(f"{sys.executable}:{_roots()}".encode()).hexdigest()[:12]
+    return [prefix / "libexec" / "hpcsched" / "slurm", cache / "hpcsched" / f"slurm-{mark}"]
+
+
+def _roots() -> list[str]:
+    """Return the directories that our packages are imported from."""
+    import hpcnode
+
+    return list(dict.fromkeys(str(Path(str(package.__file__)).parents[1]) for package in (hpcsched, hpcnode)))
+
+
+def _fill(directory: Path) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, module in COMMANDS.items():
+        path, text = directory / name, _script(module)
+        if not path.exists() or path.read_text() != text or not os.access(path, os.X_OK):
+            fresh = directory / f".{name}.{os.getpid()}"
+            fresh.write_text(text)
+            fresh.chmod(0o755)
+            fresh.replace(path)
+
+
+def _script(module: str) -> str:
+    python = sys.executable
+    first_line = f"#!{python} -ES"
+    if len(first_line) > LONGEST_FIRST_LINE or " " in python:
+        # A shell reads this as a command that never returns, Python as a string.
+        first_line = f"#!/bin/sh\n'''exec' \"{python}\" -ES \"$0\" \"$@\"\n' '''"
+    return SCRIPT.format(first_line=first_line, roots=_roots(), module=module)

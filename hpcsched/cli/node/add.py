@@ -1,0 +1,325 @@
+"""What `hpcsched node add` does: meet the machine, believe its host key, look around, write its file.
+
+No node is written that could not be reached in just the way in which the controller will reach it.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import pwd
+import re
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from hpcsched import paths
+from hpcsched.cli.admin.init import write_file
+from hpcsched.cli.output import clean
+from hpcsched.config.kinds import LOCAL_HOST, BadValue, host, user
+from hpcsched.config.load import Config, node_from
+from hpcsched.config.template import render_node
+from hpcsched.errors import ConfigError, RequestError, UnavailableError
+from hpcsched.launch import dial_for
+from hpcsched.launch.bundle import build_bundle
+from hpcsched.launch.greeting import ControllerIdentity
+from hpcsched.launch.visit import Visit, visit
+from hpcsched.model.ids import NODE_NAME, NodeName
+from hpcsched.model.node import OURSELVES, NodeSpec
+from hpcsched.model.units import format_mem
+from hpcsched.shareprobe import share_probe
+
+VISIT_S = 60.0
+CLOCK_OFF_S = 2.0
+FIRST_USER, NOBODY = 1000, 65534  # uids of ordinary users
+_TARGET = re.compile(
+    r"(?:(?P<user>[^@]+)@)?(?P<host>\[[^]]+\]|[^:\[\]]+|[0-9A-Fa-f:]+:[0-9A-Fa-f:]*)(?::(?P<port>\d+))?\Z"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """``user@host:port`` in its parts."""
+
+    user: str | None
+    host: str
+    port: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wishes:
+    """What the command line said; `given` are keys of the node's file."""
+
+    name: str | None
+    given: Mapping[str, Any]
+    yes: bool
+    fingerprint: str | None
+
+
+def add_node(config: Config, target: Target, wishes: Wishes) -> Visit:
+    """Add the node, telling what is done and found. Raises HpcschedError; then nothing was written."""
+    name = default_name(target) if wishes.name is None else wishes.name
+    path = config.config_dir / paths.NODES_DIR / f"{name}.toml"
+    _refuse_double(config, target, name)
+    keys = {"host": target.host, "port": target.port, "user": target.user} | dict(wishes.given)
+    keys = {key: value for key, value in keys.items() if value not in (None, (), [])}
+    spec = _provisional(path, keys)
+    if target.host != LOCAL_HOST:
+        keys["host_key"] = pin(config, spec, wishes)
+        spec = replace(spec, host_key=keys["host_key"])
+    found = look_at(config, spec)
+    if found.facts.get("python_for_all") and "python" not in keys:
+        keys["python"] = found.facts["python_for_all"]  # the account's own is in a directory that users cannot enter
+        found = look_at(config, replace(spec, python=keys["python"]))
+    keys = {"cpus": found.facts["cpus"], "memory": format_mem(found.facts["mem_mib"])} | keys
+    if "gpus" not in keys:
+        keys |= gpu_keys(found.facts.get("gpus", []))
+    keys = measured_keys(found.facts) | keys
+    keys["partitions"] = list(keys.get("partitions", ()))
+    text = render_node(name, {key: value for key, value in keys.items() if value not in ((), [])})
+    final = node_from(path, tomllib.loads(text))
+    _check_partitions(config, final.partitions)
+    for line in describe(final.spec, found, config.share):
+        click.echo(line)
+    write_file(path, text)
+    click.echo(f"wrote {path}")
+    return found
+
+
+def parse_target(text: str) -> Target:
+    """Return the parts of ``[user@]host[:port]``; an IPv6 address with a port stands in brackets."""
+    match = _TARGET.match(text)
+    advice = "write user@host or user@host:port, or local for this machine"
+    if match is None:
+        raise RequestError(f"cannot read {text[:100]!r}: {advice}")
+    try:
+        its_host = host(match["host"].strip("[]"))
+        its_user = user(match["user"]) if match["user"] is not None else None
+    except BadValue as error:
+        raise RequestError(f"cannot read {text[:100]!r}: it {error}; {advice}") from None
+    return Target(user=its_user, host=its_host, port=int(match["port"]) if match["port"] else None)
+
+
+def default_name(target: Target) -> str:
+    """Return the name that a node gets if none is given: the host's first label, or its address with dashes."""
+    try:
+        ipaddress.ip_address(target.host)
+        name = re.sub(r"[^0-9A-Za-z]+", "-", target.host).strip("-")
+    except ValueError:
+        name = target.host.split(".")[0]
+    if not NODE_NAME.match(name):
+        raise RequestError(f"cannot name a node {name!r}: letters, digits, _ and - only; choose one with --name")
+    return name
+
+
+def _refuse_double(config: Config, target: Target, name: str) -> None:
+    if not NODE_NAME.match(name):
+        raise RequestError(f"cannot name a node {name!r}: letters, digits, _ and -, at most 63")
+    for node in config.nodes:
+        if node.name == name:
+            raise RequestError(
+                f"cannot add {name}: there is a node of that name ({node.host}); choose one with --name, or, if "
+                f"that machine was set up anew: hpcsched node rekey {name}"
+            )
+        if (node.host, node.port) == (target.host, target.port) and target.host != LOCAL_HOST:
+            raise RequestError(f"cannot add {target.host} as {name}: it is the node {node.name} already")
+
+
+def _check_partitions(config: Config, names: tuple[str, ...]) -> None:
+    known = [partition.name for partition in config.partitions]
+    for name in names:
+        if name not in known:
+            raise RequestError(f"cannot add it to partition {name!r}: there are {', '.join(known)}")
+
+
+def _provisional(path: Path, keys: Mapping[str, Any]) -> NodeSpec:
+    """Return the node as far as the command line says it; what only a visit can tell is made up."""
+    spec = node_from(path, {"cpus": 1, "memory": 1} | dict(keys) | {"host": LOCAL_HOST}).spec
+    return replace(spec, host=str(keys["host"]), name=NodeName(path.stem))
+
+
+def pin(config: Config, spec: NodeSpec, wishes: Wishes) -> str:
+    """Show the host key that the machine has, and return it if it is believed."""
+    from hpcsched.launch import ssh_settings
+    from hpcsched.launch.hostkeys import fingerprint, spelled
+    from hpcsched.launch.pipe import Abort
+    from hpcsched.launch.ssh import peek_host_key
+
+    key = peek_host_key(spec, ssh_settings(config), Abort())
+    shown = fingerprint(key)
+    click.echo(f"{spec.name} ({spec.host}) shows the host key {key.get_name()} {shown}")
+    if wishes.fingerprint is not None:
+        if wishes.fingerprint != shown:
+            raise RequestError(
+                f"cannot trust {spec.host}: its host key is {shown}, not {wishes.fingerprint} as you said"
+            )
+    elif not wishes.yes:
+        _ask(spec, key.get_name(), shown)
+    return spelled(key)
+
+
+def _ask(spec: NodeSpec, key_type: str, shown: str) -> None:
+    kind = key_type.removeprefix("ssh-").split("-")[0]
+    click.echo(f"  on that machine, this prints it: ssh-keygen -lf /etc/ssh/ssh_host_{kind}_key.pub")
+    if not sys.stdin.isatty():
+        raise RequestError(
+            f"cannot trust {spec.host} unasked: if that is its key, say so with --accept-fingerprint {shown}"
+        )
+    if not click.confirm("Is it the same?"):
+        raise RequestError(f"cannot trust {spec.host}: you said that {shown} is not its key")
+
+
+def look_at(config: Config, spec: NodeSpec) -> Visit:
+    """Visit the node, and ask it whether it has the share, if there is one, and users' home directories."""
+    with ExitStack() as files:
+        probe = home = None
+        if config.share:
+            try:
+                probe = files.enter_context(share_probe(config.share))
+            except OSError as error:
+                raise ConfigError(f"cannot write to the share {config.share}: {error.strerror}") from None
+        directory = users_home()
+        if directory and spec.host != LOCAL_HOST:
+            with suppress(OSError):  # a read-only or full home is not for this command to report
+                home = files.enter_context(share_probe(directory))
+        return visit(
+            spec,
+            dial=dial_for(spec, config),
+            bundle=build_bundle(),
+            identity=identity_of(config),
+            timeout_s=VISIT_S,
+            probe=probe,
+            home=home,
+        )
+
+
+def users_home() -> str:
+    """Return the home directory that stands for those of users: one's own, for root that of the first ordinary user."""
+    uid = os.getuid()
+    if uid:
+        return os.path.expanduser("~")
+    for entry in sorted(pwd.getpwall(), key=lambda entry: entry.pw_uid):
+        if FIRST_USER <= entry.pw_uid < NOBODY and os.path.isdir(entry.pw_dir):
+            return entry.pw_dir
+    return ""
+
+
+def still_drained(config: Config, name: str) -> Iterator[str]:
+    """Yield that a node which was drained when it was removed is drained still, if it is so."""
+    from hpcsched import client
+    from hpcsched.store.engine import open_read_only
+    from hpcsched.store.store import Store
+
+    try:
+        views = [view for view in client.call("GET", "/v1/nodes")["nodes"] if view["name"] == name]
+        drained = [(view["drained_by"], view["drained_why"]) for view in views if view["drained"]]
+    except UnavailableError:
+        path = config.controller.state_dir / paths.DATABASE_FILE
+        if not path.exists():
+            return
+        with closing(Store(open_read_only(path))) as store:
+            row = store.load_nodes().get(name)
+        drained = [(row.drained_by, row.drained_why)] if row is not None and row.drained else []
+    for by, why in drained:
+        if by != OURSELVES:
+            yield f"! {name} is still drained, by {clean(by)}: {clean(why)}. It gets jobs after: hctl resume {name}"
+
+
+def identity_of(config: Config) -> ControllerIdentity:
+    """Return who the cluster's controller is: as it says itself, or from its database if it does not run."""
+    from hpcsched import client
+
+    try:
+        running = client.call("GET", "/v1/ping")
+        if running["cluster"] == config.name:
+            return ControllerIdentity(cluster=config.name, incarnation=running["incarnation"], epoch=running["epoch"])
+    except UnavailableError:
+        pass
+    from hpcsched.store.engine import current_epoch, incarnation, open_read_only
+
+    path = config.controller.state_dir / paths.DATABASE_FILE
+    if not path.exists():
+        raise ConfigError(f"cannot find the database {path}: run hpcsched init first")
+    database = open_read_only(path)
+    try:
+        return ControllerIdentity(cluster=config.name, incarnation=incarnation(database), epoch=current_epoch(database))
+    finally:
+        database.close()
+
+
+def describe(spec: NodeSpec, found: Visit, share: str) -> Iterator[str]:
+    """Yield what is worth knowing of a node that was visited, what is wrong with it marked by a ``!``."""
+    facts = found.facts
+    yield f"  cpus     {spec.cpus}" + _of(spec.cpus, facts["cpus"])
+    yield f"  memory   {format_mem(spec.mem_mib)}" + _of(spec.mem_mib, facts["mem_mib"], " MiB")
+    yield f"  GPUs     {', '.join(gpu.type for gpu in spec.gpus) or 'none'}"
+    if spec.speed:
+        link = f", network of {spec.link_mbps} Mbit/s" if spec.link_mbps else ""
+        yield f"  speed    {spec.speed:g}{link} (for --hint=synchronous and comm_bound)"
+    yield f"  disk     {facts.get('disk_free_mib', 0) / 1024:.1f} GiB free in {facts.get('root', 'its root')}"
+    yield f"  system   {facts.get('hostname', '?')}, Linux {facts.get('kernel', '?')}, Python {facts.get('python', '?')}"
+    runs_as = "every user's jobs, as that user" if facts.get("is_root") else "all jobs as that account"
+    yield f"  account  {facts.get('user', '?')}: runs {runs_as}"
+    yield from _describe_python(facts)
+    off_s = abs(found.clock_ahead_s)
+    mark = "!" if off_s > CLOCK_OFF_S + found.clock_error_s else " "
+    yield f"{mark} clock    {off_s:.1f} s {'ahead of' if found.clock_ahead_s > 0 else 'behind'} this machine's"
+    if share:
+        yield f"! share    {found.share_error}" if found.share_error else f"  share    {share} is the same there"
+    if found.home_error:
+        yield f"! home     {users_home()} is not the same there ({found.home_error}): jobs submitted from there"
+        yield "           start on other nodes; use --chdir with a directory that all nodes have, or a share"
+
+
+def _describe_python(facts: Mapping[str, Any]) -> Iterator[str]:
+    """Yield which Python was chosen where jobs run as their users, and whether they can run it."""
+    path, closed = facts.get("python_path"), facts.get("python_closed")
+    if not path:
+        return
+    yield f"! python   {path}: users cannot run it" if closed else f"  python   {path}, which all users can run"
+    if closed:
+        yield f'           ({closed} is closed to them): hrun in their jobs fails with "Permission denied".'
+        yield "           Add the node with --python=PATH of one that they can run, or open that directory: chmod o+x"
+
+
+def measured_keys(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of a node's file that say how capable it was found; what is not known is left out."""
+    found = {"speed": facts.get("speed"), "link_mbps": facts.get("link_mbps")}
+    if facts.get("tmp_total_mib"):
+        found["tmp_disk"] = format_mem(facts["tmp_total_mib"])
+    return {key: value for key, value in found.items() if value}
+
+
+def gpu_keys(gpus: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the keys of a node's file for the GPUs that were found: one that is cut up by MIG is its devices."""
+    types, devices = [], []
+    for gpu in gpus:
+        for device in gpu.get("mig", []):
+            types.append(device["profile"])
+            devices.append(device["uuid"])
+        if not gpu.get("mig"):
+            types.append(gpu_type(gpu["name"]))
+            devices.append(gpu["uuid"])
+    return {"gpus": types} | ({"gpu_devices": devices} if any(gpu.get("mig") for gpu in gpus) else {})
+
+
+def gpu_type(name: str) -> str:
+    """Return the short type of a GPU as people ask for it: ``a100``, ``rtx3090``, of the name that its driver gives."""
+    words = re.split(r"[^a-z0-9]+", name.lower())
+    for number, word in enumerate(words):
+        if any(char.isdigit() for char in word):
+            if word.isdigit() and number:
+                word = words[number - 1] + word  # RTX 3090
+            following = words[number + 1] if number + 1 < len(words) else ""
+            return word + (following if following in ("ti", "super") else "")
+    return "gpu"
+
+
+def _of(given: int, there: int, unit: str = "") -> str:
+    return "" if given == there else f" (it has {there}{unit})"

@@ -1,0 +1,48 @@
+"""What `hpcsched node rekey` does: pin the host key that a node shows now; all else in its file stays as it is.
+
+For a machine that was set up anew. The file is written after the machine let us in with that key, and is as before if the
+controller refuses the change.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import replace
+
+import click
+
+from hpcsched import client, paths
+from hpcsched.cli.admin.init import write_file
+from hpcsched.cli.node.add import Wishes, look_at, pin
+from hpcsched.cli.node.probe import with_keys
+from hpcsched.config.kinds import LOCAL_HOST
+from hpcsched.config.load import Config, node_from
+from hpcsched.errors import HpcschedError, NotFoundError, RequestError
+
+
+def rekey_node(config: Config, name: str, wishes: Wishes) -> None:
+    """Pin the host key that node `name` shows, if it is believed. Raises HpcschedError; then its file is as it was."""
+    spec = next((spec for spec in config.nodes if spec.name == name), None)
+    if spec is None:
+        there = ", ".join(spec.name for spec in config.nodes) or "none"
+        raise NotFoundError(f"cannot rekey {name[:60]!r}: there is no node of that name; there are: {there}")
+    if spec.host == LOCAL_HOST:
+        raise RequestError(f"cannot rekey {name}: it is this machine, without SSH")
+    key = pin(config, replace(spec, host_key=""), wishes)
+    if key == spec.host_key:
+        click.echo(f"{name} has the pinned host key: nothing has changed")
+        return
+    look_at(config, replace(spec, host_key=key))
+    path = config.config_dir / paths.NODES_DIR / f"{name}.toml"
+    before = path.read_text(encoding="utf-8")
+    text = with_keys(before, {"host_key": key})
+    node_from(path, tomllib.loads(text))
+    write_file(path, text)
+    try:
+        client.call("POST", "/v1/reconfigure", {})
+    except client.NoControllerError:
+        click.echo("the controller does not run; it will read this when it starts: hpcsched up")
+    except HpcschedError:
+        write_file(path, before)
+        raise
+    click.echo(f"wrote {path}")

@@ -1,0 +1,1 @@
+"""How commands write jobs, steps and nodes: columns, records, sentences."""

@@ -1,0 +1,230 @@
+"""The columns of nodes: each with sinfo's letter, header and long names, and how it is written of a group of nodes.
+
+A group is one line: nodes of one partition (or of all) that are alike in what the format shows. Texts that differ make
+two lines, as in sinfo; of numbers that differ the least is shown with a +. Source: sinfo(1) -o and -O.
+"""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from collections.abc import Callable, Sequence
+
+from hpcsched.client import Json
+from hpcsched.listing.formats import Cell, Field, Look
+from hpcsched.listing.text import date_text
+from hpcsched.model.hostlist import compress_hostlist
+from hpcsched.model.units import format_time_s
+
+Node = Json
+Partition = Json
+
+IN_USE = ("ALLOCATED", "MIXED", "DRAINING")
+OUT = ("DOWN", "DRAINED", "UNKNOWN")
+
+
+class Group(namedtuple("Group", "partition nodes")):
+    """A line: nodes, and their partition (None: of whatever partition)."""
+
+    __slots__ = ()
+
+    partition: Partition | None
+    nodes: list[Node]
+
+
+# ----- of one node
+
+
+_SHORT = {
+    "MIXED": "mix",
+    "ALLOCATED": "alloc",
+    "DRAINED": "drain",
+    "DRAINING": "drng",
+    "UNKNOWN": "unk",
+    "RESERVED": "resv",
+}
+
+
+def state_text(node: Node, *, short: bool) -> str:
+    """Return a node's state; a node that does not answer has a star."""
+    state = node["state"]
+    star = "*" if node["link"] != "up" else ""
+    return (_SHORT.get(state, state.lower()) if short else state.lower()) + star
+
+
+def gres_text(node: Node) -> str:
+    """Return the GPUs of a node by their types: ``gpu:a100:4``."""
+    counts: dict[str, int] = {}
+    for gpu in node["gpus"]:
+        counts[gpu["type"]] = counts.get(gpu["type"], 0) + 1
+    shards = sum(gpu.get("shards", 1) for gpu in node["gpus"])
+    parts = [f"gpu:{kind}:{count}" if kind not in ("", "gpu") else f"gpu:{count}" for kind, count in counts.items()]
+    return ",".join(parts + ([f"shard:{shards}"] if shards > len(node["gpus"]) else [])) or "(null)"
+
+
+def _gres_used(node: Node) -> str:
+    return f"gpu:{node['gpus_alloc']}" if node["gpus"] else "gpu:0"
+
+
+def reason_of(node: Node) -> tuple[str, str, str]:
+    """Return why a node takes no jobs, who said so, and since when."""
+    if node["drained"]:
+        return node["drained_why"], node["drained_by"], date_text(node["drained_at_s"], "Unknown")
+    if node["state"] == "DOWN":
+        return node["link_why"] or "Not responding", "slurm", date_text(node["link_since_s"] or None, "Unknown")
+    return "none", "Unknown", "Unknown"
+
+
+def cpu_counts(nodes: Sequence[Node]) -> tuple[int, int, int, int]:
+    """Return how many cpus are allocated, idle, otherwise out of use, and there at all."""
+    total = sum(node["cpus"] for node in nodes)
+    used = sum(node["cpus_alloc"] for node in nodes)
+    out = sum(node["cpus"] - node["cpus_alloc"] for node in nodes if node["state"] in (*OUT, "DRAINING"))
+    return used, total - used - out, out, total
+
+
+def node_counts(nodes: Sequence[Node]) -> tuple[int, int, int, int]:
+    """Return how many nodes are allocated, idle, otherwise out of use, and there at all."""
+    used = sum(node["state"] in IN_USE for node in nodes)
+    out = sum(node["state"] in OUT for node in nodes)
+    return used, len(nodes) - used - out, out, len(nodes)
+
+
+# ----- how a group is written
+
+
+def avail_text(partition: Partition) -> str:
+    """Return sinfo's word for whether the partition is available: up, down, drain or inact."""
+    state = partition.get("state") or ("UP" if partition["up"] else "DOWN")  # of the controller before this one: none
+    return {"INACTIVE": "inact"}.get(state, state.lower())
+
+
+def _partition(text: Callable[[Partition], str]) -> Callable[[Group, Look], str]:
+    return lambda group, look: "n/a" if group.partition is None else text(group.partition)
+
+
+def _each(text: Callable[[Node], str]) -> Callable[[Group, Look], str]:
+    """Return the writer of what all nodes of a group have in common."""
+    return lambda group, look: text(group.nodes[0]) if group.nodes else "n/a"
+
+
+def _least(number: Callable[[Node], int]) -> Callable[[Group, Look], str]:
+    def text(group: Group, look: Look) -> str:
+        numbers = [number(node) for node in group.nodes] or [0]
+        return f"{min(numbers)}{'+' if min(numbers) != max(numbers) else ''}"
+
+    return text
+
+
+def _slashes(counts: Callable[[Sequence[Node]], tuple[int, ...]], of: int = 4) -> Callable[[Group, Look], str]:
+    return lambda group, look: "/".join(map(str, counts(group.nodes)[:of]))
+
+
+def _one(text: str) -> Callable[[Group, Look], str]:
+    return lambda group, look: text
+
+
+def _names(group: Group, look: Look) -> str:
+    return compress_hostlist(node["name"] for node in group.nodes)
+
+
+def _limit(partition: Partition) -> str:
+    return "infinite" if partition["max_time_s"] is None else format_time_s(partition["max_time_s"])
+
+
+def _default_time(partition: Partition) -> str:
+    return "n/a" if partition["default_time_s"] is None else format_time_s(partition["default_time_s"])
+
+
+# fmt: off
+# Fields that tell groups apart: a partition's (if any is shown, lines are per partition), and a node's texts.
+_OF_PARTITION = (
+    Field("partition", "P", "PARTITION", _partition(lambda one: one["name"] + "*" * one["default"]), longs=("partition",)),
+    Field("partitionname", "R", "PARTITION", _partition(lambda one: one["name"]), longs=("partitionname",)),
+    Field("avail", "a", "AVAIL", _partition(avail_text), longs=("available",)),
+    Field("limit", "l", "TIMELIMIT", _partition(_limit), longs=("time",)),
+    Field("usual", "L", "DEFAULTTIME", _partition(_default_time), longs=("defaulttime",)),
+    Field("tier", "p", "PRIO_TIER", _partition(lambda one: str(one["priority_tier"])), longs=("prioritytier",)),
+    Field("factor", "I", "PRIO_JOB_FACTOR", _partition(lambda one: str(one["priority_job_factor"])),
+          longs=("priorityjobfactor",)),
+    Field("groups", "g", "GROUPS", _one("all"), longs=("groups",)),
+    Field("root", "r", "ROOT", _one("no"), longs=("root",)),
+    Field("size", "s", "JOB_SIZE", _one("1-infinite"), longs=("size",)),
+    Field("shared", "h", "OVERSUBSCRIBE", _one("NO"), longs=("oversubscribe", "share")),
+    Field("most", "B", "MAX_CPUS_PER_NODE", _one("UNLIMITED"), longs=("maxcpuspernode",)),
+    Field("preempt", "M", "PREEMPT_MODE", _one("OFF"), longs=("preemptmode",)),
+    Field("from", "S", "ALLOCNODES", _one("all"), longs=("allocnodes",)),
+)
+_OF_NODE = (
+    Field("state", "T", "STATE", _each(lambda node: state_text(node, short=False)), longs=("statelong",)),
+    Field("st", "t", "STATE", _each(lambda node: state_text(node, short=True)), longs=("statecompact", "state")),
+    Field("states", "", "STATECOMPLETE", _each(lambda node: state_text(node, short=False)), longs=("statecomplete",)),
+    Field("features", "f", "AVAIL_FEATURES", _each(lambda node: ",".join(node["features"]) or "(null)"), longs=("features",)),
+    Field("active", "b", "ACTIVE_FEATURES", _each(lambda node: ",".join(node["features"]) or "(null)"),
+          longs=("features-act", "features_act")),
+    Field("gres", "G", "GRES", _each(gres_text), longs=("gres",)),
+    Field("gresused", "", "GRES_USED", _each(_gres_used), longs=("gresused",)),
+    Field("reason", "E", "REASON", _each(lambda node: reason_of(node)[0]), longs=("reason",)),
+    Field("user", "u", "USER", _each(lambda node: reason_of(node)[1]), longs=("user",)),
+    Field("userlong", "U", "USER", _each(lambda node: reason_of(node)[1]), longs=("userlong",)),
+    Field("since", "H", "TIMESTAMP", _each(lambda node: reason_of(node)[2]), longs=("timestamp",)),
+    Field("reservation", "i", "RESERVATION", _each(lambda node: node.get("reservation") or ""), longs=("reservation",)),
+)
+_BY_NAME = (  # they show each node on a line of its own
+    Field("hosts", "n", "HOSTNAMES", _each(lambda node: node["name"]), longs=("nodehost",)),
+    Field("address", "o", "NODE_ADDR", _each(lambda node: node["host"]), longs=("nodeaddr",)),
+)
+_OF_GROUP = (
+    Field("nodelist", "N", "NODELIST", _names, longs=("nodelist",)),
+    Field("nodes", "D", "NODES", lambda group, look: str(len(group.nodes)), True, ("nodes",)),
+    Field("use", "A", "NODES(A/I)", _slashes(node_counts, 2), longs=("nodeai",)),
+    Field("usage", "F", "NODES(A/I/O/T)", _slashes(node_counts), longs=("nodeaiot",)),
+    Field("cpustate", "C", "CPUS(A/I/O/T)", _slashes(cpu_counts), longs=("cpusstate",)),
+    Field("cpus", "c", "CPUS", _least(lambda node: node["cpus"]), True, ("cpus",)),
+    Field("memory", "m", "MEMORY", _least(lambda node: node["mem_mib"]), True, ("memory",)),
+    Field("allocmem", "", "ALLOCMEM", _least(lambda node: node["mem_alloc_mib"]), True, ("allocmem",)),
+    Field("free", "e", "FREE_MEM", _least(lambda node: node["mem_mib"] - node["mem_alloc_mib"]), True, ("freemem",)),
+    Field("disk", "d", "TMP_DISK", _least(lambda node: node.get("tmp_mib") or 0), True, ("disk",)),
+    Field("load", "O", "CPU_LOAD", _one("N/A"), True, ("cpusload",)),
+    Field("weight", "w", "WEIGHT", _least(lambda node: node["weight"]), True, ("weight",)),
+    Field("sockets", "X", "SOCKETS", _one("1"), True, ("sockets",)),
+    Field("cores", "Y", "CORES", _least(lambda node: node["cpus"]), True, ("cores",)),
+    Field("threads", "Z", "THREADS", _one("1"), True, ("threads",)),
+    Field("sct", "z", "S:C:T", lambda group, look: f"1:{_least(lambda node: node['cpus'])(group, look)}:1", True,
+          ("socketcorethread",)),
+    Field("version", "v", "VERSION", _one("23.02.7"), longs=("version",)),
+    Field("cluster", "V", "CLUSTER", _one("N/A"), longs=("cluster",)),
+    Field("port", "", "PORT", lambda group, look: str(group.nodes[0]["port"] or 22) if group.nodes else "n/a", True, ("port",)),
+    Field("comment", "", "COMMENT", _one("(null)"), longs=("comment",)),
+    Field("extra", "", "EXTRA", _one("(null)"), longs=("extra",)),
+)
+# fmt: on
+FIELDS = (*_OF_PARTITION, *_OF_NODE, *_BY_NAME, *_OF_GROUP)
+
+
+def groups_of(
+    cells: Sequence[Cell], partitions: Sequence[Partition], nodes: Sequence[Node], *, each: bool = False
+) -> list[Group]:
+    """Return the lines that show `nodes`: those that the format tells apart, with `each` every node by itself."""
+    shown = [cell.field for cell in cells if cell.field is not None]
+    apart = [field for field in shown if field in _OF_NODE]
+    each = each or any(field in _BY_NAME for field in shown)
+    look = Look(0.0)
+    by_name = {node["name"]: node for node in nodes}
+    if not any(field in _OF_PARTITION for field in shown):
+        return _grouped(None, list(nodes), apart, look, each=each)
+    found: list[Group] = []
+    for partition in partitions:
+        mine = [by_name[name] for name in partition["nodes"] if name in by_name]
+        found += _grouped(partition, mine, apart, look, each=each) or ([] if each else [Group(partition, [])])
+    return found
+
+
+def _grouped(
+    partition: Partition | None, nodes: Sequence[Node], apart: Sequence[Field], look: Look, *, each: bool
+) -> list[Group]:
+    groups: dict[tuple[str, ...], list[Node]] = {}
+    for node in nodes:
+        alone = Group(partition, [node])
+        key = tuple(field.text(alone, look) for field in apart) + ((node["name"],) if each else ())
+        groups.setdefault(key, []).append(node)
+    return [Group(partition, mine) for mine in groups.values()]

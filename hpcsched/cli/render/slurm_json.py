@@ -1,0 +1,271 @@
+"""``squeue --json``, ``scontrol show job --json`` and ``sacct --json``: jobs in the names of Slurm's OpenAPI (data_parser
+v0.0.39, that of Slurm 23.02), as far as we have what they name. The values are the API's JSON objects."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from hpcsched.cli.output import print_json
+from hpcsched.cli.render.slurm_records import ids, node_state, tres_of_node, tres_of_nodes, why_out_of_use
+from hpcsched.cli.slurm import SLURM_VERSION
+from hpcsched.client import Json
+from hpcsched.listing.jobs import end_s, gres_of_node, start_s, tres_text
+from hpcsched.listing.states import shown_state
+
+# ----- what the JSON of all commands with Slurm's names has in common: Slurm's OpenAPI, data_parser v0.0.39, that of Slurm 23.02
+
+
+def meta() -> Json:
+    """Return what stands at the head of each answer."""
+    major, micro, minor = SLURM_VERSION.split(".")
+    return {
+        "plugin": {"type": "openapi/v0.0.39", "name": "Slurm OpenAPI v0.0.39", "data_parser": "data_parser/v0.0.39"},
+        "command": sys.argv,
+        "Slurm": {
+            "version": {"major": int(major), "micro": int(minor), "minor": int(micro)},
+            "release": SLURM_VERSION,
+        },
+    }
+
+
+def number(value: float | None) -> Json:
+    """Return a number as the parser writes one that may be missing or without limit."""
+    return {"set": value is not None, "infinite": False, "number": int(value or 0)}
+
+
+def limit_minutes(seconds: float | None) -> Json:
+    """Return a time limit in minutes; None is unlimited."""
+    return {"set": True, "infinite": seconds is None, "number": 0 if seconds is None else int(seconds) // 60}
+
+
+def print_jobs(answer: Json) -> int:
+    """Print the jobs of the API's answer as squeue does; return the exit status."""
+    print_json({"meta": meta(), "jobs": [_job(job) for job in answer["jobs"]], "warnings": [], "errors": []})
+    return 0
+
+
+def _job(job: Json) -> Json:
+    _, group = ids(job["user"], job["uid"])
+    return {
+        "account": job["account"],
+        "array_job_id": number(job["array_job_id"] or 0),
+        "array_task_id": number(job["array_task_id"]),
+        "array_task_string": job.get("folded", ""),
+        "batch_host": job["nodes"][0] if job["nodes"] else "",
+        "command": job["command"] or "",
+        "comment": job["comment"] or "",
+        "cpus": number(job["num_cpus"]),
+        "cpus_per_task": number(job["cpus_per_task"]),
+        "current_working_directory": job["work_dir"] or "",
+        "deadline": number(job.get("deadline_at_s") or 0),
+        "dependency": job["dependency"],
+        "eligible_time": number(job["eligible_at_s"] or 0),
+        "end_time": number(end_s(job) or 0),
+        "exit_code": _exit(job),
+        "features": job["constraint"],
+        "group_id": int(group.rpartition("(")[2].rstrip(")")),
+        "group_name": group.partition("(")[0],
+        "het_job_id": number(job.get("het_job_id") or 0),
+        "het_job_id_set": job.get("het_job_ids") or "",
+        "het_job_offset": number(job.get("het_offset") or 0),
+        "hold": job["hold"] != "none",
+        "job_id": job["id"],
+        "job_resources": {
+            "nodes": job["node_list"],
+            "allocated_cores": job["num_cpus"],
+            "allocated_hosts": len(job["nodes"]),
+            "allocated_nodes": [
+                {"nodename": one["node"], "cpus_used": one["cpus"], "memory_allocated": one["mem_mib"]}
+                for one in job["shares"]
+            ],
+        },
+        "job_state": shown_state(job),
+        "memory_per_node": number(job["mem_mib"]),
+        "name": job["name"],
+        "nice": job["nice"],
+        "node_count": number(job["num_nodes"]),
+        "nodes": job["node_list"],
+        "partition": job["partition"],
+        "priority": number(job["priority"] or 0),
+        "qos": job["qos"] or "normal",
+        "required_nodes": ",".join(job.get("asked_nodes") or ()),
+        "requeue": job["requeue"],
+        "restart_cnt": job["restarts"],
+        "resv_name": job.get("reservation") or "",
+        "standard_error": job["stderr"] or "",
+        "standard_input": job["stdin"] or "/dev/null",
+        "standard_output": job["stdout"] or "",
+        "start_time": number(start_s(job) or 0),
+        "state_description": job["reason_detail"],
+        "state_reason": job["reason"] or "None",
+        "submit_time": number(job["submitted_at_s"]),
+        "tasks": number(job["num_tasks"]),
+        "time_limit": limit_minutes(job["time_limit_s"]),
+        "tres_alloc_str": tres_text(job, billing=True) if job["node_list"] else "",
+        "tres_per_node": gres_of_node(job) if job["gpus"] else "",
+        "tres_req_str": tres_text(job, billing=True),
+        "user_id": job["uid"],
+        "user_name": job["user"],
+    }
+
+
+def _exit(one: Json) -> Json:
+    code, signum = one["exit_code"] or 0, one["exit_signal"] or 0
+    status = "SIGNALED" if signum else "ERROR" if code else "SUCCESS" if one["ended_at_s"] else "PENDING"
+    return {"status": status, "return_code": number(code), "signal": {"signal_id": signum, "name": ""}}
+
+
+def print_accounting(answer: Json, cluster: str) -> None:
+    """Print the jobs of the history as sacct does."""
+    jobs = [_accounted(job, cluster) for job in answer["jobs"]]
+    print_json({"meta": meta(), "jobs": jobs, "warnings": [], "errors": []})
+
+
+def _accounted(job: Json, cluster: str) -> Json:
+    _, group = ids(job["user"], job["uid"])
+    return {
+        "account": job["account"],
+        "comment": {"administrator": "", "job": job["comment"] or "", "system": ""},
+        "allocation_nodes": len(job["nodes"]),
+        "array": {"job_id": job["array_job_id"] or 0, "task_id": number(job["array_task_id"]), "task": ""},
+        "cluster": cluster,
+        "constraints": job["constraint"],
+        "derived_exit_code": _exit(job),
+        "exit_code": _exit(job),
+        "group": group.partition("(")[0],
+        "het": {"job_id": job.get("het_job_id") or 0, "job_offset": number(job.get("het_offset"))},
+        "job_id": job["id"],
+        "name": job["name"],
+        "nodes": job["node_list"] or "None assigned",
+        "partition": job["partition"],
+        "priority": number(job["priority"] or 0),
+        "qos": job["qos"] or "normal",
+        "required": {"CPUs": job["num_cpus"], "memory_per_node": number(job["mem_mib"])},
+        "restart_cnt": job["restarts"],
+        "state": {"current": job["state"], "reason": job["reason"] or "None"},
+        "steps": [_step(job, step) for step in job["steps"]],
+        "submit_line": job["submit_line"] or "",
+        "time": {
+            "elapsed": int(job["elapsed_s"]),
+            "eligible": int(job["eligible_at_s"] or 0),
+            "end": int(job["ended_at_s"] or 0),
+            "start": int(job["started_at_s"] or 0),
+            "submission": int(job["submitted_at_s"]),
+            "suspended": int(job.get("suspended_s") or 0),
+            "limit": limit_minutes(job["time_limit_s"]),
+        },
+        "tres": {"allocated": _tres(job) if job["nodes"] else [], "requested": _tres(job)},
+        "user": job["user"],
+        "working_directory": job["work_dir"] or "",
+    }
+
+
+def _tres(job: Json) -> list[Json]:
+    kinds = (("cpu", "", job["num_cpus"]), ("mem", "", job["mem_mib"]), ("node", "", job["num_nodes"]))
+    counted = (*kinds, ("gres", "gpu", job["gpus"]))
+    return [{"type": kind, "name": name, "count": count} for kind, name, count in counted if count]
+
+
+def _step(job: Json, step: Json) -> Json:
+    return {
+        "step": {"id": {"job_id": job["id"], "step_id": str(step["step"])}, "name": step["name"] or step["step"]},
+        "state": step["state"],
+        "exit_code": _exit(step),
+        "nodes": {"count": len(step["nodes"]), "list": step["nodes"]},
+        "tasks": {"count": step["ntasks"]},
+        "time": {
+            "start": int(step["started_at_s"] or 0),
+            "end": int(step["ended_at_s"] or 0),
+            "user": {"seconds": int(step["cpu_user_s"] or 0)},
+            "system": {"seconds": int(step["cpu_system_s"] or 0)},
+        },
+        "statistics": {"memory": {"max_kib": step["max_rss_kib"] or 0}},
+    }
+
+
+# ----- ``sinfo --json`` and ``scontrol show node|partition --json``: in the names of Slurm's OpenAPI, as far as we have what they
+# name. The values are the API's JSON objects.
+
+
+def print_nodes(nodes: Sequence[Json]) -> None:
+    """Print the nodes."""
+    print_json({"meta": meta(), "nodes": [_node(node) for node in nodes], "warnings": [], "errors": []})
+
+
+def print_partitions(partitions: Sequence[Json], nodes: Sequence[Json]) -> None:
+    """Print the partitions; `nodes` are all there are."""
+    by_name = {node["name"]: node for node in nodes}
+    shown = [_partition(one, [by_name[name] for name in one["nodes"] if name in by_name]) for one in partitions]
+    print_json({"meta": meta(), "partitions": shown, "warnings": [], "errors": []})
+
+
+def _node(node: Json) -> Json:
+    facts = node.get("facts") or {}
+    why, by, at_s = why_out_of_use(node)
+    gpus = len(node["gpus"])
+    tres, tres_used = tres_of_node(node)
+    return {
+        "architecture": facts.get("arch", "x86_64"),
+        "boards": 1,
+        "boot_time": 0,
+        "comment": "",
+        "cores": node["cpus"],
+        "cpu_load": number(None),
+        "free_mem": number(None),
+        "cpus": node["cpus"],
+        "effective_cpus": node["cpus"],
+        "features": list(node["features"]),
+        "active_features": list(node["features"]),
+        "gres": f"gpu:{gpus}" if gpus else "",
+        "gres_drained": "N/A",
+        "gres_used": f"gpu:{node['gpus_alloc']}" if gpus else "",
+        "last_busy": int(node["link_since_s"] or 0),
+        "mcs_label": "",
+        "name": node["name"],
+        "address": node["host"],
+        "hostname": node["name"],
+        "state": node_state(node).split("+"),
+        "operating_system": "Linux",
+        "owner": "",
+        "partitions": list(node["partitions"]),
+        "port": node["port"] or 22,
+        "real_memory": node["mem_mib"],
+        "reason": why,
+        "reason_changed_at": int(at_s or 0),
+        "reason_set_by_user": by,
+        "reservation": node.get("reservation") or "",
+        "alloc_memory": node["mem_alloc_mib"],
+        "alloc_cpus": node["cpus_alloc"],
+        "alloc_idle_cpus": node["cpus"] - node["cpus_alloc"],
+        "tres": tres,
+        "tres_used": tres_used,
+        "tres_weighted": float(node["cpus_alloc"]),
+        "slurmd_start_time": int(node["link_since_s"] or 0),
+        "sockets": 1,
+        "threads": 1,
+        "temporary_disk": node.get("tmp_mib") or 0,
+        "weight": node["weight"],
+        "version": SLURM_VERSION,
+    }
+
+
+def _partition(one: Json, nodes: list[Json]) -> Json:
+    return {
+        "name": one["name"],
+        "nodes": {"allowed_allocation": "", "configured": one["node_list"], "total": len(nodes)},
+        "accounts": {"allowed": ",".join(one["allow_accounts"]), "deny": ""},
+        "groups": {"allowed": ""},
+        "qos": {"allowed": ",".join(one["allow_qos"]), "deny": "", "assigned": ""},
+        "tres": {"billing_weights": "", "configured": tres_of_nodes(one, nodes)},
+        "cpus": {"task_binding": 0, "total": one["cpus"]},
+        "defaults": {
+            "time": limit_minutes(one["default_time_s"]) if one["default_time_s"] else number(None),
+            "job": "",
+        },
+        "maximums": {"nodes": {"set": True, "infinite": True, "number": 0}, "time": limit_minutes(one["max_time_s"])},
+        "minimums": {"nodes": 0},
+        "priority": {"job_factor": one["priority_job_factor"], "tier": one["priority_tier"]},
+        "partition": {"state": [one.get("state") or ("UP" if one["up"] else "DOWN")]},
+        "flags": ["DEFAULT"] if one["default"] else [],
+    }

@@ -1,0 +1,303 @@
+"""Jobs, nodes, partitions and steps as ``scontrol show`` writes them: Slurm's words, in Slurm's order, all of them.
+
+Clients read these as ``name=value`` words, and some count on the lines. What there is no such thing of here has the value
+that Slurm shows where it is unused. The values are the API's JSON objects. Source: scontrol of Slurm 22.05.
+"""
+
+from __future__ import annotations
+
+from hpcsched.cli.render.show_text import Words, het_words
+from hpcsched.client import Json
+from hpcsched.listing.jobs import end_s, exit_text, gres_of_node, memory_asked, reason, start_s, tres_text
+from hpcsched.listing.states import shown_state
+from hpcsched.listing.text import clean, date_text
+from hpcsched.model.hostlist import compress_hostlist
+from hpcsched.model.units import format_mem, format_time_s
+
+
+class Text(str):
+    """A value that stands as it is, though it is empty."""
+
+
+def record(lines: list[Words], *, one_line: bool) -> str:
+    """Return the words, as lines indented under the first one and an empty line, or all on one line."""
+    texts = [" ".join(f"{name}={_value(value)}" for name, value in words) for words in lines if words]
+    return " ".join(texts) if one_line else "\n   ".join(texts) + "\n"
+
+
+def _value(value: object) -> str:
+    if isinstance(value, Text):
+        return clean(value)
+    if isinstance(value, bool):
+        return "1" if value else "0"
+    return "(null)" if value in (None, "") else clean(value)
+
+
+def ids(user: str, uid: int) -> tuple[str, str]:
+    """Return ``ann(1000)`` and ``users(100)``."""
+    import grp  # these two for no other command
+    import pwd
+
+    try:
+        gid = pwd.getpwnam(user).pw_gid
+    except KeyError:
+        return f"{user}({uid})", f"{uid}({uid})"
+    try:
+        return f"{user}({uid})", f"{grp.getgrgid(gid).gr_name}({gid})"
+    except KeyError:
+        return f"{user}({uid})", f"{gid}({gid})"
+
+
+def job_lines(job: Json, *, detailed: bool) -> list[Words]:
+    """Return the lines of a job; `detailed`: with what it has of each node."""
+    user, group = ids(job["user"], job["uid"])
+    array = [("ArrayJobId", job["array_job_id"]), ("ArrayTaskId", job["array_task_id"])]
+    array += [("ArrayTaskThrottle", job["array_limit"])] if job.get("array_limit") else []
+    tres = Text(tres_text(job, billing=True))
+    suspended_s = job.get("suspended_s") or 0
+    lines: list[Words] = [
+        [
+            ("JobId", job["id"]),
+            *(array if job["array_job_id"] is not None else []),
+            *het_words(job),
+            ("JobName", job["name"]),
+        ],
+        [("HetJobIdSet", job["het_job_ids"])] if job.get("het_job_ids") else (),
+        [("UserId", user), ("GroupId", group), ("MCS_label", "N/A")],
+        [
+            ("Priority", 0 if job["hold"] != "none" else job["priority"] or 0),
+            ("Nice", job["nice"]),
+            ("Account", job["account"]),
+            ("QOS", job["qos"] or "normal"),
+        ],
+        [("JobState", shown_state(job)), ("Reason", reason(job)), ("Dependency", job["dependency"])],
+        [
+            ("Requeue", job["requeue"]),
+            ("Restarts", job["restarts"]),
+            ("BatchFlag", bool(job["command"] or job["submit_line"])),
+            ("Reboot", 0),
+            ("ExitCode", exit_text(job)),
+        ],
+        [
+            ("RunTime", format_time_s(job["elapsed_s"], full=True)),
+            ("TimeLimit", format_time_s(job["time_limit_s"], full=True)),
+            ("TimeMin", format_time_s(job["time_min_s"], full=True) if job.get("time_min_s") else "N/A"),
+        ],
+        [
+            ("SubmitTime", date_text(job["submitted_at_s"])),
+            ("EligibleTime", date_text(job["eligible_at_s"], "Unknown")),
+        ],
+        [("AccrueTime", date_text(job["eligible_at_s"], "Unknown"))],
+        [
+            ("StartTime", date_text(start_s(job), "Unknown")),
+            ("EndTime", date_text(end_s(job), "Unknown")),
+            ("Deadline", date_text(job.get("deadline_at_s"))),
+        ],
+        [
+            ("SuspendTime", "None"),
+            ("SecsPreSuspend", int(suspended_s)),
+            ("LastSchedEval", date_text(job["submitted_at_s"])),
+            ("Scheduler", "Backfill"),
+        ],
+        [("Partition", job["partition"]), ("AllocNode:Sid", f"{job.get('submit_host') or 'N/A'}:0")],
+        [
+            ("ReqNodeList", compress_hostlist(job.get("asked_nodes") or ())),
+            ("ExcNodeList", compress_hostlist(job.get("excluded_nodes") or ())),
+        ],
+        [("NodeList", job["node_list"])],
+        [("BatchHost", job["nodes"][0])] if job["nodes"] else (),
+        [
+            ("NumNodes", job["num_nodes"]),
+            ("NumCPUs", job["num_cpus"]),
+            ("NumTasks", job["num_tasks"]),
+            ("CPUs/Task", job["cpus_per_task"]),
+            ("ReqB:S:C:T", "0:0:*:*"),
+        ],
+        [("TRES", tres)] if not job["node_list"] else [("ReqTRES", tres)],
+        [("AllocTRES", tres)] if job["node_list"] else (),
+        [("Socks/Node", "*"), ("NtasksPerN:B:S:C", f"{job['ntasks_per_node'] or 0}:0:*:*"), ("CoreSpec", "*")],
+        *(_share(share) for share in job["shares"] if detailed),
+        [
+            ("MinCPUsNode", max(1, job.get("mincpus") or 0)),
+            ("MinMemoryCPU" if job.get("mem_per_cpu_mib") else "MinMemoryNode", memory_asked(job)),
+            ("MinTmpDiskNode", format_mem(job.get("tmp_mib") or 0)),
+        ],
+        [("Features", job["constraint"]), ("DelayBoot", "00:00:00")],
+        [("Reservation", job["reservation"])] if job.get("reservation") else (),
+        [
+            ("OverSubscribe", "NO" if job["exclusive"] else "OK"),
+            ("Contiguous", int(bool(job.get("contiguous")))),
+            ("Licenses", ",".join(f"{name}:{count}" for name, count in (job.get("licenses") or {}).items())),
+            ("Network", None),
+        ],
+        [("Command", job["command"])],
+        [("WorkDir", job["work_dir"])],
+        [("Comment", job["comment"])] if job["comment"] else (),
+        [("StdErr", job["stderr"])],
+        [("StdIn", job["stdin"] or "/dev/null")],
+        [("StdOut", job["stdout"])],
+        [("Power", Text(""))],
+        [("TresPerNode", gres_of_node(job))] if job["gpus"] or job.get("shards") else (),
+    ]
+    return lines
+
+
+def _share(share: Json) -> Words:
+    gpus = f"gpu:{len(share['gpus'])}(IDX:{','.join(map(str, share['gpus']))})" if share["gpus"] else ""
+    last = share["cpus"] - 1
+    cpus = "0" if last <= 0 else f"0-{last}"
+    return [("  Nodes", share["node"]), ("CPU_IDs", cpus), ("Mem", share["mem_mib"]), ("GRES", Text(gpus))]
+
+
+_STATES = {"UNKNOWN": "UNKNOWN", "DRAINED": "IDLE+DRAIN", "MAINT": "IDLE+MAINTENANCE"}
+
+
+def node_state(node: Json) -> str:
+    """Return a node's state in scontrol's words: ``IDLE+DRAIN``."""
+    if node["drained"] and node["link"] == "down":
+        return "DOWN+DRAIN"
+    if node["state"] == "DRAINING":
+        return "MIXED+DRAIN" if node["cpus_alloc"] < node["cpus"] else "ALLOCATED+DRAIN"
+    return _STATES.get(node["state"], str(node["state"]))
+
+
+def tres_of_node(node: Json) -> tuple[str, str]:
+    """Return what a node has, and what of it is allocated: ``cpu=8,mem=4G,billing=8,gres/gpu=2``."""
+    gpus = len(node["gpus"])
+    whole = [f"cpu={node['cpus']}", f"mem={format_mem(node['mem_mib'])}", f"billing={node['cpus']}"]
+    whole += [f"gres/gpu={gpus}"] if gpus else []
+    alloc = [f"cpu={node['cpus_alloc']}"] if node["cpus_alloc"] else []
+    alloc += [f"mem={format_mem(node['mem_alloc_mib'])}"] if node["mem_alloc_mib"] else []
+    alloc += [f"gres/gpu={node['gpus_alloc']}"] if node["gpus_alloc"] else []
+    return ",".join(whole), ",".join(alloc)
+
+
+def tres_of_nodes(partition: Json, nodes: list[Json]) -> str:
+    """Return what a partition has; `nodes` are its nodes."""
+    mem_mib, gpus = sum(node["mem_mib"] for node in nodes), sum(len(node["gpus"]) for node in nodes)
+    tres = f"cpu={partition['cpus']},mem={format_mem(mem_mib)},node={len(nodes)},billing={partition['cpus']}"
+    return tres + (f",gres/gpu={gpus}" if gpus else "")
+
+
+def node_lines(node: Json) -> list[Words]:
+    """Return the lines of a node."""
+    facts = node.get("facts") or {}
+    gpus = len(node["gpus"])
+    features = ",".join(node["features"])
+    mem_mib = node["mem_mib"]
+    tres, alloc = tres_of_node(node)
+    why, by, at_s = why_out_of_use(node)
+    return [
+        [("NodeName", node["name"]), ("Arch", facts.get("arch", "x86_64")), ("CoresPerSocket", node["cpus"])],
+        [("CPUAlloc", node["cpus_alloc"]), ("CPUEfctv", node["cpus"]), ("CPUTot", node["cpus"]), ("CPULoad", "N/A")],
+        [("AvailableFeatures", features)],
+        [("ActiveFeatures", features)],
+        [("Gres", f"gpu:{gpus}" if gpus else None)],
+        [("NodeAddr", node["host"]), ("NodeHostName", node["name"]), ("Version", "23.02.7")],
+        [("OS", "Linux")],
+        [
+            ("RealMemory", mem_mib),
+            ("AllocMem", node["mem_alloc_mib"]),
+            ("FreeMem", "N/A"),
+            ("Sockets", 1),
+            ("Boards", 1),
+        ],
+        [
+            ("State", node_state(node)),
+            ("ThreadsPerCore", 1),
+            ("TmpDisk", node.get("tmp_mib") or 0),
+            ("Weight", node["weight"]),
+            ("Owner", "N/A"),
+            ("MCS_label", "N/A"),
+        ],
+        [("Partitions", ",".join(node["partitions"]))],
+        [("BootTime", "None"), ("SlurmdStartTime", date_text(node["link_since_s"] or None, "None"))],
+        [("LastBusyTime", date_text(node["link_since_s"] or None, "None"))],
+        [("CfgTRES", Text(tres))],
+        [("AllocTRES", Text(alloc))],
+        [("CapWatts", "n/a")],
+        [("CurrentWatts", 0), ("AveWatts", 0)],
+        [("ExtSensorsJoules", "n/s"), ("ExtSensorsWatts", 0), ("ExtSensorsTemp", "n/s")],
+        [("ReservationName", node["reservation"])] if node.get("reservation") else (),
+        [("Reason", f"{why} [{by}@{date_text(at_s, 'Unknown')}]")] if why else (),
+    ]
+
+
+def why_out_of_use(node: Json) -> tuple[str, str, float | None]:
+    """Return why a node is drained or down, by whom and since when; "": it is not."""
+    if node["drained"]:
+        return node["drained_why"], node["drained_by"], node["drained_at_s"]
+    return (node["link_why"], "slurm", node["link_since_s"] or None) if node["state"] == "DOWN" else ("", "", None)
+
+
+def partition_lines(partition: Json, nodes: list[Json]) -> list[Words]:
+    """Return the lines of a partition; `nodes` are its nodes."""
+    limit = "UNLIMITED" if partition["max_time_s"] is None else format_time_s(partition["max_time_s"], full=True)
+    usual = "NONE" if partition["default_time_s"] is None else format_time_s(partition["default_time_s"], full=True)
+    return [
+        [("PartitionName", partition["name"])],
+        [
+            ("AllowGroups", "ALL"),
+            ("AllowAccounts", ",".join(partition["allow_accounts"]) or "ALL"),
+            ("AllowQos", ",".join(partition["allow_qos"]) or "ALL"),
+        ],
+        [("AllocNodes", "ALL"), ("Default", "YES" if partition["default"] else "NO"), ("QoS", "N/A")],
+        [
+            ("DefaultTime", usual),
+            ("DisableRootJobs", "NO"),
+            ("ExclusiveUser", "NO"),
+            ("GraceTime", 0),
+            ("Hidden", "NO"),
+        ],
+        [
+            ("MaxNodes", "UNLIMITED"),
+            ("MaxTime", limit),
+            ("MinNodes", 0),
+            ("LLN", "NO"),
+            ("MaxCPUsPerNode", "UNLIMITED"),
+        ],
+        [("Nodes", partition["node_list"])],
+        [
+            ("PriorityJobFactor", partition["priority_job_factor"]),
+            ("PriorityTier", partition["priority_tier"]),
+            ("RootOnly", "NO"),
+            ("ReqResv", "NO"),
+            ("OverSubscribe", "NO"),
+        ],
+        [("OverTimeLimit", "NONE"), ("PreemptMode", "OFF")],
+        [
+            ("State", partition.get("state") or ("UP" if partition["up"] else "DOWN")),
+            ("TotalCPUs", partition["cpus"]),
+            ("TotalNodes", len(nodes)),
+            ("SelectTypeParameters", "NONE"),
+        ],
+        [("JobDefaults", None)],
+        [("DefMemPerNode", "UNLIMITED"), ("MaxMemPerNode", "UNLIMITED")],
+        [("TRES", Text(tres_of_nodes(partition, nodes)))],
+    ]
+
+
+def step_lines(step: Json) -> list[Words]:
+    """Return the lines of a step that runs."""
+    job = step["job"]
+    nodes = compress_hostlist(step["nodes"])
+    cpus = sum(share["cpus"] for share in job["shares"] if share["node"] in step["nodes"])
+    return [
+        [
+            ("StepId", step["id"]),
+            ("UserId", job["uid"]),
+            ("StartTime", date_text(step["started_at_s"], "Unknown")),
+            ("TimeLimit", format_time_s(job["time_limit_s"], full=True)),
+        ],
+        [("State", step["state"]), ("Partition", job["partition"]), ("NodeList", nodes), ("Gres", Text(""))],
+        [
+            ("Nodes", len(step["nodes"])),
+            ("CPUs", cpus),
+            ("Tasks", step["ntasks"]),
+            ("Name", step["name"] or step["step"]),
+            ("Network", None),
+        ],
+        [("TRES", Text(f"cpu={cpus},node={len(step['nodes'])}"))],
+        [("ResvPorts", None)],
+        [("CPUFreqReq", "Default"), ("Dist", "Block")],
+    ]

@@ -1,0 +1,299 @@
+"""sreport: use of the cluster, and by account and user, over a time: ``cluster utilization``, ``user topusage`` ...
+
+The figures come from the history of jobs: what each job's last attempt held, for the part of the time that lies in the
+period. A node counts as down from when it stopped answering, and only while it is down now: outages that are over are not
+recorded, and count as idle. The report says so, below its title.
+
+Source: sreport(1).
+"""
+
+from __future__ import annotations
+
+import pwd
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from hpcsched import client
+from hpcsched.cli.options import HELP, VERSION, Command, Option, UsageError, Words, own_cluster
+from hpcsched.cli.output import clean
+from hpcsched.cli.slurm import ELSEWHERE, Face, run_face
+from hpcsched.client import Json
+from hpcsched.model.dates import parse_when
+
+FACE = Face(
+    Command(
+        "sreport",
+        (
+            "[OPTIONS] cluster utilization [start=TIME] [end=TIME]",
+            "[OPTIONS] cluster AccountUtilizationByUser | UserUtilizationByAccount [start=TIME] [end=TIME] [users=LIST]",
+            "[OPTIONS] user topusage [start=TIME] [end=TIME] [users=LIST] [accounts=LIST] [topcount=N]",
+        ),
+        "Report use over a time; without start and end: yesterday. Down counts nodes that are down now, since they stopped "
+        "answering: outages that are over are not recorded, and are in Idle.",
+        (
+            Option("noheader", "n", help="print no header"),
+            Option("parsable", "p", help="put | behind each column"),
+            Option("parsable2", "P", help="put | between the columns"),
+            Option("quiet", "Q", help="print the report alone"),
+            Option("time", "t", "FORMAT", "Seconds, Minutes (default), Hours, Percent, SecPer, MinPer or HourPer"),
+            Option("tres", "T", "LIST", "what to report: cpu (default), mem, node, gres/gpu, billing"),
+            HELP,
+            VERSION,
+        ),
+        accepted=(*ELSEWHERE, Option("all_clusters", "a"), Option("verbose", "v")),
+    ),
+    "sreport: error",
+)
+DAY_S = 86_400
+TOP = 10
+RULE = "-" * 80
+DOWN_MEANS = "Down: nodes that are down now; outages that are over are in Idle"
+UNITS = {"seconds": ("Seconds", 1), "minutes": ("Minutes", 60), "hours": ("Hours", 3600)}
+# TRES -> its name in the title, and how much of it a job holds.
+TRES: Mapping[str, tuple[str, Callable[[Json], float]]] = {
+    "cpu": ("CPU", lambda job: job["num_cpus"] or 0),
+    "mem": ("mem", lambda job: job["mem_mib"] or 0),
+    "node": ("node", lambda job: job["num_nodes"] or 0),
+    "gres/gpu": ("gres/gpu", lambda job: job["gpus"] or 0),
+    "billing": ("billing", lambda job: job["num_cpus"] or 0),
+}
+NODE_TRES: Mapping[str, Callable[[Json], float]] = {
+    "cpu": lambda node: node["cpus"],
+    "mem": lambda node: node["mem_mib"],
+    "node": lambda node: 1,
+    "gres/gpu": lambda node: len(node["gpus"]),
+    "billing": lambda node: node["cpus"],
+}
+
+
+class Column(NamedTuple):
+    """A column of a report: its title, and its width where it is not parsable."""
+
+    title: str
+    width: int
+
+
+class Period(NamedTuple):
+    """From `start_s` to `end_s`, both in seconds since the epoch; `now_s` bounds what has been used so far."""
+
+    start_s: float
+    end_s: float
+    now_s: float
+
+    def overlap_s(self, start_s: float | None, end_s: float | None) -> float:
+        """Return for how many seconds of the period something lasted that has ended at `end_s` (None: not yet)."""
+        if start_s is None:
+            return 0.0
+        until_s = min(self.end_s, self.now_s if end_s is None else end_s)
+        return max(0.0, until_s - max(self.start_s, start_s))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status."""
+    return run_face(FACE, _work, argv)
+
+
+def _work(words: Words) -> int:
+    names = [word.lower() for word in words.operands if "=" not in word]
+    given = dict(word.lower().split("=", 1) for word in words.operands if "=" in word)
+    report = _report(names)
+    unknown = given.keys() - {"start", "end", "users", "user", "accounts", "account", "topcount", "clusters", "format"}
+    if unknown:
+        raise UsageError("", getopt=f"error: Unknown condition: {min(unknown)[:60]}")
+    if "format" in given:
+        raise UsageError("cannot choose columns: sreport has no format= here; cut those of -P")
+    period = _period(given, time.time())
+    tres = [name.lower() for name in words.listed("tres")] or ["cpu"]
+    for name in tres:
+        if name not in TRES:
+            raise UsageError(f"cannot report {name[:60]!r}: there are {', '.join(TRES)}")
+    scale = _scale(words.last("time") or "minutes")
+    title, shown, rows = report(period, tres, given)
+    _print(title, shown, rows, words, tres, scale)
+    return 0
+
+
+def _report(names: Sequence[str]) -> Callable:
+    for wanted, report in REPORTS.items():
+        kind, name = wanted.split()
+        if len(names) == 2 and names[0] and kind.startswith(names[0]) and names[1] and name.startswith(names[1]):
+            return report
+    raise UsageError("", getopt=f"error: Not valid report: {' '.join(names)[:60] or 'none'}; see sreport --help")
+
+
+def _period(given: Mapping[str, str], now_s: float) -> Period:
+    """Return the period that is asked for; by default yesterday, in local time."""
+    today = time.localtime(now_s)
+    midnight_s = time.mktime((today.tm_year, today.tm_mon, today.tm_mday, 0, 0, 0, 0, 0, -1))
+    yesterday_s = time.mktime((today.tm_year, today.tm_mon, today.tm_mday - 1, 0, 0, 0, 0, 0, -1))
+    start_s = parse_when(given["start"], now_s, past=True) if "start" in given else yesterday_s
+    end_s = parse_when(given["end"], now_s, past=True) if "end" in given else midnight_s
+    if "start" in given and "end" not in given and start_s >= end_s:
+        end_s = now_s
+    if end_s <= start_s:
+        raise UsageError("cannot report: the end is not after the start")
+    return Period(start_s, end_s, now_s)
+
+
+def _jobs(period: Period, given: Mapping[str, str]) -> list[Json]:
+    path = client.query(
+        "/v1/history", user=given.get("users") or given.get("user", ""), start_s=period.start_s, end_s=period.end_s
+    )
+    jobs = client.call("GET", path)["jobs"]
+    accounts = (given.get("accounts") or given.get("account", "")).split(",")
+    return [job for job in jobs if accounts == [""] or (job["account"] or "root") in accounts]
+
+
+def _used(period: Period, jobs: Sequence[Json], tres: Sequence[str]) -> dict[tuple[str, str], list[float]]:
+    """Return (account, user) -> seconds of each TRES."""
+    used: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0] * len(tres))
+    for job in jobs:
+        lasted_s = period.overlap_s(job["started_at_s"], job["ended_at_s"])
+        if lasted_s:
+            sums = used[job["account"] or "root", job["user"]]
+            for at, name in enumerate(tres):
+                sums[at] += lasted_s * TRES[name][1](job)
+    return dict(used)
+
+
+# ----- the reports: title, columns, and rows of (texts, seconds of each TRES by column)
+
+
+def _utilization(period: Period, tres: Sequence[str], given: Mapping[str, str]) -> tuple:
+    nodes = client.call("GET", "/v1/nodes")["nodes"]
+    jobs = _jobs(period, given)
+    rows = []
+    for name in tres:
+        there = min(period.end_s, period.now_s) - period.start_s
+        reported_s = max(0.0, there) * sum(NODE_TRES[name](node) for node in nodes)
+        down_s = sum(
+            NODE_TRES[name](node) * period.overlap_s(node["link_since_s"], None)
+            for node in nodes
+            if node["link"] == "down"
+        )
+        allocated_s = sum(sums[0] for sums in _used(period, jobs, [name]).values())
+        idle_s = max(0.0, reported_s - down_s - allocated_s)
+        rows.append(([own_cluster()], name, [allocated_s, down_s, 0.0, idle_s, 0.0, reported_s]))
+    columns = [Column("Cluster", 9)]
+    values = [Column(title, 8) for title in ("Allocated", "Down", "PLND Down", "Idle", "Planned", "Reported")]
+    return f"Cluster Utilization {_span(period)}\n{DOWN_MEANS}", (columns, values), rows
+
+
+def _by_account(period: Period, tres: Sequence[str], given: Mapping[str, str]) -> tuple:
+    used = _used(period, _jobs(period, given), tres)
+    rows = []
+    for account in sorted({account for account, _ in used}):
+        mine = {user: sums for (name, user), sums in used.items() if name == account}
+        for at, name in enumerate(tres):
+            rows.append(([own_cluster(), account, "", ""], name, [sum(sums[at] for sums in mine.values()), 0.0]))
+        for user in sorted(mine):
+            rows += [
+                ([own_cluster(), account, user, _full_name(user)], name, [mine[user][at], 0.0])
+                for at, name in enumerate(tres)
+            ]
+    columns = [Column("Cluster", 9), Column("Account", 15), Column("Login", 9), Column("Proper Name", 15)]
+    return f"Cluster/Account/User Utilization {_span(period, seconds=True)}", (columns, _VALUES), rows
+
+
+def _by_user(period: Period, tres: Sequence[str], given: Mapping[str, str]) -> tuple:
+    used = _used(period, _jobs(period, given), tres)
+    rows = [
+        ([own_cluster(), user, _full_name(user), account], name, [sums[at], 0.0])
+        for (account, user), sums in sorted(used.items(), key=lambda item: item[0][::-1])
+        for at, name in enumerate(tres)
+    ]
+    return f"Cluster/User/Account Utilization {_span(period, seconds=True)}", (_USER_COLUMNS, _VALUES), rows
+
+
+def _top(period: Period, tres: Sequence[str], given: Mapping[str, str]) -> tuple:
+    count = given.get("topcount", str(TOP))
+    if not (count.isascii() and count.isdigit() and 0 < int(count[:6]) <= 100_000):
+        raise UsageError(f"cannot take topcount={count[:40]!r}: it must be a number")
+    used = _used(period, _jobs(period, given), tres)
+    best = sorted(used.items(), key=lambda item: -item[1][0])[: int(count)]
+    rows = [
+        ([own_cluster(), user, _full_name(user), account], name, [sums[at], 0.0])
+        for (account, user), sums in best
+        for at, name in enumerate(tres)
+    ]
+    return f"Top {count} Users {_span(period, seconds=True)}", (_USER_COLUMNS, _VALUES), rows
+
+
+_VALUES = [Column("Used", 8), Column("Energy", 8)]
+_USER_COLUMNS = [Column("Cluster", 9), Column("Login", 9), Column("Proper Name", 15), Column("Account", 15)]
+REPORTS: Mapping[str, Callable] = {
+    "cluster utilization": _utilization,
+    "cluster accountutilizationbyuser": _by_account,
+    "cluster userutilizationbyaccount": _by_user,
+    "user topusage": _top,
+}
+
+
+# ----- how a report looks
+
+
+def _span(period: Period, *, seconds: bool = False) -> str:
+    start, end = (
+        time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(at_s)) for at_s in (period.start_s, period.end_s - 1)
+    )
+    return f"{start} - {end}" + (f" ({round(period.end_s - period.start_s)} secs)" if seconds else "")
+
+
+def _full_name(user: str) -> str:
+    try:
+        return pwd.getpwnam(user).pw_gecos.split(",")[0]
+    except KeyError:
+        return ""
+
+
+def _scale(text: str) -> tuple[str, Callable[[float, float], str]]:
+    """Return the words for a unit, and a function of (value, whole) in seconds that writes a value in it."""
+    name = text.lower()
+    per = {"secper": "seconds", "minper": "minutes", "hourper": "hours"}.get(name)
+    if name == "percent":
+        return "Percentage of Total", _percent
+    unit = UNITS.get(per or name)
+    if unit is None:
+        raise UsageError(
+            f"cannot report in {text[:40]!r}: there are Seconds, Minutes, Hours, Percent, SecPer, MinPer, HourPer"
+        )
+    words, factor = unit
+
+    def write(value_s: float, whole_s: float) -> str:
+        number = f"{round(value_s / factor)}"
+        return f"{number}({_percent(value_s, whole_s)})" if per else number
+
+    return words + ("/Percentage of Total" if per else ""), write
+
+
+def _percent(value_s: float, whole_s: float) -> str:
+    return f"{value_s / whole_s:.2%}" if whole_s else "0.00%"
+
+
+def _print(title: str, shown: tuple, rows: Sequence[tuple], words: Words, tres: Sequence[str], scale: tuple) -> None:
+    texts, values = shown
+    unit, write = scale
+    by_tres = words.has("tres")
+    columns = [*texts, *([Column("TRES Name", 15)] if by_tres else []), *values]
+    whole = {name: sum(numbers[0] for _, one, numbers in rows if one == name) for name in tres}
+    parsable = words.has("parsable") or words.has("parsable2")
+    tail = "|" if words.has("parsable") else ""
+    if not words.has("noheader"):
+        if not words.has("quiet"):
+            what = "TRES" if by_tres else TRES[tres[0]][0]
+            print(f"{RULE}\n{title}\nUsage reported in {what} {unit}\n{RULE}")
+        if parsable:
+            print("|".join(column.title for column in columns) + tail)
+        else:
+            print("".join(f"{column.title[: column.width]:>{column.width}} " for column in columns))
+            print("".join("-" * column.width + " " for column in columns))
+    for names, tres_name, numbers in rows:
+        total = numbers[-1] if len(values) > 2 else whole[tres_name]
+        cells = [*map(clean, names), *([tres_name] if by_tres else []), *(write(number, total) for number in numbers)]
+        if parsable:
+            print("|".join(cells) + tail)
+        else:
+            fitted = (f"{cell[: column.width]:>{column.width}} " for cell, column in zip(cells, columns, strict=True))
+            print("".join(fitted))

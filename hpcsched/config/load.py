@@ -1,0 +1,515 @@
+"""The configuration: hpcsched.toml and nodes.d/*.toml, read once, checked wholly and handed down as one frozen value.
+
+The keys are those of `hpcsched.config.keys`. Whatever is wrong is a ConfigError that names the file, the key and what
+would be right. Who could write a file decides whether it is believed: see `_read_trusted`.
+
+It does not know what the values are used for, and asks no node anything.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import os
+import re
+import stat
+import struct
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hpcnode.wire import gate
+from hpcsched import paths
+from hpcsched.config.account_keys import ALL_PARTITION, ALL_WEIGHTS
+from hpcsched.config.accounts import TABLES, accounting_of, check_partitions, limits_from
+from hpcsched.config.keys import CLUSTER, CONTROLLER, NODE, SCHEDULER, SWITCH, refuse_unknown, table_of, values_of
+from hpcsched.config.kinds import LOCAL_HOST
+from hpcsched.errors import ConfigError
+from hpcsched.model.accounting import Accounting
+from hpcsched.model.ids import NODE_NAME, NodeName
+from hpcsched.model.nearest import nearest
+from hpcsched.model.node import NodeSpec, Partition, PartitionState
+from hpcsched.model.resources import Gpu
+
+# ----- [topology.switches.NAME] of hpcsched.toml: which nodes hang on which switch, so that a gang can lie close
+# One level: a node hangs on one switch, and all switches are as far from each other. Source: topology.conf(5), topology/tree.
+
+
+def on_their_switches(path: Path, topology: Any, nodes: Sequence[NodeSpec]) -> tuple[NodeSpec, ...]:
+    """Return `nodes`, each with the switch that the table `topology` puts it on. Raises ConfigError."""
+    table = table_of(path, "[topology]", topology)
+    refuse_unknown(path, "[topology]", table, ("switches",), kind="table")
+    switches = table_of(path, "[topology.switches]", table.get("switches", {}))
+    switch_of = _switches(path, switches)
+    known = {node.name for node in nodes}
+    for name, switch in switch_of.items():
+        if name not in known:
+            raise ConfigError(
+                f"cannot use {path}: [topology.switches.{switch}] names the node {name!r}, which has no file in nodes.d"
+            )
+    return tuple(replace(node, switch=switch_of.get(node.name, "")) for node in nodes)
+
+
+def _switches(path: Path, switches: Mapping[str, Any]) -> dict[str, str]:
+    switch_of: dict[str, str] = {}
+    for switch, table in switches.items():
+        where = f"[topology.switches.{switch}]"
+        if not NODE_NAME.match(switch):
+            raise ConfigError(
+                f"cannot use {path}: {switch!r} is no name of a switch: letters, digits, _ and -, at most 63"
+            )
+        for name in values_of(path, where, table, SWITCH)["nodes"] or ():
+            if switch_of.setdefault(name, switch) != switch:
+                raise ConfigError(
+                    f"cannot use {path}: {where} names the node {name!r}, which hangs on {switch_of[name]}"
+                )
+    return switch_of
+
+
+MAX_FILE_BYTES = 4 << 20
+_HEADER = re.compile(r"\s*\[\s*([^\[\]]+?)\s*\]\s*(?:#.*)?$")
+_KEY = re.compile(r"\s*([A-Za-z0-9_.-]+)\s*=")
+_IN_THE_MAIN_FILE = (("controller", "state_dir"), ("controller", "run_dir"))
+HOST_KEY_TYPES = (
+    "ssh-ed25519",
+    "ecdsa-sha2-nistp256",
+    "ecdsa-sha2-nistp384",
+    "ecdsa-sha2-nistp521",
+    "ssh-rsa",  # the name of the key; what it signs with is SHA-2
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControllerSettings:
+    """[controller]; see `config_keys.CONTROLLER` for each."""
+
+    state_dir: Path
+    run_dir: Path
+    log_level: str
+    log_max_size: int  # MiB
+    log_files: int
+    admins: tuple[str, ...]
+    ssh_config: Path
+    connect_timeout_s: float
+    heartbeat_s: float
+    node_down_after_s: float
+    kill_wait_s: float
+    lease_s: float
+    min_job_age_s: float
+    propagate: str  # kinds of resource limits, as `hpcnode.os.rlimits.names` reads them
+    requeue: bool
+    requeue_delay_s: float
+    allow_uid_below: int
+    request_rate: float
+    request_burst: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """[scheduler.weights]"""
+
+    age: int
+    partition: int
+    size: int
+    fairshare: int
+    qos: int
+    assoc: int
+    tres: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerSettings:
+    """[scheduler]"""
+
+    policy: str
+    wait_guard: float
+    default_time_limit: int | None  # seconds; None: no limit
+    age_max_s: float
+    favor_small: bool
+    small_relative_to_time: bool
+    accrue_always: bool
+    max_switch_wait: float  # seconds
+    max_array_size: int
+    max_jobs: int
+    max_scripts_per_user: int  # MiB
+    max_submit_jobs: int | None  # None: a tenth of max_jobs
+    preempt_type: str
+    preempt_mode: str
+    preempt_grace_time_s: float
+    preempt_exempt_time_s: float
+    weights: Weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeFile:
+    """What one file of nodes.d says."""
+
+    spec: NodeSpec
+    partitions: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """All of it. `share` is "" if there is none."""
+
+    config_dir: Path
+    name: str
+    share: str
+    controller: ControllerSettings
+    scheduler: SchedulerSettings
+    partitions: tuple[Partition, ...]
+    accounting: Accounting
+    nodes: tuple[NodeSpec, ...]
+
+    @property
+    def launch_key(self) -> Path:
+        """The private key that `hpcsched init` made for logging in to the nodes."""
+        return self.config_dir / paths.LAUNCH_KEY
+
+    @property
+    def api_socket(self) -> Path:
+        return self.controller.run_dir / paths.API_SOCKET
+
+    @property
+    def steps_socket(self) -> Path:
+        return self.controller.run_dir / paths.STEPS_SOCKET
+
+
+def load_config(config_dir: Path, environ: Mapping[str, str] | None = None, *, without: str = "") -> Config:
+    """Return the configuration of the directory `config_dir`, as if the node `without` had no file. Raises ConfigError."""
+    config_dir = config_dir.absolute()
+    path = config_dir / paths.CONFIG_FILE
+    if not path.exists():
+        raise ConfigError(f"cannot read {path}: it does not exist; make it with: hpcsched init")
+    _refuse_open_directory(config_dir)
+    files = [(path, _parse(path, _read_trusted(path))), *_extra_files(config_dir)]
+    nodes = [node for node in load_nodes(config_dir) if node.spec.name != without]
+    given = os.environ if environ is None else environ
+    tables = _merged(files)
+    try:
+        return build_config(tables, nodes, config_dir=config_dir, environ=given)
+    except ConfigError as error:
+        culprit = _first_bad(files, nodes, config_dir, given)
+        raise ConfigError(str(error).replace(str(path), str(culprit), 1)) from None
+
+
+def _extra_files(config_dir: Path) -> list[tuple[Path, Mapping[str, Any]]]:
+    """Return the files of conf.d, which may have whatever hpcsched.toml may have but where the controller is."""
+    directory = config_dir / paths.EXTRA_DIR
+    if not directory.is_dir():
+        return []
+    _refuse_open_directory(directory)
+    files = [(path, _parse(path, _read_trusted(path))) for path in sorted(directory.glob("*.toml"))]
+    for path, tables in files:
+        for table, key in _IN_THE_MAIN_FILE:
+            if isinstance(tables.get(table), dict) and key in tables[table]:
+                raise ConfigError(
+                    f"cannot use {path}: [{table}] {key} must be in {paths.CONFIG_FILE}, where commands look for it"
+                )
+    return files
+
+
+def _merged(files: Sequence[tuple[Path, Mapping[str, Any]]]) -> dict[str, Any]:
+    """Return the tables of all files as those of one. Raises ConfigError for a key that two of them set."""
+    merged: dict[str, Any] = {}
+    setters: dict[tuple[str, ...], Path] = {}
+    for path, tables in files:
+        _merge(merged, tables, path, (), setters)
+    return merged
+
+
+def _merge(
+    into: dict[str, Any],
+    tables: Mapping[str, Any],
+    path: Path,
+    above: tuple[str, ...],
+    setters: dict[tuple[str, ...], Path],
+) -> None:
+    for name, value in tables.items():
+        key = (*above, name)
+        if isinstance(value, dict) and isinstance(into.get(name, {}), dict):
+            _merge(into.setdefault(name, {}), value, path, key, setters)
+        elif name in into:
+            where = f"[{'.'.join(above)}] {name}" if above else name
+            first = setters.get(key, path)
+            raise ConfigError(f"cannot use {path}: {where} is set in {first} already; remove one of the two")
+        else:
+            into[name] = value
+            setters[key] = path
+
+
+def _first_bad(
+    files: Sequence[tuple[Path, Mapping[str, Any]]],
+    nodes: Sequence[NodeFile],
+    config_dir: Path,
+    environ: Mapping[str, str],
+) -> Path:
+    """Return the first file with which the configuration cannot be built."""
+    for count, (path, _) in enumerate(files, 1):
+        try:
+            build_config(_merged(files[:count]), nodes, config_dir=config_dir, environ=environ)
+        except ConfigError:
+            return path
+    return files[0][0]
+
+
+def build_config(
+    tables: Mapping[str, Any], nodes: Sequence[NodeFile], *, config_dir: Path, environ: Mapping[str, str]
+) -> Config:
+    """Return the configuration that the parsed `tables` of hpcsched.toml and `nodes` make. Raises ConfigError."""
+    path = config_dir / paths.CONFIG_FILE
+    known = ("cluster", "controller", "scheduler", "partitions", "topology", *TABLES)
+    refuse_unknown(path, "the file", tables, known, kind="table")
+    cluster = values_of(path, "[cluster]", tables.get("cluster", {}), CLUSTER)
+    partitions = _partitions(path, tables.get("partitions", {}), nodes)
+    accounting = accounting_of(path, tables)
+    check_partitions(path, accounting, partitions)
+    return Config(
+        config_dir=config_dir,
+        name=cluster["name"],
+        share=cluster["share"],
+        controller=_controller(path, tables.get("controller", {}), environ),
+        scheduler=_scheduler(path, tables.get("scheduler", {})),
+        partitions=partitions,
+        accounting=accounting,
+        nodes=on_their_switches(path, tables.get("topology", {}), [node.spec for node in nodes]),
+    )
+
+
+def load_nodes(config_dir: Path) -> tuple[NodeFile, ...]:
+    """Return the nodes of `config_dir`/nodes.d, by name. Raises ConfigError."""
+    nodes_dir = config_dir / paths.NODES_DIR
+    if not nodes_dir.is_dir():
+        return ()
+    _refuse_open_directory(nodes_dir)
+    return tuple(
+        load_node(path) for path in sorted(nodes_dir.glob("*.toml"), key=lambda path: natural_order(path.stem))
+    )
+
+
+def load_node(path: Path) -> NodeFile:
+    """Return what the file nodes.d/NAME.toml says. Raises ConfigError."""
+    return node_from(path, _parse(path, _read_trusted(path)))
+
+
+def node_from(path: Path, table: Mapping[str, Any]) -> NodeFile:
+    """Return the node of a parsed file, named as the file is. Raises ConfigError."""
+    name = path.stem
+    if not NODE_NAME.match(name):
+        raise ConfigError(f"cannot use {path}: {name!r} is no node name: letters, digits, _ and -, at most 63")
+    values = values_of(path, "the file", table, NODE)
+    if values["host"] != LOCAL_HOST:
+        _check_host_key(path, values["host_key"])
+    spec = NodeSpec(
+        name=NodeName(name),
+        host=values["host"],
+        port=values["port"],
+        user=values["user"],
+        identity_file=values["identity_file"],
+        host_key=" ".join(values["host_key"].split()[:2]),
+        cpus=values["cpus"],
+        mem_mib=values["memory"],
+        gpus=_gpus(path, values),
+        features=values["features"],
+        root=values["root"],
+        python=values["python"],
+        weight=values["weight"],
+        speed=values["speed"],
+        link_mbps=values["link_mbps"],
+        tmp_mib=values["tmp_disk"],
+    )
+    return NodeFile(spec=spec, partitions=values["partitions"])
+
+
+def _gpus(path: Path, values: Mapping[str, Any]) -> tuple[Gpu, ...]:
+    types, devices = values["gpus"], values["gpu_devices"] or ("",) * len(values["gpus"])
+    if len(devices) != len(types):
+        raise ConfigError(f"cannot use {path}: gpu_devices names {len(devices)} devices, and gpus has {len(types)}")
+    return tuple(
+        Gpu(index=index, type=kind, shards=values["gpu_shards"], device=device)
+        for index, (kind, device) in enumerate(zip(types, devices, strict=True))
+    )
+
+
+def natural_order(name: str) -> tuple[str, int, str]:
+    """Return a sort key that puts n2 before n10."""
+    prefix = name.rstrip("0123456789")
+    digits = name[len(prefix) :]
+    return prefix, int(digits or -1), name
+
+
+def _controller(path: Path, table: Any, environ: Mapping[str, str]) -> ControllerSettings:
+    values = values_of(path, "[controller]", table, CONTROLLER)
+    config_dir = path.parent
+    if values["state_dir"]:
+        state_dir = paths.absolute(values["state_dir"], config_dir)
+        run_dir = state_dir / "run"
+    else:
+        state_dir = paths.default_state_dir(config_dir, environ)
+        run_dir = paths.default_run_dir(config_dir, environ)
+    if values["run_dir"]:
+        run_dir = paths.absolute(values["run_dir"], config_dir)
+    if values["node_down_after_s"] < 2 * values["heartbeat_s"]:
+        raise ConfigError(
+            f"cannot use {path}: [controller] node_down_after_s = {values['node_down_after_s']:g} is less than twice "
+            f"heartbeat_s = {values['heartbeat_s']:g}"
+        )
+    values |= {
+        "state_dir": state_dir,
+        "run_dir": run_dir,
+        "ssh_config": paths.absolute(values["ssh_config"], config_dir),
+    }
+    return ControllerSettings(**values)
+
+
+def _scheduler(path: Path, table: Any) -> SchedulerSettings:
+    table = dict(table_of(path, "[scheduler]", table))
+    weights = table.pop("weights", {})
+    values = values_of(path, "[scheduler]", table, SCHEDULER, also=("weights",))
+    return SchedulerSettings(weights=Weights(**values_of(path, "[scheduler.weights]", weights, ALL_WEIGHTS)), **values)
+
+
+def _partitions(path: Path, tables: Any, nodes: Sequence[NodeFile]) -> tuple[Partition, ...]:
+    tables = table_of(path, "[partitions]", tables) or {"main": {"default": True}}
+    for node in nodes:
+        for name in node.partitions:
+            if name not in tables:
+                raise ConfigError(
+                    f"cannot use {path.parent / paths.NODES_DIR / node.spec.name}.toml: there is no partition {name!r}"
+                    f"{nearest(name, tuple(tables))}; there are {', '.join(tables)}"
+                )
+    partitions = [_partition(path, name, table, nodes) for name, table in tables.items()]
+    defaults = [partition.name for partition in partitions if partition.default]
+    if len(defaults) > 1:
+        raise ConfigError(f"cannot use {path}: more than one partition has default = true: {', '.join(defaults)}")
+    return tuple(partitions)
+
+
+def _partition(path: Path, name: str, table: Any, nodes: Sequence[NodeFile]) -> Partition:
+    where = f"[partitions.{name}]"
+    if not NODE_NAME.match(name):
+        raise ConfigError(f"cannot use {path}: {name!r} is no partition name: letters, digits, _ and -, at most 63")
+    values = values_of(path, where, table, ALL_PARTITION)
+    known = tuple(node.spec.name for node in nodes)
+    listed = known if values["nodes"] is None else values["nodes"]
+    for node in listed:
+        if node not in known:
+            raise ConfigError(
+                f"cannot use {path}: {where} names the node {node!r}, which has no file in {paths.NODES_DIR}"
+                f"{nearest(node, known)}; add it with: hpcsched node add"
+            )
+    joined = (node.spec.name for node in nodes if name in node.partitions and node.spec.name not in listed)
+    if values["max_time"] is not None and (values["default_time"] or 0) > values["max_time"]:
+        raise ConfigError(f"cannot use {path}: {where} has a default_time above its max_time")
+    return Partition(
+        name=name,
+        nodes=(*(NodeName(node) for node in listed), *joined),
+        default=values["default"],
+        state=PartitionState.UP if values["up"] else PartitionState.DOWN,
+        max_time_s=values["max_time"],
+        default_time_s=values["default_time"],
+        priority_tier=values["priority_tier"],
+        priority_job_factor=values["priority_job_factor"],
+        allow_accounts=values["allow_accounts"],
+        allow_qos=values["allow_qos"],
+        default_mem_per_cpu_mib=values["default_mem_per_cpu"],
+        max_nodes=values["max_nodes"],
+        billing=values["billing"],
+        limits=limits_from(values),
+    )
+
+
+def _check_host_key(path: Path, text: str) -> None:
+    parts = text.split()
+    advice = "write it as in known_hosts, without the name; hpcsched node add does it"
+    if len(parts) < 2 or parts[0] not in HOST_KEY_TYPES:
+        raise ConfigError(f"cannot use {path}: host_key = {text[:80]!r} is no SSH host key; {advice}")
+    try:
+        blob = base64.b64decode(parts[1], validate=True)
+        (size,) = struct.unpack_from("!I", blob)
+    except (binascii.Error, struct.error):
+        raise ConfigError(f"cannot use {path}: host_key is damaged: its base64 cannot be read; {advice}") from None
+    if blob[4 : 4 + size] != parts[0].encode():
+        raise ConfigError(f"cannot use {path}: host_key is damaged: it says {parts[0]} and holds another; {advice}")
+
+
+def _parse(path: Path, text: str) -> Mapping[str, Any]:
+    try:
+        values = tomllib.loads(text)
+        gate.check_value(values)
+    except RecursionError:
+        raise ConfigError(f"cannot read {path}: it is nested too deep") from None
+    except ValueError as error:  # TOMLDecodeError, GateError, and what int() says of thousands of digits
+        raise ConfigError(f"cannot read {path}: {_said_twice(text, str(error)) or error}") from None
+    return values
+
+
+def _said_twice(text: str, error: str) -> str:
+    """Return which two lines of the TOML `text` say the same, and what to do; "" if the error is another one."""
+    match = re.search(r"\(at line (\d+), ", error)
+    lines = text.splitlines()
+    at = int(match[1]) if match is not None else len(lines) + 1
+    if at > len(lines):
+        return ""
+    header = _HEADER.match(lines[at - 1])
+    if header is not None:
+        earlier = _header_lines(lines[: at - 1], header[1])
+        advice = f"put the keys that follow line {at} below line {{}}, or into a file of {paths.EXTRA_DIR}/"
+        return (
+            f"line {at} has [{header[1]}], and line {earlier} has it already; {advice.format(earlier)}"
+            if earlier
+            else ""
+        )
+    key = _KEY.match(lines[at - 1])
+    begin = next((number for number in range(at - 1, 0, -1) if _HEADER.match(lines[number - 1])), 0)
+    for number in range(begin + 1, at) if key is not None else ():
+        other = _KEY.match(lines[number - 1])
+        if other is not None and key is not None and other[1] == key[1]:
+            return f"line {at} sets {key[1]}, and line {number} sets it already; remove one of the two"
+    return ""
+
+
+def _header_lines(lines: Sequence[str], name: str) -> int:
+    """Return the number of the line with the header of that table, 0 if there is none."""
+    for number, line in enumerate(lines, 1):
+        header = _HEADER.match(line)
+        if header is not None and header[1] == name:
+            return number
+    return 0
+
+
+def _read_trusted(path: Path) -> str:
+    """Return the text of `path`, if nobody but root, its owner and this user could have written it."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO must not hold us up
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    with open(fd, "rb") as file:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise ConfigError(f"cannot read {path}: it is no regular file")
+        _refuse_writable(path, status)
+        data = file.read(MAX_FILE_BYTES + 1)
+    if len(data) > MAX_FILE_BYTES:
+        raise ConfigError(f"cannot read {path}: it is longer than {MAX_FILE_BYTES >> 20} MiB")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"cannot read {path}: it is not UTF-8 (byte {error.start})") from None
+
+
+def _refuse_open_directory(path: Path) -> None:
+    _refuse_writable(path, os.stat(path))
+
+
+def _refuse_writable(path: Path, status: os.stat_result) -> None:
+    if status.st_mode & stat.S_IWOTH:
+        raise ConfigError(f"cannot trust {path}: everybody may write it; run: chmod o-w {path}")
+    if os.geteuid() == 0 and status.st_mode & stat.S_IWGRP and status.st_gid != 0:
+        raise ConfigError(f"cannot trust {path}: its group may write it; run: chmod g-w {path}")
+    if status.st_uid not in (0, os.geteuid()):
+        raise ConfigError(
+            f"cannot trust {path}: it belongs to uid {status.st_uid}, not to root or to its reader, uid {os.geteuid()}"
+        )

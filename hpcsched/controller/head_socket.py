@@ -1,0 +1,226 @@
+"""The steps socket on the head: step commands (hrun) of people here, each connection one stream.
+
+Frames of hpcnode.wire.protocol, both ways; who asks is what the kernel says of the connection. An account's connections and bytes
+are bounded together with those at the API's socket; what it asks too fast waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from pathlib import Path
+
+from hpcnode.wire import protocol
+from hpcsched import mishap
+from hpcsched.api.crowd import Doors, read_less
+from hpcsched.api.identity import peer_uid
+from hpcsched.api.listener import Listener, listening_socket
+from hpcsched.controller.stepping import Stepping
+from hpcsched.steps.step import HEAD
+
+log = logging.getLogger("hpcsched.heads")
+
+MAX_UNSENT_BYTES = 16 << 20  # of a command that reads too slowly: then it is cut off
+FRAME_S = 30.0  # in which the first frame must be complete, and each frame that has begun
+LOOK_S = 10.0  # between looks for one that has begun
+FREE_BYTES = 4 << 10  # of a frame's JSON
+BYTES_PER_REQUEST = 16 << 10  # of it beyond that, each counted as a request
+# What a step has to say while it runs: not counted as requests.
+STREAM_WORDS = (protocol.Input, protocol.OutputAck, protocol.Ping)
+
+
+class HeadStreams:
+    """The connections to the steps socket."""
+
+    def __init__(self, doors: Doors | None = None) -> None:
+        self.stepping: Stepping | None = None
+        self.doors = doors or Doors()
+        self.streams: dict[int, _Stream] = {}
+        self._last_stream = 0
+        self._listener: Listener | None = None
+
+    async def serve(self, path: Path, mode: int) -> None:
+        """Listen at `path`. Raises ConfigError if that cannot be done."""
+        self._listener = Listener(listening_socket(path, mode), self._stream, self.doors, self._refused)
+
+    async def close(self) -> None:
+        """Stop listening and cut all connections."""
+        if self._listener is not None:
+            self._listener.close()
+        for stream in tuple(self.streams.values()):
+            stream.close()
+
+    def reply(self, stream: int, message: protocol.Message, blob: bytes) -> None:
+        """Send to the command on `stream`, if it is still there."""
+        if stream in self.streams:
+            self.streams[stream].send(message, blob)
+
+    def take(self, stream: int, uid: int, message: protocol.Message, blob: bytes) -> None:
+        """Hand on what a command says."""
+        if isinstance(message, protocol.Ping):  # as agents answer it themselves
+            self.reply(stream, protocol.Pong(message.request), b"")
+            return
+        if self.stepping is None:
+            return
+        said = protocol.FromStream(stream=stream, uid=uid, job_id=0, attempt=0, message=protocol.to_json(message))
+        self.stepping.on_from_stream(HEAD, said, blob)
+
+    def _stream(self) -> _Stream:
+        self._last_stream += 1
+        return _Stream(self, self._last_stream)
+
+    def _refused(self, uid: int) -> bytes:
+        return protocol.encode(protocol.Goodbye(self.doors.too_often(uid)))
+
+
+class _Stream(asyncio.Protocol):
+    """One step command."""
+
+    def __init__(self, heads: HeadStreams, number: int) -> None:
+        self._heads = heads
+        self._crowd = heads.doors.crowd
+        self._number = number
+        self._framer = protocol.Framer(protocol.MAX_COMMAND_BYTES, protocol.MAX_COMMAND_VALUES)
+        self._next: tuple[protocol.Message | bytes, bytes] | None = None  # a frame that waits, parsed or not
+        self._waits: asyncio.TimerHandle | None = None
+        self._began_s = 0.0  # when the frame that is coming began
+        self._has_asked = False
+        self._has_ended = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        read_less(transport)
+        self._loop = asyncio.get_running_loop()
+        sock: socket.socket = transport.get_extra_info("socket")
+        self._uid = peer_uid(sock)
+        self._heads.streams[self._number] = self
+        self._began_s = self._loop.time()
+        self._timer = self._loop.call_later(FRAME_S, self._look)
+        if not self._crowd.comes(self._uid, self):
+            self._end(f"uid {self._uid} has too many step commands connected")
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._timer.cancel()
+        if self._waits is not None:
+            self._waits.cancel()
+        self._crowd.goes(self._uid, self)
+        del self._heads.streams[self._number]
+        if self._heads.stepping is not None:
+            self._heads.stepping.on_stream_closed((HEAD, self._number))
+
+    @property
+    def is_busy(self) -> bool:
+        return self._has_asked and not self._has_ended
+
+    @property
+    def is_lasting(self) -> bool:
+        return self.is_busy
+
+    @property
+    def unread_bytes(self) -> int:
+        return self._transport.get_write_buffer_size()
+
+    def drop(self) -> None:
+        """End the connection now."""
+        self._transport.abort()
+
+    def close(self) -> None:
+        """End the connection when the command has read what it was told."""
+        self._transport.close()
+
+    def send(self, message: protocol.Message, blob: bytes) -> None:
+        """Tell the command something."""
+        if self._transport.is_closing():
+            return
+        frame = protocol.encode(message, blob)
+        if self.unread_bytes > MAX_UNSENT_BYTES or not self._crowd.may_send(self._uid, self, len(frame)):
+            log.warning("cutting off a step command of uid %d that does not read what it asked for", self._uid)
+            self.drop()
+            return
+        self._transport.write(frame)
+        if isinstance(message, protocol.StepEnded):
+            self._has_ended = True
+            if message.never_ran:
+                self.close()
+
+    def data_received(self, data: bytes) -> None:
+        self._crowd.is_heard(self._uid, self)
+        if not self._framer.pending_bytes:
+            self._began_s = self._loop.time()
+        self._framer.push(data)
+        if self._waits is not None:
+            return
+        self._work()
+        pause_s = self._heads.doors.pause_s(self._uid, len(data))
+        if pause_s is not None and self._waits is None and not self._transport.is_closing():
+            self._wait(pause_s)
+
+    def eof_received(self) -> bool:
+        return False  # a command that says no more does not read either
+
+    def _work(self) -> None:
+        """Take what has come, as fast as the account may ask."""
+        try:
+            while not self._transport.is_closing():
+                frame = self._next or self._framer.next_frame()
+                if frame is None:
+                    break
+                self._next = None
+                text, blob = frame
+                if isinstance(text, bytes):
+                    self._began_s = self._loop.time()
+                    if len(text) > FREE_BYTES and not self._may(frame, 1 + len(text) / BYTES_PER_REQUEST):
+                        return
+                    message = protocol.parse(text)
+                else:
+                    message = text
+                if not isinstance(message, STREAM_WORDS) and not self._may((message, blob), 1.0):
+                    return
+                self._has_asked = self._has_asked or not isinstance(message, protocol.Ping)
+                self._heads.take(self._number, self._uid, message, blob)
+        except protocol.WireError as error:
+            self._end(str(error))
+            return
+        except Exception as error:
+            why = str(mishap.report(error, f"serve a step command of uid {self._uid}"))
+            self.send(protocol.StepEnded(codes=[], signals=[], error=why), b"")
+            return
+        if not self._crowd.may_hold(self._uid, self, self._framer.pending_bytes):
+            self._end(f"uid {self._uid} sends too much at once")
+
+    def _may(self, frame: tuple[protocol.Message | bytes, bytes], cost: float) -> bool:
+        """Count what the frame costs; if the account asks too often it waits, and nothing more is read meanwhile."""
+        wait_s = self._heads.doors.request_wait_s(self._uid, cost)
+        if wait_s is None:
+            return True
+        self._next = frame
+        self._wait(wait_s)
+        return False
+
+    def _wait(self, wait_s: float) -> None:
+        """Read nothing more for so long."""
+        self._transport.pause_reading()
+        self._waits = self._loop.call_later(wait_s, self._go_on)
+
+    def _go_on(self) -> None:
+        self._waits = None
+        self._began_s = self._loop.time()
+        self._transport.resume_reading()
+        self._work()
+
+    def _end(self, why: str) -> None:
+        log.info("a step command of uid %d was cut off: %s", self._uid, why)
+        if not self._transport.is_closing():
+            self._transport.write(protocol.encode(protocol.Goodbye(why)))
+            self._transport.close()
+
+    def _look(self) -> None:
+        is_due = self._waits is None and (not self._has_asked or self._framer.pending_bytes)
+        left_s = FRAME_S - (self._loop.time() - self._began_s) if is_due else LOOK_S
+        if left_s > 0:
+            self._timer = self._loop.call_later(left_s, self._look)
+            return
+        self._end(f"a frame did not come whole within {FRAME_S:g} s")
+        self._timer = self._loop.call_later(LOOK_S, self.drop)  # it may not read that

@@ -1,0 +1,125 @@
+"""The controller's log: bounded in size, in lines per second, and in repetition.
+
+A record that repeats one of the last minute is counted, not written. So is one of a place in the code that logs faster than
+`PER_S`; others' records are not held back by that. A count is written with the next record, or when the log is closed. At its
+largest size a log file is renamed (``.1``, ``.2``), and what this process writes to standard error follows it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
+
+FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+REMEMBERED_S = 60.0
+MAX_REMEMBERED = 256  # texts, and places in the code
+PER_S = 10.0  # of one place in the code
+BURST = 100.0
+SHOWN_CHARS = 100  # of a text that was repeated
+
+_Text = tuple[str, int, str]
+_Place = tuple[str, int]
+
+
+class Bounded(logging.Handler):
+    """Hands records on to `target`, but for those that repeat others or come too fast."""
+
+    def __init__(self, target: logging.Handler, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._target = target
+        self._clock = clock
+        self._said: OrderedDict[_Text, tuple[float, int]] = OrderedDict()  # when it was written, repetitions since
+        self._rates: OrderedDict[_Place, tuple[float, float, int]] = OrderedDict()  # tokens, when, records held back
+
+    def emit(self, record: logging.LogRecord) -> None:
+        now_s = self._clock()
+        self._write_counts(now_s)
+        text = record.name, record.levelno, record.getMessage()
+        if text in self._said:
+            at_s, count = self._said[text]
+            self._said[text] = at_s, count + 1
+            return
+        if not self._has_room((record.pathname, record.lineno), record, now_s):
+            return
+        self._said[text] = now_s, 0
+        if len(self._said) > MAX_REMEMBERED:
+            self._write_repeated(*self._said.popitem(last=False))
+        self._target.handle(record)
+
+    def flush(self) -> None:
+        """Have all that was handed on written."""
+        self._target.flush()
+
+    def close(self) -> None:
+        """Write the counts and close the target."""
+        self._write_counts(float("inf"))
+        for place in tuple(self._rates):
+            self._write_held_back(place)
+        self._target.close()
+        super().close()
+
+    def _has_room(self, place: _Place, record: logging.LogRecord, now_s: float) -> bool:
+        tokens, at_s, held_back = self._rates.pop(place, (BURST, now_s, 0))
+        tokens = min(BURST, tokens + (now_s - at_s) * PER_S)
+        has_room = tokens >= 1
+        self._rates[place] = (tokens - 1, now_s, held_back) if has_room else (tokens, now_s, held_back + 1)
+        if has_room and held_back:
+            self._write_held_back(place)
+        if len(self._rates) > MAX_REMEMBERED:
+            self._write_held_back(next(iter(self._rates)))
+            self._rates.popitem(last=False)
+        return has_room
+
+    def _write_held_back(self, place: _Place) -> None:
+        tokens, at_s, held_back = self._rates[place]
+        self._rates[place] = tokens, at_s, 0
+        if held_back:
+            where = f"{Path(place[0]).name}:{place[1]}"
+            self._say(f"{held_back:,} messages of {where} not written: more than {PER_S:g} per second")
+
+    def _write_counts(self, now_s: float) -> None:
+        while self._said:
+            text, (at_s, count) = next(iter(self._said.items()))
+            if now_s - at_s < REMEMBERED_S:
+                return
+            del self._said[text]
+            self._write_repeated(text, (at_s, count))
+
+    def _write_repeated(self, text: _Text, said: tuple[float, int]) -> None:
+        if said[1]:
+            message = text[2]
+            shown = message if len(message) <= SHOWN_CHARS else message[:SHOWN_CHARS] + "..."
+            self._say(f"message repeated {said[1]:,} times: {shown}", text[0], text[1])
+
+    def _say(self, text: str, name: str = "hpcsched.log", level: int = logging.WARNING) -> None:
+        self._target.handle(logging.LogRecord(name, level, __file__, 0, text, None, None))
+
+
+class LogFile(RotatingFileHandler):
+    """A log file of bounded size. What else is written to standard output and error goes there too."""
+
+    def doRollover(self) -> None:  # noqa: N802 - the library's name
+        """Begin a new file."""
+        ours = os.fstat(self.stream.fileno()) if self.stream is not None else None
+        followers = [fd for fd in (1, 2) if ours is not None and os.path.samestat(os.fstat(fd), ours)]
+        super().doRollover()
+        if self.stream is not None:
+            for fd in followers:
+                os.dup2(self.stream.fileno(), fd)
+
+
+def start_log(level: str, path: Path | None, max_bytes: int, files: int) -> None:
+    """Have all records of this level written to the file, or to standard error. Raises OSError."""
+    target: logging.Handler
+    if path is None:
+        target = logging.StreamHandler(sys.stderr)
+    else:
+        target = LogFile(path, maxBytes=max_bytes, backupCount=files, encoding="utf-8", errors="backslashreplace")
+    target.setFormatter(logging.Formatter(FORMAT))
+    logging.basicConfig(level=level.upper(), handlers=[Bounded(target)])

@@ -1,0 +1,214 @@
+"""Edits of the configuration that would lead a node's name elsewhere while jobs are held there.
+
+A node's address, account, host key and directory say to which spool its name leads, and so does the cluster's name, which is
+a part of the directory. While jobs are held there such an edit is refused as a whole: at ``hctl reconfigure`` and SIGHUP
+nothing is changed. A starting controller goes on with the former values, which it has in its database, and says so: a
+cluster that does not start because of one node would be worse.
+
+A node without a file cannot be reached any more. At ``hctl reconfigure`` that is refused as well; after a start its jobs are
+held as those of a node that does not answer (`hpcsched.controller.requests.nodes`).
+
+Knows nothing of connections. It is used before the controller answers, so it imports little.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from hpcnode.wire import protocol
+from hpcsched.config.load import Config
+from hpcsched.lifecycle.events import SpoolFound
+from hpcsched.model.ids import NodeName
+from hpcsched.model.job import Job
+from hpcsched.model.node import REACH, Node, NodeSpec
+from hpcsched.store.world import Transaction, World
+
+NAMED_JOBS = 5
+
+
+def jobs_held(jobs: Iterable[Job]) -> dict[NodeName, list[Job]]:
+    """Return which of these jobs hold which node."""
+    held: dict[NodeName, list[Job]] = {}
+    for job in jobs:
+        for node in job.held_nodes:
+            held.setdefault(node, []).append(job)
+    return held
+
+
+def words_for(jobs: Sequence[Job], one: str = "", many: str = "") -> str:
+    """Return the first jobs in words, with the verb for one or many: ``job 12 runs``, ``jobs 12, 13 and 4 more run``."""
+    shown = ", ".join(job.display_id for job in jobs[:NAMED_JOBS])
+    more = f" and {len(jobs) - NAMED_JOBS} more" if len(jobs) > NAMED_JOBS else ""
+    return f"job {shown} {one}".rstrip() if len(jobs) == 1 else f"jobs {shown}{more} {many}".rstrip()
+
+
+def held_there(jobs: Sequence[Job]) -> str:
+    """Return ``job 12 is held there``."""
+    return words_for(jobs, "is held there", "are held there")
+
+
+def hold_nodes(held: Mapping[NodeName, Sequence[Job]]) -> str:
+    """Return ``job 12 holds nodes`` for what `jobs_held` found."""
+    jobs = {job.id: job for its in held.values() for job in its}
+    return words_for(list(jobs.values()), "holds nodes", "hold nodes")
+
+
+def refused_edits(world: World, after: Config, same_machine: Collection[str] = ()) -> list[str]:
+    """Return why the configuration `after` cannot be taken now: a sentence for each edit, empty if it can.
+
+    `same_machine`: nodes of which an admin says that they have a new address. Which spool answers there is checked anyway.
+    """
+    held = jobs_held(world.active_jobs())
+    specs = {spec.name: spec for spec in after.nodes}
+    refused = []
+    if after.name != world.config.name and held:
+        refused.append(
+            f"cluster.name is {world.config.name!r} and cannot become {after.name!r} while {hold_nodes(held)}: "
+            "agents keep their jobs in directories of that name. Drain all nodes (hctl drain NODES WHY), wait for the jobs, "
+            "then rename"
+        )
+    for name, jobs in held.items():
+        known, spec = world.nodes[name].spec, specs.get(name)
+        if name not in world.nodes:
+            continue
+        if spec is None:
+            refused.append(
+                f"node {name} has no file in nodes.d any more, and {held_there(jobs)}. Bring the file back, "
+                f"or give the jobs up: hpcsched node remove --force {name}"
+            )
+        elif edited := _edited(known, spec, {"root"} if name in same_machine else REACH):
+            refused.append(f"{edited} of node {name} cannot change while {held_there(jobs)}. " + _ways(name))
+    return refused
+
+
+def gone_notes(world: World) -> list[str]:
+    """Return a sentence for each node that jobs are held on and that has no file any more, with what can be done."""
+    return [
+        f"node {name} has no file in nodes.d any more, and {held_there(world.jobs_on(name))}. Bring the file back "
+        f"(then hctl reconfigure), or, if the machine is dead, give them up: hctl fence {name}"
+        for name in world.gone_nodes()
+    ]
+
+
+def _ways(name: NodeName) -> str:
+    return (
+        f"Wait until they have ended (hctl drain {name} WHY lets no new ones start), or, if the machine is dead, give them up "
+        f"(hctl fence {name}); then hctl reconfigure. If it is the same machine at a new address: hctl reconfigure {name}"
+    )
+
+
+def _edited(before: NodeSpec, after: NodeSpec, keys: Collection[str]) -> str:
+    """Return the keys with their values that differ, in words; "" if none does."""
+    found = [key for key in REACH if key in keys and getattr(before, key) != getattr(after, key)]
+    return ", ".join(f"{key} ({_shown(getattr(before, key))} to {_shown(getattr(after, key))})" for key in found)
+
+
+def _shown(value: object) -> str:
+    text = "" if value is None else str(value)
+    return repr(text if len(text) <= 60 else text[:28] + "..." + text[-28:])
+
+
+def as_before(
+    config: Config, former_name: str, stored: Mapping[str, Any], held: Mapping[NodeName, Sequence[Job]]
+) -> tuple[Config, tuple[str, ...]]:
+    """Return the configuration to start with, and why it is not what the files say.
+
+    `former_name`, `stored`: the cluster's name and the rows of its nodes, as the controller before had them.
+    """
+    notes, nodes, name = [], [], config.name
+    if held and former_name and former_name != config.name:
+        name = former_name
+        notes.append(
+            f"cluster.name stays {former_name!r}, although hpcsched.toml says {config.name!r}: {hold_nodes(held)}"
+        )
+    for spec in config.nodes:
+        row = stored.get(spec.name)
+        before = _former(spec, row.reach) if row is not None and row.reach and held.get(spec.name) else spec
+        if edited := _edited(before, spec, REACH):
+            notes.append(
+                f"node {spec.name} keeps its former description, although its file has another ({edited}): "
+                f"{held_there(held[spec.name])}. {_ways(spec.name)}"
+            )
+        nodes.append(before)
+    return replace(config, name=name, nodes=tuple(nodes)), tuple(notes)
+
+
+def _former(spec: NodeSpec, reach: str) -> NodeSpec:
+    known = json.loads(reach)
+    return replace(spec, **{key: value for key, value in known.items() if key in REACH})
+
+
+# ----- which spool a node's name leads to, and whether its agent may be listened to
+# Each share of a job names the spool that its attempt is launched into (`Share.spool`). An edit of the configuration, a name
+# server or a replaced machine can lead a node's name to another spool. What that one does not have proves nothing: the attempt
+# may run where the name led before. So its agent is not listened to, and nothing is sent there, until no job is held at the
+# former spool. The job's node counts as one that does not answer.
+#
+# Proof that nothing runs any more: the inventory of the same spool, or a reboot of the same machine. An admin's word
+# (``hctl fence NODE``) does as well.
+#
+# A version before this one named no spools. What it launched belongs to the first spool that a version without identities used.
+
+
+class Spool(NamedTuple):
+    """What an agent's welcome says of its spool; see `hpcnode.agent.identity`. Texts are hashes, "" for what it does not say."""
+
+    id: str = ""
+    hardware: str = ""
+    upgraded: bool = True
+
+
+def spool_of(welcome: protocol.Welcome) -> Spool:
+    """Return the spool that an agent speaks for; one of a version without identities does not say."""
+    said = welcome.facts.get("spool")
+    if not isinstance(said, Mapping) or not said.get("id"):
+        return Spool()
+    machine, hardware = said.get("machine"), said.get("hardware")
+    return Spool(
+        id=_digest(said["id"], machine, said.get("inode")),
+        hardware=_digest(machine, hardware) if hardware else "",
+        upgraded=said.get("upgraded") is True,
+    )
+
+
+def why_refused(world: World, node: NodeName, welcome: protocol.Welcome) -> str:
+    """Return why the agent may not be taken for `node`'s, "" if it may."""
+    spool, known = spool_of(welcome), world.nodes[node]
+    if was_rebooted(known, spool, welcome.boot_id):
+        return ""
+    others = [job for job in world.jobs_on(node) if not _may_be_in(job.spool_on(node), spool)]
+    if others:
+        return (
+            f"another spool answers than the one that holds {words_for(others)}: node {node} leads to another machine or "
+            f"directory than before, or its directory was deleted"
+        )
+    if (known.has_strays or node in world.unseen_nodes()) and not _may_be_in(known.spool, spool):
+        return (
+            f"another spool answers than before the database was restored: node {node} leads to another machine or "
+            f"directory, or its directory was deleted"
+        )
+    return ""
+
+
+def was_rebooted(known: Node, spool: Spool, boot_id: str) -> bool:
+    """Return whether this is the machine that answered last, and has booted since."""
+    return bool(known.hardware and known.boot_id) and known.hardware == spool.hardware and known.boot_id != boot_id
+
+
+def take_spool(tx: Transaction, node: NodeName, spool: Spool) -> None:
+    """Note the spool of the jobs on `node` that an older version has launched."""
+    for job in tx.world.jobs_on(node) if spool.id else ():
+        if not job.spool_on(node):
+            tx.record(SpoolFound(job_id=job.id, at_s=tx.now_s, node=node, spool=spool.id))
+
+
+def _may_be_in(bound: str, spool: Spool) -> bool:
+    return bound == spool.id or (not bound and spool.upgraded)
+
+
+def _digest(*values: Any) -> str:
+    return hashlib.sha256(json.dumps(["hpcsched spool", *values], sort_keys=True).encode()).hexdigest()[:32]

@@ -1,0 +1,206 @@
+"""What nodes still run of jobs that were launched before the database was restored.
+
+After `hpcsched restore` nothing of a former incarnation is ended unasked (with `--strays=end` all of it is). A job is adopted
+as a whole, by itself (with `--strays=ask` by an admin's word), if the token of its batch step is the very one that the database
+has for that job, and its node says that it is started. Then this is that job, its allocation is known, and it continues as if
+nothing had happened.
+
+What the database knows nothing of, or knows under another token, has no owner, script or allocation here. It is listed
+(`hctl strays`) until it ends by itself or an admin has it ended. A node that runs such a thing gets no new jobs meanwhile.
+It is known to memory alone: nodes tell of it on every connection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from hpcnode.wire import protocol
+from hpcsched.api.identity import Asker
+from hpcsched.controller.messages import claim_token
+from hpcsched.controller.reports import Answer, end_stray
+from hpcsched.controller.requests.jobs import end_lost
+from hpcsched.errors import NotFoundError, RequestError
+from hpcsched.lifecycle.events import Adopted, Claimed, Started
+from hpcsched.lifecycle.job import can
+from hpcsched.model.ids import ALLOC_STEP, BATCH_STEP, JobId, NodeName, Token
+from hpcsched.model.job import Job, JobState, Reason
+from hpcsched.sched.queue.eligible import Wait
+from hpcsched.store.world import Kept, Transaction, World, is_attempt_of
+
+LIVING = (protocol.CLAIMED, protocol.READY, protocol.STARTED)
+
+
+def keep(world: World, node: NodeName, token: Token, report: protocol.Report, answer: Answer) -> None:
+    """Note what `node` runs of a former incarnation, until an admin has decided or it has ended."""
+    world.kept[node, report.token] = Kept(token=token, report=report)
+    answer.acks.append(report.seq)
+
+
+def take(tx: Transaction, node: NodeName, token: Token, report: protocol.Report, answer: Answer) -> bool:
+    """Take a report of a former incarnation: adopt the job that it is about, or keep it for an admin's decision.
+
+    Return False if it is to be treated as all reports are: as of a job of ours, or of what is to be ended.
+    """
+    world = tx.world
+    if is_adopted(world, token):
+        if token.step in (BATCH_STEP, ALLOC_STEP):
+            return False
+        answer.acks.append(report.seq)  # its steps are minded on their nodes, and end with it
+        return True
+    if report.status not in LIVING:
+        forget(world, node, token=report.token)
+        return False
+    job = world.job_of_former(token)
+    if (
+        not world.ask_strays
+        or (job is not None and job.state is JobState.COMPLETING)
+        or (node, token.incarnation, int(token.job_id)) in world.doomed
+    ):
+        return False
+    keep(world, node, token, report, answer)
+    if world.adopts_known and job is not None and str(token) == job.token and report.status == protocol.STARTED:
+        _adopt(tx, job, None)
+    return True
+
+
+def forget(world: World, node: NodeName, *, gone: protocol.JobGone | None = None, token: str = "") -> bool:
+    """Forget what `node` has said of a token, of a job that is gone there, or of all; return whether there was something."""
+    drop = [
+        key
+        for key, kept in world.kept.items()
+        if key[0] == node
+        and (not token or key[1] == token)
+        and (gone is None or (kept.token.incarnation, int(kept.token.job_id)) == (gone.incarnation, gone.job_id))
+    ]
+    for key in drop:
+        del world.kept[key]
+    if gone is not None:
+        world.doomed.discard((node, gone.incarnation, gone.job_id))
+    return bool(drop)
+
+
+def held_back(world: World, ending: Iterable[tuple[NodeName, str, int]]) -> dict[JobId, Wait]:
+    """Return the waiting jobs of a restored database that may still run from before, with what they wait for.
+
+    `ending`: node, incarnation and job of what has been told to end.
+    """
+    if unseen := world.unseen_nodes():
+        text = (
+            f"the database was restored from a backup, and node {unseen[0]}, which has not answered since, may still "
+            f"run the job from before; it waits for the node, or for an admin's word: hctl fence {unseen[0]}"
+        )
+        restored = [job_id for job_id in world.pending if job_id <= world.restored_last_id]
+        return dict.fromkeys(restored, Wait(reason=Reason.NODE_LOST, detail=text))
+    asked = {
+        kept.token.job_id: f"node {node} runs it from before the database was restored; an admin decides: hctl strays"
+        for (node, _), kept in world.kept.items()
+    }
+    asked |= {
+        JobId(job_id): f"node {node} is ending what it ran of the job before"
+        for node, incarnation, job_id in ending
+        if incarnation != world.incarnation
+    }
+    return {
+        job_id: Wait(reason=Reason.NODE_LOST, detail=text) for job_id, text in asked.items() if job_id in world.pending
+    }
+
+
+def views(world: World) -> list[dict[str, Any]]:
+    """Return what waits for an admin's decision, as `hctl strays` shows it."""
+    return [
+        {
+            "token": text,
+            "node": node,
+            "incarnation": kept.token.incarnation,
+            "job_id": int(kept.token.job_id),
+            "attempt": kept.token.attempt,
+            "step": kept.token.step,
+            "status": kept.report.status,
+            "since_s": kept.report.started_at_s or kept.report.at_s,
+            "adoptable": job is not None,
+            "name": job.spec.name if job is not None else None,
+            "user": job.user if job is not None else None,
+        }
+        for (node, text), kept in world.kept.items()
+        for job in [world.job_of_former(kept.token)]
+    ]
+
+
+def adopt(tx: Transaction, asker: Asker, references: Iterable[str]) -> list[int]:
+    """Go on with these jobs as they run; return their ids. Whose token is not the database's is refused.
+
+    Of "all" are meant those that can be adopted, if any can.
+    """
+    asker.must_be_admin("adopt what runs from before the restore")
+    references = list(references)
+    named = _named(tx.world, references)
+    if references == ["all"]:
+        named = [token for token in named if tx.world.job_of_former(token) is not None] or named
+    adopted: dict[int, None] = {}
+    for token in named:
+        job = tx.world.job_of_former(token)
+        if job is None:
+            raise RequestError(
+                f"cannot adopt {token}: the restored database does not know this launch, so that its owner and what it "
+                "holds are not known either; leave it to end, or end it with: hctl strays end"
+            )
+        if int(job.id) not in adopted:
+            _adopt(tx, job, asker.uid)
+            adopted[int(job.id)] = None
+    return list(adopted)
+
+
+def _adopt(tx: Transaction, job: Job, by_uid: int | None) -> None:
+    first = job.shares[0].node
+    batch = tx.world.kept.get((first, job.token))
+    if batch is None or batch.report.status != protocol.STARTED:
+        raise RequestError(f"cannot adopt job {job.display_id}: node {first} does not say that its script runs")
+    tx.record(Adopted(job_id=job.id, at_s=tx.now_s, by_uid=by_uid))
+    tx.adopt(job.token)
+    for share in job.shares[1:]:
+        if can(tx.world.jobs[job.id], Claimed) and (share.node, claim_token(job, share.node)) in tx.world.kept:
+            tx.record(Claimed(job_id=job.id, at_s=tx.now_s, node=share.node))
+    if tx.world.jobs[job.id].state is JobState.CONFIGURING:
+        tx.record(Started(job_id=job.id, at_s=tx.now_s))
+    tx.decided(
+        key
+        for key, kept in tx.world.kept.items()
+        if kept.token.job_id == job.id and tx.world.job_of_former(kept.token) is not None
+    )
+
+
+def end(tx: Transaction, asker: Asker, references: Iterable[str]) -> dict[NodeName, Answer]:
+    """Have these launches ended, each with all of its job on its node; return what to tell which node."""
+    asker.must_be_admin("end what runs from before the restore")
+    answers: dict[NodeName, Answer] = {}
+    for token in _named(tx.world, references):
+        answer = answers.setdefault(token.node, Answer())
+        end_stray(token, tx.world.kept[token.node, str(token)].report, answer)
+        job = tx.world.job_of_former(token)
+        if job is not None and job.state is not JobState.COMPLETING:
+            end_lost(tx, job, f"ended by {asker.user}: the database was restored from a backup")
+    return answers
+
+
+def is_adopted(world: World, token: Token) -> bool:
+    """Return whether the launch is a part of a job that was adopted."""
+    job = world.jobs.get(token.job_id)
+    return job is not None and job.token in world.adopted and is_attempt_of(job, token)
+
+
+def _named(world: World, references: Iterable[str]) -> list[Token]:
+    """Return the launches that are meant: whole tokens, or their beginnings up to a dot; "all"."""
+    found: dict[str, Token] = {}
+    for reference in references:
+        meant = [
+            kept.token
+            for (_, text), kept in world.kept.items()
+            if reference == "all" or text == reference or text.startswith(reference.rstrip(".") + ".")
+        ]
+        if not meant:
+            raise NotFoundError(
+                f"cannot find {reference[:120]!r} among what runs from before the restore: see hctl strays"
+            )
+        found |= {str(token): token for token in meant}
+    return list(found.values())

@@ -1,0 +1,98 @@
+"""For how long each node has been silent, and what that proves of the jobs on it.
+
+A silence proves something in two cases only:
+- A job with a lease (`--lease=kill`): the node ends it by its own clock, `Job.lease_s` after it last asked us something that we
+  answered. It asked before its connection to us ended (whatever of our answers was still on its way then), and our count
+  begins at that end, or at our own start: so once we have counted `Job.lease_s` and a margin, nothing of it is left there.
+  The margin (`lease_end_s`) is for clocks that run apart and for a killed process tree to be gone.
+- A job whose parts are not all claimed (`is_gathered`): nothing of it has been launched anywhere.
+
+Silences are counted on this machine's monotonic clock and kept in memory alone: a step of the wall clock cannot shorten one, and
+after a restart it begins anew. A head node that sleeps counts too little, never too much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+
+from hpcsched.controller.requests.jobs import give_back, lose_node
+from hpcsched.lifecycle.effects import is_gathered
+from hpcsched.lifecycle.job import lease_end_s
+from hpcsched.model.ids import NodeName
+from hpcsched.model.job import Job
+from hpcsched.store.world import Transaction
+
+GATHER_S = 10.0  # how long a job waits for a silent node to take its part, before it goes back to the queue
+
+
+class Silences:
+    """Which nodes are connected now, and since when the others are not."""
+
+    def __init__(self, monotonic_s: Callable[[], float]) -> None:
+        self._monotonic_s = monotonic_s
+        self._born_s = monotonic_s()
+        self._since_s: dict[NodeName, float] = {}
+        self._connected: set[NodeName] = set()
+
+    def connected(self, node: NodeName) -> None:
+        """Take note of a connection to the node."""
+        self._connected.add(node)
+
+    def disconnected(self, node: NodeName) -> None:
+        """Take note that the connection has ended; that another attempt has failed changes nothing."""
+        if node in self._connected:
+            self._connected.discard(node)
+            self._since_s[node] = self._monotonic_s()
+
+    def silent_s(self, node: NodeName) -> float | None:
+        """Return for how long the node has not been connected; None: it is."""
+        if node in self._connected:
+            return None
+        return self._monotonic_s() - self._since_s.get(node, self._born_s)
+
+    def of(self, nodes: Iterable[NodeName]) -> dict[NodeName, float]:
+        """Return the silences of those that are silent."""
+        found = {node: self.silent_s(node) for node in nodes}
+        return {node: silent_s for node, silent_s in found.items() if silent_s is not None}
+
+
+def end_silent(tx: Transaction, silences: Silences) -> float | None:
+    """Take from silent nodes the jobs that are proven not to run there; return in how long the next proof is due."""
+    world = tx.world
+    silent = silences.of([*world.nodes, *world.gone_nodes()])
+    world.silent_since_s = {node: tx.now_s - silent_s for node, silent_s in silent.items()}
+    due_s: list[float] = []
+    for job in world.active_jobs() if silent else ():
+        for node in job.held_nodes if not world.is_former(job) else ():
+            proof_s = proof_after_s(job, node) if node in silent else None
+            if proof_s is None:
+                continue
+            if silent[node] >= proof_s:
+                tx.attempt(f"take job {job.id} from node {node}", partial(_lose, job=job, node=node))
+            else:
+                due_s.append(proof_s - silent[node])
+    return min(due_s, default=None)
+
+
+def _lose(tx: Transaction, job: Job, node: NodeName) -> None:
+    lose = lose_node if _may_have_begun(job, node) else give_back
+    lose(tx, job, node, _why_lost(job, node))
+
+
+def proof_after_s(job: Job, node: NodeName) -> float | None:
+    """Return which silence of `node` proves that nothing of the job's attempt is left there; None: none does."""
+    if not _may_have_begun(job, node):
+        return GATHER_S
+    return lease_end_s(job)
+
+
+def _may_have_begun(job: Job, node: NodeName) -> bool:
+    """Return whether something of the job may have been launched on `node`: not before all, or that one, have claimed it."""
+    return is_gathered(job) and not any(share.node == node for share in job.joining)
+
+
+def _why_lost(job: Job, node: NodeName) -> str:
+    if not _may_have_begun(job, node):
+        return f"node {node} did not answer before the job could start"
+    return f"node {node} does not answer, and the job's lease there ran out"

@@ -1,0 +1,1 @@
+"""What people ask of the controller, each request inside a transaction."""

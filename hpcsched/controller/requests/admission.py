@@ -1,0 +1,280 @@
+"""May this job be submitted by this user? Account, QOS, licences and limits, before anything is recorded.
+
+What passes has the account and the QOS that it will be charged to in its specification. A job over a limit that others'
+jobs may leave later is taken and waits; one that breaks a limit by itself, or is one too many, is refused.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+
+from hpcsched import paths
+from hpcsched.api.identity import Asker, why_refused
+from hpcsched.errors import PermissionDeniedError, RequestError
+from hpcsched.model.accounting import Accounting, Barred, barred, resolve
+from hpcsched.model.frozen import replace
+from hpcsched.model.job import FINAL, Job
+from hpcsched.model.nearest import nearest
+from hpcsched.model.node import Partition
+from hpcsched.model.spec import Dependency, JobSpec
+from hpcsched.model.units import UNLIMITED_S, format_time_s, known_limit_s
+from hpcsched.sched.limits.rules import (
+    EACH_USER,
+    SUBMISSION,
+    Holder,
+    Kind,
+    Rule,
+    Whose,
+    never_text,
+    rules_of,
+    why_never,
+)
+from hpcsched.sched.limits.tres import least_there, with_billing
+from hpcsched.sched.place.request import request_of
+from hpcsched.sched.queue.usage import factor_of, weights_of
+from hpcsched.sched.snapshot import LEAST_LIMIT_S, node_view
+from hpcsched.store.world import World
+
+
+def check_account(world: World, asker: Asker) -> None:
+    """Refuse jobs of root and system accounts where they would run as them, unless that is allowed. Raises RequestError."""
+    below = world.config.controller.allow_uid_below
+    if below == 0 or not any(node.root_agent for node in world.nodes.values()):
+        return
+    why = why_refused(asker.uid, below)
+    if why:
+        config = world.config.config_dir / paths.CONFIG_FILE
+        raise PermissionDeniedError(
+            f"cannot submit the job: jobs of {asker.user} are refused on this cluster, because {why}, and they would run with "
+            f"that account's rights on every node. Submit it as an ordinary user: sudo -u USER hsub ... To allow jobs of root "
+            f"and of system accounts, set allow_uid_below = 0 in the section [controller] of {config}, and run: hctl reconfigure"
+        )
+
+
+def settle(world: World, user: str, spec: JobSpec) -> JobSpec:
+    """Return `spec` with the account and QOS that a job of `user` gets. Raises RequestError if it may not have them."""
+    accounting = world.config.accounting
+    account, qos = resolve(accounting, user, spec.account, spec.qos)
+    _check_licenses(accounting, spec)
+    if (account, qos) == (spec.account, spec.qos):
+        return spec
+    return replace(spec, account=account, qos=qos)
+
+
+def admit(
+    world: World, user: str, spec: JobSpec, partitions: Sequence[Partition], limit_s: int | None
+) -> tuple[list[Partition], int | None]:
+    """Return those of `partitions` whose limits let the job in, and its time limit: the longest there is, if it names none.
+
+    Raises RequestError if limits can never let it start, or it is one job too many.
+    """
+    found: list[tuple[Partition, int | None]] = []
+    refused: list[str] = []
+    for partition in partitions:
+        rules = rules_of(world.config.accounting, partition, _whose(partition, user, spec))
+        within_s = limit_s if spec.time_limit_s is not None else _within_walls(rules, limit_s)
+        why = _why_never(world, spec, partition, rules, within_s) or _why_too_many(world, user, spec, rules)
+        if why is None:
+            found.append((partition, within_s))
+        else:
+            refused.append(why)
+    if not found:
+        raise RequestError(refused[0])
+    limits = [within_s for _, within_s in found if within_s is not None]
+    return [partition for partition, _ in found], min(limits, default=None)
+
+
+def check_share_of_queue(world: World, asker: Asker, spec: JobSpec) -> None:
+    """Refuse a job by which one user would have more of the queue than the scheduler's max_submit_jobs.
+
+    A user or an account with a max_submit_jobs of its own is under that one instead.
+    """
+    if asker.uid in (0, os.getuid()):
+        return
+    scheduler = world.config.scheduler
+    most = scheduler.max_submit_jobs or max(1, scheduler.max_jobs // 10)
+    tasks, there = _tasks(spec), world.queued[asker.user]
+    if there + tasks <= most:
+        return
+    whose = Whose(partition="", account=spec.account, user=asker.user, qos=spec.qos)
+    rules = rules_of(world.config.accounting, None, whose)
+    if any(rule.kind is Kind.MAX_SUBMIT and rule.holder in (Holder.USER, Holder.ACCOUNT) for rule in rules):
+        return
+    more = f"{tasks} more are" if tasks > 1 else "one more is"
+    raise RequestError(
+        f"cannot submit the job: {there} jobs of user {asker.user!r} wait or run, and {more} too many: one user may have "
+        f"{most}. Wait until some have ended, or ask an admin to set max_submit_jobs in hpcsched.toml, below [scheduler] or "
+        "for a user or an account"
+    )
+
+
+def _tasks(spec: JobSpec) -> int:
+    return len(spec.array.indices) if spec.array is not None else 1
+
+
+def let_in(world: World, user: str, spec: JobSpec, partitions: Sequence[Partition]) -> list[Partition]:
+    """Return those of `partitions` whose limits let the job start, if nothing else runs. Refuse it if there is none."""
+    accounting, limit_s = world.config.accounting, spec.time_limit_s
+    why = {
+        part: _why_never(world, spec, part, rules_of(accounting, part, _whose(part, user, spec)), limit_s)
+        for part in partitions
+    }
+    first = next(iter(why.values()), None)
+    if first is not None and all(why.values()):
+        raise RequestError(first)
+    return [partition for partition, never in why.items() if never is None]
+
+
+def _why_never(
+    world: World, spec: JobSpec, partition: Partition, rules: Sequence[Rule], limit_s: int | None
+) -> str | None:
+    """Return which rule a job breaks by itself, in a sentence, or None."""
+    accounting = world.config.accounting
+    out = barred(accounting, partition.allow_accounts, partition.allow_qos, spec.account, spec.qos)
+    if out is not None:
+        return _barred_text(partition, out, spec)
+    if not rules:
+        return None
+    factor, known_s = factor_of(accounting, spec.qos), known_limit_s(limit_s)
+    shape = request_of(spec, partition, time_limit_s=limit_s).shape
+    nodes = [node_view(world.nodes[name]) for name in partition.nodes if name in world.nodes]
+    held = with_billing(least_there(shape, nodes, spec.licenses), weights_of(accounting, partition))
+    never = why_never(tuple(rules), held, known_s, factor)
+    return None if never is None else _refusal(never, never_text(never, held, known_s, factor))
+
+
+def _barred_text(partition: Partition, out: Barred, spec: JobSpec) -> str:
+    own, allowed, option = {
+        Barred.ACCOUNT: (spec.account, partition.allow_accounts, "-A"),
+        Barred.QOS: (spec.qos, partition.allow_qos, "-q"),
+    }[out]
+    has = f"this one's is {own!r}" if own else "this one has none"
+    slurms = (
+        "Invalid account or account/partition combination" if out is Barred.ACCOUNT else "Invalid qos specification"
+    )
+    return (
+        f"cannot run the job in partition {partition.name!r}: {slurms}: it takes only jobs of the {out} "
+        f"{' or '.join(allowed)}, and {has}; choose another with {option}, or another partition with -p"
+    )
+
+
+def _whose(partition: Partition, user: str, spec: JobSpec) -> Whose:
+    return Whose(partition=partition.name, account=spec.account, user=user, qos=spec.qos)
+
+
+def _within_walls(rules: Sequence[Rule], limit_s: int | None) -> int | None:
+    walls = [int(rule.most) for rule in rules if rule.kind is Kind.WALL]
+    return min([*walls, *([limit_s] if limit_s is not None else [])], default=None)
+
+
+def _why_too_many(world: World, user: str, spec: JobSpec, rules: Sequence[Rule]) -> str | None:
+    """Say why a job is one too many, or None. All that wait and run are looked at, but only if that may be so."""
+    tasks = _tasks(spec)
+    for rule in rules:
+        if rule.kind not in SUBMISSION:
+            continue
+        each = rule.kind in EACH_USER
+        most_there = world.queued[user] if each else len(world.pending) + len(world.active)
+        if most_there + tasks <= rule.most:
+            continue
+        there = sum(
+            1
+            for job_id in (*world.pending, *world.active)
+            if (not each or world.jobs[job_id].user == user) and _counts(world, world.jobs[job_id], rule)
+        )
+        if there + tasks > rule.most:
+            whose = f"each user {rule.most:g}" if each else f"{rule.most:g}"
+            more = f"{tasks} more are" if tasks > 1 else "one more is"
+            text = f"{rule.where} allows {whose} jobs that wait or run; there are {there}, and {more} too many"
+            return _refusal(rule, text)
+    return None
+
+
+def _counts(world: World, job: Job, rule: Rule) -> bool:
+    """Say whether `job` is one of the rule's holder."""
+    match rule.holder:
+        case Holder.QOS:
+            return job.qos == rule.name
+        case Holder.PARTITION:
+            return rule.name in job.partition.split(",")
+        case Holder.USER:
+            return job.user == rule.name
+        case Holder.ACCOUNT:
+            accounting = world.config.accounting
+            account, _ = accounting.association_of(job.user, job.account)
+            return accounting.is_part_of(account, (rule.name,))
+
+
+def _refusal(rule: Rule, text: str) -> str:
+    return f"cannot submit the job: Job violates accounting/QOS policy: {rule.reason}: {text}"
+
+
+def _check_licenses(accounting: Accounting, spec: JobSpec) -> None:
+    there = dict(accounting.licenses)
+    for name, count in spec.licenses:
+        if name not in there:
+            known = ", ".join(there) or "none"
+            raise RequestError(
+                f"cannot give job licence {name!r}: Invalid license specification{nearest(name, there)}; there are: {known}"
+            )
+        if count > there[name]:
+            raise RequestError(
+                f"cannot give job {count} licences {name!r}: Invalid license specification; the cluster has {there[name]}"
+            )
+
+
+# ----- what a job may be made to wait for: jobs that exist, no circle, a deadline that can be made
+# Asked when a job is submitted and when it is changed. What a dependency comes to later is `hpcsched.sched.queue.eligible`.
+
+
+def check_dependency(world: World, terms: Iterable[Dependency]) -> None:
+    """Refuse terms that name a job, an array or a task of one that is not known."""
+    for term in terms:
+        for job_id in term.job_ids:
+            if not world.numbered(job_id):
+                raise RequestError(f"cannot depend on job {job_id}: there is no such job (Job dependency problem)")
+            if term.task is not None and not _named(world, term, job_id):
+                raise RequestError(
+                    f"cannot depend on job {job_id}_{term.task}: job {job_id} has no such task (Job dependency problem)"
+                )
+
+
+def dependency_circle(world: World, job: Job, terms: Iterable[Dependency]) -> list[Job]:
+    """Return the waiting jobs by which `terms` would make `job` wait for itself, itself last; empty: they would not."""
+    came_from: dict[int, Job | None] = {}
+    to_see: list[tuple[Job, Job | None]] = [(one, None) for one in _waited_for(world, terms)]
+    while to_see:
+        one, parent = to_see.pop()
+        if one.id in came_from or one.state in FINAL:
+            continue
+        came_from[one.id] = parent
+        if one.id == job.id:
+            way = [one]
+            while (before := came_from[way[-1].id]) is not None:
+                way.append(before)
+            return way[::-1]
+        to_see += [(other, one) for other in _waited_for(world, one.dependency)]
+    return []
+
+
+def check_deadline(deadline_s: float, limit_s: int | None, from_s: float) -> None:
+    """Refuse a deadline by which a job that starts at `from_s` at the earliest cannot have ended.
+
+    `limit_s`: the time limit that was asked for. One that was not is cut to what is left until the deadline.
+    """
+    if limit_s is not None and limit_s >= UNLIMITED_S:
+        raise RequestError("cannot keep a deadline for a job of unlimited time: give --time, or leave it out")
+    if from_s + (limit_s or LEAST_LIMIT_S) > deadline_s:
+        left = f"{format_time_s(int(deadline_s - from_s))} is left" if deadline_s > from_s else "no time is left"
+        why = left if limit_s is None else f"the job may run for {format_time_s(limit_s)}, and {left}"
+        raise RequestError(f"cannot end by the deadline: {why} (Incorrect deadline)")
+
+
+def _waited_for(world: World, terms: Iterable[Dependency]) -> list[Job]:
+    return [job for term in terms for job_id in term.job_ids for job in _named(world, term, job_id)]
+
+
+def _named(world: World, term: Dependency, job_id: int) -> list[Job]:
+    jobs = world.numbered(job_id)
+    return jobs if term.task is None else [job for job in jobs if job.array_task_id == term.task]

@@ -1,0 +1,125 @@
+"""What users call a job: `12`, `10_3`, `10_[1-3,7]`, `10` for a whole array, `last` for what they submitted last, or a name.
+
+A component of a heterogeneous job is `12+1`, or its own number, 13.
+"""
+
+from __future__ import annotations
+
+import re
+
+from hpcnode.wire.gate import MAX_DIGITS
+from hpcsched.errors import NotFoundError, RequestError
+from hpcsched.listing.states import SPECIAL_EXIT
+from hpcsched.model.ids import JobId
+from hpcsched.model.job import FINAL, MAX_COMPONENTS, Hold, Job, JobState, component, components_of
+from hpcsched.model.numbers import whole_number
+from hpcsched.store.world import World
+
+_REFERENCE = re.compile(r"([0-9]+)(?:_(?:([0-9]+)|\[([0-9,\-]+)\]))?(?:\+([0-9]+))?\Z")
+MAX_TASKS = 100_000
+
+
+def find_jobs(world: World, reference: str, uid: int) -> list[Job]:
+    """Return the jobs that `reference` names for user `uid`, at least one.
+
+    Raises NotFoundError (with the text that Slurm's clients look for) or RequestError.
+    """
+    match = _REFERENCE.match(reference)
+    if match is None:
+        return _by_name(world, reference, uid)
+    job_id, task, tasks, component = match.groups()
+    if len(job_id) > MAX_DIGITS:
+        raise NotFoundError(f"Invalid job id specified: {job_id[:40]}...")
+    number = whole_number(job_id, "a job id")
+    found = world.numbered(number)
+    if component not in (None, "0"):
+        found = [job for job in found if whole_number(component, "a component") <= len(job.spec.components)]
+    elif not found and task is None and tasks is None:
+        found = _with_component(world, number)
+    if task is not None or tasks is not None:
+        wanted = {whole_number(task, "an array task")} if task is not None else _indices(tasks)
+        found = [job for job in found if job.array_job_id == number and job.array_task_id in wanted]
+    if not found:
+        raise NotFoundError(f"Invalid job id specified: {reference}")
+    return found
+
+
+def _with_component(world: World, number: int) -> list[Job]:
+    """Return the heterogeneous job of which a component has that number."""
+    before = (world.jobs.get(JobId(number - at)) for at in range(1, MAX_COMPONENTS))
+    return [job for job in before if job is not None and number <= job.id + len(job.spec.components)]
+
+
+def listed_of(job: Job, reference: str) -> list[Job]:
+    """Return what a list shows of `job` for `reference`: of a heterogeneous one its components, or the one that is meant."""
+    at = component_in(job, reference)
+    return components_of(job) if at is None else [component(job, at)]
+
+
+def component_in(job: Job, reference: str) -> int | None:
+    """Return the number of the component of the heterogeneous `job` that `reference` names; None: the whole job."""
+    if not job.spec.components:
+        return None
+    number, plus, component = reference.partition("+")
+    if plus:
+        return whole_number(component, "a component")
+    return at if number.isdigit() and (at := whole_number(number, "a job id") - job.id) > 0 else None
+
+
+def _by_name(world: World, name: str, uid: int) -> list[Job]:
+    """Return the user's job of that name, of an array all tasks; one that is not over rather than those that are."""
+    mine = [job for job in world.jobs.values() if job.uid == uid]
+    if name == "last":
+        if not mine:
+            raise NotFoundError("Invalid job id specified: you have no recent job")
+        last = max(map(_submission, mine))
+        return [job for job in mine if _submission(job) == last]
+    named = [job for job in mine if job.spec.name == name]
+    if not named:
+        raise NotFoundError(f"Invalid job id specified: {name}")
+    live = {_submission(job) for job in named if job.state not in FINAL} or {_submission(job) for job in named}
+    if len(live) > 1:
+        ids = " ".join(map(str, sorted(live)[:10]))
+        raise RequestError(f"cannot tell which job {name!r} means: you have {len(live)} of that name: {ids}")
+    return [job for job in named if _submission(job) in live]
+
+
+def _submission(job: Job) -> int:
+    """Return the number that `hsub` has said."""
+    return job.array_job_id or job.id
+
+
+def _indices(text: str) -> set[int]:
+    wanted: set[int] = set()
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        if not first.isdigit() or (last and not last.isdigit()):
+            raise RequestError(f"cannot read array tasks {text!r}: write them as 1-3,7")
+        low, high = whole_number(first, "an array task"), whole_number(last or first, "an array task")
+        if len(wanted) + max(0, high - low + 1) > MAX_TASKS:
+            raise RequestError(f"cannot read array tasks {text[:40]!r}: more than {MAX_TASKS}")
+        wanted.update(range(low, high + 1))
+    return wanted
+
+
+def is_special(job: Job) -> bool:
+    """Say whether the job waits as a special case (scontrol requeuehold State=SpecialExit)."""
+    return job.state is JobState.PENDING and job.hold is Hold.SPECIAL
+
+
+def matches(job: Job, filters: dict[str, str]) -> bool:
+    """Return whether the job is what the filters (user, name, state ...: comma-separated values) ask for."""
+    values = {
+        "user": job.user,
+        "name": job.spec.name,
+        "state": f"{job.state.value},{SPECIAL_EXIT}" if is_special(job) else job.state.value,
+        "partition": job.partition,
+        "account": job.account,
+        "qos": job.qos or "normal",
+        "reservation": job.reservation,
+        "node": ",".join(share.node for share in job.shares),
+    }
+    unknown = set(filters) - set(values)
+    if unknown:
+        raise RequestError(f"cannot filter by {', '.join(sorted(unknown))}: can filter by {', '.join(values)}")
+    return all(not set(wanted.split(",")).isdisjoint(values[key].split(",")) for key, wanted in filters.items())

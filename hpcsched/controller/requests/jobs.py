@@ -1,0 +1,649 @@
+"""What people ask of the controller, each request inside a transaction: checked, turned into events, answered.
+
+A function here either records events and returns the answer, or raises and leaves nothing behind (the tick undoes it).
+Signals are not events: they are returned as `Signals` to be sent after the commit.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from hpcsched.api.identity import Asker, asker_of
+from hpcsched.controller.requests.admission import (
+    admit,
+    check_account,
+    check_deadline,
+    check_dependency,
+    check_share_of_queue,
+    settle,
+)
+from hpcsched.controller.requests.job_ids import component_in, find_jobs, matches
+from hpcsched.controller.requests.reservations import check_use
+from hpcsched.errors import HpcschedError, NotFoundError, PermissionDeniedError, RequestError
+from hpcsched.jobscript import check
+from hpcsched.lifecycle.events import EndRequested, Held, NodeLost, NodeSilent, Released, Requeued
+from hpcsched.lifecycle.job import can
+from hpcsched.model.hostlist import expand_hostlist
+from hpcsched.model.ids import NodeName
+from hpcsched.model.job import ACTIVE, FINAL, Hold, Job, JobState, Refusal
+from hpcsched.model.node import LAUNCH_CHECK, OURSELVES, LaunchFailure, Link, Partition, PartitionState
+from hpcsched.model.reservation import Reservation
+from hpcsched.model.spec import JobSpec
+from hpcsched.sched.place.feasible import impossible, impossible_shape
+from hpcsched.sched.place.request import request_of, shape_of
+from hpcsched.sched.snapshot import node_view
+from hpcsched.store.scripts import set_apart
+from hpcsched.store.world import Transaction, World
+
+# ----- a request id that comes again: the jobs that it made, if the same is asked for, else a refusal
+# Whoever got no answer asks again with the same id. What is asked for is the same then but for where and when the command ran:
+# the environment that it saw, the path of the script, and dates that it worked out (``--begin=now+1hour``).
+
+
+_OF_THE_COMMAND = frozenset(
+    ("env", "script_path", "submit_line", "submit_dir", "submit_host", "begin_at_s", "deadline_at_s", "script_bytes")
+)
+_SETTLED = frozenset(("account", "qos"))  # a job that names none has been given some
+_SHOWN = {"script_sha256": "script"}
+SHOWN = 3  # of what differs
+_COMPARED = tuple(field.name for field in fields(JobSpec) if field.name not in _OF_THE_COMMAND)
+
+
+def jobs_again(request_id: str, made: Mapping[int, JobSpec], specs: Sequence[JobSpec]) -> list[dict[str, int]]:
+    """Return the ids and numbers of tasks of the jobs that this request id has made, with the specs that they have.
+
+    Raises RequestError if `specs`, what it is to make now (with their scripts set apart), are others.
+    """
+    ids = ", ".join(map(str, made))
+    if len(made) != len(specs):
+        raise _refusal(request_id, f"job {ids}, and {len(specs)} are asked for now")
+    for (job_id, before), now in zip(made.items(), specs, strict=True):
+        if differing := [_SHOWN.get(name, name) for name in _COMPARED if _differs(name, before, now)]:
+            raise _refusal(
+                request_id,
+                f"job {job_id}, which differs in its {', '.join(differing[:SHOWN])}",
+            )
+    return [{"job_id": job_id, "tasks": task_count(spec)} for job_id, spec in made.items()]
+
+
+def task_count(spec: JobSpec) -> int:
+    """Return how many tasks a job of `spec` has; 1 if it is no array."""
+    return 1 if spec.array is None else len(spec.array.indices)
+
+
+def _differs(name: str, before: JobSpec, now: JobSpec) -> bool:
+    wanted = getattr(now, name)
+    return wanted != getattr(before, name) and not (name in _SETTLED and not wanted)
+
+
+def _refusal(request_id: str, what: str) -> RequestError:
+    return RequestError(
+        f"cannot submit under request id {request_id!r}: it has already made {what}; for another job give another id, or none"
+    )
+
+
+SIGKILL = 9
+LAUNCH_TRIES = 8  # nodes that a job is tried on before it fails
+LAUNCH_FAILURES = 3  # of jobs in a row that a node could not start, before it is drained
+
+Seen = Callable[[int, str], Mapping[int, JobSpec] | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SignalJob:
+    """To be sent to a job's processes after the commit."""
+
+    job: Job
+    signum: int
+    batch_only: bool
+    full: bool  # the batch script and its children as well as the steps
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a request for several jobs came to: the ids it took effect on, and what was refused."""
+
+    jobs: list[int] = field(default_factory=list)
+    errors: list[dict[str, str]] = field(default_factory=list)
+    signals: list[SignalJob] = field(default_factory=list)
+    became: dict[int, str] = field(default_factory=dict)  # of jobs that lost a node: what becomes of each, in words
+
+    def refuse(self, reference: str, error: HpcschedError) -> None:
+        """Note that a reference was refused."""
+        self.errors.append({"job": reference, "error": str(error), "kind": type(error).__name__})
+
+    def add(self, other: Outcome) -> None:
+        """Note what another part of the request came to."""
+        self.jobs += other.jobs
+        self.errors += other.errors
+        self.signals += other.signals
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the part that the asker sees."""
+        answer: dict[str, Any] = {"jobs": self.jobs, "errors": self.errors}
+        return answer | ({"became": list(self.became.values())} if self.became else {})
+
+
+def submit(tx: Transaction, asker: Asker, request_id: str, specs: list[JobSpec], seen: Seen) -> list[dict[str, int]]:
+    """Queue the jobs; return for each its id and number of tasks. A request id that was seen gets its jobs again.
+
+    `seen` looks a request id up among those committed before: the jobs that it made, with what was asked for.
+    """
+    known = None
+    if request_id:
+        known = tx.requested(asker.uid, request_id) or seen(asker.uid, request_id)
+    if known is not None:
+        return jobs_again(request_id, known, [set_apart(spec)[0] for spec in specs])
+    check_account(tx.world, asker)
+    answers: list[dict[str, int]] = []
+    for number, spec in enumerate(specs):
+        try:
+            jobs = _submitted(tx, asker, spec)
+        except RequestError as error:
+            error.at = number
+            raise
+        answers.append({"job_id": jobs[0].id, "tasks": len(jobs)})
+    if request_id:
+        tx.note_request(asker.uid, request_id, [answer["job_id"] for answer in answers])
+    return answers
+
+
+def _submitted(tx: Transaction, asker: Asker, spec: JobSpec) -> list[Job]:
+    check_rank(asker, spec.nice, spec.priority)
+    if any(one.script_sha256 or one.script_bytes for one in (spec, *spec.components)):
+        raise RequestError(
+            "cannot submit the job: script_sha256 and script_bytes are set by the controller; send the script"
+        )
+    spec = settle(tx.world, asker.user, spec)
+    check_share_of_queue(tx.world, asker, spec)
+    partitions, limit_s = place_of(tx.world, asker.user, spec, tx.now_s)
+    names = ",".join(partition.name for partition in partitions)
+    scripts = tx.world.scripts
+    before_bytes = scripts.unended_bytes(asker.uid)
+    jobs = tx.submit(spec, uid=asker.uid, user=asker.user, partition=names, time_limit_s=limit_s)
+    most_bytes = tx.world.config.scheduler.max_scripts_per_user << 20
+    if most_bytes < scripts.unended_bytes(asker.uid) != before_bytes:
+        raise RequestError(
+            f"cannot submit the job: the scripts of your waiting and running jobs have {before_bytes >> 10} KiB, this one has "
+            f"{-(-jobs[0].spec.script_bytes >> 10)} KiB more, and max_scripts_per_user is {most_bytes >> 20} MiB; wait until "
+            "jobs have ended, or submit one script with different arguments (equal scripts count once)"
+        )
+    return jobs
+
+
+def check_rank(asker: Asker, nice: int, priority: int | None) -> None:
+    """Refuse what would put a job before other people's; a priority of 0 only holds it."""
+    if nice < 0:
+        asker.must_be_admin("give a negative nice")
+    if priority:
+        asker.must_be_admin("set a priority")
+
+
+def place_of(world: World, user: str, spec: JobSpec, now_s: float) -> tuple[list[Partition], int | None]:
+    """Return the partitions, of those that it asks for, in which a job can run, and its time limit.
+
+    Refuses a job that can never run here.
+    """
+    check.check_spec(spec)
+    reservation = check_use(world, user, spec.account, spec.reservation, now_s) if spec.reservation else None
+    partitions = find_partitions(world, spec.partition or (reservation.partition if reservation else ""))
+    limit_s = time_limit_s(world, spec, partitions)
+    check.check_time_min(spec.time_min_s, limit_s)
+    limits, tasks = world.config.scheduler, len(spec.array.indices) if spec.array is not None else 1
+    if tasks > limits.max_array_size:
+        raise RequestError(f"cannot submit an array of {tasks} tasks: max_array_size is {limits.max_array_size}")
+    queued = len(world.pending) + len(world.active)
+    if queued + tasks > limits.max_jobs:
+        raise RequestError(f"cannot submit more jobs: {queued} wait or run, and max_jobs is {limits.max_jobs}")
+    check_dependency(world, spec.dependency)
+    if spec.deadline_at_s is not None:
+        least_s = spec.time_min_s if spec.time_min_s is not None else spec.time_limit_s
+        check_deadline(spec.deadline_at_s, least_s, max(now_s, spec.begin_at_s or 0))
+    partitions = possible_partitions(world, spec, partitions, spec.time_limit_s, reservation)
+    return admit(world, user, spec, partitions, limit_s)
+
+
+def possible_partitions(
+    world: World,
+    spec: JobSpec,
+    partitions: Sequence[Partition],
+    limit_s: int | None,
+    reservation: Reservation | None = None,
+) -> list[Partition]:
+    """Return those of `partitions` in which a job of `spec` can run (in `reservation`).
+
+    If there is none, refuse it with the first one's why.
+    """
+    refused: list[str] = []
+    found = []
+    for partition in partitions:
+        request = request_of(spec, partition, time_limit_s=limit_s)
+        names = [name for name in partition.nodes if reservation is None or name in reservation.nodes]
+        nodes = [world.nodes[name] for name in names if name in world.nodes]
+        why = impossible(request, nodes, partition)
+        why = f"in reservation {reservation.name!r}: {why}" if why is not None and reservation is not None else why
+        refused += [why] if why is not None else []
+        found += [partition] if why is None else []
+    if not found:
+        raise RequestError(refused[0])
+    return found
+
+
+def find_partitions(world: World, names: str) -> list[Partition]:
+    """Return the partitions of these names (``a,b``; "": the default one)."""
+    if not world.partitions:
+        raise RequestError("cannot submit a job: no partition is configured; add a node with 'hpcsched node add'")
+    wanted = list(dict.fromkeys(filter(None, names.split(","))))
+    for name in wanted:
+        if name not in world.partitions:
+            known = ", ".join(world.partitions)
+            raise RequestError(
+                f"cannot submit to partition {name!r}: invalid partition name specified; there are: {known}"
+            )
+    found = [world.partitions[name] for name in wanted] or [world.default_partition()]
+    for partition in found:
+        if not partition.state.takes_jobs:
+            raise RequestError(
+                f"cannot submit to partition {partition.name!r}: Required partition not available (inactive or drain): "
+                f"it is {partition.state}"
+            )
+    return found
+
+
+def time_limit_s(world: World, spec: JobSpec, partitions: Sequence[Partition]) -> int | None:
+    """Return the time limit of a job of `spec`: its own, else the shortest that its partitions give by default."""
+    if spec.time_limit_s is not None:
+        return spec.time_limit_s
+    limits = [limit_s for partition in partitions if (limit_s := default_limit_s(world, partition)) is not None]
+    return min(limits, default=None)
+
+
+def default_limit_s(world: World, partition: Partition) -> int | None:
+    """Return the time limit of a job that names none."""
+    if partition.default_time_s is not None:
+        return partition.default_time_s
+    limits = [limit for limit in (world.config.scheduler.default_time_limit, partition.max_time_s) if limit is not None]
+    return min(limits) if limits else None
+
+
+def cancel(tx: Transaction, asker: Asker, references: Iterable[str], filters: dict[str, str]) -> Outcome:
+    """End the named jobs (or all that match the filters): waiting ones at once, running ones after their grace time."""
+
+    def one(job: Job, outcome: Outcome) -> None:
+        if job.state in FINAL:
+            raise RequestError(f"cannot cancel job {job.display_id}: it has already ended ({job.state})")
+        tx.record(
+            EndRequested(
+                job_id=job.id,
+                at_s=tx.now_s,
+                outcome=JobState.CANCELLED,
+                by_uid=asker.uid,
+                why=f"cancelled by {asker.user}",
+            )
+        )
+
+    return each_job(tx, asker, references, filters, "cancel", one)
+
+
+def signal(
+    tx: Transaction,
+    asker: Asker,
+    references: Iterable[str],
+    filters: dict[str, str],
+    signum: int,
+    batch: bool,
+    full: bool,
+) -> Outcome:
+    """Send a signal to the steps of the named jobs, to the batch script alone, or (`full`) to script, children and steps.
+
+    KILL for a whole job is what ends it, as in Slurm.
+    """
+    if signum == SIGKILL and (full or not batch):
+        return cancel(tx, asker, references, filters)
+
+    def one(job: Job, outcome: Outcome) -> None:
+        if batch and not full and not job.spec.has_script:
+            raise RequestError(f"cannot signal the batch script of job {job.display_id}: it has none")
+        if job.state not in (JobState.RUNNING, JobState.SUSPENDED, JobState.COMPLETING):
+            raise RequestError(f"cannot signal job {job.display_id}: it is {job.state}")
+        outcome.signals.append(SignalJob(job=job, signum=signum, batch_only=batch and not full, full=full))
+
+    return each_job(tx, asker, references, filters, "signal", one)
+
+
+def hold(tx: Transaction, asker: Asker, references: Iterable[str]) -> Outcome:
+    """Keep the named waiting jobs from starting."""
+
+    def one(job: Job, outcome: Outcome) -> None:
+        if not _can_be_held(job):
+            raise RequestError(f"cannot hold job {job.display_id}: it is {job.state}")
+        tx.record(Held(job_id=job.id, at_s=tx.now_s, hold=_hold_of(job, asker), by_uid=asker.uid))
+
+    return each_job(tx, asker, references, {}, "hold", one)
+
+
+def _can_be_held(job: Job) -> bool:
+    """Return whether the job waits, or is on its way back to the queue."""
+    return can(job, Held) and (job.state is JobState.PENDING or job.requeue_wanted)
+
+
+def _hold_of(job: Job, asker: Asker) -> Hold:
+    return Hold.ADMIN if asker.admin and job.uid != asker.uid else Hold.USER
+
+
+def release(tx: Transaction, asker: Asker, references: Iterable[str]) -> Outcome:
+    """Let the named held jobs go."""
+
+    def one(job: Job, outcome: Outcome) -> None:
+        if not can(job, Released):
+            raise RequestError(f"cannot release job {job.display_id}: it is {job.state}")
+        if job.hold is Hold.ADMIN and not asker.admin:
+            raise PermissionDeniedError(f"cannot release job {job.display_id}: an admin holds it")
+        tx.record(Released(job_id=job.id, at_s=tx.now_s, by_uid=asker.uid))
+
+    return each_job(tx, asker, references, {}, "release", one)
+
+
+def requeue(
+    tx: Transaction,
+    asker: Asker,
+    references: Iterable[str],
+    *,
+    incomplete: bool = False,
+    held: bool = False,
+    special: bool = False,
+) -> Outcome:
+    """Put the named jobs back into the queue: ended ones at once, running ones after they were ended.
+
+    With `incomplete` those that have completed stay as they are; with `held` the others wait for their release, and show
+    with `special` that they are a special case.
+    """
+
+    def one(job: Job, outcome: Outcome) -> None:
+        if incomplete and job.state is JobState.COMPLETED:
+            return
+        not_before_s = tx.now_s + tx.world.config.controller.requeue_delay_s
+        if job.state is JobState.PENDING:
+            raise RequestError(f"cannot requeue job {job.display_id}: it is already waiting")
+        if not job.spec.has_script:
+            raise RequestError(f"cannot requeue job {job.display_id}: it has no script to run again")
+        if not tx.world.scripts.has(job):
+            raise RequestError(f"cannot requeue job {job.display_id}: its script is not kept any more; submit it again")
+        if job.state in ACTIVE:
+            again = tx.record(
+                EndRequested(
+                    job_id=job.id,
+                    at_s=tx.now_s,
+                    outcome=JobState.CANCELLED,
+                    by_uid=asker.uid,
+                    why=f"requeued by {asker.user}",
+                    requeue=True,
+                    not_before_s=not_before_s,
+                )
+            )
+        else:
+            again = tx.record(Requeued(job_id=job.id, at_s=tx.now_s, by_uid=asker.uid, not_before_s=not_before_s))
+        if (held or special) and _can_be_held(again):
+            how = Hold.SPECIAL if special else _hold_of(job, asker)
+            tx.record(Held(job_id=job.id, at_s=tx.now_s, hold=how, by_uid=asker.uid))
+
+    return each_job(tx, asker, references, {}, "requeue", one)
+
+
+def each_job(
+    tx: Transaction,
+    asker: Asker,
+    references: Iterable[str],
+    filters: dict[str, str],
+    what: str,
+    one: Callable[[Job, Outcome], None],
+) -> Outcome:
+    """Call `one` for each job that is meant; a job that is refused does not keep the others from it."""
+    outcome = Outcome()
+    for reference in references:
+        try:
+            jobs = [job for job in find_jobs(tx.world, reference, asker.uid) if matches(job, filters)]
+            for job in jobs:
+                asker.must_own(job, what)
+                if component_in(job, reference):
+                    raise RequestError(
+                        f"cannot {what} {reference}: Operation not permitted on individual component of heterogeneous job; "
+                        f"{job.id} is the whole job"
+                    )
+        except HpcschedError as error:
+            outcome.refuse(reference, error)
+            continue
+        refused = _doeach_job(jobs, one, outcome)
+        if refused and len(refused) == len(jobs):  # of an array that is partly over, the rest is meant
+            outcome.refuse(reference, refused[0])
+    if filters and not list(references):
+        # Of a bulk request others' jobs, and those that it cannot be done to, are simply not meant.
+        mine = [job for job in tx.world.jobs.values() if job.state not in FINAL and asker.owns(job)]
+        _doeach_job([job for job in mine if matches(job, filters)], one, outcome)
+    return outcome
+
+
+def _doeach_job(jobs: Iterable[Job], one: Callable[[Job, Outcome], None], outcome: Outcome) -> list[RequestError]:
+    """Call `one` for each job and note those it took effect on; return why it was refused for the others."""
+    refused: list[RequestError] = []
+    for job in jobs:
+        try:
+            one(job, outcome)
+        except RequestError as error:
+            refused.append(error)
+        else:
+            outcome.jobs.append(job.id)
+    return refused
+
+
+# ----- nodes
+
+
+def find_nodes(world: World, text: str, others: Collection[NodeName] = ()) -> list[NodeName]:
+    """Return the nodes that the host list names ("all": every one of the configuration), and `others` if it names them.
+
+    Raises NotFoundError for unknown ones.
+    """
+    if text in ("all", "ALL"):
+        return list(world.nodes)
+    names = [NodeName(name) for name in expand_hostlist(text)]
+    for name in names:
+        if name not in world.nodes and name not in others:
+            raise NotFoundError(f"Invalid node name specified: {name}; there are: {', '.join(world.nodes) or 'none'}")
+    return names
+
+
+def drain(tx: Transaction, asker: Asker, nodes: str, why: str, by: str) -> list[str]:
+    """Let no new job start on these nodes; what runs there goes on."""
+    asker.must_be_admin("drain a node")
+    if not why:
+        raise RequestError("cannot drain a node: give the reason, it is what others will see")
+    names = find_nodes(tx.world, nodes)
+    for name in names:
+        if by and tx.world.nodes[name].drained:
+            continue  # a health check does not take over what a person drained
+        tx.set_node(name, drained=True, drained_why=why, drained_by=by or asker.user, drained_at_s=tx.now_s)
+    return list(names)
+
+
+def resume(tx: Transaction, asker: Asker, nodes: str, only_by: str) -> list[str]:
+    """Let jobs start on these nodes again; with `only_by`, those alone that it had drained."""
+    asker.must_be_admin("resume a node")
+    names = [name for name in find_nodes(tx.world, nodes) if not only_by or tx.world.nodes[name].drained_by == only_by]
+    for name in names:
+        tx.set_node(name, drained=False, drained_why="", drained_by="", drained_at_s=None, launch_failures=())
+    return list(names)
+
+
+def set_partition_state(tx: Transaction, asker: Asker, name: str, state: str) -> Partition:
+    """Say whether a partition takes jobs and starts them, until it is said again, over restarts as well."""
+    asker.must_be_admin("change a partition")
+    if name not in tx.world.partitions:
+        known = ", ".join(tx.world.partitions)
+        raise NotFoundError(f"Invalid partition name specified: {name[:60]!r}; there are: {known}")
+    if state.upper() not in PartitionState.__members__:
+        raise RequestError(f"cannot read State={state[:60]!r}: the states are {', '.join(PartitionState)}")
+    return tx.set_partition_state(name, PartitionState(state.upper()))
+
+
+def fence(tx: Transaction, asker: Asker, nodes: str, why: str) -> Outcome:
+    """Take the admin's word that these nodes run nothing of ours any more: what waits for them goes on.
+
+    A node that has left the configuration can be named as long as jobs are held there.
+    """
+    asker.must_be_admin("fence a node")
+    outcome = Outcome()
+    names = find_nodes(tx.world, nodes, tx.world.gone_nodes())
+    for name in names:
+        if tx.world.nodes[name].link is Link.UP:
+            raise RequestError(
+                f"cannot fence node {name}: it answers, so what it runs is known and can be ended: hcancel, hctl requeue; "
+                f"hctl drain {name} keeps new jobs away. One that has just been switched off is DOWN in a moment"
+            )
+    for name in names:
+        for job in tx.world.jobs_on(name):
+            lost = lose_node(tx, job, name, f"node {name} was fenced by {asker.user}{': ' + why if why else ''}")
+            outcome.became[lost.id] = what_became(lost)
+        tx.decided(key for key in tx.world.kept if key[0] == name)
+        if name in tx.world.unseen_nodes() or tx.world.nodes[name].has_strays:
+            # Jobs of a restored database do not wait for it any more.
+            tx.set_node(name, boot_id=tx.world.nodes[name].boot_id or "fenced", has_strays=False)
+    outcome.jobs = list(outcome.became)
+    return outcome
+
+
+def what_became(job: Job) -> str:
+    """Return what becomes of a job that has lost a node, in words."""
+    again = job.requeue_wanted or job.state is JobState.PENDING
+    if job.state is JobState.COMPLETING:
+        rest = "goes back to the queue" if again else f"ends as {job.outcome}"
+        return f"job {job.display_id} {rest} when its other nodes are clear"
+    if job.state in ACTIVE:
+        return f"job {job.display_id} goes on without it"
+    return f"job {job.display_id} " + ("goes back to the queue" if again else f"has ended as {job.state}")
+
+
+def lose_node(tx: Transaction, job: Job, node: NodeName, why: str) -> Job:
+    """Record that the job's attempt is proven not to run on `node` any more."""
+    again, not_before_s = _requeue_after_loss(tx, job)
+    return tx.record(
+        NodeLost(job_id=job.id, at_s=tx.now_s, node=node, why=why, requeue=again, not_before_s=not_before_s)
+    )
+
+
+def give_back(tx: Transaction, job: Job, node: NodeName, why: str) -> Job:
+    """Record that the job's attempt was never launched on `node`, for no fault of its own: it runs again, elsewhere."""
+    _, not_before_s = _requeue_after_loss(tx, job)
+    again = job.spec.has_script
+    return tx.record(
+        NodeLost(job_id=job.id, at_s=tx.now_s, node=node, why=why, requeue=again, not_before_s=not_before_s)
+    )
+
+
+def note_condition(tx: Transaction, node: NodeName, why: str) -> None:
+    """Take the node's word that it can take no launches, and why, or ("") that it can again.
+
+    What a person drained stays drained.
+    """
+    known = tx.world.nodes[node]
+    if why and (not known.drained or (known.drained_by == OURSELVES and known.drained_why != why)):
+        tx.set_node(node, drained=True, drained_why=why, drained_by=OURSELVES, drained_at_s=tx.now_s)
+    elif not why and known.drained and known.drained_by == OURSELVES:
+        tx.set_node(node, drained=False, drained_why="", drained_by="", drained_at_s=None)
+
+
+def can_start_elsewhere(tx: Transaction, job: Job, node: NodeName) -> bool:
+    """Return whether another node that takes jobs now can be tried for a job that `node` could not start.
+
+    A job without a script is not tried again: somebody waits for its nodes.
+    """
+    if not job.spec.has_script or len(job.refusals) + 1 >= LAUNCH_TRIES:
+        return False
+    world = tx.world
+    tried = {node, *(refusal.node for refusal in job.refusals)}
+    reservation = world.reservations.get(job.reservation) if job.reservation else None
+    for name in (job.partition_asked or job.partition).split(","):
+        partition = world.partitions.get(name)
+        if partition is None:
+            continue
+        names = [name for name in partition.nodes if reservation is None or name in reservation.nodes]
+        left = [world.nodes[name] for name in names if name in world.nodes and name not in tried]
+        open_nodes = [node_view(one) for one in left if one.link is Link.UP and not one.drained]
+        if impossible_shape(shape_of(job.spec, partition), open_nodes, partition) is None:
+            return True
+    return False
+
+
+def note_launch(tx: Transaction, job: Job, node: NodeName, *, executed: bool) -> None:
+    """Take note that `node` has prepared the job's attempt, or (`executed`) that its script was executed there.
+
+    What other nodes could not do of that just before counts against them, because the job itself is not the cause. After
+    `LAUNCH_FAILURES` of different jobs, with no job started between them, such a node is drained: if the jobs are of two
+    users, or one is an admin's. A single user could choose a directory that other nodes do not have.
+    """
+    failures = tx.world.nodes[node].launch_failures
+    if failures:
+        tx.set_node(node, launch_failures=tuple(one for one in failures if one.of_exec and not executed))
+    for at, refusal in enumerate(reversed(job.refusals), 1):
+        if refusal.attempt != job.attempt - at:
+            break  # of before an attempt that was started
+        if refusal.node in tx.world.nodes and (executed or not refusal.of_exec):
+            _count_failure(tx, job, refusal)
+
+
+def without_paths(why: str) -> str:
+    """Return what a node said of a job's launch without paths, which are its user's alone."""
+    return re.sub(r"/\S*", "...", re.sub(r"/.*(?=: )", "...", why.partition(";")[0]))
+
+
+def _count_failure(tx: Transaction, job: Job, refusal: Refusal) -> None:
+    node = tx.world.nodes[refusal.node]
+    if any(failure.job_id == job.id for failure in node.launch_failures):
+        return
+    failure = LaunchFailure(
+        job_id=job.id,
+        uid=job.uid,
+        by_admin=asker_of(job.uid, tx.world.config.controller.admins).admin,
+        of_exec=refusal.of_exec,
+        why=without_paths(refusal.why),
+    )
+    failures = (*node.launch_failures, failure)[-LAUNCH_FAILURES:]
+    node = tx.set_node(refusal.node, launch_failures=failures)
+    credible = any(one.by_admin for one in failures) or len({one.uid for one in failures}) > 1
+    if len(failures) == LAUNCH_FAILURES and credible and not node.drained:
+        why = f"{LAUNCH_FAILURES} jobs in a row (the last: {job.display_id}) could not be started here, and could elsewhere: "
+        why += failure.why
+        tx.set_node(node.name, drained=True, drained_why=why, drained_by=LAUNCH_CHECK, drained_at_s=tx.now_s)
+
+
+def end_lost(tx: Transaction, job: Job, why: str) -> Job:
+    """Have the job's attempt ended as if its node had been lost: not for anything that it did."""
+    again, not_before_s = _requeue_after_loss(tx, job)
+    return tx.record(
+        EndRequested(
+            job_id=job.id,
+            at_s=tx.now_s,
+            outcome=JobState.NODE_FAIL,
+            by_uid=None,
+            why=why,
+            requeue=again,
+            not_before_s=not_before_s,
+        )
+    )
+
+
+def miss_node(tx: Transaction, job: Job, node: NodeName) -> None:
+    """Record that `node` does not answer, if that explains how the job's script has ended."""
+    if job.state is JobState.COMPLETING and job.outcome is JobState.FAILED and node in job.held_nodes:
+        why = f"its script failed while node {node} did not answer ({tx.world.nodes[node].link_why})"
+        again, not_before_s = _requeue_after_loss(tx, job)
+        tx.record(
+            NodeSilent(job_id=job.id, at_s=tx.now_s, node=node, why=why, requeue=again, not_before_s=not_before_s)
+        )
+
+
+def _requeue_after_loss(tx: Transaction, job: Job) -> tuple[bool, float]:
+    return tx.world.requeues(job), tx.now_s + tx.world.config.controller.requeue_delay_s

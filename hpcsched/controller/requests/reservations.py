@@ -1,0 +1,425 @@
+"""Reservations as admins ask for them: made, changed and deleted, with scontrol's names for what they have.
+
+Each is checked against the others and against what runs. Who may use one is checked when a job is submitted (`check_use`).
+Source: scontrol(1), "RESERVATIONS".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from hpcsched.api.identity import Asker
+from hpcsched.errors import NotFoundError, PermissionDeniedError, RequestError
+from hpcsched.lifecycle.clocks import cut_at_s, suspended_s
+from hpcsched.model.dates import parse_when
+from hpcsched.model.hostlist import compress_hostlist, expand_hostlist
+from hpcsched.model.ids import NODE_NAME, NodeName
+from hpcsched.model.job import Job, JobState
+from hpcsched.model.node import Link
+from hpcsched.model.numbers import whole_number
+from hpcsched.model.reservation import (
+    MAX_PERIOD_S,
+    REPEATS,
+    Flag,
+    Reservation,
+    at,
+    clash,
+    first_day,
+    may_use,
+)
+from hpcsched.model.units import DAY_S, UNLIMITED_S, format_time_s, parse_time_s
+from hpcsched.sched.explain.sentences import plural
+from hpcsched.sched.place.features import matches, parse_features
+from hpcsched.store.world import Transaction, World
+
+# ----- what an admin's words ask of a reservation, read: ``StartTime=now+1hour Duration=2:00:00 Users+=ben Flags=DAILY``
+# Knows no world: whether the reservation can be is said further below. Source: scontrol(1), "RESERVATIONS".
+
+
+KEYS = {  # scontrol's name in lower case: what it changes
+    "starttime": "start", "endtime": "end", "duration": "duration", "nodes": "nodes", "nodecnt": "node_count",
+    "features": "features", "partitionname": "partition", "partition": "partition", "users": "users", "user": "users",
+    "accounts": "accounts", "account": "accounts", "flags": "flags",
+}  # fmt: skip
+NODES_NAMED = "SPEC_NODES"  # shown of a reservation whose nodes were named; asking for it means nothing
+LISTS = ("users", "accounts", "flags", "nodes")  # that += adds to and -= takes from
+LONGEST_S = 365 * DAY_S  # of a duration that is UNLIMITED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """What the changes say; None: nothing. `signs` has + and - of those that add or take away."""
+
+    start_s: int | None = None
+    end_s: int | None = None
+    duration_s: int | None = None
+    nodes: tuple[str, ...] | None = None
+    node_count: int | None = None
+    features: str | None = None
+    partition: str | None = None
+    users: tuple[str, ...] | None = None
+    accounts: tuple[str, ...] | None = None
+    flags: tuple[str, ...] | None = None
+    signs: Mapping[str, str]
+
+
+def read_wish(changes: Mapping[str, str], now_s: float) -> Wish:
+    """Return what the changes ask for. Raises RequestError."""
+    values: dict[str, str] = {}
+    signs: dict[str, str] = {}
+    for word, value in changes.items():
+        sign = word[-1:] if word[-1:] in ("+", "-") else ""
+        name = KEYS.get(word.removesuffix(sign).lower().replace("_", "") if sign else word.lower().replace("_", ""))
+        if name is None:
+            known = "StartTime EndTime Duration Nodes NodeCnt Features PartitionName Users Accounts Flags"
+            raise RequestError(f"cannot give a reservation {word[:60]!r}: it has {known}")
+        if sign and name not in LISTS:
+            raise RequestError(f"cannot write {word[:60]}=: only users, accounts, nodes and flags are added to")
+        values[name] = value
+        signs |= {name: sign} if sign else {}
+    return Wish(
+        start_s=int(parse_when(values["start"], now_s)) if "start" in values else None,
+        end_s=int(parse_when(values["end"], now_s)) if "end" in values else None,
+        duration_s=_duration_s(values["duration"]) if "duration" in values else None,
+        node_count=_count(values["node_count"]) if "node_count" in values else None,
+        features=values.get("features"),
+        partition=values.get("partition"),
+        nodes=_node_words(values["nodes"]) if "nodes" in values else None,
+        users=_words(values["users"]) if "users" in values else None,
+        accounts=_words(values["accounts"]) if "accounts" in values else None,
+        flags=tuple(word.upper() for word in _words(values["flags"])) if "flags" in values else None,
+        signs=signs,
+    )
+
+
+def _duration_s(text: str) -> int:
+    found_s = parse_time_s(text, whole_minutes=False)
+    return LONGEST_S if found_s is None else found_s
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and text.strip("0") and len(text) < 9):
+        raise RequestError(f"cannot reserve {text[:60]!r} nodes: NodeCnt= is a number, at least 1")
+    return whole_number(text)
+
+
+def _words(text: str) -> tuple[str, ...]:
+    words = tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+    for word in words:
+        if word.startswith("-"):
+            raise RequestError(f"cannot except {word[1:60]!r}: name those who may use the reservation")
+    return words
+
+
+def _node_words(text: str) -> tuple[str, ...]:
+    return ("ALL",) if text.strip().upper() == "ALL" else tuple(expand_hostlist(text))
+
+
+def wished(known: Reservation, wish: Wish) -> Reservation:
+    """Return `known` as it is wished, but for its nodes."""
+    flags = [flag for flag in combined([flag.value for flag in known.flags], wish, "flags") if flag != NODES_NAMED]
+    unknown = [flag for flag in flags if flag not in Flag.__members__]
+    if unknown:
+        raise RequestError(f"cannot set flag {unknown[0][:60]!r}: there are {', '.join(Flag)}")
+    return replace(
+        known,
+        users=combined(known.users, wish, "users"),
+        accounts=combined(known.accounts, wish, "accounts"),
+        flags=tuple(Flag(flag) for flag in flags),
+        partition=wish.partition if wish.partition is not None else known.partition,
+        features=wish.features if wish.features is not None else known.features,
+        node_count=0 if wish.nodes is not None else wish.node_count or known.node_count,
+    )
+
+
+def combined(known: Sequence[str], wish: Wish, name: str) -> tuple[str, ...]:
+    """Return a list as it is wished: as it was, replaced, with more or with less."""
+    given: tuple[str, ...] | None = getattr(wish, name)
+    if given is None:
+        return tuple(known)
+    if wish.signs.get(name) == "+":
+        return tuple(dict.fromkeys((*known, *given)))
+    return tuple(word for word in known if word not in given) if wish.signs.get(name) == "-" else given
+
+
+MAX_RESERVATIONS = 1_000
+SHOWN = 5
+
+
+def create(tx: Transaction, asker: Asker, name: str, changes: Mapping[str, str]) -> Reservation:
+    """Make a reservation; without a `name` it gets one of its maker's."""
+    asker.must_be_admin("create a reservation")
+    world = tx.world
+    name = name or _free_name(world, asker.user)
+    if NODE_NAME.match(name) is None:
+        raise RequestError(f"cannot create reservation {name[:60]!r}: a name has letters, digits, _ and - alone")
+    if name in world.reservations:
+        raise RequestError(f"cannot create reservation {name!r}: there is one of that name already")
+    if len(world.reservations) >= MAX_RESERVATIONS:
+        raise RequestError(f"cannot create a reservation: there are {MAX_RESERVATIONS}, which is the most")
+    wish = read_wish(changes, tx.now_s)
+    if wish.signs:
+        raise RequestError("cannot create a reservation with += or -=: they change one that is there")
+    start_s = int(wish.start_s if wish.start_s is not None else tx.now_s)
+    if wish.end_s is None and wish.duration_s is None:
+        raise RequestError("cannot create a reservation: say how long, Duration=2:00:00, or until when, EndTime=")
+    end_s = wish.end_s if wish.end_s is not None else start_s + (wish.duration_s or 0)
+    made = Reservation(name=name, start_s=start_s, end_s=end_s, nodes=(), made_by=asker.user, made_at_s=tx.now_s)
+    return _settle(tx, wished(made, wish), wish)
+
+
+def update(tx: Transaction, asker: Asker, name: str, changes: Mapping[str, str]) -> Reservation:
+    """Change a reservation; what is not named stays."""
+    asker.must_be_admin("change a reservation")
+    known = find(tx.world, name)
+    wish = read_wish(changes, tx.now_s)
+    if not changes:
+        raise RequestError(f"cannot change reservation {name!r}: say what, as EndTime=now+2hours")
+    start_s = int(wish.start_s) if wish.start_s is not None else known.start_s
+    if wish.end_s is not None:
+        end_s = wish.end_s
+    elif wish.duration_s is not None:
+        end_s = start_s + wish.duration_s
+    else:
+        end_s = known.end_s if wish.start_s is None else start_s + known.duration_s
+    return _settle(tx, wished(replace(known, start_s=start_s, end_s=end_s), wish), wish)
+
+
+def delete(tx: Transaction, asker: Asker, name: str) -> None:
+    """Delete a reservation that no job uses."""
+    asker.must_be_admin("delete a reservation")
+    find(tx.world, name)
+    users = tx.world.using(name)
+    if users:
+        raise RequestError(
+            f"cannot delete reservation {name!r}: Requested reservation is in use: by {_named(users)}; "
+            "cancel them, or hctl update JOB ReservationName="
+        )
+    tx.set_reservation(name, None)
+
+
+def keep_up(tx: Transaction) -> None:
+    """Move repeating reservations on to their next occurrence, and forget those that are over."""
+    for name, reservation in list(tx.world.reservations.items()):
+        if reservation.end_s > tx.now_s:
+            continue
+        tx.attempt(f"move reservation {name} on", partial(_keep_up_one, reservation=reservation))
+
+
+def _keep_up_one(tx: Transaction, reservation: Reservation) -> None:
+    running = [job for job in tx.world.using(reservation.name) if job.state is not JobState.PENDING]
+    if reservation.repeats:
+        tx.set_reservation(reservation.name, at(reservation, tx.now_s))
+    elif not running:
+        tx.set_reservation(reservation.name, None)
+
+
+def next_turn_s(world: World, now_s: float) -> float | None:
+    """Return when the next reservation begins or ends, None if none does."""
+    times_s = (time_s for one in world.reservations.values() for time_s in (one.start_s, one.end_s))
+    return min((time_s for time_s in times_s if time_s > now_s), default=None)
+
+
+def find(world: World, name: str) -> Reservation:
+    """Return the reservation of that name."""
+    known = world.reservations.get(name)
+    if known is None:
+        there = ", ".join(world.reservations) or "none"
+        raise NotFoundError(
+            f"Requested reservation is invalid: there is no reservation {name[:60]!r}; there are: {there}"
+        )
+    return known
+
+
+def check_use(world: World, user: str, account: str, name: str, now_s: float) -> Reservation:
+    """Return the reservation `name` if jobs of `user` charged to `account` may run in it, now or later. Else refuse."""
+    reservation = find(world, name)
+    if reservation.is_over(now_s):
+        raise RequestError(f"cannot run in reservation {name!r}: Requested reservation is invalid: it is over")
+    if not may_use(reservation, user, account):
+        allowed = [f"users {', '.join(reservation.users)}"] if reservation.users else []
+        allowed += [f"accounts {', '.join(reservation.accounts)}"] if reservation.accounts else []
+        raise PermissionDeniedError(
+            f"cannot run in reservation {name!r}: Access denied to requested reservation; it is for {' of '.join(allowed)}, "
+            f"you are {user}{f' of account {account}' if reservation.accounts and account else ''}"
+        )
+    return reservation
+
+
+# ----- may it be
+
+
+def _settle(tx: Transaction, wanted: Reservation, wish: Wish) -> Reservation:
+    """Check all of it, choose its nodes, and keep it."""
+    world, before = tx.world, tx.world.reservations.get(wanted.name)
+    _check_people(world, wanted)
+    wanted = _check_times(wanted, before, tx.now_s)
+    wanted = replace(wanted, nodes=_nodes(world, wanted, before, wish, tx.now_s))
+    moved = before is None or (before.nodes, before.start_s, before.end_s) != (
+        wanted.nodes,
+        wanted.start_s,
+        wanted.end_s,
+    )
+    other = _overlapped(world, wanted, tx.now_s) if moved or (before and before.flags != wanted.flags) else ""
+    if other:
+        raise RequestError(f"cannot reserve {compress_hostlist(wanted.nodes)}: Requested nodes are busy: {other}")
+    busy = _busy(world, wanted, tx.now_s) if moved and Flag.IGNORE_JOBS not in wanted.flags else {}
+    if busy:
+        nodes = compress_hostlist(name for name in wanted.nodes if name in busy)
+        jobs = _named({job.id: job for its in busy.values() for job in its}.values())
+        raise RequestError(
+            f"cannot reserve {nodes}: Requested nodes are busy: {jobs} may run beyond the beginning; Flags=IGNORE_JOBS "
+            "reserves them all the same"
+        )
+    _check_own_jobs(world, wanted)
+    tx.set_reservation(wanted.name, wanted)
+    return wanted
+
+
+def _check_people(world: World, wanted: Reservation) -> None:
+    if not wanted.users and not wanted.accounts:
+        raise RequestError("cannot reserve for nobody: say Users= or Accounts= (Users=root for maintenance)")
+    accounting = world.config.accounting
+    for name in wanted.accounts:
+        if accounting.accounts and accounting.account(name) is None:
+            raise RequestError(f"cannot reserve for account {name[:60]!r}: there is no such account")
+    if wanted.partition and wanted.partition not in world.partitions:
+        raise RequestError(f"cannot reserve in partition {wanted.partition[:60]!r}: invalid partition name specified")
+    parse_features(wanted.features)
+
+
+def _check_times(wanted: Reservation, before: Reservation | None, now_s: float) -> Reservation:
+    """Refuse times that cannot be; a first day on which it does not repeat gives way to the next on which it does."""
+    if wanted.duration_s <= 0:
+        raise RequestError("cannot reserve: the end is not after the beginning")
+    if wanted.end_s <= now_s and not wanted.repeats:
+        raise RequestError("cannot reserve: Requested time is over")
+    if before is None and wanted.start_s < int(now_s):
+        raise RequestError(
+            "cannot reserve: Invalid time specified: the beginning has passed; StartTime=now begins at once"
+        )
+    if before is not None and before.is_active(now_s) and wanted.start_s > max(before.start_s, now_s):
+        raise RequestError(f"cannot put off the beginning of reservation {wanted.name!r}: it has begun")
+    repeats = REPEATS.intersection(wanted.flags)
+    if len(repeats) > 1:
+        raise RequestError(f"cannot repeat in two ways: {' and '.join(sorted(repeats))}")
+    period_s = MAX_PERIOD_S if Flag.WEEKLY in repeats else DAY_S
+    if repeats and wanted.duration_s > period_s:
+        raise RequestError(
+            f"cannot repeat {min(repeats)} what lasts {format_time_s(wanted.duration_s)}: it would overlap itself"
+        )
+    return first_day(wanted)
+
+
+def _nodes(
+    world: World, wanted: Reservation, before: Reservation | None, wish: Wish, now_s: float
+) -> tuple[NodeName, ...]:
+    """Return the nodes that it is to have: those named, or so many of those that can be."""
+    its = [*world.nodes] if not wanted.partition else [*world.partitions[wanted.partition].nodes]
+    if wish.nodes is not None and wish.node_count is not None:
+        raise RequestError("cannot take both Nodes= and NodeCnt=: name the nodes, or say how many")
+    if wish.nodes is not None:
+        return _named_nodes(its, wanted, before, wish)
+    if wish.node_count is None and before is not None and not (wish.features or wish.partition):
+        return before.nodes
+    if not wanted.node_count:
+        raise RequestError("cannot reserve: say which nodes, Nodes=n[1-2] or Nodes=ALL, or how many, NodeCnt=2")
+    return _chosen_nodes(world, its, wanted, before, now_s)
+
+
+def _named_nodes(
+    its: Sequence[NodeName], wanted: Reservation, before: Reservation | None, wish: Wish
+) -> tuple[NodeName, ...]:
+    words = tuple(its) if wish.nodes == ("ALL",) else combined(before.nodes if before else (), wish, "nodes")
+    for name in words:
+        if name not in its:
+            where = f"partition {wanted.partition!r} does not have it" if wanted.partition else "there is no such node"
+            raise NotFoundError(f"cannot reserve node {name[:60]}: Invalid node name specified: {where}")
+    if not words:
+        raise RequestError("cannot reserve no node at all")
+    return tuple(name for name in its if name in words)
+
+
+def _chosen_nodes(
+    world: World, its: Iterable[NodeName], wanted: Reservation, before: Reservation | None, now_s: float
+) -> tuple[NodeName, ...]:
+    """Choose nodes that answer, of the right features, that nobody else has reserved; those it had before come first."""
+    features = parse_features(wanted.features)
+    its = [name for name in its if matches(features, world.nodes[name].spec.features)]
+    what = f"{plural(wanted.node_count, 'node')}{f' with feature {wanted.features}' if wanted.features else ''}"
+    if len(its) < wanted.node_count:
+        where = f"partition {wanted.partition!r}" if wanted.partition else "the cluster"
+        raise RequestError(f"cannot reserve {what}: Node count specification invalid: {where} has {len(its)}")
+    able: list[tuple[bool, int, int, NodeName]] = []
+    lacks: list[str] = []
+    for place, name in enumerate(its):
+        node = world.nodes[name]
+        alone = replace(wanted, nodes=(name,))
+        if node.link is Link.DOWN or node.drained:
+            lacks.append(f"{name} is {'down' if node.link is Link.DOWN else 'drained'}")
+        elif other := _overlapped(world, alone, now_s):
+            lacks.append(other)
+        elif Flag.IGNORE_JOBS not in wanted.flags and (busy := _busy(world, alone, now_s)):
+            lacks.append(f"{name} has {_named(busy[name])}")
+        else:
+            able.append((before is None or name not in before.nodes, node.spec.weight, place, name))
+    if len(able) < wanted.node_count:
+        why = f"; {'; '.join(lacks[:SHOWN])}" if lacks else ""
+        raise RequestError(f"cannot reserve {what}: Requested nodes are busy: {len(able)} can be reserved then{why}")
+    chosen = {name for *_, name in sorted(able)[: wanted.node_count]}
+    return tuple(name for name in its if name in chosen)
+
+
+def _overlapped(world: World, wanted: Reservation, now_s: float) -> str:
+    """Return in words with which other reservation `wanted` would overlap and may not, "" if with none."""
+    if wanted.may_overlap:
+        return ""
+    for other in world.reservations.values():
+        if other.name != wanted.name and clash(wanted, other, now_s):
+            common = compress_hostlist(sorted(set(wanted.nodes).intersection(other.nodes)))
+            return f"{common} reserved ({other.name}); Flags=OVERLAP allows it"
+    return ""
+
+
+def _busy(world: World, wanted: Reservation, now_s: float) -> dict[NodeName, list[Job]]:
+    """Return the jobs of others that may run into the reservation, by node: by their limits, or because they have none."""
+    mine = set(wanted.nodes)
+    found: dict[NodeName, list[Job]] = {}
+    for job in world.active_jobs():
+        began_s = job.started_at_s if job.started_at_s is not None else job.allocated_at_s
+        limit_s = job.time_limit_s if job.time_limit_s is not None else UNLIMITED_S
+        cut_s = cut_at_s(job, world.reservations.get(job.reservation))
+        ends_s = (began_s or now_s) + suspended_s(job, now_s) + limit_s
+        if job.reservation == wanted.name or min(ends_s, ends_s if cut_s is None else cut_s) <= wanted.start_s:
+            continue
+        for name in mine.intersection(job.held_nodes):
+            found.setdefault(name, []).append(job)
+    return found
+
+
+def _check_own_jobs(world: World, wanted: Reservation) -> None:
+    """Refuse a change that would leave jobs which run in the reservation outside of it."""
+    for job in world.using(wanted.name):
+        left_out = [name for name in job.held_nodes if name not in wanted.nodes]
+        if job.state is not JobState.PENDING and left_out:
+            raise RequestError(
+                f"cannot take {compress_hostlist(left_out)} out of reservation {wanted.name!r}: Requested reservation is in use: "
+                f"{_named([job])} runs there"
+            )
+
+
+# ----- small pieces
+
+
+def _named(jobs: Iterable[Job]) -> str:
+    ids = [job.display_id for job in jobs]
+    more = f" and {len(ids) - SHOWN} more" if len(ids) > SHOWN else ""
+    return f"job{'s' if len(ids) > 1 else ''} {', '.join(ids[:SHOWN])}{more}"
+
+
+def _free_name(world: World, user: str) -> str:
+    return next(
+        name for number in range(1, MAX_RESERVATIONS + 2) if (name := f"{user}_{number}") not in world.reservations
+    )

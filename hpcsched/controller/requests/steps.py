@@ -1,0 +1,71 @@
+"""`hcancel 12.0`: one step of a running job is ended, or gets a signal, and nothing else of the job.
+
+`12.batch` means the batch script: to end that is to end the job. Knows how steps are called, not how they are ended.
+Source: scancel(1).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from hpcsched.api.identity import Asker
+from hpcsched.controller.requests.job_ids import find_jobs, matches
+from hpcsched.controller.requests.jobs import Outcome
+from hpcsched.controller.tick import Listener
+from hpcsched.errors import HpcschedError, NotFoundError, RequestError
+from hpcsched.model.numbers import whole_number
+from hpcsched.store.world import World
+
+_STEP = re.compile(r"(\d+(?:[_+]\d+)?)\.(\d+|batch)\Z")
+
+
+class Meant(NamedTuple):
+    """What the references of a request mean."""
+
+    jobs: list[str]
+    batch: list[str]  # jobs whose batch script alone is meant
+    steps: list[tuple[str, int]]  # job, number
+
+
+def sort_out(references: Iterable[str]) -> Meant:
+    """Return which of the references mean jobs, which batch scripts and which steps."""
+    meant = Meant([], [], [])
+    for reference in references:
+        match = _STEP.match(reference)
+        if match is None:
+            meant.jobs.append(reference)
+        elif match[2] == "batch":
+            meant.batch.append(match[1])
+        else:
+            meant.steps.append((match[1], whole_number(match[2], "a step")))
+    return meant
+
+
+def act_on_steps(
+    world: World,
+    minding: Listener,
+    asker: Asker,
+    steps: Iterable[tuple[str, int]],
+    filters: dict[str, str],
+    signum: int | None,
+    outcome: Outcome,
+) -> None:
+    """Send `signum` to these steps of jobs that match, or (None) end them; what is refused is noted in `outcome`."""
+    for reference, number in steps:
+        try:
+            jobs = find_jobs(world, reference, asker.uid)
+            if not all(matches(job, filters) for job in jobs):
+                continue
+            if len(jobs) > 1:
+                raise RequestError(
+                    f"cannot tell which step {number} of job {reference} is meant: say {jobs[0].display_id}"
+                )
+            asker.must_own(jobs[0], "cancel a step of")
+            if not minding.act_on_step(jobs[0], number, signum, asker.user):
+                raise NotFoundError(f"Invalid job id specified: no step {reference}.{number} is running")
+        except HpcschedError as error:
+            outcome.refuse(f"{reference}.{number}", error)
+        else:
+            outcome.jobs.append(jobs[0].id)

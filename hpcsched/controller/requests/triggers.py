@@ -1,0 +1,268 @@
+"""Triggers: set and cleared by users, found due by the changes of a tick, run by the daemon after its commit.
+
+A trigger is deleted, or armed again, in the same commit as the change that it waited for: it runs at most once for an
+event, and not at all if the controller is killed between the commit and the program. Source: strigger(1).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import pwd
+import subprocess
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from hpcsched.api.identity import Asker
+from hpcsched.controller.requests.job_ids import find_jobs
+from hpcsched.errors import NotFoundError, PermissionDeniedError, RequestError
+from hpcsched.lifecycle.clocks import limit_at_s
+from hpcsched.model.ids import JobId, NodeName
+from hpcsched.model.job import FINAL, Job
+from hpcsched.model.node import Link, Node
+from hpcsched.model.numbers import whole_number
+from hpcsched.model.trigger import (
+    JOB_EVENTS,
+    MAX_OFFSET_S,
+    MAX_TRIGGERS,
+    MAX_TRIGGERS_PER_USER,
+    Trigger,
+    TriggerEvent,
+)
+from hpcsched.store.world import Transaction, World
+
+log = logging.getLogger("hpcsched.triggers")
+
+ANY_NODE = "*"
+MAX_WORDS = 64
+MAX_PROGRAM_BYTES = 4096
+AT_ONCE = 8
+QUEUED = 1_000  # more are not run: that is logged
+PROGRAM_S = 300.0
+PATH = "/usr/local/bin:/usr/bin:/bin"
+
+
+def create(tx: Transaction, asker: Asker, body: dict[str, Any]) -> Trigger:
+    """Set a trigger. `body`: event, target (a job, a node, or "" for any node), offset_s, program, permanent."""
+    world = tx.world
+    try:
+        event = TriggerEvent(str(body.get("event")))
+    except ValueError:
+        known = ", ".join(TriggerEvent)
+        raise RequestError(f"cannot set a trigger for {str(body.get('event'))[:40]!r}: there are {known}") from None
+    mine = sum(one.uid == asker.uid for one in world.triggers.values())
+    if len(world.triggers) >= MAX_TRIGGERS or mine >= MAX_TRIGGERS_PER_USER:
+        raise RequestError(
+            f"cannot set a trigger: you have {mine} of at most {MAX_TRIGGERS_PER_USER}, all users together "
+            f"{len(world.triggers)} of at most {MAX_TRIGGERS}; clear some with strigger --clear"
+        )
+    offset_s = body.get("offset_s", 0)
+    if type(offset_s) is not int or not 0 <= offset_s <= MAX_OFFSET_S:
+        raise RequestError(f"cannot set a trigger: the offset must be 0 to {MAX_OFFSET_S} seconds")
+    made = Trigger(
+        id=max(world.triggers, default=0) + 1,
+        uid=asker.uid,
+        user=asker.user,
+        event=event,
+        target=_target(world, asker, event, str(body.get("target") or "")),
+        offset_s=offset_s,
+        program=_program(body.get("program")),
+        is_permanent=body.get("permanent") is True and event not in JOB_EVENTS,
+    )
+    tx.set_trigger(made.id, made)
+    return made
+
+
+def _target(world: World, asker: Asker, event: TriggerEvent, target: str) -> str:
+    if event not in JOB_EVENTS:
+        if target and target not in world.nodes:
+            raise NotFoundError(f"cannot set a trigger: Invalid node name specified: {target[:60]}")
+        return target or ANY_NODE
+    jobs = find_jobs(world, target, asker.uid)
+    if len(jobs) > 1:
+        raise RequestError(f"cannot set a trigger for array {target[:40]}: name one of its {len(jobs)} tasks")
+    asker.must_own(jobs[0], "set a trigger for")
+    if jobs[0].state in FINAL:
+        raise RequestError(f"cannot set a trigger: job {jobs[0].display_id} has already ended")
+    return str(jobs[0].id)
+
+
+def _program(words: Any) -> tuple[str, ...]:
+    if not isinstance(words, list) or not words or not all(isinstance(word, str) and word for word in words):
+        raise RequestError("cannot set a trigger: the program must be a list of words")
+    if len(words) > MAX_WORDS or sum(len(word.encode("utf-8", "replace")) for word in words) > MAX_PROGRAM_BYTES:
+        raise RequestError(
+            f"cannot set a trigger: the program has more than {MAX_WORDS} words or {MAX_PROGRAM_BYTES} bytes"
+        )
+    if not words[0].startswith("/"):
+        raise RequestError(f"cannot set a trigger: {words[0][:60]!r} is not an absolute path")
+    return tuple(words)
+
+
+def clear(tx: Transaction, asker: Asker, number: int | None, target: str, user: str) -> list[int]:
+    """Delete triggers: one by its number, or those of a job or node, or of a user; return their numbers."""
+    wanted = [
+        one
+        for one in tx.world.triggers.values()
+        if (number is None or one.id == number) and target in ("", one.target) and user in ("", one.user)
+    ]
+    mine = [one for one in wanted if asker.admin or one.uid == asker.uid]
+    if not wanted:
+        raise NotFoundError("cannot clear a trigger: there is no such one; see strigger --get")
+    if not mine:
+        raise PermissionDeniedError(f"cannot clear trigger {wanted[0].id}: it belongs to {wanted[0].user}")
+    for one in mine:
+        tx.set_trigger(one.id, None)
+    return [one.id for one in mine]
+
+
+def views(world: World) -> list[dict[str, Any]]:
+    """Return all triggers as JSON."""
+    return [
+        {
+            "id": one.id,
+            "type": "job" if one.is_of_job else "node",
+            "target": one.target,
+            "event": one.event.value,
+            "offset_s": one.offset_s,
+            "user": one.user,
+            "permanent": one.is_permanent,
+            "program": list(one.program),
+        }
+        for one in world.triggers.values()
+    ]
+
+
+def keep_up(tx: Transaction) -> list[Trigger]:
+    """Note which triggers have had their event, and return those that are due: their programs run after the commit."""
+    due: list[Trigger] = []
+    before = tx.nodes_before()
+    for trigger in list(tx.world.triggers.values()):
+        found = tx.attempt(f"look at trigger {trigger.id}", partial(_look_at, trigger=trigger, before=before))
+        if isinstance(found, Trigger):
+            due.append(found)
+    return due
+
+
+def _look_at(tx: Transaction, trigger: Trigger, before: Mapping[NodeName, Node]) -> Trigger | None:
+    if not trigger.due_at_s:
+        event = next(_events(tx, trigger, before), None)
+        if event is not None:
+            trigger = replace(trigger, hit=event[0], due_at_s=event[1])
+            tx.set_trigger(trigger.id, trigger)
+    if not trigger.due_at_s or trigger.due_at_s > tx.now_s:
+        return None
+    armed = replace(trigger, due_at_s=0.0, hit="") if trigger.is_permanent else None
+    tx.set_trigger(trigger.id, armed)
+    return trigger
+
+
+def _events(tx: Transaction, trigger: Trigger, nodes_before: Mapping[NodeName, Node]) -> Iterator[tuple[str, float]]:
+    """Yield what the trigger came for, and when its program is due."""
+    if trigger.is_of_job:
+        job = tx.world.jobs.get(JobId(whole_number(trigger.target)))
+        if trigger.event is TriggerEvent.JOB_END and (job is None or job.state in FINAL):
+            yield trigger.target, tx.now_s + trigger.offset_s
+        elif job is not None and job.state not in FINAL and trigger.event is TriggerEvent.TIME_LIMIT:
+            limit_s = limit_at_s(job)
+            if limit_s is not None and limit_s - trigger.offset_s <= tx.now_s:
+                yield trigger.target, tx.now_s
+        return
+    for name, before in nodes_before.items():
+        after = tx.world.nodes.get(name)
+        if after is not None and trigger.target in (ANY_NODE, name) and _has_come(trigger.event, before, after):
+            yield name, tx.now_s + trigger.offset_s
+
+
+def _has_come(event: TriggerEvent, before: Node, after: Node) -> bool:
+    match event:
+        case TriggerEvent.NODE_DOWN:
+            return before.link is not Link.DOWN and after.link is Link.DOWN
+        case TriggerEvent.NODE_UP:
+            return before.link is Link.DOWN and after.link is Link.UP
+        case TriggerEvent.NODE_DRAINED:
+            return after.drained and not before.drained
+        case _:
+            return False
+
+
+def next_time_s(world: World, now_s: float) -> float | None:
+    """Return when the next trigger is due, None: none by the time alone."""
+    times_s = [trigger.due_at_s for trigger in world.triggers.values()]
+    for trigger in world.triggers.values():
+        if trigger.event is TriggerEvent.TIME_LIMIT:
+            job: Job | None = world.jobs.get(JobId(whole_number(trigger.target)))
+            limit_s = limit_at_s(job) if job is not None and job.state not in FINAL else None
+            times_s += [] if limit_s is None else [limit_s - trigger.offset_s]
+    return min((at_s for at_s in times_s if at_s > now_s), default=None)
+
+
+# ----- their programs: run on the head, as the users who set them, a few at a time, each for a bounded time
+
+
+class TriggerPrograms:
+    """The programs that run, and those that wait for their turn."""
+
+    def __init__(self) -> None:
+        self._turns = asyncio.Semaphore(AT_ONCE)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def run(self, trigger: Trigger) -> None:
+        """Run the program of a trigger, with what it came for as its last argument."""
+        if len(self._tasks) >= QUEUED:
+            log.error("cannot run the program of trigger %d: %d wait already", trigger.id, QUEUED)
+            return
+        task = asyncio.get_running_loop().create_task(self._run(trigger))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _run(self, trigger: Trigger) -> None:
+        async with self._turns:
+            try:
+                status = await _status_of([*trigger.program, trigger.hit], trigger.uid)
+            except (OSError, KeyError, subprocess.SubprocessError) as error:
+                log.warning("cannot run the program of trigger %d of %s: %s", trigger.id, trigger.user, error)
+                return
+        if status:
+            log.warning("the program of trigger %d of %s ended with status %d", trigger.id, trigger.user, status)
+        else:
+            log.info("ran the program of trigger %d of %s", trigger.id, trigger.user)
+
+
+async def _status_of(command: list[str], uid: int) -> int:
+    account = pwd.getpwuid(uid)
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        cwd="/",
+        env={
+            "PATH": PATH,
+            "HOME": account.pw_dir,
+            "USER": account.pw_name,
+            "LOGNAME": account.pw_name,
+            "SHELL": "/bin/sh",
+        },
+        start_new_session=True,
+        **_as_user(account),
+    )
+    try:
+        return await asyncio.wait_for(process.wait(), PROGRAM_S)
+    except TimeoutError:
+        os.killpg(process.pid, 9)
+        await process.wait()
+        raise subprocess.TimeoutExpired(command, PROGRAM_S) from None
+
+
+def _as_user(account: pwd.struct_passwd) -> dict[str, Any]:
+    """Return the arguments that start a process as the account; empty if that is who we are. Raises PermissionError."""
+    if account.pw_uid == os.geteuid():
+        return {}
+    if os.geteuid() != 0:
+        raise PermissionError(f"the controller does not run as root, so it cannot become {account.pw_name}")
+    groups = os.getgrouplist(account.pw_name, account.pw_gid)
+    return {"user": account.pw_uid, "group": account.pw_gid, "extra_groups": groups, "umask": 0o022}

@@ -1,0 +1,340 @@
+"""What may be changed of jobs after their submission: ``hctl update``, each change checked and turned into one event.
+
+What a job asked for in its specification is asked for anew by `respecify`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from math import ceil
+from typing import Any
+
+from hpcsched.api.identity import Asker
+from hpcsched.controller.preemption import check_size, keep_within
+from hpcsched.controller.requests.admission import check_deadline, check_dependency, dependency_circle, let_in, settle
+from hpcsched.controller.requests.jobs import Outcome, check_rank, each_job, find_partitions, possible_partitions
+from hpcsched.controller.requests.reservations import check_use
+from hpcsched.errors import RequestError
+from hpcsched.jobscript.build import DIRECT
+from hpcsched.jobscript.check import check_spec, check_time_min
+from hpcsched.jobscript.dependency import parse_dependency
+from hpcsched.jobscript.options import find_option
+from hpcsched.jobscript.values import MAX_COUNT, MAX_NICE, MAX_PRIORITY, short
+from hpcsched.lifecycle.clocks import ran_s
+from hpcsched.lifecycle.events import Changed
+from hpcsched.lifecycle.job import can
+from hpcsched.model.codec import spec_to_json
+from hpcsched.model.dates import parse_when
+from hpcsched.model.frozen import replace
+from hpcsched.model.job import Job, JobState
+from hpcsched.model.nearest import nearest
+from hpcsched.model.numbers import MAX_DIGITS, whole_number
+from hpcsched.model.spec import JobSpec
+from hpcsched.model.units import UNLIMITED_S, format_time_s, parse_time_s
+from hpcsched.store.world import Transaction, World
+
+# ----- what a job asked for when it was submitted, asked for anew: ``scontrol update JobId=12 Name=x MinMemoryNode=4G``
+# The values are read as those of the options of the same meaning, and what the job asks for then is checked as a submission is.
+# What decides on its place can be changed while it waits only; the bounds of an elastic job's size at any time.
+
+
+ANY_TIME = frozenset({"name", "comment", "mail_user", "mail_type", "requeue"})
+OPTIONS = {  # what is changed: the option that it is read as
+    "name": "job-name",
+    "comment": "comment",
+    "mail_user": "mail-user",
+    "mail_type": "mail-type",
+    "requeue": "requeue",
+    "constraint": "constraint",
+    "cpus_per_task": "cpus-per-task",
+    "exclude": "exclude",
+    "gres": "gres",
+    "licenses": "licenses",
+    "mem": "mem",
+    "mem_per_cpu": "mem-per-cpu",
+    "mincpus": "mincpus",
+    "nodelist": "nodelist",
+    "ntasks": "ntasks",
+    "ntasks_per_node": "ntasks-per-node",
+    "num_cpus": "ntasks",
+    "num_nodes": "nodes",
+    "prefer": "prefer",
+    "switches": "switches",
+    "tmp": "tmp",
+    "work_dir": "chdir",
+}
+_EMPTY: Mapping[str, Any] = {"nodelist": (), "exclude": (), "licenses": ()}  # of an empty value
+
+
+def respecify(tx: Transaction, job: Job, changes: Mapping[str, str], by_uid: int, made: dict[int, int]) -> Job:
+    """Have the job ask for this from now on. `made` keeps which specification came of which: tasks of an array share theirs.
+
+    Raises RequestError for what cannot be read, cannot be changed any more, or can never start.
+    """
+    any_time = {*ANY_TIME, "num_nodes"} if job.spec.elastic else ANY_TIME
+    for name in changes:
+        if job.state is not JobState.PENDING and name not in any_time:
+            raise RequestError(f"cannot change {name} of job {job.display_id}: it is {job.state}")
+    fields: dict[str, Any] = {}
+    for name, text in changes.items():
+        fields |= _fields(name, text, replace(job.spec, **fields))
+    spec = replace(job.spec, **fields)
+    check_spec(spec)
+    if job.state is JobState.PENDING:
+        _check_place(tx, replace(job, spec=spec))
+    said = spec_to_json(spec)
+    changed = tx.respecify(job, {name: said[name] for name in fields}, by_uid=by_uid, spec_id=made.get(job.spec_id))
+    made[job.spec_id] = changed.spec_id
+    return changed
+
+
+def _fields(name: str, text: str, spec: JobSpec) -> dict[str, Any]:
+    """Return the fields of the specification `spec` that a change sets."""
+    option = OPTIONS[name]
+    if not text and name in _EMPTY:
+        return {name: _EMPTY[name]}
+    value = find_option(option).parse(text)
+    match name:
+        case "gres":
+            return {"gpus_per_node": value.gpus, "shards_per_node": value.shards}
+        case "num_cpus":  # as many tasks as need them
+            return {"ntasks": -(-value // spec.cpus_per_task)}
+        case "num_nodes":
+            return {"nodes_min": value[0], "nodes_max": value[1], "nodes_given": True}
+        case "mem":
+            return {"mem_per_node_mib": value, "mem_per_cpu_mib": None}
+        case "mem_per_cpu":
+            return {"mem_per_cpu_mib": value, "mem_per_node_mib": None}
+        case "cpus_per_task":
+            return {"cpus_per_task": value, "cpus_per_task_given": True}
+        case "switches":
+            return {"switches": value[0], "switches_wait_s": value[1]}
+        case "mail_type":
+            return {name: tuple(value)}
+        case "work_dir" if not value.startswith("/"):
+            raise RequestError(f"cannot have a job run in {value[:60]!r}: the path is not absolute")
+        case "work_dir":
+            return {"work_dir": value}
+        case _:
+            return {DIRECT[option]: value}
+
+
+def _check_place(tx: Transaction, job: Job) -> None:
+    """Refuse what can never start in the partitions that the job waits for."""
+    world = tx.world
+    spec = replace(job.spec, account=job.account, qos=job.qos, time_limit_s=job.time_limit_s)
+    partitions = find_partitions(world, job.partition)
+    reservation = world.reservations.get(job.reservation)
+    let_in(world, job.user, spec, possible_partitions(world, spec, partitions, job.time_limit_s, reservation))
+
+
+CHANGES = frozenset(
+    {
+        "time_limit",
+        "end_time",
+        "partition",
+        "nice",
+        "priority",
+        "begin",
+        "array_task_throttle",
+        "dependency",
+        "deadline",
+        "reservation",
+        "account",
+        "qos",
+        "time_min",
+        "site_factor",
+    }
+)
+
+
+def update(tx: Transaction, asker: Asker, references: Iterable[str], changes: dict[str, str]) -> Outcome:
+    """Change what may be changed of the named jobs: see `CHANGES`."""
+    unknown = set(changes) - CHANGES - OPTIONS.keys()
+    if unknown or not changes:
+        known = sorted(CHANGES | OPTIONS.keys())
+        near = nearest(min(unknown), known) if unknown else ""
+        wrong = ", ".join(sorted(unknown)) or "nothing"
+        raise RequestError(f"cannot change {wrong}{near or ': can change ' + ', '.join(known)}")
+    made: dict[int, int] = {}
+
+    def one(job: Job, outcome: Outcome) -> None:
+        if not can(job, Changed):
+            raise RequestError(f"cannot change job {job.display_id}: it is {job.state}")
+        anew = {name: text for name, text in changes.items() if name in OPTIONS}
+        rest = {name: text for name, text in changes.items() if name in CHANGES}
+        changed = _changed_event(tx, asker, job, rest) if rest else None
+        size = anew.get("num_nodes") if job.state is not JobState.PENDING else None
+        bounds = check_size(job, size) if size is not None else None
+        if size is not None and not job.spec.elastic:
+            del anew["num_nodes"]
+        if anew:
+            job = respecify(tx, job, anew, asker.uid, made)
+        if changed is not None:
+            job = tx.record(changed)
+        if bounds is not None:
+            keep_within(tx, job, *bounds, asker.uid)
+
+    return each_job(tx, asker, references, {}, "change", one)
+
+
+def _time_limit_s(job: Job, text: str) -> int | None:
+    """Return the time limit that is asked for: ``2:00:00``, or so much more or less: ``+30``. 0 is no limit, as in Slurm."""
+    if text[:1] not in "+-" or not text:
+        return parse_time_s(text) or None
+    if job.time_limit_s is None:
+        raise RequestError(f"cannot change the time limit of job {job.display_id} by {text}: it has none")
+    by_s = parse_time_s(text[1:]) or 0
+    limit_s = job.time_limit_s + (by_s if text[0] == "+" else -by_s)
+    if limit_s <= 0:
+        raise RequestError(
+            f"cannot change the time limit of job {job.display_id} by {text}: nothing would be left of it"
+        )
+    return limit_s
+
+
+def _limit_until(job: Job, text: str, now_s: float) -> str:
+    """Return the time limit with which the job that runs ends then."""
+    if job.state is not JobState.RUNNING:
+        raise RequestError(f"cannot change the end of job {job.display_id}: it is {job.state}; change its time limit")
+    end_s = parse_when(text, now_s)
+    if end_s <= now_s:
+        raise RequestError(f"cannot end job {job.display_id} at {short(text)}: that is past")
+    return f"0:{ceil(ran_s(job, now_s) + end_s - now_s)}"
+
+
+def _changed_event(tx: Transaction, asker: Asker, job: Job, changes: dict[str, str]) -> Changed:
+    values: dict[str, Any] = {}
+    if "begin" in changes:
+        _must_wait(job, "change the begin time of")
+        values["not_before_s"] = parse_when(changes["begin"], tx.now_s)
+    begin_s = max(tx.now_s, values.get("not_before_s", job.not_before_s) or 0)
+    if "end_time" in changes:
+        changes = {**changes, "time_limit": _limit_until(job, changes["end_time"], tx.now_s)}
+    if "time_limit" in changes:
+        limit_s = _time_limit_s(job, changes["time_limit"])
+        if not asker.admin and job.time_limit_s is not None and (limit_s is None or limit_s > job.time_limit_s):
+            _check_raise(tx.world, asker, job, limit_s)
+        values["time_limit_s"] = limit_s or UNLIMITED_S
+    if "time_min" in changes:
+        _must_wait(job, "change the least time of")
+        values["time_min_s"] = 0 if changes["time_min"] in ("", "none") else parse_time_s(changes["time_min"]) or 0
+    if not changes.keys().isdisjoint(("time_min", "time_limit")):
+        least_s = values.get("time_min_s", job.time_min_s) or None
+        check_time_min(least_s, values.get("time_limit_s", job.time_limit_s))
+    if not changes.keys().isdisjoint(("partition", "account", "qos")):
+        values |= _new_place(tx.world, job, changes)
+    if "nice" in changes:
+        values["nice"] = _integer("nice", changes["nice"], at_least=-MAX_NICE, at_most=MAX_NICE)
+        check_rank(asker, values["nice"], None)
+    if "priority" in changes:
+        asker.must_be_admin("set a priority")
+        values["priority_set"] = _integer("priority", changes["priority"], at_most=MAX_PRIORITY)
+    if "site_factor" in changes:
+        asker.must_be_admin("set a site factor")
+        values["site"] = _integer("site_factor", changes["site_factor"], at_least=-MAX_NICE, at_most=MAX_NICE)
+    if "array_task_throttle" in changes:
+        if job.array_job_id is None:
+            raise RequestError(f"cannot throttle job {job.display_id}: it is no array")
+        values["array_limit"] = _integer("array_task_throttle", changes["array_task_throttle"])
+    if "dependency" in changes:
+        values |= _new_dependency(tx.world, job, changes["dependency"])
+    if "reservation" in changes:
+        values["reservation"] = _new_reservation(tx, job, changes["reservation"])
+    if "deadline" in changes:
+        values["deadline_at_s"] = _new_deadline(tx, job, changes["deadline"])
+    deadline_s = values.get("deadline_at_s", job.deadline_at_s)
+    if deadline_s and not values.keys().isdisjoint(("deadline_at_s", "time_limit_s", "time_min_s", "not_before_s")):
+        limit_s = values.get("time_limit_s", job.time_limit_s) if job.spec.time_limit_s is not None else None
+        limit_s = values.get("time_min_s", job.time_min_s) or limit_s
+        check_deadline(deadline_s, limit_s, begin_s)
+    return Changed(job_id=job.id, at_s=tx.now_s, by_uid=asker.uid, **values)
+
+
+def _check_raise(world: World, asker: Asker, job: Job, limit_s: int | None) -> None:
+    """Refuse a user's longer time limit for a job that has started, or beyond what its partitions and accounts allow."""
+    if job.state is not JobState.PENDING:
+        asker.must_be_admin(f"raise the time limit of job {job.display_id} once it has started")
+    partitions = [world.partitions[name] for name in job.partition.split(",") if name in world.partitions]
+    for partition in partitions:
+        if partition.max_time_s is not None and (limit_s is None or limit_s > partition.max_time_s):
+            most = format_time_s(partition.max_time_s)
+            asker.must_be_admin(
+                f"raise the time limit of job {job.display_id} above {most}, the most in partition {partition.name}"
+            )
+    spec = replace(job.spec, account=job.account, qos=job.qos, time_limit_s=limit_s or UNLIMITED_S)
+    let_in(world, job.user, spec, partitions)
+
+
+def _new_dependency(world: World, job: Job, text: str) -> dict[str, Any]:
+    _must_wait(job, "change the dependency of")
+    terms, any_one = parse_dependency(text)
+    check_dependency(world, terms)
+    circle = dependency_circle(world, job, terms)
+    if circle:
+        way = " which waits for ".join(f"job {one.display_id}" for one in circle)
+        raise RequestError(f"cannot have job {job.display_id} wait for {way}: that is a circle, none could ever start")
+    return {"dependency": terms, "dependency_any": any_one}
+
+
+def _new_place(world: World, job: Job, changes: dict[str, str]) -> dict[str, str]:
+    """Return the partition, account and QOS that a job has from now on; what can never start with them is refused."""
+    values: dict[str, str] = {}
+    spec = replace(job.spec, account=job.account, qos=job.qos, time_limit_s=job.time_limit_s)
+    if "account" in changes or "qos" in changes:
+        _must_wait(job, "change the account or QOS of")
+        spec = _new_charge(world, job, changes)
+        values = {"account": spec.account, "qos": spec.qos}
+    if "partition" not in changes:
+        let_in(
+            world,
+            job.user,
+            spec,
+            [world.partitions[name] for name in job.partition.split(",") if name in world.partitions],
+        )
+        return values
+    _must_wait(job, "move")
+    reservation = world.reservations.get(changes.get("reservation", job.reservation))
+    wanted = find_partitions(world, changes["partition"])
+    found = let_in(world, job.user, spec, possible_partitions(world, spec, wanted, job.time_limit_s, reservation))
+    return {**values, "partition": ",".join(partition.name for partition in found)}
+
+
+def _new_charge(world: World, job: Job, changes: dict[str, str]) -> JobSpec:
+    """Return what a job asks for, with the account and QOS that it has from now on."""
+    wanted = replace(job.spec, account=changes.get("account", job.account), qos=changes.get("qos", job.qos))
+    if "account" in changes and "qos" not in changes and world.config.accounting.quality(job.qos) is None:
+        wanted = replace(wanted, qos="")
+    return replace(settle(world, job.user, wanted), time_limit_s=job.time_limit_s)
+
+
+def _new_reservation(tx: Transaction, job: Job, name: str) -> str:
+    """Return the name of the reservation that a job is to run in from now on, "" for none."""
+    _must_wait(job, "change the reservation of")
+    if name:
+        reservation = check_use(tx.world, job.user, job.account, name, tx.now_s)
+        possible_partitions(tx.world, job.spec, find_partitions(tx.world, job.partition), job.time_limit_s, reservation)
+    return name
+
+
+def _new_deadline(tx: Transaction, job: Job, text: str) -> int:
+    """Return the new deadline of a job; 0, for ``none``, if it is to have none any more."""
+    _must_wait(job, "change the deadline of")
+    if text.lower() in ("", "none", "0"):
+        return 0
+    return int(parse_when(text, tx.now_s))
+
+
+def _must_wait(job: Job, what: str) -> None:
+    if job.state is not JobState.PENDING:
+        raise RequestError(f"cannot {what} job {job.display_id}: it is {job.state}")
+
+
+def _integer(name: str, text: str, *, at_least: int = 0, at_most: int = MAX_COUNT) -> int:
+    word = text.strip()
+    digits = word.lstrip("+-")
+    if not (digits.isascii() and digits.isdigit()):
+        raise RequestError(f"cannot set {name} to {short(text)}: it is not a whole number")
+    if len(digits) > MAX_DIGITS or not at_least <= (number := whole_number(word, name)) <= at_most:
+        raise RequestError(f"cannot set {name} to {short(text)}: it must be {at_least} to {at_most}")
+    return number

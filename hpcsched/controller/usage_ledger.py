@@ -1,0 +1,120 @@
+"""The ledger that a plan goes by, and the same in full for people: usage as it counts now, and the factors that it makes.
+
+Factors are made anew every few seconds at most: they change slowly, and looking at all that runs for each plan would cost
+more than the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+from hpcsched.api.identity import Asker
+from hpcsched.errors import RequestError
+from hpcsched.model.accounting import Account, Accounting, Association, Qos, UserRules
+from hpcsched.model.nearest import nearest
+from hpcsched.sched.queue.fairshare import factors_of
+from hpcsched.sched.queue.usage import Used, at, by_association, plus, running_use, weights_of
+from hpcsched.sched.snapshot import Ledger
+from hpcsched.store.world import Transaction, World
+
+REFRESH_S = 5.0
+
+
+class Books:
+    """Makes the ledger of a world, and remembers the factors for a while."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._made_at_s = float("-inf")
+        self._factors: tuple[tuple[Association, float], ...] = ()
+
+    def ledger(self, now_s: float, *, fairshare: bool) -> Ledger:
+        """Return what a plan at `now_s` goes by; without `fairshare` nobody asks for the factors."""
+        accounting = self._world.config.accounting
+        if not fairshare:
+            self._factors = ()
+        elif not 0.0 <= now_s - self._made_at_s < REFRESH_S:
+            factors = factors_of(accounting, charged(self._world, now_s))
+            self._factors, self._made_at_s = tuple(factors.items()), now_s
+        used: tuple[Used, ...] = ()
+        if _bounds_usage(accounting):
+            used = tuple(at(row, now_s, accounting.half_life_s) for row in self._world.usage.values())
+        return Ledger(accounting=accounting, fairshare=self._factors, used=used)
+
+    def forget(self) -> None:
+        """Make everything anew when it is next asked for."""
+        self._made_at_s = float("-inf")
+
+
+def _bounds_usage(accounting: Accounting) -> bool:
+    """Say whether any limit is on what has been used."""
+    holders: tuple[Account | UserRules | Qos, ...] = (*accounting.accounts, *accounting.users, *accounting.qos)
+    return any(holder.limits.grp_tres_mins for holder in holders)
+
+
+def used_now(world: World, now_s: float) -> list[Used]:
+    """Return what everybody has used as it counts at `now_s`, running jobs included."""
+    accounting = world.config.accounting
+    rows = {key: at(used, now_s, accounting.half_life_s) for key, used in world.usage.items()}
+    for job in world.active_jobs():
+        weights = weights_of(accounting, world.partitions.get(job.partition))
+        account, user = accounting.association_of(job.user, job.account)
+        key = (account, user, job.qos)
+        known = rows.get(key) or Used(account=account, user=user, qos=job.qos, at_s=now_s)
+        rows[key] = plus(known, running_use(job, now_s, accounting, weights, world.gpu_types(job)))
+    return list(rows.values())
+
+
+def charged(world: World, now_s: float) -> dict[Association, float]:
+    """Return what each association has been charged; 0 for those who only wait."""
+    accounting = world.config.accounting
+    found = by_association(used_now(world, now_s))
+    for job_id in world.pending:
+        job = world.jobs[job_id]
+        found.setdefault(accounting.association_of(job.user, job.account), 0.0)
+    return found
+
+
+# ----- usage that is to count no more: an admin's word, ``hctl reset usage``, as ``sacctmgr modify ... set RawUsage=0``
+# What ended jobs used becomes 0. What a running job has used until now is charged when it ends, and that cannot be taken out of
+# its clocks without telling them apart from what was held; so as much is written down as a debt the other way round. Both
+# decay alike, so their sum stays what is used from now on. Job records (hacct) are not touched.
+
+
+def reset(tx: Transaction, asker: Asker, accounts: Sequence[str], users: Sequence[str]) -> list[tuple[str, str]]:
+    """Have what these users used in these accounts, and those below them, count no more; empty: in all, of all.
+
+    Return the associations that had used something.
+    """
+    asker.must_be_admin("reset what has been used")
+    world = tx.world
+    rows = used_now(world, tx.now_s)
+    accounting = world.config.accounting
+    _must_be("account", accounts, {account.name for account in accounting.accounts} | {row.account for row in rows})
+    _must_be("user", users, _known_users(world, rows))
+    found: dict[tuple[str, str], None] = {}
+    for row in rows:
+        if (accounts and not accounting.is_part_of(row.account, accounts)) or (users and row.user not in users):
+            continue
+        known = world.usage.get(row.key) or replace(row, amounts=())
+        less = tuple((name, -amount) for name, amount in row.amounts)
+        tx.put_usage(plus(at(known, tx.now_s, accounting.half_life_s), less))
+        found[row.account, row.user] = None
+    return list(found)
+
+
+def _known_users(world: World, rows: Sequence[Used]) -> set[str]:
+    accounting = world.config.accounting
+    named = {user for account in accounting.accounts for user in account.users}
+    return named | {rules.name for rules in accounting.users} | {row.user for row in rows}
+
+
+def _must_be(what: str, names: Sequence[str], known: Collection[str]) -> None:
+    for name in names:
+        if name not in known:
+            there = ", ".join(sorted(filter(None, known))) or "none"
+            raise RequestError(
+                f"cannot reset the usage of {what} {name[:63]!r}: there is none{nearest(name, sorted(known))}; "
+                f"known are {there}"
+            )

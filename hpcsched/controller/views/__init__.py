@@ -1,0 +1,1 @@
+"""What the controller answers: the queue, history, accounts, events in words."""

@@ -1,0 +1,72 @@
+"""The world of a database file that no controller runs from: what the planner would have seen when its last event happened.
+
+For questions about a backup, or about the database of a controller that is down. Nodes and partitions are those of the
+configuration; a node answers unless it was drained. The file is only read: what has to be brought up to date is a copy, for a
+while.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from hpcsched.config.load import Config
+from hpcsched.controller.recovery import load_world, node_of, policy_of
+from hpcsched.controller.tick import Controller
+from hpcsched.model.ids import NodeName
+from hpcsched.model.node import Link
+from hpcsched.model.trigger import Trigger
+from hpcsched.sched.policy import Policy
+from hpcsched.sched.snapshot import Snapshot
+from hpcsched.store.backup import back_up, contents_of
+from hpcsched.store.engine import incarnation, open_database
+from hpcsched.store.store import Store
+from hpcsched.store.world import World
+
+
+class _Nowhere:
+    """The ports of a controller that is asked and never acts."""
+
+    def send(self, node: NodeName, message: Any, blob: bytes = b"") -> None: ...
+
+    def wake(self, after_s: float) -> None: ...
+
+    def nonce(self) -> str:
+        return ""
+
+    def run_trigger(self, trigger: Trigger) -> None: ...
+
+    def monotonic_s(self) -> float:
+        return 0.0
+
+    def boot_clock(self) -> tuple[str, float]:
+        return "", 0.0
+
+
+def archived(database: Path, config: Config) -> tuple[Snapshot, Policy]:
+    """Return the world in the file `database` and the policy of `config`.
+
+    Raises ConfigError if the file is no database of ours, UnavailableError if it cannot be read.
+    """
+    now_s = contents_of(database).last_event_at_s
+    with TemporaryDirectory() as directory:
+        copy = Path(directory) / database.name
+        back_up(database, copy)
+        store = Store(open_database(copy))
+        try:
+            return _world(store, config, now_s)
+        finally:
+            store.close()
+
+
+def _world(store: Store, config: Config, now_s: float) -> tuple[Snapshot, Policy]:
+    world = World(config=config, incarnation=incarnation(store.connection), epoch=0)
+    rows = store.load_nodes()
+    for spec in config.nodes:
+        world.nodes[spec.name] = replace(node_of(spec, rows.get(spec.name)), link=Link.UP)
+    world.partitions = {partition.name: partition for partition in config.partitions}
+    load_world(world, store, now_s)
+    policy = policy_of(config)
+    return Controller(world, store, _Nowhere(), policy).snapshot(world.jobs_to_plan(), now_s), policy

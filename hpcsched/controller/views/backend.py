@@ -1,0 +1,536 @@
+"""What the API's routes ask, answered by the controller: reads from the ledger, changes through the tick."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import hpcsched
+from hpcnode.wire import protocol
+from hpcsched.api.app import LogPart
+from hpcsched.api.identity import Asker, asker_of, is_account, uid_of
+from hpcsched.api.jobview import job_view
+from hpcsched.api.views import (
+    failure_view,
+    how_it_ended,
+    in_a_sentence,
+    node_views,
+    partition_views,
+    refused_on,
+    reservation_view,
+    resumes_words,
+    training_view,
+    why_waiting,
+)
+from hpcsched.controller import usage_ledger
+from hpcsched.controller.nodes import orphans
+from hpcsched.controller.nodes.edits import gone_notes
+from hpcsched.controller.nodes.links import Fleet
+from hpcsched.controller.requests import crontabs, suspension, triggers
+from hpcsched.controller.requests import jobs as requests
+from hpcsched.controller.requests import reservations as reserving
+from hpcsched.controller.requests.job_ids import find_jobs, listed_of
+from hpcsched.controller.requests.nodes import remove_node
+from hpcsched.controller.requests.reservations import read_wish
+from hpcsched.controller.requests.steps import act_on_steps, sort_out
+from hpcsched.controller.requests.update import update
+from hpcsched.controller.tick import Controller
+from hpcsched.controller.views.accounts import license_views, priority_views, share_views
+from hpcsched.controller.views.events_text import tell
+from hpcsched.controller.views.history import history_text
+from hpcsched.controller.views.queue import Reading
+from hpcsched.controller.views.start_estimate import first_waiting, why_words
+from hpcsched.errors import NotFoundError, PermissionDeniedError, RequestError, UnavailableError
+from hpcsched.model.codec import value_to_json
+from hpcsched.model.ids import NodeName
+from hpcsched.model.job import FINAL, Job, JobState, Reason
+from hpcsched.model.node import Link
+from hpcsched.model.numbers import whole_number
+from hpcsched.model.reservation import at
+from hpcsched.model.spec import JobSpec
+from hpcsched.model.training import Training
+from hpcsched.model.units import parse_signal
+from hpcsched.sched.snapshot_json import world_to_json
+from hpcsched.shareprobe import problem_of, question
+from hpcsched.steps.files import job_files
+from hpcsched.store.backup import back_up
+from hpcsched.store.rows import HistoryQuery
+from hpcsched.store.world import Transaction
+
+Json = dict[str, Any]
+T = TypeVar("T")
+
+log = logging.getLogger("hpcsched.backend")
+
+PROBE_TIMEOUT_S = 15.0
+READ_TIMEOUT_S = 15.0
+
+
+class ControllerBackend(Reading):
+    """`hpcsched.api.app.Backend` over a controller and its fleet of nodes."""
+
+    def __init__(
+        self,
+        controller: Controller,
+        fleet: Fleet,
+        *,
+        clock: Callable[[], float],
+        started_at_s: float,
+        apply_config: Callable[[list[str]], list[str]],
+        database: Path,
+    ) -> None:
+        super().__init__(controller.world, clock)
+        self._controller = controller
+        self._fleet = fleet
+        self._started_at_s = started_at_s
+        self._apply_config = apply_config
+        self._database = database
+        self._serves_all = os.getuid() == 0  # else all jobs run as the accounts that the nodes were added with
+
+    def ping(self) -> Json:
+        return {
+            "hpcsched": hpcsched.__version__,
+            "cluster": self._world.config.name,
+            "pid": os.getpid(),
+            "started_at_s": self._started_at_s,
+            "now_s": self._clock(),
+            "incarnation": self._world.incarnation,
+            "epoch": self._world.epoch,
+            "counts": {state.value: count for state, count in self._world.count_states().items()},
+            "nodes": dict(Counter(view["state"] for view in node_views(self._world, self._clock()))),
+            "unseen_nodes": list(self._world.unseen_nodes()),
+            "strays": [
+                {"node": node, "incarnation": incarnation, "job_id": job_id}
+                for node, incarnation, job_id in self._controller.strays
+            ],
+            "undecided": len(self._world.kept),
+            "not_taken": [*self._world.not_taken, *gone_notes(self._world)],
+        }
+
+    # ----- jobs
+
+    async def submit(self, asker: Asker, request_id: str, specs: list[JobSpec]) -> Json:
+        if self._serves_all and not is_account(asker.user):
+            raise PermissionDeniedError(
+                f"cannot submit: uid {asker.uid} has no account on this machine, so that no node knows as whom to run the job"
+            )
+        seen = self._controller.store.request_jobs
+        jobs = await self._change(lambda tx: requests.submit(tx, asker, request_id, specs, seen))
+        return {"jobs": jobs, "notes": []}
+
+    async def test(self, asker: Asker, spec: JobSpec) -> Json:
+        """Say when the job would start if it were submitted now: a plan over the world as it is plus this job."""
+        return await asyncio.to_thread(self._controller.rehearsal(asker, spec, self._clock()))
+
+    def job(self, asker: Asker, reference: str) -> Json:
+        now_s = self._clock()
+        jobs = self._find(asker, reference)
+        listed = [one for job in jobs for one in listed_of(job, reference)]
+        script = self._script_of(asker, jobs)
+        views = [job_view(job, self._world, asker, now_s, whole=True, script=script) for job in listed]
+        if len(jobs) == 1 and asker.owns(jobs[0]):
+            failures = self._controller.store.load_failures(jobs[0].id, jobs[0].attempt)
+            views[0]["failures"] = [failure_view(failure) for failure in failures]
+            views[0]["training"] = training_view(self._training(jobs[0]))
+        return {"now_s": now_s, "jobs": views}
+
+    def _training(self, job: Job) -> Training | None:
+        """Return how far the job said that it is, from the store if it has ended."""
+        if job.state in FINAL:
+            return self._controller.store.load_training([job.id]).get(job.id)
+        return self._world.training.get(job.id)
+
+    def _script_of(self, asker: Asker, jobs: list[Job]) -> str | None:
+        """Return the script of `jobs`, which are tasks of one array if they are several; None: it is not kept any more."""
+        if not asker.owns(jobs[0]):
+            return None
+        text = self._controller.store.script(jobs[0].spec)
+        return None if text is None else text.decode("utf-8", "surrogateescape")
+
+    def _find(self, asker: Asker, reference: str) -> list[Job]:
+        """Return the jobs that are meant, from memory, or from the store if they ended long ago."""
+        try:
+            return find_jobs(self._world, reference, asker.uid)
+        except NotFoundError:
+            if reference.isascii() and reference.isdigit():
+                old = self._controller.store.history(HistoryQuery(job_ids=(whole_number(reference, "a job id"),)))
+                if old:
+                    return old
+            raise
+
+    def _one(self, asker: Asker, reference: str) -> Job:
+        jobs = self._find(asker, reference)
+        if len(jobs) > 1:
+            raise RequestError(
+                f"cannot tell which job {reference} means: it is an array of {len(jobs)} tasks; say {jobs[0].display_id}"
+            )
+        return jobs[0]
+
+    def story(self, asker: Asker, reference: str) -> Json:
+        job = self._one(asker, reference)
+        asker.must_own(job, "tell the story of")
+        events = self._controller.store.load_events(job.id)
+        now_s = self._clock()
+        reason, detail, _ = why_waiting(job, self._world, asker, now_s)
+        over = f"job {job.display_id} is {job.state}{how_it_ended(job)}"
+        now = over if job.state in FINAL else in_a_sentence(job, self._world, asker, reason, detail, now_s)
+        return {"job_id": job.id, "events": tell(job, events), "now_s": now_s, "now": now}
+
+    async def why(self, asker: Asker, reference: str) -> Json:
+        """Say why a job waits: a fresh plan over the world as it is, explained."""
+        jobs = self._find(asker, reference)
+        job = first_waiting(jobs)
+        reason, detail, expected_s = why_waiting(job, self._world, asker, self._clock())
+        answer: Json = {
+            "text": in_a_sentence(job, self._world, asker, reason, detail, self._clock()),
+            "reason": reason.value,
+            "expected_start_s": expected_s,
+            "job": job.display_id,
+            "waiting": sum(one.state is JobState.PENDING for one in jobs),
+            "of": len(jobs),
+        }
+        if job.state in FINAL and asker.owns(job) and (resumes := resumes_words(job, self._training(job))):
+            answer["text"] += f". {resumes}"
+        if job.state is JobState.PENDING:
+            snapshot = self._controller.snapshot(self._world.jobs_to_plan(), self._clock())
+            answer |= await asyncio.to_thread(why_words, snapshot, self._controller.policy, job.id)
+            if reason is Reason.BEGIN_TIME and job.restarts and "lines" in answer:
+                answer["lines"][0] = f"{reason.value}: {answer['text']}."  # the plan does not know why it begins later
+            if job.refusals and asker.owns(job) and "lines" in answer:
+                answer["lines"].insert(1, f"It could not be started {refused_on(job)}.")
+        return answer
+
+    async def act(self, asker: Asker, verb: str, body: Json) -> Json:
+        references = body.get("jobs", [])
+        filters = body.get("filters") or {}
+        if not _is_texts(references) or not isinstance(filters, dict) or not _is_texts(list(filters.values())):
+            raise RequestError('cannot do that: the body must be {"jobs": [references], "filters": {name: text}}')
+        if not references and not filters:
+            raise RequestError(f"cannot {verb}: no job was named")
+        if verb == "cancel":
+            return await self._cancel(asker, references, filters, body)
+        if verb == "update":
+            changes = body.get("changes")
+            if not isinstance(changes, dict):
+                raise RequestError('cannot change the job: the body must have {"changes": {name: text}}')
+            texts = {str(name): str(value) for name, value in changes.items()}
+            outcome = await self._change(lambda tx: update(tx, asker, references, texts))
+        elif verb == "requeue":
+            how = {name: body.get(name) is True for name in ("incomplete", "held", "special")}
+            outcome = await self._change(lambda tx: requests.requeue(tx, asker, references, **how))
+        else:
+            work = _WORK[verb]
+            outcome = await self._change(lambda tx: work(tx, asker, references))
+        return outcome.as_json()
+
+    async def _cancel(self, asker: Asker, references: list[str], filters: dict[str, str], body: Json) -> Json:
+        """End what is meant, or send it a signal: jobs, batch scripts, steps."""
+        meant = sort_out(references)
+        signum = parse_signal(str(body["signal"])) if body.get("signal") else None
+        batch, full = bool(body.get("batch")), bool(body.get("full"))
+
+        def work(tx: Transaction) -> requests.Outcome:
+            outcome = requests.Outcome()
+            if signum is None and (meant.jobs or meant.batch or not references):
+                outcome.add(requests.cancel(tx, asker, [*meant.jobs, *meant.batch], filters))
+            if signum is not None and (meant.jobs or not references):
+                outcome.add(requests.signal(tx, asker, meant.jobs, filters, signum, batch, full))
+            if signum is not None and meant.batch:
+                outcome.add(requests.signal(tx, asker, meant.batch, filters, signum, True, False))
+            return outcome
+
+        outcome = await self._change(work)
+        self._controller.send_signals(outcome.signals)
+        listener = self._controller.listener
+        if meant.steps and listener is not None:
+            act_on_steps(self._world, listener, asker, meant.steps, filters, signum, outcome)
+        answer = outcome.as_json()
+        for_steps = [sent.job for sent in outcome.signals if not sent.batch_only and not sent.full]
+        without = [job.display_id for job in for_steps if listener is None or not listener.has_steps(job)]
+        return answer | ({"without_steps": without} if without else {})
+
+    async def history(self, asker: Asker, query: Json) -> bytes:
+        return await history_text(self._database, self._world, asker, query, self._clock())
+
+    async def log(self, asker: Asker, reference: str, stream: str, offset: int, limit: int) -> LogPart:
+        job = self._one(asker, reference)
+        asker.must_own(job, "read the output of")
+        if stream not in ("out", "err"):
+            raise RequestError(f"cannot read stream {stream!r}: there are out and err")
+        files = job_files(job)
+        path = files.stdout if stream == "out" else files.stderr
+        if not job.shares or not job.spec.has_script:
+            return LogPart(data=b"", offset=0, size=0, path=path, ended=job.state in FINAL)
+        over = job.state in FINAL  # asked before the read: what is written later cannot be missed
+        answer, blob = await self._fleet.call(
+            job.shares[0].node,
+            lambda request: protocol.ReadFile(
+                request=request,
+                user=job.user if self._world.nodes[job.shares[0].node].root_agent else "",
+                path=path,
+                offset=offset,
+                limit=limit,
+            ),
+            READ_TIMEOUT_S,
+        )
+        if answer.error:
+            if job.state in FINAL:
+                why = job.reason_detail if job.reason is Reason.LAUNCH_FAILED else answer.error
+                raise NotFoundError(f"cannot show the output of job {job.display_id} on {job.shares[0].node}: {why}")
+            return LogPart(data=b"", offset=0, size=0, path=path, ended=False)
+        ended = over and answer.offset + len(blob) >= answer.size
+        return LogPart(data=blob, offset=answer.offset, size=answer.size, path=path, ended=ended)
+
+    # ----- nodes and the rest
+
+    async def nodes(self, asker: Asker, probe: bool, share: Mapping[str, str]) -> Json:
+        """Return the nodes; `probe`: after a look at each; `share`: a share probe that each is to compare with its own."""
+        if share:
+            asker.must_be_admin("have nodes compare the share")
+        views = node_views(self._world, self._clock())
+        up = [view for view in views if view["link"] == Link.UP]
+        if probe:
+            await asyncio.gather(*(self._probe(view) for view in up))
+        if share and self._world.config.share:
+            asked = _probe_question(self._world.config.share, share)
+            await asyncio.gather(*(self._compare_share(view, asked) for view in up))
+        return {"now_s": self._clock(), "nodes": views}
+
+    async def _compare_share(self, view: Json, asked: protocol.CompareProbe) -> None:
+        try:
+            answer, _ = await self._fleet.call(
+                view["name"], lambda request: protocol.changed(asked, request=request), PROBE_TIMEOUT_S
+            )
+        except UnavailableError as error:
+            view["share_error"] = str(error)
+            return
+        view["share_error"] = problem_of(asked.directory, same=answer.same, error=answer.error)
+
+    async def _probe(self, view: Json) -> None:
+        asked_s = self._clock()
+        try:
+            answer, _ = await self._fleet.call(
+                view["name"], lambda request: protocol.Probe(request=request), PROBE_TIMEOUT_S
+            )
+        except UnavailableError as error:
+            view["facts_error"] = str(error)
+            return
+        answered_s = self._clock()
+        view["facts"] = answer.facts | {"asked_at_s": asked_s, "answered_at_s": answered_s}
+
+    async def act_on_nodes(self, asker: Asker, verb: str, body: Json) -> Json:
+        nodes, why, by = body.get("nodes"), str(body.get("why") or ""), str(body.get("by") or "")
+        if not isinstance(nodes, str) or not nodes:
+            raise RequestError('cannot do that: the body must have {"nodes": "n[1-2]"}')
+        if verb == "fence":
+            gone = self._world.gone_nodes()
+            fenced = await self._change(lambda tx: requests.fence(tx, asker, nodes, why))
+            self._fleet.retry(requests.find_nodes(self._world, nodes, gone))
+            return fenced.as_json()
+        if verb == "remove":
+            force = body.get("force") is True
+            return await self._change(lambda tx: remove_node(tx, asker, NodeName(nodes), force=force))
+        if verb == "drain":
+            return {"nodes": await self._change(lambda tx: requests.drain(tx, asker, nodes, why, by))}
+        only_by = str(body.get("only_by") or "")
+        return {"nodes": await self._change(lambda tx: requests.resume(tx, asker, nodes, only_by))}
+
+    def reservations(self) -> Json:
+        now_s = self._clock()
+        found = [at(reservation, now_s) for reservation in self._world.reservations.values()]
+        return {"now_s": now_s, "reservations": [reservation_view(one, self._world, now_s) for one in found]}
+
+    async def update_partition(self, asker: Asker, body: Json) -> Json:
+        name, state = body.get("name"), body.get("state")
+        if not isinstance(name, str) or not isinstance(state, str):
+            raise RequestError('cannot change a partition: the body must be {"name": text, "state": text}')
+        made = await self._change(lambda tx: requests.set_partition_state(tx, asker, name, state))
+        return {"name": made.name, "state": made.state.value}
+
+    async def act_on_reservation(self, asker: Asker, verb: str, body: Json) -> Json:
+        name, changes = str(body.get("name") or ""), body.get("changes") or {}
+        if not isinstance(changes, dict):
+            raise RequestError('cannot do that: the body must be {"name": text, "changes": {name: text}}')
+        texts = {str(key): str(value) for key, value in changes.items()}
+        if verb == "delete":
+            await self._change(lambda tx: reserving.delete(tx, asker, name))
+            return {"name": name}
+        self._check_people(texts)
+        work = reserving.create if verb == "create" else reserving.update
+        made = await self._change(lambda tx: work(tx, asker, name, texts))
+        return {"name": made.name, "reservation": reservation_view(made, self._world, self._clock())}
+
+    def _check_people(self, changes: Mapping[str, str]) -> None:
+        """Refuse a reservation for users of whom nobody has heard: nobody could use it."""
+        known = {
+            *(job.user for job in self._world.jobs.values()),
+            *(one.name for one in self._world.config.accounting.users),
+        }
+        for name in read_wish(changes, self._clock()).users or ():
+            if name not in known and not is_account(name):
+                raise RequestError(
+                    f"cannot reserve for user {name[:60]!r}: Invalid user specified: there is no such account"
+                )
+
+    def crontab(self, asker: Asker, user: str) -> Json:
+        owner = self._owner(asker, user)
+        return crontabs.view(self._world.crontabs.get(owner.uid))
+
+    async def install_crontab(self, asker: Asker, body: Json) -> Json:
+        """Replace the crontab of the asker, or of the user that an admin names; a text without entries deletes it."""
+        owner = self._owner(asker, str(body.get("user") or ""))
+        text, jobs = body.get("text"), body.get("jobs")
+        if not isinstance(text, str) or not isinstance(jobs, list):
+            raise RequestError('cannot take the crontab: the body must be {"text": text, "jobs": [...]}')
+        if not text.strip():
+            await self._change(lambda tx: crontabs.remove(tx, owner))
+            return crontabs.view(None)
+        return crontabs.view(await self._change(lambda tx: crontabs.install(tx, owner, text, jobs)))
+
+    def _owner(self, asker: Asker, user: str) -> Asker:
+        """Return the asker, or the user whom an admin acts for."""
+        if user in ("", asker.user):
+            return replace(asker, admin=False)
+        asker.must_be_admin(f"look at or change the crontab of {user[:60]}")
+        uid = uid_of(user)
+        if uid is None:
+            raise NotFoundError(f"cannot find user {user[:60]!r}: this machine has no such account")
+        return replace(asker_of(uid, ()), admin=False)
+
+    def triggers(self) -> Json:
+        return {"triggers": triggers.views(self._world)}
+
+    async def act_on_triggers(self, asker: Asker, verb: str, body: Json) -> Json:
+        if verb == "set":
+            made = await self._change(lambda tx: triggers.create(tx, asker, body))
+            return {"id": made.id}
+        number = body.get("id")
+        if number is not None and type(number) is not int:
+            raise RequestError("cannot clear a trigger: its id must be a number")
+        target, user = str(body.get("target") or ""), str(body.get("user") or "")
+        return {"cleared": await self._change(lambda tx: triggers.clear(tx, asker, number, target, user))}
+
+    def priorities(self, asker: Asker, query: Json) -> Json:
+        """Return the priorities of the waiting jobs among those that `query` asks for, as in `jobs`."""
+        now_s = self._clock()
+        snapshot = self._controller.snapshot(self._world.jobs_to_plan(), now_s)
+        wanted = [job.id for job in self.selected(asker, query)]
+        return {"now_s": now_s, **priority_views(snapshot, self._controller.policy, wanted)}
+
+    async def snapshot(self) -> Json:
+        """Return the world as a plan sees it, for whoever asks: nothing that hqueue, hinfo and hshare do not show to all."""
+        snapshot = self._controller.snapshot(self._world.jobs_to_plan(), self._clock())
+        return {"world": await asyncio.to_thread(world_to_json, snapshot, self._controller.policy)}
+
+    def shares(self) -> Json:
+        now_s = self._clock()
+        return {"now_s": now_s, **share_views(self._world, now_s)}
+
+    async def reset_usage(self, asker: Asker, body: Json) -> Json:
+        accounts, users = body.get("accounts") or [], body.get("users") or []
+        if not _is_texts(accounts) or not _is_texts(users):
+            raise RequestError(
+                'cannot reset usage: the body must be {"accounts": [names], "users": [names]}, empty for all'
+            )
+        found = await self._change(lambda tx: usage_ledger.reset(tx, asker, accounts, users))
+        self._controller.reconfigured()
+        log.info("%s reset the usage of %s", asker.user, ", ".join("/".join(one) for one in found) or "nobody")
+        return {"reset": [{"account": account, "user": user} for account, user in found]}
+
+    def licenses(self) -> Json:
+        return {"licenses": license_views(self._world)}
+
+    def strays(self, asker: Asker) -> Json:
+        asker.must_be_admin("see what runs from before the restore")
+        return {"now_s": self._clock(), "strays": orphans.views(self._world)}
+
+    async def act_on_strays(self, asker: Asker, verb: str, body: Json) -> Json:
+        tokens = body.get("tokens")
+        if not _is_texts(tokens) or not tokens:
+            raise RequestError('cannot do that: the body must be {"tokens": [tokens or their beginnings, or "all"]}')
+        if verb == "adopt":
+            adopted = await self._change(lambda tx: orphans.adopt(tx, asker, tokens))
+            return {"jobs": adopted, "left": len(self._world.kept)}
+        ended = await self._change(lambda tx: orphans.end(tx, asker, tokens))
+        self._controller.end_strays(ended)
+        return {"nodes": list(ended)}
+
+    def partitions(self) -> Json:
+        return {"partitions": partition_views(self._world, self._clock())}
+
+    def config(self, asker: Asker) -> Json:
+        config = self._world.config
+        shown = {"cluster": config.name, "share": config.share, "config_dir": str(config.config_dir)}
+        for name, value in (asdict(config.controller) | {"scheduler": asdict(config.scheduler)}).items():
+            shown[name] = str(value) if isinstance(value, Path) else value
+        accounting = value_to_json(config.accounting)
+        return {
+            "config": shown,
+            "accounting": {name: accounting[name] for name in ("accounts", "users", "qos", "licenses")},
+        }
+
+    async def reconfigure(self, asker: Asker, same_machine: list[str]) -> Json:
+        """Read the configuration again; `same_machine`: nodes that have only a new address, by the admin's word."""
+        asker.must_be_admin("reload the configuration")
+        for name in same_machine:
+            if name not in self._world.nodes:
+                there = ", ".join(self._world.nodes) or "none"
+                raise NotFoundError(f"Invalid node name specified: {name[:60]!r}; there are: {there}")
+        return {"changed": self._apply_config(same_machine)}
+
+    async def backup(self, asker: Asker, path: str) -> Json:
+        """Write a copy of the database to the new file `path`, in a thread: nobody waits for it but who asked."""
+        # The controller writes with its own rights, so whoever names the file must have them as well.
+        if asker.uid not in (0, os.getuid()):
+            asker.must_be_admin("back up the database")
+            raise PermissionDeniedError(
+                f"cannot back up the database: the controller writes the file itself, and {asker.user} is neither root nor "
+                "the controller's account"
+            )
+        if not path.startswith("/"):
+            raise RequestError(f"cannot write a backup to {path[:200]!r}: the path must be absolute")
+        size = await asyncio.to_thread(back_up, self._database, Path(path))
+        return {"path": path, "size": size}
+
+    async def _change(self, work: Callable[[Transaction], T]) -> T:
+        """Have `work` done in the next tick, and return its result when it is on disk."""
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+
+        def done(result: Any) -> None:
+            if future.done():
+                return  # the client went away; what it asked for is done all the same
+            if isinstance(result, Exception):
+                future.set_exception(result)
+            else:
+                future.set_result(result)
+
+        self._controller.ask(work, done)
+        return await future
+
+
+_WORK = {
+    "hold": requests.hold,
+    "release": requests.release,
+    "suspend": suspension.suspend,
+    "resume": suspension.resume,
+}
+
+
+def _probe_question(share: str, asked: Mapping[str, str]) -> protocol.CompareProbe:
+    """Return what nodes are asked about the share probe that a request names."""
+    try:
+        return question(
+            0, share, asked.get("file", ""), asked.get("sha256", ""), whole_number(asked.get("uid", ""), "uid")
+        )
+    except ValueError:
+        raise RequestError("cannot have nodes compare the share: the request does not name a share probe") from None
+
+
+def _is_texts(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)

@@ -1,0 +1,115 @@
+"""The history for whoever asks: jobs, ended ones too, with their steps, as the text of a JSON object made in parts.
+
+A search may have to look at every job that there ever was, which takes SQLite longer than anybody else should wait: a thread
+reads, by a connection of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hpcsched.api.crowd import Breaks
+from hpcsched.api.identity import Asker
+from hpcsched.api.jobview import job_view, jobs_text, json_text
+from hpcsched.api.views import step_view, training_view
+from hpcsched.errors import RequestError
+from hpcsched.model.job import MAX_COMPONENTS, Job, components_of
+from hpcsched.model.numbers import number, whole_number
+from hpcsched.model.training import Training
+from hpcsched.store.engine import open_read_only
+from hpcsched.store.rows import HistoryQuery, StepRow
+from hpcsched.store.store import Store
+from hpcsched.store.world import World
+
+PART_JOBS = 500  # read at a time
+
+Json = dict[str, Any]
+_NOT_OF_A_NUMBER = re.compile(r"[_.+]")
+
+
+class _Part(NamedTuple):
+    """Some of the jobs, with what belongs to them."""
+
+    jobs: list[Job]
+    steps: list[StepRow]
+    training: dict[int, Training]
+
+
+async def history_text(database: Path, world: World, asker: Asker, query: Json, now_s: float) -> bytes:
+    """Return the jobs that `query` asks for, those that have not ended as they are now.
+
+    Raises RequestError, and UnavailableError if the database cannot be read.
+    """
+    wanted = _history_query(query)
+    breaks, texts = Breaks(), []
+    loop = asyncio.get_running_loop()
+    store = Store(open_read_only(database))
+    thread = ThreadPoolExecutor(1, "history")
+    try:
+        ids = await loop.run_in_executor(thread, _ids, store, wanted)
+        for at in range(0, len(ids), PART_JOBS):
+            part = await loop.run_in_executor(thread, _read, store, ids[at : at + PART_JOBS])
+            for view in _views(part, world, asker, now_s):
+                texts.append(json_text(view))
+                if breaks.due():
+                    await breaks.take()
+    finally:
+        thread.submit(store.close)  # behind what it still reads, if nobody waits for that any more
+        thread.shutdown(wait=False)
+    return jobs_text(now_s, texts)
+
+
+def _ids(store: Store, query: HistoryQuery) -> list[int]:
+    """Return the ids of the jobs that are asked for; a number may be that of a component of a heterogeneous one."""
+    found = store.history_ids(query)
+    for job_id in set(query.job_ids).difference(found):
+        before = store.history_ids(replace(query, job_ids=tuple(range(job_id - MAX_COMPONENTS + 1, job_id))))
+        found += [job.id for job in store.jobs(before) if job_id <= job.id + len(job.spec.components)]
+    return sorted(set(found))
+
+
+def _read(store: Store, ids: Sequence[int]) -> _Part:
+    return _Part(store.jobs(ids), store.load_steps(ids), store.load_training(ids))
+
+
+def _views(part: _Part, world: World, asker: Asker, now_s: float) -> Iterator[Json]:
+    steps: dict[int, list[Json]] = {}
+    for step in part.steps:
+        steps.setdefault(step.job_id, []).append(step_view(step))
+    for job in part.jobs:
+        for one in components_of(world.jobs.get(job.id, job)):
+            view = job_view(one, world, asker, now_s)
+            view["steps"] = [step for step in steps.get(job.id, []) if one.component is None or _is_in(step, one)]
+            if view["training"] is None and asker.owns(job):
+                view["training"] = training_view(part.training.get(job.id))
+            yield view
+
+
+def _is_in(step: Json, component: Job) -> bool:
+    """Say whether a step of a heterogeneous job has run in that component, or in none that is known."""
+    names = {share.node for share in component.shares}
+    return not names.isdisjoint(step["nodes"]) or not (step["nodes"] or component.component)
+
+
+def _history_query(query: Json) -> HistoryQuery:
+    def words(name: str) -> tuple[str, ...]:
+        return tuple(word for word in query.get(name, "").split(",") if word)
+
+    unknown = set(query) - {"id", "user", "state", "name", "start_s", "end_s", "limit"}
+    if unknown:
+        raise RequestError(f"cannot search the history by {', '.join(sorted(unknown))}")
+    return HistoryQuery(
+        job_ids=tuple(whole_number(_NOT_OF_A_NUMBER.split(word)[0], "a job id") for word in words("id")),
+        users=words("user"),
+        states=tuple(word.upper() for word in words("state")),
+        names=words("name"),
+        start_s=number(query["start_s"], "start_s") if query.get("start_s") else None,
+        end_s=number(query["end_s"], "end_s") if query.get("end_s") else None,
+        limit=max(0, min(whole_number(query.get("limit") or "10000", "limit"), 100_000)),
+    )

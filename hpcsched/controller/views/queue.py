@@ -1,0 +1,366 @@
+"""The queue for whoever asks: which jobs are meant, and the lines that show them.
+
+For squeue it is lenient: of several numbers those that there are, and nobody's jobs for a name that nobody has. For our own
+commands it is strict: what is not there is more likely mistyped.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from hpcsched.api.crowd import Breaks
+from hpcsched.api.identity import Asker, is_account
+from hpcsched.api.jobview import JobView, elapsed_s, job_view, jobs_text, json_text
+from hpcsched.controller.requests.job_ids import find_jobs, is_special, listed_of
+from hpcsched.errors import NotFoundError, RequestError
+from hpcsched.listing import queue
+from hpcsched.listing.formats import Look
+from hpcsched.listing.jobs import index_ranges
+from hpcsched.listing.queue import Listing, Row, make_listing, ranks_of, row_of
+from hpcsched.listing.states import SPECIAL_EXIT
+from hpcsched.listing.table import DIM, painted
+from hpcsched.listing.text import split_list
+from hpcsched.model.hostlist import compress_hostlist, expand_hostlist
+from hpcsched.model.job import ACTIVE, FINAL, Job, JobState, components_of
+from hpcsched.model.numbers import whole_number
+from hpcsched.store.world import World
+
+# ----- the rows of the queue's text, kept from one look to the next: only those of jobs that have changed are written again
+# A job that waits or is over reads the same at any time, unless it changes, or what the last plan said of it, as far as its row
+# shows that; a row that needed the present time (a watched `Look` notices) is written at each look. Each plan gives most jobs
+# another priority: by that a kept row is sorted anew. Of the tasks of an array that wait the first one's row stands for all, and
+# is written at each look as well.
+#
+# To write ten thousand rows takes a tenth of a second: others are answered in between.
+
+
+MOST_KEPT = 4  # layouts and who asks
+_SAID = ("reason", "reason_detail", "expected_start_s", "priority")  # of a job that waits: what a plan may change
+
+
+class _Kept(NamedTuple):
+    """A row, and what it was written of: of what a plan has `said`, that which it shows."""
+
+    job: Job
+    wait: object
+    priority: int | None
+    said: tuple[tuple[str, Any], ...]
+    row: Row
+
+
+class _Watched(Look):
+    """A look that remembers whether its time was asked for."""
+
+    @property
+    def now_s(self) -> float:  # type: ignore[override]  # a field becomes a property
+        self.__dict__["timed"] = True
+        return self[0]
+
+
+class QueueRows:
+    """The rows of the last few layouts."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._kept: dict[tuple[object, ...], dict[int, _Kept]] = {}
+        self._settings: tuple[object, ...] = ()
+
+    async def rows(
+        self, jobs: Iterable[Job], listing: Listing, layout: tuple[object, ...], asker: Asker, look: Look
+    ) -> list[Row]:
+        """Return the rows that show `jobs`; `layout` says what `listing` was made of."""
+        kept = self._table((*layout, asker, look.time_format))
+        singles, folds = (list(jobs), []) if listing.array else _folded(jobs, ended=listing.fold)
+        breaks, rows = Breaks(), []
+        for job in singles:
+            rows.append(self._row(job, listing, kept, asker, look))
+            if breaks.due():
+                await breaks.take()
+        for tasks in folds:
+            view = JobView(tasks[0], self._world, asker, look.now_s)
+            view["folded"] = _indices(tasks)
+            if tasks[0].state in FINAL:
+                view["elapsed_s"] = max(elapsed_s(task, look.now_s) for task in tasks)
+                nodes = {share.node for task in tasks for share in task.shares}
+                listed = [name for name in self._world.nodes if name in nodes]
+                view["node_list"] = compress_hostlist([*listed, *sorted(nodes.difference(listed))])
+            rows.append(row_of(view, listing, look))
+        return rows
+
+    def _table(self, key: tuple[object, ...]) -> dict[int, _Kept]:
+        settings = (self._world.config, self._world.partitions)
+        if len(self._settings) != 2 or any(a is not b for a, b in zip(settings, self._settings, strict=True)):
+            self._kept, self._settings = {}, settings
+        table = self._kept.pop(key, {})
+        if len(table) > 2 * len(self._world.jobs):  # most are of jobs that have been forgotten
+            table = {}
+        while len(self._kept) >= MOST_KEPT:
+            del self._kept[next(iter(self._kept))]
+        self._kept[key] = table  # the last one used is the last to go
+        return table
+
+    def _row(self, job: Job, listing: Listing, table: dict[int, _Kept], asker: Asker, look: Look) -> Row:
+        world = self._world
+        view = JobView(job, world, asker, look[0])
+        if job.state in ACTIVE:
+            return row_of(view, listing, look)
+        wait, priority = world.waits.get(job.id), world.priorities.get(job.id)
+        known = table.get(job.id)
+        if known is not None and known.job is not job:
+            known = None
+        if known is not None and known.wait is wait and known.priority == priority:
+            return known.row
+        if known is not None and all([view[name] == value for name, value in known.said]):
+            row = known.row._replace(ranks=ranks_of(view, listing, look))
+            table[job.id] = known._replace(wait=wait, priority=priority, row=row)
+            return row
+        return self._written(view, wait, priority, listing, table, look)
+
+    def _written(
+        self,
+        view: JobView,
+        wait: object,
+        priority: int | None,
+        listing: Listing,
+        table: dict[int, _Kept],
+        look: Look,
+    ) -> Row:
+        watched = _Watched(*look)
+        row = row_of(view, listing, watched, ranked=False)
+        said = tuple([(name, view[name]) for name in _SAID if name in view])
+        if listing.order:
+            row = row._replace(ranks=ranks_of(view, listing, watched))
+        if "timed" not in watched.__dict__:
+            table[view.job.id] = _Kept(view.job, wait, priority, said, row)
+        return row
+
+
+def _folded(jobs: Iterable[Job], *, ended: bool) -> tuple[list[Job], list[list[Job]]]:
+    """Return the jobs that have a row of their own, and the tasks of arrays that have one together.
+
+    These are tasks that wait for their first start, and with `ended` tasks that ended in the same way.
+    """
+    singles: list[Job] = []
+    groups: dict[tuple[object, ...], list[Job]] = {}
+    for job in jobs:
+        if ended and job.array_task_id is not None and job.state in FINAL:
+            groups.setdefault((job.array_job_id, job.partition, job.state, job.reason), []).append(job)
+        elif job.array_task_id is None or job.state is not JobState.PENDING or job.restarts or job.attempt:
+            singles.append(job)
+        else:
+            key = (job.array_job_id, job.partition, job.hold, job.nice, job.time_limit_s)
+            groups.setdefault(key, []).append(job)
+    singles += [tasks[0] for tasks in groups.values() if len(tasks) == 1]
+    return singles, [tasks for tasks in groups.values() if len(tasks) > 1]
+
+
+def _indices(tasks: list[Job]) -> str:
+    limit = tasks[0].array_limit if tasks[0].state is JobState.PENDING else 0
+    return f"[{index_ranges([task.array_task_id or 0 for task in tasks])}{f'%{limit}' if limit else ''}]"
+
+
+Query = dict[str, str]
+
+_SHOWN = frozenset({JobState.PENDING, JobState.CONFIGURING, JobState.RUNNING, JobState.SUSPENDED, JobState.COMPLETING})
+_FILTERS = {
+    "user": lambda job: (job.user, str(job.uid)),
+    "name": lambda job: (job.spec.name,),
+    "partition": lambda job: job.partition.split(","),
+    "account": lambda job: (job.account,),
+    "qos": lambda job: (job.qos or "normal",),
+    "reservation": lambda job: (job.reservation,),
+    "license": lambda job: tuple(name for name, _ in job.spec.licenses),
+}
+_LAYOUT = frozenset(
+    {
+        "format",
+        "long",
+        "order",
+        "array",
+        "noheader",
+        "dated",
+        "time_format",
+        "fit",
+        "colour",
+        "others",
+        "ended",
+        "fold",
+        "width",
+    }
+)
+_OTHER = frozenset({"id", "state", "nodes", "expected", "strict", "whose"})
+
+
+async def queue_text(world: World, kept: QueueRows, asker: Asker, query: Query, now_s: float) -> str:
+    """Return the lines that `query` asks for. Raises RequestError."""
+    listing = _listing(query)
+    jobs = selected(world, asker, {name: query[name] for name in query if name not in _LAYOUT})
+    ended: list[Job] = []
+    if query.get("ended"):  # a line stands for those
+        ended, jobs = [job for job in jobs if job.state in FINAL], [job for job in jobs if job.state not in FINAL]
+    look = Look(now_s, query.get("time_format", ""))
+    layout = tuple(query.get(name, "") for name in ("format", "long", "order", "fit", "colour"))
+    text = queue.queue_text(await kept.rows(jobs, listing, layout, asker, look), listing, look)
+    text += _ended(world, ended, now_s, colour=listing.colour)
+    seen = asker.admin and query.get("whose") == "default"
+    return text + (_others(world, [*jobs, *ended], colour=listing.colour) if query.get("others") and not seen else "")
+
+
+def _ended(world: World, jobs: Sequence[Job], now_s: float, *, colour: bool) -> str:
+    """Return the line that stands for jobs which ended a short while ago; "" if there are none."""
+    kept_s = world.config.controller.min_job_age_s
+    states = Counter(job.state for job in jobs if (job.ended_at_s or 0.0) >= now_s - kept_s)
+    count = states.total()
+    if not count:
+        return ""
+    ended = f"{count} job{'s' * (count > 1)} ended in the last {_span(kept_s)}"
+    counts = " ".join(f"{number} {state}" for state, number in states.most_common())
+    return painted(f"{ended}: {counts} (hqueue -a)", DIM if colour else "") + "\n"
+
+
+def _span(seconds: float) -> str:
+    """Return ``hour``, ``2 hours``, ``5 minutes`` or ``90 seconds``."""
+    for unit, name in ((3600, "hour"), (60, "minute"), (1, "second")):
+        if seconds >= unit and seconds % unit == 0:
+            return name if seconds == unit else f"{seconds / unit:.0f} {name}s"
+    return f"{seconds:g} seconds"
+
+
+def _others(world: World, jobs: Iterable[Job], *, colour: bool) -> str:
+    """Return the line about the jobs that are not among `jobs`, for a person who sees their own alone."""
+    shown = {job.id for job in jobs}
+    others = [job.state for job in world.jobs.values() if job.id not in shown]
+    running, waiting = sum(state in ACTIVE for state in others), others.count(JobState.PENDING)
+    if not running and not waiting:
+        return ""
+    return painted(f"others: {running} running, {waiting} waiting (hqueue -a)", DIM if colour else "") + "\n"
+
+
+def _listing(query: Query) -> Listing:
+    return make_listing(
+        query.get("format", ""),
+        long=query.get("long") == "1",
+        order=query.get("order", ""),
+        array=query.get("array") == "1",
+        fold=query.get("fold") == "1",
+        header=query.get("noheader") != "1",
+        dated=query.get("dated") == "1",
+        fit=query.get("fit") == "1",
+        colour=query.get("colour") == "1",
+        width=whole_number(query.get("width") or "0", "width"),
+    )
+
+
+def selected(world: World, asker: Asker, query: Query) -> list[Job]:
+    """Return the jobs that the filters ask for. Raises NotFoundError, RequestError."""
+    unknown = set(query) - _OTHER - set(_FILTERS)
+    if unknown:
+        raise RequestError(f"cannot list jobs by {', '.join(sorted(unknown))}")
+    strict = query.get("strict") == "1"
+    if query.get("id"):
+        jobs = _numbered(world, asker, query["id"], strict=strict)
+    else:
+        jobs = [one for job in world.jobs.values() for one in (components_of(job) if job.spec.components else (job,))]
+    states = frozenset({JobState.PENDING}) if query.get("expected") else _states(query.get("state", ""))
+    wants_special = SPECIAL_EXIT in query.get("state", "").upper().split(",")
+    jobs = [job for job in jobs if job.state in states or (wants_special and is_special(job))]
+    if query.get("whose") == "default" and not asker.admin:  # an admin looks after everybody's
+        jobs = [job for job in jobs if job.uid == asker.uid]
+    if strict:
+        _check_users(world, query.get("user", ""))
+    for name, values_of in _FILTERS.items():
+        if query.get(name):
+            wanted = set(query[name].split(","))
+            jobs = [job for job in jobs if not wanted.isdisjoint(values_of(job))]
+    if query.get("nodes"):
+        nodes = _nodes(world, query["nodes"])
+        jobs = [job for job in jobs if any(share.node in nodes for share in job.shares)]
+    return jobs
+
+
+def _check_users(world: World, text: str) -> None:
+    """Refuse the name of a user of whom nobody has heard: it is more likely mistyped than idle."""
+    for name in text.split(",") if text else ():
+        if not name.isdigit() and not is_account(name) and not any(job.user == name for job in world.jobs.values()):
+            raise RequestError(f"Invalid user: {name}")
+
+
+def _numbered(world: World, asker: Asker, text: str, *, strict: bool) -> list[Job]:
+    references = split_list(text)
+    found: dict[int, Job] = {}
+    for reference in references:
+        try:
+            meant = find_jobs(world, reference, asker.uid)
+            found |= {one.number: one for job in meant for one in listed_of(job, reference)}
+        except NotFoundError:
+            if strict or len(references) == 1:  # squeue shows of several those that there are
+                raise
+    return list(found.values())
+
+
+def _states(text: str) -> frozenset[JobState]:
+    words = set(text.upper().split(",")) - {""}
+    if words == {SPECIAL_EXIT}:
+        return frozenset()
+    words.discard(SPECIAL_EXIT)
+    if "ALL" in words:
+        return frozenset(JobState)
+    unknown = words - {state.value for state in JobState}
+    if unknown:
+        raise RequestError(f"Invalid job state specified: {', '.join(sorted(unknown))}")
+    return frozenset(map(JobState, words)) or _SHOWN
+
+
+def _nodes(world: World, text: str) -> frozenset[str]:
+    names = expand_hostlist(text)
+    for name in names:
+        if name not in world.nodes:
+            raise RequestError(f"Invalid node name specified: {name}")
+    return frozenset(names)
+
+
+# ----- the queue for whoever asks: what the API's first routes need, and all that is there when a controller has just started
+
+
+class Reading:
+    """`hpcsched.api.app.Reader` over the ledger. `under_way`: so many answers are being made."""
+
+    def __init__(self, world: World, clock: Callable[[], float]) -> None:
+        self._world = world
+        self._clock = clock
+        self._rows = QueueRows(world)
+        self.under_way = 0
+
+    def admins(self) -> tuple[str, ...]:
+        return self._world.config.controller.admins
+
+    def selected(self, asker: Asker, query: dict[str, str]) -> list[Job]:
+        """Return the jobs that a query asks for, as our own commands ask. Raises NotFoundError, RequestError."""
+        return selected(self._world, asker, {"state": "ALL", "strict": "1"} | query)
+
+    async def jobs(self, asker: Asker, query: dict[str, str]) -> bytes:
+        """Return the jobs as the text of a JSON object. Raises as `selected` does."""
+        with self._counted():
+            now_s = self._clock()
+            breaks, texts = Breaks(), []
+            for job in self.selected(asker, query):
+                texts.append(json_text(job_view(job, self._world, asker, now_s)))
+                if breaks.due():
+                    await breaks.take()
+            return jobs_text(now_s, texts)
+
+    async def queue(self, asker: Asker, query: dict[str, str]) -> str:
+        """Return the jobs as lines of text. Raises as `selected` does, and UsageError."""
+        with self._counted():
+            return await queue_text(self._world, self._rows, asker, query, self._clock())
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        self.under_way += 1
+        try:
+            yield
+        finally:
+            self.under_way -= 1

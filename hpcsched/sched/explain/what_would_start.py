@@ -1,0 +1,276 @@
+"""A plan stopped at one job's turn: what it would get now, when it can start at the earliest, and what less would start now.
+
+The jobs ahead of it are planned as `plan` does; then, instead of the job itself, questions are asked. So the answers are
+those of the scheduler, not of an estimate beside it. (With `easy-sjbf`, which tries jobs behind the first one out of order,
+"ahead" are those of higher priority all the same. With `default`, which promises starts out of order, all others are.)
+
+Whether a smaller request would start is asked of a plan with that request in the job's place. In a large world, where that would
+take too long, it is asked at the job's turn: what is said to start there, starts; but what the request does to the order and to
+promises is left out. That matters with `default`, where one that would start may not be told then; elsewhere hardly ever.
+
+A smaller request differs in one thing alone: less time, fewer nodes, tasks, cpus, GPUs, less memory, or a demand dropped. Of
+a few counts each is tried, of many the largest that starts is found by halving: as a rule whoever fits with more fits with less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+
+from hpcsched.model.ids import JobId, NodeName
+from hpcsched.model.reservation import Reservation
+from hpcsched.model.resources import Share
+from hpcsched.model.units import MINUTE_S, UNLIMITED_S, format_mem, format_time_s, known_limit_s
+from hpcsched.sched.decisions import Plan, Start
+from hpcsched.sched.place.request import GpuCounts, Request, Shape
+from hpcsched.sched.place.reserved_intervals import NEVER_S
+from hpcsched.sched.plan import Planner
+from hpcsched.sched.policy import Backfill, Policy
+from hpcsched.sched.queue.priority import in_order, scale_of
+from hpcsched.sched.queue.reservations import cut_short_s
+from hpcsched.sched.snapshot import PendingJob, RunningJob, Snapshot
+
+LONGEST_MINUTES = 30 * 24 * 60  # what is tried of a job that has no limit
+_COARSE_MIB, _FINE_MIB = 1024, 128
+FEW = 100  # jobs and nodes: of so many a plan takes a few milliseconds
+FEW_OUT_OF_ORDER = 200  # the same where a job's turn says less
+FEW_COUNTS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where and when a job can start at the earliest. `until_ended`: the running jobs whose ends it waits for, the last first."""
+
+    start_s: float
+    partition: str
+    nodes: tuple[NodeName, ...]
+    cpus: int
+    until_ended: tuple[tuple[str, float], ...] = ()  # display id, end by its limit
+
+
+class Turn:
+    """The world when a plan comes to look at `job`. Not for several threads at once."""
+
+    def __init__(self, snapshot: Snapshot, policy: Policy, job: PendingJob) -> None:
+        self._snapshot = snapshot
+        self._policy = policy
+        self._job = job
+        self._views = [view for view in (job, *job.others) if view.partition in snapshot.partitions]
+        waiting = [view for other in snapshot.pending for view in (other, *other.others)]
+        waiting = [view for view in waiting if view.partition in snapshot.partitions]
+        queue = in_order(waiting, snapshot.partitions, scale_of(snapshot), policy)
+        first = next((at for at, view in enumerate(queue) if view.id == job.id), len(queue))
+        in_order_of_starts = policy.backfill is not Backfill.DEFAULT
+        before = {view.id for view in (queue[:first] if in_order_of_starts else queue)} - {job.id}
+        before |= snapshot.promises.keys() - {job.id}  # what was promised to those behind it is not its own either
+        ahead = tuple(other for other in snapshot.pending if other.id in before)
+        self._planner = Planner(replace(snapshot, pending=ahead), policy)
+        self._planner.plan()
+
+    def place(self) -> Place | None:
+        """Return where and when the job can start at the earliest, if all that runs lasts to its limit; None: not known."""
+        found = [place for view in self._views if (place := self._place(view)) is not None]
+        return min(found, key=lambda place: place.start_s, default=None)
+
+    def starts(self, request: Request) -> bool:
+        """Say whether the job would start now if it had asked for this."""
+        few = FEW_OUT_OF_ORDER if self._policy.backfill is Backfill.DEFAULT else FEW
+        if len(self._snapshot.pending) + len(self._snapshot.running) + len(self._snapshot.nodes) <= few:
+            return self._starts_in_a_plan(request)
+        return any(self._planner.offer(replace(view, request=request)) is not None for view in self._views)
+
+    def _starts_in_a_plan(self, request: Request) -> bool:
+        mine = self._job
+        others = tuple(replace(view, request=request) for view in mine.others)
+        changed = replace(mine, request=request, others=others)
+        pending = tuple(changed if job.id == mine.id else job for job in self._snapshot.pending)
+        planner = Planner(replace(self._snapshot, pending=pending), self._policy)
+        final = not others and self._policy.backfill is not Backfill.DEFAULT  # what a look at it comes to
+        for _ in planner.steps:
+            if planner.starts and planner.starts[-1].job_id == mine.id:
+                return True
+            if planner.decided or (final and mine.id in planner.waits):
+                break
+        return any(start.job_id == mine.id for start in planner.starts)
+
+    def _place(self, view: PendingJob) -> Place | None:
+        found = self._planner.expected(view)
+        if found is None:
+            return None
+        start_s, parts = found
+        return Place(
+            start_s=start_s,
+            partition=view.partition,
+            nodes=tuple(self._snapshot.nodes[part.node].name for part in parts),
+            cpus=sum(part.use[0] for part in parts),
+            until_ended=self._ends({self._snapshot.nodes[part.node].name for part in parts}, start_s),
+        )
+
+    def _ends(self, nodes: set[NodeName], start_s: float) -> tuple[tuple[str, float], ...]:
+        """Return the running jobs on these nodes that are to have ended by `start_s`, the last to end first."""
+        if start_s <= self._snapshot.now_s:
+            return ()
+        timeline = self._planner.timeline
+        held = [job for job in self._snapshot.running if any(share.node in nodes for share in job.shares)]
+        ends = sorted(((timeline.end_of(job), job.display_id) for job in held), reverse=True)
+        return tuple((display_id, end_s) for end_s, display_id in ends if end_s <= start_s)
+
+
+def smaller_requests(turn: Turn, request: Request) -> tuple[str, ...]:
+    """Return what asked for instead would start now, each as the option to change: ``--time=30:00``, ``--nodes=1``."""
+    found = [_less_time(turn, request)]
+    found += [option for option in _fewer(turn, request)]
+    found += [
+        f"without {what}" for what, shape in _dropped(request.shape) if turn.starts(replace(request, shape=shape))
+    ]
+    return tuple(option for option in found if option)
+
+
+def _less_time(turn: Turn, request: Request) -> str:
+    limit_s = request.time_limit_s if request.time_limit_s else UNLIMITED_S
+    most = min(-(-limit_s // MINUTE_S) - 1, LONGEST_MINUTES)
+    minutes = _largest(most, lambda count: turn.starts(replace(request, time_limit_s=count * MINUTE_S)))
+    return f"--time={format_time_s(minutes * MINUTE_S)}" if minutes else ""
+
+
+def _fewer(turn: Turn, request: Request) -> Iterator[str]:
+    """Yield the options of what can be counted, with the largest number that would start now."""
+    for option, most, made in _counts(request.shape):
+        count = _largest(most, partial(_starts_with, turn, request, made))
+        if count:
+            yield option(count)
+
+
+def _starts_with(turn: Turn, request: Request, made: Callable[[int], Shape], count: int) -> bool:
+    return turn.starts(replace(request, shape=made(count)))
+
+
+_Count = tuple[Callable[[int], str], int, Callable[[int], Shape]]
+
+
+def _counts(shape: Shape) -> Iterator[_Count]:
+    """Yield what a shape counts: how it is written, the most that is less than now, and the shape with so many."""
+    if shape.components:  # no one option of its own would say which of them it is for
+        return
+    if shape.nodes_min > 1 and shape.ntasks is None:
+        yield _option("nodes"), shape.nodes_min - 1, lambda n: replace(shape, nodes_min=n, nodes_max=n)
+    if shape.ntasks is not None and shape.ntasks > 1:
+        yield _option("ntasks"), shape.ntasks - 1, lambda n: _with_tasks(shape, n)
+    if shape.cpus_per_task > 1:
+        yield _option("cpus-per-task"), shape.cpus_per_task - 1, lambda n: replace(shape, cpus_per_task=n)
+    for name, field in (("gpus-per-node", shape.gpus_per_node), ("gpus", shape.gpus_total)):
+        if len(field) == 1 and field[0][1] > 1:
+            yield _gpus_option(name, field), field[0][1] - 1, _gpus_maker(shape, name, field)
+    mem_mib = shape.mem_per_node_mib
+    if mem_mib and not shape.mem_all:
+        step = _COARSE_MIB if mem_mib > 2 * _COARSE_MIB else _FINE_MIB
+        most = (mem_mib - 1) // step
+        yield lambda n: f"--mem={format_mem(n * step)}", most, lambda n: replace(shape, mem_per_node_mib=n * step)
+
+
+def _option(name: str) -> Callable[[int], str]:
+    return lambda count: f"--{name}={count}"
+
+
+def _gpus_option(name: str, gpus: GpuCounts) -> Callable[[int], str]:
+    kind = f"{gpus[0][0]}:" if gpus[0][0] else ""
+    return lambda count: f"--{name}={kind}{count}"
+
+
+def _gpus_maker(shape: Shape, name: str, gpus: GpuCounts) -> Callable[[int], Shape]:
+    kind = gpus[0][0]
+    if name == "gpus":
+        return lambda count: replace(shape, gpus_total=((kind, count),), nodes_max=max(1, min(shape.nodes_max, count)))
+    return lambda count: replace(shape, gpus_per_node=((kind, count),))
+
+
+def _with_tasks(shape: Shape, count: int) -> Shape:
+    low, high = min(shape.nodes_min, count), min(shape.nodes_max, count)
+    return replace(shape, ntasks=count, nodes_min=low, nodes_max=high)
+
+
+def _dropped(shape: Shape) -> Iterator[tuple[str, Shape]]:
+    """Yield the demands of a shape that could be dropped, and the shape without each."""
+    if shape.components:
+        return
+    if shape.exclusive:
+        yield "--exclusive", replace(shape, exclusive=False)
+    if shape.nodelist:
+        yield "--nodelist", replace(shape, nodelist=())
+    if shape.exclude:
+        yield "--exclude", replace(shape, exclude=())
+    if shape.features:
+        yield "--constraint", replace(shape, features=(), constraint="")
+
+
+def _largest(most: int, fits: Callable[[int], bool]) -> int:
+    """Return the largest count from 1 to `most` that fits, 0 if none does."""
+    if most <= FEW_COUNTS:
+        return next((count for count in range(most, 0, -1) if fits(count)), 0)
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        if fits(middle):
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+# ----- what if: whether a job would start in a world that is not as it is
+# The plan itself is asked, so that all it heeds is heeded.
+# Pure: a snapshot and a policy in, a start out.
+
+
+Make = Callable[[Snapshot, Policy], Plan]
+
+
+def start_of(made: Plan, job_id: JobId) -> Start | None:
+    """Return how the job starts by this plan; None: it does not."""
+    return next((start for start in made.starts if start.job_id == job_id), None)
+
+
+def start_behind(
+    world: Snapshot, policy: Policy, job: PendingJob, ahead: Sequence[PendingJob], make: Make
+) -> Start | None:
+    """Return how `job` would start in `world` without delaying those `ahead`; None: it would not.
+
+    Who of these would start there as well does not count: what is made free is not meant for them.
+    """
+    ahead = tuple(ahead)
+    while True:
+        made = make(replace(world, pending=(*ahead, job)), policy)
+        started = {start.job_id for start in made.starts}
+        others = tuple(other for other in ahead if other.id not in started)
+        if job.id in started or len(others) == len(ahead):
+            return start_of(made, job.id)
+        ahead = others
+
+
+def as_running(
+    job: PendingJob,
+    shares: tuple[Share, ...],
+    now_s: float,
+    reservations: Iterable[Reservation] = (),
+    lowered_s: int | None = None,
+) -> RunningJob:
+    """Return the job as it is when it starts now on `shares`, its time limit `lowered_s`. It cannot be preempted at once."""
+    limit_s = lowered_s if lowered_s is not None else known_limit_s(job.request.time_limit_s)
+    limit_ends_s = now_s + limit_s if limit_s is not None else NEVER_S
+    ends_s = min(limit_ends_s, cut_short_s(job, {one.name: one for one in reservations}))
+    alike = {name: getattr(job, name) for name in _ALIKE}
+    return RunningJob(
+        **alike,
+        shares=shares,
+        began_at_s=now_s,
+        ends_at_s=ends_s if ends_s < NEVER_S else None,
+    )
+
+
+def started(world: Snapshot, job: PendingJob, start: Start) -> RunningJob:
+    """Return `job`, which waits in `world`, as it is when it has started so."""
+    return as_running(job, start.shares, world.now_s, world.reservations, start.time_limit_s)
+
+
+_ALIKE = {field.name for field in fields(PendingJob)} & {field.name for field in fields(RunningJob)}

@@ -1,0 +1,1 @@
+"""The default policy: short jobs first by prediction, with a bound on everybody's wait."""

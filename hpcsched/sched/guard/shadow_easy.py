@@ -1,0 +1,113 @@
+"""How long the unluckiest job would have waited under plain EASY backfill: the measure that our own policy is held to.
+
+The same jobs are scheduled once more by an `EasyPool`, as if on a second machine. It needs to know how long each job runs, and
+knows it only once the job has ended on the real one. So it is behind the real clock: it goes on until something could depend on
+an end that nobody knows yet. What it has found by then is certain: plain EASY's longest wait is at least `longest_wait_s`, and it
+only grows. A real wait below it is one that plain EASY would not have spared everybody. A job is forgotten once it has started
+here and ended on the real machine: a daemon rehearses for years.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from heapq import heappop, heappush
+
+from hpcsched.sched.pool.easy import EasyPool
+
+
+class Rehearsal:
+    """Plain EASY on the jobs that have come so far to a machine of `size` processors, as far as it is known.
+
+    Jobs are known by their number in the order of submission.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.longest_wait_s = 0.0
+        self._procs: dict[int, int] = {}  # here and in the next two: of jobs that have not started here
+        self._limits_s: dict[int, float] = {}
+        self._submits_s: dict[int, float] = {}
+        self._pool = EasyPool(size, self._procs, self._limits_s)
+        self._submitted = 0
+        self._coming: deque[tuple[float, int]] = deque()  # submissions that are not rehearsed yet
+        self._starts_s: dict[int, float] = {}  # here, of jobs that run here
+        self._ends: list[tuple[float, int, int]] = []  # here, of those whose run time is known
+        self._count = 0
+        self._made: dict[int, int] = {}  # the order of starts here: ends of one second are taken in it
+        self._real_starts_s: dict[int, float] = {}
+        self._runs_s: dict[int, float] = {}
+        self._unknown: set[int] = set()  # running here, and not known for how long
+        self._blocker = -1
+
+    def submitted(self, procs: int, limit_s: float, now_s: float) -> int:
+        """Note that the next job was submitted now, and return its number."""
+        job = self._submitted
+        self._submitted += 1
+        self._procs[job], self._limits_s[job], self._submits_s[job] = procs, limit_s, now_s
+        self._coming.append((now_s, job))
+        return job
+
+    def started(self, job: int, now_s: float) -> None:
+        """Note that `job` has really started."""
+        self._real_starts_s[job] = now_s
+
+    def ended(self, job: int, now_s: float) -> None:
+        """Note that `job` has really ended."""
+        self._runs_s[job] = run_s = now_s - self._real_starts_s.pop(job)
+        if job in self._unknown:
+            self._unknown.discard(job)
+            heappush(self._ends, (self._starts_s[job] + run_s, self._made[job], job))
+
+    def go_on(self, now_s: float, *, more_may_come: bool) -> None:
+        """Rehearse as far as what is known at `now_s` allows; ends of this second not if `more_may_come` in it."""
+        ends, coming = self._ends, self._coming
+        while True:
+            submit_s = coming[0][0] if coming else None
+            if submit_s is not None and (not ends or submit_s <= ends[0][0]):
+                if submit_s > now_s or self._unsure(submit_s, now_s):
+                    break
+                _, job = coming.popleft()
+                self._begin(self._pool.submit(job, submit_s), submit_s)
+                self._look(submit_s)
+            elif ends and (ends[0][0] < now_s or (ends[0][0] == now_s and not more_may_come)):
+                if self._unsure(ends[0][0], now_s, or_then=True):
+                    break
+                at_s, _, job = heappop(ends)
+                self._look(at_s)
+                del self._starts_s[job], self._made[job]
+                self._begin(self._pool.end(job, at_s), at_s)
+            else:
+                break
+
+    def _unsure(self, at_s: float, now_s: float, *, or_then: bool = False) -> bool:
+        """Say whether a job whose run time is not known yet could end here before `at_s` (`or_then`: or just then)."""
+        if self._blocker in self._unknown and self._may_end(self._blocker, at_s, now_s, or_then):
+            return True
+        for job in self._unknown:
+            if self._may_end(job, at_s, now_s, or_then):
+                self._blocker = job
+                return True
+        return False
+
+    def _may_end(self, job: int, at_s: float, now_s: float, or_then: bool) -> bool:
+        # It runs here for as long at least as it has run in reality.
+        least_s = self._starts_s[job] + now_s - self._real_starts_s.get(job, now_s)
+        return least_s < at_s or (or_then and least_s == at_s)
+
+    def _begin(self, jobs: Sequence[int], at_s: float) -> None:
+        for job in jobs:
+            self.longest_wait_s = max(self.longest_wait_s, at_s - self._submits_s.pop(job))
+            del self._procs[job], self._limits_s[job]
+            self._starts_s[job] = at_s
+            self._made[job] = self._count
+            self._count += 1
+            run_s = self._runs_s.pop(job, None)
+            if run_s is None:
+                self._unknown.add(job)
+            else:
+                heappush(self._ends, (at_s + run_s, self._made[job], job))
+
+    def _look(self, at_s: float) -> None:
+        """Count the wait of the first in line, which has waited longest."""
+        if self._pool.queue:
+            self.longest_wait_s = max(self.longest_wait_s, at_s - self._submits_s[self._pool.queue[0][2]])

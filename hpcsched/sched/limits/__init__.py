@@ -1,0 +1,1 @@
+"""What jobs may have: limits of accounts, users, QOS and partitions, resources by name, licences."""

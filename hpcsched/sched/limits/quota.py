@@ -1,0 +1,311 @@
+"""How much of each limit is taken: by what runs, and by what a plan starts beside it.
+
+`why_not` asks whether a job would break a limit; `started` counts it in. So limits hold within one plan as well. Where a job's
+resources are settled only with its place, it is asked twice: before, with what it will have at the least, and with what it
+would get. An elastic job that would grow is no further job, and what a job may have bounds all of it.
+
+A limit on resource-minutes counts what was used of late (`Ledger.used`), and what running jobs may use until their time
+limits, as if they had used it all now: what starts can end within the limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from hpcsched.model.accounting import LICENSE, NO_LIMITS, Account, Accounting, Barred, Qos, UserRules, barred
+from hpcsched.model.ids import JobId
+from hpcsched.model.job import Reason
+from hpcsched.model.node import Partition
+from hpcsched.model.units import MINUTE_S, known_limit_s
+from hpcsched.sched.explain.reasons import at_array_limit
+from hpcsched.sched.explain.sentences import listed
+from hpcsched.sched.limits.rules import (
+    EACH_USER,
+    SUBMISSION,
+    TIMED,
+    Holder,
+    Kind,
+    Rule,
+    Whose,
+    minutes,
+    never_text,
+    now_text,
+    rules_of,
+    why_never,
+)
+from hpcsched.sched.limits.tres import Held, held_by, least_there, with_billing
+from hpcsched.sched.place.request import Shape
+from hpcsched.sched.queue.eligible import Wait
+from hpcsched.sched.queue.usage import factor_of, weights_of
+from hpcsched.sched.snapshot import PendingJob, RunningJob, Snapshot
+
+_Key = tuple[Holder, str, str]  # of whom; user, where each is counted apart
+
+
+@dataclass(slots=True)
+class _Count:
+    jobs: int = 0
+    held: dict[str, float] = field(default_factory=dict)
+    minutes: dict[str, float] = field(default_factory=dict)
+
+    def add(self, held: Mapping[str, float], limit_s: float | None, factor: float) -> None:
+        self.jobs += 1
+        for name, amount in held.items():
+            self.held[name] = self.held.get(name, 0.0) + amount
+            self.minutes[name] = self.minutes.get(name, 0.0) + minutes(amount * factor, limit_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Scope:
+    """What all jobs of one user, account, QOS and partition have alike."""
+
+    rules: tuple[Rule, ...]
+    timed: bool  # some rule asks for the time limit
+    factor: float
+    stranger: Wait | None  # why none of them may start: the account or the QOS is gone
+
+
+class Quota:
+    """The limits of one snapshot, and what is taken of them."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self._snapshot = snapshot
+        self._accounting: Accounting = snapshot.ledger.accounting
+        self._nodes = {node.name: node for node in snapshot.nodes}
+        self._scopes: dict[tuple[str, str, str, str], _Scope] = {}
+        self._counts: dict[_Key, _Count] = {}
+        self._least: dict[
+            tuple[int, str], tuple[Shape, Held]
+        ] = {}  # keeps the shapes: their id() is a key here and there
+        self._memo: dict[tuple[int, int, int | None], Wait | None] = {}
+        self._minutes_used: dict[tuple[Holder, str, str], float] = {}
+        self._growing: dict[JobId, RunningJob] = {}
+        self.any = _has_rules(snapshot)
+        self.bounded = _has_limits(snapshot)
+        if self.bounded:
+            self._growing = {job.id: job for job in snapshot.running if job.elastic is not None}
+            for job in snapshot.running:
+                # One that stands still for another gets its cpus back: they count meanwhile, as in Slurm.
+                shares = job.lent_shares or job.shares
+                self._count(job, held_by(shares, self._nodes, job.licenses), _limit_s(job))
+
+    def why_not(self, job: PendingJob) -> Wait | None:
+        """Return the limit that keeps `job` from starting, whatever is free; None: none does, as far as is known yet."""
+        if not self.any:
+            return None
+        scope = self._scope_of(job)
+        if scope.stranger is not None or not scope.rules:
+            return scope.stranger
+        shape = job.request.shape
+        key = (id(scope), id(shape), job.request.time_limit_s if scope.timed else None)
+        if job.licenses or job.id in self._growing:
+            return self._breach(job, scope, self._least_of(job))
+        if key not in self._memo:
+            self._memo[key] = self._breach(job, scope, self._least_of(job))
+        return self._memo[key]
+
+    def why_not_with(self, job: PendingJob, held: Held) -> Wait | None:
+        """Return the limit that `job` would break with exactly this."""
+        if not self.any:
+            return None
+        scope = self._scope_of(job)
+        return self._breach(job, scope, self._with_billing(held, job.partition)) if scope.rules else None
+
+    def started(self, job: PendingJob, held: Held) -> None:
+        """Count `job`, which the plan starts with this."""
+        if self.bounded:
+            self._count(job, held, known_limit_s(job.request.time_limit_s))
+            self._memo.clear()
+
+    # ----- counting
+
+    def _count(self, job: PendingJob | RunningJob, held: Held, limit_s: float | None) -> None:
+        held = self._with_billing(held, job.partition)
+        factor = factor_of(self._accounting, job.qos)
+        for key in self._keys(job):
+            self._counts.setdefault(key, _Count()).add(held, limit_s, factor)
+
+    def _keys(self, job: PendingJob | RunningJob) -> list[_Key]:
+        """Return everybody whose limits `job` counts against."""
+        holders = [(Holder.QOS, job.qos), (Holder.PARTITION, job.partition), (Holder.USER, job.user)]
+        account = self._account(job)
+        holders += [(Holder.ACCOUNT, line.name) for line in self._accounting.lineage(account)]
+        return [(holder, name, user) for holder, name in holders for user in ("", job.user)]
+
+    def _account(self, job: PendingJob | RunningJob) -> str:
+        return self._accounting.association_of(job.user, job.account)[0]
+
+    def _with_billing(self, held: Held, partition: str) -> Held:
+        return with_billing(held, weights_of(self._accounting, self._snapshot.partitions.get(partition)))
+
+    # ----- judging
+
+    def _scope_of(self, job: PendingJob) -> _Scope:
+        key = (job.partition, job.account, job.user, job.qos)
+        scope = self._scopes.get(key)
+        if scope is None:
+            whose = Whose(partition=job.partition, account=self._account(job), user=job.user, qos=job.qos)
+            found = rules_of(self._accounting, self._snapshot.partitions.get(job.partition), whose)
+            rules = tuple(rule for rule in found if rule.kind not in SUBMISSION)
+            scope = self._scopes[key] = _Scope(
+                rules=rules,
+                timed=any(rule.kind in TIMED for rule in rules),
+                factor=factor_of(self._accounting, job.qos),
+                stranger=self._stranger(job),
+            )
+        return scope
+
+    def _stranger(self, job: PendingJob) -> Wait | None:
+        """Return why a job waits whose account or QOS is not configured, or not let into its partition, any more."""
+        accounting = self._accounting
+        account = self._account(job)
+        if accounting.accounts and accounting.account(account) is None:
+            text = f"there is no account {account!r} any more: an admin can add it" if account else "it has no account"
+            return Wait(reason=Reason.INVALID_ACCOUNT, detail=text)
+        if accounting.qos and job.qos and accounting.quality(job.qos) is None:
+            return Wait(reason=Reason.INVALID_QOS, detail=f"there is no QOS {job.qos!r} any more: an admin can add it")
+        partition = self._snapshot.partitions.get(job.partition)
+        if partition is None:
+            return None
+        match barred(accounting, partition.allow_accounts, partition.allow_qos, account, job.qos):
+            case Barred.ACCOUNT:
+                text = f"partition {partition.name!r} takes only jobs of {listed(partition.allow_accounts)}"
+                return Wait(reason=Reason.ACCOUNT_NOT_ALLOWED, detail=f"{text}, and this one is of {account or 'none'}")
+            case Barred.QOS:
+                text = f"partition {partition.name!r} takes only jobs of QOS {listed(partition.allow_qos)}"
+                return Wait(reason=Reason.QOS_NOT_ALLOWED, detail=f"{text}, and this one has {job.qos or 'none'}")
+        return None
+
+    def _least_of(self, job: PendingJob) -> Held:
+        """Return what the job will have at the least."""
+        shape = job.request.shape
+        key = (id(shape), job.partition)
+        if key not in self._least:
+            partition = self._snapshot.partitions.get(job.partition)
+            names = partition.nodes if partition is not None else ()
+            nodes = [self._nodes[name] for name in names if name in self._nodes]
+            self._least[key] = (shape, least_there(shape, nodes))
+        licenses = {LICENSE + name: count for name, count in job.licenses}
+        return self._with_billing(self._least[key][1] | licenses, job.partition)
+
+    def _breach(self, job: PendingJob, scope: _Scope, held: Held) -> Wait | None:
+        """Return the first limit that `job` would break with `held`."""
+        limit_s, factor = known_limit_s(job.request.time_limit_s), scope.factor
+        grows = self._growing.get(job.id)
+        whole = held if grows is None else self._with(held, grows)
+        never = why_never(scope.rules, whole, limit_s, factor)
+        if never is not None:
+            return Wait(reason=never.reason, detail=never_text(never, whole, limit_s, factor))
+        for rule in scope.rules:
+            if grows is not None and rule.kind in (Kind.MAX_JOBS, Kind.GRP_JOBS):
+                continue
+            more = self._more(rule, held, limit_s, factor)
+            have = self._have(rule, job.user) if more else 0.0
+            if have + more > rule.most:
+                return Wait(reason=rule.reason, detail=now_text(rule, job.user, have, more))
+        return None
+
+    def _with(self, held: Held, job: RunningJob) -> Held:
+        """Return `held` and what `job` has already."""
+        whole = self._with_billing(held_by(job.shares, self._nodes, job.licenses), job.partition)
+        return {name: held.get(name, 0.0) + whole.get(name, 0.0) for name in {**whole, **held}}
+
+    def _more(self, rule: Rule, held: Held, limit_s: float | None, factor: float) -> float:
+        """Return what the job would add to what others take of the limit; 0: nothing, or it is about the job alone."""
+        if rule.kind in (Kind.MAX_JOBS, Kind.GRP_JOBS):
+            return 1
+        if rule.kind in (Kind.PER_USER, Kind.GRP):
+            return held.get(rule.resource, 0.0)
+        if rule.kind is Kind.GRP_MINUTES:
+            return minutes(held.get(rule.resource, 0.0) * factor, limit_s)
+        return 0
+
+    def _have(self, rule: Rule, user: str) -> float:
+        """Return what is taken of the limit."""
+        count = self._counts.get((rule.holder, rule.name, user if rule.kind in EACH_USER else ""), _NOTHING)
+        if rule.kind in (Kind.MAX_JOBS, Kind.GRP_JOBS):
+            return count.jobs
+        if rule.kind is Kind.GRP_MINUTES:
+            return count.minutes.get(rule.resource, 0.0) + self._used_minutes(rule)
+        return count.held.get(rule.resource, 0.0)
+
+    def _used_minutes(self, rule: Rule) -> float:
+        """Return what ended jobs of the holder have used, as it counts now."""
+        key = (rule.holder, rule.name, rule.resource)
+        if key not in self._minutes_used:
+            used_s = 0.0
+            for row in self._snapshot.ledger.used:
+                mine = {
+                    Holder.QOS: row.qos == rule.name,
+                    Holder.USER: row.user == rule.name,
+                    Holder.ACCOUNT: self._accounting.is_part_of(row.account, (rule.name,)),
+                    Holder.PARTITION: False,
+                }[rule.holder]
+                used_s += dict(row.amounts).get(rule.resource, 0.0) if mine else 0.0
+            self._minutes_used[key] = used_s / MINUTE_S
+        return self._minutes_used[key]
+
+
+_NOTHING = _Count()
+
+
+def _limit_s(job: RunningJob) -> float | None:
+    return job.ends_at_s - job.began_at_s if job.ends_at_s is not None else None
+
+
+def _has_rules(snapshot: Snapshot) -> bool:
+    """Whether a job may be kept waiting by limits, or because its account or QOS is gone or not let in."""
+    accounting, partitions = snapshot.ledger.accounting, snapshot.partitions.values()
+    barred_ones = any(partition.allow_accounts or partition.allow_qos for partition in partitions)
+    return bool(accounting.accounts or accounting.qos or barred_ones) or _has_limits(snapshot)
+
+
+def _has_limits(snapshot: Snapshot) -> bool:
+    """Whether anything is limited, so that it must be counted what running jobs take."""
+    accounting = snapshot.ledger.accounting
+    limited: tuple[Account | UserRules | Qos | Partition, ...] = (
+        *accounting.accounts,
+        *accounting.users,
+        *accounting.qos,
+        *snapshot.partitions.values(),
+    )
+    return any(one.limits != NO_LIMITS for one in limited)
+
+
+# ----- what is counted while a plan is made: who may not start another job because enough of theirs run
+# Before a job is looked at it is asked `why_not`; when its place is known, `why_not_there`; when the plan starts it, `started`
+# counts it in. So limits hold for all that starts within one plan as well. Array limits are counted here, those of users,
+# accounts, QOS and partitions by `quota`.
+
+
+class Tally:
+    """What runs, counted, and what the plan starts beside it."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self._array_tasks: dict[JobId | None, int] = {}
+        self._quota = Quota(snapshot)
+        for job in snapshot.running:
+            if job.array_job_id is not None:
+                self._array_tasks[job.array_job_id] = self._array_tasks.get(job.array_job_id, 0) + 1
+
+    @property
+    def limited(self) -> bool:
+        """Whether anybody has set a limit, so that it matters what jobs get."""
+        return self._quota.bounded
+
+    def why_not(self, job: PendingJob) -> Wait | None:
+        """Return which limit keeps `job` waiting whatever is free, or None."""
+        if job.array_limit and self._array_tasks.get(job.array_job_id, 0) >= job.array_limit:
+            return at_array_limit(job.array_limit)
+        return self._quota.why_not(job)
+
+    def why_not_there(self, job: PendingJob, held: Held) -> Wait | None:
+        """Return which limit `job` would break with what it would get."""
+        return self._quota.why_not_with(job, held)
+
+    def started(self, job: PendingJob, held: Held) -> None:
+        """Count `job`, which the plan starts."""
+        self._quota.started(job, held)
+        if job.array_limit:
+            self._array_tasks[job.array_job_id] = self._array_tasks.get(job.array_job_id, 0) + 1

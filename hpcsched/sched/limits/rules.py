@@ -1,0 +1,233 @@
+"""Which limits a job is under, what breaks them, and how that is said: Slurm's word and a sentence.
+
+A *rule* is one number that one *holder* (an account, a user, a QOS, a partition) sets. What an account sets for each of its
+users holds unless a user, or a nearer account, sets another. ``grp_`` limits hold at each account up to the root. Partitions'
+limits have the QOS's words, as Slurm's partition QOS. Knows nothing of what runs: `hpcsched.sched.limits.quota` counts that.
+
+Source: resource_limits.html, qos.html, job_reason_codes.html of Slurm's documentation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from hpcsched.model.accounting import BILLING, CPU, GPU, LICENSE, MEM, NODE, Accounting, Limits, Tres
+from hpcsched.model.job import Reason
+from hpcsched.model.node import Partition
+from hpcsched.model.units import MINUTE_S, format_mem, format_time_s
+from hpcsched.sched.explain.sentences import plural
+
+
+class Kind(Enum):
+    MAX_SUBMIT = "max_submit_jobs"
+    GRP_SUBMIT = "grp_submit_jobs"
+    WALL = "max_wall_s"
+    PER_JOB = "max_tres_per_job"
+    JOB_MINUTES = "max_tres_mins_per_job"
+    MAX_JOBS = "max_jobs"
+    GRP_JOBS = "grp_jobs"
+    PER_USER = "max_tres_per_user"
+    GRP = "grp_tres"
+    GRP_MINUTES = "grp_tres_mins"
+
+
+EACH_USER = frozenset({Kind.MAX_SUBMIT, Kind.MAX_JOBS, Kind.PER_USER})  # counted for each user of the holder apart
+SUBMISSION = frozenset({Kind.MAX_SUBMIT, Kind.GRP_SUBMIT})  # looked at when a job comes in, and not again
+TIMED = frozenset({Kind.WALL, Kind.JOB_MINUTES, Kind.GRP_MINUTES})
+GROUP = frozenset({Kind.GRP_SUBMIT, Kind.GRP_JOBS, Kind.GRP, Kind.GRP_MINUTES})
+
+
+class Holder(Enum):
+    QOS = "QOS"
+    PARTITION = "partition"
+    USER = "user"
+    ACCOUNT = "account"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """At most `most` of `resource` ("": of jobs, or of seconds), says the holder."""
+
+    kind: Kind
+    holder: Holder
+    name: str
+    most: float
+    resource: str = ""
+
+    @property
+    def reason(self) -> Reason:
+        """Return Slurm's word for a job that waits for this."""
+        return _reason(self)
+
+    @property
+    def where(self) -> str:
+        """Return the holder as people call it: ``QOS 'high'``."""
+        return f"{self.holder.value} {self.name!r}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Whose:
+    """What of a job says which rules it is under."""
+
+    partition: str
+    account: str
+    user: str
+    qos: str
+
+
+def rules_of(accounting: Accounting, partition: Partition | None, whose: Whose) -> tuple[Rule, ...]:
+    """Return the rules that such jobs are under: of the QOS, the partition, the user and the accounts."""
+    rules: list[Rule] = []
+    qos = accounting.quality(whose.qos)
+    if qos is not None:
+        rules += _all(qos.limits, Holder.QOS, qos.name)
+    if partition is not None:
+        rules += _all(partition.limits, Holder.PARTITION, partition.name)
+    lines = list(accounting.lineage(whose.account))
+    taken: set[tuple[Kind, str]] = set()
+    own = accounting.rules(whose.user)
+    holders = [(own.limits, Holder.USER, own.name)] if own is not None else []
+    holders += [(account.limits, Holder.ACCOUNT, account.name) for account in lines]
+    for limits, holder, name in holders:
+        for rule in _all(limits, holder, name):
+            if rule.kind in GROUP or (rule.kind, rule.resource) not in taken:
+                rules.append(rule)
+        taken |= {(rule.kind, rule.resource) for rule in _all(limits, holder, name)}
+    return tuple(rules)
+
+
+def _all(limits: Limits, holder: Holder, name: str) -> Iterator[Rule]:
+    for kind in Kind:
+        value: int | Tres | None = getattr(limits, kind.value)
+        if isinstance(value, tuple):
+            for resource, most in value:
+                yield Rule(kind=kind, holder=holder, name=name, most=most, resource=resource)
+        elif value is not None:
+            yield Rule(kind=kind, holder=holder, name=name, most=value)
+
+
+# ----- what can never be
+
+
+def why_never(rules: tuple[Rule, ...], held: Mapping[str, float], limit_s: float | None, factor: float) -> Rule | None:
+    """Return the rule that a job with `held` and this time limit breaks by itself, whatever else runs; None: none.
+
+    `factor`: how many times what it uses is charged (only limits on what has been used in all ask for that).
+    """
+    return next((rule for rule in rules if _alone(rule, held, limit_s, factor) > rule.most), None)
+
+
+def _alone(rule: Rule, held: Mapping[str, float], limit_s: float | None, factor: float) -> float:
+    """Return what the job adds to what the rule bounds."""
+    match rule.kind:
+        case Kind.WALL:
+            return limit_s if limit_s is not None else float("inf")
+        case Kind.JOB_MINUTES:
+            return minutes(held.get(rule.resource, 0.0), limit_s)
+        case Kind.GRP_MINUTES:
+            return minutes(held.get(rule.resource, 0.0) * factor, limit_s)
+        case Kind.PER_JOB | Kind.PER_USER | Kind.GRP:
+            return held.get(rule.resource, 0.0)
+        case _:
+            return 1
+
+
+def minutes(amount: float, limit_s: float | None) -> float:
+    """Return the resource-minutes of `amount` until the time limit."""
+    if not amount:
+        return 0.0
+    return amount * limit_s / MINUTE_S if limit_s is not None else float("inf")
+
+
+def never_text(rule: Rule, held: Mapping[str, float], limit_s: float | None, factor: float) -> str:
+    """Return the sentence about a job that breaks `rule` by itself."""
+    asked = _alone(rule, held, limit_s, factor)
+    each = "each user" if rule.kind in EACH_USER else "all jobs together" if rule.kind in GROUP else "a job"
+    if rule.kind is Kind.WALL:
+        has = "none" if limit_s is None else format_time_s(limit_s)
+        return f"{rule.where} allows {each} a time limit of {format_time_s(rule.most)}, and this one has {has}"
+    if not rule.resource:
+        return f"{rule.where} allows {each} {plural(int(rule.most), 'job')}"
+    if asked == float("inf"):
+        return f"{rule.where} allows {each} {amount_text(rule, rule.most)}, and this job has no time limit; see --time"
+    return (
+        f"{rule.where} allows {each} {amount_text(rule, rule.most)}, and this job asks for {amount_text(rule, asked)}"
+    )
+
+
+def now_text(rule: Rule, user: str, have: float, more: float) -> str:
+    """Return the sentence about a job that would need `more` while so much is taken already."""
+    who = f"{user}'s jobs" if rule.kind in EACH_USER else "its jobs"
+    bound = "each user" if rule.kind in EACH_USER else "all jobs together"
+    if rule.kind in (Kind.MAX_JOBS, Kind.GRP_JOBS):
+        return f"{rule.where} allows {bound} {plural(int(rule.most), 'running job')}, and {int(have)} run"
+    verb = "have used, or may yet use," if rule.kind is Kind.GRP_MINUTES else "have"
+    return (
+        f"{rule.where} allows {bound} {amount_text(rule, rule.most)}; {who} {verb} {amount_text(rule, have)}, "
+        f"and this one needs {amount_text(rule, more)}"
+    )
+
+
+def amount_text(rule: Rule, amount: float) -> str:
+    """Return an amount of the rule's resource in words: ``8 cpus``, ``120 GPU-minutes``."""
+    timed = rule.kind in (Kind.GRP_MINUTES, Kind.JOB_MINUTES)
+    number = f"{amount:.0f}"
+    if timed:
+        return f"{number} {_NOUNS.get(rule.resource, rule.resource)}-minutes"
+    if rule.resource == MEM:
+        return f"{format_mem(int(amount))} memory"
+    if rule.resource.startswith(LICENSE):
+        return f"{plural(int(amount), 'licence')} {rule.resource.removeprefix(LICENSE)}"
+    if rule.resource.startswith(GPU + ":"):
+        return plural(int(amount), f"{rule.resource.removeprefix(GPU + ':')} GPU")
+    return f"{number} billing" if rule.resource == BILLING else plural(int(amount), _NOUNS[rule.resource])
+
+
+_NOUNS = {CPU: "cpu", MEM: "MiB", NODE: "node", GPU: "GPU", BILLING: "billing"}
+
+
+# ----- Slurm's words
+
+
+def _reason(rule: Rule) -> Reason:
+    side = "QOS" if rule.holder in (Holder.QOS, Holder.PARTITION) else "Assoc"
+    what = GPU if rule.resource.startswith(GPU) else LICENSE if rule.resource.startswith(LICENSE) else rule.resource
+    memory = "Memory" if side == "QOS" else "Mem"
+    if rule.kind is Kind.PER_USER and side == "Assoc":  # Slurm has it as the GrpTRES of the user's association
+        return Reason(side + _GRP[what])
+    per_job = {CPU: "MaxCpu", MEM: f"Max{memory}", NODE: "MaxNode", GPU: "MaxGRES", BILLING: "MaxBilling",
+               LICENSE: "MaxLicense"}.get(what, "")  # fmt: skip
+    limit = "Limit" if what in (CPU, NODE) else ""
+    match rule.kind:
+        case Kind.MAX_SUBMIT:
+            word = "MaxSubmitJobPerUserLimit" if side == "QOS" else "MaxSubmitJobLimit"
+        case Kind.MAX_JOBS:
+            word = "MaxJobsPerUserLimit" if side == "QOS" else "MaxJobsLimit"
+        case Kind.GRP_SUBMIT:
+            word = "GrpSubmitJobsLimit"
+        case Kind.GRP_JOBS:
+            word = "GrpJobsLimit"
+        case Kind.WALL:
+            word = "MaxWallDurationPerJobLimit"
+        case Kind.PER_JOB:
+            word = f"{per_job}PerJob{limit}"
+        case Kind.PER_USER:
+            word = f"{per_job}PerUser{limit}"
+        case Kind.JOB_MINUTES:
+            word = f"{per_job}MinutesPerJob{limit}"
+        case Kind.GRP:
+            word = _GRP[what]
+        case Kind.GRP_MINUTES:
+            word = {
+                CPU: "GrpCPUMinutesLimit",
+                MEM: "GrpMemMinutes",
+                GPU: "GrpGRESMinutes",
+                BILLING: "GrpBillingMinutes",
+            }[what]
+    return Reason(side + word)
+
+
+_GRP = {CPU: "GrpCpuLimit", MEM: "GrpMemLimit", NODE: "GrpNodeLimit", GPU: "GrpGRES", BILLING: "GrpBilling",
+        LICENSE: "GrpLicense"}  # fmt: skip

@@ -1,0 +1,210 @@
+"""Feature expressions: ``--constraint="a&(b|c)"``, read once and asked of many nodes.
+
+An expression is kept as a postfix tuple (``("a", "b", "c", "|", "&")``): flat, hashable, and read and evaluated without
+recursion, so that a hostile one costs no more than its length. A constraint is an expression that every node must satisfy, and
+perhaps something of the nodes together: so many of each of some kinds (``[a*2&b*1]``, ``a*2``), or one of some kinds for all of
+them (``[a|b|c]``). Errors name the place in the text. Knows nothing of nodes or jobs. Syntax: sbatch(1), --constraint; there
+is no "not" in it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from hpcsched.errors import RequestError
+
+Expression = tuple[str, ...]
+
+MAX_CHARS = 2048
+MAX_KINDS = 16  # in brackets
+
+_TOKEN = re.compile(r"\s*([A-Za-z0-9_.:=+-]+|[&|()\[\]*])")
+_BINDS = {"&": 2, "|": 1}
+_CLOSES = {"(": ")", "[": "]"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constraint:
+    """What the nodes of a job must be: each `every`, all together one of `alike`, and so many each of `counts`."""
+
+    every: Expression = ()
+    alike: tuple[Expression, ...] = ()
+    counts: tuple[tuple[Expression, int], ...] = ()
+
+
+class _Token(NamedTuple):
+    text: str
+    at: int  # its place in the text, from 1
+
+
+def parse_constraint(text: str) -> Constraint:
+    """Return the constraint that `text` spells. Raises RequestError where it is not one, with the place."""
+    if not text:
+        return Constraint()
+    every: list[Expression] = []
+    alike: tuple[Expression, ...] = ()
+    counts: list[tuple[Expression, int]] = []
+    tokens = _tokens(text)
+    if not any(token.text in "[*" for token in tokens):
+        return Constraint(every=_postfix(tokens, text))
+    parts = _split(tokens, "&", text)
+    for part in parts:
+        for token in part if len(parts) > 1 and len(_split(part, "|", text)) > 1 else ():
+            if token.text == "|":
+                raise _wrong(text, token, "beside counts and brackets it needs parentheses around it")
+        if part[0].text == "[" and part[-1].text == "]":
+            inside = part[1:-1]
+            if not inside:
+                raise _wrong(text, part[0], "brackets with nothing in them")
+            kinds = _split(inside, "|", text)
+            if len(kinds) == 1:
+                counts += [_counted(kind, text) for kind in _split(inside, "&", text)]
+            elif alike:
+                raise _wrong(text, part[0], "brackets with | a second time")
+            else:
+                alike = tuple([_postfix(kind, text) for kind in kinds])
+        elif len(part) > 1 and part[-2].text == "*":
+            counts.append(_counted(part, text))
+        else:
+            every.append(_postfix(part, text))
+    if max(len(alike), len(counts)) > MAX_KINDS:
+        raise RequestError(f"cannot read constraint {text!r}: it tells more than {MAX_KINDS} kinds of nodes apart")
+    if alike and counts:
+        raise RequestError(f"cannot read constraint {text!r}: [a|b] and counts exclude each other")
+    return Constraint(every=_all_of(every), alike=alike, counts=tuple(counts))
+
+
+def parse_features(text: str) -> Expression:
+    """Return the expression that `text` spells, one that each node is asked alone; empty for empty text.
+
+    Raises RequestError where it is not one.
+    """
+    tokens = _tokens(text)
+    for token in tokens:
+        if token.text in "[]*":
+            raise _wrong(text, token, "what concerns several nodes together cannot be asked here")
+    return _postfix(tokens, text)
+
+
+def matches(expression: Expression, features: Collection[str]) -> bool:
+    """Say whether a node with these `features` satisfies `expression`."""
+    stack: list[bool] = []
+    for token in expression:
+        if token in _BINDS:
+            right, left = stack.pop(), stack.pop()
+            stack.append(left and right if token == "&" else left or right)
+        else:
+            stack.append(token in features)
+    return stack[-1] if stack else True
+
+
+# ----- the text in pieces
+
+
+def _tokens(text: str) -> list[_Token]:
+    if len(text) > MAX_CHARS:
+        raise RequestError(f"cannot use constraint of {len(text)} characters: the longest is {MAX_CHARS}")
+    tokens: list[_Token] = []
+    at, end = 0, len(text.rstrip())
+    while at < end:
+        match = _TOKEN.match(text, at)
+        if match is None:
+            at += len(text[at:]) - len(text[at:].lstrip())
+            why = (
+                "there is no 'not', exclude nodes by --exclude"
+                if text[at] == "!"
+                else "it is no feature name, & | ( ) [ ] *"
+            )
+            raise _wrong(text, _Token(text[at], at + 1), why)
+        tokens.append(_Token(match.group(1), match.start(1) + 1))
+        at = match.end()
+    return tokens
+
+
+def _split(tokens: Sequence[_Token], operator: str, text: str) -> list[list[_Token]]:
+    """Return the parts of `tokens` between those `operator`s that are in no parentheses or brackets."""
+    parts: list[list[_Token]] = [[]]
+    expected: list[str] = []
+    for token in tokens:
+        if token.text in _CLOSES:
+            if token.text == "[" and expected:
+                raise _wrong(text, token, "brackets do not go into brackets or parentheses")
+            expected.append(_CLOSES[token.text])
+        elif token.text in (")", "]") and (not expected or expected.pop() != token.text):
+            raise _wrong(text, token, f"it closes no {'(' if token.text == ')' else '['}")
+        if token.text == operator and not expected:
+            parts.append([])
+        else:
+            parts[-1].append(token)
+    if expected:
+        raise RequestError(
+            f"cannot read constraint {text!r}: a {'(' if expected[-1] == ')' else '['} without its {expected[-1]}"
+        )
+    for part in parts:
+        if not part:
+            raise RequestError(f"cannot read constraint {text!r}: nothing stands on one side of a {operator}")
+    return parts
+
+
+def _counted(tokens: list[_Token], text: str) -> tuple[Expression, int]:
+    """Return the kind and the count of ``a*2`` or ``(a&b)*2``."""
+    if len(tokens) < 3 or tokens[-2].text != "*":
+        raise _wrong(text, tokens[0], "say how many nodes of it, as a*2, or give alternatives for all nodes, as [a|b]")
+    count = tokens[-1].text
+    if not (count.isascii() and count.isdigit()) or not 1 <= int(count) <= 10**6:
+        raise _wrong(text, tokens[-1], "it is no number of nodes")
+    kind = tokens[:-2]
+    if len(kind) > 1 and (kind[0].text != "(" or kind[-1].text != ")"):
+        raise _wrong(text, tokens[-2], "a count goes with one feature, or with several in parentheses")
+    return _postfix(kind, text), int(count)
+
+
+def _all_of(expressions: Sequence[Expression]) -> Expression:
+    """Return what is true where all of `expressions` are."""
+    joined: Expression = expressions[0] if expressions else ()
+    for one in expressions[1:]:
+        joined = (*joined, *one, "&")
+    return joined
+
+
+def _postfix(tokens: Sequence[_Token], text: str) -> Expression:
+    """Order operators after their operands (Dijkstra's shunting yard); `&` binds closer than `|`."""
+    out: list[str] = []
+    waiting: list[str] = []
+    operand_next = True
+    for token in tokens:
+        if token.text in "[]*":
+            raise _wrong(text, token, "counts and brackets are joined to the rest by &, not in parentheses or beside |")
+        if operand_next != (token.text not in (*_BINDS, ")")):
+            raise _wrong(text, token, "it is out of place")
+        if token.text == "(":
+            waiting.append("(")
+        elif token.text == ")":
+            _unwind(out, waiting, 0)
+            if not waiting:
+                raise _wrong(text, token, "a ) without its (")
+            waiting.pop()
+        elif token.text in _BINDS:
+            _unwind(out, waiting, _BINDS[token.text])
+            waiting.append(token.text)
+            operand_next = True
+        else:
+            out.append(token.text)
+            operand_next = False
+    if operand_next and tokens:
+        raise RequestError(f"cannot read constraint {text!r}: it ends where a feature should follow")
+    if "(" in waiting:
+        raise RequestError(f"cannot read constraint {text!r}: a ( without its )")
+    return (*out, *reversed(waiting))
+
+
+def _unwind(out: list[str], waiting: list[str], binding: int) -> None:
+    while waiting and waiting[-1] != "(" and _BINDS[waiting[-1]] >= binding:
+        out.append(waiting.pop())
+
+
+def _wrong(text: str, token: _Token, why: str) -> RequestError:
+    return RequestError(f"cannot read constraint {text!r}: {token.text!r} (character {token.at}): {why}")

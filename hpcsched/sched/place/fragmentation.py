@@ -1,0 +1,131 @@
+"""How many GPUs of a node are stranded: free, but of no use to the jobs that come.
+
+What comes is taken to be like what runs and waits: a *mix* of the most common demands. Of a node's free GPUs a demand of the mix
+can use those that have enough left for it, if the node's free cpus and memory allow it at all; and all demands together no
+more GPUs than the free cpus would feed at the cpus that the mix has for each GPU. What is expected to be of no use is stranded. A
+job goes where it strands fewest GPUs anew, which may be less than none: where it takes what nothing else would fit on.
+
+The idea of placing by the growth of expected fragmentation: Weng et al., Beware of Fragmentation: Scheduling GPU-Sharing
+Workloads with Fragmentation Gradient Descent, USENIX ATC 2023. That free cpus bound what GPUs are worth, at the mix's ratio and
+not only demand by demand, is ours: it sees a node run out of cpus long before no job fits any more.
+
+Pure. Knows nothing of time; types of GPUs are not told apart: a node has GPUs of one type as a rule.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import NamedTuple
+
+from hpcsched.model.resources import Share
+from hpcsched.sched.place.gpus import GpuSlot, Units
+from hpcsched.sched.place.request import Shape, gpu_count
+from hpcsched.sched.place.timeline import Room, less
+from hpcsched.sched.snapshot import Snapshot
+
+MOST_DEMANDS = 24  # the most common ones; they are nearly all of what comes as a rule
+_MICRO = 1_000_000
+
+
+class Demand(NamedTuple):
+    """What a job takes of one node: whole `gpus`, or `shards` of a GPU that has `shards_of`."""
+
+    cpus: int
+    mem_mib: int
+    gpus: int
+    shards: int = 0
+    shards_of: int = 1
+
+    @property
+    def gpu_amount(self) -> float:
+        return self.gpus + self.shards / self.shards_of
+
+
+class Mix:
+    """What jobs ask for of nodes with GPUs, as shares that sum up to 1."""
+
+    def __init__(self, counts: Counter[Demand]) -> None:
+        common = sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:MOST_DEMANDS]
+        total = sum(count for _, count in common)
+        self._parts = [(demand, count / total) for demand, count in common]
+        cpus = sum(demand.cpus * part for demand, part in self._parts)
+        self._cpus_per_gpu = max(cpus, 1.0) / sum(demand.gpu_amount * part for demand, part in self._parts)
+        self._known: dict[tuple[GpuSlot, ...], dict[Room, float]] = {}
+
+    def newly_stranded(self, slots: tuple[GpuSlot, ...], room: Room, use: Room) -> int:
+        """Return how many millionths of a GPU more are stranded once `use` is taken of `room`; below 0: fewer."""
+        return round((self.stranded(slots, less(room, use)) - self.stranded(slots, room)) * _MICRO)
+
+    def stranded(self, slots: tuple[GpuSlot, ...], room: Room) -> float:
+        """Return how many of the GPUs that are free in `room` are expected to be of no use."""
+        known = self._known.setdefault(slots, {})
+        lost = known.get(room)
+        if lost is None:
+            lost = known[room] = self._stranded(slots, room)
+        return lost
+
+    def _stranded(self, slots: tuple[GpuSlot, ...], room: Room) -> float:
+        cpus, mem_mib, units = room
+        free = sum([count / slot.shards for slot, count in zip(slots, units, strict=True)])
+        if not free:
+            return 0.0
+        whole = sum([count // slot.shards for slot, count in zip(slots, units, strict=True)])
+        fed = min(free, cpus / self._cpus_per_gpu)
+        lost = 0.0
+        for demand, part in self._parts:
+            usable = 0.0
+            if demand.cpus <= cpus and demand.mem_mib <= mem_mib:
+                if demand.shards:
+                    usable = _with_room_for(demand, slots, units)
+                elif whole >= demand.gpus:
+                    usable = whole
+            lost += part * (free - min(usable, fed))
+        return lost
+
+
+def mix_of(snapshot: Snapshot) -> Mix | None:
+    """Return the mix of what runs and waits in `snapshot`; None where there are no GPUs, or nothing asks for any."""
+    slots = {node.name: node.slots for node in snapshot.nodes if node.gpus}
+    if not slots:
+        return None
+    counts: Counter[Demand] = Counter()
+    for job in snapshot.running:
+        for share in job.shares:
+            if share.gpus:
+                counts[_of_share(share)] += 1
+    shards_of = max([slot.shards for its in slots.values() for slot in its])
+    shapes = {id(job.request.shape): job.request.shape for job in snapshot.pending}
+    for key, number in Counter([id(job.request.shape) for job in snapshot.pending]).items():
+        for shape in shapes[key].each:
+            demand = _of_shape(shape, shards_of)
+            if demand is not None:
+                counts[demand] += number
+    return Mix(counts) if counts else None
+
+
+def _of_share(share: Share) -> Demand:
+    if share.shards:
+        return Demand(share.cpus, share.mem_mib, 0, share.shards, share.shards_of)
+    return Demand(share.cpus, share.mem_mib, len(share.gpus))
+
+
+def _of_shape(shape: Shape, shards_of: int) -> Demand | None:
+    """Return what `shape` takes of each node about; None if it asks for no GPUs."""
+    tasks = shape.tasks_min if shape.ntasks is None else max(1, shape.ntasks // shape.nodes_min)
+    gpus = gpu_count(shape.gpus_per_node) + gpu_count(shape.gpus_per_task) * tasks
+    gpus += gpu_count(shape.gpus_total) // shape.nodes_min
+    shards = min(gpu_count(shape.shards), shards_of)
+    if not gpus and not shards:
+        return None
+    cpus = tasks * shape.cpus_per_task
+    mem_mib = shape.mem_per_node_mib if shape.mem_per_node_mib is not None else (shape.mem_per_cpu_mib or 0) * cpus
+    return Demand(cpus, mem_mib, gpus, shards, shards_of)
+
+
+def _with_room_for(demand: Demand, slots: tuple[GpuSlot, ...], units: Units) -> float:
+    """Return how many GPUs are free on those of a node's GPUs that have the shards of `demand`."""
+    usable = 0.0
+    for slot, count in zip(slots, units, strict=True):
+        if slot.gpu_index >= 0 and count * demand.shards_of >= demand.shards * slot.shards:
+            usable += count / slot.shards
+    return usable

@@ -1,0 +1,320 @@
+"""Which of the nodes that have room make up a gang: all that a job needs, or none.
+
+Whether a gang fits is decided exactly for node counts, tasks, GPUs and kinds of nodes. Which it is, is a choice: as many nodes as
+it may have or its tasks need, then nodes of like speed if the job is synchronous, then the fewest switches, then the
+seats' own order of preference. A contiguous job, and one to be spread, do not choose by speed and switches. Of the switches
+that can hold it alone the one with fewest seats is taken.
+
+Knows seats (see `placement`), no time and no queue. Sources: topology.conf(5), sbatch(1) --switches and --constraint.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, chain
+
+from hpcsched.sched.place.features import Expression, matches
+from hpcsched.sched.place.node_fit import Seat
+from hpcsched.sched.place.request import Shape, gpu_count
+
+LIKE = 0.9  # nodes are of like speed if the slowest has so much of the fastest's
+
+_Choice = Callable[[Sequence[Seat]], list[Seat] | None]
+
+
+def choose(shape: Shape, seats: Sequence[Seat], required: frozenset[int] = frozenset()) -> list[Seat] | None:
+    """Return the seats that `shape` gets of `seats` (in order of preference), in the order of nodes, or None if they do not do.
+
+    `required` are the nodes of its node list: all of them, or None.
+    """
+    for kind in shape.alike or ((),):
+        able = [seat for seat in seats if matches(kind, seat.view.features)] if kind else seats
+        chosen = _closest(shape, able, required)
+        if chosen is not None:
+            return sorted(chosen, key=lambda seat: seat.node)
+    return None
+
+
+# ----- close to each other, and alike
+
+
+def _closest(shape: Shape, seats: Sequence[Seat], required: frozenset[int]) -> list[Seat] | None:
+    """Return the gang of `seats` that lies closest, of the most nodes that it can have."""
+    if shape.nodes_max == 1:
+        return _gang(shape, seats, required, 1, 1)
+    if shape.contiguous:
+        return _contiguous(shape, seats, required)
+    if shape.spread:
+        return _widest(shape, seats, required)
+    chosen = _gang(shape, seats, required, shape.nodes_min, shape.nodes_max)
+    if chosen is None or len(chosen) == 1:
+        return chosen
+    count = len(chosen)
+    for among in chain(_bands(seats, count) if shape.synchronous else (), [seats]):
+        near = _near(shape, among, lambda some: _gang(shape, some, required, count, count))
+        if near is not None:
+            return near
+    if shape.switches:  # fewer nodes may do within its switches
+        return _near(shape, seats, lambda some: _gang(shape, some, required, shape.nodes_min, shape.nodes_max))
+    return chosen
+
+
+def _widest(shape: Shape, seats: Sequence[Seat], required: frozenset[int]) -> list[Seat] | None:
+    """Return the gang of the most nodes that it may have and that its tasks can be spread over."""
+    most = min(shape.nodes_max, len(seats), shape.ntasks or shape.nodes_max)
+    counts = range(most, shape.nodes_min - 1, -1)
+    return next(filter(None, (_gang(shape, seats, required, count, count) for count in counts)), None)
+
+
+def _contiguous(shape: Shape, seats: Sequence[Seat], required: frozenset[int]) -> list[Seat] | None:
+    """Return a gang of nodes that follow each other: the most of them, or if it has tasks to place the fewest that do."""
+    runs: list[list[Seat]] = []
+    for seat in sorted(seats, key=lambda seat: seat.node):
+        if not runs or runs[-1][-1].node != seat.node - 1:
+            runs.append([])
+        runs[-1].append(seat)
+    most = min(shape.nodes_max, max(map(len, runs), default=0))
+    counts = range(shape.nodes_min, most + 1)
+    fewest = not shape.spread and (shape.ntasks is not None or bool(shape.gpus_total))
+    for count in counts if fewest else reversed(counts):
+        found = [chosen for window in _windows(shape, runs, required, count)
+                 if (chosen := _gang(shape, sorted(window), required, count, count)) is not None]  # fmt: skip
+        if found:
+            return min(found, key=lambda chosen: sorted((seat.preference for seat in chosen), reverse=True))
+    return None
+
+
+def _windows(shape: Shape, runs: Sequence[list[Seat]], required: frozenset[int], count: int) -> Iterator[list[Seat]]:
+    """Yield what is `count` long of the runs, has room for all tasks and all GPUs of the total, and all that is required."""
+    tasks, gpus = shape.ntasks or 0, gpu_count(shape.gpus_total)
+    for run in runs:
+        tasks_until = list(accumulate((seat.tasks for seat in run), initial=0))
+        gpus_until = list(accumulate((seat.gpus for seat in run), initial=0))
+        for at in range(len(run) - count + 1):
+            first, last = run[at].node, run[at + count - 1].node
+            if (
+                tasks_until[at + count] - tasks_until[at] >= tasks
+                and gpus_until[at + count] - gpus_until[at] >= gpus
+                and all(first <= node <= last for node in required)
+            ):
+                yield run[at : at + count]
+
+
+def _bands(seats: Sequence[Seat], count: int) -> Iterator[list[Seat]]:
+    """Yield the sets of at least `count` seats whose speeds are alike, the fastest first."""
+    speeds = sorted({seat.view.speed for seat in seats if seat.view.speed > 0}, reverse=True)
+    lowest = 0.0
+    for fastest in speeds:
+        band = [seat for seat in seats if fastest * LIKE <= seat.view.speed <= fastest]
+        slowest = min(seat.view.speed for seat in band)
+        if len(band) >= count and slowest != lowest:  # else the band before has all of these
+            yield band
+        lowest = slowest
+
+
+def _near(shape: Shape, seats: Sequence[Seat], choice: _Choice) -> list[Seat] | None:
+    """Return `choice` of the seats of as few switches as do, and of no more than the shape's limit if it has one."""
+    leaves: dict[str, list[Seat]] = {}
+    for seat in seats:
+        leaves.setdefault(seat.view.switch, []).append(seat)
+    most = shape.switches or len(leaves)
+    by_size = sorted(leaves, key=lambda name: (len(leaves[name]), name))
+    for name in by_size:
+        chosen = choice(leaves[name])
+        if chosen is not None:
+            return chosen
+    for number in range(2, min(most, len(leaves)) + 1):
+        largest = by_size[1 - number :]
+        if choice([seat for seat in seats if seat.view.switch in by_size[-number:]]) is None:
+            continue
+        for last in by_size:
+            if last not in largest:
+                chosen = choice([seat for seat in seats if seat.view.switch in (*largest, last)])
+                if chosen is not None:
+                    return chosen
+    return None
+
+
+# ----- enough of all that it needs
+
+
+def _gang(shape: Shape, seats: Sequence[Seat], required: frozenset[int], low: int, high: int) -> list[Seat] | None:
+    """Return the preferred seats for a gang of `low` to `high` nodes, or None."""
+    if len(seats) < low or len(required) > high:
+        return None
+    first = [seat for seat in seats if seat.node in required] if required else []
+    if len(first) < len(required):
+        return None
+    asked = required
+    if shape.counts:
+        kinds = _of_each(shape.counts, [*first, *(seat for seat in seats if seat.node not in required)])
+        if kinds is None:
+            return None
+        required = required.union(seat.node for seat in kinds)
+        first = [seat for seat in seats if seat.node in required]
+        if len(first) > high:
+            return None
+    rest = [seat for seat in seats if seat.node not in required] if required else list(seats)
+    if shape.ntasks is None and not shape.gpus_total:
+        return first + rest[: high - len(first)]
+    if not required and low == 1 and not shape.gpus_total:
+        single = next((seat for seat in rest if seat.tasks >= (shape.ntasks or 0)), None)
+        if single is not None:
+            return [single]
+    chosen = _fewest(shape, first, rest, low, high)
+    if chosen is None and shape.counts and shape.ntasks is not None:
+        return _largest_of_each(shape, seats, asked, low, high)
+    return chosen
+
+
+def _of_each(counts: Sequence[tuple[Expression, int]], seats: Sequence[Seat]) -> list[Seat] | None:
+    """Return the preferred seats of which so many are of each kind, each seat counted for one kind only; None: there are none.
+
+    The sets of seats that can be spread over kinds form a transversal matroid: taking seats in order of preference, each if
+    those taken before can be rearranged to let it in, is exact and takes the most preferred.
+    """
+    fits: dict[frozenset[str], list[int]] = {}
+    taken: list[list[Seat]] = [[] for _ in counts]
+
+    def let_in(seat: Seat, seen: set[int]) -> bool:
+        features = seat.view.features
+        kinds = fits.get(features)
+        if kinds is None:
+            kinds = fits[features] = [at for at, (kind, _) in enumerate(counts) if matches(kind, features)]
+        for kind in kinds:
+            if kind in seen:
+                continue
+            seen.add(kind)
+            if len(taken[kind]) < counts[kind][1]:
+                taken[kind].append(seat)
+                return True
+            for at, other in enumerate(taken[kind]):
+                if let_in(other, seen):
+                    taken[kind][at] = seat
+                    return True
+        return False
+
+    missing = sum(count for _, count in counts)
+    for seat in seats:
+        missing -= let_in(seat, set())
+        if not missing:
+            return [seat for of_kind in taken for seat in of_kind]
+    return None
+
+
+def _largest_of_each(
+    shape: Shape, seats: Sequence[Seat], required: frozenset[int], low: int, high: int
+) -> list[Seat] | None:
+    """Return a gang for tasks and kinds that takes the seats with room for most tasks, or None if even those do not do."""
+    by_size = sorted(seats, key=lambda seat: (seat.node not in required, -seat.tasks, seat))
+    kinds = _of_each(shape.counts, by_size)
+    names = {seat.node for seat in kinds or ()} | required
+    first = [seat for seat in by_size if seat.node in names]
+    if kinds is None or len(first) > high:
+        return None
+    return _fewest(shape, first, [seat for seat in by_size if seat.node not in names], low, high)
+
+
+def _fewest(shape: Shape, first: list[Seat], rest: list[Seat], low: int, high: int) -> list[Seat] | None:
+    """Return `first` and the fewest of `rest` that hold all tasks and all GPUs of the total."""
+    wanted_tasks, wanted_gpus = shape.ntasks or 0, gpu_count(shape.gpus_total)
+    most = min(high, len(first) + len(rest))
+    by_gpus = _enough([seat.gpus for seat in first], [seat.gpus for seat in rest], wanted_gpus)
+    by_tasks = _enough([seat.tasks for seat in first], [seat.tasks for seat in rest], wanted_tasks)
+    if by_gpus is None or by_tasks is None:
+        return None
+    for count in range(max(low, len(first), by_gpus, by_tasks), most + 1):
+        for by in ("gpus", "tasks") if wanted_gpus else ("tasks",):
+            chosen = first + _pick(rest, count - len(first), wanted_tasks, wanted_gpus, by, first)
+            if sum(seat.tasks for seat in chosen) >= wanted_tasks and sum(seat.gpus for seat in chosen) >= wanted_gpus:
+                return chosen
+    return None
+
+
+def _enough(first: list[int], rest: list[int], wanted: int) -> int | None:
+    """Return how many nodes it takes at least to reach `wanted`, with all of `first`; None if all are not enough."""
+    reached = list(accumulate(sorted(rest, reverse=True), initial=sum(first)))
+    at = bisect_left(reached, wanted)
+    return len(first) + at if at < len(reached) else None
+
+
+def _pick(rest: list[Seat], count: int, wanted_tasks: int, wanted_gpus: int, by: str, first: list[Seat]) -> list[Seat]:
+    """Return `count` of `rest` that reach what is wanted (of tasks or GPUs, `by`), the preferred ones where there is a choice.
+
+    For each place in turn: the most preferred seat with which the largest others can still make up the rest.
+    """
+    value: Callable[[Seat], int] = (lambda seat: seat.gpus) if by == "gpus" else (lambda seat: seat.tasks)
+    missing = (wanted_gpus if by == "gpus" else wanted_tasks) - sum(value(seat) for seat in first)
+    open_seats = list(rest)
+    sizes = sorted(value(seat) for seat in rest)  # ascending
+    chosen: list[Seat] = []
+    top = sum(sizes[len(sizes) - count + 1 :]) if count > 1 else 0  # the largest count-1 that are still open
+    while len(chosen) < count:
+        floor = missing - top
+        fit: Iterator[int] = (at for at, seat in enumerate(open_seats) if value(seat) >= floor)
+        if len(chosen) == count - 1:  # the last one: the tightest that has enough
+            fit = iter(sorted(fit, key=lambda at: (*open_seats[at].preference[:-3], value(open_seats[at]), at)))
+        at = next(fit, None)
+        if at is None:
+            return chosen
+        seat = open_seats.pop(at)
+        size = value(seat)
+        chosen.append(seat)
+        missing -= size
+        sizes.pop(bisect_left(sizes, size))
+        places = count - len(chosen) - 1
+        top = sum(sizes[len(sizes) - places :]) if places > 0 else 0
+    return chosen
+
+
+# ----- a heterogeneous job's components get nodes apart from each other: all of them, or none does
+# They choose one after the other, each of what those before it have left. Whether that works out may hang on whose turn
+# comes first, so the turns are changed until it does; components that ask alike need no turns. For components of one node each
+# that is exact: if there is a place for all, some order of turns finds one (serial dictatorship reaches every Pareto-optimal
+# assignment; Abdulkadiroglu and Soenmez, Econometrica 66, 1998). Of very many orders the first have to do: see `MOST_TRIES`.
+#
+# Knows shapes and seats, no time and no queue. Source: "Heterogeneous Job Support" of Slurm's documentation.
+
+
+MOST_TRIES = 2_000
+
+Pick = Callable[[int, frozenset[int]], "list[Seat] | None"]
+"""The seats that component number `at` chooses beside the nodes that are taken, None if what is left does not do."""
+
+
+def seats_apart(shapes: Sequence[Shape], pick: Pick) -> list[list[Seat]] | None:
+    """Return the seats of each component, no node twice; None: they do not all fit."""
+    chosen = _Search(shapes, pick).seats(tuple(range(len(shapes))), frozenset())
+    return None if chosen is None else [chosen[at] for at in range(len(shapes))]
+
+
+class _Search:
+    """The turns that have been tried."""
+
+    def __init__(self, shapes: Sequence[Shape], pick: Pick) -> None:
+        self._shapes = shapes
+        self._pick = pick
+        self._tries = 0
+
+    def seats(self, left: tuple[int, ...], taken: frozenset[int]) -> dict[int, list[Seat]] | None:
+        """Return the seats of the components that are `left`, beside the nodes that are taken."""
+        if not left:
+            return {}
+        turns: dict[Shape, tuple[int, list[Seat]]] = {}
+        for at in left:
+            if self._shapes[at] in turns:
+                continue
+            chosen = self._pick(at, taken)
+            self._tries += 1
+            if chosen is None:
+                return None  # the turns of others would leave it less
+            turns[self._shapes[at]] = at, chosen
+        for at, chosen in turns.values():
+            others = tuple([other for other in left if other != at])
+            rest = self.seats(others, taken.union([seat.node for seat in chosen]))
+            if rest is not None:
+                return {at: chosen, **rest}
+            if self._tries > MOST_TRIES:
+                return None
+        return None

@@ -1,0 +1,456 @@
+"""Jobs that fit or do not fit alike, and where they fit: now, or at the earliest time to come.
+
+A `Group` has the jobs of one shape in one partition (and reservation). When each of its nodes could hold a share of theirs is in
+its `Openings`, which groups with equal shares on the same nodes have in common. A shape is *alike* if any of those nodes do,
+so that counting them is enough; for the others (tasks or GPUs to spread as the nodes have room) seats are tried out.
+
+The components of a heterogeneous job are groups of their own, which `Apart` holds together.
+
+Knows nothing of order, policies and reasons.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import replace
+from heapq import heappop, heappush
+from itertools import islice
+
+from hpcsched.sched.place.fragmentation import Mix
+from hpcsched.sched.place.gang import choose, seats_apart
+from hpcsched.sched.place.node_fit import Fit, Part, Seat, Seating, fit_of, parts_of, seat_at, seat_of
+from hpcsched.sched.place.openings import Floors, Openings
+from hpcsched.sched.place.request import Shape
+from hpcsched.sched.place.reserved_intervals import NEVER_S, Closed
+from hpcsched.sched.place.timeline import Room, Timeline
+from hpcsched.sched.snapshot import PendingJob, Snapshot, allows
+
+# ----- the earliest time at which a gang that has tasks or GPUs to spread will fit, if all that runs lasts to its limit
+# Of a gang whose shares are all alike `Openings` alone can tell; here each node's seat counts, what it could take over the
+# window ``[t, t + limit)``. As `t` moves on a seat grows only when a step of the node's time begins, or the node opens at all;
+# it shrinks once the window reaches a step with less. So only the times of growth are tried, from where enough nodes could take
+# something, and only the seats of nodes that changed are worked out anew.
+
+
+def earliest_start(
+    timeline: Timeline, shape: Shape, openings: Openings, required: frozenset[int], limit_s: float, from_s: float
+) -> tuple[float, list[Part]] | None:
+    """Return when, `from_s` at the earliest, `shape` can run for `limit_s`, and what it would take; None: never.
+
+    It takes nodes that have least free now, so that what is free now stays open to others meanwhile.
+    """
+    window = _Window(timeline, shape, limit_s)
+    coming = openings.beginning_after(from_s, limit_s)
+    opening = next(coming, None)
+    for until_s, node in openings.open_at(from_s, limit_s):
+        window.open(node, from_s, until_s)
+    at_s = from_s
+    while True:
+        chosen = choose(shape, sorted(window.seats.values()), required) if window.may_do() else None
+        if chosen is not None:
+            rooms = [timeline.profiles[seat.node].free_over(at_s, at_s + limit_s) for seat in chosen]
+            return at_s, parts_of(shape, chosen, timeline.nodes, timeline.types, rooms)
+        times_s = [window.grows[0][0]] if window.grows else []
+        if opening is not None:
+            times_s.append(opening[0])
+        if not times_s:
+            return None
+        at_s = min(times_s)
+        window.move_to(at_s)
+        while opening is not None and opening[0] <= at_s:
+            window.open(opening[2], at_s, opening[1])
+            opening = next(coming, None)
+
+
+class _Window:
+    """The seats of the nodes over a window that moves on in time."""
+
+    def __init__(self, timeline: Timeline, shape: Shape, limit_s: float) -> None:
+        self.seats: dict[int, Seat] = {}
+        self.grows: list[tuple[float, int]] = []  # when the seat of which node may get larger
+        self._shrinks: list[tuple[float, int]] = []  # after which time that of which node may get smaller
+        self._until_s: dict[int, float] = {}  # so long the node is open
+        self._tasks = 0
+        self._timeline = timeline
+        self._shape = shape
+        self._limit_s = limit_s
+
+    def open(self, node: int, at_s: float, until_s: float) -> None:
+        """Let `node` take part from now on: it could hold something until `until_s`."""
+        self._until_s[node] = until_s
+        self._see(node, at_s)
+
+    def move_to(self, at_s: float) -> None:
+        """Let the window begin at `at_s`."""
+        changed: set[int] = set()
+        while self.grows and self.grows[0][0] <= at_s:
+            changed.add(heappop(self.grows)[1])
+        while self._shrinks and self._shrinks[0][0] < at_s:
+            changed.add(heappop(self._shrinks)[1])
+        for node in changed:
+            if node in self._until_s:
+                self._see(node, at_s)
+
+    def may_do(self) -> bool:
+        """Say quickly that there are too few seats, before they are sorted."""
+        shape = self._shape
+        return len(self.seats) >= shape.nodes_min and (shape.ntasks is None or self._tasks >= shape.ntasks)
+
+    def _see(self, node: int, at_s: float) -> None:
+        """Work out the node's seat anew, and when it may change next."""
+        old = self.seats.pop(node, None)
+        if old is not None:
+            self._tasks -= old.tasks
+        end_s = at_s + self._limit_s
+        if end_s > self._until_s[node]:
+            del self._until_s[node]
+            return
+        timeline, profile = self._timeline, self._timeline.profiles[node]
+        room = profile.free_over(at_s, end_s)
+        seat = seat_of(self._shape, node, timeline.nodes[node], timeline.types[node], room)
+        if seat is not None:
+            self.seats[node] = seat._replace(preference=timeline.scarcity[node])
+            self._tasks += seat.tasks
+        times_s = profile.times_s
+        after = bisect_right(times_s, at_s)
+        if after < len(times_s):
+            heappush(self.grows, (times_s[after], node))
+        reached = bisect_left(times_s, end_s)
+        if reached < len(times_s):
+            heappush(self._shrinks, (times_s[reached] - self._limit_s, node))
+
+
+def is_alike(shape: Shape, required: frozenset[int]) -> bool:
+    """Say whether `shape` takes equal shares, so that any nodes that have room for one do."""
+    if (required and len(required) < shape.nodes_max) or not shape.any_nodes:
+        return False
+    return shape.nodes_max == 1 or (shape.ntasks is None and not shape.gpus_total)
+
+
+def share_of(shape: Shape) -> Shape:
+    """Return what each node must have room for at the least, as a shape for one node."""
+    one = shape.nodes_max == 1
+    return replace(
+        shape,
+        nodes_min=1,
+        nodes_max=1,
+        ntasks=None,
+        tasks_min=shape.ntasks if one and shape.ntasks is not None else shape.tasks_min,
+        gpus_per_node=shape.gpus_total if one and shape.gpus_total else shape.gpus_per_node,
+        gpus_total=() if one else shape.gpus_total,
+        features=(),
+        alike=(),
+        counts=(),
+        prefer=(),
+        mincpus=0,
+        tmp_mib=0,
+        switches=0,
+        contiguous=False,
+        spread=False,
+        synchronous=False,
+        comm_bound=False,
+        constraint="",
+        nodelist=(),
+        exclude=(),
+    )
+
+
+class Groups:
+    """The groups of one plan, made as jobs ask for them."""
+
+    def __init__(self, snapshot: Snapshot, timeline: Timeline, closed: Closed, mix: Mix | None) -> None:
+        self._snapshot = snapshot
+        self._timeline = timeline
+        self._closed = closed
+        self._mix = mix
+        self._groups: dict[tuple[int, str, str], Group | Apart] = {}
+        self._openings: dict[tuple[object, ...], Openings] = {}  # by all that they depend on
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def of(self, job: PendingJob, nodes: Sequence[int]) -> Group | Apart:
+        """Return the group of `job`, for which `nodes` are those of its partition that answer."""
+        shape = job.request.shape
+        group = self._groups.get((id(shape), job.partition, job.reservation))
+        if group is None:
+            made = [self._made(one, job, nodes) for one in shape.each]
+            group = Apart(self._timeline, shape, made) if shape.components else made[0]
+            self._groups[id(shape), job.partition, job.reservation] = group
+        return group
+
+    def _made(self, shape: Shape, job: PendingJob, nodes: Sequence[int]) -> Group:
+        timeline = self._timeline
+        if shape.features or shape.exclude or shape.mincpus or shape.tmp_mib:
+            nodes = [at for at in nodes if allows(shape, self._snapshot.nodes[at])]
+        required = frozenset([timeline.index.get(name, -1) for name in shape.nodelist])
+        bound = required if len(required) == shape.nodes_max else frozenset()
+        if bound:  # just these nodes will do
+            nodes = [at for at in nodes if at in bound]
+        share = share_of(shape)
+        floors = shape.mincpus, shape.tmp_mib
+        key = share, job.partition, job.reservation, shape.features, floors, shape.exclude, bound
+        openings = self._openings.get(key)
+        if openings is None:
+            openings = self._openings[key] = Openings(timeline, share, nodes, self._closed.to(job.reservation))
+        return Group(timeline, shape, nodes, required, openings, self._mix)
+
+
+class Group:
+    """The jobs of one shape on some nodes. `nodes` are those that it may use, `required` the ones that it must."""
+
+    def __init__(
+        self,
+        timeline: Timeline,
+        shape: Shape,
+        nodes: Sequence[int],
+        required: frozenset[int],
+        openings: Openings,
+        mix: Mix | None,
+    ) -> None:
+        self.shape = shape
+        self.nodes = nodes
+        self.required = required
+        self.fails_beyond_s = NEVER_S  # a job that would end later than this does not fit now
+        self._timeline = timeline
+        self._openings = openings
+        self._alike = is_alike(shape, required)
+        self._count = max(shape.nodes_min, len(required))
+        self._floors = Floors()
+        self._seating: Seating | None = None
+        self._given = len(timeline.given)
+        self._seen = 0  # so many of the timeline's changes are in `_seating`
+        self._window = (-1, -1)  # what `_seating` was made for: reservations in all, dips before the job's end
+        self._uses: dict[tuple[int, Room], Room] = {}
+        self._mix = mix
+        self._fits: dict[tuple[int, Room], Fit | None] = {}
+
+    def place(self, end_s: float) -> list[Part] | None:
+        """Return what a job of this group that ends by `end_s` would get now, or None."""
+        timeline = self._timeline
+        self._forget_if_given()
+        if end_s > self.fails_beyond_s:
+            return None
+        self._openings.catch_up()
+        if not self._openings.has_now(self._count, end_s):
+            self.fails_beyond_s = self._openings.now_until_s(self._count)
+            return None
+        chosen = choose(self.shape, self._seats(end_s), self.required)
+        if chosen is None:
+            self.fails_beyond_s = self._less_in_the_way(end_s)
+            return None
+        rooms = [timeline.free_until(seat.node, end_s) for seat in chosen]
+        return parts_of(self.shape, chosen, timeline.nodes, timeline.types, rooms, self._mix)
+
+    def place_with(self, own: Sequence[Part], own_from_s: float, end_s: float) -> list[Part] | None:
+        """Return what a job would get now, by `place`, if its `own` parts, kept for it from `own_from_s` on, were not kept.
+
+        If its shape is not alike, only those nodes are thought of. That is exact where `place` has found nothing.
+        """
+        if own_from_s >= end_s:
+            return None
+        timeline = self._timeline
+        mine = [part for part in own if self.could_have(part, own_from_s, end_s)]
+        if len(mine) == len(own):
+            return list(own)
+        if not self._alike or not mine:
+            return None
+        self._openings.catch_up()
+        nodes = {part.node for part in mine}
+        others = [seat for seat in self._seats(end_s) if seat.node not in nodes]
+        others = others[: max(0, self.shape.nodes_max - len(mine))]
+        if len(mine) + len(others) < self._count:
+            return None
+        rooms = [timeline.free_until(seat.node, end_s) for seat in others]
+        parts = parts_of(self.shape, others, timeline.nodes, timeline.types, rooms, self._mix) if others else []
+        return sorted([*mine, *parts], key=lambda part: part.node)
+
+    def earliest(self, limit_s: float, from_s: float) -> tuple[float, list[Part]] | None:
+        """Return when, `from_s` at the earliest, a job of this group can run for `limit_s`, and on what; None: never."""
+        self._forget_if_given()
+        self._openings.catch_up()
+        start_s = self._openings.earliest(self._count, limit_s)
+        if start_s < from_s:
+            start_s = self._openings.earliest_from(self._count, limit_s, from_s)
+        if start_s == NEVER_S:
+            return None
+        if self._alike:
+            return start_s, self._shares(start_s, limit_s)
+        start_s = max(start_s, self._floors.floor(1, limit_s))
+        found = earliest_start(self._timeline, self.shape, self._openings, self.required, limit_s, start_s)
+        if from_s <= self._timeline.now_s:
+            self._floors.remember(1, limit_s, found[0] if found is not None else NEVER_S)
+        return found
+
+    def seats_from(self, start_s: float, limit_s: float) -> Sequence[Seat]:
+        """Return the nodes that could take something of this group from then on for so long, in order of preference."""
+        self._forget_if_given()
+        self._openings.catch_up()
+        if start_s <= self._timeline.now_s:
+            return self._seats(start_s + limit_s)
+        timeline, end_s, seats = self._timeline, start_s + limit_s, []
+        for at in self._openings.able(start_s, limit_s):
+            room = timeline.profiles[at].free_over(start_s, end_s)
+            seat = seat_of(self.shape, at, timeline.nodes[at], timeline.types[at], room)
+            seats += [seat] if seat is not None else []
+        return sorted(seats)
+
+    def parts_on(self, seats: Sequence[Seat], start_s: float, end_s: float) -> list[Part]:
+        """Return what a job of this group takes of `seats`, which are all that it gets."""
+        timeline = self._timeline
+        rooms = [timeline.profiles[seat.node].free_over(start_s, end_s) for seat in seats]
+        return parts_of(self.shape, seats, timeline.nodes, timeline.types, rooms, self._mix)
+
+    def next_opening_s(self, after_s: float, limit_s: float) -> float:
+        """Return when, after `after_s`, one of its nodes opens for so long, or has more to give; `NEVER_S`: none does."""
+        times_s = [opens_s for opens_s, _, _ in islice(self._openings.beginning_after(after_s, limit_s), 1)]
+        for node in self.nodes:
+            grows_s = self._timeline.profiles[node].times_s
+            times_s += grows_s[bisect_right(grows_s, after_s) :][:1]
+        return min(times_s, default=NEVER_S)
+
+    def seats_now(self) -> list[Seat]:
+        """Return the nodes that could take something of this group at this moment, for however short a time."""
+        self._openings.catch_up()
+        seats = (self._seat(at, None) for at in self._openings.until_s)
+        return [seat for seat in seats if seat is not None]
+
+    # ----- now
+
+    def _seats(self, end_s: float) -> Sequence[Seat]:
+        """Return the seats for a job that starts now and ends by `end_s`, in order of preference.
+
+        If any nodes do, what is free now decides which are preferred: then seats change only where something starts.
+        """
+        timeline, until_s = self._timeline, self._openings.until_s
+        if self._alike:
+            window, within_s = (0, 0), None
+        else:
+            window, within_s = (timeline.reservations, bisect_left(timeline.dips_s, end_s)), end_s
+        if self._seating is None or self._window != window:
+            seats = (self._seat(at, within_s) for at in until_s)
+            self._seating, self._window = Seating([seat for seat in seats if seat is not None]), window
+        else:
+            for at in timeline.changed[self._seen :]:
+                self._seating.replace(at, self._seat(at, within_s))
+        self._seen = len(timeline.changed)
+        return [seat for seat in self._seating.ordered if until_s.get(seat.node, 0.0) >= end_s]
+
+    def could_have(self, own: Part, own_from_s: float, end_s: float) -> bool:
+        """Say whether its part of a node is free from now until `own_from_s`, and the node is not set aside until `end_s`."""
+        timeline = self._timeline
+        now_s = timeline.now_s
+        free = own_from_s <= now_s or timeline.profiles[own.node].earliest(own.use, own_from_s - now_s, now_s) <= now_s
+        return free and self._openings.is_open(own.node, now_s, end_s)
+
+    def _forget_if_given(self) -> None:
+        """Forget what did not fit, if room has been taken back since."""
+        given = len(self._timeline.given)
+        if given > self._given:
+            self._given = given
+            self.fails_beyond_s = NEVER_S
+            self._floors = Floors()
+            self._seating = None
+
+    def _less_in_the_way(self, end_s: float) -> float:
+        """Return the latest end before `end_s` by which nodes have more to give than until then."""
+        crossed = bisect_left(self._timeline.dips_s, end_s)
+        dip_s = self._timeline.dips_s[crossed - 1] if crossed else self._timeline.now_s
+        return max(dip_s, *[at_s for at_s in self._openings.until_s.values() if at_s < end_s], self._timeline.now_s)
+
+    def _seat(self, at: int, end_s: float | None) -> Seat | None:
+        """Return how node `at` suits the shape by what it has free now, or all the time until `end_s`."""
+        timeline = self._timeline
+        profile = timeline.profiles[at]
+        room = profile.rooms[0]
+        if room[0] < self.shape.cpus_per_task:
+            return None
+        if end_s is not None and profile.dips:
+            room = profile.free_over(timeline.now_s, end_s)
+        key = timeline.kinds[at], room
+        if key in self._fits:
+            fit = self._fits[key]
+        else:
+            fit = self._fits[key] = fit_of(self.shape, timeline.nodes[at], timeline.types[at], room, self._mix)
+        return seat_at(self.shape, at, timeline.nodes[at], fit) if fit is not None else None
+
+    # ----- in time to come, of any nodes
+
+    def _shares(self, start_s: float, limit_s: float) -> list[Part]:
+        able = self._openings.able(start_s, limit_s)
+        chosen = self._timeline.least_free(able, self.shape.nodes_max)
+        tasks = self.shape.ntasks if self.shape.ntasks is not None else self.shape.tasks_min
+        return [Part(node=node, tasks=tasks, use=self._use(node, start_s, start_s + limit_s)) for node in chosen]
+
+    def _use(self, node: int, start_s: float, end_s: float) -> Room:
+        """Return what one share takes of `node`: worked out once for each kind of node and what it has free."""
+        timeline = self._timeline
+        types = timeline.types[node]
+        room = timeline.profiles[node].free_over(start_s, end_s)
+        key = timeline.kinds[node], room
+        use = self._uses.get(key)
+        if use is None:
+            seat = seat_of(self.shape, node, timeline.nodes[node], types, room)
+            seats = [seat] if seat is not None else []
+            use = self._uses[key] = parts_of(self.shape, seats, timeline.nodes, timeline.types, [room])[0].use
+        return use
+
+
+class Apart:
+    """The heterogeneous jobs of one shape, whose components are `groups` that take no node of each other; else as a `Group`."""
+
+    def __init__(self, timeline: Timeline, shape: Shape, groups: Sequence[Group]) -> None:
+        self.shape = shape
+        self.nodes = sorted({node for group in groups for node in group.nodes})
+        self.required = frozenset([node for group in groups for node in group.required])
+        self._timeline = timeline
+        self._groups = groups
+
+    def place(self, end_s: float) -> list[Part] | None:
+        """Return what a job of these components that ends by `end_s` would get now, or None."""
+        now_s = self._timeline.now_s
+        return self._at(now_s, end_s - now_s)
+
+    def place_with(self, own: Sequence[Part], own_from_s: float, end_s: float) -> list[Part] | None:
+        """Return its `own` parts, kept for it from `own_from_s` on, if a job would get just these now."""
+        if own_from_s >= end_s:
+            return None
+        fits = all(self._groups[part.component].could_have(part, own_from_s, end_s) for part in own)
+        return list(own) if fits else None
+
+    def earliest(self, limit_s: float, from_s: float) -> tuple[float, list[Part]] | None:
+        """Return when, `from_s` at the earliest, a job of these components can run for `limit_s`, and on what; None: never."""
+        at_s = from_s
+        while at_s < NEVER_S:
+            alone = [group.earliest(limit_s, at_s) for group in self._groups]
+            starts_s = [found[0] for found in alone if found is not None]
+            if len(starts_s) < len(alone):
+                return None
+            at_s = max(at_s, *starts_s)
+            parts = self._at(at_s, limit_s)
+            if parts is not None:
+                return at_s, parts
+            at_s = min(group.next_opening_s(at_s, limit_s) for group in self._groups)
+        return None
+
+    def seats_now(self) -> list[Seat]:
+        """Return the nodes that could take something of a component at this moment."""
+        return list({seat.node: seat for group in self._groups for seat in group.seats_now()}.values())
+
+    def _at(self, start_s: float, limit_s: float) -> list[Part] | None:
+        """Return what all components would get from then on for so long, in their order, or None."""
+        seats = [group.seats_from(start_s, limit_s) for group in self._groups]
+
+        def pick(at: int, taken: frozenset[int]) -> list[Seat] | None:
+            group = self._groups[at]
+            return choose(group.shape, [seat for seat in seats[at] if seat.node not in taken], group.required)
+
+        chosen = seats_apart(self.shape.components, pick)
+        if chosen is None:
+            return None
+        return [
+            replace(part, component=at)
+            for at, group in enumerate(self._groups)
+            for part in group.parts_on(chosen[at], start_s, start_s + limit_s)
+        ]

@@ -1,0 +1,1 @@
+"""Backfill on one pool of alike processors: for simulations of logs, and for the default policy's shadow schedule."""

@@ -1,0 +1,1 @@
+"""Who stands in line, and in which order: eligibility, priority, fair share, usage, reservations."""

@@ -1,0 +1,255 @@
+"""The order in which waiting jobs are looked at: partition tier, priority, submit time, id.
+
+The priority is that of Slurm's multifactor plugin: an integer, the sum of weighted factors in 0..1 minus nice.
+
+    age         how long only other jobs were in its way, of age_max_s      fair-share  see `fairshare`
+    size        the part of all nodes and that of all cpus, on average     partition   its priority_job_factor, of the highest
+                (or of the cpus alone, for each minute of the time limit)
+    QOS         its priority, of the highest                               association that of the user or account, alike
+    TRES        for each resource with a weight, licences too, the part of all that it asks for
+    site        the same for all, and what an admin adds to the job
+
+A fixed priority replaces the sum, 0 holds the job. Source: priority_multifactor.html of Slurm's documentation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Mapping
+from dataclasses import dataclass, field
+from operator import itemgetter
+
+from hpcsched.model.accounting import NO_ACCOUNTING, Accounting, Association
+from hpcsched.model.ids import JobId
+from hpcsched.model.node import Partition
+from hpcsched.model.units import MINUTE_S, known_limit_s
+from hpcsched.sched.limits.tres import all_of, least_of
+from hpcsched.sched.policy import Policy
+from hpcsched.sched.snapshot import PendingJob, Snapshot
+
+HIGHEST = 2**32 - 1
+STEP_JOBS = 1000  # are given their priority in a step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Breakdown:
+    """What a priority is made of: already weighted, so that the parts add up to `total` (within 1..HIGHEST)."""
+
+    total: int
+    site: int = 0
+    age: int = 0
+    partition: int = 0
+    size: int = 0
+    assoc: int = 0
+    fairshare: int = 0
+    qos: int = 0
+    tres: int = 0
+    nice: int = 0
+    factors: tuple[tuple[str, float], ...] = ()  # as they were before their weights, 0..1, by the names above
+    fixed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scale:
+    """What the factors are measured against: the machine's size, the highest factor of a partition, the ledger."""
+
+    now_s: float
+    nodes: int
+    cpus: int
+    highest_factor: int
+    whole: Mapping[str, float] = field(default_factory=dict)
+    fairshare: Mapping[Association, float] = field(default_factory=dict)
+    accounting: Accounting = NO_ACCOUNTING
+
+
+def scale_of(snapshot: Snapshot) -> Scale:
+    """Return what the factors of a priority in `snapshot` are measured against."""
+    return Scale(
+        now_s=snapshot.now_s,
+        nodes=max(1, len(snapshot.nodes)),
+        cpus=max(1, sum(node.cpus for node in snapshot.nodes)),
+        highest_factor=max((part.priority_job_factor for part in snapshot.partitions.values()), default=1) or 1,
+        whole=all_of(snapshot.nodes, snapshot.ledger.accounting.licenses),
+        fairshare=dict(snapshot.ledger.fairshare),
+        accounting=snapshot.ledger.accounting,
+    )
+
+
+def breakdown_of(job: PendingJob, partition: Partition | None, scale: Scale, policy: Policy) -> Breakdown:
+    """Return the priority of `job` and what it is made of."""
+    if job.priority_set is not None:
+        return Breakdown(total=job.priority_set, fixed=True)
+    tres = _tres(job, scale, policy)
+    factors = {
+        "age": _age(job, scale, policy),
+        "partition": (partition.priority_job_factor if partition is not None else 0) / scale.highest_factor,
+        "size": _size(job, scale, policy),
+        "fairshare": _fairshare(job, scale),
+        "qos": _qos(job, scale),
+        "assoc": _assoc(job, scale),
+        **{name: part for name, _, part in tres},
+    }
+    site = policy.weight_site + job.site
+    age = int(policy.weight_age * factors["age"])
+    of_partition = int(policy.weight_partition * factors["partition"])
+    size = int(policy.weight_size * factors["size"])
+    assoc = int(policy.weight_assoc * factors["assoc"])
+    fairshare = int(policy.weight_fairshare * factors["fairshare"])
+    qos = int(policy.weight_qos * factors["qos"])
+    of_tres = sum(int(weight * part) for _, weight, part in tres)
+    total = site + age + of_partition + size + assoc + fairshare + qos + of_tres - job.nice
+    return Breakdown(
+        total=min(HIGHEST, max(1, total)),
+        site=site,
+        age=age,
+        partition=of_partition,
+        size=size,
+        assoc=assoc,
+        fairshare=fairshare,
+        qos=qos,
+        tres=of_tres,
+        nice=job.nice,
+        factors=tuple(factors.items()),
+    )
+
+
+def _age(job: PendingJob, scale: Scale, policy: Policy) -> float:
+    """Return how long only other jobs were in its way; of one that something else kept waiting until now nothing counts."""
+    since_s = job.submitted_at_s if policy.accrue_always else job.since_s
+    if since_s is None:
+        return 0.0
+    return min(1.0, max(0.0, scale.now_s - since_s) / policy.age_max_s)
+
+
+def priority_of(job: PendingJob, part: int, scale: Scale, policy: Policy) -> int:
+    """Return `breakdown_of(...).total`, quicker: `part` has the weighted factors of partition and ledger (see `_shared`)."""
+    if job.priority_set is not None:
+        return job.priority_set
+    since_s = job.submitted_at_s if policy.accrue_always else job.since_s
+    age = 0.0 if since_s is None else (scale.now_s - since_s) / policy.age_max_s
+    total = policy.weight_site + int(policy.weight_age * (0.0 if age < 0.0 else 1.0 if age > 1.0 else age)) + part
+    if policy.weight_size:
+        total += int(policy.weight_size * _size(job, scale, policy))
+    if policy.weights_tres:
+        total += sum(int(weight * part) for _, weight, part in _tres(job, scale, policy))
+    total += job.site - job.nice
+    return HIGHEST if total > HIGHEST else 1 if total < 1 else total
+
+
+def without_age(job: PendingJob, priority: int, scale: Scale, policy: Policy) -> int:
+    """Return what the priority of `job` is but for its age; a fixed one is what it is."""
+    return priority if job.priority_set is not None else priority - int(policy.weight_age * _age(job, scale, policy))
+
+
+def in_order(
+    jobs: Iterable[PendingJob],
+    partitions: Mapping[str, Partition],
+    scale: Scale,
+    policy: Policy,
+    found: dict[JobId, int] | None = None,
+) -> list[PendingJob]:
+    """Return `jobs` in the order in which they are looked at; note their priorities in `found`."""
+    steps = putting_in_order(jobs, partitions, scale, policy, found)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            ordered: list[PendingJob] = end.value
+            return ordered
+
+
+def putting_in_order(
+    jobs: Iterable[PendingJob],
+    partitions: Mapping[str, Partition],
+    scale: Scale,
+    policy: Policy,
+    found: dict[JobId, int] | None = None,
+) -> Generator[None, None, list[PendingJob]]:
+    """Do as `in_order`, in steps of which the one that sorts takes longest."""
+    tiers = {name: part.priority_tier for name, part in partitions.items()}
+    factors = {name: part.priority_job_factor for name, part in partitions.items()}
+    shared: dict[tuple[str, str, str, str], int] = {}
+    keyed = []
+    for number, job in enumerate(jobs, 1):
+        if number % STEP_JOBS == 0:
+            yield
+        whose = (job.partition, job.account, job.user, job.qos)
+        part = shared.get(whose)
+        if part is None:
+            part = shared[whose] = _shared(job, factors.get(job.partition, 0), scale, policy)
+        rank = -priority_of(job, part, scale, policy)
+        keyed.append((-tiers.get(job.partition, 0), rank, job.submitted_at_s, job.id, job))
+    yield
+    keyed.sort(key=_ORDER)
+    yield
+    if found is not None:
+        found.update([(item[3], -item[1]) for item in reversed(keyed)])  # of several partitions the highest counts
+        yield
+    return [item[4] for item in keyed]
+
+
+_ORDER = itemgetter(0, 1, 2, 3)
+
+
+def _shared(job: PendingJob, factor: int, scale: Scale, policy: Policy) -> int:
+    """Return the weighted factors that all jobs of one user, account, QOS and partition have alike."""
+    part = int(policy.weight_partition * (factor / scale.highest_factor))
+    if policy.weight_fairshare:
+        part += int(policy.weight_fairshare * _fairshare(job, scale))
+    if policy.weight_qos:
+        part += int(policy.weight_qos * _qos(job, scale))
+    if policy.weight_assoc:
+        part += int(policy.weight_assoc * _assoc(job, scale))
+    return part
+
+
+def _fairshare(job: PendingJob, scale: Scale) -> float:
+    """Return the association's factor; who has not been seen yet has used nothing."""
+    if not scale.fairshare:
+        return 0.0
+    return scale.fairshare.get(scale.accounting.association_of(job.user, job.account), 1.0)
+
+
+def _qos(job: PendingJob, scale: Scale) -> float:
+    qos = scale.accounting.quality(job.qos)
+    highest = max((each.priority for each in scale.accounting.qos), default=0)
+    return qos.priority / highest if qos is not None and highest else 0.0
+
+
+def _assoc(job: PendingJob, scale: Scale) -> float:
+    """Return the priority of the user, else of the account, as a part of the highest that there is."""
+    accounting = scale.accounting
+    rules, account = accounting.rules(job.user), accounting.account(job.account)
+    own = account.priority if account is not None else 0
+    if rules is not None and rules.priority is not None:
+        own = rules.priority
+    highest = max(
+        max((each.priority for each in accounting.accounts), default=0),
+        max((each.priority or 0 for each in accounting.users), default=0),
+    )
+    return own / highest if highest else 0.0
+
+
+def _tres(job: PendingJob, scale: Scale, policy: Policy) -> list[tuple[str, float, float]]:
+    """Return the resources with a weight: name, weight, and the part of the cluster's that the job asks for."""
+    if not policy.weights_tres:
+        return []
+    asked = least_of(job.request.shape, job.licenses)
+    return [
+        (name, weight, min(1.0, asked.get(name, 0) / scale.whole[name]) if scale.whole.get(name) else 0.0)
+        for name, weight in policy.weights_tres
+    ]
+
+
+def _size(job: PendingJob, scale: Scale, policy: Policy) -> float:
+    """Return the part of the machine that the job asks for, nodes and cpus on average; with `favor_small` what it leaves.
+
+    With `small_relative_to_time` it is that of the cpus alone, for each minute of the time limit.
+    """
+    shape = job.request.shape
+    cpus = sum(one.tasks_least * one.cpus_per_task for one in shape.each) / scale.cpus
+    if policy.small_relative_to_time:
+        limit_s = known_limit_s(job.request.time_limit_s) or policy.default_time_limit_s
+        part = min(1.0, cpus / max(1.0, limit_s / MINUTE_S))
+    else:
+        part = min(1.0, (shape.nodes_min / scale.nodes + cpus) / 2)
+    return 1.0 - part if policy.favor_small else part

@@ -1,0 +1,69 @@
+"""Reservations in a plan: why a job of one waits for it, and which of them keeps a job of none waiting.
+
+Where and when which nodes are set aside is `blocks`; the planner keeps to that. Here are the reasons, in words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from hpcsched.model.ids import NodeName
+from hpcsched.model.job import Reason
+from hpcsched.model.reservation import MAX_PERIOD_S, Interval, Reservation, occurrences
+from hpcsched.model.units import format_time_s
+from hpcsched.sched.explain.sentences import listed
+from hpcsched.sched.place.reserved_intervals import HORIZON_S, NEVER_S
+from hpcsched.sched.queue.eligible import Wait
+from hpcsched.sched.snapshot import PendingJob, Snapshot
+
+
+def not_now(job: PendingJob, reservations: Mapping[str, Reservation], now_s: float) -> Wait | None:
+    """Return why a job may not start in its reservation now, whatever is free there; None: it may, or it is in none."""
+    if not job.reservation:
+        return None
+    reservation = reservations.get(job.reservation)
+    if reservation is None or reservation.is_over(now_s):
+        gone = f"its reservation {job.reservation!r} is over or was deleted"
+        way = f"hctl update {job.display_id} ReservationName= lets it run without"
+        return Wait(reason=Reason.RESERVATION_DELETED, detail=f"{gone}; {way}")
+    if now_s < reservation.start_s:
+        detail = f"its reservation {job.reservation!r} begins in {format_time_s(int(reservation.start_s - now_s))}"
+        return Wait(reason=Reason.RESERVATION, detail=detail, expected_start_s=reservation.start_s)
+    return None
+
+
+def cut_short_s(job: PendingJob, reservations: Mapping[str, Reservation]) -> float:
+    """Return when `job` is ended if it runs by then, whatever is left of its time limit; NEVER_S: that alone ends it.
+
+    With the present or next occurrence of its reservation; and at its deadline, if it asked for no time limit.
+    """
+    cut_s = reservations[job.reservation].end_s if job.reservation in reservations else NEVER_S
+    if job.deadline_at_s is not None and job.time_min_s is not None:
+        cut_s = min(cut_s, job.deadline_at_s)
+    return cut_s
+
+
+def kept_by(snapshot: Snapshot, job: PendingJob, nodes: Sequence[int], end_s: float) -> Wait | None:
+    """Return the wait of a job that could run on `nodes` until `end_s` but for reservations of others: for the first of them."""
+    now_s = snapshot.now_s
+    wanted = {snapshot.nodes[node].name for node in nodes}
+    for reservation in sorted(snapshot.reservations, key=lambda one: (one.start_s, one.name)):
+        interval = next(occurrences(reservation, now_s, end_s), None)
+        if reservation.name != job.reservation and interval and not wanted.isdisjoint(reservation.nodes):
+            return _reserved(reservation, sorted(wanted.intersection(reservation.nodes)), interval, now_s)
+    return None
+
+
+def certain_until_s(reservations: Iterable[Reservation], now_s: float) -> float:
+    """Return until when a start that a plan expects is sure to meet no reservation: those that repeat go on beyond it."""
+    return now_s + HORIZON_S - MAX_PERIOD_S if any(one.repeats for one in reservations) else NEVER_S
+
+
+def _reserved(reservation: Reservation, nodes: list[NodeName], interval: Interval, now_s: float) -> Wait:
+    from_s = max(now_s, interval[0])
+    which = f"{listed(nodes)} {'is' if len(nodes) == 1 else 'are'} reserved"
+    when = f"in {format_time_s(int(from_s - now_s))}" if from_s > now_s else "now"
+    end = f"{when}, for {format_time_s(int(interval[1] - from_s))} ({reservation.name})"
+    if reservation.is_maintenance:
+        return Wait(reason=Reason.NODES_UNAVAILABLE, detail=f"{which} for maintenance {end}")
+    return Wait(reason=Reason.RESERVATION, detail=f"{which} {end}")

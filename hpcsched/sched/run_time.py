@@ -1,0 +1,97 @@
+"""How long a job may last: by its time limit, by what that may be lowered to, and until what it runs in is over.
+
+Where requests are not trusted (see `predict.Needed`) a plan counts with what jobs are expected to need. What is set aside for
+reservations stays closed to all whose limit reaches it: a job that could meet one counts with its limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import ceil
+from typing import TypeVar
+
+from hpcsched.model.reservation import Reservation
+from hpcsched.model.units import MINUTE_S, known_limit_s
+from hpcsched.sched.guard.predict import Needed
+from hpcsched.sched.place.reserved_intervals import NEVER_S, Block
+from hpcsched.sched.policy import Policy
+from hpcsched.sched.queue.reservations import cut_short_s
+from hpcsched.sched.snapshot import PendingJob
+
+
+class Lasting:
+    """How long the jobs of one plan may last."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        reservations: Mapping[str, Reservation],
+        blocks: Sequence[Block] = (),
+        needed: Needed | None = None,
+    ) -> None:
+        self._policy = policy
+        self._reservations = reservations
+        self._blocks = blocks
+        self._needed = needed
+
+    def limit_s(self, job: PendingJob) -> int:
+        """Return the time limit of `job`, in seconds."""
+        return known_limit_s(job.request.time_limit_s) or self._policy.default_time_limit_s
+
+    def needed_s(self, job: PendingJob, start_s: float) -> float:
+        """Return how long `job` needs if it starts at `start_s`: its limit, or less where requests are not trusted."""
+        limit_s = self.limit_s(job)
+        if self._needed is None or job.lowers or job.reservation:
+            return limit_s
+        end_s = start_s + limit_s
+        if self._blocks and any(block.start_s < end_s and block.end_s > start_s for block in self._blocks):
+            return limit_s
+        return self._needed.length_s(job.uid, limit_s)
+
+    def least_s(self, job: PendingJob, start_s: float) -> float:
+        """Return for how long room is kept for `job`: for what it needs, or for what its limit may be lowered to."""
+        if job.lowers and job.time_min_s is not None:
+            return min(self.limit_s(job), job.time_min_s)
+        return self.needed_s(job, start_s)
+
+    def cut_s(self, job: PendingJob) -> float:
+        """Return when `job` is cut short, whenever it starts; `NEVER_S`: it is not."""
+        return NEVER_S if job.free_to_go else cut_short_s(job, self._reservations)
+
+    def end_s(self, job: PendingJob, start_s: float, limit_s: float | None = None) -> float:
+        """Return until when a plan counts with `job` if it starts at `start_s`: as long as it needs, or is not cut short."""
+        end_s = start_s + (self.needed_s(job, start_s) if limit_s is None else limit_s)
+        cut_s = self.cut_s(job)
+        return min(end_s, cut_s) if start_s < cut_s else end_s
+
+
+# ----- jobs whose time limit may be lowered (``--time-min``): the longest time for which one fits now
+# As in Slurm: room is kept for the least time alone, and a job that starts gets as much more as touches nobody else's room, in
+# whole minutes. Knows neither nodes nor policies: whether it fits until some time is asked of the plan.
+#
+# Source: sbatch(1), --time-min.
+
+
+Found = TypeVar("Found")
+
+
+def longest(fits: Callable[[float], Found | None], least_s: float, most_s: float) -> tuple[Found, float] | None:
+    """Return what `fits` gives for the latest end for which it gives something, and that end; None: not even for `least_s`.
+
+    Ends are `most_s`, or `least_s` and whole minutes later. What fits fits for less time as well, so they are halved.
+    """
+    found = fits(most_s)
+    if found is not None or most_s <= least_s:
+        return None if found is None else (found, most_s)
+    found = fits(least_s)
+    if found is None:
+        return None
+    low, high = 0, ceil((most_s - least_s) / MINUTE_S)
+    while high - low > 1:
+        middle = (low + high) // 2
+        more = fits(least_s + middle * MINUTE_S)
+        if more is None:
+            high = middle
+        else:
+            low, found = middle, more
+    return found, least_s + low * MINUTE_S

@@ -1,0 +1,68 @@
+"""A world and the policy that it was planned with as a JSON value, to be looked at, sent to others, and planned again.
+
+Versioned; what a version does not know is refused, so that nothing is guessed. Jobs come with what the planner knows of them:
+neither scripts nor environments, nor paths. Fields of jobs that have their default are left out (ten thousand of them are alike),
+and reservations are kept, not the blocks that follow from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import MISSING, fields, replace
+from typing import Any
+
+from hpcsched.errors import ProtocolError
+from hpcsched.model.codec import value_from_json, value_to_json
+from hpcsched.model.ids import JobId
+from hpcsched.sched.place.request import Request, Shape
+from hpcsched.sched.place.reserved_intervals import blocks_of
+from hpcsched.sched.policy import Policy
+from hpcsched.sched.snapshot import PendingJob, Snapshot
+
+VERSION = 1
+KIND = "hpcsched snapshot"
+
+Json = dict[str, Any]
+
+
+def world_to_json(snapshot: Snapshot, policy: Policy) -> Json:
+    """Return the world and the policy as an object that ``json.dumps`` takes."""
+    world = value_to_json(replace(snapshot, blocks=()))
+    del world["blocks"]
+    usual = _usual()
+    for job in world["pending"]:
+        _drop_usual(job, usual)
+    return {"kind": KIND, "version": VERSION, "snapshot": world, "policy": value_to_json(policy)}
+
+
+def world_from_json(obj: object) -> tuple[Snapshot, Policy]:
+    """Return the world and the policy that `obj` (parsed JSON) is. Raises ProtocolError if it is none."""
+    if not isinstance(obj, dict) or obj.get("kind") != KIND:
+        raise ProtocolError("cannot read the snapshot: it is no file of hctl snapshot")
+    if obj.get("version") != VERSION:
+        raise ProtocolError(
+            f"cannot read the snapshot: it has version {str(obj.get('version'))[:20]!r}, this hpcsched reads {VERSION}"
+        )
+    snapshot = value_from_json(Snapshot, obj.get("snapshot"))
+    policy = value_from_json(Policy, obj.get("policy"))
+    return replace(snapshot, blocks=blocks_of(snapshot.reservations, snapshot.now_s)), policy
+
+
+def _usual() -> Json:
+    """Return a waiting job of which every field that has a default has it."""
+    some = Request(shape=Shape())
+    return value_to_json(PendingJob(id=JobId(0), display_id="", partition="", request=some, submitted_at_s=0.0))
+
+
+def _drop_usual(job: Json, usual: Mapping[str, Any]) -> None:
+    """Drop what `job`, its shape and the same job in other partitions have as `usual`."""
+    for name in _DEFAULTED:
+        if job[name] == usual[name]:
+            del job[name]
+    shape, plain = job["request"]["shape"], usual["request"]["shape"]
+    job["request"]["shape"] = {name: value for name, value in shape.items() if value != plain[name]}
+    for other in job.get("others", ()):
+        _drop_usual(other, usual)
+
+
+_DEFAULTED = tuple([field.name for field in fields(PendingJob) if field.default is not MISSING])

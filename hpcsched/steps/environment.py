@@ -1,0 +1,371 @@
+"""What a job's programs find in their environment: the batch step's (`job_environment`), a step's (`step_environment`).
+
+Everything is set twice, as ``HPCSCHED_x`` and, so that programs written for Slurm find it, as ``SLURM_x``. Pure: knows
+no node but by its share, and neither what the node adds itself (PATH, HOME, HPCSCHED_SOCKET, CUDA_VISIBLE_DEVICES, the
+variables of MPI, and what differs from task to task).
+
+Rules: the user's variables lie underneath and never win over the scheduler's; a fact that was not asked for is not set
+where Slurm does not set it (``SLURM_NTASKS`` in a batch script makes PyTorch Lightning expect `srun`). Documented in
+man/hpcsched-env.7. Sources: the names that a Slurm 22.05.8 set in jobs, recorded; values by sbatch(1) and srun(1).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+
+from hpcnode.os import rlimits
+from hpcsched.model.hostlist import compress_hostlist
+from hpcsched.model.job import Job, component, components_of
+from hpcsched.model.resources import GpuRequest
+from hpcsched.model.units import UNLIMITED_S
+from hpcsched.steps.layout import NodeTasks, tasks_per_node_text
+
+# The scheduler's to set. HPCSCHED_CONFIG and HPCSCHED_API tell commands in a job where their controller is, SLURM_UMASK the
+# node what the submitter's umask was, HPCSCHED_RLIMITS the limits.
+_RESERVED = re.compile(r"HPCSCHED_(?!CONFIG\Z|API\Z|RLIMITS\Z)|SLURM_(?!TIME_FORMAT\Z|CONF\Z|UMASK\Z)|SLURMD_")
+_OF_A_TASK = re.compile(
+    r"_(PROCID|LOCALID|NODEID|GTIDS|NODENAME|CPUS_ON_NODE|(GPUS|SHARDS)_ON_NODE|TOPOLOGY_ADDR(_PATTERN)?|GPU_DEVICES)\Z"
+)
+_USERS_CHOICE = frozenset({"MASTER_ADDR", "MASTER_PORT", "SLURM_CONF"})
+
+# What `srun --preserve-env` hands on as it is.
+PRESERVED = frozenset({"SLURM_JOB_NUM_NODES", "SLURM_NNODES", "SLURM_NPROCS", "SLURM_NTASKS"})
+
+MASTER_PORT_LOW = 20_000  # below the ports that systems give out themselves (32768 and up)
+MASTER_PORTS = 10_000
+
+
+def job_environment(
+    job: Job,
+    *,
+    cluster: str,
+    conf: str = "",
+    master_addr: str,
+    restart_count: int | None = None,
+    share_dir: str = "",
+    gid: int | None = None,
+    devices: Mapping[int, str] = MappingProxyType({}),
+    cut_at_s: float | None = None,
+) -> dict[str, str]:
+    """Return the environment of the batch step of `job`, which runs on the first node of its shares.
+
+    `conf` is the configuration's file; `master_addr` the address of that node as the others reach it;
+    `restart_count` None is the job's own;
+    `share_dir` the directory that all nodes have in common, "" if there is none; `gid` the submitter's group, if known;
+    `devices` what CUDA calls GPUs of the first node that it does not know by their index; `cut_at_s` when it is ended whatever
+    its time limit is.
+    """
+    facts, job = _components(job), component(job, 0) if job.spec.components else job
+    first = job.shares[0]
+    facts |= _job_facts(job, cluster=cluster, share_dir=share_dir, gid=gid)
+    facts |= {
+        "PROCID": "0",
+        "LOCALID": "0",
+        "NODEID": "0",
+        "GTIDS": "0",
+        "CPUS_ON_NODE": str(first.cpus),
+        "MASTER_ADDR": master_addr,
+        "MASTER_PORT": str(master_port(job, 0)),
+        "NODELIST": facts["JOB_NODELIST"],
+        "NNODES": facts["JOB_NUM_NODES"],
+        "TASKS_PER_NODE": tasks_per_node_text([share.tasks for share in job.shares]),
+        **_gpus_on_node(first.gpus),
+        **({"SHARDS_ON_NODE": str(first.shards)} if first.shards else {}),
+        **_devices(first.gpus, devices),
+    }
+    if job.spec.distribution:
+        facts |= _distribution(job.spec.distribution)
+    if cut_at_s is not None:
+        facts["JOB_END_TIME"] = str(min(int(cut_at_s), int(facts.get("JOB_END_TIME", cut_at_s))))  # int: of the ledger
+    if restart_count is not None:
+        facts["RESTART_COUNT"] = str(restart_count)
+    facts |= _tasks_asked(job)
+    ours = _twins(facts) | _of_node(first.node) | _of_installation(job, cluster, conf)
+    return with_users(dict(job.spec.env), ours)
+
+
+def allocation_facts(batch: Mapping[str, str]) -> dict[str, str]:
+    """Return what a command that holds a job, and runs on none of its nodes, has of the batch step's environment."""
+    return {name: value for name, value in batch.items() if _OF_A_TASK.search(name) is None}
+
+
+def step_environment(
+    job: Job,
+    step: int,
+    layout: Sequence[NodeTasks],
+    *,
+    cluster: str,
+    conf: str = "",
+    master_addr: str,
+    share_dir: str = "",
+    gid: int | None = None,
+    cpus_per_task: int | None = None,
+    ntasks_per_node: int | None = None,
+    distribution: str = "block",
+) -> dict[str, str]:
+    """Return what the scheduler sets for step number `step` of `job`, as far as it is the same on all of its nodes.
+
+    `layout` says which ranks run where, in order; `master_addr` is the address of the step's first node as the others
+    reach it; `distribution` says how the tasks were dealt: block, cyclic:block, plane=N, arbitrary.
+    `cpus_per_task` and `ntasks_per_node` are what the step asked for itself; the job's where it did not.
+    `node_environment` adds what differs from node to node; `with_users` puts the user's variables underneath.
+    """
+    counts = [part.count for part in layout]
+    nodes = compress_hostlist(part.node for part in layout)
+    total, nnodes = str(sum(counts)), str(len(layout))
+    facts = _components(job)
+    job = _component_of(job, layout)
+    facts |= _job_facts(job, cluster=cluster, share_dir=share_dir, gid=gid)
+    facts |= {
+        "STEP_ID": str(step),
+        "STEPID": str(step),
+        "STEP_NODELIST": nodes,
+        "STEP_NUM_NODES": nnodes,
+        "STEP_NUM_TASKS": total,
+        "STEP_TASKS_PER_NODE": tasks_per_node_text(counts),
+        "NODELIST": nodes,
+        "NNODES": nnodes,
+        "NTASKS": total,
+        "NPROCS": total,
+        "TASKS_PER_NODE": tasks_per_node_text(counts),
+        **_distribution(distribution),
+        "LAUNCH_NODE_IPADDR": master_addr,
+        "SRUN_COMM_HOST": master_addr,
+    }
+    if (ntasks_per_node or job.spec.ntasks_per_node) and len(set(counts)) == 1:
+        facts["NTASKS_PER_NODE"] = str(counts[0])
+    cpus = cpus_per_task or (job.spec.cpus_per_task if job.spec.cpus_per_task_given else None)
+    if cpus is not None:
+        facts["CPUS_PER_TASK"] = str(cpus)
+    meeting = {"MASTER_ADDR": master_addr, "MASTER_PORT": str(master_port(job, step))}
+    ours = _twins(facts | meeting) | _of_installation(job, cluster, conf) | _NO_PORTS
+    return ours | meeting | {"WORLD_SIZE": total}
+
+
+def node_environment(
+    part: NodeTasks,
+    *,
+    node_rank: int,
+    cpus: int,
+    gpus: Sequence[int],
+    devices: Mapping[int, str] = MappingProxyType({}),
+    gpus_per_task: int | None = None,
+) -> dict[str, str]:
+    """Return what a step finds on its `node_rank`-th node only: `part` runs there, with `cpus` and `gpus` (indices).
+
+    `devices` is as in `job_environment`. With `gpus_per_task` the node gives each task so many of `gpus` for its own.
+    The node itself adds what differs from task to task: PROCID, LOCALID, RANK, LOCAL_RANK, TASK_PID, TASK_GPUS.
+    """
+    facts = {
+        "NODEID": str(node_rank),
+        "GTIDS": ",".join(map(str, part.ranks)),
+        "CPUS_ON_NODE": str(cpus),
+        **_gpus_on_node(gpus),
+        **({"STEP_GPUS": ",".join(map(str, gpus))} if gpus else {}),
+        **({"STEP_GPUS_PER_TASK": str(gpus_per_task)} if gpus and gpus_per_task else {}),
+        **_devices(gpus, devices),
+    }
+    return _twins(facts) | _of_node(part.node) | {"LOCAL_WORLD_SIZE": str(part.count)}
+
+
+def with_users(users: Mapping[str, str], ours: Mapping[str, str]) -> dict[str, str]:
+    """Return `ours` with the user's variables underneath.
+
+    The scheduler's names are dropped from `users` whether it sets them or not, so that nothing of another job or step
+    shows through. Where the ranks of a step meet is the user's to say: MASTER_ADDR and MASTER_PORT win over ours.
+    """
+    kept = {name: value for name, value in users.items() if _RESERVED.match(name) is None}
+    return kept | {name: value for name, value in ours.items() if name not in _USERS_CHOICE or name not in kept}
+
+
+def with_propagated(env: Mapping[str, str], wanted: frozenset[str]) -> dict[str, str]:
+    """Return `env` with those of the submitter's resource limits that are `wanted`, or that the user asked for."""
+    limits = env.get(rlimits.VARIABLE)
+    return {**env, rlimits.VARIABLE: rlimits.propagated(limits, wanted)} if limits else dict(env)
+
+
+def master_port(job: Job, step: int) -> int:
+    """Return the port at which the ranks of a step meet: another one for neighbouring jobs, steps and attempts."""
+    return MASTER_PORT_LOW + (job.id * 101 + step * 13 + job.attempt * 7) % MASTER_PORTS
+
+
+def _job_facts(job: Job, *, cluster: str, share_dir: str, gid: int | None) -> dict[str, str]:
+    """Return what is so of the job wherever one looks, by names without prefix."""
+    spec = job.spec
+    facts = {
+        "CLUSTER_NAME": cluster,
+        "JOB_ID": str(job.id),
+        "JOBID": str(job.id),
+        "JOB_NAME": spec.name,
+        "JOB_NODELIST": compress_hostlist(share.node for share in job.shares),
+        "JOB_NUM_NODES": str(len(job.shares)),
+        "JOB_CPUS_PER_NODE": tasks_per_node_text([share.cpus for share in job.shares]),
+        "JOB_PARTITION": job.partition or spec.partition,
+        "JOB_UID": str(job.uid),
+        "JOB_USER": job.user,
+        "SUBMIT_DIR": spec.submit_dir or spec.work_dir,
+        "SUBMIT_HOST": spec.submit_host,
+        **_memory(job),
+        **_array(job),
+        **_gpus_asked(job),
+        **_times(job),
+    }
+    optional = {
+        "JOB_GID": "" if gid is None else str(gid),
+        "JOB_ACCOUNT": job.account,
+        "JOB_QOS": job.qos,
+        "JOB_RESERVATION": job.reservation,
+        "OVERCOMMIT": "1" if spec.overcommit else "",
+        "SHARE": share_dir,
+    }
+    return facts | {name: value for name, value in optional.items() if value}
+
+
+def _tasks_asked(job: Job) -> dict[str, str]:
+    """Return what was said of tasks: not said, not set."""
+    facts = {}
+    if job.spec.ntasks is not None or job.spec.ntasks_per_node is not None:
+        facts["NTASKS"] = facts["NPROCS"] = str(sum(share.tasks for share in job.shares))
+    if job.spec.ntasks_per_node is not None:
+        facts["NTASKS_PER_NODE"] = str(job.spec.ntasks_per_node)
+    if job.spec.cpus_per_task_given:
+        facts["CPUS_PER_TASK"] = str(job.spec.cpus_per_task)
+    return facts
+
+
+def _components(job: Job) -> dict[str, str]:
+    """Return of a heterogeneous job how many components it has and the facts of each, as ``JOB_NODELIST_HET_GROUP_1``."""
+    if not job.spec.components:
+        return {}
+    components = components_of(job)
+    facts = {"HET_SIZE": str(len(components))}
+    for at, one in enumerate(components):
+        its = {
+            "JOB_ID": str(one.number),
+            "JOB_NAME": one.spec.name,
+            "JOB_PARTITION": one.partition or one.spec.partition,
+            **_nodes(one),
+            **_memory(one),
+            **_gpus_asked(one),
+            **_tasks_asked(one),
+        }
+        if job.account:
+            its["JOB_ACCOUNT"] = job.account
+        facts |= {f"{name}_HET_GROUP_{at}": value for name, value in its.items()}
+    return facts
+
+
+def _component_of(job: Job, layout: Sequence[NodeTasks]) -> Job:
+    """Return the component of a heterogeneous `job` that a step runs in: of several the first."""
+    if not job.spec.components:
+        return job
+    numbers = {share.node: share.component for share in job.shares}
+    return component(job, min(numbers[part.node] for part in layout))
+
+
+def _nodes(job: Job) -> dict[str, str]:
+    nodes, count = compress_hostlist(share.node for share in job.shares), str(len(job.shares))
+    return {
+        "JOB_NODELIST": nodes,
+        "JOB_NUM_NODES": count,
+        "JOB_CPUS_PER_NODE": tasks_per_node_text([share.cpus for share in job.shares]),
+        "NODELIST": nodes,
+        "NNODES": count,
+        "TASKS_PER_NODE": tasks_per_node_text([share.tasks for share in job.shares]),
+    }
+
+
+def _memory(job: Job) -> dict[str, str]:
+    """Return one of the two, as Slurm: `srun` takes a job with both for a contradiction."""
+    if job.spec.mem_per_cpu_mib:
+        return {"MEM_PER_CPU": str(job.spec.mem_per_cpu_mib)}
+    mem_mib = job.spec.mem_per_node_mib or job.shares[0].mem_mib
+    return {"MEM_PER_NODE": str(mem_mib)} if mem_mib else {}
+
+
+def _array(job: Job) -> dict[str, str]:
+    if job.array_job_id is None or job.spec.array is None:
+        return {}
+    indices = job.spec.array.indices
+    steps = {high - low for low, high in zip(indices, indices[1:], strict=False)}
+    return {
+        "ARRAY_JOB_ID": str(job.array_job_id),
+        "ARRAY_TASK_ID": str(job.array_task_id),
+        "ARRAY_TASK_COUNT": str(len(indices)),
+        "ARRAY_TASK_MIN": str(indices[0]),
+        "ARRAY_TASK_MAX": str(indices[-1]),
+        "ARRAY_TASK_STEP": str(steps.pop() if len(steps) == 1 else 1),
+    }
+
+
+def _times(job: Job) -> dict[str, str]:
+    facts = {"ATTEMPT": str(job.attempt), "RESTART_COUNT": str(job.restarts)}
+    start_s = job.started_at_s if job.started_at_s is not None else job.allocated_at_s
+    if start_s is None:
+        return facts
+    facts["JOB_START_TIME"] = str(int(start_s))
+    if job.time_limit_s is not None and job.time_limit_s < UNLIMITED_S:
+        facts["JOB_END_TIME"] = str(int(start_s + job.time_limit_s))
+    return facts
+
+
+def _gpus_asked(job: Job) -> dict[str, str]:
+    asked = {
+        "GPUS": job.spec.gpus_total,
+        "GPUS_PER_NODE": job.spec.gpus_per_node,
+        "GPUS_PER_TASK": job.spec.gpus_per_task,
+    }
+    return {name: _gpu_text(requests) for name, requests in asked.items() if requests}
+
+
+def _gpu_text(requests: Iterable[GpuRequest]) -> str:
+    return ",".join(f"{one.type}:{one.count}" if one.type else str(one.count) for one in requests)
+
+
+def _gpus_on_node(gpus: Sequence[int]) -> dict[str, str]:
+    return {"GPUS_ON_NODE": str(len(gpus)), "JOB_GPUS": ",".join(map(str, gpus))} if gpus else {}
+
+
+def _devices(gpus: Sequence[int], devices: Mapping[int, str]) -> dict[str, str]:
+    """Return what CUDA calls each of `gpus`, if it is not just their indices."""
+    if not any(devices.get(index) for index in gpus):
+        return {}
+    return {"GPU_DEVICES": ",".join(devices.get(index) or str(index) for index in gpus)}
+
+
+def _of_node(node: str) -> dict[str, str]:
+    return {
+        "HPCSCHED_NODENAME": node,
+        "SLURMD_NODENAME": node,
+        "SLURM_TOPOLOGY_ADDR": node,
+        "SLURM_TOPOLOGY_ADDR_PATTERN": "node",
+        "SLURM_NODE_ALIASES": "(null)",
+    }
+
+
+def _distribution(text: str) -> dict[str, str]:
+    kind, _, size = text.partition("=")
+    return {"DISTRIBUTION": kind, **({"DIST_PLANESIZE": size} if size else {})}
+
+
+def _of_installation(job: Job, cluster: str, conf: str) -> dict[str, str]:
+    """Return what Slurm says of itself: its commands read it, ours do not."""
+    ours = {"SLURM_PRIO_PROCESS": "0", "SLURM_WORKING_CLUSTER": f"{cluster}:{job.spec.submit_host}:0:0:0"}
+    return ours | ({"SLURM_CONF": conf} if conf else {})
+
+
+_NO_PORTS = {"SLURM_SRUN_COMM_PORT": "0", "SLURM_STEP_LAUNCHER_PORT": "0"}  # hrun is reached by the agent alone
+
+# Facts that Slurm has no variable for, or that it leaves out where they are zero.
+_OURS_ONLY = frozenset({"STEP_GPUS_PER_TASK", "GPU_DEVICES", "ATTEMPT", "SHARE", "MASTER_ADDR", "MASTER_PORT"})
+_NOT_ZERO = frozenset({"RESTART_COUNT"})
+
+
+def _twins(facts: Mapping[str, str]) -> dict[str, str]:
+    env = {f"HPCSCHED_{name}": value for name, value in facts.items()}
+    for name, value in facts.items():
+        if name not in _OURS_ONLY and not (name in _NOT_ZERO and value == "0"):
+            env[f"SLURM_{name}"] = value
+    return env

@@ -1,0 +1,777 @@
+"""The steps of running jobs: where the tasks go, which step waits, how it ends. Who may start one: `steprights`.
+
+`StepService` minds every step but the batch step. It does no I/O: it speaks through the callables in
+`StepPorts`. It does not know how a job gets its nodes, what a process is, or what a row looks like on disk.
+
+Rules:
+
+- A step belongs to the stream of the step command (hrun, hrsh) that asked for it: its *origin*. If that stream closes,
+  the step ends. Only the origin may feed, signal or acknowledge; only the node that a token was made for may report
+  on it.
+- A step on several nodes is prepared on all of them before a task starts on any: `Go` follows the last READY. If one cannot,
+  none starts.
+- Steps of a job that need the same cpus run one after the other, in the order of their requests, except `overlap` ones.
+- Every call may be repeated. `record` is called before the `send`s that rely on it: the caller commits in between.
+- After a restart of the controller, steps are found again by what the nodes say (`node_welcome`), by what their step
+  commands' agents ask (`StepAsked`), and by their rows (`stepkept`). What no task has run of, or will, is asked for again
+  by its step command; what a node does not know of, and has not ended, is barred there first.
+
+Sources: srun(1); the launch protocol in hpcnode.wire.protocol.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+from hpcnode.wire import protocol
+from hpcsched.errors import HpcschedError, NotFoundError, PermissionDeniedError, ProtocolError, RequestError
+from hpcsched.model.ids import ALLOC_STEP, BATCH_STEP, JobId, NodeName, Token
+from hpcsched.model.job import ACTIVE, ExitStatus, Job, JobState
+from hpcsched.model.numbers import whole_number
+from hpcsched.steps.environment import PRESERVED, with_propagated, with_users
+from hpcsched.steps.launch import StepPlan, StepPorts, launch_of
+from hpcsched.steps.layout import NodeTasks
+from hpcsched.steps.placement import Place, place_step
+from hpcsched.steps.request import read_options
+from hpcsched.steps.step import (
+    ASK_AGAIN,
+    HALF_THERE,
+    HEAD,
+    UNKNOWN_END,
+    Origin,
+    Run,
+    Step,
+    blame_job,
+    no_word,
+    row_of,
+    take_end,
+)
+from hpcsched.steps.table import StepQueues, StepTable, Waiting
+from hpcsched.store.rows import StepRow
+
+# ----- who may have steps started, in which job, and when
+# Only the job's owner, root or an admin may add a step. Who asks is what the kernel said to the head, or on a node the owner of
+# the job that the agent vouches for: user numbers of another machine mean nothing here.
+
+
+def permitted_job(ports: StepPorts, origin: Origin, said: protocol.FromStream, job_id: JobId) -> Job:
+    """Return the job if the step command behind `origin` may have a step started in it now; raise what refuses it."""
+    job = ports.job(job_id)
+    if job is None:
+        raise NotFoundError(f"cannot start a step in job {job_id}: Invalid job id specified")
+    in_job = origin[0] != HEAD and said.job_id == job_id
+    if in_job and said.attempt != job.attempt:
+        raise RequestError(f"cannot start a step in attempt {said.attempt} of job {job_id}: it is over")
+    if not in_job and not _may_act(ports, asking_uid(ports, origin, said), job):
+        raise PermissionDeniedError(f"cannot start a step in job {job_id}: it is {job.user}'s")
+    if ports.is_adopted(job):
+        raise RequestError(f"cannot start a step in job {job_id}: it runs from before the database was restored")
+    # The node's word that the batch step has started may come after the first hrun of its script.
+    # And a script may ask just when it is suspended: then its nodes prepare the step, and let it go with the rest.
+    if job.state is not JobState.RUNNING and not (in_job and may_launch(job)):
+        raise RequestError(f"cannot start a step in job {job_id}: it is {job.state}, not RUNNING")
+    return job
+
+
+def asking_uid(ports: StepPorts, origin: Origin, said: protocol.FromStream) -> int:
+    """Return who asks, in the user numbers of the head. Raises PermissionDeniedError."""
+    if origin[0] == HEAD:
+        return said.uid
+    home = ports.job(JobId(said.job_id))
+    if home is None or home.attempt != said.attempt:
+        raise PermissionDeniedError(
+            f"cannot start a step from {origin[0]}: this command runs in no job there; run it on the head node"
+        )
+    return home.uid
+
+
+def _may_act(ports: StepPorts, uid: int, job: Job) -> bool:
+    return uid in (0, job.uid) or ports.is_admin(uid)
+
+
+def may_launch(job: Job, node: NodeName | None = None) -> bool:
+    """Return whether the job has its nodes (and this one), and is not on its way to its end."""
+    running = job.state in (JobState.CONFIGURING, JobState.RUNNING, JobState.SUSPENDED)
+    return running and (node is None or node in job.held_nodes)
+
+
+# ----- what the row of a step keeps for the controllers after this one: who asked for it, and how far it is on each node
+# With it a step that a controller began is minded by the next as if it were its own; it knows how what was reported and
+# acknowledged has ended, and that a launch which no node knows of never ran. It is kept after the step's end as well, as long
+# as the job runs: its step command may not have heard of the end yet, and output may still be on its way.
+#
+# JSON, because nobody but a controller reads it.
+
+
+_KEPT = ("kill_on_bad_exit", "finished", "again", "error")
+
+
+def keep(step: Step, row: StepRow) -> StepRow:
+    """Return `row` with what is to be kept of `step`; nothing if that was found by the word of its nodes alone."""
+    if step.asked_by is None or any(run.place is None for run in step.runs.values()):
+        return row
+    kept: dict[str, Any] = {"asked_by": step.asked_by, "runs": [_run_fields(run) for run in step.in_rank_order()]}
+    for name in _KEPT:
+        if getattr(step, name):
+            kept[name] = getattr(step, name)
+    return replace(row, kept=json.dumps(kept, separators=(",", ":")))
+
+
+def asked_by(row: StepRow) -> Origin | None:
+    """Return who asked for the step of `row`; None: that was not kept."""
+    if row.kept is None:
+        return None
+    node, stream = json.loads(row.kept)["asked_by"]
+    return NodeName(node), stream
+
+
+def restored(job: Job, row: StepRow) -> Step | None:
+    """Return the step of a controller before us as its row has it; None if nothing was kept."""
+    origin = asked_by(row)
+    if row.kept is None or origin is None:
+        return None
+    kept = json.loads(row.kept)
+    gone = origin[0] == HEAD  # connections to the head ended with the controller that held them
+    runs = [_run_of(fields) for fields in kept["runs"]]
+    return Step(
+        job=job,
+        number=int(row.step),  # int: of our own row
+        origin=None if gone else origin,
+        asked_by=origin,
+        name=row.name,
+        nodes=tuple(NodeName(node) for node in row.nodes),
+        ntasks=row.ntasks,
+        started_at_s=row.started_at_s or 0.0,
+        runs={run.node: run for run in runs},
+        found=True,
+        ending=gone,
+        state="CANCELLED" if gone else "",
+        **{name: kept[name] for name in _KEPT if name in kept},
+    )
+
+
+def _run_fields(run: Run) -> dict[str, Any]:
+    assert run.place is not None
+    fields: dict[str, Any] = {"token": run.token, "place": asdict(run.place)}
+    if run.ended:
+        fields |= {"codes": run.codes, "signals": run.signals, "usage": run.usage, "barred": run.barred}
+    return fields
+
+
+def _run_of(fields: dict[str, Any]) -> Run:
+    tasks = fields["place"]["tasks"]
+    place = fields["place"] | {
+        "tasks": NodeTasks(**tasks | {"node": NodeName(tasks["node"]), "scattered": tuple(tasks["scattered"])}),
+        "gpus": tuple(fields["place"]["gpus"]),
+        "held_gpus": tuple(fields["place"]["held_gpus"]),
+    }
+    ended = {name: fields[name] for name in ("codes", "signals", "usage", "barred") if name in fields}
+    return Run(node=NodeName(tasks["node"]), token=fields["token"], place=Place(**place), ended=bool(ended), **ended)
+
+
+# ----- the steps of the controllers before this one: found by what nodes report of them, and by what step commands ask
+# It makes them anew as their rows have them (`stepkept`), and puts them into the table. What becomes of them then is
+# `StepService`'s.
+
+
+def step_reports(inventory: Iterable[Mapping[str, Any]]) -> list[protocol.Report]:
+    """Return the reports in an agent's inventory that are of steps other than the batch step.
+
+    Raises ProtocolError for what is no report.
+    """
+    try:
+        reports = [protocol.read_as(protocol.Report, {**fields, "type": "Report"}) for fields in inventory]
+    except protocol.WireError as error:
+        raise ProtocolError(str(error)) from None
+    return [report for report in reports if Token.parse(report.token).step not in (BATCH_STEP, ALLOC_STEP)]
+
+
+def find_again(ports: StepPorts, steps: StepTable, node: NodeName, report: protocol.Report) -> None:
+    """Put the step of which `node` reports into `steps`, if its job's attempt runs; have it ended if it does not."""
+    token = Token.parse(report.token)
+    if token.node != node:
+        return
+    job = ports.job(token.job_id)
+    if job is None or job.attempt != token.attempt or job.state not in ACTIVE:
+        if report.status in (protocol.CLAIMED, protocol.READY, protocol.STARTED):
+            ports.send(node, protocol.EndStep(report.token, ports.grace_s, "its job is over"), b"")
+        return
+    step = steps.running(job.id, job.attempt, int(token.step))  # int: of a token
+    if step is None and report.stream_to is None:
+        return  # nobody can be waiting for it
+    if step is None:
+        row = next((row for row in ports.recorded(job.id, job.attempt) if row.step == token.step), None)
+        step = (restored(job, row) if row is not None else None) or _told_by_node(
+            job, int(token.step), report, row
+        )  # int: of a token
+        if step.origin is not None and not step.finished:  # an agent answers with CloseStream if that stream is no more
+            ports.reply(step.origin, protocol.StepWaiting(job_id=job.id, text=""), b"")
+    if step.found and not step.finished and node not in step.runs:
+        step.runs[node] = Run(node=node, token=report.token)
+    steps.add(step)
+
+
+def asked_before(ports: StepPorts, origin: Origin, said: protocol.FromStream) -> Step | None:
+    """Return the step that a controller before us began for `origin`, and may have ended; None: none has.
+
+    Raises RequestError: its job is over.
+    """
+    job = ports.job(JobId(said.job_id))
+    if job is None or job.attempt != said.attempt or job.state not in ACTIVE:
+        raise RequestError(f"job {said.job_id} has ended")
+    row = next((row for row in ports.recorded(job.id, job.attempt) if asked_by(row) == origin), None)
+    return restored(job, row) if row is not None else None
+
+
+def _told_by_node(job: Job, number: int, report: protocol.Report, row: StepRow | None) -> Step:
+    """Return a step of which nothing is known but a node's report and its row."""
+    assert report.stream_to is not None
+    origin = (NodeName(report.stream_to.node), report.stream_to.stream)
+    gone = origin[0] == HEAD  # connections to the head ended with the controller that held them
+    nodes = row.nodes if row is not None else [share.node for share in job.shares]
+    return Step(
+        job=job,
+        number=number,
+        origin=None if gone else origin,
+        name=row.name if row is not None else "",
+        nodes=tuple(NodeName(node) for node in nodes),
+        ntasks=row.ntasks if row is not None else 0,
+        started_at_s=(row.started_at_s if row is not None else None) or report.at_s,
+        found=True,
+        ending=gone,
+        state="CANCELLED" if gone else "",
+    )
+
+
+# ----- what a step command may ask for beside a step: that its job gives nodes back, and to hear another's output
+
+
+def resize(ports: StepPorts, origin: Origin, said: protocol.FromStream, request: protocol.StepRequest) -> None:
+    """Have the job give back what it has beyond so many nodes. Raises RequestError and what `permitted_job` raises."""
+    if not request.job_id:
+        raise RequestError("cannot resize a job: run hrun --resize in one, or name it with --jobid")
+    job = permitted_job(ports, origin, said, JobId(request.job_id))
+    count = str(request.options["resize"])
+    if not (count.isascii() and count.isdigit()):
+        raise RequestError(f"cannot resize job {job.display_id} to {count[:20]!r} nodes: that is not a whole number")
+    ports.resize(job, whole_number(count, "a number of nodes"), asking_uid(ports, origin, said))
+    ports.reply(origin, protocol.StepEnded(codes=[], signals=[]), b"")
+
+
+def attachable(
+    ports: StepPorts,
+    steps: StepTable,
+    origin: Origin,
+    said: protocol.FromStream,
+    request: protocol.StepRequest,
+) -> Step:
+    """Return the running step whose output `origin` may hear. Raises NotFoundError and what `permitted_job` raises."""
+    job = permitted_job(ports, origin, said, JobId(request.job_id))
+    number = str(request.options["attach"])
+    step = (
+        steps.running(job.id, job.attempt, whole_number(number, "a step"))
+        if number.isascii() and number.isdigit()
+        else None
+    )
+    if step is None or not step.is_whole:
+        raise NotFoundError(
+            f"Invalid job id specified: no step {job.id}.{number[:20]} is running that can be attached to"
+        )
+    return step
+
+
+# ----- who listens to a running step beside the step command that asked for it (sattach): output is copied to them as it comes
+# A listener acknowledges nothing and holds up nobody: from its request on it gets what the nodes send; one that reads too
+# slowly is cut off by whoever holds its connection. Knows neither permissions nor what a step is told.
+
+
+class Watching:
+    """All listeners, by their connections."""
+
+    def __init__(self, send: Callable[[NodeName, protocol.Message, bytes], None]) -> None:
+        self._send = send
+        self._steps: dict[Origin, Step] = {}
+
+    def __contains__(self, origin: Origin) -> bool:
+        return origin in self._steps
+
+    def add(self, origin: Origin, step: Step) -> None:
+        """Let `origin` hear the step from now on."""
+        self._steps[origin] = step
+        self._tell(origin, step, on=True)
+
+    def drop(self, origin: Origin) -> None:
+        """It is gone."""
+        step = self._steps.pop(origin, None)
+        if step is not None:
+            self._tell(origin, step, on=False)
+
+    def hears(self, origin: Origin, step: Step) -> bool:
+        """Return whether `origin` listens to the step."""
+        return self._steps.get(origin) is step
+
+    def over(self, step: Step) -> list[Origin]:
+        """The step is over: forget who listens to it, and return them."""
+        origins = [origin for origin, watched in self._steps.items() if watched is step]
+        for origin in origins:
+            del self._steps[origin]
+        return origins
+
+    def _tell(self, origin: Origin, step: Step, on: bool) -> None:
+        to = protocol.Address(node=origin[0], stream=origin[1])
+        for run in step.runs.values():
+            if not run.ended:
+                self._send(run.node, protocol.Watch(token=run.token, to=to, on=on), b"")
+
+
+_SIGKILL = 9
+_BUSY = "step creation temporarily disabled, retrying (Requested nodes are busy)"
+
+
+class StepService:
+    """All steps that wait or run. See the module's rules."""
+
+    def __init__(self, ports: StepPorts) -> None:
+        self._ports = ports
+        self._steps = StepTable()
+        self._queues = StepQueues()
+        self._held: dict[JobId, Waiting] = {}  # waits for its own job to run
+        self._watching = Watching(ports.send)
+        self._numbers: dict[tuple[JobId, int], int] = {}
+        self._welcomed: set[NodeName] = set()
+        self._unclaimed: set[JobId] = set()  # allocations that run, and nobody known asked for
+
+    # ----- what step commands say
+
+    def on_from_stream(self, node: NodeName, said: protocol.FromStream, blob: bytes) -> None:
+        """Act on what the step command on a stream of `node` (HEAD: of the controller) said.
+
+        A refusal is answered with StepEnded and its error; nothing is raised.
+        """
+        origin = (node, said.stream)
+        try:
+            message = protocol.from_json(said.message)
+            match message:
+                case protocol.StepRequest():
+                    self._on_request(origin, said, message)
+                case protocol.StepAsked():
+                    self._on_asked(origin, said)
+                case protocol.Input() | protocol.OutputAck():
+                    self._pass_on(origin, message, blob)
+                case protocol.StepSignal():
+                    self._on_signal(origin, message.signum)
+                case _:
+                    raise ProtocolError(f"cannot take {type(message).__name__} from a step command")
+        except (HpcschedError, protocol.WireError) as error:
+            self._refuse(origin, str(error))
+
+    def on_stream_closed(self, origin: Origin) -> None:
+        """End what the step command behind `origin` had asked for: it is gone."""
+        for job_id in self._queues.drop(origin):
+            self._start_waiting(job_id)
+        for job_id, waiting in list(self._held.items()):
+            if waiting.origin == origin:
+                del self._held[job_id]
+                self._ports.release(job_id, ExitStatus(code=1))
+        self._watching.drop(origin)
+        step = self._steps.leave(origin)
+        if step is None:
+            return
+        step.origin = None
+        if step.finished:
+            self._steps.forget(step)
+        else:
+            step.left = True
+            self._end(step, "its step command went away", state="CANCELLED")
+
+    # ----- what nodes say
+
+    def on_report(self, node: NodeName, report: protocol.Report) -> bool:
+        """Take in a report on a step's token; return whether it is of a step known here."""
+        found = self._steps.of_token(node, report.token)
+        if found is None:
+            return False
+        step, run = found
+        if run.ended or step.finished:
+            return True
+        if report.status in (protocol.CLAIMED, protocol.READY, protocol.STARTED):
+            run.started = True
+            run.ready = run.ready or report.status != protocol.CLAIMED
+            run.released = run.released or report.status == protocol.STARTED
+            self._go_if_ready(step, [run] if step.gone else step.runs.values())
+            self._tell_started(step)
+            return True
+        take_end(step, run, report)
+        if step.error or (step.kill_on_bad_exit and step.went_badly()):
+            self._end(step, "failed elsewhere" if step.error else "bad exit")
+        self._finish_if_over(step)
+        if not step.finished:
+            self._record(step)  # the report is acknowledged with this commit: the next controller will not hear it
+        self._start_waiting(step.job.id)
+        return True
+
+    def output_origin(self, node: NodeName, output: protocol.Output | protocol.InputAck) -> Origin | None:
+        """Return where `output`, which came from `node`, must go; None: nobody wants it (drop it)."""
+        found = self._steps.of_token(node, output.token)
+        if found is None:
+            return None
+        origin = NodeName(output.to.node), output.to.stream
+        return origin if found[0].origin == origin or self._watching.hears(origin, found[0]) else None
+
+    def node_welcome(self, node: NodeName, inventory: Iterable[Mapping[str, Any]]) -> None:
+        """Compare what `node` knows (its `Welcome.inventory`) with what is known here, after every connection.
+
+        Steps that nobody here knows are found again if their job's attempt runs, and ended if it does not. Launches
+        that did not arrive are sent again, and so are orders to end. Each step command there, or with tasks there, is said
+        an empty word: it asks for output that went to nobody. Of one that has ended with an agent that was killed, the next
+        agent answers that it is gone.
+        """
+        self._welcomed.add(node)
+        for origin, job_id in self._streams_of(node):
+            self._ports.reply(origin, _waiting(job_id, ""), b"")
+        said = {report.token: report for report in step_reports(inventory)}
+        for report in said.values():
+            if self._steps.of_token(node, report.token) is None:
+                find_again(self._ports, self._steps, node, report)
+            self.on_report(node, report)
+        for step in self._steps:
+            run = step.runs.get(node)
+            if run is None or run.ended:
+                continue
+            if run.token not in said:
+                self._absent(step, run)
+            elif step.ending:
+                self._ports.send(node, self._end_step(run, "ending"), b"")
+        for step in self._steps:
+            self._end_if_half_there(step)
+            self._finish_if_over(step)
+        self._release_unclaimed()
+
+    # ----- what becomes of jobs
+
+    def job_running(self, job: Job) -> None:
+        """Start the step that `job` was allocated for. Call it when a job without a batch step has its nodes.
+
+        At a restart of the controller call it again for each that runs: one that nobody asks for any more is released.
+        """
+        waiting = self._held.pop(job.id, None)
+        if waiting is None and job.spec.no_shell:
+            return
+        if waiting is None:
+            self._unclaimed.add(job.id)
+            self._release_unclaimed()
+            return
+        self._ports.reply(waiting.origin, _waiting(job.id, f"job {job.id} has been allocated resources"), b"")
+        try:
+            self._enqueue(waiting.origin, waiting.request, job)
+        except HpcschedError as error:
+            self._refuse(waiting.origin, str(error))
+            self._ports.release(job.id, ExitStatus(code=1))
+
+    def job_ending(self, job: Job) -> None:
+        """Note of the job's steps what their tasks are being ended for."""
+        for step in self._steps.of_job(job.id):
+            if step.job.attempt == job.attempt:
+                blame_job(step, job)
+
+    def job_ended(self, job_id: JobId, why: str = "") -> None:
+        """End every step of the job's attempt, waiting or not: nothing of it is left on its nodes."""
+        text = f"job {job_id} has ended" + (f": {why}" if why else "")
+        self._unclaimed.discard(job_id)
+        waiting = self._queues.take_all(job_id)
+        if job_id in self._held:
+            waiting.append(self._held.pop(job_id))
+        for each in waiting:
+            self._refuse(each.origin, text)
+        for step in self._steps.of_job(job_id):
+            step.error = step.error or text
+            step.state = step.state or "CANCELLED"
+            for run in step.runs.values():
+                run.ended = True
+            self._finish(step)
+
+    def act_on(self, job: Job, number: int, signum: int | None, by: str) -> bool:
+        """Send a signal to the tasks of the job's running step, or (None) end it; return whether there is one."""
+        step = self._steps.running(job.id, job.attempt, number)
+        if step is not None and signum is not None:
+            self._signal(step, signum)
+        elif step is not None:
+            step.error = step.error or f"step {job.display_id}.{number} is ended: cancelled by {by}"
+            self._end(step, "cancelled", state="CANCELLED")
+        return step is not None
+
+    def concerns(self, job_id: JobId) -> bool:
+        """Return whether a step of the job waits or runs here, or one is awaited."""
+        known = job_id in self._queues or job_id in self._held or job_id in self._unclaimed
+        return known or bool(self._steps.of_job(job_id))
+
+    def running(self, job_id: JobId) -> list[tuple[int, str, tuple[NodeName, ...]]]:
+        """Return number, name and nodes of the job's steps that run."""
+        return [(step.number, step.name, tuple(step.runs)) for step in self._steps.of_job(job_id)]
+
+    # ----- requests
+
+    def _on_request(self, origin: Origin, said: protocol.FromStream, request: protocol.StepRequest) -> None:
+        if request.version != protocol.VERSION:
+            raise RequestError(
+                f"cannot start the step: this hrun speaks version {request.version}, the controller {protocol.VERSION}"
+            )
+        if self._is_busy(origin):
+            raise ProtocolError("cannot start a second step on one connection")
+        if "resize" in request.options:
+            resize(self._ports, origin, said, request)
+        elif "attach" in request.options:
+            self._attach(origin, said, request)
+        elif request.job_id and "test-only" in request.options:
+            self._test(origin, request, permitted_job(self._ports, origin, said, JobId(request.job_id)))
+        elif request.job_id:
+            self._enqueue(origin, request, permitted_job(self._ports, origin, said, JobId(request.job_id)))
+        elif origin[0] == HEAD:
+            job_id = self._ports.allocate(request, said.uid)
+            self._held[job_id] = Waiting(origin, request)
+            self._ports.reply(origin, _waiting(job_id, f"job {job_id} queued and waiting for resources"), b"")
+        else:
+            raise RequestError("cannot allocate a job from a node: run hrun in a job, or on the head node")
+
+    def _test(self, origin: Origin, request: protocol.StepRequest, job: Job) -> None:
+        """Say where a step of a running job would start, and start nothing."""
+        options = read_options(request, job)
+        places = place_step(job, options, self._busy(job)) or ()
+        nodes = ",".join(place.tasks.node for place in places)
+        text = f"a step of job {job.id} " + (
+            f"would start at once on {nodes}" if nodes else "would wait for other steps"
+        )
+        self._ports.reply(origin, _waiting(job.id, text), b"")
+        self._refuse(origin, "")
+
+    def _attach(self, origin: Origin, said: protocol.FromStream, request: protocol.StepRequest) -> None:
+        """Have `origin` hear the output of a running step."""
+        step = attachable(self._ports, self._steps, origin, said, request)
+        self._ports.reply(origin, step.started(), b"")
+        self._watching.add(origin, step)
+
+    def _is_busy(self, origin: Origin) -> bool:
+        waiting = {each for each, _ in self._queues.origins()} | {each.origin for each in self._held.values()}
+        return origin in waiting or self._steps.of_origin(origin) is not None or origin in self._watching
+
+    def _enqueue(self, origin: Origin, request: protocol.StepRequest, job: Job) -> None:
+        options = read_options(request, job)
+        waiting = Waiting(origin, request, options)
+        place_step(job, options, ())  # refused now rather than after a wait
+        if job.id not in self._queues or options.overlap:
+            place = place_step(job, options, self._busy(job))
+            if place is not None:
+                self._start(waiting, job, place)
+                return
+        self._queues.add(job.id, waiting)
+        self._ports.reply(origin, _waiting(job.id, f"Job {job.id} {_BUSY}"), b"")
+
+    def _busy(self, job: Job) -> list[Place]:
+        runs = [run for step in self._steps.of_job(job.id) for run in step.runs.values()]
+        return [run.place for run in runs if run.place is not None and not run.ended]
+
+    def _start_waiting(self, job_id: JobId) -> None:
+        """Start, in their order, the waiting steps of the job that fit now."""
+        job = self._ports.job(job_id)
+        while job is not None and may_launch(job) and (waiting := self._queues.first(job_id)) is not None:
+            assert waiting.options is not None
+            place = place_step(job, waiting.options, self._busy(job))
+            if place is None:
+                return
+            self._queues.take_first(job_id)
+            self._start(waiting, job, place, has_waited=True)
+
+    # ----- start and end
+
+    def _start(self, waiting: Waiting, job: Job, places: tuple[Place, ...], *, has_waited: bool = False) -> None:
+        options = waiting.options
+        assert options is not None
+        step = Step(
+            job=job,
+            number=self._next_number(job),
+            origin=waiting.origin,
+            name=options.name,
+            nodes=tuple(place.tasks.node for place in places),
+            ntasks=sum(place.tasks.count for place in places),
+            started_at_s=self._ports.now_s(),
+            asked_by=waiting.origin,
+            told=True,
+            kill_on_bad_exit=options.kill_on_bad_exit,
+        )
+        plan = StepPlan(number=step.number, tasks=tuple(place.tasks for place in places), options=options)
+        env = with_users(waiting.request.env, self._ports.environment(job, plan))
+        if options.preserve_env:
+            env |= {name: value for name, value in waiting.request.env.items() if name in PRESERVED}
+        env = with_propagated(env, self._ports.propagate)
+        launches: list[tuple[NodeName, protocol.Launch]] = []
+        for node_rank, place in enumerate(places):
+            node = place.tasks.node
+            run = Run(node=node, token=self._ports.new_token(job, str(step.number), node), place=place)
+            run.launch = launch_of(self._ports, step, run, node_rank, waiting.request, options, env)
+            step.runs[node] = run
+            launches.append((node, run.launch))
+        self._steps.add(step)
+        self._record(step)
+        if has_waited:
+            self._ports.reply(waiting.origin, _waiting(job.id, f"Step created for StepId={job.id}.{step.number}"), b"")
+        self._ports.reply(waiting.origin, step.started(), b"")
+        for node, launch in launches:
+            self._ports.send(node, launch, b"")
+
+    def _go_if_ready(self, step: Step, runs: Iterable[Run]) -> None:
+        """Let these tasks go if all nodes of the step are ready (or beyond that); may be said again."""
+        if step.ending or step.finished or len(step.nodes) < 2 or set(step.runs) != set(step.nodes):
+            return
+        step.gone = all(run.ready or run.ended for run in step.runs.values())
+        for run in runs if step.gone else ():
+            if not run.released and not run.ended:
+                self._ports.send(run.node, protocol.Go(token=run.token), b"")
+
+    def _tell_started(self, step: Step) -> None:
+        """Say to the step command of a step found again that it runs, as soon as it cannot be asked for again."""
+        sure = step.gone or step.finished or (len(step.nodes) < 2 and any(run.started for run in step.runs.values()))
+        if step.told or step.again or not sure or step.origin is None or not step.is_whole:
+            return
+        step.told = True
+        self._ports.reply(step.origin, step.started(), b"")
+
+    def _record(self, step: Step) -> None:
+        self._ports.record(keep(step, row_of(step, ended_at_s=self._ports.now_s() if step.finished else None)))
+
+    def _next_number(self, job: Job) -> int:
+        key = (job.id, job.attempt)
+        if key not in self._numbers:
+            self._numbers[key] = self._ports.last_step(*key)
+        self._numbers[key] += 1
+        return self._numbers[key]
+
+    def _end(self, step: Step, why: str, *, grace_s: float | None = None, state: str = "") -> None:
+        if step.ending and grace_s is None:
+            return
+        step.ending = True
+        step.state = step.state or state
+        for run in step.runs.values():
+            if not run.ended:
+                self._ports.send(run.node, self._end_step(run, why, grace_s), b"")
+
+    def _end_step(self, run: Run, why: str, grace_s: float | None = None) -> protocol.EndStep:
+        return protocol.EndStep(token=run.token, grace_s=self._ports.grace_s if grace_s is None else grace_s, why=why)
+
+    def _finish_if_over(self, step: Step) -> None:
+        if step.finished or not all(run.ended for run in step.runs.values()):
+            return
+        if len(step.runs) < len(step.nodes):  # the controller before kept nothing of the others
+            if not self._welcomed.issuperset(step.nodes):
+                return
+            step.error = step.error or UNKNOWN_END
+        self._finish(step)
+
+    def _finish(self, step: Step) -> None:
+        step.finish()
+        self._steps.is_over(step)
+        self._record(step)
+        for listener in self._watching.over(step):
+            self._ports.reply(listener, step.end(), b"")
+        if step.origin is not None:
+            self._tell_started(step)
+            self._ports.reply(step.origin, step.end(), b"")
+        if step.owns_job:
+            row = row_of(step, ended_at_s=self._ports.now_s())
+            self._ports.release(step.job.id, ExitStatus(code=row.exit_code or 0, signal=row.exit_signal or 0))
+
+    def _refuse(self, origin: Origin, error: str) -> None:
+        self._ports.reply(origin, protocol.StepEnded(codes=[], signals=[], error=error), b"")
+
+    # ----- streams and signals
+
+    def _pass_on(self, origin: Origin, message: protocol.Input | protocol.OutputAck, blob: bytes) -> None:
+        found = self._steps.find(message.token)
+        if found is not None and found[0].origin != origin:
+            raise ProtocolError("cannot reach a task of another's step")
+        if isinstance(message, protocol.OutputAck) and message.again:
+            message = protocol.changed(message, to=protocol.Address(node=origin[0], stream=origin[1]))
+        if found is not None:  # else it is over, or not found again yet: what is missed then is asked for again
+            self._ports.send(found[1].node, message, blob)
+
+    def _on_signal(self, origin: Origin, signum: int) -> None:
+        if not 1 <= signum <= 64:
+            raise ProtocolError(f"cannot send signal {signum}: there is none of that number")
+        step = self._steps.of_origin(origin)
+        if step is not None and not step.finished:
+            self._signal(step, signum)
+
+    def _signal(self, step: Step, signum: int) -> None:
+        if signum == _SIGKILL:
+            self._end(step, "killed", grace_s=0.0, state="CANCELLED")
+            return
+        for run in step.runs.values():
+            if not run.ended:
+                self._ports.send(run.node, protocol.SignalStep(token=run.token, signum=signum), b"")
+
+    # ----- after a loss of connection
+
+    def _absent(self, step: Step, run: Run) -> None:
+        """Deal with a run that its node does not know: its launch was lost on the way, or its record is lost."""
+        job = self._ports.job(step.job.id)
+        held = job is not None and job.attempt == step.job.attempt and may_launch(job, run.node)
+        if run.launch is not None and not run.started and not step.ending and held:
+            self._ports.send(run.node, run.launch, b"")
+            return
+        began = step.found and any(other.released for other in step.runs.values())  # all had it then, this node too
+        if not run.started and step.found and not step.ending and not began:
+            self._end(step, HALF_THERE)
+            return
+        if not run.started and not began:  # bars it for ever, wherever its launch may still be
+            self._ports.send(run.node, self._end_step(run, "ending"), b"")
+            return
+        no_word(step, run, f"{run.node} knows nothing of the step any more")
+        self._end(step, "lost on another node")
+
+    def _end_if_half_there(self, step: Step) -> None:
+        """Have a step of a controller before us barred if a node has spoken and not of its part of it."""
+        known = [run for run in step.runs.values() if run.node in self._welcomed and not run.ended]
+        missing = next((run for run in known if not run.started), None)
+        if step.found and not step.ending and missing is not None:
+            self._absent(step, missing)
+
+    def _on_asked(self, origin: Origin, said: protocol.FromStream) -> None:
+        """Say to a step command whose connection, or controller, was lost what is known of what it had asked for."""
+        step = self._steps.of_origin(origin)
+        if step is None and self._is_busy(origin):
+            return
+        if step is None:
+            step = asked_before(self._ports, origin, said)
+            if step is None:
+                self._ports.reply(origin, ASK_AGAIN, b"")
+                return
+            self._steps.add(step)
+            self._end_if_half_there(step)
+            self._finish_if_over(step)
+        if step.finished:
+            self._tell_started(step)
+            self._ports.reply(origin, step.end(), b"")
+        elif step.told:
+            self._ports.reply(origin, step.started(), b"")
+        else:
+            self._tell_started(step)
+
+    def _streams_of(self, node: NodeName) -> list[tuple[Origin, JobId]]:
+        """Return the step commands that wait for a step on `node`, or whose step has to do with it, and for which job."""
+        waiting = [(origin, job_id) for origin, job_id in self._queues.origins() if origin[0] == node]
+        return [(origin, step.job.id) for origin, step in self._steps.asked_for(node)] + waiting
+
+    def _release_unclaimed(self) -> None:
+        for job_id in sorted(self._unclaimed):
+            job = self._ports.job(job_id)
+            if job is not None and not self._welcomed.issuperset(share.node for share in job.shares):
+                continue
+            self._unclaimed.discard(job_id)
+            if job is not None and not self._steps.of_job(job_id):
+                self._ports.release(job_id, ExitStatus(code=1))
+
+
+def _waiting(job_id: JobId, text: str) -> protocol.StepWaiting:
+    return protocol.StepWaiting(job_id=job_id, text=text)

@@ -1,0 +1,131 @@
+"""The steps that a controller minds, found by their numbers, their tokens and the step commands that asked for them.
+
+A step that is over is found by its tokens and its origin until that stream closes: output may still come.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from hpcnode.wire import protocol
+from hpcsched.model.ids import JobId, NodeName
+from hpcsched.steps.request import StepOptions
+from hpcsched.steps.step import Origin, Run, Step
+
+
+class StepTable:
+    """Iterating gives those that run, as they are now: the table may change meanwhile."""
+
+    def __init__(self) -> None:
+        self._running: dict[tuple[JobId, int, int], Step] = {}
+        self._by_token: dict[str, tuple[Step, Run]] = {}
+        self._by_origin: dict[Origin, Step] = {}
+
+    def __iter__(self) -> Iterator[Step]:
+        return iter(list(self._running.values()))
+
+    def add(self, step: Step) -> None:
+        """Take in a step; once more if it has got another run."""
+        if not step.finished:
+            self._running[(step.job.id, step.job.attempt, step.number)] = step
+        for run in step.runs.values():
+            self._by_token[run.token] = (step, run)
+        if step.origin is not None:
+            self._by_origin[step.origin] = step
+
+    def is_over(self, step: Step) -> None:
+        """It runs no more."""
+        self._running.pop((step.job.id, step.job.attempt, step.number), None)
+        if step.origin is None:
+            self.forget(step)
+
+    def forget(self, step: Step) -> None:
+        """Nothing can come for it any more."""
+        for run in step.runs.values():
+            self._by_token.pop(run.token, None)
+
+    def leave(self, origin: Origin) -> Step | None:
+        """Return the step of a step command that has gone."""
+        return self._by_origin.pop(origin, None)
+
+    def running(self, job_id: JobId, attempt: int, number: int) -> Step | None:
+        """Return the running step of this number."""
+        return self._running.get((job_id, attempt, number))
+
+    def of_job(self, job_id: JobId) -> list[Step]:
+        """Return the job's running steps."""
+        return [step for step in self if step.job.id == job_id]
+
+    def find(self, token: str) -> tuple[Step, Run] | None:
+        """Return the step of a token, and its run."""
+        return self._by_token.get(token)
+
+    def of_token(self, node: NodeName, token: str) -> tuple[Step, Run] | None:
+        """Return the same if the token was made for this node."""
+        found = self.find(token)
+        return found if found is not None and found[1].node == node else None
+
+    def of_origin(self, origin: Origin) -> Step | None:
+        """Return the step that `origin` asked for, also when it is over."""
+        return self._by_origin.get(origin)
+
+    def asked_for(self, node: NodeName) -> list[tuple[Origin, Step]]:
+        """Return the steps that were asked for on `node` or have tasks there, and by whom."""
+        return [(origin, step) for origin, step in self._by_origin.items() if origin[0] == node or node in step.runs]
+
+
+# ----- the steps that wait for the cpus of their job, which others have: in the order of their requests
+# Knows no places, nodes or messages: who may start is decided in `steps`.
+
+
+class Waiting(NamedTuple):
+    """A request of the step command behind `origin`; `options` None: they are read when its job has its nodes."""
+
+    origin: Origin
+    request: protocol.StepRequest
+    options: StepOptions | None = None
+
+
+class StepQueues:
+    """A queue for each job of which a step waits."""
+
+    def __init__(self) -> None:
+        self._queues: dict[JobId, deque[Waiting]] = {}
+
+    def __contains__(self, job_id: object) -> bool:
+        return job_id in self._queues
+
+    def add(self, job_id: JobId, waiting: Waiting) -> None:
+        """Put a step at the end of its job's queue."""
+        self._queues.setdefault(job_id, deque()).append(waiting)
+
+    def first(self, job_id: JobId) -> Waiting | None:
+        """Return whose turn it is; None: no step of the job waits."""
+        return self._queues[job_id][0] if job_id in self._queues else None
+
+    def take_first(self, job_id: JobId) -> None:
+        """Take the first step of the job, one of which must wait, out of its queue."""
+        self._queues[job_id].popleft()
+        self._clear(job_id)
+
+    def take_all(self, job_id: JobId) -> list[Waiting]:
+        """Take all steps of the job out of its queue and return them."""
+        return list(self._queues.pop(job_id, ()))
+
+    def drop(self, origin: Origin) -> list[JobId]:
+        """Take out what `origin` waits for; return the jobs of which it was."""
+        jobs = list(dict.fromkeys(job_id for at, job_id in self.origins() if at == origin))
+        for job_id in jobs:
+            self._queues[job_id] = deque(waiting for waiting in self._queues[job_id] if waiting.origin != origin)
+            self._clear(job_id)
+        return jobs
+
+    def origins(self) -> list[tuple[Origin, JobId]]:
+        """Return who waits, and for a step of which job."""
+        return [(waiting.origin, job_id) for job_id, queue in self._queues.items() for waiting in queue]
+
+    def _clear(self, job_id: JobId) -> None:
+        if not self._queues[job_id]:
+            del self._queues[job_id]

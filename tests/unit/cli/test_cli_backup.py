@@ -1,0 +1,182 @@
+"""Backups of a whole cluster: whole or not there, private, verified, rotated; restored whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hpcsched import paths
+from hpcsched.cli.admin import backup
+from hpcsched.cli.admin.main import hpcsched_command, run
+from hpcsched.config.load import load_config
+from hpcsched.config.template import render_node
+
+Say = Callable[..., str]
+
+
+@pytest.fixture
+def say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Say:
+    monkeypatch.setenv("HPCSCHED_CONFIG", str(tmp_path / "etc"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+    def call(*words: object, status: int = 0) -> str:
+        capsys.readouterr()
+        code = run(hpcsched_command, "hpcsched", [str(word) for word in words])
+        said = capsys.readouterr()
+        assert code == status, said.out + said.err
+        return said.out + said.err
+
+    call("init", "--name", "lab")
+    (tmp_path / "etc/conf.d").mkdir()
+    (tmp_path / "etc/conf.d/a.toml").write_text('[accounts.x]\nusers = ["root"]\n')
+    (tmp_path / "backups").mkdir()
+    return call
+
+
+def files(directory: Path) -> dict[str, bytes]:
+    found = (
+        path
+        for path in directory.rglob("*")
+        if path.is_file() and path.suffix != ".lock" and ".before-" not in str(path)
+    )
+    return {str(path.relative_to(directory)): path.read_bytes() for path in found}
+
+
+def test_a_backup_is_private_and_comes_back_as_it_was(say: Say, tmp_path: Path) -> None:
+    assert "the cluster as it was just now" in say("backup", tmp_path / "backups")
+    (made,) = (tmp_path / "backups").iterdir()
+    assert made.name.startswith("lab-")
+    for path in (made, *made.rglob("*")):
+        assert path.stat().st_mode & 0o077 == 0, path
+    names = {"hpcsched.toml", "id_ed25519", "id_ed25519.pub", "conf.d/a.toml"}
+    before = {name: data for name, data in files(tmp_path / "etc").items() if name in names}
+    shutil.rmtree(tmp_path / "etc")
+    said = say("restore", made)
+    assert before["id_ed25519.pub"].decode().strip() in said
+    assert {name: data for name, data in files(tmp_path / "etc").items() if name in names} == before
+    assert (tmp_path / "etc/id_ed25519").stat().st_mode & 0o777 == 0o600
+    assert load_config(tmp_path / "etc").name == "lab"
+
+
+def test_what_the_configuration_names_elsewhere_is_in_it_and_comes_back(say: Say, tmp_path: Path) -> None:
+    key, ssh_config = tmp_path / "keys/gpu", tmp_path / ".ssh/config"
+    for path, text in ((key, "private"), (key.with_name("gpu.pub"), "public"), (ssh_config, "Host *")):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    values = {"host": "local", "cpus": 1, "memory": 1000, "identity_file": str(key)}
+    (tmp_path / "etc/nodes.d/gpu1.toml").write_text(render_node("gpu1", values))
+    said = say("backup", tmp_path / "backups")
+    assert str(key) in said
+    (made,) = (tmp_path / "backups").iterdir()
+    shutil.rmtree(tmp_path / "etc")
+    shutil.rmtree(tmp_path / "keys")
+    ssh_config.write_text("Host other")
+    said = say("restore", made)
+    assert (key.read_text(), key.with_name("gpu.pub").read_text()) == ("private", "public")
+    assert key.stat().st_mode & 0o777 == 0o600
+    assert ssh_config.read_text() == "Host other"
+    assert f"! {ssh_config} is not as in the backup" in said
+    assert "is not here" not in said
+
+
+@pytest.mark.parametrize("has_id", [True, False])
+def test_a_restored_cluster_is_the_one_of_the_backup_whichever_was_there(
+    say: Say, tmp_path: Path, has_id: bool
+) -> None:
+    own = tmp_path / "etc" / paths.CLUSTER_ID_FILE
+    if has_id:  # a version before this one left it out
+        own.write_text("0123456789abcdef\n")
+    say("backup", tmp_path / "backups")
+    own.write_text("fedcba9876543210\n")
+    say("restore", "--force", tmp_path / "backups")
+    assert (own.read_text() if own.exists() else "") == ("0123456789abcdef\n" if has_id else "")
+
+
+def test_a_backup_puts_nothing_where_its_configuration_names_nothing(say: Say, tmp_path: Path) -> None:
+    say("backup", tmp_path / "backups")
+    (made,) = (tmp_path / "backups").iterdir()
+    manifest = json.loads((made / backup.MANIFEST).read_text())
+    target = tmp_path / "evil"
+    manifest["named"] = {"etc/hpcsched.toml": str(target)}
+    (made / backup.MANIFEST).write_text(json.dumps(manifest))
+    shutil.rmtree(tmp_path / "etc")
+    say("restore", made)
+    assert not target.exists()
+
+
+def test_nothing_is_replaced_without_force_and_all_is_set_aside_with_it(say: Say, tmp_path: Path) -> None:
+    say("backup", tmp_path / "backups")
+    (tmp_path / "etc/hpcsched.toml").write_text('[cluster]\nname = "other"\n')
+    before = files(tmp_path / "etc")
+    assert "--force sets it aside" in say("restore", tmp_path / "backups", status=1)
+    assert files(tmp_path / "etc") == before
+    say("restore", "--force", tmp_path / "backups")
+    assert load_config(tmp_path / "etc").name == "lab"
+    (aside,) = (tmp_path / "etc").glob("hpcsched.toml.before-*")
+    assert "other" in aside.read_text()
+
+
+def test_a_restore_that_fails_leaves_what_was_there(say: Say, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    say("backup", tmp_path / "backups")
+    (tmp_path / "etc/hpcsched.toml").write_text('[cluster]\nname = "other"\n')
+    before = files(tmp_path / "etc")
+    real, written = backup.write_private, []
+
+    def full(path: Path, data: bytes) -> None:
+        if len(written) == 2:
+            raise OSError(28, "No space left on device", str(path))
+        written.append(path)
+        real(path, data)
+
+    monkeypatch.setattr(backup, "write_private", full)
+    assert "No space left" in say("restore", "--force", tmp_path / "backups", status=1)
+    assert files(tmp_path / "etc") == before
+
+
+def test_the_newest_are_kept_and_nothing_else_is_deleted(say: Say, tmp_path: Path) -> None:
+    backups = tmp_path / "backups"
+    say("backup", backups)
+    (made,) = backups.iterdir()
+    for stamp in ("20200101T000000", "20200102T000000"):
+        shutil.copytree(made, backups / f"lab-{stamp}")
+    other = backups / "other-20200101T000000"
+    shutil.copytree(made, other)
+    manifest = json.loads((other / backup.MANIFEST).read_text())
+    (other / backup.MANIFEST).write_text(json.dumps(manifest | {"cluster": "other"}))
+    (backups / "lab-20200103T000000").mkdir()  # no manifest: not a backup
+    (backups / "lab-20200104T000000").symlink_to(made)
+    made.rename(backups / "lab-20200105T000000")
+    say("backup", "--keep", 2, backups)
+    left = sorted(path.name for path in backups.iterdir())
+    assert left[:-1] == ["lab-20200103T000000", "lab-20200104T000000", "lab-20200105T000000", left[3]]
+    assert left[-1] == "other-20200101T000000"
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    ["", "[]", "{}", '{"format": 2, "files": {}, "cluster": "lab"}', '{"format": 1, "files": {"../x": "a"}, "cluster": "l"}',
+     '{"format": 1, "files": {"etc/../../x": "a"}, "cluster": "l"}', '{"format": 1, "files": {"/etc/x": "a"}, "cluster": "l"}',
+     '{"format": 1, "files": {}, "named": {"../x": "/x"}, "cluster": "l"}',
+     '{"format": 1, "files": {}, "named": [], "cluster": "l"}',
+     '{"format": 1, "files": {}, "named": {"etc/x": "/x"}, "cluster": "l"}',
+     '{"format": 1, "files": {}, "named": {"etc/x": "x"}, "cluster": "l"}',
+     '{"format": 1, "files": [1], "cluster": "l"}'],
+)  # fmt: skip
+def test_a_manifest_that_is_none_is_refused(say: Say, tmp_path: Path, manifest: str) -> None:
+    say("backup", tmp_path / "backups")
+    (made,) = (tmp_path / "backups").iterdir()
+    (made / backup.MANIFEST).write_text(manifest)
+    assert "cannot use" in say("restore", made, status=1)
+
+
+def test_a_directory_that_is_not_there_is_refused(say: Say, tmp_path: Path) -> None:
+    assert "there is no such directory" in say("backup", tmp_path / "none", status=1)
+    assert "there is no backup of a cluster in it" in say("restore", tmp_path / "backups", status=1)
+    os.chmod(tmp_path / "backups", 0o500)
+    if os.geteuid() != 0:
+        assert "Permission denied" in say("backup", tmp_path / "backups", status=1)

@@ -1,0 +1,37 @@
+"""Recurring jobs whose next submission cannot be."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+from jobs import spec
+from world import ANN, Cluster
+
+from hpcsched.controller.requests import crontabs
+from hpcsched.model.codec import spec_to_json
+from hpcsched.model.job import JobState
+
+# A 29th of February that is a Sunday: after 2088 not before 2128, as 2100 is not a leap year.
+RARE = "0 4 29 2 */7"
+DAY_S = 86_400.0
+AFTER_2088_S = datetime(2090, 1, 1).timestamp()
+
+
+def test_a_schedule_that_is_never_due_is_told_and_keeps_no_other_entry_from_its_job() -> None:
+    cluster = Cluster("n1")
+    cluster.tick(AFTER_2088_S - cluster.now_s)
+    text = f"{RARE} true\n@daily true\n"
+    job = spec_to_json(spec())
+    cluster.ask(lambda tx: crontabs.install(tx, ANN, text, [job, job]))
+    cluster.tick()
+    never, daily = crontabs.view(cluster.world.crontabs[ANN.uid])["entries"]
+    assert never["job_id"] is None
+    assert never["problem"] == f"its schedule {RARE!r} is not due in the next 30 years"
+    assert cluster.job(daily["job_id"]).state is JobState.PENDING
+    asked_again_s = crontabs.next_retry_s(cluster.world, cluster.now_s)
+    assert asked_again_s is not None
+    assert asked_again_s > cluster.now_s + DAY_S
+    cluster.tick(datetime(2100, 1, 1).timestamp() - cluster.now_s)
+    never, _ = crontabs.view(cluster.world.crontabs[ANN.uid])["entries"]
+    assert cluster.job(never["job_id"]).not_before_s == datetime(2128, 2, 29, 4).timestamp()
+    assert never["problem"] == ""

@@ -1,0 +1,68 @@
+"""What children of the agent do: share probes are compared, and nothing else is read for one."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+import pytest
+
+from hpcnode.agent import helpers
+from hpcnode.wire import protocol
+
+NAME = protocol.PROBE_PREFIX + "0123456789abcdef"
+CONTENT = b"a" * protocol.PROBE_BYTES
+
+
+def asked(share: Path, *, name: str = NAME, content: bytes = CONTENT, uid: int | None = None) -> protocol.CompareProbe:
+    sha256 = hashlib.sha256(content).hexdigest()
+    return protocol.CompareProbe(1, str(share), name, sha256, os.geteuid() if uid is None else uid)
+
+
+def test_a_share_probe_is_the_same_or_not(tmp_path: Path) -> None:
+    (tmp_path / NAME).write_bytes(CONTENT)
+    same, blob = helpers.compare_probe(asked(tmp_path))
+    other, other_blob = helpers.compare_probe(asked(tmp_path, content=b"b" * 64))
+    assert (same.same, other.same) == (True, False)
+    assert blob == other_blob == b"", "the content stays on the node"
+
+
+@pytest.mark.parametrize("kind", ["symlink", "hard link", "directory", "fifo", "longer", "shorter"])
+def test_what_is_not_a_share_probe_is_not_read(tmp_path: Path, kind: str) -> None:
+    share, secret = tmp_path / "share", tmp_path / "secret"
+    share.mkdir()
+    secret.write_bytes(CONTENT)
+    probe = share / NAME
+    match kind:
+        case "symlink":
+            probe.symlink_to(secret)
+        case "hard link":
+            probe.hardlink_to(secret)
+        case "directory":
+            probe.mkdir()
+        case "fifo":
+            os.mkfifo(probe)
+        case "longer":
+            probe.write_bytes(CONTENT + b"a")
+        case "shorter":
+            probe.write_bytes(CONTENT[1:])
+    with pytest.raises((OSError, ValueError)):
+        helpers.compare_probe(asked(share))
+
+
+@pytest.mark.parametrize("name", ["../secret", "secret", NAME + "/../../secret", NAME + "\n", "", ".", NAME.upper()])
+def test_a_share_probe_has_its_name(tmp_path: Path, name: str) -> None:
+    (tmp_path / "secret").write_bytes(CONTENT)
+    with pytest.raises(ValueError, match="not the name of a share probe"):
+        helpers.compare_probe(asked(tmp_path, name=name))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a file away")
+def test_a_share_probe_of_another_account_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / NAME).write_bytes(CONTENT)
+    os.chown(tmp_path / NAME, 65534, 65534)
+    with pytest.raises(ValueError, match="belongs to uid 65534 there, and to uid 0 here"):
+        helpers.compare_probe(asked(tmp_path))
+    answer, _ = helpers.compare_probe(asked(tmp_path, uid=65534))
+    assert answer.same

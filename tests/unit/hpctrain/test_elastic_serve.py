@@ -1,0 +1,72 @@
+"""What the roster's server says of members that go, at the end of a run and before."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import struct
+
+from hpctrain.elastic.roster import Roster, Settings
+from hpctrain.elastic.serve import Server
+
+KEY = "key"
+RESET = struct.pack("ii", 1, 0)  # SO_LINGER: close breaks the connection off, as a process that ends at once may
+
+
+class Member:
+    """One end of a connection to the server."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+
+    def say(self, **message: object) -> None:
+        self._writer.write(json.dumps(message).encode() + b"\n")
+
+    async def hear(self, word: str) -> None:
+        """Read until the server says this."""
+        while json.loads(await self._reader.readline())["say"] != word:
+            pass
+
+    async def break_off(self) -> None:
+        self._writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+        self._writer.close()
+
+
+async def join(port: int, slot: int) -> Member:
+    member = Member(*await asyncio.open_connection("127.0.0.1", port))
+    member.say(say="join", key=KEY, slot=slot)
+    await member.hear("welcome")
+    return member
+
+
+async def ended_members(*, orderly: bool) -> list[str]:
+    """Two members: the first one is done, or not; then the connection of the other, which waits, breaks. What is said."""
+    said: list[str] = []
+    server = Server(Roster(Settings(least=1, want=1), 0.0), KEY, said.append, lambda slot: None, lambda slot: None)
+    port = await server.listen("127.0.0.1")
+    first, second = await join(port, 0), await join(port, 1)
+    first.say(say="ready", offer={})
+    await first.hear("generation")
+    second.say(say="ready", offer={})
+    if orderly:
+        first.say(say="done")
+        await second.hear("leave")
+    else:
+        while not server.roster.spares():
+            await asyncio.sleep(0)
+    number = max(server.roster.members)
+    await second.break_off()
+    while number in server.roster.members:
+        await asyncio.sleep(0)
+    await server.close()
+    return [line for line in said if "lost" in line]
+
+
+def test_a_member_that_leaves_as_it_was_told_is_not_called_lost() -> None:
+    assert asyncio.run(asyncio.wait_for(ended_members(orderly=True), 60)) == []
+
+
+def test_a_member_whose_connection_breaks_is() -> None:
+    (line,) = asyncio.run(asyncio.wait_for(ended_members(orderly=False), 60))
+    assert line.startswith("member 1 (slot 1) is lost: its connection ")

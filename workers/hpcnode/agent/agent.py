@@ -1,0 +1,543 @@
+"""The agent: our process on a node, at the far end of the controller's channel. One thread, one loop, no blocking.
+
+It serves one controller (the newest), the step commands of the node's jobs, and its shepherds, at one unix socket. What is
+to be done with launches the `ledger` decides; here are the connections, the timers and the process itself. It is there only
+while it is needed: it ends when for a while there was neither a controller nor a living step. It may be killed at any
+moment: shepherds run on, and the next agent finds them in the spool.
+
+SIGTERM: end now and leave the shepherds alone (another version takes over).
+
+All that it has in memory each fork maps again, and each first write into it copies: so modules that few need are imported
+where they are needed, in a child if that is possible.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from typing import Any, Dict, List, Mapping, Optional, Tuple
+
+from hpcnode import paths
+from hpcnode.agent import helpers, link_speed, probe
+from hpcnode.agent.identity import identity_of
+from hpcnode.agent.ledger import FORGET_AT_ONCE, REPEAT_S, Ledger
+from hpcnode.agent.shepherds import Minders
+from hpcnode.agent.step_commands import Awaited, Clients, Frames, peer
+from hpcnode.lease import Renewals
+from hpcnode.os import account as user
+from hpcnode.os import cgroup, process
+from hpcnode.os.faults import CrashPoints, crash_points
+from hpcnode.os.loop import READ, Loop, Stream, Timer, log_exception, wake_on_signals
+from hpcnode.shepherd import allocation_file, environment
+from hpcnode.shepherd.assignment import Setting
+from hpcnode.shepherd.mpi import MpiVariables
+from hpcnode.spool import Spool
+from hpcnode.wire import protocol
+
+IDLE_S = 60.0
+TICK_S = 0.1
+FORGET_S = 0.25
+RENAMED_S = 0.3  # after a controller calls it by another name: its connection has gone then
+HIGH_WATER = 8 << 20  # unsent to the controller: then the shepherds have to wait
+LOW_WATER = 1 << 20
+ACCOUNT_AGE_S = 60.0
+
+
+class AgentError(Exception):
+    """The agent cannot run here; the text says why."""
+
+
+class Agent:
+    """One agent, from its lock to its end."""
+
+    def __init__(self, *, root: str, cluster: str, node: str, idle_s: float, environ: Mapping[str, str]) -> None:
+        self.root = root
+        self.cluster = cluster
+        self.node = node
+        self._idle_s = idle_s
+        self._environ = environ
+        self._boot_id = process.boot_id(environ)
+        self._faults: CrashPoints = crash_points(environ)
+        self._lock_fd = take_lock(root, self._boot_id)
+        self._loop = Loop(contains_faults=True)
+        self._spool = Spool(root, self._faults)
+        self._identity = identity_of(self._spool.path, environ)
+        self._socket_path = paths.socket_path(root)
+        self._protect()
+        cgroup_base = cgroup.find_base()
+        if cgroup_base is not None:
+            cgroup.remove_empty(cgroup_base)  # of agents that were killed
+        setting = Setting(
+            spool=self._spool,
+            faults=self._faults,
+            boot_id=self._boot_id,
+            node=node,
+            socket_path=self._socket_path,
+            cgroup_base=cgroup_base,
+            has_gpus=environment.node_has_gpus(),
+        )
+        self._minders = Minders(self._loop, setting, MpiVariables(root, log))
+        self._ledger = Ledger(
+            node=node,
+            boot_id=self._boot_id,
+            spool=self._spool,
+            minders=self._minders,
+            send=self.to_controller,
+            find_account=self._find_account,
+            log=log,
+        )
+        self._renewals = Renewals(self._loop, self._ledger.leases, self.to_controller)
+        self._accounts: Dict[Tuple[str, int], Tuple[float, user.Account]] = {}
+        self._helpers = helpers.Helpers(self._loop)
+        awaited = Awaited(root, self._boot_id)
+        self._clients = Clients(self._loop, self, self._spool.reserve_seqs()[0], awaited, log)
+        self._controller: Optional[Stream] = None
+        self._welcomed = False
+        self._gpus: Optional[List[Dict[str, Any]]] = None  # None: not asked yet
+        self._watchers: Dict[str, List[protocol.Address]] = {}  # who else is sent the output of a token
+        self._paused = False
+        self._idle_timer: Optional[Timer] = None
+        self._tick_timer: Optional[Timer] = None
+        self._forget_timer: Optional[Timer] = None
+
+    def run(self, ready_fd: int) -> None:
+        """Serve until nobody needs us any more; a byte to `ready_fd` says that the socket answers."""
+        paths.write_shims(self.root)
+        self._minders.on_words = self._from_shepherd
+        self._minders.on_gone = self._shepherd_gone
+        wake_on_signals(
+            self._loop,
+            {
+                signal.SIGCHLD: self._minders.reap,
+                signal.SIGTERM: self._hand_over,
+                signal.SIGINT: self._hand_over,
+                signal.SIGHUP: lambda: None,
+            },
+        )
+        self._ledger.recover()
+        if self._ledger.is_idle:
+            self._minders.forget_mpi_files()
+            allocation_file.forget_all(self.root)
+        listener = self._listen()
+        if ready_fd >= 0:
+            os.write(ready_fd, b"ready\n")
+            os.close(ready_fd)
+        self._loop.later(REPEAT_S, self._repeat)
+        self._loop.after_turn = self._after_turn
+        gc.collect()
+        process.return_free_memory()
+        gc.freeze()  # a shepherd's collector must not touch, and so copy, what it shares with us
+        self._tidy()
+        paths.unpack_aside(self.root, log)
+        self._loop.run()
+        self._tidy()
+        os.unlink(self._socket_path)
+        listener.close()
+
+    def _tidy(self) -> None:
+        """Delete what versions before us have left and nothing runs from: shepherds and step commands of theirs live on."""
+        if paths.version() == "source":
+            return
+        try:
+            old = paths.delete_old_bundles(self.root, process.is_named, time.time())
+            for name in (*old, *paths.delete_old_steps(self.root, process.is_named, time.time())):
+                log("deleted %s: nothing runs from it any more" % name)
+        except OSError as error:
+            log("cannot delete old bundles: %s" % error)
+
+    def _protect(self) -> None:
+        os.umask(0o077)
+        process.become_subreaper()  # orphans of a killed shepherd come to us, not to init
+        if os.geteuid() == 0:
+            try:
+                with open("/proc/self/oom_score_adj", "w") as file:
+                    file.write("-500")
+            except OSError:
+                pass  # a container may forbid it
+
+    def _listen(self) -> socket.socket:
+        path = self._socket_path
+        paths.make_socket_folder(path)
+        try:
+            os.unlink(path)  # we hold the lock: it is of an agent that is gone
+        except FileNotFoundError:
+            pass
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener.bind(path)
+        os.chmod(path, 0o666 if os.geteuid() == 0 else 0o600)  # who asks is checked for each connection
+        listener.listen(128)
+        listener.setblocking(False)
+        self._loop.watch(listener.fileno(), READ, lambda _events: self._accept(listener))
+        return listener
+
+    def _accept(self, listener: socket.socket) -> None:
+        for _ in range(64):
+            try:
+                sock, _ = listener.accept()
+            except OSError:
+                return
+            _, uid = peer(sock)
+            if os.geteuid() != 0 and uid not in (os.geteuid(), 0):
+                sock.close()
+                continue
+            try:
+                self._clients.accept(sock)
+            except Exception:
+                log_exception("a connection of uid %d is closed: it cannot be taken" % uid)
+                sock.close()
+
+    # ----- the controller
+
+    def take_over(
+        self, stream: Stream, uid: int, hello: protocol.Hello, frames: Frames, framer: protocol.Framer
+    ) -> bool:
+        """Take a connection that began with `hello` as the controller's, if it may be that. `frames`: what followed."""
+        why = self._refusal(hello, uid)
+        if why:
+            log("a controller was refused: %s" % why)
+            stream.send(protocol.encode(protocol.Goodbye(why)))
+            if uid in (os.geteuid(), 0) and (hello.cluster, hello.node) != (self.cluster, self.node):
+                self._loop.later(RENAMED_S, self._end_if_unneeded)
+            return False
+        if self._controller is not None:
+            self._controller.send(protocol.encode(protocol.Goodbye("another connection of the controller took over")))
+            self._controller.close_when_sent()
+        framer.limit, framer.max_values = protocol.MAX_FRAME_BYTES, 0
+        self._end_renewals()
+        self._controller, self._welcomed = stream, False
+        stream.what = "the controller's connection"
+        stream.on_data = lambda data: self._received(stream, framer, data)
+        self._look_then_welcome(stream)
+        for message, blob in frames:
+            self._obey(message, blob)
+        return True
+
+    def _refusal(self, hello: protocol.Hello, uid: int) -> str:
+        if uid not in (os.geteuid(), 0):
+            return "uid %d is not who this agent obeys" % uid
+        if hello.version != protocol.VERSION:
+            return "this agent speaks protocol %d, not %d" % (protocol.VERSION, hello.version)
+        if (hello.cluster, hello.node) != (self.cluster, self.node):
+            return "this is node %s of cluster %s" % (self.node, self.cluster)
+        try:
+            return self._ledger.terms.begin(hello.incarnation, hello.epoch)
+        except OSError as error:
+            return "cannot keep the controller's term in %s: %s" % (self.root, error.strerror)
+
+    def _look_then_welcome(self, stream: Stream) -> None:
+        """Say Welcome, after the GPUs were counted once (which may take seconds, so not here)."""
+        if self._gpus is None and probe.has_gpu_tool(self._environ):
+            self._ask_for_facts(protocol.Probe(0), lambda facts: self._welcome(stream, facts.facts.get("gpus", [])))
+        else:
+            self._welcome(stream, self._gpus or [])
+
+    def _welcome(self, stream: Stream, gpus: List[Dict[str, Any]]) -> None:
+        self._gpus = gpus
+        if stream is not self._controller or stream.closed:
+            return
+        facts = probe.facts(self.root, self._environ, (), thorough=False)
+        facts["gpus"] = gpus
+        facts["fault"] = self._ledger.fault
+        facts["spool"] = self._identity
+        welcome = protocol.Welcome(
+            version=protocol.VERSION,
+            node=self.node,
+            boot_id=self._boot_id,
+            agent_version=paths.version(),
+            pid=os.getpid(),
+            epoch=self._ledger.terms.seen.epoch,
+            inventory=self._ledger.inventory(),
+            facts=facts,
+        )
+        stream.send(protocol.encode(welcome))
+        self._welcomed = True
+        self._clients.controller_came()
+        self._minders.resend()
+        self._minders.keep_one_ready()
+
+    def to_controller(self, message: protocol.Message, blob: bytes = b"") -> bool:
+        """Send it if a controller listens; return whether one does."""
+        if self._controller is None or not self._welcomed or self._controller.closed:
+            return False
+        self._controller.send(protocol.encode(message, blob))
+        return True
+
+    def _received(self, stream: Stream, framer: protocol.Framer, data: bytes) -> None:
+        if not data:
+            self._controller_gone(stream)
+            return
+        try:
+            for message, blob in framer.feed(data):
+                if stream is self._controller:
+                    self._obey(message, blob)
+        except protocol.WireError as error:
+            log("the controller's connection is closed: %s" % error)
+            stream.send(protocol.encode(protocol.Goodbye(str(error))))
+            stream.close_when_sent()
+            self._controller_gone(stream)
+
+    def _controller_gone(self, stream: Stream) -> None:
+        if stream is self._controller:
+            self._controller, self._welcomed = None, False
+            self._watchers.clear()  # it asks again, if anybody still listens
+            self._end_renewals()
+            self._clients.controller_went()
+
+    def _end_renewals(self) -> None:
+        self._renewals.forget()
+        self._ledger.disconnected()
+
+    def _obey(self, message: protocol.Message, blob: bytes) -> None:
+        ledger = self._ledger
+        if isinstance(message, protocol.Launch):
+            ledger.launch(message, blob)
+        elif isinstance(message, protocol.Ack):
+            ledger.ack(message.seqs)
+        elif isinstance(message, protocol.EndStep):
+            ledger.end_step(message)
+        elif isinstance(message, protocol.EndJob):
+            ledger.end_job(message)
+        elif isinstance(message, protocol.SuspendJob):
+            ledger.suspend_job(message)
+        elif isinstance(message, protocol.TimeLimit):
+            self.to_shepherd(message.token, ["limit", message.limit_s], b"")
+        elif isinstance(message, protocol.Allocation):
+            self._tell_allocation(message)
+        elif isinstance(message, protocol.SignalStep):
+            ledger.signal_step(message)
+        elif isinstance(message, protocol.Go):
+            ledger.go(message)
+        elif isinstance(message, protocol.Pong):
+            asked_s = self._renewals.answered(message.request)
+            if asked_s is not None:
+                ledger.renewed(asked_s)
+        elif isinstance(message, protocol.Ping):
+            self.to_controller(protocol.Pong(message.request))
+        elif isinstance(message, protocol.Probe):
+            self._ask_for_facts(message, self.to_controller)
+        elif isinstance(message, protocol.ReadFile):
+            self._read_file(message)
+        elif isinstance(message, protocol.CompareProbe):
+            self._compare_probe(message)
+        elif isinstance(message, protocol.Watch):
+            self._watch(message)
+        elif isinstance(message, (protocol.ToStream, protocol.CloseStream)):
+            self._to_client(message, blob)
+        elif isinstance(message, protocol.Input):
+            self.to_shepherd(message.token, ["input", message.task, message.offset, message.eof], blob)
+        elif isinstance(message, protocol.OutputAck):
+            self._taken(message)
+        else:
+            raise protocol.WireError("a controller cannot say %s" % type(message).__name__)
+
+    def _taken(self, ack: protocol.OutputAck) -> None:
+        self.to_shepherd(ack.token, ["taken", ack.task, ack.fd, ack.offset], b"")
+        if ack.again:
+            self.to_shepherd(ack.token, ["resend", self._minders.round], b"")
+        if ack.again and ack.to is not None and self._ledger.is_forgotten(ack.token):
+            self.to_controller(protocol.Output(ack.to, ack.token, protocol.ALL_TASKS, 0, 0, True))
+
+    def _watch(self, order: protocol.Watch) -> None:
+        others = [to for to in self._watchers.pop(order.token, ()) if to != order.to]
+        if order.on and order.token in self._ledger.entries:
+            others.append(order.to)
+        if others:
+            self._watchers[order.token] = others
+
+    def _tell_allocation(self, order: protocol.Allocation) -> None:
+        try:
+            news = allocation_file.note(self.root, order)
+        except OSError as error:
+            log("cannot note the nodes of job %d: %s" % (order.job_id, error))  # it comes again with each connection
+            return
+        if news:
+            self._ledger.signal_job(order.incarnation, order.job_id, order.attempt, signal.SIGWINCH)
+
+    def _to_client(self, message: Any, blob: bytes) -> None:
+        if isinstance(message, protocol.CloseStream):
+            self._clients.close(message.stream)
+        elif not self._clients.to_stream(message.stream, protocol.from_json(message.message), blob):
+            self.to_controller(protocol.CloseStream(message.stream))
+
+    def _ask_for_facts(self, order: protocol.Probe, tell: Any) -> None:
+        live = {entry.key.job_id for entry in self._ledger.entries.values() if not entry.is_final}
+
+        def look() -> Dict[str, Any]:
+            if order.link_token:
+                return link_speed.found(order.link_token, order.link_host, order.link_port)
+            return probe.facts(self.root, self._environ, live, measure=order.measure)
+
+        self._helpers.ask(
+            lambda: (protocol.Facts(order.request, look()), b""),
+            lambda why: (protocol.Facts(order.request, {"error": why}), b""),
+            lambda answer: tell(answer[0]),
+        )
+
+    def _read_file(self, order: protocol.ReadFile) -> None:
+        def failed(why: str) -> helpers.Answer:
+            return protocol.FileData(order.request, order.offset, 0, "cannot read %s: %s" % (order.path, why)), b""
+
+        try:
+            account = self._find_account(order.user)
+        except user.UserError as error:
+            self.to_controller(*failed(str(error)))
+            return
+        self._helpers.ask(lambda: helpers.read_file(order, account), failed, lambda answer: self.to_controller(*answer))
+
+    def _compare_probe(self, order: protocol.CompareProbe) -> None:
+        self._helpers.ask(
+            lambda: helpers.compare_probe(order),
+            lambda why: (protocol.ProbeCompared(order.request, False, why), b""),
+            lambda answer: self.to_controller(answer[0]),
+        )
+
+    def _find_account(self, name: str, allow_uid_below: int = 0) -> user.Account:
+        now_s = process.boot_clock_s()
+        key = (name, allow_uid_below)
+        known = self._accounts.get(key)
+        if known is None or now_s - known[0] > ACCOUNT_AGE_S:
+            known = self._accounts[key] = (now_s, user.find_account(name, os.geteuid(), allow_uid_below))
+        return known[1]
+
+    # ----- shepherds and step commands
+
+    def _from_shepherd(self, token: str, words: List[Any], blob: bytes) -> None:
+        word = words[0]
+        if word == "prepared":
+            self._ledger.shepherd_prepared(token)
+        elif word == "started":
+            self._ledger.shepherd_started(token, words[1])
+        elif word == "final":
+            self._ledger.shepherd_ended(token, words[1])
+        elif word == "signal_steps":
+            self._ledger.signal_steps(self._ledger.entries[token], words[1])
+        elif word in ("output", "took"):
+            self._stream_word(token, words, blob)
+
+    def _stream_word(self, token: str, words: List[Any], blob: bytes) -> None:
+        launch = self._ledger.entries[token].launch
+        to = launch.stream_to if launch is not None else None
+        if to is None:
+            return
+        message: protocol.Message
+        if words[0] == "output":
+            if words[5] != self._minders.round:
+                return  # it was sent to the reader before; it comes again
+            message = protocol.Output(to, token, *words[1:5])
+            for other in self._watchers.get(token, ()):
+                self.to_controller(protocol.changed(message, to=other), blob)
+        else:
+            message = protocol.InputAck(to, token, *words[1:])
+        if to.node == self.node:
+            self._clients.output(to.stream, message, blob)
+        else:
+            self.to_controller(message, blob)
+
+    def _shepherd_gone(self, token: str) -> None:
+        self._watchers.pop(token, None)
+        self._ledger.shepherd_gone(token)
+
+    def job_runs_here(self, job_id: int, uid: int) -> Optional[int]:
+        """Return the attempt of the job that runs here as this user (any, for root and for ourselves), else None."""
+        for entry in self._ledger.entries.values():
+            if entry.key.job_id == job_id and not entry.is_final:
+                owner = entry.account.uid if entry.account is not None else entry.record.get("uid", os.geteuid())
+                if uid in (owner, os.geteuid(), 0):
+                    return entry.key.attempt
+        return None
+
+    def owns_stream(self, token: str, stream: int) -> bool:
+        """Return whether the tasks of this token run here and stream to this step command."""
+        entry = self._ledger.entries.get(token)
+        to = entry.launch.stream_to if entry is not None and entry.launch is not None else None
+        return to is not None and (to.node, to.stream) == (self.node, stream)
+
+    def send_again(self, stream: int) -> None:
+        """Have what streams to this step command from here, and was not acknowledged, sent again."""
+        for token in self._ledger.entries:
+            if self.owns_stream(token, stream):
+                self.to_shepherd(token, ["resend", self._minders.round], b"")
+
+    def to_shepherd(self, token: str, words: List[Any], blob: bytes) -> None:
+        """Hand stream traffic to the shepherd of a token, if it lives."""
+        self._minders.say(token, words, blob)
+
+    # ----- time
+
+    def _after_turn(self) -> None:
+        """Set the timers that the turn has made necessary, and slow down or let go who writes too fast."""
+        self._flow()
+        self._renewals.keep_on(self._welcomed)
+        if self._ledger.waits and self._tick_timer is None:
+            self._tick_timer = self._loop.later(TICK_S, self._tick)
+        if self._ledger.to_forget >= FORGET_AT_ONCE:
+            self._forget()
+        elif self._ledger.to_forget and self._forget_timer is None:
+            self._forget_timer = self._loop.later(FORGET_S, self._forget)
+        needed = not self._is_unneeded()
+        if needed and self._idle_timer is not None:
+            self._idle_timer.cancel()
+            self._idle_timer = None
+        elif not needed and self._idle_timer is None:
+            self._idle_timer = self._loop.later(self._idle_s, self._hand_over)
+
+    def _is_unneeded(self) -> bool:
+        return self._controller is None and len(self._clients) == 0 and self._ledger.is_idle
+
+    def _end_if_unneeded(self) -> None:
+        if self._is_unneeded():
+            self._hand_over()
+
+    def _flow(self) -> None:
+        unsent = self._controller.unsent if self._controller is not None else 0
+        if (unsent > HIGH_WATER) != self._paused and (unsent > HIGH_WATER or unsent < LOW_WATER):
+            self._paused = not self._paused
+            self._minders.pause(self._paused)
+
+    def _tick(self) -> None:
+        self._tick_timer = None
+        self._ledger.tick()
+
+    def _forget(self) -> None:
+        if self._forget_timer is not None:
+            self._forget_timer.cancel()
+            self._forget_timer = None
+        tokens = self._ledger.forget_some()
+        if tokens:
+            self._helpers.do(lambda: self._spool.remove(tokens))
+
+    def _repeat(self) -> None:
+        if self._welcomed:
+            self._ledger.repeat()
+        self._loop.later(REPEAT_S, self._repeat)
+
+    def _hand_over(self) -> None:
+        """End; shepherds live on, and the spool says everything to the next agent."""
+        if self._ledger.to_forget:
+            self._forget()
+        self._loop.stopped = True
+
+
+def take_lock(root: str, boot: str) -> int:
+    """Take the lock that makes this the one agent of its root, and note who we are in it. Raises AgentError."""
+    path = os.path.join(root, "agent.lock")
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise AgentError("cannot start the agent: another one has %s" % path) from None
+    who = process.identify(os.getpid(), boot)
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, json.dumps({"agent": who, "version": paths.version(), "python": sys.executable}).encode(), 0)
+    return fd
+
+
+def log(text: str) -> None:
+    """Write a line to the agent's log (its stderr)."""
+    print(time.strftime("%Y-%m-%dT%H:%M:%S"), text, file=sys.stderr)

@@ -1,0 +1,151 @@
+"""The agent as a command: its words, its log, and whom it tells why it cannot run.
+
+Its words come from `attach`, not from people. It does not know what an agent does.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import os
+import sys
+import time
+from typing import Callable, Dict, List
+
+from hpcnode.agent.agent import IDLE_S, Agent, AgentError, log
+
+# ----- the log of an agent and its shepherds: it takes the place of their stderr, the file ROOT/log
+# It is bounded and never a reason to fail. Text that a full disk does not take is dropped. A line that repeats the one before
+# it is counted, and so are lines beyond `MAX_LINES_PER_S`. At `LOG_BYTES` the log moves to ROOT/log.1.
+
+
+LOG_BYTES = 4 << 20
+MAX_LINES_PER_S = 20
+BURST_LINES = 500  # lines that may come at once, a traceback's for example
+MAX_LINE_CHARS = 8000
+LOOK_BYTES = 64 << 10  # written between looks at the log's size
+STAMP_CHARS = len("2026-01-01T00:00:00 ")
+
+
+class LossyLog(io.TextIOBase):
+    """Writes each line to a descriptor that was opened to append, or drops it."""
+
+    def __init__(self, fd: int, path: str = "", clock: Callable[[], float] = time.monotonic) -> None:
+        """`path`: of the file, for moving it to ``path.1`` when it is long; "": it is never moved."""
+        self._fd = fd
+        self._path = path
+        self._clock = clock
+        self._partial = ""
+        self._last = ""
+        self._repeated = self._dropped = 0
+        self._room = float(BURST_LINES)
+        self._room_at_s = clock()
+        self._written_bytes = LOOK_BYTES  # since the last look
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def write(self, text: str) -> int:
+        """Take text; whole lines are written if there is room for them."""
+        *lines, rest = (self._partial + text).split("\n")
+        self._partial = rest[:MAX_LINE_CHARS]
+        for line in lines:
+            self._take(line[:MAX_LINE_CHARS])
+        return len(text)
+
+    def flush(self) -> None:
+        """Write what has no end of line yet."""
+        if self._partial:
+            partial, self._partial = self._partial, ""
+            self._put(partial)
+
+    def _take(self, line: str) -> None:
+        said = line[STAMP_CHARS:] if line[:4].isdigit() else line
+        if said and said == self._last:
+            self._repeated += 1
+            return
+        now_s = self._clock()
+        self._room = min(BURST_LINES, self._room + (now_s - self._room_at_s) * MAX_LINES_PER_S)
+        self._room_at_s = now_s
+        if self._room < 1:
+            self._dropped += 1
+            return
+        self._room -= 1
+        if self._repeated:
+            self._put("last line repeated %d times\n" % self._repeated)
+        if self._dropped:
+            self._put("%d lines dropped: more than %d per second\n" % (self._dropped, MAX_LINES_PER_S))
+        self._last, self._repeated, self._dropped = said, 0, 0
+        self._put(line + "\n")
+
+    def _put(self, text: str) -> None:
+        data = text.encode("utf-8", "backslashreplace")
+        try:
+            os.write(self._fd, data)
+            self._written_bytes += len(data)
+            if self._written_bytes >= LOOK_BYTES:
+                self._written_bytes = 0
+                self._rotate()
+        except OSError:
+            pass
+
+    def _rotate(self) -> None:
+        """Move what a long log has to ``path.1``. Shepherds have the file open too: it is emptied, not replaced."""
+        status = os.fstat(self._fd)
+        if not self._path or status.st_size <= LOG_BYTES or not os.path.samestat(status, os.stat(self._path)):
+            return
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        with open(self._path, "rb") as old, open(os.open(self._path + ".1", flags, 0o600), "wb") as kept:
+            old.seek(max(0, status.st_size - LOG_BYTES))
+            kept.write(old.read(LOG_BYTES))
+        os.ftruncate(self._fd, 0)
+
+
+NEEDED = ("--root", "--cluster", "--node")
+OPTIONS = (*NEEDED, "--idle-s", "--ready-fd")
+USAGE = "usage: hpcnode agent --root R --cluster C --node N [--idle-s S] [--ready-fd N]"
+
+
+def main(argv: List[str]) -> int:
+    """Run the agent: `agent --root R --cluster C --node N [--idle-s S] [--ready-fd N]`."""
+    try:
+        given = _options(argv)
+        root, cluster, node = given["--root"], given["--cluster"], given["--node"]
+        idle_s, ready_fd = float(given.get("--idle-s", IDLE_S)), int(given.get("--ready-fd", -1))
+    except ValueError as error:
+        sys.stderr.write("cannot start the agent: %s\n%s\n" % (error, USAGE))
+        return 2
+    sys.stderr = LossyLog(2, os.path.join(root, "log"))
+    say = functools.partial(_say_why, ready_fd)
+    try:
+        agent = Agent(root=root, cluster=cluster, node=node, idle_s=idle_s, environ=os.environ)
+        agent.run(ready_fd)
+    except (AgentError, OSError) as error:
+        say(str(error))
+        return 1
+    return 0
+
+
+def _options(argv: List[str]) -> Dict[str, str]:
+    """Return the words by their options. Not by argparse, which is a tenth of the memory that each fork would copy."""
+    given = dict(zip(argv[::2], argv[1::2]))
+    unknown = set(given).difference(OPTIONS)
+    if unknown or len(argv) % 2:
+        raise ValueError("unknown option or no value: %s" % " ".join(unknown or argv[-1:]))
+    missing = [name for name in NEEDED if name not in given]
+    if missing:
+        raise ValueError("missing: %s" % " ".join(missing))
+    return given
+
+
+def _say_why(ready_fd: int, why: str) -> None:
+    """Tell whoever waits for us, and the log."""
+    log(why)
+    if ready_fd >= 0:
+        try:
+            os.write(ready_fd, ("error: %s\n" % why).encode("utf-8", "surrogateescape"))
+        except OSError:
+            pass  # it was told already that we are ready, or has gone

@@ -1,0 +1,708 @@
+"""What this node knows of every token, and what it answers: the agent's brain.
+
+It decides; it does no I/O of its own but through the spool (disk), the shepherds (`Minding`) and `send` (the controller),
+and reads no clock: time comes in as an argument. So it can be driven on simulated ones.
+
+    unknown --Launch--> claimed --shepherd--> started --> ended | lost
+       |                   +--> refused | barred
+       +--EndStep, EndJob--> barred
+
+Rules:
+- A token starts at most once: the claim is exclusive, and a shepherd is started again only when its lock is free and it had
+  put no `started` on disk, for then nothing was released.
+- A final state never changes. A batch step's end is reported when nothing else of its job is left on this node.
+- An older attempt is gone before a newer one of the same job starts here.
+- What has a lease starts only under one that was renewed on the connection that its launch came by (see `lease`).
+"""
+
+from __future__ import annotations
+
+import errno
+import time
+from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Set, Tuple
+
+from hpcnode.entry import Entries, Entry, Minding, mismatch, report_of
+from hpcnode.lease import Leases
+from hpcnode.os.account import Account, UserError
+from hpcnode.os.process import NO_PROCESS, boot_clock_s
+from hpcnode.spool import Epochs, Found, Spool, token_of
+from hpcnode.wire import protocol
+from hpcnode.wire.tokens import Life, Token, read_token
+
+# ----- which controller this node obeys
+# One of a lower epoch, or of an incarnation that another has followed, is refused for ever.
+
+
+ADVICE = (
+    ": another controller runs, or the database is an older copy (the way to put one in its place is hpcsched restore)"
+)
+
+
+class Terms:
+    """The controllers' terms that this node has seen; kept on disk."""
+
+    def __init__(self, spool: Spool) -> None:
+        self._spool = spool
+        self.seen = spool.epochs()
+
+    def begin(self, incarnation: str, epoch: int) -> str:
+        """Take a controller's term, durably; return "" or why it is refused."""
+        seen = self.seen
+        if incarnation in seen.former:
+            return "this node obeys incarnation %s since; %s is of the past%s" % (seen.incarnation, incarnation, ADVICE)
+        if incarnation == seen.incarnation and epoch < seen.epoch:
+            return "this node has seen epoch %d; %d is of the past%s" % (seen.epoch, epoch, ADVICE)
+        if (incarnation, epoch) != (seen.incarnation, seen.epoch):
+            former = seen.former
+            if seen.incarnation not in ("", incarnation):
+                former = (*former, seen.incarnation)
+            try:
+                self._spool.store_epochs(Epochs(incarnation, epoch, former))
+            except OSError as error:
+                return "cannot write to the spool %s: %s" % (self._spool.path, error.strerror)
+            self.seen = self._spool.epochs()
+        return ""
+
+    def is_past(self, incarnation: str, epoch: int) -> bool:
+        """Return whether what bears these was ordered by another controller than the one that is obeyed now."""
+        return epoch < self.seen.epoch or incarnation != self.seen.incarnation
+
+
+# ----- what a full or broken disk leaves to be done: the controller is told, and what could not be written is tried again
+# A spool that cannot be written is a fault of the node, not of the job: while it lasts the node can take no launches. So is it
+# that no process can be forked: a node that refused every job would soon have had them all.
+
+
+class Unwritten:
+    """What the spool of this node did not take yet."""
+
+    def __init__(
+        self, spool: Spool, minders: Minding, send: Callable[[protocol.Message], object], log: Callable[[str], None]
+    ) -> None:
+        self._spool = spool
+        self._minders = minders
+        self._send = send
+        self._log = log
+        self.fault = ""  # why this node can take no launches
+        self._tombstones: Dict[str, Dict[str, Any]] = {}
+        self._ended: List[protocol.EndJob] = []
+
+    @property
+    def waits(self) -> bool:
+        """Whether `retry` has something to try."""
+        return bool(self._tombstones or self._ended)
+
+    # ----- the node's fault
+
+    def is_unwell(self, why: str) -> None:
+        """This node can take no launches: say so."""
+        if why != self.fault:
+            self._log(why)
+        self.fault = why
+        self._send(protocol.Condition(why))
+
+    def look_again(self) -> None:
+        """Find out whether a fault is still there, and say so when it has gone."""
+        if not self.fault:
+            return
+        try:
+            self._spool.try_to_write()
+            self._minders.try_to_start()
+        except OSError as error:
+            self._log("nothing can be started here yet: %s" % error)
+            return
+        self.fault = ""
+        self._send(protocol.Condition(""))
+
+    # ----- what is to be written
+
+    def bury(self, token: str, record: Dict[str, Any]) -> None:
+        """Make durable that the token never runs here; while that cannot be, this agent remembers it (`has`)."""
+        try:
+            if not self._spool.bar(token, record):
+                self._spool.write_final(token, record)
+            self._tombstones.pop(token, None)
+        except OSError as error:
+            if token not in self._tombstones:
+                self.is_unwell("cannot write a tombstone in the spool %s: %s" % (self._spool.path, error.strerror))
+            self._tombstones[token] = record
+
+    def has(self, token: str) -> bool:
+        """Return whether the token's tombstone is not on disk yet."""
+        return token in self._tombstones
+
+    def drop(self, token: str) -> None:
+        """Try no more to write the token's tombstone."""
+        del self._tombstones[token]
+
+    def note_ended(self, order: protocol.EndJob) -> bool:
+        """Make durable that nothing of the job may start; False: not yet, it is tried again and answered then."""
+        try:
+            self._spool.done.end_attempts((order.incarnation, order.job_id), (order.attempt, order.stay))
+        except OSError as error:
+            if order not in self._ended:
+                self._ended.append(order)
+                self.is_unwell(
+                    "cannot note in the spool %s that a job is over: %s" % (self._spool.path, error.strerror)
+                )
+            return False
+        if order in self._ended:
+            self._ended.remove(order)
+        return True
+
+    def retry(self) -> List[protocol.EndJob]:
+        """Try again to write the tombstones; return the orders to end a job that are to be carried out again."""
+        for token, record in list(self._tombstones.items()):
+            self.bury(token, record)
+        return list(self._ended)
+
+
+# ----- what the controller is told of each entry, and what of it was committed: numbers, repetition, acknowledgement
+# Rules:
+# - Each report has a number higher than all before it, those of the agents before this one included.
+# - A report is repeated until its number is acknowledged; a newer one of the same token takes the place of an older one.
+# - Of an entry that is `held` only the inventory tells, as of one that still runs.
+
+
+class Reports:
+    """The reports of one agent."""
+
+    def __init__(
+        self,
+        *,
+        spool: Spool,
+        send: Callable[[protocol.Message], object],
+        boot_id: str,
+        wall_s: Callable[[], float],
+        boot_s: Callable[[], float],
+    ) -> None:
+        self._spool = spool
+        self._send = send
+        self._boot_id = boot_id
+        self._wall_s = wall_s
+        self._boot_s = boot_s
+        self._unanswered: Dict[int, Entry] = {}
+        self._next_seq, self._seq_end = spool.reserve_seqs()
+        self._repeat_below = 0
+
+    def send(self, entry: Entry) -> None:
+        """Report the entry's present state under a new number."""
+        self._number(entry)
+        self._send(self._report(entry))
+
+    def tell_over(self, token: str, why: str) -> None:
+        """Answer for a token whose entry has gone: it will not run."""
+        self._send(protocol.Report(self._new_seq(), token, protocol.BARRED, self._wall_s(), why=why))
+
+    def inventory(self, entries: Iterable[Entry]) -> List[Dict[str, Any]]:
+        """Return a report of each of these entries, as `Welcome` has them."""
+        reports = []
+        for entry in entries:
+            if not entry.seq:
+                self._number(entry)
+            report = protocol.to_json(self._report(entry))
+            del report["type"]
+            reports.append(report)
+        return reports
+
+    def acknowledged(self, seqs: Iterable[int]) -> List[Entry]:
+        """Take note that these reports are committed; return the entries whose last report is among them."""
+        entries = [self._unanswered.pop(seq) for seq in seqs if seq in self._unanswered]
+        for entry in entries:
+            entry.acked = True
+        return entries
+
+    def repeat(self) -> None:
+        """Send again the reports that have had no answer since the last call."""
+        for seq, entry in tuple(self._unanswered.items()):
+            if seq < self._repeat_below and not entry.held:
+                self._send(self._report(entry))
+        self._repeat_below = self._next_seq
+
+    def forget(self, entry: Entry) -> None:
+        """Repeat nothing of this entry any more."""
+        self._unanswered.pop(entry.seq, None)
+
+    def _report(self, entry: Entry) -> protocol.Report:
+        return report_of(entry, self._wall_s(), self._boot_id, self._boot_s())
+
+    def _number(self, entry: Entry) -> None:
+        self.forget(entry)
+        entry.seq, entry.acked = self._new_seq(), False
+        self._unanswered[entry.seq] = entry
+
+    def _new_seq(self) -> int:
+        if self._next_seq >= self._seq_end:
+            self._next_seq, self._seq_end = self._spool.reserve_seqs(self._next_seq)
+        self._next_seq += 1
+        return self._next_seq - 1
+
+
+MAX_STARTS = 3
+REPEAT_S = 10.0
+FORGET_AT_ONCE = 256  # acknowledged entries that are removed with one fsync
+DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO})
+
+
+class _Gone(NamedTuple):
+    """An EndJob that is not answered yet."""
+
+    job: Tuple[str, int]
+    life: Life
+
+
+class Ledger:
+    """All tokens of this node."""
+
+    def __init__(
+        self,
+        *,
+        node: str,
+        boot_id: str,
+        spool: Spool,
+        minders: Minding,
+        send: Callable[[protocol.Message], object],
+        find_account: Callable[[str, int], Account],
+        log: Callable[[str], None],
+        wall_s: Callable[[], float] = time.time,
+        boot_s: Callable[[], float] = boot_clock_s,
+    ) -> None:
+        self.node = node
+        self.boot_id = boot_id
+        self.entries = Entries()
+        self.terms = Terms(spool)
+        self._spool = spool
+        self._minders = minders
+        self._send = send
+        self._find_account = find_account
+        self._log = log
+        self._wall_s = wall_s
+        self._reports = Reports(spool=spool, send=send, boot_id=boot_id, wall_s=wall_s, boot_s=boot_s)
+        self._unwritten = Unwritten(spool, minders, send, log)
+        self.leases = Leases(spool, log, boot_s)
+        self._gone: List[_Gone] = []
+        self._suspended: Dict[Tuple[str, int], int] = {}  # job -> its attempt that stands still, as this agent was told
+        self._to_forget: Dict[str, None] = {}
+        self._stuck: Set[str] = set()  # neither final nor minded: `tick` looks again
+
+    # ----- start
+
+    def recover(self) -> None:
+        """Read the spool: what an agent before this one has left."""
+        for found in self._spool.load():
+            entry = self._add(Entry(found.token, token_of(found), found.launch, found.boot_id))
+            self._learn(entry, found)
+        for entry in list(self.entries.values()):
+            if entry.minded:
+                self._minders.adopt(entry.token)
+            elif entry.lease_s and entry.renewed_s is None and entry.status == protocol.CLAIMED:
+                self._write_end(entry, protocol.BARRED, "its lease had not begun when the agent ended")
+            elif not entry.is_final:
+                self.shepherd_gone(entry.token)
+            else:
+                self._publish(entry)
+        for entry in list(self.entries.values()):
+            if entry.is_final and entry.key.step == protocol.BATCH:
+                self._end_other_steps(entry)  # the agent before may have been killed before it could
+
+    def _learn(self, entry: Entry, found: Found) -> None:
+        entry.minded = found.boot_id in ("", self.boot_id) and self._minders.is_minded(entry.token)
+        if found.started is not None:
+            entry.status, entry.record = protocol.STARTED, found.started
+        if entry.lease_s:
+            entry.renewed_s = self._spool.renewed_s(entry.token)
+        # The end of a step that is still minded is told by its shepherd, when its output has gone before.
+        if found.final is not None and not entry.minded:
+            entry.status, entry.record = found.final["status"], found.final
+
+    def _add(self, entry: Entry) -> Entry:
+        self.entries.add(entry)
+        self.leases.add(entry)
+        return entry
+
+    @property
+    def fault(self) -> str:
+        """Why this node can take no launches; "": it can."""
+        return self._unwritten.fault
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no step lives and nothing has to be done; a claim alone needs no agent."""
+        if self._gone or self.waits:
+            return False
+        return not any(
+            entry.minded or not (entry.is_final or entry.key.step == protocol.ALLOC) for entry in self.entries.values()
+        )
+
+    # ----- the controller: whether it is there
+
+    def renewed(self, asked_s: float) -> None:
+        """The controller has answered a question of that time (boot clock): whatever still has its lease keeps it."""
+        for entry in self.leases.renewed(asked_s):
+            self._start(entry)
+
+    def disconnected(self) -> None:
+        """The connection has ended: what waited for a lease on it gets none."""
+        for entry in self.leases.disconnected():
+            self._write_end(entry, protocol.BARRED, "the connection to the controller ended before its lease began")
+
+    def is_forgotten(self, token: str) -> bool:
+        """Whether all is over with this token: reported, acknowledged, and its output taken."""
+        return token not in self.entries and self._spool.done.is_noted(token)
+
+    def inventory(self) -> List[Dict[str, Any]]:
+        """Return a report of everything that is known."""
+        return self._reports.inventory(self.entries.values())
+
+    # ----- the controller: what it wants
+
+    def launch(self, launch: protocol.Launch, script: bytes) -> None:
+        """Claim the token and start it, once; answer with its present state."""
+        key = read_token(launch.token)
+        if key is None or key.node != self.node:
+            self._log("launch dropped: %.200r is no token of node %s" % (launch.token, self.node))
+            return
+        if self.terms.is_past(key.incarnation, launch.epoch):
+            self._log("launch of %s dropped: of epoch %d, now %d" % (launch.token, launch.epoch, self.terms.seen.epoch))
+            return
+        entry = self.entries.get(launch.token)
+        if entry is not None:
+            if not (entry.key.step == protocol.ALLOC and entry.token in self._stuck):  # an older attempt is still there
+                self._publish(entry)
+            return
+        if self._spool.done.is_over(key):
+            self._reports.tell_over(launch.token, "it is over and was acknowledged, or its attempt is")
+            return
+        if key.step != protocol.BATCH and self.entries.batch_is_over(key):
+            self._reports.tell_over(launch.token, "the job's batch step is over")
+            return
+        self._claim(launch, key, script)
+
+    def _claim(self, launch: protocol.Launch, key: Token, script: bytes) -> None:
+        entry = Entry(launch.token, key, launch, self.boot_id)
+        try:
+            why = mismatch(launch, key, script)
+            account = self._find_account(launch.user, launch.allow_uid_below)
+            entry.account = account
+        except UserError as error:
+            why, account = str(error), None
+        if why or account is None:
+            self._bar(launch.token, key, protocol.REFUSED, why)
+            return
+        try:
+            if not self._spool.claim(launch, script, self.boot_id, (account.uid, account.gid)):
+                self._learn(self._add(entry), self._spool.read(launch.token))
+                self._publish(entry)
+                return
+        except OSError as error:
+            self._add(entry)
+            why = "cannot write to the spool %s: %s" % (self._spool.path, error.strerror)
+            self._refuse(entry, why, node_fault=True)
+            return
+        self._add(entry)
+        self.leases.begin(entry)
+        self._start(entry)
+
+    def _start(self, entry: Entry) -> None:
+        """Start the shepherd of a claimed entry, once nothing of an older attempt is left, and under its lease."""
+        if entry.lease_s and entry.renewed_s is None:
+            return  # `renewed` comes back to it
+        older = [e for e in self.entries.of_job(entry.key.job) if e.key.life < entry.key.life and not e.is_final]
+        for other in older:
+            self._end(other, 0.0, "attempt %d of the job starts here" % entry.key.attempt)
+        if older:
+            self._stuck.add(entry.token)
+            return
+        launch = entry.launch
+        assert launch is not None
+        if entry.lease_s and not self.leases.holds(entry):
+            self._write_end(entry, protocol.BARRED, protocol.LEASE_OVER)
+            return
+        try:
+            if entry.account is None:
+                entry.account = self._find_account(launch.user, launch.allow_uid_below)
+            entry.starts += 1
+            if launch.step == protocol.ALLOC:
+                self._publish(entry)
+                return
+            # In one word with the order: said after it, a quick shepherd has released its tasks by then.
+            suspended = self._suspended.get(entry.key.job) == entry.key.attempt
+            self._minders.start(launch, entry.account, suspended)
+            entry.minded = True
+        except UserError as error:
+            self._refuse(entry, str(error))
+        except OSError as error:
+            node_fault = error.errno in DISK_ERRORS | NO_PROCESS
+            self._refuse(entry, "cannot start a shepherd: %s" % error, node_fault=node_fault)
+
+    def go(self, order: protocol.Go) -> None:
+        """Let the tasks of a launch with `hold` go."""
+        self._minders.say(order.token, ["go"])
+
+    def signal_step(self, order: protocol.SignalStep) -> None:
+        """Pass a signal to a step, or to the steps of its job."""
+        entry = self.entries.get(order.token)
+        if entry is None:
+            return
+        if not order.steps:
+            self._minders.say(entry.token, ["signal", order.signum, order.batch_only, order.full])
+        if order.steps or order.full:
+            self.signal_steps(entry, order.signum)
+
+    def signal_job(self, incarnation: str, job_id: int, attempt: int, signum: int) -> None:
+        """Pass a signal to all that runs here of the job's attempt, its batch shell included."""
+        for entry in self.entries.of_job((incarnation, job_id)):
+            if entry.key.attempt == attempt and entry.status == protocol.STARTED:
+                self._minders.say(entry.token, ["signal", signum, False])
+                if entry.key.step == protocol.BATCH:
+                    self._minders.say(entry.token, ["signal", signum, True])
+
+    def signal_steps(self, batch: Entry, signum: int) -> None:
+        """Pass a signal to the other steps of the batch step's attempt on this node."""
+        for other in self.entries.of_job(batch.key.job, batch.key.life):
+            if other is not batch and other.status == protocol.STARTED and other.hears(signum):
+                self._minders.say(other.token, ["signal", signum, False])
+
+    def end_step(self, order: protocol.EndStep) -> None:
+        """Bar the token or end it; answered by its final report."""
+        key = read_token(order.token)
+        if key is None or key.node != self.node:
+            self._log("end dropped: %.200r is no token of node %s" % (order.token, self.node))
+            return
+        entry = self.entries.get(order.token)
+        if entry is None:
+            if self._spool.done.is_over(key):
+                self._reports.tell_over(order.token, "it was over before")
+            else:
+                self._bar(order.token, key, protocol.BARRED, order.why)
+        elif entry.is_final:
+            self._minders.say(entry.token, ["end", 0.0, order.why])  # nobody waits for its output any more
+            self._publish(entry)
+        else:
+            self._end(entry, order.grace_s, order.why)
+
+    def end_job(self, order: protocol.EndJob) -> None:
+        """Leave nothing of the job's attempts up to this one; answered by JobGone."""
+        job = (order.incarnation, order.job_id)
+        durable = self._unwritten.note_ended(order)
+        self._suspended.pop(job, None)
+        life = order.attempt, order.stay
+        for entry in self.entries.of_job(job, life):
+            if not entry.is_final:
+                batch_only = order.batch_only or not entry.hears(order.signum)
+                self._end(entry, order.grace_s, "the job is over", order.signum, batch_only)
+        if durable:
+            self._gone.append(_Gone(job, life))
+            self._answer_gone()
+
+    def suspend_job(self, order: protocol.SuspendJob) -> None:
+        """Have the job's attempt stand still here, or go on; what of it is launched later as well."""
+        job = (order.incarnation, order.job_id)
+        if order.on:
+            self._suspended[job] = order.attempt
+        elif self._suspended.get(job) == order.attempt:
+            del self._suspended[job]
+        for entry in self.entries.of_job(job):
+            if entry.key.attempt == order.attempt and not entry.is_final:
+                self._minders.say(entry.token, ["suspend", order.on])
+
+    def ack(self, seqs: List[int]) -> None:
+        """These reports are committed."""
+        for entry in self._reports.acknowledged(seqs):
+            if entry.is_final and not entry.held:  # of one that is held it was the start that is acknowledged
+                self._minders.say(entry.token, ["acknowledged"])
+                self._forget_if_over(entry)
+
+    # ----- the shepherds
+
+    def shepherd_started(self, token: str, record: Dict[str, Any]) -> None:
+        """The shepherd has released its tasks."""
+        entry = self.entries.get(token)
+        if entry is not None and entry.status == protocol.CLAIMED:
+            entry.status, entry.record = protocol.STARTED, record
+            self._publish(entry)
+
+    def shepherd_prepared(self, token: str) -> None:
+        """The shepherd waits for Go."""
+        entry = self.entries.get(token)
+        if entry is not None and entry.status == protocol.CLAIMED:
+            entry.prepared = True
+            self._publish(entry)
+
+    def shepherd_ended(self, token: str, record: Dict[str, Any]) -> None:
+        """The shepherd says how its step ended."""
+        entry = self.entries.get(token)
+        if entry is None or entry.is_final:
+            return
+        if record["status"] in (protocol.REFUSED, protocol.BARRED):
+            self._finish_unstarted(entry, record)  # a full disk may have kept the shepherd from recording it
+        else:
+            self._finish(entry, record)
+
+    def shepherd_gone(self, token: str) -> None:
+        """No shepherd of this token lives: find out on disk how far it came."""
+        entry = self.entries.get(token)
+        if entry is None:
+            return
+        entry.minded = entry.prepared = False
+        if entry.is_final:
+            self._forget_if_over(entry)
+            return
+        found = self._spool.read(token)
+        if found.final is not None:
+            self._finish(entry, found.final)
+        elif found.started is not None:
+            self._lose(entry, found.started)
+        elif entry.ending is not None:
+            self._write_end(entry, protocol.BARRED, entry.ending[1])
+        elif found.launch is None or found.boot_id != self.boot_id:
+            self._write_end(entry, protocol.BARRED, "the node was rebooted before it could start")
+        elif entry.starts >= MAX_STARTS:
+            self._write_end(entry, protocol.REFUSED, "its shepherd died %d times before it could start" % entry.starts)
+        else:
+            entry.launch = found.launch
+            self._start(entry)
+
+    def _lose(self, entry: Entry, started: Dict[str, Any]) -> None:
+        entry.status, entry.record = protocol.STARTED, started
+        if not self._minders.kill_remains(dict(started, token=entry.token)):
+            self._stuck.add(entry.token)
+            return
+        rebooted = started.get("boot_id") != self.boot_id
+        why = "the node was rebooted" if rebooted else "its shepherd was killed"
+        self._write_end(entry, protocol.LOST, why, started)
+
+    # ----- time
+
+    def tick(self) -> None:
+        """Do again what could not be done: ends that wait for processes to go, or for room on the disk."""
+        for token in tuple(self._stuck):
+            self._look_again(token)
+        for order in self._unwritten.retry():
+            self.end_job(order)
+
+    def _look_again(self, token: str) -> None:
+        self._stuck.discard(token)
+        entry = self.entries.get(token)
+        if entry is not None and not entry.minded:
+            self.shepherd_gone(token)
+
+    @property
+    def waits(self) -> bool:
+        """Whether `tick` has something to try again soon."""
+        return bool(self._stuck) or self._unwritten.waits
+
+    def repeat(self) -> None:
+        """Send again the reports that have had no answer since the last call; look whether a fault is still there."""
+        self._reports.repeat()
+        self._unwritten.look_again()  # after the refusals, or one of them would be the last word
+
+    def forget_some(self) -> List[str]:
+        """Forget what is over and acknowledged, with one fsync for all of it; returns the entries to be removed."""
+        tokens = list(self._to_forget)
+        try:
+            self._spool.note_finished(tokens)
+        except OSError as error:
+            self._log("cannot note finished tokens: %s" % error)
+            return []
+        self._to_forget.clear()
+        for token in tokens:
+            self._reports.forget(self.entries.remove(token))
+        return tokens
+
+    @property
+    def to_forget(self) -> int:
+        """How many entries wait for `forget_some`."""
+        return len(self._to_forget)
+
+    # ----- ends
+
+    def _end(self, entry: Entry, grace_s: float, why: str, signum: int = 0, batch_only: bool = False) -> None:
+        entry.ending, entry.saving = (grace_s, why), signum != 0
+        if entry.minded:
+            self._minders.say(entry.token, ["end", grace_s, why, *([signum, batch_only] if signum else [])])
+        elif entry.status == protocol.CLAIMED:
+            self._write_end(entry, protocol.BARRED, why)
+
+    def _bar(self, token: str, key: Token, status: str, why: str) -> None:
+        """This token, of which there is no entry, never runs here."""
+        entry = self._add(Entry(token, key, None, self.boot_id))
+        record = self._final(status, why)
+        self._unwritten.bury(token, record)
+        self._finish(entry, record)
+
+    def _refuse(self, entry: Entry, why: str, node_fault: bool = False) -> None:
+        record = self._final(protocol.REFUSED, why)
+        if node_fault:
+            record["node_fault"] = True
+        self._finish_unstarted(entry, record)
+
+    def _finish_unstarted(self, entry: Entry, record: Dict[str, Any]) -> None:
+        """Say that it never runs, once no later agent would start it."""
+        self._unwritten.bury(entry.token, record)
+        if self._unwritten.has(entry.token):
+            try:
+                self._spool.void(entry.token)
+            except OSError as error:
+                self._log("cannot take back the claim of %s: %s" % (entry.token, error))
+                self._unwritten.drop(entry.token)
+                entry.ending = (0.0, record["why"])
+                self._stuck.add(entry.token)  # not told before it is kept
+                return
+        self._finish(entry, record)
+
+    def _write_end(self, entry: Entry, status: str, why: str, started: Optional[Dict[str, Any]] = None) -> None:
+        record = self._final(status, why)
+        if started is not None:
+            record.update({key: started[key] for key in ("pid", "started_at_s", "stream_to") if key in started})
+        try:
+            self._spool.write_final(entry.token, record)
+        except OSError as error:
+            self._log("cannot record the end of %s: %s" % (entry.token, error))
+            self._stuck.add(entry.token)
+            return
+        self._finish(entry, record)
+
+    def _final(self, status: str, why: str) -> Dict[str, Any]:
+        return {"status": status, "at_s": self._wall_s(), "why": why}
+
+    def _finish(self, entry: Entry, record: Dict[str, Any]) -> None:
+        entry.status, entry.record = record["status"], record
+        if record.get("node_fault"):
+            self._unwritten.is_unwell(record["why"])
+        if entry.key.step == protocol.BATCH:
+            self._end_other_steps(entry)
+        self._publish(entry)
+        for other in self.entries.of_job(entry.key.job):
+            if other is entry:
+                continue
+            if other.held:
+                self._publish(other)  # a batch step that waited for us
+            elif other.token in self._stuck and other.status == protocol.CLAIMED:
+                self._look_again(other.token)  # a newer attempt that waited for us, perhaps
+        self._answer_gone()
+
+    def _end_other_steps(self, batch: Entry) -> None:
+        for other in self.entries.of_job(batch.key.job, batch.key.life):
+            if not other.is_final and (other.ending is None or other.saving):
+                grace_s = other.launch.grace_s if other.launch is not None else 0.0
+                self._end(other, grace_s, "the job's batch step is over")
+
+    def _answer_gone(self) -> None:
+        for gone in tuple(self._gone):
+            if all(entry.is_final for entry in self.entries.of_job(gone.job, gone.life)):
+                self._gone.remove(gone)
+                self._send(protocol.JobGone(*gone.job, *gone.life))
+
+    def _forget_if_over(self, entry: Entry) -> None:
+        told = entry.is_final and entry.acked and not entry.held
+        if told and not entry.minded and not self._unwritten.has(entry.token):
+            self._to_forget[entry.token] = None
+
+    # ----- reports
+
+    def _publish(self, entry: Entry) -> None:
+        """Report the entry's present state under a new number."""
+        entry.held = not self.entries.may_tell(entry)
+        if not entry.held:
+            self._reports.send(entry)

@@ -1,0 +1,261 @@
+"""What a node is and how it is: the facts that the controller asks for.
+
+    cpus mem_mib gpus disk_free_mib disk_total_mib tmp_free_mib load python kernel machine hostname machine_id boot_id
+    time_s user uid is_root leftovers root uptime_s mem_free_mib tmp_total_mib link_mbps speed (if it was measured)
+
+`machine_id` is equal on nodes that are one machine: the kernel's own boot id, since /etc/machine-id is equal on machines
+that were copied from one image. `gpus` is a list of {index, name, uuid, mem_mib, mig}, `mig` of the {profile, uuid} of the MIG
+devices that it is cut into. `leftovers` are processes of jobs that
+are no more here: {pid, job}. The agent's welcome also has `spool`, see `hpcnode.agent.identity`.
+Sizes are in MiB, times in seconds. A fact that cannot be found out is missing, never invented.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import re
+import socket
+import stat
+import sys
+import time
+from typing import Any, Collection, Dict, List, Mapping, Optional
+
+from hpcnode.os import process
+from hpcnode.shepherd.environment import AGENT_ROOT as _AGENT_ROOT
+
+# ----- how fast a node is beside others: one number for its cpus, one for its network
+# The number for cpus is how many GB of BLAKE2b one of them hashes in a second of its own time: plain arithmetic in registers and
+# the nearest cache, no special instructions, and the same code in every Python. It compares machines; it is no unit of anything,
+# and says nothing of memory or GPUs. Cpu time is counted, not the clock's, so that a node that is busy is not taken for a slow
+# one (one whose cpus share cores still seems slower then). The network's is the rate of the link that the default route takes, by
+# the kernel's word; a virtual one or Wi-Fi has none.
+
+
+CHUNK = b"\x5a" * (1 << 16)  # fits the nearest caches
+ROUND_BYTES = 24 << 20  # some 30 ms on a machine of today
+ROUNDS = 5  # the best one counts: what disturbs only makes it slower
+
+
+def cpu_speed(rounds: int = ROUNDS, round_bytes: int = ROUND_BYTES) -> float:
+    """Return the speed of a cpu, to three digits after the point; never 0."""
+    import hashlib  # asked for by an admin, in a child: no agent need have it in memory
+
+    best = 0.0
+    for _ in range(rounds):
+        digest = hashlib.blake2b()
+        began_s = time.thread_time()
+        for _ in range(round_bytes // len(CHUNK)):
+            digest.update(CHUNK)
+        took_s = time.thread_time() - began_s
+        best = max(best, round_bytes / max(took_s, 1e-6) / 1e9)
+    return max(round(best, 3), 0.001)
+
+
+def link_mbps(routes: str = "/proc/net/route", net: str = "/sys/class/net") -> int:
+    """Return the rate of the link of the default route in Mbit/s, 0 if it is not known."""
+    try:
+        with open(routes) as file:
+            rows = [line.split() for line in file]
+        device = next(row[0] for row in rows if len(row) > 7 and row[1] == "00000000" and row[7] == "00000000")
+        with open("%s/%s/speed" % (net, device)) as file:
+            return max(0, int(file.read()))
+    except (OSError, StopIteration, ValueError):
+        return 0
+
+
+GPU_TIMEOUT_S = 15.0
+SYSTEM_PYTHON = "/usr/bin/python3"
+AGENT_ROOT = _AGENT_ROOT.encode()
+_LISTED = re.compile(r"(?:(?P<gpu>GPU \d+): .*|\s+MIG (?P<profile>\S+)\s.*)\(UUID: (?P<uuid>[\w/-]+)\)\s*\Z")
+_GPU_QUERY = "index,name,uuid,memory.total"
+
+
+def facts(
+    root: str,
+    environ: Mapping[str, str],
+    live_jobs: Collection[int],
+    thorough: bool = True,
+    measure: bool = False,
+) -> Dict[str, Any]:
+    """Return what is known of this node; thorough: GPUs and leftovers too, which may take seconds; measure: its speed."""
+    found: Dict[str, Any] = {
+        "cpus": len(os.sched_getaffinity(0)),
+        "python": "%d.%d.%d" % sys.version_info[:3],
+        "kernel": os.uname().release,
+        "machine": os.uname().machine,
+        "hostname": socket.gethostname(),
+        "machine_id": _first_line("/proc/sys/kernel/random/boot_id") or "",
+        "boot_id": process.boot_id(environ),
+        "time_s": time.time(),
+        "uptime_s": process.boot_clock_s(),
+        "load": list(os.getloadavg()),
+        "uid": os.geteuid(),
+        "user": _user_name(),
+        "is_root": os.geteuid() == 0,
+        "root": root,
+        "gpus": [],
+    }
+    if thorough and os.geteuid() == 0:
+        found.update(python_of_users(sys.executable, root))
+    if thorough:
+        found.update(gpus=gpus(environ), leftovers=leftovers(live_jobs, root), link_mbps=link_mbps())
+    if measure:
+        found["speed"] = cpu_speed()
+    found.update(_memory())
+    found.update(_disk("disk", root))
+    found.update(_disk("tmp", "/tmp"))  # noqa: S108 - only its free space is looked at
+    return found
+
+
+def python_of_users(python: str, root: str) -> Dict[str, str]:
+    """Return whether accounts other than root can run `python`, which starts `hrun` in their jobs, and the files in `root`.
+
+    `python_closed` is the directory or file that keeps them out, "" if none does; then `python_for_all` is another Python
+    that they can run, "" if there is none.
+    """
+    needed = (python, os.path.realpath(python), os.path.realpath(os.__file__))
+    closed = next(filter(None, map(closed_to_others, needed)), "")
+    found = {"python_path": python, "python_closed": closed or closed_to_others(root), "python_for_all": ""}
+    if closed and not closed_to_others(os.path.realpath(SYSTEM_PYTHON)):
+        said = _output_of(SYSTEM_PYTHON, "-I", "-S", "-c", "import sys; print(sys.version_info >= (3, 9))")
+        found["python_for_all"] = SYSTEM_PYTHON if said.strip() == "True" else ""
+    return found
+
+
+def closed_to_others(path: str) -> str:
+    """Return the first part of `path` that accounts in none of its groups cannot enter, or read if it is a file; "": none."""
+    parts = os.path.abspath(path).split("/")
+    for count in range(1, len(parts) + 1):
+        part = "/".join(parts[:count]) or "/"
+        try:
+            mode = os.stat(part).st_mode
+        except OSError:
+            return part
+        if not mode & (stat.S_IXOTH if stat.S_ISDIR(mode) else stat.S_IROTH):
+            return part
+    return ""
+
+
+def has_gpu_tool(environ: Mapping[str, str]) -> bool:
+    """Return whether asking for GPUs means running a program (which may take its time)."""
+    return _find("nvidia-smi", environ.get("PATH", "/usr/bin:/bin")) is not None
+
+
+def gpus(environ: Mapping[str, str]) -> List[Dict[str, Any]]:
+    """Return the NVIDIA GPUs of this node, [] if there are none or the driver does not answer."""
+    tool = _find("nvidia-smi", environ.get("PATH", "/usr/bin:/bin"))
+    if tool is None:
+        return []
+    found = parse_gpus(_output_of(tool, "--query-gpu=" + _GPU_QUERY, "--format=csv,noheader,nounits"))
+    if found:
+        devices = parse_mig(_output_of(tool, "-L"))
+        for gpu in found:
+            gpu["mig"] = devices.get(gpu["uuid"], [])
+    return found
+
+
+def _output_of(*argv: str) -> str:
+    """Return what a program says, "" if it fails or does not answer."""
+    import subprocess  # in a child: no agent need have it in memory
+
+    try:
+        done = subprocess.run(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=GPU_TIMEOUT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.decode("utf-8", "replace") if done.returncode == 0 else ""
+
+
+def parse_mig(text: str) -> Dict[str, List[Dict[str, str]]]:
+    """Return the MIG devices of each GPU, by its uuid, that the list of nvidia-smi names."""
+    found: Dict[str, List[Dict[str, str]]] = {}
+    gpu = ""
+    for line in text.splitlines():
+        match = _LISTED.match(line)
+        if match is None:
+            continue
+        if match.group("gpu"):
+            gpu = match.group("uuid")
+        elif gpu:
+            found.setdefault(gpu, []).append({"profile": match.group("profile"), "uuid": match.group("uuid")})
+    return found
+
+
+def parse_gpus(text: str) -> List[Dict[str, Any]]:
+    """Return the GPUs that nvidia-smi's table names; lines that are none are skipped."""
+    found = []
+    for line in text.splitlines():
+        fields = [field.strip() for field in line.split(",")]
+        if len(fields) == 4 and fields[0].isdigit():
+            memory = int(fields[3]) if fields[3].isdigit() else 0
+            found.append({"index": int(fields[0]), "name": fields[1], "uuid": fields[2], "mem_mib": memory})
+    return found
+
+
+def leftovers(live_jobs: Collection[int], root: str) -> List[Dict[str, int]]:
+    """Return processes that were started for a job below this root and that is no more here."""
+    found = []
+    for pid, status in process.all_processes().items():
+        if status.state in "ZX" or pid == os.getpid():
+            continue
+        env = process.environment_of(pid)
+        job = env.get(b"HPCSCHED_JOB_ID", b"")
+        if env.get(AGENT_ROOT) == os.fsencode(root) and job.isdigit() and int(job) not in live_jobs:
+            found.append({"pid": pid, "job": int(job)})
+    return found
+
+
+def _memory() -> Dict[str, int]:
+    found = {}
+    try:
+        with open("/proc/meminfo") as file:
+            for line in file:
+                words = line.split()
+                if words[0] == "MemTotal:":
+                    found["mem_mib"] = int(words[1]) >> 10
+                elif words[0] == "MemAvailable:":
+                    found["mem_free_mib"] = int(words[1]) >> 10
+    except OSError:
+        pass
+    return found
+
+
+def _disk(name: str, path: str) -> Dict[str, int]:
+    try:
+        info = os.statvfs(path)
+    except OSError:
+        return {}
+    return {
+        name + "_free_mib": info.f_bavail * info.f_frsize >> 20,
+        name + "_total_mib": info.f_blocks * info.f_frsize >> 20,
+    }
+
+
+def _user_name() -> str:
+    try:
+        return pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        return "uid %d" % os.geteuid()
+
+
+def _first_line(path: str) -> Optional[str]:
+    try:
+        with open(path) as file:
+            return file.readline().strip()
+    except OSError:
+        return None
+
+
+def _find(name: str, path: str) -> Optional[str]:
+    for folder in path.split(":"):
+        candidate = os.path.join(folder or ".", name)
+        if folder and os.access(candidate, os.X_OK):
+            return candidate
+    return None

@@ -1,0 +1,1 @@
+"""The commands that run in jobs: hrun, hrsh, and Slurm's names for them."""

@@ -1,0 +1,743 @@
+"""hrun: start tasks on the nodes of a job, be their terminal, and end as they do.
+
+In a job it asks the node's agent (`HPCSCHED_SOCKET`), elsewhere the controller's steps.sock, which allocates a job first.
+It knows options, file names and what is printed; the step itself is `StepClient`'s.
+
+Rules: the text of options goes to the controller as it is, which knows the job; the job's own numbers of nodes and tasks are
+the defaults there, so the variables that repeat them are not read here. A file that all tasks share is written by hrun,
+one per task (%t %n %N) by the node that runs it. Exit code: the highest of the tasks', 128+n for signal n.
+
+Sources: srun(1); exit codes, texts and layout as measured on Slurm 22.05.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import termios
+import time
+import tty
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+
+from hpcnode import __version__
+from hpcnode.commands import options as stepoptions
+from hpcnode.commands import pty
+from hpcnode.commands.output import LineStream, Outlet, PartFiles, Target
+from hpcnode.commands.step_client import ConnectionLost, Front, StepClient, is_open
+from hpcnode.commands.user_env import exported, umask
+from hpcnode.os import process, rlimits
+from hpcnode.wire import protocol, sockets
+from hpcnode.wire.sockets import connect, connect_to_agent
+
+if TYPE_CHECKING:
+    import socket
+
+# ----- the terminal that `hrun --pty` was started at: made raw while the task runs, so that every key goes there, then as it was
+
+
+class Screen:
+    """The terminal on a descriptor, if it is one."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._before: Optional[List[Any]] = None
+
+    def make_raw(self) -> None:
+        """Have every key passed on as it is."""
+        if os.isatty(self._fd) and self._before is None:
+            self._before = termios.tcgetattr(self._fd)
+            tty.setraw(self._fd, termios.TCSADRAIN)  # what was typed meanwhile is for the task
+
+    def restore(self) -> None:
+        """Make it as it was."""
+        if self._before is not None:
+            termios.tcsetattr(self._fd, termios.TCSADRAIN, self._before)
+            self._before = None
+
+
+# ----- how tasks ended, in the words that srun has for it
+
+
+def failures(started: protocol.StepStarted, ended: protocol.StepEnded) -> List[str]:
+    """Return a line for each group of tasks of a node that failed alike."""
+    lines = []
+    for node, ranks, _ in started.parts():
+        groups: Dict[str, List[int]] = {}
+        for task in (rank for rank in ranks if rank < len(ended.codes)):
+            code, signum = ended.codes[task], ended.signals[task]
+            if signum:
+                groups.setdefault(_signal_text(signum), []).append(task)
+            elif code:
+                groups.setdefault("Exited with exit code %d" % code, []).append(task)
+        lines += ["%s: %s: %s" % (node, task_list(tasks), how) for how, tasks in groups.items()]
+    return lines
+
+
+def _signal_text(signum: int) -> str:
+    try:
+        return signal.strsignal(signum) or "signal %d" % signum
+    except ValueError:
+        return "signal %d" % signum
+
+
+def task_list(tasks: List[int]) -> str:
+    """Return ``task 3``, or ``tasks 0-3,7``."""
+    return ("tasks " if len(tasks) > 1 else "task ") + spans_text(tasks)
+
+
+def spans_text(tasks: Sequence[int]) -> str:
+    """Return ascending numbers as ``0-3,7``."""
+    spans: List[List[int]] = []
+    for task in tasks:
+        if spans and spans[-1][1] == task - 1:
+            spans[-1][1] = task
+        else:
+            spans.append([task, task])
+    return ",".join(str(a) if a == b else "%d-%d" % (a, b) for a, b in spans)
+
+
+QUIET_S = 0.5  # a shorter wait is not worth a word
+AGAIN_S = 1.0  # two interrupts within this time end the step
+IMMEDIATE_S = "5"
+FORWARDED = (
+    signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM,
+    signal.SIGCONT,
+)  # fmt: skip
+_SENT = (
+    "account", "begin", "comment", "constraint", "contiguous", "cpus-per-task", "deadline", "dependency", "distribution", "exact",
+    "exclude", "exclusive", "gpus", "gpus-per-node", "gpus-per-task", "gres", "het-group", "hint", "hold", "job-name",
+    "label", "licenses", "mem", "mem-per-cpu", "mincpus", "nice", "nodelist", "nodes", "ntasks", "ntasks-per-node",
+    "open-mode", "overcommit", "overlap", "partition", "parts", "prefer", "preserve-env", "priority", "qos", "reservation",
+    "resize", "signal", "spread-job", "switches", "task-epilog", "task-prolog", "test-only", "time", "time-min", "tmp",
+    "wait-for-children",
+)  # fmt: skip
+_LETTER = re.compile(r"%(%|(\d{0,2})([jAJsxu]))")
+
+
+class HrunError(Exception):
+    """hrun cannot go on; the text is for the user."""
+
+
+class TooLate(HrunError):
+    """The step has not started within the time of --immediate."""
+
+
+class Face(NamedTuple):
+    """Under which name hrun runs, and what depends on it."""
+
+    name: str = "hrun"
+    version: Optional[str] = None  # what --version says; None: ours
+    usage_code: int = 2  # for a command line that cannot be read
+    refused: Callable[[int, str], str] = lambda job_id, text: ""  # what is said first of a step or job that was refused
+    slurms: bool = False  # --verbose prints Slurm's lines
+
+
+HRUN = Face()
+
+
+def option_lines(values: stepoptions.Values) -> List[str]:
+    """Return the block in which srun --verbose lists the options that were given."""
+    rule = "-" * 20
+    given = ["%-20s: %s" % (name, "set" if value is True else value) for name, value in sorted(values.items())]
+    return ["defined options", rule + " " + rule, *given, rule + " " + rule, "end of defined options"]
+
+
+def launch_lines(started: protocol.StepStarted, environ: Mapping[str, str], cpus_per_task: int) -> List[str]:
+    """Return the lines of srun --verbose about where a step is launched."""
+    parts = started.parts()
+    nodes = environ.get("SLURM_JOB_NODELIST") or ",".join(node for node, _, _ in parts)
+    count = environ.get("SLURM_JOB_NUM_NODES") or str(len(parts))
+    cpus = environ.get("SLURM_JOB_CPUS_PER_NODE") or ",".join(str(len(ranks) * cpus_per_task) for _, ranks, _ in parts)
+    cpus = ",".join(each if "(" in each else each + "(x1)" for each in cpus.split(","))
+    lines = ["jobid %d: nodes(%s):`%s', cpu counts: %s" % (started.job_id, count, nodes, cpus)]
+    for node, ranks, _ in parts:
+        spans = spans_text(sorted(ranks))
+        tasks = "[%s]" % spans if len(ranks) > 1 else spans
+        lines.append(
+            "launching StepId=%d.%d on host %s, %d tasks: %s" % (started.job_id, started.step, node, len(ranks), tasks)
+        )
+    return lines
+
+
+def main(argv: Optional[Sequence[str]] = None, face: Face = HRUN, environ: Optional[Mapping[str, str]] = None) -> int:
+    """Run hrun with these words (default: the command line's) in this environment, and return its exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    environ = os.environ if environ is None else environ
+    try:
+        values, command = stepoptions.parse(words)
+    except stepoptions.UsageError as error:
+        _complain(face, error.text(face.name))
+        return _code(environ, "SLURM_EXIT_ERROR", face.usage_code)
+    return start(values, command, face, environ)
+
+
+def start(values: stepoptions.Values, command: List[str], face: Face, environ: Mapping[str, str]) -> int:
+    """Run hrun with these options, completed from the environment, and return its exit code."""
+    try:
+        values = stepoptions.with_defaults(values, environ)
+        if "propagate" in values:
+            values["propagate"] = stepoptions.resource_limits(_text(values["propagate"], rlimits.ALL))
+        if "open-mode" in values:
+            values["open-mode"] = stepoptions.output_mode(str(values["open-mode"]))
+        said = _answer_at_once(values, face)
+        if said is not None:
+            sys.stdout.write(said)
+            return 0
+        if not command and "resize" not in values:
+            raise stepoptions.UsageError("no command given: %s [OPTIONS] COMMAND [ARGUMENT...]" % face.name)
+    except stepoptions.UsageError as error:
+        _complain(face, error.text(face.name))
+        return _code(environ, "SLURM_EXIT_ERROR", face.usage_code)
+    try:
+        if face.slurms and values.get("verbose"):
+            for line in option_lines(values):
+                _say(face, line)
+        if "uid" in values or "gid" in values:
+            _change_user(values)
+        if values.get("no-allocate"):
+            raise HrunError(_no_allocate())
+        here = {"bcast", "prolog", "epilog"} & set(values)
+        if here and not values.get("test-only") and "resize" not in values:
+            if not _job_id(values, environ):
+                return _in_allocation(values, command, face, environ)
+            return _with_scripts(values, command, face, environ)
+        return Hrun(values, command, environ, face).run()
+    except TooLate as error:
+        _complain(face, str(error))
+        return _code(environ, "SLURM_EXIT_IMMEDIATE", 1)
+    except (HrunError, ConnectionLost, protocol.WireError) as error:
+        _complain(face, str(error))
+        return _code(environ, "SLURM_EXIT_ERROR", 1)
+
+
+def _change_user(values: stepoptions.Values) -> None:
+    from hpcnode.os import account  # for root alone
+
+    try:
+        if "gid" in values:
+            account.refuse_group()
+        _socket_path(os.environ, in_job=False)  # what that needs to import, another user may not be able to read
+        account.change(str(values.pop("uid")))
+    except account.UserError as error:
+        raise HrunError(str(error)) from None
+
+
+def _no_allocate() -> str:
+    if os.getuid() != 0:
+        return "--no-allocate only permitted by root user"
+    return "cannot start tasks without a job: each step is accounted to one; leave --no-allocate out"
+
+
+def _in_allocation(values: stepoptions.Values, command: List[str], face: Face, environ: Mapping[str, str]) -> int:
+    """Become halloc with this command in its job: what runs here before the step, or after it, needs the job's nodes."""
+    if "parts" in values:
+        raise HrunError("cannot take --bcast, --prolog or --epilog with A : B outside a job: use them in one")
+    values.setdefault("job-name", os.path.basename(command[0]))
+    words = _words(values)
+    of_job = [word for name, word in words.items() if name in stepoptions.OF_A_JOB]
+    own = [word for name, word in words.items() if name not in ("exclusive", "immediate", "signal", "time", "begin")]
+    run = "import sys; from hpcsched.cli.halloc import hold_for_step; sys.exit(hold_for_step())"
+    os.execve(
+        sys.executable,
+        [sys.executable, "-P", "-c", run, face.name, "--quiet", *of_job, os.path.abspath(sys.argv[0]), *own, *command],
+        dict(environ),
+    )
+
+
+def _words(values: stepoptions.Values) -> Dict[str, str]:
+    return {name: "--" + name if value is True else "--%s=%s" % (name, value) for name, value in values.items()}
+
+
+def _with_scripts(values: stepoptions.Values, command: List[str], face: Face, environ: Mapping[str, str]) -> int:
+    """Run the step of a job with what --bcast, --prolog and --epilog ask for before and after it."""
+    bcast_to, prolog, epilog = (values.pop(name, "") for name in ("bcast", "prolog", "epilog"))
+    given = command
+    _run_script("prolog", _text(prolog, ""), given, face, environ)
+    if bcast_to:
+        values.setdefault("job-name", os.path.basename(command[0]))
+        command, code = _broadcast(_text(bcast_to, ""), values, command, face, environ)
+        if code:
+            return code
+    try:
+        return Hrun(values, command, environ, face).run()
+    finally:
+        _run_script("epilog", _text(epilog, ""), given, face, environ)
+
+
+def _run_script(what: str, program: str, command: List[str], face: Face, environ: Mapping[str, str]) -> None:
+    """Run a program here, whose end changes nothing; "" and none: none."""
+    if program in ("", "none"):
+        return
+    try:
+        pid = os.posix_spawn(program, [program, *command], dict(environ))
+    except OSError as error:
+        _complain(face, "cannot run the %s %s: %s" % (what, program, error.strerror))
+        return
+    status = os.waitpid(pid, 0)[1]
+    if status:
+        _complain(face, "the %s %s failed: status %d" % (what, program, status >> 8 or status))
+
+
+def _broadcast(
+    destination: str, values: stepoptions.Values, command: List[str], face: Face, environ: Mapping[str, str]
+) -> Tuple[List[str], int]:
+    """Copy the command's program to the nodes of the job; return the command that runs the copy, and an exit code."""
+    from hpcnode.commands import bcast  # few need it
+
+    if values.get("multi-prog") or "parts" in values:
+        raise HrunError("cannot take --bcast with several programs: it copies one")
+    job_id = _text(values.get("jobid"), "")
+    target = bcast.shell_target(destination, str(_job_id(values, environ)))
+    try:
+        words = bcast.step_words(bcast.program_path(command[0], environ), target, job_id, environ)
+    except OSError as error:
+        raise HrunError("cannot copy %s: %s" % (command[0], error.strerror)) from None
+    code = main(words, face, environ)
+    if not target.endswith(bcast.OF_NODE):
+        return [destination, *command[1:]], code
+    return ["sh", "-c", 'exec %s "$@"' % target, command[0], *command[1:]], code
+
+
+class Hrun(Front):
+    """One run of hrun."""
+
+    def __init__(
+        self, values: stepoptions.Values, command: List[str], environ: Mapping[str, str], face: Face = HRUN
+    ) -> None:
+        self._face = face
+        self._values = values
+        self._command = command
+        self._environ = environ
+        self._quiet = values.get("quiet") is True
+        self._work_dir = os.path.abspath(str(values.get("chdir", "")) or os.getcwd())
+        self._job_id = _job_id(values, environ)
+        self._at_terminal = values.get("pty") is True
+        self._screen = Screen(0)
+        self._unsaid: List[str] = []  # what will be said of the wait if it turns out to be long
+        self._talks = False
+        self._interrupted_s: Optional[float] = None
+        self._is_too_late = False
+        if values.get("multi-prog"):
+            self._take_programs(command)
+        streams = {name: str(values.get(name, "")) for name in ("output", "error")}
+        self._part_files = PartFiles.read(_text(values.get("part-files"), ""), streams)
+        self._output, self._error = (Target(name, "" if self._part_files else text) for name, text in streams.items())
+        self._input = Target("input", str(values.get("input", "")))
+
+    def run(self) -> int:
+        """Ask for the step, be there while it runs, return the exit code."""
+        self._note_options_without_effect()
+        process.set_name(self._face.name)  # by which the batch step's shepherd knows it
+        path = _socket_path(self._environ, in_job=self._job_id != 0)
+        request = self._request()
+        self._ask(path, request)
+        while self._client.must_ask_again:
+            self._ask(path, request, self._client)
+        return self._exit_code()
+
+    def _ask(self, path: str, request: protocol.StepRequest, former: Optional[StepClient] = None) -> None:
+        """Ask for the step, and be there while it runs."""
+        self._client = StepClient(_connect(path), self, None if _on_the_head(path) else lambda: connect(path))
+        if former is not None:
+            self._client.take_input_of(former)
+        self._client.catch((*FORWARDED, signal.SIGWINCH) if self._at_terminal else FORWARDED)
+        signal.signal(signal.SIGTTIN, signal.SIG_IGN)  # in the background of a terminal: no input instead of a stop
+        self._client.request(request)
+        if "immediate" in self._values:
+            limit_s = float(_number("immediate", _text(self._values["immediate"], IMMEDIATE_S)))
+            self._client.after(limit_s, self._too_late)
+        try:
+            self._client.run()
+        except ConnectionLost as error:
+            what = "the node's agent" if self._job_id else "the controller"
+            raise HrunError(
+                "lost the connection to %s: %s. The step is ended with it; it cannot be taken up again" % (what, error)
+            ) from None
+        finally:
+            self._screen.restore()
+
+    # ----- the request
+
+    def _request(self) -> protocol.StepRequest:
+        options: Dict[str, object] = {name: self._values[name] for name in _SENT if name in self._values}
+        if options.get("distribution") == "plane":  # as the variable says it
+            options["distribution"] = "plane=" + self._environ.get("SLURM_DIST_PLANESIZE", "")
+        if self._environ.get("SLURM_HOSTFILE") and not options.get("nodelist") and "parts" not in options:
+            options["distribution"] = "arbitrary"
+        if "/" in str(options.get("nodelist", "")) or str(options.get("distribution", "")).startswith("arbitrary"):
+            self._settle_hosts(lambda hosts: hosts.settle(options, self._environ))
+            if options.get("hosts") and not self._job_id:
+                self._settle_hosts(lambda hosts: hosts.ask_for(options))
+        if "relative" in self._values:
+            self._settle_hosts(lambda hosts: hosts.leave_out(options, str(self._values["relative"]), self._environ))
+        if "exclusive" in options:
+            options["exclusive"] = True
+        if options.get("nice") is True:
+            options["nice"] = "100"
+        if self._at_terminal:
+            options.setdefault("job-name", os.path.basename(self._command[0]))
+            if not {"ntasks", "nodes", "ntasks-per-node"} & set(options):
+                options.update(ntasks="1", nodes="1")
+        options["kill-on-bad-exit"] = _switch(self._values.get("kill-on-bad-exit", "0"))
+        for target in (self._output, self._error, self._input):
+            if target.node_file:
+                options[target.name] = target.node_file
+        if self._output.node_file and self._error.local_file:
+            options["error"] = protocol.STREAMED
+        if self._input.is_default and not is_open(0):
+            options["input"] = os.devnull
+        elif self._input.to_all:
+            options["input"] = "all"
+        elif self._input.task is not None:
+            options["input"] = str(self._input.task)
+        return protocol.StepRequest(
+            version=protocol.VERSION,
+            job_id=self._job_id,
+            options=options,
+            argv=["hpty", "%dx%d" % pty.size_of(0), *self._command] if self._at_terminal else self._command,
+            work_dir=self._work_dir,
+            env={
+                **exported(_text(self._values.get("export"), "ALL"), self._environ),
+                "SLURM_UMASK": umask(),
+                rlimits.VARIABLE: rlimits.noted(str(self._values.get("propagate", ""))),
+            },
+        )
+
+    def _note_options_without_effect(self) -> None:
+        """Say on a terminal, or with --verbose, which options about places are not honoured; programs read the rest."""
+        if self._quiet or not (self._values.get("verbose") or (is_open(2) and os.isatty(2))):
+            return
+        for name in stepoptions.NOT_HONOURED:
+            if name in self._values:
+                self._say("--%s has no effect: it is not taken into account" % name)
+
+    def _settle_hosts(self, settle: Callable[[ModuleType], None]) -> None:
+        from hpcnode.commands import hostfile  # few need it
+
+        try:
+            settle(hostfile)
+        except hostfile.HostFileError as error:
+            raise HrunError(str(error)) from None
+
+    def _take_programs(self, command: List[str]) -> None:
+        from hpcnode.commands import multi_prog  # few need it
+
+        if len(command) > 1:
+            raise HrunError("cannot take arguments with --multi-prog: they stand in %s" % command[0])
+        self._values.setdefault("job-name", os.path.basename(command[0]))
+        try:
+            self._command = multi_prog.command_of(command[0])
+        except multi_prog.MultiProgError as error:
+            raise HrunError(str(error)) from None
+
+    # ----- what happens to the step
+
+    def on_waiting(self, said: protocol.StepWaiting) -> None:
+        if self._values.get("test-only"):
+            self._say(said.text)
+            return
+        if not said.text or self._quiet:
+            return
+        if self._talks:
+            self._say(said.text)
+        elif not self._unsaid:
+            self._client.after(QUIET_S, self._talk)
+        self._unsaid.append(said.text)
+
+    def on_started(self, said: protocol.StepStarted) -> None:
+        self._unsaid.clear()
+        if self._values.get("verbose") and self._face.slurms:
+            cpus_per_task = int(_number("cpus-per-task", _text(self._values.get("cpus-per-task"), "1")))
+            for line in launch_lines(said, self._environ, cpus_per_task):
+                self._say(line)
+        elif self._values.get("verbose"):
+            nodes = " ".join("%s(%d)" % (node, count) for node, _, count, _ in said.tasks)
+            self._say(
+                "step %d.%d: %d tasks on %s" % (said.job_id, said.step, sum(part[2] for part in said.tasks), nodes)
+            )
+        self._open_outputs(said)
+        self._open_input(said)
+        if self._at_terminal:
+            self._client.wrap_input = lambda data: pty.frame(pty.TYPED, data)
+            self._client.feed(pty.window_frame(0))
+            self._screen.make_raw()
+
+    def on_task_over(self, task: int) -> None:
+        wait_s = float(_number("wait", _text(self._values.get("wait"), "0")))
+        if wait_s and len(self._client.over_tasks()) == 1:
+            self._client.after(wait_s, self._end_rest)
+
+    def on_signal(self, signum: int) -> None:
+        if self._client.started is None:
+            if signum not in (signal.SIGCONT, signal.SIGWINCH):
+                self._client.give_up("cancelled by signal %d while waiting" % signum)
+        elif signum == signal.SIGWINCH:
+            self._client.feed(pty.window_frame(0))
+        elif signum != signal.SIGINT:
+            self._client.signal_tasks(signum)
+        else:
+            self._on_interrupt(time.monotonic())
+
+    def _on_interrupt(self, now_s: float) -> None:
+        again = self._interrupted_s is not None and now_s - self._interrupted_s <= AGAIN_S
+        if again or self._values.get("quit-on-interrupt"):
+            self._say("forcing the step to end")
+            self._client.signal_tasks(signal.SIGKILL)
+            return
+        self._interrupted_s = now_s
+        self._say("interrupt (one more within 1 sec to abort)")
+        self._tell_tasks()
+
+    def _tell_tasks(self) -> str:
+        """Say which tasks run and which are over; return the step's name."""
+        started = self._client.started
+        assert started is not None
+        name = "StepId=%d.%d" % (started.job_id, started.step)
+        over = set(self._client.over_tasks())
+        running = [task for task in range(_total(started)) if task not in over]
+        for tasks, state in ((running, "running"), (sorted(over), "exited")):
+            if tasks:
+                self._say("%s %s: %s" % (name, task_list(tasks), state))
+        return name
+
+    def _talk(self) -> None:
+        if self._client.started is None:
+            self._talks = True
+            for text in self._unsaid:
+                self._say(text)
+
+    def _too_late(self) -> None:
+        if self._client.started is None:
+            self._is_too_late = True
+            self._client.give_up("cannot start the step at once, as --immediate asks")
+
+    def _end_rest(self) -> None:
+        if not self._quiet:
+            self._say("First task exited %ss ago" % self._values["wait"])
+            self._say("Terminating %s" % self._tell_tasks())
+        self._client.signal_tasks(signal.SIGKILL)
+
+    # ----- files
+
+    def _open_outputs(self, started: protocol.StepStarted) -> None:
+        opened: Dict[str, Outlet] = {}
+        if self._part_files:
+            for fd, patterns in self._part_files.patterns(started).items():
+                self._client.outlets[fd] = self._streams(self._of_parts(fd, patterns, started, opened), started)
+            return
+        out = self._outlet(self._output, 1, started, opened)
+        err = self._outlet(self._error, 2, started, opened)
+        if self._error.is_default and self._output.local_file:
+            err = out
+        if not self._output.node_file:
+            self._client.outlets[1] = self._streams(lambda task: out if self._output.wants(task) else None, started)
+        if not self._error.node_file and not (self._error.is_default and self._output.node_file):
+            self._client.outlets[2] = self._streams(lambda task: err if self._error.wants(task) else None, started)
+
+    def _of_parts(
+        self, fd: int, patterns: Mapping[int, str], started: protocol.StepStarted, opened: Dict[str, Outlet]
+    ) -> Callable[[int], Optional[Outlet]]:
+        usual = Outlet(fd) if is_open(fd) else None
+        files = {task: self._file(pattern, started, opened) for task, pattern in patterns.items() if pattern}
+        return lambda task: files.get(task, usual)
+
+    def _outlet(
+        self, target: Target, fd: int, started: protocol.StepStarted, opened: Dict[str, Outlet]
+    ) -> Optional[Outlet]:
+        if not target.local_file:
+            return Outlet(fd) if is_open(fd) else None
+        return self._file(target.local_file, started, opened)
+
+    def _file(self, pattern: str, started: protocol.StepStarted, opened: Dict[str, Outlet]) -> Outlet:
+        """Return the outlet to the file of that name, opened at its first mention."""
+        path = os.path.join(self._work_dir, self._fill(pattern, started))
+        if path not in opened:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
+            flags |= os.O_APPEND if self._values.get("open-mode") == "append" else os.O_TRUNC
+            opened[path] = Outlet(self._open(path, flags))
+        return opened[path]
+
+    def _streams(
+        self, outlet_of: Callable[[int], Optional[Outlet]], started: protocol.StepStarted
+    ) -> Callable[[int], Optional[LineStream]]:
+        total = _total(started)
+        width = len(str(total - 1))
+        by_line = total > 1 and not self._values.get("unbuffered") and not self._at_terminal
+
+        def stream_of(task: int) -> LineStream:
+            label = b"%*d: " % (width, task) if self._values.get("label") else b""
+            return LineStream(outlet_of(task), label, by_line or bool(label))
+
+        return stream_of
+
+    def _open_input(self, started: protocol.StepStarted) -> None:
+        if self._input.node_file or (self._input.is_default and not is_open(0)):
+            return
+        self._client.input_task = protocol.ALL_TASKS if self._input.to_all else self._input.task or 0
+        if self._client.input_task >= _total(started):
+            raise HrunError("cannot feed task %d: the step has %d" % (self._client.input_task, _total(started)))
+        if self._client.input_fd is not None:
+            return  # read already, for a step that was asked for again
+        if self._input.local_file:
+            path = os.path.join(self._work_dir, self._fill(self._input.local_file, started))
+            self._client.input_fd = self._open(path, os.O_RDONLY | os.O_CLOEXEC)
+        else:
+            self._client.input_fd = 0
+
+    def _open(self, path: str, flags: int) -> int:
+        try:
+            if flags & os.O_CREAT:
+                os.makedirs(os.path.dirname(path), exist_ok=True)
+            return os.open(path, flags, 0o666)
+        except OSError as error:
+            raise HrunError("cannot open %s: %s" % (path, error.strerror)) from None
+
+    def _fill(self, pattern: str, started: protocol.StepStarted) -> str:
+        facts = {
+            "j": str(started.job_id),
+            "A": self._environ.get("SLURM_ARRAY_JOB_ID", str(started.job_id)),
+            "J": "%d.%d" % (started.job_id, started.step),
+            "s": str(started.step),
+            "x": _text(self._values.get("job-name"), self._environ.get("HPCSCHED_JOB_NAME", self._command[0])),
+            "u": self._environ.get("USER", str(os.getuid())),
+        }
+
+        def value(match: re.Match[str]) -> str:
+            if match.group(1) == "%":
+                return "%"
+            text = facts[match.group(3)].replace("/", "_")
+            return text.zfill(int(match.group(2) or 0)) if text.isdigit() else text
+
+        return _LETTER.sub(value, pattern)
+
+    # ----- the end
+
+    def _exit_code(self) -> int:
+        client = self._client
+        if client.ended is None:
+            raise (TooLate if self._is_too_late else HrunError)(client.given_up)
+        ended = client.ended
+        if ended.error:
+            self._refused(ended.error)
+        if client.given_up and not ended.error:
+            self._complain(client.given_up)
+        exits = [128 + signum if signum else code for code, signum in zip(ended.codes, ended.signals)]
+        if client.started is not None and not ended.error:
+            for line in failures(client.started, ended):
+                self._complain(line)
+        failed = _code(self._environ, "SLURM_EXIT_ERROR", 1) if ended.error or client.given_up else 0
+        return max([failed, *exits])
+
+    def _refused(self, error: str) -> None:
+        first = self._face.refused(self._job_id, error) if self._client.started is None else ""
+        for line in filter(None, (first, error)):
+            self._complain(line)
+
+    def _say(self, text: str) -> None:
+        _say(self._face, text)
+
+    def _complain(self, text: str) -> None:
+        _complain(self._face, text)
+
+
+def _code(environ: Mapping[str, str], name: str, usual: int) -> int:
+    """Return the exit code that a variable sets; `usual` if it sets none."""
+    text = environ.get(name, "")
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= 3 and int(text) <= 255 else usual
+
+
+def _total(started: protocol.StepStarted) -> int:
+    return sum(count for _, _, count, _ in started.tasks)
+
+
+def _answer_at_once(values: stepoptions.Values, face: Face) -> Optional[str]:
+    """Return what to print for options that start no step. Raises UsageError."""
+    stepoptions.refuse_windows(values)
+    if values.get("help"):
+        return stepoptions.usage(face.name, "COMMAND [ARGUMENT...]", "Start tasks on the nodes of a job.")
+    if values.get("usage"):
+        return stepoptions.short_usage(face.name, "COMMAND [ARGUMENT...]")
+    if values.get("version"):
+        return "%s\n" % (face.version or "hpcsched " + __version__)
+    mpi = _text(values.get("mpi"), "none")
+    if mpi == "list":
+        return "MPI plugin types are...\n\tnone\n"
+    if mpi != "none":
+        raise stepoptions.UsageError(
+            "cannot start tasks with --mpi=%s: only none is there. Start MPI programs with mpirun, which uses the "
+            "whole allocation" % mpi[:40]
+        )
+    for name in ("wait", "immediate"):
+        if name in values:
+            _number(name, _text(values[name], "0"))
+    _switch(values.get("kill-on-bad-exit", "0"))
+    return None
+
+
+def _job_id(values: stepoptions.Values, environ: Mapping[str, str]) -> int:
+    given = _text(values.get("jobid"), "")
+    if not given and environ.get("HPCSCHED_SOCKET"):
+        given = environ.get("HPCSCHED_JOB_ID") or environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID", "")
+    given = given or environ.get("HPCSCHED_JOB_ID", "")
+    if given and not given.isdigit():
+        raise HrunError("cannot start a step in job %r: give the job's number" % given[:40])
+    return int(given or 0)
+
+
+def _socket_path(environ: Mapping[str, str], in_job: bool) -> str:
+    if in_job and environ.get("HPCSCHED_SOCKET"):
+        return environ["HPCSCHED_SOCKET"]
+    try:
+        return sockets.steps_socket(environ, os.getuid())
+    except sockets.NotFound as error:
+        raise HrunError(str(error)) from None
+
+
+def _connect(path: str) -> socket.socket:
+    try:
+        return connect(path) if _on_the_head(path) else connect_to_agent(path)
+    except OSError as error:
+        if _on_the_head(path):
+            raise HrunError(
+                "Unable to contact hpcsched controller (%s: %s): start it with 'hpcsched up'" % (path, error.strerror)
+            ) from None
+        raise HrunError("cannot reach the node's agent (%s: %s): is the job over?" % (path, error.strerror)) from None
+
+
+def _on_the_head(path: str) -> bool:
+    return os.path.basename(path) == sockets.STEPS_SOCKET
+
+
+def _switch(value: object) -> bool:
+    if value is True or value in ("1", "yes"):
+        return True
+    if value in ("0", "no", False):
+        return False
+    raise stepoptions.UsageError("cannot read %r: 0 or 1 is needed" % value)
+
+
+def _number(name: str, text: str) -> int:
+    if not text.isdigit() or len(text) > 9:
+        raise stepoptions.UsageError("cannot read --%s=%s: a number of seconds is needed" % (name, text[:40]))
+    return int(text)
+
+
+def _text(value: object, default: str) -> str:
+    """Return the text of an option; `default` where there is none."""
+    return value if isinstance(value, str) and value else default
+
+
+def _say(face: Face, text: str) -> None:
+    sys.stderr.write("%s: %s\n" % (face.name, text))
+    sys.stderr.flush()
+
+
+def _complain(face: Face, text: str) -> None:
+    _say(face, "error: " + text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

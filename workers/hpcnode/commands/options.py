@@ -1,0 +1,392 @@
+"""The options of hrun: one table, read by the parser, by --help and by whoever compares the man page with it.
+
+The grammar is getopt_long's: options end at the first other word (the command) or at ``--``; short ones may be joined
+(``-N2 -n4``, ``-lu``), long ones cut short as long as that is unambiguous. An optional value stands after ``=`` or, for a short
+option, joined to it. What is harmless and means nothing here is accepted; anything unknown is refused with its neighbours.
+
+Sources: srun(1), getopt(3).
+"""
+
+from __future__ import annotations
+
+from typing import Dict, Iterator, List, Mapping, NamedTuple, Sequence, Tuple, Union
+
+from hpcnode.commands import slurm_help
+from hpcnode.os import rlimits
+
+FLAG, VALUE, OPTIONAL = "flag", "value", "optional"
+
+_INPUT = ("SLURM_STDINMODE",)
+
+Values = Dict[str, Union[str, bool]]
+
+
+class UsageError(Exception):
+    """The command line cannot be read. `see_help`: the options are not known, which --help lists."""
+
+    def __init__(self, text: str, see_help: bool = False) -> None:
+        super().__init__(text)
+        self.see_help = see_help
+
+    def text(self, command: str) -> str:
+        """Return what the command says of it."""
+        if not self.see_help:
+            return str(self)
+        return "%s%s %s --help" % (self, " See" if str(self).endswith("?") else "; see", command)
+
+
+class Option(NamedTuple):
+    name: str
+    short: str
+    kind: str
+    metavar: str
+    help: str
+    env: Tuple[str, ...] = ()  # variables that give its default, the first that is set
+    accepted: bool = False  # has no effect, and never will
+
+
+OPTIONS: Tuple[Option, ...] = (
+    Option("account", "A", VALUE, "NAME", "charge the job to this account", ("SLURM_ACCOUNT",)),
+    Option("bcast", "", OPTIONAL, "PATH", "copy the program to each node first: to PATH, or beside others in PATH/; default: ./",
+           ("SLURM_BCAST",)),
+    Option("begin", "b", VALUE, "TIME", "do not start the job before this time"),
+    Option("chdir", "D", VALUE, "DIR", "run the tasks in DIR; default: here", ("SLURM_WORKING_DIR", "SLURM_REMOTE_CWD")),
+    Option("comment", "", VALUE, "TEXT", "a comment on the job"),
+    Option("constraint", "C", VALUE, "FEATURES", "features that the job's nodes must have", ("SLURM_CONSTRAINT",)),
+    Option("contiguous", "", FLAG, "", "nodes that follow each other in the order of the nodes"),
+    Option("cpus-per-task", "c", VALUE, "N", "cpus for each task", ("HRUN_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK")),
+    Option("deadline", "", VALUE, "TIME", "the job must have ended by this time"),
+    Option("dependency", "d", VALUE, "TERMS", "start the job after others: afterok:12:13, singleton", ("SLURM_DEPENDENCY",)),
+    Option("distribution", "m", VALUE, "TYPE", "task distribution: block, cyclic, plane=N, arbitrary; block:cyclic",
+           ("SLURM_DISTRIBUTION",)),
+    Option("epilog", "", VALUE, "PROGRAM", "run this here after the step, with the command's words; none: nothing",
+           ("SLURM_EPILOG",)),
+    Option("error", "e", VALUE, "PATTERN", "standard error: file pattern, none, all or a task's number", ("SLURM_STDERRMODE",)),
+    Option("exact", "", FLAG, "", "use only the cpus asked for (always so)", ("SLURM_EXACT",)),
+    Option("exclude", "x", VALUE, "NODES", "do not use these nodes"),
+    Option("exclusive", "", OPTIONAL, "", "a job of its own gets whole nodes; a step never shares its cpus",
+           ("SLURM_EXCLUSIVE",)),
+    Option("export", "", VALUE, "LIST", "variables for the tasks: ALL, NONE, names, NAME=VALUE",
+           ("SRUN_EXPORT_ENV", "SLURM_EXPORT_ENV")),
+    Option("gpus", "G", VALUE, "[TYPE:]N", "GPUs for all tasks together", ("SLURM_GPUS",)),
+    Option("gpus-per-node", "", VALUE, "[TYPE:]N", "GPUs on each node", ("SLURM_GPUS_PER_NODE",)),
+    Option("gpus-per-task", "", VALUE, "[TYPE:]N", "GPUs for each task", ("SLURM_GPUS_PER_TASK",)),
+    Option("gres", "", VALUE, "gpu[:TYPE]:N", "GPUs on each node, or none", ("SLURM_STEP_GRES", "SLURM_GRES")),
+    Option("gid", "", VALUE, "GROUP", "for root: be in this group"),
+    Option("help", "h", FLAG, "", "show this and exit"),
+    Option("usage", "", FLAG, "", "show the options in short and exit"),
+    Option("het-group", "", VALUE, "LIST", "components of a heterogeneous job to run in, as 0,2-3; default: 0"),
+    Option("hint", "", VALUE, "WORDS", "synchronous: nodes of like speed; comm_bound: no slow links, few switches",
+           ("SLURM_HINT",)),
+    Option("hold", "H", FLAG, "", "submit the job held: it waits for its release"),
+    Option("immediate", "I", OPTIONAL, "SECONDS", "give up if the step has not started after SECONDS (default 5)",
+           ("SLURM_IMMEDIATE",)),
+    Option("input", "i", VALUE, "PATTERN", "standard input: file pattern, none, all or a task's number; default: task 0", _INPUT),
+    Option("job-name", "J", VALUE, "NAME", "name of the job and the step; default: the command's", ("SLURM_JOB_NAME",)),
+    Option("jobid", "", VALUE, "ID", "start the step in this job; default: the one that hrun runs in"),
+    Option("kill-on-bad-exit", "K", OPTIONAL, "0|1", "a task that fails ends the step", ("SLURM_KILL_BAD_EXIT",)),
+    Option("label", "l", FLAG, "", "begin each line of output with the task's number", ("SLURM_LABELIO",)),
+    Option("licenses", "L", VALUE, "NAME[:N],...", "licences for the job"),
+    Option("mem", "", VALUE, "SIZE", "memory on each node", ("SLURM_MEM_PER_NODE",)),
+    Option("mem-per-cpu", "", VALUE, "SIZE", "memory for each cpu", ("SLURM_MEM_PER_CPU",)),
+    Option("mincpus", "", VALUE, "N", "nodes that have at least so many cpus"),
+    Option("mpi", "", VALUE, "TYPE", "none or list: MPI programs are started with mpirun", ("SLURM_MPI_TYPE",)),
+    Option("multi-prog", "", FLAG, "", "the command is a file that says which tasks run which program"),
+    Option("nice", "", OPTIONAL, "N", "lower the job's priority; default of N: 100"),
+    Option("no-allocate", "Z", FLAG, "", "refused: each step belongs to a job"),
+    Option("nodelist", "w", VALUE, "NODES", "use these nodes; a path (with a /) is that of a file of them"),
+    Option("nodes", "N", VALUE, "MIN[-MAX]", "number of nodes", ("SLURM_JOB_NUM_NODES", "SLURM_NNODES")),
+    Option("ntasks", "n", VALUE, "N", "number of tasks", ("SLURM_NTASKS", "SLURM_NPROCS")),
+    Option("ntasks-per-node", "", VALUE, "N", "tasks on each node", ("SLURM_NTASKS_PER_NODE",)),
+    Option("open-mode", "", VALUE, "MODE", "append to output files or truncate them (default)", ("SLURM_OPEN_MODE",)),
+    Option("output", "o", VALUE, "PATTERN", "standard output: file pattern, none, all or a task's number", ("SLURM_STDOUTMODE",)),
+    Option("overcommit", "O", FLAG, "", "let tasks share cpus", ("SLURM_OVERCOMMIT",)),
+    Option("overlap", "", FLAG, "", "share the cpus and GPUs of other steps", ("SLURM_OVERLAP",)),
+    Option("partition", "p", VALUE, "NAME", "partition of the job", ("SLURM_PARTITION",)),
+    Option("prefer", "", VALUE, "FEATURES", "rather nodes with these features, if they are free"),
+    Option("preserve-env", "E", FLAG, "", "tasks see SLURM_NTASKS and SLURM_JOB_NUM_NODES as they are here"),
+    Option("priority", "", VALUE, "N", "a fixed priority of the job (0 holds it)"),
+    Option("prolog", "", VALUE, "PROGRAM", "run this here before the step, with the command's words; none: nothing",
+           ("SLURM_PROLOG",)),
+    Option("propagate", "", OPTIONAL, "LIMITS", "resource limits that tasks get: ALL, NONE, NOFILE ...", ("SLURM_PROPAGATE",)),
+    Option("pty", "", FLAG, "", "give task 0 a terminal, and be it here"),
+    Option("qos", "q", VALUE, "NAME", "quality of service of the job", ("SLURM_QOS",)),
+    Option("quiet", "Q", FLAG, "", "say nothing but errors"),
+    Option("quit-on-interrupt", "", FLAG, "", "one interrupt ends the step"),
+    Option("relative", "r", VALUE, "N", "leave out the job's first N nodes"),
+    Option("reservation", "", VALUE, "NAME", "reservation that the job runs in", ("SLURM_RESERVATION",)),
+    Option("resize", "", VALUE, "N", "start nothing: have the job give back all but N of its nodes"),
+    Option("signal", "", VALUE, "SIG[@S]", "send the tasks a signal S (60) seconds before the time limit", ("SLURM_SIGNAL",)),
+    Option("spread-job", "", FLAG, "", "as many nodes as there may be, and the tasks dealt to them evenly",
+           ("SLURM_SPREAD_JOB",)),
+    Option("switches", "", VALUE, "N[@TIME]", "nodes on so many switches at most; after TIME of waiting, on more",
+           ("SLURM_REQ_SWITCH",)),
+    Option("task-epilog", "", VALUE, "PROGRAM", "each task runs this after its program", ("SLURM_TASK_EPILOG",)),
+    Option("task-prolog", "", VALUE, "PROGRAM", "each task runs this before its program; reads export NAME=VALUE, unset NAME and "
+           "print TEXT from it", ("SLURM_TASK_PROLOG",)),
+    Option("test-only", "", FLAG, "", "start nothing; say when and where the job would start"),
+    Option("time", "t", VALUE, "TIME", "time limit of the step, or of the job", ("SLURM_TIMELIMIT",)),
+    Option("time-min", "", VALUE, "TIME", "the job's time limit may be lowered to this if it then starts earlier"),
+    Option("tmp", "", VALUE, "SIZE", "nodes that have so much disk for temporary files"),
+    Option("uid", "", VALUE, "USER", "for root: run the job as this user"),
+    Option("unbuffered", "u", FLAG, "", "pass output on at once, not line by line", ("SLURM_UNBUFFEREDIO",)),
+    Option("verbose", "v", FLAG, "", "say what is done", ("SLURM_DEBUG",)),
+    Option("version", "V", FLAG, "", "show the version and exit"),
+    Option("wait", "W", VALUE, "SECONDS", "end the step so long after its first task ended", ("SLURM_WAIT",)),
+    Option("wait-for-children", "", FLAG, "", "a task is over when all that it has started is", ("SLURM_WAIT_FOR_CHILDREN",)),
+    Option("x11", "", OPTIONAL, "all|first|last", "refused: use ssh -X NODE, with an account there, while the job runs"),
+    Option("accel-bind", "", VALUE, "TYPE", "accepted", (), True),
+    Option("acctg-freq", "", VALUE, "SECONDS", "accepted", (), True),
+    Option("bcast-exclude", "", VALUE, "LIST", "accepted", (), True),
+    Option("clusters", "M", VALUE, "NAMES", "accepted: there is one", (), True),
+    Option("compress", "", OPTIONAL, "TYPE", "accepted", (), True),
+    Option("core-spec", "S", VALUE, "N", "accepted", (), True),
+    Option("cores-per-socket", "", VALUE, "N", "accepted", (), True),
+    Option("cpu-bind", "", OPTIONAL, "TYPE", "accepted; tasks are not bound", ("SLURM_CPU_BIND",), True),
+    Option("cpu-freq", "", VALUE, "FREQUENCY", "accepted", (), True),
+    Option("cpus-per-gpu", "", VALUE, "N", "accepted", (), True),
+    Option("delay-boot", "", VALUE, "MINUTES", "accepted", (), True),
+    Option("disable-status", "X", FLAG, "", "accepted", (), True),
+    Option("external-launcher", "", FLAG, "", "accepted", (), True),
+    Option("extra-node-info", "B", VALUE, "S[:C[:T]]", "accepted", (), True),
+    Option("gpu-bind", "", VALUE, "TYPE", "accepted", (), True),
+    Option("gpu-freq", "", VALUE, "FREQUENCY", "accepted", (), True),
+    Option("gres-flags", "", VALUE, "TYPE", "accepted", (), True),
+    Option("mail-type", "", VALUE, "EVENTS", "accepted", (), True),
+    Option("mail-user", "", VALUE, "ADDRESS", "accepted", (), True),
+    Option("mem-bind", "", VALUE, "TYPE", "accepted", (), True),
+    Option("mem-per-gpu", "", VALUE, "SIZE", "accepted", (), True),
+    Option("msg-timeout", "", VALUE, "SECONDS", "accepted", (), True),
+    Option("network", "", VALUE, "TYPE", "accepted", (), True),
+    Option("no-kill", "k", OPTIONAL, "", "accepted", (), True),
+    Option("ntasks-per-core", "", VALUE, "N", "accepted", (), True),
+    Option("ntasks-per-socket", "", VALUE, "N", "accepted", (), True),
+    Option("oversubscribe", "s", FLAG, "", "accepted", (), True),
+    Option("profile", "", VALUE, "TYPE", "accepted", (), True),
+    Option("reboot", "", FLAG, "", "accepted", (), True),
+    Option("requeue", "", FLAG, "", "accepted", (), True),
+    Option("resv-ports", "", OPTIONAL, "N", "accepted", (), True),
+    Option("send-libs", "", OPTIONAL, "YES", "accepted", (), True),
+    Option("slurmd-debug", "", VALUE, "LEVEL", "accepted", (), True),
+    Option("sockets-per-node", "", VALUE, "N", "accepted", (), True),
+    Option("treewidth", "", VALUE, "N", "accepted", (), True),
+    Option("threads", "T", VALUE, "N", "accepted", (), True),
+    Option("threads-per-core", "", VALUE, "N", "accepted", (), True),
+    Option("use-min-nodes", "", FLAG, "", "accepted", (), True),
+    Option("wckey", "", VALUE, "KEY", "accepted", (), True),
+    Option("whole", "", FLAG, "", "accepted", (), True),
+)  # fmt: skip
+
+# Options whose variables a job's own environment has, as facts of it.
+_FACTS = frozenset((
+    "gpus", "gpus-per-node", "gpus-per-task", "mem", "mem-per-cpu", "nodes", "ntasks", "ntasks-per-node",
+))  # fmt: skip
+_MEMORY = frozenset(("mem", "mem-per-cpu"))
+# What asks for a job, or says how it is called: options of halloc as well.
+OF_A_JOB = (
+    "account", "begin", "comment", "constraint", "contiguous", "cpus-per-task", "deadline", "dependency", "distribution",
+    "exclude", "exclusive", "gpus", "gpus-per-node", "gpus-per-task", "gres", "hint", "hold", "immediate", "job-name",
+    "licenses", "mem", "mem-per-cpu", "mincpus", "nice", "nodelist", "nodes", "ntasks", "ntasks-per-node", "overcommit",
+    "partition", "prefer", "priority", "qos", "reservation", "signal", "spread-job", "switches", "time", "time-min", "tmp",
+)  # fmt: skip
+_OF_NEW_JOBS = frozenset(("chdir", "exclusive", "job-name", "reservation"))  # in a job their variables are not read
+
+# Accepted options without effect that would change where tasks run.
+NOT_HONOURED = (
+    "core-spec", "cores-per-socket", "cpus-per-gpu", "extra-node-info", "mem-per-gpu", "ntasks-per-core",
+    "ntasks-per-socket", "reboot", "sockets-per-node", "threads-per-core", "use-min-nodes",
+)  # fmt: skip
+
+# What the components of a heterogeneous job may differ in: salloc A : B.
+OF_A_COMPONENT = (
+    "constraint", "cpus-per-task", "exclude", "exclusive", "gpus", "gpus-per-node", "gpus-per-task", "gres", "hint", "job-name",
+    "mem", "mem-per-cpu", "mincpus", "nodelist", "nodes", "ntasks", "ntasks-per-node", "overcommit", "prefer", "tmp",
+)  # fmt: skip
+
+_ALIASES = {
+    "tasks": "ntasks",
+    "tasks-per-node": "ntasks-per-node",
+    "cpu_bind": "cpu-bind",
+    "mem_bind": "mem-bind",
+    "cluster": "clusters",
+    "pack-group": "het-group",
+    "share": "oversubscribe",
+    "tree-width": "treewidth",
+}
+
+
+def parse(words: Sequence[str], options: Sequence[Option] = OPTIONS) -> Tuple[Values, List[str]]:
+    """Return the options by long name (a later one wins), and the command. Raises UsageError."""
+    values: Values = {}
+    long = {option.name: option for option in options}
+    short = {option.short: option for option in options if option.short}
+    at = 0
+    while at < len(words):
+        word = words[at]
+        if word == "--":
+            at += 1
+            break
+        if word == "-" or not word.startswith("-"):
+            break
+        following = words[at + 1] if at + 1 < len(words) else None
+        at += (
+            _long(long, word[2:], following, values)
+            if word.startswith("--")
+            else _cluster(short, word[1:], following, values)
+        )
+    return values, list(words[at:])
+
+
+def with_defaults(values: Values, environ: Mapping[str, str], options: Sequence[Option] = OPTIONS) -> Values:
+    """Return `values` completed from the environment.
+
+    Variables that say how many of something a job has are facts of the job that this runs in, which its controller
+    knows, unless the user has set them: then Slurm's name of it has not the value that ours has.
+    """
+    complete = dict(values)
+    in_job = bool(environ.get("HPCSCHED_JOB_ID") or environ.get("SLURM_JOB_ID"))
+    for option in options:
+        if option.name in complete or option.accepted or (in_job and option.name in _OF_NEW_JOBS):
+            continue
+        if "parts" in complete and option.name in _FACTS:
+            continue  # each part says its own
+        if option.name in _MEMORY and _MEMORY & set(complete):
+            continue  # they exclude each other
+        found = next((value for value in _given(option, environ) if value), None)
+        if found is None:
+            continue
+        if option.kind == FLAG:
+            complete[option.name] = found.lower() not in ("0", "no", "false")
+        elif option.name == "exclusive":
+            complete[option.name] = True
+        else:
+            complete[option.name] = found
+    switches, wait = complete.get("switches"), environ.get("SLURM_WAIT4SWITCH")
+    if "switches" not in values and isinstance(switches, str) and wait and "@" not in switches:
+        complete["switches"] = "%s@%s" % (switches, wait)
+    return complete
+
+
+def _given(option: Option, environ: Mapping[str, str]) -> Iterator[str]:
+    """Yield what the variables of an option say, those that win first."""
+    if option.name in _FACTS:
+        for name in option.env:
+            value = environ.get(name, "")
+            if value != environ.get("HPCSCHED_" + name[len("SLURM_") :]):
+                yield value
+        return
+    for name in option.env:
+        if name.startswith("SLURM_"):
+            yield environ.get("HPCSCHED_" + name[len("SLURM_") :], "")
+    for name in option.env:
+        yield environ.get(name, "")
+
+
+def refuse_windows(values: Values) -> None:
+    """Raise UsageError for --x11."""
+    if "x11" in values:
+        raise UsageError(
+            "cannot forward X11: no step has a connection for it. While the job holds a node, 'ssh -X NODE' there forwards your "
+            "display, if you have an account on the node"
+        )
+
+
+def output_mode(text: str) -> str:
+    """Return ``append`` or ``truncate``; the first letter is enough, as in Slurm. Raises UsageError."""
+    mode = {"a": "append", "t": "truncate"}.get(text.strip().lower()[:1])
+    if mode is None:
+        raise UsageError("Invalid --open-mode specification %r: write append or truncate" % text[:40])
+    return mode
+
+
+def resource_limits(text: str) -> str:
+    """Return a list of resource limits as it was given. Raises UsageError."""
+    try:
+        rlimits.names(text)
+    except ValueError as error:
+        raise UsageError(
+            "--propagate=%s is not valid: %r is not a resource limit; write ALL, NONE, or some of %s"
+            % (text[:40], str(error)[:40], ",".join(rlimits.KINDS))
+        ) from None
+    return text
+
+
+def usage(command: str, operands: str, what: str, options: Sequence[Option] = OPTIONS) -> str:
+    """Return the text of --help."""
+    lines = ["Usage: %s [OPTIONS] %s" % (command, operands), "", what]
+    known = {option.name: option for option in options if not option.accepted}
+    for title, names in slurm_help.groups(command, known):
+        lines += ["", title + ":"] if title else [""]
+        lines += ["  %-34s %s" % (_signature(known[name]), known[name].help) for name in names]
+    accepted = ", ".join("--" + option.name for option in options if option.accepted)
+    return "\n".join([*lines, "", "Accepted without effect: " + accepted, ""])
+
+
+def short_usage(name: str, operands: str, options: Sequence[Option] = OPTIONS) -> str:
+    """Return the text of --usage: each option with its value in brackets."""
+    known = {option.name: option for option in options if not option.accepted}
+    shown = [known[one] for one in slurm_help.ordered(name, known)]
+    words = [slurm_help.usage_word(option.name, option.short, option.metavar) for option in shown]
+    return slurm_help.usage_text(name, [*words, operands])
+
+
+def _signature(option: Option) -> str:
+    short = "-%s, " % option.short if option.short else "    "
+    value = {FLAG: "", VALUE: "=" + option.metavar, OPTIONAL: "[=%s]" % option.metavar}[option.kind]
+    return short + "--" + option.name + (value if option.metavar else "")
+
+
+def _long(known: Mapping[str, Option], text: str, following: Union[str, None], values: Values) -> int:
+    """Take the option ``--text`` and return how many words that were."""
+    name, equals, value = text.partition("=")
+    option = _find(known, name)
+    if option.kind == FLAG:
+        if equals:
+            raise UsageError("option --%s takes no value" % option.name)
+        values[option.name] = True
+        return 1
+    if equals or option.kind == OPTIONAL:
+        values[option.name] = value if equals else True
+        return 1
+    return 1 + _following(option, "--" + option.name, following, values)
+
+
+def _cluster(known: Mapping[str, Option], letters: str, following: Union[str, None], values: Values) -> int:
+    for at, letter in enumerate(letters):
+        option = known.get(letter)
+        if option is None:
+            raise UsageError(
+                "unknown option -%s: the short options are %s" % (letter, " ".join(sorted(known))), see_help=True
+            )
+        rest = letters[at + 1 :]
+        if option.kind == FLAG or (option.kind == OPTIONAL and not rest[:1].isdigit()):
+            values[option.name] = True
+            continue
+        if rest:
+            values[option.name] = rest[1:] if rest.startswith("=") else rest
+            return 1
+        return 1 + _following(option, "-" + letter, following, values)
+    return 1
+
+
+def _following(option: Option, shown: str, following: Union[str, None], values: Values) -> int:
+    if following is None:
+        raise UsageError("option %s needs a value: %s" % (shown, option.metavar))
+    values[option.name] = following
+    return 1
+
+
+def _find(options: Mapping[str, Option], name: str) -> Option:
+    exact = options.get(_ALIASES.get(name, name))
+    if exact is not None:
+        return exact
+    longer = sorted(known for known in options if name and known.startswith(name))
+    if len(longer) == 1:
+        return options[longer[0]]
+    if longer:
+        raise UsageError("option --%s is ambiguous: --%s" % (name, " --".join(longer)))
+    import difflib  # only where somebody mistyped
+
+    near = difflib.get_close_matches(name, [*options, *_ALIASES], n=3, cutoff=0.5)
+    hint = ": did you mean --%s?" % " or --".join(near) if near else ""
+    raise UsageError("unknown option --%s%s" % (name[:60], hint), see_help=True)

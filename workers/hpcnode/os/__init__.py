@@ -1,0 +1,1 @@
+"""Processes, accounts, files and limits as Linux has them."""

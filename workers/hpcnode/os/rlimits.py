@@ -1,0 +1,100 @@
+"""Resource limits of the submitting process that a job's processes get, as Slurm's `--propagate`.
+
+A command notes its soft limits in one variable beside the environment (`noted`), the controller leaves out what the
+configuration does not propagate (`propagated`), and the node applies the rest just before it executes the program
+(`readable`, `apply`). Rules: soft limits only, and never above the hard limit of the node; what cannot be read is left out, since
+the text may come from anywhere. ``asked:`` in front of the text says that the user named these limits.
+
+Sources: sbatch(1), --propagate; getrlimit(2).
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+
+VARIABLE = "HPCSCHED_RLIMITS"
+KINDS = ("AS", "CORE", "CPU", "DATA", "FSIZE", "MEMLOCK", "NOFILE", "NPROC", "RSS", "STACK")
+ALL = "ALL"
+_NONE = "NONE"
+_ASKED = "asked:"
+_MAX_DIGITS = 18
+_OF_MEMORY = (resource.RLIMIT_AS, resource.RLIMIT_DATA)
+
+Limits = list[tuple[int, int]]  # the number of a resource and its soft limit
+
+
+def environment() -> dict[str, str]:
+    """Return this process's environment, and its umask and limits, which the job's processes are to have."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return {**os.environ, "SLURM_UMASK": "%04o" % mask, VARIABLE: noted()}
+
+
+def names(text: str) -> frozenset[str]:
+    """Return the kinds of ALL, NONE or a list as ``NOFILE,STACK``. Raises ValueError with the word that is none of them."""
+    words = [word.strip().upper().replace("RLIMIT_", "", 1) for word in text.split(",") if word.strip()]
+    for word in words:
+        if word not in KINDS and (word not in (ALL, _NONE) or len(words) > 1):
+            raise ValueError(word)
+    return frozenset(KINDS if words in ([], [ALL]) else () if words == [_NONE] else words)
+
+
+def noted(asked: str = "") -> str:
+    """Return this process's soft limits as one text; `asked`: what of them the user asked for, "" if that was not said."""
+    wanted = names(asked)
+    soft = ["%s=%d" % (kind, resource.getrlimit(_number(kind))[0]) for kind in KINDS if kind in wanted]
+    return (_ASKED if asked else "") + ",".join(soft)
+
+
+def chosen(text: str, asked: str) -> str:
+    """Return of the limits that `noted` wrote those that the user asks for."""
+    wanted = names(asked)
+    return _ASKED + ",".join(pair for pair in _pairs(text) if pair.partition("=")[0] in wanted)
+
+
+def propagated(text: str, wanted: frozenset[str]) -> str:
+    """Return of the limits that `noted` wrote those that are propagated: the `wanted`, or what the user asked for."""
+    if text.startswith(_ASKED):
+        return text
+    return ",".join(pair for pair in _pairs(text) if pair.partition("=")[0] in wanted)
+
+
+def readable(text: str) -> Limits:
+    """Return the limits that `text` sets; what cannot be read, or is not among `KINDS`, is left out."""
+    found: dict[str, int] = {}
+    for pair in _pairs(text[:1000]):
+        kind, _, value = pair.partition("=")
+        digits = value[1:] if value.startswith("-") else value
+        if kind in KINDS and digits.isascii() and digits.isdigit() and len(digits) <= _MAX_DIGITS and value != "-0":
+            found[kind] = resource.RLIM_INFINITY if value.startswith("-") else int(value)  # int: _MAX_DIGITS bounds it
+    return [(_number(kind), soft) for kind, soft in found.items()]
+
+
+def apply(limits: Limits) -> None:
+    """Set the soft limits of this process, at most to its hard ones."""
+    for number, soft in limits:
+        hard = resource.getrlimit(number)[1]
+        if hard != resource.RLIM_INFINITY and (soft == resource.RLIM_INFINITY or soft > hard):
+            soft = hard
+        try:
+            resource.setrlimit(number, (soft, hard))
+        except (OSError, ValueError):
+            pass  # the kernel has its own ceilings, such as fs.nr_open: then the limit stays as it is
+
+
+def lift_memory(limits: Limits) -> None:
+    """Undo `apply` as far as it may keep this very process from memory."""
+    for number, _ in limits:
+        if number in _OF_MEMORY:
+            hard = resource.getrlimit(number)[1]
+            resource.setrlimit(number, (hard, hard))
+
+
+def _pairs(text: str) -> list[str]:
+    return text.replace(_ASKED, "", 1).split(",")
+
+
+def _number(kind: str) -> int:
+    number: int = getattr(resource, "RLIMIT_" + kind)
+    return number

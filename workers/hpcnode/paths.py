@@ -1,0 +1,195 @@
+"""Where things of one agent lie, and how its programs are run again: paths below its root, the socket, the shims.
+
+A unix socket's path has 107 bytes at most; when the root's is too long, the socket lies in a private directory under /tmp.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import stat
+import sys
+from typing import Callable, List
+
+MAX_SOCKET_PATH = 100
+OLD_BUNDLE_S = 600.0
+_BUNDLE = re.compile(r"hpcnode-([0-9a-f]+)\.pyz\Z")
+_STEPS = re.compile(r"steps-[0-9a-f]+-[A-Za-z0-9_.-]+\Z")
+
+
+def socket_path(root: str) -> str:
+    """Return the path of the agent's socket for this root."""
+    path = os.path.join(root, "agent.sock")
+    if len(os.fsencode(path)) <= MAX_SOCKET_PATH:
+        return path
+    import hashlib  # most paths are short enough; see `agent` for what an import costs
+
+    digest = hashlib.sha256(os.fsencode(root)).hexdigest()[:16]
+    return "/tmp/hpcnode-%d/%s.sock" % (os.geteuid(), digest)  # noqa: S108 - make_socket_folder checks its owner
+
+
+def make_socket_folder(path: str) -> None:
+    """Make the directory of the socket if it is not there. Raises PermissionError if it is somebody else's."""
+    folder = os.path.dirname(path)
+    mode = 0o711 if os.geteuid() == 0 else 0o700
+    try:
+        os.mkdir(folder, mode)
+    except FileExistsError:
+        pass
+    info = os.lstat(folder)
+    if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid() or info.st_mode & 0o022:
+        raise PermissionError(
+            "cannot use %s: it must be a directory that only uid %d may write" % (folder, os.geteuid())
+        )
+
+
+def remove_tree(path: str) -> None:
+    """Delete a directory of ours with all in it, if it is there; what cannot be deleted stays."""
+    for folder, folders, files in os.walk(path, topdown=False):
+        for delete, names in ((os.unlink, files), (os.rmdir, folders)):
+            for name in names:
+                _try(delete, os.path.join(folder, name))
+        if folder == path:
+            _try(os.rmdir, path)
+
+
+def _try(delete: Callable[[str], None], path: str) -> None:
+    try:
+        delete(path)
+    except OSError:
+        pass
+
+
+def program() -> str:
+    """Return what Python is to run to get this program again: the bundle, or the package's directory."""
+    here = os.path.dirname(os.path.abspath(__file__))
+    bundle = os.path.dirname(here)
+    return bundle if os.path.isfile(bundle) else here
+
+
+def version() -> str:
+    """Return which bundle this is: its hash, `source` for a directory."""
+    match = _BUNDLE.search(program())
+    return match.group(1) if match else "source"
+
+
+def command(*words: str, source: str = "") -> List[str]:
+    """Return the argument vector that runs this program with `words`, isolated from the user's Python settings."""
+    return [sys.executable, "-I", "-S", source or program(), *words]
+
+
+def delete_old_bundles(root: str, in_use: Callable[[bytes], bool], now_s: float) -> List[str]:
+    """Delete the bundles of other versions that no process runs from; return their names.
+
+    Not those that came a moment ago: somebody is about to start from one.
+    """
+    deleted = []
+    ours = os.path.basename(program())
+    for name in sorted(os.listdir(root)):
+        path = os.path.join(root, name)
+        if name == ours or not _BUNDLE.fullmatch(name) or now_s - os.stat(path).st_mtime < OLD_BUNDLE_S:
+            continue
+        if not in_use(os.fsencode(path)):
+            os.unlink(path)
+            deleted.append(name)
+    return deleted
+
+
+def unpack(root: str) -> str:
+    """Return what Python is to run of this bundle's modules, unpacked and compiled for it; unpack them if they are not yet.
+
+    A step command that starts from the bundle itself compiles its modules each time, which takes most of its time; to
+    start from a directory takes longer than from a file. Raises OSError.
+    """
+    name = "steps-%s-%s" % (version(), sys.implementation.cache_tag)
+    path = os.path.join(root, name)
+    if not os.path.isdir(path):
+        coming = os.path.join(root, "%s.%d" % (name, os.getpid()))
+        try:
+            _unpack_to(coming)
+            os.rename(coming, path)
+        except OSError:
+            remove_tree(coming)
+            if not os.path.isdir(path):  # else somebody was quicker
+                raise
+    return os.path.join(path, "hpcnode", "__main__.py")
+
+
+def unpack_aside(root: str, log: Callable[[str], None]) -> None:
+    """Let hrun and hrsh start from compiled modules; in a child, because that takes a while; who calls reaps it."""
+    if version() == "source":
+        return
+    try:
+        if os.fork() > 0:
+            return
+    except OSError as error:
+        log("cannot fork: %s; hrun starts more slowly" % error)
+        return
+    try:
+        os.umask(0o022)  # users run it
+        write_shims(root, unpack(root))
+    except OSError as error:
+        log("cannot unpack %s: %s; hrun starts more slowly" % (program(), error))
+    finally:
+        os._exit(0)
+
+
+def _unpack_to(folder: str) -> None:
+    import py_compile  # these are for whoever unpacks, once for each version: no agent need have them in memory
+    import zipfile
+
+    with zipfile.ZipFile(program()) as bundle:
+        for name in bundle.namelist():
+            if name.startswith("hpcnode/") and name.endswith(".py"):
+                path = os.path.join(folder, name)
+                os.makedirs(os.path.dirname(path), exist_ok=True)
+                with open(path, "wb") as file:
+                    file.write(bundle.read(name))
+                py_compile.compile(path, doraise=True, invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH)
+
+
+def delete_old_steps(root: str, in_use: Callable[[bytes], bool], now_s: float) -> List[str]:
+    """Delete what `unpack` of other versions has left and no process runs from; return the names."""
+    deleted = []
+    ours = "steps-%s-%s" % (version(), sys.implementation.cache_tag)
+    for name in sorted(os.listdir(root)):
+        path = os.path.join(root, name)
+        if name == ours or not _STEPS.fullmatch(name) or now_s - os.stat(path).st_mtime < OLD_BUNDLE_S:
+            continue
+        if not in_use(os.fsencode(os.path.join(path, "hpcnode"))):
+            remove_tree(path)
+            deleted.append(name)
+    return deleted
+
+
+def write_shims(root: str, source: str = "") -> None:
+    """Put hrun, hrsh, hpty and htun into ROOT/bin, and what has Slurm's name into ROOT/bin/slurm.
+
+    They are for this bundle, or for `source`, which is what Python is to run instead of it.
+    """
+    folder = os.path.join(root, "bin")
+    for each in (folder, os.path.join(folder, "slurm")):
+        os.makedirs(each, exist_ok=True)
+        os.chmod(each, 0o755)  # noqa: S103 - users run what is there
+    shims = {
+        "hrun": ["hrun"],
+        "hrsh": ["hrsh"],
+        "hpty": ["hpty"],
+        "htun": ["htun"],
+        "slurm/srun": ["srun", root],
+        "slurm/scontrol": ["scontrol"],
+    }
+    for name, words in shims.items():
+        text = '#!/bin/sh\nexec %s "$@"\n' % " ".join(shlex.quote(word) for word in command(*words, source=source))
+        path = os.path.join(folder, name)
+        try:
+            with open(path) as file:
+                if file.read() == text:
+                    continue
+        except FileNotFoundError:
+            pass
+        with open(path + ".new", "w") as file:
+            file.write(text)
+            os.fchmod(file.fileno(), 0o755)
+        os.rename(path + ".new", path)  # a job may be about to run the old one

@@ -1,0 +1,117 @@
+"""The environment of a task: the controller's, completed with what only the node knows.
+
+Computed before the change of user and handed to exec as it is; nothing of the agent's own environment goes into it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Dict, List, Mapping
+
+from hpcnode.os import rlimits
+from hpcnode.os.account import Account
+from hpcnode.shepherd import allocation_file
+from hpcnode.wire import gate, protocol
+
+SOCKET = "HPCSCHED_SOCKET"
+GPU_DEVICES = "HPCSCHED_GPU_DEVICES"  # what CUDA calls the launch's GPUs, where that is not their indices
+GPUS_PER_TASK = "HPCSCHED_STEP_GPUS_PER_TASK"  # each task sees so many of the launch's GPUs, in turn
+AGENT_ROOT = "HPCSCHED_AGENT_ROOT"  # which agent's job a process is
+ALLOCATION_FILE = "HPCSCHED_ALLOCATION_FILE"
+UMASK = "SLURM_UMASK"  # the submitter's, octal; a step has it in its environment as well
+USUAL_UMASK = 0o022
+MARKER = "HPCSCHED_TOKEN"  # how what is left of a step is known when its shepherd is gone
+_SLURM_PATH = re.compile(r"/hpcsched/slurm(-[0-9a-f]{12})?/?\Z")  # what `hpcsched slurm-path` prints
+_COUNT = re.compile("[0-9]{1,6}")
+DEFAULT_PATH = "/usr/local/bin:/usr/bin:/bin"
+
+
+def step_environment(
+    launch: protocol.Launch, account: Account, *, root: str, socket_path: str, has_gpus: bool
+) -> Dict[str, str]:
+    """Return what all tasks of the step share."""
+    env = dict(launch.env)
+    env.pop(rlimits.VARIABLE, None)
+    if launch.step == protocol.BATCH:
+        env.pop(UMASK, None)
+    env["PATH"] = _path(root, env.get("PATH", DEFAULT_PATH))
+    env[AGENT_ROOT] = root
+    env[SOCKET] = socket_path
+    env[MARKER] = launch.token
+    for prefix in ("SLURM_", "HPCSCHED_"):
+        env.setdefault(prefix + "JOB_GID", str(account.gid))  # groups are the node's own
+    incarnation = launch.token.partition(".")[0]
+    env[ALLOCATION_FILE] = allocation_file.path_of(root, incarnation, launch.job_id, launch.attempt)
+    env.update(HOME=account.home, USER=account.name, LOGNAME=account.name, SHELL=account.shell)
+    if launch.gpus or has_gpus:
+        env[visible_devices()] = ",".join(_devices(launch))
+    return env
+
+
+def umask_of(launch: protocol.Launch) -> int:
+    """Return the umask that the tasks get: what is no umask is taken for the usual one."""
+    text = launch.env.get(UMASK, "")
+    if not 0 < len(text) <= 4 or not set(text) <= set("01234567"):
+        return USUAL_UMASK
+    mask = int(text, 8)  # int: four octal digits
+    return mask if mask <= 0o777 else USUAL_UMASK
+
+
+def visible_devices() -> str:
+    """Return the variable by which programs on this node are told their GPUs: AMD's driver has one of its own."""
+    return "ROCR_VISIBLE_DEVICES" if os.path.exists("/dev/kfd") else "CUDA_VISIBLE_DEVICES"
+
+
+def _devices(launch: protocol.Launch) -> List[str]:
+    named = launch.env.get(GPU_DEVICES, "").split(",")
+    return named if len(named) == len(launch.gpus) and named[0] else [str(index) for index in launch.gpus]
+
+
+def _path(root: str, users: str) -> str:
+    """Return the PATH of tasks: with Slurm's names on it only where the user has put them there, on the head."""
+    ours = [bin_dir(root)]
+    if any(_SLURM_PATH.search(folder) for folder in users.split(":")):
+        ours.append(os.path.join(bin_dir(root), "slurm"))
+    return ":".join([*(folder for folder in ours if folder not in users.split(":")), users])
+
+
+def own_folders(env: Mapping[str, str]) -> List[str]:
+    """Return what of a task's PATH has our commands, or those with Slurm's names."""
+    ours = bin_dir(env[AGENT_ROOT])
+    folders = env["PATH"].split(":")
+    return [folder for folder in folders if folder in (ours, ours + "/slurm") or _SLURM_PATH.search(folder)]
+
+
+def bin_dir(root: str) -> str:
+    """Return where the step commands lie."""
+    return os.path.join(root, "bin")
+
+
+def task_environment(shared: Dict[str, str], launch: protocol.Launch, local_rank: int) -> Dict[str, str]:
+    """Return the environment of the task with this number on this node."""
+    tasks = launch.tasks
+    rank = tasks.ranks()[local_rank]
+    env = dict(shared)
+    for name, value in (("PROCID", rank), ("LOCALID", local_rank), ("NODEID", tasks.node_rank)):
+        env["HPCSCHED_" + name] = env["SLURM_" + name] = str(value)
+    env["SLURM_GTIDS"] = ",".join(str(number) for number in tasks.ranks())
+    each = env.get(GPUS_PER_TASK, "")
+    count = gate.whole_number(each) if _COUNT.fullmatch(each) else None
+    if count is not None and count * (local_rank + 1) <= len(launch.gpus):
+        own = slice(count * local_rank, count * (local_rank + 1))
+        env[visible_devices()] = ",".join(_devices(launch)[own])
+        env["HPCSCHED_TASK_GPUS"] = ",".join(str(index) for index in launch.gpus[own])
+    if launch.step != protocol.BATCH:
+        env.update(
+            RANK=str(rank),
+            LOCAL_RANK=str(local_rank),
+            WORLD_SIZE=str(tasks.total),
+            LOCAL_WORLD_SIZE=str(tasks.count),
+        )
+    return env
+
+
+def node_has_gpus() -> bool:
+    """Return whether this node has NVIDIA GPUs that a job without any must not see."""
+    return os.path.exists("/proc/driver/nvidia/gpus") or os.path.exists("/dev/nvidia0")

@@ -1,0 +1,267 @@
+"""A shepherd's connection to its agent, and the streams that flow over it.
+
+Output goes to whoever reads it now (`round`, see `local`); what was not taken is kept. When the agent is gone, it listens in
+the spool entry until the next one connects. It does not know when a step is over.
+
+Sources: unix(7).
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from typing import Any, Callable, List, Optional
+
+from hpcnode.os.loop import READ, WRITE, Loop, Stream
+from hpcnode.shepherd import streams
+from hpcnode.wire import shepherd_frames
+
+MAX_UNSENT = 1 << 20
+RETRY_S = 1.0  # between attempts to listen on a full disk
+SOCKET_NAME = "sock"
+
+
+class Relay:
+    """The one connection of a shepherd, and all streams of its tasks."""
+
+    def __init__(self, loop: Loop, entry: str, token: str, round_: int, sock: socket.socket) -> None:
+        self._loop = loop
+        self._entry = entry
+        self._token = token
+        self._round: Optional[int] = round_
+        self._unpacker = shepherd_frames.Unpacker()
+        self._listener: Optional[socket.socket] = None
+        self._agent: Optional[Stream] = Stream(loop, sock, self._received)
+        self._outputs: List[streams.OutputStream] = []
+        self._inputs: List[streams.InputStream] = []
+        self.obey: Callable[[List[Any]], None] = lambda _words: None  # what is not about streams
+        self.greet: Callable[[], None] = lambda: None  # a new agent is there: tell it what is so
+        self.moved: Callable[[], None] = lambda: None  # something was sent or taken
+
+    @property
+    def is_connected(self) -> bool:
+        return self._agent is not None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is left to be read from a task, and the first agent is still there."""
+        return all(stream.ended for stream in self._outputs) and self._listener is None
+
+    @property
+    def has_output(self) -> bool:
+        return bool(self._outputs)
+
+    @property
+    def taken_bytes(self) -> int:
+        """How much output the reader has acknowledged."""
+        return sum(stream.taken_bytes for stream in self._outputs)
+
+    @property
+    def all_sent(self) -> bool:
+        """Whether the reader was sent all output, and its ends."""
+        return all(stream.all_sent for stream in self._outputs)
+
+    @property
+    def all_taken(self) -> bool:
+        """Whether the reader has acknowledged all output."""
+        return all(stream.all_taken for stream in self._outputs)
+
+    def add_output(self, task: int, fd: int, limit: int) -> int:
+        """Make a stream of a task's output; returns the end that the task writes to."""
+        read_end, write_end = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(read_end, False)
+        stream = streams.OutputStream(task, fd, read_end, limit)
+        self._outputs.append(stream)
+        self._loop.watch(read_end, READ, lambda _events: self._output_ready(stream))
+        return write_end
+
+    def add_input(self, task: int) -> int:
+        """Make a stream of a task's input; returns the end that the task reads from."""
+        read_end, write_end = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(write_end, False)
+        self._inputs.append(streams.InputStream(task, write_end))
+        return read_end
+
+    def say(self, words: List[Any], blob: bytes = b"") -> None:
+        """Tell the agent, if there is one."""
+        if self._agent is not None:
+            self._agent.send(shepherd_frames.pack(words, blob))
+
+    def say_here(self) -> None:
+        """Say who we are: first on each connection."""
+        self.say(["here", shepherd_frames.VERSION, self._token])
+
+    def finish(self) -> None:
+        """Write out what was said, to an agent that may be slow to read it."""
+        self._loop.flush()
+        while self._agent is not None and self._agent.unsent and not self._agent.closed:
+            self._loop.turn()
+
+    def close(self) -> None:
+        """Close the connection, and what is left of the tasks' input."""
+        for stream in self._inputs:
+            if stream.pipe >= 0:
+                self._loop.watch(stream.pipe, 0, _nothing)
+                stream.close()
+        if self._agent is not None:
+            self._agent.close()
+
+    def pump(self) -> None:
+        """Send what may be sent, and read where there is room."""
+        for stream in self._outputs:
+            if self._agent is not None and self._round is not None and self._agent.unsent < MAX_UNSENT:
+                for offset, data, eof in stream.to_send():
+                    self.say(["output", stream.task, stream.fd, offset, eof, self._round], data)
+            if not stream.ended:
+                self._loop.watch(stream.pipe, READ if stream.wants_more else 0, self._reader(stream))
+        self.moved()
+
+    def drop_output(self) -> None:
+        """Nobody takes what is left of the output: go without."""
+        for stream in self._outputs:
+            if not stream.ended:
+                self._loop.watch(stream.pipe, 0, _nothing)
+                stream.end()
+            stream.drop()
+        self.pump()
+
+    # ----- streams
+
+    def _reader(self, stream: streams.OutputStream) -> Callable[[int], None]:
+        return lambda _events: self._output_ready(stream)
+
+    def _output_ready(self, stream: streams.OutputStream) -> None:
+        before = stream.pipe
+        stream.read()
+        if stream.ended:
+            self._loop.watch(before, 0, _nothing)
+        self.pump()
+
+    def _feed(self, task: int, offset: int, data: bytes, eof: bool) -> None:
+        for stream in self._inputs:
+            if task in (-1, stream.task):
+                if not stream.add(offset, data, eof):
+                    self._say_taken()
+                self._push_input(stream)
+
+    def _push_input(self, stream: streams.InputStream) -> None:
+        pipe = stream.pipe
+        if pipe < 0:
+            self._say_taken()
+            return
+        moved = stream.write()
+        if stream.pipe < 0:
+            self._loop.watch(pipe, 0, _nothing)
+        else:
+            self._loop.watch(pipe, WRITE if stream.wants_to_write else 0, lambda _events: self._push_input(stream))
+        if moved:
+            self._say_taken()
+
+    def _say_taken(self) -> None:
+        for stream in self._inputs:
+            self.say(["took", stream.task, stream.taken])
+
+    def _taken(self, task: int, fd: int, offset: int) -> None:
+        for stream in self._outputs:
+            if stream.task == task and stream.fd == fd:
+                stream.taken(offset)
+
+    def _resend(self, round_: int) -> None:
+        self._round = round_
+        for stream in self._outputs:
+            stream.resend()
+        self._say_taken()
+
+    # ----- the agent
+
+    def _received(self, data: bytes) -> None:
+        if not data:
+            self._agent_gone()
+            return
+        for words, blob in self._unpacker.feed(data):
+            if words[0] == "input":
+                self._feed(words[1], words[2], blob, words[3])
+            elif words[0] == "taken":
+                self._taken(words[1], words[2], words[3])
+            elif words[0] == "resend":
+                self._resend(words[1])
+            else:
+                self.obey(words)
+        self.pump()
+
+    def _agent_gone(self) -> None:
+        self._agent = None
+        self._round = None  # no output before the next agent says to whom
+        self._unpacker = shepherd_frames.Unpacker()
+        self._listen()
+        self.pump()
+
+    def _listen(self) -> None:
+        """Wait for the next agent, in the spool entry."""
+        try:
+            self._listener = listen_in(self._entry)
+        except OSError as error:
+            print("cannot listen for the next agent in %s: %s" % (self._entry, error), file=sys.stderr, flush=True)
+            self._loop.later(RETRY_S, self._listen)
+            return
+        self._loop.watch(self._listener.fileno(), READ, lambda _events: self._agent_came())
+
+    def _agent_came(self) -> None:
+        assert self._listener is not None
+        try:
+            sock, _ = self._listener.accept()
+        except OSError:
+            return
+        self._loop.watch(self._listener.fileno(), 0, _nothing)
+        self._listener.close()
+        os.unlink(os.path.join(self._entry, SOCKET_NAME))
+        self._agent = Stream(self._loop, sock, self._received)
+        self.say_here()
+        self.greet()
+        self.pump()
+
+
+def listen_in(folder: str) -> socket.socket:
+    """Return a listening socket in the folder, however long its path is."""
+    path = os.path.join(folder, SOCKET_NAME)
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        pass
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    with _short_way(folder) as short:
+        listener.bind(short)
+    listener.listen(1)
+    listener.setblocking(False)
+    return listener
+
+
+def connect_in(folder: str) -> socket.socket:
+    """Return a connection to the shepherd that listens in the folder. Raises OSError if none does."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        with _short_way(folder) as short:
+            sock.connect(short)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+class _short_way:
+    """The path of the socket in a folder, short enough for an address (unix(7): 108 bytes)."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+
+    def __enter__(self) -> str:
+        self._fd = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        return "/proc/self/fd/%d/%s" % (self._fd, SOCKET_NAME)
+
+    def __exit__(self, *_exc: object) -> None:
+        os.close(self._fd)
+
+
+def _nothing(_events: int) -> None:
+    pass

@@ -1,0 +1,1 @@
+"""What a checkpoint is: manifests, chunks, packed data, logs of gradients."""

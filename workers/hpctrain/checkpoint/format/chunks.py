@@ -1,0 +1,159 @@
+"""Tensors in chunks, as manifests have them.
+
+Pure values and their JSON; knows neither files nor what a manifest is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hpctrain.checkpoint.format.pack import Packing
+from hpctrain.errors import PublishError
+
+CHUNK_BYTES = 1 << 20
+ITEM_BYTES = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
+    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
+    "uint64": 8, "uint32": 4, "uint16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "complex128": 16, "complex64": 8,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """A stretch of a tensor: its length and hash, and where its bytes are if it is not the parent's."""
+
+    bytes: int
+    hash: str
+    packing: Packing
+    at: int = 0
+    stored: int = 0
+    file: int = 0  # which of the manifest's data files
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorEntry:
+    """A tensor in chunks."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def bytes(self) -> int:
+        """The length of the tensor's content."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PieceEntry:
+    """What one rank has of a tensor, in chunks: its bytes from `low` on."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]  # of the whole tensor
+    low: int
+    chunks: tuple[Chunk, ...]
+
+
+def joined(parts: Sequence[Sequence[PieceEntry]]) -> tuple[TensorEntry, ...]:
+    """This will put the pieces of all ranks together; the n-th rank's chunks are in the n-th data file.
+
+    Raises:
+        PublishError: of some tensor a stretch is missing, or there twice.
+    """
+    found: dict[str, list[PieceEntry]] = {}
+    for number, pieces in enumerate(parts):
+        for piece in pieces:
+            chunks = tuple(replace(chunk, file=number) for chunk in piece.chunks)
+            found.setdefault(piece.name, []).append(replace(piece, chunks=chunks))
+    tensors = []
+    for name, pieces in found.items():
+        pieces.sort(key=lambda piece: piece.low)
+        first, at = pieces[0], 0
+        for piece in pieces:
+            if piece.low != at or (piece.dtype, piece.shape) != (first.dtype, first.shape):
+                raise PublishError(f"cannot put {name!r} together: a piece begins at byte {piece.low} instead of {at}")
+            at += sum(chunk.bytes for chunk in piece.chunks)
+        chunks = tuple(chunk for piece in pieces for chunk in piece.chunks)
+        tensors.append(TensorEntry(name=name, dtype=first.dtype, shape=first.shape, chunks=chunks))
+        if at != tensors[-1].bytes:
+            raise PublishError(f"cannot put {name!r} together: the ranks have {at} of its {tensors[-1].bytes} bytes")
+    return tuple(tensors)
+
+
+def hashes_of(tensor: TensorEntry) -> dict[int, str]:
+    """This will give the hash of each chunk by where it begins."""
+    found, low = {}, 0
+    for chunk in tensor.chunks:
+        found[low] = chunk.hash
+        low += chunk.bytes
+    return found
+
+
+def tensor_to_json(tensor: TensorEntry) -> dict[str, object]:
+    """This will give what a manifest says of a tensor."""
+    chunks = [chunk_to_json(chunk) for chunk in tensor.chunks]
+    return {"name": tensor.name, "dtype": tensor.dtype, "shape": list(tensor.shape), "chunks": chunks}
+
+
+def piece_to_json(piece: PieceEntry) -> dict[str, object]:
+    """This will give what a rank says of what it has written of a tensor."""
+    chunks = [chunk_to_json(chunk) for chunk in piece.chunks]
+    shape = list(piece.shape)
+    return {"name": piece.name, "dtype": piece.dtype, "shape": shape, "low": piece.low, "chunks": chunks}
+
+
+def piece_from_json(entry: dict[str, Any]) -> PieceEntry:
+    """This will read what a rank says of what it has written of a tensor."""
+    return PieceEntry(
+        name=entry["name"],
+        dtype=entry["dtype"],
+        shape=tuple(entry["shape"]),
+        low=entry["low"],
+        chunks=tuple(chunk_from_json(chunk) for chunk in entry["chunks"]),
+    )
+
+
+def chunk_to_json(chunk: Chunk) -> dict[str, object]:
+    """This will give what a manifest says of a chunk."""
+    entry: dict[str, object] = {"bytes": chunk.bytes, "hash": chunk.hash, "as": str(chunk.packing)}
+    if chunk.packing is not Packing.SAME:
+        entry |= {"at": chunk.at, "stored": chunk.stored}
+        if chunk.file:
+            entry["in"] = chunk.file
+    return entry
+
+
+def chunk_from_json(chunk: dict[str, Any]) -> Chunk:
+    """This will read what a manifest says of a chunk.
+
+    Raises: as `tensor_from_json`.
+    """
+    return Chunk(
+        bytes=int(chunk["bytes"]),
+        hash=str(chunk["hash"]),
+        packing=Packing(chunk["as"]),
+        at=int(chunk.get("at", 0)),
+        stored=int(chunk.get("stored", 0)),
+        file=int(chunk.get("in", 0)),
+    )
+
+
+def tensor_from_json(entry: dict[str, Any]) -> TensorEntry:
+    """This will read what a manifest says of a tensor.
+
+    Raises:
+        ValueError, KeyError, TypeError: a field is missing or wrong, or the chunks do not add up.
+    """
+    if entry["dtype"] not in ITEM_BYTES:
+        raise ValueError(f"unknown dtype {entry['dtype']!r}")
+    chunks = tuple(chunk_from_json(chunk) for chunk in entry["chunks"])
+    shape = tuple(int(size) for size in entry["shape"])
+    tensor = TensorEntry(name=str(entry["name"]), dtype=entry["dtype"], shape=shape, chunks=chunks)
+    if sum(chunk.bytes for chunk in chunks) != tensor.bytes:
+        raise ValueError(f"the chunks of {tensor.name!r} do not add up to its shape {shape}")
+    return tensor

@@ -1,0 +1,201 @@
+"""What a checkpoint is: the manifest, its names, and the reading of it from JSON that is not trusted.
+
+Format: man/hpcsched-checkpoint.5.  Knows no tensors and writes no files.
+Rules: a manifest bears a checksum of itself and names its parent by name and checksum, so that a chain cannot be mixed;
+an unknown version or kind is refused, an unknown field kept out of the way.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hpctrain.checkpoint.format.chunks import TensorEntry, tensor_from_json, tensor_to_json
+from hpctrain.checkpoint.format.pack import digest
+from hpctrain.checkpoint.format.step_log import StepLog, log_from_json, log_to_json
+from hpctrain.checkpoint.writing.files import to_json
+from hpctrain.errors import DamagedError
+
+FORMAT = "hpctrain-checkpoint"
+VERSION = 3
+HASH = "blake3"
+SUFFIX = ".json"
+NAME = re.compile(r"step-(\d{10,})\.a(\d{4,})")
+KINDS = ("base", "delta", "gradients")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parent:
+    """The checkpoint that an increment stands on."""
+
+    name: str
+    checksum: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataFile:
+    """A file of chunks."""
+
+    file: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """When and by whom: what a checkpoint says beside its tensors.
+
+    `state` is the trainer's own (sampler, random numbers, schedule), JSON values only.
+    """
+
+    step: int
+    attempt: int
+    generation: int
+    world: int
+    job: str | None
+    written_at_s: float
+    state: Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """One checkpoint: a base, or an increment (of a `kind`) on its parent."""
+
+    facts: Facts
+    kind: str  # one of KINDS
+    parent: Parent | None
+    base: str
+    depth: int  # increments since the base
+    chunk_bytes: int
+    data: tuple[DataFile, ...]  # of each rank that wrote
+    tensors: tuple[TensorEntry, ...]  # of "gradients": only those that no optimizer moves
+    log: StepLog | None = None  # of "gradients"
+
+    @property
+    def name(self) -> str:
+        """The name under which it is published, without the suffix."""
+        return checkpoint_name(self.facts.step, self.facts.attempt)
+
+
+def checkpoint_name(step: int, attempt: int) -> str:
+    """This will name the checkpoint of a step by an attempt."""
+    return f"step-{step:010d}.a{attempt:04d}"
+
+
+def order_of(name: str) -> tuple[int, int] | None:
+    """This will give (step, attempt) of a checkpoint's name, None if it is no such name."""
+    match = NAME.fullmatch(name)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def facts_to_json(facts: Facts) -> dict[str, object]:
+    """This will give what a manifest says beside its tensors."""
+    return asdict(facts) | {"state": dict(facts.state)}
+
+
+def facts_from_json(body: Mapping[str, Any]) -> Facts:
+    """This will read what a manifest says beside its tensors.
+
+    Raises:
+        ValueError, KeyError, TypeError: a field is missing or wrong.
+    """
+    return Facts(
+        step=int(body["step"]),
+        attempt=int(body["attempt"]),
+        generation=int(body["generation"]),
+        world=int(body["world"]),
+        job=body["job"],
+        written_at_s=float(body["written_at_s"]),
+        state=body["state"],
+    )
+
+
+def to_bytes(manifest: Manifest) -> bytes:
+    """This will write a manifest as JSON with its checksum."""
+    body = {
+        "format": FORMAT,
+        "version": VERSION,
+        "hash": HASH,
+        "name": manifest.name,
+        "kind": manifest.kind,
+        "parent": asdict(manifest.parent) if manifest.parent else None,
+        "base": manifest.base,
+        "depth": manifest.depth,
+        "chunk_bytes": manifest.chunk_bytes,
+        "data": [asdict(data) for data in manifest.data],
+        "tensors": [tensor_to_json(tensor) for tensor in manifest.tensors],
+        **facts_to_json(manifest.facts),
+    }
+    if manifest.log is not None:
+        body["log"] = log_to_json(manifest.log)
+    return to_json(body | {"checksum": digest(to_json(body))}) + b"\n"
+
+
+def checksum_of(content: bytes) -> str:
+    """This will give the checksum that a manifest bears, after checking it.
+
+    Raises:
+        DamagedError: the content is not what it was when it was written.
+    """
+    return _checked_body(content)[1]
+
+
+def from_bytes(content: bytes) -> Manifest:
+    """This will read a manifest.
+
+    Raises:
+        DamagedError: it is cut short, altered, of an unknown version, or its parts contradict each other.
+    """
+    body, _ = _checked_body(content)
+    try:
+        manifest = _from_json(body)
+    except (KeyError, TypeError, ValueError) as error:
+        raise DamagedError(f"a field is missing or wrong ({type(error).__name__}: {error})") from error
+    return manifest
+
+
+def _checked_body(content: bytes) -> tuple[dict[str, object], str]:
+    try:
+        body = json.loads(content)
+    except ValueError as error:
+        raise DamagedError(f"it is not whole ({error})") from error
+    if not isinstance(body, dict) or body.get("format") != FORMAT:
+        raise DamagedError("it is no checkpoint manifest")
+    if body.get("version") != VERSION or body.get("hash") != HASH:
+        raise DamagedError(
+            f"it is of version {body.get('version')} with {body.get('hash')} hashes; this program reads version "
+            f"{VERSION} with {HASH}"
+        )
+    checksum = body.pop("checksum", None)
+    if not isinstance(checksum, str) or digest(to_json(body)) != checksum:
+        raise DamagedError("its checksum does not fit its content")
+    return body, checksum
+
+
+def _from_json(body: dict) -> Manifest:
+    if body["kind"] not in KINDS:
+        raise ValueError(f"unknown kind {body['kind']!r}")
+    parent = body["parent"]
+    if (body["kind"] == "base") != (parent is None):
+        raise ValueError("a base has no parent, an increment has one")
+    data = tuple(DataFile(file=str(entry["file"]), bytes=int(entry["bytes"])) for entry in body["data"])
+    outside = [one.file for one in data if "/" in one.file or one.file.startswith(".")]
+    if outside:
+        raise ValueError(f"data file {outside[0]!r} lies outside of the directory")
+    manifest = Manifest(
+        facts=facts_from_json(body),
+        kind=body["kind"],
+        parent=Parent(name=str(parent["name"]), checksum=str(parent["checksum"])) if parent else None,
+        base=str(body["base"]),
+        depth=int(body["depth"]),
+        chunk_bytes=int(body["chunk_bytes"]),
+        data=data,
+        tensors=tuple(tensor_from_json(entry) for entry in body["tensors"]),
+        log=log_from_json(body["log"]) if body["kind"] == "gradients" else None,
+    )
+    flats = [flat for step in manifest.log.steps for flat in step.flats] if manifest.log else []
+    if any(chunk.file >= len(data) for tensor in (*manifest.tensors, *flats) for chunk in tensor.chunks):
+        raise ValueError("a chunk is in a data file that is not named")
+    return manifest

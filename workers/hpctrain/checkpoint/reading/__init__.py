@@ -1,0 +1,1 @@
+"""How a checkpoint is read: restored, replayed, exported."""

@@ -1,0 +1,236 @@
+"""Chunks out of data files: read, unpacked and verified by several threads.
+
+Does not choose a checkpoint.
+Rules: a chunk counts only if it has its hash; a share that fails is asked again before that is damage.  Each thread has memory
+of its own, which it uses again: fresh memory is touched at a fraction of the speed of a copy.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TypeVar
+
+from hpctrain.checkpoint.format.chunks import CHUNK_BYTES, ITEM_BYTES, Chunk, TensorEntry, hashes_of
+from hpctrain.checkpoint.format.manifest import Manifest
+from hpctrain.checkpoint.format.pack import Packing, digest, unpack_into
+from hpctrain.checkpoint.writing.buffers import Buffer
+from hpctrain.checkpoint.writing.packer import threads
+from hpctrain.checkpoint.writing.snapshot import LiveMemory
+from hpctrain.errors import DamagedError
+
+T = TypeVar("T")
+AGAIN_S = (0.0, 0.01, 0.1, 1.0)  # what is waited before it is read again
+STRETCH_BYTES = 16 << 20  # what a thread reads at a time
+TOLD_S = 5.0  # from one word about how far it is to the next
+TOLD_BYTES = 64 << 20  # of less nothing is said
+
+
+def patiently(call: Callable[[], T]) -> T:
+    """This will read, and again if the share fails: a handle that is stale, or one error, is no damage.
+
+    Raises:
+        OSError: it fails each time, or there is nothing.
+    """
+    for wait_s in AGAIN_S:
+        try:
+            return call()
+        except FileNotFoundError:
+            raise
+        except OSError:
+            time.sleep(wait_s)
+    return call()
+
+
+Placed = tuple[int, int, Chunk]  # a chunk with its number in its tensor, and where in the memory for it it begins
+
+
+class _Own(threading.local):
+    """What each thread has for itself."""
+
+    def __init__(self) -> None:
+        self.stored = bytearray()
+        self.memory = bytearray()
+
+    def read(self, descriptor: int, chunk: Chunk) -> memoryview:
+        """What is stored of a chunk; it is there until the next one's is."""
+        if len(self.stored) < chunk.stored:
+            self.stored = bytearray(max(chunk.stored, CHUNK_BYTES))
+        stored = memoryview(self.stored)[: chunk.stored]
+        return stored[: os.preadv(descriptor, [stored], chunk.at)]
+
+
+class Progress:
+    """Says now and then how far the reading of something is."""
+
+    def __init__(self, tell: Callable[[str], None], what: str, manifests: Iterable[Manifest]) -> None:
+        self._tell, self._what = tell, what
+        self._total_bytes = sum(data.bytes for manifest in manifests for data in manifest.data)
+        self._done_bytes = 0
+        self._due_s = time.monotonic() + TOLD_S
+        self._lock = threading.Lock()
+
+    def add(self, size_bytes: int) -> None:
+        """This will count what a thread has read."""
+        with self._lock:
+            self._done_bytes += size_bytes
+            if self._total_bytes < TOLD_BYTES or time.monotonic() < self._due_s:
+                return
+            self._due_s = time.monotonic() + TOLD_S
+            part = 100 * self._done_bytes // self._total_bytes
+            self._tell(f"{self._what}: {part} % of {self._total_bytes / 1e6:.0f} MB")
+
+
+class Reader:
+    """Several threads that read chunks from a directory."""
+
+    def __init__(self, directory: Path, progress: Progress | None = None) -> None:
+        self._directory, self._progress = directory, progress
+        self.pool = ThreadPoolExecutor(threads(), "restore")
+        self._own = _Own()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.pool.shutdown(cancel_futures=True)
+
+    def memory(self, length: int) -> memoryview:
+        """This will give memory of the calling thread's own, the same each time."""
+        if len(self._own.memory) < length:
+            self._own.memory = bytearray(length)
+        return memoryview(self._own.memory)[:length]
+
+    def apply(self, manifest: Manifest, before: Mapping[str, TensorEntry], snapshot: Buffer | LiveMemory) -> None:
+        """This will bring a state from the parent's content, of tensors `before`, to a manifest's; not by its log.
+
+        Raises:
+            DamagedError: it is not what was written.
+        """
+        slots = {slot.name: slot for slot in snapshot.layout}
+        if manifest.log is None and set(slots) != {entry.name for entry in manifest.tensors}:
+            raise DamagedError(f"{manifest.name} has not the tensors of the one that stands on it")
+        wanted = []
+        for entry in manifest.tensors:
+            slot = slots.get(entry.name)
+            if slot is None or (entry.dtype, entry.shape) != (slot.dtype, slot.shape):
+                raise DamagedError(f"{manifest.name} has a tensor {entry.name!r} unlike the one that stands on it")
+            wanted.append((entry, snapshot.content(slot)))
+        self.fill(manifest, wanted, before)
+
+    def fill(
+        self,
+        manifest: Manifest,
+        wanted: Iterable[tuple[TensorEntry, memoryview]],
+        before: Mapping[str, TensorEntry] | None = None,
+    ) -> None:
+        """This will read tensors of a manifest, each into its memory, which holds the one of `before` until then.
+
+        Raises:
+            DamagedError: they are not what was written.
+        """
+        with self.opened(manifest) as descriptors:
+            works = []
+            for entry, content in wanted:
+                known = hashes_of(before[entry.name]) if before and entry.name in before else {}
+                for chunks in _stretches(entry):
+                    works.append(self.pool.submit(self.read, descriptors, manifest, entry, chunks, content, known))
+            finish(works)
+
+    @contextmanager
+    def opened(self, manifest: Manifest) -> Iterator[list[int]]:
+        """The descriptors of a manifest's data files, in its order.
+
+        Raises:
+            DamagedError: one is not there, or not as long as it was.
+        """
+        with ExitStack() as stack:
+            yield [stack.enter_context(_opened(self._directory / data.file, data.bytes)) for data in manifest.data]
+
+    def read(
+        self,
+        descriptors: list[int],
+        manifest: Manifest,
+        entry: TensorEntry,
+        chunks: Iterable[Placed],
+        content: memoryview,
+        known: Mapping[int, str],
+    ) -> None:
+        """This will read chunks into `content`, where `known` says by place what is there already; for one of the threads.
+
+        Raises:
+            DamagedError: says which chunk is not what was written.
+        """
+        for number, low, chunk in chunks:
+            if chunk.packing is Packing.SAME:
+                if known.get(low) != chunk.hash:
+                    raise DamagedError(f"chunk {number} of {entry.name!r} in {manifest.name} is not its parent's")
+                continue
+            out = content[low : low + chunk.bytes]
+            try:
+                self._read_chunk(descriptors[chunk.file], chunk, ITEM_BYTES[entry.dtype], out)
+            except DamagedError as error:
+                file, end = manifest.data[chunk.file].file, chunk.at + chunk.stored
+                raise DamagedError(
+                    f"chunk {number} of {entry.name!r} in {file} (bytes {chunk.at} to {end}) {error}"
+                ) from error
+
+    def _read_chunk(self, descriptor: int, chunk: Chunk, item_bytes: int, out: memoryview) -> None:
+        if chunk.packing is Packing.RAW and chunk.stored == chunk.bytes:
+            if os.preadv(descriptor, [out], chunk.at) != chunk.bytes:
+                raise DamagedError("ends early")
+        else:
+            unpack_into(out, chunk.packing, self._own.read(descriptor, chunk), item_bytes)
+        if digest(out) != chunk.hash:
+            raise DamagedError("does not have its hash")
+        if self._progress is not None:
+            self._progress.add(chunk.stored)
+
+
+def placed(entry: TensorEntry) -> Iterator[Placed]:
+    """This will number a tensor's chunks, and say where each begins."""
+    low = 0
+    for number, chunk in enumerate(entry.chunks):
+        yield number, low, chunk
+        low += chunk.bytes
+
+
+def finish(works: list[Future[None]]) -> None:
+    """This will wait for all, so that nobody reads on from what is closed; then say what the first one found."""
+    errors = [work.exception() for work in works]
+    for error in errors:
+        if error is not None:
+            raise error
+
+
+def _stretches(entry: TensorEntry) -> Iterator[list[Placed]]:
+    """A tensor's chunks, cut so that several threads have something to do."""
+    chunks: list[Placed] = []
+    for one in placed(entry):
+        chunks.append(one)
+        (_, first, _), (_, last, chunk) = chunks[0], one
+        if last + chunk.bytes - first >= STRETCH_BYTES:
+            yield chunks
+            chunks = []
+    if chunks:
+        yield chunks
+
+
+@contextmanager
+def _opened(path: Path, length: int) -> Iterator[int]:
+    try:
+        with patiently(lambda: path.open("rb")) as stream:
+            size_bytes = os.fstat(stream.fileno()).st_size
+            if size_bytes != length:
+                raise DamagedError(f"{path.name} has {size_bytes} bytes instead of {length}")
+            yield stream.fileno()
+    except OSError as error:
+        raise DamagedError(f"{path.name} cannot be read ({error.strerror})") from error

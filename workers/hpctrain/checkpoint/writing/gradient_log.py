@@ -1,0 +1,182 @@
+"""The gradients of each step since the last checkpoint: kept beside the training, taken again after a restart.
+
+Dense training changes every number of weights and moments in every step, and what changed packs badly; the gradients are a third
+of it and pack better (far better when they were exchanged in half precision).  So an increment can be the gradients, and a
+restart gives them to the very optimizer again.  Does not know files or ranks.
+Rules: what the optimizer does not move (buffers, frozen weights) goes along as it is; memory is bounded: a log that would need
+more is dropped, and the next checkpoint is of another kind; some numbers of the weights are kept to see that taking
+the steps again led to the same bits.
+Sources: the idea of gradients as increments: "LowDiff" (2025), which is lossy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
+
+import torch
+
+from hpctrain.checkpoint.format.step_log import LoggedStep, StepLog, Taken
+from hpctrain.checkpoint.writing.snapshot import Piece, Snapshot, layout_of, share_of
+
+PROBED = 4  # numbers of each tensor
+
+
+class GradientLog:
+    """Gradients of the steps since the last checkpoint was begun, in buffers that are used again."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        groups: list[list[torch.nn.Parameter]],
+        flats: list[torch.Tensor],
+        step: int,
+        most_bytes: int,
+        optimizer: Mapping[str, object],
+        rank: int = 0,
+        size: int = 1,
+    ) -> None:
+        """`groups` are the parameters of each of `flats`, in their order; at most `most_bytes` of gradients are kept.
+
+        Of several ranks that have the same gradients, each keeps a part.
+        """
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._rank, self._size, self._optimizer = rank, size, optimizer
+        self._model = model
+        self._flats = {str(index): _part_of(flat, rank, size) for index, flat in enumerate(flats)}
+        self._order = tuple(tuple(names[id(parameter)] for parameter in group) for group in groups)
+        self._layout = layout_of(self._flats)
+        trained = {name for group in self._order for name in group}
+        self._tied = _further_names(model, trained)
+        self._loose = [f"model.{name}" for name in model.state_dict() if name not in trained and name not in self._tied]
+        self._device = device_facts(model)
+        step_bytes = sum(slot.bytes for slot in self._layout)
+        self.most_steps = max(1, most_bytes // max(1, step_bytes))
+        self.enabled = True  # off: no checkpoint wants it
+        self._steps: list[LoggedStep] = []
+        self._spare: list[Snapshot] = []
+        self._loose_spare: list[Snapshot] = []
+        self._since, self._intact = step, True
+
+    def note(self, number: int, lr: float, factor: float) -> None:
+        """This will keep the gradients as they are now, before they are multiplied by `factor` and the weights move."""
+        if not self._intact:
+            return
+        if not self.enabled or len(self._steps) >= self.most_steps:
+            self._drop()
+            return
+        flats = self._spare.pop() if self._spare else Snapshot(self._layout)
+        flats.fill(self._flats)
+        self._steps.append(LoggedStep(number=number, lr=lr, factor=factor, flats=flats))
+
+    def covers(self, step: int) -> bool:
+        """Whether all that has been done since the checkpoint of that step is here."""
+        return self._intact and self._since == step
+
+    def take(self, step: int) -> Taken | None:
+        """This will hand out the steps up to now, None if they are not all here, and begin anew after `step`."""
+        since, steps, intact = self._since, tuple(self._steps), self._intact
+        self._since, self._steps, self._intact = step, [], True
+        if not intact:
+            return None
+        state = {f"model.{name}": tensor for name, tensor in self._model.state_dict().items()}
+        loose = share_of({name: state[name] for name in self._loose}, self._rank, self._size, own_of_first(self._model))
+        kept = self._loose_spare.pop() if self._loose_spare else Snapshot(layout_of(loose))
+        kept.fill(loose)
+        return Taken(
+            since=since,
+            steps=steps,
+            order=self._order,
+            tied=self._tied,
+            loose=kept,
+            device=self._device,
+            optimizer=self._optimizer,
+            probe=probe_of(self._model.state_dict()),
+        )
+
+    def give_back(self, taken: Taken) -> None:
+        """This will take buffers back that nobody reads any more; another thread may call it."""
+        self._spare += [step.flats for step in taken.steps if isinstance(step.flats, Snapshot)]
+        if isinstance(taken.loose, Snapshot):
+            self._loose_spare.append(taken.loose)
+
+    def _drop(self) -> None:
+        self._spare += [step.flats for step in self._steps if isinstance(step.flats, Snapshot)]
+        self._steps, self._intact = [], False
+
+
+def own_of_first(model: torch.nn.Module) -> set[str]:
+    """This will name what may differ among ranks, so that the first one's counts: buffers."""
+    return {f"model.{name}" for name, _ in model.named_buffers()}
+
+
+def _further_names(model: torch.nn.Module, trained: Collection[str]) -> dict[str, str]:
+    """The names under which a state has a trained parameter once more (tied weights), each with the first one."""
+    named = dict(model.named_parameters(remove_duplicate=False))
+    first = {id(named[name]): name for name in trained}
+    return {name: first[id(one)] for name, one in named.items() if name not in trained and id(one) in first}
+
+
+def _part_of(flat: torch.Tensor, rank: int, size: int) -> torch.Tensor | Piece:
+    if size == 1:
+        return flat
+    low, high = (flat.numel() * one // size for one in (rank, rank + 1))
+    return Piece(part=flat[low:high], low=low, whole=tuple(flat.shape))
+
+
+@torch.no_grad()
+def take_again(
+    named: Mapping[str, torch.nn.Parameter],
+    move: Callable[[int, float], None],
+    log: StepLog,
+    gradients: Iterator[list[torch.Tensor]],
+) -> None:
+    """This will take the steps of a log; `move(number, lr)` is the optimizer's step, `gradients` gives those of each."""
+    kept = {name: parameter.grad for name, parameter in named.items()}
+    try:
+        for step in log.steps:
+            for names, flat in zip(log.order, next(gradients), strict=True):
+                if step.factor != 1.0:
+                    flat.mul_(step.factor)
+                low = 0
+                for name in names:
+                    parameter = named[name]
+                    part = flat[low : low + parameter.numel()].view_as(parameter)
+                    parameter.grad = part.to(parameter.device)
+                    low += parameter.numel()
+            move(step.number, step.lr)
+    finally:
+        for name, parameter in named.items():
+            parameter.grad = kept[name]
+
+
+@torch.no_grad()
+def probe_of(state: Mapping[str, torch.Tensor]) -> bytes:
+    """This will give some numbers of each of the model's tensors, by name, as float64."""
+    picked = []
+    for _, tensor in sorted(state.items()):
+        flat = tensor.detach().reshape(-1)
+        picked.append(flat[:: max(1, flat.numel() // PROBED)][:PROBED].to(torch.float64))
+    return torch.cat(picked).cpu().numpy().tobytes() if picked else b""
+
+
+def difference(one: bytes, other: bytes) -> float:
+    """This will give the greatest difference of two probes' numbers; infinite if they are not of the same model."""
+    if len(one) != len(other):
+        return math.inf
+    apart = torch.frombuffer(bytearray(one), dtype=torch.float64) - torch.frombuffer(
+        bytearray(other), dtype=torch.float64
+    )
+    return float(apart.abs().nan_to_num(nan=math.inf).max()) if len(one) else 0.0
+
+
+def device_facts(model: torch.nn.Module) -> dict[str, object]:
+    """This will say on what a model computes: where these are alike, a step has the same bits."""
+    parameter = next(model.parameters(), torch.empty(0))
+    on_gpu = parameter.device.type == "cuda"
+    name = torch.cuda.get_device_name(parameter.device) if on_gpu else torch.backends.cpu.get_cpu_capability()
+    return {
+        "type": parameter.device.type,
+        "name": name,
+        "torch": str(torch.__version__),
+    }  # a TorchVersion would need torch

@@ -1,0 +1,334 @@
+"""Which kind a checkpoint is of, and its making: what a thread or a process does with a snapshot.
+
+Knows what the last checkpoints were; does not know models, ranks, torch or who copies.
+Rules: a new base after so many increments.  The first increment of a chain that could be either, packed changes or the
+steps' gradients, is measured as both, and what is smaller stays for the chain.  A share that fails costs a checkpoint
+and a message, not the run.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hpctrain.checkpoint.format.chunks import CHUNK_BYTES
+from hpctrain.checkpoint.format.manifest import Facts
+from hpctrain.checkpoint.format.step_log import Taken
+from hpctrain.checkpoint.writing.buffers import FULL, Buffer
+from hpctrain.checkpoint.writing.fence import Claim
+from hpctrain.checkpoint.writing.group import First, Lost, Other, Seat
+from hpctrain.checkpoint.writing.packer import threads
+from hpctrain.checkpoint.writing.publish import (
+    Footing,
+    PackedLog,
+    Part,
+    Published,
+    estimated_bytes,
+    footing_of,
+    next_footing,
+    pack_log,
+    part_from_json,
+    part_to_json,
+    publish,
+    write_log,
+    write_part,
+)
+from hpctrain.checkpoint.writing.retain import Policy, Retention
+from hpctrain.errors import PublishError, StaleAttemptError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What became of one checkpoint; `error` is None if it was published, `note` says what was chosen and why."""
+
+    step: int
+    kind: str
+    stored_bytes: int
+    write_s: float  # from the beginning of the copy
+    error: str | None
+    note: str = ""
+    copy_s: float = 0.0  # for which training waited: who copies knows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """What who copies has to know of what was made."""
+
+    last_step: int = -1  # of the newest published checkpoint
+    by_log: bool | None = None  # whether gradients are smaller; None: not yet measured in this chain
+    room: bool = False  # for another increment in this chain
+    kept: int | None = None  # the number of the buffer that the next increment is taken against
+    held: frozenset[int] = frozenset()  # numbers of buffers that somebody still reads
+    away: bool = False  # the share has not taken the last one
+
+    @property
+    def takes_log(self) -> bool:
+        """Whether the next checkpoint can be gradients alone."""
+        return bool(self.by_log) and self.room and not self.away
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What a keeper is told first."""
+
+    claim: Claim
+    parent: Published | None
+    base_every: int
+    policy: Policy
+    distrusted: tuple[str, ...]
+    chunk_bytes: int
+    ranks: int = 1  # that write together
+    seat: Seat | None = None  # where the first of them is found; None: this is the first
+    secret: bytes = b""  # that the others show the first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """One checkpoint to be made; the snapshot may still be being filled."""
+
+    snapshot: Buffer | None
+    taken: Taken | None
+    facts: Facts
+    base: bool = False  # whatever it could stand on
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Plan:
+    """Of which kind a checkpoint is to be, and on what it stands."""
+
+    kind: str
+    parent: Footing | None
+    taken: Taken | None
+    packed: PackedLog | None = None  # if it was measured
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Made:
+    """What was published."""
+
+    kind: str
+    stored_bytes: int
+
+
+class Maker:
+    """Makes one checkpoint after another, or this rank's part of each."""
+
+    def __init__(
+        self,
+        claim: Claim,
+        parent: Published | None,
+        base_every: int,
+        retention: Retention,
+        chunk_bytes: int = CHUNK_BYTES,
+        group: First | Other | None = None,
+    ) -> None:
+        """`group`: the writers of the other ranks; None: one writes everything."""
+        self._claim = claim
+        fits = parent is not None and parent.manifest.chunk_bytes == chunk_bytes
+        self._last = footing_of(parent) if parent and fits else None  # the newest one
+        logged = self._last is not None and self._last.kind == "gradients"
+        self._stand = None if logged else self._last  # the newest one with chunks of all tensors
+        self._increments = self._last.depth if self._last else 0  # since the base
+        self._by_log: bool | None = True if logged else None
+        self._base_every = max(1, base_every)
+        self._retention = retention
+        self._chunk_bytes = chunk_bytes
+        self._group = group
+        self._untidy = False
+        self._pool = ThreadPoolExecutor(threads(), "packer")
+
+    @property
+    def standing(self) -> Standing:
+        """What was made up to now."""
+        last, stand = self._last, self._stand
+        if last is None:
+            return Standing()
+        room = self._increments + 1 < self._base_every
+        kept = stand.snapshot.number if stand and stand.snapshot else None
+        return Standing(last_step=last.step, by_log=self._by_log, room=room, kept=kept)
+
+    def make(self, order: Order) -> Report:
+        """This will write and publish a checkpoint of the state, or of the steps' gradients alone.
+
+        Raises:
+            StaleAttemptError: a later attempt has taken over.
+        """
+        started_s = time.perf_counter()
+        plan, made, error = self._plan(order), None, None
+        try:
+            made = self._made(order, plan)
+        except (PublishError, OSError) as failure:
+            error = str(failure)
+        self._untidy = made is not None and made.kind == "base" and not isinstance(self._group, Other)
+        return Report(
+            step=order.facts.step,
+            kind=plan.kind,
+            stored_bytes=made.stored_bytes if made else 0,
+            write_s=time.perf_counter() - started_s,
+            error=error,
+            note=plan.note,
+        )
+
+    def tidy(self) -> None:
+        """This will remove old checkpoints, if the last one was a base: afterwards, because nobody has to wait for it."""
+        if not self._untidy:
+            return
+        self._untidy = False
+        try:
+            self._retention.sweep()
+        except (PublishError, OSError) as failure:
+            print(f"checkpoint: old ones could not be removed: {failure}", file=sys.stderr, flush=True)
+        except StaleAttemptError:
+            pass  # the next one to be made says so
+
+    def close(self) -> None:
+        """This will end the threads, and leave the other writers."""
+        self._pool.shutdown()
+        if self._group is not None:
+            self._group.close()
+
+    def _plan(self, order: Order) -> _Plan:
+        """Choose the form that is smallest, where there is a choice."""
+        snapshot, taken, last = order.snapshot, order.taken, self._last
+        if snapshot is None:
+            assert taken is not None
+            return _Plan(kind="gradients", parent=last, taken=taken)
+        stand = None if order.base else self._stand_for(snapshot)
+        plan = _Plan(kind="delta" if stand else "base", parent=stand, taken=None)
+        if stand is None or stand.snapshot is None or stand is not last or self._by_log is not None:
+            return plan
+        if taken is None or taken.since != stand.step:
+            return plan
+        snapshot.filling.wait(FULL)
+        packed = pack_log(taken, stand, self._pool, self._chunk_bytes)
+        changes_bytes = estimated_bytes(snapshot, stand.snapshot, self._chunk_bytes)
+        self._by_log = packed.bytes < changes_bytes
+        note = _choice(packed.bytes, changes_bytes, len(taken.steps), snapshot.bytes)
+        if self._by_log and self._group is None:  # else all ranks do so from the next one on
+            return _Plan(kind="gradients", parent=stand, taken=taken, packed=packed, note=note)
+        return replace(plan, note=note)
+
+    def _made(self, order: Order, plan: _Plan) -> _Made:
+        """Write this rank's part, and publish what all have written or hear that it is published."""
+        part, failure = None, None
+        try:
+            part = self._write(order, plan)
+        except (PublishError, OSError, StaleAttemptError) as error:
+            failure = error
+        if self._group is None:
+            if failure is not None:
+                raise failure
+            assert part is not None
+            return self._published(order, plan, [part])
+        if isinstance(self._group, Other):
+            return self._told(order, plan, part, failure, self._group)
+        return self._together(order, plan, part, failure, self._group)
+
+    def _write(self, order: Order, plan: _Plan) -> Part:
+        if plan.kind != "gradients":
+            assert order.snapshot is not None
+            return write_part(self._claim, order.snapshot, order.facts, plan.parent, self._pool, self._chunk_bytes)
+        assert plan.taken is not None
+        if plan.parent is None:
+            raise PublishError("there is nothing that the logged steps could stand on")
+        packed = plan.packed or pack_log(plan.taken, plan.parent, self._pool, self._chunk_bytes)
+        return write_log(self._claim, packed, order.facts, plan.parent)
+
+    def _published(self, order: Order, plan: _Plan, parts: list[Part]) -> _Made:
+        name, checksum, bytes_ = publish(self._claim, order.facts, parts, plan.parent, plan.taken, self._chunk_bytes)
+        self._take_over(order, plan, name, checksum, parts[0])
+        return _Made(kind=plan.kind, stored_bytes=bytes_ + sum(part.data.bytes for part in parts))
+
+    def _together(self, order: Order, plan: _Plan, part: Part | None, failure: Exception | None, group: First) -> _Made:
+        """The first rank's way: it has heard of all parts, or what went wrong, before it publishes; and all hear of it."""
+        verdict: dict[str, object] = {"error": "the first rank's writer has failed"}
+        try:
+            said = group.collect(order.facts.step)
+            if failure is not None:
+                raise failure
+            assert part is not None
+            parts = [part, *(_part_said(rank, one, plan) for rank, one in enumerate(said, 1))]
+            made = self._published(order, plan, parts)
+            assert self._last is not None
+            verdict = {"name": self._last.name, "checksum": self._last.checksum, "by_log": self._by_log}
+        except (PublishError, OSError, StaleAttemptError) as error:
+            verdict = {"error": str(error)}
+            self._forget()
+            raise
+        finally:
+            group.announce(verdict | {"step": order.facts.step})
+        return made
+
+    def _told(self, order: Order, plan: _Plan, part: Part | None, failure: Exception | None, group: Other) -> _Made:
+        what = part_to_json(part) if part is not None else {"error": str(failure)}
+        try:
+            verdict = group.tell(what | {"step": order.facts.step, "kind": plan.kind})
+        except Lost:
+            self._forget()
+            raise
+        if "error" in verdict or part is None:
+            self._forget()
+            if isinstance(failure, StaleAttemptError):
+                raise failure
+            raise PublishError(str(verdict.get("error")))
+        self._take_over(order, plan, verdict["name"], verdict["checksum"], part)
+        self._by_log = verdict["by_log"]
+        return _Made(kind=plan.kind, stored_bytes=part.data.bytes)
+
+    def _take_over(self, order: Order, plan: _Plan, name: str, checksum: str, part: Part) -> None:
+        """Note what the next one is to stand on."""
+        made = next_footing(name, checksum, order.facts, plan.kind, plan.parent, part, order.snapshot)
+        if plan.kind == "gradients":
+            made = replace(made, snapshot=None)
+        else:
+            self._stand = made
+        self._increments = 0 if plan.kind == "base" else self._increments + 1
+        if plan.kind == "base":
+            self._by_log = None
+        self._last = made
+
+    def _forget(self) -> None:
+        """Ranks may know different things now: the next one is a base."""
+        self._last = self._stand = None
+        self._by_log = None
+
+    def _stand_for(self, snapshot: Buffer) -> Footing | None:
+        stand = self._stand
+        if stand is None or stand.snapshot is None or self._increments + 1 >= self._base_every:
+            return None
+        return stand if stand.snapshot.layout == snapshot.layout else None
+
+
+def standing_of(parent: Published | None, base_every: int, chunk_bytes: int) -> Standing:
+    """This will say what a maker of increments on `parent` begins with."""
+    if parent is None or parent.manifest.chunk_bytes != chunk_bytes:
+        return Standing()
+    manifest, snapshot = parent.manifest, parent.snapshot
+    logged = manifest.kind == "gradients"
+    kept = snapshot.number if snapshot and not logged else None
+    room = manifest.depth + 1 < max(1, base_every)
+    return Standing(last_step=manifest.facts.step, by_log=True if logged else None, room=room, kept=kept)
+
+
+def _part_said(rank: int, said: dict[str, Any], plan: _Plan) -> Part:
+    """What another rank has written, if it fits."""
+    if "error" in said:
+        raise PublishError(f"rank {rank}: {said['error']}")
+    part = part_from_json(said)
+    parent = plan.parent.name if plan.parent else None
+    if ("gradients" in (said["kind"], plan.kind) and said["kind"] != plan.kind) or part.stands_on not in (parent, None):
+        raise PublishError(f"rank {rank} has written {said['kind']} on {part.stands_on}, not {plan.kind} on {parent}")
+    return part
+
+
+def _choice(log_bytes: int, changes_bytes: int, steps: int, state_bytes: int) -> str:
+    """In words, what the increments of a chain are and what that saves."""
+    of_steps = f"the gradients of {steps} step{'s' * (steps != 1)} take {log_bytes / 1e6:.2f} MB"
+    changes = f"what changed about {changes_bytes / 1e6:.2f} MB"
+    chosen, best = ("gradients", log_bytes) if log_bytes < changes_bytes else ("changes", changes_bytes)
+    times = f", {state_bytes / best:.1f} times less than the state" if best else ""
+    return f"{of_steps}, {changes}: increments are {chosen}{times}"

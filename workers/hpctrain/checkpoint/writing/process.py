@@ -1,0 +1,194 @@
+"""The process that writes a trainer's checkpoints: `python -m hpctrain.checkpoint.writing.process DESCRIPTOR [LISTENER]`.
+
+It packs, hashes and writes what the trainer has copied into memory that both have.  Does not know torch.
+Rules: what was handed over whole is published, also if the trainer is killed meanwhile: a job's signals, which go to all of
+its processes, are not for this one.  It ends when the trainer has, after what it is about.  While the share fails, or does not
+answer, the newest state goes to this node's own disk, and to the share as soon as that takes it.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+
+from hpctrain.checkpoint.format.manifest import Facts
+from hpctrain.checkpoint.writing import local_fallback, local_parts
+from hpctrain.checkpoint.writing.buffers import BROKEN, FULL, Buffer
+from hpctrain.checkpoint.writing.fd_passing import Handing
+from hpctrain.checkpoint.writing.group import First, Other
+from hpctrain.checkpoint.writing.maker import Maker, Order, Report, Standing, Task
+from hpctrain.checkpoint.writing.retain import Retention
+from hpctrain.errors import PublishError, StaleAttemptError
+
+NICE = 5  # the trainer's own work comes first
+PATIENCE_S = 60.0  # a share that takes longer than this is away
+AGAIN_S = 10.0  # until it is asked again
+
+
+def main(descriptor: int, listener: int | None = None) -> int:
+    """This will make checkpoints until the trainer is gone; at `listener` other ranks' keepers tell what they have written."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    os.nice(NICE)
+    line = Handing(socket.socket(fileno=descriptor))
+    try:
+        task = line.receive()
+        assert isinstance(task, Task)
+        keeper = Keeper(task, _group(task, listener), float(os.environ.get("HPCTRAIN_PATIENCE_S", PATIENCE_S)))
+        while True:
+            while not select.select([line], [], [], AGAIN_S if keeper.waiting else None)[0]:
+                keeper.again()
+            order = line.receive()
+            assert isinstance(order, Order)
+            line.send(keeper.make(order, _copied_from(line, order)))
+            keeper.tidy()
+    except (EOFError, ConnectionError):
+        return 0
+
+
+class Keeper:
+    """Has checkpoints made on the share, and on this node's own disk while the share does not take them."""
+
+    def __init__(self, task: Task, group: First | Other | None, patience_s: float) -> None:
+        self._task, self._patience_s = task, patience_s
+        retention = Retention(task.claim, task.policy, task.distrusted)
+        self._maker = Maker(task.claim, task.parent, task.base_every, retention, task.chunk_bytes, group)
+        self._alone = group is None  # else each process has a part of the state
+        self._rank = task.seat.rank if task.seat is not None else 0
+        self._share = ThreadPoolExecutor(1, "share")
+        self._slow: Future[Report] | None = None  # what the share has not answered yet
+        self._read: set[int] = set()  # numbers of buffers that this one still reads
+        self._place = local_fallback.place_for(task.claim.directory)
+        self._packers = ThreadPoolExecutor(1, "refuge")
+        self.waiting = False  # something is to be brought to the share
+
+    def make(
+        self, order: Order, copied: Callable[[], None] = lambda: None
+    ) -> tuple[Report | StaleAttemptError, Standing]:
+        """This will make a checkpoint, somewhere; `copied` returns when the trainer has copied what is to be written.
+
+        Raises:
+            EOFError: the trainer is gone before that.
+        """
+        started_s = time.perf_counter()
+        if self._slow is not None and self._slow.done():
+            self._slow, self._read = None, set()
+        if self._slow is not None:
+            copied()
+            return self._locally(order, started_s, "the share still does not answer")
+        self._slow = self._share.submit(self._on_share, order)
+        copied()
+        try:
+            report = self._slow.result(self._patience_s if self._alone else None)
+        except TimeoutError:
+            self._read = {buffer.number for buffer in _buffers(order)}
+            return self._locally(order, started_s, f"the share has not answered for {self._patience_s:g} s")
+        except StaleAttemptError as error:
+            return error, self._maker.standing
+        self._slow = None
+        if report.error:
+            return self._locally(order, started_s, report.error)
+        return report, self._maker.standing
+
+    def _on_share(self, order: Order) -> Report:
+        """Make it on the share, and once more if that fails: some errors do not last."""
+        report = self._maker.make(order)
+        return self._maker.make(order) if report.error and self._alone else report
+
+    def again(self) -> None:
+        """This will bring to the share what it has not taken before, if it takes it now."""
+        if self._slow is not None and not self._slow.done():
+            return
+        with suppress(PublishError, OSError, StaleAttemptError):
+            for name in self._brought():
+                print(f"checkpoint: {name} is on the share now, which takes them again", flush=True)
+
+    def _brought(self) -> list[str]:
+        """What is on the share now, after all that is here has been brought there."""
+        claim = self._task.claim
+        if self._alone:
+            names = local_fallback.bring_back(self._place, claim)
+            self.waiting = False
+            return names
+        local_parts.bring_parts(self._place, claim.directory, self._rank)
+        names = local_parts.join_parts(claim) if self._rank == 0 else []
+        self.waiting = self._rank == 0 and local_parts.awaited(claim.directory)
+        return names
+
+    def _keep(self, snapshot: Buffer, facts: Facts) -> None:
+        """What this process has of a state goes to this node's own disk."""
+        place, chunk_bytes = self._place, self._task.chunk_bytes
+        if self._alone:
+            local_fallback.keep(place, snapshot, facts, self._packers, chunk_bytes)
+        else:
+            local_parts.keep_part(place, self._rank, self._task.ranks, snapshot, facts, self._packers, chunk_bytes)
+
+    def tidy(self) -> None:
+        """This will remove what is not wanted any more."""
+        if self._slow is None:
+            self._maker.tidy()
+
+    def _locally(self, order: Order, started_s: float, why: str) -> tuple[Report, Standing]:
+        """Keep the state on this node's own disk."""
+        self.waiting, where = True, "only the running program has the state"
+        if order.snapshot is not None:
+            try:
+                self._keep(order.snapshot, order.facts)
+                where = f"kept on {socket.gethostname()} in {self._place}"
+            except (PublishError, OSError) as error:
+                where += f": {error}"
+        report = Report(
+            step=order.facts.step,
+            kind="base",
+            stored_bytes=0,
+            write_s=time.perf_counter() - started_s,
+            error=f"{why}; {where}",
+        )
+        standing = Standing(away=True) if self._slow is not None else replace(self._maker.standing, away=True)
+        return report, replace(standing, held=frozenset(self._read))
+
+
+def _copied_from(line: Handing, order: Order) -> Callable[[], None]:
+    """What passes on, to those who write, how much the trainer has copied, until that is all."""
+    if order.snapshot is None:
+        return lambda: None
+    filling = order.snapshot.filling
+    filling.begin()
+
+    def copied() -> None:
+        there = 0
+        try:
+            while there not in (FULL, BROKEN):
+                there = line.receive()
+                filling.reach(there)
+        except EOFError:
+            filling.reach(BROKEN)
+            raise
+
+    return copied
+
+
+def _buffers(order: Order) -> Iterator[Buffer]:
+    if order.snapshot is not None:
+        yield order.snapshot
+    if order.taken is not None:
+        yield order.taken.loose
+        yield from (step.flats for step in order.taken.steps)
+
+
+def _group(task: Task, listener: int | None) -> First | Other | None:
+    if task.seat is not None:
+        return Other(task.seat)
+    return First(task.ranks, socket.socket(fileno=listener), task.secret) if listener is not None else None
+
+
+if __name__ == "__main__":
+    sys.exit(main(*map(int, sys.argv[1:])))

@@ -1,0 +1,318 @@
+"""One checkpoint: this rank's part of it to a data file, and the parts of all ranks to a published manifest.
+
+Knows the parent by its name and its chunks' hashes; does not know torch, threads, models or when to write.
+Rules: data files are durable before the manifest that names them appears; the fence is asked in between.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import Any
+
+from hpctrain.checkpoint.format.chunks import (
+    CHUNK_BYTES,
+    ITEM_BYTES,
+    PieceEntry,
+    hashes_of,
+    joined,
+    piece_from_json,
+    piece_to_json,
+)
+from hpctrain.checkpoint.format.manifest import (
+    SUFFIX,
+    DataFile,
+    Facts,
+    Manifest,
+    Parent,
+    checkpoint_name,
+    checksum_of,
+    to_bytes,
+)
+from hpctrain.checkpoint.format.pack import pack
+from hpctrain.checkpoint.format.step_log import StepEntry, StepLog, Taken
+from hpctrain.checkpoint.reading.listing import LATEST
+from hpctrain.checkpoint.writing import fence, files
+from hpctrain.checkpoint.writing.buffers import Buffer
+from hpctrain.checkpoint.writing.packer import Packer, Wanted
+
+DATA_MAGIC = b"HPCTDAT1"
+SAMPLED = 8  # one chunk of so many is packed to estimate what all would take
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Published:
+    """A checkpoint that was read, with its content for the next one to stand on.
+
+    `logs` are the steps that have still to be taken, on top of the snapshot, to come to the checkpoint.
+    """
+
+    manifest: Manifest
+    checksum: str
+    snapshot: Buffer | None
+    logs: tuple[Manifest, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footing:
+    """A published checkpoint as the next one can stand on it: by its name and by what this rank has of it."""
+
+    name: str
+    checksum: str
+    step: int
+    kind: str
+    base: str
+    depth: int
+    snapshot: Buffer | None
+    hashes: Mapping[str, Mapping[int, str]]  # of chunks, by tensor and by where they begin
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What one rank has written of a checkpoint."""
+
+    data: DataFile
+    stands_on: str | None  # the name of the parent that it was made from
+    pieces: tuple[PieceEntry, ...]
+    steps: tuple[tuple[PieceEntry, ...], ...]  # of each logged step, the gradients
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedLog:
+    """A log of gradients ready to be written."""
+
+    pieces: tuple[PieceEntry, ...]
+    steps: tuple[tuple[PieceEntry, ...], ...]
+    content: list[bytes | memoryview]
+
+    @property
+    def bytes(self) -> int:
+        """What it takes in the data file."""
+        return sum(len(piece) for piece in self.content)
+
+
+def footing_of(published: Published) -> Footing:
+    """This will say of a checkpoint that was read what the next one needs to know."""
+    manifest = published.manifest
+    return Footing(
+        name=manifest.name,
+        checksum=published.checksum,
+        step=manifest.facts.step,
+        kind=manifest.kind,
+        base=manifest.base,
+        depth=manifest.depth,
+        snapshot=published.snapshot,
+        hashes={tensor.name: hashes_of(tensor) for tensor in manifest.tensors},
+    )
+
+
+def next_footing(
+    name: str, checksum: str, facts: Facts, kind: str, parent: Footing | None, part: Part, snapshot: Buffer | None
+) -> Footing:
+    """This will say of a checkpoint that was published just now what the next one needs to know."""
+    hashes: dict[str, dict[int, str]] = {}
+    for piece in part.pieces:
+        low = piece.low
+        for chunk in piece.chunks:
+            hashes.setdefault(piece.name, {})[low] = chunk.hash
+            low += chunk.bytes
+    base, depth = (name, 0) if parent is None else (parent.base, parent.depth + 1)
+    return Footing(
+        name=name,
+        checksum=checksum,
+        step=facts.step,
+        kind=kind,
+        base=base,
+        depth=depth,
+        snapshot=snapshot,
+        hashes=hashes,
+    )
+
+
+def pack_log(taken: Taken, parent: Footing | None, pool: Executor, chunk_bytes: int = CHUNK_BYTES) -> PackedLog:
+    """This will pack the gradients of steps, and the tensors that no optimizer moves where they differ from the parent's."""
+    at = len(DATA_MAGIC)
+    content: list[bytes | memoryview] = []
+
+    def packed(wanted: Iterable[Wanted]) -> tuple[PieceEntry, ...]:
+        nonlocal at
+        made = _collect(Packer(chunk_bytes, at, pool).run(wanted), content)
+        at = len(DATA_MAGIC) + sum(len(piece) for piece in content)
+        return made
+
+    loose = packed(_wanted(taken.loose, parent.hashes if parent else {}, None))
+    steps = tuple(packed(_wanted(step.flats, {}, None)) for step in taken.steps)
+    return PackedLog(pieces=loose, steps=steps, content=content)
+
+
+def estimated_bytes(snapshot: Buffer, old: Buffer, chunk_bytes: int = CHUNK_BYTES) -> int:
+    """This will estimate what an increment of packed changes would take, from some of its chunks."""
+    number, raw, stored, whole = 0, 0, 0, 0
+    for slot in snapshot.layout:
+        content, before = snapshot.content(slot), old.content(slot)
+        whole += slot.bytes
+        for low in range(0, slot.bytes, chunk_bytes):
+            number += 1
+            if number % SAMPLED != 1:
+                continue
+            now, then = content[low : low + chunk_bytes], before[low : low + chunk_bytes]
+            raw += len(now)
+            stored += 0 if now == then else len(pack(now, ITEM_BYTES[slot.dtype], then)[1])
+    return whole * stored // max(1, raw)
+
+
+def write_part(
+    claim: fence.Claim,
+    snapshot: Buffer,
+    facts: Facts,
+    parent: Footing | None,
+    pool: Executor,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> Part:
+    """This will write this rank's part of a checkpoint: of an increment on `parent`, or of a base without one.
+
+    Raises:
+        PublishError: the share failed.
+        StaleAttemptError: a later attempt has taken over.
+    """
+    packer = Packer(chunk_bytes, len(DATA_MAGIC), pool, frugal=parent is not None)
+    old = parent.snapshot if parent else None
+    found: list[PieceEntry] = []
+
+    def content() -> Generator[bytes | memoryview, None, None]:
+        found.extend((yield from packer.run(_wanted(snapshot, parent.hashes if parent else {}, old))))
+
+    data = _write(claim, facts, content())
+    return Part(data=data, stands_on=parent.name if parent else None, pieces=tuple(found), steps=())
+
+
+def write_log(claim: fence.Claim, packed: PackedLog, facts: Facts, parent: Footing) -> Part:
+    """This will write this rank's part of an increment that is a log of gradients on `parent`.
+
+    Raises: as `write_part`.
+    """
+    data = _write(claim, facts, packed.content)
+    return Part(data=data, stands_on=parent.name, pieces=packed.pieces, steps=packed.steps)
+
+
+def publish(
+    claim: fence.Claim,
+    facts: Facts,
+    parts: Sequence[Part],
+    parent: Footing | None,
+    taken: Taken | None,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> tuple[str, str, int]:
+    """This will publish the parts of all ranks as one checkpoint; `taken`: as a log of gradients.
+
+    Returns the manifest's name, checksum and length.
+
+    Raises: as `write_part`; then nothing was published.
+    """
+    kind = "base" if parent is None else "delta" if taken is None else "gradients"
+    name = checkpoint_name(facts.step, facts.attempt)
+    manifest = Manifest(
+        facts=facts,
+        kind=kind,
+        parent=Parent(name=parent.name, checksum=parent.checksum) if parent else None,
+        base=parent.base if parent else name,
+        depth=parent.depth + 1 if parent else 0,
+        chunk_bytes=chunk_bytes,
+        data=tuple(part.data for part in parts),
+        tensors=joined([part.pieces for part in parts]),
+        log=_log_of(taken, parts) if taken is not None else None,
+    )
+    content = to_bytes(manifest)
+    path = claim.directory / (name + SUFFIX)
+    draft = files.write_draft(path, content)
+    try:
+        fence.check(claim)
+        files.commit(draft, path)
+    finally:
+        files.remove(draft)
+    files.replace_hint(path.with_name(LATEST), path.name.encode() + b"\n")
+    return name, checksum_of(content), len(content)
+
+
+def data_file_name(name: str) -> str:
+    """This will give a name that was never used, for a data file of a checkpoint."""
+    return f"data-{name}-{secrets.token_hex(6)}.bin"
+
+
+def part_to_json(part: Part) -> dict[str, object]:
+    """This will give a part as a rank tells it to the one that publishes."""
+    return {
+        "file": part.data.file,
+        "bytes": part.data.bytes,
+        "stands_on": part.stands_on,
+        "pieces": [piece_to_json(piece) for piece in part.pieces],
+        "steps": [[piece_to_json(piece) for piece in step] for step in part.steps],
+    }
+
+
+def part_from_json(body: dict[str, Any]) -> Part:
+    """This will read what `part_to_json` gave."""
+    return Part(
+        data=DataFile(file=body["file"], bytes=body["bytes"]),
+        stands_on=body["stands_on"],
+        pieces=tuple(piece_from_json(piece) for piece in body["pieces"]),
+        steps=tuple(tuple(piece_from_json(piece) for piece in step) for step in body["steps"]),
+    )
+
+
+def _log_of(taken: Taken, parts: Sequence[Part]) -> StepLog:
+    steps = [
+        StepEntry(
+            number=step.number,
+            lr=step.lr,
+            factor=step.factor,
+            flats=joined([part.steps[index] for part in parts]),
+        )
+        for index, step in enumerate(taken.steps)
+    ]
+    return StepLog(
+        order=taken.order,
+        tied=taken.tied,
+        device=taken.device,
+        optimizer=taken.optimizer,
+        probe=taken.probe,
+        steps=tuple(steps),
+    )
+
+
+def _wanted(snapshot: Buffer, hashes: Mapping[str, Mapping[int, str]], old: Buffer | None) -> Iterator[Wanted]:
+    for slot in snapshot.layout:
+        before = old.content(slot) if old is not None else None
+        yield Wanted(
+            slot=slot,
+            content=snapshot.content(slot),
+            filling=snapshot.filling,
+            hashes=hashes.get(slot.name, {}),
+            old=before,
+        )
+
+
+def _write(claim: fence.Claim, facts: Facts, content: Iterable[bytes | memoryview]) -> DataFile:
+    fence.check(claim)
+    path = claim.directory / data_file_name(checkpoint_name(facts.step, facts.attempt))
+    size_bytes = files.write_new(path, _after_magic(content), direct=True)
+    files.sync_directory(claim.directory)
+    return DataFile(file=path.name, bytes=size_bytes)
+
+
+def _after_magic(content: Iterable[bytes | memoryview]) -> Generator[bytes | memoryview, None, None]:
+    yield DATA_MAGIC
+    yield from content
+
+
+def _collect(
+    made: Generator[bytes | memoryview, None, tuple[PieceEntry, ...]], into: list[bytes | memoryview]
+) -> tuple[PieceEntry, ...]:
+    """Run a packer's generator to its end, and return what it returns."""
+    while True:
+        try:
+            into.append(next(made))
+        except StopIteration as end:
+            return end.value

@@ -1,0 +1,195 @@
+"""A copy of all tensors of a training state, in one buffer that is used again and again.
+
+The training loop waits for this copy only.  Does not know files.
+Rules: the buffer is used again, see `buffers`.  Every tensor begins at a multiple of 64 bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from hpctrain.checkpoint.format.chunks import CHUNK_BYTES, ITEM_BYTES
+from hpctrain.checkpoint.writing.buffers import Buffer, Layout, Slot, lay_out_pieces
+from hpctrain.errors import MismatchError, TrainError
+
+STRETCH_BYTES = 16 << 20  # after so many copied bytes it is told how many there are
+MOST_STRETCHES = 64  # but not more often: whoever hears it may be busy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """What one rank has of a tensor of shape `whole`: its numbers from `low` on, flat."""
+
+    part: torch.Tensor
+    low: int
+    whole: tuple[int, ...]
+
+
+State = Mapping[str, torch.Tensor | Piece]
+
+
+def layout_of(state: State) -> Layout:
+    """This will lay tensors, and pieces of tensors, out one after another.
+
+    Raises:
+        TrainError: the format has no name for a tensor's dtype.
+    """
+    return lay_out_pieces(_kind(name, one) for name, one in state.items())
+
+
+def _kind(name: str, one: torch.Tensor | Piece) -> tuple[str, str, tuple[int, ...], int, tuple[int, ...]]:
+    if isinstance(one, Piece):
+        return name, _dtype_name(name, one.part), tuple(one.part.shape), one.low, tuple(one.whole)
+    return name, _dtype_name(name, one), tuple(one.shape), 0, tuple(one.shape)
+
+
+def share_of(tensors: Mapping[str, torch.Tensor], rank: int, size: int, of_first: Collection[str] = ()) -> State:
+    """This will cut what all ranks have alike, so that each writes about as much; `of_first`: what the first one writes whole.
+
+    Within a tensor it is cut where chunks begin, so that chunks are the same for any number of ranks.
+    """
+    shared = {name: tensor for name, tensor in tensors.items() if name not in of_first}
+    total = sum(tensor.nbytes for tensor in shared.values())
+    low, high = total * rank // size, total * (rank + 1) // size
+    state: dict[str, torch.Tensor | Piece] = {}
+    if rank == 0:
+        state |= {name: tensor for name, tensor in tensors.items() if name in of_first}
+    at = 0
+    for name, tensor in shared.items():
+        end = at + tensor.nbytes
+        first, last = (_cut(bound - at, tensor) for bound in (low, high))
+        if not tensor.nbytes:
+            whole = rank == 0
+        else:
+            whole = first <= 0 and last >= tensor.numel()
+        if whole:
+            state[name] = tensor
+        elif last > first:
+            state[name] = Piece(part=tensor.detach().reshape(-1)[first:last], low=first, whole=tuple(tensor.shape))
+        at = end
+    return state
+
+
+def _cut(at_bytes: int, tensor: torch.Tensor) -> int:
+    """Which number of a tensor the first is after a bound, once this is moved to where a chunk begins, or to the end."""
+    if at_bytes >= tensor.nbytes:
+        return tensor.numel()
+    return max(0, at_bytes) // CHUNK_BYTES * CHUNK_BYTES // tensor.element_size()
+
+
+def _dtype_name(name: str, tensor: torch.Tensor) -> str:
+    """Name a tensor's dtype as manifests do."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in ITEM_BYTES:
+        raise TrainError(f"cannot keep {name} in a checkpoint: it is of dtype {dtype}; keep it as another one")
+    return dtype
+
+
+class Snapshot(Buffer):
+    """A buffer whose content is tensors."""
+
+    def __init__(self, layout: Layout) -> None:
+        super().__init__(layout)
+        self._buffer = torch.frombuffer(self.shared, dtype=torch.uint8)
+
+    def fill(self, state: State, reached: Callable[[int], None] = lambda _: None) -> None:
+        """This will copy the state into the buffer; it has to be of this layout.
+
+        `reached` hears now and then how many bytes from the beginning are there; that all are goes without saying.
+        """
+        stretch_bytes = max(STRETCH_BYTES, len(self.shared) // MOST_STRETCHES)
+        told = 0
+        for slot in self.layout:
+            one = state[slot.name]
+            at = slot.at
+            for there, source in _stretches(
+                self._view(slot), one.part if isinstance(one, Piece) else one, stretch_bytes
+            ):
+                there.copy_(source)
+                at += there.nbytes
+                if at - told >= stretch_bytes:
+                    reached(told := at)
+
+    def pour(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """This will copy the buffer into live tensors."""
+        with torch.no_grad():
+            for slot in self.layout:
+                tensors[slot.name].copy_(self._view(slot))
+
+    def tensors(self) -> list[torch.Tensor]:
+        """This will give the buffer as tensors, without a copy."""
+        return [self._view(slot) for slot in self.layout]
+
+    def named(self) -> dict[str, torch.Tensor]:
+        """This will give the buffer as tensors by name, without a copy."""
+        return {slot.name: self._view(slot) for slot in self.layout}
+
+    def _view(self, slot: Slot) -> torch.Tensor:
+        flat = self._buffer[slot.at : slot.at + slot.bytes]
+        return flat.view(getattr(torch, slot.dtype)).view(slot.shape)
+
+
+class LiveMemory:
+    """Live tensors as a buffer: what is read goes straight to where it is used."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """`tensors`: as `in_one_piece`."""
+        self.layout = layout_of(tensors)
+        self._flat = {name: tensor.detach().view(-1) for name, tensor in tensors.items()}
+
+    def content(self, slot: Slot) -> memoryview:
+        """This will give the bytes of a tensor, writable, without a copy."""
+        return self._flat[slot.name].view(torch.uint8).numpy().data
+
+    def named(self) -> dict[str, torch.Tensor]:
+        """This will give the tensors by name, flat."""
+        return self._flat
+
+
+def in_one_piece(tensors: Mapping[str, torch.Tensor]) -> bool:
+    """This will say whether each tensor lies in the CPU's memory, number after number, and shares none of it with another."""
+    if not all(one.device.type == "cpu" and one.is_contiguous() for one in tensors.values()):
+        return False
+    places = sorted((one.data_ptr(), one.data_ptr() + one.nbytes) for one in tensors.values() if one.nbytes)
+    return all(end <= begin for (_, end), (begin, _) in pairwise(places))
+
+
+def _stretches(
+    there: torch.Tensor, source: torch.Tensor, stretch_bytes: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """A tensor's place and content, cut alike where it is long, and lies in one piece."""
+    if source.nbytes <= stretch_bytes or not source.is_contiguous():
+        return iter([(there, source.detach())])
+    numbers = stretch_bytes // source.element_size()
+    return zip(there.view(-1).split(numbers), source.detach().view(-1).split(numbers), strict=True)
+
+
+def of_model(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """This will give those of the model, by its own names for them."""
+    return {name.removeprefix("model."): one for name, one in tensors.items() if name.startswith("model.")}
+
+
+def compare(saved: Layout, live: Layout, source: str) -> None:
+    """This will return if a checkpoint's tensors are those of the model, in whatever order.
+
+    Raises:
+        MismatchError: names the first tensor that differs.
+    """
+    there = {slot.name: slot for slot in saved}
+    for new in live:
+        old = there.pop(new.name, None)
+        if old is None or (old.dtype, old.shape) != (new.dtype, new.shape):
+            has = "has no such tensor" if old is None else f"has it as {old.dtype}{list(old.shape)}"
+            raise MismatchError(
+                f"cannot resume from {source}: this model has {new.name!r} {new.dtype}{list(new.shape)}, the checkpoint "
+                f"{has}; give the options of the first run, or another --out"
+            )
+    if there:
+        raise MismatchError(
+            f"cannot resume from {source}: it has {next(iter(there))!r}, which this model has not; give the options of the "
+            "first run, or another --out"
+        )

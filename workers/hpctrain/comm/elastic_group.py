@@ -1,0 +1,359 @@
+"""A group of ranks that may lose some and take in others: a ring of TCP connections, made anew for every generation.
+
+Who is in a generation the roster says (`hpctrain.elastic`).  Until `meet` a member is alone.  Everything is made of one
+exchange, the sum: what is gathered or handed round is bytes, added to the zeros of all others.
+Rules: an exchange in which a member is missing raises `PeerLost` on every other one, as fast as the roster misses it; what
+it had summed so far means nothing; the next `meet` is with those who are left.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from hpctrain.comm.background import Background, Work, done
+from hpctrain.comm.base import Pace, Plain, check_contiguous
+from hpctrain.comm.links import MEET_S, Offer, await_left, own_addresses, reach, tune
+from hpctrain.comm.ring import HALVES
+from hpctrain.comm.tcp_ring import Wire
+from hpctrain.elastic.member import Membership
+from hpctrain.elastic.roster import Message, members_of
+from hpctrain.errors import EXIT_FAILED, PeerLost, TrainError
+
+# ----- a Gloo group for one generation of an elastic run: made anew for each, and given up with it
+# Gloo notices a peer that dies; nothing wakes those who wait for one that is silent, its `abort` neither.  What does is an end of
+# the connections, and these are found as the sockets that came up with the group.
+# Rules: the store is a new one for each generation, on its first rank, so that no address of an earlier one is ever read.
+
+
+FOR_EVER = timedelta(days=365)  # who is silent the roster misses
+
+
+class FreshGroup:
+    """One generation's group, of CPU tensors."""
+
+    def __init__(self, rank: int, size: int, store: dist.Store, own_address: str, patience_s: float) -> None:
+        before = _sockets()
+        gloo: Any = dist.ProcessGroupGloo  # torch's stubs have little of it
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname=own_address)]
+        options._timeout = timedelta(seconds=patience_s)  # for the others to come
+        try:
+            self._group = gloo(store, rank, size, options)
+        except RuntimeError as error:
+            raise TrainError(f"cannot make a group over gloo: {_first_line(error)}") from None
+        self._sockets = _sockets() - before
+        self._store = store  # goes with the group
+
+    def begin(self, flat_L: torch.Tensor, then: Callable[[], None] | None = None) -> Work:
+        """This will sum over all ranks, in place, by Gloo's threads; `then` is called by whoever waits."""
+        asked = dist.AllreduceOptions()
+        asked.timeout = FOR_EVER
+        try:
+            return _Asked(self._group.allreduce([flat_L], asked), then)
+        except RuntimeError as error:
+            raise TrainError(f"cannot sum over gloo: {_first_line(error)}") from None
+
+    def break_off(self) -> None:
+        """This will let all that is under way fail; from any thread."""
+        for name in self._sockets & _sockets():
+            for descriptor in _descriptors(name):
+                with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:
+                    one.getpeername()  # one that listens has no peer, and stays: Gloo takes its end for a bug
+                    one.shutdown(socket.SHUT_RDWR)
+
+
+class _Asked(Work):
+    """A sum that Gloo was asked for."""
+
+    def __init__(self, asked: dist.Work, then: Callable[[], None] | None) -> None:
+        super().__init__()
+        self._asked, self._then = asked, then
+
+    def wait(self) -> None:
+        try:
+            self._asked.wait()
+        except RuntimeError as error:
+            raise TrainError(f"cannot sum over gloo: {_first_line(error)}") from None
+        if self._then is not None:
+            self._then()
+
+
+def store_for(rank: int, address: str, tell_port: Callable[[int], int], patience_s: float) -> dist.Store:
+    """This will make or find the store of a generation on its first rank; `tell_port` hands its port to all.
+
+    Raises:
+        TrainError: it cannot be reached.
+    """
+    patience = timedelta(seconds=patience_s)
+    made = None
+    try:
+        if rank == 0:
+            made = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=patience)
+        port = tell_port(made.port if made is not None else 0)
+        return made or dist.TCPStore(address, port, wait_for_workers=False, timeout=patience)
+    except RuntimeError as error:
+        raise TrainError(f"cannot meet at {address}: {_first_line(error)}") from None
+
+
+def _sockets() -> set[str]:
+    return {name for _, name in _open_sockets()}
+
+
+def _descriptors(name: str) -> list[int]:
+    return [descriptor for descriptor, other in _open_sockets() if other == name]
+
+
+def _open_sockets() -> list[tuple[int, str]]:
+    """This process's sockets: descriptors, and names that are given once."""
+    found = []
+    for entry in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # closed meanwhile
+            if (name := os.readlink(entry)).startswith("socket:"):
+                found.append((int(entry.name), name))
+    return found
+
+
+def _first_line(error: RuntimeError) -> str:
+    return str(error).partition("\n")[0].partition(". This is typically")[0]
+
+
+BUCKET_BYTES = 4 << 20
+
+
+class MembersCommunicator(Plain):
+    """This member's part in the present generation."""
+
+    name = "members"
+    elastic = True
+
+    def __init__(self, membership: Membership, *, by_gloo: bool = False) -> None:
+        self.membership = membership
+        self._by_gloo = by_gloo
+        self._group: FreshGroup | None = None
+        self.generation = -1
+        self.rank, self.size = 0, 1  # alone
+        self._listener = socket.create_server(("", 0), backlog=64)
+        self._secret = os.urandom(16)
+        self._wire: Wire | None = None
+        self._background = Background()
+        self._failed = False  # an exchange of this generation did
+
+    @property
+    def changing(self) -> bool:
+        """Whether the roster wants another generation after this step."""
+        return self.membership.changing
+
+    @changing.setter
+    def changing(self, wanted: bool) -> None:
+        self.membership.changing = wanted
+
+    def meet(self) -> None:
+        """This will leave the present generation for the next one, in which rank and size are others."""
+        if self.generation < 0:
+            port = self._listener.getsockname()[1]
+            addresses = [self.membership.host, *own_addresses()]
+            self.membership.ready({"addresses": addresses, "port": port, "secret": self._secret.hex()})
+        while True:
+            if self.generation >= 0:
+                self._cut()
+                self.membership.part(self.generation, failed=self._failed)
+            self._failed = False
+            news = self.membership.next_generation()
+            members = members_of(news)
+            self.generation = cast(int, news["generation"])
+            self.size = len(members)
+            self.rank = [member["number"] for member in members].index(self.membership.number)
+            if self._connect(members):
+                return
+            self._failed = True
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """The sum over all members, in place."""
+        self.begin(tensor).wait()
+
+    def begin(self, tensor: torch.Tensor, then: Callable[[], None] | None = None, *, own_part: bool = False) -> Work:
+        """The same in the background."""
+        check_contiguous(tensor)
+        if self.size == 1 or tensor.numel() == 0:
+            if then is not None:
+                then()
+            return done()
+        assert self._wire is not None
+        flat = tensor.detach().view(-1)
+        if self._group is not None and flat.device.type == "cpu":
+            return _Watched(self._group.begin(flat, then), self._note_failure)
+        if flat.device.type == "cpu" and self._wire.sums(flat.dtype):
+            return _Watched(self._wire.begin(flat, then), self._note_failure)
+        wide = flat.to("cpu", torch.float32 if flat.dtype in HALVES else flat.dtype)
+        return _Watched(self._wire.begin(wide, lambda: _narrow(wide, flat, then)), self._note_failure)
+
+    def _note_failure(self) -> None:
+        self._failed = True
+
+    def run(self, call: Callable[[], None]) -> Work:
+        """A call that exchanges, in a thread."""
+        return self._background.begin(call)
+
+    def pace(self) -> Pace:
+        """Buckets that keep a slow link busy early."""
+        return Pace(bucket_bytes=BUCKET_BYTES, beside=True)
+
+    def stepped(self, step: int, step_s: float) -> None:
+        """Tell the roster; useful seconds are those of the first rank."""
+        self.membership.stepped(step, step_s if self.rank == 0 else 0.0)
+
+    def describe(self) -> list[str]:
+        """How many there are."""
+        how = "over gloo" if self._group is not None else "in a ring of TCP connections"
+        return [f"generation {self.generation}: {self.size} members {how}"]
+
+    def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
+        """The tensor of `root`, bit for bit."""
+        check_contiguous(tensor)
+        flat = tensor.detach().view(-1).view(torch.uint8) if tensor.numel() else tensor.detach()
+        if self.rank != root:
+            flat.zero_()
+        self.all_reduce(flat)
+
+    def all_to_all(self, pieces: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Every rank's piece for this one."""
+        lengths = torch.zeros(self.size, self.size, dtype=torch.int64)
+        lengths[self.rank] = torch.tensor([piece.numel() for piece in pieces])
+        self.all_reduce(lengths)
+        parts = self.all_gather(torch.cat(pieces), lengths.sum(dim=1).tolist())
+        return [part.split(lengths[rank].tolist())[self.rank] for rank, part in enumerate(parts)]
+
+    def all_gather(self, piece: torch.Tensor, lengths: list[int]) -> list[torch.Tensor]:
+        """Every rank's piece."""
+        whole = torch.zeros(sum(lengths), dtype=torch.uint8)
+        parts = list(whole.split(lengths))
+        parts[self.rank].copy_(piece)
+        self.all_reduce(whole)
+        return parts
+
+    def barrier(self) -> None:
+        """Return when every member has come here."""
+        self.all_reduce(torch.zeros(1))
+
+    def all_gather_object(self, value: object) -> list[Any]:
+        """Every rank's value, by rank."""
+        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        lengths = torch.zeros(self.size, dtype=torch.int64)
+        lengths[self.rank] = mine.numel()
+        self.all_reduce(lengths)
+        parts = self.all_gather(mine, lengths.tolist())
+        return [pickle.loads(part.numpy().tobytes()) for part in parts]  # noqa: S301 (of members: they had the key)
+
+    def abort(self, code: int) -> None:
+        """End this process, and the run with it."""
+        self.membership.failed(f"rank {self.rank} of {self.size} failed, see above")
+        os._exit(code)
+
+    def turn_away(self, why: str) -> None:
+        """End this process, which does not fit the run; nobody is to be started in its place."""
+        self.membership.turned_away(why)
+        os._exit(EXIT_FAILED)
+
+    def close(self) -> None:
+        """Leave the run: it is done."""
+        self.membership.done()
+        self._cut()
+        self._background.close()
+        self._listener.close()
+
+    def _cut(self) -> None:
+        self.membership.unwatch()
+        wire, self._wire = self._wire, None
+        group, self._group = self._group, None
+        if group is not None:
+            group.break_off()
+        if wire is not None:
+            wire.break_off()
+            wire.close()
+            self._background.close()
+            self._background = Background()
+
+    def _connect(self, members: list[Message]) -> bool:
+        """Make the ring; whether that went well."""
+        if self.size == 1:
+            return True
+        left, right = members[self.rank - 1], members[(self.rank + 1) % self.size]
+        until_s = time.monotonic() + MEET_S
+        found: list[socket.socket] = []
+        mine = self._offer(members[self.rank], left)
+        is_broken = lambda: self.membership.is_broken(self.generation)  # noqa: E731
+        waiter = threading.Thread(target=await_left, args=(self._listener, mine, until_s, found, is_broken))
+        waiter.start()
+        peer = reach(self._offer(right, members[self.rank]), until_s, is_broken)
+        waiter.join()
+        if peer is None or not found:
+            for one in (peer, *found):
+                if one is not None:
+                    one.close()
+            return False
+        for one in (peer, found[0]):
+            tune(one)
+        self._wire = Wire(self.rank, self.size, to_right=peer, from_left=found[0])
+        self.membership.watch(self.generation, self._wire.break_off)
+        return not self._by_gloo or self._make_group(members)
+
+    def _make_group(self, members: list[Message]) -> bool:
+        """Make the group that sums instead of the ring, which all meet over; whether that went well."""
+        assert self._wire is not None
+        wire, until_s = self._wire, time.monotonic() + MEET_S
+        hosts = [cast("list[str]", member["addresses"])[0] for member in members]
+        try:
+            store = store_for(self.rank, hosts[0], lambda port: self.all_gather_object(port)[0], MEET_S)
+            left_s = max(0.1, until_s - time.monotonic())
+            group = FreshGroup(self.rank, self.size, store, hosts[self.rank], left_s)
+        except TrainError:  # as when the ring cannot be made: the next generation will do
+            return False
+        self._group = group
+
+        def break_off() -> None:
+            wire.break_off()
+            group.break_off()
+
+        self.membership.watch(self.generation, break_off)
+        return True
+
+    def _offer(self, host: Message, guest: Message) -> Offer:
+        """Where `host` listens, and the two secrets by which it and `guest` know each other in this generation."""
+        seed = f"{host['secret']}.{guest['secret']}.{self.generation}".encode()
+        secrets = hashlib.blake2b(seed, digest_size=32).digest()
+        addresses = cast("list[str]", host["addresses"])
+        return Offer(addresses=tuple(addresses), port=cast(int, host["port"]), secret=secrets[:16], answer=secrets[16:])
+
+
+class _Watched(Work):
+    """A sum that fails when a member is lost."""
+
+    def __init__(self, work: Work, on_failure: Callable[[], None]) -> None:
+        super().__init__()
+        self._work, self._on_failure = work, on_failure
+
+    def wait(self) -> None:
+        try:
+            self._work.wait()
+        except TrainError as error:
+            self._on_failure()
+            raise PeerLost(str(error)) from None
+
+
+def _narrow(wide: torch.Tensor, flat: torch.Tensor, then: Callable[[], Any] | None) -> None:
+    flat.copy_(wide)
+    if then is not None:
+        then()

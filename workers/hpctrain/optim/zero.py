@@ -1,0 +1,267 @@
+"""Optimizer state in shards (ZeRO-1): each rank keeps the moments of its part of the weights, and moves that part alone.
+
+    each bucket of gradients:  a rank gets the sum of its part  ->  moves that part of the weights  ->  the parts are handed round
+
+Two thirds of the bytes of sums that all ranks get whole, where our own connections join hosts of one rank each
+(`GradientBuckets.sum_own_part`); other ways to sum give each rank all parts, as does a run that keeps its gradients in its
+checkpoints, or sends them in fewer bits.
+
+Weights lie in flat buckets like their gradients, and a rank's part of a bucket is one piece of it: parameters are cut wherever
+it ends.  So the optimizer must treat each number by itself; whether it does is tried on a small matrix, whole and in pieces.
+Does not know checkpoints' files: it hands out the whole state, tensor by tensor, in the names and shapes of the plain optimizer,
+so that a checkpoint does not say how many ranks there were, nor whether they shared.
+Rules: weights end with the same bits as with the plain optimizer; all ranks call everything here together.
+Sources: Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models", SC 2020.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hpctrain.checkpoint.writing.snapshot import Piece as CheckpointPiece
+from hpctrain.comm import Communicator
+from hpctrain.errors import TrainError
+from hpctrain.exchange.buckets import GradientBuckets
+from hpctrain.optim.adamw import AdamW
+from hpctrain.optim.torch_optim import Optimizer, TorchOptimizer
+
+PROBE_STEPS = 3
+PROBE_LR = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """What this rank has of a parameter: the numbers [low, high) of it as they lie in memory."""
+
+    name: str
+    whole: torch.nn.Parameter
+    part: torch.nn.Parameter
+    low: int
+    high: int
+
+
+class _Named:
+    """Pieces under their parameters' names, for who asks a model for its parameters."""
+
+    def __init__(self, pieces: list[Piece]) -> None:
+        self._pieces = pieces
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        return iter([(piece.name, piece.part) for piece in self._pieces])
+
+
+class ShardedOptimizer:
+    """An optimizer of which each rank has a part."""
+
+    def __init__(
+        self, model: torch.nn.Module, optimizer: Optimizer, buckets: GradientBuckets, comm: Communicator
+    ) -> None:
+        """Takes the optimizer's present state over, a part of it; what the plain one has is given back.
+
+        Raises:
+            TrainError: the optimizer does not treat each number by itself.
+        """
+        self._comm = comm
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._settings, self.lr = optimizer.settings(), optimizer.lr
+        whole = optimizer.tensors()
+        self._shapes = {name: tensor.shape for name, tensor in whole.items()}
+        self._kinds = {name: tensor.dtype for name, tensor in whole.items()}
+        self._flats: list[torch.Tensor] = []
+        self._bounds: list[list[int]] = []
+        self._cuts: dict[str, list[int]] = {}  # of each parameter: where which rank's numbers begin, and the end
+        self._pieces: list[Piece] = []
+        for parameters, grads in zip(buckets.groups, buckets.flats, strict=True):
+            self._flatten(parameters, grads, names)
+        order = {name: at for at, name in enumerate(names.values())}
+        self._pieces.sort(key=lambda piece: order[piece.name])
+        self._optimizer = self._shard(optimizer)
+        mine = self._optimizer.tensors()
+        with torch.no_grad():
+            for piece in self._pieces:
+                for name, tensor in _states_of(piece.name, mine):
+                    source = whole[name]
+                    tensor.copy_(_slice_of(source, piece))
+
+    @property
+    def of_own_part(self) -> Optimizer:
+        """The one that moves this rank's part."""
+        return self._optimizer
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """This will give the whole state by name, gathered from all ranks: a copy. All ranks call it."""
+        mine = self._optimizer.tensors()
+        return {name: self._gathered(name, mine.get(name)) for name in self._shapes}
+
+    def settings(self) -> dict[str, object]:
+        """This will give those of the plain optimizer."""
+        return self._settings
+
+    def pieces(self) -> dict[str, torch.Tensor | CheckpointPiece]:
+        """This will give this rank's part of the state, for a checkpoint that each rank writes its part of."""
+        mine: dict[str, torch.Tensor | CheckpointPiece] = {}
+        low_of = {piece.name: piece.low for piece in self._pieces}
+        for name, tensor in self._optimizer.tensors().items():
+            parameter = _parameter_of(name, self._cuts)
+            shape, numbers = tuple(self._shapes[name]), self._cuts[parameter][-1]
+            if math.prod(shape) == numbers:
+                mine[name] = CheckpointPiece(part=tensor.detach().reshape(-1), low=low_of[parameter], whole=shape)
+            elif low_of[parameter] == 0:  # a step count, say: each rank that has some of the weight has it
+                mine[name] = tensor
+        return mine
+
+    def step(self, number: int, lr: float) -> None:
+        """This will move this rank's part of the weights by their gradients, and take over what the others have moved."""
+        self._optimizer.step(number, lr)
+        with torch.no_grad():
+            for flat, bounds in zip(self._flats, self._bounds, strict=True):
+                self._hand_round(flat, bounds)
+
+    def held_bytes(self) -> int:
+        """This will say how much state this rank keeps."""
+        return sum(tensor.nbytes for tensor in self._optimizer.tensors().values())
+
+    def _hand_round(self, flat: torch.Tensor, bounds: list[int]) -> None:
+        rank, spans = self._comm.rank, list(zip(bounds, bounds[1:], strict=False))
+        lengths = [(high - low) * flat.element_size() for low, high in spans]
+        low, high = spans[rank]
+        parts = self._comm.all_gather(_bytes_of(flat[low:high]).cpu(), lengths)
+        for other, (low, high) in enumerate(spans):
+            if other != rank and high > low:
+                _bytes_of(flat[low:high]).copy_(parts[other])
+
+    def _flatten(self, parameters: list[torch.nn.Parameter], grads: torch.Tensor, names: dict[int, str]) -> None:
+        """Lay the weights of a bucket out as its gradients lie, and note what this rank has of them."""
+        comm, length = self._comm, grads.numel()
+        bounds = [length * rank // comm.size for rank in range(comm.size + 1)]
+        flat = torch.empty_like(grads)
+        at = 0
+        for parameter in parameters:
+            name, end = names[id(parameter)], at + parameter.numel()
+            flat[at:end] = parameter.detach().reshape(-1)
+            parameter.data = flat[at:end].view_as(parameter)
+            cuts = [min(max(bound, at), end) - at for bound in bounds]
+            self._cuts[name] = cuts
+            low, high = cuts[comm.rank], cuts[comm.rank + 1]
+            if high > low:
+                # A single number that is no vector stays that: its optimizer's state is then shaped as it is elsewhere.
+                shape = parameter.shape if parameter.dim() == 0 else (high - low,)
+                part = torch.nn.Parameter(flat[at + low : at + high].view(shape))
+                part.grad = grads[at + low : at + high].view(shape)
+                self._pieces.append(Piece(name=name, whole=parameter, part=part, low=low, high=high))
+            at = end
+        self._flats.append(flat)
+        self._bounds.append(bounds)
+
+    def _shard(self, optimizer: Optimizer) -> Optimizer:
+        if isinstance(optimizer, AdamW):
+            decayed = {piece.name for piece in self._pieces if piece.whole.dim() >= 2}
+            return optimizer.of_parts({piece.name: piece.part for piece in self._pieces}, decayed)
+        assert isinstance(optimizer, TorchOptimizer)
+        parts = {id(piece.whole): piece for piece in self._pieces}
+        plain = optimizer.plain
+        fresh: dict[torch.Tensor, Any] = {
+            p: _sliced(state, parts[id(p)]) for p, state in optimizer.fresh.items() if id(p) in parts
+        }
+        for group in plain.param_groups:
+            group["params"] = [parts[id(p)].part for p in group["params"] if id(p) in parts]
+        plain.state.clear()
+        plain.state.update(fresh)
+        return TorchOptimizer(_Named(self._pieces), plain, optimizer.own_rates)
+
+    def _gathered(self, name: str, mine: torch.Tensor | None) -> torch.Tensor:
+        """One state tensor, whole: the ranks' parts one after another, or what any of them has, if it is no part of a weight."""
+        shape, kind, cuts = self._shapes[name], self._kinds[name], self._cuts[_parameter_of(name, self._cuts)]
+        whole = torch.empty(shape, dtype=kind)
+        counts = [high - low for low, high in zip(cuts, cuts[1:], strict=False)]
+        if whole.numel() != cuts[-1]:  # a step count, say: each rank that has some of the weight has it
+            counts = [whole.numel() if count else 0 for count in counts]
+        own = torch.empty(0, dtype=kind) if mine is None else mine.detach().cpu().reshape(-1)
+        lengths = [count * whole.element_size() for count in counts]
+        parts = self._comm.all_gather(_bytes_of(own), lengths)
+        if whole.numel() == cuts[-1]:
+            _bytes_of(whole.view(-1)).copy_(torch.cat(parts))
+        else:
+            _bytes_of(whole.view(-1)).copy_(next(part for part in parts if part.numel()))
+        return whole
+
+
+def check_elementwise(optimizer: Optimizer | torch.optim.Optimizer) -> None:
+    """This will return if the optimizer moves each number by that number's own gradients alone.
+
+    Raises:
+        TrainError: it does not, so no rank could move a part of a matrix by itself.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return  # ours does
+    kind = type(optimizer).__name__
+    torch_state = torch.random.get_rng_state()
+    whole = torch.nn.Parameter(torch.randn(6, 8))
+    parts = [torch.nn.Parameter(part.clone()) for part in whole.detach().view(-1).split((13, 35))]
+    try:
+        one, several = _copy_for(optimizer, [whole]), _copy_for(optimizer, parts)
+        for _ in range(PROBE_STEPS):
+            whole.grad = torch.randn(6, 8)
+            for part, grad in zip(parts, whole.grad.view(-1).split((13, 35)), strict=True):
+                part.grad = grad.clone()
+            one.step()
+            several.step()
+    except (TypeError, ValueError, RuntimeError, IndexError) as error:
+        raise TrainError(
+            f"cannot shard {kind}'s state: it cannot take a step with a piece of a matrix ({error}); leave --zero away"
+        ) from error
+    finally:
+        torch.random.set_rng_state(torch_state)
+    if not torch.equal(whole.detach().view(-1), torch.cat([part.detach() for part in parts])):
+        raise TrainError(
+            f"cannot shard {kind}'s state: it moves a number by others' gradients too, so a piece of a matrix is moved "
+            "otherwise than the whole; leave --zero away"
+        )
+
+
+def _copy_for(optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """A fresh optimizer of the same kind and settings for other parameters."""
+    group = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
+    fresh = copy.copy(optimizer)
+    first: dict[str, Any] = next((state for parameter, state in optimizer.state.items() if parameter.dim()), {})
+    fresh.param_groups = [copy.deepcopy(group) | {"params": parameters, "lr": PROBE_LR}]
+    fresh.state = type(optimizer.state)(dict)
+    for parameter in parameters:  # what its maker has put there
+        for name, value in first.items():
+            like = isinstance(value, torch.Tensor) and value.dim() > 0
+            start = torch.full_like(parameter, float(value.reshape(-1)[0])) if like else copy.deepcopy(value)
+            fresh.state[parameter][name] = start
+    return fresh
+
+
+def _sliced(state: dict[str, object], piece: Piece) -> dict[str, object]:
+    """A parameter's state as its maker left it, of a piece of it."""
+    return {
+        name: _slice_of(value, piece).clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+        for name, value in state.items()
+    }
+
+
+def _slice_of(state: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """The piece's part of a state that has a number for each of the weight's; one for all of them, a step count, as it is."""
+    return state.reshape(-1)[piece.low : piece.high] if state.dim() and state.shape == piece.whole.shape else state
+
+
+def _states_of(name: str, tensors: dict[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+    return [(full, tensor) for full, tensor in tensors.items() if full.rpartition(".")[0] == name]
+
+
+def _parameter_of(name: str, cuts: dict[str, list[int]]) -> str:
+    parameter = name.rpartition(".")[0]
+    assert parameter in cuts, f"{name} is of no parameter"
+    return parameter
+
+
+def _bytes_of(flat: torch.Tensor) -> torch.Tensor:
+    return flat.detach().view(torch.uint8)

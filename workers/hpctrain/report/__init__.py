@@ -1,0 +1,1 @@
+"""What a run tells: lines, metrics, the scheduler, plots."""

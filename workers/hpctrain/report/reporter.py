@@ -1,0 +1,476 @@
+"""What rank 0 says of a run: lines or a progress bar for people on stdout, and one JSON object per step in metrics.jsonl.
+
+Measures nothing; does not know what is trained.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import math
+import sys
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hpctrain.checkpoint import Report
+from hpctrain.checkpoint.format.manifest import SUFFIX, from_bytes
+from hpctrain.checkpoint.reading.listing import checkpoint_names
+from hpctrain.comm import Communicator
+from hpctrain.errors import EXIT_REQUEUE, DamagedError
+from hpctrain.exchange.scaling import RankTimes, Scaling
+from hpctrain.loop import Loop
+from hpctrain.report.heartbeat import Heartbeat, Word
+from hpctrain.report.metrics import MetricsFile
+from hpctrain.report.progress import Identity, Progress, StepReport
+from hpctrain.report.writers import Writers
+from hpctrain.settings import Settings, epochs_text
+from hpctrain.signals import StopRequest
+
+# ----- how much of a run's time went into steps that count, over all its lives
+# An account that each line of metrics.jsonl carries on.
+# The time is that from the run's first beginning until now, restarts and waiting in a queue included.  A step that has to be
+# taken again, because the run goes on from an older checkpoint, counted for nothing.
+
+
+@dataclass(slots=True, kw_only=True)
+class Goodput:
+    """The account of a run; times of day in seconds."""
+
+    began_at_s: float
+    useful_s: float = 0.0  # of steps that count
+    interruptions: int = 0  # ranks were lost, or all of them were started again
+    lost_steps: int = 0  # that had to be taken again
+    last_at_s: float | None = None  # when the last step was over, if the run was interrupted after it
+    told_step: int = 0  # the last one of which there is a line
+
+    def step(self, step_s: float, now_s: float) -> dict[str, object]:
+        """This will count a step that is over now, and give what metrics.jsonl keeps."""
+        self.useful_s += step_s
+        interrupted_s = None if self.last_at_s is None else round(now_s - self.last_at_s, 3)
+        self.last_at_s = None
+        return {
+            "goodput": round(self.share(now_s), 4),
+            "useful_s": round(self.useful_s, 6),
+            "began_at_s": round(self.began_at_s, 3),
+            "interruptions": self.interruptions,
+            "interrupted_s": interrupted_s,  # from the step before to this one
+            "lost_steps": self.lost_steps,
+        }
+
+    def share(self, now_s: float) -> float:
+        """This will give the useful part of the time until now."""
+        return min(1.0, self.useful_s / max(now_s - self.began_at_s, 1e-9))
+
+    def describe(self, now_s: float) -> str:
+        """This will say it in words."""
+        return (
+            f"goodput: {self.share(now_s):.1%}, {self.useful_s:.1f} s of steps in {now_s - self.began_at_s:.1f} s; "
+            f"interrupted {self.interruptions} times, {self.lost_steps} steps lost"
+        )
+
+
+def carried_on(
+    lines: Iterator[Mapping[str, Any]],
+    step: int,
+    *,
+    interrupted: bool,
+    began_at_s: float,
+    seen: Mapping[str, Any] | None = None,
+) -> Goodput:
+    """This will take up the account in lines of metrics, the last one first, for a run that has come to `step`, or begin one.
+
+    `interrupted`: ranks were lost, or are started again; else they only come and go in an orderly way.
+    `seen`: the account of the last step that this rank saw: lines before it may have been lost with the rank that had them.
+    """
+    kept: Iterator[Mapping[str, Any]] = (line for line in lines if "useful_s" in line)
+    newest = next(kept, None)
+    if seen is not None and (newest is None or newest["step"] + 1 < seen["step"]):
+        newest, kept = seen, chain([newest] if newest else [], kept)
+    if newest is None:
+        return Goodput(began_at_s=began_at_s)
+    useful_s = next((line["useful_s"] for line in chain([newest], kept) if line["step"] <= step), 0.0)
+    return Goodput(
+        began_at_s=newest["began_at_s"],
+        useful_s=useful_s,
+        interruptions=newest["interruptions"] + interrupted,
+        lost_steps=newest["lost_steps"] + max(0, newest["step"] - step),
+        last_at_s=newest["time"] if interrupted else None,
+        told_step=newest["step"],
+    )
+
+
+# ----- what a rank keeps of the telling over generations: lines that the share has not taken, the account, the last checkpoint
+# The first rank tells; the others follow, so that one of them can take over.
+
+
+@dataclass(slots=True)
+class Kept:
+    """The last checkpoint, of whichever attempt."""
+
+    step: int = 0
+    at_s: float = 0.0  # on the monotonic clock
+    away: str = ""  # why a later one is not on the share
+
+
+class Record:
+    """A rank's record of one run, whose files lie in `out`."""
+
+    def __init__(self, out: Path) -> None:
+        self._out, self._began_at_s = out, time.time()
+        self.kept = Kept()
+        self._followed: Goodput | None = None
+        self._seen: Mapping[str, Any] | None = None  # the account of the last step while another rank told
+
+    @cached_property
+    def file(self) -> MetricsFile:
+        """The metrics, for the rank that writes them."""
+        return MetricsFile(self._out / "metrics.jsonl")
+
+    def account(self, step: int, *, interrupted: bool) -> Goodput:
+        """This will take up the run's account at `step`, for the rank that tells."""
+        lines = self.file.backwards()
+        return carried_on(lines, step, interrupted=interrupted, began_at_s=self._began_at_s, seen=self._seen)
+
+    def follow(self, account: Goodput) -> None:
+        """This will go on with the account that another rank has taken up."""
+        self._followed = account
+
+    def saw(self, step: int, step_s: float) -> None:
+        """This will count a step of which another rank tells."""
+        if self._followed is not None:
+            now_s = time.time()
+            self._seen = {"step": step, "time": now_s} | self._followed.step(step_s, now_s)
+
+    def look_for_checkpoint(self, distrusted: Collection[str]) -> None:
+        """This will note the newest checkpoint, if none is known: for people, so one that cannot be read is passed over."""
+        directory = self._out / "checkpoints"
+        with suppress(OSError):  # a share that is away
+            names = [] if self.kept.step else [name for name in checkpoint_names(directory) if name not in distrusted]
+            for name in names:
+                with suppress(DamagedError):
+                    facts = from_bytes((directory / (name + SUFFIX)).read_bytes()).facts
+                    self.kept.step = facts.step
+                    self.kept.at_s = time.monotonic() - (time.time() - facts.written_at_s)
+                    return
+
+
+PACE = 0.1  # what a step weighs in the pace that is told
+BAR_EVERY_S = 0.1
+
+
+class Teller:
+    """Rank 0's lines for people and for programs."""
+
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        name: str,
+        comm: Communicator,
+        identity: Identity,
+        progress: Progress,
+        model: torch.nn.Module,
+        environ: Mapping[str, str],
+        hosts: Sequence[str],
+        settings: Settings,
+        goodput: Goodput,
+        record: Record,
+    ) -> None:
+        self._options, self._comm, self._identity, self._goodput = options, comm, identity, goodput
+        self._heartbeat = Heartbeat(environ)
+        self._file, self._kept = record.file, record.kept
+        self._settings, self._epoch_samples = settings, settings.batches.epoch_samples
+        self._last: StepReport | None = None
+        self._bar: Bar | None = None
+        self._scaling = Scaling(hosts)
+        self._writers = Writers(options.log, options.out, name, {"ranks": comm.size, **_plain(vars(options))})
+        self._pace_s = self._pace_samples = 0.0  # seconds and samples of a step, the last ones counting most
+        self._resumed_from: int | None = progress.step or None
+        count = sum(parameter.numel() for parameter in model.parameters())
+        start = f"resumed from step {progress.step}" if progress.step else "a fresh start"
+        print(
+            f"{name}: {count / 1e6:.2f} M parameters, {comm.size} rank{'s' * (comm.size > 1)} over {comm.name}, "
+            f"attempt {identity.attempt}, {start}",
+            flush=True,
+        )
+        print(f"{name}: {settings.described(progress.total_steps)}", flush=True)
+        if progress.step:
+            self._beat_before_first(progress)
+        if options.progress and can_show_bar():
+            self._bar = Bar(name, progress)
+
+    def step(self, report: StepReport) -> None:
+        """Tell about one step."""
+        line = self._line(report, time.time())
+        self._file.write(line)
+        self._writers.write({name: value for name, value in line.items() if value is not None})
+        self._scaling.note(report.step_s, report.times)
+        self._resumed_from = None
+        if line["interrupted_s"] is not None:
+            print(
+                f"step {report.step}: {line['interrupted_s']:.2f} s after the one before the interruption", flush=True
+            )
+        last = report.step == report.total_steps
+        self._last = report
+        weight = PACE if self._pace_s else 1.0
+        self._pace_s += (report.step_s - self._pace_s) * weight
+        self._pace_samples += (sum(report.shares) - self._pace_samples) * weight
+        if self._bar is not None:
+            self._bar.step(report, self._epoch_text(report), self._left_s(report), self._pace_samples / self._pace_s)
+        shown = report.step % self._options.print_every == 0 and self._bar is None
+        if last or report.val_loss is not None or shown:
+            print(self._text(report), flush=True)
+        if report.changed:
+            print(f"step {report.step}: {report.changed}", flush=True)
+        self._tell_checkpoint(report.checkpoint)
+        if last or self._heartbeat.due():
+            self._beat(report)
+
+    def _text(self, report: StepReport) -> str:
+        """One step in one line."""
+        epoch, left_s = self._epoch_text(report), self._left_s(report)
+        parts = [
+            f"step {report.step:5d}/{report.total_steps or '?'}",
+            f"epoch {epoch}" if epoch else "",
+            f"loss {report.loss:.4f}",
+            f"val {report.val_loss:.4f}" if report.val_loss is not None else "",
+        ]
+        if self._bar is not None:  # which shows the others
+            return "  ".join(filter(None, parts))
+        parts += [
+            f"lr {report.lr:.2e}",
+            f"{report.samples_per_s:6.0f} samples/s",
+            f"{report.step_s * 1e3:5.0f} ms ({report.comm_s * 1e3:.0f} ms exchange)",
+            f"ETA {duration_text(left_s)}" if left_s else "",
+        ]
+        return "  ".join(filter(None, parts))
+
+    def _epoch_text(self, report: StepReport) -> str:
+        """How many epochs are done, and of how many; empty if their length is not known."""
+        samples, batches = self._epoch_samples, self._settings.batches
+        if not samples:
+            return ""
+        total = batches.epochs or (batches.epochs_in(report.total_steps) if report.total_steps else None)
+        digits = 1 if total is None or total >= 1 else 3
+        return f"{report.samples / samples:.{digits}f}" + (f"/{epochs_text(total)}" if total else "")
+
+    def _left_s(self, report: StepReport) -> float | None:
+        """Seconds until the last step, by the pace of the last ones."""
+        return (report.total_steps - report.step) * self._pace_s if report.total_steps else None
+
+    def say_done(self, step: int) -> None:
+        """Tell that nothing is left to do."""
+        print(f"all {step} steps are done: give more --steps or --epochs, or another --out", flush=True)
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def make_up(self, report: StepReport, over_at_s: float) -> None:
+        """Tell about the last step, which was over then, if the rank that had to is lost and did not."""
+        if report.step != self._goodput.told_step + 1:
+            return
+        interrupted = self._goodput.last_at_s is not None
+        self._goodput.last_at_s = None
+        self._file.write(self._line(report, over_at_s))
+        self._goodput.last_at_s = over_at_s if interrupted else None
+
+    def _beat(self, report: StepReport) -> None:
+        """Tell the scheduler."""
+        rate = 1.0 / self._pace_s
+        self._heartbeat.say(
+            Word(
+                step=report.step,
+                total_steps=report.total_steps or 0,
+                loss=report.loss,
+                samples_per_s=rate * self._pace_samples,
+                steps_per_s=rate,
+                checkpoint_step=self._kept.step,
+                checkpoint_at_s=self._kept.at_s,
+                goodput=self._goodput.share(time.time()),
+                note=self._kept.away or self._scaling.straggler(),
+                directory=str(self._options.out / "checkpoints"),
+            )
+        )
+
+    def _beat_before_first(self, progress: Progress) -> None:
+        """Tell the scheduler from which step the run goes on: what it has heard of an earlier attempt is out of date."""
+        self._heartbeat.say(
+            Word(
+                step=progress.step,
+                total_steps=progress.total_steps or 0,
+                loss=math.nan,
+                samples_per_s=0.0,
+                steps_per_s=0.0,
+                checkpoint_step=self._kept.step,
+                checkpoint_at_s=self._kept.at_s,
+                goodput=self._goodput.share(time.time()),
+                note=self._kept.away,
+                directory=str(self._options.out / "checkpoints"),
+            )
+        )
+
+    def end(self, loop: Loop, stop: StopRequest, finished: bool, saved: Path | None) -> None:
+        """Tell about what ended after the last step; `saved`: where the model is."""
+        self.close()
+        for late in loop.late_reports:
+            self._tell_checkpoint(late)
+            line = {"step": loop.progress.step, "attempt": self._identity.attempt, "time": round(time.time(), 3)}
+            self._file.write(line | _checkpoint_facts(late))
+        self._file.close()
+        self._writers.close()
+        if self._last is not None:
+            self._beat(self._last)  # with the last checkpoint
+            if summary := self._scaling.summary():
+                print(summary, flush=True)
+            print(self._goodput.describe(time.time()), flush=True)
+        if saved is not None:
+            print(f"model saved to {saved}", flush=True)
+        if loop.ended and not finished:
+            print(loop.why_ended, flush=True)
+            return
+        if not finished and stop.received is None:
+            print("another rank was asked to stop", flush=True)
+        if not finished:
+            why = stop.received.name if stop.received else "a signal"
+            print(f"stopped by {why} at step {loop.progress.step}, to be resumed (exit {EXIT_REQUEUE})", flush=True)
+
+    def _line(self, report: StepReport, now_s: float) -> dict[str, object]:
+        line: dict[str, object] = {
+            "step": report.step,
+            "total_steps": report.total_steps,
+            "loss": round(report.loss, 6),
+            "val_loss": None if report.val_loss is None else round(report.val_loss, 6),
+            "lr": report.lr,
+            "grad_norm": round(report.grad_norm, 6),
+            "loss_scale": report.loss_scale,
+            "batch": sum(report.shares),
+            "samples_per_s": round(report.samples_per_s, 2),
+            "samples": report.samples,
+            "epoch": round(report.samples / self._epoch_samples, 6) if self._epoch_samples else None,
+            "t_step_s": round(report.step_s, 6),
+            "t_data_s": round(report.data_s, 6),
+            "t_forward_s": round(report.forward_s, 6),
+            "t_backward_s": round(report.backward_s, 6),
+            "t_wait_s": round(report.wait_s, 6),
+            "t_comm_s": round(report.comm_s, 6),
+            "t_checkpoint_copy_s": round(report.checkpoint_copy_s, 6) or None,
+            "bytes": report.exchanged_bytes,
+            "ranks": _rank_facts(report.times),
+            "shares": report.shares if len(report.shares) > 1 else None,
+            "attempt": self._identity.attempt,
+            "world": self._comm.size,
+            "backend": self._comm.name,
+            "resumed_from": self._resumed_from,
+            "time": round(now_s, 3),
+        }
+        return line | self._goodput.step(report.step_s, now_s) | _checkpoint_facts(report.checkpoint)
+
+    def _tell_checkpoint(self, report: Report | None) -> None:
+        if report is None:
+            return
+        self._kept.away = f"checkpoints: {report.error}" if report.error else ""
+        if report.error:
+            print(f"checkpoint of step {report.step}: {report.error}", flush=True)
+            return
+        self._kept.step, self._kept.at_s = report.step, time.monotonic()
+        print(
+            f"checkpoint: step {report.step}, {report.kind}, {report.stored_bytes / 1e6:.2f} MB, written in "
+            f"{report.write_s * 1e3:.0f} ms (training waited {report.copy_s * 1e3:.1f} ms)",
+            flush=True,
+        )
+        if report.note:
+            print(f"checkpoint: {report.note}", flush=True)
+
+
+def can_show_bar() -> bool:
+    """Return whether stdout is a terminal that can redraw a line, and rich is installed."""
+    if not sys.stdout.isatty() or not importlib.util.find_spec("rich"):
+        return False
+    from rich.console import Console  # noqa: PLC0415 (nodes may not have it)
+
+    return Console().is_interactive  # not with TERM=dumb: rich would show nothing until the end
+
+
+class Bar:
+    """A progress bar on a terminal; what is printed meanwhile appears above it."""
+
+    def __init__(self, name: str, progress: Progress) -> None:
+        from rich.console import Console  # noqa: PLC0415 (nodes may not have it)
+        from rich.progress import BarColumn, TextColumn  # noqa: PLC0415
+        from rich.progress import Progress as Live  # noqa: PLC0415
+
+        console = Console()
+        texts = ("{task.description}", "{task.completed:.0f}/{task.fields[of]}", "{task.fields[facts]}")
+        first, *others = (TextColumn(text, markup=False) for text in texts)
+        self._live = Live(first, BarColumn(bar_width=None), *others, console=console, auto_refresh=False, expand=True)
+        whole = progress.total_steps
+        self._task = self._live.add_task(name, completed=progress.step, total=whole, facts="", of=whole or "?")
+        self._live.start()
+        console.show_cursor(True)  # a process that is killed could not bring it back
+        self._shown_at_s = float("-inf")
+
+    def step(self, report: StepReport, epoch: str, left_s: float | None, rate: float) -> None:
+        """Show one step, unless another was shown a moment ago."""
+        now_s = time.monotonic()
+        last = report.step == report.total_steps
+        if now_s - self._shown_at_s < BAR_EVERY_S and not last:
+            return
+        self._shown_at_s = now_s
+        facts = [
+            f"epoch {epoch}" if epoch else "",
+            f"loss {report.loss:.4f}",
+            f"{rate:.0f} samples/s",
+            f"ETA {duration_text(left_s)}" if left_s else "",
+        ]
+        self._live.update(
+            self._task,
+            completed=report.step,
+            total=report.total_steps,
+            of=report.total_steps or "?",
+            facts="  ".join(filter(None, facts)),
+            refresh=True,
+        )
+
+    def close(self) -> None:
+        """Leave it as it is, and print below it from now on."""
+        self._live.stop()
+
+
+def duration_text(seconds: float) -> str:
+    """Seconds as 0:07, 12:34 or 1:02:03."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"
+
+
+def _rank_facts(times: RankTimes | None) -> dict[str, list[float]] | None:
+    """What each rank's own work and wait took, and getting data within its work."""
+    if times is None or len(times.own_s) == 1:
+        return None
+    parts = (("t_own_s", times.own_s), ("t_data_s", times.data_s), ("t_wait_s", times.wait_s))
+    return {name: [round(seconds, 6) for seconds in values] for name, values in parts}
+
+
+def _plain(options: Mapping[str, object]) -> dict[str, str]:
+    return {name: str(value) for name, value in options.items()}
+
+
+def _checkpoint_facts(report: Report | None) -> dict[str, object]:
+    if report is None:
+        return {}
+    return {
+        "checkpoint_step": report.step,
+        "checkpoint_kind": report.kind,
+        "checkpoint_bytes": report.stored_bytes,
+        "checkpoint_write_s": round(report.write_s, 6),
+        "checkpoint_error": report.error,
+    }
