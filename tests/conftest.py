@@ -19,7 +19,7 @@ sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # A developer's machine may have a cluster, and the suite may run in one of its jobs: the tests' clusters are their own.
-_OURS = tuple(f"HPCSCHED_{name}" for name in ("TEST_", "COMPAT", "ULFM", "RECORD", "TRACES", "UPDATE"))
+_OURS = tuple(f"HPCSCHED_{name}" for name in ("TEST_", "COMPAT", "RECORD", "TRACES", "UPDATE"))
 for _name in [name for name in os.environ if name.startswith(FOREIGN_VARIABLES) and not name.startswith(_OURS)]:
     del os.environ[_name]
 

@@ -9,7 +9,6 @@ from hpctrain.comm.base import Communicator, SingleCommunicator
 from hpctrain.comm.elastic_group import MembersCommunicator
 from hpctrain.comm.mpi import MpiCommunicator
 from hpctrain.comm.torch_dist import TorchCommunicator
-from hpctrain.comm.ulfm import UlfmCommunicator, has_ulfm
 from hpctrain.elastic.member import Membership, is_elastic
 from hpctrain.env import Launcher, Place, place
 from hpctrain.errors import TrainError
@@ -35,7 +34,7 @@ def connect(backend: str, environ: Mapping[str, str]) -> Communicator:
     here = place(environ)
     match choose(backend, here):
         case "mpi":
-            return UlfmCommunicator() if has_ulfm(environ) else MpiCommunicator(here)
+            return MpiCommunicator(here)
         case "gloo" | "nccl" as name:
             return TorchCommunicator(name, here, environ)
         case "torch":
