@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from hpctrain.checkpoint import KeptWriter, Policy, claim
+from hpctrain.checkpoint import Policy, ProcessWriter, claim
 from tests.bench.checkpoint_world import NO_JOB, World, facts
 from tests.bench.figures import Figure, from_samples
 
@@ -51,7 +51,7 @@ def snapshots(here: Path, parameters: int, rounds: int) -> list[Figure]:
     size_mb = sum(tensor.nbytes for tensor in tensors.values()) / 1e6
     own = {name: tensor.clone() for name, tensor in tensors.items()}
     warm_s = [_timed(lambda: [to.copy_(tensors[name]) for name, to in own.items()]) for _ in range(2 * rounds)]  # noqa: B023
-    writer = KeptWriter(claim(here / "snapshots", NO_JOB, time.time()), None, 1, Policy(keep=1))
+    writer = ProcessWriter(claim(here / "snapshots", NO_JOB, time.time()), None, 1, Policy(keep=1))
     writer.prepare(tensors)
     time.sleep(8)  # as after the first steps of a run
     stalled_s, durable_s = [], []
@@ -136,7 +136,7 @@ def loop(here: Path, every: int, bar: str, turns: int) -> list[Figure]:
     ]
 
 
-def _step(world: World, writer: KeptWriter, *, due: bool) -> tuple[float, float]:
+def _step(world: World, writer: ProcessWriter, *, due: bool) -> tuple[float, float]:
     """A step, and an increment if it is due: seconds of its own work, and of what it waits for checkpoints."""
     noted_s = world.noted_s
     own_s = _timed(world.move) - (world.noted_s - noted_s)
@@ -147,7 +147,7 @@ def _step(world: World, writer: KeptWriter, *, due: bool) -> tuple[float, float]
     return own_s, time.perf_counter() - started_s + world.noted_s - noted_s
 
 
-def _lost(world: World, writer: KeptWriter) -> float:
+def _lost(world: World, writer: ProcessWriter) -> float:
     copy_s = _timed(lambda: world.begin(writer))
     report = writer.wait()
     assert report is not None

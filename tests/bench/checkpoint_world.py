@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from hpctrain.checkpoint import (
     Facts,
     GradientLog,
-    KeptWriter,
     Policy,
+    ProcessWriter,
     Report,
     Restored,
     claim,
@@ -79,10 +79,10 @@ class World:
         multiply(self.buckets.flats, factor)
         self.optimizer.step(self.step, LR)
 
-    def writer(self, directory: Path, base_every: int) -> KeptWriter:
+    def writer(self, directory: Path, base_every: int) -> ProcessWriter:
         """Begin to write checkpoints."""
         mine = claim(directory, NO_JOB, time.time())
-        writer = KeptWriter(mine, None, base_every, Policy(keep=2))
+        writer = ProcessWriter(mine, None, base_every, Policy(keep=2))
         self.log = GradientLog(
             self.model,
             self.buckets.groups,
@@ -94,11 +94,11 @@ class World:
         writer.follow(self.log)
         return writer
 
-    def begin(self, writer: KeptWriter) -> float:
+    def begin(self, writer: ProcessWriter) -> float:
         """Begin a checkpoint, and return the seconds of the copy."""
         return writer.begin(None if writer.log_suffices() else self.tensors(), facts(self.step))
 
-    def written(self, writer: KeptWriter) -> Report:
+    def written(self, writer: ProcessWriter) -> Report:
         """Write a checkpoint whole."""
         self.begin(writer)
         report = writer.wait()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from test_train_keeper import KeptWorld
 
-from hpctrain.checkpoint import KeptWriter
+from hpctrain.checkpoint import ProcessWriter
 
 if __name__ == "__main__":
     world = KeptWorld(Path(sys.argv[1]))
@@ -21,5 +21,5 @@ if __name__ == "__main__":
         world.move()
         world.write(writer)
     world.move()
-    KeptWriter._copy = lambda self, _, snapshot: (self._tell(snapshot, 64), os.kill(os.getpid(), signal.SIGKILL))
+    ProcessWriter._copy = lambda self, _, snapshot: (self._tell(snapshot, 64), os.kill(os.getpid(), signal.SIGKILL))
     writer.begin(world.tensors(), world.facts(), base=True)

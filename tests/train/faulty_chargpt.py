@@ -22,6 +22,7 @@ import signal
 import sys
 from pathlib import Path
 
+import thread_writer
 from tiny import wait_for_checkpoints
 from waiting import wait_until
 
@@ -171,6 +172,7 @@ if __name__ == "__main__":
     match kind:
         case "checkpoint":
             wait_for_checkpoints()  # a run this small is over before the n-th is begun else
+            thread_writer.install()
             die_in_data_file(int(arguments[0]))
         case "rank":
             at_step(int(arguments[0]), int(arguments[1]), die_with_a_checkpoint)

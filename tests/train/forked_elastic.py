@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import thread_writer
 import torch
 import torch.nn.functional as F
 
@@ -159,7 +160,7 @@ def script(words: list[str], facts: Mapping[str, str]) -> int:
         print_every=1,
         lr=1e-2,
     )
-    parser.set_defaults(checkpoint_writer="thread")
+    thread_writer.install()
     options = parser.parse_args(words)
     torch.set_num_threads(1)
     with start(options, "forked", facts) as here:

@@ -12,8 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import HERE, finish, python, started
+from thread_writer import ThreadWriter
 
-from hpctrain.checkpoint import BackgroundWriter, Claim, Facts, Policy, Report, Retention, claim, restore_newest
+from hpctrain.checkpoint import Claim, Facts, Policy, Report, Retention, claim, restore_newest
 from hpctrain.checkpoint.format import pack as packing
 from hpctrain.checkpoint.format.manifest import from_bytes
 from hpctrain.checkpoint.reading.restore import checkpoint_names, read_chain
@@ -53,7 +54,7 @@ def write(
     mine = mine or claim(directory, NO_JOB, now_s=0.0)
     restored = restore(directory)
     parent = restored.published if restored else None
-    writer = BackgroundWriter(mine, parent, base_every, Retention(mine, Policy(keep=keep)), chunk_bytes=CHUNK_BYTES)
+    writer = ThreadWriter(mine, parent, base_every, Retention(mine, Policy(keep=keep)), chunk_bytes=CHUNK_BYTES)
     reports = []
     for step in steps:
         writer.begin(state(step), facts(step, mine.attempt))
@@ -178,7 +179,7 @@ def test_what_did_not_change_is_not_written_again(tmp_path: Path) -> None:
 
 def test_a_tensor_with_two_names_is_stored_once_whatever_its_packing(tmp_path: Path) -> None:
     mine = claim(tmp_path, NO_JOB, now_s=0.0)
-    writer = BackgroundWriter(mine, None, 10, Retention(mine, Policy(keep=9)), chunk_bytes=CHUNK_BYTES)
+    writer = ThreadWriter(mine, None, 10, Retention(mine, Policy(keep=9)), chunk_bytes=CHUNK_BYTES)
     kinds = ("base", "delta")
     for step in range(2):
         tensor = torch.arange(3000) % 100 * (step + 1)
@@ -423,7 +424,7 @@ def test_a_share_without_hard_links_still_publishes_once(tmp_path: Path, monkeyp
 
 def test_a_full_share_costs_a_checkpoint_and_not_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mine = claim(tmp_path, NO_JOB, now_s=0.0)
-    writer = BackgroundWriter(mine, None, 10, Retention(mine, Policy(keep=2)), chunk_bytes=CHUNK_BYTES)
+    writer = ThreadWriter(mine, None, 10, Retention(mine, Policy(keep=2)), chunk_bytes=CHUNK_BYTES)
     with monkeypatch.context() as full:
         full.setattr(files.os, "pwrite", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left")))
         writer.begin(state(1), facts(1, mine.attempt))

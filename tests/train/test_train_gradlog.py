@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import HERE, needs_mpi, run_mpi
+from thread_writer import ThreadWriter
 
 from hpctrain.checkpoint import (
-    BackgroundWriter,
     Claim,
     Facts,
     GradientLog,
@@ -104,7 +104,7 @@ class World:
         return writer
 
     def writer_for(self, mine: Claim, parent: Published | None, base_every: int) -> Writer:
-        return BackgroundWriter(mine, parent, base_every, Retention(mine, Policy(keep=9)), chunk_bytes=4096)
+        return ThreadWriter(mine, parent, base_every, Retention(mine, Policy(keep=9)), chunk_bytes=4096)
 
     def move(self) -> None:
         self.step += 1
@@ -226,7 +226,7 @@ class LongChunksWorld(World):
     """As a `World`, with chunks as long as a run's: what each has beside its numbers does not count."""
 
     def writer_for(self, mine: Claim, parent: Published | None, base_every: int) -> Writer:
-        return BackgroundWriter(mine, parent, base_every, Retention(mine, Policy(keep=9)))
+        return ThreadWriter(mine, parent, base_every, Retention(mine, Policy(keep=9)))
 
 
 def test_increments_of_gradients_are_as_small_as_they_should_be(tmp_path: Path) -> None:

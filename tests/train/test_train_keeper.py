@@ -14,7 +14,7 @@ from ranks import HERE, finish, python, started
 from test_train_gradlog import NO_JOB, World, assert_alike, kinds
 from waiting import PATIENCE_S, wait_until
 
-from hpctrain.checkpoint import Claim, KeptWriter, Policy, claim
+from hpctrain.checkpoint import Claim, Policy, ProcessWriter, claim
 from hpctrain.checkpoint.reading.listing import checkpoint_names
 from hpctrain.checkpoint.writing.buffers import Buffer, lay_out
 from hpctrain.checkpoint.writing.fd_passing import Handing
@@ -27,8 +27,8 @@ WITH_WAITING = {"PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", ""),
 class KeptWorld(World):
     """As a `World`, but with a process that writes."""
 
-    def writer_for(self, mine: Claim, parent: Published | None, base_every: int) -> KeptWriter:
-        return KeptWriter(mine, parent, base_every, Policy(keep=9), chunk_bytes=4096)
+    def writer_for(self, mine: Claim, parent: Published | None, base_every: int) -> ProcessWriter:
+        return ProcessWriter(mine, parent, base_every, Policy(keep=9), chunk_bytes=4096)
 
 
 def newest(directory: Path) -> int:

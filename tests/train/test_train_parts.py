@@ -12,8 +12,9 @@ import torch
 from ranks import needs_mpi, run_mpi
 from test_train_checkpoint import CHUNK_BYTES, NO_JOB, assert_holds, facts, state
 from test_train_gradlog import TINY, WITH_WAITING, World, assert_alike, kinds_in, told
+from thread_writer import ThreadWriter
 
-from hpctrain.checkpoint import BackgroundWriter, GradientLog, Policy, Report, Retention, claim
+from hpctrain.checkpoint import GradientLog, Policy, Report, Retention, claim
 from hpctrain.checkpoint.format.manifest import from_bytes
 from hpctrain.checkpoint.reading.listing import checkpoint_names
 from hpctrain.checkpoint.writing import files
@@ -36,7 +37,7 @@ class Ranks:
             Other(Seat(rank=rank, addresses=("127.0.0.1",), port=port, secret=SECRET)) for rank in range(1, size)
         ]
         keep = Retention(mine, Policy(keep=9))
-        self.writers = [BackgroundWriter(mine, None, base_every, keep, CHUNK_BYTES, group) for group in groups]
+        self.writers = [ThreadWriter(mine, None, base_every, keep, CHUNK_BYTES, group) for group in groups]
 
     def write(self, step: int) -> list[Report]:
         base = any(not writer._standing.room for writer in self.writers)  # as the ranks agree

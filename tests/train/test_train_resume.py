@@ -88,7 +88,7 @@ def test_a_killed_rank_takes_the_run_down_and_the_next_attempt_ends_with_the_sam
 def test_a_run_killed_in_the_middle_of_a_checkpoint_ends_with_the_same_bits(
     unbroken: tuple[str, Path], tmp_path: Path
 ) -> None:
-    killed = run_mpi(2, FAULTY, "checkpoint:5", *options(tmp_path, "--checkpoint-writer", "thread"), extra=WITH_WAITING)
+    killed = run_mpi(2, FAULTY, "checkpoint:5", *options(tmp_path), extra=WITH_WAITING)
     assert killed.status != 0
     assert len(list((tmp_path / "checkpoints").glob("data-*"))) == 5
     assert len(list((tmp_path / "checkpoints").glob("step-*.json"))) == 4

@@ -286,12 +286,6 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--base-every", type=positive, default=10, metavar="M", help="every M-th is a base (%(default)s)"
     )
-    group.add_argument(
-        "--checkpoint-writer",
-        choices=("process", "thread"),
-        default="process",
-        help="who writes them: a process that goes on with it if training is killed, or a thread (%(default)s)",
-    )
     group.add_argument("--keep", type=positive, default=2, help="chains of base and increments kept (%(default)s)")
     group.add_argument(
         "--keep-every", type=amount, default=0.0, metavar="HOURS", help="and one of so many hours (0: none older)"

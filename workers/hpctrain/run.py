@@ -45,12 +45,10 @@ from torch.utils.checkpoint import checkpoint
 import hpctrain.comm
 from hpctrain.batch import Batch, MeanLoss, Validation
 from hpctrain.checkpoint import (
-    BackgroundWriter,
     Claim,
-    KeptWriter,
     Policy,
+    ProcessWriter,
     Restored,
-    Retention,
     Writer,
     claim,
     replay_through,
@@ -377,7 +375,7 @@ class Run:
         self._distrusted: tuple[str, ...] = ()
         self._writer: Writer | None = None
         # Ranks that come and go leave it to the first of them.
-        self._shares_writing = comm.size > 1 and not comm.elastic and options.checkpoint_writer == "process"
+        self._shares_writing = comm.size > 1 and not comm.elastic
         self.finished = self._ended = self._over = False
         self._began = False
         self._inside: Loop | None = None  # while the script is in it
@@ -668,12 +666,14 @@ class Run:
         options, size = self._options, self.size
         if self.is_first:
             assert self._claim is not None
-            first = KeptWriter(self._claim, None, options.base_every, policy_of(options), self._distrusted, ranks=size)
+            first = ProcessWriter(
+                self._claim, None, options.base_every, policy_of(options), self._distrusted, ranks=size
+            )
             self.comm.all_gather_object(first.seats(own_addresses()))
             return first
         seats: list[Seat] = self.comm.all_gather_object(None)[0]
         mine = Claim(directory=options.out / "checkpoints", attempt=attempt)
-        return KeptWriter(mine, None, options.base_every, policy_of(options), ranks=size, seat=seats[self.rank])
+        return ProcessWriter(mine, None, options.base_every, policy_of(options), ranks=size, seat=seats[self.rank])
 
     def _tell(self, report: StepReport, teller: Teller | None, model: torch.nn.Module) -> None:
         self._last_step = report, time.time()
@@ -747,7 +747,7 @@ class Run:
             restored = self._restore(live(), replay)
             self._distrusted = restored.damaged if restored else ()
             if not self._shares_writing:
-                self._writer = background_writer(self._options, self._claim, restored)
+                self._writer = make_writer(self._options, self._claim, restored)
             self._progress, plan = self._begin(live(), restored, settings)
         elif self.is_first and self._claim is None:
             self._take_over_if_possible()
@@ -810,7 +810,7 @@ class Run:
             self._claim_again_at_s = time.monotonic() + CLAIM_AGAIN_S
             print(f"checkpoint: none for now, tried again every {CLAIM_AGAIN_S:.0f} s: {error}", flush=True)
             return
-        self._writer = background_writer(self._options, self._claim, None)
+        self._writer = make_writer(self._options, self._claim, None)
         self._record.kept.away = ""
         if self._unclaimed:
             print("checkpoint: they can be written again", flush=True)
@@ -840,13 +840,11 @@ def policy_of(options: argparse.Namespace) -> Policy:
     return Policy(keep=options.keep, every_s=3600 * options.keep_every)
 
 
-def background_writer(options: argparse.Namespace, mine: Claim, restored: Restored | None) -> Writer:
+def make_writer(options: argparse.Namespace, mine: Claim, restored: Restored | None) -> Writer:
     """This will make the writer, standing on what was restored."""
     distrusted = restored.damaged if restored else ()
     parent = restored.published if restored else None
-    if options.checkpoint_writer == "process":
-        return KeptWriter(mine, parent, options.base_every, policy_of(options), distrusted)
-    return BackgroundWriter(mine, parent, options.base_every, Retention(mine, policy_of(options), distrusted))
+    return ProcessWriter(mine, parent, options.base_every, policy_of(options), distrusted)
 
 
 def save_model(path: Path, model: torch.nn.Module) -> None:

@@ -18,18 +18,17 @@ if TYPE_CHECKING:
     from hpctrain.checkpoint.writing.fence import Claim, claim
     from hpctrain.checkpoint.writing.gradient_log import GradientLog
     from hpctrain.checkpoint.writing.maker import Report
-    from hpctrain.checkpoint.writing.process_writer import KeptWriter
+    from hpctrain.checkpoint.writing.process_writer import ProcessWriter
     from hpctrain.checkpoint.writing.retain import Policy, Retention
-    from hpctrain.checkpoint.writing.writer import BackgroundWriter, Wish, Writer
+    from hpctrain.checkpoint.writing.writer import Wish, Writer
 
 # Where each name is: whoever needs no torch (the process that writes) imports none.
 _HOMES = {
-    "BackgroundWriter": "writing.writer",
     "Checkpointer": "script",
     "Claim": "writing.fence",
     "Facts": "format.manifest",
     "GradientLog": "writing.gradient_log",
-    "KeptWriter": "writing.process_writer",
+    "ProcessWriter": "writing.process_writer",
     "Policy": "writing.retain",
     "Report": "writing.maker",
     "Restored": "reading.restore",
@@ -42,12 +41,11 @@ _HOMES = {
 }
 
 __all__ = [
-    "BackgroundWriter",
     "Checkpointer",
     "Claim",
     "Facts",
     "GradientLog",
-    "KeptWriter",
+    "ProcessWriter",
     "Policy",
     "Report",
     "Restored",

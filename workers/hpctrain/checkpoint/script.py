@@ -31,7 +31,7 @@ from hpctrain.checkpoint.reading.listing import checkpoint_names
 from hpctrain.checkpoint.reading.restore import Restored, restore_newest
 from hpctrain.checkpoint.writing.fence import Claim, claim
 from hpctrain.checkpoint.writing.maker import Report
-from hpctrain.checkpoint.writing.process_writer import KeptWriter
+from hpctrain.checkpoint.writing.process_writer import ProcessWriter
 from hpctrain.checkpoint.writing.retain import Policy
 from hpctrain.checkpoint.writing.snapshot import Snapshot
 from hpctrain.env import job_facts, place
@@ -67,7 +67,7 @@ class Trees:
         self.directory = Path(out) / "checkpoints"
         self._base_every, self._policy = base_every, Policy(keep=keep, every_s=3600 * keep_every_hours)
         self._claim: Claim | None = None
-        self._writer: KeptWriter | None = None
+        self._writer: ProcessWriter | None = None
         self._restored: Restored | None = None
         self._heartbeat = Heartbeat(self._environ)
         self._kept_step, self._kept_at_s = 0, 0.0
@@ -155,11 +155,11 @@ class Trees:
             self._kept_step, self._kept_at_s = report.step, time.monotonic()
         return report
 
-    def _new_writer(self) -> KeptWriter:
+    def _new_writer(self) -> ProcessWriter:
         self._claim = claim(self.directory, job_facts(self._environ), time.time())
         damaged = self._restored.damaged if self._restored else ()
         parent = self._restored.published if self._restored else None
-        self._writer = KeptWriter(self._claim, parent, self._base_every, self._policy, damaged)
+        self._writer = ProcessWriter(self._claim, parent, self._base_every, self._policy, damaged)
         return self._writer
 
 

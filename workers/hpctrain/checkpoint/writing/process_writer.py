@@ -34,7 +34,7 @@ CLOSE_S = 20.0
 ALLOCATOR = {"MALLOC_TRIM_THRESHOLD_": str(256 << 20), "MALLOC_MMAP_THRESHOLD_": str(64 << 20)}
 
 
-class KeptWriter(Writer):
+class ProcessWriter(Writer):
     """Writes in a process that outlives this one."""
 
     def __init__(

@@ -4,7 +4,6 @@ Knows that at most one checkpoint is in flight; does not know models, ranks or s
 What is copied is written while the rest is still copied.
 Rules: two snapshot buffers, used in turn: the published one is what the next increment is taken against.  A later attempt
 that has taken over ends the run.
-`BackgroundWriter` has a thread write, `KeptWriter` (in `kept`) a process that outlives this one.
 """
 
 from __future__ import annotations
@@ -13,19 +12,14 @@ import enum
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
-from hpctrain.checkpoint.format.chunks import CHUNK_BYTES
 from hpctrain.checkpoint.format.manifest import Facts
 from hpctrain.checkpoint.format.step_log import Taken
 from hpctrain.checkpoint.writing.buffers import BROKEN, FULL
-from hpctrain.checkpoint.writing.fence import Claim
 from hpctrain.checkpoint.writing.gradient_log import GradientLog
-from hpctrain.checkpoint.writing.group import First, Other
-from hpctrain.checkpoint.writing.maker import Maker, Order, Report, Standing
+from hpctrain.checkpoint.writing.maker import Order, Report, Standing
 from hpctrain.checkpoint.writing.publish import Published
-from hpctrain.checkpoint.writing.retain import Retention
 from hpctrain.checkpoint.writing.snapshot import Layout, Snapshot, State, layout_of
 
 
@@ -157,45 +151,6 @@ class Writer:
 
     def _result(self) -> tuple[Report, Standing]:
         raise NotImplementedError
-
-
-class BackgroundWriter(Writer):
-    """Writes in a thread of this process."""
-
-    def __init__(
-        self,
-        claim: Claim,
-        parent: Published | None,
-        base_every: int,
-        retention: Retention,
-        chunk_bytes: int = CHUNK_BYTES,
-        group: First | Other | None = None,
-    ) -> None:
-        self._maker = Maker(claim, parent, base_every, retention, chunk_bytes, group)
-        super().__init__(self._maker.standing, parent)
-        self._thread = ThreadPoolExecutor(1, "checkpoint")
-        self._flight: Future[Report] | None = None
-
-    def close(self) -> None:
-        self._thread.shutdown()
-        self._maker.close()
-
-    def _hand_over(self, order: Order) -> None:
-        if order.snapshot is not None:
-            order.snapshot.filling.begin()
-        self._flight = self._thread.submit(self._maker.make, order)
-        self._thread.submit(self._maker.tidy)
-
-    def _tell(self, snapshot: Snapshot, there: int) -> None:
-        snapshot.filling.reach(there)
-
-    def _finished(self) -> bool:
-        return self._flight is not None and self._flight.done()
-
-    def _result(self) -> tuple[Report, Standing]:
-        assert self._flight is not None
-        report = self._flight.result()
-        return report, self._maker.standing
 
 
 def _touch(snapshots: Sequence[Snapshot]) -> None:
