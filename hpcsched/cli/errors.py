@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 import hpcsched
-from hpcsched.cli.options import Command, UsageError, Words, help_text, read_words
+from hpcsched.commands.options import Command, UsageError, Words, help_text, read_words
 from hpcsched.errors import HpcschedError
 
 FAILED = 1

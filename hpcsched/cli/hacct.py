@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 
 from hpcsched import client
 from hpcsched.cli.errors import run_command
-from hpcsched.cli.options import HELP, VERSION, Command, Option, UsageError, Words
 from hpcsched.cli.output import clean, fitted, print_json
 from hpcsched.cli.render.acct_fields import Column, Row, columns_of, field_names, job_rows
 from hpcsched.client import Json
+from hpcsched.commands.options import HELP, VERSION, Command, Option, UsageError, Words
 from hpcsched.listing.states import parse_states
 from hpcsched.listing.table import columns
 from hpcsched.model.dates import parse_when

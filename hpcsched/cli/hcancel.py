@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 
 from hpcsched import client
 from hpcsched.cli.errors import FAILED, complain, run_command
-from hpcsched.cli.options import HELP, VERSION, Command, Option, UsageError, Words, split_list
 from hpcsched.cli.output import clean, outlive_its_end
 from hpcsched.client import Json
+from hpcsched.commands.options import HELP, VERSION, Command, Option, UsageError, Words, split_list
 from hpcsched.errors import RequestError
 from hpcsched.listing.states import ENDED_STATES, parse_states
 from hpcsched.model.units import parse_signal, signal_name

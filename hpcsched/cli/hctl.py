@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 from hpcsched import client
 from hpcsched.cli.errors import FAILED, complain, run_command
-from hpcsched.cli.options import HELP, VERSION, Command, Option, UsageError, Words, nearest, split_list
 from hpcsched.cli.output import clean, date_text, outlive_its_end, print_json
 from hpcsched.cli.render import show_text
 from hpcsched.client import Json
+from hpcsched.commands.options import HELP, VERSION, Command, Option, UsageError, Words, nearest, split_list
 from hpcsched.errors import NotFoundError, RequestError
 from hpcsched.listing.table import columns
 from hpcsched.model.hostlist import compress_hostlist, expand_hostlist

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 from hpcsched import client, paths
 from hpcsched.cli.errors import run_command
-from hpcsched.cli.options import HELP, VERSION, Command, Option, UsageError, Words
 from hpcsched.cli.output import clean, print_json, wants_colour
 from hpcsched.client import Json
+from hpcsched.commands.options import HELP, VERSION, Command, Option, UsageError, Words
 from hpcsched.errors import HpcschedError, PermissionDeniedError
 from hpcsched.health import head
 from hpcsched.health import nodes as node_checks

@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from hpcsched import client
 from hpcsched.cli import hctl
 from hpcsched.cli.errors import run_command
-from hpcsched.cli.options import HELP_LONG, VERSION, Command, Option, UsageError, Words
 from hpcsched.cli.output import bar, clean, date_text, print_json, wants_colour
 from hpcsched.cli.render.node_fields import FIELDS, avail_text, groups_of
 from hpcsched.client import Json
+from hpcsched.commands.options import HELP_LONG, VERSION, Command, Option, UsageError, Words
 from hpcsched.errors import NotFoundError
 from hpcsched.listing.formats import Look, cell_text, format_lines, header_text, parse_long, parse_percent
 from hpcsched.listing.table import DIM, GREEN, RED, YELLOW, columns

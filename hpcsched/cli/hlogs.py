@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 from hpcsched import client
 from hpcsched.cli.errors import note, run_command
-from hpcsched.cli.options import HELP, VERSION, Command, Option, UsageError, Words
 from hpcsched.cli.output import clean, when_text
 from hpcsched.client import Json
+from hpcsched.commands.options import HELP, VERSION, Command, Option, UsageError, Words
 from hpcsched.errors import UnavailableError
 from hpcsched.listing.states import ENDED_STATES
 

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 
 from hpcsched import client
 from hpcsched.cli.errors import run_command
-from hpcsched.cli.options import HELP_LONG, VERSION, Command, Option, UsageError, Words
 from hpcsched.cli.output import clean, print_json
 from hpcsched.client import Json
+from hpcsched.commands.options import HELP_LONG, VERSION, Command, Option, UsageError, Words
 from hpcsched.listing.formats import Field, Look, format_lines, parse_percent
 from hpcsched.listing.table import columns
 

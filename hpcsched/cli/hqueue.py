@@ -13,10 +13,10 @@ from collections.abc import Sequence
 
 from hpcsched import client
 from hpcsched.cli.errors import run_command
-from hpcsched.cli.options import HELP_LONG, VERSION, Command, Option, Words
 from hpcsched.cli.output import is_terminal, print_json, terminal_width, wants_colour
-from hpcsched.cli.render.job_detail import detail_lines
 from hpcsched.client import Json
+from hpcsched.commands.options import HELP_LONG, VERSION, Command, Option, Words
+from hpcsched.listing.job_detail import detail_lines
 from hpcsched.listing.states import parse_states
 from hpcsched.listing.table import BOLD, painted
 

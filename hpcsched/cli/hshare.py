@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from hpcsched import client
 from hpcsched.cli.errors import run_command
-from hpcsched.cli.options import HELP, VERSION, Command, Option, UsageError, Words
 from hpcsched.cli.output import clean, fitted, print_json
 from hpcsched.client import Json
+from hpcsched.commands.options import HELP, VERSION, Command, Option, UsageError, Words
 from hpcsched.listing.table import columns
 
 COMMAND = Command(

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 from hpcsched import client, paths
 from hpcsched.cli.errors import note, run_command
-from hpcsched.cli.options import HELP, VERSION, Command, Option, UsageError, Words
 from hpcsched.cli.output import clean, date_text, print_json
 from hpcsched.client import Json
+from hpcsched.commands.options import HELP, VERSION, Command, Option, UsageError, Words
 from hpcsched.errors import RequestError
 from hpcsched.listing.table import columns
 from hpcsched.model.hostlist import compress_hostlist, expand_hostlist

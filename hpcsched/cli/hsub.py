@@ -17,9 +17,11 @@ from hpcnode.commands import slurm_help
 from hpcnode.os import rlimits
 from hpcsched import client
 from hpcsched.cli.errors import Explain, complain, guarded, note, print_version
-from hpcsched.cli.options import UsageError, option_lines, own_cluster, refuse_others, split_list
 from hpcsched.cli.output import clean, print_json
+from hpcsched.cli.slurm import own_cluster
 from hpcsched.client import Json
+from hpcsched.commands.options import UsageError, option_lines
+from hpcsched.commands.slurm import clusters_of, refuse_others
 from hpcsched.errors import HpcschedError, NotFoundError, RequestError, UnavailableError
 from hpcsched.jobscript.build import Built
 from hpcsched.jobscript.layers import is_set, last
@@ -144,8 +146,8 @@ def build(line: CommandLine, argv: Sequence[str], face: Face) -> tuple[Mapping[s
         host=os.uname().nodename,
     )
     read = read_submission(words, line, time.time(), _job_id_of)
-    if face.cluster:
-        refuse_others(split_list(last(read.options, "clusters") or ""))
+    if face.cluster and (named := clusters_of(last(read.options, "clusters") or "")):
+        refuse_others(named, own_cluster())
     return read.options, read.built
 
 

@@ -13,7 +13,7 @@ from hpcnode.commands import hrun, tunnel
 from hpcnode.os.loop import READ, Loop, Stream, wake_on_signals
 from hpcsched import client
 from hpcsched.cli.errors import complain, note, run_command
-from hpcsched.cli.options import HELP, VERSION, Command, Option, UsageError, Words
+from hpcsched.commands.options import HELP, VERSION, Command, Option, UsageError, Words
 from hpcsched.errors import RequestError
 
 COMMAND = Command(

@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 
 from hpcsched.client import Json
 from hpcsched.listing.text import clean as clean
 from hpcsched.listing.text import date_text as date_text
 from hpcsched.listing.text import fitted as fitted
+from hpcsched.listing.text import when_text as when_text
 
 
 def is_terminal() -> bool:
@@ -40,13 +40,6 @@ def print_json(answer: Json) -> None:
     """Print an answer as JSON: on one line, spread out on a terminal."""
     json.dump(answer, sys.stdout, indent=2 if is_terminal() else None)
     sys.stdout.write("\n")
-
-
-def when_text(at_s: float, now_s: float) -> str:
-    """Return a time for people: ``14:20:05`` if it is of today, else with its date."""
-    today = time.strftime("%Y-%m-%d", time.localtime(now_s))
-    day, _, clock = date_text(at_s).partition("T")
-    return clock if day == today else f"{day} {clock}"
 
 
 def bar(part: float, whole: float, width: int = 10) -> str:

@@ -31,6 +31,13 @@ def date_text(at_s: float | None, none: str = "N/A") -> str:
     return none if at_s is None else time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(at_s))
 
 
+def when_text(at_s: float, now_s: float) -> str:
+    """Return a time for people: ``14:20:05`` if it is of today, else with its date."""
+    today = time.strftime("%Y-%m-%d", time.localtime(now_s))
+    day, _, clock = date_text(at_s).partition("T")
+    return clock if day == today else f"{day} {clock}"
+
+
 def start_words(answer: dict[str, Any]) -> str:
     """Return what --test-only says: when and where the job of the answer would start, or why it would not."""
     if answer["start_s"] is None or not answer["nodes"]:

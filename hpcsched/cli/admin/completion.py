@@ -17,8 +17,8 @@ import click
 from hpcnode.commands import options as stepoptions
 from hpcsched.cli import halloc, hctl
 from hpcsched.cli.admin import main
-from hpcsched.cli.options import Command, Option
 from hpcsched.cli.slurm import scontrol
+from hpcsched.commands.options import Command, Option
 from hpcsched.errors import ConfigError
 from hpcsched.jobscript import options as jobscript
 

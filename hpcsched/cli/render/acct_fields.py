@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections import namedtuple
 from collections.abc import Callable, Sequence
 
-from hpcsched.cli.options import UsageError, nearest, split_list
 from hpcsched.cli.output import date_text
 from hpcsched.cli.render import efficiency
 from hpcsched.client import Json
+from hpcsched.commands.options import UsageError, nearest, split_list
 from hpcsched.listing.formats import Look
 from hpcsched.listing.jobs import exit_text, goodput_text, loss_text, memory_in_all, rate_text, step_text
 from hpcsched.listing.states import ENDED_STATES

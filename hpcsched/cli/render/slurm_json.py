@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from hpcsched.cli.output import print_json
 from hpcsched.cli.render.slurm_records import ids, node_state, tres_of_node, tres_of_nodes, why_out_of_use
-from hpcsched.cli.slurm import SLURM_VERSION
 from hpcsched.client import Json
+from hpcsched.commands.slurm import SLURM_VERSION
 from hpcsched.listing.jobs import end_s, gres_of_node, start_s, tres_text
 from hpcsched.listing.states import shown_state
 

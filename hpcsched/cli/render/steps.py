@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hpcsched import client
-from hpcsched.cli.options import Words
 from hpcsched.client import Json
+from hpcsched.commands.options import Words
 from hpcsched.listing.formats import Field, Look, format_lines, parse_percent
 from hpcsched.listing.states import ACTIVE_STATES
 from hpcsched.model.hostlist import compress_hostlist

@@ -9,10 +9,11 @@ from collections.abc import Callable, Sequence
 
 from hpcsched.cli import hacct
 from hpcsched.cli.errors import FAILED
-from hpcsched.cli.options import HELP, VERSION, Command, Option, Words, split_list
 from hpcsched.cli.render.acct_fields import Column, field_names, slurms_columns
-from hpcsched.cli.slurm import ELSEWHERE, Face, run_face, with_names
+from hpcsched.cli.slurm import run_face
 from hpcsched.client import Json
+from hpcsched.commands.options import HELP, VERSION, Command, Option, Words, split_list
+from hpcsched.commands.slurm import ELSEWHERE, Face, with_names
 from hpcsched.errors import NotFoundError, RequestError
 from hpcsched.listing.jobs import index_ranges
 from hpcsched.listing.states import parse_states
@@ -84,8 +85,8 @@ def _midnight_s(now_s: float) -> float:
 
 
 def _print_json(answer: Json) -> None:
-    from hpcsched.cli.options import own_cluster
     from hpcsched.cli.render.slurm_json import print_accounting
+    from hpcsched.cli.slurm import own_cluster
 
     print_accounting(answer, own_cluster())
 

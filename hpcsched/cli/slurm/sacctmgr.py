@@ -12,10 +12,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hpcsched import client
-from hpcsched.cli.options import HELP, VERSION, Command, Option, UsageError, Words, own_cluster, split_list
 from hpcsched.cli.output import date_text, print_json
-from hpcsched.cli.slurm import ELSEWHERE, Face, run_face
+from hpcsched.cli.slurm import own_cluster, run_face
 from hpcsched.client import Json
+from hpcsched.commands.options import HELP, VERSION, Command, Option, UsageError, Words, split_list
+from hpcsched.commands.slurm import ELSEWHERE, Face
 from hpcsched.errors import RequestError
 from hpcsched.listing.text import clean, fitted
 from hpcsched.model.units import format_time_s

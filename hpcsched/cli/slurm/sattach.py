@@ -13,8 +13,9 @@ from hpcnode.commands.output import LineStream, Outlet
 from hpcnode.commands.step_client import ConnectionLost, Front, ListeningClient
 from hpcnode.wire import protocol, sockets
 from hpcnode.wire.sockets import connect
-from hpcsched.cli.options import HELP, VERSION, Command, Option, UsageError, Words
-from hpcsched.cli.slurm import ELSEWHERE, Face, run_face
+from hpcsched.cli.slurm import run_face
+from hpcsched.commands.options import HELP, VERSION, Command, Option, UsageError, Words
+from hpcsched.commands.slurm import ELSEWHERE, Face
 from hpcsched.errors import RequestError, UnavailableError
 
 FACE = Face(

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from hpcnode.commands import slurm_text
 from hpcsched.cli import submit
 from hpcsched.cli.errors import FAILED
-from hpcsched.cli.slurm import NO_CONTACT, SLURM_VERSION, explained, usage_text
+from hpcsched.commands.slurm import NO_CONTACT, SLURM_VERSION, explained, usage_text
 from hpcsched.errors import HpcschedError, UnavailableError
 
 NAME = "sbatch"

@@ -7,8 +7,9 @@ import shlex
 from collections.abc import Sequence
 
 from hpcnode.commands import bcast, hrun
-from hpcsched.cli.options import HELP, VERSION, Command, Option, UsageError, Words
-from hpcsched.cli.slurm import ELSEWHERE, Face, run_face
+from hpcsched.cli.slurm import run_face
+from hpcsched.commands.options import HELP, VERSION, Command, Option, UsageError, Words
+from hpcsched.commands.slurm import ELSEWHERE, Face
 from hpcsched.errors import RequestError
 from hpcsched.listing.text import clean
 

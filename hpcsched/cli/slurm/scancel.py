@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hpcsched.cli import hcancel
-from hpcsched.cli.options import Option
-from hpcsched.cli.slurm import ELSEWHERE, Face, run_face
+from hpcsched.cli.slurm import run_face
+from hpcsched.commands.options import Option
+from hpcsched.commands.slurm import ELSEWHERE, Face
 
 FACE = Face(
     hcancel.COMMAND._replace(

@@ -15,11 +15,12 @@ from collections.abc import Callable, Iterable, Sequence
 from hpcsched import client
 from hpcsched.cli import hctl
 from hpcsched.cli.errors import FAILED
-from hpcsched.cli.options import HELP, VERSION, Command, Option, Words, split_list
 from hpcsched.cli.output import outlive_its_end, print_json
 from hpcsched.cli.render import show_text
-from hpcsched.cli.slurm import ELSEWHERE, INVALID_JOB, SLURM_VERSION, Face, explained, run_face
+from hpcsched.cli.slurm import run_face
 from hpcsched.client import Json
+from hpcsched.commands.options import HELP, VERSION, Command, Option, Words, split_list
+from hpcsched.commands.slurm import ELSEWHERE, INVALID_JOB, SLURM_VERSION, Face, explained
 from hpcsched.errors import HpcschedError, NotFoundError, PermissionDeniedError, RequestError
 from hpcsched.listing.jobs import end_s, index_ranges
 from hpcsched.listing.states import ENDED_STATES

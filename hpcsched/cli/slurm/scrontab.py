@@ -11,10 +11,11 @@ import sys
 from collections.abc import Sequence
 
 from hpcsched import client
-from hpcsched.cli.options import HELP, VERSION, Command, Option, UsageError, Words
 from hpcsched.cli.output import clean
-from hpcsched.cli.slurm import ELSEWHERE, Face, run_face
+from hpcsched.cli.slurm import run_face
 from hpcsched.client import Json
+from hpcsched.commands.options import HELP, VERSION, Command, Option, UsageError, Words
+from hpcsched.commands.slurm import ELSEWHERE, Face
 from hpcsched.errors import RequestError
 from hpcsched.model.cron import MAX_TEXT_BYTES, Line, parse_crontab
 

@@ -6,10 +6,11 @@ import time
 from collections.abc import Sequence
 
 from hpcsched import client
-from hpcsched.cli.options import HELP, VERSION, Command, Option, Words
 from hpcsched.cli.output import print_json
-from hpcsched.cli.slurm import ELSEWHERE, Face, run_face
+from hpcsched.cli.slurm import run_face
 from hpcsched.client import Json
+from hpcsched.commands.options import HELP, VERSION, Command, Option, Words
+from hpcsched.commands.slurm import ELSEWHERE, Face
 from hpcsched.errors import RequestError
 from hpcsched.listing.states import ACTIVE_STATES, ENDED_STATES
 

@@ -10,10 +10,11 @@ import pwd
 from collections.abc import Sequence
 
 from hpcsched import client
-from hpcsched.cli.options import HELP, VERSION, Command, Option, UsageError, Words, own_cluster
 from hpcsched.cli.render import efficiency
-from hpcsched.cli.slurm import INVALID_JOB, Face, run_face
+from hpcsched.cli.slurm import own_cluster, run_face
 from hpcsched.client import Json
+from hpcsched.commands.options import HELP, VERSION, Command, Option, UsageError, Words
+from hpcsched.commands.slurm import INVALID_JOB, Face
 from hpcsched.errors import NotFoundError
 from hpcsched.listing.text import clean
 from hpcsched.model.units import format_time_s

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpcsched import client
-from hpcsched.cli.options import HELP, VERSION, Command, Option, UsageError, Words
 from hpcsched.cli.output import clean
-from hpcsched.cli.slurm import ELSEWHERE, Face, run_face
+from hpcsched.cli.slurm import run_face
+from hpcsched.commands.options import HELP, VERSION, Command, Option, UsageError, Words
+from hpcsched.commands.slurm import ELSEWHERE, Face
 from hpcsched.errors import RequestError
 from hpcsched.model.hostlist import expand_hostlist
 

@@ -9,10 +9,11 @@ from collections.abc import Callable, Sequence
 
 from hpcsched import client
 from hpcsched.cli import hctl, hinfo
-from hpcsched.cli.options import HELP_LONG, VERSION, Command, Option, UsageError, Words
 from hpcsched.cli.render.node_fields import FIELDS, Group, groups_of
-from hpcsched.cli.slurm import ELSEWHERE, Face, look_again, run_face, with_names
+from hpcsched.cli.slurm import look_again, run_face
 from hpcsched.client import Json
+from hpcsched.commands.options import HELP_LONG, VERSION, Command, Option, UsageError, Words
+from hpcsched.commands.slurm import ELSEWHERE, Face, with_names
 from hpcsched.listing.formats import Cell, Field, Look, cell_text, format_lines, header_text, parse_long, parse_percent
 from hpcsched.model.hostlist import expand_hostlist
 

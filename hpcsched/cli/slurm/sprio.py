@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hpcsched.cli import hprio
-from hpcsched.cli.options import Option, Words
-from hpcsched.cli.slurm import ELSEWHERE, Face, run_face
+from hpcsched.cli.slurm import run_face
 from hpcsched.client import Json
+from hpcsched.commands.options import Option, Words
+from hpcsched.commands.slurm import ELSEWHERE, Face
 
 FACE = Face(
     hprio.COMMAND._replace(

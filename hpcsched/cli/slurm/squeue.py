@@ -13,10 +13,11 @@ from collections.abc import Sequence
 from hpcsched import client
 from hpcsched.cli import hqueue
 from hpcsched.cli.errors import complain
-from hpcsched.cli.options import HELP_LONG, VERSION, Command, Option, Words
 from hpcsched.cli.output import clean
-from hpcsched.cli.slurm import ELSEWHERE, Face, look_again, run_face, with_names
+from hpcsched.cli.slurm import look_again, run_face
 from hpcsched.client import Json
+from hpcsched.commands.options import HELP_LONG, VERSION, Command, Option, Words
+from hpcsched.commands.slurm import ELSEWHERE, Face, with_names
 from hpcsched.listing.states import parse_states
 
 FORMAT = "%.18i %.9P %.8j %.8u %.2t %.10M %.6D %R"

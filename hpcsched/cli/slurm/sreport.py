@@ -16,10 +16,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from hpcsched import client
-from hpcsched.cli.options import HELP, VERSION, Command, Option, UsageError, Words, own_cluster
 from hpcsched.cli.output import clean
-from hpcsched.cli.slurm import ELSEWHERE, Face, run_face
+from hpcsched.cli.slurm import own_cluster, run_face
 from hpcsched.client import Json
+from hpcsched.commands.options import HELP, VERSION, Command, Option, UsageError, Words
+from hpcsched.commands.slurm import ELSEWHERE, Face
 from hpcsched.model.dates import parse_when
 
 FACE = Face(

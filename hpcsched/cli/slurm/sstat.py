@@ -5,10 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from hpcsched.cli.options import HELP, VERSION, Command, Option, Words
 from hpcsched.cli.render.acct_fields import Row, columns_of, field_names, slurms_columns
 from hpcsched.cli.render.steps import running_steps
-from hpcsched.cli.slurm import ELSEWHERE, INVALID_JOB, Face, run_face
+from hpcsched.cli.slurm import run_face
+from hpcsched.commands.options import HELP, VERSION, Command, Option, Words
+from hpcsched.commands.slurm import ELSEWHERE, INVALID_JOB, Face
 from hpcsched.errors import NotFoundError, RequestError
 from hpcsched.listing.text import clean, fitted
 

@@ -10,7 +10,7 @@ import pytest
 
 from hpcsched import client
 from hpcsched.cli import hctl
-from hpcsched.cli.options import UsageError
+from hpcsched.commands.options import UsageError
 from hpcsched.errors import NotFoundError
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpcsched.cli.options import HELP, Command, Option, UsageError, help_text, read_words, split_list
+from hpcsched.commands.options import HELP, Command, Option, UsageError, help_text, read_words, split_list
 
 COMMAND = Command(
     "hx",

@@ -13,9 +13,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "cli"))
 from fake_api import NOW_S, ended, job, running, task
 
 from hpcsched.cli.hqueue import DEFAULT_COLUMNS
-from hpcsched.cli.render.job_detail import detail_lines
 from hpcsched.errors import UsageError
 from hpcsched.listing.formats import Look, format_lines, relative_text
+from hpcsched.listing.job_detail import detail_lines
 from hpcsched.listing.jobfields import FIELDS, parse_format, parse_long_format
 from hpcsched.listing.jobs import index_ranges, memory_asked, memory_in_all
 from hpcsched.listing.queue import make_listing, queue_text, row_of

@@ -13,8 +13,6 @@ from __future__ import annotations
 from collections import namedtuple
 from collections.abc import Iterable, Sequence
 
-from hpcsched import client
-from hpcsched.errors import RequestError
 from hpcsched.errors import UsageError as UsageError
 from hpcsched.listing.text import nearest as nearest
 from hpcsched.listing.text import split_list as split_list
@@ -205,19 +203,3 @@ def _wrapped(text: str, first: str, later: str) -> list[str]:
     import textwrap  # only ever needed for a help text
 
     return textwrap.wrap(text, HELP_WIDTH, initial_indent=first, subsequent_indent=later, break_on_hyphens=False)
-
-
-# ----- --clusters: there is one cluster, and what is asked of another is refused
-
-
-def own_cluster() -> str:
-    """Return the cluster's name."""
-    return str(client.call("GET", "/v1/ping")["cluster"])
-
-
-def refuse_others(names: Iterable[str]) -> None:
-    """Raise RequestError if one of `names` is a cluster's that is not this one; "all" are this one."""
-    asked = [name for name in names if name and name != "all"]
-    other = next((name for name in asked if name != own_cluster()), None)
-    if other is not None:
-        raise RequestError(f"No cluster '{other[:60]}' known by database.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from hpcsched.cli.output import clean, when_text
 from hpcsched.listing.jobs import (
     Job,
     checkpoint_text,
@@ -18,6 +17,7 @@ from hpcsched.listing.jobs import (
     why,
 )
 from hpcsched.listing.states import ENDED_STATES
+from hpcsched.listing.text import clean, when_text
 from hpcsched.model.exitcode import exit_words
 from hpcsched.model.units import format_mem, format_time_s
 
