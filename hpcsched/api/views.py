@@ -23,7 +23,7 @@ from hpcsched.model.ids import NodeName
 from hpcsched.model.job import ACTIVE, FINAL, Hold, Job, JobState, Reason
 from hpcsched.model.node import OURSELVES, Link, Node, NodeState, Partition
 from hpcsched.model.reservation import Reservation
-from hpcsched.model.training import Failure, Training
+from hpcsched.model.training import RankFailure, TrainingStatus
 from hpcsched.model.units import format_mem, format_time_s
 from hpcsched.store.rows import StepRow
 from hpcsched.store.world import World
@@ -34,7 +34,7 @@ _UNDECIDED = (
 )
 
 
-def training_view(training: Training | None) -> dict[str, Any] | None:
+def training_view(training: TrainingStatus | None) -> dict[str, Any] | None:
     """Return how far a training job is, as its program says; null: it has not said."""
     if training is None:
         return None
@@ -55,7 +55,7 @@ def training_view(training: Training | None) -> dict[str, Any] | None:
     }
 
 
-def failure_view(failure: Failure) -> dict[str, Any]:
+def failure_view(failure: RankFailure) -> dict[str, Any]:
     """Return why a rank failed, by its own word."""
     return {
         "rank": failure.rank,
@@ -138,7 +138,7 @@ def how_it_ended(job: Job) -> str:
     return f": its script ended with exit code {job.exit.code}" + (f" ({words})" if words else "")
 
 
-def resumes_words(job: Job, training: Training | None) -> str:
+def resumes_words(job: Job, training: TrainingStatus | None) -> str:
     """Return a sentence on where another attempt of an ended training job resumes; "": it is not known, or it is done."""
     done = job.state not in FINAL or job.state is JobState.COMPLETED
     if done or training is None or not training.checkpoint_step:

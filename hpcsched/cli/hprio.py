@@ -14,7 +14,7 @@ from hpcsched.cli.errors import run_command
 from hpcsched.cli.output import clean, print_json
 from hpcsched.client import Json
 from hpcsched.commands.options import HELP_LONG, VERSION, Command, Option, UsageError, Words
-from hpcsched.listing.formats import Field, Look, format_lines, parse_percent
+from hpcsched.listing.formats import FormatField, Look, format_lines, parse_percent
 from hpcsched.listing.table import columns
 
 COMMAND = Command(
@@ -50,32 +50,32 @@ def _weighted(name: str) -> Callable[..., str]:
     return lambda job, look: str(job["weighted"].get(name, 0))
 
 
-def _factor(name: str, letter: str, key: str) -> tuple[Field, Field]:
+def _factor(name: str, letter: str, key: str) -> tuple[FormatField, FormatField]:
     """Return the columns of a factor: weighted, and with the small letter as it was before."""
     header = _HEADERS[key]
-    weighted = Field(name, letter, header, _weighted(key))
-    return weighted, Field(f"norm{name}", letter.lower(), header, _norm(key))
+    weighted = FormatField(name, letter, header, _weighted(key))
+    return weighted, FormatField(f"norm{name}", letter.lower(), header, _norm(key))
 
 
 FIELDS = (
-    Field("id", "i", "JOBID", lambda job, look: job["display_id"]),
-    Field("user", "u", "USER", lambda job, look: job["user"]),
-    Field("account", "o", "ACCOUNT", lambda job, look: job["account"] or "-"),
-    Field("partition", "r", "PARTITION", lambda job, look: job["partition"]),
-    Field("qos", "n", "QOSNAME", lambda job, look: job["qos"] or "-"),
-    Field("priority", "Y", "PRIORITY", lambda job, look: str(job["priority"])),
-    Field("normpriority", "y", "PRIORITY", lambda job, look: f"{job['priority'] / 0xFFFFFFFF:.14f}"),
-    Field("nice", "N", "NICE", lambda job, look: str(job["nice"])),
-    Field("site", "S", "SITE", _weighted("site")),
+    FormatField("id", "i", "JOBID", lambda job, look: job["display_id"]),
+    FormatField("user", "u", "USER", lambda job, look: job["user"]),
+    FormatField("account", "o", "ACCOUNT", lambda job, look: job["account"] or "-"),
+    FormatField("partition", "r", "PARTITION", lambda job, look: job["partition"]),
+    FormatField("qos", "n", "QOSNAME", lambda job, look: job["qos"] or "-"),
+    FormatField("priority", "Y", "PRIORITY", lambda job, look: str(job["priority"])),
+    FormatField("normpriority", "y", "PRIORITY", lambda job, look: f"{job['priority'] / 0xFFFFFFFF:.14f}"),
+    FormatField("nice", "N", "NICE", lambda job, look: str(job["nice"])),
+    FormatField("site", "S", "SITE", _weighted("site")),
     *_factor("age", "A", "age"),
     *_factor("assoc", "B", "assoc"),
     *_factor("fairshare", "F", "fairshare"),
     *_factor("size", "J", "size"),
     *_factor("part", "P", "partition"),
-    Field("qosfactor", "Q", "QOS", _weighted("qos")),
-    Field("normqos", "q", "QOS", _norm("qos")),
-    Field("tres", "T", "TRES", lambda job, look: _tres(job["tres_weighted"])),
-    Field("normtres", "t", "TRES", lambda job, look: _tres(job["tres_factors"], "{:.6f}")),
+    FormatField("qosfactor", "Q", "QOS", _weighted("qos")),
+    FormatField("normqos", "q", "QOS", _norm("qos")),
+    FormatField("tres", "T", "TRES", lambda job, look: _tres(job["tres_weighted"])),
+    FormatField("normtres", "t", "TRES", lambda job, look: _tres(job["tres_factors"], "{:.6f}")),
 )
 
 

@@ -28,7 +28,7 @@ from hpcsched.sched.decisions import Plan
 from hpcsched.sched.policy import Backfill, Policy
 from hpcsched.sched.preempt.plan import full_plan
 from hpcsched.sched.snapshot import NodeView, PendingJob, Snapshot
-from hpcsched.sched.snapshot_json import world_from_json
+from hpcsched.sched.snapshot_json import snapshot_from_json
 from hpcsched.sim.forecast import Forecast, forecast, with_nodes, without_nodes
 from hpcsched.sim.policies import KINDS, PLAN, POLICIES, POOL, Simulation, json_of, simulate
 from hpcsched.sim.swf import read_trace
@@ -484,10 +484,10 @@ def _world(words: Words, operands: Sequence[str], what: str) -> tuple[Snapshot, 
             f"cannot tell which world: hsim {what} takes one file of hctl snapshot, or none for the queue as it is"
         )
     if not operands:
-        return world_from_json(client.call("GET", "/v1/snapshot")["world"])
+        return snapshot_from_json(client.call("GET", "/v1/snapshot")["world"])
     try:
         text = sys.stdin.read() if operands[0] == "-" else Path(operands[0]).read_text(encoding="utf-8")
-        return world_from_json(json.loads(text))
+        return snapshot_from_json(json.loads(text))
     except OSError as error:
         raise RequestError(f"cannot read {operands[0][:200]!r}: {error.strerror}") from error
     except ValueError as error:

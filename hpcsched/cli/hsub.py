@@ -28,7 +28,7 @@ from hpcsched.jobscript.layers import is_set, last
 from hpcsched.jobscript.options import OPTIONS
 from hpcsched.jobscript.scan import CommandLine, parse_command_line
 from hpcsched.jobscript.script import MAX_SCRIPT_BYTES
-from hpcsched.jobscript.submission import Words, read_submission
+from hpcsched.jobscript.submission import SubmissionWords, read_submission
 from hpcsched.listing.states import ENDED_STATES
 from hpcsched.listing.text import start_words
 from hpcsched.model.codec import spec_to_json
@@ -136,7 +136,7 @@ def build(line: CommandLine, argv: Sequence[str], face: Face) -> tuple[Mapping[s
         work_dir = os.getcwd()
     except OSError as error:
         raise RequestError(f"cannot submit from this directory: {error.strerror}") from None
-    words = Words(
+    words = SubmissionWords(
         command=face.name,
         argv=tuple(argv),
         script=script,

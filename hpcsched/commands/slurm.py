@@ -17,7 +17,7 @@ from hpcsched.errors import HpcschedError, NotFoundError, RequestError, Unavaila
 
 TYPE_CHECKING = False  # type checkers know the name; typing's own costs a command a tenth of its start
 if TYPE_CHECKING:
-    from hpcsched.jobscript.options import Option as JobOption
+    from hpcsched.jobscript.options import ScriptOption as JobOption
 
 SLURM_VERSION = "23.02.7"
 NO_CONTACT = "Unable to contact slurm controller (connect failure)"

@@ -18,7 +18,7 @@ from hpcsched.model.node import Partition
 from hpcsched.model.units import known_limit_s
 from hpcsched.sched.guard.on_nodes import amount_of
 from hpcsched.sched.guard.predict import REMEMBERED, Experience, RequestUse
-from hpcsched.sched.guard.shadow_easy import Rehearsal
+from hpcsched.sched.guard.shadow_easy import ShadowEasy
 from hpcsched.sched.limits.tres import all_of, least_of
 from hpcsched.sched.policy import Backfill, Policy
 from hpcsched.sched.snapshot import NodeView, SnapshotCache, node_view, pending_job
@@ -70,7 +70,7 @@ class Rehearsed:
         self._default = next((partition.name for partition in partitions.values() if partition.default), "")
         self._no_limit_s = policy.default_time_limit_s
         self._views = views
-        self._rehearsal = Rehearsal(self._size)
+        self._rehearsal = ShadowEasy(self._size)
         self._least_s = longest_wait_s
         self._open: dict[JobId, tuple[int, int]] = {}  # attempt, number there; of jobs that wait or run
         self._began: set[int] = set()

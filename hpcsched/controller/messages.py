@@ -10,7 +10,7 @@ from hpcnode.wire import protocol
 from hpcsched import paths
 from hpcsched.lifecycle.clocks import cut_at_s
 from hpcsched.lifecycle.effects import ClaimPart, ClearNode, Effect, GoOn, Halt, SetLimit, StartBatch, TellAllocation
-from hpcsched.model.ids import ALLOC_STEP, BATCH_STEP, NodeName, Token
+from hpcsched.model.ids import ALLOC_STEP, BATCH_STEP, LaunchToken, NodeName
 from hpcsched.model.job import Job
 from hpcsched.model.node import Node, address_of
 from hpcsched.steps.environment import allocation_facts, job_environment, with_propagated
@@ -64,7 +64,7 @@ def end_job(job: Job, world: World, node: NodeName) -> protocol.EndJob:
 
 
 def _incarnation(job: Job, world: World) -> str:
-    return Token.parse(job.token).incarnation if job.token else world.incarnation
+    return LaunchToken.parse(job.token).incarnation if job.token else world.incarnation
 
 
 def allocation_environment(job: Job, world: World) -> dict[str, str]:
@@ -149,7 +149,7 @@ def claim_part(job: Job, world: World, node: NodeName) -> protocol.Launch:
 
 def claim_token(job: Job, node: NodeName) -> str:
     """Return the token of the claim on `node`: it follows from that of the attempt's batch step."""
-    return str(replace(Token.parse(job.token), step=ALLOC_STEP, node=node, stay=job.stay_on(node)))
+    return str(replace(LaunchToken.parse(job.token), step=ALLOC_STEP, node=node, stay=job.stay_on(node)))
 
 
 def signal_messages(

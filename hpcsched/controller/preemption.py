@@ -12,9 +12,9 @@ from hpcsched.jobscript.values import parse_nodes
 from hpcsched.lifecycle.events import (
     EndRequested,
     NodesAdded,
-    NodesGivenUp,
-    NodesKept,
     NodesReleased,
+    NodesReserved,
+    NodesUnreserved,
     Resumed,
     ShrinkAsked,
     Suspended,
@@ -33,14 +33,14 @@ def carry_out(tx: Transaction, made: Plan) -> bool:
     """Record all that; return whether a job may start at once because of it, so that the next plan should come soon."""
     jobs = tx.world.jobs
     for job_id in made.given_up:
-        if can(jobs[job_id], NodesGivenUp):
-            tx.record(NodesGivenUp(job_id=job_id, at_s=tx.now_s, why=made.waits[job_id].detail))
+        if can(jobs[job_id], NodesUnreserved):
+            tx.record(NodesUnreserved(job_id=job_id, at_s=tx.now_s, why=made.waits[job_id].detail))
     for job_id in made.resumes:
         tx.record(Resumed(job_id=job_id, at_s=tx.now_s, by_uid=None))
     soon = False
     for preemption in made.preemptions:
-        if can(jobs[preemption.job_id], NodesKept):  # else it has come to its end within this tick
-            tx.record(NodesKept(job_id=preemption.job_id, at_s=tx.now_s, shares=preemption.shares))
+        if can(jobs[preemption.job_id], NodesReserved):  # else it has come to its end within this tick
+            tx.record(NodesReserved(job_id=preemption.job_id, at_s=tx.now_s, shares=preemption.shares))
             for victim in preemption.victims:
                 _make_room(tx, preemption, victim)
             soon = soon or any(victim.mode is PreemptMode.SUSPEND for victim in preemption.victims)

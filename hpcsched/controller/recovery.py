@@ -17,7 +17,7 @@ from hpcsched.controller.nodes.edits import as_before, jobs_held
 from hpcsched.model.accounting import EVERYBODY, Accounting, PreemptMode, PreemptType
 from hpcsched.model.ids import JobId
 from hpcsched.model.node import LaunchFailure, Link, Node, NodeSpec
-from hpcsched.model.training import Training
+from hpcsched.model.training import TrainingStatus
 from hpcsched.sched.policy import DEFAULT_GUARD, Backfill, Policy, PreemptRules
 from hpcsched.store.engine import adopts_known, asks_about_strays, incarnation, raise_epoch, restored_last_id
 from hpcsched.store.store import Store
@@ -144,7 +144,7 @@ def load_world(world: World, store: Store, now_s: float) -> None:
     world.training = _told_before(world, store)
 
 
-def _told_before(world: World, store: Store) -> dict[JobId, Training]:
+def _told_before(world: World, store: Store) -> dict[JobId, TrainingStatus]:
     """Return what was told of the jobs that run, before this start of the controller."""
     told = store.load_training(world.active)
     return {

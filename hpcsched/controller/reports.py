@@ -27,7 +27,7 @@ from hpcsched.lifecycle.events import Claimed, Exited, LaunchRefused, NodeCleare
 from hpcsched.lifecycle.job import can
 from hpcsched.lifecycle.resize import is_moving
 from hpcsched.model.exitcode import EX_TEMPFAIL, signal_of
-from hpcsched.model.ids import BATCH_STEP, JobId, NodeName, Token
+from hpcsched.model.ids import BATCH_STEP, JobId, LaunchToken, NodeName
 from hpcsched.model.job import ExitStatus, Job, JobState
 from hpcsched.model.node import Link
 from hpcsched.steps.step import used
@@ -55,15 +55,17 @@ class Answer:
     )  # (incarnation, job) -> last life to end
 
 
-def read_token(report: protocol.Report, node: NodeName) -> Token:
+def read_token(report: protocol.Report, node: NodeName) -> LaunchToken:
     """Return the report's token. Raises ProtocolError if it is none, or is about another node."""
-    token = Token.parse(report.token)
+    token = LaunchToken.parse(report.token)
     if token.node != node:
         raise ProtocolError(f"cannot take a report of node {token.node} from node {node}")
     return token
 
 
-def on_batch_report(tx: Transaction, node: NodeName, token: Token, report: protocol.Report, answer: Answer) -> None:
+def on_batch_report(
+    tx: Transaction, node: NodeName, token: LaunchToken, report: protocol.Report, answer: Answer
+) -> None:
     """Take what `node` says of a batch step."""
     job = tx.world.jobs.get(token.job_id)
     current = job is not None and job.token == report.token
@@ -137,7 +139,9 @@ def _on_refusal(tx: Transaction, job: Job, node: NodeName, report: protocol.Repo
         tx.record(LaunchRefused(job_id=job.id, at_s=tx.now_s, node=node, why=report.why, requeue=again))
 
 
-def on_claim_report(tx: Transaction, node: NodeName, token: Token, report: protocol.Report, answer: Answer) -> None:
+def on_claim_report(
+    tx: Transaction, node: NodeName, token: LaunchToken, report: protocol.Report, answer: Answer
+) -> None:
     """Take what `node` says of its claim of a job's part."""
     job = tx.world.jobs.get(token.job_id)
     current = job is not None and bool(job.token) and claim_token(job, node) == report.token
@@ -176,7 +180,7 @@ def _on_later_claim(tx: Transaction, job: Job, node: NodeName, report: protocol.
         give_back(tx, job, node, f"node {node} did not take its part of the job: {report.why}")
 
 
-def end_stray(token: Token, report: protocol.Report, answer: Answer) -> None:
+def end_stray(token: LaunchToken, report: protocol.Report, answer: Answer) -> None:
     """Have what is not in the ledger (any more, on this node) ended, and let its end be forgotten."""
     if report.status in (protocol.CLAIMED, protocol.READY, protocol.STARTED):
         key = (token.incarnation, int(token.job_id))
@@ -271,7 +275,7 @@ def on_inventory(
         if job.spool_on(node) != spool:
             lose_node(tx, job, node, f"node {node} was rebooted, and has another spool")
         elif tx.world.is_former(job):
-            ending = (Token.parse(job.token).incarnation, int(job.id)) in strays
+            ending = (LaunchToken.parse(job.token).incarnation, int(job.id)) in strays
             if batch_here and not ending and job.token not in tokens and job.state is not JobState.COMPLETING:
                 lose_node(tx, job, node, f"{_RESTORED}, and node {node} has nothing of the job")
         elif batch_here and job.state in (JobState.RUNNING, JobState.SUSPENDED) and job.token not in tokens:

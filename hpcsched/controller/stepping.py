@@ -24,7 +24,7 @@ from hpcsched.errors import HpcschedError, InvariantError, ProtocolError
 from hpcsched.lifecycle.events import EndRequested, Submitted
 from hpcsched.lifecycle.job import can
 from hpcsched.listing.text import start_words
-from hpcsched.model.ids import JobId, NodeName, Token
+from hpcsched.model.ids import JobId, LaunchToken, NodeName
 from hpcsched.model.job import ACTIVE, ExitStatus, Job, JobState
 from hpcsched.steps.environment import step_environment
 from hpcsched.steps.launch import StepPlan, StepPorts
@@ -348,7 +348,7 @@ class Stepping:
 
     def _new_token(self, job: Job, step: str, node: NodeName) -> str:
         return str(
-            Token(
+            LaunchToken(
                 incarnation=self._world.incarnation,
                 job_id=job.id,
                 attempt=job.attempt,

@@ -34,7 +34,7 @@ from hpcsched.errors import HpcschedError, InvariantError, NotFoundError, Protoc
 from hpcsched.lifecycle.effects import ClaimPart, Effect, StartBatch, effects_of
 from hpcsched.lifecycle.events import Allocated, LaunchRefused, Started, Submitted
 from hpcsched.lifecycle.job import can, submitted_jobs
-from hpcsched.model.ids import ALLOC_STEP, BATCH_STEP, JobId, NodeName, Token
+from hpcsched.model.ids import ALLOC_STEP, BATCH_STEP, JobId, LaunchToken, NodeName
 from hpcsched.model.job import ACTIVE, Job, JobState, Reason
 from hpcsched.model.node import Link
 from hpcsched.model.resources import Share
@@ -652,7 +652,7 @@ class Controller:
 
     def _start(self, tx: Transaction, job: Job, start: Start) -> None:
         shares = start.shares
-        token = Token(
+        token = LaunchToken(
             incarnation=self.world.incarnation,
             job_id=job.id,
             attempt=job.attempt,

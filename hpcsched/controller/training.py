@@ -15,7 +15,7 @@ from hpcnode.wire import protocol
 from hpcsched.errors import ProtocolError
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import ACTIVE, Job
-from hpcsched.model.training import Failure, Training
+from hpcsched.model.training import RankFailure, TrainingStatus
 from hpcsched.store.world import Transaction, World
 
 log = logging.getLogger("hpcsched.training")
@@ -66,7 +66,7 @@ class Trainings:
             return
         if len(self._failures) > MAX_FAILED_JOBS:
             del self._failures[next(iter(self._failures))]
-        failure = Failure(
+        failure = RankFailure(
             job_id=job.id,
             attempt=job.attempt,
             rank=word.rank,
@@ -88,17 +88,17 @@ class Trainings:
         if last is not None:
             self._write(last)
 
-    def _write(self, training: Training) -> None:
+    def _write(self, training: TrainingStatus) -> None:
         if training.job_id in self._world.training:
             self._written_s[training.job_id] = training.at_s
         self._keep(lambda tx: tx.put_training(training))
 
 
-def training_of(job: Job, progress: protocol.Progress, now_s: float) -> Training:
+def training_of(job: Job, progress: protocol.Progress, now_s: float) -> TrainingStatus:
     """Return what `progress` says of the job, in times of our clock."""
     at_s = now_s - max(0.0, progress.age_s)
     age_s = progress.checkpoint_age_s
-    return Training(
+    return TrainingStatus(
         job_id=job.id,
         attempt=job.attempt,
         at_s=at_s,

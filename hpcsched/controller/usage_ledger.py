@@ -14,8 +14,8 @@ from hpcsched.errors import RequestError
 from hpcsched.model.accounting import Account, Accounting, Association, Qos, UserRules
 from hpcsched.model.nearest import nearest
 from hpcsched.sched.queue.fairshare import factors_of
-from hpcsched.sched.queue.usage import Used, at, by_association, plus, running_use, weights_of
-from hpcsched.sched.snapshot import Ledger
+from hpcsched.sched.queue.usage import UsedResources, at, by_association, plus, running_use, weights_of
+from hpcsched.sched.snapshot import UsageLedger
 from hpcsched.store.world import Transaction, World
 
 REFRESH_S = 5.0
@@ -29,7 +29,7 @@ class Books:
         self._made_at_s = float("-inf")
         self._factors: tuple[tuple[Association, float], ...] = ()
 
-    def ledger(self, now_s: float, *, fairshare: bool) -> Ledger:
+    def ledger(self, now_s: float, *, fairshare: bool) -> UsageLedger:
         """Return what a plan at `now_s` goes by; without `fairshare` nobody asks for the factors."""
         accounting = self._world.config.accounting
         if not fairshare:
@@ -37,10 +37,10 @@ class Books:
         elif not 0.0 <= now_s - self._made_at_s < REFRESH_S:
             factors = factors_of(accounting, charged(self._world, now_s))
             self._factors, self._made_at_s = tuple(factors.items()), now_s
-        used: tuple[Used, ...] = ()
+        used: tuple[UsedResources, ...] = ()
         if _bounds_usage(accounting):
             used = tuple(at(row, now_s, accounting.half_life_s) for row in self._world.usage.values())
-        return Ledger(accounting=accounting, fairshare=self._factors, used=used)
+        return UsageLedger(accounting=accounting, fairshare=self._factors, used=used)
 
     def forget(self) -> None:
         """Make everything anew when it is next asked for."""
@@ -53,7 +53,7 @@ def _bounds_usage(accounting: Accounting) -> bool:
     return any(holder.limits.grp_tres_mins for holder in holders)
 
 
-def used_now(world: World, now_s: float) -> list[Used]:
+def used_now(world: World, now_s: float) -> list[UsedResources]:
     """Return what everybody has used as it counts at `now_s`, running jobs included."""
     accounting = world.config.accounting
     rows = {key: at(used, now_s, accounting.half_life_s) for key, used in world.usage.items()}
@@ -61,7 +61,7 @@ def used_now(world: World, now_s: float) -> list[Used]:
         weights = weights_of(accounting, world.partitions.get(job.partition))
         account, user = accounting.association_of(job.user, job.account)
         key = (account, user, job.qos)
-        known = rows.get(key) or Used(account=account, user=user, qos=job.qos, at_s=now_s)
+        known = rows.get(key) or UsedResources(account=account, user=user, qos=job.qos, at_s=now_s)
         rows[key] = plus(known, running_use(job, now_s, accounting, weights, world.gpu_types(job)))
     return list(rows.values())
 
@@ -104,7 +104,7 @@ def reset(tx: Transaction, asker: Asker, accounts: Sequence[str], users: Sequenc
     return list(found)
 
 
-def _known_users(world: World, rows: Sequence[Used]) -> set[str]:
+def _known_users(world: World, rows: Sequence[UsedResources]) -> set[str]:
     accounting = world.config.accounting
     named = {user for account in accounting.accounts for user in account.users}
     return named | {rules.name for rules in accounting.users} | {row.user for row in rows}

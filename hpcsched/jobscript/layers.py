@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from hpcsched.errors import RequestError
-from hpcsched.jobscript.options import Option, by_name, by_variable
+from hpcsched.jobscript.options import ScriptOption, by_name, by_variable
 from hpcsched.jobscript.scan import Settings, put
 from hpcsched.jobscript.values import parse_yes_no, short
 from hpcsched.model.numbers import whole_number
@@ -42,7 +42,7 @@ def _with_prefix(prefix: str, environ: Mapping[str, str]) -> Settings:
     return settings
 
 
-def _put_variable(settings: Settings, option: Option, value: str) -> None:
+def _put_variable(settings: Settings, option: ScriptOption, value: str) -> None:
     if option.takes_value or option.name == "verbose":
         for _ in range(min(whole_number(value), 9) if option.name == "verbose" and value.isdigit() else 1):
             put(settings, option, value)

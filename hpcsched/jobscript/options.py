@@ -28,7 +28,7 @@ class Use(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Option:
+class ScriptOption:
     """One option. `metavar` "" takes no value; `bare` is the value it has without one, None where it must have one."""
 
     name: str
@@ -56,19 +56,19 @@ class Option:
         return (f"-{self.short}, " if self.short else "") + f"--{self.name}{value}"
 
 
-def _job(name: str, short: str = "", metavar: str = "", *, help: str, **more: Any) -> Option:
-    return Option(name=name, short=short, metavar=metavar, bare=None if metavar else "", help=help, **more)
+def _job(name: str, short: str = "", metavar: str = "", *, help: str, **more: Any) -> ScriptOption:
+    return ScriptOption(name=name, short=short, metavar=metavar, bare=None if metavar else "", help=help, **more)
 
 
-def _flag(name: str, short: str = "", *, help: str, **more: Any) -> Option:
+def _flag(name: str, short: str = "", *, help: str, **more: Any) -> ScriptOption:
     more.setdefault("parse", values.parse_yes_no)
-    return Option(name=name, short=short, bare="", help=help, **more)
+    return ScriptOption(name=name, short=short, bare="", help=help, **more)
 
 
-def _own(name: str, short: str = "", metavar: str = "", *, help: str, **more: Any) -> Option:
+def _own(name: str, short: str = "", metavar: str = "", *, help: str, **more: Any) -> ScriptOption:
     more.setdefault("parse", values.parse_text if metavar else values.parse_yes_no)
     bare = None if metavar else ""
-    return Option(name=name, short=short, metavar=metavar, bare=bare, help=help, use=Use.COMMAND, **more)
+    return ScriptOption(name=name, short=short, metavar=metavar, bare=bare, help=help, use=Use.COMMAND, **more)
 
 
 # fmt: off
@@ -95,7 +95,7 @@ _JOB_OPTIONS = (
     _job("error", "e", "PATTERN", help="file for standard error; default: that of --output", parse=values.parse_path,
          variable="ERROR"),
     _job("exclude", "x", "HOSTS", help="do not use these nodes: n[1-3],m7", parse=values.parse_node_names),
-    Option(name="exclusive", metavar="user", bare="", help="share no node with other jobs", variable="EXCLUSIVE",
+    ScriptOption(name="exclusive", metavar="user", bare="", help="share no node with other jobs", variable="EXCLUSIVE",
            parse=values.parse_exclusive),
     _job("export", "", "LIST", help="take along: ALL (default), NONE, or NAME,NAME=VALUE; ALL,NAME=VALUE adds",
          parse=parse_export, variable="EXPORT"),
@@ -110,8 +110,8 @@ _JOB_OPTIONS = (
     _job("input", "i", "FILE", help="file for standard input; default: /dev/null", parse=values.parse_path,
          variable="INPUT"),
     _job("job-name", "J", "NAME", help="name of the job; default: that of the script", variable="JOB_NAME"),
-    Option(name="kill-on-invalid-dep", metavar="yes|no", bare="yes", parse=values.parse_yes_no, variable="KILL_INVALID_DEPEND",
-           help="cancel the job once its dependency can never come true; default: no, it waits"),
+    ScriptOption(name="kill-on-invalid-dep", metavar="yes|no", bare="yes", parse=values.parse_yes_no,
+           variable="KILL_INVALID_DEPEND", help="cancel the job once its dependency can never come true; default: no, it waits"),
     _job("lease", "", "keep|kill", help="what a node does with the job that no longer hears of the controller; default: "
          "keep", parse=values.parse_lease, variable="LEASE"),
     _job("licenses", "L", "NAME[:N],...", help="licences for the whole job, of those that the cluster has: matlab:2",
@@ -124,7 +124,7 @@ _JOB_OPTIONS = (
     _job("mem-per-cpu", "", "SIZE", help="memory for each cpu", parse=parse_mem_mib, variable="MEM_PER_CPU"),
     _job("mem-per-gpu", "", "SIZE", help="memory for each GPU", parse=parse_mem_mib, variable="MEM_PER_GPU"),
     _job("mincpus", "", "N", help="nodes that have at least so many cpus", parse=values.parse_count),
-    Option(name="nice", metavar="N", bare="100", help="lower the job's priority; default of N: 100",
+    ScriptOption(name="nice", metavar="N", bare="100", help="lower the job's priority; default of N: 100",
            parse=values.parse_nice),
     _flag("no-requeue", help="never start the job a second time", sets="requeue", variable="NO_REQUEUE"),
     _job("nodelist", "w", "HOSTS", help="use these nodes, all of them: n[1-3],m7", parse=values.parse_node_names),
@@ -141,7 +141,7 @@ _JOB_OPTIONS = (
          variable="PARTITION"),
     _job("prefer", "", "FEATURES", help="rather nodes with these features, if they are free", variable="PREFER"),
     _job("priority", "", "N", help="a fixed priority (0 holds the job)", parse=values.parse_priority),
-    Option(name="propagate", metavar="LIMITS", bare="ALL", parse=values.parse_resource_limits, variable="PROPAGATE",
+    ScriptOption(name="propagate", metavar="LIMITS", bare="ALL", parse=values.parse_resource_limits, variable="PROPAGATE",
            help="resource limits that the job gets from here: ALL, NONE, or some, as NOFILE,STACK; default: as configured"),
     _job("qos", "q", "NAME", help="quality of service", variable="QOS"),
     _flag("requeue", help="start the job again after the failure of a node", variable="REQUEUE"),
@@ -175,21 +175,21 @@ _COMMAND_OPTIONS = (
 )
 
 
-def _noted(names: str, why: str, *, value: bool | None = True) -> tuple[Option, ...]:
+def _noted(names: str, why: str, *, value: bool | None = True) -> tuple[ScriptOption, ...]:
     """Return options of no effect; each word of `names` is ``name``, ``name/short``; `value` None: it may have one."""
     made = []
     for word in names.split():
         name, _, short = word.partition("/")
         metavar, bare = ("" if value is False else "VALUE"), (None if value else "")
-        made.append(Option(name=name, short=short, metavar=metavar, bare=bare, help=why, use=Use.NOTED, parse=str))
+        made.append(ScriptOption(name=name, short=short, metavar=metavar, bare=bare, help=why, use=Use.NOTED, parse=str))
     return tuple(made)
 
 
-def _refused(names: str, why: str) -> tuple[Option, ...]:
+def _refused(names: str, why: str) -> tuple[ScriptOption, ...]:
     made = []
     for word in names.split():
         name, _, short = word.partition("/")
-        made.append(Option(name=name, short=short, metavar="VALUE", bare="", help=why, use=Use.REFUSED, parse=str))
+        made.append(ScriptOption(name=name, short=short, metavar="VALUE", bare="", help=why, use=Use.REFUSED, parse=str))
     return tuple(made)
 
 
@@ -215,31 +215,31 @@ _OTHER_OPTIONS = (
 )
 # fmt: on
 
-OPTIONS: tuple[Option, ...] = tuple(sorted(_JOB_OPTIONS, key=lambda option: option.name)) + _COMMAND_OPTIONS
+OPTIONS: tuple[ScriptOption, ...] = tuple(sorted(_JOB_OPTIONS, key=lambda option: option.name)) + _COMMAND_OPTIONS
 """What `hsub --help` and the man page show, in that order."""
 
-ALL_OPTIONS: tuple[Option, ...] = OPTIONS + _OTHER_OPTIONS
+ALL_OPTIONS: tuple[ScriptOption, ...] = OPTIONS + _OTHER_OPTIONS
 
 
 @cache
-def by_name() -> Mapping[str, Option]:
+def by_name() -> Mapping[str, ScriptOption]:
     """Return the options by their long names, aliases included."""
     return {name: option for option in ALL_OPTIONS for name in (option.name, *option.aliases)}
 
 
 @cache
-def by_short() -> Mapping[str, Option]:
+def by_short() -> Mapping[str, ScriptOption]:
     """Return the options by their letters."""
     return {option.short: option for option in ALL_OPTIONS if option.short}
 
 
 @cache
-def by_variable() -> Mapping[str, Option]:
+def by_variable() -> Mapping[str, ScriptOption]:
     """Return the options by the variables' names, without HSUB_ or SBATCH_."""
     return {option.variable: option for option in ALL_OPTIONS if option.variable}
 
 
-def find_option(name: str) -> Option:
+def find_option(name: str) -> ScriptOption:
     """Return the option with the long name `name`, or with a name of which only one option has this beginning.
 
     Raises RequestError, with the nearest known ones.
@@ -273,7 +273,7 @@ def find_option(name: str) -> Option:
     )
 
 
-def find_short(letter: str) -> Option:
+def find_short(letter: str) -> ScriptOption:
     """Return the option with this letter. Raises RequestError, with the letter in the other case if that is known."""
     known = by_short()
     if letter in known:
@@ -283,7 +283,7 @@ def find_short(letter: str) -> Option:
     raise UsageError(f"cannot understand -{letter}: no such option; {hint}", getopt=f"invalid option -- '{letter}'")
 
 
-def refuse_if_unsupported(option: Option) -> None:
+def refuse_if_unsupported(option: ScriptOption) -> None:
     """Raise RequestError for an option that Slurm knows and that cannot be ignored."""
     if option.use is Use.REFUSED:
         raise RequestError(f"cannot take --{option.name}: {option.help}")

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hpcsched.errors import RequestError, UsageError
-from hpcsched.jobscript.options import Option, Use, find_option, find_short, refuse_if_unsupported
+from hpcsched.jobscript.options import ScriptOption, Use, find_option, find_short, refuse_if_unsupported
 from hpcsched.jobscript.values import short
 
 MAX_WORDS = 100_000
@@ -118,7 +118,7 @@ def _cluster(letters: str, following: str | None, settings: Settings) -> int:
     return 0
 
 
-def put(settings: Settings, option: Option, value: str) -> None:
+def put(settings: Settings, option: ScriptOption, value: str) -> None:
     """Record `value` as the last one of `option`, once its reader has found nothing wrong with it."""
     option.parse(value)
     if option.sets:

@@ -81,7 +81,7 @@ _NOT_REMOTE = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Words:
+class SubmissionWords:
     """What a command was called with. `script` None: its text is that of --wrap."""
 
     command: str
@@ -102,7 +102,7 @@ class Submission:
 
 
 def read_submission(
-    words: Words, line: CommandLine, now_s: float, find_job: Callable[[str], int] | None = None
+    words: SubmissionWords, line: CommandLine, now_s: float, find_job: Callable[[str], int] | None = None
 ) -> Submission:
     """Return the job that `words` ask for; `line` is what `parse_command_line` made of them.
 
@@ -141,7 +141,7 @@ def read_submission(
     return Submission(options=options, built=Built(spec=spec, notes=(*built.notes, *late, *misspelled)))
 
 
-def read_remote(words: Words, now_s: float) -> Submission:
+def read_remote(words: SubmissionWords, now_s: float) -> Submission:
     """Return the job that `words` ask for, in the command's place. Raises RequestError."""
     line = parse_command_line(words.argv)
     if words.script is None and last(line.options, "wrap") is None:
@@ -153,9 +153,9 @@ def read_remote(words: Words, now_s: float) -> Submission:
     return found
 
 
-def words_from_json(obj: object) -> Words:
+def words_from_json(obj: object) -> SubmissionWords:
     """Return the words that a command has sent. Raises RequestError."""
-    if not isinstance(obj, dict) or set(obj) - {field for field in Words.__dataclass_fields__}:
+    if not isinstance(obj, dict) or set(obj) - {field for field in SubmissionWords.__dataclass_fields__}:
         raise RequestError('cannot submit: "words" has unknown fields, or is no object')
     argv, environ = obj.get("argv"), obj.get("environ")
     if not isinstance(argv, list) or not all(isinstance(word, str) for word in argv):
@@ -166,7 +166,7 @@ def words_from_json(obj: object) -> Words:
     script = obj.get("script")
     if not all(isinstance(text, str) for text in texts.values()) or not isinstance(script, str | None):
         raise RequestError('cannot submit: a field of "words" is no text')
-    return Words(argv=tuple(argv), environ=environ, script=script, **texts)
+    return SubmissionWords(argv=tuple(argv), environ=environ, script=script, **texts)
 
 
 def manners(submission: Submission) -> dict[str, bool]:

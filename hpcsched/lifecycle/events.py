@@ -145,14 +145,14 @@ class EndRequested(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodesKept(Event):
+class NodesReserved(Event):
     """Others are being ended or suspended so that this waiting job starts on these shares; nobody else gets them meanwhile."""
 
     shares: tuple[Share, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodesGivenUp(Event):
+class NodesUnreserved(Event):
     """Nothing is kept for this waiting job any more."""
 
     why: str
@@ -289,8 +289,8 @@ EVENTS: dict[str, type[Event]] = {
         Suspended,
         Resumed,
         EndRequested,
-        NodesKept,
-        NodesGivenUp,
+        NodesReserved,
+        NodesUnreserved,
         ShrinkAsked,
         NodesReleased,
         NodesAdded,

@@ -32,10 +32,10 @@ from hpcsched.lifecycle.events import (
     NodeCleared,
     NodeLost,
     NodesAdded,
-    NodesGivenUp,
     NodeSilent,
-    NodesKept,
     NodesReleased,
+    NodesReserved,
+    NodesUnreserved,
     Released,
     Requeued,
     Respecified,
@@ -193,7 +193,7 @@ def _allocated(job: Job, event: Allocated) -> Job:
         suspended_s=None,
         preempted_by=None,
         save_s=None,
-        kept_shares=(),
+        reserved_shares=(),
         leaving=(),
         joining=(),
         left_nodes=(),
@@ -239,12 +239,12 @@ def _resumed(job: Job, event: Resumed) -> Job:
     return replace(going_on(job, event.at_s), state=RUNNING)
 
 
-def _nodes_kept(job: Job, event: NodesKept) -> Job:
-    return replace(job, kept_shares=event.shares)
+def _nodes_reserved(job: Job, event: NodesReserved) -> Job:
+    return replace(job, reserved_shares=event.shares)
 
 
-def _nodes_given_up(job: Job, event: NodesGivenUp) -> Job:
-    return replace(job, kept_shares=())
+def _nodes_unreserved(job: Job, event: NodesUnreserved) -> Job:
+    return replace(job, reserved_shares=())
 
 
 def _cancelled_in_queue(job: Job, event: EndRequested) -> Job:
@@ -255,7 +255,7 @@ def _cancelled_in_queue(job: Job, event: EndRequested) -> Job:
         reason=Reason.NONE,
         ended_at_s=event.at_s,
         ended_by_uid=event.by_uid,
-        kept_shares=(),
+        reserved_shares=(),
     )
 
 
@@ -505,8 +505,8 @@ def _table() -> dict[tuple[JobState, type[Event]], Transition]:
         ((RUNNING, SUSPENDED), LaunchRefused, refused_later),
         ((RUNNING,), Suspended, _suspended),
         ((SUSPENDED,), Resumed, _resumed),
-        ((PENDING,), NodesKept, _nodes_kept),
-        ((PENDING,), NodesGivenUp, _nodes_given_up),
+        ((PENDING,), NodesReserved, _nodes_reserved),
+        ((PENDING,), NodesUnreserved, _nodes_unreserved),
         (on_nodes, EndRequested, _end_requested),
         ((COMPLETING,), EndRequested, _end_requested_again),
         (on_nodes, Exited, _exited),

@@ -54,9 +54,9 @@ def relative_text(at_s: float, now_s: float) -> str:
             return time.strftime("%-d %b %H:%M", at)
 
 
-class Field(
+class FormatField(
     namedtuple(
-        "Field",
+        "FormatField",
         "name letter header text right longs",
         defaults=(
             False,
@@ -91,13 +91,13 @@ class Cell(
 
     __slots__ = ()
 
-    field: Field | None
+    field: FormatField | None
     literal: str
     width: int
     right: bool
 
 
-Fields = Sequence[Field]
+Fields = Sequence[FormatField]
 
 
 def parse_names(text: str, fields: Fields) -> list[Cell]:
@@ -106,7 +106,7 @@ def parse_names(text: str, fields: Fields) -> list[Cell]:
     return [_named(word, by_name) for word in split_list(text)]
 
 
-def _named(word: str, by_name: dict[str, Field]) -> Cell:
+def _named(word: str, by_name: dict[str, FormatField]) -> Cell:
     field = by_name.get(word.lower())
     if field is not None:
         return Cell(field, right=field.right)
@@ -134,7 +134,7 @@ def parse_percent(text: str, fields: Fields) -> list[Cell]:
     return cells
 
 
-def _percent_cell(text: str, at: int, by_letter: dict[str, Field]) -> tuple[Cell, int]:
+def _percent_cell(text: str, at: int, by_letter: dict[str, FormatField]) -> tuple[Cell, int]:
     """Return the place whose percent sign stands before `at`, and where it ends."""
     if text.startswith("%", at):
         return Cell(None, "%"), at + 1

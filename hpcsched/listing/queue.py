@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from operator import itemgetter
 
 from hpcsched.errors import UsageError
-from hpcsched.listing.formats import Cell, Field, Look, cell_text, format_lines, header_text
+from hpcsched.listing.formats import Cell, FormatField, Look, cell_text, format_lines, header_text
 from hpcsched.listing.jobfields import FIELDS, parse_format, parse_long_format
 from hpcsched.listing.jobs import Job, end_s, start_s
 from hpcsched.listing.states import ACTIVE_STATES, ENDED_STATES
@@ -39,7 +39,7 @@ NARROWER = (
     ("where", 8),
 )  # fmt: skip
 # Those that run, that wait, that have ended: an order, not a column.
-_PHASE = Field("phase", "", "", lambda job, look: str(_phase(job)))
+_PHASE = FormatField("phase", "", "", lambda job, look: str(_phase(job)))
 
 
 class Listing(
@@ -54,7 +54,7 @@ class Listing(
     __slots__ = ()
 
     cells: Sequence[Cell]
-    order: Sequence[tuple[Field, bool]]
+    order: Sequence[tuple[FormatField, bool]]
     array: bool  # each waiting task of an array on its line
     header: bool
     dated: bool  # with a line that says when
@@ -70,7 +70,7 @@ def make_listing(text: str, *, long: bool, order: str, fit: bool = False, width:
     return Listing(cells, parse_order(order), fit=fit and not long and "%" not in text, width=width, **layout)
 
 
-def parse_order(text: str) -> list[tuple[Field, bool]]:
+def parse_order(text: str) -> list[tuple[FormatField, bool]]:
     """Return the fields of ``P,t,-p``: squeue's letters, or names. Raises UsageError."""
     keys = []
     for word in filter(None, text.split(",")):
@@ -84,7 +84,7 @@ def parse_order(text: str) -> list[tuple[Field, bool]]:
     return keys
 
 
-class Row(namedtuple("Row", "place ranks cells colour")):
+class QueueRow(namedtuple("QueueRow", "place ranks cells colour")):
     """A job's line, and by what it is sorted: `ranks`, one for each field of the listing's order, then `place`."""
 
     __slots__ = ()
@@ -95,12 +95,12 @@ class Row(namedtuple("Row", "place ranks cells colour")):
     colour: str
 
 
-def row_of(job: Job, listing: Listing, look: Look, *, ranked: bool = True) -> Row:
+def row_of(job: Job, listing: Listing, look: Look, *, ranked: bool = True) -> QueueRow:
     """Return the row that shows `job`, or an array's waiting tasks as one (``folded``), with its `ranks` or without."""
     place = (job["array_job_id"] or job["id"], job["array_task_id"] or 0)
     cells = [cell_text(cell, job, look) for cell in listing.cells]
     colour = _colour(job["state"]) if listing.colour else ""
-    return Row(
+    return QueueRow(
         place, ranks_of(job, listing, look) if ranked else (), cells if listing.fit else ("".join(cells),), colour
     )
 
@@ -110,11 +110,11 @@ def ranks_of(job: Job, listing: Listing, look: Look) -> list[object]:
     return [_rank(field, job, look) for field, _ in listing.order]
 
 
-def _rank_at(at: int) -> Callable[[Row], Any]:
+def _rank_at(at: int) -> Callable[[QueueRow], Any]:
     return lambda row: row[1][at]
 
 
-def queue_text(rows: Sequence[Row], listing: Listing, look: Look) -> str:
+def queue_text(rows: Sequence[QueueRow], listing: Listing, look: Look) -> str:
     """Return `rows` as text in the order that `listing` asks for, and else by number; with the headers."""
     made = sorted(rows, key=itemgetter(0))
     for at, (_, reverse) in reversed(list(enumerate(listing.order))):
@@ -175,7 +175,7 @@ def _colour(state: str) -> str:
             return RED
 
 
-def _rank(field: Field, job: Job, look: Look) -> object:
+def _rank(field: FormatField, job: Job, look: Look) -> object:
     match field.name:
         case "id":
             return (job["array_job_id"] or job["id"], job["array_task_id"] or 0)

@@ -42,7 +42,7 @@ _FIELDS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Schedule:
+class CronSchedule:
     """The minutes at which something is due. `days` and `weekdays` (0: Sunday) are restricted unless `any_*`."""
 
     minutes: frozenset[int]
@@ -55,7 +55,7 @@ class Schedule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class CronLine:
     """An entry of a crontab: its schedule as it was written, the command, the words of the #SCRON lines above it."""
 
     number: int  # of the line, from 1
@@ -64,14 +64,14 @@ class Line:
     options: tuple[str, ...]
 
 
-def parse_schedule(text: str) -> Schedule:
+def parse_schedule(text: str) -> CronSchedule:
     """Return what ``*/5 * * * *`` or ``@daily`` means. Raises RequestError."""
     words = _WORDS.get(text.strip().lower(), text).split()
     if len(words) != len(_FIELDS):
         known = ", ".join(_WORDS)
         raise RequestError(f"cannot read schedule {text[:60]!r}: write five fields, as '0 4 * * 1', or one of {known}")
     minutes, hours, days, months, weekdays = (_field(word, *field) for word, field in zip(words, _FIELDS, strict=True))
-    schedule = Schedule(
+    schedule = CronSchedule(
         minutes=minutes,
         hours=hours,
         days=days,
@@ -112,7 +112,7 @@ def _number(text: str, name: str, least: int, most: int, names: Sequence[str]) -
     return value
 
 
-def next_time_s(schedule: Schedule, after_s: float) -> float | None:
+def next_time_s(schedule: CronSchedule, after_s: float) -> float | None:
     """Return the first time after `after_s` (seconds since the epoch) at which it is due, None: never."""
     at = datetime.fromtimestamp(after_s).replace(second=0, microsecond=0) + timedelta(minutes=1)
     last_year = at.year + MAX_YEARS
@@ -130,18 +130,18 @@ def next_time_s(schedule: Schedule, after_s: float) -> float | None:
     return None
 
 
-def _is_day(schedule: Schedule, at: datetime) -> bool:
+def _is_day(schedule: CronSchedule, at: datetime) -> bool:
     day, weekday = at.day in schedule.days, (at.weekday() + 1) % 7 in schedule.weekdays
     if schedule.any_day or schedule.any_weekday:
         return day and weekday
     return day or weekday
 
 
-def parse_crontab(text: str) -> list[Line]:
+def parse_crontab(text: str) -> list[CronLine]:
     """Return the entries of a crontab, in order. Raises RequestError with the number of the line that cannot be read."""
     if len(text.encode("utf-8", "surrogateescape")) > MAX_TEXT_BYTES:
         raise RequestError(f"cannot take the crontab: it has more than {MAX_TEXT_BYTES} bytes")
-    found: list[Line] = []
+    found: list[CronLine] = []
     options: list[str] = []
     for number, line in enumerate(text.splitlines(), start=1):
         bare = line.strip()
@@ -158,14 +158,14 @@ def parse_crontab(text: str) -> list[Line]:
     return found
 
 
-def _entry(number: int, line: str, options: Sequence[str]) -> Line:
+def _entry(number: int, line: str, options: Sequence[str]) -> CronLine:
     count = 1 if line.startswith("@") else len(_FIELDS)
     words = line.split(None, count)
     if len(words) <= count:
         raise RequestError("an entry is a schedule, as '0 4 * * *' or @daily, and a command")
     schedule = " ".join(words[:count])
     parse_schedule(schedule)
-    return Line(number=number, schedule=schedule, command=words[count], options=tuple(options))
+    return CronLine(number=number, schedule=schedule, command=words[count], options=tuple(options))
 
 
 def with_disabled(text: str, number: int) -> str:
@@ -176,7 +176,7 @@ def with_disabled(text: str, number: int) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class CronEntry:
     """An entry as the controller keeps it: its line, the job to submit (JSON), the job that was submitted last."""
 
     number: int
@@ -194,4 +194,4 @@ class Crontab:
     uid: int
     user: str
     text: str
-    entries: tuple[Entry, ...]
+    entries: tuple[CronEntry, ...]

@@ -28,7 +28,7 @@ _TOKEN = Pattern(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Token:
+class LaunchToken:
     """One launch of one step of one attempt on one node."""
 
     incarnation: str
@@ -49,7 +49,7 @@ class Token:
         return self.attempt, self.stay
 
     @classmethod
-    def parse(cls, text: str) -> Token:
+    def parse(cls, text: str) -> LaunchToken:
         """Return the token that `text` spells. Raises ProtocolError for anything else."""
         match = _TOKEN.match(text)
         if match is None:

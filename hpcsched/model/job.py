@@ -240,7 +240,7 @@ class Job:
     wanted_nodes: tuple[NodeName, ...] = ()  # it has been asked to keep these alone,
     wanted_at_s: float | None = None  # last of all then
     generation: int = 0  # how often the attempt has heard of another allocation
-    kept_shares: tuple[Share, ...] = ()  # of a waiting job: others are being ended so that it starts on these
+    reserved_shares: tuple[Share, ...] = ()  # of a waiting job: others are being ended so that it starts on these
     charged_until_s: float | None = None  # what it holds has been charged up to then; None: nothing yet
     charged_cpu_s: float = 0.0  # of all attempts: resources times the time that they were held, node by node
     charged_mem_mib_s: float = 0.0

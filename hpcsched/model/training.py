@@ -11,7 +11,7 @@ from hpcsched.model.ids import JobId, NodeName
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
+class RankFailure:
     """Why a rank of a training job failed. `echo`: it only noticed that another one was gone."""
 
     job_id: JobId
@@ -25,7 +25,7 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Training:
+class TrainingStatus:
     """The state of one attempt of a job as of `at_s`. 0 of steps and rates: not known."""
 
     job_id: JobId

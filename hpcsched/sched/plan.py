@@ -24,23 +24,23 @@ from hpcsched.model.resources import Share
 from hpcsched.sched.decisions import Plan, Start
 from hpcsched.sched.explain.reasons import behind_head, no_licenses, not_available, shortfall
 from hpcsched.sched.guard.on_nodes import guarded, trusting
-from hpcsched.sched.limits.licenses import Counted
-from hpcsched.sched.limits.quota import Tally
+from hpcsched.sched.limits.licenses import FreeLicenses
+from hpcsched.sched.limits.quota import LimitCounts
 from hpcsched.sched.limits.tres import Held, held_by, held_of
 from hpcsched.sched.place.feasible import never_fits
 from hpcsched.sched.place.fragmentation import mix_of
-from hpcsched.sched.place.groups import Apart, Group, Groups
-from hpcsched.sched.place.node_fit import Part
+from hpcsched.sched.place.groups import ComponentGroup, ShapeGroup, ShapeGroups
+from hpcsched.sched.place.node_fit import NodePart
 from hpcsched.sched.place.request import LicenseCounts, with_overcommit
 from hpcsched.sched.place.reserved_intervals import NEVER_S, Closed
 from hpcsched.sched.place.timeline import Timeline
 from hpcsched.sched.policy import Backfill, Policy
 from hpcsched.sched.queue.eligible import Wait
 from hpcsched.sched.queue.priority import putting_in_order, scale_of
-from hpcsched.sched.queue.queues import Lane, Lanes, those_in_line
+from hpcsched.sched.queue.queues import PartitionQueue, PartitionQueues, those_in_line
 from hpcsched.sched.queue.reservations import certain_until_s, kept_by
-from hpcsched.sched.reserved_slots import Kept
-from hpcsched.sched.run_time import Lasting, longest
+from hpcsched.sched.reserved_slots import ReservedSlots
+from hpcsched.sched.run_time import RunTimes, longest
 from hpcsched.sched.snapshot import PendingJob, Snapshot
 
 _SUM_ERROR_S = 1e-6  # more than sums of Unix times are off by
@@ -66,18 +66,18 @@ class Planner:
         self.waits: dict[JobId, Wait] = {}
         self.priorities: dict[JobId, int] = {}
         self.reservations = {one.name: one for one in snapshot.reservations}
-        self.lanes = Lanes(snapshot, self.reservations)
-        self.lasting = Lasting(policy, self.reservations, snapshot.blocks, self.needed)
+        self.lanes = PartitionQueues(snapshot, self.reservations)
+        self.lasting = RunTimes(policy, self.reservations, snapshot.reserved_intervals, self.needed)
         certain_s = certain_until_s(snapshot.reservations, snapshot.now_s)
         self.timeline.sure_until_s = min(self.timeline.sure_until_s, certain_s)
-        closed, mix = Closed(snapshot.blocks, self.timeline.index), mix_of(snapshot)
-        self.groups = Groups(snapshot, self.timeline, closed, mix)
+        closed, mix = Closed(snapshot.reserved_intervals, self.timeline.index), mix_of(snapshot)
+        self.groups = ShapeGroups(snapshot, self.timeline, closed, mix)
         # Where jobs would fit but for reservations.
-        self.unreserved = Groups(snapshot, self.timeline, Closed((), self.timeline.index), mix)
-        self.never: dict[Group | Apart, Wait | None] = {}
-        self.tally = Tally(snapshot)
-        self.counted = Counted(snapshot.now_s, dict(snapshot.ledger.accounting.licenses), self._held_licenses())
-        self.kept = Kept(snapshot, self.timeline, self.counted, closed)
+        self.unreserved = ShapeGroups(snapshot, self.timeline, Closed((), self.timeline.index), mix)
+        self.never: dict[ShapeGroup | ComponentGroup, Wait | None] = {}
+        self.tally = LimitCounts(snapshot)
+        self.counted = FreeLicenses(snapshot.now_s, dict(snapshot.ledger.accounting.licenses), self._held_licenses())
+        self.kept = ReservedSlots(snapshot, self.timeline, self.counted, closed)
         self.keeps_promises = policy.backfill is Backfill.CONSERVATIVE
         self.in_vain = 0
         self.late: set[JobId] = set()  # for these room is kept for later than they may start
@@ -220,7 +220,7 @@ class Planner:
                     self.kept.promises[job.id] = promise
             yield
 
-    def offer(self, job: PendingJob) -> list[Part] | None:
+    def offer(self, job: PendingJob) -> list[NodePart] | None:
         """Return what one more job would get now if it came next; None: it would wait."""
         if self.lanes.of(job).head is not None and self.policy.backfill is Backfill.NONE:
             return None
@@ -232,7 +232,7 @@ class Planner:
             return None
         return parts
 
-    def expected(self, job: PendingJob) -> tuple[float, list[Part]] | None:
+    def expected(self, job: PendingJob) -> tuple[float, list[NodePart]] | None:
         """Return when one more job that came next can start at the earliest, and on what; None: not known."""
         parts = self.offer(job)
         if parts is not None:
@@ -272,10 +272,10 @@ class Planner:
             return False
         return self._give(job, parts, end_s)
 
-    def _lowered(self, job: PendingJob, end_s: float) -> tuple[list[Part] | None, float]:
+    def _lowered(self, job: PendingJob, end_s: float) -> tuple[list[NodePart] | None, float]:
         """Return what `job`, whose time limit may be lowered, would get now, and until when: `end_s` or less."""
 
-        def fits(until_s: float) -> list[Part] | None:
+        def fits(until_s: float) -> list[NodePart] | None:
             return self._group(job).place(until_s) if self._has_licenses(job, until_s) else None
 
         now_s, kept = self.timeline.now_s, self.kept.put_aside(job.id)  # it may have more than is kept for it
@@ -286,7 +286,7 @@ class Planner:
                 return list(room.parts), room.end_s
         return found or (None, end_s)
 
-    def _give(self, job: PendingJob, parts: list[Part], end_s: float) -> bool:
+    def _give(self, job: PendingJob, parts: list[NodePart], end_s: float) -> bool:
         """Start `job` on `parts` until `end_s`, or with fewer nodes, if its limits allow that; else note why not."""
         held = self._held(job, parts) if self.tally.limited else {}
         over = self.tally.why_not_there(job, held)
@@ -300,16 +300,16 @@ class Planner:
         self._start(job, parts, held, end_s)
         return True
 
-    def _can_do_with_less(self, job: PendingJob, parts: list[Part]) -> bool:
+    def _can_do_with_less(self, job: PendingJob, parts: list[NodePart]) -> bool:
         """Say whether `job` may start without its last node: with ``--nodes=MIN-MAX`` and each node's share alike."""
         shape = job.request.shape
         return len(parts) > shape.nodes_min and shape.ntasks is None and not (shape.gpus_total or shape.nodelist)
 
-    def _held(self, job: PendingJob, parts: list[Part]) -> Held:
+    def _held(self, job: PendingJob, parts: list[NodePart]) -> Held:
         """Return what `job` would have with these parts, in the names of limits."""
         return held_of([(*part.use, self.timeline.types[part.node]) for part in parts], job.licenses)
 
-    def _start(self, job: PendingJob, parts: list[Part], held: Held, end_s: float) -> None:
+    def _start(self, job: PendingJob, parts: list[NodePart], held: Held, end_s: float) -> None:
         """Start `job` on `parts` until `end_s`, and count what it takes of all that is counted."""
         self.kept.take_back(job.id)
         shares = tuple([self._take(part, end_s) for part in parts])
@@ -336,7 +336,7 @@ class Planner:
     def _held_licenses(self) -> list[tuple[LicenseCounts, float]]:
         return [(job.licenses, self.timeline.end_of(job)) for job in self.snapshot.running if job.licenses]
 
-    def _is_hopeless(self, job: PendingJob, lane: Lane) -> bool:
+    def _is_hopeless(self, job: PendingJob, lane: PartitionQueue) -> bool:
         """Say cheaply of a job behind a head that it cannot start, or that we have looked far enough."""
         if self.policy.backfill is Backfill.NONE or 0 < self.policy.backfill_depth <= self.in_vain:
             return True
@@ -346,10 +346,10 @@ class Planner:
             self.most_free_cpus[job.partition] = (len(self.timeline.changed), most)
         return most < job.request.shape.cpus_least
 
-    def _group(self, job: PendingJob) -> Group | Apart:
+    def _group(self, job: PendingJob) -> ShapeGroup | ComponentGroup:
         return self.groups.of(job, self.lanes.of(job).nodes)
 
-    def _never(self, group: Group | Apart, lane: Lane) -> Wait | None:
+    def _never(self, group: ShapeGroup | ComponentGroup, lane: PartitionQueue) -> Wait | None:
         """Return why jobs of `group` cannot start on the nodes that answer, whatever ends; None: in time they can."""
         if group not in self.never:
             nodes = [self.snapshot.nodes[at] for at in group.nodes]
@@ -357,7 +357,7 @@ class Planner:
             self.never[group] = not_available(group.shape, lane.partition, self.lanes.open_to(lane)) if never else None
         return self.never[group]
 
-    def _take(self, part: Part, end_s: float) -> Share:
+    def _take(self, part: NodePart, end_s: float) -> Share:
         grant = self.timeline.start(part.node, end_s, part.use)
         name = self.snapshot.nodes[part.node].name
         return Share(
@@ -386,8 +386,8 @@ class Planner:
         elif len(behind) < self.policy.estimate_depth:
             behind.append(job)
 
-    def _make_head(self, job: PendingJob, lane: Lane) -> None:
-        reserved = self._reserved_from(job, lane) if self.snapshot.blocks else None
+    def _make_head(self, job: PendingJob, lane: PartitionQueue) -> None:
+        reserved = self._reserved_from(job, lane) if self.snapshot.reserved_intervals else None
         short = self._short_of_licenses(job)
         start_s = self._reserve(job)
         group = self._group(job)
@@ -407,7 +407,7 @@ class Planner:
                 if other.head is None:
                     other.head = job
 
-    def _reserved_from(self, job: PendingJob, lane: Lane) -> Wait | None:
+    def _reserved_from(self, job: PendingJob, lane: PartitionQueue) -> Wait | None:
         """Return the wait of a job that would fit now if nothing were reserved for others; None: it would not either."""
         end_s = self.lasting.end_s(job, self.timeline.now_s, self._least_s(job))
         group = self.unreserved.of(replace(job, reservation=""), lane.nodes)
@@ -442,7 +442,7 @@ class Planner:
             self.kept.put_back(job, aside)
         return found[0] if found is not None else None
 
-    def _earliest(self, job: PendingJob, from_s: float = 0.0) -> tuple[float, list[Part]] | None:
+    def _earliest(self, job: PendingJob, from_s: float = 0.0) -> tuple[float, list[NodePart]] | None:
         """Return from when on, `from_s` or later, nodes and licences are free for `job`, and what it would get; None: never."""
         from_s = max(self.timeline.now_s, from_s)
         found = self._earliest_for(job, self.lasting.least_s(job, from_s), from_s)
@@ -451,7 +451,7 @@ class Planner:
             return found
         return self._earliest_until(job, from_s, cut_s) or found
 
-    def _earliest_until(self, job: PendingJob, from_s: float, cut_s: float) -> tuple[float, list[Part]] | None:
+    def _earliest_until(self, job: PendingJob, from_s: float, cut_s: float) -> tuple[float, list[NodePart]] | None:
         """Return from when on all is free for `job` until it is cut short: by halving, as nodes only get freer."""
         from_s = max(from_s, cut_s - self.lasting.least_s(job, from_s))
         profiles = [self.timeline.profiles[node] for node in self._group(job).nodes]
@@ -469,7 +469,7 @@ class Planner:
                 low = middle + 1
         return found
 
-    def _earliest_for(self, job: PendingJob, limit_s: float, from_s: float) -> tuple[float, list[Part]] | None:
+    def _earliest_for(self, job: PendingJob, limit_s: float, from_s: float) -> tuple[float, list[NodePart]] | None:
         """Return from when on, `from_s` or later, nodes and licences are free for so long; None: never."""
         group = self._group(job)
         while True:

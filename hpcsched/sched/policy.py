@@ -15,7 +15,7 @@ from hpcsched.model.accounting import PreemptMode, PreemptType, Qos
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Quick:
+class ShortJobs:
     """When a job may go ahead of everybody."""
 
     limit_s: float = 3600.0  # it asks for so little time,
@@ -48,7 +48,7 @@ class Guard:
         0.4  # of that: who needs the whole machine counts as having waited so much longer, others by their share
     )
     old_s: float = 3600.0  # that wait counts as this at least
-    quick: Quick = Quick()  # who goes ahead of everybody
+    quick: ShortJobs = ShortJobs()  # who goes ahead of everybody
     promises: int = 2  # so many old ones that do not fit are promised a start at once
     first: int = 2  # so many of the young, the first in line, are promised a start
     first_part: float = 0.9  # when they will have waited for this part

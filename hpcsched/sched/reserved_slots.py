@@ -19,37 +19,37 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from hpcsched.model.ids import JobId
-from hpcsched.sched.limits.licenses import Counted
-from hpcsched.sched.place.node_fit import Part
-from hpcsched.sched.place.request import LicenseCounts, Request
+from hpcsched.sched.limits.licenses import FreeLicenses
+from hpcsched.sched.place.node_fit import NodePart
+from hpcsched.sched.place.request import LicenseCounts, ResourceRequest
 from hpcsched.sched.place.reserved_intervals import NEVER_S, Closed, Interval
 from hpcsched.sched.place.timeline import Timeline
 from hpcsched.sched.snapshot import PendingJob, Promise, PromisedPart, Snapshot, allows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
+class ReservedSlot:
     """What is kept for a job over ``[start_s, end_s)``."""
 
     partition: str
     start_s: float
     end_s: float
-    parts: Sequence[Part]
+    parts: Sequence[NodePart]
     licenses: LicenseCounts
 
 
-class Kept:
+class ReservedSlots:
     """The room that is kept in one plan, by job: for each job in one place. `promises` are those that hold after it."""
 
-    def __init__(self, snapshot: Snapshot, timeline: Timeline, counted: Counted, closed: Closed) -> None:
+    def __init__(self, snapshot: Snapshot, timeline: Timeline, counted: FreeLicenses, closed: Closed) -> None:
         self.promises: dict[JobId, Promise] = {}
         self._snapshot = snapshot
         self._timeline = timeline
         self._counted = counted
-        self._rooms: dict[JobId, Room] = {}
+        self._rooms: dict[JobId, ReservedSlot] = {}
         self._closed = closed
 
-    def of(self, job: PendingJob) -> Room | None:
+    def of(self, job: PendingJob) -> ReservedSlot | None:
         """Return what is kept for `job`, in whichever partition."""
         return self._rooms.get(job.id)
 
@@ -67,12 +67,12 @@ class Kept:
             if job_id != job.id and room.start_s < until_s and any(part.node in nodes for part in room.parts)
         ]
 
-    def keep(self, job: PendingJob, start_s: float, end_s: float, parts: Sequence[Part]) -> None:
+    def keep(self, job: PendingJob, start_s: float, end_s: float, parts: Sequence[NodePart]) -> None:
         """Keep `parts` for `job`, for which nothing is kept yet."""
         for part in parts:
             self._timeline.reserve(part.node, start_s, end_s, part.use)
         self._counted.take(job.licenses, start_s, end_s)
-        self._rooms[job.id] = Room(
+        self._rooms[job.id] = ReservedSlot(
             partition=job.partition, start_s=start_s, end_s=end_s, parts=parts, licenses=job.licenses
         )
 
@@ -103,13 +103,13 @@ class Kept:
                 self._timeline.take_back(part.node, room.start_s, room.end_s, part.use)
             self._counted.give(room.licenses, room.start_s, room.end_s)
 
-    def put_aside(self, job_id: JobId) -> tuple[Room, Promise | None] | None:
+    def put_aside(self, job_id: JobId) -> tuple[ReservedSlot, Promise | None] | None:
         """Keep nothing for the job for the time being; what is returned can be `put_back`."""
         room, promise = self._rooms.get(job_id), self.promises.get(job_id)
         self.take_back(job_id)
         return None if room is None else (room, promise)
 
-    def put_back(self, job: PendingJob, aside: tuple[Room, Promise | None]) -> Room:
+    def put_back(self, job: PendingJob, aside: tuple[ReservedSlot, Promise | None]) -> ReservedSlot:
         """Keep again what was `put_aside`, and return it."""
         room, promise = aside
         for part in room.parts:
@@ -136,11 +136,11 @@ class Kept:
 
     def still_possible(
         self, job: PendingJob, promise: Promise, nodes: Collection[int], limit_s: float
-    ) -> tuple[float, list[Part]] | None:
+    ) -> tuple[float, list[NodePart]] | None:
         """Return when `job` can have what it was promised, not before it was to, and its parts; None: not any more."""
         index, types = self._timeline.index, self._timeline.types
         parts = [
-            Part(node=index.get(one.node, -1), tasks=one.tasks, use=one.use, component=one.component)
+            NodePart(node=index.get(one.node, -1), tasks=one.tasks, use=one.use, component=one.component)
             for one in promise.parts
         ]
         if not _asks_alike(job.request, promise.request):
@@ -153,7 +153,7 @@ class Kept:
         start_s = self._free_from(job, parts, limit_s, max(promise.start_s, self._timeline.now_s))
         return (start_s, parts) if start_s < NEVER_S else None
 
-    def _free_from(self, job: PendingJob, parts: Sequence[Part], limit_s: float, from_s: float) -> float:
+    def _free_from(self, job: PendingJob, parts: Sequence[NodePart], limit_s: float, from_s: float) -> float:
         """Return from when on, `from_s` at the earliest, `job` can have just these parts and its licences."""
         closed, profiles = self._closed.to(job.reservation), self._timeline.profiles
         start_s = from_s
@@ -169,7 +169,7 @@ class Kept:
         return start_s
 
 
-def _asks_alike(asked: Request, promised: Request) -> bool:
+def _asks_alike(asked: ResourceRequest, promised: ResourceRequest) -> bool:
     """Say whether what was `promised` does for a job; how few switches it wants may have changed as it waited."""
     if asked is promised or asked == promised:
         return True

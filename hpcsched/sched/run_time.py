@@ -13,20 +13,20 @@ from typing import TypeVar
 from hpcsched.model.reservation import Reservation
 from hpcsched.model.units import MINUTE_S, known_limit_s
 from hpcsched.sched.guard.predict import Needed
-from hpcsched.sched.place.reserved_intervals import NEVER_S, Block
+from hpcsched.sched.place.reserved_intervals import NEVER_S, ReservedInterval
 from hpcsched.sched.policy import Policy
 from hpcsched.sched.queue.reservations import cut_short_s
 from hpcsched.sched.snapshot import PendingJob
 
 
-class Lasting:
+class RunTimes:
     """How long the jobs of one plan may last."""
 
     def __init__(
         self,
         policy: Policy,
         reservations: Mapping[str, Reservation],
-        blocks: Sequence[Block] = (),
+        blocks: Sequence[ReservedInterval] = (),
         needed: Needed | None = None,
     ) -> None:
         self._policy = policy

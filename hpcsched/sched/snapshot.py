@@ -24,9 +24,9 @@ from hpcsched.model.units import known_limit_s
 from hpcsched.sched.guard.predict import NO_EXPERIENCE, Experience
 from hpcsched.sched.place.features import matches
 from hpcsched.sched.place.gpus import GpuSlot, Units, all_units, gpu_slots
-from hpcsched.sched.place.request import LicenseCounts, Request, Shape, request_of, time_limit_in, without_nodes
-from hpcsched.sched.place.reserved_intervals import Block, blocks_of
-from hpcsched.sched.queue.usage import Used
+from hpcsched.sched.place.request import LicenseCounts, ResourceRequest, Shape, request_of, time_limit_in, without_nodes
+from hpcsched.sched.place.reserved_intervals import ReservedInterval, reserved_intervals_of
+from hpcsched.sched.queue.usage import UsedResources
 
 UNKNOWN_TMP_MIB = 1 << 53  # of a node without tmp_disk: --tmp does not rule it out
 LEAST_LIMIT_S = 1  # a deadline does not cut a time limit to less
@@ -65,7 +65,7 @@ class NodeView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Elastic:
+class ElasticSize:
     """What a running job says of its size. `view`: the job as it asked for its nodes; `moving`: it is being given more.
 
     `wanted`: it was asked, at `wanted_at_s`, to keep these nodes alone; `leaving`: these it gives back already;
@@ -103,7 +103,7 @@ class RunningJob:
     ending: bool = False
     may_run_again: bool | None = False  # None: as the cluster's rules say
     saved_at_s: float | None = None  # its last checkpoint, as far as it has told of one
-    elastic: Elastic | None = None
+    elastic: ElasticSize | None = None
     lent_shares: tuple[Share, ...] = ()  # it stands still so that others have its cpus: what it is to have again
 
 
@@ -114,7 +114,7 @@ class PendingJob:
     id: JobId
     display_id: str
     partition: str
-    request: Request
+    request: ResourceRequest
     submitted_at_s: float
     since_s: float | None = None
     nice: int = 0
@@ -131,7 +131,7 @@ class PendingJob:
     name: str = ""
     deadline_at_s: float | None = None
     reservation: str = ""
-    kept_shares: tuple[Share, ...] = ()  # others make room for it there
+    reserved_shares: tuple[Share, ...] = ()  # others make room for it there
     others: tuple[PendingJob, ...] = ()  # the same job in the other partitions that it asked for
     user: str = ""
     account: str = ""
@@ -159,7 +159,7 @@ class Promise:
 
     job_id: JobId
     partition: str
-    request: Request
+    request: ResourceRequest
     start_s: float
     parts: tuple[PromisedPart, ...]
 
@@ -176,7 +176,7 @@ class JobFact:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ledger:
+class UsageLedger:
     """Accounts, limits and licences, and what has been used. `fairshare` has the associations' factors, 0..1, best first.
 
     `used`: what was given back, as it counts now; what runs is not in it.
@@ -184,10 +184,10 @@ class Ledger:
 
     accounting: Accounting = NO_ACCOUNTING
     fairshare: tuple[tuple[Association, float], ...] = ()
-    used: tuple[Used, ...] = ()
+    used: tuple[UsedResources, ...] = ()
 
 
-NO_LEDGER = Ledger()
+NO_USAGE = UsageLedger()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,9 +200,9 @@ class Snapshot:
     running: tuple[RunningJob, ...] = ()
     pending: tuple[PendingJob, ...] = ()
     facts: Mapping[int, tuple[JobFact, ...]] = field(default_factory=lambda: MappingProxyType({}))
-    ledger: Ledger = NO_LEDGER
+    ledger: UsageLedger = NO_USAGE
     reservations: tuple[Reservation, ...] = ()
-    blocks: tuple[Block, ...] = ()  # of these reservations
+    reserved_intervals: tuple[ReservedInterval, ...] = ()  # of these reservations
     promises: Mapping[JobId, Promise] = field(default_factory=lambda: MappingProxyType({}))  # of the plan before
     experience: Experience = NO_EXPERIENCE
 
@@ -213,7 +213,7 @@ class SnapshotCache:
     def __init__(self) -> None:
         self.pending: dict[JobId, tuple[Job, PendingJob]] = {}
         self._partitions: dict[str, Partition] = {}
-        self._requests: dict[tuple[int, str, int | None, tuple[Refusal, ...]], Request] = {}
+        self._requests: dict[tuple[int, str, int | None, tuple[Refusal, ...]], ResourceRequest] = {}
         self._shapes: dict[Shape, Shape] = {}
         self._specs: dict[int, JobSpec] = {}  # keeps them alive: their id() is the key above
 
@@ -224,7 +224,7 @@ class SnapshotCache:
             self.pending = {}
             self._forget_requests()
 
-    def request(self, job: Job, partition: Partition) -> Request:
+    def request(self, job: Job, partition: Partition) -> ResourceRequest:
         """Return what `job` needs, the same object for jobs that share their spec."""
         key = (id(job.spec), partition.name, job.time_limit_s, job.refusals)
         request = self._requests.get(key)
@@ -232,7 +232,7 @@ class SnapshotCache:
             made = request_of(job.spec, partition, time_limit_s=job.time_limit_s)
             shape = without_nodes(made.shape, [refusal.node for refusal in job.refusals])
             shape = self._shapes.setdefault(shape, shape)
-            request = self._requests[key] = Request(shape=shape, time_limit_s=made.time_limit_s)
+            request = self._requests[key] = ResourceRequest(shape=shape, time_limit_s=made.time_limit_s)
             self._specs[id(job.spec)] = job.spec
         return request
 
@@ -254,7 +254,7 @@ def snapshot_of(
     partitions: Iterable[Partition],
     now_s: float,
     cache: SnapshotCache | None = None,
-    ledger: Ledger = NO_LEDGER,
+    ledger: UsageLedger = NO_USAGE,
     reservations: Iterable[Reservation] = (),
     promises: Mapping[JobId, Promise] = MappingProxyType({}),
     experience: Experience = NO_EXPERIENCE,
@@ -293,7 +293,7 @@ def snapshot_of(
         facts=_facts(jobs, pending),
         ledger=ledger,
         reservations=known_ones,
-        blocks=blocks_of(known_ones, now_s),
+        reserved_intervals=reserved_intervals_of(known_ones, now_s),
         promises=promises,
         experience=experience,
     )
@@ -377,7 +377,7 @@ def _pending_in(job: Job, partitions: Mapping[str, Partition], name: str, cache:
         account=job.account,
         qos=job.qos,
         licenses=job.spec.licenses,
-        kept_shares=job.kept_shares,
+        reserved_shares=job.reserved_shares,
         switches_wait_s=job.spec.switches_wait_s,
         time_min_s=time_min_s(job),
         lowers=job.time_min_s is not None,
@@ -443,8 +443,8 @@ def running_job(
     )
 
 
-def _elastic(job: Job, view: RunningJob, partitions: Mapping[str, Partition], cache: SnapshotCache) -> Elastic:
-    return Elastic(
+def _elastic(job: Job, view: RunningJob, partitions: Mapping[str, Partition], cache: SnapshotCache) -> ElasticSize:
+    return ElasticSize(
         view=_pending_in(job, partitions, view.partition.split(",")[0], cache),
         nodes_min=job.spec.nodes_min,
         nodes_max=job.spec.nodes_max,

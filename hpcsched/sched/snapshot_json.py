@@ -14,8 +14,8 @@ from typing import Any
 from hpcsched.errors import ProtocolError
 from hpcsched.model.codec import value_from_json, value_to_json
 from hpcsched.model.ids import JobId
-from hpcsched.sched.place.request import Request, Shape
-from hpcsched.sched.place.reserved_intervals import blocks_of
+from hpcsched.sched.place.request import ResourceRequest, Shape
+from hpcsched.sched.place.reserved_intervals import reserved_intervals_of
 from hpcsched.sched.policy import Policy
 from hpcsched.sched.snapshot import PendingJob, Snapshot
 
@@ -25,17 +25,17 @@ KIND = "hpcsched snapshot"
 Json = dict[str, Any]
 
 
-def world_to_json(snapshot: Snapshot, policy: Policy) -> Json:
+def snapshot_to_json(snapshot: Snapshot, policy: Policy) -> Json:
     """Return the world and the policy as an object that ``json.dumps`` takes."""
-    world = value_to_json(replace(snapshot, blocks=()))
-    del world["blocks"]
+    world = value_to_json(replace(snapshot, reserved_intervals=()))
+    del world["reserved_intervals"]
     usual = _usual()
     for job in world["pending"]:
         _drop_usual(job, usual)
     return {"kind": KIND, "version": VERSION, "snapshot": world, "policy": value_to_json(policy)}
 
 
-def world_from_json(obj: object) -> tuple[Snapshot, Policy]:
+def snapshot_from_json(obj: object) -> tuple[Snapshot, Policy]:
     """Return the world and the policy that `obj` (parsed JSON) is. Raises ProtocolError if it is none."""
     if not isinstance(obj, dict) or obj.get("kind") != KIND:
         raise ProtocolError("cannot read the snapshot: it is no file of hctl snapshot")
@@ -45,12 +45,12 @@ def world_from_json(obj: object) -> tuple[Snapshot, Policy]:
         )
     snapshot = value_from_json(Snapshot, obj.get("snapshot"))
     policy = value_from_json(Policy, obj.get("policy"))
-    return replace(snapshot, blocks=blocks_of(snapshot.reservations, snapshot.now_s)), policy
+    return replace(snapshot, reserved_intervals=reserved_intervals_of(snapshot.reservations, snapshot.now_s)), policy
 
 
 def _usual() -> Json:
     """Return a waiting job of which every field that has a default has it."""
-    some = Request(shape=Shape())
+    some = ResourceRequest(shape=Shape())
     return value_to_json(PendingJob(id=JobId(0), display_id="", partition="", request=some, submitted_at_s=0.0))
 
 

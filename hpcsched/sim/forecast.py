@@ -20,7 +20,7 @@ from hpcsched.model.node import Partition
 from hpcsched.sched.decisions import Plan
 from hpcsched.sched.explain.what_would_start import as_running
 from hpcsched.sched.guard.predict import Expected
-from hpcsched.sched.place.reserved_intervals import NEVER_S, blocks_of
+from hpcsched.sched.place.reserved_intervals import NEVER_S, reserved_intervals_of
 from hpcsched.sched.plan import plan
 from hpcsched.sched.policy import Policy, PreemptRules
 from hpcsched.sched.queue.eligible import Wait
@@ -86,7 +86,7 @@ class _Course:
 
     def __init__(self, snapshot: Snapshot, policy: Policy, predict: bool) -> None:
         self.now_s = snapshot.now_s
-        self.pending = [replace(job, kept_shares=()) for job in snapshot.pending]
+        self.pending = [replace(job, reserved_shares=()) for job in snapshot.pending]
         self.starts_s: dict[JobId, float] = {}
         self.held: list[tuple[float, float, int]] = []  # from, until, cpus of nodes that answer
         self.last_plan = Plan(starts=(), waits={})
@@ -140,7 +140,7 @@ class _Course:
             facts=self._facts,
             reservations=reservations,
             promises=self._promises,
-            blocks=blocks_of(reservations, self.now_s),
+            reserved_intervals=reserved_intervals_of(reservations, self.now_s),
         )
 
     def _eligible(self, job: PendingJob) -> PendingJob:
@@ -175,7 +175,7 @@ class _Course:
         """Yield the times at which something changes."""
         if self._ends:
             yield self._ends[0][0]
-        for block in blocks_of(self._world.reservations, self.now_s):
+        for block in reserved_intervals_of(self._world.reservations, self.now_s):
             yield block.start_s
             yield block.end_s if block.end_s < NEVER_S else self.now_s
         for job in self.pending:

@@ -15,8 +15,8 @@ from hpcsched.model.node import Partition
 from hpcsched.sched.decisions import Plan
 from hpcsched.sched.guard.on_pool import GuardedPool
 from hpcsched.sched.guard.predict import Experience, History, RequestUse
-from hpcsched.sched.guard.shadow_easy import Rehearsal
-from hpcsched.sched.place.request import Request, Shape
+from hpcsched.sched.guard.shadow_easy import ShadowEasy
+from hpcsched.sched.place.request import ResourceRequest, Shape
 from hpcsched.sched.plan import plan
 from hpcsched.sched.policy import DEFAULT_GUARD, Backfill, Guard, Policy
 from hpcsched.sched.pool.conservative import ConservativePool, PromisedPool
@@ -127,7 +127,7 @@ def _quantile(ordered: Sequence[float], part: float) -> float:
 # nothing here knows a policy. These are the semantics of the simulator whose published schedules are our reference (pyss).
 
 
-class Line(Protocol):
+class Engine(Protocol):
     """What decides: it is told of events, and returns the numbers of the jobs that are to start."""
 
     def submit(self, job: int, now_s: float) -> Sequence[int]: ...
@@ -135,7 +135,7 @@ class Line(Protocol):
     def end(self, job: int, now_s: float) -> Sequence[int]: ...
 
 
-def replay(jobs: Sequence[TraceJob], line: Line) -> list[float]:
+def replay(jobs: Sequence[TraceJob], line: Engine) -> list[float]:
     """Return when each of `jobs` (in order of submission) starts if `line` decides."""
     starts = [-1.0] * len(jobs)
     submits = [job.submit_s for job in jobs]
@@ -162,7 +162,7 @@ def replay(jobs: Sequence[TraceJob], line: Line) -> list[float]:
 POOL, PLAN = "pool", "plan"  # who decides: see `simulate`
 SLURM_DEPTH = 100  # bf_max_job_test as Slurm has it
 
-Make = Callable[[int, Sequence[int], Sequence[float], Sequence[int]], Line]
+Make = Callable[[int, Sequence[int], Sequence[float], Sequence[int]], Engine]
 
 POLICIES: dict[str, tuple[Make, str]] = {
     "fcfs": (lambda size, procs, limits_s, users: Pool(size, procs, limits_s), "first come, first served"),
@@ -243,7 +243,7 @@ def _nothing_to_do(trace: Trace, size: int) -> str:
     )
 
 
-def _line(jobs: Sequence[TraceJob], policy: str, size: int, engine: str) -> Line:
+def _line(jobs: Sequence[TraceJob], policy: str, size: int, engine: str) -> Engine:
     if engine == PLAN:
         return PlannedLine(jobs, KINDS[policy], size)
     return POLICIES[policy][0](
@@ -269,7 +269,7 @@ KINDS = {
 
 
 class PlannedLine:
-    """Decides by `plan`; see `world.Line`. `kind` is the policy, `size` the number of processors, `guard` that of "default"."""
+    """Decides by `plan`; see `world.Engine`. `kind` is the policy, `size` the number of processors, `guard` that of "default"."""
 
     def __init__(self, jobs: Sequence[TraceJob], kind: Backfill, size: int, guard: Guard = DEFAULT_GUARD) -> None:
         self.last_plan = Plan(starts=(), waits={})
@@ -283,9 +283,9 @@ class PlannedLine:
         self._running: dict[int, RunningJob] = {}
         self._history = History()
         self._request_use = RequestUse()
-        self._rehearsal: Rehearsal | None = None  # for whom it matters
+        self._rehearsal: ShadowEasy | None = None  # for whom it matters
         if kind is Backfill.DEFAULT:
-            self._rehearsal = Rehearsal(size)
+            self._rehearsal = ShadowEasy(size)
 
     def submit(self, job: int, now_s: float) -> Sequence[int]:
         """Let `job` wait from now on. If it fits in what is free, or has to be promised a start, return what is to start."""
@@ -349,7 +349,9 @@ class PlannedLine:
     def _pending(self, job: int, now_s: float) -> PendingJob:
         procs = self._jobs[job].procs
         shape = self._shapes.setdefault(procs, Shape(cpus_per_task=procs, mem_per_node_mib=0))
-        request = Request(shape=shape, time_limit_s=max(1, ceil(self._jobs[job].asked_s)))  # 0 would be no limit
+        request = ResourceRequest(
+            shape=shape, time_limit_s=max(1, ceil(self._jobs[job].asked_s))
+        )  # 0 would be no limit
         return PendingJob(
             id=JobId(job),
             display_id=str(job),

@@ -28,7 +28,7 @@ from typing import Any
 
 from hpcnode.wire import protocol
 from hpcsched.errors import HpcschedError, NotFoundError, PermissionDeniedError, ProtocolError, RequestError
-from hpcsched.model.ids import ALLOC_STEP, BATCH_STEP, JobId, NodeName, Token
+from hpcsched.model.ids import ALLOC_STEP, BATCH_STEP, JobId, LaunchToken, NodeName
 from hpcsched.model.job import ACTIVE, ExitStatus, Job, JobState
 from hpcsched.model.numbers import whole_number
 from hpcsched.steps.environment import PRESERVED, with_propagated, with_users
@@ -186,12 +186,12 @@ def step_reports(inventory: Iterable[Mapping[str, Any]]) -> list[protocol.Report
         reports = [protocol.read_as(protocol.Report, {**fields, "type": "Report"}) for fields in inventory]
     except protocol.WireError as error:
         raise ProtocolError(str(error)) from None
-    return [report for report in reports if Token.parse(report.token).step not in (BATCH_STEP, ALLOC_STEP)]
+    return [report for report in reports if LaunchToken.parse(report.token).step not in (BATCH_STEP, ALLOC_STEP)]
 
 
 def find_again(ports: StepPorts, steps: StepTable, node: NodeName, report: protocol.Report) -> None:
     """Put the step of which `node` reports into `steps`, if its job's attempt runs; have it ended if it does not."""
-    token = Token.parse(report.token)
+    token = LaunchToken.parse(report.token)
     if token.node != node:
         return
     job = ports.job(token.job_id)

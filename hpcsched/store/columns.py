@@ -16,7 +16,7 @@ Jobs = namedtuple(
     "reason_detail hold priority_set nice time_limit_s partition eligible_at_s not_before_s attempt token "
     "shares held_nodes claimed_nodes lease_s allocated_at_s started_at_s ended_at_s exit_code exit_signal "
     "outcome requeue_wanted ended_by_uid restarts suspended_at_s suspended_s suspended_for preempted_by "
-    "save_s kept_shares leaving joining left_nodes wanted_nodes generation charged_until_s charged_cpu_s "
+    "save_s reserved_shares leaving joining left_nodes wanted_nodes generation charged_until_s charged_cpu_s "
     "charged_mem_mib_s charged_gpu_s partition_asked dependency_set array_limit_set deadline_set_s "
     "reservation_set account_set qos_set time_min_set_s asked_limit_s site aged_s barred_nodes wanted_at_s "
     "deaths saved_step refusals",

@@ -41,7 +41,7 @@ from hpcsched.lifecycle.events import Event, from_data
 from hpcsched.model.cron import Crontab
 from hpcsched.model.job import ACTIVE, Job, JobState
 from hpcsched.model.reservation import Reservation
-from hpcsched.model.training import Failure
+from hpcsched.model.training import RankFailure
 from hpcsched.model.trigger import Trigger
 from hpcsched.store import columns
 from hpcsched.store.rows import (
@@ -100,13 +100,13 @@ class Seldom:
         rows = self._connection.execute(select(events).where(own | submission).order_by(events.c.seq)).all()
         return [from_data(row.kind, row.job_id, row.at_s, json.loads(row.data)) for row in rows]
 
-    def failures(self, job_id: int, attempt: int) -> list[Failure]:
+    def failures(self, job_id: int, attempt: int) -> list[RankFailure]:
         """Return why ranks of this attempt failed, the first cause first."""
         found = select(failures).where(failures.c.job_id == job_id, failures.c.attempt == attempt)
         in_order = found.order_by(failures.c.echo, failures.c.at_s, failures.c.rank)
         return [failure_of(row) for row in self._connection.execute(in_order).all()]
 
-    def put_failures(self, told: Iterable[Failure]) -> None:
+    def put_failures(self, told: Iterable[RankFailure]) -> None:
         """Write why ranks failed; the first word of a rank counts."""
         self._connection.execute(insert_or(failures).on_conflict_do_nothing(), [failure_row(one) for one in told])
 

@@ -9,16 +9,16 @@ from typing import Any
 
 from hpcsched.lifecycle.events import dependency_from_data, dependency_to_data, share_from_data, share_to_data
 from hpcsched.model.codec import SpecReader
-from hpcsched.model.cron import Crontab, Entry
+from hpcsched.model.cron import CronEntry, Crontab
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import ExitStatus, Hold, Job, JobState, Reason, Refusal
 from hpcsched.model.node import Node, reach_of
 from hpcsched.model.reservation import Flag, Reservation
 from hpcsched.model.resources import Share
 from hpcsched.model.spec import JobSpec
-from hpcsched.model.training import Failure, Training
+from hpcsched.model.training import RankFailure, TrainingStatus
 from hpcsched.model.trigger import Trigger, TriggerEvent
-from hpcsched.sched.queue.usage import Used
+from hpcsched.sched.queue.usage import UsedResources
 
 ADOPTED = "adopted:"  # keys of the table meta
 PARTITION = "partition:"  # the state that an admin gave it
@@ -103,7 +103,7 @@ def job_row(job: Job) -> dict[str, Any]:
         "suspended_for": job.suspended_for,
         "preempted_by": job.preempted_by,
         "save_s": job.save_s,
-        "kept_shares": _shares_text(job.kept_shares),
+        "reserved_shares": _shares_text(job.reserved_shares),
         "leaving": _shares_text(job.leaving),
         "joining": _shares_text(job.joining),
         "left_nodes": json.dumps(job.left_nodes) if job.left_nodes else "[]",
@@ -187,7 +187,7 @@ def job_of(row: Any, spec: JobSpec) -> Job:
         suspended_for=None if row.suspended_for is None else JobId(row.suspended_for),
         preempted_by=None if row.preempted_by is None else JobId(row.preempted_by),
         save_s=row.save_s,
-        kept_shares=_shares_of(row.kept_shares),
+        reserved_shares=_shares_of(row.reserved_shares),
         leaving=_shares_of(row.leaving),
         joining=_shares_of(row.joining),
         left_nodes=() if row.left_nodes == "[]" else tuple(map(NodeName, json.loads(row.left_nodes))),
@@ -292,7 +292,7 @@ def step_of(row: Any) -> StepRow:
     return StepRow(**values | {"nodes": tuple(json.loads(row.nodes))})
 
 
-def usage_row(used: Used) -> dict[str, Any]:
+def usage_row(used: UsedResources) -> dict[str, Any]:
     """Return the row of table `usage`."""
     return {
         "account": used.account,
@@ -303,30 +303,32 @@ def usage_row(used: Used) -> dict[str, Any]:
     }
 
 
-def used_of(row: Any) -> Used:
+def used_of(row: Any) -> UsedResources:
     """Return what a row of table `usage` says."""
     amounts = tuple((name, float(amount)) for name, amount in json.loads(row.amounts).items())
-    return Used(account=row.account, user=row.user, qos=row.qos, at_s=row.at_s, amounts=amounts)
+    return UsedResources(account=row.account, user=row.user, qos=row.qos, at_s=row.at_s, amounts=amounts)
 
 
-def training_row(training: Training) -> dict[str, Any]:
+def training_row(training: TrainingStatus) -> dict[str, Any]:
     """Return the row of table `training`."""
-    return {name: getattr(training, name) for name in Training.__dataclass_fields__}
+    return {name: getattr(training, name) for name in TrainingStatus.__dataclass_fields__}
 
 
-def training_of(row: Any) -> Training:
+def training_of(row: Any) -> TrainingStatus:
     """Return what a row of table `training` says."""
-    return Training(**{name: getattr(row, name) for name in Training.__dataclass_fields__})
+    return TrainingStatus(**{name: getattr(row, name) for name in TrainingStatus.__dataclass_fields__})
 
 
-def failure_row(failure: Failure) -> dict[str, Any]:
+def failure_row(failure: RankFailure) -> dict[str, Any]:
     """Return the row of table `failures`."""
-    return {name: getattr(failure, name) for name in Failure.__dataclass_fields__} | {"echo": int(failure.echo)}
+    return {name: getattr(failure, name) for name in RankFailure.__dataclass_fields__} | {"echo": int(failure.echo)}
 
 
-def failure_of(row: Any) -> Failure:
+def failure_of(row: Any) -> RankFailure:
     """Return what a row of table `failures` says."""
-    return Failure(**{name: getattr(row, name) for name in Failure.__dataclass_fields__} | {"echo": bool(row.echo)})
+    return RankFailure(
+        **{name: getattr(row, name) for name in RankFailure.__dataclass_fields__} | {"echo": bool(row.echo)}
+    )
 
 
 def reservation_row(reservation: Reservation) -> dict[str, Any]:
@@ -347,13 +349,13 @@ _LISTS = ("nodes", "users", "accounts", "flags")
 
 def crontab_row(crontab: Crontab) -> dict[str, Any]:
     """Return the row of table `crontabs`."""
-    entries = [{name: getattr(one, name) for name in Entry.__dataclass_fields__} for one in crontab.entries]
+    entries = [{name: getattr(one, name) for name in CronEntry.__dataclass_fields__} for one in crontab.entries]
     return {"uid": crontab.uid, "user": crontab.user, "text": crontab.text, "entries": json.dumps(entries)}
 
 
 def crontab_of(row: Any) -> Crontab:
     """Return the crontab of a row of table `crontabs`."""
-    entries = tuple(Entry(**values) for values in json.loads(row.entries))
+    entries = tuple(CronEntry(**values) for values in json.loads(row.entries))
     return Crontab(uid=row.uid, user=row.user, text=row.text, entries=entries)
 
 

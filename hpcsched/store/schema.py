@@ -73,7 +73,7 @@ jobs = Table(
     Column("suspended_for", Integer),
     Column("preempted_by", Integer),
     Column("save_s", Float),
-    Column("kept_shares", Text, nullable=False),
+    Column("reserved_shares", Text, nullable=False),
     Column("leaving", Text, nullable=False),
     Column("joining", Text, nullable=False),
     Column("left_nodes", Text, nullable=False),

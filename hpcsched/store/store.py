@@ -25,9 +25,9 @@ from hpcsched.model.job import ACTIVE, FINAL, Job, JobState
 from hpcsched.model.node import Node, PartitionState
 from hpcsched.model.reservation import Reservation
 from hpcsched.model.spec import JobSpec
-from hpcsched.model.training import Failure, Training
+from hpcsched.model.training import RankFailure, TrainingStatus
 from hpcsched.model.trigger import Trigger
-from hpcsched.sched.queue.usage import Used
+from hpcsched.sched.queue.usage import UsedResources
 from hpcsched.store import columns
 from hpcsched.store.engine import reading, writing
 from hpcsched.store.rows import (
@@ -73,14 +73,14 @@ class Batch:
     events: list[Event] = field(default_factory=list)
     nodes: dict[str, Node] = field(default_factory=dict)
     steps: dict[tuple[int, int, str], StepRow] = field(default_factory=dict)
-    usage: dict[tuple[str, str, str], Used] = field(default_factory=dict)
+    usage: dict[tuple[str, str, str], UsedResources] = field(default_factory=dict)
     requests: list[tuple[int, str, list[int], float]] = field(default_factory=list)  # uid, request id, job ids, at_s
     partitions: dict[str, PartitionState] = field(default_factory=dict)  # the state that an admin gave them
     reservations: dict[str, Reservation | None] = field(default_factory=dict)  # None: deleted
     crontabs: dict[int, Crontab | None] = field(default_factory=dict)  # by uid; None: deleted
     triggers: dict[int, Trigger | None] = field(default_factory=dict)  # None: deleted
-    training: dict[int, Training] = field(default_factory=dict)
-    failures: list[Failure] = field(default_factory=list)
+    training: dict[int, TrainingStatus] = field(default_factory=dict)
+    failures: list[RankFailure] = field(default_factory=list)
     adopted: list[str] = field(default_factory=list)  # tokens of before a restore whose jobs go on
     clock: str = ""  # how the head node's clocks stand, if that is new
 
@@ -211,16 +211,16 @@ class Store:
         """Return the stored part of each node, by name (see `rows.node_row`)."""
         return {row.name: row for row in self._rows(columns.Nodes)}
 
-    def load_usage(self) -> list[Used]:
+    def load_usage(self) -> list[UsedResources]:
         """Return what has been charged so far."""
         return list(map(used_of, self._rows(columns.Usage)))
 
-    def load_training(self, job_ids: Iterable[int]) -> dict[int, Training]:
+    def load_training(self, job_ids: Iterable[int]) -> dict[int, TrainingStatus]:
         """Return the last word of the training programs of these jobs, by job."""
         rows = self._rows(columns.Training, _JOB_IN_LIST, (json.dumps(list(job_ids)),))
         return {row.job_id: training_of(row) for row in rows}
 
-    def load_failures(self, job_id: int, attempt: int) -> list[Failure]:
+    def load_failures(self, job_id: int, attempt: int) -> list[RankFailure]:
         """Return why ranks of this attempt failed, the first cause first."""
         with reading(self.connection):
             return self.seldom.failures(job_id, attempt)

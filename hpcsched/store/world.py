@@ -19,16 +19,16 @@ from hpcsched.errors import HpcschedError, InvariantError
 from hpcsched.lifecycle.events import Allocated, Event, NodesAdded, Respecified, Submitted
 from hpcsched.lifecycle.job import apply, submitted_jobs
 from hpcsched.model.cron import Crontab
-from hpcsched.model.ids import BATCH_STEP, JobId, NodeName, Token
+from hpcsched.model.ids import BATCH_STEP, JobId, LaunchToken, NodeName
 from hpcsched.model.job import ACTIVE, FINAL, Job, JobState
 from hpcsched.model.node import OURSELVES, Link, Node, NodeSpec, Partition, PartitionState
 from hpcsched.model.reservation import Reservation
 from hpcsched.model.resources import Share
 from hpcsched.model.spec import JobSpec
-from hpcsched.model.training import Failure, Training
+from hpcsched.model.training import RankFailure, TrainingStatus
 from hpcsched.model.trigger import Trigger
 from hpcsched.sched.queue.eligible import Wait
-from hpcsched.sched.queue.usage import Used, at, charge_of, plus, weights_of
+from hpcsched.sched.queue.usage import UsedResources, at, charge_of, plus, weights_of
 from hpcsched.store.rows import StepRow
 from hpcsched.store.scripts import ScriptUses, set_apart
 from hpcsched.store.store import Batch
@@ -42,7 +42,7 @@ V = TypeVar("V")
 class Kept(NamedTuple):
     """A launch of a former incarnation that a node runs, and what the node last said of it."""
 
-    token: Token
+    token: LaunchToken
     report: Any  # a protocol.Report
 
 
@@ -82,8 +82,8 @@ class World:
     scripts: ScriptUses = field(default_factory=ScriptUses)
     last_job_id: int = 0
     last_spec_id: int = 0
-    usage: dict[tuple[str, str, str], Used] = field(default_factory=dict)  # what was given back, charged
-    training: dict[JobId, Training] = field(default_factory=dict)  # of active jobs: their programs' last word
+    usage: dict[tuple[str, str, str], UsedResources] = field(default_factory=dict)  # what was given back, charged
+    training: dict[JobId, TrainingStatus] = field(default_factory=dict)  # of active jobs: their programs' last word
     spools: dict[NodeName, str] = field(
         default_factory=dict
     )  # of connected nodes, "": its agent does not say; not stored
@@ -108,7 +108,7 @@ class World:
         """Return whether the job was launched before the database was restored, and not since."""
         return bool(job.token) and not job.token.startswith(self.incarnation + ".") and job.token not in self.adopted
 
-    def job_of_former(self, token: Token) -> Job | None:
+    def job_of_former(self, token: LaunchToken) -> Job | None:
         """Return the job, holding nodes, that this launch of before a restore belongs to by its whole token."""
         job = self.jobs.get(token.job_id)
         if job is None or not job.token or not job.held_nodes or not is_attempt_of(job, token):
@@ -288,7 +288,7 @@ class Transaction:
         self.batch = Batch()
         self._jobs_before: dict[JobId, Job | None] = {}
         self._nodes_before: dict[NodeName, Node] = {}
-        self._usage_before: dict[tuple[str, str, str], Used | None] = {}
+        self._usage_before: dict[tuple[str, str, str], UsedResources | None] = {}
         self._reservations_before: dict[str, Reservation | None] = {}
         self._partitions_before: tuple[dict[str, Partition], dict[str, PartitionState]] | None = None
         self._crontabs_before: dict[int, Crontab | None] = {}
@@ -407,7 +407,7 @@ class Transaction:
         for key in list(keys):
             self._kept_before[key] = self.world.kept.pop(key)
 
-    def put_usage(self, used: Used) -> None:
+    def put_usage(self, used: UsedResources) -> None:
         """Note what has been used for the commit."""
         self._usage_before.setdefault(used.key, self.world.usage.get(used.key))
         self.world.usage[used.key] = self.batch.usage[used.key] = used
@@ -416,11 +416,11 @@ class Transaction:
         """Note a step's row for the commit."""
         self.batch.steps[(step.job_id, step.attempt, step.step)] = step
 
-    def put_training(self, training: Training) -> None:
+    def put_training(self, training: TrainingStatus) -> None:
         """Note a training program's word for the commit."""
         self.batch.training[training.job_id] = training
 
-    def put_failure(self, failure: Failure) -> None:
+    def put_failure(self, failure: RankFailure) -> None:
         """Note for the commit why a rank failed; the first word of a rank counts."""
         self.batch.failures.append(failure)
 
@@ -523,7 +523,7 @@ class Transaction:
         amounts = charge_of(before, after, at_s, accounting, weights, world.gpu_types(before))
         account, user = accounting.association_of(before.user, before.account)
         known = world.usage.get((account, user, before.qos))
-        used = known or Used(account=account, user=user, qos=before.qos, at_s=at_s)
+        used = known or UsedResources(account=account, user=user, qos=before.qos, at_s=at_s)
         self.put_usage(plus(at(used, at_s, accounting.half_life_s), amounts))
 
     def _put(self, job: Job) -> None:
@@ -532,9 +532,9 @@ class Transaction:
         self.batch.jobs[job.id] = job
 
 
-def is_attempt_of(job: Job, token: Token) -> bool:
+def is_attempt_of(job: Job, token: LaunchToken) -> bool:
     """Return whether the launch is a part of the attempt that the job is at."""
-    own = Token.parse(job.token)
+    own = LaunchToken.parse(job.token)
     return (own.incarnation, own.attempt) == (token.incarnation, token.attempt)
 
 

@@ -24,7 +24,7 @@ from hpcsched.model.resources import Gpu
 from hpcsched.sched.place import groups
 from hpcsched.sched.place.fragmentation import Mix
 from hpcsched.sched.place.node_fit import Seat
-from hpcsched.sched.place.request import Request, Shape
+from hpcsched.sched.place.request import ResourceRequest, Shape
 from hpcsched.sched.plan import plan
 from hpcsched.sched.policy import Policy
 from hpcsched.sched.snapshot import NodeView, PendingJob, RunningJob, Snapshot
@@ -153,7 +153,7 @@ def _job(number: int, shape: Shape) -> PendingJob:
         id=JobId(number),
         display_id=str(number),
         partition="main",
-        request=Request(shape=shape, time_limit_s=1),
+        request=ResourceRequest(shape=shape, time_limit_s=1),
         submitted_at_s=float(number),
     )
 

@@ -22,8 +22,8 @@ from hpcsched.model.node import Partition
 from hpcsched.model.reservation import Flag, Reservation
 from hpcsched.model.resources import Gpu, Share
 from hpcsched.sched.explain.explain import explain
-from hpcsched.sched.place.request import Request, Shape
-from hpcsched.sched.place.reserved_intervals import blocks_of
+from hpcsched.sched.place.request import ResourceRequest, Shape
+from hpcsched.sched.place.reserved_intervals import reserved_intervals_of
 from hpcsched.sched.plan import plan
 from hpcsched.sched.policy import Backfill, Policy
 from hpcsched.sched.pool.easy import Pool
@@ -245,7 +245,7 @@ def large_world(waiting: int, nodes: int, seed: int = 1) -> Snapshot:
             id=JobId(at),
             display_id=str(at),
             partition="main",
-            request=Request(shape=chance.choice(shapes), time_limit_s=chance.randrange(1, 48) * 1800),
+            request=ResourceRequest(shape=chance.choice(shapes), time_limit_s=chance.randrange(1, 48) * 1800),
             submitted_at_s=float(at) / waiting,
         )
         for at in range(waiting)
@@ -289,7 +289,9 @@ def _answers(quick: bool) -> list[Figure]:
         )
         for at in range(4)
     )
-    reserved = replace(world, reservations=reservations, blocks=blocks_of(reservations, world.now_s))
+    reserved = replace(
+        world, reservations=reservations, reserved_intervals=reserved_intervals_of(reservations, world.now_s)
+    )
     made = plan(world, policy)
     middle = list(made.waits)[len(made.waits) // 2]
     figures = []

@@ -37,7 +37,7 @@ CREATE TABLE jobs (
         INTEGER, restarts INTEGER NOT NULL, charged_cpu_s REAL NOT NULL, charged_mem_mib_s REAL NOT NULL,
         charged_gpu_s REAL NOT NULL, partition_asked TEXT NOT NULL DEFAULT '', dependency_set TEXT, array_limit_set
         INTEGER, deadline_set_s INTEGER, reservation_set TEXT, suspended_at_s REAL, suspended_s REAL, suspended_for
-        INTEGER, preempted_by INTEGER, save_s REAL, kept_shares TEXT NOT NULL DEFAULT '[]', charged_until_s REAL,
+        INTEGER, preempted_by INTEGER, save_s REAL, reserved_shares TEXT NOT NULL DEFAULT '[]', charged_until_s REAL,
         leaving TEXT NOT NULL DEFAULT '[]', joining TEXT NOT NULL DEFAULT '[]', left_nodes TEXT NOT NULL DEFAULT
         '[]', wanted_nodes TEXT NOT NULL DEFAULT '[]', generation INTEGER NOT NULL DEFAULT 0, account_set TEXT,
         qos_set TEXT, time_min_set_s INTEGER, asked_limit_s INTEGER, site INTEGER NOT NULL DEFAULT 0, aged_s REAL

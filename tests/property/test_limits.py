@@ -14,8 +14,8 @@ from hpcsched.model.job import Job
 from hpcsched.model.resources import Share
 from hpcsched.sched.plan import plan
 from hpcsched.sched.policy import Backfill
-from hpcsched.sched.queue.usage import Used
-from hpcsched.sched.snapshot import Ledger
+from hpcsched.sched.queue.usage import UsedResources
+from hpcsched.sched.snapshot import UsageLedger
 
 USERS = {"ann": ("a", "sub"), "bob": ("a",), "cat": ("b", "sub")}
 PARENTS = {"sub": "a", "a": "", "b": ""}
@@ -101,8 +101,8 @@ def test_nothing_started_breaks_a_limit(
         qos=(Qos(name="high", limits=of_qos),),
         licenses=(("x", 3),),
     )
-    used = Used(account="sub", user="cat", qos="high", at_s=0.0, amounts=(("cpu", used_min * 60.0),))
-    snapshot = replace(sketch.snapshot(), ledger=Ledger(accounting=accounting, used=(used,)))
+    used = UsedResources(account="sub", user="cat", qos="high", at_s=0.0, amounts=(("cpu", used_min * 60.0),))
+    snapshot = replace(sketch.snapshot(), ledger=UsageLedger(accounting=accounting, used=(used,)))
     found = plan(snapshot, sketch.policy)
     assert plan(snapshot, sketch.policy) == found
     assert {start.job_id for start in found.starts} | set(found.waits) == set(range(len(runs) + 1, len(every) + 1))

@@ -15,7 +15,7 @@ from hpcsched.model.node import Partition
 from hpcsched.model.resources import Gpu, Share
 from hpcsched.sched.decisions import Plan
 from hpcsched.sched.place.features import matches, parse_constraint
-from hpcsched.sched.place.request import Request, Shape
+from hpcsched.sched.place.request import ResourceRequest, Shape
 from hpcsched.sched.plan import plan
 from hpcsched.sched.policy import Backfill, Policy
 from hpcsched.sched.snapshot import NodeView, PendingJob, RunningJob, Snapshot
@@ -147,7 +147,7 @@ def _job(at: int, shape: Shape, partition: str, limit_s: int | None, array: int 
         id=JobId(at),
         display_id=str(at),
         partition=partition,
-        request=Request(shape=shape, time_limit_s=limit_s),
+        request=ResourceRequest(shape=shape, time_limit_s=limit_s),
         submitted_at_s=float(at),
         array_job_id=JobId(1000 + array) if array else None,
         array_limit=array,

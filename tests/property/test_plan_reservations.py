@@ -12,9 +12,9 @@ from property.test_plan import POLICIES, POLICY, worlds
 from hpcsched.model.reservation import Flag, Reservation, clash, occurrences
 from hpcsched.model.units import UNLIMITED_S, parse_time_s
 from hpcsched.sched.decisions import Plan
-from hpcsched.sched.explain.what_would_start import Turn, smaller_requests
-from hpcsched.sched.place.request import Request
-from hpcsched.sched.place.reserved_intervals import blocks_of
+from hpcsched.sched.explain.what_would_start import WhatIf, smaller_requests
+from hpcsched.sched.place.request import ResourceRequest
+from hpcsched.sched.place.reserved_intervals import reserved_intervals_of
 from hpcsched.sched.plan import plan
 from hpcsched.sched.policy import Policy
 from hpcsched.sched.snapshot import PendingJob, Snapshot
@@ -45,7 +45,12 @@ def reserved_worlds(draw: st.DrawFn) -> Snapshot:
         replace(job, reservation=(name := draw(st.sampled_from(names))), free_to_go=job.free_to_go and not name)
         for job in snapshot.pending
     ]
-    return replace(snapshot, pending=tuple(pending), reservations=tuple(found), blocks=blocks_of(found, snapshot.now_s))
+    return replace(
+        snapshot,
+        pending=tuple(pending),
+        reservations=tuple(found),
+        reserved_intervals=reserved_intervals_of(found, snapshot.now_s),
+    )
 
 
 def _end_s(snapshot: Snapshot, job: PendingJob, lowered_s: int | None) -> float:
@@ -95,7 +100,7 @@ def check_a_plan_with_reservations_is_deterministic_and_whole(snapshot: Snapshot
         pending=snapshot.pending[::-1],
         running=snapshot.running[::-1],
         reservations=snapshot.reservations[::-1],
-        blocks=snapshot.blocks[::-1],
+        reserved_intervals=snapshot.reserved_intervals[::-1],
     )
     again = plan(shuffled, policy)
     assert (again.starts, again.waits) == (made.starts, made.waits)
@@ -124,7 +129,7 @@ def test_what_a_waiting_job_is_told_would_start_now_does(snapshot: Snapshot, dat
     waiting = [job for job in snapshot.pending if job.id in made.waits and _of_size(made, job)]
     assume(waiting)
     job = data.draw(st.sampled_from(waiting))
-    for option in smaller_requests(Turn(snapshot, POLICY, job), job.request):
+    for option in smaller_requests(WhatIf(snapshot, POLICY, job), job.request):
         changed = replace(job, request=_with(job.request, option))
         pending = tuple(changed if other.id == job.id else other for other in snapshot.pending)
         starts = plan(replace(snapshot, pending=pending), POLICY).starts
@@ -138,7 +143,7 @@ def test_a_job_at_its_turn_starts_if_and_only_if_the_plan_starts_it(snapshot: Sn
     started = {start.job_id for start in made.starts}
     job = data.draw(st.sampled_from(snapshot.pending))
     assume(job.id in started or _of_size(made, job))
-    assert Turn(snapshot, POLICY, job).starts(job.request) == (job.id in started)
+    assert WhatIf(snapshot, POLICY, job).starts(job.request) == (job.id in started)
 
 
 @given(reserved_worlds(), POLICIES, st.data())
@@ -165,7 +170,7 @@ def _of_size(made: Plan, job: PendingJob) -> bool:
     return made.waits[job.id].reason in ("Resources", "Priority")
 
 
-def _with(request: Request, option: str) -> Request:
+def _with(request: ResourceRequest, option: str) -> ResourceRequest:
     """Return the request with the option that was told."""
     shape = request.shape
     if option.startswith("without"):

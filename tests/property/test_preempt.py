@@ -16,13 +16,13 @@ from hpcsched.model.node import Partition
 from hpcsched.model.resources import Share
 from hpcsched.sched.decisions import Plan
 from hpcsched.sched.explain.what_would_start import as_running
-from hpcsched.sched.place.request import Request
+from hpcsched.sched.place.request import ResourceRequest
 from hpcsched.sched.plan import plan
 from hpcsched.sched.policy import Policy, PreemptRules
 from hpcsched.sched.preempt.plan import full_plan
 from hpcsched.sched.preempt.rules import lost_s
 from hpcsched.sched.preempt.victims import FEW_CANDIDATES, without
-from hpcsched.sched.snapshot import Ledger, NodeView, PendingJob, RunningJob, Snapshot
+from hpcsched.sched.snapshot import NodeView, PendingJob, RunningJob, Snapshot, UsageLedger
 
 RANKS = ("low", "mid", "top")
 MODES = st.sampled_from([PreemptMode.REQUEUE, PreemptMode.CANCEL, PreemptMode.CHECKPOINT, PreemptMode.SUSPEND])
@@ -53,7 +53,7 @@ def contests(draw: st.DrawFn) -> tuple[Snapshot, Policy]:
         name: Qos(name=name, preempt=RANKS[:at], preempt_mode=draw(MODES), limits=draw(LIMITS))
         for at, name in enumerate(RANKS)
     }
-    snapshot = replace(snapshot, ledger=Ledger(accounting=Accounting(qos=tuple(qos.values()))))
+    snapshot = replace(snapshot, ledger=UsageLedger(accounting=Accounting(qos=tuple(qos.values()))))
     return snapshot, Policy(weight_age=0, preempt=PreemptRules(type=PreemptType.QOS, qos=qos))
 
 
@@ -136,7 +136,7 @@ def _apply(snapshot: Snapshot, made: Plan, policy: Policy) -> Snapshot:
     started = [replace(as_running(job, shares[job.id], snapshot.now_s), runs=True) for job in _of(snapshot, shares)]
     gone = [job for job in victims if job.id not in {other.id for other in resumed} and job.may_run_again]
     waiting = [
-        replace(job, kept_shares=kept.get(job.id, () if job.id in made.given_up else job.kept_shares))
+        replace(job, reserved_shares=kept.get(job.id, () if job.id in made.given_up else job.reserved_shares))
         for job in snapshot.pending
         if job.id not in shares
     ]
@@ -160,7 +160,7 @@ def _queued(job: RunningJob, now_s: float) -> PendingJob:
         id=job.id,
         display_id=job.display_id,
         partition="a",
-        request=Request(shape=shape, time_limit_s=None),
+        request=ResourceRequest(shape=shape, time_limit_s=None),
         submitted_at_s=now_s,
         qos=job.qos,
     )
@@ -181,7 +181,7 @@ def crowds(draw: st.DrawFn) -> tuple[Snapshot, Policy]:
         running += [_low(at, shares, began_s)] if shares else []
     count = draw(st.integers(1, len(names)))
     shape = replace(SMALL, nodes_min=count, nodes_max=count, cpus_per_task=draw(st.integers(2, 4)))
-    request = Request(shape=shape, time_limit_s=600)
+    request = ResourceRequest(shape=shape, time_limit_s=600)
     job = PendingJob(id=JobId(99), display_id="99", partition="a", request=request, submitted_at_s=0.0, qos="top")
     qos = {"low": Qos(name="low"), "top": Qos(name="top", preempt=("low",))}
     snapshot = Snapshot(

@@ -14,10 +14,10 @@ from hpcsched.model.node import Partition
 from hpcsched.model.resources import Gpu
 from hpcsched.sched.decisions import Plan
 from hpcsched.sched.explain.what_would_start import as_running
-from hpcsched.sched.place.request import Request, Shape
+from hpcsched.sched.place.request import ResourceRequest, Shape
 from hpcsched.sched.plan import plan
 from hpcsched.sched.policy import Backfill, Policy
-from hpcsched.sched.snapshot import Ledger, NodeView, PendingJob, RunningJob, Snapshot
+from hpcsched.sched.snapshot import NodeView, PendingJob, RunningJob, Snapshot, UsageLedger
 
 POLICY = Policy(weight_age=0, backfill=Backfill.CONSERVATIVE, conservative_depth=8, estimate_depth=2)
 MOST_EVENTS = 60
@@ -26,7 +26,7 @@ NODES = tuple(
     for at, (cpus, gpus) in enumerate([(4, (X0, X1)), (4, (CUT0, CUT1)), (6, (X0, Gpu(index=1, type="y"))), (4, ())])
 )
 NAMES = tuple(node.name for node in NODES)
-LEDGER = Ledger(accounting=Accounting(licenses=(("tool", 3),)))
+LEDGER = UsageLedger(accounting=Accounting(licenses=(("tool", 3),)))
 SHAPES = st.sampled_from(
     [
         Shape(nodes_min=low, nodes_max=high, mem_asked=True, mem_per_node_mib=mem_mib, **rest)
@@ -51,7 +51,7 @@ Timed = tuple[float, PendingJob]
 @st.composite
 def _jobs(draw: st.DrawFn, at: int) -> Timed:
     """Return when a job comes, and the job: in one partition or two, now and then with a licence, or before those in line."""
-    request = Request(shape=draw(SHAPES), time_limit_s=10 * draw(st.integers(1, 20)))
+    request = ResourceRequest(shape=draw(SHAPES), time_limit_s=10 * draw(st.integers(1, 20)))
     licenses = draw(st.sampled_from([(), (), (), (("tool", 2),)]))
     job = PendingJob(
         id=JobId(at),

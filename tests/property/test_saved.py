@@ -17,23 +17,23 @@ from hpcsched.model.job import Hold, JobState
 from hpcsched.model.reservation import Flag, Reservation
 from hpcsched.model.spec import Dependency, DependencyKind
 from hpcsched.sched.guard.predict import Experience
-from hpcsched.sched.place.request import Request, Shape
-from hpcsched.sched.place.reserved_intervals import blocks_of
+from hpcsched.sched.place.request import ResourceRequest, Shape
+from hpcsched.sched.place.reserved_intervals import reserved_intervals_of
 from hpcsched.sched.plan import plan
 from hpcsched.sched.policy import Backfill, Policy, PreemptRules
-from hpcsched.sched.queue.usage import Used
-from hpcsched.sched.snapshot import Elastic, JobFact, Ledger, Promise, PromisedPart, Snapshot
-from hpcsched.sched.snapshot_json import world_from_json, world_to_json
+from hpcsched.sched.queue.usage import UsedResources
+from hpcsched.sched.snapshot import ElasticSize, JobFact, Promise, PromisedPart, Snapshot, UsageLedger
+from hpcsched.sched.snapshot_json import snapshot_from_json, snapshot_to_json
 
 RESERVED = Reservation(
     name="r", start_s=2000, end_s=3000, nodes=(NodeName("n0"),), users=("ann",), flags=(Flag.DAILY,), made_at_s=1.5
 )
-LEDGER = Ledger(
+LEDGER = UsageLedger(
     accounting=Accounting(
         accounts=(Account(name="lab", users=("ann",), limits=Limits(grp_tres=(("cpu", 3),))),), half_life_s=None
     ),
     fairshare=((("lab", "ann"), 0.25), (("", "bob"), 1.0)),
-    used=(Used(account="lab", user="ann", qos="", at_s=7.5, amounts=(("cpu", 60.0),)),),
+    used=(UsedResources(account="lab", user="ann", qos="", at_s=7.5, amounts=(("cpu", 60.0),)),),
 )
 RULES = PreemptRules(
     type=PreemptType.QOS, qos={"high": Qos(name="high", preempt=("low",), preempt_mode=PreemptMode.CANCEL)}
@@ -52,18 +52,20 @@ def full_worlds(draw: st.DrawFn) -> Snapshot:
         "licenses": (("matlab", 2),),
         "since_s": 12.5,
         "others": tuple(replace(job, id=first.id) for job in rest[:1]),
-        "kept_shares": snapshot.running[0].shares if snapshot.running else (),
+        "reserved_shares": snapshot.running[0].shares if snapshot.running else (),
         "free_to_go": False,
     }
     chosen = draw(st.sets(st.sampled_from(sorted(more))))
     first = replace(first, **{name: more[name] for name in chosen})
     running = snapshot.running
     if running and draw(st.booleans()):
-        elastic = Elastic(view=first, nodes_min=1, nodes_max=4, wanted=(NodeName("n0"),))
+        elastic = ElasticSize(view=first, nodes_min=1, nodes_max=4, wanted=(NodeName("n0"),))
         running = (replace(running[0], elastic=elastic), *running[1:])
     snapshot = replace(snapshot, pending=(first, *rest), running=running)
     if draw(st.booleans()):
-        snapshot = replace(snapshot, reservations=(RESERVED,), blocks=blocks_of((RESERVED,), NOW_S))
+        snapshot = replace(
+            snapshot, reservations=(RESERVED,), reserved_intervals=reserved_intervals_of((RESERVED,), NOW_S)
+        )
     if draw(st.booleans()):
         fact = JobFact(id=JobId(3), state=JobState.COMPLETED, array_task_id=2, ended_at_s=1.0)
         experience = Experience(longest_runs_s={0: 12.0, 1000: 7.25}, easy_wait_s=99.0, began_s=-5.5)
@@ -78,19 +80,19 @@ def full_worlds(draw: st.DrawFn) -> Snapshot:
 @given(full_worlds(), POLICIES, st.booleans())
 def test_a_saved_world_is_the_same_and_planned_alike(snapshot: Snapshot, policy: Policy, preempts: bool) -> None:
     policy = replace(policy, preempt=RULES) if preempts else policy
-    text = json.dumps(world_to_json(snapshot, policy), allow_nan=False)
-    assert world_from_json(json.loads(text)) == (snapshot, policy)
-    assert plan(*world_from_json(json.loads(text))) == plan(snapshot, policy)
+    text = json.dumps(snapshot_to_json(snapshot, policy), allow_nan=False)
+    assert snapshot_from_json(json.loads(text)) == (snapshot, policy)
+    assert plan(*snapshot_from_json(json.loads(text))) == plan(snapshot, policy)
 
 
 def test_a_world_saved_when_there_were_fewer_fields_is_read() -> None:
     part = PromisedPart(node=NodeName("n0"), tasks=1, use=(1, 2, ()), slots=())
-    some = Request(shape=Shape())
+    some = ResourceRequest(shape=Shape())
     promise = Promise(job_id=JobId(7), partition="p", request=some, start_s=5.0, parts=(part,))
     snapshot = Snapshot(now_s=0.0, nodes=(), partitions={}, promises={JobId(7): promise})
-    saved = world_to_json(snapshot, Policy())
+    saved = snapshot_to_json(snapshot, Policy())
     assert saved["snapshot"]["promises"]["7"]["parts"][0].pop() == part.component == 0  # of before heterogeneous jobs
-    assert world_from_json(saved) == (snapshot, Policy())
+    assert snapshot_from_json(saved) == (snapshot, Policy())
 
 
 @pytest.mark.parametrize(
@@ -103,6 +105,6 @@ def test_a_world_saved_when_there_were_fewer_fields_is_read() -> None:
     ],
 )
 def test_what_is_no_saved_world_is_refused_with_why(change: dict, why: str) -> None:
-    good = world_to_json(Snapshot(now_s=0.0, nodes=(), partitions={}), Policy())
+    good = snapshot_to_json(Snapshot(now_s=0.0, nodes=(), partitions={}), Policy())
     with pytest.raises(ProtocolError, match=why):
-        world_from_json(good | change)
+        snapshot_from_json(good | change)

@@ -11,7 +11,7 @@ from property.test_plan import POLICIES, worlds
 from hpcsched.model.job import Reason
 from hpcsched.model.units import MINUTE_S, format_time_s
 from hpcsched.sched.explain.explain import explain
-from hpcsched.sched.place.request import Request, Shape
+from hpcsched.sched.place.request import ResourceRequest, Shape
 from hpcsched.sched.plan import plan
 from hpcsched.sched.policy import Policy
 from hpcsched.sched.snapshot import PendingJob, Snapshot
@@ -19,11 +19,11 @@ from hpcsched.sched.snapshot import PendingJob, Snapshot
 MOST_MINUTES = 3
 
 
-def smaller(request: Request) -> Iterator[tuple[str, list[tuple[str, Request]]]]:
+def smaller(request: ResourceRequest) -> Iterator[tuple[str, list[tuple[str, ResourceRequest]]]]:
     """Yield what can be asked for less of: the option, and what would be written, the largest first."""
     shape, limit_s = request.shape, request.time_limit_s
 
-    def with_shape(shape: Shape) -> Request:
+    def with_shape(shape: Shape) -> ResourceRequest:
         return replace(request, shape=shape)
 
     if limit_s and MINUTE_S < limit_s <= (MOST_MINUTES + 1) * MINUTE_S:
@@ -43,7 +43,7 @@ def smaller(request: Request) -> Iterator[tuple[str, list[tuple[str, Request]]]]
         yield "without --exclude", [("without --exclude", with_shape(replace(shape, exclude=())))]
 
 
-def starts(snapshot: Snapshot, policy: Policy, job: PendingJob, request: Request) -> bool:
+def starts(snapshot: Snapshot, policy: Policy, job: PendingJob, request: ResourceRequest) -> bool:
     changed = tuple(replace(other, request=request) if other is job else other for other in snapshot.pending)
     made = plan(replace(snapshot, pending=changed), policy)
     return any(start.job_id == job.id for start in made.starts)

@@ -43,9 +43,9 @@ from hpcsched.lifecycle.events import (
     Suspended,
 )
 from hpcsched.lifecycle.job import apply, submitted_jobs
-from hpcsched.model.ids import JobId, Token
+from hpcsched.model.ids import JobId, LaunchToken
 from hpcsched.model.job import ACTIVE, FINAL, Job, JobState
-from hpcsched.sched.queue.usage import Used
+from hpcsched.sched.queue.usage import UsedResources
 from hpcsched.store.store import Batch
 from simulation.machine import Machine, Program
 
@@ -81,7 +81,7 @@ def as_violation(error: BaseException) -> Violation:
 class Execution:
     """A program that ran, or runs."""
 
-    token: Token
+    token: LaunchToken
     machine: str
     live: int = 0  # processes
     code: int | None = None  # of the main one, if it ended by itself
@@ -115,7 +115,7 @@ class Truth:
 
     def program_runs(self, machine: Machine, program: Program) -> None:
         """A program's first instruction."""
-        token = Token.parse(program.token)
+        token = LaunchToken.parse(program.token)
         self._world.tell(f"{self._world.words(program.token)} runs on {machine.name} (pid {program.pid})")
         if program.token in self.executions:
             self.broken("I1", f"{program.token} is executed a second time")
@@ -232,7 +232,7 @@ class Truth:
 
     def _check_end_known(self, job: Job, event: Event) -> None:
         kept = self._kept.get(job.token)
-        if kept is None or Token.parse(job.token).incarnation in self.strays:
+        if kept is None or LaunchToken.parse(job.token).incarnation in self.strays:
             return
         machine, final = kept
         if isinstance(event, Exited):
@@ -240,7 +240,7 @@ class Truth:
             code = 0 if signum else max(final["codes"], default=0)
             if (event.exit.code, event.exit.signal) != (code, signum):
                 self.broken("end", f"{job.token} ended with {(code, signum)}, and {event.exit} is recorded")
-        elif isinstance(event, NodeLost) and event.node == Token.parse(job.token).node:
+        elif isinstance(event, NodeLost) and event.node == LaunchToken.parse(job.token).node:
             by_its_node = not any(words in event.why for words in BY_ADMIN)
             if by_its_node and self._world.machines[event.node] is machine:  # else its name leads to another disk
                 self.broken("end", f"{job.token} has ended, its node's disk says how, and it is lost: {event.why}")
@@ -289,7 +289,7 @@ class Truth:
             if not all(job_id in stored for job_id in ids):
                 self.broken("I3", f"submission {name} was acknowledged as {ids}, and is not there")
 
-    def _check_charged(self, usage: Iterable[Used]) -> None:
+    def _check_charged(self, usage: Iterable[UsedResources]) -> None:
         """Users are charged what their jobs are, once: a crash loses and doubles nothing."""
         charged = sum(dict(row.amounts).get("cpu", 0.0) for row in usage)
         held = sum(job.charged_cpu_s for job in self.rows.values())

@@ -10,7 +10,7 @@ from collections import namedtuple
 from collections.abc import Callable, Sequence
 
 from hpcsched.client import Json
-from hpcsched.listing.formats import Cell, Field, Look
+from hpcsched.listing.formats import Cell, FormatField, Look
 from hpcsched.listing.text import date_text
 from hpcsched.model.hostlist import compress_hostlist
 from hpcsched.model.units import format_time_s
@@ -138,64 +138,67 @@ def _default_time(partition: Partition) -> str:
 # fmt: off
 # Fields that tell groups apart: a partition's (if any is shown, lines are per partition), and a node's texts.
 _OF_PARTITION = (
-    Field("partition", "P", "PARTITION", _partition(lambda one: one["name"] + "*" * one["default"]), longs=("partition",)),
-    Field("partitionname", "R", "PARTITION", _partition(lambda one: one["name"]), longs=("partitionname",)),
-    Field("avail", "a", "AVAIL", _partition(avail_text), longs=("available",)),
-    Field("limit", "l", "TIMELIMIT", _partition(_limit), longs=("time",)),
-    Field("usual", "L", "DEFAULTTIME", _partition(_default_time), longs=("defaulttime",)),
-    Field("tier", "p", "PRIO_TIER", _partition(lambda one: str(one["priority_tier"])), longs=("prioritytier",)),
-    Field("factor", "I", "PRIO_JOB_FACTOR", _partition(lambda one: str(one["priority_job_factor"])),
+    FormatField("partition", "P", "PARTITION", _partition(lambda one: one["name"] + "*" * one["default"]),
+          longs=("partition",)),
+    FormatField("partitionname", "R", "PARTITION", _partition(lambda one: one["name"]), longs=("partitionname",)),
+    FormatField("avail", "a", "AVAIL", _partition(avail_text), longs=("available",)),
+    FormatField("limit", "l", "TIMELIMIT", _partition(_limit), longs=("time",)),
+    FormatField("usual", "L", "DEFAULTTIME", _partition(_default_time), longs=("defaulttime",)),
+    FormatField("tier", "p", "PRIO_TIER", _partition(lambda one: str(one["priority_tier"])), longs=("prioritytier",)),
+    FormatField("factor", "I", "PRIO_JOB_FACTOR", _partition(lambda one: str(one["priority_job_factor"])),
           longs=("priorityjobfactor",)),
-    Field("groups", "g", "GROUPS", _one("all"), longs=("groups",)),
-    Field("root", "r", "ROOT", _one("no"), longs=("root",)),
-    Field("size", "s", "JOB_SIZE", _one("1-infinite"), longs=("size",)),
-    Field("shared", "h", "OVERSUBSCRIBE", _one("NO"), longs=("oversubscribe", "share")),
-    Field("most", "B", "MAX_CPUS_PER_NODE", _one("UNLIMITED"), longs=("maxcpuspernode",)),
-    Field("preempt", "M", "PREEMPT_MODE", _one("OFF"), longs=("preemptmode",)),
-    Field("from", "S", "ALLOCNODES", _one("all"), longs=("allocnodes",)),
+    FormatField("groups", "g", "GROUPS", _one("all"), longs=("groups",)),
+    FormatField("root", "r", "ROOT", _one("no"), longs=("root",)),
+    FormatField("size", "s", "JOB_SIZE", _one("1-infinite"), longs=("size",)),
+    FormatField("shared", "h", "OVERSUBSCRIBE", _one("NO"), longs=("oversubscribe", "share")),
+    FormatField("most", "B", "MAX_CPUS_PER_NODE", _one("UNLIMITED"), longs=("maxcpuspernode",)),
+    FormatField("preempt", "M", "PREEMPT_MODE", _one("OFF"), longs=("preemptmode",)),
+    FormatField("from", "S", "ALLOCNODES", _one("all"), longs=("allocnodes",)),
 )
 _OF_NODE = (
-    Field("state", "T", "STATE", _each(lambda node: state_text(node, short=False)), longs=("statelong",)),
-    Field("st", "t", "STATE", _each(lambda node: state_text(node, short=True)), longs=("statecompact", "state")),
-    Field("states", "", "STATECOMPLETE", _each(lambda node: state_text(node, short=False)), longs=("statecomplete",)),
-    Field("features", "f", "AVAIL_FEATURES", _each(lambda node: ",".join(node["features"]) or "(null)"), longs=("features",)),
-    Field("active", "b", "ACTIVE_FEATURES", _each(lambda node: ",".join(node["features"]) or "(null)"),
+    FormatField("state", "T", "STATE", _each(lambda node: state_text(node, short=False)), longs=("statelong",)),
+    FormatField("st", "t", "STATE", _each(lambda node: state_text(node, short=True)), longs=("statecompact", "state")),
+    FormatField("states", "", "STATECOMPLETE", _each(lambda node: state_text(node, short=False)), longs=("statecomplete",)),
+    FormatField("features", "f", "AVAIL_FEATURES", _each(lambda node: ",".join(node["features"]) or "(null)"),
+          longs=("features",)),
+    FormatField("active", "b", "ACTIVE_FEATURES", _each(lambda node: ",".join(node["features"]) or "(null)"),
           longs=("features-act", "features_act")),
-    Field("gres", "G", "GRES", _each(gres_text), longs=("gres",)),
-    Field("gresused", "", "GRES_USED", _each(_gres_used), longs=("gresused",)),
-    Field("reason", "E", "REASON", _each(lambda node: reason_of(node)[0]), longs=("reason",)),
-    Field("user", "u", "USER", _each(lambda node: reason_of(node)[1]), longs=("user",)),
-    Field("userlong", "U", "USER", _each(lambda node: reason_of(node)[1]), longs=("userlong",)),
-    Field("since", "H", "TIMESTAMP", _each(lambda node: reason_of(node)[2]), longs=("timestamp",)),
-    Field("reservation", "i", "RESERVATION", _each(lambda node: node.get("reservation") or ""), longs=("reservation",)),
+    FormatField("gres", "G", "GRES", _each(gres_text), longs=("gres",)),
+    FormatField("gresused", "", "GRES_USED", _each(_gres_used), longs=("gresused",)),
+    FormatField("reason", "E", "REASON", _each(lambda node: reason_of(node)[0]), longs=("reason",)),
+    FormatField("user", "u", "USER", _each(lambda node: reason_of(node)[1]), longs=("user",)),
+    FormatField("userlong", "U", "USER", _each(lambda node: reason_of(node)[1]), longs=("userlong",)),
+    FormatField("since", "H", "TIMESTAMP", _each(lambda node: reason_of(node)[2]), longs=("timestamp",)),
+    FormatField("reservation", "i", "RESERVATION", _each(lambda node: node.get("reservation") or ""), longs=("reservation",)),
 )
 _BY_NAME = (  # they show each node on a line of its own
-    Field("hosts", "n", "HOSTNAMES", _each(lambda node: node["name"]), longs=("nodehost",)),
-    Field("address", "o", "NODE_ADDR", _each(lambda node: node["host"]), longs=("nodeaddr",)),
+    FormatField("hosts", "n", "HOSTNAMES", _each(lambda node: node["name"]), longs=("nodehost",)),
+    FormatField("address", "o", "NODE_ADDR", _each(lambda node: node["host"]), longs=("nodeaddr",)),
 )
 _OF_GROUP = (
-    Field("nodelist", "N", "NODELIST", _names, longs=("nodelist",)),
-    Field("nodes", "D", "NODES", lambda group, look: str(len(group.nodes)), True, ("nodes",)),
-    Field("use", "A", "NODES(A/I)", _slashes(node_counts, 2), longs=("nodeai",)),
-    Field("usage", "F", "NODES(A/I/O/T)", _slashes(node_counts), longs=("nodeaiot",)),
-    Field("cpustate", "C", "CPUS(A/I/O/T)", _slashes(cpu_counts), longs=("cpusstate",)),
-    Field("cpus", "c", "CPUS", _least(lambda node: node["cpus"]), True, ("cpus",)),
-    Field("memory", "m", "MEMORY", _least(lambda node: node["mem_mib"]), True, ("memory",)),
-    Field("allocmem", "", "ALLOCMEM", _least(lambda node: node["mem_alloc_mib"]), True, ("allocmem",)),
-    Field("free", "e", "FREE_MEM", _least(lambda node: node["mem_mib"] - node["mem_alloc_mib"]), True, ("freemem",)),
-    Field("disk", "d", "TMP_DISK", _least(lambda node: node.get("tmp_mib") or 0), True, ("disk",)),
-    Field("load", "O", "CPU_LOAD", _one("N/A"), True, ("cpusload",)),
-    Field("weight", "w", "WEIGHT", _least(lambda node: node["weight"]), True, ("weight",)),
-    Field("sockets", "X", "SOCKETS", _one("1"), True, ("sockets",)),
-    Field("cores", "Y", "CORES", _least(lambda node: node["cpus"]), True, ("cores",)),
-    Field("threads", "Z", "THREADS", _one("1"), True, ("threads",)),
-    Field("sct", "z", "S:C:T", lambda group, look: f"1:{_least(lambda node: node['cpus'])(group, look)}:1", True,
+    FormatField("nodelist", "N", "NODELIST", _names, longs=("nodelist",)),
+    FormatField("nodes", "D", "NODES", lambda group, look: str(len(group.nodes)), True, ("nodes",)),
+    FormatField("use", "A", "NODES(A/I)", _slashes(node_counts, 2), longs=("nodeai",)),
+    FormatField("usage", "F", "NODES(A/I/O/T)", _slashes(node_counts), longs=("nodeaiot",)),
+    FormatField("cpustate", "C", "CPUS(A/I/O/T)", _slashes(cpu_counts), longs=("cpusstate",)),
+    FormatField("cpus", "c", "CPUS", _least(lambda node: node["cpus"]), True, ("cpus",)),
+    FormatField("memory", "m", "MEMORY", _least(lambda node: node["mem_mib"]), True, ("memory",)),
+    FormatField("allocmem", "", "ALLOCMEM", _least(lambda node: node["mem_alloc_mib"]), True, ("allocmem",)),
+    FormatField("free", "e", "FREE_MEM", _least(lambda node: node["mem_mib"] - node["mem_alloc_mib"]), True, ("freemem",)),
+    FormatField("disk", "d", "TMP_DISK", _least(lambda node: node.get("tmp_mib") or 0), True, ("disk",)),
+    FormatField("load", "O", "CPU_LOAD", _one("N/A"), True, ("cpusload",)),
+    FormatField("weight", "w", "WEIGHT", _least(lambda node: node["weight"]), True, ("weight",)),
+    FormatField("sockets", "X", "SOCKETS", _one("1"), True, ("sockets",)),
+    FormatField("cores", "Y", "CORES", _least(lambda node: node["cpus"]), True, ("cores",)),
+    FormatField("threads", "Z", "THREADS", _one("1"), True, ("threads",)),
+    FormatField("sct", "z", "S:C:T", lambda group, look: f"1:{_least(lambda node: node['cpus'])(group, look)}:1", True,
           ("socketcorethread",)),
-    Field("version", "v", "VERSION", _one("23.02.7"), longs=("version",)),
-    Field("cluster", "V", "CLUSTER", _one("N/A"), longs=("cluster",)),
-    Field("port", "", "PORT", lambda group, look: str(group.nodes[0]["port"] or 22) if group.nodes else "n/a", True, ("port",)),
-    Field("comment", "", "COMMENT", _one("(null)"), longs=("comment",)),
-    Field("extra", "", "EXTRA", _one("(null)"), longs=("extra",)),
+    FormatField("version", "v", "VERSION", _one("23.02.7"), longs=("version",)),
+    FormatField("cluster", "V", "CLUSTER", _one("N/A"), longs=("cluster",)),
+    FormatField("port", "", "PORT", lambda group, look: str(group.nodes[0]["port"] or 22) if group.nodes else "n/a",
+          True, ("port",)),
+    FormatField("comment", "", "COMMENT", _one("(null)"), longs=("comment",)),
+    FormatField("extra", "", "EXTRA", _one("(null)"), longs=("extra",)),
 )
 # fmt: on
 FIELDS = (*_OF_PARTITION, *_OF_NODE, *_BY_NAME, *_OF_GROUP)
@@ -220,7 +223,7 @@ def groups_of(
 
 
 def _grouped(
-    partition: Partition | None, nodes: Sequence[Node], apart: Sequence[Field], look: Look, *, each: bool
+    partition: Partition | None, nodes: Sequence[Node], apart: Sequence[FormatField], look: Look, *, each: bool
 ) -> list[Group]:
     groups: dict[tuple[str, ...], list[Node]] = {}
     for node in nodes:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hpcsched import client
 from hpcsched.client import Json
 from hpcsched.commands.options import Words
-from hpcsched.listing.formats import Field, Look, format_lines, parse_percent
+from hpcsched.listing.formats import FormatField, Look, format_lines, parse_percent
 from hpcsched.listing.states import ACTIVE_STATES
 from hpcsched.model.hostlist import compress_hostlist
 from hpcsched.model.units import format_time_s
@@ -15,16 +15,18 @@ from hpcsched.model.units import format_time_s
 FORMAT = "%.15i %.8j %.9P %.8u %.9M %N"
 
 FIELDS = (
-    Field("id", "i", "STEPID", lambda step, look: step["id"]),
-    Field("task", "A", "TASKS", lambda step, look: str(step["ntasks"])),
-    Field("name", "j", "NAME", lambda step, look: step["name"] or step["step"]),
-    Field("partition", "P", "PARTITION", lambda step, look: step["job"]["partition"]),
-    Field("user", "u", "USER", lambda step, look: step["job"]["user"]),
-    Field("uid", "U", "UID", lambda step, look: str(step["job"]["uid"])),
-    Field("limit", "l", "TIME_LIMIT", lambda step, look: format_time_s(step["job"]["time_limit_s"])),
-    Field("time", "M", "TIME", lambda step, look: format_time_s(look.now_s - (step["started_at_s"] or look.now_s))),
-    Field("nodelist", "N", "NODELIST", lambda step, look: compress_hostlist(step["nodes"])),
-    Field("start", "S", "START_TIME", lambda step, look: look.date(step["started_at_s"])),
+    FormatField("id", "i", "STEPID", lambda step, look: step["id"]),
+    FormatField("task", "A", "TASKS", lambda step, look: str(step["ntasks"])),
+    FormatField("name", "j", "NAME", lambda step, look: step["name"] or step["step"]),
+    FormatField("partition", "P", "PARTITION", lambda step, look: step["job"]["partition"]),
+    FormatField("user", "u", "USER", lambda step, look: step["job"]["user"]),
+    FormatField("uid", "U", "UID", lambda step, look: str(step["job"]["uid"])),
+    FormatField("limit", "l", "TIME_LIMIT", lambda step, look: format_time_s(step["job"]["time_limit_s"])),
+    FormatField(
+        "time", "M", "TIME", lambda step, look: format_time_s(look.now_s - (step["started_at_s"] or look.now_s))
+    ),
+    FormatField("nodelist", "N", "NODELIST", lambda step, look: compress_hostlist(step["nodes"])),
+    FormatField("start", "S", "START_TIME", lambda step, look: look.date(step["started_at_s"])),
 )
 
 

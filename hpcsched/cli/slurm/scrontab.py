@@ -17,7 +17,7 @@ from hpcsched.client import Json
 from hpcsched.commands.options import HELP, VERSION, Command, Option, UsageError, Words
 from hpcsched.commands.slurm import ELSEWHERE, Face
 from hpcsched.errors import RequestError
-from hpcsched.model.cron import MAX_TEXT_BYTES, Line, parse_crontab
+from hpcsched.model.cron import MAX_TEXT_BYTES, CronLine, parse_crontab
 
 FACE = Face(
     Command(
@@ -122,13 +122,13 @@ def _install(text: str, user: str) -> None:
     client.call("POST", "/v1/crontab", {"text": text, "jobs": jobs, "user": user})
 
 
-def _job(line: Line, user: str) -> Json:
+def _job(line: CronLine, user: str) -> Json:
     """Return the job of an entry. Raises RequestError with the number of the line."""
     import pwd
     import time
 
     from hpcsched.jobscript.scan import parse_command_line
-    from hpcsched.jobscript.submission import Words as Submitted
+    from hpcsched.jobscript.submission import SubmissionWords as Submitted
     from hpcsched.jobscript.submission import read_submission
     from hpcsched.model.codec import spec_to_json
 

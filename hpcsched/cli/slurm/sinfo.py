@@ -14,7 +14,16 @@ from hpcsched.cli.slurm import look_again, run_face
 from hpcsched.client import Json
 from hpcsched.commands.options import HELP_LONG, VERSION, Command, Option, UsageError, Words
 from hpcsched.commands.slurm import ELSEWHERE, Face, with_names
-from hpcsched.listing.formats import Cell, Field, Look, cell_text, format_lines, header_text, parse_long, parse_percent
+from hpcsched.listing.formats import (
+    Cell,
+    FormatField,
+    Look,
+    cell_text,
+    format_lines,
+    header_text,
+    parse_long,
+    parse_percent,
+)
 from hpcsched.model.hostlist import expand_hostlist
 
 FORMAT = "%9P %.5a %.10l %.6D %.6t %N"
@@ -158,7 +167,7 @@ def _is_in(node: Json, word: str) -> bool:
     return node["state"] in states
 
 
-def _text_of(field: Field) -> Callable[[Group], str]:
+def _text_of(field: FormatField) -> Callable[[Group], str]:
     look = Look(0.0)
     return lambda group: field.text(group, look)
 

@@ -23,7 +23,7 @@ from hpcsched.controller.requests.jobs import end_lost
 from hpcsched.errors import NotFoundError, RequestError
 from hpcsched.lifecycle.events import Adopted, Claimed, Started
 from hpcsched.lifecycle.job import can
-from hpcsched.model.ids import ALLOC_STEP, BATCH_STEP, JobId, NodeName, Token
+from hpcsched.model.ids import ALLOC_STEP, BATCH_STEP, JobId, LaunchToken, NodeName
 from hpcsched.model.job import Job, JobState, Reason
 from hpcsched.sched.queue.eligible import Wait
 from hpcsched.store.world import Kept, Transaction, World, is_attempt_of
@@ -31,13 +31,13 @@ from hpcsched.store.world import Kept, Transaction, World, is_attempt_of
 LIVING = (protocol.CLAIMED, protocol.READY, protocol.STARTED)
 
 
-def keep(world: World, node: NodeName, token: Token, report: protocol.Report, answer: Answer) -> None:
+def keep(world: World, node: NodeName, token: LaunchToken, report: protocol.Report, answer: Answer) -> None:
     """Note what `node` runs of a former incarnation, until an admin has decided or it has ended."""
     world.kept[node, report.token] = Kept(token=token, report=report)
     answer.acks.append(report.seq)
 
 
-def take(tx: Transaction, node: NodeName, token: Token, report: protocol.Report, answer: Answer) -> bool:
+def take(tx: Transaction, node: NodeName, token: LaunchToken, report: protocol.Report, answer: Answer) -> bool:
     """Take a report of a former incarnation: adopt the job that it is about, or keep it for an admin's decision.
 
     Return False if it is to be treated as all reports are: as of a job of ours, or of what is to be ended.
@@ -183,15 +183,15 @@ def end(tx: Transaction, asker: Asker, references: Iterable[str]) -> dict[NodeNa
     return answers
 
 
-def is_adopted(world: World, token: Token) -> bool:
+def is_adopted(world: World, token: LaunchToken) -> bool:
     """Return whether the launch is a part of a job that was adopted."""
     job = world.jobs.get(token.job_id)
     return job is not None and job.token in world.adopted and is_attempt_of(job, token)
 
 
-def _named(world: World, references: Iterable[str]) -> list[Token]:
+def _named(world: World, references: Iterable[str]) -> list[LaunchToken]:
     """Return the launches that are meant: whole tokens, or their beginnings up to a dot; "all"."""
-    found: dict[str, Token] = {}
+    found: dict[str, LaunchToken] = {}
     for reference in references:
         meant = [
             kept.token

@@ -24,7 +24,7 @@ from hpcsched.sched.limits.rules import (
     SUBMISSION,
     Holder,
     Kind,
-    Rule,
+    LimitRule,
     Whose,
     never_text,
     rules_of,
@@ -127,7 +127,7 @@ def let_in(world: World, user: str, spec: JobSpec, partitions: Sequence[Partitio
 
 
 def _why_never(
-    world: World, spec: JobSpec, partition: Partition, rules: Sequence[Rule], limit_s: int | None
+    world: World, spec: JobSpec, partition: Partition, rules: Sequence[LimitRule], limit_s: int | None
 ) -> str | None:
     """Return which rule a job breaks by itself, in a sentence, or None."""
     accounting = world.config.accounting
@@ -163,12 +163,12 @@ def _whose(partition: Partition, user: str, spec: JobSpec) -> Whose:
     return Whose(partition=partition.name, account=spec.account, user=user, qos=spec.qos)
 
 
-def _within_walls(rules: Sequence[Rule], limit_s: int | None) -> int | None:
+def _within_walls(rules: Sequence[LimitRule], limit_s: int | None) -> int | None:
     walls = [int(rule.most) for rule in rules if rule.kind is Kind.WALL]
     return min([*walls, *([limit_s] if limit_s is not None else [])], default=None)
 
 
-def _why_too_many(world: World, user: str, spec: JobSpec, rules: Sequence[Rule]) -> str | None:
+def _why_too_many(world: World, user: str, spec: JobSpec, rules: Sequence[LimitRule]) -> str | None:
     """Say why a job is one too many, or None. All that wait and run are looked at, but only if that may be so."""
     tasks = _tasks(spec)
     for rule in rules:
@@ -191,7 +191,7 @@ def _why_too_many(world: World, user: str, spec: JobSpec, rules: Sequence[Rule])
     return None
 
 
-def _counts(world: World, job: Job, rule: Rule) -> bool:
+def _counts(world: World, job: Job, rule: LimitRule) -> bool:
     """Say whether `job` is one of the rule's holder."""
     match rule.holder:
         case Holder.QOS:
@@ -206,7 +206,7 @@ def _counts(world: World, job: Job, rule: Rule) -> bool:
             return accounting.is_part_of(account, (rule.name,))
 
 
-def _refusal(rule: Rule, text: str) -> str:
+def _refusal(rule: LimitRule, text: str) -> str:
     return f"cannot submit the job: Job violates accounting/QOS policy: {rule.reason}: {text}"
 
 

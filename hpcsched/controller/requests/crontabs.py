@@ -17,7 +17,7 @@ from hpcsched.api.identity import Asker, asker_of
 from hpcsched.controller.requests import jobs
 from hpcsched.errors import RequestError
 from hpcsched.model.codec import spec_from_json
-from hpcsched.model.cron import MAX_YEARS, Crontab, Entry, next_time_s, parse_crontab, parse_schedule, with_disabled
+from hpcsched.model.cron import MAX_YEARS, CronEntry, Crontab, next_time_s, parse_crontab, parse_schedule, with_disabled
 from hpcsched.model.ids import JobId
 from hpcsched.model.job import FINAL, Job, JobState
 from hpcsched.store.world import Transaction, World
@@ -39,7 +39,7 @@ def install(tx: Transaction, owner: Asker, text: str, specs: Sequence[Any]) -> C
             raise RequestError("cannot take the crontab: an entry cannot be an array")
     remove(tx, owner)
     entries = tuple(
-        Entry(number=line.number, schedule=line.schedule, spec=json.dumps(spec))
+        CronEntry(number=line.number, schedule=line.schedule, spec=json.dumps(spec))
         for line, spec in zip(lines, specs, strict=True)
     )
     crontab = Crontab(uid=owner.uid, user=owner.user, text=text, entries=entries)
@@ -85,13 +85,13 @@ def _keep_up_entry(tx: Transaction, uid: int, at: int) -> None:
     tx.set_crontab(uid, replace(crontab, entries=entries))
 
 
-def _is_live(tx: Transaction, entry: Entry) -> bool:
+def _is_live(tx: Transaction, entry: CronEntry) -> bool:
     """Return whether the entry's job has not ended, or its next submission is not due yet."""
     job = _job_of(tx, entry)
     return (job is not None and job.state not in FINAL) or entry.retry_at_s > tx.now_s
 
 
-def _submitted(tx: Transaction, owner: Asker, entry: Entry) -> Entry:
+def _submitted(tx: Transaction, owner: Asker, entry: CronEntry) -> CronEntry:
     """Return the entry with its next job submitted, or with why that cannot be."""
     due_s = next_time_s(parse_schedule(entry.schedule), tx.now_s)
     if due_s is None:
@@ -121,5 +121,5 @@ def view(crontab: Crontab | None) -> dict[str, Any]:
     return {"text": crontab.text, "entries": shown, "user": crontab.user}
 
 
-def _job_of(tx: Transaction, entry: Entry) -> Job | None:
+def _job_of(tx: Transaction, entry: CronEntry) -> Job | None:
     return tx.world.jobs.get(JobId(entry.job_id)) if entry.job_id else None

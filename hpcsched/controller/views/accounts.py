@@ -11,9 +11,9 @@ from typing import Any
 from hpcsched.controller.usage_ledger import charged, used_now
 from hpcsched.model.ids import JobId
 from hpcsched.sched.policy import Policy
-from hpcsched.sched.queue.fairshare import Standing, standings
+from hpcsched.sched.queue.fairshare import ShareUsage, share_usages
 from hpcsched.sched.queue.priority import Breakdown, breakdown_of, scale_of
-from hpcsched.sched.queue.usage import Used
+from hpcsched.sched.queue.usage import UsedResources
 from hpcsched.sched.snapshot import PendingJob, Snapshot
 from hpcsched.store.world import World
 
@@ -68,7 +68,7 @@ def share_views(world: World, now_s: float) -> Json:
     """Return the tree of accounts and users, root first, with shares, usage and factors."""
     accounting = world.config.accounting
     used = used_now(world, now_s)
-    lines = standings(accounting, charged(world, now_s))
+    lines = share_usages(accounting, charged(world, now_s))
     return {
         "algorithm": accounting.fairness.value,
         "half_life_s": accounting.half_life_s,
@@ -76,7 +76,7 @@ def share_views(world: World, now_s: float) -> Json:
     }
 
 
-def _share_view(line: Standing, used: list[Used], world: World) -> Json:
+def _share_view(line: ShareUsage, used: list[UsedResources], world: World) -> Json:
     view = asdict(line)
     view["level_fs"] = None if math.isinf(line.level_fs) else line.level_fs  # null: nothing used yet
     amounts: dict[str, float] = {}
@@ -87,7 +87,7 @@ def _share_view(line: Standing, used: list[Used], world: World) -> Json:
     return view | {"tres_seconds": amounts}
 
 
-def _is_of(row: Used, line: Standing, world: World) -> bool:
+def _is_of(row: UsedResources, line: ShareUsage, world: World) -> bool:
     if line.user:
         return (row.account, row.user) == line.association
     return not line.account or world.config.accounting.is_part_of(row.account, (line.account,))

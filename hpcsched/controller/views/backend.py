@@ -54,9 +54,9 @@ from hpcsched.model.node import Link
 from hpcsched.model.numbers import whole_number
 from hpcsched.model.reservation import at
 from hpcsched.model.spec import JobSpec
-from hpcsched.model.training import Training
+from hpcsched.model.training import TrainingStatus
 from hpcsched.model.units import parse_signal
-from hpcsched.sched.snapshot_json import world_to_json
+from hpcsched.sched.snapshot_json import snapshot_to_json
 from hpcsched.shareprobe import problem_of, question
 from hpcsched.steps.files import job_files
 from hpcsched.store.backup import back_up
@@ -140,7 +140,7 @@ class ControllerBackend(Reading):
             views[0]["training"] = training_view(self._training(jobs[0]))
         return {"now_s": now_s, "jobs": views}
 
-    def _training(self, job: Job) -> Training | None:
+    def _training(self, job: Job) -> TrainingStatus | None:
         """Return how far the job said that it is, from the store if it has ended."""
         if job.state in FINAL:
             return self._controller.store.load_training([job.id]).get(job.id)
@@ -426,7 +426,7 @@ class ControllerBackend(Reading):
     async def snapshot(self) -> Json:
         """Return the world as a plan sees it, for whoever asks: nothing that hqueue, hinfo and hshare do not show to all."""
         snapshot = self._controller.snapshot(self._world.jobs_to_plan(), self._clock())
-        return {"world": await asyncio.to_thread(world_to_json, snapshot, self._controller.policy)}
+        return {"world": await asyncio.to_thread(snapshot_to_json, snapshot, self._controller.policy)}
 
     def shares(self) -> Json:
         now_s = self._clock()

@@ -21,10 +21,10 @@ from hpcsched.lifecycle.events import (
     NodeCleared,
     NodeLost,
     NodesAdded,
-    NodesGivenUp,
     NodeSilent,
-    NodesKept,
     NodesReleased,
+    NodesReserved,
+    NodesUnreserved,
     Released,
     Requeued,
     Respecified,
@@ -93,7 +93,7 @@ def sentence(job: Job, event: Event, ending: bool) -> str:
             return f"suspended {who}"
         case Resumed():
             return "goes on" if event.by_uid is None else f"goes on: resumed by {user_name(event.by_uid)}"
-        case NodesKept():
+        case NodesReserved():
             nodes = compress_hostlist(share.node for share in event.shares)
             return f"{nodes} is kept for it: what it needs there is being freed"
         case ShrinkAsked():
@@ -103,7 +103,7 @@ def sentence(job: Job, event: Event, ending: bool) -> str:
             return f"gives {compress_hostlist(event.nodes)} back"
         case NodesAdded():
             return f"is given {compress_hostlist(share.node for share in event.shares)} as well"
-        case NodesGivenUp():
+        case NodesUnreserved():
             return f"nothing is kept for it any more: {event.why}"
         case EndRequested():
             back = ", to be queued again" if event.requeue else ""

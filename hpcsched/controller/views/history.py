@@ -21,7 +21,7 @@ from hpcsched.api.views import step_view, training_view
 from hpcsched.errors import RequestError
 from hpcsched.model.job import MAX_COMPONENTS, Job, components_of
 from hpcsched.model.numbers import number, whole_number
-from hpcsched.model.training import Training
+from hpcsched.model.training import TrainingStatus
 from hpcsched.store.engine import open_read_only
 from hpcsched.store.rows import HistoryQuery, StepRow
 from hpcsched.store.store import Store
@@ -38,7 +38,7 @@ class _Part(NamedTuple):
 
     jobs: list[Job]
     steps: list[StepRow]
-    training: dict[int, Training]
+    training: dict[int, TrainingStatus]
 
 
 async def history_text(database: Path, world: World, asker: Asker, query: Json, now_s: float) -> bytes:

@@ -19,7 +19,7 @@ from hpcsched.errors import NotFoundError, RequestError
 from hpcsched.listing import queue
 from hpcsched.listing.formats import Look
 from hpcsched.listing.jobs import index_ranges
-from hpcsched.listing.queue import Listing, Row, make_listing, ranks_of, row_of
+from hpcsched.listing.queue import Listing, QueueRow, make_listing, ranks_of, row_of
 from hpcsched.listing.states import SPECIAL_EXIT
 from hpcsched.listing.table import DIM, painted
 from hpcsched.listing.text import split_list
@@ -48,7 +48,7 @@ class _Kept(NamedTuple):
     wait: object
     priority: int | None
     said: tuple[tuple[str, Any], ...]
-    row: Row
+    row: QueueRow
 
 
 class _Watched(Look):
@@ -70,7 +70,7 @@ class QueueRows:
 
     async def rows(
         self, jobs: Iterable[Job], listing: Listing, layout: tuple[object, ...], asker: Asker, look: Look
-    ) -> list[Row]:
+    ) -> list[QueueRow]:
         """Return the rows that show `jobs`; `layout` says what `listing` was made of."""
         kept = self._table((*layout, asker, look.time_format))
         singles, folds = (list(jobs), []) if listing.array else _folded(jobs, ended=listing.fold)
@@ -102,7 +102,7 @@ class QueueRows:
         self._kept[key] = table  # the last one used is the last to go
         return table
 
-    def _row(self, job: Job, listing: Listing, table: dict[int, _Kept], asker: Asker, look: Look) -> Row:
+    def _row(self, job: Job, listing: Listing, table: dict[int, _Kept], asker: Asker, look: Look) -> QueueRow:
         world = self._world
         view = JobView(job, world, asker, look[0])
         if job.state in ACTIVE:
@@ -127,7 +127,7 @@ class QueueRows:
         listing: Listing,
         table: dict[int, _Kept],
         look: Look,
-    ) -> Row:
+    ) -> QueueRow:
         watched = _Watched(*look)
         row = row_of(view, listing, watched, ranked=False)
         said = tuple([(name, view[name]) for name in _SAID if name in view])

@@ -13,7 +13,7 @@ from hpcsched.model.hostlist import compress_hostlist
 from hpcsched.model.ids import JobId
 from hpcsched.model.job import Job, JobState, Reason
 from hpcsched.sched.explain.explain import explain, in_words
-from hpcsched.sched.explain.what_would_start import Turn
+from hpcsched.sched.explain.what_would_start import WhatIf
 from hpcsched.sched.policy import Policy
 from hpcsched.sched.preempt.plan import full_plan
 from hpcsched.sched.snapshot import Snapshot
@@ -65,7 +65,7 @@ def first_start(snapshot: Snapshot, policy: Policy, job_id: JobId) -> Json:
             return answer | {"reason": "None", "text": text}
     wait = made.waits[job_id]
     answer |= {"reason": wait.reason.value, "start_s": wait.expected_start_s}
-    place = Turn(snapshot, policy, job).place() if wait.reason in (Reason.RESOURCES, Reason.PRIORITY) else None
+    place = WhatIf(snapshot, policy, job).place() if wait.reason in (Reason.RESOURCES, Reason.PRIORITY) else None
     if place is not None:
         answer |= {"start_s": place.start_s, "nodes": list(place.nodes), "node_list": compress_hostlist(place.nodes)}
         answer |= {"cpus": place.cpus, "partition": place.partition}

@@ -15,8 +15,8 @@ from hpcsched.model.job import Reason
 from hpcsched.model.units import UNLIMITED_S, format_time_s
 from hpcsched.sched.decisions import Plan
 from hpcsched.sched.explain.sentences import lacks, listed, needs
-from hpcsched.sched.explain.what_would_start import Place, Turn, smaller_requests
-from hpcsched.sched.place.request import Request
+from hpcsched.sched.explain.what_would_start import ExpectedPlace, WhatIf, smaller_requests
+from hpcsched.sched.place.request import ResourceRequest
 from hpcsched.sched.place.timeline import Timeline
 from hpcsched.sched.policy import Backfill, Policy
 from hpcsched.sched.queue.priority import in_order, scale_of
@@ -41,7 +41,7 @@ class Explanation:
     nearest: tuple[str, ...] = ()  # of these nodes, those that lack least
     expected_start_s: float | None = None
     firm: bool = False  # it starts no later than that if running jobs last to their time limits
-    place: Place | None = None  # what that start is based on
+    place: ExpectedPlace | None = None  # what that start is based on
     smaller: tuple[str, ...] | None = None  # what would start now instead; None: was not asked, it is no matter of size
 
 
@@ -53,7 +53,7 @@ def explain(snapshot: Snapshot, policy: Policy, the_plan: Plan, job_id: JobId) -
         return None
     early = _is_early(job, snapshot)
     ahead = _ahead(snapshot, policy, the_plan, job) if wait.reason in _IN_LINE and not early else None
-    turn = Turn(snapshot, policy, job) if wait.reason in _OF_REQUEST and not early else None
+    turn = WhatIf(snapshot, policy, job) if wait.reason in _OF_REQUEST and not early else None
     place = turn.place() if turn is not None else None
     verdicts = _verdicts(snapshot, policy, job)
     expected_s = wait.expected_start_s
@@ -99,7 +99,7 @@ def _either(options: tuple[str, ...]) -> str:
     return " or ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
 
 
-def _needs(request: Request) -> str:
+def _needs(request: ResourceRequest) -> str:
     limit_s = request.time_limit_s
     return f"{needs(request.shape)} for {format_time_s(limit_s)}" if limit_s else needs(request.shape)
 
@@ -117,7 +117,7 @@ def _start_words(explanation: Explanation, now_s: float) -> str:
     return f"It starts in {format_time_s(in_s)} {basis}, if running jobs last to their time limits."
 
 
-def _basis(place: Place, explanation: Explanation, now_s: float) -> str:
+def _basis(place: ExpectedPlace, explanation: Explanation, now_s: float) -> str:
     """Return whose ends the start waits for."""
     ids = [display_id for display_id, _ in place.until_ended]
     if not ids:
@@ -168,7 +168,7 @@ def _reserved(job: PendingJob, node: NodeView, snapshot: Snapshot) -> list[str]:
     """Return in words which reservation keeps the job from the node, as a list of one; empty: none does."""
     now_s = snapshot.now_s
     ends_s = now_s + (job.request.time_limit_s or UNLIMITED_S)
-    own = [block for block in snapshot.blocks if block.name == job.reservation]
+    own = [block for block in snapshot.reserved_intervals if block.name == job.reservation]
     ends_s = min([ends_s, *(block.end_s for block in own)])
     if job.reservation and not any(node.name in block.nodes for block in own):
         return [f"is not in reservation {job.reservation}"]
@@ -177,7 +177,9 @@ def _reserved(job: PendingJob, node: NodeView, snapshot: Snapshot) -> list[str]:
         return [f"is not reserved for it yet: in {format_time_s(int(begins_s - now_s))}"]
     if any(block.overrides for block in own):
         return []
-    blocks = [block for block in snapshot.blocks if block.name != job.reservation and node.name in block.nodes]
+    blocks = [
+        block for block in snapshot.reserved_intervals if block.name != job.reservation and node.name in block.nodes
+    ]
     first = min((block for block in blocks if block.start_s < ends_s), key=lambda block: block.start_s, default=None)
     if first is None:
         return []

@@ -10,7 +10,7 @@ from hpcsched.sched.place.features import matches
 from hpcsched.sched.place.gpus import GpuSlot, gpus_taken, shard_choices, whole_gpus
 from hpcsched.sched.place.node_fit import mem_least
 from hpcsched.sched.place.request import GpuCounts, Shape, gpus_least
-from hpcsched.sched.place.timeline import Room
+from hpcsched.sched.place.timeline import NodeResources
 from hpcsched.sched.snapshot import NodeView
 
 _SMALL = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
@@ -68,7 +68,7 @@ def needs(shape: Shape) -> str:
     return ", ".join([whole, *extras])
 
 
-def lacks(shape: Shape, node: NodeView, types: tuple[GpuSlot, ...], room: Room) -> list[str]:
+def lacks(shape: Shape, node: NodeView, types: tuple[GpuSlot, ...], room: NodeResources) -> list[str]:
     """Return what `node`, with `room` free, lacks to take one share of `shape`; empty if it can."""
     if shape.components:
         return min((lacks(one, node, types, room) for one in shape.components), key=len)
@@ -104,7 +104,7 @@ def _has(whole: int, free: int) -> str:
     return f"has {max(0, free)} of {whole}"
 
 
-def _gpus_free(asked: GpuCounts, types: tuple[GpuSlot, ...], node: NodeView, room: Room) -> str:
+def _gpus_free(asked: GpuCounts, types: tuple[GpuSlot, ...], node: NodeView, room: NodeResources) -> str:
     kinds = [kind for kind, _ in asked if kind != ANY_GPU]
     for kind in kinds:
         if kind not in [slot.type for slot in types]:
@@ -115,7 +115,7 @@ def _gpus_free(asked: GpuCounts, types: tuple[GpuSlot, ...], node: NodeView, roo
     return f"{_has(sum(gpu.type.lower() == kinds[0] for gpu in node.gpus), free)} {kinds[0]} GPUs free"
 
 
-def _shards_free(asked: GpuCounts, types: tuple[GpuSlot, ...], room: Room) -> str:
+def _shards_free(asked: GpuCounts, types: tuple[GpuSlot, ...], room: NodeResources) -> str:
     """Return what a node lacks that has no GPU with so many shards free."""
     kind = asked[0][0]
     free = [

@@ -23,7 +23,7 @@ from hpcsched.model.reservation import Reservation
 from hpcsched.model.resources import Share
 from hpcsched.model.units import MINUTE_S, UNLIMITED_S, format_mem, format_time_s, known_limit_s
 from hpcsched.sched.decisions import Plan, Start
-from hpcsched.sched.place.request import GpuCounts, Request, Shape
+from hpcsched.sched.place.request import GpuCounts, ResourceRequest, Shape
 from hpcsched.sched.place.reserved_intervals import NEVER_S
 from hpcsched.sched.plan import Planner
 from hpcsched.sched.policy import Backfill, Policy
@@ -39,7 +39,7 @@ FEW_COUNTS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class ExpectedPlace:
     """Where and when a job can start at the earliest. `until_ended`: the running jobs whose ends it waits for, the last first."""
 
     start_s: float
@@ -49,7 +49,7 @@ class Place:
     until_ended: tuple[tuple[str, float], ...] = ()  # display id, end by its limit
 
 
-class Turn:
+class WhatIf:
     """The world when a plan comes to look at `job`. Not for several threads at once."""
 
     def __init__(self, snapshot: Snapshot, policy: Policy, job: PendingJob) -> None:
@@ -68,19 +68,19 @@ class Turn:
         self._planner = Planner(replace(snapshot, pending=ahead), policy)
         self._planner.plan()
 
-    def place(self) -> Place | None:
+    def place(self) -> ExpectedPlace | None:
         """Return where and when the job can start at the earliest, if all that runs lasts to its limit; None: not known."""
         found = [place for view in self._views if (place := self._place(view)) is not None]
         return min(found, key=lambda place: place.start_s, default=None)
 
-    def starts(self, request: Request) -> bool:
+    def starts(self, request: ResourceRequest) -> bool:
         """Say whether the job would start now if it had asked for this."""
         few = FEW_OUT_OF_ORDER if self._policy.backfill is Backfill.DEFAULT else FEW
         if len(self._snapshot.pending) + len(self._snapshot.running) + len(self._snapshot.nodes) <= few:
             return self._starts_in_a_plan(request)
         return any(self._planner.offer(replace(view, request=request)) is not None for view in self._views)
 
-    def _starts_in_a_plan(self, request: Request) -> bool:
+    def _starts_in_a_plan(self, request: ResourceRequest) -> bool:
         mine = self._job
         others = tuple(replace(view, request=request) for view in mine.others)
         changed = replace(mine, request=request, others=others)
@@ -94,12 +94,12 @@ class Turn:
                 break
         return any(start.job_id == mine.id for start in planner.starts)
 
-    def _place(self, view: PendingJob) -> Place | None:
+    def _place(self, view: PendingJob) -> ExpectedPlace | None:
         found = self._planner.expected(view)
         if found is None:
             return None
         start_s, parts = found
-        return Place(
+        return ExpectedPlace(
             start_s=start_s,
             partition=view.partition,
             nodes=tuple(self._snapshot.nodes[part.node].name for part in parts),
@@ -117,7 +117,7 @@ class Turn:
         return tuple((display_id, end_s) for end_s, display_id in ends if end_s <= start_s)
 
 
-def smaller_requests(turn: Turn, request: Request) -> tuple[str, ...]:
+def smaller_requests(turn: WhatIf, request: ResourceRequest) -> tuple[str, ...]:
     """Return what asked for instead would start now, each as the option to change: ``--time=30:00``, ``--nodes=1``."""
     found = [_less_time(turn, request)]
     found += [option for option in _fewer(turn, request)]
@@ -127,14 +127,14 @@ def smaller_requests(turn: Turn, request: Request) -> tuple[str, ...]:
     return tuple(option for option in found if option)
 
 
-def _less_time(turn: Turn, request: Request) -> str:
+def _less_time(turn: WhatIf, request: ResourceRequest) -> str:
     limit_s = request.time_limit_s if request.time_limit_s else UNLIMITED_S
     most = min(-(-limit_s // MINUTE_S) - 1, LONGEST_MINUTES)
     minutes = _largest(most, lambda count: turn.starts(replace(request, time_limit_s=count * MINUTE_S)))
     return f"--time={format_time_s(minutes * MINUTE_S)}" if minutes else ""
 
 
-def _fewer(turn: Turn, request: Request) -> Iterator[str]:
+def _fewer(turn: WhatIf, request: ResourceRequest) -> Iterator[str]:
     """Yield the options of what can be counted, with the largest number that would start now."""
     for option, most, made in _counts(request.shape):
         count = _largest(most, partial(_starts_with, turn, request, made))
@@ -142,7 +142,7 @@ def _fewer(turn: Turn, request: Request) -> Iterator[str]:
             yield option(count)
 
 
-def _starts_with(turn: Turn, request: Request, made: Callable[[int], Shape], count: int) -> bool:
+def _starts_with(turn: WhatIf, request: ResourceRequest, made: Callable[[int], Shape], count: int) -> bool:
     return turn.starts(replace(request, shape=made(count)))
 
 

@@ -8,7 +8,8 @@ others start if they touch no promise. The young come by the time they have wait
 (see `predict`), weighed by their size: whoever waits moves up, a short job quickly. They start if they fit and touch no promise.
 
 The work of those who overtake is what keeps the others waiting. So the nearer the one who has waited longest is to the measure,
-the shorter a job must be to be preferred: expected times beyond `Moment.long_s` count alike, and such jobs come as they arrived.
+the shorter a job must be to be preferred: expected times beyond `WaitBound.long_s` count alike,
+and such jobs keep their order of arrival.
 
 Jobs that ask for next to nothing (see `quick`) go ahead of all, promises or not, while nobody has waited for nearly as long as
 the measure. So a promise can be late, but not for many at once: what goes ahead holds a small share of the machine.
@@ -56,7 +57,7 @@ class Candidate(NamedTuple, Generic[Job]):
     job: Job
 
 
-class Room(Protocol[Job]):
+class Capacity(Protocol[Job]):
     """What is free, and who has it."""
 
     def most(self) -> float:
@@ -72,7 +73,7 @@ class Room(Protocol[Job]):
         """Keep room for `one`, which does not fit now, from the first time at or after `from_s` at which it fits."""
 
 
-class Moment:
+class WaitBound:
     """The guard's numbers at one moment: who is old, and what counts as long.
 
     `easy_wait_s`: plain EASY's longest wait so far; `learning`: that says too little yet; `first_waited_s`: for so long the one
@@ -155,7 +156,7 @@ class Moment:
         return max(self.now_s, one.since_s + part * self.measure_s)
 
 
-def decide(line: Sequence[Candidate[Job]], moment: Moment, room: Room[Job]) -> Iterator[None]:
+def decide(line: Sequence[Candidate[Job]], moment: WaitBound, room: Capacity[Job]) -> Iterator[None]:
     """Start jobs of `line` (as they stand in it) in `room`, and promise others a start; each step is a look at one job."""
     guard = moment.guard
     gone: set[int] = set()

@@ -15,14 +15,14 @@ from typing import Protocol
 
 from hpcsched.model.accounting import CPU, GPU, MEM
 from hpcsched.model.ids import JobId, NodeName
-from hpcsched.sched.guard.decide import Candidate, Moment, decide
+from hpcsched.sched.guard.decide import Candidate, WaitBound, decide
 from hpcsched.sched.guard.predict import Needed
-from hpcsched.sched.limits.quota import Tally
+from hpcsched.sched.limits.quota import LimitCounts
 from hpcsched.sched.limits.tres import Held, all_of, held_by, least_of
 from hpcsched.sched.policy import Backfill, Guard, Policy
 from hpcsched.sched.queue.priority import scale_of, without_age
-from hpcsched.sched.queue.queues import Lanes
-from hpcsched.sched.run_time import Lasting
+from hpcsched.sched.queue.queues import PartitionQueues
+from hpcsched.sched.run_time import RunTimes
 from hpcsched.sched.snapshot import NodeView, PendingJob, RunningJob, Snapshot
 
 ALL = float("inf")
@@ -36,9 +36,9 @@ class PlanUnderWay(Protocol):
     guard: Guard
     needed: Needed | None
     priorities: dict[JobId, int]
-    lanes: Lanes
-    lasting: Lasting
-    tally: Tally
+    lanes: PartitionQueues
+    lasting: RunTimes
+    tally: LimitCounts
     gone: set[JobId]
 
     def start_now(self, job: PendingJob) -> bool:
@@ -88,9 +88,9 @@ def _those_ahead(planner: PlanUnderWay, queue: Sequence[PendingJob]) -> Iterator
         yield
 
 
-def _moment(planner: PlanUnderWay, line: Sequence[Candidate[PendingJob]]) -> Moment:
+def _moment(planner: PlanUnderWay, line: Sequence[Candidate[PendingJob]]) -> WaitBound:
     now_s, guard, experience = planner.snapshot.now_s, planner.guard, planner.snapshot.experience
-    return Moment(
+    return WaitBound(
         guard,
         now_s,
         experience.easy_wait_s,

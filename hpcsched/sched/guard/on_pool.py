@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hpcsched.sched.guard.decide import Candidate, Moment, decide
+from hpcsched.sched.guard.decide import Candidate, WaitBound, decide
 from hpcsched.sched.guard.predict import History, Needed, RequestUse
-from hpcsched.sched.guard.shadow_easy import Rehearsal
+from hpcsched.sched.guard.shadow_easy import ShadowEasy
 from hpcsched.sched.place.reserved_intervals import NEVER_S
 from hpcsched.sched.policy import Guard
 from hpcsched.sched.pool.conservative import Steps, steps_of
@@ -29,7 +29,7 @@ class GuardedPool(Pool):
         self.history = History()
         self.request_use = RequestUse()
         self.needed: Needed | None = None  # while requests are not trusted
-        self.rehearsal = Rehearsal(size)
+        self.rehearsal = ShadowEasy(size)
         self.line: dict[int, Candidate[Waiting]] = {}
         self.starts_s: dict[int, float] = {}
         self.learnt_at_s: float | None = None  # from then on the rehearsal is the measure
@@ -94,7 +94,7 @@ class GuardedPool(Pool):
             self.needed = Needed(self.history.longest_s, guard.distrust_times)
         if self.needed is not None or not was_trusted:  # who is quick changes with what users run
             self.line = line = {job: one._replace(is_quick=self.is_quick(job)) for job, one in line.items()}
-        moment = Moment(
+        moment = WaitBound(
             guard,
             now_s,
             self.rehearsal.longest_wait_s,

@@ -16,7 +16,7 @@ from heapq import heappop, heappush
 from hpcsched.sched.pool.easy import EasyPool
 
 
-class Rehearsal:
+class ShadowEasy:
     """Plain EASY on the jobs that have come so far to a machine of `size` processors, as far as it is known.
 
     Jobs are known by their number in the order of submission.

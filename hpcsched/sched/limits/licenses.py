@@ -12,7 +12,7 @@ from hpcsched.sched.place.reserved_intervals import NEVER_S
 from hpcsched.sched.pool.conservative import Steps
 
 
-class Counted:
+class FreeLicenses:
     """What is free of each licence: all of `totals` less what `held` has until its time."""
 
     def __init__(self, now_s: float, totals: Mapping[str, int], held: Iterable[tuple[LicenseCounts, float]]) -> None:

@@ -26,7 +26,7 @@ from hpcsched.sched.limits.rules import (
     TIMED,
     Holder,
     Kind,
-    Rule,
+    LimitRule,
     Whose,
     minutes,
     never_text,
@@ -60,7 +60,7 @@ class _Count:
 class _Scope:
     """What all jobs of one user, account, QOS and partition have alike."""
 
-    rules: tuple[Rule, ...]
+    rules: tuple[LimitRule, ...]
     timed: bool  # some rule asks for the time limit
     factor: float
     stranger: Wait | None  # why none of them may start: the account or the QOS is gone
@@ -211,7 +211,7 @@ class Quota:
         whole = self._with_billing(held_by(job.shares, self._nodes, job.licenses), job.partition)
         return {name: held.get(name, 0.0) + whole.get(name, 0.0) for name in {**whole, **held}}
 
-    def _more(self, rule: Rule, held: Held, limit_s: float | None, factor: float) -> float:
+    def _more(self, rule: LimitRule, held: Held, limit_s: float | None, factor: float) -> float:
         """Return what the job would add to what others take of the limit; 0: nothing, or it is about the job alone."""
         if rule.kind in (Kind.MAX_JOBS, Kind.GRP_JOBS):
             return 1
@@ -221,7 +221,7 @@ class Quota:
             return minutes(held.get(rule.resource, 0.0) * factor, limit_s)
         return 0
 
-    def _have(self, rule: Rule, user: str) -> float:
+    def _have(self, rule: LimitRule, user: str) -> float:
         """Return what is taken of the limit."""
         count = self._counts.get((rule.holder, rule.name, user if rule.kind in EACH_USER else ""), _NOTHING)
         if rule.kind in (Kind.MAX_JOBS, Kind.GRP_JOBS):
@@ -230,7 +230,7 @@ class Quota:
             return count.minutes.get(rule.resource, 0.0) + self._used_minutes(rule)
         return count.held.get(rule.resource, 0.0)
 
-    def _used_minutes(self, rule: Rule) -> float:
+    def _used_minutes(self, rule: LimitRule) -> float:
         """Return what ended jobs of the holder have used, as it counts now."""
         key = (rule.holder, rule.name, rule.resource)
         if key not in self._minutes_used:
@@ -279,7 +279,7 @@ def _has_limits(snapshot: Snapshot) -> bool:
 # accounts, QOS and partitions by `quota`.
 
 
-class Tally:
+class LimitCounts:
     """What runs, counted, and what the plan starts beside it."""
 
     def __init__(self, snapshot: Snapshot) -> None:

@@ -47,7 +47,7 @@ class Holder(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class LimitRule:
     """At most `most` of `resource` ("": of jobs, or of seconds), says the holder."""
 
     kind: Kind
@@ -77,9 +77,9 @@ class Whose:
     qos: str
 
 
-def rules_of(accounting: Accounting, partition: Partition | None, whose: Whose) -> tuple[Rule, ...]:
+def rules_of(accounting: Accounting, partition: Partition | None, whose: Whose) -> tuple[LimitRule, ...]:
     """Return the rules that such jobs are under: of the QOS, the partition, the user and the accounts."""
-    rules: list[Rule] = []
+    rules: list[LimitRule] = []
     qos = accounting.quality(whose.qos)
     if qos is not None:
         rules += _all(qos.limits, Holder.QOS, qos.name)
@@ -98,20 +98,22 @@ def rules_of(accounting: Accounting, partition: Partition | None, whose: Whose) 
     return tuple(rules)
 
 
-def _all(limits: Limits, holder: Holder, name: str) -> Iterator[Rule]:
+def _all(limits: Limits, holder: Holder, name: str) -> Iterator[LimitRule]:
     for kind in Kind:
         value: int | Tres | None = getattr(limits, kind.value)
         if isinstance(value, tuple):
             for resource, most in value:
-                yield Rule(kind=kind, holder=holder, name=name, most=most, resource=resource)
+                yield LimitRule(kind=kind, holder=holder, name=name, most=most, resource=resource)
         elif value is not None:
-            yield Rule(kind=kind, holder=holder, name=name, most=value)
+            yield LimitRule(kind=kind, holder=holder, name=name, most=value)
 
 
 # ----- what can never be
 
 
-def why_never(rules: tuple[Rule, ...], held: Mapping[str, float], limit_s: float | None, factor: float) -> Rule | None:
+def why_never(
+    rules: tuple[LimitRule, ...], held: Mapping[str, float], limit_s: float | None, factor: float
+) -> LimitRule | None:
     """Return the rule that a job with `held` and this time limit breaks by itself, whatever else runs; None: none.
 
     `factor`: how many times what it uses is charged (only limits on what has been used in all ask for that).
@@ -119,7 +121,7 @@ def why_never(rules: tuple[Rule, ...], held: Mapping[str, float], limit_s: float
     return next((rule for rule in rules if _alone(rule, held, limit_s, factor) > rule.most), None)
 
 
-def _alone(rule: Rule, held: Mapping[str, float], limit_s: float | None, factor: float) -> float:
+def _alone(rule: LimitRule, held: Mapping[str, float], limit_s: float | None, factor: float) -> float:
     """Return what the job adds to what the rule bounds."""
     match rule.kind:
         case Kind.WALL:
@@ -141,7 +143,7 @@ def minutes(amount: float, limit_s: float | None) -> float:
     return amount * limit_s / MINUTE_S if limit_s is not None else float("inf")
 
 
-def never_text(rule: Rule, held: Mapping[str, float], limit_s: float | None, factor: float) -> str:
+def never_text(rule: LimitRule, held: Mapping[str, float], limit_s: float | None, factor: float) -> str:
     """Return the sentence about a job that breaks `rule` by itself."""
     asked = _alone(rule, held, limit_s, factor)
     each = "each user" if rule.kind in EACH_USER else "all jobs together" if rule.kind in GROUP else "a job"
@@ -157,7 +159,7 @@ def never_text(rule: Rule, held: Mapping[str, float], limit_s: float | None, fac
     )
 
 
-def now_text(rule: Rule, user: str, have: float, more: float) -> str:
+def now_text(rule: LimitRule, user: str, have: float, more: float) -> str:
     """Return the sentence about a job that would need `more` while so much is taken already."""
     who = f"{user}'s jobs" if rule.kind in EACH_USER else "its jobs"
     bound = "each user" if rule.kind in EACH_USER else "all jobs together"
@@ -170,7 +172,7 @@ def now_text(rule: Rule, user: str, have: float, more: float) -> str:
     )
 
 
-def amount_text(rule: Rule, amount: float) -> str:
+def amount_text(rule: LimitRule, amount: float) -> str:
     """Return an amount of the rule's resource in words: ``8 cpus``, ``120 GPU-minutes``."""
     timed = rule.kind in (Kind.GRP_MINUTES, Kind.JOB_MINUTES)
     number = f"{amount:.0f}"
@@ -191,7 +193,7 @@ _NOUNS = {CPU: "cpu", MEM: "MiB", NODE: "node", GPU: "GPU", BILLING: "billing"}
 # ----- Slurm's words
 
 
-def _reason(rule: Rule) -> Reason:
+def _reason(rule: LimitRule) -> Reason:
     side = "QOS" if rule.holder in (Holder.QOS, Holder.PARTITION) else "Assoc"
     what = GPU if rule.resource.startswith(GPU) else LICENSE if rule.resource.startswith(LICENSE) else rule.resource
     memory = "Memory" if side == "QOS" else "Mem"

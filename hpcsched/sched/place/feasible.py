@@ -16,7 +16,7 @@ from hpcsched.sched.explain.sentences import gpu_words, listed, needs, plural, s
 from hpcsched.sched.place.features import matches
 from hpcsched.sched.place.gang import choose, seats_apart
 from hpcsched.sched.place.node_fit import Seat, mem_least, seat_of, tasks_that_fit
-from hpcsched.sched.place.request import Request, Shape, gpu_count, gpus_least
+from hpcsched.sched.place.request import ResourceRequest, Shape, gpu_count, gpus_least
 from hpcsched.sched.place.timeline import whole
 from hpcsched.sched.snapshot import NodeView, allows, node_view
 
@@ -51,7 +51,7 @@ def _never_apart(components: Sequence[Shape], nodes: Sequence[NodeView]) -> bool
     return seats_apart(components, pick) is None
 
 
-def impossible(request: Request, nodes: Iterable[Node | NodeView], partition: Partition) -> str | None:
+def impossible(request: ResourceRequest, nodes: Iterable[Node | NodeView], partition: Partition) -> str | None:
     """Return why a job that asks for `request` can never run in `partition`, in a sentence with the numbers; None: it can."""
     views = [node if isinstance(node, NodeView) else node_view(node) for node in nodes]
     return _too_long(request, partition) or impossible_shape(request.shape, views, partition)
@@ -80,7 +80,7 @@ def _impossible_components(shape: Shape, nodes: list[NodeView], partition: Parti
     return None
 
 
-def _too_long(request: Request, partition: Partition) -> str | None:
+def _too_long(request: ResourceRequest, partition: Partition) -> str | None:
     limit_s, most_s = request.time_limit_s, partition.max_time_s
     if most_s is None or (limit_s is not None and 0 < limit_s <= most_s):
         return None

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from hpcsched.model.resources import Share
 from hpcsched.sched.place.gpus import GpuSlot, Units
 from hpcsched.sched.place.request import Shape, gpu_count
-from hpcsched.sched.place.timeline import Room, less
+from hpcsched.sched.place.timeline import NodeResources, less
 from hpcsched.sched.snapshot import Snapshot
 
 MOST_DEMANDS = 24  # the most common ones; they are nearly all of what comes as a rule
@@ -50,13 +50,13 @@ class Mix:
         self._parts = [(demand, count / total) for demand, count in common]
         cpus = sum(demand.cpus * part for demand, part in self._parts)
         self._cpus_per_gpu = max(cpus, 1.0) / sum(demand.gpu_amount * part for demand, part in self._parts)
-        self._known: dict[tuple[GpuSlot, ...], dict[Room, float]] = {}
+        self._known: dict[tuple[GpuSlot, ...], dict[NodeResources, float]] = {}
 
-    def newly_stranded(self, slots: tuple[GpuSlot, ...], room: Room, use: Room) -> int:
+    def newly_stranded(self, slots: tuple[GpuSlot, ...], room: NodeResources, use: NodeResources) -> int:
         """Return how many millionths of a GPU more are stranded once `use` is taken of `room`; below 0: fewer."""
         return round((self.stranded(slots, less(room, use)) - self.stranded(slots, room)) * _MICRO)
 
-    def stranded(self, slots: tuple[GpuSlot, ...], room: Room) -> float:
+    def stranded(self, slots: tuple[GpuSlot, ...], room: NodeResources) -> float:
         """Return how many of the GPUs that are free in `room` are expected to be of no use."""
         known = self._known.setdefault(slots, {})
         lost = known.get(room)
@@ -64,7 +64,7 @@ class Mix:
             lost = known[room] = self._stranded(slots, room)
         return lost
 
-    def _stranded(self, slots: tuple[GpuSlot, ...], room: Room) -> float:
+    def _stranded(self, slots: tuple[GpuSlot, ...], room: NodeResources) -> float:
         cpus, mem_mib, units = room
         free = sum([count / slot.shards for slot, count in zip(slots, units, strict=True)])
         if not free:

@@ -1,12 +1,11 @@
-"""Jobs that fit or do not fit alike, and where they fit: now, or at the earliest time to come.
+"""Jobs of equal shape: which nodes they can start on now, and the earliest time at which they fit.
 
-A `Group` has the jobs of one shape in one partition (and reservation). When each of its nodes could hold a share of theirs is in
-its `Openings`, which groups with equal shares on the same nodes have in common. A shape is *alike* if any of those nodes do,
-so that counting them is enough; for the others (tasks or GPUs to spread as the nodes have room) seats are tried out.
+A `ShapeGroup` has the jobs of one shape in one partition (and reservation). Its `Openings` say when each node can hold a
+share of such a job; groups with equal shares on the same nodes use the same `Openings`. A shape is *alike* if any of those
+nodes will do, so that counting nodes is enough. Other shapes have tasks or GPUs to spread by what each node has free; for
+them, seats are tried out. The components of a heterogeneous job are groups of their own, which `ComponentGroup` combines.
 
-The components of a heterogeneous job are groups of their own, which `Apart` holds together.
-
-Knows nothing of order, policies and reasons.
+Knows nothing of order, policies and wait reasons.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from itertools import islice
 
 from hpcsched.sched.place.fragmentation import Mix
 from hpcsched.sched.place.gang import choose, seats_apart
-from hpcsched.sched.place.node_fit import Fit, Part, Seat, Seating, fit_of, parts_of, seat_at, seat_of
+from hpcsched.sched.place.node_fit import Fit, NodePart, Seat, Seating, fit_of, parts_of, seat_at, seat_of
 from hpcsched.sched.place.openings import Floors, Openings
 from hpcsched.sched.place.request import Shape
 from hpcsched.sched.place.reserved_intervals import NEVER_S, Closed
-from hpcsched.sched.place.timeline import Room, Timeline
+from hpcsched.sched.place.timeline import NodeResources, Timeline
 from hpcsched.sched.snapshot import PendingJob, Snapshot, allows
 
 # ----- the earliest time at which a gang that has tasks or GPUs to spread will fit, if all that runs lasts to its limit
@@ -35,7 +34,7 @@ from hpcsched.sched.snapshot import PendingJob, Snapshot, allows
 
 def earliest_start(
     timeline: Timeline, shape: Shape, openings: Openings, required: frozenset[int], limit_s: float, from_s: float
-) -> tuple[float, list[Part]] | None:
+) -> tuple[float, list[NodePart]] | None:
     """Return when, `from_s` at the earliest, `shape` can run for `limit_s`, and what it would take; None: never.
 
     It takes nodes that have least free now, so that what is free now stays open to others meanwhile.
@@ -156,7 +155,7 @@ def share_of(shape: Shape) -> Shape:
     )
 
 
-class Groups:
+class ShapeGroups:
     """The groups of one plan, made as jobs ask for them."""
 
     def __init__(self, snapshot: Snapshot, timeline: Timeline, closed: Closed, mix: Mix | None) -> None:
@@ -164,23 +163,23 @@ class Groups:
         self._timeline = timeline
         self._closed = closed
         self._mix = mix
-        self._groups: dict[tuple[int, str, str], Group | Apart] = {}
+        self._groups: dict[tuple[int, str, str], ShapeGroup | ComponentGroup] = {}
         self._openings: dict[tuple[object, ...], Openings] = {}  # by all that they depend on
 
     def __len__(self) -> int:
         return len(self._groups)
 
-    def of(self, job: PendingJob, nodes: Sequence[int]) -> Group | Apart:
+    def of(self, job: PendingJob, nodes: Sequence[int]) -> ShapeGroup | ComponentGroup:
         """Return the group of `job`, for which `nodes` are those of its partition that answer."""
         shape = job.request.shape
         group = self._groups.get((id(shape), job.partition, job.reservation))
         if group is None:
             made = [self._made(one, job, nodes) for one in shape.each]
-            group = Apart(self._timeline, shape, made) if shape.components else made[0]
+            group = ComponentGroup(self._timeline, shape, made) if shape.components else made[0]
             self._groups[id(shape), job.partition, job.reservation] = group
         return group
 
-    def _made(self, shape: Shape, job: PendingJob, nodes: Sequence[int]) -> Group:
+    def _made(self, shape: Shape, job: PendingJob, nodes: Sequence[int]) -> ShapeGroup:
         timeline = self._timeline
         if shape.features or shape.exclude or shape.mincpus or shape.tmp_mib:
             nodes = [at for at in nodes if allows(shape, self._snapshot.nodes[at])]
@@ -194,10 +193,10 @@ class Groups:
         openings = self._openings.get(key)
         if openings is None:
             openings = self._openings[key] = Openings(timeline, share, nodes, self._closed.to(job.reservation))
-        return Group(timeline, shape, nodes, required, openings, self._mix)
+        return ShapeGroup(timeline, shape, nodes, required, openings, self._mix)
 
 
-class Group:
+class ShapeGroup:
     """The jobs of one shape on some nodes. `nodes` are those that it may use, `required` the ones that it must."""
 
     def __init__(
@@ -222,11 +221,11 @@ class Group:
         self._given = len(timeline.given)
         self._seen = 0  # so many of the timeline's changes are in `_seating`
         self._window = (-1, -1)  # what `_seating` was made for: reservations in all, dips before the job's end
-        self._uses: dict[tuple[int, Room], Room] = {}
+        self._uses: dict[tuple[int, NodeResources], NodeResources] = {}
         self._mix = mix
-        self._fits: dict[tuple[int, Room], Fit | None] = {}
+        self._fits: dict[tuple[int, NodeResources], Fit | None] = {}
 
-    def place(self, end_s: float) -> list[Part] | None:
+    def place(self, end_s: float) -> list[NodePart] | None:
         """Return what a job of this group that ends by `end_s` would get now, or None."""
         timeline = self._timeline
         self._forget_if_given()
@@ -243,7 +242,7 @@ class Group:
         rooms = [timeline.free_until(seat.node, end_s) for seat in chosen]
         return parts_of(self.shape, chosen, timeline.nodes, timeline.types, rooms, self._mix)
 
-    def place_with(self, own: Sequence[Part], own_from_s: float, end_s: float) -> list[Part] | None:
+    def place_with(self, own: Sequence[NodePart], own_from_s: float, end_s: float) -> list[NodePart] | None:
         """Return what a job would get now, by `place`, if its `own` parts, kept for it from `own_from_s` on, were not kept.
 
         If its shape is not alike, only those nodes are thought of. That is exact where `place` has found nothing.
@@ -266,7 +265,7 @@ class Group:
         parts = parts_of(self.shape, others, timeline.nodes, timeline.types, rooms, self._mix) if others else []
         return sorted([*mine, *parts], key=lambda part: part.node)
 
-    def earliest(self, limit_s: float, from_s: float) -> tuple[float, list[Part]] | None:
+    def earliest(self, limit_s: float, from_s: float) -> tuple[float, list[NodePart]] | None:
         """Return when, `from_s` at the earliest, a job of this group can run for `limit_s`, and on what; None: never."""
         self._forget_if_given()
         self._openings.catch_up()
@@ -296,7 +295,7 @@ class Group:
             seats += [seat] if seat is not None else []
         return sorted(seats)
 
-    def parts_on(self, seats: Sequence[Seat], start_s: float, end_s: float) -> list[Part]:
+    def parts_on(self, seats: Sequence[Seat], start_s: float, end_s: float) -> list[NodePart]:
         """Return what a job of this group takes of `seats`, which are all that it gets."""
         timeline = self._timeline
         rooms = [timeline.profiles[seat.node].free_over(start_s, end_s) for seat in seats]
@@ -337,7 +336,7 @@ class Group:
         self._seen = len(timeline.changed)
         return [seat for seat in self._seating.ordered if until_s.get(seat.node, 0.0) >= end_s]
 
-    def could_have(self, own: Part, own_from_s: float, end_s: float) -> bool:
+    def could_have(self, own: NodePart, own_from_s: float, end_s: float) -> bool:
         """Say whether its part of a node is free from now until `own_from_s`, and the node is not set aside until `end_s`."""
         timeline = self._timeline
         now_s = timeline.now_s
@@ -377,13 +376,13 @@ class Group:
 
     # ----- in time to come, of any nodes
 
-    def _shares(self, start_s: float, limit_s: float) -> list[Part]:
+    def _shares(self, start_s: float, limit_s: float) -> list[NodePart]:
         able = self._openings.able(start_s, limit_s)
         chosen = self._timeline.least_free(able, self.shape.nodes_max)
         tasks = self.shape.ntasks if self.shape.ntasks is not None else self.shape.tasks_min
-        return [Part(node=node, tasks=tasks, use=self._use(node, start_s, start_s + limit_s)) for node in chosen]
+        return [NodePart(node=node, tasks=tasks, use=self._use(node, start_s, start_s + limit_s)) for node in chosen]
 
-    def _use(self, node: int, start_s: float, end_s: float) -> Room:
+    def _use(self, node: int, start_s: float, end_s: float) -> NodeResources:
         """Return what one share takes of `node`: worked out once for each kind of node and what it has free."""
         timeline = self._timeline
         types = timeline.types[node]
@@ -397,29 +396,29 @@ class Group:
         return use
 
 
-class Apart:
-    """The heterogeneous jobs of one shape, whose components are `groups` that take no node of each other; else as a `Group`."""
+class ComponentGroup:
+    """Heterogeneous jobs of one shape: a `ShapeGroup` for each component, on nodes that differ between components."""
 
-    def __init__(self, timeline: Timeline, shape: Shape, groups: Sequence[Group]) -> None:
+    def __init__(self, timeline: Timeline, shape: Shape, groups: Sequence[ShapeGroup]) -> None:
         self.shape = shape
         self.nodes = sorted({node for group in groups for node in group.nodes})
         self.required = frozenset([node for group in groups for node in group.required])
         self._timeline = timeline
         self._groups = groups
 
-    def place(self, end_s: float) -> list[Part] | None:
+    def place(self, end_s: float) -> list[NodePart] | None:
         """Return what a job of these components that ends by `end_s` would get now, or None."""
         now_s = self._timeline.now_s
         return self._at(now_s, end_s - now_s)
 
-    def place_with(self, own: Sequence[Part], own_from_s: float, end_s: float) -> list[Part] | None:
+    def place_with(self, own: Sequence[NodePart], own_from_s: float, end_s: float) -> list[NodePart] | None:
         """Return its `own` parts, kept for it from `own_from_s` on, if a job would get just these now."""
         if own_from_s >= end_s:
             return None
         fits = all(self._groups[part.component].could_have(part, own_from_s, end_s) for part in own)
         return list(own) if fits else None
 
-    def earliest(self, limit_s: float, from_s: float) -> tuple[float, list[Part]] | None:
+    def earliest(self, limit_s: float, from_s: float) -> tuple[float, list[NodePart]] | None:
         """Return when, `from_s` at the earliest, a job of these components can run for `limit_s`, and on what; None: never."""
         at_s = from_s
         while at_s < NEVER_S:
@@ -438,7 +437,7 @@ class Apart:
         """Return the nodes that could take something of a component at this moment."""
         return list({seat.node: seat for group in self._groups for seat in group.seats_now()}.values())
 
-    def _at(self, start_s: float, limit_s: float) -> list[Part] | None:
+    def _at(self, start_s: float, limit_s: float) -> list[NodePart] | None:
         """Return what all components would get from then on for so long, in their order, or None."""
         seats = [group.seats_from(start_s, limit_s) for group in self._groups]
 

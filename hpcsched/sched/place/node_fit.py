@@ -3,7 +3,7 @@
 Of the nodes that a job could have those are preferred that it asks for (--prefer), with a fast link if it is bound by
 communication, of lower weight, where it strands the fewest GPUs (see `fragments`), that are left with fewest GPUs, cpus and
 memory. Tasks are laid out one each, then filled up in the order of nodes (block distribution, as srun). Which seats make up
-a gang is decided in `gang`. Pure: works on `Room`s and knows nothing of queues and time.
+a gang is decided in `gang`. Pure: works on `NodeResources`s and knows nothing of queues and time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hpcsched.sched.place.features import matches
 from hpcsched.sched.place.fragmentation import Mix
 from hpcsched.sched.place.gpus import GpuSlot, Units, gpus_taken, has_gpus, shard_choices, units_of, whole_gpus
 from hpcsched.sched.place.request import GpuCounts, Shape, gpu_count
-from hpcsched.sched.place.timeline import Room
+from hpcsched.sched.place.timeline import NodeResources
 from hpcsched.sched.snapshot import NodeView
 
 UNBOUNDED = 1 << 30
@@ -45,16 +45,16 @@ class Seat(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class NodePart:
     """What a job gets on one node: `node` is its place in the snapshot."""
 
     node: int
     tasks: int
-    use: Room
+    use: NodeResources
     component: int = 0  # of a heterogeneous job
 
 
-def tasks_that_fit(shape: Shape, node: NodeView, types: tuple[GpuSlot, ...], room: Room) -> int:
+def tasks_that_fit(shape: Shape, node: NodeView, types: tuple[GpuSlot, ...], room: NodeResources) -> int:
     """Return how many tasks of `shape` fit in `room` of `node`; 0 if the node is of no use to it."""
     cpus, mem_mib, gpus = room
     if shape.exclusive and cpus < node.cpus:
@@ -79,7 +79,9 @@ def tasks_that_fit(shape: Shape, node: NodeView, types: tuple[GpuSlot, ...], roo
     return tasks if tasks >= shape.tasks_min else 0
 
 
-def fit_of(shape: Shape, node: NodeView, types: tuple[GpuSlot, ...], room: Room, mix: Mix | None = None) -> Fit | None:
+def fit_of(
+    shape: Shape, node: NodeView, types: tuple[GpuSlot, ...], room: NodeResources, mix: Mix | None = None
+) -> Fit | None:
     """Return what of `shape` fits in `room` of `node`, or None if nothing does: equal for equal nodes and rooms."""
     tasks = tasks_that_fit(shape, node, types, room)
     if not tasks:
@@ -111,7 +113,7 @@ def _link_class(mbps: int) -> int:
     return round(log(mbps, LINK_STEP)) if mbps > 1 else 0
 
 
-def seat_of(shape: Shape, at: int, node: NodeView, types: tuple[GpuSlot, ...], room: Room) -> Seat | None:
+def seat_of(shape: Shape, at: int, node: NodeView, types: tuple[GpuSlot, ...], room: NodeResources) -> Seat | None:
     """Return how node number `at` suits `shape` with `room` free, or None if it does not."""
     fit = fit_of(shape, node, types, room)
     return seat_at(shape, at, node, fit) if fit is not None else None
@@ -122,14 +124,16 @@ def parts_of(
     chosen: Sequence[Seat],
     nodes: Sequence[NodeView],
     types: Sequence[tuple[GpuSlot, ...]],
-    rooms: Sequence[Room],
+    rooms: Sequence[NodeResources],
     mix: Mix | None = None,
-) -> list[Part]:
+) -> list[NodePart]:
     """Return what `shape` takes of the chosen seats, given their rooms: tasks, cpus, memory and GPUs by type."""
     tasks = _layout(shape, chosen)
     gives = _spread(gpu_count(shape.gpus_total), [seat.gpus for seat in chosen])
     return [
-        Part(node=seat.node, tasks=count, use=_use(shape, nodes[seat.node], types[seat.node], room, count, give, mix))
+        NodePart(
+            node=seat.node, tasks=count, use=_use(shape, nodes[seat.node], types[seat.node], room, count, give, mix)
+        )
         for seat, room, count, give in zip(chosen, rooms, tasks, gives, strict=True)
     ]
 
@@ -203,11 +207,11 @@ def _use(
     shape: Shape,
     node: NodeView,
     types: tuple[GpuSlot, ...],
-    room: Room,
+    room: NodeResources,
     tasks: int,
     give: int,
     mix: Mix | None,
-) -> Room:
+) -> NodeResources:
     cpus = node.cpus if shape.exclusive else tasks * shape.cpus_per_task
     if shape.mem_all or (shape.exclusive and not shape.mem_asked):
         mem_mib = node.mem_mib
@@ -231,7 +235,9 @@ def _use(
     return cpus, mem_mib, taken
 
 
-def _shards(shape: Shape, types: tuple[GpuSlot, ...], room: Room, rest: tuple[int, int], mix: Mix | None) -> Units:
+def _shards(
+    shape: Shape, types: tuple[GpuSlot, ...], room: NodeResources, rest: tuple[int, int], mix: Mix | None
+) -> Units:
     """Return the shards that `shape` takes: of the GPU where that strands least, then of the one with fewest left."""
     asked = shape.shards
     choices: dict[tuple[str, int, int], int] = {}  # GPUs that have as much left are the same

@@ -22,7 +22,7 @@ from hpcsched.sched.place.gpus import GpuSlot
 from hpcsched.sched.place.node_fit import tasks_that_fit
 from hpcsched.sched.place.request import Shape
 from hpcsched.sched.place.reserved_intervals import NEVER_S, Interval, without
-from hpcsched.sched.place.timeline import Room, Timeline, least
+from hpcsched.sched.place.timeline import NodeResources, Timeline, least
 
 LAST = 1 << 62  # after every node's number
 
@@ -65,7 +65,7 @@ class Openings:
         self._closed = closed
         choosy = {slots for slots in set(timeline.types) if _has_choice(share, slots)}
         self._choosy = {at for at, slots in enumerate(timeline.types) if slots in choosy} if choosy else set()
-        self._fits: list[dict[Room, bool]] = [{} for _ in range(max(timeline.kinds, default=-1) + 1)]
+        self._fits: list[dict[NodeResources, bool]] = [{} for _ in range(max(timeline.kinds, default=-1) + 1)]
         self._spans: dict[int, list[Interval]] = {}
         self._seen = len(timeline.taken)
         self._seen_given = len(timeline.given)
@@ -210,7 +210,7 @@ class Openings:
         profile = self._timeline.profiles[node]
         spans: list[Interval] = []
         began_s: float | None = None
-        common: Room | None = None
+        common: NodeResources | None = None
         for at_s, room in zip(profile.times_s, profile.rooms, strict=True):
             both = least((common, room)) if common is not None else room
             if began_s is not None and self._fit(node, both):
@@ -223,7 +223,7 @@ class Openings:
             spans.append((began_s, NEVER_S))
         return spans
 
-    def _fit(self, node: int, room: Room) -> bool:
+    def _fit(self, node: int, room: NodeResources) -> bool:
         timeline = self._timeline
         fit = tasks_that_fit(self._share, timeline.nodes[node], timeline.types[node], room) > 0
         self._fits[timeline.kinds[node]][room] = fit

@@ -84,20 +84,20 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class ResourceRequest:
     """A shape and for how long; `time_limit_s` None or 0: no limit."""
 
     shape: Shape
     time_limit_s: int | None = None
 
 
-def request_of(spec: JobSpec, partition: Partition, *, time_limit_s: int | None = None) -> Request:
+def request_of(spec: JobSpec, partition: Partition, *, time_limit_s: int | None = None) -> ResourceRequest:
     """Return what a job of `spec` needs in `partition`; `time_limit_s` overrides the limit in `spec`.
 
     Raises RequestError for what contradicts itself or cannot be read; whether any node has so much is not asked here.
     """
     limit_s = time_limit_s if time_limit_s is not None else spec.time_limit_s
-    return Request(shape=shape_of(spec, partition), time_limit_s=time_limit_in(partition, limit_s))
+    return ResourceRequest(shape=shape_of(spec, partition), time_limit_s=time_limit_in(partition, limit_s))
 
 
 def shape_of(spec: JobSpec, partition: Partition) -> Shape:

@@ -43,7 +43,7 @@ HORIZON_S = 2 * MAX_PERIOD_S + 86_400
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
+class ReservedInterval:
     """These nodes are set aside over ``[start_s, end_s)`` for the jobs of reservation `name`.
 
     If it `overrides` the others, its jobs are kept from no node of it.
@@ -56,16 +56,18 @@ class Block:
     overrides: bool = False
 
 
-def blocks_of(reservations: Iterable[Reservation], now_s: float) -> tuple[Block, ...]:
+def reserved_intervals_of(reservations: Iterable[Reservation], now_s: float) -> tuple[ReservedInterval, ...]:
     """Return the blocks that reservations make from `now_s` on: of those that repeat within the `HORIZON_S`."""
     return tuple(
-        Block(name=one.name, nodes=one.nodes, start_s=start_s, end_s=end_s, overrides=one.may_overlap)
+        ReservedInterval(name=one.name, nodes=one.nodes, start_s=start_s, end_s=end_s, overrides=one.may_overlap)
         for one in reservations
         for start_s, end_s in occurrences(one, now_s, now_s + HORIZON_S if one.repeats else NEVER_S)
     )
 
 
-def closed_to(reservation: str, blocks: Iterable[Block], index: Mapping[NodeName, int]) -> dict[int, list[Interval]]:
+def closed_to(
+    reservation: str, blocks: Iterable[ReservedInterval], index: Mapping[NodeName, int]
+) -> dict[int, list[Interval]]:
     """Return when which nodes (by their `index`) are closed to the jobs of `reservation` (empty: to those of none)."""
     own: dict[int, list[Interval]] = {node: [] for node in index.values()} if reservation else {}
     closed: dict[int, list[Interval]] = {}
@@ -85,7 +87,7 @@ def closed_to(reservation: str, blocks: Iterable[Block], index: Mapping[NodeName
 class Closed:
     """When which nodes are closed, in one plan: worked out once for each reservation, as jobs ask for it."""
 
-    def __init__(self, blocks: Iterable[Block], index: Mapping[NodeName, int]) -> None:
+    def __init__(self, blocks: Iterable[ReservedInterval], index: Mapping[NodeName, int]) -> None:
         self._blocks = tuple(blocks)
         self._index = index
         self._known: dict[str, Mapping[int, Sequence[Interval]]] = {}

@@ -17,27 +17,27 @@ from hpcsched.sched.place.reserved_intervals import NEVER_S
 from hpcsched.sched.policy import Policy
 from hpcsched.sched.snapshot import NodeView, RunningJob, Snapshot
 
-Room = tuple[int, int, Units]  # free (or taken) cpus, memory in MiB, units of the node's GPU slots
+NodeResources = tuple[int, int, Units]  # free (or taken) cpus, memory in MiB, units of the node's GPU slots
 
 
-def whole(node: NodeView) -> Room:
+def whole(node: NodeView) -> NodeResources:
     """Return all that the node has."""
     return node.cpus, node.mem_mib, node.units
 
 
-def less(room: Room, use: Room) -> Room:
+def less(room: NodeResources, use: NodeResources) -> NodeResources:
     return room[0] - use[0], room[1] - use[1], tuple([a - b for a, b in zip(room[2], use[2], strict=True)])
 
 
-def _more(room: Room, use: Room) -> Room:
+def _more(room: NodeResources, use: NodeResources) -> NodeResources:
     return room[0] + use[0], room[1] + use[1], tuple([a + b for a, b in zip(room[2], use[2], strict=True)])
 
 
-def _holds(room: Room, use: Room) -> bool:
+def _holds(room: NodeResources, use: NodeResources) -> bool:
     return room[0] >= use[0] and room[1] >= use[1] and all([a >= b for a, b in zip(room[2], use[2], strict=True)])
 
 
-def least(rooms: Sequence[Room]) -> Room:
+def least(rooms: Sequence[NodeResources]) -> NodeResources:
     if len(rooms) == 1:
         return rooms[0]
     return (
@@ -47,22 +47,22 @@ def least(rooms: Sequence[Room]) -> Room:
     )
 
 
-def _scarcity(room: Room, node: int) -> tuple[int, int, int, int]:
+def _scarcity(room: NodeResources, node: int) -> tuple[int, int, int, int]:
     cpus, mem_mib, gpus = room
     return sum(gpus), cpus, mem_mib, node
 
 
-class Profile:
+class NodeProfile:
     """One node's free resources: `rooms[i]` holds from `times_s[i]` until the next time."""
 
     __slots__ = ("dips", "rooms", "times_s")
 
-    def __init__(self, now_s: float, room: Room) -> None:
+    def __init__(self, now_s: float, room: NodeResources) -> None:
         self.times_s = [now_s]
         self.rooms = [room]
         self.dips = False
 
-    def give_back(self, at_s: float, use: Room) -> None:
+    def give_back(self, at_s: float, use: NodeResources) -> None:
         """Make the node freer by `use` from `at_s` on; called in the order of time."""
         if at_s == self.times_s[-1]:
             self.rooms[-1] = _more(self.rooms[-1], use)
@@ -70,7 +70,9 @@ class Profile:
             self.times_s.append(at_s)
             self.rooms.append(_more(self.rooms[-1], use))
 
-    def take(self, start_s: float, end_s: float, use: Room, known: dict[Room, Room] | None = None) -> None:
+    def take(
+        self, start_s: float, end_s: float, use: NodeResources, known: dict[NodeResources, NodeResources] | None = None
+    ) -> None:
         """Take `use` over ``[start_s, end_s)``; `known` has what is left of rooms that it was taken of before."""
         rooms = self.rooms
         first, last = self._cut(start_s), self._cut(end_s)
@@ -82,12 +84,12 @@ class Profile:
                 left = known[room] = less(room, use)
             rooms[at] = left
 
-    def give(self, start_s: float, end_s: float, use: Room) -> None:
+    def give(self, start_s: float, end_s: float, use: NodeResources) -> None:
         """Make the node freer by `use` over ``[start_s, end_s)``."""
         for at in range(self._cut(start_s), self._cut(end_s)):
             self.rooms[at] = _more(self.rooms[at], use)
 
-    def earliest(self, use: Room, length_s: float, from_s: float) -> float:
+    def earliest(self, use: NodeResources, length_s: float, from_s: float) -> float:
         """Return from when on, `from_s` at the earliest, `use` is free for `length_s`."""
         times_s, rooms = self.times_s, self.rooms
         start_s = from_s
@@ -98,7 +100,7 @@ class Profile:
                 start_s = times_s[at + 1] if at + 1 < len(times_s) else NEVER_S
         return start_s
 
-    def free_over(self, start_s: float, end_s: float) -> Room:
+    def free_over(self, start_s: float, end_s: float) -> NodeResources:
         """Return what is free all the time in ``[start_s, end_s)``."""
         first = bisect_right(self.times_s, start_s) - 1
         if not self.dips:
@@ -146,9 +148,9 @@ class Timeline:
         self.sure_until_s = float("inf")  # from here on it counts on the end of a job that has no limit
         self.profiles = self._profiles(snapshot.running)
         self.scarcity = [_scarcity(profile.rooms[0], node) for node, profile in enumerate(self.profiles)]
-        self._left: dict[Room, dict[Room, Room]] = {}  # use -> room -> what is left of it
+        self._left: dict[NodeResources, dict[NodeResources, NodeResources]] = {}  # use -> room -> what is left of it
 
-    def start(self, node: int, end_s: float, use: Room) -> Grant:
+    def start(self, node: int, end_s: float, use: NodeResources) -> Grant:
         """Take `use` of a node from now until `end_s` and return the GPUs that this gives."""
         grant = self.free_gpus[node].grant(use[2])
         self._take(node, self.now_s, end_s, use)
@@ -156,7 +158,7 @@ class Timeline:
         self.scarcity[node] = _scarcity(self.profiles[node].rooms[0], node)
         return grant
 
-    def reserve(self, node: int, start_s: float, end_s: float, use: Room) -> None:
+    def reserve(self, node: int, start_s: float, end_s: float, use: NodeResources) -> None:
         """Take `use` of a node over an interval to come."""
         self._take(node, start_s, end_s, use)
         self.profiles[node].dips = True
@@ -165,7 +167,7 @@ class Timeline:
         if at == len(self.dips_s) or self.dips_s[at] != start_s:
             self.dips_s.insert(at, start_s)
 
-    def take_back(self, node: int, start_s: float, end_s: float, use: Room) -> None:
+    def take_back(self, node: int, start_s: float, end_s: float, use: NodeResources) -> None:
         """Give back what was reserved."""
         self.profiles[node].give(start_s, end_s, use)
         self.given.append(node)
@@ -184,11 +186,11 @@ class Timeline:
             nodes = sorted(nodes, key=self.scarcity.__getitem__)[:count]
         return sorted(nodes)
 
-    def _take(self, node: int, start_s: float, end_s: float, use: Room) -> None:
+    def _take(self, node: int, start_s: float, end_s: float, use: NodeResources) -> None:
         self.profiles[node].take(start_s, end_s, use, self._left.setdefault(use, {}))
         self.taken.append((node, start_s, end_s))
 
-    def free_until(self, node: int, end_s: float) -> Room:
+    def free_until(self, node: int, end_s: float) -> NodeResources:
         """Return what a node has free from now until `end_s`."""
         profile = self.profiles[node]
         return profile.free_over(self.now_s, end_s) if profile.dips else profile.rooms[0]
@@ -204,9 +206,9 @@ class Timeline:
             return end_s
         return self._needed.end_s(job.uid, job.began_at_s, end_s, self.now_s)
 
-    def _profiles(self, running: Iterable[RunningJob]) -> list[Profile]:
+    def _profiles(self, running: Iterable[RunningJob]) -> list[NodeProfile]:
         rooms = [whole(node) for node in self.nodes]
-        ends: list[tuple[float, int, Room]] = []
+        ends: list[tuple[float, int, NodeResources]] = []
         for job in running:
             end_s = self.end_of(job)
             if job.ends_at_s is None:
@@ -218,7 +220,7 @@ class Timeline:
                 use = share.cpus, share.mem_mib, self.free_gpus[node].hold(share)
                 rooms[node] = less(rooms[node], use)
                 ends.append((end_s, node, use))
-        profiles = [Profile(self.now_s, room) for room in rooms]
+        profiles = [NodeProfile(self.now_s, room) for room in rooms]
         ends.sort()
         for end_s, node, use in ends:
             profiles[node].give_back(end_s, use)

@@ -1,4 +1,4 @@
-"""Elastic jobs: which running jobs are asked to give nodes back for others that wait, and which get idle nodes.
+"""ElasticSize jobs: which running jobs are asked to give nodes back for others that wait, and which get idle nodes.
 
 A job with `--elastic` and `--nodes=MIN-MAX` starts with what is free, MIN nodes at least. While others wait in line it may
 be asked to make do with fewer, never below MIN, if one of them can start then: the last nodes first, of the job that began last.
@@ -21,7 +21,7 @@ from hpcsched.sched.decisions import Resize, Start
 from hpcsched.sched.explain.what_would_start import Make, start_behind, started
 from hpcsched.sched.policy import Policy, PreemptRules
 from hpcsched.sched.preempt.rules import answer_s
-from hpcsched.sched.snapshot import Elastic, PendingJob, RunningJob, Snapshot
+from hpcsched.sched.snapshot import ElasticSize, PendingJob, RunningJob, Snapshot
 
 Gift = tuple[RunningJob, Share]  # what a job could give back
 
@@ -170,6 +170,6 @@ def _names(shares: Sequence[Share]) -> tuple[NodeName, ...]:
     return tuple(share.node for share in shares)
 
 
-def _of(job: RunningJob) -> Elastic:
+def _of(job: RunningJob) -> ElasticSize:
     assert job.elastic is not None
     return job.elastic

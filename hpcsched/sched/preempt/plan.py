@@ -1,6 +1,6 @@
 """The plan with preemption: who is to be ended, or to stand still, so that whom can start; and what follows from it later.
 
-    1. Jobs that others are making room for (`PendingJob.kept_shares`) start as soon as they fit. Until then nobody else gets
+    1. Jobs that others are making room for (`PendingJob.reserved_shares`) start as soon as they fit. Until then nobody else gets
        what is kept for them. A job that could not start there any more (it was held, a node went down) gives it up.
     2. Jobs that stand still because others have their cpus go on when these are free again, before any job that could not
        preempt them starts; after those that could.
@@ -31,7 +31,7 @@ from hpcsched.sched.plan import plan
 from hpcsched.sched.policy import Policy
 from hpcsched.sched.preempt.elastic import Shrinking, elastic_jobs, grows, withdrawn
 from hpcsched.sched.preempt.rules import grace_s, mode_of, outranks
-from hpcsched.sched.preempt.victims import Choice, candidates_for, choose, without
+from hpcsched.sched.preempt.victims import VictimSet, candidates_for, choose, without
 from hpcsched.sched.queue.eligible import Wait
 from hpcsched.sched.queue.priority import in_order, scale_of
 from hpcsched.sched.snapshot import PendingJob, RunningJob, Snapshot
@@ -49,7 +49,7 @@ def full_plan(snapshot: Snapshot, policy: Policy, make: Make = plan) -> Plan:
 
 def is_plain(snapshot: Snapshot, policy: Policy) -> bool:
     """Say whether nobody can have to make room or give nodes back, nor has had to: then `full_plan` is no more than `plan`."""
-    kept = any(job.kept_shares for job in snapshot.pending)
+    kept = any(job.reserved_shares for job in snapshot.pending)
     lent = any(job.lent_shares or job.elastic is not None for job in snapshot.running)
     return policy.preempt.type is PreemptType.NONE and not kept and not lent
 
@@ -91,9 +91,9 @@ class _Stages:
         starts: list[Start] = []
         waits: dict[JobId, Wait] = {}
         given_up: list[JobId] = []
-        kept = {job.id: job for job in self._in_order(job for job in self.world.pending if job.kept_shares)}
+        kept = {job.id: job for job in self._in_order(job for job in self.world.pending if job.reserved_shares)}
         now_s = self.world.now_s
-        blocks = {job.id: as_running(job, job.kept_shares, now_s, self.world.reservations) for job in kept.values()}
+        blocks = {job.id: as_running(job, job.reserved_shares, now_s, self.world.reservations) for job in kept.values()}
         others = tuple(job for job in self.world.pending if job.id not in kept)
         running = self.world.running
         for job in kept.values():
@@ -118,7 +118,7 @@ class _Stages:
         return start_of(self.make(lasting, self.policy), job.id) is not None
 
     def _waits_for_ends(self, job: PendingJob) -> Wait:
-        nodes = {share.node for share in job.kept_shares}
+        nodes = {share.node for share in job.reserved_shares}
         ending = [
             other.display_id
             for other in self.world.running
@@ -203,7 +203,7 @@ class _Stages:
         """Say whether `job`, which waits, has been promised a start, as the first of its partition is."""
         return made.waits[job.id].reason is Reason.RESOURCES or job.id in made.promises
 
-    def _preemption(self, job: PendingJob, choice: Choice) -> Preemption:
+    def _preemption(self, job: PendingJob, choice: VictimSet) -> Preemption:
         """Take note that the victims make room for `job`."""
         rules = self.policy.preempt
         block = as_running(job, choice.start.shares, self.world.now_s, self.world.reservations)

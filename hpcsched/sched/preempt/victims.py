@@ -32,7 +32,7 @@ MAX_PRUNED = 64  # beyond this, victims on the nodes that the job gets are not t
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class VictimSet:
     """Who has to go so that the job can start, and how it does then."""
 
     victims: tuple[RunningJob, ...]
@@ -41,7 +41,7 @@ class Choice:
 
 def choose(
     snapshot: Snapshot, policy: Policy, job: PendingJob, ahead: Sequence[PendingJob], make: Make
-) -> Choice | None:
+) -> VictimSet | None:
     """Return a good choice of victims for `job`, None if it would be in vain. `ahead`: whom it must not delay.
 
     Nor is anybody preempted for a job that fits as it is, and is held back by its place in the line alone.
@@ -64,12 +64,12 @@ def choose(
     if best is None or start is None:
         return None
     victims = tuple(sorted(best.victims, key=lambda victim: victim.id))
-    return Choice(victims=victims, start=start)
+    return VictimSet(victims=victims, start=start)
 
 
 def _best(
     snapshot: Snapshot, policy: Policy, job: PendingJob, ahead: Sequence[PendingJob], make: Make
-) -> Choice | None:
+) -> VictimSet | None:
     """Return the choice of victims that loses least, None if all candidates are not enough."""
     candidates = candidates_for(snapshot, policy, job)
     trial = _Trial(snapshot, policy, job, ahead, make)
@@ -88,7 +88,7 @@ def _best(
     sets = [some for count in range(1, len(candidates)) for some in combinations(candidates, count)]
     for some in sorted([some for some in sets if loses(some) < loses(best.victims)], key=loses):
         if (start := trial.start(some)) is not None:
-            return Choice(victims=some, start=start)
+            return VictimSet(victims=some, start=start)
     return best
 
 
@@ -180,7 +180,7 @@ class _Trial:
         world = without(self._snapshot, self._policy, victims)
         return start_behind(world, self._policy, self._job, self._ahead, self._make)
 
-    def needed(self, enough: list[RunningJob]) -> Choice:
+    def needed(self, enough: list[RunningJob]) -> VictimSet:
         """Return the choice that is left of `enough` when whoever is not needed has been dropped, the costly ones first."""
         start = self.start(enough)
         assert start is not None
@@ -193,7 +193,7 @@ class _Trial:
             its = self.start(fewer)
             if its is not None:
                 enough, start = fewer, its
-        return Choice(victims=tuple(enough), start=start)
+        return VictimSet(victims=tuple(enough), start=start)
 
 
 def _enough(trial: _Trial, order: list[RunningJob]) -> list[RunningJob]:

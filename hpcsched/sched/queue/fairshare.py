@@ -34,7 +34,7 @@ class Branch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
+class ShareUsage:
     """One line of the tree. `norm_shares`, `effective_usage`: among its siblings (Fair Tree), or of the cluster (classic)."""
 
     account: str
@@ -53,7 +53,7 @@ class Standing:
         return self.account, self.user
 
 
-def standings(accounting: Accounting, charged: Mapping[Association, float]) -> list[Standing]:
+def share_usages(accounting: Accounting, charged: Mapping[Association, float]) -> list[ShareUsage]:
     """Return the whole tree, root first, each account before what is below it.
 
     `charged` has what each association has been charged, and at least 0 for each that is to be in it.
@@ -69,7 +69,7 @@ def factors_of(accounting: Accounting, charged: Mapping[Association, float]) -> 
     """Return the fair-share factor of each association."""
     if accounting.fairness is Fairness.FAIR_TREE:
         return fair_tree(tree_of(accounting, charged))
-    return {line.association: line.fairshare or 0.0 for line in standings(accounting, charged) if line.user}
+    return {line.association: line.fairshare or 0.0 for line in share_usages(accounting, charged) if line.user}
 
 
 def tree_of(accounting: Accounting, charged: Mapping[Association, float]) -> Branch:
@@ -150,12 +150,12 @@ def _users(branch: Branch) -> Iterator[Branch]:
         yield from _users(child)
 
 
-def _levels(branch: Branch, parent: Branch | None = None, total: float = 0.0, depth: int = 0) -> Iterator[Standing]:
+def _levels(branch: Branch, parent: Branch | None = None, total: float = 0.0, depth: int = 0) -> Iterator[ShareUsage]:
     """Yield the lines of the tree, without factors."""
     shares = sum(child.shares for child in parent.children) if parent else branch.shares
     usage = parent.usage if parent else branch.usage
     total = total if parent else branch.usage
-    yield Standing(
+    yield ShareUsage(
         account=branch.account,
         user=branch.user,
         depth=depth,
@@ -180,15 +180,15 @@ def classic_factor(effective_usage: float, norm_shares: float, damping: float = 
 
 
 def _classic(
-    branch: Branch, total: float, damping: float, parent: Standing | None = None, siblings: int = 1
-) -> Iterator[Standing]:
+    branch: Branch, total: float, damping: float, parent: ShareUsage | None = None, siblings: int = 1
+) -> Iterator[ShareUsage]:
     level_shares = branch.shares / siblings if siblings else 0.0
     used = branch.usage / total if total else 0.0
     effective = used
     if parent is not None and parent.depth > 0:
         effective += (parent.effective_usage - used) * level_shares
     norm_shares = level_shares * (parent.norm_shares if parent else 1.0)
-    line = Standing(
+    line = ShareUsage(
         account=branch.account,
         user=branch.user,
         depth=parent.depth + 1 if parent else 0,

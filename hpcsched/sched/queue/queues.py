@@ -19,7 +19,7 @@ from hpcsched.sched.snapshot import NodeView, PendingJob, Snapshot, relaxed
 
 
 @dataclass(slots=True)
-class Lane:
+class PartitionQueue:
     """One line: its nodes that answer, and its head."""
 
     partition: Partition
@@ -30,7 +30,7 @@ class Lane:
     behind: Wait | None = None  # what all behind the head share
 
 
-class Lanes:
+class PartitionQueues:
     """The lines of one plan, by partition and reservation."""
 
     def __init__(self, snapshot: Snapshot, reservations: Mapping[str, Reservation]) -> None:
@@ -43,11 +43,11 @@ class Lanes:
         }
         self._sets: dict[tuple[str, str], Set[int]] = {}
 
-    def of(self, job: PendingJob) -> Lane:
+    def of(self, job: PendingJob) -> PartitionQueue:
         """Return the line of `job`."""
         return self.at(job.partition, job.reservation)
 
-    def at(self, partition: str, reservation: str) -> Lane:
+    def at(self, partition: str, reservation: str) -> PartitionQueue:
         """Return the line of the jobs of this partition and reservation."""
         lane = self._lanes.get((partition, reservation))
         if lane is None:  # of a reservation that no job which waits is in
@@ -61,19 +61,19 @@ class Lanes:
             self._sets[key] = frozenset(self.of(job).nodes)
         return self._sets[key]
 
-    def beside(self, lane: Lane) -> list[Lane]:
+    def beside(self, lane: PartitionQueue) -> list[PartitionQueue]:
         """Return the lines of the same reservation that have nodes in common with `lane`, itself among them."""
         alike = [other for other in self._lanes.values() if other.reservation == lane.reservation]
         return [other for other in alike if not set(other.nodes).isdisjoint(lane.nodes)]
 
-    def _lane(self, partition: Partition, reservation: str) -> Lane:
+    def _lane(self, partition: Partition, reservation: str) -> PartitionQueue:
         names = set(partition.nodes)
         if reservation in self._reservations:
             names &= set(self._reservations[reservation].nodes)
         nodes = [at for at, node in enumerate(self._snapshot.nodes) if node.name in names and node.usable]
-        return Lane(partition=partition, nodes=nodes, reservation=reservation)
+        return PartitionQueue(partition=partition, nodes=nodes, reservation=reservation)
 
-    def open_to(self, lane: Lane) -> Sequence[NodeView]:
+    def open_to(self, lane: PartitionQueue) -> Sequence[NodeView]:
         """Return the nodes, those that are not in the lane's reservation marked as such."""
         if not lane.reservation:
             return self._snapshot.nodes

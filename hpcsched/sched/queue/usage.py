@@ -30,7 +30,7 @@ GpuTypes = Mapping[NodeName, Mapping[int, str]]  # of each node, by index
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Used:
+class UsedResources:
     """What one user's jobs in one account and QOS have used, as it counts at `at_s`. One row of the table `usage`."""
 
     account: str
@@ -57,21 +57,23 @@ def integral(lasting_s: float, half_life_s: float | None) -> float:
     return -half_life_s / math.log(2) * math.expm1(-lasting_s / half_life_s * math.log(2))
 
 
-def at(used: Used, now_s: float, half_life_s: float | None) -> Used:
+def at(used: UsedResources, now_s: float, half_life_s: float | None) -> UsedResources:
     """Return `used` as it counts at `now_s`; a clock that was set back does not make it more."""
     if now_s <= used.at_s:
         return used
     factor = decay(now_s - used.at_s, half_life_s)
     amounts = tuple((name, amount * factor) for name, amount in used.amounts)
-    return Used(account=used.account, user=used.user, qos=used.qos, at_s=now_s, amounts=amounts)
+    return UsedResources(account=used.account, user=used.user, qos=used.qos, at_s=now_s, amounts=amounts)
 
 
-def plus(used: Used, amounts: Amounts) -> Used:
+def plus(used: UsedResources, amounts: Amounts) -> UsedResources:
     """Return `used` with `amounts` that count as of the same time."""
     total = dict(used.amounts)
     for name, amount in amounts:
         total[name] = total.get(name, 0.0) + amount
-    return Used(account=used.account, user=used.user, qos=used.qos, at_s=used.at_s, amounts=tuple(total.items()))
+    return UsedResources(
+        account=used.account, user=used.user, qos=used.qos, at_s=used.at_s, amounts=tuple(total.items())
+    )
 
 
 def charge_of(
@@ -150,7 +152,7 @@ def _amounts(
     return (BILLING, billing + counted_s), (CPU, cpu_s), (MEM, mem_mib_s), (GPU, gpu_s)
 
 
-def by_association(rows: Iterable[Used]) -> dict[Association, float]:
+def by_association(rows: Iterable[UsedResources]) -> dict[Association, float]:
     """Return what each association has been charged in all, of rows that count as of the same time."""
     charged: dict[Association, float] = {}
     for row in rows:

@@ -11,7 +11,7 @@ import pytest
 from fake_api import FakeApi
 
 from hpcsched.cli import submit
-from hpcsched.jobscript.options import ALL_OPTIONS, Option, Use
+from hpcsched.jobscript.options import ALL_OPTIONS, ScriptOption, Use
 from hpcsched.jobscript.submission import read_remote, words_from_json
 from hpcsched.model.codec import spec_to_json
 
@@ -32,7 +32,7 @@ def by_whole(_argv: object) -> int:
     return 77
 
 
-def _options(value: bool) -> list[Option]:
+def _options(value: bool) -> list[ScriptOption]:
     known = submit.WITH_VALUE if value else submit.WITHOUT
     return [option for option in ALL_OPTIONS if option.name in known]
 

@@ -13,7 +13,7 @@ from unit.controller.world import BOB, Cluster
 from hpcsched.cli import hctl, hsim
 from hpcsched.model.ids import NodeName
 from hpcsched.model.node import Link
-from hpcsched.sched.snapshot_json import world_from_json
+from hpcsched.sched.snapshot_json import snapshot_from_json
 from hpcsched.store.backup import back_up
 
 HOST_KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIHVZF4l5bhNmVmZVp3ym9tR0pXoV4cRyEGQf8NUZzr3H"
@@ -30,7 +30,7 @@ def test_the_world_is_handed_out_without_scripts_and_read_again(
     assert hctl.main(["snapshot", str(tmp_path / "world")]) == 0
     text = (tmp_path / "world").read_text()
     assert "secret" not in text
-    snapshot, policy = world_from_json(json.loads(text))
+    snapshot, policy = snapshot_from_json(json.loads(text))
     assert [job.id for job in snapshot.pending] == [waits]
     assert policy == cluster.controller.policy
     assert hctl.main(["snapshot", str(tmp_path / "no" / "world")]) == 1

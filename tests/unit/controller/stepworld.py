@@ -7,7 +7,7 @@ from typing import Any
 
 from hpcnode.wire import protocol
 from hpcsched.errors import RequestError
-from hpcsched.model.ids import JobId, NodeName, Token
+from hpcsched.model.ids import JobId, LaunchToken, NodeName
 from hpcsched.model.job import ExitStatus, Job, JobState
 from hpcsched.model.resources import Share
 from hpcsched.model.spec import JobSpec
@@ -94,7 +94,9 @@ class World:
     def _new_token(self, job: Job, step: str, node: NodeName) -> str:
         self.tokens += 1
         nonce = f"{self.tokens:032x}"
-        return str(Token(incarnation="0a" * 8, job_id=job.id, attempt=job.attempt, step=step, node=node, nonce=nonce))
+        return str(
+            LaunchToken(incarnation="0a" * 8, job_id=job.id, attempt=job.attempt, step=step, node=node, nonce=nonce)
+        )
 
     # what happens in it
 
@@ -128,7 +130,7 @@ class World:
 
     def ends(self, launch: protocol.Launch, *codes: int, signals: tuple[int, ...] = (), **facts: Any) -> None:
         report = self.report(launch.token, codes=list(codes), signals=list(signals or [0] * len(codes)), **facts)
-        self.service.on_report(Token.parse(launch.token).node, report)
+        self.service.on_report(LaunchToken.parse(launch.token).node, report)
 
     def ended(self, origin: Origin = HRUN) -> protocol.StepEnded:
         (message,) = [message for message in self.replies[origin] if isinstance(message, protocol.StepEnded)]

@@ -127,7 +127,7 @@ def test_when_the_winner_goes_away_others_get_what_was_kept_for_it(what: str) ->
         cluster.ask(lambda tx: jobs.cancel(tx, ANN, [str(high)], {}))
     else:
         cluster.ask(lambda tx: jobs.hold(tx, ANN, [str(high)]))
-    assert cluster.job(high).kept_shares == ()
+    assert cluster.job(high).reserved_shares == ()
     cluster.gone(low, "n1")
     assert states(cluster, low, other) == ["PENDING", "CONFIGURING"]
 
@@ -209,6 +209,6 @@ def test_nothing_is_kept_for_a_job_that_has_started() -> None:
     cluster = cluster_of("n1")
     low = start_low(cluster)
     high = submit(cluster, "high")
-    assert cluster.job(high).kept_shares
+    assert cluster.job(high).reserved_shares
     cluster.gone(low, "n1")
-    assert (cluster.job(high).state, cluster.job(high).kept_shares) == (JobState.CONFIGURING, ())
+    assert (cluster.job(high).state, cluster.job(high).reserved_shares) == (JobState.CONFIGURING, ())

@@ -10,7 +10,7 @@ from world import Cluster
 
 from hpcnode.wire import protocol
 from hpcsched.controller.stepping import Stepping
-from hpcsched.model.ids import JobId, NodeName, Token
+from hpcsched.model.ids import JobId, LaunchToken, NodeName
 from hpcsched.steps.step import HEAD
 
 N1 = NodeName("n1")
@@ -26,7 +26,7 @@ def test_output_that_comes_behind_a_welcome_waits_until_its_step_was_found_again
     job_id = cluster.submit()
     cluster.run(job_id)
     token = str(
-        Token(
+        LaunchToken(
             incarnation=cluster.world.incarnation, job_id=JobId(job_id), attempt=0, step="0", node=N1, nonce=f"{7:032x}"
         )
     )

@@ -16,7 +16,7 @@ from hpcsched.controller.nodes import orphans
 from hpcsched.controller.requests import jobs, suspension
 from hpcsched.errors import NotFoundError, PermissionDeniedError, RequestError, UnavailableError
 from hpcsched.lifecycle.events import Adopted
-from hpcsched.model.ids import NodeName, Token
+from hpcsched.model.ids import LaunchToken, NodeName
 from hpcsched.model.job import JobState, Reason
 
 
@@ -253,7 +253,7 @@ def test_what_the_backup_knows_is_adopted_by_itself_and_the_rest_is_asked_about(
 
 
 def read_node(token: str) -> str:
-    return str(Token.parse(token).node)
+    return str(LaunchToken.parse(token).node)
 
 
 def test_a_job_that_was_being_ended_is_not_adopted_and_ends(tmp_path: Path) -> None:

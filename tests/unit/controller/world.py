@@ -19,7 +19,7 @@ from hpcsched.controller.views.backend import ControllerBackend
 from hpcsched.errors import UnavailableError
 from hpcsched.lifecycle.events import Submitted
 from hpcsched.lifecycle.job import apply, submitted_jobs
-from hpcsched.model.ids import JobId, NodeName, Token
+from hpcsched.model.ids import JobId, LaunchToken, NodeName
 from hpcsched.model.job import Job
 from hpcsched.model.spec import JobSpec
 from hpcsched.sched.policy import Policy
@@ -189,5 +189,5 @@ def config(**controller: object) -> Config:
     return build_config({"controller": controller}, [], config_dir=Path("/nonexistent"), environ={})
 
 
-def token_of(job: Job) -> Token:
-    return Token.parse(job.token)
+def token_of(job: Job) -> LaunchToken:
+    return LaunchToken.parse(job.token)

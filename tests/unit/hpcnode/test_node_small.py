@@ -23,7 +23,7 @@ from hpcnode.wire import protocol, shepherd_frames
 from hpcnode.wire.tokens import read_token
 from hpcsched.errors import ProtocolError
 from hpcsched.launch.bundle import build_bundle
-from hpcsched.model.ids import Token
+from hpcsched.model.ids import LaunchToken
 
 NONCE = "0123456789abcdef" * 2
 
@@ -39,7 +39,7 @@ NONCE = "0123456789abcdef" * 2
 )
 def test_both_ends_take_the_same_tokens(text: str) -> None:
     try:
-        ours = Token.parse(text)
+        ours = LaunchToken.parse(text)
     except ProtocolError:
         assert read_token(text) is None
     else:
@@ -49,7 +49,7 @@ def test_both_ends_take_the_same_tokens(text: str) -> None:
 
 def test_a_token_bears_the_stay_of_its_node_from_the_second_on() -> None:
     first, second = f"feedc0de.12.3.alloc.n1.{NONCE}", f"feedc0de.12.3-1.alloc.n1.{NONCE}"
-    assert [str(Token.parse(text)) for text in (first, second)] == [first, second]
+    assert [str(LaunchToken.parse(text)) for text in (first, second)] == [first, second]
     found = [read_token(text) for text in (first, second)]
     assert [token and token.life for token in found] == [(3, 0), (3, 1)]
     assert read_token(first.replace(".3.", ".3-0.")) is None, "a launch has one name"

@@ -10,8 +10,8 @@ import pytest
 from hpcsched.errors import ProtocolError, RequestError
 from hpcsched.model.accounting import NO_ACCOUNTING, Account, Accounting, Limits, Qos, UserRules, resolve
 from hpcsched.model.codec import value_from_json, value_to_json
-from hpcsched.sched.queue.usage import Used
-from hpcsched.sched.snapshot import Ledger
+from hpcsched.sched.queue.usage import UsedResources
+from hpcsched.sched.snapshot import UsageLedger
 
 LAB = Accounting(
     accounts=(
@@ -101,10 +101,10 @@ def test_who_is_in_no_account_may_submit_nothing() -> None:
 def test_a_ledger_survives_its_way_through_json() -> None:
     limits = Limits(grp_tres=(("cpu", 3),), max_jobs=0)
     accounting = replace(LAB, accounts=(replace(LAB.accounts[0], limits=limits),), licenses=(("matlab", 2),))
-    used = Used(account="maths", user="anna", qos="", at_s=1.5, amounts=(("cpu", 2.0),))
-    ledger = Ledger(accounting=accounting, fairshare=((("maths", "anna"), 0.5),), used=(used,))
+    used = UsedResources(account="maths", user="anna", qos="", at_s=1.5, amounts=(("cpu", 2.0),))
+    ledger = UsageLedger(accounting=accounting, fairshare=((("maths", "anna"), 0.5),), used=(used,))
     obj = json.loads(json.dumps(value_to_json(ledger)))
-    assert value_from_json(Ledger, obj) == ledger
+    assert value_from_json(UsageLedger, obj) == ledger
     obj["fairshare"] = [[["maths", "anna"], 0.5, 1]]
     with pytest.raises(ProtocolError, match="a list of 2 is wanted"):
-        value_from_json(Ledger, obj)
+        value_from_json(UsageLedger, obj)

@@ -8,17 +8,17 @@ from unit.sched.world import World, world
 
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.sched.decisions import Plan
-from hpcsched.sched.place.reserved_intervals import Block, closed_to
+from hpcsched.sched.place.reserved_intervals import ReservedInterval, closed_to
 from hpcsched.sched.plan import plan
 
 INDEX = {NodeName("n1"): 0, NodeName("n2"): 1}
-NOON = Block(name="noon", nodes=(NodeName("n1"),), start_s=100.0, end_s=200.0)
+NOON = ReservedInterval(name="noon", nodes=(NodeName("n1"),), start_s=100.0, end_s=200.0)
 
 
-def planned(sketch: World, *blocks: Block, inside: tuple[int, ...] = ()) -> Plan:
+def planned(sketch: World, *blocks: ReservedInterval, inside: tuple[int, ...] = ()) -> Plan:
     snapshot = sketch.snapshot()
     pending = [replace(job, reservation="noon") if job.id in inside else job for job in snapshot.pending]
-    return plan(replace(snapshot, pending=tuple(pending), blocks=blocks), sketch.policy)
+    return plan(replace(snapshot, pending=tuple(pending), reserved_intervals=blocks), sketch.policy)
 
 
 def test_a_node_is_closed_to_others_during_the_block_and_to_its_own_jobs_before_and_after() -> None:

@@ -9,10 +9,10 @@ from unit.sched.world import World, world
 from hpcsched.model.accounting import NO_ACCOUNTING
 from hpcsched.model.ids import JobId
 from hpcsched.sched.decisions import Plan
-from hpcsched.sched.limits.licenses import Counted
+from hpcsched.sched.limits.licenses import FreeLicenses
 from hpcsched.sched.plan import plan
 from hpcsched.sched.policy import Backfill
-from hpcsched.sched.snapshot import Ledger
+from hpcsched.sched.snapshot import UsageLedger
 
 ONE, TWO = (("matlab", 1),), (("matlab", 2),)
 
@@ -21,13 +21,13 @@ def planned(sketch: World, total: int, **wanted: tuple[tuple[str, int], ...]) ->
     snapshot = sketch.snapshot()
     pending = [replace(job, licenses=wanted.get(f"job{job.id}", ())) for job in snapshot.pending]
     running = [replace(job, licenses=wanted.get(f"job{job.id}", ())) for job in snapshot.running]
-    ledger = Ledger(accounting=replace(NO_ACCOUNTING, licenses=(("matlab", total),)))
+    ledger = UsageLedger(accounting=replace(NO_ACCOUNTING, licenses=(("matlab", total),)))
     changed = replace(snapshot, pending=tuple(pending), running=tuple(running), ledger=ledger)
     return plan(changed, sketch.policy)
 
 
 def test_what_is_held_comes_back_in_time() -> None:
-    counted = Counted(0.0, {"a": 3, "b": 1}, [((("a", 2),), 50.0)])
+    counted = FreeLicenses(0.0, {"a": 3, "b": 1}, [((("a", 2),), 50.0)])
     assert counted.earliest((("a", 1), ("b", 1)), 10.0, 0.0) == 0.0
     assert counted.earliest((("a", 2),), 10.0, 0.0) == 50.0
     counted.take((("b", 1),), 55.0, 70.0)

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from hpcsched.model.accounting import Account, Accounting, Fairness, UserRules
-from hpcsched.sched.queue.fairshare import Branch, classic_factor, factors_of, fair_tree, standings
+from hpcsched.sched.queue.fairshare import Branch, classic_factor, factors_of, fair_tree, share_usages
 
 EXAMPLE = Accounting(
     accounts=(
@@ -32,7 +32,7 @@ CHARGED = {
 
 
 def test_the_classic_worked_example_to_six_digits() -> None:
-    lines = {line.user: line for line in standings(EXAMPLE, CHARGED) if line.user}
+    lines = {line.user: line for line in share_usages(EXAMPLE, CHARGED) if line.user}
     found = [lines[f"u{i}"] for i in range(1, 6)]
     assert [round(line.effective_usage, 4) for line in found] == [0.3875, 0.275, 0.15, 0.25, 0.1458]
     assert [round(line.norm_shares, 6) for line in found] == [0.3, 0.05, 0.05, 0.25, 0.35]
@@ -100,7 +100,7 @@ def test_who_left_an_account_keeps_no_shares_but_leaves_the_usage() -> None:
     lab = Accounting(
         accounts=(Account(name="p", users=("ann",)), Account(name="q", users=("bob",))), users=(UserRules(name="ann"),)
     )
-    lines = standings(lab, {("p", "gone"): 50.0, ("q", "bob"): 10.0, ("closed", "old"): 5.0})
+    lines = share_usages(lab, {("p", "gone"): 50.0, ("q", "bob"): 10.0, ("closed", "old"): 5.0})
     found = {(line.account, line.user): (line.depth, line.shares, line.usage) for line in lines}
     assert found == {
         ("", ""): (0, 1, 65.0), ("closed", "old"): (1, 0, 5.0), ("p", ""): (1, 1, 50.0), ("p", "ann"): (2, 1, 0.0),

@@ -19,7 +19,7 @@ from hpcsched.model.spec import ArraySpec, Dependency, DependencyKind
 from hpcsched.sched.decisions import Plan
 from hpcsched.sched.guard.predict import Experience
 from hpcsched.sched.plan import plan
-from hpcsched.sched.policy import Backfill, Guard, Quick
+from hpcsched.sched.policy import Backfill, Guard, ShortJobs
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 
@@ -79,7 +79,7 @@ def guarded_cluster() -> World:
         ],
         partitions={"main": "n1,n2,n3,n4", "first": "n4"},
         backfill=Backfill.DEFAULT,
-        guard=Guard(quick=Quick(share=0.04)),
+        guard=Guard(quick=ShortJobs(share=0.04)),
     )
     sketch.partitions[1] = replace(sketch.partitions[1], priority_tier=2)
     sketch.now_s = 500.0

@@ -10,7 +10,7 @@ from hpcsched.model.accounting import Accounting, Limits, UserRules
 from hpcsched.sched.decisions import Plan
 from hpcsched.sched.plan import Planner, plan
 from hpcsched.sched.policy import Backfill
-from hpcsched.sched.snapshot import Ledger
+from hpcsched.sched.snapshot import UsageLedger
 
 
 def next_plan(sketch: World, before: Plan, now_s: float, ended: tuple[int, ...] = ()) -> Plan:
@@ -115,7 +115,7 @@ def test_a_promise_to_a_job_that_is_over_its_limit_by_now_lapses() -> None:
     sketch = full()
     first = sketch.plan()
     snapshot = replace(sketch.snapshot(), promises=first.promises)
-    ledger = Ledger(accounting=Accounting(users=(UserRules(name="ann", limits=Limits(max_jobs=2)),)))
+    ledger = UsageLedger(accounting=Accounting(users=(UserRules(name="ann", limits=Limits(max_jobs=2)),)))
     made = plan(replace(snapshot, ledger=ledger), sketch.policy)
     assert (made.promises, str(made.waits[10].reason)) == ({}, "AssocMaxJobsLimit")
 

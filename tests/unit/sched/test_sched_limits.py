@@ -13,8 +13,8 @@ from hpcsched.model.node import Partition
 from hpcsched.sched.decisions import Plan
 from hpcsched.sched.plan import plan
 from hpcsched.sched.preempt.plan import full_plan
-from hpcsched.sched.queue.usage import Used
-from hpcsched.sched.snapshot import Ledger
+from hpcsched.sched.queue.usage import UsedResources
+from hpcsched.sched.snapshot import UsageLedger
 
 MINUTE_S = 60.0
 
@@ -37,8 +37,8 @@ def whose(sketch: World, **jobs: str) -> World:
     return sketch
 
 
-def made(sketch: World, accounting: Accounting, *used: Used) -> Plan:
-    snapshot = replace(sketch.snapshot(), ledger=Ledger(accounting=accounting, used=used))
+def made(sketch: World, accounting: Accounting, *used: UsedResources) -> Plan:
+    snapshot = replace(sketch.snapshot(), ledger=UsageLedger(accounting=accounting, used=used))
     return plan(snapshot, sketch.policy)
 
 
@@ -154,8 +154,8 @@ def test_a_user_s_own_limits_count_in_all_accounts() -> None:
 def test_minutes_are_what_was_used_what_runs_may_use_and_what_the_job_asks_for() -> None:
     sketch = world("1x4", running=["1: n1 1c 600s"], waiting=["2: 1c 600s", "3: 1c 60s"])
     whose(sketch, j1="ann lab", j2="bob lab", j3="bob sub")
-    used = Used(account="sub", user="ann", qos="", at_s=0.0, amounts=(("cpu", 5 * MINUTE_S),))
-    other = Used(account="other", user="cat", qos="", at_s=0.0, amounts=(("cpu", 500 * MINUTE_S),))
+    used = UsedResources(account="sub", user="ann", qos="", at_s=0.0, amounts=(("cpu", 5 * MINUTE_S),))
+    other = UsedResources(account="other", user="cat", qos="", at_s=0.0, amounts=(("cpu", 500 * MINUTE_S),))
     limited = lab(Limits(grp_tres_mins=(("cpu", 20),)))
     found = made(sketch, limited, used, other)
     assert (starts(found), waits(found)) == ({3}, {2: "AssocGrpCPUMinutesLimit"})
@@ -235,7 +235,7 @@ def test_an_elastic_job_grows_within_its_limits_and_is_no_further_job(limits: Li
     sketch.change(1, elastic=True, nodes_min=1, nodes_max=9, nodelist=(), licenses=(("matlab", 1),))
     for most in range(1, 4):
         sketch.change(1, nodes_max=1 + most)
-        snapshot = replace(sketch.snapshot(), ledger=Ledger(accounting=lab(limits, licenses=(("matlab", 1),))))
+        snapshot = replace(sketch.snapshot(), ledger=UsageLedger(accounting=lab(limits, licenses=(("matlab", 1),))))
         found = full_plan(snapshot, sketch.policy).resizes
         assert [len(resize.add) for resize in found] == [min(most, gets)] * (gets > 0)
 

@@ -228,7 +228,7 @@ def kept(victim: JobState = JobState.COMPLETING, **policy: Any) -> World:
         **policy,
     )
     shares = made.full_plan().preemptions[0].shares if made.full_plan().preemptions else ()
-    return made.change(1, state=victim).change(3, kept_shares=shares or made.job(1).shares)
+    return made.change(1, state=victim).change(3, reserved_shares=shares or made.job(1).shares)
 
 
 def test_what_is_kept_for_a_job_nobody_else_gets_meanwhile() -> None:
@@ -243,7 +243,7 @@ def test_what_is_kept_for_a_job_nobody_else_gets_meanwhile() -> None:
 
 def test_a_part_that_is_free_already_is_kept_until_the_rest_is() -> None:
     made = world("2x4", ["1: n1,n2 4c q=low"], ["3: 2 nodes 4c q=high", "4: 4c 1s q=top"], preempt=by_qos())
-    made.change(3, kept_shares=made.job(1).shares)
+    made.change(3, reserved_shares=made.job(1).shares)
     made.change(1, state=JobState.COMPLETING, held_nodes=("n2",))
     assert made.full_plan().starts == ()
     made.jobs = [job for job in made.jobs if job.id != 1]

@@ -11,7 +11,7 @@ from hpcsched.model.accounting import Accounting
 from hpcsched.model.node import Partition
 from hpcsched.sched.policy import Policy
 from hpcsched.sched.queue.priority import HIGHEST, Breakdown, breakdown_of, in_order, priority_of, scale_of
-from hpcsched.sched.snapshot import Ledger, PendingJob
+from hpcsched.sched.snapshot import PendingJob, UsageLedger
 
 DAY_S = 86400.0
 POLICY = Policy(weight_site=10_000, weight_age=700, weight_partition=100, weight_size=50)
@@ -66,7 +66,7 @@ def test_small_jobs_may_be_favoured_instead() -> None:
 
 def test_a_weight_of_a_licence_is_worth_the_part_of_all_that_the_job_asks_for() -> None:
     sketch = world("2x4", waiting=["1: 1c"]).change(1, licenses=(("matlab", 1),))
-    ledger = Ledger(accounting=Accounting(licenses=(("matlab", 4), ("ansys", 1))))
+    ledger = UsageLedger(accounting=Accounting(licenses=(("matlab", 4), ("ansys", 1))))
     snapshot = replace(sketch.snapshot(), ledger=ledger)
     policy = replace(POLICY, weights_tres=(("license/matlab", 1000.0), ("license/ansys", 10.0), ("cpu", 80.0)))
     parts = breakdown_of(snapshot.pending[0], snapshot.partitions["main"], scale_of(snapshot), policy)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from unit.sched.world import world
 
-from hpcsched.sched.place.timeline import Profile, Timeline
+from hpcsched.sched.place.timeline import NodeProfile, Timeline
 from hpcsched.sched.policy import Policy
 
 
@@ -18,7 +18,7 @@ def test_a_node_gets_freer_as_jobs_end() -> None:
 
 
 def test_a_reservation_makes_a_dip() -> None:
-    profile = Profile(0.0, (4, 10, ()))
+    profile = NodeProfile(0.0, (4, 10, ()))
     profile.take(50, 80, (3, 5, ()))
     profile.dips = True
     assert profile.free_over(0, 50) == (4, 10, ())  # ends as the dip begins

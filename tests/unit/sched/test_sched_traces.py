@@ -17,7 +17,7 @@ import pytest
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.node import Partition
 from hpcsched.model.resources import Share
-from hpcsched.sched.place.request import Request, Shape
+from hpcsched.sched.place.request import ResourceRequest, Shape
 from hpcsched.sched.plan import plan
 from hpcsched.sched.policy import Backfill, Policy
 from hpcsched.sched.snapshot import NodeView, PendingJob, RunningJob, Snapshot
@@ -99,7 +99,7 @@ def _pending(job_id: int, order: int, procs: int, asked_s: int) -> PendingJob:
         id=JobId(job_id),
         display_id=str(job_id),
         partition="main",
-        request=Request(shape=shape, time_limit_s=asked_s),
+        request=ResourceRequest(shape=shape, time_limit_s=asked_s),
         submitted_at_s=order,  # the queue is in the order of the file
     )
 

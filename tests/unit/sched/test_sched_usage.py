@@ -11,7 +11,7 @@ from hpcsched.model.accounting import Accounting, Qos
 from hpcsched.model.job import Job, JobState
 from hpcsched.model.node import Partition
 from hpcsched.sched.queue.usage import (
-    Used,
+    UsedResources,
     at,
     by_association,
     charge_of,
@@ -42,7 +42,7 @@ def running(**fields: object) -> Job:
 
 
 def test_usage_halves_in_one_half_life() -> None:
-    used = Used(account="p", user="ann", qos="", at_s=T0, amounts=(("billing", 1000.0), ("cpu", 8.0)))
+    used = UsedResources(account="p", user="ann", qos="", at_s=T0, amounts=(("billing", 1000.0), ("cpu", 8.0)))
     later = at(used, T0 + 7 * DAY_S, 7 * DAY_S)
     assert dict(later.amounts) == pytest.approx({"billing": 500.0, "cpu": 4.0}, rel=1e-9)
     assert (later.key, later.at_s) == (used.key, T0 + 7 * DAY_S)
@@ -97,7 +97,7 @@ def test_only_what_is_still_held_runs_on() -> None:
 
 
 def test_rows_add_up_by_association() -> None:
-    row = Used(account="p", user="ann", qos="", at_s=T0, amounts=(("billing", 1.0),))
+    row = UsedResources(account="p", user="ann", qos="", at_s=T0, amounts=(("billing", 1.0),))
     other = plus(replace(row, qos="high"), (("billing", 2.0), ("cpu", 3.0)))
     assert dict(other.amounts) == {"billing": 3.0, "cpu": 3.0}
     assert by_association([row, other, replace(row, user="bob")]) == {("p", "ann"): 4.0, ("p", "bob"): 1.0}

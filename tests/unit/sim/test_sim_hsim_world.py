@@ -9,14 +9,14 @@ import pytest
 from unit.sched.world import world
 
 from hpcsched.cli.hsim import main
-from hpcsched.sched.snapshot_json import world_to_json
+from hpcsched.sched.snapshot_json import snapshot_to_json
 
 
 @pytest.fixture
 def saved(tmp_path: Path) -> str:
     made = world(nodes="1x4", running=["1: n1 2c 100s"], waiting=["2: 4c 600s", "3: 2c 100s", "4: 2c 300s"])
     path = tmp_path / "world.json"
-    path.write_text(json.dumps(world_to_json(made.snapshot(), made.policy)))
+    path.write_text(json.dumps(snapshot_to_json(made.snapshot(), made.policy)))
     return str(path)
 
 

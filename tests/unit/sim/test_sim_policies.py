@@ -16,8 +16,8 @@ from hpcsched.errors import RequestError
 from hpcsched.sched.guard.decide import Candidate
 from hpcsched.sched.guard.on_pool import GuardedPool, PoolRoom
 from hpcsched.sched.guard.predict import Needed, RequestUse
-from hpcsched.sched.guard.shadow_easy import Rehearsal
-from hpcsched.sched.policy import Backfill, Guard, Quick
+from hpcsched.sched.guard.shadow_easy import ShadowEasy
+from hpcsched.sched.policy import Backfill, Guard, ShortJobs
 from hpcsched.sched.pool.conservative import ConservativePool
 from hpcsched.sched.pool.easy import Waiting
 from hpcsched.sim.policies import PLAN, POLICIES, PlannedLine, replay, simulate
@@ -63,7 +63,7 @@ def test_default_lets_the_user_of_short_jobs_go_first() -> None:
     assert starts("default", jobs) == [0, 10, 102, 100]
 
 
-NOT_QUICK = Quick(share=0)
+NOT_QUICK = ShortJobs(share=0)
 ALWAYS = 2.0  # no machine's jobs use twice of what they ask for: requests are never trusted
 
 
@@ -143,7 +143,7 @@ def test_long_jobs_are_not_overtaken_for_their_length_once_somebody_has_waited_l
 def test_a_quick_job_goes_ahead_of_the_first_in_line() -> None:
     # All are old, so all else is EASY's. Job 3 asks for 5 s of 2 processors: 1 s of the machine.
     jobs = [job(1, 0, 30, 10), job(2, 1, 50, 10), job(3, 2, 4, 2, 5)]
-    quick = Quick(limit_s=5, work_s=1, share=0.2, part=0.03)
+    quick = ShortJobs(limit_s=5, work_s=1, share=0.2, part=0.03)
     at = lambda quick: guarded(jobs, Guard(part=0, old_s=1000, learning_s=0, promises=1, quick=quick))  # noqa: E731
     assert at(quick) == [0, 34, 30]
     for never in ({"limit_s": 4}, {"work_s": 0.9}, {"share": 0.1}, {"part": 0.028}):  # job 2 has waited for 29 s
@@ -153,7 +153,7 @@ def test_a_quick_job_goes_ahead_of_the_first_in_line() -> None:
 @given(traces(most=40))
 @settings(max_examples=200, deadline=None)
 def test_those_that_went_ahead_hold_no_more_than_their_share(jobs: list[TraceJob]) -> None:
-    line = guarded_pool(jobs, Guard(part=0, old_s=60, learning_s=0, quick=Quick(limit_s=10, work_s=5, share=0.4)))
+    line = guarded_pool(jobs, Guard(part=0, old_s=60, learning_s=0, quick=ShortJobs(limit_s=10, work_s=5, share=0.4)))
     has_for_quick = PoolRoom.has_for_quick
 
     def watched(room: PoolRoom, one: Candidate[Waiting]) -> bool:
@@ -247,10 +247,10 @@ GUARDS = (
     Guard(),
     Guard(learning_s=0),
     Guard(learning_s=40, learning_old_s=30, old_s=30),
-    Guard(learning_s=0, old_s=20, quick=Quick(limit_s=10, work_s=5, share=0.4)),
+    Guard(learning_s=0, old_s=20, quick=ShortJobs(limit_s=10, work_s=5, share=0.4)),
     Guard(learning_s=0, old_s=60, part=0.3, first_part=0.2, promises=1, long_s=30, long_least_s=10),
     Guard(learning_s=0, old_s=20, distrust=ALWAYS),
-    Guard(learning_s=20, old_s=20, distrust=ALWAYS, distrust_times=1, quick=Quick(limit_s=10, work_s=5, share=0.4)),
+    Guard(learning_s=20, old_s=20, distrust=ALWAYS, distrust_times=1, quick=ShortJobs(limit_s=10, work_s=5, share=0.4)),
 )
 
 
@@ -342,7 +342,7 @@ def test_no_promised_start_slips(jobs: list[TraceJob]) -> None:
 def test_the_rehearsal_never_claims_more_than_easy_did_and_in_the_end_as_much(jobs: list[TraceJob]) -> None:
     truth_s = max(start_s - one.submit_s for one, start_s in zip(jobs, starts("easy", jobs), strict=True))
     procs, limits_s = [one.procs for one in jobs], [one.asked_s for one in jobs]
-    rehearsal = Rehearsal(PROCS)
+    rehearsal = ShadowEasy(PROCS)
 
     class Heard(ConservativePool):
         def submit(self, at: int, now_s: float) -> Sequence[int]:
@@ -367,7 +367,7 @@ def test_the_rehearsal_never_claims_more_than_easy_did_and_in_the_end_as_much(jo
 
 
 def test_the_rehearsal_forgets_a_job_that_has_started_there_and_ended_here() -> None:
-    rehearsal = Rehearsal(PROCS)
+    rehearsal = ShadowEasy(PROCS)
     sizes = []
     for at in range(200):
         at_s = 10.0 * at

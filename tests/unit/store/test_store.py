@@ -17,7 +17,7 @@ from hpcsched.lifecycle.job import apply, submitted_jobs
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import ExitStatus, Hold, Job, JobState, Reason, Refusal
 from hpcsched.model.spec import ArraySpec, Dependency, DependencyKind
-from hpcsched.model.training import Failure
+from hpcsched.model.training import RankFailure
 from hpcsched.store import columns, schema
 from hpcsched.store.engine import create_database, incarnation, open_database, raise_epoch, reading
 from hpcsched.store.rows import HistoryQuery, StepRow
@@ -150,8 +150,8 @@ def test_a_batch_with_any_one_part_is_not_empty(part: str) -> None:
     assert Batch(**{part: one})  # type: ignore[arg-type]
 
 
-def failure(rank: int, node: str | None = "n1", text: str = "why", *, echo: bool = False) -> Failure:
-    return Failure(job_id=1, attempt=0, rank=rank, ranks=2, node=node, at_s=T0, echo=echo, text=text)  # type: ignore[arg-type]
+def failure(rank: int, node: str | None = "n1", text: str = "why", *, echo: bool = False) -> RankFailure:
+    return RankFailure(job_id=1, attempt=0, rank=rank, ranks=2, node=node, at_s=T0, echo=echo, text=text)  # type: ignore[arg-type]
 
 
 def test_a_reading_that_fails_says_so(database: sqlite3.Connection) -> None:
