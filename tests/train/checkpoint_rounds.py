@@ -89,11 +89,16 @@ def newest_state(directory: Path, told: Callable[[str], None]) -> tuple[int, np.
     return found.manifest.facts.step, replayed[-1] if replayed else content_of(found, directory)
 
 
+def publish_kept(directory: Path, mine: Claim) -> None:
+    """Publish what this node has kept; errors of the share are raised."""
+    local_fallback.bring_parts(local_fallback.local_directory(directory), directory)
+    local_fallback.join_parts(mine)
+
+
 def attempt(directory: Path, steps: int, told: Callable[[str], None]) -> None:
     """One life of a run: claim, restore, take steps with a checkpoint of each."""
     mine = _patiently(lambda: claim(directory, NO_JOB, time.time()))
-    place = local_fallback.place_for(directory)
-    _patiently(lambda: local_fallback.bring_back(place, mine))
+    _patiently(lambda: publish_kept(directory, mine))
     step, state = _patiently(lambda: newest_state(directory, told)) or (0, np.zeros((2, NUMBERS), np.float32))
     told(f"from {step}")
     task = Task(claim=mine, parent=None, base_every=6, policy=Policy(keep=2), distrusted=(), chunk_bytes=CHUNK_BYTES)
@@ -171,7 +176,7 @@ def one_round(disk: ShareDisk, top: Path, number: int, rng: random.Random) -> st
         AssertionError: a promise was broken.
     """
     name = f"run-{number}"
-    local_fallback.place_for = lambda directory: top / "local" / name  # both clients' node is the same here
+    local_fallback.local_directory = lambda directory: top / "local" / name  # both clients' node is the same here
     first, second, fresh = (path / name for path in disk.paths)
     fresh.mkdir()
     disk.crash(0), disk.crash(1)
@@ -221,7 +226,7 @@ def check(directory: Path, before: str, told: list[str]) -> None:
     if start and not failed:
         assert start[0] >= max(begun, default=0) - 1, f"from step {start[0]} on, and {max(begun)} had begun"
     mine = Claim(directory=directory, attempt=10**6)
-    local_fallback.bring_back(local_fallback.place_for(directory), mine)
+    publish_kept(directory, mine)
     warnings: list[str] = []
     found = newest_state(directory, warnings.append)
     assert not warnings

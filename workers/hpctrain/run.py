@@ -57,9 +57,9 @@ from hpctrain.checkpoint import (
 from hpctrain.checkpoint.interval import Interval, claims_at_s
 from hpctrain.checkpoint.reading.listing import checkpoint_names
 from hpctrain.checkpoint.reading.restore import Replay
-from hpctrain.checkpoint.writing.bring_back import bring_back, bring_parts
 from hpctrain.checkpoint.writing.files import write_draft
 from hpctrain.checkpoint.writing.group import Seat
+from hpctrain.checkpoint.writing.local_fallback import bring_host_parts, publish_kept
 from hpctrain.checkpoint.writing.snapshot import layout_of
 from hpctrain.comm import Communicator, connect
 from hpctrain.comm.elastic_group import MembersCommunicator
@@ -730,7 +730,7 @@ class Run:
         A rank that is interrupted in it has what it had before, or all of the other's.
         """
         if self._progress is None:
-            bring_parts(self._options.out / "checkpoints")
+            bring_host_parts(self._options.out / "checkpoints")
         steps = self.comm.all_gather_object(-1 if self._progress is None else self._progress.step)
         begins = max(steps) < 0
         plan = None
@@ -797,7 +797,7 @@ class Run:
     def _take_over(self) -> Claim:
         """Claim the attempt: whoever wrote before must not any more."""
         mine = claim(self._options.out / "checkpoints", job_facts(self._environ), time.time())
-        bring_back(mine)
+        publish_kept(mine)
         return mine
 
     def _take_over_if_possible(self) -> None:

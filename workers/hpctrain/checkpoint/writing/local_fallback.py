@@ -1,131 +1,236 @@
-"""A place on this node's own disk for the newest state, while the share does not take it.
+"""A state on the node's own disk while the share takes none, and its way to the share afterwards.
 
-Holds one checkpoint, a base, in the format of the share; it is brought there when that is possible again.
-Rules: of each run on this host one directory, of its user alone; the checkpoint before is removed when the new one is whole; what
-is brought back keeps its name, and is published by the rules of `write`.
+Each rank that writes keeps its part of the newest checkpoint in a local directory: a data file in the format of the share, and a
+record of it.  As soon as the share takes files again, the rank copies both to it.  When the parts of all ranks are there, the
+process that may publish joins them to one checkpoint.  A run of one writer has checkpoints of one part.
+
+Rules: each rank keeps its newest part only.  Parts that are not newer than the newest checkpoint on the share are
+removed.  A record has a checksum; readers of checkpoints ignore it.  The local directory belongs to the user alone.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+import re
 import stat
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import Executor
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpctrain.checkpoint.format.chunks import CHUNK_BYTES
-from hpctrain.checkpoint.format.manifest import SUFFIX, Facts, from_bytes, order_of, to_bytes
-from hpctrain.checkpoint.reading.listing import LATEST, checkpoint_names
-from hpctrain.checkpoint.writing import fence, files
+from hpctrain.checkpoint.format.manifest import (
+    SUFFIX,
+    Facts,
+    checkpoint_name,
+    facts_from_json,
+    facts_to_json,
+    from_bytes,
+    order_of,
+)
+from hpctrain.checkpoint.format.pack import digest
+from hpctrain.checkpoint.reading.listing import checkpoint_names
+from hpctrain.checkpoint.writing import files
 from hpctrain.checkpoint.writing.buffers import Buffer
 from hpctrain.checkpoint.writing.fence import Claim
-from hpctrain.checkpoint.writing.publish import data_file_name, publish, write_part
+from hpctrain.checkpoint.writing.publish import Part, data_file_name, part_from_json, part_to_json, publish, write_part
 from hpctrain.errors import DamagedError, PublishError
 
 PIECE_BYTES = 1 << 20
+RECORD = re.compile(r"part-(step-\d{10,}\.a\d{4,})\.r(\d+)\.json")
 
 
-def place_for(directory: Path) -> Path:
-    """This will name the refuge of the checkpoints in a directory."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalPart:
+    """One rank's part of a checkpoint that `ranks` of them write together."""
+
+    facts: Facts
+    rank: int
+    ranks: int
+    chunk_bytes: int
+    part: Part
+
+    @property
+    def checkpoint(self) -> str:
+        """The name of the checkpoint."""
+        return checkpoint_name(self.facts.step, self.facts.attempt)
+
+    @property
+    def record_name(self) -> str:
+        """The name of the file that describes this part."""
+        return _record_name(self.checkpoint, self.rank)
+
+
+# ----- called by the run
+
+
+def bring_host_parts(directory: Path) -> None:
+    """Copy the parts that this host has kept to the checkpoint directory; all ranks call it before one reads there."""
+    try:
+        bring_parts(local_directory(directory), directory)
+    except (OSError, PublishError) as error:
+        print(f"checkpoint: cannot copy a part that this host has kept to the share: {error}", flush=True)
+
+
+def publish_kept(mine: Claim) -> None:
+    """Publish the newest checkpoint that hosts have kept, if it is newer than those on the share; print what was done."""
+    try:
+        bring_parts(local_directory(mine.directory), mine.directory)
+        names = join_parts(mine)
+    except (OSError, PublishError) as error:
+        print(f"checkpoint: cannot publish on the share what hosts have kept: {error}", flush=True)
+        return
+    for name in names:
+        print(f"checkpoint: published {name} on the share; the run's hosts had kept it", flush=True)
+
+
+# ----- the local directory
+
+
+def local_directory(directory: Path) -> Path:
+    """Return the local directory for the checkpoints in a directory on the share: one per user, host and run."""
     digest = hashlib.sha256(os.fsencode(os.path.abspath(directory))).hexdigest()[:16]
-    top = Path(os.environ.get("HPCTRAIN_REFUGE") or Path(tempfile.gettempdir(), f"hpctrain-{os.getuid()}"))
+    top = Path(os.environ.get("HPCTRAIN_FALLBACK_DIR") or Path(tempfile.gettempdir(), f"hpctrain-{os.getuid()}"))
     return top / digest
 
 
-def keep(place: Path, snapshot: Buffer, facts: Facts, pool: Executor, chunk_bytes: int = CHUNK_BYTES) -> None:
-    """This will keep a state here, instead of the one before.
+def prepare(local: Path) -> None:
+    """Create the local directory if it does not exist.
+
+    Raises:
+        OSError: this disk takes no directory, or other users may write to it.
+    """
+    for folder in _private(local):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not is_ours(local):
+        raise PermissionError(f"other users may write to {local}, or to its parent directory")
+
+
+def is_ours(local: Path) -> bool:
+    """Return whether the directory is this user's alone; others could guess its name and create it first."""
+    found = [os.lstat(folder) for folder in _private(local)]
+    return all(stat.S_ISDIR(one.st_mode) and one.st_uid == os.getuid() and not one.st_mode & 0o022 for one in found)
+
+
+def _private(local: Path) -> tuple[Path, ...]:
+    """Return the directories that must be this user's: the parent too, unless the user has named it."""
+    return (local,) if os.environ.get("HPCTRAIN_FALLBACK_DIR") else (local.parent, local)
+
+
+# ----- a part: kept here, copied to the share, joined there
+
+
+def keep_part(
+    local: Path,
+    rank: int,
+    ranks: int,
+    snapshot: Buffer,
+    facts: Facts,
+    pool: Executor,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> None:
+    """Write a rank's part to the local directory, in place of its last one.
 
     Raises:
         OSError, PublishError: this disk does not take it either.
     """
-    prepare(place)
-    before = checkpoint_names(place)
-    here = Claim(directory=place, attempt=facts.attempt)
-    part = write_part(here, snapshot, facts, None, pool, chunk_bytes)
-    publish(here, facts, [part], None, None, chunk_bytes)
+    prepare(local)
+    before = [name for name, of in _records(local) if of == rank]
+    if _record_name(checkpoint_name(facts.step, facts.attempt), rank) in before:
+        return  # the same step once more
+    part = write_part(Claim(directory=local, attempt=facts.attempt), snapshot, facts, None, pool, chunk_bytes)
+    kept = LocalPart(facts=facts, rank=rank, ranks=ranks, chunk_bytes=chunk_bytes, part=part)
+    files.commit(files.write_draft(local / kept.record_name, _to_bytes(kept)), local / kept.record_name)
     for name in before:
-        _remove(place, name)
+        _remove(local, name)
 
 
-def prepare(place: Path) -> None:
-    """This will make the refuge, if it is not there.
+def bring_parts(local: Path, directory: Path, rank: int | None = None) -> None:
+    """Move the parts of one rank, or of all ranks of this host, from the local directory to the share.
 
     Raises:
-        OSError: this disk does not take it, or others may change what it has.
+        PublishError, OSError: the share still takes no files; the parts stay here.
     """
-    for folder in _private(place):
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if not is_ours(place):
-        raise PermissionError(f"others may change {place}, or what it is in")
+    if not local.exists() or not is_ours(local):
+        return
+    for name, of in _records(local):
+        if rank is None or of == rank:
+            with suppress(DamagedError):  # this disk has lost it, or another rank of this host has moved it
+                _bring(local, name, directory)
+            _remove(local, name)
 
 
-def _private(place: Path) -> tuple[Path, ...]:
-    """Return which directories must be ours alone: where the user has not named the outer one, that as well."""
-    return (place,) if os.environ.get("HPCTRAIN_REFUGE") else (place.parent, place)
+def join_parts(mine: Claim) -> list[str]:
+    """Publish the newest checkpoint whose parts are all on the share, unless a newer one is there.
 
-
-def is_ours(place: Path) -> bool:
-    """This will say whether nobody else can have made the refuge, or put another one in its place: its name is easily guessed."""
-    found = [os.lstat(folder) for folder in _private(place)]
-    return all(stat.S_ISDIR(one.st_mode) and one.st_uid == os.getuid() and not one.st_mode & 0o022 for one in found)
-
-
-def bring_back(place: Path, mine: Claim) -> list[str]:
-    """This will publish what is here on the share, unless something newer is there; and leave nothing here.
-
-    Returns the names of what was published.
+    Returns the names of the published checkpoints, and removes the parts that are not needed any more.
 
     Raises:
-        PublishError, OSError: the share still does not take it; it stays here.
+        PublishError, OSError: the share failed.
         StaleAttemptError: a later attempt has taken over.
     """
-    published: list[str] = []
-    if not place.exists() or not is_ours(place):  # what others may have put there is no state of ours
-        return published
-    for name in checkpoint_names(place):
-        there = checkpoint_names(mine.directory)
-        if not there or (order_of(name) or ()) > (order_of(there[0]) or ()):
-            try:
-                _publish(place, name, mine)
-            except DamagedError:
-                pass  # this disk has lost it
-            else:
-                published.append(name)
-        _remove(place, name)
-    return published
+    joined: list[str] = []
+    for parts in _complete(mine.directory):
+        newest = _newest(mine.directory)
+        if newest is None or _order(parts[0].checkpoint) > newest:
+            first = parts[0]
+            publish(mine, first.facts, [kept.part for kept in parts], None, None, first.chunk_bytes)
+            joined.append(first.checkpoint)
+    newest = _newest(mine.directory)
+    for name, _ in _records(mine.directory):
+        if newest is not None and _order(_checkpoint_of(name)) <= newest:
+            _remove(mine.directory, name)
+    return joined
 
 
-def _publish(place: Path, name: str, mine: Claim) -> None:
-    fence.check(mine)
-    kept = from_bytes((place / (name + SUFFIX)).read_bytes())
-    # Under names of their own: a process of another attempt on this node may be bringing the same files.
-    brought = tuple(replace(data, file=data_file_name(name)) for data in kept.data)
-    path = mine.directory / (name + SUFFIX)
+def has_waiting_parts(directory: Path) -> bool:
+    """Return whether the share has parts that are neither joined nor superseded."""
+    return bool(_records(directory))
+
+
+def _complete(directory: Path) -> list[list[LocalPart]]:
+    """Return the checkpoints whose parts are all here, newest first, each as its parts by rank."""
+    found: dict[str, dict[int, LocalPart]] = {}
+    for name, _ in _records(directory):
+        with suppress(DamagedError):
+            kept = _read(directory / name)
+            found.setdefault(kept.checkpoint, {})[kept.rank] = kept
+    names = sorted(found, key=_order, reverse=True)
+    whole = [found[name] for name in names if set(found[name]) == set(range(next(iter(found[name].values())).ranks))]
+    return [[parts[rank] for rank in sorted(parts)] for parts in whole]
+
+
+def _bring(local: Path, name: str, directory: Path) -> None:
+    kept = _read(local / name)
+    newest = _newest(directory)
+    if newest is not None and _order(kept.checkpoint) <= newest:
+        return
+    data = replace(kept.part.data, file=data_file_name(kept.checkpoint))
     try:
-        for here, there in zip(kept.data, brought, strict=True):
-            files.write_new(mine.directory / there.file, pieces_of(place / here.file, here.bytes), direct=True)
-        files.sync_directory(mine.directory)
-        draft = files.write_draft(path, to_bytes(replace(kept, data=brought)))
+        pieces = pieces_of(local / kept.part.data.file, data.bytes)
+        files.write_new(directory / data.file, pieces, direct=True)
+        files.sync_directory(directory)
+        draft = files.write_draft(directory / name, _to_bytes(replace(kept, part=replace(kept.part, data=data))))
+        try:
+            files.commit(draft, directory / name)
+        finally:
+            files.remove(draft)
     except (DamagedError, PublishError, OSError):
-        for data in brought:
-            files.remove(mine.directory / data.file)
-        raise
-    try:
-        fence.check(mine)
-        files.commit(draft, path)  # it may fail after it happened: from here on the data stay
-    finally:
-        files.remove(draft)
-    files.replace_hint(mine.directory / LATEST, path.name.encode() + b"\n")
+        if not (directory / name).exists() or data.file not in _files_of(directory / name):
+            files.remove(directory / data.file)
+        if not (directory / name).exists():
+            raise  # else another rank of this host was quicker
 
 
 def pieces_of(path: Path, length: int) -> Iterator[bytes]:
-    """This will give a file's content, piece by piece.
+    """Yield the content of a file of `length` bytes, in pieces of 1 MiB.
 
     Raises:
-        DamagedError: it is not there, or not as long.
+        DamagedError: the file does not exist, or is shorter.
     """
     try:
         with path.open("rb") as stream:
@@ -135,15 +240,84 @@ def pieces_of(path: Path, length: int) -> Iterator[bytes]:
                     raise DamagedError(f"{path} ends early")
                 yield piece
     except FileNotFoundError as error:
-        raise DamagedError(f"{path} is not there") from error
+        raise DamagedError(f"{path} does not exist") from error
 
 
-def _remove(place: Path, name: str) -> None:
-    path = place / (name + SUFFIX)
-    try:
-        data = [one.file for one in from_bytes(path.read_bytes()).data]
-    except (DamagedError, FileNotFoundError):
-        data = []
-    files.remove(path)
+def _remove(directory: Path, name: str) -> None:
+    """Remove a record, and its data file unless a published checkpoint refers to it."""
+    data = set(_files_of(directory / name))
+    with suppress(DamagedError, FileNotFoundError):
+        manifest = from_bytes((directory / (_checkpoint_of(name) + SUFFIX)).read_bytes())
+        data -= {entry.file for entry in manifest.data}
+    files.remove(directory / name)
     for file in data:
-        files.remove(place / file)
+        files.remove(directory / file)
+
+
+def _newest(directory: Path) -> tuple[int, int] | None:
+    names = checkpoint_names(directory)
+    return _order(names[0]) if names else None
+
+
+def _order(checkpoint: str) -> tuple[int, int]:
+    order = order_of(checkpoint)
+    assert order is not None
+    return order
+
+
+# ----- records: files that describe a part
+
+
+def _records(directory: Path) -> list[tuple[str, int]]:
+    """Return the names of the records in a directory, each with its rank."""
+    found = ((RECORD.fullmatch(name), name) for name in os.listdir(directory))
+    return [(name, int(match[2])) for match, name in found if match]
+
+
+def _record_name(checkpoint: str, rank: int) -> str:
+    return f"part-{checkpoint}.r{rank}.json"
+
+
+def _checkpoint_of(record: str) -> str:
+    match = RECORD.fullmatch(record)
+    assert match is not None
+    return match[1]
+
+
+def _files_of(record: Path) -> list[str]:
+    try:
+        return [_read(record).part.data.file]
+    except DamagedError:
+        return []
+
+
+def _to_bytes(kept: LocalPart) -> bytes:
+    body = {
+        "facts": facts_to_json(kept.facts),
+        "rank": kept.rank,
+        "ranks": kept.ranks,
+        "chunk_bytes": kept.chunk_bytes,
+        "part": part_to_json(kept.part),
+    }
+    return files.to_json(body | {"checksum": digest(files.to_json(body))}) + b"\n"
+
+
+def _read(path: Path) -> LocalPart:
+    try:
+        body = json.loads(path.read_bytes())
+        checksum = body.pop("checksum")
+        if digest(files.to_json(body)) != checksum:
+            raise ValueError("its checksum does not match")
+        kept = LocalPart(
+            facts=facts_from_json(body["facts"]),
+            rank=int(body["rank"]),
+            ranks=int(body["ranks"]),
+            chunk_bytes=int(body["chunk_bytes"]),
+            part=part_from_json(body["part"]),
+        )
+    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedError(f"{path.name} is not a record of a part ({error})") from error
+    file = kept.part.data.file
+    if kept.record_name != path.name or "/" in file or file.startswith("."):
+        raise DamagedError(f"{path.name} describes another file")
+    return kept

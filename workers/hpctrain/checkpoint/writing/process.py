@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from hpctrain.checkpoint.format.manifest import Facts
-from hpctrain.checkpoint.writing import local_fallback, local_parts
+from hpctrain.checkpoint.writing import local_fallback
 from hpctrain.checkpoint.writing.buffers import BROKEN, FULL, Buffer
 from hpctrain.checkpoint.writing.fd_passing import Handing
 from hpctrain.checkpoint.writing.group import First, Other
@@ -66,8 +66,8 @@ class Keeper:
         self._share = ThreadPoolExecutor(1, "share")
         self._slow: Future[Report] | None = None  # what the share has not answered yet
         self._read: set[int] = set()  # numbers of buffers that this one still reads
-        self._place = local_fallback.place_for(task.claim.directory)
-        self._packers = ThreadPoolExecutor(1, "refuge")
+        self._local = local_fallback.local_directory(task.claim.directory)
+        self._packers = ThreadPoolExecutor(1, "local")
         self.waiting = False  # something is to be brought to the share
 
     def make(
@@ -112,24 +112,17 @@ class Keeper:
                 print(f"checkpoint: {name} is on the share now, which takes them again", flush=True)
 
     def _brought(self) -> list[str]:
-        """What is on the share now, after all that is here has been brought there."""
+        """Copy what is kept here to the share, and return the names of the checkpoints published by that."""
         claim = self._task.claim
-        if self._alone:
-            names = local_fallback.bring_back(self._place, claim)
-            self.waiting = False
-            return names
-        local_parts.bring_parts(self._place, claim.directory, self._rank)
-        names = local_parts.join_parts(claim) if self._rank == 0 else []
-        self.waiting = self._rank == 0 and local_parts.awaited(claim.directory)
+        local_fallback.bring_parts(self._local, claim.directory, self._rank)
+        names = local_fallback.join_parts(claim) if self._rank == 0 else []
+        self.waiting = self._rank == 0 and local_fallback.has_waiting_parts(claim.directory)
         return names
 
     def _keep(self, snapshot: Buffer, facts: Facts) -> None:
         """What this process has of a state goes to this node's own disk."""
-        place, chunk_bytes = self._place, self._task.chunk_bytes
-        if self._alone:
-            local_fallback.keep(place, snapshot, facts, self._packers, chunk_bytes)
-        else:
-            local_parts.keep_part(place, self._rank, self._task.ranks, snapshot, facts, self._packers, chunk_bytes)
+        ranks, chunk_bytes = self._task.ranks, self._task.chunk_bytes
+        local_fallback.keep_part(self._local, self._rank, ranks, snapshot, facts, self._packers, chunk_bytes)
 
     def tidy(self) -> None:
         """This will remove what is not wanted any more."""
@@ -142,7 +135,7 @@ class Keeper:
         if order.snapshot is not None:
             try:
                 self._keep(order.snapshot, order.facts)
-                where = f"kept on {socket.gethostname()} in {self._place}"
+                where = f"kept on {socket.gethostname()} in {self._local}"
             except (PublishError, OSError) as error:
                 where += f": {error}"
         report = Report(

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 from test_train_checkpoint import CHUNK_BYTES, NO_JOB, assert_holds, facts, state, write
-from test_train_refuge import failing
+from test_train_fallback import failing
 
 from hpctrain.checkpoint import claim
 from hpctrain.checkpoint.reading.listing import checkpoint_names
-from hpctrain.checkpoint.writing import local_fallback, local_parts
+from hpctrain.checkpoint.writing import local_fallback
 from hpctrain.checkpoint.writing.group import First, Other, Seat
 from hpctrain.checkpoint.writing.maker import Order, Report, Task
 from hpctrain.checkpoint.writing.process import Keeper
@@ -27,7 +27,7 @@ RANKS = 3
 
 @pytest.fixture(autouse=True)
 def top(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("HPCTRAIN_REFUGE", str(tmp_path / "local"))
+    monkeypatch.setenv("HPCTRAIN_FALLBACK_DIR", str(tmp_path / "local"))
     return tmp_path / "local"
 
 
@@ -53,7 +53,7 @@ class World:
                 secret=SECRET,
             )
             keeper = Keeper(task, Other(seat) if seat else First(RANKS, listener, SECRET), 60.0)
-            keeper._place = top / f"host-{rank}"
+            keeper._local = top / f"host-{rank}"
             self.keepers.append(keeper)
         self._pool = ThreadPoolExecutor(RANKS)
 
@@ -126,12 +126,12 @@ def test_the_next_attempt_finds_what_all_ranks_had(tmp_path: Path, top: Path, mo
     world.make_in_vain(2, monkeypatch, errno.EROFS)
     world.close()
     for rank in range(RANKS):
-        local_parts.bring_parts(top / f"host-{rank}", share)
+        local_fallback.bring_parts(top / f"host-{rank}", share)
     assert_holds(share, 1)
     later = claim(share, NO_JOB, now_s=0.0)
-    assert local_parts.join_parts(later) == ["step-0000000002.a0000"]
+    assert local_fallback.join_parts(later) == ["step-0000000002.a0000"]
     assert_holds(share, 2)
-    assert local_parts.join_parts(later) == []
+    assert local_fallback.join_parts(later) == []
     assert_holds(share, 2)
 
 
@@ -165,9 +165,9 @@ def test_parts_that_are_not_all_whole_are_not_joined(
     for path in lost.glob("part-*" if what == "record" else "data-*"):
         path.write_bytes(path.read_bytes()[:-9])
     for rank in (0, 2) if what == "a lost host" else range(RANKS):
-        local_parts.bring_parts(top / f"host-{rank}", share)
+        local_fallback.bring_parts(top / f"host-{rank}", share)
     later = claim(share, NO_JOB, now_s=0.0)
-    assert local_parts.join_parts(later) == []
+    assert local_fallback.join_parts(later) == []
     assert_holds(share, 1)
     keep = Retention(later, Policy(keep=9))
     keep.sweep()
@@ -186,7 +186,7 @@ def test_a_share_that_is_gone_leaves_the_part_where_it_is(
     world.make_in_vain(2, monkeypatch)
     world.close()
     with pytest.raises(FileNotFoundError):
-        local_parts.bring_parts(top / "host-1", tmp_path / "unmounted")
+        local_fallback.bring_parts(top / "host-1", tmp_path / "unmounted")
     assert len(parts_in(top / "host-1")) == 1
 
 
@@ -202,22 +202,22 @@ def test_two_ranks_of_one_host_that_bring_the_same_part_leave_it_there_once(
     def later(path: Path, length: int) -> object:
         with monkeypatch.context() as first:
             first.setattr(local_fallback, "pieces_of", real)
-            local_parts.bring_parts(top / "host-1", share)
+            local_fallback.bring_parts(top / "host-1", share)
         return iter([b"x" * length])
 
     monkeypatch.setattr(local_fallback, "pieces_of", later)
-    local_parts.bring_parts(top / "host-1", share)
+    local_fallback.bring_parts(top / "host-1", share)
     monkeypatch.undo()
     assert len(list(share.glob("*.bin"))) == 1
     for rank in (0, 2):
-        local_parts.bring_parts(top / f"host-{rank}", share)
-    assert local_parts.join_parts(claim(share, NO_JOB, now_s=0.0)) == ["step-0000000002.a0000"]
+        local_fallback.bring_parts(top / f"host-{rank}", share)
+    assert local_fallback.join_parts(claim(share, NO_JOB, now_s=0.0)) == ["step-0000000002.a0000"]
     assert_holds(share, 2)
 
 
 def test_what_one_process_wrote_is_no_part(tmp_path: Path) -> None:
     share = tmp_path / "share"
     write(share, [1])
-    assert local_parts.join_parts(claim(share, NO_JOB, now_s=0.0)) == []
-    assert not local_parts.awaited(share)
+    assert local_fallback.join_parts(claim(share, NO_JOB, now_s=0.0)) == []
+    assert not local_fallback.has_waiting_parts(share)
     assert len(checkpoint_names(share)) == 1

@@ -12,8 +12,7 @@ import pytest
 from test_train_checkpoint import CHUNK_BYTES, NO_JOB, assert_holds, facts, state, write
 from waiting import PATIENCE_S
 
-from hpctrain.checkpoint import claim
-from hpctrain.checkpoint.format.manifest import Manifest
+from hpctrain.checkpoint import Claim, claim
 from hpctrain.checkpoint.reading.listing import checkpoint_names
 from hpctrain.checkpoint.writing import files, local_fallback
 from hpctrain.checkpoint.writing.maker import Order, Report, Task
@@ -25,8 +24,8 @@ from hpctrain.errors import PublishError
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("HPCTRAIN_REFUGE", str(tmp_path / "local"))
-    return local_fallback.place_for(tmp_path / "share")
+    monkeypatch.setenv("HPCTRAIN_FALLBACK_DIR", str(tmp_path / "local"))
+    return local_fallback.local_directory(tmp_path / "share")
 
 
 class World:
@@ -62,7 +61,16 @@ def keep_step_2(place: Path) -> None:
     snapshot = Snapshot(layout_of(state(2)))
     snapshot.fill(state(2))
     with ThreadPoolExecutor(1) as pool:
-        local_fallback.keep(place, snapshot, facts(2, 0), pool, CHUNK_BYTES)
+        local_fallback.keep_part(place, 0, 1, snapshot, facts(2, 0), pool, CHUNK_BYTES)
+
+
+def publish_from(place: Path, mine: Claim) -> list[str]:
+    local_fallback.bring_parts(place, mine.directory)
+    return local_fallback.join_parts(mine)
+
+
+def parts_in(place: Path) -> list[str]:
+    return sorted(path.name for path in place.glob("part-*"))
 
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EROFS, errno.ESTALE, errno.EIO])
@@ -80,13 +88,13 @@ def test_what_the_share_does_not_take_is_kept_here_and_brought_there_later(
             assert f"in {place}" in told
             assert world.standing.away
             assert world.standing.last_step == 1
-        assert [name[:15] for name in checkpoint_names(place)] == ["step-0000000003"], "the newest alone"
+        assert parts_in(place) == ["part-step-0000000003.a0000.r0.json"], "the newest alone"
         world.keeper.again()
         assert world.keeper.waiting
     assert_holds(share, 1)
     world.keeper.again()
     assert not world.keeper.waiting
-    assert not list(place.iterdir()) or [path.name for path in place.iterdir()] == ["LATEST"]
+    assert not list(place.iterdir())
     assert_holds(share, 3)
     assert world.make(4).error is None
     assert_holds(share, 4)
@@ -110,7 +118,7 @@ def test_a_share_that_hangs_is_not_waited_for_and_its_buffer_is_left_alone(
     assert world.standing.held == {held}
     assert "the share still does not answer; kept on " in (world.make(2).error or "")
     assert world.standing.held == {held}
-    assert checkpoint_names(place)[0].startswith("step-0000000002")
+    assert parts_in(place) == ["part-step-0000000002.a0000.r0.json"]
     slow = world.keeper._slow
     back.set()
     world.keeper._patience_s = PATIENCE_S
@@ -130,7 +138,7 @@ def test_a_disk_of_ones_own_that_is_full_too_is_said(
     failing(tmp_path, errno.ENOSPC, monkeypatch)
     assert "only the running program has the state: " in (world.make(1).error or "")
     monkeypatch.undo()
-    monkeypatch.setenv("HPCTRAIN_REFUGE", str(tmp_path / "local"))
+    monkeypatch.setenv("HPCTRAIN_FALLBACK_DIR", str(tmp_path / "local"))
     assert world.make(2).error is None
 
 
@@ -138,8 +146,8 @@ def test_an_older_state_of_this_host_does_not_go_to_the_share(tmp_path: Path, pl
     keep_step_2(place)
     share = tmp_path / "share"
     write(share, [1, 2, 3])
-    assert local_fallback.bring_back(place, claim(share, NO_JOB, now_s=0.0)) == []
-    assert checkpoint_names(place) == []
+    assert publish_from(place, claim(share, NO_JOB, now_s=0.0)) == []
+    assert not parts_in(place)
     assert_holds(share, 3)
 
 
@@ -148,25 +156,25 @@ def test_a_run_that_begins_anew_brings_it_first(tmp_path: Path, place: Path) -> 
     write(share, [1])
     keep_step_2(place)
     mine = claim(share, NO_JOB, now_s=0.0)
-    assert local_fallback.bring_back(place, mine) == ["step-0000000002.a0000"]
+    assert publish_from(place, mine) == ["step-0000000002.a0000"]
     assert_holds(share, 2)
 
 
 @pytest.mark.parametrize("which", ["outer", "inner"])
-def test_a_directory_that_others_may_write_is_no_refuge(
+def test_a_local_directory_that_other_users_may_write_to_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: str
 ) -> None:
-    monkeypatch.delenv("HPCTRAIN_REFUGE", raising=False)
+    monkeypatch.delenv("HPCTRAIN_FALLBACK_DIR", raising=False)
     monkeypatch.setattr(local_fallback.tempfile, "gettempdir", lambda: str(tmp_path))
-    place = local_fallback.place_for(tmp_path / "share")
+    place = local_fallback.local_directory(tmp_path / "share")
     keep_step_2(place)
     assert [folder.stat().st_mode & 0o777 for folder in (place.parent, place)] == [0o700, 0o700]
     (place.parent if which == "outer" else place).chmod(0o777)
-    with pytest.raises(PermissionError, match="others may change"):
+    with pytest.raises(PermissionError, match="other users may write"):
         keep_step_2(place)
-    assert local_fallback.bring_back(place, claim(tmp_path / "share", NO_JOB, now_s=0.0)) == []
+    assert publish_from(place, claim(tmp_path / "share", NO_JOB, now_s=0.0)) == []
     assert checkpoint_names(tmp_path / "share") == []
-    assert len(checkpoint_names(place)) == 1  # whose it is nobody knows: it stays
+    assert len(parts_in(place)) == 1  # whose it is nobody knows: it stays
 
 
 def test_two_attempts_that_bring_the_same_state_leave_one_another_alone(
@@ -176,16 +184,17 @@ def test_two_attempts_that_bring_the_same_state_leave_one_another_alone(
     share = tmp_path / "share"
     first = claim(share, NO_JOB, now_s=0.0)
     keep_step_2(place)
-    real, brought = local_fallback.from_bytes, []
+    real, brought = local_fallback._read, []
 
-    def stopped(content: bytes) -> Manifest:
+    def stopped(record: Path) -> local_fallback.LocalPart:
+        found = real(record)
         if not brought:
             brought.append("by the second one")
-            brought.extend(local_fallback.bring_back(place, claim(share, NO_JOB, now_s=0.0)))
-        return real(content)
+            brought.extend(publish_from(place, claim(share, NO_JOB, now_s=0.0)))
+        return found
 
-    monkeypatch.setattr(local_fallback, "from_bytes", stopped)
-    assert local_fallback.bring_back(place, first) == []
+    monkeypatch.setattr(local_fallback, "_read", stopped)
+    assert publish_from(place, first) == []
     assert brought == ["by the second one", "step-0000000002.a0000"]
     assert_holds(share, 2)
 
@@ -207,7 +216,7 @@ def test_what_the_share_takes_in_part_does_not_stay_there(
     with monkeypatch.context() as full:
         full.setattr(files, "write_new", refuse)
         with pytest.raises(PublishError):
-            local_fallback.bring_back(place, mine)
+            publish_from(place, mine)
     assert not list(share.glob("data-*"))
-    assert local_fallback.bring_back(place, mine) == ["step-0000000002.a0000"]
+    assert publish_from(place, mine) == ["step-0000000002.a0000"]
     assert_holds(share, 2)
