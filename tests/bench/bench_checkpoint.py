@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from hpctrain.checkpoint import Policy, ProcessWriter, claim
+from hpctrain.checkpoint import ProcessWriter, RetentionPolicy, claim
 from tests.bench.checkpoint_world import NO_JOB, World, facts
 from tests.bench.figures import Figure, from_samples
 
@@ -51,7 +51,7 @@ def snapshots(here: Path, parameters: int, rounds: int) -> list[Figure]:
     size_mb = sum(tensor.nbytes for tensor in tensors.values()) / 1e6
     own = {name: tensor.clone() for name, tensor in tensors.items()}
     warm_s = [_timed(lambda: [to.copy_(tensors[name]) for name, to in own.items()]) for _ in range(2 * rounds)]  # noqa: B023
-    writer = ProcessWriter(claim(here / "snapshots", NO_JOB, time.time()), None, 1, Policy(keep=1))
+    writer = ProcessWriter(claim(here / "snapshots", NO_JOB, time.time()), None, 1, RetentionPolicy(keep=1))
     writer.prepare(tensors)
     time.sleep(8)  # as after the first steps of a run
     stalled_s, durable_s = [], []

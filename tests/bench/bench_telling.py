@@ -21,8 +21,8 @@ from hpctrain.examples.chargpt_run import Gpt
 from hpctrain.exchange.scaling import RankTimes
 from hpctrain.optim.adamw import AdamW
 from hpctrain.options import add_options
-from hpctrain.report.progress import Identity, Progress, StepReport
-from hpctrain.report.reporter import Goodput, Record, Teller
+from hpctrain.report.progress import RunIdentity, StepReport, TrainingProgress
+from hpctrain.report.reporter import Goodput, Reporter, RunRecord
 from hpctrain.settings import settings_of
 from tests.bench.figures import Figure, from_samples
 
@@ -72,11 +72,21 @@ def teller(out: Path) -> Callable[[], None]:
     options = parser.parse_args(["--out", str(out), "--print-every", "1000000"])
     settings = settings_of(options, 1e-3, epoch_samples=10_000)
     model = torch.nn.Linear(1, 1)
-    identity = Identity(attempt=0, generation=0, job=None)
+    identity = RunIdentity(attempt=0, generation=0, job=None)
     comm = SingleCommunicator()
     goodput = Goodput(began_at_s=time.time())
-    told = Teller(
-        options, "bench", comm, identity, Progress(), model, {}, ["n1", "n2"], settings, goodput, Record(options.out)
+    told = Reporter(
+        options,
+        "bench",
+        comm,
+        identity,
+        TrainingProgress(),
+        model,
+        {},
+        ["n1", "n2"],
+        settings,
+        goodput,
+        RunRecord(options.out),
     )
     phases, batch = Phases(model), Batch(0, 1, 1, 1.0)
     count = 0

@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 
 from hpctrain.checkpoint import (
-    Facts,
+    CheckpointFacts,
+    CheckpointReport,
     GradientLog,
-    Policy,
     ProcessWriter,
-    Report,
-    Restored,
+    RestoredCheckpoint,
+    RetentionPolicy,
     claim,
     replay_through,
     restore_newest,
@@ -25,8 +25,8 @@ from hpctrain.comm.base import SingleCommunicator
 from hpctrain.env import JobFacts
 from hpctrain.examples.chargpt_run import Gpt
 from hpctrain.exchange.sync import make_sync
+from hpctrain.loop import live_tensors
 from hpctrain.optim.adamw import AdamW, clip_factor, multiply
-from hpctrain.state import live_tensors
 
 VOCABULARY, CONTEXT = 256, 128
 NO_JOB = JobFacts(job=None, attempt=None, restarts=0)
@@ -82,7 +82,7 @@ class World:
     def writer(self, directory: Path, base_every: int) -> ProcessWriter:
         """Begin to write checkpoints."""
         mine = claim(directory, NO_JOB, time.time())
-        writer = ProcessWriter(mine, None, base_every, Policy(keep=2))
+        writer = ProcessWriter(mine, None, base_every, RetentionPolicy(keep=2))
         self.log = GradientLog(
             self.model,
             self.buckets.groups,
@@ -98,7 +98,7 @@ class World:
         """Begin a checkpoint, and return the seconds of the copy."""
         return writer.begin(None if writer.log_suffices() else self.tensors(), facts(self.step))
 
-    def written(self, writer: ProcessWriter) -> Report:
+    def written(self, writer: ProcessWriter) -> CheckpointReport:
         """Write a checkpoint whole."""
         self.begin(writer)
         report = writer.wait()
@@ -106,7 +106,7 @@ class World:
         assert report.error is None, report.error
         return report
 
-    def restore(self, directory: Path) -> Restored:
+    def restore(self, directory: Path) -> RestoredCheckpoint:
         """Go on from the newest checkpoint."""
         replay = replay_through(self.model, self.optimizer.step, self.tensors, print)
         restored = restore_newest(directory, layout_of(self.tensors()), print, replay)
@@ -116,9 +116,9 @@ class World:
         return restored
 
 
-def facts(step: int) -> Facts:
+def facts(step: int) -> CheckpointFacts:
     """What a checkpoint says beside its tensors."""
-    return Facts(step=step, attempt=0, generation=0, world=1, job=None, written_at_s=0.0, state={})
+    return CheckpointFacts(step=step, attempt=0, generation=0, world=1, job=None, written_at_s=0.0, state={})
 
 
 def _text() -> bytes:

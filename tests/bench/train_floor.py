@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from hpctrain.comm.links import tune
+from hpctrain.comm.hosts import tune
 from hpctrain.comm.tcp_ring import PIECE_BYTES
 
 

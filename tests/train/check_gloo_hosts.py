@@ -8,15 +8,14 @@ import socket
 import check_gradients
 
 from hpctrain.comm import torch_dist
-from hpctrain.comm.hosts import identity
-from hpctrain.comm.links import own_addresses
-from hpctrain.env import place
+from hpctrain.comm.hosts import identity, own_addresses
+from hpctrain.env import rank_info
 
 UNKNOWN = "192.0.2.1"  # RFC 5737: nobody's
 
 
 def main() -> None:
-    here = place(os.environ)
+    here = rank_info(os.environ)
     torch_dist.identity = lambda: (*identity()[:2], str(here.rank))
     torch_dist.own_addresses = lambda: [UNKNOWN, *own_addresses()]
     check_gradients.main()

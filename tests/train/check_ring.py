@@ -7,7 +7,7 @@ import sys
 import torch
 from mpi4py import MPI
 
-from hpctrain.comm.algorithms import Way
+from hpctrain.comm.algorithms import Algorithm
 from hpctrain.comm.ring import Ring
 
 LENGTHS = (1, 2, 3, 7, 64, 1000, 4097, 70001)
@@ -23,7 +23,7 @@ def tolerance(dtype: torch.dtype) -> float:
     return {torch.float32: 1e-5, torch.float64: 1e-12, torch.int64: 0.0}.get(dtype, 0.0)
 
 
-def check(ring: Way, comm: MPI.Comm, length: int, dtype: torch.dtype, *, roundings: int = 1) -> None:
+def check(ring: Algorithm, comm: MPI.Comm, length: int, dtype: torch.dtype, *, roundings: int = 1) -> None:
     parts = [part(rank, length, dtype) for rank in range(comm.size)]
     mine = parts[comm.rank].clone()
     ring.all_reduce(mine)

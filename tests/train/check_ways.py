@@ -12,17 +12,16 @@ from check_ring import DTYPES, LENGTHS, check
 from mpi4py import MPI
 
 from hpctrain.comm import hosts as hosts_module
-from hpctrain.comm.algorithms import choose, for_halves, pick, ways_for
-from hpctrain.comm.hosts import Hosts
-from hpctrain.comm.links import connect_ring
+from hpctrain.comm.algorithms import algorithms_for, choose, for_halves, pick
+from hpctrain.comm.hosts import Hosts, connect_ring
 from hpctrain.comm.ring import HALVES
-from hpctrain.comm.shared_memory import Window
+from hpctrain.comm.shared_memory import SharedMemory
 
 
 class InShared:
     """Sums in memory that the ranks share."""
 
-    def __init__(self, window: Window) -> None:
+    def __init__(self, window: SharedMemory) -> None:
         self._window = window
         self._kept = {dtype: window.empty(max(LENGTHS), dtype) for dtype in DTYPES}
 
@@ -40,9 +39,9 @@ def main() -> None:
     hosts_module.identity = lambda: (*name[:2], str(comm.rank % pretended))
     hosts = Hosts(MPI, comm)
     assert hosts.count == min(pretended, comm.size), hosts.count
-    window = Window(MPI, hosts.here, segment_bytes=4096) if hosts.here.size > 1 else None
+    window = SharedMemory(MPI, hosts.here, segment_bytes=4096) if hosts.here.size > 1 else None
     wire = connect_ring(MPI, hosts.leaders) if hosts.count > 1 and hosts.leaders is not None else None
-    ways = dict(ways_for(MPI, comm, hosts, window, wire)) if comm.size > 1 else {}
+    ways = dict(algorithms_for(MPI, comm, hosts, window, wire)) if comm.size > 1 else {}
     if window is not None and hosts.count == 1:
         ways["shared"] = InShared(window)
     for name, way in ways.items():

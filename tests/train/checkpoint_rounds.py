@@ -27,17 +27,16 @@ from losing_disk import why_not  # noqa: E402
 from share_disk import ShareDisk  # noqa: E402
 
 from hpctrain.checkpoint import claim, restore_newest  # noqa: E402
-from hpctrain.checkpoint.format.manifest import Facts  # noqa: E402
+from hpctrain.checkpoint.format.manifest import CheckpointFacts, checkpoint_names  # noqa: E402
 from hpctrain.checkpoint.format.step_log import LoggedStep, Taken  # noqa: E402
-from hpctrain.checkpoint.reading.listing import checkpoint_names  # noqa: E402
 from hpctrain.checkpoint.reading.restore import Gradients, Replay, read_checkpoint  # noqa: E402
 from hpctrain.checkpoint.writing import local_fallback  # noqa: E402
 from hpctrain.checkpoint.writing.buffers import Buffer, lay_out  # noqa: E402
 from hpctrain.checkpoint.writing.fence import Claim  # noqa: E402
-from hpctrain.checkpoint.writing.maker import Order, Task  # noqa: E402
-from hpctrain.checkpoint.writing.process import Keeper  # noqa: E402
+from hpctrain.checkpoint.writing.maker import WriteOrder, WriterSetup  # noqa: E402
+from hpctrain.checkpoint.writing.process import CheckpointKeeper  # noqa: E402
 from hpctrain.checkpoint.writing.publish import Published  # noqa: E402
-from hpctrain.checkpoint.writing.retain import Policy  # noqa: E402
+from hpctrain.checkpoint.writing.retain import RetentionPolicy  # noqa: E402
 from hpctrain.env import JobFacts  # noqa: E402
 from hpctrain.errors import NoCheckpointError, PublishError, StaleAttemptError  # noqa: E402
 
@@ -101,8 +100,10 @@ def attempt(directory: Path, steps: int, told: Callable[[str], None]) -> None:
     _patiently(lambda: publish_kept(directory, mine))
     step, state = _patiently(lambda: newest_state(directory, told)) or (0, np.zeros((2, NUMBERS), np.float32))
     told(f"from {step}")
-    task = Task(claim=mine, parent=None, base_every=6, policy=Policy(keep=2), distrusted=(), chunk_bytes=CHUNK_BYTES)
-    keeper, last, log = Keeper(task, None, 60.0), -1, False
+    task = WriterSetup(
+        claim=mine, parent=None, base_every=6, policy=RetentionPolicy(keep=2), distrusted=(), chunk_bytes=CHUNK_BYTES
+    )
+    keeper, last, log = CheckpointKeeper(task, None, 60.0), -1, False
     for number in range(step + 1, step + steps + 1):
         grad = gradient(number)
         moved(state, grad)
@@ -122,11 +123,11 @@ def attempt(directory: Path, steps: int, told: Callable[[str], None]) -> None:
         if snapshot is not None:
             for slot, part in zip(LAYOUT, state, strict=True):
                 snapshot.content(slot)[:] = part.tobytes()
-        facts = Facts(
+        facts = CheckpointFacts(
             step=number, attempt=mine.attempt, generation=0, world=1, job=None, written_at_s=time.time(), state={}
         )
         told(f"begun {number}")
-        report, standing = keeper.make(Order(snapshot=snapshot, taken=taken, facts=facts))
+        report, standing = keeper.make(WriteOrder(snapshot=snapshot, taken=taken, facts=facts))
         if isinstance(report, StaleAttemptError):
             told("stale")
             return

@@ -20,9 +20,9 @@ import thread_writer
 import torch
 import torch.nn.functional as F
 
-from hpctrain.comm.elastic_group import MembersCommunicator
-from hpctrain.elastic.__main__ import Elastic, parse
-from hpctrain.elastic.launch import Launcher, Slot
+from hpctrain.comm.elastic_group import ElasticCommunicator
+from hpctrain.elastic.__main__ import ElasticRun, parse
+from hpctrain.elastic.launch import RankLauncher, RankSlot
 from hpctrain.optim.adamw import AdamW
 from hpctrain.options import add_options
 from hpctrain.run import start
@@ -51,19 +51,19 @@ def run(out: Path, log: Path, *words: str, ranks: int = 3, faults: Faults | None
 
 
 async def _run(launch: argparse.Namespace, words: list[str], faults: Faults) -> int:
-    elastic = Elastic(launch, {})
+    elastic = ElasticRun(launch, {})
     elastic._launcher = Forking(words, faults)
     return await elastic.run()
 
 
-class Forking(Launcher):
+class Forking(RankLauncher):
     """Starts processes by fork; each of `faults` is the first one's in its slot."""
 
     def __init__(self, words: list[str], faults: Faults) -> None:
         super().__init__(["script"], {})
         self._words, self._faults = words, dict(faults)
 
-    async def start(self, slot: Slot, facts: Mapping[str, str]) -> None:
+    async def start(self, slot: RankSlot, facts: Mapping[str, str]) -> None:
         fault = self._faults.pop(slot.number, 0)
         pid = os.fork()
         if pid == 0:
@@ -119,16 +119,16 @@ def _exit_with(act: Callable[[], int]) -> None:
 
 
 def _die_in_sum(number: int) -> None:
-    real, left = MembersCommunicator.begin, [number]
+    real, left = ElasticCommunicator.begin, [number]
 
-    def begin(self: MembersCommunicator, *arguments: object, **options: object):  # noqa: ANN202
+    def begin(self: ElasticCommunicator, *arguments: object, **options: object):  # noqa: ANN202
         if self.size > 1:
             left[0] -= 1
             if left[0] == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
         return real(self, *arguments, **options)
 
-    MembersCommunicator.begin = begin
+    ElasticCommunicator.begin = begin
 
 
 class Net(torch.nn.Module):

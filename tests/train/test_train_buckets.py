@@ -8,8 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from hpctrain.comm.background import Work, done
-from hpctrain.comm.base import SingleCommunicator
+from hpctrain.comm.base import SingleCommunicator, Work, done
 from hpctrain.errors import TrainError
 from hpctrain.exchange.buckets import GradientBuckets
 from hpctrain.exchange.compress import compressor

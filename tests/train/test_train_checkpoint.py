@@ -14,8 +14,16 @@ from hypothesis import strategies as st
 from ranks import HERE, finish, python, started
 from thread_writer import ThreadWriter
 
-from hpctrain.checkpoint import Claim, Facts, Policy, Report, Retention, claim, restore_newest
-from hpctrain.checkpoint.format import pack as packing
+from hpctrain.checkpoint import (
+    CheckpointFacts,
+    CheckpointReport,
+    Claim,
+    Retention,
+    RetentionPolicy,
+    claim,
+    restore_newest,
+)
+from hpctrain.checkpoint.format import chunks as packing
 from hpctrain.checkpoint.format.manifest import from_bytes
 from hpctrain.checkpoint.reading.restore import checkpoint_names, read_chain
 from hpctrain.checkpoint.writing import fence, files
@@ -42,19 +50,21 @@ def state(step: int) -> dict[str, torch.Tensor]:
     }
 
 
-def facts(step: int, attempt: int) -> Facts:
+def facts(step: int, attempt: int) -> CheckpointFacts:
     note = {"sampler": {"next_sample": 8 * step}}
-    return Facts(step=step, attempt=attempt, generation=0, world=2, job=None, written_at_s=0.0, state=note)
+    return CheckpointFacts(step=step, attempt=attempt, generation=0, world=2, job=None, written_at_s=0.0, state=note)
 
 
 def write(
     directory: Path, steps: list[int], base_every: int = 10, keep: int = 9, mine: Claim | None = None
-) -> list[Report]:
+) -> list[CheckpointReport]:
     """Write checkpoints of these steps, standing on what is there."""
     mine = mine or claim(directory, NO_JOB, now_s=0.0)
     restored = restore(directory)
     parent = restored.published if restored else None
-    writer = ThreadWriter(mine, parent, base_every, Retention(mine, Policy(keep=keep)), chunk_bytes=CHUNK_BYTES)
+    writer = ThreadWriter(
+        mine, parent, base_every, Retention(mine, RetentionPolicy(keep=keep)), chunk_bytes=CHUNK_BYTES
+    )
     reports = []
     for step in steps:
         writer.begin(state(step), facts(step, mine.attempt))
@@ -179,7 +189,7 @@ def test_what_did_not_change_is_not_written_again(tmp_path: Path) -> None:
 
 def test_a_tensor_with_two_names_is_stored_once_whatever_its_packing(tmp_path: Path) -> None:
     mine = claim(tmp_path, NO_JOB, now_s=0.0)
-    writer = ThreadWriter(mine, None, 10, Retention(mine, Policy(keep=9)), chunk_bytes=CHUNK_BYTES)
+    writer = ThreadWriter(mine, None, 10, Retention(mine, RetentionPolicy(keep=9)), chunk_bytes=CHUNK_BYTES)
     kinds = ("base", "delta")
     for step in range(2):
         tensor = torch.arange(3000) % 100 * (step + 1)
@@ -207,7 +217,7 @@ def test_old_chains_go_in_two_passes_and_the_kept_ones_restore(tmp_path: Path) -
     assert [name for name in os.listdir(tmp_path) if name.endswith(".doomed")], "the first pass only renames"
     assert checkpoint_names(tmp_path)[-1].startswith("step-0000000003")
     assert len(list(tmp_path.glob("data-step-0000000001*"))) == 1
-    Retention(mine, Policy(keep=2)).sweep()
+    Retention(mine, RetentionPolicy(keep=2)).sweep()
     assert not list(tmp_path.glob("data-step-0000000001*"))
     assert not list(tmp_path.glob("*.doomed"))
     assert_holds(tmp_path, 5)
@@ -222,7 +232,7 @@ def test_what_a_dead_writer_left_goes_after_two_passes(tmp_path: Path) -> None:
     ours = tmp_path / "data-step-0000000009.a0001-0123456789ab.bin"
     for path in (*left, ours):
         path.write_bytes(b"half")
-    retention = Retention(mine, Policy(keep=2))
+    retention = Retention(mine, RetentionPolicy(keep=2))
     assert retention.sweep() == []
     assert sorted(retention.sweep()) == sorted(path.name for path in left)
     assert ours.exists()
@@ -309,7 +319,7 @@ def test_a_stale_attempt_publishes_nothing(tmp_path: Path) -> None:
     with pytest.raises(StaleAttemptError, match="this is attempt 0, and attempt 1 has taken over"):
         write(tmp_path, [2], mine=stale)
     with pytest.raises(StaleAttemptError):
-        Retention(stale, Policy(keep=1)).sweep()
+        Retention(stale, RetentionPolicy(keep=1)).sweep()
     assert checkpoint_names(tmp_path) == ["step-0000000001.a0000"]
     write(tmp_path, [2], mine=later)
     assert_holds(tmp_path, 2)
@@ -424,7 +434,7 @@ def test_a_share_without_hard_links_still_publishes_once(tmp_path: Path, monkeyp
 
 def test_a_full_share_costs_a_checkpoint_and_not_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mine = claim(tmp_path, NO_JOB, now_s=0.0)
-    writer = ThreadWriter(mine, None, 10, Retention(mine, Policy(keep=2)), chunk_bytes=CHUNK_BYTES)
+    writer = ThreadWriter(mine, None, 10, Retention(mine, RetentionPolicy(keep=2)), chunk_bytes=CHUNK_BYTES)
     with monkeypatch.context() as full:
         full.setattr(files.os, "pwrite", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left")))
         writer.begin(state(1), facts(1, mine.attempt))

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import HERE, finish, python, started
 
-from hpctrain.checkpoint import Report
+from hpctrain.checkpoint import CheckpointReport
 from hpctrain.checkpoint.format.chunks import ITEM_BYTES
+from hpctrain.checkpoint.format.manifest import checkpoint_names
 from hpctrain.checkpoint.format.tree import flattened, grown, keepable
-from hpctrain.checkpoint.reading.listing import checkpoint_names
 from hpctrain.checkpoint.script import Checkpointer, Trees
 from hpctrain.errors import EXIT_REQUEUE, MismatchError, TrainError
 from hpctrain.report.heartbeat import Heartbeat
@@ -205,7 +205,7 @@ def test_the_scheduler_hears_of_a_script_and_why_its_checkpoint_is_not_on_the_sh
     monkeypatch.setattr(Heartbeat, "_send", lambda _, message: said.append(message))
     trees = Trees(tmp_path, environ={"HPCSCHED_SOCKET": "agent", "HPCSCHED_JOB_ID": "12"})
     for error in ("No space left on device", None):
-        trees._note(Report(step=3, kind="base", stored_bytes=1, write_s=0.1, error=error))
+        trees._note(CheckpointReport(step=3, kind="base", stored_bytes=1, write_s=0.1, error=error))
         trees.tell(4)
     away, back = said
     assert (away["step"], away["note"]) == (4, "checkpoints: No space left on device")

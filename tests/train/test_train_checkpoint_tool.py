@@ -18,10 +18,9 @@ from test_train_gradlog import World
 import hpctrain.checkpoint.__main__ as checkpoint_main
 from hpctrain.checkpoint import Checkpointer
 from hpctrain.checkpoint.__main__ import main
-from hpctrain.checkpoint.format.manifest import Manifest
+from hpctrain.checkpoint.format.manifest import Manifest, checkpoint_names
 from hpctrain.checkpoint.reading import export
-from hpctrain.checkpoint.reading.listing import checkpoint_names
-from hpctrain.checkpoint.writing.retain import Policy, prune
+from hpctrain.checkpoint.writing.retain import RetentionPolicy, prune
 
 
 def steps_in(directory: Path) -> list[int]:
@@ -57,7 +56,7 @@ def test_what_a_run_removes_meanwhile_is_not_damaged(
     reading = checkpoint_main.read_chain
 
     def removing(directory: Path, name: str) -> list[tuple[Manifest, str]]:
-        prune(directory, Policy(keep=1), ())
+        prune(directory, RetentionPolicy(keep=1), ())
         return reading(directory, name)
 
     monkeypatch.setattr(checkpoint_main, "read_chain", removing)
@@ -73,7 +72,7 @@ def test_verify_leaves_out_what_a_run_removes_meanwhile(
     checking = checkpoint_main._check
 
     def removing(directory: Path, name: str) -> None:
-        prune(directory, Policy(keep=1), ())
+        prune(directory, RetentionPolicy(keep=1), ())
         checking(directory, name)
 
     monkeypatch.setattr(checkpoint_main, "_check", removing)
@@ -91,7 +90,7 @@ def test_an_export_looks_again_where_a_run_has_gone_on(tmp_path: Path, monkeypat
     def going_on(directory: Path, name: str, *, everything: bool) -> tuple[Manifest, dict[str, torch.Tensor]]:
         if not gone_on:
             gone_on.extend(write(run, [3, 4], base_every=1))
-            prune(run, Policy(keep=1), ())
+            prune(run, RetentionPolicy(keep=1), ())
         return reading(directory, name, everything=everything)
 
     monkeypatch.setattr(export, "exported", going_on)

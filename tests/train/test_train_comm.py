@@ -12,7 +12,7 @@ from ranks import HERE, finish, needs_mpi, run_mpi, run_plain, started
 from hpctrain.comm import choose
 from hpctrain.comm.base import SingleCommunicator
 from hpctrain.comm.hosts import best_ring
-from hpctrain.env import Launcher, Place, job_facts, place, require
+from hpctrain.env import LauncherKind, RankInfo, job_facts, rank_info, require
 from hpctrain.errors import MissingPackageError, TrainError
 from hpctrain.exchange.sync import decide, make_sync
 
@@ -184,35 +184,35 @@ def test_a_rank_that_raises_takes_the_others_down_and_says_why(tmp_path: Path) -
     assert "the disk is on fire" in ended.output
 
 
-def mpi_place(world: int) -> Place:
-    return Place(launcher=Launcher.MPI, rank=0, world=world, local_rank=0)
+def mpi_place(world: int) -> RankInfo:
+    return RankInfo(launcher=LauncherKind.MPI, rank=0, world=world, local_rank=0)
 
 
 def test_mpi_is_closer_than_an_outer_rank() -> None:
     environ = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "RANK": "5", "WORLD_SIZE": "8"}
-    assert place(environ) == Place(launcher=Launcher.MPI, rank=1, world=2, local_rank=1)
+    assert rank_info(environ) == RankInfo(launcher=LauncherKind.MPI, rank=1, world=2, local_rank=1)
     open_mpi = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
-    assert place(open_mpi).world == 4
+    assert rank_info(open_mpi).world == 4
 
 
 def test_rank_and_world_size_alone_are_enough() -> None:
-    here = place({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"})
-    assert (here.launcher, here.rank, here.world) == (Launcher.TORCH, 1, 2)
-    assert place({}) == Place(launcher=Launcher.NOBODY, rank=0, world=1, local_rank=0)
+    here = rank_info({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"})
+    assert (here.launcher, here.rank, here.world) == (LauncherKind.TORCH, 1, 2)
+    assert rank_info({}) == RankInfo(launcher=LauncherKind.NOBODY, rank=0, world=1, local_rank=0)
 
 
 def test_a_task_that_sees_one_gpu_takes_that_one() -> None:
     environ = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "HPCSCHED_LOCALID": "1", "HPCSCHED_TASK_GPUS": "5"}
-    assert place(environ).own_gpu
-    assert not place(environ | {"HPCSCHED_TASK_GPUS": "4,5"}).own_gpu
-    assert not place(environ | {"HPCSCHED_LOCALID": "0"}).own_gpu  # torchrun's second process in the first task
-    assert not place({name: value for name, value in environ.items() if name != "HPCSCHED_TASK_GPUS"}).own_gpu
+    assert rank_info(environ).own_gpu
+    assert not rank_info(environ | {"HPCSCHED_TASK_GPUS": "4,5"}).own_gpu
+    assert not rank_info(environ | {"HPCSCHED_LOCALID": "0"}).own_gpu  # torchrun's second process in the first task
+    assert not rank_info({name: value for name, value in environ.items() if name != "HPCSCHED_TASK_GPUS"}).own_gpu
 
 
 @pytest.mark.parametrize("environ", [{"RANK": "2", "WORLD_SIZE": "2"}, {"RANK": "one", "WORLD_SIZE": "2"}])
 def test_a_rank_that_cannot_be_is_refused(environ: dict[str, str]) -> None:
     with pytest.raises(TrainError, match="cannot tell which rank this is: RANK="):
-        place(environ)
+        rank_info(environ)
 
 
 def test_job_facts_come_from_the_scheduler() -> None:
@@ -223,11 +223,11 @@ def test_job_facts_come_from_the_scheduler() -> None:
 
 def test_auto_chooses_by_the_launcher_and_single_refuses_company() -> None:
     assert choose("auto", mpi_place(2)) == "mpi"
-    assert choose("auto", place({})) == "single"
+    assert choose("auto", rank_info({})) == "single"
     with pytest.raises(TrainError, match="the launcher started 2 ranks"):
         choose("single", mpi_place(2))
     with pytest.raises(TrainError, match="known ones are auto, mpi, gloo"):
-        choose("carrier-pigeon", place({}))
+        choose("carrier-pigeon", rank_info({}))
 
 
 def test_a_missing_package_is_named_with_what_to_install() -> None:

@@ -14,7 +14,7 @@ from ranks import HERE, python, started
 from test_train_resume import SMALL, WITH_WAITING, lines_of
 from waiting import wait_until
 
-from hpctrain.elastic.launch import Launcher, Slot
+from hpctrain.elastic.launch import RankLauncher, RankSlot
 from hpctrain.errors import EXIT_REQUEUE
 
 pytestmark = pytest.mark.timeout(300)
@@ -71,10 +71,10 @@ def test_no_rank_or_spare_waits_behind_a_step_that_waits(tmp_path: Path) -> None
     (tmp_path / "hrun").write_text('#!/bin/sh\necho "$@" > "$(dirname "$0")/asked"\n')
     (tmp_path / "hrun").chmod(0o755)
     job = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "HPCSCHED_JOB_ID": "1"}
-    launcher = Launcher(["train", "--steps"], job)
+    launcher = RankLauncher(["train", "--steps"], job)
 
     async def start() -> None:
-        await launcher.start(Slot(number=0, node="a"), {})
+        await launcher.start(RankSlot(number=0, node="a"), {})
         await launcher.processes[0].wait()
 
     asyncio.run(start())

@@ -13,12 +13,12 @@ from test_train_checkpoint import CHUNK_BYTES, NO_JOB, assert_holds, facts, stat
 from waiting import PATIENCE_S
 
 from hpctrain.checkpoint import Claim, claim
-from hpctrain.checkpoint.reading.listing import checkpoint_names
+from hpctrain.checkpoint.format.manifest import checkpoint_names
 from hpctrain.checkpoint.writing import files, local_fallback
-from hpctrain.checkpoint.writing.maker import Order, Report, Task
-from hpctrain.checkpoint.writing.process import Keeper
-from hpctrain.checkpoint.writing.retain import Policy
-from hpctrain.checkpoint.writing.snapshot import Snapshot, layout_of
+from hpctrain.checkpoint.writing.maker import CheckpointReport, WriteOrder, WriterSetup
+from hpctrain.checkpoint.writing.process import CheckpointKeeper
+from hpctrain.checkpoint.writing.retain import RetentionPolicy
+from hpctrain.checkpoint.writing.snapshot import TensorSnapshot, layout_of
 from hpctrain.errors import PublishError
 
 
@@ -31,17 +31,22 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 class World:
     def __init__(self, share: Path, patience_s: float = 60.0) -> None:
         self.claim = claim(share, NO_JOB, now_s=0.0)
-        task = Task(
-            claim=self.claim, parent=None, base_every=9, policy=Policy(keep=2), distrusted=(), chunk_bytes=CHUNK_BYTES
+        task = WriterSetup(
+            claim=self.claim,
+            parent=None,
+            base_every=9,
+            policy=RetentionPolicy(keep=2),
+            distrusted=(),
+            chunk_bytes=CHUNK_BYTES,
         )
-        self.keeper = Keeper(task, None, patience_s)
+        self.keeper = CheckpointKeeper(task, None, patience_s)
 
-    def make(self, step: int) -> Report:
-        snapshot = Snapshot(layout_of(state(step)))
+    def make(self, step: int) -> CheckpointReport:
+        snapshot = TensorSnapshot(layout_of(state(step)))
         snapshot.fill(state(step))
-        made = Order(snapshot=snapshot, taken=None, facts=facts(step, self.claim.attempt))
+        made = WriteOrder(snapshot=snapshot, taken=None, facts=facts(step, self.claim.attempt))
         report, self.standing = self.keeper.make(made)
-        assert isinstance(report, Report)
+        assert isinstance(report, CheckpointReport)
         self.number = snapshot.number
         return report
 
@@ -58,7 +63,7 @@ def failing(share: Path, error: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def keep_step_2(place: Path) -> None:
-    snapshot = Snapshot(layout_of(state(2)))
+    snapshot = TensorSnapshot(layout_of(state(2)))
     snapshot.fill(state(2))
     with ThreadPoolExecutor(1) as pool:
         local_fallback.keep_part(place, 0, 1, snapshot, facts(2, 0), pool, CHUNK_BYTES)

@@ -13,13 +13,13 @@ from test_train_checkpoint import CHUNK_BYTES, NO_JOB, assert_holds, facts, stat
 from test_train_fallback import failing
 
 from hpctrain.checkpoint import claim
-from hpctrain.checkpoint.reading.listing import checkpoint_names
+from hpctrain.checkpoint.format.manifest import checkpoint_names
 from hpctrain.checkpoint.writing import local_fallback
-from hpctrain.checkpoint.writing.group import First, Other, Seat
-from hpctrain.checkpoint.writing.maker import Order, Report, Task
-from hpctrain.checkpoint.writing.process import Keeper
-from hpctrain.checkpoint.writing.retain import Policy, Retention
-from hpctrain.checkpoint.writing.snapshot import Snapshot, layout_of, share_of
+from hpctrain.checkpoint.writing.group import Endpoint, First, Other
+from hpctrain.checkpoint.writing.maker import CheckpointReport, WriteOrder, WriterSetup
+from hpctrain.checkpoint.writing.process import CheckpointKeeper
+from hpctrain.checkpoint.writing.retain import Retention, RetentionPolicy
+from hpctrain.checkpoint.writing.snapshot import TensorSnapshot, layout_of, share_of
 
 SECRET = b"s" * 32
 RANKS = 3
@@ -40,19 +40,19 @@ class World:
         port = listener.getsockname()[1]
         self.keepers = []
         for rank in range(RANKS):
-            seat = Seat(rank=rank, addresses=("127.0.0.1",), port=port, secret=SECRET) if rank else None
-            task = Task(
+            seat = Endpoint(rank=rank, addresses=("127.0.0.1",), port=port, secret=SECRET) if rank else None
+            task = WriterSetup(
                 claim=self.claim,
                 parent=None,
                 base_every=9,
-                policy=Policy(keep=9),
+                policy=RetentionPolicy(keep=9),
                 distrusted=(),
                 chunk_bytes=CHUNK_BYTES,
                 ranks=RANKS,
                 seat=seat,
                 secret=SECRET,
             )
-            keeper = Keeper(task, Other(seat) if seat else First(RANKS, listener, SECRET), 60.0)
+            keeper = CheckpointKeeper(task, Other(seat) if seat else First(RANKS, listener, SECRET), 60.0)
             keeper._local = top / f"host-{rank}"
             self.keepers.append(keeper)
         self._pool = ThreadPoolExecutor(RANKS)
@@ -62,11 +62,11 @@ class World:
 
     def _make(self, rank: int, step: int, base: bool) -> str | None:
         part = share_of(state(step), rank, RANKS, {"model.mask"})
-        snapshot = Snapshot(layout_of(part))
+        snapshot = TensorSnapshot(layout_of(part))
         snapshot.fill(part)
-        order = Order(snapshot=snapshot, taken=None, facts=facts(step, self.claim.attempt), base=base)
+        order = WriteOrder(snapshot=snapshot, taken=None, facts=facts(step, self.claim.attempt), base=base)
         report, _ = self.keepers[rank].make(order)
-        assert isinstance(report, Report)
+        assert isinstance(report, CheckpointReport)
         return report.error
 
     def make_in_vain(self, step: int, broken: pytest.MonkeyPatch, error: int = errno.ENOSPC) -> None:
@@ -169,7 +169,7 @@ def test_parts_that_are_not_all_whole_are_not_joined(
     later = claim(share, NO_JOB, now_s=0.0)
     assert local_fallback.join_parts(later) == []
     assert_holds(share, 1)
-    keep = Retention(later, Policy(keep=9))
+    keep = Retention(later, RetentionPolicy(keep=9))
     keep.sweep()
     assert len(parts_in(share)) == 2, "seen once"
     keep.sweep()

@@ -13,10 +13,10 @@ from ranks import HERE, finish, python, started
 from test_train_gradlog import World, assert_alike
 from test_train_keeper import WITH_WAITING, KeptWorld, newest
 
-from hpctrain.checkpoint.format.pack import digest
+from hpctrain.checkpoint.format.chunks import digest
 from hpctrain.checkpoint.writing import snapshot
 from hpctrain.checkpoint.writing import writer as background
-from hpctrain.checkpoint.writing.buffers import BROKEN, FULL, Buffer, Filling, lay_out
+from hpctrain.checkpoint.writing.buffers import BROKEN, FULL, Buffer, CopyProgress, lay_out
 from hpctrain.checkpoint.writing.packer import AHEAD, Packer, Wanted
 from hpctrain.checkpoint.writing.publish import _collect
 from hpctrain.errors import PublishError
@@ -45,7 +45,7 @@ def test_what_is_there_is_given_to_the_disk_before_the_rest_is_copied() -> None:
 def test_nothing_is_read_before_it_is_there() -> None:
     wanted = being_filled()
 
-    class Copy(Filling):
+    class Copy(CopyProgress):
         """Copies what somebody waits for."""
 
         def wait(self, until: int) -> None:
@@ -80,7 +80,7 @@ def test_a_copy_in_stretches_is_the_tensors(monkeypatch: pytest.MonkeyPatch, kin
         "one": torch.tensor(5.0),
     }
     there: list[int] = []
-    kept = snapshot.Snapshot(snapshot.layout_of(state))
+    kept = snapshot.TensorSnapshot(snapshot.layout_of(state))
     kept.fill(state, there.append)
     assert all(torch.equal(kept.named()[name], tensor) for name, tensor in state.items())
     assert there == sorted(set(there))

@@ -9,7 +9,7 @@ import pytest
 from test_train_checkpoint import write
 
 from hpctrain.report.metrics import BLOCK_BYTES, MetricsFile, read_backwards, read_metrics
-from hpctrain.report.reporter import Goodput, Record, carried_on
+from hpctrain.report.reporter import Goodput, RunRecord, carried_on
 
 
 def life(path: Path, goodput: Goodput, steps: range, *, from_s: float, step_s: float = 1.0) -> None:
@@ -56,7 +56,7 @@ def test_steps_whose_lines_were_lost_with_the_rank_that_had_them_count(tmp_path:
     """The share took nothing after step 3; another rank saw steps 4 to 9, and takes over."""
     path = tmp_path / "metrics.jsonl"
     life(path, carried_on(read_backwards(path), 0, interrupted=True, began_at_s=0.0), range(1, 4), from_s=0.0)
-    record = Record(tmp_path)
+    record = RunRecord(tmp_path)
     record.follow(carried_on(read_backwards(path), 3, interrupted=False, began_at_s=99.0))
     for step in range(4, 10):
         record.saw(step, 1.0)
@@ -67,7 +67,7 @@ def test_steps_whose_lines_were_lost_with_the_rank_that_had_them_count(tmp_path:
 
 
 def test_lines_that_wait_are_in_the_account(tmp_path: Path) -> None:
-    record = Record(tmp_path / "away")
+    record = RunRecord(tmp_path / "away")
     (tmp_path / "away").write_text("in the way")
     account = record.account(0, interrupted=False)
     for step in (1, 2):
@@ -78,10 +78,10 @@ def test_lines_that_wait_are_in_the_account(tmp_path: Path) -> None:
 
 def test_the_last_checkpoint_of_an_earlier_life_is_known_at_once(tmp_path: Path) -> None:
     write(tmp_path / "checkpoints", [5, 7])
-    record = Record(tmp_path)
+    record = RunRecord(tmp_path)
     record.look_for_checkpoint(distrusted=["step-0000000007.a0000"])
     assert record.kept.step == 5
-    record = Record(tmp_path)
+    record = RunRecord(tmp_path)
     (tmp_path / "checkpoints" / "step-0000000009.a0000.json").write_text("{")
     record.look_for_checkpoint(distrusted=[])
     assert record.kept.step == 7

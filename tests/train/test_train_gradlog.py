@@ -13,30 +13,30 @@ from ranks import HERE, needs_mpi, run_mpi
 from thread_writer import ThreadWriter
 
 from hpctrain.checkpoint import (
+    CheckpointFacts,
+    CheckpointReport,
+    CheckpointWriter,
     Claim,
-    Facts,
     GradientLog,
-    Policy,
-    Report,
-    Restored,
+    RestoredCheckpoint,
     Retention,
-    Writer,
+    RetentionPolicy,
     claim,
     replay_through,
     restore_newest,
 )
-from hpctrain.checkpoint.format.manifest import from_bytes
-from hpctrain.checkpoint.format.pack import digest
-from hpctrain.checkpoint.reading import reader, replay, replay_in_memory
-from hpctrain.checkpoint.reading.listing import checkpoint_names
+from hpctrain.checkpoint.format.chunks import digest
+from hpctrain.checkpoint.format.manifest import checkpoint_names, from_bytes
+from hpctrain.checkpoint.reading import reader, replay
+from hpctrain.checkpoint.reading import replay as replay_in_memory
 from hpctrain.checkpoint.writing import files, gradient_log
 from hpctrain.checkpoint.writing.publish import Published
 from hpctrain.checkpoint.writing.snapshot import layout_of
 from hpctrain.env import JobFacts
 from hpctrain.errors import NoCheckpointError
+from hpctrain.loop import live_tensors
 from hpctrain.optim.adamw import AdamW, multiply
 from hpctrain.optim.torch_optim import optimizer_for
-from hpctrain.state import live_tensors
 
 NO_JOB = JobFacts(job=None, attempt=None, restarts=0)
 MAKERS = {
@@ -85,7 +85,7 @@ class World:
     def tensors(self) -> dict[str, torch.Tensor]:
         return live_tensors(self.model, self.optimizer)
 
-    def restore(self) -> Restored | None:
+    def restore(self) -> RestoredCheckpoint | None:
         again = replay_through(self.model, self.optimizer.step, self.tensors, self.warnings.append)
         restored = restore_newest(self.directory, layout_of(self.tensors()), self.warnings.append, again)
         if restored is not None:
@@ -93,7 +93,7 @@ class World:
             self.step = restored.published.manifest.facts.step
         return restored
 
-    def writer(self, base_every: int = 100, mine: Claim | None = None, most_bytes: int = 1 << 20) -> Writer:
+    def writer(self, base_every: int = 100, mine: Claim | None = None, most_bytes: int = 1 << 20) -> CheckpointWriter:
         restored = self.restore()
         mine = mine or claim(self.directory, NO_JOB, now_s=0.0)
         parent = restored.published if restored else None
@@ -103,8 +103,8 @@ class World:
         self.attempt = mine.attempt
         return writer
 
-    def writer_for(self, mine: Claim, parent: Published | None, base_every: int) -> Writer:
-        return ThreadWriter(mine, parent, base_every, Retention(mine, Policy(keep=9)), chunk_bytes=4096)
+    def writer_for(self, mine: Claim, parent: Published | None, base_every: int) -> CheckpointWriter:
+        return ThreadWriter(mine, parent, base_every, Retention(mine, RetentionPolicy(keep=9)), chunk_bytes=4096)
 
     def move(self) -> None:
         self.step += 1
@@ -118,8 +118,8 @@ class World:
         self.optimizer.step(self.step, 1e-2 / self.step)
         self.model[1].running_mean.add_(self.step)
 
-    def facts(self) -> Facts:
-        return Facts(
+    def facts(self) -> CheckpointFacts:
+        return CheckpointFacts(
             step=self.step,
             attempt=self.attempt,
             generation=0,
@@ -129,13 +129,13 @@ class World:
             state={"sampler": {"next_sample": self.step}},
         )
 
-    def write(self, writer: Writer) -> Report:
+    def write(self, writer: CheckpointWriter) -> CheckpointReport:
         writer.begin(None if writer.log_suffices() else self.tensors(), self.facts())
         report = writer.wait()
         assert report is not None
         return report
 
-    def run(self, steps: int, every: int = 1, **options: object) -> list[Report]:
+    def run(self, steps: int, every: int = 1, **options: object) -> list[CheckpointReport]:
         writer = self.writer(**options)
         reports = []
         for number in range(1, steps + 1):
@@ -146,7 +146,7 @@ class World:
         return reports
 
 
-def kinds(reports: list[Report]) -> list[str]:
+def kinds(reports: list[CheckpointReport]) -> list[str]:
     assert [report.error for report in reports] == [None] * len(reports)
     return [report.kind for report in reports]
 
@@ -225,8 +225,8 @@ def test_what_is_smaller_is_chosen_and_said(tmp_path: Path) -> None:
 class LongChunksWorld(World):
     """As a `World`, with chunks as long as a run's: what each has beside its numbers does not count."""
 
-    def writer_for(self, mine: Claim, parent: Published | None, base_every: int) -> Writer:
-        return ThreadWriter(mine, parent, base_every, Retention(mine, Policy(keep=9)))
+    def writer_for(self, mine: Claim, parent: Published | None, base_every: int) -> CheckpointWriter:
+        return ThreadWriter(mine, parent, base_every, Retention(mine, RetentionPolicy(keep=9)))
 
 
 def test_increments_of_gradients_are_as_small_as_they_should_be(tmp_path: Path) -> None:

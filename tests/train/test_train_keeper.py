@@ -14,10 +14,9 @@ from ranks import HERE, finish, python, started
 from test_train_gradlog import NO_JOB, World, assert_alike, kinds
 from waiting import PATIENCE_S, wait_until
 
-from hpctrain.checkpoint import Claim, Policy, ProcessWriter, claim
-from hpctrain.checkpoint.reading.listing import checkpoint_names
-from hpctrain.checkpoint.writing.buffers import Buffer, lay_out
-from hpctrain.checkpoint.writing.fd_passing import Handing
+from hpctrain.checkpoint import Claim, ProcessWriter, RetentionPolicy, claim
+from hpctrain.checkpoint.format.manifest import checkpoint_names
+from hpctrain.checkpoint.writing.buffers import Buffer, BufferChannel, lay_out
 from hpctrain.checkpoint.writing.publish import Published
 from hpctrain.errors import StaleAttemptError
 
@@ -28,7 +27,7 @@ class KeptWorld(World):
     """As a `World`, but with a process that writes."""
 
     def writer_for(self, mine: Claim, parent: Published | None, base_every: int) -> ProcessWriter:
-        return ProcessWriter(mine, parent, base_every, Policy(keep=9), chunk_bytes=4096)
+        return ProcessWriter(mine, parent, base_every, RetentionPolicy(keep=9), chunk_bytes=4096)
 
 
 def newest(directory: Path) -> int:
@@ -118,7 +117,7 @@ def test_the_process_that_writes_loads_no_torch(tmp_path: Path) -> None:
 
 
 def test_buffers_go_once_and_are_the_same_memory_at_both_ends() -> None:
-    one, other = (Handing(end) for end in socket.socketpair())
+    one, other = (BufferChannel(end) for end in socket.socketpair())
     layout = lay_out([("a", "float32", (3,))])
     buffers = [Buffer(layout) for _ in range(150)]
     got: list[object] = []

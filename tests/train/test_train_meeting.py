@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 from waiting import PATIENCE_S
 
-from hpctrain.comm.links import Offer, await_left, reach
+from hpctrain.comm.hosts import Offer, await_left, reach
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from waiting import played, wait_until
 
 from hpctrain.elastic.__main__ import was_killed
 from hpctrain.elastic.member import Membership
-from hpctrain.elastic.roster import Roster, Settings
-from hpctrain.elastic.serve import MOST_IN_VAIN, Server
+from hpctrain.elastic.roster import Roster, RosterSettings
+from hpctrain.elastic.serve import MOST_IN_VAIN, RosterServer
 
 
 class FakeRoster:
@@ -99,8 +99,8 @@ def test_who_is_told_that_the_run_ends_is_not_lost() -> None:
     said: list[str] = []
 
     async def go() -> None:
-        server = Server(
-            Roster(Settings(least=1, want=1), time.monotonic()), "k", said.append, lambda _: None, lambda _: None
+        server = RosterServer(
+            Roster(RosterSettings(least=1, want=1), time.monotonic()), "k", said.append, lambda _: None, lambda _: None
         )
         port = await server.listen("127.0.0.1")
         await spare(port, before_end=server.end_all)
@@ -124,8 +124,8 @@ def test_who_is_told_that_the_run_ends_is_not_lost() -> None:
 
 def test_a_spare_is_told_of_once_when_it_is_ready() -> None:
     said: list[str] = []
-    roster = Roster(Settings(least=1, want=1), time.monotonic())
-    server = Server(roster, "k", said.append, lambda slot: None, lambda slot: None)
+    roster = Roster(RosterSettings(least=1, want=1), time.monotonic())
+    server = RosterServer(roster, "k", said.append, lambda slot: None, lambda slot: None)
     for slot in (4, 7):
         roster.ready(roster.join(slot, time.monotonic()).number, {"addresses": ["10.0.0.1"]}, time.monotonic())
         server.settle()
@@ -139,8 +139,8 @@ def test_who_is_turned_away_is_not_lost_and_its_slot_is_given_up() -> None:
     misfits: list[int] = []
 
     async def go() -> None:
-        roster = Roster(Settings(least=1, want=1), time.monotonic())
-        server = Server(roster, "k", said.append, lost.append, misfits.append)
+        roster = Roster(RosterSettings(least=1, want=1), time.monotonic())
+        server = RosterServer(roster, "k", said.append, lost.append, misfits.append)
         reader, writer = await asyncio.open_connection("127.0.0.1", await server.listen("127.0.0.1"))
         writer.write(b'{"say": "join", "key": "k", "slot": 3}\n{"say": "turned away", "why": "other code"}\n')
         writer.write_eof()
@@ -155,8 +155,8 @@ def test_who_is_turned_away_is_not_lost_and_its_slot_is_given_up() -> None:
 
 def test_who_does_not_have_the_runs_key_hears_nothing() -> None:
     async def go() -> None:
-        roster = Roster(Settings(least=1, want=1), time.monotonic())
-        server = Server(roster, "k", lambda text: None, lambda slot: None, lambda slot: None)
+        roster = Roster(RosterSettings(least=1, want=1), time.monotonic())
+        server = RosterServer(roster, "k", lambda text: None, lambda slot: None, lambda slot: None)
         reader, writer = await asyncio.open_connection("127.0.0.1", await server.listen("127.0.0.1"))
         writer.write(b'{"say": "join", "key": "l", "slot": 3}\n')
         assert await reader.read() == b""
@@ -167,8 +167,8 @@ def test_who_does_not_have_the_runs_key_hears_nothing() -> None:
 
 
 def test_who_is_left_when_one_has_ended_goes_on_though_they_are_too_few_to_begin() -> None:
-    roster = Roster(Settings(least=2, want=2), time.monotonic())
-    server = Server(roster, "k", lambda text: None, lambda slot: None, lambda slot: None)
+    roster = Roster(RosterSettings(least=2, want=2), time.monotonic())
+    server = RosterServer(roster, "k", lambda text: None, lambda slot: None, lambda slot: None)
     for slot in range(2):
         roster.ready(roster.join(slot, time.monotonic()).number, {"addresses": ["10.0.0.1"]}, time.monotonic())
     server.settle()
@@ -184,8 +184,8 @@ async def test_nobody_is_missed_because_the_roster_itself_stood_still(monkeypatc
     shift_s = [0.0]
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + shift_s[0])
     monkeypatch.setattr("hpctrain.elastic.serve.time", clock)
-    roster = Roster(Settings(least=1, want=1, silent_s=1000.0), time.monotonic())
-    server = Server(roster, "k", said.append, lambda slot: None, lambda slot: None)
+    roster = Roster(RosterSettings(least=1, want=1, silent_s=1000.0), time.monotonic())
+    server = RosterServer(roster, "k", said.append, lambda slot: None, lambda slot: None)
     roster.ready(roster.join(0, time.monotonic()).number, {"addresses": ["10.0.0.1"]}, time.monotonic())
     await server.listen("127.0.0.1")
     while not any("generation 0" in line for line in said):  # it watches
@@ -199,9 +199,9 @@ async def test_nobody_is_missed_because_the_roster_itself_stood_still(monkeypatc
 
 @played
 async def test_a_roster_that_fails_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    roster = Roster(Settings(least=1, want=1), time.monotonic())
+    roster = Roster(RosterSettings(least=1, want=1), time.monotonic())
     monkeypatch.setattr(roster, "silent", lambda now_s: 1 // 0)
-    server = Server(roster, "k", lambda text: None, lambda slot: None, lambda slot: None)
+    server = RosterServer(roster, "k", lambda text: None, lambda slot: None, lambda slot: None)
     await server.listen("127.0.0.1")
     await server.over.wait()
     assert server.failure.startswith("the roster failed: ZeroDivisionError")
@@ -209,8 +209,8 @@ async def test_a_roster_that_fails_ends_the_run(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_members_that_never_reach_each_other_end_the_run() -> None:
-    roster = Roster(Settings(least=2, want=2), time.monotonic())
-    server = Server(roster, "k", lambda text: None, lambda slot: None, lambda slot: None)
+    roster = Roster(RosterSettings(least=2, want=2), time.monotonic())
+    server = RosterServer(roster, "k", lambda text: None, lambda slot: None, lambda slot: None)
     for slot in range(2):
         member = roster.join(slot, time.monotonic())
         roster.ready(member.number, {"addresses": [f"10.0.0.{slot}"]}, time.monotonic())

@@ -14,12 +14,11 @@ from test_train_checkpoint import CHUNK_BYTES, NO_JOB, assert_holds, facts, stat
 from test_train_gradlog import TINY, WITH_WAITING, World, assert_alike, kinds_in, told
 from thread_writer import ThreadWriter
 
-from hpctrain.checkpoint import GradientLog, Policy, Report, Retention, claim
-from hpctrain.checkpoint.format.manifest import from_bytes
-from hpctrain.checkpoint.reading.listing import checkpoint_names
+from hpctrain.checkpoint import CheckpointReport, GradientLog, Retention, RetentionPolicy, claim
+from hpctrain.checkpoint.format.manifest import checkpoint_names, from_bytes
 from hpctrain.checkpoint.writing import files
-from hpctrain.checkpoint.writing.group import First, Other, Seat
-from hpctrain.checkpoint.writing.snapshot import Piece, share_of
+from hpctrain.checkpoint.writing.group import Endpoint, First, Other
+from hpctrain.checkpoint.writing.snapshot import TensorPiece, share_of
 
 SECRET = b"s" * 32
 
@@ -34,12 +33,12 @@ class Ranks:
         listener = socket.create_server(("127.0.0.1", 0))
         port = listener.getsockname()[1]
         groups = [First(size, listener, SECRET)] + [
-            Other(Seat(rank=rank, addresses=("127.0.0.1",), port=port, secret=SECRET)) for rank in range(1, size)
+            Other(Endpoint(rank=rank, addresses=("127.0.0.1",), port=port, secret=SECRET)) for rank in range(1, size)
         ]
-        keep = Retention(mine, Policy(keep=9))
+        keep = Retention(mine, RetentionPolicy(keep=9))
         self.writers = [ThreadWriter(mine, None, base_every, keep, CHUNK_BYTES, group) for group in groups]
 
-    def write(self, step: int) -> list[Report]:
+    def write(self, step: int) -> list[CheckpointReport]:
         base = any(not writer._standing.room for writer in self.writers)  # as the ranks agree
         for rank, writer in enumerate(self.writers):
             part = share_of(state(step), rank, self.size, {"model.mask"})
@@ -62,7 +61,7 @@ def test_shares_are_all_of_it_once(size: int) -> None:
     shares = [share_of(tensors, rank, size, {"own"}) for rank in range(size)]
     for name, tensor in tensors.items():
         parts = [share[name] for share in shares if name in share]
-        if isinstance(parts[0], Piece):
+        if isinstance(parts[0], TensorPiece):
             assert torch.equal(torch.cat([part.part for part in parts]), tensor.reshape(-1)), name
             assert [part.low for part in parts][0] == 0
         else:
@@ -70,7 +69,8 @@ def test_shares_are_all_of_it_once(size: int) -> None:
             assert torch.equal(parts[0], tensor)
     assert "own" in shares[0]
     most = max(
-        sum(one.part.nbytes if isinstance(one, Piece) else one.nbytes for one in share.values()) for share in shares
+        sum(one.part.nbytes if isinstance(one, TensorPiece) else one.nbytes for one in share.values())
+        for share in shares
     )
     assert most < 5_200_000 / size + (2 << 20)
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.batch import Batch, Step, pieces_of
+from hpctrain.batch import Batch, StepBatch, pieces_of
 from hpctrain.errors import TrainError
 from hpctrain.examples.chargpt_run import Gpt
 from hpctrain.optim import precision
@@ -70,7 +70,7 @@ def test_pieces_cover_a_part_in_its_order_and_none_is_too_large(low: int, count:
 
 def gradient(model: torch.nn.Module, tokens: torch.Tensor, largest: int | None, scale: float = 1.0) -> torch.Tensor:
     model.zero_grad()
-    step = Step(number=1, low=0, counts=[len(tokens)], rank=0)
+    step = StepBatch(number=1, low=0, counts=[len(tokens)], rank=0)
     for low, high in pieces_of(*step.span(), largest):
         batch = Batch(low, high, 1, (high - low) * scale / step.size)
         step.pieces.append(batch)

@@ -13,7 +13,7 @@ from hpctrain.batch import Batch, validation_loss
 from hpctrain.comm.base import SingleCommunicator
 from hpctrain.errors import TrainError
 from hpctrain.options import add_options
-from hpctrain.report.profiling import SKIPPED_STEPS, Profile
+from hpctrain.report.profiling import SKIPPED_STEPS, StepProfiler
 from hpctrain.run import Run
 from hpctrain.signals import StopRequest
 
@@ -146,7 +146,7 @@ def test_validation_leaves_layers_in_the_mode_in_which_they_were() -> None:
 
 
 def test_a_profile_says_which_steps_it_slows(tmp_path: Path) -> None:
-    profile = Profile(2, tmp_path / "trace.json")
+    profile = StepProfiler(2, tmp_path / "trace.json")
     watched = []
     for _ in range(SKIPPED_STEPS + 3):
         profile.step_begins()

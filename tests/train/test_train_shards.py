@@ -10,11 +10,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hpctrain.data import Rows, Windows, shards
+from hpctrain.data import Rows, Windows
+from hpctrain.data import dataset as shards
 from hpctrain.data.__main__ import main
-from hpctrain.data.dataset import Dataset, DatasetWriter, new_directory
+from hpctrain.data.dataset import PAGE_BYTES, Dataset, DatasetWriter, Shard, new_directory, write_shard
 from hpctrain.data.prepare import prepare_arrays
-from hpctrain.data.shards import PAGE_BYTES, Shard, write_shard
 from hpctrain.errors import DamagedError, TrainError
 
 

@@ -14,8 +14,7 @@ from ranks import HERE, needs_mpi, run_mpi
 
 from hpctrain.comm.base import SingleCommunicator
 from hpctrain.data import staging
-from hpctrain.data.dataset import Dataset, DatasetWriter, new_directory
-from hpctrain.data.shards import PAGE_BYTES, Shard
+from hpctrain.data.dataset import PAGE_BYTES, Dataset, DatasetWriter, Shard, new_directory
 from hpctrain.data.staging import stage, staged
 from hpctrain.errors import DamagedError
 

@@ -8,15 +8,15 @@ from __future__ import annotations
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import hpctrain.run
-from hpctrain.checkpoint import Claim, Report, Restored, Retention, Writer
+from hpctrain.checkpoint import CheckpointReport, CheckpointWriter, Claim, RestoredCheckpoint, Retention
 from hpctrain.checkpoint.format.chunks import CHUNK_BYTES
 from hpctrain.checkpoint.writing.group import First, Other
-from hpctrain.checkpoint.writing.maker import Maker, Order, Standing
+from hpctrain.checkpoint.writing.maker import Maker, WriteOrder, WriterState
 from hpctrain.checkpoint.writing.publish import Published
-from hpctrain.checkpoint.writing.snapshot import Snapshot
+from hpctrain.checkpoint.writing.snapshot import TensorSnapshot
 
 
-class ThreadWriter(Writer):
+class ThreadWriter(CheckpointWriter):
     """Makes checkpoints in a thread of this process."""
 
     def __init__(
@@ -31,25 +31,25 @@ class ThreadWriter(Writer):
         self._maker = Maker(claim, parent, base_every, retention, chunk_bytes, group)
         super().__init__(self._maker.standing, parent)
         self._thread = ThreadPoolExecutor(1, "checkpoint")
-        self._flight: Future[Report] | None = None
+        self._flight: Future[CheckpointReport] | None = None
 
     def close(self) -> None:
         self._thread.shutdown()
         self._maker.close()
 
-    def _hand_over(self, order: Order) -> None:
+    def _hand_over(self, order: WriteOrder) -> None:
         if order.snapshot is not None:
             order.snapshot.filling.begin()
         self._flight = self._thread.submit(self._maker.make, order)
         self._thread.submit(self._maker.tidy)
 
-    def _tell(self, snapshot: Snapshot, there: int) -> None:
+    def _tell(self, snapshot: TensorSnapshot, there: int) -> None:
         snapshot.filling.reach(there)
 
     def _finished(self) -> bool:
         return self._flight is not None and self._flight.done()
 
-    def _result(self) -> tuple[Report, Standing]:
+    def _result(self) -> tuple[CheckpointReport, WriterState]:
         assert self._flight is not None
         return self._flight.result(), self._maker.standing
 
@@ -62,7 +62,7 @@ def install() -> None:
         real_init(self, *arguments)  # type: ignore[arg-type]
         self._shares_writing = False
 
-    def make_writer(options: object, mine: Claim, restored: Restored | None) -> Writer:
+    def make_writer(options: object, mine: Claim, restored: RestoredCheckpoint | None) -> CheckpointWriter:
         distrusted = restored.damaged if restored else ()
         parent = restored.published if restored else None
         retention = Retention(mine, hpctrain.run.policy_of(options), distrusted)  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ import sys
 import torch
 import torch.nn.functional as F
 
-from hpctrain.checkpoint import Writer
+from hpctrain.checkpoint import CheckpointWriter
 from hpctrain.optim import precision
 from hpctrain.optim.adamw import AdamW
 from hpctrain.options import add_options
@@ -51,14 +51,14 @@ def place(text: str) -> tuple[int, int]:
 def wait_for_checkpoints() -> None:
     from waiting import wait_until  # noqa: PLC0415 (other tests start this without the path to it)
 
-    real = Writer.begin
+    real = CheckpointWriter.begin
 
-    def begin(self: Writer, *arguments: object, **options: object) -> float:
+    def begin(self: CheckpointWriter, *arguments: object, **options: object) -> float:
         copy_s = real(self, *arguments, **options)
         wait_until(self._finished, what="a checkpoint")
         return copy_s
 
-    Writer.begin = begin
+    CheckpointWriter.begin = begin
 
 
 def main() -> int:

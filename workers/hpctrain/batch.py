@@ -150,7 +150,7 @@ class Batch:
 
 
 @dataclass(slots=True, kw_only=True)
-class Step:
+class StepBatch:
     """One step: how many samples each rank has, and the pieces of this one's."""
 
     number: int  # from 1

@@ -29,7 +29,7 @@ INSTALL_HINTS = {
 }
 
 
-class Launcher(enum.Enum):
+class LauncherKind(enum.Enum):
     """Who started this process."""
 
     MPI = "mpi"
@@ -38,10 +38,10 @@ class Launcher(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class RankInfo:
     """Where this process stands among the ranks, as its launcher says."""
 
-    launcher: Launcher
+    launcher: LauncherKind
     rank: int
     world: int
     local_rank: int
@@ -57,7 +57,7 @@ class JobFacts:
     restarts: int
 
 
-def place(environ: Mapping[str, str]) -> Place:
+def rank_info(environ: Mapping[str, str]) -> RankInfo:
     """This will say which rank of how many this process is.
 
     Open MPI with PMIx alone gives no size; then `world` is 0 and MPI itself has to be asked.
@@ -69,15 +69,15 @@ def place(environ: Mapping[str, str]) -> Place:
     if rank is not None:
         size = _first_number(environ, MPI_SIZE_NAMES) or 0
         local_rank = _first_number(environ, MPI_LOCAL_RANK_NAMES) or 0
-        return Place(launcher=Launcher.MPI, rank=rank, world=size, local_rank=local_rank)
+        return RankInfo(launcher=LauncherKind.MPI, rank=rank, world=size, local_rank=local_rank)
     rank, world = _first_number(environ, ("RANK",)), _first_number(environ, ("WORLD_SIZE",))
     if rank is None or world is None:
-        return Place(launcher=Launcher.NOBODY, rank=0, world=1, local_rank=0)
+        return RankInfo(launcher=LauncherKind.NOBODY, rank=0, world=1, local_rank=0)
     if not 0 <= rank < world:
         raise TrainError(f"cannot tell which rank this is: RANK={rank} lies outside of WORLD_SIZE={world}")
     local_rank = _first_number(environ, ("LOCAL_RANK",)) or 0
     own_gpu = _has_own_gpu(environ, local_rank)
-    return Place(launcher=Launcher.TORCH, rank=rank, world=world, local_rank=local_rank, own_gpu=own_gpu)
+    return RankInfo(launcher=LauncherKind.TORCH, rank=rank, world=world, local_rank=local_rank, own_gpu=own_gpu)
 
 
 def _has_own_gpu(environ: Mapping[str, str], local_rank: int) -> bool:

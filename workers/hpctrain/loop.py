@@ -14,38 +14,39 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
 import torch
 
-from hpctrain.batch import Batch, Passes, Phases, Step, Validation, pieces_of, validation_loss
-from hpctrain.checkpoint import Facts, GradientLog, Report, Wish, Writer
+from hpctrain.batch import Batch, Passes, Phases, StepBatch, Validation, pieces_of, validation_loss
+from hpctrain.checkpoint import CheckpointFacts, CheckpointReport, CheckpointWriter, NextCheckpoint
 from hpctrain.checkpoint.interval import Interval
-from hpctrain.checkpoint.writing.snapshot import State
+from hpctrain.checkpoint.writing.gradient_log import GradientLog, own_of_first
+from hpctrain.checkpoint.writing.snapshot import State, share_of
 from hpctrain.comm import Communicator
 from hpctrain.data import shares
 from hpctrain.data.prefetch import Prefetcher, Span
 from hpctrain.errors import PeerLost, TrainError
 from hpctrain.exchange.balance import Balance
+from hpctrain.exchange.buckets import GradientBuckets
 from hpctrain.exchange.replicas import Replicas
-from hpctrain.exchange.scaling import Apart, RankTimes
+from hpctrain.exchange.scaling import RankTimes, TimesSinceMeeting
 from hpctrain.exchange.sync import LocalSteps, Sync
 from hpctrain.optim.adamw import clip_factor, multiply
 from hpctrain.optim.torch_optim import Optimizer, TorchSchedule
 from hpctrain.optim.zero import ShardedOptimizer
-from hpctrain.report.profiling import Profile
-from hpctrain.report.progress import Identity, Progress, StepReport
-from hpctrain.settings import Settings
+from hpctrain.report.profiling import StepProfiler
+from hpctrain.report.progress import RunIdentity, StepReport, TrainingProgress
+from hpctrain.settings import TrainSettings
 from hpctrain.signals import StopRequest
-from hpctrain.state import gradient_log, state_to_write
 
 # With a target time, this many steps are measured before the number of steps is fixed.
 MEASURED_STEPS = 20
 
 
-class Loop:
+class TrainingLoop:
     """One run of a task, from `progress` to its end or a stop signal."""
 
     def __init__(
@@ -53,15 +54,15 @@ class Loop:
         model: torch.nn.Module,
         optimizer: Optimizer,
         validation: Validation | None,
-        settings: Settings,
+        settings: TrainSettings,
         comm: Communicator,
-        progress: Progress,
-        identity: Identity,
+        progress: TrainingProgress,
+        identity: RunIdentity,
         sync: Sync,
-        writer: Writer | None,
+        writer: CheckpointWriter | None,
         feed: Prefetcher | None,
         on_step: Callable[[StepReport], None],
-        profile: Profile,
+        profile: StepProfiler,
         shared: bool = False,
         interval: Interval | None = None,
         schedule: TorchSchedule | None = None,
@@ -95,13 +96,13 @@ class Loop:
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._balance = Balance(settings.batch, self._counts) if settings.balance and comm.size > 1 else None
         self._recent_s: list[float] = []
-        self.late_reports: list[Report] = []  # of checkpoints that ended after the last step
+        self.late_reports: list[CheckpointReport] = []  # of checkpoints that ended after the last step
         self._due = self._validation_due = False
         self.changing = False  # ended because others are to take part
         self.ended = False  # by the word of a script, or early
         self.left = False  # because all who had samples in a step have left it
-        self._under_way: Step | None = None
-        self._apart = Apart()
+        self._under_way: StepBatch | None = None
+        self._apart = TimesSinceMeeting()
         self._shared = shared
         self._interval = interval or Interval(settings.checkpoint_every)
         self._step_s = 0.0
@@ -168,7 +169,7 @@ class Loop:
         total = self.progress.total_steps
         return total is not None and self.progress.step >= total
 
-    def _begin(self) -> Step:
+    def _begin(self) -> StepBatch:
         """Make ready for a step: its random numbers, zero gradients, and this rank's samples."""
         progress, settings = self.progress, self._settings
         seed_step(settings.seed, progress.step, self._comm.rank)
@@ -186,16 +187,16 @@ class Loop:
             piece.phases, piece.passes = self._phases, self._passes
         return step
 
-    def _step_at(self, number: int, low: int) -> Step:
+    def _step_at(self, number: int, low: int) -> StepBatch:
         """The step after so many others, if shares stay as they are."""
         low, size = self._settings.batches.span(number, low)
         counts = self._counts if size == self._settings.batch else shares(size, self._counts)
-        return Step(number=number + 1, low=low, counts=counts, rank=self._comm.rank)
+        return StepBatch(number=number + 1, low=low, counts=counts, rank=self._comm.rank)
 
-    def _spans(self, step: Step) -> list[Span]:
+    def _spans(self, step: StepBatch) -> list[Span]:
         return pieces_of(*step.span(), self._settings.micro_batch)
 
-    def _later_spans(self, step: Step, pieces: int) -> list[Span]:
+    def _later_spans(self, step: StepBatch, pieces: int) -> list[Span]:
         """The samples that this rank takes after this step, in so many steps or pieces."""
         spans: list[Span] = []
         total = self.progress.total_steps
@@ -206,7 +207,7 @@ class Loop:
             spans += self._spans(step)
         return spans[:pieces]
 
-    def _take_step(self, batch: Step, stop: StopRequest, started_s: float) -> bool:
+    def _take_step(self, batch: StepBatch, stop: StopRequest, started_s: float) -> bool:
         """Exchange gradients, move the weights and report; returns whether any rank was asked to stop."""
         progress, settings = self.progress, self._settings
         own_s = time.perf_counter() - started_s
@@ -224,7 +225,7 @@ class Loop:
             loss, stops, times = self._agree(batch, stop, self._apart.means())
             if self.left:
                 return True
-            self._apart = Apart()
+            self._apart = TimesSinceMeeting()
             said = [self._rebalance(batch, list(times.own_s)), self._sync.measured(own_s, waited_s)]
         elif not math.isfinite(loss):
             self._refuse_loss(batch, loss, alone=True)
@@ -277,7 +278,7 @@ class Loop:
             self._on_step(report)
         return stops
 
-    def _move(self, batch: Step, lr: float) -> tuple[float, str]:
+    def _move(self, batch: StepBatch, lr: float) -> tuple[float, str]:
         """Move the weights by the gradients, if these are finite; returns their norm, and what changes, in words."""
         if any(parameter.requires_grad for parameter in self._frozen):
             raise TrainError(
@@ -316,7 +317,7 @@ class Loop:
         local.meet(part)
         return time.perf_counter() - started_s
 
-    def _rebalance(self, batch: Step, each_s: list[float]) -> str:
+    def _rebalance(self, batch: StepBatch, each_s: list[float]) -> str:
         """Give the next step's samples to the ranks by what each took for this one's, once batches are full."""
         if self._balance is None or batch.size != self._settings.batch or self.profile.is_on:
             return ""
@@ -325,7 +326,7 @@ class Loop:
         return said
 
     def _agree(
-        self, batch: Step, stop: StopRequest | None, own: tuple[float, float, float]
+        self, batch: StepBatch, stop: StopRequest | None, own: tuple[float, float, float]
     ) -> tuple[float, bool, RankTimes]:
         """The global loss, whether any rank was asked to stop, and the seconds of each rank: own work, data, wait.
 
@@ -349,7 +350,7 @@ class Loop:
         times = RankTimes(own_s=tuple(each[::4]), data_s=tuple(each[1::4]), wait_s=tuple(each[2::4]))
         return loss, stops + ends > 0, times
 
-    def _part(self, batch: Step, left: list[int]) -> None:
+    def _part(self, batch: StepBatch, left: list[int]) -> None:
         """Leave the loop too if all have left it who had samples in the step; `left`: by rank, the step that it left, or 0.
 
         Raises:
@@ -364,7 +365,7 @@ class Loop:
             )
         self.left = True
 
-    def _refuse_loss(self, batch: Step, local_loss: float, *, alone: bool = False) -> None:
+    def _refuse_loss(self, batch: StepBatch, local_loss: float, *, alone: bool = False) -> None:
         """Say where the loss is not finite: which ranks, and which of their samples; all ranks call it, or one `alone`."""
         mine = (local_loss, [(p.low, p.high) for p in batch.pieces if not math.isfinite(p.loss or 0.0)])
         spans: list[tuple[float, list[Span]]] = [mine] if alone else self._comm.all_gather_object(mine)
@@ -391,7 +392,7 @@ class Loop:
         self._comm.broadcast(chosen)
         self.progress.total_steps = int(chosen)
 
-    def _checkpoint(self) -> tuple[Report | None, float]:
+    def _checkpoint(self) -> tuple[CheckpointReport | None, float]:
         """Begin one if it is due and none is in flight; else it stays due for the next step."""
         report = self._writer.collect() if self._writer is not None else None
         if report is not None:
@@ -399,8 +400,8 @@ class Loop:
         self._due |= self._interval.due(self.progress.step)
         if not self._due or not self._meets_after(self.progress.step):
             return report, 0.0
-        wish = self._agreed(self._writer.wish() if self._writer is not None else Wish.NOTHING)
-        if wish is Wish.NOTHING:
+        wish = self._agreed(self._writer.wish() if self._writer is not None else NextCheckpoint.NOTHING)
+        if wish is NextCheckpoint.NOTHING:
             return report, 0.0
         self._due = False
         copy_s = self._begin_checkpoint(wish)
@@ -429,25 +430,25 @@ class Loop:
         """Whether every rank has to do with each checkpoint: writes a part of it, or has one which the first one gathers."""
         return self._shared or isinstance(self._optimizer, ShardedOptimizer)
 
-    def _agreed(self, wish: Wish) -> Wish:
+    def _agreed(self, wish: NextCheckpoint) -> NextCheckpoint:
         """What all ranks that have to know make the next checkpoint of."""
         if self._shared:  # each writes a part of it
             wishes = torch.zeros(self._comm.size, dtype=torch.int64)
             wishes[self._comm.rank] = wish.value
             self._comm.all_reduce(wishes)
-            return Wish(int(wishes.max()) if int(wishes.min()) else 0)
+            return NextCheckpoint(int(wishes.max()) if int(wishes.min()) else 0)
         if self._all_write:
             said = torch.tensor([wish.value])
             self._comm.broadcast(said)
-            return Wish(int(said))
+            return NextCheckpoint(int(said))
         return wish
 
-    def _begin_checkpoint(self, wish: Wish) -> float:
+    def _begin_checkpoint(self, wish: NextCheckpoint) -> float:
         """Have the state as it is now written, and return the seconds that this waited; who has a part of it comes along."""
         started_s = time.perf_counter()
-        state = self._state() if wish is not Wish.LOG else None
+        state = self._state() if wish is not NextCheckpoint.LOG else None
         if self._writer is not None:
-            self._writer.begin(state, self._facts(), base=self._shared and wish is Wish.BASE)
+            self._writer.begin(state, self._facts(), base=self._shared and wish is NextCheckpoint.BASE)
         return time.perf_counter() - started_s
 
     def _publish_last(self) -> None:
@@ -456,8 +457,8 @@ class Loop:
         writer, step = self._writer, self.progress.step
         reports = [writer.wait()] if writer is not None else []
         missing = writer is not None and writer.last_step != step and self._interval.wanted
-        wish = self._agreed(writer.wish() if writer is not None and missing else Wish.NOTHING)
-        if wish is not Wish.NOTHING:
+        wish = self._agreed(writer.wish() if writer is not None and missing else NextCheckpoint.NOTHING)
+        if wish is not NextCheckpoint.NOTHING:
             self._begin_checkpoint(wish)
             reports += [writer.wait()] if writer is not None else []
         if writer is not None:
@@ -471,8 +472,8 @@ class Loop:
         comm = self._comm if self._shared else None
         return state_to_write(self._model, self._optimizer, self._sync.tensors(), comm)
 
-    def _facts(self) -> Facts:
-        return Facts(
+    def _facts(self) -> CheckpointFacts:
+        return CheckpointFacts(
             step=self.progress.step,
             attempt=self._identity.attempt,
             generation=self._identity.generation,
@@ -516,7 +517,7 @@ class Loop:
             f"{progress.best_loss:.4f} at step {progress.best_step}"
         )
 
-    def _validates_after(self, batch: Step) -> bool:
+    def _validates_after(self, batch: StepBatch) -> bool:
         step, every = self.progress.step, self._settings.eval_every
         if every is not None:
             return every > 0 and (step % every == 0 or step == 1 or self.finished)
@@ -531,3 +532,44 @@ def seed_step(seed: int, step: int, rank: int) -> None:
     random.seed(number)
     np.random.seed(number % 2**32)
     torch.manual_seed(number % 2**63)
+
+
+def live_tensors(model: torch.nn.Module, optimizer: Optimizer) -> dict[str, torch.Tensor]:
+    """This will name every tensor that a restart needs: weights, buffers and the optimizer's moments."""
+    weights = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    return weights | {f"optim.{name}": tensor for name, tensor in optimizer.tensors().items()}
+
+
+def state_to_write(
+    model: torch.nn.Module, optimizer: Optimizer, more: Mapping[str, torch.Tensor], comm: Communicator | None
+) -> State:
+    """This will give what this rank writes: of ranks that write together its part, else (`comm` None) all of it.
+
+    Who has a part of the optimizer's state calls it with the others.
+    """
+    if comm is None:
+        return live_tensors(model, optimizer) | dict(more)
+    if isinstance(optimizer, ShardedOptimizer):
+        shared = {f"model.{name}": tensor for name, tensor in model.state_dict().items()} | dict(more)
+        own = {f"optim.{name}": piece for name, piece in optimizer.pieces().items()}
+    else:
+        shared, own = live_tensors(model, optimizer) | dict(more), {}
+    return {**share_of(shared, comm.rank, comm.size, own_of_first(model)), **own}
+
+
+def gradient_log(
+    model: torch.nn.Module,
+    optimizer: Optimizer,
+    buckets: GradientBuckets,
+    step: int,
+    every: int,
+    comm: Communicator | None,
+) -> GradientLog | None:
+    """This will make a log of what this rank keeps of gradients, if at least `every` steps have room in it; `comm` as above."""
+    if any(flat.is_complex() for flat in buckets.flats):
+        return None  # steps are taken again with real numbers
+    grads_bytes = sum(flat.nbytes for flat in buckets.flats)
+    state_bytes = sum(tensor.nbytes for tensor in model.state_dict().values()) + 2 * grads_bytes
+    rank, size = (comm.rank, comm.size) if comm is not None else (0, 1)
+    log = GradientLog(model, buckets.groups, buckets.flats, step, state_bytes, optimizer.settings(), rank, size)
+    return log if grads_bytes and log.most_steps >= every else None

@@ -45,49 +45,49 @@ from torch.utils.checkpoint import checkpoint
 import hpctrain.comm
 from hpctrain.batch import Batch, MeanLoss, Validation
 from hpctrain.checkpoint import (
+    CheckpointWriter,
     Claim,
-    Policy,
     ProcessWriter,
-    Restored,
-    Writer,
+    RestoredCheckpoint,
+    RetentionPolicy,
     claim,
     replay_through,
     restore_newest,
 )
+from hpctrain.checkpoint.format.manifest import checkpoint_names
 from hpctrain.checkpoint.interval import Interval, claims_at_s
-from hpctrain.checkpoint.reading.listing import checkpoint_names
 from hpctrain.checkpoint.reading.restore import Replay
 from hpctrain.checkpoint.writing.files import write_draft
-from hpctrain.checkpoint.writing.group import Seat
+from hpctrain.checkpoint.writing.group import Endpoint
 from hpctrain.checkpoint.writing.local_fallback import bring_host_parts, publish_kept
 from hpctrain.checkpoint.writing.snapshot import layout_of
 from hpctrain.comm import Communicator, connect
-from hpctrain.comm.elastic_group import MembersCommunicator
-from hpctrain.comm.links import own_addresses
+from hpctrain.comm.elastic_group import ElasticCommunicator
+from hpctrain.comm.hosts import own_addresses
 from hpctrain.data.dataset import Dataset
 from hpctrain.data.prefetch import Prefetcher
 from hpctrain.data.sources import Source
 from hpctrain.data.staging import staged
 from hpctrain.data.torchdata import TorchSource, in_order, source_for
-from hpctrain.env import job_facts, place
+from hpctrain.env import job_facts, rank_info
 from hpctrain.errors import EXIT_FAILED, EXIT_REQUEUE, MismatchError, PeerLost, PublishError, TrainError
 from hpctrain.exchange.agreement import agree, data_facts, facts_of, hash_of, say_ended, told
 from hpctrain.exchange.replicas import check_replicas, hand_over
 from hpctrain.exchange.sync import Sync, make_sync
-from hpctrain.loop import Loop, seed_step
+from hpctrain.loop import TrainingLoop, live_tensors, seed_step
 from hpctrain.optim.precision import Precision, loss_scale_for
 from hpctrain.optim.schedule import EpochEnd
 from hpctrain.optim.torch_optim import Optimizer, TorchSchedule, guarded, optimizer_for
 from hpctrain.optim.zero import ShardedOptimizer, check_elementwise
 from hpctrain.options import options_from
 from hpctrain.report.heartbeat import Heartbeat
-from hpctrain.report.profiling import Profile
-from hpctrain.report.progress import Identity, Progress, StepReport, progress_from
-from hpctrain.report.reporter import Record, Teller
-from hpctrain.report.writers import check_writers
+from hpctrain.report.metrics import check_writers
+from hpctrain.report.profiling import StepProfiler
+from hpctrain.report.progress import RunIdentity, StepReport, TrainingProgress, progress_from
+from hpctrain.report.reporter import Reporter, RunRecord
 from hpctrain.settings import (
     DEFAULT_BATCH,
-    Settings,
+    TrainSettings,
     check_elastic,
     check_options,
     check_own_schedule,
@@ -95,7 +95,6 @@ from hpctrain.settings import (
     settings_of,
 )
 from hpctrain.signals import StopRequest
-from hpctrain.state import live_tensors
 
 # ----- what is done to a model before it is trained: looked at, recomputing, compiling
 # Rules: in place, and names of weights stay, so that checkpoints fit with and without.
@@ -241,7 +240,7 @@ def orderly_exit() -> Iterator[list[SystemExit]]:
 def tell_unmet(environ: Mapping[str, str], error: TrainError) -> None:
     """This will tell the scheduler why ranks could not meet; which rank this is, only its launcher knows."""
     with suppress(TrainError):  # what the launcher says may be the very error
-        here = place(environ)
+        here = rank_info(environ)
         Heartbeat(environ).fail(here.rank, here.world, str(error), echo=False)
 
 
@@ -347,7 +346,7 @@ def start(
 
 
 @dataclass(slots=True, kw_only=True)
-class Task:
+class TrainingTask:
     """What is trained, whoever takes part; `facts` are to be the same on all ranks."""
 
     model: torch.nn.Module
@@ -355,7 +354,7 @@ class Task:
     facts: dict[str, str]
     validation: Validation | None
     data: Source | None
-    settings: Settings
+    settings: TrainSettings
     schedule: object = None  # of torch.optim.lr_scheduler
 
 
@@ -373,19 +372,19 @@ class Run:
         self._attempt = 0  # of the last one that could claim
         self._unclaimed, self._claim_again_at_s = "", 0.0  # why this rank cannot, and when it tries again
         self._distrusted: tuple[str, ...] = ()
-        self._writer: Writer | None = None
+        self._writer: CheckpointWriter | None = None
         # Ranks that come and go leave it to the first of them.
         self._shares_writing = comm.size > 1 and not comm.elastic
         self.finished = self._ended = self._over = False
         self._began = False
-        self._inside: Loop | None = None  # while the script is in it
+        self._inside: TrainingLoop | None = None  # while the script is in it
         self._left_after: int | None = None  # the steps that were taken when the script left the loop by itself
-        self._record = Record(options.out)
-        self._progress: Progress | None = None  # how far this rank is, None if it has nothing yet
+        self._record = RunRecord(options.out)
+        self._progress: TrainingProgress | None = None  # how far this rank is, None if it has nothing yet
         self._last_step: tuple[StepReport, float] | None = None  # and when it was over
         self._sources: list[TorchSource] = []  # which may have workers
         self._iterator: weakref.ref[Generator[Batch, None, None]] | None = None
-        self._teller: Teller | None = None
+        self._teller: Reporter | None = None
         self._interrupted = False  # ranks were lost since the last generation, or all are started again
         self.weights_sha256 = ""  # after the steps: the same on all ranks
 
@@ -536,7 +535,7 @@ class Run:
         own = optimizer_for(model, optimizer)
         if schedule is not None:
             check_own_schedule(options)
-        task = Task(
+        task = TrainingTask(
             model=model,
             optimizer=own,
             facts=facts_of(options, model, optimizer) | data_facts(data),
@@ -563,7 +562,7 @@ class Run:
             for source in self._sources:
                 source.close()
 
-    def _generations(self, task: Task) -> Iterator[Batch]:
+    def _generations(self, task: TrainingTask) -> Iterator[Batch]:
         while not self._over:
             self.comm.meet()
             try:
@@ -581,7 +580,7 @@ class Run:
                 self._interrupted, self._inside = True, None
                 print(f"{self._name}: rank {self.rank} of {self.size}: {lost}", flush=True)
 
-    def _generation(self, task: Task) -> tuple[Loop, Teller | None]:
+    def _generation(self, task: TrainingTask) -> tuple[TrainingLoop, Reporter | None]:
         """Make the loop of those who have met."""
         options, comm, model = self._options, self.comm, task.model
         hosts = self._agreed(task.facts)
@@ -592,7 +591,7 @@ class Run:
             sync.buckets.close()  # else they would see the gradients of the next generation, too
             raise
 
-    def _loop(self, task: Task, hosts: list[str], sync: Sync) -> tuple[Loop, Teller | None]:
+    def _loop(self, task: TrainingTask, hosts: list[str], sync: Sync) -> tuple[TrainingLoop, Reporter | None]:
         """Make it for ranks that train the same, once they have the same state."""
         options, comm, model, optimizer = self._options, self.comm, task.model, task.optimizer
         live = lambda: live_tensors(model, optimizer) | sync.tensors()  # noqa: E731
@@ -610,12 +609,12 @@ class Run:
             optimizer = task.optimizer = ShardedOptimizer(model, optimizer, sync.buckets, comm)
         mine = optimizer.of_own_part if isinstance(optimizer, ShardedOptimizer) else optimizer
         schedule = TorchSchedule(mine, task.schedule) if task.schedule is not None else None
-        identity = Identity(attempt=self._attempt, generation=comm.generation, job=job_facts(self._environ).job)
+        identity = RunIdentity(attempt=self._attempt, generation=comm.generation, job=job_facts(self._environ).job)
         teller = None
         if self.is_first:
             self._record.look_for_checkpoint(self._distrusted)
             told_of = identity, progress, model, self._environ, hosts, task.settings, goodput
-            teller = self._teller = Teller(options, self._name, comm, *told_of, self._record)
+            teller = self._teller = Reporter(options, self._name, comm, *told_of, self._record)
             if self._last_step is not None:
                 teller.make_up(*self._last_step)
             if advice := sync.advice():
@@ -623,8 +622,8 @@ class Run:
         else:
             self._record.follow(goodput)
         self._interrupted = False
-        profile = Profile(options.profile, options.out / "profile" / f"rank-{self.rank}.json")
-        loop = Loop(
+        profile = StepProfiler(options.profile, options.out / "profile" / f"rank-{self.rank}.json")
+        loop = TrainingLoop(
             model,
             optimizer,
             task.validation,
@@ -657,11 +656,11 @@ class Run:
                 raise
             if self.rank in error.ranks:
                 print(f"{self._name}: rank {self.rank} of {self.size}: {error}", file=sys.stderr, flush=True)
-                assert isinstance(self.comm, MembersCommunicator)  # no other group has newcomers
+                assert isinstance(self.comm, ElasticCommunicator)  # no other group has newcomers
                 self.comm.turn_away(str(error))
             raise PeerLost(f"another rank was turned away: {error}") from None
 
-    def _join_writers(self, attempt: int) -> Writer:
+    def _join_writers(self, attempt: int) -> CheckpointWriter:
         """Have a process write this rank's part of each checkpoint, and the first one's publish them; all ranks call it."""
         options, size = self._options, self.size
         if self.is_first:
@@ -671,11 +670,11 @@ class Run:
             )
             self.comm.all_gather_object(first.seats(own_addresses()))
             return first
-        seats: list[Seat] = self.comm.all_gather_object(None)[0]
+        seats: list[Endpoint] = self.comm.all_gather_object(None)[0]
         mine = Claim(directory=options.out / "checkpoints", attempt=attempt)
         return ProcessWriter(mine, None, options.base_every, policy_of(options), ranks=size, seat=seats[self.rank])
 
-    def _tell(self, report: StepReport, teller: Teller | None, model: torch.nn.Module) -> None:
+    def _tell(self, report: StepReport, teller: Reporter | None, model: torch.nn.Module) -> None:
         self._last_step = report, time.time()
         self.comm.stepped(report.step, report.step_s)
         if self._lacks_claim and time.monotonic() > self._claim_again_at_s:
@@ -692,7 +691,7 @@ class Run:
         """Whether this rank has to write and cannot."""
         return self.is_first and self._claim is None and self._options.checkpoint_every != 0
 
-    def _end(self, model: torch.nn.Module, loop: Loop, teller: Teller | None) -> None:
+    def _end(self, model: torch.nn.Module, loop: TrainingLoop, teller: Reporter | None) -> None:
         if self._lacks_claim:
             raise TrainError(f"cannot keep the last state (step {loop.progress.step}): {self._unclaimed}")
         self.weights_sha256 = check_replicas(model, self.comm)
@@ -724,7 +723,9 @@ class Run:
                 f"python3 -m hpctrain.checkpoint export {self._options.out}"
             ) from error
 
-    def _catch_up(self, live: Callable[[], dict[str, torch.Tensor]], replay: Replay, settings: Settings) -> Progress:
+    def _catch_up(
+        self, live: Callable[[], dict[str, torch.Tensor]], replay: Replay, settings: TrainSettings
+    ) -> TrainingProgress:
         """Bring every rank to the state of the one that is furthest; if none has any, to that which the first one begins with.
 
         A rank that is interrupted in it has what it had before, or all of the other's.
@@ -764,11 +765,11 @@ class Run:
         return self._progress
 
     def _begin(
-        self, tensors: dict[str, torch.Tensor], restored: Restored | None, settings: Settings
-    ) -> tuple[Progress, object]:
+        self, tensors: dict[str, torch.Tensor], restored: RestoredCheckpoint | None, settings: TrainSettings
+    ) -> tuple[TrainingProgress, object]:
         """The state of a checkpoint, or a fresh one; and what was chosen to exchange by then."""
         precision = Precision(self._options.precision)
-        progress, plan = Progress(loss_scale=loss_scale_for(precision, None)), None
+        progress, plan = TrainingProgress(loss_scale=loss_scale_for(precision, None)), None
         if restored is not None:
             restored.pour(tensors)
             facts = restored.published.manifest.facts
@@ -782,7 +783,7 @@ class Run:
             progress.total_steps = DEFAULT_STEPS
         return progress, plan
 
-    def _say_changed(self, before: object, settings: Settings) -> None:
+    def _say_changed(self, before: object, settings: TrainSettings) -> None:
         """Name the settings that differ from the checkpoint's."""
         told = settings.told()
         if isinstance(before, dict):
@@ -826,7 +827,7 @@ class Run:
         claims_s = claims_at_s(self._claim.directory) if self._claim is not None else []
         return Interval(self._options.checkpoint_every, claims_s, time.time())
 
-    def _restore(self, tensors: dict[str, torch.Tensor], replay: Replay) -> Restored | None:
+    def _restore(self, tensors: dict[str, torch.Tensor], replay: Replay) -> RestoredCheckpoint | None:
         directory = self._options.out / "checkpoints"
         return restore_newest(directory, layout_of(tensors), lambda text: print(text, flush=True), replay)
 
@@ -835,12 +836,12 @@ def _device_of(model: torch.nn.Module) -> torch.device:
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
-def policy_of(options: argparse.Namespace) -> Policy:
+def policy_of(options: argparse.Namespace) -> RetentionPolicy:
     """This will say which checkpoints stay."""
-    return Policy(keep=options.keep, every_s=3600 * options.keep_every)
+    return RetentionPolicy(keep=options.keep, every_s=3600 * options.keep_every)
 
 
-def make_writer(options: argparse.Namespace, mine: Claim, restored: Restored | None) -> Writer:
+def make_writer(options: argparse.Namespace, mine: Claim, restored: RestoredCheckpoint | None) -> CheckpointWriter:
     """This will make the writer, standing on what was restored."""
     distrusted = restored.damaged if restored else ()
     parent = restored.published if restored else None

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 
 from hpctrain.errors import TrainError
 from hpctrain.optim.precision import Precision
-from hpctrain.optim.schedule import Batches, BatchRamp, Course, EpochEnd, LrRule, LrScale, Schedule
+from hpctrain.optim.schedule import Batches, BatchRamp, Course, EpochEnd, LrRule, LrScale, LrSchedule
 
 DEFAULT_BATCH = 32
 DEFAULT_EVAL_EVERY = 50
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class TrainSettings:
     """How a task is trained. `steps` may be None if `target_s` is given."""
 
     steps: int | None
@@ -43,7 +43,7 @@ class Settings:
 
     def lr_at(self, step: int, batch: int, total_steps: int | None) -> float:
         """This will give the learning rate of a step (the first is 0) with a batch of so many samples."""
-        schedule = Schedule(
+        schedule = LrSchedule(
             peak_lr=self.lr * self.lr_scale.factor(batch),
             warmup_steps=self.warmup_steps,
             total_steps=total_steps or 10**9,
@@ -105,7 +105,7 @@ def settings_of(
     epoch_samples: int | None = None,
     epoch_end: EpochEnd = EpochEnd.CROSS,
     own_schedule: str = "",
-) -> Settings:
+) -> TrainSettings:
     """Translate the options; `lr` is the optimizer's own and `batch` the data's own, for where no option says otherwise.
 
     Raises:
@@ -116,7 +116,7 @@ def settings_of(
     if first > full:
         raise TrainError(f"cannot ramp the batch: it would begin at {first} samples, over --batch {full}")
     ramp = BatchRamp(full=full, first=first, steps=ramp_steps)
-    return Settings(
+    return TrainSettings(
         steps=options.steps,
         target_s=options.target_seconds if options.steps is None and options.epochs is None else None,
         batch=full,

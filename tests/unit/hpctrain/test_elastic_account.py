@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 
 from hpctrain.elastic.roster import Loss
-from hpctrain.elastic.serve import SHOWN, Account
+from hpctrain.elastic.serve import SHOWN, RunAccount
 
 
 def loss(number: int, heard_at_s: float, missed_at_s: float) -> Loss:
     return Loss(number=number, slot=number, why="killed", heard_at_s=heard_at_s, missed_at_s=missed_at_s)
 
 
-def run_of_three() -> Account:
+def run_of_three() -> RunAccount:
     """Three members have taken ten steps of a second each."""
-    account = Account(0.0)
+    account = RunAccount(0.0)
     account.form([0, 1, 2], 3, 1.0)
     account.note_step(10, 10.0, 11.0)
     return account

@@ -5,12 +5,12 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.elastic.roster import Roster, Settings, Standing
+from hpctrain.elastic.roster import MemberState, Roster, RosterSettings
 
 
 def run_of(count: int, *, want: int | None = None, least: int = 1) -> Roster:
     """A run of `count` members that have all said that they are ready."""
-    roster = Roster(Settings(least=least, want=want or count), 0.0)
+    roster = Roster(RosterSettings(least=least, want=want or count), 0.0)
     for slot in range(count):
         member = roster.join(slot, 0.0)
         roster.ready(member.number, {"port": 1000 + slot}, 0.0)
@@ -215,5 +215,5 @@ def test_whatever_happens_nobody_lost_comes_back_and_survivors_keep_their_order(
                 kept = [number for number in present if number in roster.members]
                 assert chosen[: len(kept)] == kept or chosen == present
                 present = chosen
-    inside = [m for m in roster.members.values() if m.standing in (Standing.IN, Standing.PARTED)]
+    inside = [m for m in roster.members.values() if m.standing in (MemberState.IN, MemberState.PARTED)]
     assert {member.number for member in inside} == set(present) - lost

@@ -7,8 +7,8 @@ import json
 import socket
 import struct
 
-from hpctrain.elastic.roster import Roster, Settings
-from hpctrain.elastic.serve import Server
+from hpctrain.elastic.roster import Roster, RosterSettings
+from hpctrain.elastic.serve import RosterServer
 
 KEY = "key"
 RESET = struct.pack("ii", 1, 0)  # SO_LINGER: close breaks the connection off, as a process that ends at once may
@@ -43,7 +43,9 @@ async def join(port: int, slot: int) -> Member:
 async def ended_members(*, orderly: bool) -> list[str]:
     """Two members: the first one is done, or not; then the connection of the other, which waits, breaks. What is said."""
     said: list[str] = []
-    server = Server(Roster(Settings(least=1, want=1), 0.0), KEY, said.append, lambda slot: None, lambda slot: None)
+    server = RosterServer(
+        Roster(RosterSettings(least=1, want=1), 0.0), KEY, said.append, lambda slot: None, lambda slot: None
+    )
     port = await server.listen("127.0.0.1")
     first, second = await join(port, 0), await join(port, 1)
     first.say(say="ready", offer={})

@@ -7,7 +7,7 @@ import torch
 
 from hpctrain import batch as phases_module
 from hpctrain.batch import Phases
-from hpctrain.exchange.scaling import WARM_STEPS, Apart, RankTimes, Scaling
+from hpctrain.exchange.scaling import WARM_STEPS, RankTimes, Scaling, TimesSinceMeeting
 
 
 def fed(step_s: float, own_s: tuple[float, ...], wait_s: tuple[float, ...], steps: int = 100) -> Scaling:
@@ -36,7 +36,7 @@ def test_a_slow_link_is_not_blamed_on_a_rank() -> None:
 
 
 def test_steps_between_two_meetings_count_like_any() -> None:
-    apart = Apart()
+    apart = TimesSinceMeeting()
     apart.add(0.050, 0.010, 0.120)  # at the meeting before
     apart.add(0.070, 0.030, 0.0)
     assert apart.means() == pytest.approx((0.060, 0.020, 0.060))

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.errors import TrainError
-from hpctrain.optim.schedule import Batches, BatchRamp, Course, EpochEnd, LrRule, LrScale, Schedule
+from hpctrain.optim.schedule import Batches, BatchRamp, Course, EpochEnd, LrRule, LrScale, LrSchedule
 from hpctrain.options import add_options
 from hpctrain.settings import lr_text, settings_of
 
 
 def course(kind: Course, **more: float) -> list[float]:
-    schedule = Schedule(peak_lr=1.0, warmup_steps=2, total_steps=10, course=kind, floor=more.get("floor", 0.0))
+    schedule = LrSchedule(peak_lr=1.0, warmup_steps=2, total_steps=10, course=kind, floor=more.get("floor", 0.0))
     return [round(schedule.lr_at(step), 3) for step in (0, 1, 2, 6, 10, 50)]
 
 
@@ -26,7 +26,7 @@ def test_each_course_warms_up_and_goes_its_way_down() -> None:
     assert course(Course.COSINE) == [0.5, 1.0, 1.0, 0.5, 0.0, 0.0]
     assert course(Course.LINEAR, floor=0.2) == [0.5, 1.0, 1.0, 0.6, 0.2, 0.2]
     assert course(Course.COSINE, floor=0.2) == [0.5, 1.0, 1.0, 0.6, 0.2, 0.2]
-    middle = Schedule(peak_lr=1.0, warmup_steps=0, total_steps=8, course=Course.COSINE, floor=0.0)
+    middle = LrSchedule(peak_lr=1.0, warmup_steps=0, total_steps=8, course=Course.COSINE, floor=0.0)
     assert middle.lr_at(2) == pytest.approx(0.8536, abs=1e-4)  # above the straight line
 
 

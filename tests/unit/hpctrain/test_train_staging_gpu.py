@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from hpctrain.comm.background import Background, Work
+from hpctrain.comm.base import Background, Work
 from hpctrain.comm.staging import Staging
 from hpctrain.errors import TrainError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hpctrain.comm.base import Pace, SingleCommunicator
+from hpctrain.comm.base import BucketPlan, SingleCommunicator
 from hpctrain.exchange.compress import NAMES
 from hpctrain.exchange.sync import MEASURED_STEPS, make_sync
 
@@ -21,8 +21,8 @@ class SecondOfTwo(SingleCommunicator):
     def all_reduce(self, tensor: torch.Tensor) -> None:
         tensor[0], tensor[2] = self.other
 
-    def pace(self) -> Pace:
-        return Pace(bucket_bytes=1 << 20, beside=True, bytes_per_s=12.5e6)
+    def pace(self) -> BucketPlan:
+        return BucketPlan(bucket_bytes=1 << 20, beside=True, bytes_per_s=12.5e6)
 
 
 @pytest.mark.parametrize(("other", "chosen"), [((0.4, 0.001), "exact"), ((0.4, 0.3), "int8")])
@@ -36,8 +36,8 @@ def test_auto_does_not_take_a_slow_rank_for_a_slow_link(other: tuple[float, floa
 
 def test_a_bucket_of_half_the_bits_has_twice_the_numbers() -> None:
     class Slow(SingleCommunicator):
-        def pace(self) -> Pace:
-            return Pace(bucket_bytes=4096, beside=False)
+        def pace(self) -> BucketPlan:
+            return BucketPlan(bucket_bytes=4096, beside=False)
 
     parameters = [torch.nn.Parameter(torch.zeros(256)) for _ in range(40)]
     syncs = {name: make_sync(name, parameters, Slow(), overlap=None) for name in NAMES}

@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.comm.background import Background
+from hpctrain.comm.base import Background
 from hpctrain.comm.ring import split
-from hpctrain.comm.tcp_ring import PIECE_BYTES, Wire
+from hpctrain.comm.tcp_ring import PIECE_BYTES, TcpRing
 from hpctrain.errors import TrainError
 
 PIECE = PIECE_BYTES // 4
@@ -28,9 +28,9 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
 
 
 @contextmanager
-def ring(size: int, pair: Callable[[], tuple[socket.socket, socket.socket]] = tcp_pair) -> Iterator[list[Wire]]:
+def ring(size: int, pair: Callable[[], tuple[socket.socket, socket.socket]] = tcp_pair) -> Iterator[list[TcpRing]]:
     pairs = [pair() for _ in range(size)]  # pair i leads from rank i to the next
-    wires = [Wire(rank, size, pairs[rank][0], pairs[rank - 1][1]) for rank in range(size)]
+    wires = [TcpRing(rank, size, pairs[rank][0], pairs[rank - 1][1]) for rank in range(size)]
     yield wires
     for wire in wires:
         wire.close()
@@ -124,7 +124,7 @@ def test_what_is_to_follow_a_sum_finds_it() -> None:
 def test_who_waits_for_a_lost_neighbour_is_told_where_that_was() -> None:
     to_right, its_end = tcp_pair()
     from_left, left_end = tcp_pair()
-    wire = Wire(0, 2, to_right, from_left)
+    wire = TcpRing(0, 2, to_right, from_left)
     work = wire.begin(torch.ones(10))
     left_end.close()
     with pytest.raises(TrainError, match=r"the rank on 127.0.0.1 has ended; if .* it was killed"):

@@ -11,30 +11,29 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hpctrain.checkpoint.format.manifest import Facts
+    from hpctrain.checkpoint.format.manifest import CheckpointFacts
     from hpctrain.checkpoint.reading.replay import replay_through
-    from hpctrain.checkpoint.reading.restore import Restored, restore_newest
+    from hpctrain.checkpoint.reading.restore import RestoredCheckpoint, restore_newest
     from hpctrain.checkpoint.script import Checkpointer
     from hpctrain.checkpoint.writing.fence import Claim, claim
     from hpctrain.checkpoint.writing.gradient_log import GradientLog
-    from hpctrain.checkpoint.writing.maker import Report
-    from hpctrain.checkpoint.writing.process_writer import ProcessWriter
-    from hpctrain.checkpoint.writing.retain import Policy, Retention
-    from hpctrain.checkpoint.writing.writer import Wish, Writer
+    from hpctrain.checkpoint.writing.maker import CheckpointReport
+    from hpctrain.checkpoint.writing.retain import Retention, RetentionPolicy
+    from hpctrain.checkpoint.writing.writer import CheckpointWriter, NextCheckpoint, ProcessWriter
 
 # Where each name is: whoever needs no torch (the process that writes) imports none.
 _HOMES = {
     "Checkpointer": "script",
     "Claim": "writing.fence",
-    "Facts": "format.manifest",
+    "CheckpointFacts": "format.manifest",
     "GradientLog": "writing.gradient_log",
-    "ProcessWriter": "writing.process_writer",
-    "Policy": "writing.retain",
-    "Report": "writing.maker",
-    "Restored": "reading.restore",
+    "ProcessWriter": "writing.writer",
+    "RetentionPolicy": "writing.retain",
+    "CheckpointReport": "writing.maker",
+    "RestoredCheckpoint": "reading.restore",
     "Retention": "writing.retain",
-    "Wish": "writing.writer",
-    "Writer": "writing.writer",
+    "NextCheckpoint": "writing.writer",
+    "CheckpointWriter": "writing.writer",
     "claim": "writing.fence",
     "replay_through": "reading.replay",
     "restore_newest": "reading.restore",
@@ -43,15 +42,15 @@ _HOMES = {
 __all__ = [
     "Checkpointer",
     "Claim",
-    "Facts",
+    "CheckpointFacts",
     "GradientLog",
     "ProcessWriter",
-    "Policy",
-    "Report",
-    "Restored",
+    "RetentionPolicy",
+    "CheckpointReport",
+    "RestoredCheckpoint",
     "Retention",
-    "Wish",
-    "Writer",
+    "NextCheckpoint",
+    "CheckpointWriter",
     "claim",
     "replay_through",
     "restore_newest",

@@ -16,10 +16,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from hpctrain.checkpoint.format.manifest import Manifest
-from hpctrain.checkpoint.reading.listing import checkpoint_names
+from hpctrain.checkpoint.format.manifest import Manifest, checkpoint_names
 from hpctrain.checkpoint.reading.restore import read_chain, read_checkpoint, verify_log
-from hpctrain.checkpoint.writing.retain import Policy, prune
+from hpctrain.checkpoint.writing.retain import RetentionPolicy, prune
 from hpctrain.errors import DamagedError, TrainError
 
 
@@ -162,7 +161,7 @@ def _check(directory: Path, name: str) -> None:
 
 
 def _prune(directory: Path, options: argparse.Namespace) -> int:
-    policy = Policy(keep=options.keep, every_s=3600 * options.every)
+    policy = RetentionPolicy(keep=options.keep, every_s=3600 * options.every)
     whole: set[str] = set()  # chains
     damaged = []
     for name in checkpoint_names(directory):

@@ -25,16 +25,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from hpctrain.checkpoint.format.manifest import Facts
+from hpctrain.checkpoint.format.manifest import CheckpointFacts, checkpoint_names
 from hpctrain.checkpoint.format.tree import flattened, grown
-from hpctrain.checkpoint.reading.listing import checkpoint_names
-from hpctrain.checkpoint.reading.restore import Restored, restore_newest
+from hpctrain.checkpoint.reading.restore import RestoredCheckpoint, restore_newest
 from hpctrain.checkpoint.writing.fence import Claim, claim
-from hpctrain.checkpoint.writing.maker import Report
-from hpctrain.checkpoint.writing.process_writer import ProcessWriter
-from hpctrain.checkpoint.writing.retain import Policy
-from hpctrain.checkpoint.writing.snapshot import Snapshot
-from hpctrain.env import job_facts, place
+from hpctrain.checkpoint.writing.maker import CheckpointReport
+from hpctrain.checkpoint.writing.retain import RetentionPolicy
+from hpctrain.checkpoint.writing.snapshot import TensorSnapshot
+from hpctrain.checkpoint.writing.writer import ProcessWriter
+from hpctrain.env import job_facts, rank_info
 from hpctrain.errors import EXIT_REQUEUE, MismatchError
 from hpctrain.report.heartbeat import Heartbeat, Word
 from hpctrain.signals import StopRequest
@@ -65,10 +64,10 @@ class Trees:
         """`base_every`: one in so many holds everything, the others what has changed; `keep` chains of such stay."""
         self._environ = os.environ if environ is None else environ
         self.directory = Path(out) / "checkpoints"
-        self._base_every, self._policy = base_every, Policy(keep=keep, every_s=3600 * keep_every_hours)
+        self._base_every, self._policy = base_every, RetentionPolicy(keep=keep, every_s=3600 * keep_every_hours)
         self._claim: Claim | None = None
         self._writer: ProcessWriter | None = None
-        self._restored: Restored | None = None
+        self._restored: RestoredCheckpoint | None = None
         self._heartbeat = Heartbeat(self._environ)
         self._kept_step, self._kept_at_s = 0, 0.0
         self._away = ""  # why the last one is not on the share
@@ -83,7 +82,7 @@ class Trees:
         if self._restored is None:
             return None
         published = self._restored.published
-        assert isinstance(published.snapshot, Snapshot)
+        assert isinstance(published.snapshot, TensorSnapshot)
         names = [slot.name for slot in published.snapshot.layout]
         tensors = dict(zip(names, (tensor.clone() for tensor in published.snapshot.tensors()), strict=True))
         facts = published.manifest.facts
@@ -102,11 +101,11 @@ class Trees:
         if not writer.idle():
             _tell(f"checkpoint of step {step}: left out, the one before is still being written")
             return False
-        facts = Facts(
+        facts = CheckpointFacts(
             step=step,
             attempt=self._claim.attempt if self._claim else 0,
             generation=0,
-            world=place(self._environ).world,
+            world=rank_info(self._environ).world,
             job=job_facts(self._environ).job,
             written_at_s=round(time.time(), 3),
             state={"tree": skeleton},
@@ -114,11 +113,11 @@ class Trees:
         writer.begin(tensors, facts)
         return True
 
-    def collect(self) -> Report | None:
+    def collect(self) -> CheckpointReport | None:
         """This will take note of what has been finished."""
         return self._note(self._writer.collect() if self._writer else None)
 
-    def wait(self) -> Report | None:
+    def wait(self) -> CheckpointReport | None:
         """This will wait for what is being written."""
         return self._note(self._writer.wait() if self._writer else None)
 
@@ -146,7 +145,7 @@ class Trees:
             )
             self._heartbeat.say(word)
 
-    def _note(self, report: Report | None) -> Report | None:
+    def _note(self, report: CheckpointReport | None) -> CheckpointReport | None:
         if report is not None:
             self._away = f"checkpoints: {report.error}" if report.error else ""
         if report is not None and report.error:
@@ -185,7 +184,7 @@ class Checkpointer:
         """
         environ = os.environ if environ is None else environ
         self._parts, self._every = parts, every
-        self._first = place(environ).rank == 0
+        self._first = rank_info(environ).rank == 0
         self._trees = Trees(out, base_every=base_every, keep=keep, keep_every_hours=keep_every_hours, environ=environ)
         self._stop = StopRequest()
         self._stop.__enter__()

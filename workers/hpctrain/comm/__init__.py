@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hpctrain.comm.background import Work
-from hpctrain.comm.base import Communicator, SingleCommunicator
-from hpctrain.comm.elastic_group import MembersCommunicator
+from hpctrain.comm.base import Communicator, SingleCommunicator, Work
+from hpctrain.comm.elastic_group import ElasticCommunicator
 from hpctrain.comm.mpi import MpiCommunicator
 from hpctrain.comm.torch_dist import TorchCommunicator
 from hpctrain.elastic.member import Membership, is_elastic
-from hpctrain.env import Launcher, Place, place
+from hpctrain.env import LauncherKind, RankInfo, rank_info
 from hpctrain.errors import TrainError
 
 # ----- which backend: what was asked for, else what fits the launcher and the hardware
@@ -30,8 +29,8 @@ def connect(backend: str, environ: Mapping[str, str]) -> Communicator:
             raise TrainError(
                 f"cannot use backend {backend!r} in an elastic run: its members make their own ring, or use gloo"
             )
-        return MembersCommunicator(Membership(environ), by_gloo=backend == "gloo")
-    here = place(environ)
+        return ElasticCommunicator(Membership(environ), by_gloo=backend == "gloo")
+    here = rank_info(environ)
     match choose(backend, here):
         case "mpi":
             return MpiCommunicator(here)
@@ -43,7 +42,7 @@ def connect(backend: str, environ: Mapping[str, str]) -> Communicator:
             return SingleCommunicator()
 
 
-def choose(backend: str, here: Place) -> str:
+def choose(backend: str, here: RankInfo) -> str:
     """This will name the backend for a place: `auto` takes MPI under mpirun, else what the ranks agree on."""
     if backend not in BACKENDS:
         raise TrainError(f"cannot use backend {backend!r}: the known ones are {', '.join(BACKENDS)}")
@@ -52,9 +51,9 @@ def choose(backend: str, here: Place) -> str:
     if backend != "auto":
         return backend
     match here.launcher:
-        case Launcher.MPI:
+        case LauncherKind.MPI:
             return "mpi"
-        case Launcher.TORCH if here.world > 1:
+        case LauncherKind.TORCH if here.world > 1:
             return "torch"
         case _:
             return "single"

@@ -20,8 +20,8 @@ import torch
 
 from hpctrain.comm.hosts import Hosts
 from hpctrain.comm.ring import HALVES, SMALL_BYTES, Ring
-from hpctrain.comm.shared_memory import Window
-from hpctrain.comm.tcp_ring import Wire
+from hpctrain.comm.shared_memory import SharedMemory
+from hpctrain.comm.tcp_ring import TcpRing
 
 TRIED_BYTES = (1 << 10, 16 << 10, 256 << 10, 2 << 20)
 BUDGET_S = 0.6
@@ -31,7 +31,7 @@ ALIKE = ("ring", "wire")  # sum in the same order
 GATHERED_BYTES = 256 << 10  # more than this is never gathered whole
 
 
-class Way(Protocol):
+class Algorithm(Protocol):
     """A way to sum over all ranks."""
 
     def all_reduce(self, flat_L: torch.Tensor) -> None:
@@ -51,7 +51,7 @@ class OwnAllreduce:
 class TwoLevels:
     """Ranks of a host meet in a window; the hosts' leaders go round the ring, and hand the sum to the others."""
 
-    def __init__(self, window: Window | None, ring: Way | None) -> None:
+    def __init__(self, window: SharedMemory | None, ring: Algorithm | None) -> None:
         self._window = window  # None: alone on its host
         self._ring = ring  # None: not a leader
 
@@ -67,7 +67,7 @@ class TwoLevels:
 class Leaders:
     """One rank of each host: what is small is gathered over MPI, the rest goes round our own connections."""
 
-    def __init__(self, ring: Ring, wire: Wire) -> None:
+    def __init__(self, ring: Ring, wire: TcpRing) -> None:
         self._ring, self._wire = ring, wire
 
     def all_reduce(self, flat_L: torch.Tensor) -> None:
@@ -77,7 +77,7 @@ class Leaders:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class AlgorithmChoice:
     """For messages up to `up_to_bytes` (None: any), `name` is the fastest way; `seconds` of each way that was tried."""
 
     up_to_bytes: int | None
@@ -90,14 +90,16 @@ class Choice:
         return f"{size}: {self.name} ({tried or 'not tried'})"
 
 
-def ways_for(mpi: Any, comm: Any, hosts: Hosts, window: Window | None, wire: Wire | None) -> dict[str, Way]:
+def algorithms_for(
+    mpi: Any, comm: Any, hosts: Hosts, window: SharedMemory | None, wire: TcpRing | None
+) -> dict[str, Algorithm]:
     """This will name the ways that there are, the one to use untried first. `wire`: our own connections, on leaders."""
     if hosts.count == 1:
         assert window is not None
         return {"window": window, "mpi": OwnAllreduce(mpi, comm)}
     if hosts.count == comm.Get_size():
         assert hosts.leaders is not None
-        ways: dict[str, Way] = {"wire": wire} if wire is not None else {}
+        ways: dict[str, Algorithm] = {"wire": wire} if wire is not None else {}
         return ways | {
             "ring": Ring(mpi, hosts.leaders, small_bytes=0),
             "gather": Ring(mpi, hosts.leaders, small_bytes=GATHERED_BYTES),
@@ -109,7 +111,7 @@ def ways_for(mpi: Any, comm: Any, hosts: Hosts, window: Window | None, wire: Wir
     }
 
 
-def way_beside(mpi: Any, comm: Any, hosts: Hosts, window: Window | None, wire: Wire | None) -> Way:
+def algorithm_beside(mpi: Any, comm: Any, hosts: Hosts, window: SharedMemory | None, wire: TcpRing | None) -> Algorithm:
     """This will give the way to sum in a thread, while the rank computes: one that sleeps while it waits."""
     if hosts.count == 1:
         assert window is not None
@@ -120,28 +122,31 @@ def way_beside(mpi: Any, comm: Any, hosts: Hosts, window: Window | None, wire: W
     return TwoLevels(window, _of_leaders(mpi, hosts, wire, patient=True))
 
 
-def _of_leaders(mpi: Any, hosts: Hosts, wire: Wire | None, *, patient: bool) -> Way | None:
+def _of_leaders(mpi: Any, hosts: Hosts, wire: TcpRing | None, *, patient: bool) -> Algorithm | None:
     if hosts.leaders is None:
         return None
     ring = Ring(mpi, hosts.leaders, patient=patient)
     return ring if wire is None else Leaders(ring, wire)
 
 
-def choose(mpi: Any, comm: Any, ways: Mapping[str, Way]) -> list[Choice]:
+def choose(mpi: Any, comm: Any, ways: Mapping[str, Algorithm]) -> list[AlgorithmChoice]:
     """This will measure the ways at some sizes, until its time is up, and say which to take; all ranks take part."""
     usual = next(iter(ways))
     if comm.Get_size() > 2:
-        small = [Choice(SMALL_BYTES, name, {}) for name in _for_small(comm, ways)]
+        small = [AlgorithmChoice(SMALL_BYTES, name, {}) for name in _for_small(comm, ways)]
         alike = {name: way for name, way in ways.items() if name in ALIKE}
         last = measured(mpi, comm, alike, TRIED_BYTES[-1:])[-1:] if len(alike) > 1 else []
-        return [*small, *([Choice(None, one.name, one.seconds) for one in last] or [Choice(None, usual, {})])]
+        return [
+            *small,
+            *([AlgorithmChoice(None, one.name, one.seconds) for one in last] or [AlgorithmChoice(None, usual, {})]),
+        ]
     choices = measured(mpi, comm, ways, TRIED_BYTES)
     name = choices[-1].name
     goes_on = name != "gather" and (name in ALIKE or len(choices) == len(TRIED_BYTES))
-    return [*choices, Choice(None, name if goes_on else usual, {})]
+    return [*choices, AlgorithmChoice(None, name if goes_on else usual, {})]
 
 
-def _for_small(comm: Any, ways: Mapping[str, Way]) -> list[str]:
+def _for_small(comm: Any, ways: Mapping[str, Algorithm]) -> list[str]:
     """The way for what is small, of three ranks or more: no bytes count, but how often ranks wait for each other."""
     if "window" in ways:
         return []  # nothing is faster
@@ -150,9 +155,9 @@ def _for_small(comm: Any, ways: Mapping[str, Way]) -> list[str]:
     return ["gather"] if "gather" in ways else []
 
 
-def measured(mpi: Any, comm: Any, ways: Mapping[str, Way], sizes_bytes: tuple[int, ...]) -> list[Choice]:
+def measured(mpi: Any, comm: Any, ways: Mapping[str, Algorithm], sizes_bytes: tuple[int, ...]) -> list[AlgorithmChoice]:
     """This will measure ways at sizes that grow, and stop at one that would take too long; the first is always measured."""
-    choices: list[Choice] = []
+    choices: list[AlgorithmChoice] = []
     usual = next(iter(ways))
     began_s = time.perf_counter()
     for size_bytes in sizes_bytes:
@@ -168,7 +173,7 @@ def measured(mpi: Any, comm: Any, ways: Mapping[str, Way], sizes_bytes: tuple[in
         }
         if "mpi" in seconds and not _agrees(comm, ways["mpi"], size_bytes):
             del seconds["mpi"]
-        choices.append(Choice(4 * size_bytes, _best(seconds, usual), seconds))
+        choices.append(AlgorithmChoice(4 * size_bytes, _best(seconds, usual), seconds))
     return choices
 
 
@@ -178,19 +183,19 @@ def _best(seconds: Mapping[str, float], usual: str) -> str:
     return best if best == usual or seconds[best] < WORTH * seconds[usual] else usual
 
 
-def for_halves(ways: Mapping[str, Way]) -> str:
+def for_halves(ways: Mapping[str, Algorithm]) -> str:
     """This will name the way that sums any number of halves in float32. MPI does not know them, nor is trusted to do so."""
     return next((name for name in ways if name not in ("mpi", "wire")), "")
 
 
-def pick(choices: list[Choice], flat_L: torch.Tensor, halves: str) -> str:
+def pick(choices: list[AlgorithmChoice], flat_L: torch.Tensor, halves: str) -> str:
     """This will name the way for a tensor; `halves` is the one for these."""
     size_bytes = flat_L.numel() * flat_L.element_size()
     chosen = next(one.name for one in choices if one.up_to_bytes is None or size_bytes <= one.up_to_bytes)
     return halves if chosen in ("mpi", "wire") and flat_L.dtype in HALVES else chosen
 
 
-def measure(mpi: Any, comm: Any, way: Way, size_bytes: int) -> float:
+def measure(mpi: Any, comm: Any, way: Algorithm, size_bytes: int) -> float:
     """This will give the seconds that the slowest rank takes; the same on all ranks. What takes long is measured less often."""
     flat_L = torch.ones(size_bytes // 4)
     times_s: list[float] = []
@@ -203,7 +208,7 @@ def measure(mpi: Any, comm: Any, way: Way, size_bytes: int) -> float:
     return min(times_s[1:])
 
 
-def _agrees(comm: Any, way: Way, size_bytes: int) -> bool:
+def _agrees(comm: Any, way: Algorithm, size_bytes: int) -> bool:
     """Whether all ranks end with the same bits."""
     flat_L = torch.rand(size_bytes // 4, generator=torch.Generator().manual_seed(comm.Get_rank()))
     way.all_reduce(flat_L)

@@ -7,20 +7,21 @@ Rules, for every backend: collectives are called by all ranks in the same order;
 from __future__ import annotations
 
 import os
+import queue
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from hpctrain.comm.background import Work, done
 from hpctrain.errors import TrainError
 
 MOST_BUCKET_BYTES = 32 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
+class BucketPlan:
     """How the sum of much is best cut: into buckets of so many bytes, and whether beside backward or after it."""
 
     bucket_bytes: int
@@ -53,7 +54,7 @@ class Communicator(Protocol):
     def run(self, call: Callable[[], None]) -> Work:
         """Make a call that exchanges (`all_to_all` and so on) in the background, in the order of all that is begun so."""
 
-    def pace(self) -> Pace:
+    def pace(self) -> BucketPlan:
         """How the sum of much is best cut."""
 
     def empty(self, length: int, dtype: torch.dtype) -> torch.Tensor:
@@ -148,9 +149,9 @@ class SingleCommunicator(Plain):
         call()
         return done()
 
-    def pace(self) -> Pace:
+    def pace(self) -> BucketPlan:
         """Nothing to cut, and nothing to do beside."""
-        return Pace(bucket_bytes=MOST_BUCKET_BYTES, beside=False)
+        return BucketPlan(bucket_bytes=MOST_BUCKET_BYTES, beside=False)
 
     def describe(self) -> list[str]:
         """Nothing is exchanged."""
@@ -188,3 +189,68 @@ def check_contiguous(tensor: torch.Tensor) -> None:
         raise TrainError(
             f"cannot exchange a tensor of shape {tuple(tensor.shape)}: it is not contiguous, call .contiguous()"
         )
+
+
+class Work:
+    """A sum that is under way."""
+
+    def __init__(self) -> None:
+        self._over = threading.Event()
+        self._error: Exception | None = None
+
+    def wait(self) -> None:
+        """This will return when the sum is there.
+
+        Raises:
+            TrainError: it will never be.
+        """
+        self._over.wait()
+        if self._error is not None:
+            raise self._error
+
+    def end(self, error: Exception | None = None) -> None:
+        """This will let the one who waits go on: with the sum, or with the reason why there is none."""
+        self._error = error
+        self._over.set()
+
+
+def done() -> Work:
+    """This will give what is over already."""
+    work = Work()
+    work.end()
+    return work
+
+
+class Background:
+    """One thread; it starts with the first call."""
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[tuple[Callable[[], None], Work] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def begin(self, call: Callable[[], None]) -> Work:
+        """This will make a call after those that were begun before it; after one that failed none is made."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="exchange", daemon=True)
+            self._thread.start()
+        work = Work()
+        self._calls.put((call, work))
+        return work
+
+    def close(self) -> None:
+        """This will end the thread after what was begun."""
+        if self._thread is not None:
+            self._calls.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def _run(self) -> None:
+        failed: Exception | None = None
+        while (item := self._calls.get()) is not None:
+            call, work = item
+            if failed is None:
+                try:
+                    call()
+                except Exception as error:  # the outermost edge of a thread: it is raised where the sum is waited for
+                    failed = error if isinstance(error, TrainError) else TrainError(f"cannot sum: {error!r}")
+            work.end(failed)

@@ -23,11 +23,10 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from hpctrain.comm.background import Background, Work, done
-from hpctrain.comm.base import Pace, Plain, check_contiguous
-from hpctrain.comm.links import MEET_S, Offer, await_left, own_addresses, reach, tune
+from hpctrain.comm.base import Background, BucketPlan, Plain, Work, check_contiguous, done
+from hpctrain.comm.hosts import MEET_S, Offer, await_left, own_addresses, reach, tune
 from hpctrain.comm.ring import HALVES
-from hpctrain.comm.tcp_ring import Wire
+from hpctrain.comm.tcp_ring import TcpRing
 from hpctrain.elastic.member import Membership
 from hpctrain.elastic.roster import Message, members_of
 from hpctrain.errors import EXIT_FAILED, PeerLost, TrainError
@@ -62,7 +61,7 @@ class FreshGroup:
         asked = dist.AllreduceOptions()
         asked.timeout = FOR_EVER
         try:
-            return _Asked(self._group.allreduce([flat_L], asked), then)
+            return _GlooWork(self._group.allreduce([flat_L], asked), then)
         except RuntimeError as error:
             raise TrainError(f"cannot sum over gloo: {_first_line(error)}") from None
 
@@ -75,7 +74,7 @@ class FreshGroup:
                     one.shutdown(socket.SHUT_RDWR)
 
 
-class _Asked(Work):
+class _GlooWork(Work):
     """A sum that Gloo was asked for."""
 
     def __init__(self, asked: dist.Work, then: Callable[[], None] | None) -> None:
@@ -133,7 +132,7 @@ def _first_line(error: RuntimeError) -> str:
 BUCKET_BYTES = 4 << 20
 
 
-class MembersCommunicator(Plain):
+class ElasticCommunicator(Plain):
     """This member's part in the present generation."""
 
     name = "members"
@@ -147,7 +146,7 @@ class MembersCommunicator(Plain):
         self.rank, self.size = 0, 1  # alone
         self._listener = socket.create_server(("", 0), backlog=64)
         self._secret = os.urandom(16)
-        self._wire: Wire | None = None
+        self._wire: TcpRing | None = None
         self._background = Background()
         self._failed = False  # an exchange of this generation did
 
@@ -194,11 +193,11 @@ class MembersCommunicator(Plain):
         assert self._wire is not None
         flat = tensor.detach().view(-1)
         if self._group is not None and flat.device.type == "cpu":
-            return _Watched(self._group.begin(flat, then), self._note_failure)
+            return _WatchedWork(self._group.begin(flat, then), self._note_failure)
         if flat.device.type == "cpu" and self._wire.sums(flat.dtype):
-            return _Watched(self._wire.begin(flat, then), self._note_failure)
+            return _WatchedWork(self._wire.begin(flat, then), self._note_failure)
         wide = flat.to("cpu", torch.float32 if flat.dtype in HALVES else flat.dtype)
-        return _Watched(self._wire.begin(wide, lambda: _narrow(wide, flat, then)), self._note_failure)
+        return _WatchedWork(self._wire.begin(wide, lambda: _narrow(wide, flat, then)), self._note_failure)
 
     def _note_failure(self) -> None:
         self._failed = True
@@ -207,9 +206,9 @@ class MembersCommunicator(Plain):
         """A call that exchanges, in a thread."""
         return self._background.begin(call)
 
-    def pace(self) -> Pace:
+    def pace(self) -> BucketPlan:
         """Buckets that keep a slow link busy early."""
-        return Pace(bucket_bytes=BUCKET_BYTES, beside=True)
+        return BucketPlan(bucket_bytes=BUCKET_BYTES, beside=True)
 
     def stepped(self, step: int, step_s: float) -> None:
         """Tell the roster; useful seconds are those of the first rank."""
@@ -306,7 +305,7 @@ class MembersCommunicator(Plain):
             return False
         for one in (peer, found[0]):
             tune(one)
-        self._wire = Wire(self.rank, self.size, to_right=peer, from_left=found[0])
+        self._wire = TcpRing(self.rank, self.size, to_right=peer, from_left=found[0])
         self.membership.watch(self.generation, self._wire.break_off)
         return not self._by_gloo or self._make_group(members)
 
@@ -338,7 +337,7 @@ class MembersCommunicator(Plain):
         return Offer(addresses=tuple(addresses), port=cast(int, host["port"]), secret=secrets[:16], answer=secrets[16:])
 
 
-class _Watched(Work):
+class _WatchedWork(Work):
     """A sum that fails when a member is lost."""
 
     def __init__(self, work: Work, on_failure: Callable[[], None]) -> None:

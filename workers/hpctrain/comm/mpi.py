@@ -12,15 +12,30 @@ from typing import Any
 
 import torch
 
-from hpctrain.comm.algorithms import Choice, Way, choose, for_halves, measure, pick, way_beside, ways_for
-from hpctrain.comm.background import Background, Work
-from hpctrain.comm.base import MOST_BUCKET_BYTES, Pace, Plain, SingleCommunicator, check_contiguous
-from hpctrain.comm.hosts import Hosts
-from hpctrain.comm.links import connect_ring
-from hpctrain.comm.shared_memory import Window
+from hpctrain.comm.algorithms import (
+    Algorithm,
+    AlgorithmChoice,
+    algorithm_beside,
+    algorithms_for,
+    choose,
+    for_halves,
+    measure,
+    pick,
+)
+from hpctrain.comm.base import (
+    MOST_BUCKET_BYTES,
+    Background,
+    BucketPlan,
+    Plain,
+    SingleCommunicator,
+    Work,
+    check_contiguous,
+)
+from hpctrain.comm.hosts import Hosts, connect_ring
+from hpctrain.comm.shared_memory import SharedMemory
 from hpctrain.comm.staging import Cuda, Staging
-from hpctrain.comm.tcp_ring import Wire
-from hpctrain.env import INSTALL_HINTS, Place
+from hpctrain.comm.tcp_ring import TcpRing
+from hpctrain.env import INSTALL_HINTS, RankInfo
 from hpctrain.errors import MissingPackageError, TrainError
 
 # ----- how the sum of a whole gradient is best cut into buckets: by the speed of the link between hosts
@@ -35,10 +50,10 @@ FIRST_BYTES, SECOND_BYTES = 128 << 10, 1 << 20
 PATIENCE_S = 0.1
 
 
-def pace_of(mpi: Any, hosts: Hosts, between: Way | None) -> Pace:
+def pace_of(mpi: Any, hosts: Hosts, between: Algorithm | None) -> BucketPlan:
     """This will measure how fast the leaders of hosts sum over `between`, and cut accordingly; all ranks call it."""
     if hosts.count == 1:
-        return Pace(bucket_bytes=MOST_BUCKET_BYTES, beside=False)
+        return BucketPlan(bucket_bytes=MOST_BUCKET_BYTES, beside=False)
     bytes_per_s = 0.0
     if hosts.leaders is not None:
         assert between is not None
@@ -47,7 +62,7 @@ def pace_of(mpi: Any, hosts: Hosts, between: Way | None) -> Pace:
             size_bytes, seconds = SECOND_BYTES, measure(mpi, hosts.leaders, between, SECOND_BYTES)
         bytes_per_s = 2 * (hosts.count - 1) / hosts.count * size_bytes / seconds
     bytes_per_s = hosts.here.bcast(bytes_per_s)
-    return Pace(bucket_bytes=bucket_bytes(bytes_per_s), beside=True, bytes_per_s=bytes_per_s)
+    return BucketPlan(bucket_bytes=bucket_bytes(bytes_per_s), beside=True, bytes_per_s=bytes_per_s)
 
 
 def bucket_bytes(bytes_per_s: float) -> int:
@@ -85,7 +100,7 @@ class MpiCommunicator(Plain):
 
     name = "mpi"
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: RankInfo) -> None:
         self._mpi = load_mpi()
         world = self._mpi.COMM_WORLD
         if place.world > 1 and world.Get_size() != place.world:
@@ -100,21 +115,21 @@ class MpiCommunicator(Plain):
         self.size: int = self._comm.Get_size()
         self._closed = False
         self._hosts = Hosts(self._mpi, self._comm)
-        self._window = Window(self._mpi, self._hosts.here) if self._hosts.here.Get_size() > 1 else None
-        self._ways: dict[str, Way] = {}
-        self.choices: list[Choice] = []
-        self._wire: Wire | None = None
+        self._window = SharedMemory(self._mpi, self._hosts.here) if self._hosts.here.Get_size() > 1 else None
+        self._ways: dict[str, Algorithm] = {}
+        self.choices: list[AlgorithmChoice] = []
+        self._wire: TcpRing | None = None
         if self._hosts.count > 1 and self._hosts.leaders is not None:
             self._wire = connect_ring(self._mpi, self._hosts.leaders)
         if self.size > 1:
-            self._ways = ways_for(self._mpi, self._comm, self._hosts, self._window, self._wire)
+            self._ways = algorithms_for(self._mpi, self._comm, self._hosts, self._window, self._wire)
             self.choices = choose(self._mpi, self._comm, self._ways)
         self._for_halves = for_halves(self._ways)
         self._background = Background()
         self._staging: Staging | None = None
         self._pace = SingleCommunicator().pace()
         if self.size > 1:
-            self._beside = way_beside(self._mpi, self._comm, self._hosts, self._window, self._wire)
+            self._beside = algorithm_beside(self._mpi, self._comm, self._hosts, self._window, self._wire)
             self._pace = pace_of(self._mpi, self._hosts, self._wire or self._beside)
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
@@ -153,7 +168,7 @@ class MpiCommunicator(Plain):
         """Make a call in a thread."""
         return self._background.begin(call)
 
-    def pace(self) -> Pace:
+    def pace(self) -> BucketPlan:
         """As the link between hosts was measured."""
         return self._pace
 
@@ -184,7 +199,7 @@ class MpiCommunicator(Plain):
             case {"where": [self.size, self._hosts.count], "ways": [*ways]} if ways and all(
                 n in self._ways for _, n in ways
             ):
-                self.choices = [Choice(up_to_bytes, name, {}) for up_to_bytes, name in ways]
+                self.choices = [AlgorithmChoice(up_to_bytes, name, {}) for up_to_bytes, name in ways]
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
         """Copy the tensor of `root` to every rank."""

@@ -55,7 +55,7 @@ class _Area:
         self._win.Free()
 
 
-class Window:
+class SharedMemory:
     """The memory that the ranks of `comm`, all on one host, share. All of them make it, and free it, together."""
 
     def __init__(self, mpi: Any, comm: Any, segment_bytes: int = SEGMENT_BYTES) -> None:

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from hpctrain.comm.background import Background, Work
+from hpctrain.comm.base import Background, Work
 
 Begin = Callable[[torch.Tensor, Callable[[], None] | None], Work]
 

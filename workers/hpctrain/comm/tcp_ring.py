@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from hpctrain.comm.background import Work
+from hpctrain.comm.base import Work
 from hpctrain.comm.ring import HALVES, spans
 from hpctrain.errors import TrainError
 
@@ -38,7 +38,7 @@ HEAD = struct.Struct(
 
 
 @dataclass(slots=True, kw_only=True)
-class _Sum:
+class _RingSum:
     """A sum: its chunks as bytes, how many bytes are still to come and to go, and what is to be done at its end."""
 
     number: int
@@ -52,7 +52,7 @@ class _Sum:
     work: Work = field(default_factory=Work)
 
 
-class Wire:
+class TcpRing:
     """A ring: what goes to the right neighbour, what comes from the left one."""
 
     def __init__(self, rank: int, size: int, to_right: socket.socket, from_left: socket.socket) -> None:
@@ -61,13 +61,13 @@ class Wire:
         self._left_host = _host_of(from_left)
         for one in (to_right, from_left):
             one.setblocking(False)
-        self._begun: deque[_Sum | None] = deque()  # None: there will be no more
+        self._begun: deque[_RingSum | None] = deque()  # None: there will be no more
         self._count = 0
-        self._open: dict[int, _Sum] = {}
+        self._open: dict[int, _RingSum] = {}
         self._waker, self._wakes = socket.socketpair()
         self._waker.setblocking(False)
         self._wakes.setblocking(False)
-        self._out: deque[tuple[_Sum, list[memoryview]]] = deque()
+        self._out: deque[tuple[_RingSum, list[memoryview]]] = deque()
         self._head = memoryview(bytearray(HEAD.size))
         self._head_has = 0
         self._landing = np.empty(PIECE_BYTES, np.uint8).data
@@ -100,7 +100,7 @@ class Wire:
         coming, going, hops = total - before, total - mine, self._size - 1
         if not own_part:
             coming, going, hops = coming + total - mine, going + total - after, 2 * hops
-        one = _Sum(
+        one = _RingSum(
             number=self._count,
             chunks=chunks,
             least_bytes=min((high - low for chunk in chunks for low, high in _cuts(len(chunk))), default=0),
@@ -202,7 +202,7 @@ class Wire:
                 self._send(one, 0, low, first[low:high])
             self._progress(one, 0)
 
-    def _send(self, one: _Sum, hops: int, low: int, piece: memoryview) -> None:
+    def _send(self, one: _RingSum, hops: int, low: int, piece: memoryview) -> None:
         """Put a piece in the queue to the right."""
         self._out.append((one, [memoryview(HEAD.pack(one.number, hops, low, len(piece))), piece]))
 
@@ -291,7 +291,7 @@ class Wire:
             self._send(one, piece.hops + 1, piece.low, place)
         self._progress(one, piece.length)
 
-    def _progress(self, one: _Sum, by_bytes: int) -> None:
+    def _progress(self, one: _RingSum, by_bytes: int) -> None:
         one.left_bytes -= by_bytes
         if one.left_bytes == 0:
             if one.then is not None:

@@ -17,12 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hpctrain.comm.background import Background, Work
-from hpctrain.comm.base import Pace, Plain, check_contiguous
-from hpctrain.comm.hosts import identity
-from hpctrain.comm.links import NAP_S, TRY_S, interfaces, own_addresses
+from hpctrain.comm.base import Background, BucketPlan, Plain, Work, check_contiguous
+from hpctrain.comm.hosts import NAP_S, TRY_S, identity, interfaces, own_addresses
 from hpctrain.comm.mpi import load_mpi
-from hpctrain.env import Launcher, Place
+from hpctrain.env import LauncherKind, RankInfo
 from hpctrain.errors import TrainError
 
 TIMEOUT = timedelta(minutes=10)
@@ -32,7 +30,7 @@ NCCL_BUCKET_BYTES = 25 << 20
 GLOO_BUCKET_BYTES = 4 << 20
 
 
-class _Asked(Work):
+class _CollectiveWork(Work):
     """What torch.distributed was asked for."""
 
     def __init__(self, asked: dist.Work, then: Callable[[], None] | None) -> None:
@@ -48,7 +46,7 @@ class _Asked(Work):
 class TorchCommunicator(Plain):
     """A torch.distributed group of all ranks; without a named backend they agree: NCCL if each has a GPU of its own."""
 
-    def __init__(self, backend: str | None, place: Place, environ: Mapping[str, str]) -> None:
+    def __init__(self, backend: str | None, place: RankInfo, environ: Mapping[str, str]) -> None:
         if not dist.is_available() or (backend == "nccl" and not dist.is_nccl_available()):
             raise TrainError(f"cannot use {backend}: this build of torch ({torch.__version__}) does not have it")
         bare_store, rank, size, reached = _store_for(place, environ)
@@ -75,7 +73,7 @@ class TorchCommunicator(Plain):
         check_contiguous(tensor)
         if tensor.device != self._device:
             return self._background.begin(lambda: self._sum_then(tensor, then))
-        return _Asked(dist.all_reduce(tensor.detach(), async_op=True), then)
+        return _CollectiveWork(dist.all_reduce(tensor.detach(), async_op=True), then)
 
     def _sum_then(self, tensor: torch.Tensor, then: Callable[[], None] | None) -> None:
         self.all_reduce(tensor)
@@ -86,9 +84,9 @@ class TorchCommunicator(Plain):
         """Make a call in a thread."""
         return self._background.begin(call)
 
-    def pace(self) -> Pace:
+    def pace(self) -> BucketPlan:
         """What DDP takes for NCCL; less for Gloo, so that a slow link has something to do early."""
-        return Pace(bucket_bytes=NCCL_BUCKET_BYTES if self.name == "nccl" else GLOO_BUCKET_BYTES, beside=True)
+        return BucketPlan(bucket_bytes=NCCL_BUCKET_BYTES if self.name == "nccl" else GLOO_BUCKET_BYTES, beside=True)
 
     def describe(self) -> list[str]:
         """The backend."""
@@ -144,14 +142,14 @@ class TorchCommunicator(Plain):
             dist.destroy_process_group()
 
 
-def _agreed_backend(store: dist.Store, rank: int, size: int, place: Place) -> str:
+def _agreed_backend(store: dist.Store, rank: int, size: int, place: RankInfo) -> str:
     able = dist.is_nccl_available() and _gpu_of(place) < torch.cuda.device_count()
     store.set(f"own-gpu/{rank}", "yes" if able else "no")
     answers = {store.get(f"own-gpu/{r}") for r in range(size)}
     return "nccl" if answers == {b"yes"} else "gloo"
 
 
-def _device_for(backend: str, place: Place) -> torch.device:
+def _device_for(backend: str, place: RankInfo) -> torch.device:
     if backend != "nccl":
         return torch.device("cpu")
     count, own = torch.cuda.device_count(), _gpu_of(place)
@@ -163,7 +161,7 @@ def _device_for(backend: str, place: Place) -> torch.device:
     return torch.device("cuda", own)
 
 
-def _gpu_of(place: Place) -> int:
+def _gpu_of(place: RankInfo) -> int:
     """Return which of the GPUs that this process sees is its own: the first if the scheduler shows it only its own."""
     return 0 if place.own_gpu else place.local_rank
 
@@ -189,11 +187,11 @@ def _own_address_towards(address: str) -> str:
         return probe.getsockname()[0]
 
 
-def _store_for(place: Place, environ: Mapping[str, str]) -> tuple[dist.Store, int, int, str]:
+def _store_for(place: RankInfo, environ: Mapping[str, str]) -> tuple[dist.Store, int, int, str]:
     """The store, this rank, how many there are, and the IPv4 address at which the store was reached; "" if it has none."""
-    if place.launcher is Launcher.MPI:
+    if place.launcher is LauncherKind.MPI:
         return _store_over_mpi()
-    if place.launcher is Launcher.NOBODY:
+    if place.launcher is LauncherKind.NOBODY:
         return dist.TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=TIMEOUT), 0, 1, "127.0.0.1"
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
     if missing:

@@ -18,9 +18,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from hpctrain.elastic.launch import Launcher, Slot, allocation, own_address
-from hpctrain.elastic.roster import SILENT_S, Roster, Settings
-from hpctrain.elastic.serve import Server
+from hpctrain.elastic.launch import RankLauncher, RankSlot, allocation, own_address
+from hpctrain.elastic.roster import SILENT_S, Roster, RosterSettings
+from hpctrain.elastic.serve import RosterServer
 from hpctrain.errors import EXIT_FAILED, EXIT_REQUEUE, TrainError
 
 GRACE_S = 5.0
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """This will run the ranks to their end, and return the exit status."""
     options = parse(arguments)
     try:
-        return asyncio.run(Elastic(options, os.environ).run())
+        return asyncio.run(ElasticRun(options, os.environ).run())
     except TrainError as error:
         print(f"hpctrain: {error}", file=sys.stderr)
         return EXIT_FAILED
@@ -77,14 +77,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-class Elastic:
+class ElasticRun:
     """One run: its roster, its processes, and what the faults cost."""
 
     def __init__(self, options: argparse.Namespace, environ: Mapping[str, str]) -> None:
         self._options, self._environ = options, environ
-        self._launcher = Launcher(options.command, environ)
+        self._launcher = RankLauncher(options.command, environ)
         self._key = secrets.token_hex(16)
-        self._slots: dict[int, Slot] = {}
+        self._slots: dict[int, RankSlot] = {}
         self._keepers: dict[int, asyncio.Task[None]] = {}
         self._retired: set[int] = set()
         self._ended: dict[int, int] = {}  # how the last process of each slot did
@@ -102,9 +102,9 @@ class Elastic:
             places = [node for node in here.nodes for _ in range(here.per_node)]
         spares = [places[i % len(places)] for i in range(self._options.spares)]
         least = min(self._options.least, len(places))
-        settings = Settings(least=least, want=len(places), silent_s=self._options.silence)
+        settings = RosterSettings(least=least, want=len(places), silent_s=self._options.silence)
         roster = Roster(settings, time.monotonic())
-        self._server = Server(roster, self._key, _say, self._lost, self._retired.add)
+        self._server = RosterServer(roster, self._key, _say, self._lost, self._retired.add)
         port = await self._server.listen("0.0.0.0" if here else "127.0.0.1")
         self._facts = {
             "HPCTRAIN_ROSTER": f"{own_address(self._environ)}:{port}",
@@ -119,11 +119,11 @@ class Elastic:
         return await self._end()
 
     def _open(self, node: str | None, spare: bool) -> None:
-        slot = Slot(number=len(self._slots), node=node, spare=spare)
+        slot = RankSlot(number=len(self._slots), node=node, spare=spare)
         self._slots[slot.number] = slot
         self._keepers[slot.number] = asyncio.create_task(self._keep(slot))
 
-    async def _keep(self, slot: Slot) -> None:
+    async def _keep(self, slot: RankSlot) -> None:
         """Have a process run in a slot, one after another, until the run is over or the slot is given up."""
         while not self._server.over.is_set() and slot.number not in self._retired and not self._stopping:
             started_s, joined = time.monotonic(), self._server.joined[slot.number]

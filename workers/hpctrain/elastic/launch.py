@@ -21,7 +21,7 @@ from hpctrain.errors import TrainError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Slot:
+class RankSlot:
     """A place for a rank; `node` is None outside of a job."""
 
     number: int
@@ -30,7 +30,7 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Allocation:
+class JobNodes:
     """What a job has: its nodes, those it is to keep (None: all), and how many ranks a node takes."""
 
     nodes: tuple[str, ...]
@@ -38,7 +38,7 @@ class Allocation:
     per_node: int
 
 
-def allocation(environ: Mapping[str, str]) -> Allocation | None:
+def allocation(environ: Mapping[str, str]) -> JobNodes | None:
     """This will say which nodes the job has now; None outside of a job.
 
     Raises:
@@ -48,7 +48,7 @@ def allocation(environ: Mapping[str, str]) -> Allocation | None:
         return None
     nodes, wanted = _changed(Path(environ["HPCSCHED_ALLOCATION_FILE"])) or (_at_first(environ), ())
     per_node = int(environ.get("HPCSCHED_NTASKS_PER_NODE") or 1)
-    return Allocation(nodes=nodes, wanted=wanted or None, per_node=per_node)
+    return JobNodes(nodes=nodes, wanted=wanted or None, per_node=per_node)
 
 
 def _changed(path: Path) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
@@ -74,7 +74,7 @@ def own_address(environ: Mapping[str, str]) -> str:
     return environ["HPCSCHED_MASTER_ADDR"] if "HPCSCHED_JOB_ID" in environ else "127.0.0.1"
 
 
-class Launcher:
+class RankLauncher:
     """The processes of a run, by slot."""
 
     def __init__(self, command: Sequence[str], environ: Mapping[str, str]) -> None:
@@ -84,7 +84,7 @@ class Launcher:
             raise TrainError("cannot start ranks: there is no hrun on PATH in this job")
         self.processes: dict[int, asyncio.subprocess.Process] = {}
 
-    async def start(self, slot: Slot, facts: Mapping[str, str]) -> None:
+    async def start(self, slot: RankSlot, facts: Mapping[str, str]) -> None:
         """This will start a process in a slot."""
         argv = self._command
         if slot.node is not None:

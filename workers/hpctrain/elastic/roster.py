@@ -20,7 +20,7 @@ SILENT_S = 3.0
 Message = dict[str, object]
 
 
-class Standing(enum.Enum):
+class MemberState(enum.Enum):
     """Where a member stands."""
 
     STARTING = "starting"
@@ -36,7 +36,7 @@ class Member:
     number: int
     slot: int
     offer: Message = field(default_factory=dict)  # where it can be reached
-    standing: Standing = Standing.STARTING
+    standing: MemberState = MemberState.STARTING
     heard_at_s: float
     told: str = ""  # the last wish it was told in this generation
 
@@ -53,7 +53,7 @@ class Loss:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class RosterSettings:
     """How many members a generation has: at least, and as a rule; and how long the first one waits for those."""
 
     least: int
@@ -65,7 +65,7 @@ class Settings:
 class Roster:
     """The members of a run. Whoever changes something calls `settle` then and sends what it returns."""
 
-    def __init__(self, settings: Settings, now_s: float) -> None:
+    def __init__(self, settings: RosterSettings, now_s: float) -> None:
         self._settings = settings
         self._began_at_s = now_s
         self._next = 0
@@ -96,7 +96,7 @@ class Roster:
     def ready(self, number: int, offer: Message, now_s: float) -> None:
         """This will note that a member can take part, and where the others reach it."""
         member = self.members[number]
-        member.offer, member.standing, member.heard_at_s = offer, Standing.READY, now_s
+        member.offer, member.standing, member.heard_at_s = offer, MemberState.READY, now_s
 
     def beat(self, number: int, now_s: float) -> None:
         """This will note that a member is alive."""
@@ -106,8 +106,8 @@ class Roster:
         """This will note that a member has left a generation and waits for the next. `failed`: it could not exchange."""
         member = self.members[number]
         member.heard_at_s = now_s
-        if generation == self.generation and member.standing is Standing.IN:
-            member.standing = Standing.PARTED
+        if generation == self.generation and member.standing is MemberState.IN:
+            member.standing = MemberState.PARTED
             self._broken |= failed
 
     def leave(self, number: int) -> None:
@@ -117,7 +117,7 @@ class Roster:
     def lose(self, number: int, why: str, now_s: float) -> None:
         """This will take a member for lost."""
         member = self.members.pop(number)
-        if member.standing in (Standing.IN, Standing.PARTED):
+        if member.standing in (MemberState.IN, MemberState.PARTED):
             self.losses.append(
                 Loss(number=number, slot=member.slot, why=why, heard_at_s=member.heard_at_s, missed_at_s=now_s)
             )
@@ -141,27 +141,27 @@ class Roster:
         return [
             member
             for member in self.members.values()
-            if now_s - member.heard_at_s > self.silent_s and member.standing is not Standing.STARTING
+            if now_s - member.heard_at_s > self.silent_s and member.standing is not MemberState.STARTING
         ]
 
     def inside(self) -> list[Member]:
         """This will name those who take part in this generation, or did until just now."""
-        return [m for m in self.members.values() if m.standing in (Standing.IN, Standing.PARTED)]
+        return [m for m in self.members.values() if m.standing in (MemberState.IN, MemberState.PARTED)]
 
     def spares(self) -> list[Member]:
         """This will name those who are ready to step in, while nobody is missing."""
         if len(self.inside()) < self._settings.want:
             return []
-        ready = [m for m in self.members.values() if m.standing is Standing.READY]
+        ready = [m for m in self.members.values() if m.standing is MemberState.READY]
         return [member for member in ready if member.slot not in self._leaving]
 
     def settle(self, now_s: float) -> list[tuple[int, Message]]:
         """This will say who is to be told what, by number."""
         inside = self.inside()
-        waiting = [m for m in self.members.values() if m.standing is Standing.READY]
+        waiting = [m for m in self.members.values() if m.standing is MemberState.READY]
         ready = [m for m in waiting if not self._closed and m.slot not in self._leaving]
         orders: list[tuple[int, Message]] = [(m.number, {"say": "leave"}) for m in waiting if m not in ready]
-        if all(member.standing is Standing.PARTED for member in inside):
+        if all(member.standing is MemberState.PARTED for member in inside):
             return orders + self._form(inside, ready, now_s)
         leaves = any(member.slot in self._leaving for member in inside)
         if self.losses or self._broken:
@@ -185,7 +185,7 @@ class Roster:
         self.generation += 1
         self._broken = False
         for member in chosen:
-            member.standing, member.told = Standing.IN, ""
+            member.standing, member.told = MemberState.IN, ""
         lost, self.losses = self.losses, []
         news: Message = {
             "say": "generation",
@@ -197,7 +197,7 @@ class Roster:
 
     def _tell(self, inside: list[Member], wish: str) -> list[tuple[int, Message]]:
         """Tell those who take part what to do, once each; a break outranks a change."""
-        told = [m for m in inside if m.standing is Standing.IN and m.told not in (wish, "broken")]
+        told = [m for m in inside if m.standing is MemberState.IN and m.told not in (wish, "broken")]
         for member in told:
             member.told = wish
         return [(member.number, {"say": wish, "generation": self.generation}) for member in told]

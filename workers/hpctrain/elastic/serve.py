@@ -64,7 +64,7 @@ class Fault:
         return f"fault after step {self.step} in {who}: {', '.join(parts)}, {self.lost_steps} steps lost"
 
 
-class Account:
+class RunAccount:
     """What a run has done so far."""
 
     def __init__(self, began_at_s: float) -> None:
@@ -144,7 +144,7 @@ LATE_S = 0.5
 MOST_IN_VAIN = 5  # each takes as long as members try to meet
 
 
-class Server:
+class RosterServer:
     """Speaks with the members of a roster until the run is over."""
 
     def __init__(
@@ -157,7 +157,7 @@ class Server:
     ) -> None:
         """`on_lost` and `on_misfit` are called with the slot of who is lost, or does not fit the run."""
         self.roster, self._key, self._say, self._on_lost, self._on_misfit = roster, key, say, on_lost, on_misfit
-        self.account = Account(time.monotonic())
+        self.account = RunAccount(time.monotonic())
         self.over = asyncio.Event()
         self.done: dict[int, int] = {}  # slots of the members that have ended in an orderly way, by their numbers
         self.first = -1  # the first member of the present generation

@@ -30,7 +30,7 @@ from hpctrain.run import Run, start
 # (RMS norm without weights, no biases, squared ReLU).
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Attention to earlier positions, then an MLP, both added to the stream."""
 
     def __init__(self, width: int, heads: int) -> None:
@@ -63,7 +63,7 @@ class Gpt(nn.Module):
         self.context = context
         self.token = nn.Embedding(vocabulary, width)
         self.position = nn.Embedding(context, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.blocks = nn.ModuleList(TransformerBlock(width, heads) for _ in range(layers))
         self._init_weights(layers)
 
     def forward(self, tokens_BT: torch.Tensor) -> torch.Tensor:
@@ -132,7 +132,7 @@ def mean_loss(model: torch.nn.Module, inputs_BT: torch.Tensor, targets_BT: torch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Text:
+class TextSource:
     """Tokens for training and for validation, and what they mean."""
 
     train: Tokens
@@ -142,9 +142,9 @@ class Text:
     decode: Callable[[Sequence[int]], str]
 
 
-def characters_of(corpus: Corpus) -> Text:
+def characters_of(corpus: Corpus) -> TextSource:
     """The characters of the standard library's source."""
-    return Text(
+    return TextSource(
         train=corpus.train,
         validation=corpus.validation,
         vocabulary=VOCABULARY,
@@ -153,13 +153,13 @@ def characters_of(corpus: Corpus) -> Text:
     )
 
 
-def tokens_of(dataset: Dataset) -> Text:
+def tokens_of(dataset: Dataset) -> TextSource:
     """The tokens of a prepared data set."""
     content = dataset.tokenizer()
     if content is None:
         raise TrainError(f"cannot train on {dataset.directory}: it has {dataset.kind}, not tokens of a text")
     tokenizer = tokenizer_from(content, str(dataset.directory / TOKENIZER))
-    return Text(
+    return TextSource(
         train=dataset.split("train"),
         validation=dataset.split("validation") if "validation" in dataset.splits else None,
         vocabulary=tokenizer.vocabulary,
@@ -168,7 +168,7 @@ def tokens_of(dataset: Dataset) -> Text:
     )
 
 
-def sample(model: Gpt, text: Text, count: int, seed: int) -> str:
+def sample(model: Gpt, text: TextSource, count: int, seed: int) -> str:
     """Some text that the model writes."""
     return PROMPT + text.decode(generate(model, list(text.encode(PROMPT)), count, seed))
 

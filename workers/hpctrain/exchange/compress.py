@@ -80,7 +80,7 @@ def compressor(name: str, comm: Communicator, shapes: Callable[[int], list[torch
     )
 
 
-class _Plain:
+class _Uncompressed:
     """What is to be summed is added up where the sum will be."""
 
     def fresh(self, index: int, flat_L: torch.Tensor) -> torch.Tensor:
@@ -90,7 +90,7 @@ class _Plain:
         """Nothing can be done with a part."""
 
 
-class Exact(_Plain):
+class Exact(_Uncompressed):
     """All bits; in the background, of each rank's part alone if `own_part` says that this is enough."""
 
     def __init__(self, comm: Communicator, *, own_part: bool = False) -> None:
@@ -110,7 +110,7 @@ class Exact(_Plain):
         """Nothing is left over."""
 
 
-class _Lossy(_Plain):
+class _Lossy(_Uncompressed):
     """What lossy ways share: residuals, and small buckets in full."""
 
     def __init__(self, comm: Communicator) -> None:

@@ -28,7 +28,7 @@ class RankTimes:
 
 
 @dataclass(slots=True, kw_only=True)
-class Apart:
+class TimesSinceMeeting:
     """One rank's seconds in the steps since the ranks met: of one step, or with local steps of several."""
 
     steps: int = 0

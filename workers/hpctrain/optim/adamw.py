@@ -27,7 +27,7 @@ def each_of(stretch: Stretch, act: Callable[[torch.Tensor], torch.Tensor]) -> St
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class UpdateRule:
     """What a step of AdamW does to each number: the same bits wherever tensors are cut."""
 
     beta1: float
@@ -109,7 +109,7 @@ class AdamW:
     ) -> None:
         self.lr = lr
         self._parameters = {name: p for name, p in named_parameters if p.requires_grad}
-        self._rule = Rule(beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay)
+        self._rule = UpdateRule(beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=weight_decay)
         self._decayed = {name for name, p in self._parameters.items() if p.dim() >= 2}
         self._moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in self._parameters.items()}
 
@@ -132,10 +132,10 @@ class AdamW:
         }
 
     @staticmethod
-    def from_settings(settings: Mapping[str, Any]) -> tuple[Rule, frozenset[str]]:
+    def from_settings(settings: Mapping[str, Any]) -> tuple[UpdateRule, frozenset[str]]:
         """This will give what moves numbers as `settings` said, and the names of those whose weights decay."""
         beta1, beta2 = settings["betas"]
-        rule = Rule(beta1=beta1, beta2=beta2, eps=settings["eps"], weight_decay=settings["weight_decay"])
+        rule = UpdateRule(beta1=beta1, beta2=beta2, eps=settings["eps"], weight_decay=settings["weight_decay"])
         return rule, frozenset(settings["decayed"])
 
     def tensors(self) -> dict[str, torch.Tensor]:

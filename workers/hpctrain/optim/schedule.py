@@ -51,7 +51,7 @@ class LrScale:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Schedule:
+class LrSchedule:
     """Linear warm-up to `peak_lr`, then down to `floor` times it at `total_steps`, and no further."""
 
     peak_lr: float

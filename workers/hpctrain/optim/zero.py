@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from hpctrain.checkpoint.writing.snapshot import Piece as CheckpointPiece
+from hpctrain.checkpoint.writing.snapshot import TensorPiece as CheckpointPiece
 from hpctrain.comm import Communicator
 from hpctrain.errors import TrainError
 from hpctrain.exchange.buckets import GradientBuckets
@@ -36,7 +36,7 @@ PROBE_LR = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class TensorPiece:
     """What this rank has of a parameter: the numbers [low, high) of it as they lie in memory."""
 
     name: str
@@ -49,7 +49,7 @@ class Piece:
 class _Named:
     """Pieces under their parameters' names, for who asks a model for its parameters."""
 
-    def __init__(self, pieces: list[Piece]) -> None:
+    def __init__(self, pieces: list[TensorPiece]) -> None:
         self._pieces = pieces
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -76,7 +76,7 @@ class ShardedOptimizer:
         self._flats: list[torch.Tensor] = []
         self._bounds: list[list[int]] = []
         self._cuts: dict[str, list[int]] = {}  # of each parameter: where which rank's numbers begin, and the end
-        self._pieces: list[Piece] = []
+        self._pieces: list[TensorPiece] = []
         for parameters, grads in zip(buckets.groups, buckets.flats, strict=True):
             self._flatten(parameters, grads, names)
         order = {name: at for at, name in enumerate(names.values())}
@@ -154,7 +154,7 @@ class ShardedOptimizer:
                 shape = parameter.shape if parameter.dim() == 0 else (high - low,)
                 part = torch.nn.Parameter(flat[at + low : at + high].view(shape))
                 part.grad = grads[at + low : at + high].view(shape)
-                self._pieces.append(Piece(name=name, whole=parameter, part=part, low=low, high=high))
+                self._pieces.append(TensorPiece(name=name, whole=parameter, part=part, low=low, high=high))
             at = end
         self._flats.append(flat)
         self._bounds.append(bounds)
@@ -240,7 +240,7 @@ def _copy_for(optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parame
     return fresh
 
 
-def _sliced(state: dict[str, object], piece: Piece) -> dict[str, object]:
+def _sliced(state: dict[str, object], piece: TensorPiece) -> dict[str, object]:
     """A parameter's state as its maker left it, of a piece of it."""
     return {
         name: _slice_of(value, piece).clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
@@ -248,7 +248,7 @@ def _sliced(state: dict[str, object], piece: Piece) -> dict[str, object]:
     }
 
 
-def _slice_of(state: torch.Tensor, piece: Piece) -> torch.Tensor:
+def _slice_of(state: torch.Tensor, piece: TensorPiece) -> torch.Tensor:
     """The piece's part of a state that has a number for each of the weight's; one for all of them, a step count, as it is."""
     return state.reshape(-1)[piece.low : piece.high] if state.dim() and state.shape == piece.whole.shape else state
 

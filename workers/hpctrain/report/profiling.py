@@ -13,7 +13,7 @@ from typing import Any
 SKIPPED_STEPS = 3
 
 
-class Profile:
+class StepProfiler:
     """Watches `steps` steps of this rank, from the one after `SKIPPED_STEPS` on; 0: watches nothing."""
 
     def __init__(self, steps: int, path: Path) -> None:

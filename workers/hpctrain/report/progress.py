@@ -9,14 +9,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from hpctrain.checkpoint import Report
+from hpctrain.checkpoint import CheckpointReport
 from hpctrain.exchange.scaling import RankTimes
 from hpctrain.optim.precision import LossScale, Precision, loss_scale_for
-from hpctrain.settings import Settings
+from hpctrain.settings import TrainSettings
 
 
 @dataclass(slots=True, kw_only=True)
-class Progress:
+class TrainingProgress:
     """Where a run stands: what a checkpoint keeps beside tensors."""
 
     step: int = 0
@@ -37,7 +37,7 @@ class Progress:
         self.validations_since_best = 0 if best else self.validations_since_best + 1
         return best
 
-    def to_state(self, settings: Settings) -> dict[str, object]:
+    def to_state(self, settings: TrainSettings) -> dict[str, object]:
         """This will give the manifest's `state`."""
         return {
             "sampler": {"seed": settings.seed, "next_sample": self.next_sample, "batch": settings.batch},
@@ -55,7 +55,7 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Identity:
+class RunIdentity:
     """Which life of which run this is."""
 
     attempt: int
@@ -76,7 +76,7 @@ class StepReport:
     samples_per_s: float
     step_s: float
     comm_s: float
-    checkpoint: Report | None
+    checkpoint: CheckpointReport | None
     checkpoint_copy_s: float
     shares: list[int]  # samples of each rank
     loss_scale: float | None  # for the next step; None: the loss is not scaled
@@ -91,14 +91,14 @@ class StepReport:
     changed: str = ""  # what is otherwise from the next step on, shares or how ranks exchange, in words
 
 
-def progress_from(state: Mapping[str, object], step: int, precision: Precision) -> Progress:
-    """This will read back what `Progress.to_state` gave, for a run in `precision`."""
+def progress_from(state: Mapping[str, object], step: int, precision: Precision) -> TrainingProgress:
+    """This will read back what `TrainingProgress.to_state` gave, for a run in `precision`."""
     sampler, schedule = state["sampler"], state["schedule"]
     assert isinstance(sampler, dict)
     assert isinstance(schedule, dict)
     validation = state.get("validation")
     best = validation if isinstance(validation, dict) and validation["best_step"] else {}
-    return Progress(
+    return TrainingProgress(
         lr_schedule=state.get("lr_schedule"),
         best_loss=best.get("best_loss", math.inf),
         best_step=best.get("best_step", 0),

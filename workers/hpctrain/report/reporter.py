@@ -20,18 +20,16 @@ from typing import Any
 
 import torch
 
-from hpctrain.checkpoint import Report
-from hpctrain.checkpoint.format.manifest import SUFFIX, from_bytes
-from hpctrain.checkpoint.reading.listing import checkpoint_names
+from hpctrain.checkpoint import CheckpointReport
+from hpctrain.checkpoint.format.manifest import SUFFIX, checkpoint_names, from_bytes
 from hpctrain.comm import Communicator
 from hpctrain.errors import EXIT_REQUEUE, DamagedError
 from hpctrain.exchange.scaling import RankTimes, Scaling
-from hpctrain.loop import Loop
+from hpctrain.loop import TrainingLoop
 from hpctrain.report.heartbeat import Heartbeat, Word
-from hpctrain.report.metrics import MetricsFile
-from hpctrain.report.progress import Identity, Progress, StepReport
-from hpctrain.report.writers import Writers
-from hpctrain.settings import Settings, epochs_text
+from hpctrain.report.metrics import MetricsFile, Writers
+from hpctrain.report.progress import RunIdentity, StepReport, TrainingProgress
+from hpctrain.settings import TrainSettings, epochs_text
 from hpctrain.signals import StopRequest
 
 # ----- how much of a run's time went into steps that count, over all its lives
@@ -112,7 +110,7 @@ def carried_on(
 
 
 @dataclass(slots=True)
-class Kept:
+class LastCheckpoint:
     """The last checkpoint, of whichever attempt."""
 
     step: int = 0
@@ -120,12 +118,12 @@ class Kept:
     away: str = ""  # why a later one is not on the share
 
 
-class Record:
+class RunRecord:
     """A rank's record of one run, whose files lie in `out`."""
 
     def __init__(self, out: Path) -> None:
         self._out, self._began_at_s = out, time.time()
-        self.kept = Kept()
+        self.kept = LastCheckpoint()
         self._followed: Goodput | None = None
         self._seen: Mapping[str, Any] | None = None  # the account of the last step while another rank told
 
@@ -166,7 +164,7 @@ PACE = 0.1  # what a step weighs in the pace that is told
 BAR_EVERY_S = 0.1
 
 
-class Teller:
+class Reporter:
     """Rank 0's lines for people and for programs."""
 
     def __init__(
@@ -174,14 +172,14 @@ class Teller:
         options: argparse.Namespace,
         name: str,
         comm: Communicator,
-        identity: Identity,
-        progress: Progress,
+        identity: RunIdentity,
+        progress: TrainingProgress,
         model: torch.nn.Module,
         environ: Mapping[str, str],
         hosts: Sequence[str],
-        settings: Settings,
+        settings: TrainSettings,
         goodput: Goodput,
-        record: Record,
+        record: RunRecord,
     ) -> None:
         self._options, self._comm, self._identity, self._goodput = options, comm, identity, goodput
         self._heartbeat = Heartbeat(environ)
@@ -302,7 +300,7 @@ class Teller:
             )
         )
 
-    def _beat_before_first(self, progress: Progress) -> None:
+    def _beat_before_first(self, progress: TrainingProgress) -> None:
         """Tell the scheduler from which step the run goes on: what it has heard of an earlier attempt is out of date."""
         self._heartbeat.say(
             Word(
@@ -319,7 +317,7 @@ class Teller:
             )
         )
 
-    def end(self, loop: Loop, stop: StopRequest, finished: bool, saved: Path | None) -> None:
+    def end(self, loop: TrainingLoop, stop: StopRequest, finished: bool, saved: Path | None) -> None:
         """Tell about what ended after the last step; `saved`: where the model is."""
         self.close()
         for late in loop.late_reports:
@@ -375,7 +373,7 @@ class Teller:
         }
         return line | self._goodput.step(report.step_s, now_s) | _checkpoint_facts(report.checkpoint)
 
-    def _tell_checkpoint(self, report: Report | None) -> None:
+    def _tell_checkpoint(self, report: CheckpointReport | None) -> None:
         if report is None:
             return
         self._kept.away = f"checkpoints: {report.error}" if report.error else ""
@@ -404,7 +402,7 @@ def can_show_bar() -> bool:
 class Bar:
     """A progress bar on a terminal; what is printed meanwhile appears above it."""
 
-    def __init__(self, name: str, progress: Progress) -> None:
+    def __init__(self, name: str, progress: TrainingProgress) -> None:
         from rich.console import Console  # noqa: PLC0415 (nodes may not have it)
         from rich.progress import BarColumn, TextColumn  # noqa: PLC0415
         from rich.progress import Progress as Live  # noqa: PLC0415
@@ -464,7 +462,7 @@ def _plain(options: Mapping[str, object]) -> dict[str, str]:
     return {name: str(value) for name, value in options.items()}
 
 
-def _checkpoint_facts(report: Report | None) -> dict[str, object]:
+def _checkpoint_facts(report: CheckpointReport | None) -> dict[str, object]:
     if report is None:
         return {}
     return {

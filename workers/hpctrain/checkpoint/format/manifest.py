@@ -8,13 +8,14 @@ an unknown version or kind is refused, an unknown field kept out of the way.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-from hpctrain.checkpoint.format.chunks import TensorEntry, tensor_from_json, tensor_to_json
-from hpctrain.checkpoint.format.pack import digest
+from hpctrain.checkpoint.format.chunks import TensorEntry, digest, tensor_from_json, tensor_to_json
 from hpctrain.checkpoint.format.step_log import StepLog, log_from_json, log_to_json
 from hpctrain.checkpoint.writing.files import to_json
 from hpctrain.errors import DamagedError
@@ -44,7 +45,7 @@ class DataFile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
+class CheckpointFacts:
     """When and by whom: what a checkpoint says beside its tensors.
 
     `state` is the trainer's own (sampler, random numbers, schedule), JSON values only.
@@ -63,7 +64,7 @@ class Facts:
 class Manifest:
     """One checkpoint: a base, or an increment (of a `kind`) on its parent."""
 
-    facts: Facts
+    facts: CheckpointFacts
     kind: str  # one of KINDS
     parent: Parent | None
     base: str
@@ -90,18 +91,18 @@ def order_of(name: str) -> tuple[int, int] | None:
     return (int(match[1]), int(match[2])) if match else None
 
 
-def facts_to_json(facts: Facts) -> dict[str, object]:
+def facts_to_json(facts: CheckpointFacts) -> dict[str, object]:
     """This will give what a manifest says beside its tensors."""
     return asdict(facts) | {"state": dict(facts.state)}
 
 
-def facts_from_json(body: Mapping[str, Any]) -> Facts:
+def facts_from_json(body: Mapping[str, Any]) -> CheckpointFacts:
     """This will read what a manifest says beside its tensors.
 
     Raises:
         ValueError, KeyError, TypeError: a field is missing or wrong.
     """
-    return Facts(
+    return CheckpointFacts(
         step=int(body["step"]),
         attempt=int(body["attempt"]),
         generation=int(body["generation"]),
@@ -199,3 +200,25 @@ def _from_json(body: dict) -> Manifest:
     if any(chunk.file >= len(data) for tensor in (*manifest.tensors, *flats) for chunk in tensor.chunks):
         raise ValueError("a chunk is in a data file that is not named")
     return manifest
+
+
+LATEST = "LATEST"
+
+
+def checkpoint_names(directory: Path) -> list[str]:
+    """This will list the checkpoints by name, the newest first."""
+    try:
+        names = {name.removesuffix(SUFFIX) for name in os.listdir(directory) if name.endswith(SUFFIX)}
+    except FileNotFoundError:
+        return []
+    names.update(_hinted(directory))
+    return sorted((name for name in names if order_of(name)), key=lambda name: order_of(name) or (), reverse=True)
+
+
+def _hinted(directory: Path) -> list[str]:
+    """A client may list an old directory and yet read a new file: so the hint can only add a name."""
+    try:
+        name = (directory / LATEST).read_text(errors="replace").strip().removesuffix(SUFFIX)
+    except OSError:
+        return []
+    return [name] if (directory / (name + SUFFIX)).exists() else []

@@ -13,12 +13,12 @@ from pathlib import Path
 import torch
 
 from hpctrain.checkpoint.format.manifest import Manifest
-from hpctrain.checkpoint.reading.replay_in_memory import can_retake, retake
+from hpctrain.checkpoint.reading.replay import can_retake, retake
 from hpctrain.checkpoint.reading.restore import read_checkpoint
 from hpctrain.checkpoint.writing.files import write_draft
 from hpctrain.checkpoint.writing.gradient_log import difference, probe_of
 from hpctrain.checkpoint.writing.publish import Published
-from hpctrain.checkpoint.writing.snapshot import Snapshot, of_model
+from hpctrain.checkpoint.writing.snapshot import TensorSnapshot, of_model
 from hpctrain.env import require
 from hpctrain.errors import DamagedError, TrainError
 
@@ -35,7 +35,7 @@ def exported(directory: Path, name: str, *, everything: bool) -> tuple[Manifest,
     """
     published = read_checkpoint(directory, name)
     snapshot = published.snapshot
-    assert isinstance(snapshot, Snapshot)
+    assert isinstance(snapshot, TensorSnapshot)
     tensors = snapshot.named()
     if published.logs:
         _take_again(directory, published, tensors)

@@ -17,9 +17,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
 
-from hpctrain.checkpoint.format.chunks import CHUNK_BYTES, ITEM_BYTES, Chunk, TensorEntry, hashes_of
+from hpctrain.checkpoint.format.chunks import (
+    CHUNK_BYTES,
+    ITEM_BYTES,
+    Chunk,
+    Packing,
+    TensorEntry,
+    digest,
+    hashes_of,
+    unpack_into,
+)
 from hpctrain.checkpoint.format.manifest import Manifest
-from hpctrain.checkpoint.format.pack import Packing, digest, unpack_into
 from hpctrain.checkpoint.writing.buffers import Buffer
 from hpctrain.checkpoint.writing.packer import threads
 from hpctrain.checkpoint.writing.snapshot import LiveMemory
@@ -66,7 +74,7 @@ class _Own(threading.local):
         return stored[: os.preadv(descriptor, [stored], chunk.at)]
 
 
-class Progress:
+class ReadProgress:
     """Says now and then how far the reading of something is."""
 
     def __init__(self, tell: Callable[[str], None], what: str, manifests: Iterable[Manifest]) -> None:
@@ -87,10 +95,10 @@ class Progress:
             self._tell(f"{self._what}: {part} % of {self._total_bytes / 1e6:.0f} MB")
 
 
-class Reader:
+class ChunkReader:
     """Several threads that read chunks from a directory."""
 
-    def __init__(self, directory: Path, progress: Progress | None = None) -> None:
+    def __init__(self, directory: Path, progress: ReadProgress | None = None) -> None:
         self._directory, self._progress = directory, progress
         self.pool = ThreadPoolExecutor(threads(), "restore")
         self._own = _Own()

@@ -16,12 +16,11 @@ from pathlib import Path
 import torch
 
 from hpctrain.checkpoint.format.chunks import TensorEntry
-from hpctrain.checkpoint.format.manifest import SUFFIX, Manifest, checksum_of, from_bytes
-from hpctrain.checkpoint.reading.listing import checkpoint_names
-from hpctrain.checkpoint.reading.reader import Progress, Reader, patiently
+from hpctrain.checkpoint.format.manifest import SUFFIX, Manifest, checkpoint_names, checksum_of, from_bytes
+from hpctrain.checkpoint.reading.reader import ChunkReader, ReadProgress, patiently
 from hpctrain.checkpoint.writing.buffers import lay_out
 from hpctrain.checkpoint.writing.publish import Published
-from hpctrain.checkpoint.writing.snapshot import Layout, LiveMemory, Snapshot, compare
+from hpctrain.checkpoint.writing.snapshot import Layout, LiveMemory, TensorSnapshot, compare
 from hpctrain.errors import DamagedError, NoCheckpointError
 
 
@@ -38,7 +37,7 @@ class Replay:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Restored:
+class RestoredCheckpoint:
     """A verified checkpoint, and the names of newer ones that were damaged."""
 
     published: Published  # without a snapshot if it was read into live tensors
@@ -47,13 +46,13 @@ class Restored:
     def pour(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """This will bring live tensors to it, if they are not there already."""
         if self.published.snapshot is not None:
-            assert isinstance(self.published.snapshot, Snapshot)
+            assert isinstance(self.published.snapshot, TensorSnapshot)
             self.published.snapshot.pour(tensors)
 
 
 def restore_newest(
     directory: Path, live: Layout | None, warn: Callable[[str], None], replay: Replay | None = None
-) -> Restored | None:
+) -> RestoredCheckpoint | None:
     """This will read the newest checkpoint that verifies; None if there has never been one. `live` is what it has to be like.
 
     `replay` takes the steps of logged gradients again; without it a checkpoint that has some cannot be used.
@@ -72,7 +71,7 @@ def restore_newest(
             damages.append((name, str(error)))
             warn(f"checkpoint {name} cannot be used: {error}; trying the one before")
             continue
-        return Restored(published=published, damaged=tuple(name for name, _ in damages))
+        return RestoredCheckpoint(published=published, damaged=tuple(name for name, _ in damages))
     if damages:
         raise NoCheckpointError(
             f"cannot resume from {directory}: all {len(damages)} checkpoints are damaged (newest: {damages[0][1]}); "
@@ -113,14 +112,14 @@ def read_checkpoint(
     if live is not None:
         compare(layout, live, f"{directory}/{name}")
     memory = replay.memory(logs) if replay is not None and logs else None
-    into: LiveMemory | Snapshot = memory if memory is not None else Snapshot(layout)
+    into: LiveMemory | TensorSnapshot = memory if memory is not None else TensorSnapshot(layout)
     before: dict[str, TensorEntry] = {}
-    with Reader(directory, Progress(tell, f"reading checkpoint {name}", [one for one, _ in states])) as reader:
+    with ChunkReader(directory, ReadProgress(tell, f"reading checkpoint {name}", [one for one, _ in states])) as reader:
         for manifest, _ in chain:
             reader.apply(manifest, before, into)
             before = {entry.name: entry for entry in manifest.tensors}
     return Published(
-        manifest=newest, checksum=checksum, snapshot=into if isinstance(into, Snapshot) else None, logs=logs
+        manifest=newest, checksum=checksum, snapshot=into if isinstance(into, TensorSnapshot) else None, logs=logs
     )
 
 
@@ -132,7 +131,7 @@ class Gradients:
         self._wanted = [
             (manifest, step.flats) for manifest in manifests for step in (manifest.log.steps if manifest.log else ())
         ]
-        self._spare: list[Snapshot] = []
+        self._spare: list[TensorSnapshot] = []
 
     def __iter__(self) -> Iterator[list[torch.Tensor]]:
         """Each step's flat gradients, which are only there until the next are asked for.
@@ -140,19 +139,19 @@ class Gradients:
         Raises:
             DamagedError: they are not what was written.
         """
-        with ThreadPoolExecutor(1, "next") as ahead, Reader(self._directory) as reader:
-            coming: Future[Snapshot] | None = None
+        with ThreadPoolExecutor(1, "next") as ahead, ChunkReader(self._directory) as reader:
+            coming: Future[TensorSnapshot] | None = None
             for index in range(len(self._wanted)):
                 read = coming.result() if coming is not None else self._read(index, reader)
                 coming = ahead.submit(self._read, index + 1, reader) if index + 1 < len(self._wanted) else None
                 yield read.tensors()
                 self._spare.append(read)
 
-    def _read(self, index: int, reader: Reader) -> Snapshot:
+    def _read(self, index: int, reader: ChunkReader) -> TensorSnapshot:
         manifest, flats = self._wanted[index]
         layout = lay_out((flat.name, flat.dtype, flat.shape) for flat in flats)
         spare = self._spare.pop() if self._spare else None
-        read = spare if spare is not None and spare.layout == layout else Snapshot(layout)
+        read = spare if spare is not None and spare.layout == layout else TensorSnapshot(layout)
         reader.fill(manifest, [(flat, read.content(slot)) for slot, flat in zip(read.layout, flats, strict=True)])
         return read
 

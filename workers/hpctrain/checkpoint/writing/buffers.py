@@ -8,16 +8,21 @@ file without a name, so it is gone when the last process that has it ends.
 from __future__ import annotations
 
 import ctypes
+import io
 import itertools
 import math
 import mmap
 import os
+import pickle
+import socket
+import struct
 import sys
 import tempfile
 import threading
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from hpctrain.checkpoint.format.chunks import ITEM_BYTES
 from hpctrain.errors import PublishError
@@ -31,7 +36,7 @@ FULL = sys.maxsize
 BROKEN = -1  # it will not be filled
 
 
-class Filling:
+class CopyProgress:
     """Counts the bytes that are there, from the beginning."""
 
     def __init__(self) -> None:
@@ -66,7 +71,7 @@ _numbers = itertools.count()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Slot:
+class TensorSlot:
     """Where a tensor, or a piece of one, lies in the buffer.
 
     A piece is flat: the numbers of a tensor of shape `whole` from the number `low` on.
@@ -86,7 +91,7 @@ class Slot:
         return self.low * ITEM_BYTES[self.dtype]
 
 
-Layout = tuple[Slot, ...]
+Layout = tuple[TensorSlot, ...]
 
 
 def lay_out(kinds: Iterable[tuple[str, str, tuple[int, ...]]]) -> Layout:
@@ -99,7 +104,7 @@ def lay_out_pieces(kinds: Iterable[tuple[str, str, tuple[int, ...], int, tuple[i
     slots, at = [], 0
     for name, dtype, shape, low, whole in kinds:
         size_bytes = math.prod(shape) * ITEM_BYTES[dtype]
-        slots.append(Slot(name=name, dtype=dtype, shape=shape, at=at, bytes=size_bytes, low=low, whole=whole))
+        slots.append(TensorSlot(name=name, dtype=dtype, shape=shape, at=at, bytes=size_bytes, low=low, whole=whole))
         at += -(-size_bytes // ALIGN_BYTES) * ALIGN_BYTES
     return tuple(slots)
 
@@ -111,7 +116,7 @@ class Buffer:
         """`descriptor` and `number` are those of a buffer that another process has made."""
         self.layout = layout
         self.number = next(_numbers) if number is None else number
-        self.filling = Filling()
+        self.filling = CopyProgress()
         length = max(1, layout[-1].at + layout[-1].bytes if layout else 0)
         self.descriptor = _nameless_file(length) if descriptor is None else descriptor
         self.shared = mmap.mmap(self.descriptor, length)
@@ -132,7 +137,7 @@ class Buffer:
         """The length of all tensors' content."""
         return sum(slot.bytes for slot in self.layout)
 
-    def content(self, slot: Slot) -> memoryview:
+    def content(self, slot: TensorSlot) -> memoryview:
         """This will give the bytes of a tensor, writable, without a copy."""
         return self._memory[slot.at : slot.at + slot.bytes]
 
@@ -145,3 +150,97 @@ def _nameless_file(length: int) -> int:
             descriptor = os.dup(file.fileno())
     os.ftruncate(descriptor, length)
     return descriptor
+
+
+HEAD = struct.Struct("<QI")  # length of the value, number of descriptors
+AT_ONCE = 64  # descriptors in one packet
+
+
+class BufferChannel:
+    """One end of the socket."""
+
+    def __init__(self, line: socket.socket) -> None:
+        self._line = line
+        self._sent: set[int] = set()
+        self._known: dict[int, Buffer] = {}
+
+    def fileno(self) -> int:
+        """The descriptor, for select."""
+        return self._line.fileno()
+
+    def send(self, value: object) -> None:
+        """This will send a value.
+
+        Raises:
+            OSError: the other end is gone.
+        """
+        fresh: list[Buffer] = []
+        stream = io.BytesIO()
+        _Pickler(stream, self._sent, fresh).dump(value)
+        content = stream.getvalue()
+        self._line.sendall(HEAD.pack(len(content), len(fresh)))
+        for low in range(0, len(fresh), AT_ONCE):
+            part = fresh[low : low + AT_ONCE]
+            socket.send_fds(self._line, [b"\0"], [buffer.descriptor for buffer in part])
+        self._sent.update(buffer.number for buffer in fresh)
+        self._line.sendall(content)
+
+    def receive(self) -> Any:
+        """This will wait for a value.
+
+        Raises:
+            EOFError: the other end is gone.
+        """
+        length, count = HEAD.unpack(self._exactly(HEAD.size))
+        descriptors: list[int] = []
+        while len(descriptors) < count:
+            mark, got, _, _ = socket.recv_fds(self._line, 1, AT_ONCE)
+            if not mark:
+                raise EOFError
+            descriptors += got
+        return _Unpickler(io.BytesIO(self._exactly(length)), self._known, descriptors).load()
+
+    def close(self) -> None:
+        """This will close this end."""
+        self._line.close()
+
+    def _exactly(self, length: int) -> bytes:
+        content = bytearray()
+        while len(content) < length:
+            try:
+                part = self._line.recv(min(length - len(content), 1 << 20))
+            except ConnectionError:
+                part = b""
+            if not part:
+                raise EOFError
+            content += part
+        return bytes(content)
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, stream: io.BytesIO, sent: set[int], fresh: list[Buffer]) -> None:
+        super().__init__(stream, protocol=pickle.HIGHEST_PROTOCOL)
+        self._sent, self._fresh = sent, fresh
+
+    def persistent_id(self, value: object) -> object:
+        if not isinstance(value, Buffer):
+            return None
+        known = {buffer.number: at for at, buffer in enumerate(self._fresh)}
+        if value.number in self._sent:
+            return value.number, None, None
+        if value.number not in known:
+            self._fresh.append(value)
+        return value.number, known.get(value.number, len(known)), value.layout
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, stream: io.BytesIO, known: dict[int, Buffer], descriptors: list[int]) -> None:
+        super().__init__(stream)
+        self._buffers, self._descriptors = known, descriptors
+
+    def persistent_load(self, key: tuple[int, int | None, Any]) -> Buffer:
+        number, at, layout = key
+        if number not in self._buffers:
+            assert at is not None
+            self._buffers[number] = Buffer(layout, self._descriptors[at], number)
+        return self._buffers[number]

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 import torch
 
 from hpctrain.checkpoint.format.step_log import LoggedStep, StepLog, Taken
-from hpctrain.checkpoint.writing.snapshot import Piece, Snapshot, layout_of, share_of
+from hpctrain.checkpoint.writing.snapshot import TensorPiece, TensorSnapshot, layout_of, share_of
 
 PROBED = 4  # numbers of each tensor
 
@@ -54,8 +54,8 @@ class GradientLog:
         self.most_steps = max(1, most_bytes // max(1, step_bytes))
         self.enabled = True  # off: no checkpoint wants it
         self._steps: list[LoggedStep] = []
-        self._spare: list[Snapshot] = []
-        self._loose_spare: list[Snapshot] = []
+        self._spare: list[TensorSnapshot] = []
+        self._loose_spare: list[TensorSnapshot] = []
         self._since, self._intact = step, True
 
     def note(self, number: int, lr: float, factor: float) -> None:
@@ -65,7 +65,7 @@ class GradientLog:
         if not self.enabled or len(self._steps) >= self.most_steps:
             self._drop()
             return
-        flats = self._spare.pop() if self._spare else Snapshot(self._layout)
+        flats = self._spare.pop() if self._spare else TensorSnapshot(self._layout)
         flats.fill(self._flats)
         self._steps.append(LoggedStep(number=number, lr=lr, factor=factor, flats=flats))
 
@@ -81,7 +81,7 @@ class GradientLog:
             return None
         state = {f"model.{name}": tensor for name, tensor in self._model.state_dict().items()}
         loose = share_of({name: state[name] for name in self._loose}, self._rank, self._size, own_of_first(self._model))
-        kept = self._loose_spare.pop() if self._loose_spare else Snapshot(layout_of(loose))
+        kept = self._loose_spare.pop() if self._loose_spare else TensorSnapshot(layout_of(loose))
         kept.fill(loose)
         return Taken(
             since=since,
@@ -96,12 +96,12 @@ class GradientLog:
 
     def give_back(self, taken: Taken) -> None:
         """This will take buffers back that nobody reads any more; another thread may call it."""
-        self._spare += [step.flats for step in taken.steps if isinstance(step.flats, Snapshot)]
-        if isinstance(taken.loose, Snapshot):
+        self._spare += [step.flats for step in taken.steps if isinstance(step.flats, TensorSnapshot)]
+        if isinstance(taken.loose, TensorSnapshot):
             self._loose_spare.append(taken.loose)
 
     def _drop(self) -> None:
-        self._spare += [step.flats for step in self._steps if isinstance(step.flats, Snapshot)]
+        self._spare += [step.flats for step in self._steps if isinstance(step.flats, TensorSnapshot)]
         self._steps, self._intact = [], False
 
 
@@ -117,11 +117,11 @@ def _further_names(model: torch.nn.Module, trained: Collection[str]) -> dict[str
     return {name: first[id(one)] for name, one in named.items() if name not in trained and id(one) in first}
 
 
-def _part_of(flat: torch.Tensor, rank: int, size: int) -> torch.Tensor | Piece:
+def _part_of(flat: torch.Tensor, rank: int, size: int) -> torch.Tensor | TensorPiece:
     if size == 1:
         return flat
     low, high = (flat.numel() * one // size for one in (rank, rank + 1))
-    return Piece(part=flat[low:high], low=low, whole=tuple(flat.shape))
+    return TensorPiece(part=flat[low:high], low=low, whole=tuple(flat.shape))
 
 
 @torch.no_grad()

@@ -24,7 +24,7 @@ MOST_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seat:
+class Endpoint:
     """Where one rank's writer finds the first one."""
 
     rank: int
@@ -110,7 +110,7 @@ class First:
 class Other:
     """One that tells the first what it has written."""
 
-    def __init__(self, seat: Seat) -> None:
+    def __init__(self, seat: Endpoint) -> None:
         self._seat = seat
         self._line: socket.socket | None = None
 

@@ -22,22 +22,28 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hpctrain.checkpoint.format.chunks import CHUNK_BYTES
+from hpctrain.checkpoint.format.chunks import CHUNK_BYTES, digest
 from hpctrain.checkpoint.format.manifest import (
     SUFFIX,
-    Facts,
+    CheckpointFacts,
     checkpoint_name,
+    checkpoint_names,
     facts_from_json,
     facts_to_json,
     from_bytes,
     order_of,
 )
-from hpctrain.checkpoint.format.pack import digest
-from hpctrain.checkpoint.reading.listing import checkpoint_names
 from hpctrain.checkpoint.writing import files
 from hpctrain.checkpoint.writing.buffers import Buffer
 from hpctrain.checkpoint.writing.fence import Claim
-from hpctrain.checkpoint.writing.publish import Part, data_file_name, part_from_json, part_to_json, publish, write_part
+from hpctrain.checkpoint.writing.publish import (
+    WrittenPart,
+    data_file_name,
+    part_from_json,
+    part_to_json,
+    publish,
+    write_part,
+)
 from hpctrain.errors import DamagedError, PublishError
 
 PIECE_BYTES = 1 << 20
@@ -48,11 +54,11 @@ RECORD = re.compile(r"part-(step-\d{10,}\.a\d{4,})\.r(\d+)\.json")
 class LocalPart:
     """One rank's part of a checkpoint that `ranks` of them write together."""
 
-    facts: Facts
+    facts: CheckpointFacts
     rank: int
     ranks: int
     chunk_bytes: int
-    part: Part
+    part: WrittenPart
 
     @property
     def checkpoint(self) -> str:
@@ -129,7 +135,7 @@ def keep_part(
     rank: int,
     ranks: int,
     snapshot: Buffer,
-    facts: Facts,
+    facts: CheckpointFacts,
     pool: Executor,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> None:

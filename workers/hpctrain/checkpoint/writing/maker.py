@@ -15,17 +15,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hpctrain.checkpoint.format.chunks import CHUNK_BYTES
-from hpctrain.checkpoint.format.manifest import Facts
+from hpctrain.checkpoint.format.manifest import CheckpointFacts
 from hpctrain.checkpoint.format.step_log import Taken
 from hpctrain.checkpoint.writing.buffers import FULL, Buffer
 from hpctrain.checkpoint.writing.fence import Claim
-from hpctrain.checkpoint.writing.group import First, Lost, Other, Seat
+from hpctrain.checkpoint.writing.group import Endpoint, First, Lost, Other
 from hpctrain.checkpoint.writing.packer import threads
 from hpctrain.checkpoint.writing.publish import (
     Footing,
     PackedLog,
-    Part,
     Published,
+    WrittenPart,
     estimated_bytes,
     footing_of,
     next_footing,
@@ -36,12 +36,12 @@ from hpctrain.checkpoint.writing.publish import (
     write_log,
     write_part,
 )
-from hpctrain.checkpoint.writing.retain import Policy, Retention
+from hpctrain.checkpoint.writing.retain import Retention, RetentionPolicy
 from hpctrain.errors import PublishError, StaleAttemptError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class CheckpointReport:
     """What became of one checkpoint; `error` is None if it was published, `note` says what was chosen and why."""
 
     step: int
@@ -54,7 +54,7 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
+class WriterState:
     """What who copies has to know of what was made."""
 
     last_step: int = -1  # of the newest published checkpoint
@@ -71,27 +71,27 @@ class Standing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
+class WriterSetup:
     """What a keeper is told first."""
 
     claim: Claim
     parent: Published | None
     base_every: int
-    policy: Policy
+    policy: RetentionPolicy
     distrusted: tuple[str, ...]
     chunk_bytes: int
     ranks: int = 1  # that write together
-    seat: Seat | None = None  # where the first of them is found; None: this is the first
+    seat: Endpoint | None = None  # where the first of them is found; None: this is the first
     secret: bytes = b""  # that the others show the first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
+class WriteOrder:
     """One checkpoint to be made; the snapshot may still be being filled."""
 
     snapshot: Buffer | None
     taken: Taken | None
-    facts: Facts
+    facts: CheckpointFacts
     base: bool = False  # whatever it could stand on
 
 
@@ -142,16 +142,16 @@ class Maker:
         self._pool = ThreadPoolExecutor(threads(), "packer")
 
     @property
-    def standing(self) -> Standing:
+    def standing(self) -> WriterState:
         """What was made up to now."""
         last, stand = self._last, self._stand
         if last is None:
-            return Standing()
+            return WriterState()
         room = self._increments + 1 < self._base_every
         kept = stand.snapshot.number if stand and stand.snapshot else None
-        return Standing(last_step=last.step, by_log=self._by_log, room=room, kept=kept)
+        return WriterState(last_step=last.step, by_log=self._by_log, room=room, kept=kept)
 
-    def make(self, order: Order) -> Report:
+    def make(self, order: WriteOrder) -> CheckpointReport:
         """This will write and publish a checkpoint of the state, or of the steps' gradients alone.
 
         Raises:
@@ -164,7 +164,7 @@ class Maker:
         except (PublishError, OSError) as failure:
             error = str(failure)
         self._untidy = made is not None and made.kind == "base" and not isinstance(self._group, Other)
-        return Report(
+        return CheckpointReport(
             step=order.facts.step,
             kind=plan.kind,
             stored_bytes=made.stored_bytes if made else 0,
@@ -191,7 +191,7 @@ class Maker:
         if self._group is not None:
             self._group.close()
 
-    def _plan(self, order: Order) -> _Plan:
+    def _plan(self, order: WriteOrder) -> _Plan:
         """Choose the form that is smallest, where there is a choice."""
         snapshot, taken, last = order.snapshot, order.taken, self._last
         if snapshot is None:
@@ -212,7 +212,7 @@ class Maker:
             return _Plan(kind="gradients", parent=stand, taken=taken, packed=packed, note=note)
         return replace(plan, note=note)
 
-    def _made(self, order: Order, plan: _Plan) -> _Made:
+    def _made(self, order: WriteOrder, plan: _Plan) -> _Made:
         """Write this rank's part, and publish what all have written or hear that it is published."""
         part, failure = None, None
         try:
@@ -228,7 +228,7 @@ class Maker:
             return self._told(order, plan, part, failure, self._group)
         return self._together(order, plan, part, failure, self._group)
 
-    def _write(self, order: Order, plan: _Plan) -> Part:
+    def _write(self, order: WriteOrder, plan: _Plan) -> WrittenPart:
         if plan.kind != "gradients":
             assert order.snapshot is not None
             return write_part(self._claim, order.snapshot, order.facts, plan.parent, self._pool, self._chunk_bytes)
@@ -238,12 +238,14 @@ class Maker:
         packed = plan.packed or pack_log(plan.taken, plan.parent, self._pool, self._chunk_bytes)
         return write_log(self._claim, packed, order.facts, plan.parent)
 
-    def _published(self, order: Order, plan: _Plan, parts: list[Part]) -> _Made:
+    def _published(self, order: WriteOrder, plan: _Plan, parts: list[WrittenPart]) -> _Made:
         name, checksum, bytes_ = publish(self._claim, order.facts, parts, plan.parent, plan.taken, self._chunk_bytes)
         self._take_over(order, plan, name, checksum, parts[0])
         return _Made(kind=plan.kind, stored_bytes=bytes_ + sum(part.data.bytes for part in parts))
 
-    def _together(self, order: Order, plan: _Plan, part: Part | None, failure: Exception | None, group: First) -> _Made:
+    def _together(
+        self, order: WriteOrder, plan: _Plan, part: WrittenPart | None, failure: Exception | None, group: First
+    ) -> _Made:
         """The first rank's way: it has heard of all parts, or what went wrong, before it publishes; and all hear of it."""
         verdict: dict[str, object] = {"error": "the first rank's writer has failed"}
         try:
@@ -263,7 +265,9 @@ class Maker:
             group.announce(verdict | {"step": order.facts.step})
         return made
 
-    def _told(self, order: Order, plan: _Plan, part: Part | None, failure: Exception | None, group: Other) -> _Made:
+    def _told(
+        self, order: WriteOrder, plan: _Plan, part: WrittenPart | None, failure: Exception | None, group: Other
+    ) -> _Made:
         what = part_to_json(part) if part is not None else {"error": str(failure)}
         try:
             verdict = group.tell(what | {"step": order.facts.step, "kind": plan.kind})
@@ -279,7 +283,7 @@ class Maker:
         self._by_log = verdict["by_log"]
         return _Made(kind=plan.kind, stored_bytes=part.data.bytes)
 
-    def _take_over(self, order: Order, plan: _Plan, name: str, checksum: str, part: Part) -> None:
+    def _take_over(self, order: WriteOrder, plan: _Plan, name: str, checksum: str, part: WrittenPart) -> None:
         """Note what the next one is to stand on."""
         made = next_footing(name, checksum, order.facts, plan.kind, plan.parent, part, order.snapshot)
         if plan.kind == "gradients":
@@ -303,18 +307,18 @@ class Maker:
         return stand if stand.snapshot.layout == snapshot.layout else None
 
 
-def standing_of(parent: Published | None, base_every: int, chunk_bytes: int) -> Standing:
+def standing_of(parent: Published | None, base_every: int, chunk_bytes: int) -> WriterState:
     """This will say what a maker of increments on `parent` begins with."""
     if parent is None or parent.manifest.chunk_bytes != chunk_bytes:
-        return Standing()
+        return WriterState()
     manifest, snapshot = parent.manifest, parent.snapshot
     logged = manifest.kind == "gradients"
     kept = snapshot.number if snapshot and not logged else None
     room = manifest.depth + 1 < max(1, base_every)
-    return Standing(last_step=manifest.facts.step, by_log=True if logged else None, room=room, kept=kept)
+    return WriterState(last_step=manifest.facts.step, by_log=True if logged else None, room=room, kept=kept)
 
 
-def _part_said(rank: int, said: dict[str, Any], plan: _Plan) -> Part:
+def _part_said(rank: int, said: dict[str, Any], plan: _Plan) -> WrittenPart:
     """What another rank has written, if it fits."""
     if "error" in said:
         raise PublishError(f"rank {rank}: {said['error']}")

@@ -14,9 +14,8 @@ from collections.abc import Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 
-from hpctrain.checkpoint.format.chunks import ITEM_BYTES, Chunk, PieceEntry
-from hpctrain.checkpoint.format.pack import Packing, digest, pack
-from hpctrain.checkpoint.writing.buffers import Filling, Slot
+from hpctrain.checkpoint.format.chunks import ITEM_BYTES, Chunk, Packing, PieceEntry, digest, pack
+from hpctrain.checkpoint.writing.buffers import CopyProgress, TensorSlot
 
 THREADS = 4
 AHEAD = 2 * THREADS  # chunks under way
@@ -34,9 +33,9 @@ def threads() -> int:
 class Wanted:
     """A tensor, or a piece of one, to be stored; `hashes` (by offset) and `old` are what the parent has in its place."""
 
-    slot: Slot
+    slot: TensorSlot
     content: memoryview
-    filling: Filling  # of the buffer
+    filling: CopyProgress  # of the buffer
     hashes: Mapping[int, str] = field(default_factory=dict)
     old: memoryview | None = None
 
@@ -60,7 +59,7 @@ class Packer:
 
     def run(self, wanted: Iterable[Wanted]) -> Pieces:
         """This will give what belongs into the data file, in order, and return what lies where."""
-        heads: list[Slot] = []
+        heads: list[TensorSlot] = []
         chunks: list[list[Chunk]] = []
         waiting: deque[tuple[int, Future[_Packed]]] = deque()
         for one, low in self._tasks(wanted, heads, chunks):
@@ -75,7 +74,7 @@ class Packer:
         )
 
     def _tasks(
-        self, wanted: Iterable[Wanted], heads: list[Slot], chunks: list[list[Chunk]]
+        self, wanted: Iterable[Wanted], heads: list[TensorSlot], chunks: list[list[Chunk]]
     ) -> Iterator[tuple[Wanted, int]]:
         for one in wanted:
             heads.append(one.slot)

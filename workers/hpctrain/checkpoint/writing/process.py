@@ -19,12 +19,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 
-from hpctrain.checkpoint.format.manifest import Facts
+from hpctrain.checkpoint.format.manifest import CheckpointFacts
 from hpctrain.checkpoint.writing import local_fallback
-from hpctrain.checkpoint.writing.buffers import BROKEN, FULL, Buffer
-from hpctrain.checkpoint.writing.fd_passing import Handing
+from hpctrain.checkpoint.writing.buffers import BROKEN, FULL, Buffer, BufferChannel
 from hpctrain.checkpoint.writing.group import First, Other
-from hpctrain.checkpoint.writing.maker import Maker, Order, Report, Standing, Task
+from hpctrain.checkpoint.writing.maker import CheckpointReport, Maker, WriteOrder, WriterSetup, WriterState
 from hpctrain.checkpoint.writing.retain import Retention
 from hpctrain.errors import PublishError, StaleAttemptError
 
@@ -38,41 +37,43 @@ def main(descriptor: int, listener: int | None = None) -> int:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     os.nice(NICE)
-    line = Handing(socket.socket(fileno=descriptor))
+    line = BufferChannel(socket.socket(fileno=descriptor))
     try:
         task = line.receive()
-        assert isinstance(task, Task)
-        keeper = Keeper(task, _group(task, listener), float(os.environ.get("HPCTRAIN_PATIENCE_S", PATIENCE_S)))
+        assert isinstance(task, WriterSetup)
+        keeper = CheckpointKeeper(
+            task, _group(task, listener), float(os.environ.get("HPCTRAIN_PATIENCE_S", PATIENCE_S))
+        )
         while True:
             while not select.select([line], [], [], AGAIN_S if keeper.waiting else None)[0]:
                 keeper.again()
             order = line.receive()
-            assert isinstance(order, Order)
+            assert isinstance(order, WriteOrder)
             line.send(keeper.make(order, _copied_from(line, order)))
             keeper.tidy()
     except (EOFError, ConnectionError):
         return 0
 
 
-class Keeper:
+class CheckpointKeeper:
     """Has checkpoints made on the share, and on this node's own disk while the share does not take them."""
 
-    def __init__(self, task: Task, group: First | Other | None, patience_s: float) -> None:
+    def __init__(self, task: WriterSetup, group: First | Other | None, patience_s: float) -> None:
         self._task, self._patience_s = task, patience_s
         retention = Retention(task.claim, task.policy, task.distrusted)
         self._maker = Maker(task.claim, task.parent, task.base_every, retention, task.chunk_bytes, group)
         self._alone = group is None  # else each process has a part of the state
         self._rank = task.seat.rank if task.seat is not None else 0
         self._share = ThreadPoolExecutor(1, "share")
-        self._slow: Future[Report] | None = None  # what the share has not answered yet
+        self._slow: Future[CheckpointReport] | None = None  # what the share has not answered yet
         self._read: set[int] = set()  # numbers of buffers that this one still reads
         self._local = local_fallback.local_directory(task.claim.directory)
         self._packers = ThreadPoolExecutor(1, "local")
         self.waiting = False  # something is to be brought to the share
 
     def make(
-        self, order: Order, copied: Callable[[], None] = lambda: None
-    ) -> tuple[Report | StaleAttemptError, Standing]:
+        self, order: WriteOrder, copied: Callable[[], None] = lambda: None
+    ) -> tuple[CheckpointReport | StaleAttemptError, WriterState]:
         """This will make a checkpoint, somewhere; `copied` returns when the trainer has copied what is to be written.
 
         Raises:
@@ -98,7 +99,7 @@ class Keeper:
             return self._locally(order, started_s, report.error)
         return report, self._maker.standing
 
-    def _on_share(self, order: Order) -> Report:
+    def _on_share(self, order: WriteOrder) -> CheckpointReport:
         """Make it on the share, and once more if that fails: some errors do not last."""
         report = self._maker.make(order)
         return self._maker.make(order) if report.error and self._alone else report
@@ -119,7 +120,7 @@ class Keeper:
         self.waiting = self._rank == 0 and local_fallback.has_waiting_parts(claim.directory)
         return names
 
-    def _keep(self, snapshot: Buffer, facts: Facts) -> None:
+    def _keep(self, snapshot: Buffer, facts: CheckpointFacts) -> None:
         """What this process has of a state goes to this node's own disk."""
         ranks, chunk_bytes = self._task.ranks, self._task.chunk_bytes
         local_fallback.keep_part(self._local, self._rank, ranks, snapshot, facts, self._packers, chunk_bytes)
@@ -129,7 +130,7 @@ class Keeper:
         if self._slow is None:
             self._maker.tidy()
 
-    def _locally(self, order: Order, started_s: float, why: str) -> tuple[Report, Standing]:
+    def _locally(self, order: WriteOrder, started_s: float, why: str) -> tuple[CheckpointReport, WriterState]:
         """Keep the state on this node's own disk."""
         self.waiting, where = True, "only the running program has the state"
         if order.snapshot is not None:
@@ -138,18 +139,18 @@ class Keeper:
                 where = f"kept on {socket.gethostname()} in {self._local}"
             except (PublishError, OSError) as error:
                 where += f": {error}"
-        report = Report(
+        report = CheckpointReport(
             step=order.facts.step,
             kind="base",
             stored_bytes=0,
             write_s=time.perf_counter() - started_s,
             error=f"{why}; {where}",
         )
-        standing = Standing(away=True) if self._slow is not None else replace(self._maker.standing, away=True)
+        standing = WriterState(away=True) if self._slow is not None else replace(self._maker.standing, away=True)
         return report, replace(standing, held=frozenset(self._read))
 
 
-def _copied_from(line: Handing, order: Order) -> Callable[[], None]:
+def _copied_from(line: BufferChannel, order: WriteOrder) -> Callable[[], None]:
     """What passes on, to those who write, how much the trainer has copied, until that is all."""
     if order.snapshot is None:
         return lambda: None
@@ -169,7 +170,7 @@ def _copied_from(line: Handing, order: Order) -> Callable[[], None]:
     return copied
 
 
-def _buffers(order: Order) -> Iterator[Buffer]:
+def _buffers(order: WriteOrder) -> Iterator[Buffer]:
     if order.snapshot is not None:
         yield order.snapshot
     if order.taken is not None:
@@ -177,7 +178,7 @@ def _buffers(order: Order) -> Iterator[Buffer]:
         yield from (step.flats for step in order.taken.steps)
 
 
-def _group(task: Task, listener: int | None) -> First | Other | None:
+def _group(task: WriterSetup, listener: int | None) -> First | Other | None:
     if task.seat is not None:
         return Other(task.seat)
     return First(task.ranks, socket.socket(fileno=listener), task.secret) if listener is not None else None

@@ -18,22 +18,22 @@ from hpctrain.checkpoint.format.chunks import (
     PieceEntry,
     hashes_of,
     joined,
+    pack,
     piece_from_json,
     piece_to_json,
 )
 from hpctrain.checkpoint.format.manifest import (
+    LATEST,
     SUFFIX,
+    CheckpointFacts,
     DataFile,
-    Facts,
     Manifest,
     Parent,
     checkpoint_name,
     checksum_of,
     to_bytes,
 )
-from hpctrain.checkpoint.format.pack import pack
 from hpctrain.checkpoint.format.step_log import StepEntry, StepLog, Taken
-from hpctrain.checkpoint.reading.listing import LATEST
 from hpctrain.checkpoint.writing import fence, files
 from hpctrain.checkpoint.writing.buffers import Buffer
 from hpctrain.checkpoint.writing.packer import Packer, Wanted
@@ -70,7 +70,7 @@ class Footing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class WrittenPart:
     """What one rank has written of a checkpoint."""
 
     data: DataFile
@@ -109,7 +109,13 @@ def footing_of(published: Published) -> Footing:
 
 
 def next_footing(
-    name: str, checksum: str, facts: Facts, kind: str, parent: Footing | None, part: Part, snapshot: Buffer | None
+    name: str,
+    checksum: str,
+    facts: CheckpointFacts,
+    kind: str,
+    parent: Footing | None,
+    part: WrittenPart,
+    snapshot: Buffer | None,
 ) -> Footing:
     """This will say of a checkpoint that was published just now what the next one needs to know."""
     hashes: dict[str, dict[int, str]] = {}
@@ -166,11 +172,11 @@ def estimated_bytes(snapshot: Buffer, old: Buffer, chunk_bytes: int = CHUNK_BYTE
 def write_part(
     claim: fence.Claim,
     snapshot: Buffer,
-    facts: Facts,
+    facts: CheckpointFacts,
     parent: Footing | None,
     pool: Executor,
     chunk_bytes: int = CHUNK_BYTES,
-) -> Part:
+) -> WrittenPart:
     """This will write this rank's part of a checkpoint: of an increment on `parent`, or of a base without one.
 
     Raises:
@@ -185,22 +191,22 @@ def write_part(
         found.extend((yield from packer.run(_wanted(snapshot, parent.hashes if parent else {}, old))))
 
     data = _write(claim, facts, content())
-    return Part(data=data, stands_on=parent.name if parent else None, pieces=tuple(found), steps=())
+    return WrittenPart(data=data, stands_on=parent.name if parent else None, pieces=tuple(found), steps=())
 
 
-def write_log(claim: fence.Claim, packed: PackedLog, facts: Facts, parent: Footing) -> Part:
+def write_log(claim: fence.Claim, packed: PackedLog, facts: CheckpointFacts, parent: Footing) -> WrittenPart:
     """This will write this rank's part of an increment that is a log of gradients on `parent`.
 
     Raises: as `write_part`.
     """
     data = _write(claim, facts, packed.content)
-    return Part(data=data, stands_on=parent.name, pieces=packed.pieces, steps=packed.steps)
+    return WrittenPart(data=data, stands_on=parent.name, pieces=packed.pieces, steps=packed.steps)
 
 
 def publish(
     claim: fence.Claim,
-    facts: Facts,
-    parts: Sequence[Part],
+    facts: CheckpointFacts,
+    parts: Sequence[WrittenPart],
     parent: Footing | None,
     taken: Taken | None,
     chunk_bytes: int = CHUNK_BYTES,
@@ -241,7 +247,7 @@ def data_file_name(name: str) -> str:
     return f"data-{name}-{secrets.token_hex(6)}.bin"
 
 
-def part_to_json(part: Part) -> dict[str, object]:
+def part_to_json(part: WrittenPart) -> dict[str, object]:
     """This will give a part as a rank tells it to the one that publishes."""
     return {
         "file": part.data.file,
@@ -252,9 +258,9 @@ def part_to_json(part: Part) -> dict[str, object]:
     }
 
 
-def part_from_json(body: dict[str, Any]) -> Part:
+def part_from_json(body: dict[str, Any]) -> WrittenPart:
     """This will read what `part_to_json` gave."""
-    return Part(
+    return WrittenPart(
         data=DataFile(file=body["file"], bytes=body["bytes"]),
         stands_on=body["stands_on"],
         pieces=tuple(piece_from_json(piece) for piece in body["pieces"]),
@@ -262,7 +268,7 @@ def part_from_json(body: dict[str, Any]) -> Part:
     )
 
 
-def _log_of(taken: Taken, parts: Sequence[Part]) -> StepLog:
+def _log_of(taken: Taken, parts: Sequence[WrittenPart]) -> StepLog:
     steps = [
         StepEntry(
             number=step.number,
@@ -294,7 +300,7 @@ def _wanted(snapshot: Buffer, hashes: Mapping[str, Mapping[int, str]], old: Buff
         )
 
 
-def _write(claim: fence.Claim, facts: Facts, content: Iterable[bytes | memoryview]) -> DataFile:
+def _write(claim: fence.Claim, facts: CheckpointFacts, content: Iterable[bytes | memoryview]) -> DataFile:
     fence.check(claim)
     path = claim.directory / data_file_name(checkpoint_name(facts.step, facts.attempt))
     size_bytes = files.write_new(path, _after_magic(content), direct=True)

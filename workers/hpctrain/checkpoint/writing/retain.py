@@ -15,8 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.checkpoint.format.manifest import SUFFIX, Manifest, from_bytes, order_of
-from hpctrain.checkpoint.reading.listing import checkpoint_names
+from hpctrain.checkpoint.format.manifest import SUFFIX, Manifest, checkpoint_names, from_bytes, order_of
 from hpctrain.checkpoint.writing import fence, files
 from hpctrain.errors import DamagedError
 
@@ -28,7 +27,7 @@ LEFTOVER = re.compile(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Policy:
+class RetentionPolicy:
     """Which chains stay: the newest `keep`, and of the others one in each stretch of `every_s` seconds; 0: none of them."""
 
     keep: int
@@ -49,7 +48,7 @@ class Policy:
 class Retention:
     """Keeps what the policy says; one pass after each base."""
 
-    def __init__(self, claim: fence.Claim, policy: Policy, distrusted: Collection[str] = ()) -> None:
+    def __init__(self, claim: fence.Claim, policy: RetentionPolicy, distrusted: Collection[str] = ()) -> None:
         self._claim = claim
         self._policy = policy
         self._distrusted = frozenset(distrusted)  # found damaged at the start: they do not count as kept ones
@@ -80,7 +79,7 @@ class Retention:
         )
 
 
-def prune(directory: Path, policy: Policy, damaged: Collection[str]) -> list[str]:
+def prune(directory: Path, policy: RetentionPolicy, damaged: Collection[str]) -> list[str]:
     """This will remove now what the policy does not keep, and return the names of removed files.
 
     `damaged` do not count as kept ones.  For people: readers begin with the newest chains, which stay.
@@ -89,7 +88,7 @@ def prune(directory: Path, policy: Policy, damaged: Collection[str]) -> list[str
     return remove_doomed(directory)
 
 
-def doom(directory: Path, policy: Policy, distrusted: Collection[str]) -> None:
+def doom(directory: Path, policy: RetentionPolicy, distrusted: Collection[str]) -> None:
     """This will rename the manifests that the policy does not keep, so that no reader starts on them."""
     manifests = _readable(directory)
     newest: dict[str, tuple[int, int]] = {}

@@ -13,7 +13,7 @@ from itertools import pairwise
 import torch
 
 from hpctrain.checkpoint.format.chunks import CHUNK_BYTES, ITEM_BYTES
-from hpctrain.checkpoint.writing.buffers import Buffer, Layout, Slot, lay_out_pieces
+from hpctrain.checkpoint.writing.buffers import Buffer, Layout, TensorSlot, lay_out_pieces
 from hpctrain.errors import MismatchError, TrainError
 
 STRETCH_BYTES = 16 << 20  # after so many copied bytes it is told how many there are
@@ -21,7 +21,7 @@ MOST_STRETCHES = 64  # but not more often: whoever hears it may be busy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class TensorPiece:
     """What one rank has of a tensor of shape `whole`: its numbers from `low` on, flat."""
 
     part: torch.Tensor
@@ -29,7 +29,7 @@ class Piece:
     whole: tuple[int, ...]
 
 
-State = Mapping[str, torch.Tensor | Piece]
+State = Mapping[str, torch.Tensor | TensorPiece]
 
 
 def layout_of(state: State) -> Layout:
@@ -41,8 +41,8 @@ def layout_of(state: State) -> Layout:
     return lay_out_pieces(_kind(name, one) for name, one in state.items())
 
 
-def _kind(name: str, one: torch.Tensor | Piece) -> tuple[str, str, tuple[int, ...], int, tuple[int, ...]]:
-    if isinstance(one, Piece):
+def _kind(name: str, one: torch.Tensor | TensorPiece) -> tuple[str, str, tuple[int, ...], int, tuple[int, ...]]:
+    if isinstance(one, TensorPiece):
         return name, _dtype_name(name, one.part), tuple(one.part.shape), one.low, tuple(one.whole)
     return name, _dtype_name(name, one), tuple(one.shape), 0, tuple(one.shape)
 
@@ -55,7 +55,7 @@ def share_of(tensors: Mapping[str, torch.Tensor], rank: int, size: int, of_first
     shared = {name: tensor for name, tensor in tensors.items() if name not in of_first}
     total = sum(tensor.nbytes for tensor in shared.values())
     low, high = total * rank // size, total * (rank + 1) // size
-    state: dict[str, torch.Tensor | Piece] = {}
+    state: dict[str, torch.Tensor | TensorPiece] = {}
     if rank == 0:
         state |= {name: tensor for name, tensor in tensors.items() if name in of_first}
     at = 0
@@ -69,7 +69,9 @@ def share_of(tensors: Mapping[str, torch.Tensor], rank: int, size: int, of_first
         if whole:
             state[name] = tensor
         elif last > first:
-            state[name] = Piece(part=tensor.detach().reshape(-1)[first:last], low=first, whole=tuple(tensor.shape))
+            state[name] = TensorPiece(
+                part=tensor.detach().reshape(-1)[first:last], low=first, whole=tuple(tensor.shape)
+            )
         at = end
     return state
 
@@ -89,7 +91,7 @@ def _dtype_name(name: str, tensor: torch.Tensor) -> str:
     return dtype
 
 
-class Snapshot(Buffer):
+class TensorSnapshot(Buffer):
     """A buffer whose content is tensors."""
 
     def __init__(self, layout: Layout) -> None:
@@ -107,7 +109,7 @@ class Snapshot(Buffer):
             one = state[slot.name]
             at = slot.at
             for there, source in _stretches(
-                self._view(slot), one.part if isinstance(one, Piece) else one, stretch_bytes
+                self._view(slot), one.part if isinstance(one, TensorPiece) else one, stretch_bytes
             ):
                 there.copy_(source)
                 at += there.nbytes
@@ -128,7 +130,7 @@ class Snapshot(Buffer):
         """This will give the buffer as tensors by name, without a copy."""
         return {slot.name: self._view(slot) for slot in self.layout}
 
-    def _view(self, slot: Slot) -> torch.Tensor:
+    def _view(self, slot: TensorSlot) -> torch.Tensor:
         flat = self._buffer[slot.at : slot.at + slot.bytes]
         return flat.view(getattr(torch, slot.dtype)).view(slot.shape)
 
@@ -141,7 +143,7 @@ class LiveMemory:
         self.layout = layout_of(tensors)
         self._flat = {name: tensor.detach().view(-1) for name, tensor in tensors.items()}
 
-    def content(self, slot: Slot) -> memoryview:
+    def content(self, slot: TensorSlot) -> memoryview:
         """This will give the bytes of a tensor, writable, without a copy."""
         return self._flat[slot.name].view(torch.uint8).numpy().data
 

@@ -9,21 +9,34 @@ that has taken over ends the run.
 from __future__ import annotations
 
 import enum
+import os
+import secrets
+import select
+import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
-from hpctrain.checkpoint.format.manifest import Facts
+from hpctrain.checkpoint.format.chunks import CHUNK_BYTES
+from hpctrain.checkpoint.format.manifest import CheckpointFacts
 from hpctrain.checkpoint.format.step_log import Taken
-from hpctrain.checkpoint.writing.buffers import BROKEN, FULL
+from hpctrain.checkpoint.writing.buffers import BROKEN, FULL, BufferChannel
+from hpctrain.checkpoint.writing.fence import Claim
 from hpctrain.checkpoint.writing.gradient_log import GradientLog
-from hpctrain.checkpoint.writing.maker import Order, Report, Standing
+from hpctrain.checkpoint.writing.group import SECRET_BYTES, Endpoint
+from hpctrain.checkpoint.writing.maker import CheckpointReport, WriteOrder, WriterSetup, WriterState, standing_of
 from hpctrain.checkpoint.writing.publish import Published
-from hpctrain.checkpoint.writing.snapshot import Layout, Snapshot, State, layout_of
+from hpctrain.checkpoint.writing.retain import RetentionPolicy
+from hpctrain.checkpoint.writing.snapshot import Layout, State, TensorSnapshot, layout_of
+from hpctrain.errors import StaleAttemptError
 
 
-class Wish(enum.IntEnum):
+class NextCheckpoint(enum.IntEnum):
     """What a rank would make the next checkpoint of; of all ranks' wishes the greatest counts, unless one says NOTHING."""
 
     NOTHING = 0  # it does not begin now
@@ -32,13 +45,13 @@ class Wish(enum.IntEnum):
     BASE = 3  # a state that stands on nothing
 
 
-class Writer:
+class CheckpointWriter:
     """What the loop sees of whoever writes; a subclass hands over what was copied, and gets the report."""
 
-    def __init__(self, standing: Standing, parent: Published | None) -> None:
+    def __init__(self, standing: WriterState, parent: Published | None) -> None:
         self._standing = standing
         kept = parent.snapshot if parent else None
-        self._snapshots = [kept] if isinstance(kept, Snapshot) else []
+        self._snapshots = [kept] if isinstance(kept, TensorSnapshot) else []
         self._log: GradientLog | None = None
         self._lent: tuple[GradientLog | None, Taken | None] | None = None  # what is in flight
         self._copy_s = 0.0  # for which training waited
@@ -57,7 +70,7 @@ class Writer:
         """This will get the memory for copies of such a state beforehand, beside whatever else is done."""
         layout = layout_of(state)
         alike = [snapshot for snapshot in self._snapshots if snapshot.layout == layout]
-        fresh = [Snapshot(layout) for _ in range(len(alike), 2)]
+        fresh = [TensorSnapshot(layout) for _ in range(len(alike), 2)]
         self._snapshots = [*alike, *fresh]
         self._touching = threading.Thread(target=_touch, args=(fresh,), name="touch", daemon=True)
         self._touching.start()
@@ -66,32 +79,32 @@ class Writer:
         """This will say whether a new checkpoint can begin now; `collect` what is finished first."""
         return self._lent is None
 
-    def wish(self) -> Wish:
+    def wish(self) -> NextCheckpoint:
         """This will say what the next checkpoint would best be made of."""
         if not self.idle():
-            return Wish.NOTHING
+            return NextCheckpoint.NOTHING
         if not self._standing.room:
-            return Wish.BASE
-        return Wish.LOG if self.log_suffices() else Wish.STATE
+            return NextCheckpoint.BASE
+        return NextCheckpoint.LOG if self.log_suffices() else NextCheckpoint.STATE
 
     def log_suffices(self) -> bool:
         """This will say whether the next checkpoint needs no tensors, because it is the gradients since the last one."""
         return self._standing.takes_log and self._log is not None and self._log.covers(self.last_step)
 
-    def begin(self, state: State | None, facts: Facts, *, base: bool = False) -> float:
+    def begin(self, state: State | None, facts: CheckpointFacts, *, base: bool = False) -> float:
         """This will copy the state (None: `log_suffices`) and start to write; returns the seconds of the copy."""
         assert self._lent is None, "one checkpoint at a time"
         started_s = time.perf_counter()
         taken = self._log.take(facts.step) if self._log is not None else None
         snapshot = self._free(layout_of(state)) if state is not None else None
         self._lent = (self._log, taken)
-        self._hand_over(Order(snapshot=snapshot, taken=taken, facts=facts, base=base))
+        self._hand_over(WriteOrder(snapshot=snapshot, taken=taken, facts=facts, base=base))
         if snapshot is not None and state is not None:
             self._copy(state, snapshot)
         self._copy_s = time.perf_counter() - started_s
         return self._copy_s
 
-    def collect(self) -> Report | None:
+    def collect(self) -> CheckpointReport | None:
         """This will give the report of a checkpoint that has just been finished, without waiting.
 
         Raises:
@@ -101,7 +114,7 @@ class Writer:
             return None
         return self.wait()
 
-    def wait(self) -> Report | None:
+    def wait(self) -> CheckpointReport | None:
         """This will wait for the checkpoint in flight and give its report."""
         if self._lent is None:
             return None
@@ -121,16 +134,16 @@ class Writer:
         """This will end whoever writes, after what is in flight."""
         raise NotImplementedError
 
-    def _free(self, layout: Layout) -> Snapshot:
+    def _free(self, layout: Layout) -> TensorSnapshot:
         """A buffer that nobody reads."""
         alike = [snapshot for snapshot in self._snapshots if snapshot.layout == layout]
         taken = {self._standing.kept, *self._standing.held}
         free = [snapshot for snapshot in alike if snapshot.number not in taken]
-        snapshot = free[0] if free else Snapshot(layout)
+        snapshot = free[0] if free else TensorSnapshot(layout)
         self._snapshots = alike if free else [*alike, snapshot]
         return snapshot
 
-    def _copy(self, state: State, snapshot: Snapshot) -> None:
+    def _copy(self, state: State, snapshot: TensorSnapshot) -> None:
         try:
             snapshot.fill(state, lambda there: self._tell(snapshot, there))
         except BaseException:
@@ -138,21 +151,133 @@ class Writer:
             raise
         self._tell(snapshot, FULL)
 
-    def _hand_over(self, order: Order) -> None:
+    def _hand_over(self, order: WriteOrder) -> None:
         """Have somebody write it, who waits for what is not copied yet."""
         raise NotImplementedError
 
-    def _tell(self, snapshot: Snapshot, there: int) -> None:
+    def _tell(self, snapshot: TensorSnapshot, there: int) -> None:
         """Let who writes know how much of the snapshot is there."""
         raise NotImplementedError
 
     def _finished(self) -> bool:
         raise NotImplementedError
 
-    def _result(self) -> tuple[Report, Standing]:
+    def _result(self) -> tuple[CheckpointReport, WriterState]:
         raise NotImplementedError
 
 
-def _touch(snapshots: Sequence[Snapshot]) -> None:
+def _touch(snapshots: Sequence[TensorSnapshot]) -> None:
     for one in snapshots:
         one.touch()
+
+
+CLOSE_S = 20.0
+# glibc's threads give memory back after each chunk otherwise, and touch it anew: a third of what packing takes.
+ALLOCATOR = {"MALLOC_TRIM_THRESHOLD_": str(256 << 20), "MALLOC_MMAP_THRESHOLD_": str(64 << 20)}
+
+
+class ProcessWriter(CheckpointWriter):
+    """Writes in a process that outlives this one."""
+
+    def __init__(
+        self,
+        claim: Claim,
+        parent: Published | None,
+        base_every: int,
+        policy: RetentionPolicy,
+        distrusted: tuple[str, ...] = (),
+        chunk_bytes: int = CHUNK_BYTES,
+        ranks: int = 1,
+        seat: Endpoint | None = None,
+    ) -> None:
+        """`ranks` write together; `seat` is where the others find the first of them, which has none."""
+        self._task = WriterSetup(
+            claim=claim,
+            parent=parent,
+            base_every=base_every,
+            policy=policy,
+            distrusted=distrusted,
+            chunk_bytes=chunk_bytes,
+            ranks=ranks,
+            seat=seat,
+            secret=secrets.token_bytes(SECRET_BYTES),
+        )
+        # Of the first of several ranks: it outlives a process that writes, so that the others find the next one there.
+        self._listener = socket.create_server(("", 0), backlog=ranks) if ranks > 1 and seat is None else None
+        self._order: WriteOrder | None = None
+        super().__init__(standing_of(parent, base_every, chunk_bytes), parent)
+        self._start(self._task)
+
+    def close(self) -> None:
+        self._line.close()
+        if self._listener is not None:
+            self._listener.close()
+        try:
+            self._process.wait(CLOSE_S)
+        except subprocess.TimeoutExpired:
+            return  # it has its share to wait for, and ends by itself
+        finally:
+            self._snapshots.clear()
+
+    @property
+    def pid(self) -> int:
+        """The process that writes."""
+        return self._process.pid
+
+    def seats(self, addresses: Sequence[str]) -> list[Endpoint]:
+        """This will say where the other ranks' writers find this one, by rank; it is on a host with these addresses."""
+        assert self._listener is not None
+        port = self._listener.getsockname()[1]
+        secret, several = self._task.secret, tuple(addresses)
+        return [Endpoint(rank=rank, addresses=several, port=port, secret=secret) for rank in range(self._task.ranks)]
+
+    def _start(self, task: WriterSetup) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            listener = [self._listener.fileno()] if self._listener else []
+            given = [theirs.fileno(), *listener]
+            command = [sys.executable, "-P", "-m", "hpctrain.checkpoint.writing.process", *map(str, given)]
+            paths = [path or os.getcwd() for path in sys.path]
+            self._process = subprocess.Popen(
+                command,
+                pass_fds=given,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                env=ALLOCATOR | os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+            )
+        self._line = BufferChannel(ours)
+        self._line.send(task)
+
+    def _hand_over(self, order: WriteOrder) -> None:
+        self._order = order
+        try:
+            self._line.send(self._order)
+        except OSError:
+            pass  # it is gone: `_result` finds that, and starts another
+
+    def _tell(self, snapshot: TensorSnapshot, there: int) -> None:
+        with suppress(OSError):  # it is gone
+            self._line.send(there)
+
+    def _finished(self) -> bool:
+        return bool(select.select([self._line], [], [], 0)[0])
+
+    def _result(self) -> tuple[CheckpointReport, WriterState]:
+        assert self._order is not None
+        try:
+            answer: Any = self._line.receive()
+        except EOFError:
+            return self._gone(self._order)
+        said, standing = answer
+        if isinstance(said, StaleAttemptError):
+            raise said
+        return said, standing
+
+    def _gone(self, order: WriteOrder) -> tuple[CheckpointReport, WriterState]:
+        self._line.close()
+        status = self._process.wait()
+        self._task = replace(self._task, parent=None)
+        self._start(self._task)
+        why = f"the process that writes checkpoints has ended with status {status}; another one is started"
+        report = CheckpointReport(step=order.facts.step, kind="", stored_bytes=0, write_s=0.0, error=why)
+        return report, replace(self._standing, by_log=None, room=False, kept=None)
