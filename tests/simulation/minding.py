@@ -16,6 +16,7 @@ from hpcnode.lease import LOOK_S, StepLease
 from hpcnode.os import process
 from hpcnode.os.account import Account
 from hpcnode.shepherd.environment import MARKER
+from hpcnode.shepherd.step_state import BEFORE_RELEASE, REPORTABLE, RUNNING, Event, State, after, allows
 from hpcnode.wire import protocol
 from simulation.agenda import Process
 from simulation.machine import INIT, Machine, Program
@@ -116,6 +117,9 @@ class Task(Process):
         self.shepherd.run_program()
 
 
+EVENTS = {"end": Event.END, "signal": Event.SIGNAL, "go": Event.GO}
+
+
 class SimShepherd(Process):
     """Minds one step."""
 
@@ -129,11 +133,10 @@ class SimShepherd(Process):
         self.launch: protocol.Launch | None = None
         self.task: Task | None = None
         self.programs: list[Program] = []
-        self.is_ready = self.released = False
-        self.started: dict[str, Any] = {}
-        self.final: dict[str, Any] | None = None
-        self.final_kept = self.final_told = False
-        self.ending_at_s: float | None = None
+        self.state = State.PREPARING
+        self.started: dict[str, Any] | None = None
+        self.final: dict[str, Any] = {}
+        self.kill_at_s: float | None = None
         self.why = ""
         self.may_go = True
         self.suspended = suspended
@@ -149,6 +152,9 @@ class SimShepherd(Process):
 
     def _later(self, call: Any, *args: Any) -> None:
         self.world.agenda.at(self.world.soon(), self, call, *args)
+
+    def _apply(self, event: Event) -> None:
+        self.state = after(self.state, event)
 
     def reached(self, point: str) -> None:
         self.world.points.reached(point)
@@ -168,10 +174,10 @@ class SimShepherd(Process):
 
     def _watch_lease(self) -> None:
         assert self.lease is not None
-        if self.final is None and not self.lease.lasts_for_ever:
+        if self.state in BEFORE_RELEASE | RUNNING and not self.lease.lasts_for_ever:
             left_s = self.lease.left_s()
             if left_s <= 0:
-                self.lease_over = self.lease_over or self.ending_at_s is None
+                self.lease_over = self.lease_over or self.state is not State.ENDING
                 self.end(max(0.0, left_s + self.lease.grace_s), protocol.LEASE_OVER)
             pause_s = (
                 min(LOOK_S, max(0.001, left_s)) if left_s > 0 else LOOK_S
@@ -179,7 +185,7 @@ class SimShepherd(Process):
             self.world.agenda.later(pause_s, self, self._watch_lease)
 
     def fork(self) -> None:
-        if self.final is None:
+        if self.state is State.PREPARING:
             self.task = Task(self)
             self.machine.started(self.task)
             self.reached("tasks.forked")
@@ -190,14 +196,12 @@ class SimShepherd(Process):
         how = behaviour_of(self.launch)
         if how.cannot_start or (how.misses_directory and self.machine.name == "n1"):
             self.refuse("cannot enter the job's directory")
-        else:
-            self.is_ready = True
-            self.release_if_ready()
+        elif self.state is State.PREPARING:
+            self._apply(Event.TASKS_READY)
+            self.release_if_allowed()
 
-    def release_if_ready(self) -> None:
-        if not self.is_ready or self.released or self.final is not None or self.ending_at_s is not None:
-            return
-        if self.suspended:
+    def release_if_allowed(self) -> None:
+        if self.state is not State.READY or self.suspended:
             return
         if self.may_go:
             self.release()
@@ -213,7 +217,7 @@ class SimShepherd(Process):
             return
         machine, now_s = self.machine, self.machine.wall_s()
         self.pid, self.ticks = machine.new_pid(), machine.ticks()
-        self.started = {
+        started = {
             "status": protocol.STARTED,
             "pid": self.pid,
             "at_s": now_s,
@@ -227,15 +231,16 @@ class SimShepherd(Process):
             "stream_to": self._stream_to(),
         }
         try:
-            self.spool.write_started(self.token, self.started)
+            self.spool.write_started(self.token, started)
         except OSError as error:
             self.node_fault = True
             self.refuse(f"cannot record the start: {error.strerror}")
             return
-        self.released = True
+        self.started = started
+        self._apply(Event.RELEASE)
         self.task.release()
         self.reached("released")
-        self.say(["started", self.started])
+        self.say(["started", started])
         if self.launch.limit_s is not None:
             self.world.agenda.later(self.launch.limit_s, self, self.limit_reached)
 
@@ -289,25 +294,23 @@ class SimShepherd(Process):
     # ----- to the end
 
     def refuse(self, why: str) -> None:
-        if self.final is None and not self.released:
+        if self.state in BEFORE_RELEASE:
             self.why = self.why or why
-            self.over_before_release(protocol.REFUSED)
+            self.over_before_release(Event.REFUSE, protocol.REFUSED)
 
-    def over_before_release(self, status: str) -> None:
+    def over_before_release(self, event: Event, status: str) -> None:
         if self.task is not None:
             self.task.pipe_closed()
-        self.close_with(self.record(status))
+        self.close(event, self.record(status))
 
     def limit_reached(self) -> None:
-        if self.final is None:
+        if self.state in RUNNING:
             self.timed_out = True
             assert self.launch is not None
             self.end(self.launch.grace_s, "timeout")
 
     def suspend(self, on: bool) -> None:
         """Have the programs stand still, or go on."""
-        if on and (self.final is not None or self.ending_at_s is not None):
-            return
         self.suspended = on
         for program in self.programs:
             program.stopped = on
@@ -315,27 +318,29 @@ class SimShepherd(Process):
             for program, how in self.overdue:
                 self._later(self._program_ends, program, how)
             self.overdue = []
-        self.release_if_ready()
+        self.release_if_allowed()
 
     def end(self, grace_s: float, why: str, signum: int = 15) -> None:
-        if self.final is not None:
-            self.exit()
-            return
         self.why = self.why or why
-        if not self.released:
-            self.ending_at_s = 0.0
-            self.over_before_release(protocol.BARRED)
+        if self.state in BEFORE_RELEASE:
+            self.over_before_release(Event.END, protocol.BARRED)
+            return
+        was_ending = self.state is State.ENDING
+        self._apply(Event.END)
+        if self.state is State.GONE:
+            self.exit()
+        if self.state is not State.ENDING:
             return
         at_s = self.world.agenda.now_s + grace_s
-        if self.ending_at_s is None and grace_s > 0:
+        if not was_ending and grace_s > 0:
             for program in [one for one in self.programs if one.alive and not one.stubborn]:
                 self.world.agenda.at(self.world.soon(), None, self.machine.kill, program, signum)
-        if self.ending_at_s is None or at_s < self.ending_at_s:
-            self.ending_at_s = at_s
+        if self.kill_at_s is None or at_s < self.kill_at_s:
+            self.kill_at_s = at_s
             self.world.agenda.at(at_s, self, self.kill_all)
 
     def kill_all(self) -> None:
-        if self.final is not None:
+        if self.state not in RUNNING:
             return
         living = [one for one in self.programs if one.alive]
         for program in living:
@@ -346,20 +351,21 @@ class SimShepherd(Process):
     def reap(self, was_main: bool, code: int, signum: int) -> None:
         if was_main:
             self.main_over, self.code, self.signal = True, code, signum
-        if self.final is not None or not self.main_over:
+        if self.state not in RUNNING or not self.main_over:
             return
         if any(one.alive for one in self.programs):
-            if self.ending_at_s is None:
-                self.ending_at_s = 0.0
+            if self.state is State.RELEASED:
+                self._apply(Event.TASKS_OVER)
+                self.kill_at_s = 0.0
                 self.kill_all()
             return
         self.reached("tasks.over")
-        self.close_with(self.record(protocol.ENDED))
+        self.close(Event.TREE_EMPTY, self.record(protocol.ENDED))
 
     def record(self, status: str) -> dict[str, Any]:
         at_s = self.machine.wall_s()
         record = {"status": status, "at_s": at_s, "why": self.why, "stream_to": self._stream_to()}
-        if status == protocol.ENDED:
+        if self.started is not None:
             assert self.launch is not None
             count = self.launch.tasks.count
             record |= {"codes": [self.code] * count, "signals": [self.signal] * count, "timed_out": self.timed_out}
@@ -370,35 +376,36 @@ class SimShepherd(Process):
                 record["unexecuted"] = True
             if self.lease_over:
                 record["status"] = protocol.LOST
-        if self.node_fault and not self.released:
+        elif self.node_fault:
             record["node_fault"] = True
         return record
 
-    def close_with(self, final: dict[str, Any]) -> None:
+    def close(self, event: Event, final: dict[str, Any]) -> None:
+        self._apply(event)
         self.final = final
-        self.keep_final()
+        self.write_final()
 
-    def keep_final(self) -> None:
-        assert self.final is not None
+    def write_final(self) -> None:
         try:
             self.spool.write_final(self.token, self.final)
         except OSError:
-            if self.released:
-                self.world.agenda.later(RETRY_S, self, self.keep_final)
+            if self.started is not None:
+                self.world.agenda.later(RETRY_S, self, self.write_final)
                 return
-        self.final_kept = True
-        if self.released and self.final["status"] == protocol.ENDED:
+        self._apply(Event.RECORD)
+        if self.started is not None and self.final["status"] == protocol.ENDED:
             self.world.truth.end_kept(self.machine, self.token, self.final)
         self.after_moves()
 
-    def tell_final(self) -> None:
-        if self.final_kept and not self.final_told and self.wire is not None:
-            self.final_told = True
+    def report_final(self) -> None:
+        if self.state is State.RECORDED and self.wire is not None:
             self.say(["final", self.final])
+            self._apply(Event.REPORT)
 
     def after_moves(self) -> None:
-        if self.final_kept:
-            self.tell_final()
+        if self.state in REPORTABLE:
+            self.report_final()
+            self._apply(Event.LEAVE)
             self.exit()
 
     def exit(self) -> None:
@@ -429,15 +436,20 @@ class SimShepherd(Process):
             self.wire.up(words)
 
     def obey(self, wire: Wire, words: list[Any]) -> None:
-        if wire is self.wire:
-            if words[0] == "end":
+        event = EVENTS.get(words[0])
+        if words[0] == "suspend":
+            event = Event.SUSPEND if words[1] else Event.RESUME
+        if wire is not self.wire or event is None or not allows(self.state, event):
+            return
+        match event:
+            case Event.END:
                 self.end(*words[1:4])
-            elif words[0] == "suspend":
-                self.suspend(words[1])
-            elif words[0] == "go":
+            case Event.SUSPEND | Event.RESUME:
+                self.suspend(event is Event.SUSPEND)
+            case Event.GO:
                 self.may_go = True
-                self.release_if_ready()
-            elif words[0] == "signal" and self.released and self.final is None:
+                self.release_if_allowed()
+            case Event.SIGNAL:
                 for program in [one for one in self.programs if one.alive and not one.stubborn]:
                     self.machine.kill(program, words[1])
 
@@ -455,11 +467,11 @@ class SimShepherd(Process):
         return self.wire
 
     def greet(self) -> None:
-        self.final_told = False
-        if self.released:
+        self._apply(Event.RECONNECT)
+        if self.started is not None:
             self.say(["started", self.started])
         else:
-            self.release_if_ready()
+            self.release_if_allowed()
         self.after_moves()
 
 

@@ -13,14 +13,14 @@ import hpcnode
 # Its own process, because all below it is killed. What is forked between two kills stands for what forks away from one.
 KILLED_TWICE = """
 import json, subprocess
-from hpcnode.shepherd.shepherd import Tree
+from hpcnode.shepherd.process_tree import ProcessTree
 
 class Loop:
     def later(self, delay_s, call):
         calls.append((delay_s, call))
 
 calls = []
-tree = Tree(Loop())
+tree = ProcessTree(Loop())
 early = subprocess.Popen(["sleep", "600"])
 tree.kill()
 late = subprocess.Popen(["sleep", "600"])

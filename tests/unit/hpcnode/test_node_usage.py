@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from waiting import wait_until
 
-from hpcnode.shepherd.shepherd import LAST_LOOK_S, Usage
+from hpcnode.shepherd.process_tree import LAST_LOOK_S, Usage
 
 HOLD = "x = bytearray({mib} << 20)\nfor at in range(0, len(x), 4096): x[at] = 1\n"
 

@@ -80,14 +80,14 @@ class _Current:
         if self.shepherd is not None:
             self.shepherd.reap()
 
-    def told_to_stop(self) -> None:
+    def terminate(self) -> None:
         if self.shepherd is not None:
-            self.shepherd.told_to_stop()
+            self.shepherd.terminate()
 
 
 def _mind_steps(setting: Setting, control: socket.socket) -> None:
     loop, current = Loop(contains_faults=True), _Current()
-    calls: Dict[int, Callable[[], None]] = {signal.SIGCHLD: current.reap, signal.SIGTERM: current.told_to_stop}
+    calls: Dict[int, Callable[[], None]] = {signal.SIGCHLD: current.reap, signal.SIGTERM: current.terminate}
     wake_on_signals(loop, {**calls, signal.SIGINT: lambda: None, signal.SIGHUP: lambda: None})
     own = _own(setting)
     while True:

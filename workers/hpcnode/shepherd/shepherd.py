@@ -1,13 +1,12 @@
-"""The shepherd: minds one step on one node, and outlives the agent, the connection and the controller.
-
-    prepare -> tasks forked, each stopped on a pipe -> who they are is durable -> released -> all over -> end durable -> told
+"""The shepherd: supervises one step on one node, and outlives the agent, the connection and the controller.
 
 Rules:
-- Nothing is released before `started` is on disk; nothing is told before it is on disk.
-- It is the subreaper of all that starts below (see `tree`).
-- When the tasks are over, what they left behind is killed at once; if an end was asked for, after its grace.
-- The agent may go and come: then it listens in its spool entry until the next one connects.
-- A step with a lease is ended here when that runs out, whether there is an agent or not.
+- What may happen when is in `step_state`: nothing is released before `started` is on disk, and nothing is reported before
+  it is on disk.
+- It is the subreaper of all processes that start below it (see `process_tree`).
+- When the tasks are over, it kills what they left behind at once; if an end was requested, after its grace period.
+- If the agent goes away, it listens in its spool entry until the next agent connects.
+- It ends a step whose lease runs out, with or without an agent.
 
 It does not know the controller, nor other steps. Sources: unix(7).
 """
@@ -15,251 +14,52 @@ It does not know the controller, nor other steps. Sources: unix(7).
 from __future__ import annotations
 
 import contextlib
+import enum
 import os
-import resource
 import signal
 import socket
 import sys
 import time
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Set, Tuple
+from typing import Any, Dict, List, NamedTuple, Optional, Set
 
 from hpcnode.lease import LOOK_S, StepLease
 from hpcnode.os import cgroup, process, rlimits
 from hpcnode.os.loop import READ, Loop, Timer
-from hpcnode.os.process import boot_clock_s
 from hpcnode.shepherd import environment
 from hpcnode.shepherd import task as task_files
 from hpcnode.shepherd.assignment import Assignment, Own, Setting, Task
+from hpcnode.shepherd.process_tree import FIRST_LOOK_S, MEMORY_WATCH_S, ProcessTree, Suspension, Usage, exceeds
 from hpcnode.shepherd.relay import Relay
+from hpcnode.shepherd.step_state import BEFORE_RELEASE, REPORTABLE, RUNNING, Event, State, after, allows
 from hpcnode.shepherd.streams import untaken_limit
 from hpcnode.shepherd.task import READY, TaskPlan, run_task
 from hpcnode.wire import protocol
-
-# ----- all processes below this one, which is their subreaper: told to end, killed until none is left, collected
-# *No child is left* means that the tree is empty, whoever detached. It does not know what the processes are for.
-# Sources: prctl(2) PR_SET_CHILD_SUBREAPER, wait(2).
-
-
-class Tree:
-    """The tree below this process."""
-
-    def __init__(self, loop: Loop) -> None:
-        self._loop = loop
-        self._told: Set[int] = set()  # who got TERM
-        self._kill_rounds = 0
-        self.is_empty = False  # it had processes, and has none any more
-
-    def terminate(self) -> None:
-        """Send TERM to all of it."""
-        self._terminate(process.descendants([os.getpid()]))
-
-    def terminate_orphans(self) -> None:
-        """Send TERM to what was forked while the tree was told to end, and whose parent has ended since: it missed it."""
-        if self._told:
-            self._terminate([pid for pid in process.children_of(os.getpid()) if pid not in self._told])
-
-    def _terminate(self, pids: List[int]) -> None:
-        self._told.update(pids)
-        process.signal_all(pids, signal.SIGTERM)
-        process.signal_all(pids, signal.SIGCONT)
-
-    def kill(self) -> None:
-        """Kill it, again and again until nothing is left of it."""
-        if self.is_empty:
-            return
-        if self._kill_rounds > 0:
-            process.stop_all_below_us()  # so that nothing forks away from the kill
-        process.signal_all(process.descendants([os.getpid()]), signal.SIGKILL)
-        self._kill_rounds += 1
-        self._loop.later(min(1.0, 0.01 * 2**self._kill_rounds), self.kill)
-
-    def reap(self) -> Iterator[Tuple[int, int, resource.struct_rusage]]:
-        """Collect whatever has ended: pid, status and usage of each."""
-        while True:
-            try:
-                pid, status, usage = os.wait4(-1, os.WNOHANG)
-            except ChildProcessError:
-                self.is_empty = True
-                return
-            if pid == 0:
-                return
-            yield pid, status, usage
-
-
-# ----- limits that the shepherd itself has to keep, where no cgroup does
-# Memory: the resident pages of the tree are added up every second. Pages that processes share count once for each of them, so
-# when the sum is too high, the exact share (Pss) decides, which costs more to ask for.
-
-
-WATCH_S = 1.0
-
-
-def exceeds(root_pid: int, mem_mib: int) -> bool:
-    """Return whether the processes below `root_pid` together hold more than `mem_mib`."""
-    limit_kib = mem_mib << 10
-    page_kib = resource.getpagesize() >> 10
-    pids = process.quick_descendants(root_pid)
-    stats = (process.read_stat(pid) for pid in pids)
-    if sum(stat.rss_pages * page_kib for stat in stats if stat is not None) <= limit_kib:
-        return False
-    return sum(process.proportional_memory_kib(pid) for pid in pids) > limit_kib
-
-
-# ----- stopping a step and letting it go on: its processes stand still meanwhile, and its time limit does not run
-# With a control group of our own the processes are moved into a group below it, which is frozen: they cannot tell, and nobody
-# wakes them by a signal. Elsewhere they get SIGSTOP, and SIGCONT to go on. The shepherd itself is never stopped: it minds the
-# lease and obeys. A stopped tree can be killed as it is; to end by itself on SIGTERM it has to go on first.
-#
-# It does not know why a step is stopped. Sources: scontrol(1) suspend, Documentation/admin-guide/cgroup-v2.rst
-# (cgroup.freeze), signal(7).
-
-
-class Suspension:
-    """Whether the processes below this one stand still, and for how long they have run."""
-
-    def __init__(self, loop: Loop, group: Optional[str], on: bool) -> None:
-        self.on = on  # from the first moment: then there is nothing yet to stop, and the caller releases nothing
-        self._loop = loop
-        self._group = group
-        self._frozen = False  # by the kernel, not by SIGSTOP
-        self._begun = False
-        self._ran_s = 0.0  # until the last stop
-        self._since_s: Optional[float] = None  # it runs since; None: it does not
-        self._alarms: List[Tuple[float, Callable[[], None]]] = []  # after how long a run, what is called
-        self._timers: List[Timer] = []
-
-    def begin(self) -> None:
-        """Count from now on: the tasks have been released."""
-        self._begun, self._since_s = True, boot_clock_s()
-
-    def after_run(self, run_s: float, call: Callable[[], None]) -> None:
-        """Call once when the step has run for so long; while it is stopped the time does not count."""
-        self._alarms.append((run_s, call))
-        if self._since_s is not None:
-            self._set_alarm(run_s, call)
-
-    def forget(self) -> None:
-        """Call nothing of what was to be called after a run."""
-        self._cancel()
-        self._alarms.clear()
-
-    def stop(self) -> None:
-        """Have everything below this process stand still, also what forks meanwhile."""
-        if self.on:
-            return
-        self.on = True
-        if self._since_s is not None:
-            self._ran_s += boot_clock_s() - self._since_s
-            self._since_s = None
-        self._cancel()
-        self._frozen = self._group is not None and cgroup.freeze_others(self._group)
-        if not self._frozen:
-            process.stop_all_below_us()
-
-    def go_on(self) -> None:
-        """Let everything go on that `stop` has stopped."""
-        if not self.on:
-            return
-        self.on = False
-        if self._frozen and self._group is not None:
-            cgroup.thaw_others(self._group)
-        else:
-            process.signal_all(process.descendants([os.getpid()]), signal.SIGCONT)
-        if self._begun:
-            self._since_s = boot_clock_s()
-        for run_s, call in self._alarms:
-            self._set_alarm(run_s, call)
-
-    def _cancel(self) -> None:
-        for timer in self._timers:
-            timer.cancel()
-        self._timers.clear()
-
-    def _set_alarm(self, run_s: float, call: Callable[[], None]) -> None:
-        def ring() -> None:
-            self._alarms.remove((run_s, call))
-            call()
-
-        ran_s = self._ran_s + (boot_clock_s() - self._since_s if self._since_s is not None else 0.0)
-        self._timers.append(self._loop.later(max(0.0, run_s - ran_s), ring))
-
-
-# ----- what a step uses on this node: processor time, memory, and what it reads and writes
-# Processor time comes with each process that has ended below (wait4); what was read and written the kernel adds up likewise, for
-# whoever waits for them (/proc/self/io, less what this process itself did). Memory is that of one task with all that runs below
-# it: the highest sum of resident pages that was seen, looked at ever more seldom, or of a single process, which the kernel
-# remembers to the page. Pages that processes share count once for each of them, as in Slurm.
-#
-# Sources: proc(5), getrusage(2), wait4(2); Slurm's jobacct_gather/linux, which counts rchar and wchar too.
-
-
-FIRST_LOOK_S = 0.25
-LAST_LOOK_S = 5.0
-
-
-class Usage:
-    """What all that runs, and has ended, below this process has used since this was made."""
-
-    def __init__(self) -> None:
-        self.user_s = 0.0
-        self.system_s = 0.0
-        self.max_rss_kib = 0
-        self._look_s = FIRST_LOOK_S
-        self._moved = _moved_below()
-
-    def add(self, usage: resource.struct_rusage) -> None:
-        """Take account of a child that has ended."""
-        self.user_s += usage.ru_utime
-        self.system_s += usage.ru_stime
-        self.max_rss_kib = max(self.max_rss_kib, usage.ru_maxrss)
-
-    def look(self, roots: Iterable[int]) -> float:
-        """Take account of the memory of each of `roots` with all below it, and return after how many seconds to look again."""
-        page_kib = resource.getpagesize() >> 10
-        for root in roots:
-            stats = [process.read_stat(pid) for pid in (root, *process.quick_descendants(root))]
-            self.max_rss_kib = max(
-                self.max_rss_kib, sum(stat.rss_pages * page_kib for stat in stats if stat is not None)
-            )
-        self._look_s = min(2 * self._look_s, LAST_LOOK_S)
-        return self._look_s
-
-    def as_dict(self) -> Dict[str, float]:
-        """Return it as a report has it."""
-        found = {
-            "cpu_user_s": self.user_s,
-            "cpu_system_s": self.system_s,
-            "max_rss_kib": float(self.max_rss_kib),
-        }
-        moved = _moved_below()
-        if moved is not None and self._moved is not None:
-            found["disk_read_bytes"] = float(moved[0] - self._moved[0])
-            found["disk_write_bytes"] = float(moved[1] - self._moved[1])
-        return found
-
-
-def _moved_below() -> Optional[Tuple[int, int]]:
-    """Return how many bytes were read and written by all below that has ended; None where the kernel does not count them."""
-    whole, own = _moved("/proc/self/io"), _moved("/proc/self/task/%d/io" % os.getpid())
-    return None if whole is None or own is None else (whole[0] - own[0], whole[1] - own[1])
-
-
-def _moved(path: str) -> Optional[Tuple[int, int]]:
-    """Return what an io file of proc(5) says in its first two lines, rchar and wchar."""
-    try:
-        words = process.read_file(path).split(None, 4)
-    except OSError:
-        return None
-    return int(words[1]), int(words[3])  # int: the kernel's
-
 
 LINGER_S = 3600.0  # how long output waits for a reader that takes none of it
 STEP_COMMANDS = ("hrun", "srun")  # what the kernel calls the processes of step commands
 RETRY_S = 1.0  # between attempts to record an end on a full disk
 
 
+class Finding(enum.Enum):
+    """A fact for the record of the end, besides exit codes; any number of them may hold."""
+
+    NODE_FAULT = "the node is to blame: nothing could be started"
+    UNEXECUTED = "a released task could not execute its program"
+    TIMED_OUT = "the time limit was reached"
+    OUT_OF_MEMORY = "the memory limit was exceeded"
+    LEASE_OVER = "the lease ran out, and nothing else had ended the step before"
+
+
+class TaskStreams(NamedTuple):
+    """The descriptors of a task's pipes; None if that stream is a file."""
+
+    stdin: Optional[int]
+    stdout: Optional[int]
+    stderr: Optional[int]
+
+
 class Shepherd:
-    """The state of one step on this node, and what it does about each thing that happens."""
+    """One step on this node: its state, its processes, and what is done about each event."""
 
     def __init__(self, setting: Setting, job: Assignment, agent: socket.socket, loop: Loop, own: Own) -> None:
         self.setting = setting
@@ -268,34 +68,38 @@ class Shepherd:
         self.launch = job.launch
         self.token = job.launch.token
         self.loop = loop
+        self.state = State.PREPARING
         self._relay = Relay(loop, setting.spool.entry(self.token), self.token, job.round, agent)
         self._relay.obey, self._relay.greet, self._relay.moved = self._obey, self._greet, self._after_moves
         self._tasks: List[Task] = []
         self._release_fd = -1
-        self._released = False
-        self._started: Dict[str, Any] = {}
-        self._final: Optional[Dict[str, Any]] = None
-        self._final_kept = False
-        self._final_told = False
-        self._acknowledged = False
-        self._suspension = Suspension(loop, own.cgroup, job.suspended)
-        self._kernel_limits_memory = False
-        self._memory_kills = 0
-        self._ending_at_s: Optional[float] = None  # on the boot clock: when everything is killed
-        self._end_timer: Optional[Timer] = None
-        self._told_to_end = False
-        self._tree = Tree(loop)
+        self._held = self.launch.hold  # Go has not come yet
+        self._started: Optional[Dict[str, Any]] = None  # the record on disk
+        self._final: Dict[str, Any] = {}  # the record of the end, from OVER on
+        self._findings: Set[Finding] = set()
         self._why = ""
-        self._may_go = not self.launch.hold
-        self._lease = StepLease(self.launch, lambda: setting.spool.renewed_s(self.token))
-        self._lease_over = False
-        self._node_fault = False
-        self._unexecuted = False
-        self._timed_out = False
-        self._warned = False  # that the time limit is near
-        self._limit_s: Optional[float] = None
-        self._out_of_memory = False
+        self._suspension = Suspension(loop, own.cgroup, job.suspended)
+        self._memory_kills: Optional[int] = None  # by the kernel before this step; None: the kernel does not limit it
+        self._tree = ProcessTree(loop)
         self._usage = Usage()
+        self._kill_at_s: Optional[float] = None  # boot clock; None: no end was requested
+        self._kill_timer: Optional[Timer] = None
+        self._lease = StepLease(self.launch, lambda: setting.spool.renewed_s(self.token))
+        self._limit_s: Optional[float] = None
+        self._warning = self.launch.signum if self.launch.signal_before_s > 0 else 0  # 0: no signal before the limit
+
+    # ----- the state
+
+    def _apply(self, event: Event) -> None:
+        """Go to the next state. Raises TransitionError: then the caller is wrong."""
+        self.state = after(self.state, event)
+
+    def _accepts(self, event: Event) -> bool:
+        """Return whether an event from outside is allowed now; log it if not."""
+        if allows(self.state, event):
+            return True
+        print("%s dropped: step %s is %s" % (event.value, self.token, self.state.value), file=sys.stderr, flush=True)
+        return False
 
     # ----- from the fork to the release
 
@@ -303,26 +107,28 @@ class Shepherd:
         """Run the step to its end."""
         self.setting.faults.reached("shepherd.begun")
         group = self.own.cgroup
-        if group is not None and self.own.limits_memory and self.launch.mem_mib > 0:
-            self._kernel_limits_memory = cgroup.limit_memory(group, self.launch.mem_mib)
+        wants_limit = self.own.limits_memory and self.launch.mem_mib > 0
+        if group is not None and wants_limit and cgroup.limit_memory(group, self.launch.mem_mib):
             self._memory_kills = cgroup.memory_kills(group)
         self._relay.say_here()
         try:
             self._fork_tasks()
         except (OSError, ValueError) as error:
-            # The node's fault if not even one task could be forked; that a job asks for too many is its own.
-            self._node_fault = not self._tasks and getattr(error, "errno", None) in process.NO_PROCESS
+            # The node is at fault if not even one task could be forked; a job that asks for too many tasks is not.
+            if not self._tasks and getattr(error, "errno", None) in process.NO_PROCESS:
+                self._findings.add(Finding.NODE_FAULT)
             self._refuse("cannot start the step: %s" % error)
         self._watch_lease()
-        self.loop.run()
+        if self.state is not State.GONE:
+            self.loop.run()
 
     @property
     def is_clean(self) -> bool:
-        """Whether nothing of the step is left, so that this process may mind another one."""
+        """Whether nothing of the step is left, so that this process may supervise another one."""
         return self._tree.is_empty and self._relay.is_over
 
     def close(self) -> None:
-        """Close what the step had open."""
+        """Close the descriptors of the step."""
         for task in self._tasks:
             if task.status_fd >= 0:
                 self.loop.watch(task.status_fd, 0, _nothing)
@@ -342,54 +148,17 @@ class Shepherd:
         self.setting.faults.reached("tasks.forked")
 
     def _fork_task(self, local_rank: int, shared: Dict[str, str], release_read: int) -> None:
-        launch = self.launch
-        rank = launch.tasks.ranks()[local_rank]
-        stdin_fd = self._input_pipe(rank)
-        stdout_fd = self._output_pipe(rank, 1, launch.stdout)
-        both = stdout_fd is None and launch.stderr == "" and launch.stdout != ""
-        stderr_path = "" if launch.stderr == protocol.STREAMED else launch.stderr
-        stderr_fd = None if both else self._output_pipe(rank, 2, stderr_path)
+        rank = self.launch.tasks.ranks()[local_rank]
+        streams = self._streams_of(rank)
         status_read, status_write = os.pipe2(os.O_CLOEXEC)
-
-        def path(pattern: str) -> str:
-            return task_files.fill(pattern, rank, launch.tasks.node_rank, self.setting.node)
-
-        def empties(pattern: str) -> bool:
-            return not launch.append and task_files.truncates(pattern, local_rank, launch.tasks.node_rank)
-
-        argv = list(launch.argv)
-        is_script = launch.step == protocol.BATCH
-        if is_script:
-            argv.insert(0, self.setting.spool.script(self.token))
-        plan = TaskPlan(
-            rank=rank,
-            argv=argv,
-            is_script=is_script,
-            env=environment.task_environment(shared, launch, local_rank),
-            account=self.job.account,
-            work_dir=launch.work_dir,
-            stdin="" if launch.stdin == "all" or launch.stdin.isdigit() else path(launch.stdin),
-            stdout=path(launch.stdout),
-            stderr=path(launch.stderr) if both or launch.stderr else "/dev/null",
-            stdin_fd=stdin_fd,
-            stdout_fd=stdout_fd,
-            stderr_fd=stderr_fd,
-            truncate_stdout=empties(launch.stdout),
-            truncate_stderr=empties(launch.stderr),
-            umask=environment.umask_of(launch),
-            limits=rlimits.readable(launch.env.get(rlimits.VARIABLE, "")),
-            release_fd=release_read,
-            status_fd=status_write,
-            prolog=launch.task_prolog,
-            epilog=launch.task_epilog,
-            wait_for_children=launch.wait_for_children,
-            signals=self.own.signals,
+        plan = self._plan_of(
+            local_rank, streams, task_env=environment.task_environment(shared, self.launch, local_rank)
         )
         pid = os.fork()
         if pid == 0:
-            os.close(self._release_fd)  # or the release pipe would never end for us
-            run_task(plan)
-        for fd in (stdin_fd, stdout_fd, stderr_fd, status_write):
+            os.close(self._release_fd)  # or the release pipe would never end for the tasks
+            run_task(plan._replace(release_fd=release_read, status_fd=status_write))
+        for fd in (*streams, status_write):
             if fd is not None:
                 os.close(fd)
         os.set_blocking(status_read, False)
@@ -397,8 +166,56 @@ class Shepherd:
         self._tasks.append(task)
         self.loop.watch(status_read, READ, lambda _events: self._status_of(task))
 
+    def _streams_of(self, rank: int) -> TaskStreams:
+        """Make the pipes of a task."""
+        launch = self.launch
+        stdin_fd = self._input_pipe(rank)
+        stdout_fd = self._output_pipe(rank, 1, launch.stdout)
+        if _stderr_follows_stdout(launch):
+            return TaskStreams(stdin_fd, stdout_fd, None)
+        stderr_path = "" if launch.stderr == protocol.STREAMED else launch.stderr
+        return TaskStreams(stdin_fd, stdout_fd, self._output_pipe(rank, 2, stderr_path))
+
+    def _plan_of(self, local_rank: int, streams: TaskStreams, task_env: Dict[str, str]) -> TaskPlan:
+        """Return what a task does; the caller adds the two pipes of its start."""
+        launch = self.launch
+        rank = launch.tasks.ranks()[local_rank]
+
+        def path(pattern: str) -> str:
+            return task_files.fill(pattern, rank, launch.tasks.node_rank, self.setting.node)
+
+        def truncates(pattern: str) -> bool:
+            return not launch.append and task_files.truncates(pattern, local_rank, launch.tasks.node_rank)
+
+        is_script = launch.step == protocol.BATCH
+        has_stderr = launch.stderr or _stderr_follows_stdout(launch)
+        return TaskPlan(
+            rank=rank,
+            argv=[self.setting.spool.script(self.token), *launch.argv] if is_script else list(launch.argv),
+            is_script=is_script,
+            env=task_env,
+            account=self.job.account,
+            work_dir=launch.work_dir,
+            stdin="" if launch.stdin == "all" or launch.stdin.isdigit() else path(launch.stdin),
+            stdout=path(launch.stdout),
+            stderr=path(launch.stderr) if has_stderr else "/dev/null",
+            stdin_fd=streams.stdin,
+            stdout_fd=streams.stdout,
+            stderr_fd=streams.stderr,
+            truncate_stdout=truncates(launch.stdout),
+            truncate_stderr=truncates(launch.stderr),
+            umask=environment.umask_of(launch),
+            limits=rlimits.readable(launch.env.get(rlimits.VARIABLE, "")),
+            release_fd=-1,
+            status_fd=-1,
+            prolog=launch.task_prolog,
+            epilog=launch.task_epilog,
+            wait_for_children=launch.wait_for_children,
+            signals=self.own.signals,
+        )
+
     def _input_pipe(self, rank: int) -> Optional[int]:
-        """Return the read end of the task's input if it is fed by messages, None if it is a file."""
+        """Return the read end of the task's input if messages feed it, None if it is a file."""
         wanted = self.launch.stdin
         if self.launch.stream_to is None or wanted not in ("", "all", str(rank)) or (wanted == "" and rank != 0):
             return None
@@ -411,7 +228,7 @@ class Shepherd:
         return self._relay.add_output(rank, fd, untaken_limit(self.launch.tasks.total))
 
     def _status_of(self, task: Task) -> None:
-        """A task says that it is ready, or why it cannot be; or that its program could not be executed."""
+        """Read a task's status pipe: it is ready, or cannot run, or could not execute its program."""
         try:
             data = os.read(task.status_fd, 4096)
         except BlockingIOError:
@@ -425,42 +242,61 @@ class Shepherd:
             return
         if not task.ready and data[:1] == READY:
             task.ready, data = True, data[1:]
-            self._release_if_ready()
+            if self.state is State.PREPARING and all(task.ready for task in self._tasks):
+                self._apply(Event.TASKS_READY)
+                self._release_if_allowed()
         if data and not task.ready:
             self._refuse(data.decode("utf-8", "surrogateescape"))
         elif data:
             self._not_executed(data)
 
     def _not_executed(self, why: bytes) -> None:
-        """A task that was released says why its program could not be executed."""
-        self._unexecuted = True
+        """Note why a released task could not execute its program."""
+        self._findings.add(Finding.UNEXECUTED)
         self._why = self._why or why.decode("utf-8", "surrogateescape")
 
-    @property
-    def _is_ready(self) -> bool:
-        """Whether nothing but the release is missing."""
-        ready = all(task.ready for task in self._tasks)
-        unhindered = not self._released and not self._suspension.on
-        return ready and unhindered and self._final is None and self._ending_at_s is None
-
-    def _release_if_ready(self) -> None:
-        if self._is_ready and self._may_go:
-            self._release()
-        elif self._is_ready:
+    def _release_if_allowed(self) -> None:
+        if self.state is not State.READY or self._suspension.on:
+            return
+        if self._held:
             self._relay.say(["prepared"])
+        else:
+            self._release()
 
     def _release(self) -> None:
-        """Put on disk who runs, then let them run."""
+        """Put on disk which processes run, then let them run."""
         if not self._lease.lasts_for_ever and self._lease.left_s() <= 0:
             self._end(0.0, protocol.LEASE_OVER)
             return
-        who = [process.identify(task.pid, self.setting.boot_id) for task in self._tasks]
-        self._started = {
+        started = self._start_record()
+        try:
+            self.setting.spool.write_started(self.token, started)
+        except OSError as error:
+            self._findings.add(Finding.NODE_FAULT)
+            self._refuse("cannot record the start in the spool %s: %s" % (self.setting.spool.path, error.strerror))
+            return
+        self._started = started
+        self._apply(Event.RELEASE)
+        with contextlib.suppress(BrokenPipeError):  # all its tasks have been killed meanwhile
+            os.write(self._release_fd, b"x" * len(self._tasks))
+        os.close(self._release_fd)
+        self.setting.faults.reached("released")
+        self._relay.say(["started", started])
+        self.loop.later(0.0, self._check_over)  # tasks that ended before send no further event
+        self._suspension.begin()
+        self._set_time_limit(self.launch.limit_s)
+        if self.launch.mem_mib > 0 and self._memory_kills is None:
+            self.loop.later(MEMORY_WATCH_S, self._watch_memory)
+        self.loop.later(FIRST_LOOK_S, self._look_at_usage)
+
+    def _start_record(self) -> Dict[str, Any]:
+        identities = [process.identify(task.pid, self.setting.boot_id) for task in self._tasks]
+        return {
             "status": protocol.STARTED,
             "pid": self._tasks[0].pid if self._tasks else 0,
             "at_s": time.time(),
             "started_at_s": time.time(),
-            "tasks": [identity for identity in who if identity is not None],
+            "tasks": [identity for identity in identities if identity is not None],
             "shepherd": self.own.identity,
             "boot_id": self.setting.boot_id,
             "started_boot_s": process.boot_clock_s(),
@@ -468,98 +304,78 @@ class Shepherd:
             "cgroup": self.own.cgroup,
             "stream_to": self._stream_to(),
         }
-        try:
-            self.setting.spool.write_started(self.token, self._started)
-        except OSError as error:
-            self._node_fault = True
-            self._refuse("cannot record the start in the spool %s: %s" % (self.setting.spool.path, error.strerror))
-            return
-        self._released = True
-        with contextlib.suppress(BrokenPipeError):  # all its tasks have been killed meanwhile
-            os.write(self._release_fd, b"x" * len(self._tasks))
-        os.close(self._release_fd)
-        self.setting.faults.reached("released")
-        self._relay.say(["started", self._started])
-        self.loop.later(0.0, self._check_over)  # of tasks that ended before, nothing more is heard
-        self._suspension.begin()
-        self._set_time_limit(self.launch.limit_s)
-        if self.launch.mem_mib > 0 and not self._kernel_limits_memory:
-            self.loop.later(WATCH_S, self._watch_memory)
-        self.loop.later(FIRST_LOOK_S, self._look_at_usage)
 
     def _stream_to(self) -> Optional[Dict[str, Any]]:
         address = self.launch.stream_to
         return None if address is None else {"node": address.node, "stream": address.stream}
 
     def _refuse(self, why: str) -> None:
-        """The step cannot run; it never will under this token."""
-        if self._final is None and not self._released:
+        """End a step that cannot run; a step that runs, or is over, is left alone."""
+        if self.state in BEFORE_RELEASE:
             self._why = self._why or why
-            self._over_before_release(protocol.REFUSED)
+            self._over_before_release(Event.REFUSE, protocol.REFUSED)
 
-    def _over_before_release(self, status: str) -> None:
+    def _over_before_release(self, event: Event, status: str) -> None:
         if self._release_fd >= 0:
             os.close(self._release_fd)  # the tasks that wait on it end
             self._release_fd = -1
         for task in self._tasks:
             if not task.over:
                 os.kill(task.pid, signal.SIGKILL)  # our own child, not yet waited for
-        self._close_with(self._record(status))
+        self._close(event, self._record(status))
 
     # ----- limits
 
     def _set_time_limit(self, limit_s: Optional[float]) -> None:
-        """End the step when it has run for so long (None: never), whatever was to happen before; warn it as the job asked."""
-        self._suspension.forget()
+        """End the step after this run time (None: never) and warn it before; replaces an earlier limit."""
+        self._suspension.cancel_alarms()
         self._limit_s = limit_s
         if limit_s is not None:
-            if self.launch.signum and self.launch.signal_before_s > 0 and not self._warned:
+            if self._warning:
                 self._suspension.after_run(max(0.0, limit_s - self.launch.signal_before_s), self._warn)
             self._suspension.after_run(limit_s, self._limit_reached)
 
     def _watch_lease(self) -> None:
-        """End the step when its lease runs out; whatever of its grace has passed meanwhile is gone."""
-        if self._final is not None or self._lease.lasts_for_ever:
+        """End the step when its lease runs out; less grace is left if that was noticed late."""
+        if self.state not in BEFORE_RELEASE | RUNNING or self._lease.lasts_for_ever:
             return
         left_s = self._lease.left_s()
         if left_s <= 0:
-            self._lease_over = self._lease_over or self._ending_at_s is None
+            if self.state is not State.ENDING:
+                self._findings.add(Finding.LEASE_OVER)
             self._end(max(0.0, left_s + self._lease.grace_s), protocol.LEASE_OVER)
         self.loop.later(min(LOOK_S, left_s) if left_s > 0 else LOOK_S, self._watch_lease)
 
     def _warn(self) -> None:
-        self._warned = True
-        self._signal(self.launch.signum, self.launch.signal_batch_only)
+        signum, self._warning = self._warning, 0
+        self._signal(signum, self.launch.signal_batch_only)
         if self.launch.step == protocol.BATCH and not self.launch.signal_batch_only:
-            self._relay.say(["signal_steps", self.launch.signum])
+            self._relay.say(["signal_steps", signum])
 
     def _limit_reached(self) -> None:
-        if self._final is None:
-            self._timed_out = True
-            self._end(self.launch.grace_s, "timeout")
+        self._findings.add(Finding.TIMED_OUT)
+        self._end(self.launch.grace_s, "timeout")
 
     def _look_at_usage(self) -> None:
-        if self._final is None:
+        if self.state in RUNNING:
             self.loop.later(self._usage.look(process.children_of(os.getpid())), self._look_at_usage)
 
     def _watch_memory(self) -> None:
-        if self._final is not None:
+        if self.state not in RUNNING:
             return
         if exceeds(os.getpid(), self.launch.mem_mib):
-            self._out_of_memory = True
+            self._findings.add(Finding.OUT_OF_MEMORY)
             self._end(0.0, "out of memory: more than %d MiB" % self.launch.mem_mib)
         else:
-            self.loop.later(WATCH_S, self._watch_memory)
+            self.loop.later(MEMORY_WATCH_S, self._watch_memory)
 
     # ----- signals and the end
 
     def _signal(self, signum: int, batch_only: bool, full: bool = False) -> None:
         """Signal the tasks; of a batch step the children of its shell, the shell alone (`batch_only`) or both (`full`).
 
-        Step commands among the children hand signals on to their tasks, which get this one from their own shepherds.
+        Step commands among the children are left out: the shepherds of their steps get this signal, too.
         """
-        if not self._released or self._final is not None:
-            return
         if self.launch.step != protocol.BATCH:
             for task in self._tasks:
                 if not task.over:
@@ -572,48 +388,56 @@ class Shepherd:
             pids.insert(0, shell.pid)
         process.signal_all(pids, signum)
 
-    def told_to_stop(self) -> None:
-        """SIGTERM: the node is going down."""
-        self._end(self.launch.grace_s, "the node told the shepherd to stop")
+    def terminate(self) -> None:
+        """End the step because this process got SIGTERM: the node is going down."""
+        if self._accepts(Event.END):
+            self._end(self.launch.grace_s, "the node told the shepherd to stop")
 
     def _suspend(self, on: bool) -> None:
-        if not on:
-            self._suspension.go_on()
-            self._release_if_ready()
-        elif self._final is None and self._ending_at_s is None:
+        if on:
             self._suspension.stop()
+        else:
+            self._suspension.resume()
+            self._release_if_allowed()
 
     def _end(self, grace_s: float, why: str, signum: int = 0, batch_only: bool = False) -> None:
-        """TERM to everything (or `signum`, as `_signal`), after the grace KILL; a second call can only shorten the grace."""
-        if self._final is not None:
-            self._drop_output()
-            return
+        """Send SIGTERM (or `signum`, as `_signal`) to all processes, after `grace_s` SIGKILL.
+
+        A second call can only shorten the grace. If the step is over, nobody takes the rest of its output any more.
+        """
         self._why = self._why or why
-        if not self._released:
-            self._ending_at_s = 0.0
-            self._over_before_release(protocol.BARRED)
-            return
-        self._suspension.go_on()
-        at_s = process.boot_clock_s() + grace_s
-        if grace_s > 0 and not signum and not self._told_to_end:
-            self._told_to_end = True
+        if self.state in BEFORE_RELEASE:
+            self._over_before_release(Event.END, protocol.BARRED)
+        elif self.state in RUNNING:
+            self._end_tasks(grace_s, signum, batch_only)
+        else:
+            self._drop_output(Event.END)
+
+    def _end_tasks(self, grace_s: float, signum: int, batch_only: bool) -> None:
+        was_ending = self.state is State.ENDING
+        self._suspension.resume()
+        if signum:
+            if not was_ending and (not batch_only or self.launch.step == protocol.BATCH):
+                self._signal(signum, batch_only)
+        elif grace_s > 0:
             self._tree.terminate()
-        elif signum and self._ending_at_s is None and (not batch_only or self.launch.step == protocol.BATCH):
-            self._signal(signum, batch_only)
-        if self._ending_at_s is None or at_s < self._ending_at_s:
-            self._ending_at_s = at_s
-            if self._end_timer is not None:
-                self._end_timer.cancel()
-            self._end_timer = self.loop.later(grace_s, self._tree.kill)
+        self._apply(Event.END)
+        at_s = process.boot_clock_s() + grace_s
+        if self._kill_at_s is None or at_s < self._kill_at_s:
+            self._kill_at_s = at_s
+            if self._kill_timer is not None:
+                self._kill_timer.cancel()
+            self._kill_timer = self.loop.later(grace_s, self._tree.kill)
 
     def reap(self) -> None:
-        """Collect whatever has ended below."""
+        """Collect ended children."""
         for pid, status, usage in self._tree.reap():
             self._usage.add(usage)
             for task in self._tasks:
                 if task.pid == pid:
                     self._task_over(task, status)
-        if not self._tree.is_empty and self._ending_at_s is not None and process.boot_clock_s() < self._ending_at_s:
+        in_grace = self._kill_at_s is not None and process.boot_clock_s() < self._kill_at_s
+        if self.state is State.ENDING and in_grace and not self._tree.is_empty:
             self._tree.terminate_orphans()
         self._check_over()
 
@@ -624,24 +448,25 @@ class Shepherd:
         else:
             task.code = os.WEXITSTATUS(status)
         failed = task.code != 0 or task.signal != 0
-        if self._released and failed and self.launch.kill_on_bad_exit:
+        if failed and self.state in RUNNING and self.launch.kill_on_bad_exit:
             self._end(self.launch.grace_s, "task %d failed" % task.rank)
 
     def _check_over(self) -> None:
-        if not self._released or self._final is not None or not all(task.over for task in self._tasks):
+        if self.state not in RUNNING or not all(task.over for task in self._tasks):
             return
         if not self._tree.is_empty:
-            if self._ending_at_s is None:
-                self._ending_at_s = 0.0
+            if self.state is State.RELEASED:
+                self._apply(Event.TASKS_OVER)
+                self._kill_at_s = 0.0
                 self._tree.kill()
             return
         self.setting.faults.reached("tasks.over")
         for task in self._tasks:
             self._last_status(task)
-        self._close_with(self._record(protocol.ENDED))
+        self._close(Event.TREE_EMPTY, self._record(protocol.ENDED))
 
     def _last_status(self, task: Task) -> None:
-        """Why the program could not be executed, if the task said so just before it ended."""
+        """Read why the program could not be executed, if the task wrote that just before it ended."""
         if task.status_fd < 0:
             return
         try:
@@ -652,15 +477,16 @@ class Shepherd:
             self._not_executed(data)
 
     def _record(self, status: str) -> Dict[str, Any]:
+        """Return the record of the end, without keys that do not apply."""
         record: Dict[str, Any] = {
             "status": status,
             "at_s": time.time(),
             "why": self._why,
             "stream_to": self._stream_to(),
         }
-        if status == protocol.ENDED:
-            if self._kernel_limits_memory and cgroup.memory_kills(self.own.cgroup or "") > self._memory_kills:
-                self._out_of_memory = True
+        if self._started is not None:
+            if self._memory_kills is not None and cgroup.memory_kills(self.own.cgroup or "") > self._memory_kills:
+                self._findings.add(Finding.OUT_OF_MEMORY)
             record.update(
                 pid=self._started["pid"],
                 started_at_s=self._started["started_at_s"],
@@ -669,17 +495,17 @@ class Shepherd:
                 ran_s=process.boot_clock_s() - self._started["started_boot_s"],
                 codes=[task.code for task in self._tasks],
                 signals=[task.signal for task in self._tasks],
-                timed_out=self._timed_out,
-                out_of_memory=self._out_of_memory,
+                timed_out=Finding.TIMED_OUT in self._findings,
+                out_of_memory=Finding.OUT_OF_MEMORY in self._findings,
                 usage=self._usage.as_dict(),
             )
-            if self._lease_over:
+            if Finding.LEASE_OVER in self._findings:
                 record["status"] = protocol.LOST
-            if self._unexecuted:
+            if Finding.UNEXECUTED in self._findings:
                 record["unexecuted"] = True
             if self.launch.step == protocol.BATCH and self._output_is_full():
                 record["output_full"] = True
-        if self._node_fault and not self._released:
+        elif Finding.NODE_FAULT in self._findings:
             record["node_fault"] = True
         return record
 
@@ -691,84 +517,112 @@ class Shepherd:
             return False
         return task_files.is_full(os.path.join(launch.work_dir, path))
 
-    def _close_with(self, final: Dict[str, Any]) -> None:
-        """Put the end on disk and tell it, then go as soon as the output was taken."""
+    def _close(self, event: Event, final: Dict[str, Any]) -> None:
+        """Put the end on disk and report it; leave as soon as the output was taken."""
+        self._apply(event)
         self._final = final
-        if self._kernel_limits_memory:
+        self._suspension.cancel_alarms()
+        if self._memory_kills is not None:
             cgroup.limit_memory(self.own.cgroup or "", 0)
         self.loop.later(LINGER_S, lambda: self._linger(self._relay.taken_bytes))
-        self._keep_final()
+        self._write_final()
 
-    def _keep_final(self) -> None:
-        """Put the end on disk; an end that is not there is not told, unless nothing ever ran."""
-        assert self._final is not None
+    def _write_final(self) -> None:
+        """Put the end on disk, now or when the disk has room; a step that never ran is reported without that."""
         try:
             self.setting.spool.write_final(self.token, self._final)
         except OSError as error:
             print("cannot record the end of %s: %s" % (self.token, error), file=sys.stderr, flush=True)
-            if self._released:
-                self.loop.later(RETRY_S, self._keep_final)
+            if self._started is not None:
+                self.loop.later(RETRY_S, self._write_final)
                 return
-        self._final_kept = True
-        if not self._released or self._ending_at_s is not None:
-            self._tell_final()
+        self._apply(Event.RECORD)
+        if self._started is None or self._kill_at_s is not None:
+            self._report_final()
         self._relay.pump()
 
-    def _tell_final(self) -> None:
-        if self._final_kept and not self._final_told and self._relay.is_connected:
-            self._final_told = True
+    def _report_final(self) -> None:
+        if self.state is State.RECORDED and self._relay.is_connected:
             self._relay.say(["final", self._final])
+            self._apply(Event.REPORT)
 
     def _after_moves(self) -> None:
-        """Tell the end when the output has gone before it, and go when there is nothing left to do."""
-        if not self._final_kept:
+        """Report the end after the output before it was sent; leave when nothing is left to do."""
+        if self.state not in REPORTABLE:
             return
         if self._relay.all_sent:
-            self._tell_final()
-        if not self._relay.has_output or (self._relay.all_taken and self._acknowledged):
-            self.loop.stopped = True
-            self._relay.finish()
+            self._report_final()
+        if not self._relay.has_output or (self._relay.all_taken and self.state is State.ACKNOWLEDGED):
+            self._leave(Event.LEAVE)
+
+    def _leave(self, event: Event) -> None:
+        self._apply(event)
+        self.loop.stopped = True
+        self._relay.finish()
 
     def _linger(self, taken_before: int) -> None:
         taken_bytes = self._relay.taken_bytes
-        if taken_bytes == taken_before:
-            self._drop_output()
+        if taken_bytes == taken_before and self.state in REPORTABLE:
+            self._drop_output(Event.LEAVE)
         else:
             self.loop.later(LINGER_S, lambda: self._linger(taken_bytes))
 
-    def _drop_output(self) -> None:
-        """Nobody takes what is left of the output."""
-        self._acknowledged = True
+    def _drop_output(self, event: Event) -> None:
+        """Drop the rest of the output, and leave if the end is on disk."""
         self._relay.drop_output()
-        self.loop.stopped = True
+        if self.state in REPORTABLE:
+            self._leave(event)
 
     # ----- the agent
 
     def _obey(self, words: List[Any]) -> None:
-        if words[0] == "end":
+        event = _EVENTS.get(words[0])
+        if words[0] == "suspend":
+            event = Event.SUSPEND if words[1] else Event.RESUME
+        if event is None or not self._accepts(event):
+            return
+        if event is Event.END:
             self._end(*words[1:5])
-        elif words[0] == "signal":
+        elif event is Event.SIGNAL:
             self._signal(words[1], words[2], full=len(words) > 3 and words[3])
-        elif words[0] == "limit":
-            if self._released and self._final is None and words[1] != self._limit_s:
+        elif event is Event.LIMIT:
+            if words[1] != self._limit_s:
                 self._set_time_limit(words[1])
-        elif words[0] == "suspend":
-            self._suspend(words[1])
-        elif words[0] == "go":
-            self._may_go = True
-            self._release_if_ready()
-        elif words[0] == "acknowledged":
-            self._acknowledged = True
+        elif event in (Event.SUSPEND, Event.RESUME):
+            self._suspend(event is Event.SUSPEND)
+        elif event is Event.GO:
+            self._held = False
+            self._release_if_allowed()
+        elif event is Event.ACKNOWLEDGE:
+            self._apply(event)
 
     def _greet(self) -> None:
-        """A new agent is there."""
-        self._final_told = False
-        if self._released:
+        """Report to a new agent what it may not have heard."""
+        if not self._accepts(Event.RECONNECT):
+            return
+        self._apply(Event.RECONNECT)
+        if self._started is not None:
             self._relay.say(["started", self._started])
         else:
-            self._release_if_ready()
-        if self._ending_at_s is not None:
-            self._tell_final()
+            self._release_if_allowed()
+        if self.state is State.ACKNOWLEDGED:
+            self._relay.say(["final", self._final])  # the order does not matter: the controller has it
+        elif self._kill_at_s is not None:
+            self._report_final()
+
+
+_EVENTS = {
+    "end": Event.END,
+    "signal": Event.SIGNAL,
+    "limit": Event.LIMIT,
+    "go": Event.GO,
+    "acknowledged": Event.ACKNOWLEDGE,
+}
+
+
+def _stderr_follows_stdout(launch: protocol.Launch) -> bool:
+    """Return whether standard error goes to the file of standard output."""
+    return launch.stderr == "" and launch.stdout != ""
 
 
 def _nothing(_events: int) -> None:

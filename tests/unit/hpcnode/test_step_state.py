@@ -1,0 +1,145 @@
+"""The states of a step under its shepherd: which events each allows, and what the shepherd does with the others."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from nodeworld import ACCOUNT, launch, token
+
+from hpcnode.os.faults import CrashPoints
+from hpcnode.os.loop import Loop
+from hpcnode.os.process import Identity
+from hpcnode.shepherd.assignment import Assignment, Own, Setting
+from hpcnode.shepherd.shepherd import Shepherd
+from hpcnode.shepherd.step_state import BEFORE_RELEASE, NEXT, RUNNING, Event, State, TransitionError, after, allows
+from hpcnode.spool import Spool
+from hpcnode.wire import protocol
+
+OVER = frozenset(State) - BEFORE_RELEASE - RUNNING
+
+
+def test_a_step_passes_through_all_states_in_order() -> None:
+    state, passed = State.PREPARING, [State.PREPARING]
+    for event in (
+        Event.TASKS_READY,
+        Event.RELEASE,
+        Event.END,
+        Event.TREE_EMPTY,
+        Event.RECORD,
+        Event.REPORT,
+        Event.ACKNOWLEDGE,
+        Event.LEAVE,
+    ):
+        state = after(state, event)
+        passed.append(state)
+    assert passed == list(State)
+
+
+def test_every_state_is_reached_and_every_event_is_used() -> None:
+    reached = {State.PREPARING} | {state for row in NEXT.values() for state in row.values()}
+    assert reached == set(NEXT) == set(State)
+    assert {event for row in NEXT.values() for event in row} == set(Event)
+
+
+@pytest.mark.parametrize("state", State)
+def test_a_transition_that_the_table_does_not_have_raises(state: State) -> None:
+    for event in Event:
+        if not allows(state, event):
+            with pytest.raises(TransitionError, match=f"{event.name} is not allowed while the step is {state.value}"):
+                after(state, event)
+
+
+def test_nothing_goes_back_to_an_earlier_part_of_its_life() -> None:
+    parts = (BEFORE_RELEASE, RUNNING, OVER)
+    for number, part in enumerate(parts):
+        later = frozenset().union(*parts[number:])
+        assert all(set(NEXT[state].values()) <= later for state in part)
+
+
+def test_only_ready_steps_are_released_and_only_recorded_ends_are_reported() -> None:
+    assert {state for state in State if allows(state, Event.RELEASE)} == {State.READY}
+    assert {state for state in State if allows(state, Event.REPORT)} == {State.RECORDED}
+    assert {state for state in State if State.RECORDED in NEXT[state].values()} == {
+        State.OVER,
+        State.RECORDED,
+        State.REPORTED,
+    }
+
+
+def test_an_end_may_be_requested_until_the_step_is_gone() -> None:
+    assert {state for state in State if not allows(state, Event.END)} == {State.GONE}
+
+
+def test_a_new_agent_hears_the_end_again() -> None:
+    assert after(State.REPORTED, Event.RECONNECT) is State.RECORDED
+    assert after(State.ACKNOWLEDGED, Event.RECONNECT) is State.ACKNOWLEDGED
+
+
+class FullSpool(Spool):
+    """A spool whose disk is full as long as `full` says so."""
+
+    full = True
+
+    def write_final(self, token: str, record: dict[str, Any]) -> None:
+        if self.full:
+            raise OSError(28, "No space left on device")
+        super().write_final(token, record)
+
+
+@pytest.fixture
+def shepherd(tmp_path: Path) -> Iterator[Shepherd]:
+    """A shepherd whose step runs, without a process."""
+    spool, text = FullSpool(str(tmp_path), CrashPoints()), token(1)
+    spool.claim(launch(text), b"#!/bin/sh\n", "boot", (os.geteuid(), os.getegid()))
+    setting = Setting(spool, CrashPoints(), "boot", "n1", str(tmp_path / "sock"), None, False)
+    job = Assignment(launch(text), ACCOUNT, {}, 0, False)
+    ours, theirs = socket.socketpair()
+    made = Shepherd(setting, job, theirs, Loop(), Own(Identity(1, 1, "boot"), [], None, False))
+    made._started = {"pid": 7, "started_at_s": 1.0, "started_boot_s": 1.0}
+    made.state = State.RELEASED
+    yield made
+    ours.close()
+    theirs.close()
+
+
+def test_words_that_the_state_does_not_allow_are_logged_and_dropped(
+    shepherd: Shepherd, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shepherd._obey(["acknowledged"])
+    assert shepherd.state is State.RELEASED
+    assert capsys.readouterr().err == f"the end is committed dropped: step {shepherd.token} is released\n"
+
+
+def test_an_end_request_does_not_lose_an_end_that_the_full_disk_does_not_take(shepherd: Shepherd) -> None:
+    shepherd._close(Event.TREE_EMPTY, shepherd._record(protocol.ENDED))
+    assert shepherd.state is State.OVER
+    shepherd.terminate()
+    assert shepherd.state is State.OVER
+    assert not shepherd.loop.stopped
+    shepherd.setting.spool.full = False  # type: ignore[attr-defined]
+    shepherd._write_final()
+    assert shepherd.state is State.GONE
+    found = shepherd.setting.spool.read(shepherd.token).final
+    assert found is not None
+    assert found["status"] == protocol.ENDED
+
+
+def test_a_step_that_is_over_is_left_alone_by_its_timers(shepherd: Shepherd) -> None:
+    shepherd.setting.spool.full = False  # type: ignore[attr-defined]
+    shepherd._suspension.begin()
+    shepherd._set_time_limit(0.0)
+    shepherd._close(Event.TREE_EMPTY, shepherd._record(protocol.ENDED))
+    gone = shepherd.state
+    for _ in range(3):
+        shepherd.loop.later(0.0, lambda: None)
+        shepherd.loop.turn()
+    assert shepherd.state is gone
+    shepherd._watch_lease()
+    shepherd._watch_memory()
+    shepherd._refuse("a task died")
+    assert shepherd._why == ""
