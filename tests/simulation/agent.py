@@ -15,6 +15,7 @@ from hpcnode.os.account import Account
 from hpcnode.os.loop import Timer
 from hpcnode.spool import Spool
 from hpcnode.wire import protocol
+from hpcnode.wire.shepherd_messages import TasksEnded, TasksReady, TasksStarted
 from simulation.agenda import Process
 from simulation.machine import Machine
 from simulation.minding import UID, SimMinders
@@ -185,14 +186,15 @@ class SimAgent(Process):
 
     # ----- shepherds
 
-    def heard_shepherd(self, token: str, words: list[Any]) -> None:
-        """A shepherd says something."""
-        if words[0] == "prepared":
-            self.do(self.ledger.shepherd_prepared, token)
-        elif words[0] == "started":
-            self.do(self.ledger.shepherd_started, token, words[1])
-        elif words[0] == "final":
-            self.do(self.ledger.shepherd_ended, token, words[1])
+    def heard_shepherd(self, token: str, message: protocol.Message) -> None:
+        """Take a message of a shepherd."""
+        match message:
+            case TasksReady():
+                self.do(self.ledger.shepherd_ready, token)
+            case TasksStarted():
+                self.do(self.ledger.shepherd_started, token, message)
+            case TasksEnded():
+                self.do(self.ledger.shepherd_ended, token, message)
 
     # ----- time
 

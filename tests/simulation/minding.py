@@ -17,7 +17,18 @@ from hpcnode.os import process
 from hpcnode.os.account import Account
 from hpcnode.shepherd.environment import MARKER
 from hpcnode.shepherd.step_state import BEFORE_RELEASE, REPORTABLE, RUNNING, Event, State, after, allows
-from hpcnode.wire import protocol
+from hpcnode.wire import protocol, shepherd_messages
+from hpcnode.wire.message import Message
+from hpcnode.wire.shepherd_messages import (
+    EndTasks,
+    ReleaseTasks,
+    SignalTasks,
+    SuspendTasks,
+    TasksEnded,
+    TasksReady,
+    TasksStarted,
+    record_of,
+)
 from simulation.agenda import Process
 from simulation.machine import INIT, Machine, Program
 
@@ -66,13 +77,13 @@ class Wire:
         self.open = True
         self._down_s = self._up_s = 0.0
 
-    def down(self, words: list[Any]) -> None:
+    def down(self, message: Message) -> None:
         self._down_s = max(self._down_s, self.world.soon())
-        self.world.agenda.at(self._down_s, self.shepherd, self.shepherd.obey, self, words)
+        self.world.agenda.at(self._down_s, self.shepherd, self.shepherd.handle, self, _sent(message))
 
-    def up(self, words: list[Any]) -> None:
+    def up(self, message: Message) -> None:
         self._up_s = max(self._up_s, self.world.soon())
-        self.world.agenda.at(self._up_s, self.agent, self.agent.heard_shepherd, self.shepherd.token, words)
+        self.world.agenda.at(self._up_s, self.agent, self.agent.heard_shepherd, self.shepherd.token, _sent(message))
 
     def shepherd_ended(self) -> None:
         if self.open:
@@ -85,6 +96,12 @@ class Wire:
             self.open = False
             self._down_s = max(self._down_s, self.world.soon())
             self.world.agenda.at(self._down_s, self.shepherd, self.shepherd.agent_gone, self)
+
+
+def _sent(message: Message) -> Message:
+    """Return the message as the other end reads it."""
+    ((read, _blob),) = shepherd_messages.reader().feed(shepherd_messages.encode(message))
+    return read
 
 
 class Task(Process):
@@ -117,7 +134,7 @@ class Task(Process):
         self.shepherd.run_program()
 
 
-EVENTS = {"end": Event.END, "signal": Event.SIGNAL, "go": Event.GO}
+EVENTS: dict[type[Message], Event] = {EndTasks: Event.END, SignalTasks: Event.SIGNAL, ReleaseTasks: Event.GO}
 
 
 class SimShepherd(Process):
@@ -134,8 +151,8 @@ class SimShepherd(Process):
         self.task: Task | None = None
         self.programs: list[Program] = []
         self.state = State.PREPARING
-        self.started: dict[str, Any] | None = None
-        self.final: dict[str, Any] = {}
+        self.started: TasksStarted | None = None
+        self.ended: TasksEnded | None = None
         self.kill_at_s: float | None = None
         self.why = ""
         self.may_go = True
@@ -206,7 +223,7 @@ class SimShepherd(Process):
         if self.may_go:
             self.release()
         else:
-            self.say(["prepared"])
+            self.send(TasksReady())
 
     def release(self) -> None:
         assert self.launch is not None
@@ -217,21 +234,20 @@ class SimShepherd(Process):
             return
         machine, now_s = self.machine, self.machine.wall_s()
         self.pid, self.ticks = machine.new_pid(), machine.ticks()
-        started = {
-            "status": protocol.STARTED,
-            "pid": self.pid,
-            "at_s": now_s,
-            "started_at_s": now_s,
-            "tasks": [process.Identity(self.pid, self.ticks, machine.boot_id)],
-            "shepherd": None,
-            "boot_id": machine.boot_id,
-            "started_boot_s": machine.boot_s(),
-            "uid": UID,
-            "cgroup": None,
-            "stream_to": self._stream_to(),
-        }
+        identity = process.Identity(self.pid, self.ticks, machine.boot_id)
+        started = TasksStarted(
+            pid=self.pid,
+            at_s=now_s,
+            started_at_s=now_s,
+            tasks=[identity],
+            shepherd=identity,
+            boot_id=machine.boot_id,
+            started_boot_s=machine.boot_s(),
+            uid=UID,
+            stream_to=self.launch.stream_to,
+        )
         try:
-            self.spool.write_started(self.token, started)
+            self.spool.write_started(self.token, record_of(started))
         except OSError as error:
             self.node_fault = True
             self.refuse(f"cannot record the start: {error.strerror}")
@@ -240,13 +256,9 @@ class SimShepherd(Process):
         self._apply(Event.RELEASE)
         self.task.release()
         self.reached("released")
-        self.say(["started", started])
+        self.send(started)
         if self.launch.limit_s is not None:
             self.world.agenda.later(self.launch.limit_s, self, self.limit_reached)
-
-    def _stream_to(self) -> dict[str, Any] | None:
-        address = self.launch.stream_to if self.launch is not None else None
-        return None if address is None else {"node": address.node, "stream": address.stream}
 
     def run_program(self) -> None:
         """The task's exec. The shepherd itself may be dead by now."""
@@ -301,7 +313,7 @@ class SimShepherd(Process):
     def over_before_release(self, event: Event, status: str) -> None:
         if self.task is not None:
             self.task.pipe_closed()
-        self.close(event, self.record(status))
+        self.close(event, self.end_record(status))
 
     def limit_reached(self) -> None:
         if self.state in RUNNING:
@@ -360,46 +372,56 @@ class SimShepherd(Process):
                 self.kill_all()
             return
         self.reached("tasks.over")
-        self.close(Event.TREE_EMPTY, self.record(protocol.ENDED))
+        self.close(Event.TREE_EMPTY, self.end_record(protocol.ENDED))
 
-    def record(self, status: str) -> dict[str, Any]:
-        at_s = self.machine.wall_s()
-        record = {"status": status, "at_s": at_s, "why": self.why, "stream_to": self._stream_to()}
-        if self.started is not None:
-            assert self.launch is not None
-            count = self.launch.tasks.count
-            record |= {"codes": [self.code] * count, "signals": [self.signal] * count, "timed_out": self.timed_out}
-            boot_s = self.machine.boot_s()
-            record |= {"ran_s": boot_s - self.started["started_boot_s"], "ended_boot_s": boot_s}
-            record |= {"boot_id": self.machine.boot_id}
-            if self.unexecuted:
-                record["unexecuted"] = True
-            if self.lease_over:
-                record["status"] = protocol.LOST
-        elif self.node_fault:
-            record["node_fault"] = True
-        return record
+    def end_record(self, status: str) -> TasksEnded:
+        """Return the record of the end."""
+        machine = self.machine
+        assert self.launch is not None
+        if self.started is None:
+            return TasksEnded(
+                status=status,
+                at_s=machine.wall_s(),
+                why=self.why,
+                stream_to=self.launch.stream_to,
+                node_fault=self.node_fault,
+            )
+        count = self.launch.tasks.count
+        return TasksEnded(
+            status=protocol.LOST if self.lease_over else status,
+            at_s=machine.wall_s(),
+            why=self.why,
+            stream_to=self.launch.stream_to,
+            boot_id=machine.boot_id,
+            ended_boot_s=machine.boot_s(),
+            ran_s=machine.boot_s() - self.started.started_boot_s,
+            codes=[self.code] * count,
+            signals=[self.signal] * count,
+            timed_out=self.timed_out,
+            unexecuted=self.unexecuted,
+        )
 
-    def close(self, event: Event, final: dict[str, Any]) -> None:
+    def close(self, event: Event, ended: TasksEnded) -> None:
         self._apply(event)
-        self.final = final
+        self.ended = ended
         self.write_final()
 
     def write_final(self) -> None:
+        assert self.ended is not None
         try:
-            self.spool.write_final(self.token, self.final)
+            self.spool.write_final(self.token, record_of(self.ended))
         except OSError:
             if self.started is not None:
                 self.world.agenda.later(RETRY_S, self, self.write_final)
                 return
         self._apply(Event.RECORD)
-        if self.started is not None and self.final["status"] == protocol.ENDED:
-            self.world.truth.end_kept(self.machine, self.token, self.final)
+        if self.started is not None and self.ended.status == protocol.ENDED:
+            self.world.truth.end_kept(self.machine, self.token, record_of(self.ended))
         self.after_moves()
 
     def report_final(self) -> None:
-        if self.state is State.RECORDED and self.wire is not None:
-            self.say(["final", self.final])
+        if self.state is State.RECORDED and self.wire is not None and self.ended is not None:
+            self.send(self.ended)
             self._apply(Event.REPORT)
 
     def after_moves(self) -> None:
@@ -431,27 +453,27 @@ class SimShepherd(Process):
 
     # ----- the agent
 
-    def say(self, words: list[Any]) -> None:
+    def send(self, message: Message) -> None:
         if self.wire is not None:
-            self.wire.up(words)
+            self.wire.up(message)
 
-    def obey(self, wire: Wire, words: list[Any]) -> None:
-        event = EVENTS.get(words[0])
-        if words[0] == "suspend":
-            event = Event.SUSPEND if words[1] else Event.RESUME
+    def handle(self, wire: Wire, message: Message) -> None:
+        event = EVENTS.get(type(message))
+        if isinstance(message, SuspendTasks):
+            event = Event.SUSPEND if message.on else Event.RESUME
         if wire is not self.wire or event is None or not allows(self.state, event):
             return
-        match event:
-            case Event.END:
-                self.end(*words[1:4])
-            case Event.SUSPEND | Event.RESUME:
-                self.suspend(event is Event.SUSPEND)
-            case Event.GO:
+        match message:
+            case EndTasks():
+                self.end(message.grace_s, message.why, message.signum or 15)
+            case SuspendTasks():
+                self.suspend(message.on)
+            case ReleaseTasks():
                 self.may_go = True
                 self.release_if_allowed()
-            case Event.SIGNAL:
+            case SignalTasks():
                 for program in [one for one in self.programs if one.alive and not one.stubborn]:
-                    self.machine.kill(program, words[1])
+                    self.machine.kill(program, message.signum)
 
     def agent_gone(self, wire: Wire) -> None:
         if wire is self.wire:
@@ -469,7 +491,7 @@ class SimShepherd(Process):
     def greet(self) -> None:
         self._apply(Event.RECONNECT)
         if self.started is not None:
-            self.say(["started", self.started])
+            self.send(self.started)
         else:
             self.release_if_allowed()
         self.after_moves()
@@ -483,7 +505,7 @@ class SimMinders:
         self._machine = agent.machine
         self._world = agent.world
         self._wires: dict[str, Wire] = {}
-        self._unsaid: dict[str, list[list[Any]]] = {}
+        self._unsent: dict[str, list[Message]] = {}
 
     def try_to_start(self) -> None:
         """As `Minders.try_to_start`: a fork fails now and then only."""
@@ -507,19 +529,19 @@ class SimMinders:
         self._world.points.reached("fork.after")
 
     def adopt(self, token: str) -> None:
-        self._unsaid.setdefault(token, [])
+        self._unsent.setdefault(token, [])
         self._try_adopt(token)
 
     def _try_adopt(self, token: str) -> None:
         shepherd = self._machine.shepherds.get(token)
         if shepherd is not None and shepherd.listening:
             wire = self._wires[token] = shepherd.agent_came(self._agent)
-            for words in self._unsaid.pop(token, ()):
-                wire.down(words)
+            for message in self._unsent.pop(token, ()):
+                wire.down(message)
         elif self.is_minded(token):
             self._world.agenda.later(0.02, self._agent, self._agent.do, self._try_adopt, token)
         else:
-            self._unsaid.pop(token, None)
+            self._unsent.pop(token, None)
             self._agent.ledger.shepherd_gone(token)
 
     def is_minded(self, token: str) -> bool:
@@ -530,11 +552,11 @@ class SimMinders:
             disk.make_file(entry, "lock")
         return self._machine.is_locked(token)
 
-    def say(self, token: str, words: list[Any], blob: bytes = b"") -> None:
+    def send(self, token: str, message: Message, blob: bytes = b"") -> None:
         if token in self._wires:
-            self._wires[token].down(words)
-        elif token in self._unsaid:
-            self._unsaid[token].append(words)
+            self._wires[token].down(message)
+        elif token in self._unsent:
+            self._unsent[token].append(message)
 
     def hung_up(self, token: str, wire: Wire) -> None:
         """The shepherd closed its connection; it is gone when its lock is free."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import signal
-from typing import Any, Dict, Iterator, List, Optional, Protocol, Set, Tuple
+from typing import Any, Dict, Iterator, Optional, Protocol, Set, Tuple
 
 from hpcnode.os.account import Account
 from hpcnode.wire import protocol
+from hpcnode.wire.shepherd_messages import FINAL_STATUSES
 from hpcnode.wire.tokens import Life, Token
 
-FINAL = frozenset({protocol.ENDED, protocol.BARRED, protocol.REFUSED, protocol.LOST})
 RESULT = (
     "codes",
     "signals",
@@ -31,7 +31,7 @@ class Minding(Protocol):
     def try_to_start(self) -> None: ...  # anything at all. Raises OSError if this node can have no more processes
     def adopt(self, token: str) -> None: ...
     def is_minded(self, token: str) -> bool: ...
-    def say(self, token: str, words: List[Any], blob: bytes = b"") -> None: ...
+    def send(self, token: str, message: protocol.Message, blob: bytes = b"") -> None: ...
     def kill_remains(self, started: Dict[str, Any]) -> bool: ...
 
 
@@ -77,7 +77,7 @@ class Entry:
 
     @property
     def is_final(self) -> bool:
-        return self.status in FINAL
+        return self.status in FINAL_STATUSES
 
     @property
     def lease_s(self) -> float:

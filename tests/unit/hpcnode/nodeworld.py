@@ -10,6 +10,7 @@ from hpcnode.agent.ledger import Ledger
 from hpcnode.os.account import Account, UserError
 from hpcnode.spool import Epochs, Found
 from hpcnode.wire import protocol
+from hpcnode.wire.shepherd_messages import SuspendTasks, TasksEnded, TasksStarted, record_of
 from hpcnode.wire.tokens import Life, Token, read_token
 
 INCARNATION = "feedc0de"
@@ -130,7 +131,7 @@ class NotedShepherds:
     def __init__(self) -> None:
         self.living: set[str] = set()
         self.starts: list[str] = []
-        self.said: list[tuple[str, list[Any]]] = []
+        self.sent: list[tuple[str, protocol.Message]] = []
         self.tree_left = False
         self.fails = False
         self.no_process = False
@@ -146,7 +147,7 @@ class NotedShepherds:
         assert spec.token not in self.living
         self.living.add(spec.token)
         if suspended:  # the order itself says so
-            self.said.append((spec.token, ["suspend", True]))
+            self.sent.append((spec.token, SuspendTasks(True)))
         self.starts.append(spec.token)
 
     def adopt(self, text: str) -> None:
@@ -155,8 +156,8 @@ class NotedShepherds:
     def is_minded(self, text: str) -> bool:
         return text in self.living
 
-    def say(self, text: str, words: list[Any], blob: bytes = b"") -> None:
-        self.said.append((text, words))
+    def send(self, text: str, message: protocol.Message, blob: bytes = b"") -> None:
+        self.sent.append((text, message))
 
     def kill_remains(self, started: dict[str, Any]) -> bool:
         return not self.tree_left
@@ -199,19 +200,14 @@ class World:
         return text
 
     def started(self, text: str) -> None:
-        record = {
-            "status": "started",
-            "pid": 7,
-            "started_at_s": 999.0,
-            "boot_id": self.boot_id,
-            "started_boot_s": self.now_s,
-        }
-        self.spool.entries[text]["started"] = record
+        identity = (7, 1, self.boot_id)
+        record = TasksStarted(7, 999.0, 999.0, [identity], identity, self.boot_id, self.now_s, 1001)
+        self.spool.entries[text]["started"] = record_of(record)
         self.ledger.shepherd_started(text, record)
 
     def ended(self, text: str, code: int = 0) -> None:
-        record = {"status": "ended", "at_s": 1001.0, "codes": [code], "signals": [0], "pid": 7, "started_at_s": 999.0}
-        self.spool.entries[text]["final"] = record
+        record = TasksEnded("ended", 1001.0, "", pid=7, started_at_s=999.0, codes=[code], signals=[0])
+        self.spool.entries[text]["final"] = record_of(record)
         self.ledger.shepherd_ended(text, record)
         self.gone(text)
 

@@ -21,7 +21,9 @@ from hpcnode.shepherd.assignment import Setting
 from hpcnode.shepherd.mpi import MpiVariables
 from hpcnode.shepherd.relay import listen_in
 from hpcnode.spool import Spool
-from hpcnode.wire import shepherd_frames
+from hpcnode.wire import shepherd_messages
+from hpcnode.wire.message import Message
+from hpcnode.wire.shepherd_messages import InputTaken, ReleaseTasks, SignalOtherSteps
 
 
 def _turn_until(loop: Loop, done: Callable[[], Any]) -> None:
@@ -77,30 +79,30 @@ def test_a_shepherd_whose_word_cannot_be_taken_is_connected_again(
     loop, spool, heard = Loop(contains_faults=True), Spool(str(tmp_path), CrashPoints()), []
     setting = Setting(spool, CrashPoints(), process.boot_id({}), "n1", str(tmp_path / "sock"), None, False)
     ours = shepherds.Minders(loop, setting, MpiVariables(str(tmp_path), print))
-    one = token(1)
+    one, bad, good = token(1), InputTaken(0, 0), SignalOtherSteps(10)
     spool.claim(launch(one), b"#!/bin/sh\n", "boot", (os.geteuid(), os.getegid()))
     lock_fd = spool.open_lock(one)
     fcntl.flock(lock_fd, fcntl.LOCK_EX)
 
-    def take(_token: str, words: list[Any], _blob: bytes) -> None:
-        if words == ["bad"]:
+    def take(_token: str, message: Message, _blob: bytes) -> None:
+        if message == bad:
             raise KeyError("a fault of ours")
-        heard.append(words)
+        heard.append(message)
 
-    ours.on_words = take
+    ours.on_message = take
     ours.on_gone = lambda gone: heard.append([gone])
     listener = listen_in(spool.entry(one))
     ours.adopt(one)
     first, _ = listener.accept()
-    first.send(shepherd_frames.pack(["bad"]))
+    first.send(shepherd_messages.encode(bad))
     _turn_until(loop, lambda: one not in ours._streams)
-    ours.say(one, ["go"])
+    ours.send(one, ReleaseTasks())
     _turn_until(loop, lambda: one in ours._streams)
     second, _ = listener.accept()
-    second.send(shepherd_frames.pack(["good"]))
-    _turn_until(loop, lambda: ["good"] in heard)
+    second.send(shepherd_messages.encode(good))
+    _turn_until(loop, lambda: good in heard)
     loop.flush()
-    assert shepherd_frames.pack(["go"]) in second.recv(1 << 16)
+    assert shepherd_messages.encode(ReleaseTasks()) in second.recv(1 << 16)
     os.close(lock_fd)
     for sock in (first, second, listener):
         sock.close()

@@ -9,6 +9,7 @@ from nodeworld import INCARNATION, World, token
 
 from hpcnode.lease import Renewals, StepLease
 from hpcnode.wire import protocol
+from hpcnode.wire.shepherd_messages import EndTasks, ReleaseTasks, TasksEnded, record_of
 
 KILL: dict[str, Any] = {"lease": "kill", "lease_s": 60.0, "grace_s": 10.0}
 
@@ -199,10 +200,10 @@ def test_a_user_whom_the_node_does_not_know_claims_nothing() -> None:
 def test_a_step_that_waits_for_go_is_ready_first() -> None:
     world = World()
     text = world.launch(token(step="0"), hold=True)
-    world.ledger.shepherd_prepared(text)
+    world.ledger.shepherd_ready(text)
     assert world.statuses(text) == ["ready"]
     world.ledger.go(protocol.Go(text))
-    assert world.shepherds.said[-1] == (text, ["go"])
+    assert world.shepherds.sent[-1] == (text, ReleaseTasks())
     world.started(text)
     assert world.statuses(text) == ["ready", "started"]
 
@@ -239,8 +240,8 @@ def test_a_node_that_can_fork_no_more_refuses_as_one_that_is_unwell_until_it_can
 def test_a_start_that_the_disk_did_not_take_is_the_nodes_fault() -> None:
     world = World()
     text = world.launch(token())
-    record = {"status": "refused", "at_s": 1.0, "why": "cannot record the start: No space left", "node_fault": True}
-    world.spool.entries[text]["final"] = record
+    record = TasksEnded("refused", 1.0, "cannot record the start: No space left", node_fault=True)
+    world.spool.entries[text]["final"] = record_of(record)
     world.ledger.shepherd_ended(text, record)
     assert world.sent[-1].node_fault
     assert "No space left" in world.ledger.fault
@@ -255,7 +256,7 @@ def test_a_full_disk_delays_the_word_that_a_job_is_gone_and_not_its_end() -> Non
     world.spool.full = True
     gone = protocol.JobGone(INCARNATION, 1, 0)
     world.ledger.end_job(protocol.EndJob(INCARNATION, 1, 0, 5.0))
-    assert world.shepherds.said == [(text, ["end", 5.0, "the job is over"])]
+    assert world.shepherds.sent == [(text, EndTasks(5.0, "the job is over"))]
     world.ended(text)
     world.ledger.tick()
     assert world.ledger.waits

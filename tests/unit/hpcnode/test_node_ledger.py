@@ -11,6 +11,7 @@ from nodeworld import INCARNATION, World, launch, token
 
 from hpcnode.agent.ledger import MAX_STARTS
 from hpcnode.wire import protocol
+from hpcnode.wire.shepherd_messages import EndTasks, SuspendTasks, TasksEnded
 from hpcnode.wire.tokens import read_token
 
 
@@ -165,7 +166,7 @@ def test_an_end_reaches_the_shepherd_and_a_dead_one_is_barred() -> None:
     world = World()
     text = world.launch(token())
     world.ledger.end_step(protocol.EndStep(text, 2.0, "cancelled"))
-    assert world.shepherds.said == [(text, ["end", 2.0, "cancelled"])]
+    assert world.shepherds.sent == [(text, EndTasks(2.0, "cancelled"))]
     world.gone(text)
     assert world.statuses(text) == ["barred"]
 
@@ -176,7 +177,7 @@ def test_a_batch_step_is_over_only_with_the_rest_of_its_job() -> None:
     world.started(batch)
     world.started(step)
     world.ended(batch, code=2)
-    assert world.shepherds.said == [(step, ["end", 30.0, "the job's batch step is over"])]
+    assert world.shepherds.sent == [(step, EndTasks(30.0, "the job's batch step is over"))]
     assert world.statuses(batch) == ["started"]
     assert {r["token"]: r["status"] for r in world.ledger.inventory()} == {batch: "started", step: "started"}
     world.ended(step)
@@ -191,7 +192,7 @@ def test_a_batch_step_that_ended_while_there_was_no_agent_takes_the_rest_of_its_
     world.spool.write_final(batch, {"status": protocol.ENDED, "at_s": 3.0, "codes": [1], "signals": [0]})
     world.shepherds.living.discard(batch)
     world.restart()
-    assert world.shepherds.said == [(step, ["end", 30.0, "the job's batch step is over"])]
+    assert world.shepherds.sent == [(step, EndTasks(30.0, "the job's batch step is over"))]
     world.ended(step)
     assert world.statuses(batch)[-1] == "ended"
 
@@ -222,7 +223,7 @@ def test_an_ended_job_is_answered_when_all_of_it_is_gone() -> None:
     for text in (first, second, other):
         world.started(text)
     world.ledger.end_job(protocol.EndJob(INCARNATION, 1, 1, 1.0))
-    assert {text for text, words in world.shepherds.said if words[0] == "end"} == {first, second}
+    assert {text for text, message in world.shepherds.sent if isinstance(message, EndTasks)} == {first, second}
     gone = protocol.JobGone(INCARNATION, 1, 1)
     world.ended(first)
     assert gone not in world.sent
@@ -260,7 +261,7 @@ def test_a_newer_attempt_waits_until_the_older_one_is_gone() -> None:
     world.started(old)
     new = world.launch(token(attempt=1))
     assert world.shepherds.starts == [old]
-    assert (old, ["end", 0.0, "attempt 1 of the job starts here"]) in world.shepherds.said
+    assert (old, EndTasks(0.0, "attempt 1 of the job starts here")) in world.shepherds.sent
     world.ended(old)
     assert world.shepherds.starts == [old, new]
 
@@ -305,7 +306,7 @@ def test_what_was_refused_on_a_full_disk_is_not_started_by_the_next_agent(by: st
     world.spool.claim = claim  # type: ignore[method-assign]
     text = world.launch(token())
     if by == "shepherd":
-        world.ledger.shepherd_ended(text, {"status": "refused", "at_s": 1.0, "why": "cannot record the start"})
+        world.ledger.shepherd_ended(text, TasksEnded("refused", 1.0, "cannot record the start"))
         world.gone(text)
     assert world.statuses(text) == ["refused"]
     starts = len(world.shepherds.starts)
@@ -408,11 +409,11 @@ def test_a_suspended_job_s_steps_are_all_told_also_those_that_come_later() -> No
     first, other = world.launch(token(step="0")), world.launch(token(job=2, step="0"))
     world.ledger.suspend_job(protocol.SuspendJob(INCARNATION, 1, 0, True))
     second, newer = world.launch(token(step="1")), world.launch(token(job=3, attempt=1, step="0"))
-    assert world.shepherds.said == [(first, ["suspend", True]), (second, ["suspend", True])]
+    assert world.shepherds.sent == [(first, SuspendTasks(True)), (second, SuspendTasks(True))]
     world.ledger.suspend_job(protocol.SuspendJob(INCARNATION, 1, 0, False))
     world.launch(token(step="2"))
-    assert sorted(world.shepherds.said[2:]) == sorted([(first, ["suspend", False]), (second, ["suspend", False])])
-    assert {other, newer}.isdisjoint(text for text, _ in world.shepherds.said)
+    assert set(world.shepherds.sent[2:]) == {(first, SuspendTasks(False)), (second, SuspendTasks(False))}
+    assert {other, newer}.isdisjoint(text for text, _ in world.shepherds.sent)
 
 
 def test_steps_that_were_to_save_what_they_have_are_ended_with_their_batch_step() -> None:
@@ -421,9 +422,7 @@ def test_steps_that_were_to_save_what_they_have_are_ended_with_their_batch_step(
     world.started(batch)
     world.started(step)
     world.ledger.end_job(protocol.EndJob(INCARNATION, 1, 0, 60.0, 10, True))
-    assert {(text, tuple(words)) for text, words in world.shepherds.said} == {
-        (batch, ("end", 60.0, "the job is over", 10, True)),
-        (step, ("end", 60.0, "the job is over", 10, True)),
-    }
+    saving = EndTasks(60.0, "the job is over", 10, True)
+    assert set(world.shepherds.sent) == {(batch, saving), (step, saving)}
     world.ended(batch, code=75)
-    assert world.shepherds.said[2:] == [(step, ["end", 7.0, "the job's batch step is over"])]
+    assert world.shepherds.sent[2:] == [(step, EndTasks(7.0, "the job's batch step is over"))]

@@ -19,7 +19,7 @@ from hpcnode.agent import probe as speed
 from hpcnode.os.account import Account
 from hpcnode.shepherd import environment, streams
 from hpcnode.shepherd import task as files
-from hpcnode.wire import protocol, shepherd_frames
+from hpcnode.wire import protocol
 from hpcnode.wire.tokens import read_token
 from hpcsched.errors import ProtocolError
 from hpcsched.launch.bundle import build_bundle
@@ -179,14 +179,6 @@ def test_input_is_taken_once_in_order_and_within_its_window() -> None:
     assert stream.add(5, b"more", False)
     assert stream.taken == 9  # a program that reads no more does not block its sender
     os.close(read_end)
-
-
-@given(st.lists(st.tuples(st.text(max_size=5), st.binary(max_size=50)), max_size=8), st.integers(1, 17))
-def test_local_frames_survive_any_cutting(messages: list[tuple[str, bytes]], size: int) -> None:
-    data = b"".join(shepherd_frames.pack([text, number], blob) for number, (text, blob) in enumerate(messages))
-    unpacker = shepherd_frames.Unpacker()
-    got = [found for at in range(0, len(data), size) for found in unpacker.feed(data[at : at + size])]
-    assert got == [([text, number], blob) for number, (text, blob) in enumerate(messages)]
 
 
 def test_the_environment_of_a_task() -> None:

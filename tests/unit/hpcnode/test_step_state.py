@@ -19,6 +19,7 @@ from hpcnode.shepherd.shepherd import Shepherd
 from hpcnode.shepherd.step_state import BEFORE_RELEASE, NEXT, RUNNING, Event, State, TransitionError, after, allows
 from hpcnode.spool import Spool
 from hpcnode.wire import protocol
+from hpcnode.wire.shepherd_messages import EndCommitted, TasksStarted
 
 OVER = frozenset(State) - BEFORE_RELEASE - RUNNING
 
@@ -100,7 +101,7 @@ def shepherd(tmp_path: Path) -> Iterator[Shepherd]:
     job = Assignment(launch(text), ACCOUNT, {}, 0, False)
     ours, theirs = socket.socketpair()
     made = Shepherd(setting, job, theirs, Loop(), Own(Identity(1, 1, "boot"), [], None, False))
-    made._started = {"pid": 7, "started_at_s": 1.0, "started_boot_s": 1.0}
+    made._started = TasksStarted(7, 1.0, 1.0, [(7, 1, "boot")], (1, 1, "boot"), "boot", 1.0, 1001)
     made.state = State.RELEASED
     yield made
     ours.close()
@@ -110,13 +111,13 @@ def shepherd(tmp_path: Path) -> Iterator[Shepherd]:
 def test_words_that_the_state_does_not_allow_are_logged_and_dropped(
     shepherd: Shepherd, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shepherd._obey(["acknowledged"])
+    shepherd._handle(EndCommitted())
     assert shepherd.state is State.RELEASED
     assert capsys.readouterr().err == f"the end is committed dropped: step {shepherd.token} is released\n"
 
 
 def test_an_end_request_does_not_lose_an_end_that_the_full_disk_does_not_take(shepherd: Shepherd) -> None:
-    shepherd._close(Event.TREE_EMPTY, shepherd._record(protocol.ENDED))
+    shepherd._close(Event.TREE_EMPTY, shepherd._end_record())
     assert shepherd.state is State.OVER
     shepherd.terminate()
     assert shepherd.state is State.OVER
@@ -133,7 +134,7 @@ def test_a_step_that_is_over_is_left_alone_by_its_timers(shepherd: Shepherd) -> 
     shepherd.setting.spool.full = False  # type: ignore[attr-defined]
     shepherd._suspension.begin()
     shepherd._set_time_limit(0.0)
-    shepherd._close(Event.TREE_EMPTY, shepherd._record(protocol.ENDED))
+    shepherd._close(Event.TREE_EMPTY, shepherd._end_record())
     gone = shepherd.state
     for _ in range(3):
         shepherd.loop.later(0.0, lambda: None)

@@ -21,7 +21,7 @@ import signal
 import socket
 import sys
 import time
-from typing import Any, Dict, List, Mapping, Optional, Tuple
+from typing import Any, Dict, List, Mapping, Optional, Tuple, Union
 
 from hpcnode import paths
 from hpcnode.agent import helpers, link_speed, probe
@@ -39,6 +39,19 @@ from hpcnode.shepherd.assignment import Setting
 from hpcnode.shepherd.mpi import MpiVariables
 from hpcnode.spool import Spool
 from hpcnode.wire import protocol
+from hpcnode.wire.shepherd_messages import (
+    ChangeTimeLimit,
+    InputTaken,
+    OutputTaken,
+    ResendOutput,
+    SignalOtherSteps,
+    TaskInput,
+    TaskOutput,
+    TasksEnded,
+    TasksReady,
+    TasksStarted,
+    check_final,
+)
 
 IDLE_S = 60.0
 TICK_S = 0.1
@@ -109,7 +122,7 @@ class Agent:
     def run(self, ready_fd: int) -> None:
         """Serve until nobody needs us any more; a byte to `ready_fd` says that the socket answers."""
         paths.write_shims(self.root)
-        self._minders.on_words = self._from_shepherd
+        self._minders.on_message = self._from_shepherd
         self._minders.on_gone = self._shepherd_gone
         wake_on_signals(
             self._loop,
@@ -306,7 +319,7 @@ class Agent:
         elif isinstance(message, protocol.SuspendJob):
             ledger.suspend_job(message)
         elif isinstance(message, protocol.TimeLimit):
-            self.to_shepherd(message.token, ["limit", message.limit_s], b"")
+            self.to_shepherd(message.token, ChangeTimeLimit(message.limit_s))
         elif isinstance(message, protocol.Allocation):
             self._tell_allocation(message)
         elif isinstance(message, protocol.SignalStep):
@@ -330,16 +343,16 @@ class Agent:
         elif isinstance(message, (protocol.ToStream, protocol.CloseStream)):
             self._to_client(message, blob)
         elif isinstance(message, protocol.Input):
-            self.to_shepherd(message.token, ["input", message.task, message.offset, message.eof], blob)
+            self.to_shepherd(message.token, TaskInput(message.task, message.offset, message.eof), blob)
         elif isinstance(message, protocol.OutputAck):
             self._taken(message)
         else:
             raise protocol.WireError("a controller cannot say %s" % type(message).__name__)
 
     def _taken(self, ack: protocol.OutputAck) -> None:
-        self.to_shepherd(ack.token, ["taken", ack.task, ack.fd, ack.offset], b"")
+        self.to_shepherd(ack.token, OutputTaken(ack.task, ack.fd, ack.offset))
         if ack.again:
-            self.to_shepherd(ack.token, ["resend", self._minders.round], b"")
+            self.to_shepherd(ack.token, ResendOutput(self._minders.round))
         if ack.again and ack.to is not None and self._ledger.is_forgotten(ack.token):
             self.to_controller(protocol.Output(ack.to, ack.token, protocol.ALL_TASKS, 0, 0, True))
 
@@ -407,37 +420,41 @@ class Agent:
 
     # ----- shepherds and step commands
 
-    def _from_shepherd(self, token: str, words: List[Any], blob: bytes) -> None:
-        word = words[0]
-        if word == "prepared":
-            self._ledger.shepherd_prepared(token)
-        elif word == "started":
-            self._ledger.shepherd_started(token, words[1])
-        elif word == "final":
-            self._ledger.shepherd_ended(token, words[1])
-        elif word == "signal_steps":
-            self._ledger.signal_steps(self._ledger.entries[token], words[1])
-        elif word in ("output", "took"):
-            self._stream_word(token, words, blob)
+    def _from_shepherd(self, token: str, message: protocol.Message, blob: bytes) -> None:
+        """Take a message of a shepherd. Raises WireError: then its connection ends."""
+        if isinstance(message, TasksReady):
+            self._ledger.shepherd_ready(token)
+        elif isinstance(message, TasksStarted):
+            self._ledger.shepherd_started(token, message)
+        elif isinstance(message, TasksEnded):
+            check_final(message)
+            self._ledger.shepherd_ended(token, message)
+        elif isinstance(message, SignalOtherSteps):
+            entry = self._ledger.entries.get(token)
+            if entry is not None:
+                self._ledger.signal_steps(entry, message.signum)
+        elif isinstance(message, (TaskOutput, InputTaken)):
+            self._forward_stream(token, message, blob)
 
-    def _stream_word(self, token: str, words: List[Any], blob: bytes) -> None:
-        launch = self._ledger.entries[token].launch
-        to = launch.stream_to if launch is not None else None
+    def _forward_stream(self, token: str, message: Union[TaskOutput, InputTaken], blob: bytes) -> None:
+        """Send stream traffic to the step command that started the step, and output to all watchers."""
+        entry = self._ledger.entries.get(token)
+        to = entry.launch.stream_to if entry is not None and entry.launch is not None else None
         if to is None:
             return
-        message: protocol.Message
-        if words[0] == "output":
-            if words[5] != self._minders.round:
-                return  # it was sent to the reader before; it comes again
-            message = protocol.Output(to, token, *words[1:5])
+        forwarded: protocol.Message
+        if isinstance(message, TaskOutput):
+            if message.round != self._minders.round:
+                return  # it was sent to an earlier reader; it comes again
+            forwarded = protocol.Output(to, token, message.task, message.fd, message.offset, message.eof)
             for other in self._watchers.get(token, ()):
-                self.to_controller(protocol.changed(message, to=other), blob)
+                self.to_controller(protocol.changed(forwarded, to=other), blob)
         else:
-            message = protocol.InputAck(to, token, *words[1:])
+            forwarded = protocol.InputAck(to, token, message.task, message.offset)
         if to.node == self.node:
-            self._clients.output(to.stream, message, blob)
+            self._clients.output(to.stream, forwarded, blob)
         else:
-            self.to_controller(message, blob)
+            self.to_controller(forwarded, blob)
 
     def _shepherd_gone(self, token: str) -> None:
         self._watchers.pop(token, None)
@@ -462,11 +479,11 @@ class Agent:
         """Have what streams to this step command from here, and was not acknowledged, sent again."""
         for token in self._ledger.entries:
             if self.owns_stream(token, stream):
-                self.to_shepherd(token, ["resend", self._minders.round], b"")
+                self.to_shepherd(token, ResendOutput(self._minders.round))
 
-    def to_shepherd(self, token: str, words: List[Any], blob: bytes) -> None:
-        """Hand stream traffic to the shepherd of a token, if it lives."""
-        self._minders.say(token, words, blob)
+    def to_shepherd(self, token: str, message: protocol.Message, blob: bytes = b"") -> None:
+        """Send a message to the shepherd of a token, if it lives."""
+        self._minders.send(token, message, blob)
 
     # ----- time
 

@@ -27,6 +27,16 @@ from hpcnode.os.account import Account, UserError
 from hpcnode.os.process import NO_PROCESS, boot_clock_s
 from hpcnode.spool import Epochs, Found, Spool, token_of
 from hpcnode.wire import protocol
+from hpcnode.wire.shepherd_messages import (
+    EndCommitted,
+    EndTasks,
+    ReleaseTasks,
+    SignalTasks,
+    SuspendTasks,
+    TasksEnded,
+    TasksStarted,
+    record_of,
+)
 from hpcnode.wire.tokens import Life, Token, read_token
 
 # ----- which controller this node obeys
@@ -437,7 +447,7 @@ class Ledger:
 
     def go(self, order: protocol.Go) -> None:
         """Let the tasks of a launch with `hold` go."""
-        self._minders.say(order.token, ["go"])
+        self._minders.send(order.token, ReleaseTasks())
 
     def signal_step(self, order: protocol.SignalStep) -> None:
         """Pass a signal to a step, or to the steps of its job."""
@@ -445,7 +455,7 @@ class Ledger:
         if entry is None:
             return
         if not order.steps:
-            self._minders.say(entry.token, ["signal", order.signum, order.batch_only, order.full])
+            self._minders.send(entry.token, SignalTasks(order.signum, order.batch_only, order.full))
         if order.steps or order.full:
             self.signal_steps(entry, order.signum)
 
@@ -453,15 +463,15 @@ class Ledger:
         """Pass a signal to all that runs here of the job's attempt, its batch shell included."""
         for entry in self.entries.of_job((incarnation, job_id)):
             if entry.key.attempt == attempt and entry.status == protocol.STARTED:
-                self._minders.say(entry.token, ["signal", signum, False])
+                self._minders.send(entry.token, SignalTasks(signum))
                 if entry.key.step == protocol.BATCH:
-                    self._minders.say(entry.token, ["signal", signum, True])
+                    self._minders.send(entry.token, SignalTasks(signum, batch_only=True))
 
     def signal_steps(self, batch: Entry, signum: int) -> None:
         """Pass a signal to the other steps of the batch step's attempt on this node."""
         for other in self.entries.of_job(batch.key.job, batch.key.life):
             if other is not batch and other.status == protocol.STARTED and other.hears(signum):
-                self._minders.say(other.token, ["signal", signum, False])
+                self._minders.send(other.token, SignalTasks(signum))
 
     def end_step(self, order: protocol.EndStep) -> None:
         """Bar the token or end it; answered by its final report."""
@@ -476,7 +486,7 @@ class Ledger:
             else:
                 self._bar(order.token, key, protocol.BARRED, order.why)
         elif entry.is_final:
-            self._minders.say(entry.token, ["end", 0.0, order.why])  # nobody waits for its output any more
+            self._minders.send(entry.token, EndTasks(0.0, order.why))  # nobody waits for its output any more
             self._publish(entry)
         else:
             self._end(entry, order.grace_s, order.why)
@@ -504,37 +514,38 @@ class Ledger:
             del self._suspended[job]
         for entry in self.entries.of_job(job):
             if entry.key.attempt == order.attempt and not entry.is_final:
-                self._minders.say(entry.token, ["suspend", order.on])
+                self._minders.send(entry.token, SuspendTasks(order.on))
 
     def ack(self, seqs: List[int]) -> None:
         """These reports are committed."""
         for entry in self._reports.acknowledged(seqs):
             if entry.is_final and not entry.held:  # of one that is held it was the start that is acknowledged
-                self._minders.say(entry.token, ["acknowledged"])
+                self._minders.send(entry.token, EndCommitted())
                 self._forget_if_over(entry)
 
     # ----- the shepherds
 
-    def shepherd_started(self, token: str, record: Dict[str, Any]) -> None:
+    def shepherd_started(self, token: str, started: TasksStarted) -> None:
         """The shepherd has released its tasks."""
         entry = self.entries.get(token)
         if entry is not None and entry.status == protocol.CLAIMED:
-            entry.status, entry.record = protocol.STARTED, record
+            entry.status, entry.record = protocol.STARTED, record_of(started)
             self._publish(entry)
 
-    def shepherd_prepared(self, token: str) -> None:
+    def shepherd_ready(self, token: str) -> None:
         """The shepherd waits for Go."""
         entry = self.entries.get(token)
         if entry is not None and entry.status == protocol.CLAIMED:
             entry.prepared = True
             self._publish(entry)
 
-    def shepherd_ended(self, token: str, record: Dict[str, Any]) -> None:
+    def shepherd_ended(self, token: str, ended: TasksEnded) -> None:
         """The shepherd says how its step ended."""
         entry = self.entries.get(token)
         if entry is None or entry.is_final:
             return
-        if record["status"] in (protocol.REFUSED, protocol.BARRED):
+        record = record_of(ended)
+        if ended.status in (protocol.REFUSED, protocol.BARRED):
             self._finish_unstarted(entry, record)  # a full disk may have kept the shepherd from recording it
         else:
             self._finish(entry, record)
@@ -620,7 +631,7 @@ class Ledger:
     def _end(self, entry: Entry, grace_s: float, why: str, signum: int = 0, batch_only: bool = False) -> None:
         entry.ending, entry.saving = (grace_s, why), signum != 0
         if entry.minded:
-            self._minders.say(entry.token, ["end", grace_s, why, *([signum, batch_only] if signum else [])])
+            self._minders.send(entry.token, EndTasks(grace_s, why, signum, batch_only))
         elif entry.status == protocol.CLAIMED:
             self._write_end(entry, protocol.BARRED, why)
 

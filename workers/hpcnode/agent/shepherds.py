@@ -24,7 +24,8 @@ from hpcnode.shepherd.mpi import MpiVariables
 from hpcnode.shepherd.relay import connect_in
 from hpcnode.shepherd.shepherd import Shepherd
 from hpcnode.shepherd.task import touched_signals
-from hpcnode.wire import protocol, shepherd_frames
+from hpcnode.wire import protocol, shepherd_messages
+from hpcnode.wire.message import Message, WireError
 
 # ----- a process of the agent that minds steps, one at a time: forked once, used for many short jobs
 # Forking a Python process costs more than minding a short job, so a worker whose step is over and has left nothing waits for
@@ -164,7 +165,7 @@ class Minders:
         self._streams: Dict[str, Stream] = {}
         self._unsaid: Dict[str, List[bytes]] = {}  # for shepherds that we know to live but have not reached yet
         self.round = 0  # of the output's readers, see `local`
-        self.on_words: Callable[[str, List[Any], bytes], None] = lambda _token, _words, _blob: None
+        self.on_message: Callable[[str, Message, bytes], None] = lambda _token, _message, _blob: None
         self.on_gone: Callable[[str], None] = lambda _token: None
 
     def start(self, launch: protocol.Launch, account: Account, suspended: bool) -> None:
@@ -282,9 +283,13 @@ class Minders:
         self._unsaid.setdefault(token, [])
         self._try_adopt(token, RETRY_S)
 
-    def say(self, token: str, words: List[Any], blob: bytes = b"") -> None:
-        """Tell the shepherd of a token something, now or as soon as it is reached."""
-        frame = shepherd_frames.pack(words, blob)
+    def send(self, token: str, message: Message, blob: bytes = b"") -> None:
+        """Send a message to the shepherd of a token, now or as soon as it is connected."""
+        try:
+            frame = shepherd_messages.encode(message, blob)
+        except WireError as error:  # what a step command has sent, say
+            print("a message to the shepherd of %s is dropped: %s" % (token, error), file=sys.stderr, flush=True)
+            return
         if token in self._streams:
             self._streams[token].send(frame)
         elif token in self._unsaid:
@@ -294,7 +299,7 @@ class Minders:
         """There is a new reader of all output."""
         self.round += 1
         for token in (*self._streams, *self._unsaid):
-            self.say(token, ["resend", self.round])
+            self.send(token, shepherd_messages.ResendOutput(self.round))
 
     def unsent(self, token: str) -> int:
         """Return how many bytes wait for the shepherd to read them."""
@@ -347,7 +352,7 @@ class Minders:
         return fd
 
     def _attach(self, token: str, sock: socket.socket) -> None:
-        unpacker = shepherd_frames.Unpacker()
+        reader = shepherd_messages.reader()
 
         def on_data(data: bytes) -> None:
             if not data:
@@ -358,8 +363,8 @@ class Minders:
                 else:
                     self._try_adopt(token, RETRY_S)
                 return
-            for words, blob in unpacker.feed(data):
-                self.on_words(token, words, blob)
+            for message, blob in reader.feed(data):
+                self.on_message(token, message, blob)
 
         stream = self._streams[token] = Stream(self._loop, sock, on_data)
         stream.what = "the connection of a shepherd"
@@ -368,7 +373,7 @@ class Minders:
 
     def _adopted(self, token: str, sock: socket.socket) -> None:
         self._attach(token, sock)
-        self.say(token, ["resend", self.round])
+        self.send(token, shepherd_messages.ResendOutput(self.round))
 
     def _try_adopt(self, token: str, pause_s: float) -> None:
         """Connect to the shepherd of a token, now or later; say that it is gone when its lock is free."""

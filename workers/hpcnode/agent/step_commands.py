@@ -18,7 +18,7 @@ import os
 import resource
 import socket
 import struct
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Protocol, Tuple
+from typing import Callable, Dict, List, NamedTuple, Optional, Protocol, Tuple, Union
 
 from hpcnode.agent.training_progress import Progresses
 from hpcnode.os import process
@@ -27,6 +27,7 @@ from hpcnode.os.loop import Loop, Stream
 from hpcnode.os.process import boot_clock_s
 from hpcnode.wire import protocol
 from hpcnode.wire.crowd import Bounds, Crowd
+from hpcnode.wire.shepherd_messages import OutputTaken, TaskInput
 
 # ----- which step commands have asked an agent for something, on disk: they may come back to the agent after it
 # A file for each stream, named by its number, from before anybody is told of the request until the stream is closed. It must
@@ -149,7 +150,7 @@ class Home(Protocol):
     def to_controller(self, message: protocol.Message, blob: bytes = b"") -> bool: ...
     def job_runs_here(self, job_id: int, uid: int) -> Optional[int]: ...
     def owns_stream(self, token: str, stream: int) -> bool: ...
-    def to_shepherd(self, token: str, words: List[Any], blob: bytes) -> None: ...
+    def to_shepherd(self, token: str, message: protocol.Message, blob: bytes = b"") -> None: ...
     def send_again(self, stream: int) -> None: ...
     def take_over(
         self, stream: Stream, uid: int, hello: protocol.Hello, frames: Frames, framer: protocol.Framer
@@ -342,7 +343,7 @@ class Clients:
         elif isinstance(message, (protocol.Input, protocol.OutputAck)) and self._home.owns_stream(
             message.token, client.number
         ):
-            self._home.to_shepherd(message.token, _words(message), blob)
+            self._home.to_shepherd(message.token, _for_shepherd(message), blob)
         elif isinstance(message, (protocol.Input, protocol.OutputAck, protocol.StepSignal)):
             self._pass_on(client, message, blob)
         else:
@@ -482,7 +483,7 @@ class Clients:
             self._crowd.goes(client.uid, client)
 
 
-def _words(message: Any) -> List[Any]:
+def _for_shepherd(message: Union[protocol.Input, protocol.OutputAck]) -> protocol.Message:
     if isinstance(message, protocol.Input):
-        return ["input", message.task, message.offset, message.eof]
-    return ["taken", message.task, message.fd, message.offset]
+        return TaskInput(message.task, message.offset, message.eof)
+    return OutputTaken(message.task, message.fd, message.offset)

@@ -11,11 +11,12 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from typing import Any, Callable, List, Optional
+from typing import Callable, List, Optional
 
 from hpcnode.os.loop import READ, WRITE, Loop, Stream
 from hpcnode.shepherd import streams
-from hpcnode.wire import shepherd_frames
+from hpcnode.wire import shepherd_messages
+from hpcnode.wire.message import Message, WireError
 
 MAX_UNSENT = 1 << 20
 RETRY_S = 1.0  # between attempts to listen on a full disk
@@ -30,12 +31,12 @@ class Relay:
         self._entry = entry
         self._token = token
         self._round: Optional[int] = round_
-        self._unpacker = shepherd_frames.Unpacker()
+        self._frames = shepherd_messages.reader()
         self._listener: Optional[socket.socket] = None
         self._agent: Optional[Stream] = Stream(loop, sock, self._received)
         self._outputs: List[streams.OutputStream] = []
         self._inputs: List[streams.InputStream] = []
-        self.obey: Callable[[List[Any]], None] = lambda _words: None  # what is not about streams
+        self.handle: Callable[[Message], None] = lambda _message: None  # messages that are not about streams
         self.greet: Callable[[], None] = lambda: None  # a new agent is there: tell it what is so
         self.moved: Callable[[], None] = lambda: None  # something was sent or taken
 
@@ -83,17 +84,17 @@ class Relay:
         self._inputs.append(streams.InputStream(task, write_end))
         return read_end
 
-    def say(self, words: List[Any], blob: bytes = b"") -> None:
-        """Tell the agent, if there is one."""
+    def send(self, message: Message, blob: bytes = b"") -> None:
+        """Queue a message for the agent, if one is connected."""
         if self._agent is not None:
-            self._agent.send(shepherd_frames.pack(words, blob))
+            self._agent.send(shepherd_messages.encode(message, blob))
 
-    def say_here(self) -> None:
-        """Say who we are: first on each connection."""
-        self.say(["here", shepherd_frames.VERSION, self._token])
+    def send_hello(self) -> None:
+        """Send the first message of a connection."""
+        self.send(shepherd_messages.ShepherdHello(shepherd_messages.VERSION, self._token))
 
     def finish(self) -> None:
-        """Write out what was said, to an agent that may be slow to read it."""
+        """Write out all queued messages, however slowly the agent reads them."""
         self._loop.flush()
         while self._agent is not None and self._agent.unsent and not self._agent.closed:
             self._loop.turn()
@@ -112,7 +113,7 @@ class Relay:
         for stream in self._outputs:
             if self._agent is not None and self._round is not None and self._agent.unsent < MAX_UNSENT:
                 for offset, data, eof in stream.to_send():
-                    self.say(["output", stream.task, stream.fd, offset, eof, self._round], data)
+                    self.send(shepherd_messages.TaskOutput(stream.task, stream.fd, offset, eof, self._round), data)
             if not stream.ended:
                 self._loop.watch(stream.pipe, READ if stream.wants_more else 0, self._reader(stream))
         self.moved()
@@ -142,13 +143,13 @@ class Relay:
         for stream in self._inputs:
             if task in (-1, stream.task):
                 if not stream.add(offset, data, eof):
-                    self._say_taken()
+                    self._report_taken()
                 self._push_input(stream)
 
     def _push_input(self, stream: streams.InputStream) -> None:
         pipe = stream.pipe
         if pipe < 0:
-            self._say_taken()
+            self._report_taken()
             return
         moved = stream.write()
         if stream.pipe < 0:
@@ -156,11 +157,11 @@ class Relay:
         else:
             self._loop.watch(pipe, WRITE if stream.wants_to_write else 0, lambda _events: self._push_input(stream))
         if moved:
-            self._say_taken()
+            self._report_taken()
 
-    def _say_taken(self) -> None:
+    def _report_taken(self) -> None:
         for stream in self._inputs:
-            self.say(["took", stream.task, stream.taken])
+            self.send(shepherd_messages.InputTaken(stream.task, stream.taken))
 
     def _taken(self, task: int, fd: int, offset: int) -> None:
         for stream in self._outputs:
@@ -171,7 +172,7 @@ class Relay:
         self._round = round_
         for stream in self._outputs:
             stream.resend()
-        self._say_taken()
+        self._report_taken()
 
     # ----- the agent
 
@@ -179,21 +180,31 @@ class Relay:
         if not data:
             self._agent_gone()
             return
-        for words, blob in self._unpacker.feed(data):
-            if words[0] == "input":
-                self._feed(words[1], words[2], blob, words[3])
-            elif words[0] == "taken":
-                self._taken(words[1], words[2], words[3])
-            elif words[0] == "resend":
-                self._resend(words[1])
-            else:
-                self.obey(words)
+        try:
+            for message, blob in self._frames.feed(data):
+                self._take(message, blob)
+        except WireError as error:
+            print("the agent's connection is closed: %s" % error, file=sys.stderr, flush=True)
+            if self._agent is not None:
+                self._agent.close()
+            self._agent_gone()
+            return
         self.pump()
+
+    def _take(self, message: Message, blob: bytes) -> None:
+        if isinstance(message, shepherd_messages.TaskInput):
+            self._feed(message.task, message.offset, blob, message.eof)
+        elif isinstance(message, shepherd_messages.OutputTaken):
+            self._taken(message.task, message.fd, message.offset)
+        elif isinstance(message, shepherd_messages.ResendOutput):
+            self._resend(message.round)
+        else:
+            self.handle(message)
 
     def _agent_gone(self) -> None:
         self._agent = None
         self._round = None  # no output before the next agent says to whom
-        self._unpacker = shepherd_frames.Unpacker()
+        self._frames = shepherd_messages.reader()
         self._listen()
         self.pump()
 
@@ -217,7 +228,7 @@ class Relay:
         self._listener.close()
         os.unlink(os.path.join(self._entry, SOCKET_NAME))
         self._agent = Stream(self._loop, sock, self._received)
-        self.say_here()
+        self.send_hello()
         self.greet()
         self.pump()
 

@@ -20,7 +20,7 @@ import signal
 import socket
 import sys
 import time
-from typing import Any, Dict, List, NamedTuple, Optional, Set
+from typing import Dict, List, NamedTuple, Optional, Set, Type
 
 from hpcnode.lease import LOOK_S, StepLease
 from hpcnode.os import cgroup, process, rlimits
@@ -34,6 +34,20 @@ from hpcnode.shepherd.step_state import BEFORE_RELEASE, REPORTABLE, RUNNING, Eve
 from hpcnode.shepherd.streams import untaken_limit
 from hpcnode.shepherd.task import READY, TaskPlan, run_task
 from hpcnode.wire import protocol
+from hpcnode.wire.message import Message
+from hpcnode.wire.shepherd_messages import (
+    ChangeTimeLimit,
+    EndCommitted,
+    EndTasks,
+    ReleaseTasks,
+    SignalOtherSteps,
+    SignalTasks,
+    SuspendTasks,
+    TasksEnded,
+    TasksReady,
+    TasksStarted,
+    record_of,
+)
 
 LINGER_S = 3600.0  # how long output waits for a reader that takes none of it
 STEP_COMMANDS = ("hrun", "srun")  # what the kernel calls the processes of step commands
@@ -70,12 +84,12 @@ class Shepherd:
         self.loop = loop
         self.state = State.PREPARING
         self._relay = Relay(loop, setting.spool.entry(self.token), self.token, job.round, agent)
-        self._relay.obey, self._relay.greet, self._relay.moved = self._obey, self._greet, self._after_moves
+        self._relay.handle, self._relay.greet, self._relay.moved = self._handle, self._greet, self._after_moves
         self._tasks: List[Task] = []
         self._release_fd = -1
         self._held = self.launch.hold  # Go has not come yet
-        self._started: Optional[Dict[str, Any]] = None  # the record on disk
-        self._final: Dict[str, Any] = {}  # the record of the end, from OVER on
+        self._started: Optional[TasksStarted] = None  # on disk
+        self._ended: Optional[TasksEnded] = None  # from OVER on
         self._findings: Set[Finding] = set()
         self._why = ""
         self._suspension = Suspension(loop, own.cgroup, job.suspended)
@@ -110,7 +124,7 @@ class Shepherd:
         wants_limit = self.own.limits_memory and self.launch.mem_mib > 0
         if group is not None and wants_limit and cgroup.limit_memory(group, self.launch.mem_mib):
             self._memory_kills = cgroup.memory_kills(group)
-        self._relay.say_here()
+        self._relay.send_hello()
         try:
             self._fork_tasks()
         except (OSError, ValueError) as error:
@@ -259,7 +273,7 @@ class Shepherd:
         if self.state is not State.READY or self._suspension.on:
             return
         if self._held:
-            self._relay.say(["prepared"])
+            self._relay.send(TasksReady())
         else:
             self._release()
 
@@ -270,7 +284,7 @@ class Shepherd:
             return
         started = self._start_record()
         try:
-            self.setting.spool.write_started(self.token, started)
+            self.setting.spool.write_started(self.token, record_of(started))
         except OSError as error:
             self._findings.add(Finding.NODE_FAULT)
             self._refuse("cannot record the start in the spool %s: %s" % (self.setting.spool.path, error.strerror))
@@ -281,7 +295,7 @@ class Shepherd:
             os.write(self._release_fd, b"x" * len(self._tasks))
         os.close(self._release_fd)
         self.setting.faults.reached("released")
-        self._relay.say(["started", started])
+        self._relay.send(started)
         self.loop.later(0.0, self._check_over)  # tasks that ended before send no further event
         self._suspension.begin()
         self._set_time_limit(self.launch.limit_s)
@@ -289,25 +303,21 @@ class Shepherd:
             self.loop.later(MEMORY_WATCH_S, self._watch_memory)
         self.loop.later(FIRST_LOOK_S, self._look_at_usage)
 
-    def _start_record(self) -> Dict[str, Any]:
+    def _start_record(self) -> TasksStarted:
         identities = [process.identify(task.pid, self.setting.boot_id) for task in self._tasks]
-        return {
-            "status": protocol.STARTED,
-            "pid": self._tasks[0].pid if self._tasks else 0,
-            "at_s": time.time(),
-            "started_at_s": time.time(),
-            "tasks": [identity for identity in identities if identity is not None],
-            "shepherd": self.own.identity,
-            "boot_id": self.setting.boot_id,
-            "started_boot_s": process.boot_clock_s(),
-            "uid": self.job.account.uid,
-            "cgroup": self.own.cgroup,
-            "stream_to": self._stream_to(),
-        }
-
-    def _stream_to(self) -> Optional[Dict[str, Any]]:
-        address = self.launch.stream_to
-        return None if address is None else {"node": address.node, "stream": address.stream}
+        now_s = time.time()
+        return TasksStarted(
+            pid=self._tasks[0].pid if self._tasks else 0,
+            at_s=now_s,
+            started_at_s=now_s,
+            tasks=[identity for identity in identities if identity is not None],
+            shepherd=self.own.identity,
+            boot_id=self.setting.boot_id,
+            started_boot_s=process.boot_clock_s(),
+            uid=self.job.account.uid,
+            cgroup=self.own.cgroup,
+            stream_to=self.launch.stream_to,
+        )
 
     def _refuse(self, why: str) -> None:
         """End a step that cannot run; a step that runs, or is over, is left alone."""
@@ -322,7 +332,14 @@ class Shepherd:
         for task in self._tasks:
             if not task.over:
                 os.kill(task.pid, signal.SIGKILL)  # our own child, not yet waited for
-        self._close(event, self._record(status))
+        ended = TasksEnded(
+            status=status,
+            at_s=time.time(),
+            why=self._why,
+            stream_to=self.launch.stream_to,
+            node_fault=Finding.NODE_FAULT in self._findings,
+        )
+        self._close(event, ended)
 
     # ----- limits
 
@@ -350,7 +367,7 @@ class Shepherd:
         signum, self._warning = self._warning, 0
         self._signal(signum, self.launch.signal_batch_only)
         if self.launch.step == protocol.BATCH and not self.launch.signal_batch_only:
-            self._relay.say(["signal_steps", signum])
+            self._relay.send(SignalOtherSteps(signum))
 
     def _limit_reached(self) -> None:
         self._findings.add(Finding.TIMED_OUT)
@@ -463,7 +480,7 @@ class Shepherd:
         self.setting.faults.reached("tasks.over")
         for task in self._tasks:
             self._last_status(task)
-        self._close(Event.TREE_EMPTY, self._record(protocol.ENDED))
+        self._close(Event.TREE_EMPTY, self._end_record())
 
     def _last_status(self, task: Task) -> None:
         """Read why the program could not be executed, if the task wrote that just before it ended."""
@@ -476,38 +493,31 @@ class Shepherd:
         if data:
             self._not_executed(data)
 
-    def _record(self, status: str) -> Dict[str, Any]:
-        """Return the record of the end, without keys that do not apply."""
-        record: Dict[str, Any] = {
-            "status": status,
-            "at_s": time.time(),
-            "why": self._why,
-            "stream_to": self._stream_to(),
-        }
-        if self._started is not None:
-            if self._memory_kills is not None and cgroup.memory_kills(self.own.cgroup or "") > self._memory_kills:
-                self._findings.add(Finding.OUT_OF_MEMORY)
-            record.update(
-                pid=self._started["pid"],
-                started_at_s=self._started["started_at_s"],
-                boot_id=self.setting.boot_id,
-                ended_boot_s=process.boot_clock_s(),
-                ran_s=process.boot_clock_s() - self._started["started_boot_s"],
-                codes=[task.code for task in self._tasks],
-                signals=[task.signal for task in self._tasks],
-                timed_out=Finding.TIMED_OUT in self._findings,
-                out_of_memory=Finding.OUT_OF_MEMORY in self._findings,
-                usage=self._usage.as_dict(),
-            )
-            if Finding.LEASE_OVER in self._findings:
-                record["status"] = protocol.LOST
-            if Finding.UNEXECUTED in self._findings:
-                record["unexecuted"] = True
-            if self.launch.step == protocol.BATCH and self._output_is_full():
-                record["output_full"] = True
-        elif Finding.NODE_FAULT in self._findings:
-            record["node_fault"] = True
-        return record
+    def _end_record(self) -> TasksEnded:
+        """Return the record of a step whose tasks have run."""
+        started = self._started
+        assert started is not None
+        if self._memory_kills is not None and cgroup.memory_kills(self.own.cgroup or "") > self._memory_kills:
+            self._findings.add(Finding.OUT_OF_MEMORY)
+        now_s = process.boot_clock_s()
+        return TasksEnded(
+            status=protocol.LOST if Finding.LEASE_OVER in self._findings else protocol.ENDED,
+            at_s=time.time(),
+            why=self._why,
+            stream_to=self.launch.stream_to,
+            pid=started.pid,
+            started_at_s=started.started_at_s,
+            boot_id=self.setting.boot_id,
+            ended_boot_s=now_s,
+            ran_s=now_s - started.started_boot_s,
+            codes=[task.code for task in self._tasks],
+            signals=[task.signal for task in self._tasks],
+            timed_out=Finding.TIMED_OUT in self._findings,
+            out_of_memory=Finding.OUT_OF_MEMORY in self._findings,
+            usage=self._usage.as_dict(),
+            unexecuted=Finding.UNEXECUTED in self._findings,
+            output_full=self.launch.step == protocol.BATCH and self._output_is_full(),
+        )
 
     def _output_is_full(self) -> bool:
         """Return whether the file system of the batch step's output file is known to be full."""
@@ -517,10 +527,10 @@ class Shepherd:
             return False
         return task_files.is_full(os.path.join(launch.work_dir, path))
 
-    def _close(self, event: Event, final: Dict[str, Any]) -> None:
+    def _close(self, event: Event, ended: TasksEnded) -> None:
         """Put the end on disk and report it; leave as soon as the output was taken."""
         self._apply(event)
-        self._final = final
+        self._ended = ended
         self._suspension.cancel_alarms()
         if self._memory_kills is not None:
             cgroup.limit_memory(self.own.cgroup or "", 0)
@@ -529,8 +539,9 @@ class Shepherd:
 
     def _write_final(self) -> None:
         """Put the end on disk, now or when the disk has room; a step that never ran is reported without that."""
+        assert self._ended is not None
         try:
-            self.setting.spool.write_final(self.token, self._final)
+            self.setting.spool.write_final(self.token, record_of(self._ended))
         except OSError as error:
             print("cannot record the end of %s: %s" % (self.token, error), file=sys.stderr, flush=True)
             if self._started is not None:
@@ -542,8 +553,8 @@ class Shepherd:
         self._relay.pump()
 
     def _report_final(self) -> None:
-        if self.state is State.RECORDED and self._relay.is_connected:
-            self._relay.say(["final", self._final])
+        if self.state is State.RECORDED and self._relay.is_connected and self._ended is not None:
+            self._relay.send(self._ended)
             self._apply(Event.REPORT)
 
     def _after_moves(self) -> None:
@@ -575,25 +586,26 @@ class Shepherd:
 
     # ----- the agent
 
-    def _obey(self, words: List[Any]) -> None:
-        event = _EVENTS.get(words[0])
-        if words[0] == "suspend":
-            event = Event.SUSPEND if words[1] else Event.RESUME
+    def _handle(self, message: Message) -> None:
+        """Do what the agent says, if the state allows it."""
+        event = _EVENTS.get(type(message))
+        if isinstance(message, SuspendTasks):
+            event = Event.SUSPEND if message.on else Event.RESUME
         if event is None or not self._accepts(event):
             return
-        if event is Event.END:
-            self._end(*words[1:5])
-        elif event is Event.SIGNAL:
-            self._signal(words[1], words[2], full=len(words) > 3 and words[3])
-        elif event is Event.LIMIT:
-            if words[1] != self._limit_s:
-                self._set_time_limit(words[1])
-        elif event in (Event.SUSPEND, Event.RESUME):
-            self._suspend(event is Event.SUSPEND)
-        elif event is Event.GO:
+        if isinstance(message, EndTasks):
+            self._end(message.grace_s, message.why, message.signum, message.batch_only)
+        elif isinstance(message, SignalTasks):
+            self._signal(message.signum, message.batch_only, message.full)
+        elif isinstance(message, ChangeTimeLimit):
+            if message.limit_s != self._limit_s:
+                self._set_time_limit(message.limit_s)
+        elif isinstance(message, SuspendTasks):
+            self._suspend(message.on)
+        elif isinstance(message, ReleaseTasks):
             self._held = False
             self._release_if_allowed()
-        elif event is Event.ACKNOWLEDGE:
+        else:
             self._apply(event)
 
     def _greet(self) -> None:
@@ -602,21 +614,21 @@ class Shepherd:
             return
         self._apply(Event.RECONNECT)
         if self._started is not None:
-            self._relay.say(["started", self._started])
+            self._relay.send(self._started)
         else:
             self._release_if_allowed()
-        if self.state is State.ACKNOWLEDGED:
-            self._relay.say(["final", self._final])  # the order does not matter: the controller has it
+        if self.state is State.ACKNOWLEDGED and self._ended is not None:
+            self._relay.send(self._ended)  # the order does not matter: the controller has it
         elif self._kill_at_s is not None:
             self._report_final()
 
 
-_EVENTS = {
-    "end": Event.END,
-    "signal": Event.SIGNAL,
-    "limit": Event.LIMIT,
-    "go": Event.GO,
-    "acknowledged": Event.ACKNOWLEDGE,
+_EVENTS: Dict[Type[Message], Event] = {
+    EndTasks: Event.END,
+    SignalTasks: Event.SIGNAL,
+    ChangeTimeLimit: Event.LIMIT,
+    ReleaseTasks: Event.GO,
+    EndCommitted: Event.ACKNOWLEDGE,
 }
 
 

@@ -1,23 +1,40 @@
-"""What a message is: a value with named, typed fields, and how it becomes JSON and is read again.
+"""Messages: values with named, typed fields, and the one codec that turns them into frames and reads frames again.
 
-A message class has nothing but annotations and defaults; `Message` gives it the rest of what a frozen dataclass has, by
-methods that all share. `dataclasses` would import `inspect` and compile functions for each class: that takes a step command
-longer than Python takes to start.
+A frame is two big-endian 32-bit lengths, then a JSON object, then raw bytes (output, input, a script). The JSON of a message
+is its fields plus ``"type"``, without the fields that have their default.
 
-Rules: what is read is checked against the annotations (only the shapes in `_SHAPES` are known) and refused with WireError; a
-field that is as usual is not written. Runs on Python 3.9 with the standard library only. Knows no particular message.
+A message class has annotations and defaults only. `Message` gives it what a frozen dataclass has, by methods that all classes
+share: `dataclasses` would import `inspect` and compile functions for each class, which takes longer than Python's start.
+
+Rules:
+- What is read is checked against the annotations, of which only the shapes in `_SHAPES` are known. Unknown types and fields,
+  missing fields, wrong types, duplicate keys, NaN, long frames and deep nesting raise WireError; the connection must close.
+- Frames are bounded before they are held in memory.
+- Runs on Python 3.9 with the standard library only. It knows no particular message, no socket, clock or file.
 """
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, List, NoReturn, Tuple, Type, TypeVar
+import json
+import struct
+from typing import Any, Callable, Dict, Iterator, List, Mapping, NoReturn, Optional, Sequence, Tuple, Type, TypeVar
 
-LARGEST = 1 << 63  # of whole numbers: no field needs one that 64 bits do not hold
-Check = Callable[[str, Any], Any]  # from where it stands (for the error) and JSON to the value; raises WireError
+from hpcnode.wire import gate
+
+MAX_JSON_BYTES = 8 << 20
+MAX_BLOB_BYTES = 8 << 20
+_HEADER = struct.Struct("!II")
+MAX_FRAME_BYTES = MAX_JSON_BYTES + MAX_BLOB_BYTES + _HEADER.size
+LARGEST = 1 << 63  # whole numbers fit into 64 bits
+Check = Callable[[str, Any], Any]  # (place for the error, JSON) -> value; raises WireError
 
 
 class WireError(Exception):
-    """The peer sent what is not of this protocol."""
+    """The peer sent something that is not of this protocol."""
+
+
+class UnknownMessageError(WireError):
+    """A frame has a type that this version does not know."""
 
 
 T = TypeVar("T")
@@ -203,3 +220,143 @@ def part(cls: Type[M]) -> Type[M]:
 
     _SHAPES[cls.__name__] = check
     return cls
+
+
+# ----- the codec
+
+
+class Codec:
+    """Encodes and reads the messages of one protocol.
+
+    `quoting`: messages whose texts are for people; what is not UTF-8 in them is the name of a file that they mention, and is
+    replaced. `bounds`: the least and the greatest value of fields with these names, in all messages.
+    """
+
+    def __init__(
+        self,
+        messages: Sequence[Type[Message]],
+        quoting: Tuple[Type[Message], ...] = (),
+        bounds: Optional[Mapping[str, Tuple[float, float]]] = None,
+    ) -> None:
+        self._by_name = {cls.__name__: cls for cls in messages}
+        self._quoting = quoting
+        self._bounds = bounds or {}
+
+    def to_json(self, message: Message) -> Dict[str, Any]:
+        """Return the JSON object of `message` with its type, without fields that have their default.
+
+        A step command of an older version, in a job that outlives an upgrade, must not be sent newer fields needlessly.
+        """
+        return {"type": type(message).__name__, **to_fields(message)}
+
+    def from_json(self, obj: Any) -> Message:
+        """Return the message of `obj` (parsed JSON). Raises WireError if it is none."""
+        if not isinstance(obj, dict):
+            raise WireError("cannot read a message: not a JSON object")
+        kind = obj.get("type")
+        if type(kind) is not str:
+            raise WireError("cannot read a message: its type is not a text")
+        cls = self._by_name.get(kind)
+        if cls is None:
+            raise UnknownMessageError("cannot read a message: unknown type %.60r" % kind)
+        fields = dict(obj)
+        del fields["type"]
+        message = from_fields(cls, fields)
+        self._check_bounds(message)
+        return message
+
+    def _check_bounds(self, message: Message) -> None:
+        for name, (least, greatest) in self._bounds.items():
+            value = message.__dict__.get(name)
+            if value is not None and not least <= value <= greatest:
+                kind = type(message).__name__
+                raise WireError("cannot take %s: its %s is not between %g and %g" % (kind, name, least, greatest))
+
+    def encode(self, message: Message, blob: bytes = b"") -> bytes:
+        """Return the frame of `message` and `blob`. Raises WireError if the other end would not take it."""
+        self._check_bounds(message)
+        words = json.dumps(self.to_json(message), separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+        try:
+            text = words.encode()
+        except UnicodeEncodeError:
+            text = self._as_text(message, words).encode()
+        if len(text) > MAX_JSON_BYTES or len(blob) > MAX_BLOB_BYTES:
+            raise WireError(
+                "cannot send %s: %d + %d bytes are too many" % (type(message).__name__, len(text), len(blob))
+            )
+        return _HEADER.pack(len(text), len(blob)) + text + blob
+
+    def _as_text(self, message: Message, words: str) -> str:
+        """Return the JSON of a message that is not UTF-8 as text, if it only quotes a file name. Raises WireError if not."""
+        if isinstance(message, self._quoting):
+            return gate.replaced(words)
+        try:
+            gate.check_texts(self.to_json(message))
+        except gate.GateError as error:
+            raise WireError("cannot send %s: %s" % (type(message).__name__, error)) from None
+        return words
+
+    def parse(self, text: bytes) -> Message:
+        """Return the message of one frame's JSON text. Raises WireError."""
+        try:
+            return self.from_json(gate.read_json(text))
+        except gate.GateError as error:
+            raise WireError("cannot read a message: %s" % error) from None
+
+
+class FrameReader:
+    """Turns received bytes into messages. Holds at most one frame; does not recover from an error.
+
+    `limit`: the greatest size of a frame in bytes. `max_values`: the most values in its JSON, approximately; 0: any number.
+    `skips_unknown`: messages of an unknown type are dropped, because the peer may be of another version.
+    """
+
+    def __init__(
+        self, codec: Codec, limit: int = MAX_FRAME_BYTES, max_values: int = 0, skips_unknown: bool = False
+    ) -> None:
+        self.limit = limit
+        self.max_values = max_values
+        self._codec = codec
+        self._skips_unknown = skips_unknown
+        self._buffer = bytearray()
+
+    @property
+    def pending_bytes(self) -> int:
+        """How many bytes of an incomplete frame have come."""
+        return len(self._buffer)
+
+    def feed(self, data: bytes) -> Iterator[Tuple[Message, bytes]]:
+        """Yield each (message, blob) that is complete after `data`. Raises WireError; the connection must then close."""
+        self._buffer += data
+        while True:
+            frame = self.next_frame()
+            if frame is None:
+                return
+            try:
+                message = self._codec.parse(frame[0])
+            except UnknownMessageError:
+                if not self._skips_unknown:
+                    raise
+                continue
+            yield message, frame[1]
+
+    def push(self, data: bytes) -> None:
+        """Add `data` for `next_frame`."""
+        self._buffer += data
+
+    def next_frame(self) -> Optional[Tuple[bytes, bytes]]:
+        """Return JSON text and blob of the next complete frame, or None. Raises WireError."""
+        if len(self._buffer) < _HEADER.size:
+            return None
+        json_size, blob_size = _HEADER.unpack_from(self._buffer)
+        end = _HEADER.size + json_size + blob_size
+        if json_size > MAX_JSON_BYTES or blob_size > MAX_BLOB_BYTES or end > self.limit:
+            raise WireError("cannot read a frame of %d + %d bytes: too long" % (json_size, blob_size))
+        if len(self._buffer) < end:
+            return None
+        text = bytes(self._buffer[_HEADER.size : _HEADER.size + json_size])
+        blob = bytes(self._buffer[_HEADER.size + json_size : end])
+        del self._buffer[:end]
+        if self.max_values and text.count(b",") + text.count(b"[") + text.count(b"{") > self.max_values:
+            raise WireError("cannot read a message: it has more than %d values" % self.max_values)
+        return text, blob

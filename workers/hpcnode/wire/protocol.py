@@ -1,11 +1,7 @@
 """The messages between controller, agent, shepherd and the step commands: the one definition that every end uses.
 
-Those of the step commands are written down in `commandwords`; here is all else, and the frames in which all of them go.
-
-A frame is two big-endian 32-bit lengths, then a JSON object, then raw bytes (output, input, a script): see `Framer`.
-A message is a frozen value (see `message`); its JSON is its fields plus ``"type"``, without those that are as usual.
-Unknown types and fields, missing fields, wrong types, duplicate keys, NaN, too long frames and deep nesting are refused
-with `WireError`: a peer of another version is told so by `version` in `Hello` and `Welcome`, not by guessing.
+Frames and the codec are in `message`; the messages between an agent and its shepherds are in `shepherd_messages`. A peer of
+another version is recognized by `version` in `Hello` and `Welcome`.
 
 Rules (see LAUNCH in the design): a launch is named by its token; `Launch` may be sent again freely and is answered
 with the present state; a `Report` is repeated until its `seq` is acknowledged by `Ack`; a lower `epoch` than one seen
@@ -16,12 +12,21 @@ Runs on Python 3.9 with the standard library only. Knows nothing of sockets, clo
 
 from __future__ import annotations
 
-import json
-import struct
-from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple, Type
+from typing import Any, Dict, List, Optional, Sequence, Tuple, Type
 
-from hpcnode.wire import gate
-from hpcnode.wire.message import M, Message, WireError, changed, fresh, from_fields, part, to_fields
+from hpcnode.wire.message import (
+    MAX_BLOB_BYTES,
+    MAX_FRAME_BYTES,
+    MAX_JSON_BYTES,
+    Codec,
+    FrameReader,
+    M,
+    Message,
+    WireError,
+    changed,
+    fresh,
+    part,
+)
 
 # ----- the messages between the controller and a command in a job (hrun, hrsh, an API command) or a training program
 # They go through the agent of the command's node, within FromStream and ToStream, or directly. A part of `hpcnode.wire.protocol`,
@@ -167,16 +172,12 @@ class StepEnded(Message):
         return self.again or (bool(self.error) and not self.codes)
 
 
-__all__ = ["Message", "WireError", "changed"]
+__all__ = ["MAX_BLOB_BYTES", "MAX_FRAME_BYTES", "MAX_JSON_BYTES", "Message", "WireError", "changed"]
 
 VERSION = 1
-MAX_JSON_BYTES = 8 << 20
-MAX_BLOB_BYTES = 8 << 20
-MAX_FRAME_BYTES = MAX_JSON_BYTES + MAX_BLOB_BYTES + 8
 # Of frames from step commands, whom nobody vouches for.
 MAX_COMMAND_BYTES = 4 << 20
 MAX_COMMAND_VALUES = 50_000
-_HEADER = struct.Struct("!II")
 
 BATCH = "batch"
 ALLOC = "alloc"  # a job's part on a node that does not run its batch step: claimed, nothing to run
@@ -613,113 +614,20 @@ _MESSAGES = (
 _QUOTING = (
     Welcome, Goodbye, Report, Condition, Facts, FileData, ProbeCompared, StepWaiting, StepEnded, Failure, Progress,
 )  # fmt: skip
-_BY_NAME: Dict[str, Type[Message]] = {cls.__name__: cls for cls in _MESSAGES}
-
-
-def to_json(message: Message) -> Dict[str, Any]:
-    """Return the JSON object of `message`, its type included, without the fields that are as usual.
-
-    A step command of the version before, which runs in a job that outlives an upgrade, knows no newer fields: it must not
-    be sent them for nothing.
-    """
-    return {"type": type(message).__name__, **to_fields(message)}
-
-
-def from_json(obj: Any) -> Message:
-    """Return the message that `obj` (parsed JSON) is. Raises WireError if it is none."""
-    if not isinstance(obj, dict):
-        raise WireError("cannot read a message: not a JSON object")
-    kind = obj.get("type")
-    cls = _BY_NAME.get(kind) if type(kind) is str else None
-    if cls is None:
-        what = "unknown type %.60r" % kind if type(kind) is str else "its type is not a text"
-        raise WireError("cannot read a message: " + what)
-    fields = dict(obj)
-    del fields["type"]
-    return from_fields(cls, fields)
+_CODEC = Codec(_MESSAGES, _QUOTING)
+to_json, from_json, encode, parse = _CODEC.to_json, _CODEC.from_json, _CODEC.encode, _CODEC.parse
 
 
 def read_as(cls: Type[M], obj: Any) -> M:
-    """Return the message of the class `cls` that `obj` (parsed JSON) is. Raises WireError if it is none, or another."""
+    """Return `obj` (parsed JSON) as a message of the class `cls`. Raises WireError if it is none, or another."""
     message = from_json(obj)
     if not isinstance(message, cls):
         raise WireError("cannot read a message: it is %s, not %s" % (type(message).__name__, cls.__name__))
     return message
 
 
-def encode(message: Message, blob: bytes = b"") -> bytes:
-    """Return the frame of `message` and `blob`. Raises WireError if it is too long to be taken by the other end."""
-    words = json.dumps(to_json(message), separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-    try:
-        text = words.encode()
-    except UnicodeEncodeError:
-        text = _as_text(message, words).encode()
-    if len(text) > MAX_JSON_BYTES or len(blob) > MAX_BLOB_BYTES:
-        raise WireError("cannot send %s: %d + %d bytes are too many" % (type(message).__name__, len(text), len(blob)))
-    return _HEADER.pack(len(text), len(blob)) + text + blob
-
-
-def _as_text(message: Message, words: str) -> str:
-    """Return the JSON of a message that is not UTF-8 as text, if it only quotes a file's name. Raises WireError if not."""
-    if isinstance(message, _QUOTING):
-        return gate.replaced(words)
-    try:
-        gate.check_texts(to_json(message))
-    except gate.GateError as error:
-        raise WireError("cannot send %s: %s" % (type(message).__name__, error)) from None
-    return words
-
-
-class Framer:
-    """Turns received bytes into messages. Holds at most one frame; forgets nothing, resynchronizes never.
-
-    `limit`: the most bytes of a frame. `max_values`: the most values in its JSON, nearly; 0: any number.
-    """
+class Framer(FrameReader):
+    """Reads frames of this protocol; see `FrameReader`."""
 
     def __init__(self, limit: int = MAX_FRAME_BYTES, max_values: int = 0) -> None:
-        self.limit = limit
-        self.max_values = max_values
-        self._buffer = bytearray()
-
-    @property
-    def pending_bytes(self) -> int:
-        """How much of a frame that is not complete has come."""
-        return len(self._buffer)
-
-    def feed(self, data: bytes) -> Iterator[Tuple[Message, bytes]]:
-        """Yield each (message, blob) that is complete after `data`. Raises WireError; the connection must then close."""
-        self._buffer += data
-        while True:
-            frame = self.next_frame()
-            if frame is None:
-                return
-            yield parse(frame[0]), frame[1]
-
-    def push(self, data: bytes) -> None:
-        """Take `data`, for `next_frame`."""
-        self._buffer += data
-
-    def next_frame(self) -> Optional[Tuple[bytes, bytes]]:
-        """Return JSON text and blob of the next complete frame, if there is one. Raises WireError."""
-        if len(self._buffer) < _HEADER.size:
-            return None
-        json_size, blob_size = _HEADER.unpack_from(self._buffer)
-        end = _HEADER.size + json_size + blob_size
-        if json_size > MAX_JSON_BYTES or blob_size > MAX_BLOB_BYTES or end > self.limit:
-            raise WireError("cannot read a frame of %d + %d bytes: too long" % (json_size, blob_size))
-        if len(self._buffer) < end:
-            return None
-        text = bytes(self._buffer[_HEADER.size : _HEADER.size + json_size])
-        blob = bytes(self._buffer[_HEADER.size + json_size : end])
-        del self._buffer[:end]
-        if self.max_values and text.count(b",") + text.count(b"[") + text.count(b"{") > self.max_values:
-            raise WireError("cannot read a message: it has more than %d values" % self.max_values)
-        return text, blob
-
-
-def parse(text: bytes) -> Message:
-    """Return the message of one frame's JSON text. Raises WireError."""
-    try:
-        return from_json(gate.read_json(text))
-    except gate.GateError as error:
-        raise WireError("cannot read a message: %s" % error) from None
+        super().__init__(_CODEC, limit, max_values)
