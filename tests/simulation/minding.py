@@ -17,7 +17,7 @@ from hpcnode.os import process
 from hpcnode.os.account import Account
 from hpcnode.shepherd.environment import MARKER
 from hpcnode.shepherd.step_state import BEFORE_RELEASE, REPORTABLE, RUNNING, Event, State, after, allows
-from hpcnode.wire import protocol, shepherd_messages
+from hpcnode.wire import protocol
 from hpcnode.wire.message import Message
 from hpcnode.wire.shepherd_messages import (
     EndTasks,
@@ -79,11 +79,11 @@ class Wire:
 
     def down(self, message: Message) -> None:
         self._down_s = max(self._down_s, self.world.soon())
-        self.world.agenda.at(self._down_s, self.shepherd, self.shepherd.handle, self, _sent(message))
+        self.world.agenda.at(self._down_s, self.shepherd, self.shepherd.handle, self, message)
 
     def up(self, message: Message) -> None:
         self._up_s = max(self._up_s, self.world.soon())
-        self.world.agenda.at(self._up_s, self.agent, self.agent.heard_shepherd, self.shepherd.token, _sent(message))
+        self.world.agenda.at(self._up_s, self.agent, self.agent.heard_shepherd, self.shepherd.token, message)
 
     def shepherd_ended(self) -> None:
         if self.open:
@@ -96,12 +96,6 @@ class Wire:
             self.open = False
             self._down_s = max(self._down_s, self.world.soon())
             self.world.agenda.at(self._down_s, self.shepherd, self.shepherd.agent_gone, self)
-
-
-def _sent(message: Message) -> Message:
-    """Return the message as the other end reads it."""
-    ((read, _blob),) = shepherd_messages.reader().feed(shepherd_messages.encode(message))
-    return read
 
 
 class Task(Process):
@@ -376,22 +370,16 @@ class SimShepherd(Process):
 
     def end_record(self, status: str) -> TasksEnded:
         """Return the record of the end."""
-        machine = self.machine
-        assert self.launch is not None
-        if self.started is None:
-            return TasksEnded(
-                status=status,
-                at_s=machine.wall_s(),
-                why=self.why,
-                stream_to=self.launch.stream_to,
-                node_fault=self.node_fault,
-            )
-        count = self.launch.tasks.count
+        machine, launch = self.machine, self.launch
+        stream_to = launch.stream_to if launch is not None else None
+        if self.started is None or launch is None:
+            return TasksEnded(status, machine.wall_s(), self.why, stream_to, node_fault=self.node_fault)
+        count = launch.tasks.count
         return TasksEnded(
             status=protocol.LOST if self.lease_over else status,
             at_s=machine.wall_s(),
             why=self.why,
-            stream_to=self.launch.stream_to,
+            stream_to=stream_to,
             boot_id=machine.boot_id,
             ended_boot_s=machine.boot_s(),
             ran_s=machine.boot_s() - self.started.started_boot_s,

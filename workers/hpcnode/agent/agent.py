@@ -21,7 +21,7 @@ import signal
 import socket
 import sys
 import time
-from typing import Any, Dict, List, Mapping, Optional, Tuple, Union
+from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple, Type, Union
 
 from hpcnode import paths
 from hpcnode.agent import helpers, link_speed, probe
@@ -110,6 +110,7 @@ class Agent:
         self._helpers = helpers.Helpers(self._loop)
         awaited = Awaited(root, self._boot_id)
         self._clients = Clients(self._loop, self, self._spool.reserve_seqs()[0], awaited, log)
+        self._handlers = self._make_handlers()
         self._controller: Optional[Stream] = None
         self._welcomed = False
         self._gpus: Optional[List[Dict[str, Any]]] = None  # None: not asked yet
@@ -228,7 +229,7 @@ class Agent:
         stream.on_data = lambda data: self._received(stream, framer, data)
         self._look_then_welcome(stream)
         for message, blob in frames:
-            self._obey(message, blob)
+            self._handle(message, blob)
         return True
 
     def _refusal(self, hello: protocol.Hello, uid: int) -> str:
@@ -288,7 +289,7 @@ class Agent:
         try:
             for message, blob in framer.feed(data):
                 if stream is self._controller:
-                    self._obey(message, blob)
+                    self._handle(message, blob)
         except protocol.WireError as error:
             log("the controller's connection is closed: %s" % error)
             stream.send(protocol.encode(protocol.Goodbye(str(error))))
@@ -306,48 +307,49 @@ class Agent:
         self._renewals.forget()
         self._ledger.disconnected()
 
-    def _obey(self, message: protocol.Message, blob: bytes) -> None:
-        ledger = self._ledger
-        if isinstance(message, protocol.Launch):
-            ledger.launch(message, blob)
-        elif isinstance(message, protocol.Ack):
-            ledger.ack(message.seqs)
-        elif isinstance(message, protocol.EndStep):
-            ledger.end_step(message)
-        elif isinstance(message, protocol.EndJob):
-            ledger.end_job(message)
-        elif isinstance(message, protocol.SuspendJob):
-            ledger.suspend_job(message)
-        elif isinstance(message, protocol.TimeLimit):
-            self.to_shepherd(message.token, ChangeTimeLimit(message.limit_s))
-        elif isinstance(message, protocol.Allocation):
-            self._tell_allocation(message)
-        elif isinstance(message, protocol.SignalStep):
-            ledger.signal_step(message)
-        elif isinstance(message, protocol.Go):
-            ledger.go(message)
-        elif isinstance(message, protocol.Pong):
-            asked_s = self._renewals.answered(message.request)
-            if asked_s is not None:
-                ledger.renewed(asked_s)
-        elif isinstance(message, protocol.Ping):
-            self.to_controller(protocol.Pong(message.request))
-        elif isinstance(message, protocol.Probe):
-            self._ask_for_facts(message, self.to_controller)
-        elif isinstance(message, protocol.ReadFile):
-            self._read_file(message)
-        elif isinstance(message, protocol.CompareProbe):
-            self._compare_probe(message)
-        elif isinstance(message, protocol.Watch):
-            self._watch(message)
-        elif isinstance(message, (protocol.ToStream, protocol.CloseStream)):
-            self._to_client(message, blob)
-        elif isinstance(message, protocol.Input):
-            self.to_shepherd(message.token, TaskInput(message.task, message.offset, message.eof), blob)
-        elif isinstance(message, protocol.OutputAck):
-            self._taken(message)
-        else:
+    def _handle(self, message: protocol.Message, blob: bytes) -> None:
+        """Do what the controller says. Raises WireError if a controller cannot say it."""
+        handler = self._handlers.get(type(message))
+        if handler is None:
             raise protocol.WireError("a controller cannot say %s" % type(message).__name__)
+        handler(message, blob)
+
+    def _make_handlers(self) -> Dict[Type[protocol.Message], Callable[[Any, bytes], None]]:
+        """Return what to call for each message of a controller."""
+        ledger = self._ledger
+        return {
+            protocol.Launch: ledger.launch,
+            protocol.Ack: lambda message, _blob: ledger.ack(message.seqs),
+            protocol.EndStep: lambda message, _blob: ledger.end_step(message),
+            protocol.EndJob: lambda message, _blob: ledger.end_job(message),
+            protocol.SuspendJob: lambda message, _blob: ledger.suspend_job(message),
+            protocol.TimeLimit: lambda message, _blob: self.to_shepherd(
+                message.token, ChangeTimeLimit(message.limit_s)
+            ),
+            protocol.Allocation: lambda message, _blob: self._note_allocation(message),
+            protocol.SignalStep: lambda message, _blob: ledger.signal_step(message),
+            protocol.Go: lambda message, _blob: ledger.go(message),
+            protocol.Pong: lambda message, _blob: self._renew(message),
+            protocol.Ping: lambda message, _blob: self._answer(protocol.Pong(message.request)),
+            protocol.Probe: lambda message, _blob: self._ask_for_facts(message, self.to_controller),
+            protocol.ReadFile: lambda message, _blob: self._read_file(message),
+            protocol.CompareProbe: lambda message, _blob: self._compare_probe(message),
+            protocol.Watch: lambda message, _blob: self._watch(message),
+            protocol.ToStream: self._to_client,
+            protocol.CloseStream: lambda message, _blob: self._clients.close(message.stream),
+            protocol.Input: lambda message, blob: self.to_shepherd(
+                message.token, TaskInput(message.task, message.offset, message.eof), blob
+            ),
+            protocol.OutputAck: lambda message, _blob: self._taken(message),
+        }
+
+    def _answer(self, message: protocol.Message) -> None:
+        self.to_controller(message)
+
+    def _renew(self, pong: protocol.Pong) -> None:
+        asked_s = self._renewals.answered(pong.request)
+        if asked_s is not None:
+            self._ledger.renewed(asked_s)
 
     def _taken(self, ack: protocol.OutputAck) -> None:
         self.to_shepherd(ack.token, OutputTaken(ack.task, ack.fd, ack.offset))
@@ -363,7 +365,7 @@ class Agent:
         if others:
             self._watchers[order.token] = others
 
-    def _tell_allocation(self, order: protocol.Allocation) -> None:
+    def _note_allocation(self, order: protocol.Allocation) -> None:
         try:
             news = allocation_file.note(self.root, order)
         except OSError as error:
@@ -372,10 +374,8 @@ class Agent:
         if news:
             self._ledger.signal_job(order.incarnation, order.job_id, order.attempt, signal.SIGWINCH)
 
-    def _to_client(self, message: Any, blob: bytes) -> None:
-        if isinstance(message, protocol.CloseStream):
-            self._clients.close(message.stream)
-        elif not self._clients.to_stream(message.stream, protocol.from_json(message.message), blob):
+    def _to_client(self, message: protocol.ToStream, blob: bytes) -> None:
+        if not self._clients.to_stream(message.stream, protocol.from_json(message.message), blob):
             self.to_controller(protocol.CloseStream(message.stream))
 
     def _ask_for_facts(self, order: protocol.Probe, tell: Any) -> None:

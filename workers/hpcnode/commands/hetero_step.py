@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from typing import Dict, List, Mapping, Sequence, Tuple
+from typing import Dict, List, Mapping, NamedTuple, Sequence, Tuple
 
 from hpcnode.commands import hrun, multi_prog, options
 from hpcnode.commands.output import STREAMS
@@ -41,44 +41,74 @@ def run(words: Sequence[str], face: hrun.Face, environ: Mapping[str, str]) -> in
     return hrun.start(values, command, face, environ)
 
 
+class Part(NamedTuple):
+    """One part of ``A : B``."""
+
+    own: Dict[str, str]  # its options of OWN; `ntasks` is always there
+    files: Dict[str, str]  # its options of STREAMS
+    export: str  # "" if it has no --export
+    command: List[str]
+
+
 def as_one(words: Sequence[str], environ: Mapping[str, str]) -> Tuple[options.Values, List[str]]:
-    """Return the options and the command of the step that ``A : B`` asks for. Raises UsageError, MultiProgError."""
-    common: options.Values = {}
-    parts: List[Dict[str, str]] = []
-    files: List[Dict[str, str]] = []
-    exports: List[str] = []
-    commands = []
+    """Return the options and the command of the step ``A : B``. Raises UsageError, MultiProgError."""
     parsed = [options.parse(part) for part in _split(words)]
+    commands = _commands([command for _, command in parsed])
+    common: options.Values = {}
+    parts: List[Part] = []
     for number, (values, _) in enumerate(parsed, start=1):
-        command = next(
-            (command for _, command in parsed[number - 1 :] if command), None
-        )  # its own, or that of the next
-        if command is None:
-            raise options.UsageError("part %d of the step has no command, nor has one behind it" % number)
         own = {name: str(values.pop(name)) for name in OWN if name in values}
         own["ntasks"] = str(_tasks(own, number, environ))
-        files.append({"ntasks": own["ntasks"], **_files(values, number)})
-        exports.append(str(values.pop("export", "")))
+        files = _files(values, number)
+        parts.append(Part(own, files, str(values.pop("export", "")), commands[number - 1]))
         common = values if number == 1 else common
-        strange = [name for name, value in values.items() if common.get(name) != value]
-        if strange:
-            raise options.UsageError(
-                "cannot give part %d of the step its own --%s: the parts of srun A : B may differ in their programs and in %s"
-                % (number, strange[0], ", ".join("--" + name for name in (*OWN, *STREAMS, "export")))
-            )
-        parts.append(own)
-        commands.append(command)
+        _check_same(values, common, number)
     common.setdefault("job-name", os.path.basename(commands[0][0]))
-    export, variables = _exports(exports)
-    asked = any("cpus-per-task" in own for own in parts)
-    programs = [
-        (int(own["ntasks"]), {**(_cpus(own) if asked else {}), **env}, command)
-        for own, env, command in zip(parts, variables, commands)
-    ]
-    said = {**common, **export, **_allocation(parts), "parts": json.dumps(parts)}
-    if any(len(one) > 1 for one in files):
-        said["part-files"] = json.dumps(files)
-    return said, multi_prog.command_for(programs)
+    export = _export([part.export for part in parts])
+    said = {**common, **export, **_allocation([part.own for part in parts])}
+    said["parts"] = json.dumps([part.own for part in parts])
+    if any(part.files for part in parts):
+        said["part-files"] = json.dumps([{"ntasks": part.own["ntasks"], **part.files} for part in parts])
+    return said, multi_prog.command_for(_programs(parts))
+
+
+def _programs(parts: Sequence[Part]) -> List[Tuple[int, Dict[str, str], List[str]]]:
+    """Return number of tasks, variables and command of each part. Raises UsageError."""
+    sets_cpus = any("cpus-per-task" in part.own for part in parts)
+    programs = []
+    for part in parts:
+        variables = {**(_cpus(part.own) if sets_cpus else {}), **_variables(part.export)}
+        programs.append((int(part.own["ntasks"]), variables, part.command))
+    return programs
+
+
+def _commands(given: Sequence[List[str]]) -> List[List[str]]:
+    """Return the command of each part: its own, or that of the next part that has one. Raises UsageError."""
+    commands: List[List[str]] = []
+    for number in range(len(given), 0, -1):
+        following = commands[0] if commands else []
+        command = given[number - 1] or following
+        if not command:
+            raise options.UsageError(
+                "part %d of the step has no command, nor has one behind it" % _first_without(given)
+            )
+        commands.insert(0, command)
+    return commands
+
+
+def _first_without(given: Sequence[List[str]]) -> int:
+    """Return the number of the first part that neither has a command nor is followed by one."""
+    return max((number for number, command in enumerate(given, start=1) if command), default=0) + 1
+
+
+def _check_same(values: options.Values, common: options.Values, number: int) -> None:
+    """Raise UsageError if a part has an option that the step as a whole has, with another value."""
+    different = [name for name, value in values.items() if common.get(name) != value]
+    if different:
+        raise options.UsageError(
+            "cannot give part %d of the step its own --%s: the parts of srun A : B may differ in their programs and in %s"
+            % (number, different[0], ", ".join("--" + name for name in (*OWN, *STREAMS, "export")))
+        )
 
 
 def _files(values: options.Values, number: int) -> Dict[str, str]:
@@ -92,27 +122,31 @@ def _files(values: options.Values, number: int) -> Dict[str, str]:
     return files
 
 
-def _exports(texts: Sequence[str]) -> Tuple[options.Values, List[Dict[str, str]]]:
-    """Return the --export of the step, if there is one, and the variables that each part sets itself.
+def _variables(export: str) -> Dict[str, str]:
+    """Return the variables that an --export sets itself. Raises UsageError."""
+    variables = dict(word.split("=", 1) for word in export.split(",") if "=" in word)
+    for name in variables:
+        if not name.isidentifier():
+            raise options.UsageError("cannot set %s for a part of the step: that is no variable's name" % name[:60])
+    return variables
 
-    `texts` are the parts' --export, "" where there is none.
-    """
-    variables: List[Dict[str, str]] = []
-    shared = set()
-    for text in texts:
-        words = [word for word in text.split(",") if word]
-        variables.append(dict(word.split("=", 1) for word in words if "=" in word))
-        shared.add(",".join(word for word in words if "=" not in word) or ("NONE" if words else ""))
-    strange = [name for part in variables for name in part if not name.isidentifier()]
-    if strange:
-        raise options.UsageError("cannot set %s for a part of the step: that is no variable's name" % strange[0][:60])
+
+def _export(texts: Sequence[str]) -> options.Values:
+    """Return the --export of the step, from those of its parts ("": none). Raises UsageError."""
+    shared = {_without_variables(text) for text in texts}
     given = shared - {""}
     if len(given) > 1 or ("" in shared and given - {"ALL"}):
         raise options.UsageError(
             "cannot give the parts of the step --export=%s: they may differ in the variables that they set (NAME=VALUE)"
             % " and ".join(sorted(text or "ALL" for text in shared))
         )
-    return {"export": given.pop()} if given else {}, variables
+    return {"export": given.pop()} if given else {}
+
+
+def _without_variables(export: str) -> str:
+    """Return an --export without its NAME=VALUE; NONE if nothing else is left of it."""
+    words = [word for word in export.split(",") if word]
+    return ",".join(word for word in words if "=" not in word) or ("NONE" if words else "")
 
 
 def _cpus(own: Mapping[str, str]) -> Dict[str, str]:

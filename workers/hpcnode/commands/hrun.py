@@ -177,14 +177,10 @@ def main(argv: Optional[Sequence[str]] = None, face: Face = HRUN, environ: Optio
 def start(values: stepoptions.Values, command: List[str], face: Face, environ: Mapping[str, str]) -> int:
     """Run hrun with these options, completed from the environment, and return its exit code."""
     try:
-        values = stepoptions.with_defaults(values, environ)
-        if "propagate" in values:
-            values["propagate"] = stepoptions.resource_limits(_text(values["propagate"], rlimits.ALL))
-        if "open-mode" in values:
-            values["open-mode"] = stepoptions.output_mode(str(values["open-mode"]))
-        said = _answer_at_once(values, face)
-        if said is not None:
-            sys.stdout.write(said)
+        values = _completed(values, environ)
+        text = _immediate_answer(values, face)
+        if text is not None:
+            sys.stdout.write(text)
             return 0
         if not command and "resize" not in values:
             raise stepoptions.UsageError("no command given: %s [OPTIONS] COMMAND [ARGUMENT...]" % face.name)
@@ -192,25 +188,40 @@ def start(values: stepoptions.Values, command: List[str], face: Face, environ: M
         _complain(face, error.text(face.name))
         return _code(environ, "SLURM_EXIT_ERROR", face.usage_code)
     try:
-        if face.slurms and values.get("verbose"):
-            for line in option_lines(values):
-                _say(face, line)
-        if "uid" in values or "gid" in values:
-            _change_user(values)
-        if values.get("no-allocate"):
-            raise HrunError(_no_allocate())
-        here = {"bcast", "prolog", "epilog"} & set(values)
-        if here and not values.get("test-only") and "resize" not in values:
-            if not _job_id(values, environ):
-                return _in_allocation(values, command, face, environ)
-            return _with_scripts(values, command, face, environ)
-        return Hrun(values, command, environ, face).run()
+        return _run_step(values, command, face, environ)
     except TooLate as error:
         _complain(face, str(error))
         return _code(environ, "SLURM_EXIT_IMMEDIATE", 1)
     except (HrunError, ConnectionLost, protocol.WireError) as error:
         _complain(face, str(error))
         return _code(environ, "SLURM_EXIT_ERROR", 1)
+
+
+def _completed(values: stepoptions.Values, environ: Mapping[str, str]) -> stepoptions.Values:
+    """Return the options with those of the environment, checked. Raises UsageError."""
+    values = stepoptions.with_defaults(values, environ)
+    if "propagate" in values:
+        values["propagate"] = stepoptions.resource_limits(_text(values["propagate"], rlimits.ALL))
+    if "open-mode" in values:
+        values["open-mode"] = stepoptions.output_mode(str(values["open-mode"]))
+    return values
+
+
+def _run_step(values: stepoptions.Values, command: List[str], face: Face, environ: Mapping[str, str]) -> int:
+    """Run the step, in a job that is made for it if need be, and return the exit code."""
+    if face.slurms and values.get("verbose"):
+        for line in option_lines(values):
+            _say(face, line)
+    if "uid" in values or "gid" in values:
+        _change_user(values)
+    if values.get("no-allocate"):
+        raise HrunError(_no_allocate())
+    has_scripts = bool({"bcast", "prolog", "epilog"} & set(values))
+    if not has_scripts or values.get("test-only") or "resize" in values:
+        return Hrun(values, command, environ, face).run()
+    if _job_id(values, environ):
+        return _with_scripts(values, command, face, environ)
+    return _in_allocation(values, command, face, environ)
 
 
 def _change_user(values: stepoptions.Values) -> None:
@@ -363,16 +374,7 @@ class Hrun(Front):
 
     def _request(self) -> protocol.StepRequest:
         options: Dict[str, object] = {name: self._values[name] for name in _SENT if name in self._values}
-        if options.get("distribution") == "plane":  # as the variable says it
-            options["distribution"] = "plane=" + self._environ.get("SLURM_DIST_PLANESIZE", "")
-        if self._environ.get("SLURM_HOSTFILE") and not options.get("nodelist") and "parts" not in options:
-            options["distribution"] = "arbitrary"
-        if "/" in str(options.get("nodelist", "")) or str(options.get("distribution", "")).startswith("arbitrary"):
-            self._settle_hosts(lambda hosts: hosts.settle(options, self._environ))
-            if options.get("hosts") and not self._job_id:
-                self._settle_hosts(lambda hosts: hosts.ask_for(options))
-        if "relative" in self._values:
-            self._settle_hosts(lambda hosts: hosts.leave_out(options, str(self._values["relative"]), self._environ))
+        self._choose_hosts(options)
         if "exclusive" in options:
             options["exclusive"] = True
         if options.get("nice") is True:
@@ -382,17 +384,7 @@ class Hrun(Front):
             if not {"ntasks", "nodes", "ntasks-per-node"} & set(options):
                 options.update(ntasks="1", nodes="1")
         options["kill-on-bad-exit"] = _switch(self._values.get("kill-on-bad-exit", "0"))
-        for target in (self._output, self._error, self._input):
-            if target.node_file:
-                options[target.name] = target.node_file
-        if self._output.node_file and self._error.local_file:
-            options["error"] = protocol.STREAMED
-        if self._input.is_default and not is_open(0):
-            options["input"] = os.devnull
-        elif self._input.to_all:
-            options["input"] = "all"
-        elif self._input.task is not None:
-            options["input"] = str(self._input.task)
+        self._choose_streams(options)
         return protocol.StepRequest(
             version=protocol.VERSION,
             job_id=self._job_id,
@@ -405,6 +397,33 @@ class Hrun(Front):
                 rlimits.VARIABLE: rlimits.noted(str(self._values.get("propagate", ""))),
             },
         )
+
+    def _choose_hosts(self, options: Dict[str, object]) -> None:
+        """Complete the options that choose nodes from the environment and from host files."""
+        if options.get("distribution") == "plane":  # SLURM_DISTRIBUTION says no more
+            options["distribution"] = "plane=" + self._environ.get("SLURM_DIST_PLANESIZE", "")
+        if self._environ.get("SLURM_HOSTFILE") and not options.get("nodelist") and "parts" not in options:
+            options["distribution"] = "arbitrary"
+        if "/" in str(options.get("nodelist", "")) or str(options.get("distribution", "")).startswith("arbitrary"):
+            self._settle_hosts(lambda hosts: hosts.settle(options, self._environ))
+            if options.get("hosts") and not self._job_id:
+                self._settle_hosts(lambda hosts: hosts.ask_for(options))
+        if "relative" in self._values:
+            self._settle_hosts(lambda hosts: hosts.leave_out(options, str(self._values["relative"]), self._environ))
+
+    def _choose_streams(self, options: Dict[str, object]) -> None:
+        """Tell the controller which files the nodes write and read, and where the input goes."""
+        for target in (self._output, self._error, self._input):
+            if target.node_file:
+                options[target.name] = target.node_file
+        if self._output.node_file and self._error.local_file:
+            options["error"] = protocol.STREAMED
+        if self._input.is_default and not is_open(0):
+            options["input"] = os.devnull
+        elif self._input.to_all:
+            options["input"] = "all"
+        elif self._input.task is not None:
+            options["input"] = str(self._input.task)
 
     def _note_options_without_effect(self) -> None:
         """Say on a terminal, or with --verbose, which options about places are not honoured; programs read the rest."""
@@ -653,7 +672,7 @@ def _total(started: protocol.StepStarted) -> int:
     return sum(count for _, _, count, _ in started.tasks)
 
 
-def _answer_at_once(values: stepoptions.Values, face: Face) -> Optional[str]:
+def _immediate_answer(values: stepoptions.Values, face: Face) -> Optional[str]:
     """Return what to print for options that start no step. Raises UsageError."""
     stepoptions.refuse_windows(values)
     if values.get("help"):

@@ -246,25 +246,31 @@ def with_defaults(values: Values, environ: Mapping[str, str], options: Sequence[
     complete = dict(values)
     in_job = bool(environ.get("HPCSCHED_JOB_ID") or environ.get("SLURM_JOB_ID"))
     for option in options:
-        if option.name in complete or option.accepted or (in_job and option.name in _OF_NEW_JOBS):
+        if not _has_default(option, complete, in_job):
             continue
-        if "parts" in complete and option.name in _FACTS:
-            continue  # each part says its own
-        if option.name in _MEMORY and _MEMORY & set(complete):
-            continue  # they exclude each other
         found = next((value for value in _given(option, environ) if value), None)
-        if found is None:
-            continue
-        if option.kind == FLAG:
-            complete[option.name] = found.lower() not in ("0", "no", "false")
-        elif option.name == "exclusive":
-            complete[option.name] = True
-        else:
-            complete[option.name] = found
+        if found is not None:
+            complete[option.name] = _default_of(option, found)
     switches, wait = complete.get("switches"), environ.get("SLURM_WAIT4SWITCH")
     if "switches" not in values and isinstance(switches, str) and wait and "@" not in switches:
         complete["switches"] = "%s@%s" % (switches, wait)
     return complete
+
+
+def _has_default(option: Option, complete: Values, in_job: bool) -> bool:
+    """Return whether the environment may set an option that the other options leave open."""
+    if option.name in complete or option.accepted or (in_job and option.name in _OF_NEW_JOBS):
+        return False
+    if "parts" in complete and option.name in _FACTS:
+        return False  # each part sets its own
+    return option.name not in _MEMORY or not _MEMORY & set(complete)  # they exclude each other
+
+
+def _default_of(option: Option, text: str) -> Union[str, bool]:
+    """Return the value of an option that a variable sets."""
+    if option.kind == FLAG:
+        return text.lower() not in ("0", "no", "false")
+    return True if option.name == "exclusive" else text
 
 
 def _given(option: Option, environ: Mapping[str, str]) -> Iterator[str]:
