@@ -18,6 +18,7 @@ from hpcnode.os.account import find_account
 from hpcnode.os.faults import CrashPoints
 from hpcnode.spool import Spool
 from hpcnode.wire import protocol
+from hpcnode.wire.shepherd_messages import TasksEnded, TasksStarted, record_of
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
@@ -57,22 +58,15 @@ class Node:
 
     def start(self, launch: protocol.Launch, _account: Any, _suspended: bool) -> None:
         boot_id = self.ledger.boot_id
-        started = {
-            "status": protocol.STARTED,
-            "pid": 1,
-            "at_s": 1.0,
-            "started_at_s": 1.0,
-            "boot_id": boot_id,
-            "tasks": [],
-        }
-        self.spool.write_started(launch.token, started)
+        started = TasksStarted(1, 1.0, 1.0, [], (1, 1, boot_id), boot_id, 1.0, os.geteuid())
+        self.spool.write_started(launch.token, record_of(started))
         self.released.append(launch.token)
         self.promises.append(f"released {launch.token}")
 
     def finish(self, token: str) -> None:
         """Have the shepherd of the token record and tell its end."""
-        final = {"status": protocol.ENDED, "at_s": 2.0, "why": "", "codes": [0], "signals": [0]}
-        self.spool.write_final(token, final)
+        final = TasksEnded(protocol.ENDED, 2.0, "", codes=[0], signals=[0])
+        self.spool.write_final(token, record_of(final))
         self.ledger.entries[token].minded = False
         self.ledger.shepherd_ended(token, final)
 
@@ -81,7 +75,7 @@ class Node:
     def is_minded(self, token: str) -> bool:
         return False
 
-    def say(self, token: str, words: list[Any], blob: bytes = b"") -> None: ...
+    def send(self, token: str, message: protocol.Message, blob: bytes = b"") -> None: ...
 
     def kill_remains(self, started: dict[str, Any]) -> bool:
         return True
