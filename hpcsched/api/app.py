@@ -38,7 +38,7 @@ from hpcsched.model.spec import JobSpec
 log = logging.getLogger("hpcsched.api")
 
 MAX_REQUEST_ID = 200
-LONG_AT_ONCE, ALL_LONG_AT_ONCE = 2, 4  # answers that take long to make, of one account and of all
+LONG_AT_ONCE, ALL_LONG_AT_ONCE = 1, 2  # answers that take long to make, of one account and of all
 FEW_JOBS = 20  # of one request: it waits for no other one
 MAX_JOBS = 2000  # of one request: others' wait until all of them have been checked
 # What is changed there is of no job, whose events would tell who did it: the log does.

@@ -109,7 +109,10 @@ class Turns:
         self._of[uid] = turns, count + 1
         try:
             async with turns, self._all:
-                yield
+                try:
+                    yield
+                finally:
+                    await asyncio.sleep(0)  # a hundred short ones must not follow each other in one turn of the loop
         finally:
             _, count = self._of[uid]
             if count == 1:

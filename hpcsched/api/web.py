@@ -174,6 +174,7 @@ class Server:
         self.connections: set[Connection] = set()
         self.doors = doors or Doors()
         self._listener: Listener | None = None
+        self._refusals: dict[str, bytes] = {}  # the last one: a flood has thousands in a second
 
     async def serve(self, listener: socket.socket) -> None:
         """Answer those who connect to the listening unix socket."""
@@ -181,8 +182,11 @@ class Server:
 
     def _refused(self, uid: int) -> bytes:
         """Return the answer to an account that connects too often."""
-        response = self.refusal(429, self.doors.too_often(uid))
-        return head_of(replace(response, headers={"Retry-After": "1"}), keep=False) + response.body
+        why = self.doors.too_often(uid)
+        if why not in self._refusals:
+            response = self.refusal(429, why)
+            self._refusals = {why: head_of(replace(response, headers={"Retry-After": "1"}), keep=False) + response.body}
+        return self._refusals[why]
 
     @property
     def unread_bytes(self) -> int:
@@ -244,6 +248,9 @@ class Connection(asyncio.Protocol):
         if self._task is not None and self._reads_only:
             self._task.cancel()
         # Another task ends by itself: what it was asked for is done all the same.
+        del self._parser  # it refers to us: the bodies would stay in memory until the next collection of garbage
+        self._coming = None
+        self._waiting.clear()
 
     @property
     def is_busy(self) -> bool:

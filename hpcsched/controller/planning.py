@@ -375,6 +375,7 @@ class Pace:
 
 ELIGIBLE = OVER_LIMIT | {Reason.PRIORITY, Reason.RESOURCES, Reason.LICENSES, Reason.ARRAY_LIMIT}
 ENDING = frozenset({Reason.DEADLINE, Reason.DEPENDENCY_NEVER})
+NOTED = ELIGIBLE | ENDING | {Reason.RESERVATION}  # reasons from which anything follows
 MANY_JOBS = 500  # changed in one tick: then the plan comes in the next
 
 
@@ -399,6 +400,8 @@ class Waits:
         waits = done.plan.waits if done.plan is not None else {}
         world.waits = {job_id: wait for job_id, wait in waits.items() if job_id in world.pending}
         for job_id, wait in tuple(world.waits.items()):
+            if wait.reason not in NOTED:
+                continue
             job = world.jobs[job_id]
             if wait.reason in ENDING and (outcome := _end_of(job, wait)) and done.knows(job):
                 tx.record(EndRequested(job_id=job_id, at_s=tx.now_s, outcome=outcome, by_uid=None, why=wait.detail))

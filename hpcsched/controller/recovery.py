@@ -136,6 +136,7 @@ def load_world(world: World, store: Store, now_s: float) -> None:
     world.partition_states = store.partition_states()
     for job in store.load_jobs(now_s - world.config.controller.min_job_age_s):
         world.put(job)
+    world.ended = dict.fromkeys(sorted(world.ended, key=lambda job_id: world.jobs[job_id].ended_at_s or 0.0))
     world.scripts.keep_only(set(store.script_hashes()))
     world.usage = {used.key: used for used in store.load_usage()}
     world.crontabs = {crontab.uid: crontab for crontab in store.load_crontabs()}

@@ -51,6 +51,7 @@ log = logging.getLogger("hpcsched.controller")
 
 PURGE_EVERY_S = 60.0
 PURGE_SCRIPTS = 200  # at a time
+ENDED_JOBS = 10_000  # in memory at most, of any age; the database keeps all
 
 RETRY_S = 1.0  # after a commit that failed
 PLAN_RETRY_S, PLAN_RETRY_MOST_S = 1.0, 60.0  # after a plan that failed
@@ -151,6 +152,7 @@ class Controller:
         self._promises: Mapping[JobId, Promise] = {}  # by the last plan; after a restart they are made anew
         self._ports = ports
         self._views = SnapshotCache()
+        self._unprepared: dict[JobId, None] = {}  # changed jobs, whose views are made before the next plan begins
         self._books = Books(world)
         self._memory = memory_of(store, world, policy, self._views)
         self.training = Trainings(world, lambda work: self.ask(work, _log_failure, keep=True))
@@ -459,7 +461,12 @@ class Controller:
         """Do the items and what follows from the time, each in an attempt of its own. Done again, an item gets the same ids."""
         known = self._clock_mark
         mark = _guarded("read the clocks", lambda: keep_step(tx, known, *self._ports.boot_clock()))
-        for item in inbox:
+        for i, item in enumerate(inbox):
+            if len(tx.batch.jobs) >= MANY_JOBS and item.ids is None:
+                self._inbox = [_Item(later.work, later.done, later.keep) for later in inbox[i:]] + self._inbox
+                self._ports.wake(0.0)
+                del inbox[i:]
+                break
             ids = (self.world.last_job_id, self.world.last_spec_id)
             if item.ids is None:
                 item.ids = ids
@@ -481,6 +488,7 @@ class Controller:
             or timer_rang
             or bool(tx.batch.jobs or tx.batch.nodes or tx.batch.reservations or tx.batch.partitions)
         )
+        self._unprepared |= dict.fromkeys(tx.batch.jobs)
         many = len(tx.batch.jobs) >= MANY_JOBS
         if not many:
             self._note_ages(tx)
@@ -570,6 +578,9 @@ class Controller:
                 self._ports.wake(wait_s)
             return False
         if self._plan_wanted and self._planning.may_begin:
+            if not self._prepare_views():
+                self._ports.wake(self._pace.end_turn())
+                return False
             self._plan_wanted = False
             self._begin_plan(tx.now_s)
             if self._pace.turn_s() >= SLICE_S:  # enough for this tick
@@ -643,6 +654,16 @@ class Controller:
         """Return the priorities of the jobs in line, and those with which the ones that run were started."""
         before = self.world.priorities
         return {job_id: before[job_id] for job_id in self.world.active if job_id in before} | dict(plan.priorities)
+
+    def _prepare_views(self) -> bool:
+        """Make the views of changed jobs, as many as a turn has time for. Return whether all are made."""
+        while self._unprepared:
+            if self._pace.turn_s() >= SLICE_S:
+                return False
+            job_id, _ = self._unprepared.popitem()
+            if job_id in self.world.pending:
+                self._views.prepare(self.world.jobs[job_id], self.world.partitions)
+        return True
 
     def _begin_plan(self, now_s: float) -> None:
         world, held_back = self.world, self._held_back()
@@ -733,7 +754,10 @@ class Controller:
         if now_s >= self._next_purge_s:
             self._next_purge_s = now_s + PURGE_EVERY_S
             self.world.forget_ended(now_s - self.world.config.controller.min_job_age_s)
+            self.world.forget_oldest(ENDED_JOBS)
             self._purge_scripts(now_s, whole=True)
+        elif len(self.world.ended) > ENDED_JOBS + ENDED_JOBS // 10:
+            self.world.forget_oldest(ENDED_JOBS)
         elif self.world.scripts.let_go(self.world.config.scheduler.max_scripts_per_user << 20):
             self._purge_scripts(now_s)
 

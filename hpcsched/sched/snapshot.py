@@ -217,10 +217,10 @@ class SnapshotCache:
         self._shapes: dict[Shape, Shape] = {}
         self._specs: dict[int, JobSpec] = {}  # keeps them alive: their id() is the key above
 
-    def follow(self, partitions: dict[str, Partition]) -> None:
+    def follow(self, partitions: Mapping[str, Partition]) -> None:
         """Forget everything if the partitions are no longer those that it was made for."""
         if partitions != self._partitions:
-            self._partitions = partitions
+            self._partitions = dict(partitions)
             self.pending = {}
             self._forget_requests()
 
@@ -236,6 +236,12 @@ class SnapshotCache:
             self._specs[id(job.spec)] = job.spec
         return request
 
+    def prepare(self, job: Job, partitions: Mapping[str, Partition]) -> None:
+        """Make the view of a waiting job before the next snapshot asks for it."""
+        self.follow(partitions)
+        if job.state is JobState.PENDING and not job.held_nodes:
+            self.pending[job.id] = job, pending_job(job, partitions, default_of(partitions), self)
+
     def keep_only(self, waiting: Mapping[JobId, tuple[Job, PendingJob]]) -> None:
         """Forget all but what is waiting now, and the requests once they are many more than the jobs."""
         self.pending = dict(waiting)
@@ -246,6 +252,11 @@ class SnapshotCache:
         self._requests.clear()
         self._shapes.clear()
         self._specs.clear()
+
+
+def default_of(partitions: Mapping[str, Partition]) -> str:
+    """Return the name of the default partition; empty if there is none."""
+    return next((part.name for part in partitions.values() if part.default), "")
 
 
 def snapshot_of(
@@ -267,7 +278,7 @@ def snapshot_of(
     cache = cache if cache is not None else SnapshotCache()
     jobs = tuple(jobs)
     parts = {partition.name: partition for partition in partitions}
-    default = next((part.name for part in parts.values() if part.default), "")
+    default = default_of(parts)
     cache.follow(parts)
     known_ones = tuple(at(reservation, now_s) for reservation in reservations)
     by_name = {reservation.name: reservation for reservation in known_ones}

@@ -7,6 +7,7 @@ change and its commit.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -67,6 +68,7 @@ class World:
     partition_states: dict[str, PartitionState] = field(default_factory=dict)  # that admins gave them
     pending: dict[JobId, None] = field(default_factory=dict)  # ids in order of their becoming pending
     active: dict[JobId, None] = field(default_factory=dict)
+    ended: dict[JobId, None] = field(default_factory=dict)  # ids of ended jobs in memory, in order of their ends
     queued: Counter[str] = field(default_factory=Counter)  # jobs that wait or hold nodes, by user
     states: Counter[JobState] = field(
         default_factory=Counter
@@ -169,6 +171,10 @@ class World:
             self.active[job.id] = None
         else:
             self.active.pop(job.id, None)
+        if job.state in FINAL:
+            self.ended.setdefault(job.id)
+        else:
+            self.ended.pop(job.id, None)
 
     def add(self, jobs: Sequence[Job]) -> dict[JobId, Job]:
         """Keep a job that was submitted now, or all tasks of an array; return them by id."""
@@ -197,6 +203,7 @@ class World:
                 del self.arrays[job.array_job_id]
         self.pending.pop(job_id, None)
         self.active.pop(job_id, None)
+        self.ended.pop(job_id, None)
         self.waits.pop(job_id, None)
 
     def count_states(self) -> Counter[JobState]:
@@ -256,14 +263,20 @@ class World:
                 return partition
         return next(iter(self.partitions.values()))
 
-    def forget_ended(self, before_s: float, keep: int = 10_000) -> None:
-        """Drop from memory the jobs that ended before `before_s` (all but the last `keep`), unless others depend on them."""
-        ended = sorted((job for job in self.jobs.values() if job.state in FINAL), key=lambda job: job.ended_at_s or 0.0)
-        needed = self.depended_on()
-        old = len(ended) - keep
-        for i, job in enumerate(ended):
-            if (i < old or (job.ended_at_s or 0.0) < before_s) and job.id not in needed:
-                self.drop(job.id)
+    def forget_ended(self, before_s: float) -> None:
+        """Drop from memory the jobs that ended before `before_s`, unless waiting jobs depend on them."""
+        self._forget(job_id for job_id in self.ended if (self.jobs[job_id].ended_at_s or 0.0) < before_s)
+
+    def forget_oldest(self, keep: int) -> None:
+        """Drop from memory all but the last `keep` jobs to end, and those that waiting jobs depend on."""
+        self._forget(itertools.islice(self.ended, max(0, len(self.ended) - keep)))
+
+    def _forget(self, job_ids: Iterable[JobId]) -> None:
+        found = list(job_ids)
+        needed = self.depended_on() if found else {}
+        for job_id in found:
+            if job_id not in needed:
+                self.drop(job_id)
 
 
 class Transaction:

@@ -27,7 +27,7 @@ from hpcsched.jobscript import check
 from hpcsched.lifecycle.events import EndRequested, Held, NodeLost, NodeSilent, Released, Requeued
 from hpcsched.lifecycle.job import can
 from hpcsched.model.hostlist import expand_hostlist
-from hpcsched.model.ids import NodeName
+from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import ACTIVE, FINAL, Hold, Job, JobState, Refusal
 from hpcsched.model.node import LAUNCH_CHECK, OURSELVES, LaunchFailure, Link, Partition, PartitionState
 from hpcsched.model.reservation import Reservation
@@ -88,6 +88,7 @@ def _refusal(request_id: str, what: str) -> RequestError:
 SIGKILL = 9
 LAUNCH_TRIES = 8  # nodes that a job is tried on before it fails
 LAUNCH_FAILURES = 3  # of jobs in a row that a node could not start, before it is drained
+JOBS_PER_TICK = 500  # that one request changes in a tick; other requests are answered between its parts
 
 Seen = Callable[[int, str], Mapping[int, JobSpec] | None]
 
@@ -102,6 +103,9 @@ class SignalJob:
     full: bool  # the batch script and its children as well as the steps
 
 
+Change = Callable[[Transaction, Job, "Outcome"], None]  # one job's part of a request; raises RequestError
+
+
 @dataclass(slots=True)
 class Outcome:
     """What a request for several jobs came to: the ids it took effect on, and what was refused."""
@@ -110,6 +114,9 @@ class Outcome:
     errors: list[dict[str, str]] = field(default_factory=list)
     signals: list[SignalJob] = field(default_factory=list)
     became: dict[int, str] = field(default_factory=dict)  # of jobs that lost a node: what becomes of each, in words
+    spec_ids: dict[int, int] = field(default_factory=dict)  # the new specification of each that was changed
+    remaining: dict[JobId, str] = field(default_factory=dict)  # for later ticks, with the reference of a single job
+    change: Change | None = None  # what is done to them
 
     def refuse(self, reference: str, error: HpcschedError) -> None:
         """Note that a reference was refused."""
@@ -120,6 +127,8 @@ class Outcome:
         self.jobs += other.jobs
         self.errors += other.errors
         self.signals += other.signals
+        self.remaining |= other.remaining
+        self.change = self.change or other.change
 
     def as_json(self) -> dict[str, Any]:
         """Return the part that the asker sees."""
@@ -272,7 +281,7 @@ def default_limit_s(world: World, partition: Partition) -> int | None:
 def cancel(tx: Transaction, asker: Asker, references: Iterable[str], filters: dict[str, str]) -> Outcome:
     """End the named jobs (or all that match the filters): waiting ones at once, running ones after their grace time."""
 
-    def one(job: Job, outcome: Outcome) -> None:
+    def one(tx: Transaction, job: Job, outcome: Outcome) -> None:
         if job.state in FINAL:
             raise RequestError(f"cannot cancel job {job.display_id}: it has already ended ({job.state})")
         tx.record(
@@ -304,7 +313,7 @@ def signal(
     if signum == SIGKILL and (full or not batch):
         return cancel(tx, asker, references, filters)
 
-    def one(job: Job, outcome: Outcome) -> None:
+    def one(tx: Transaction, job: Job, outcome: Outcome) -> None:
         if batch and not full and not job.spec.has_script:
             raise RequestError(f"cannot signal the batch script of job {job.display_id}: it has none")
         if job.state not in (JobState.RUNNING, JobState.SUSPENDED, JobState.COMPLETING):
@@ -317,7 +326,7 @@ def signal(
 def hold(tx: Transaction, asker: Asker, references: Iterable[str]) -> Outcome:
     """Keep the named waiting jobs from starting."""
 
-    def one(job: Job, outcome: Outcome) -> None:
+    def one(tx: Transaction, job: Job, outcome: Outcome) -> None:
         if not _can_be_held(job):
             raise RequestError(f"cannot hold job {job.display_id}: it is {job.state}")
         tx.record(Held(job_id=job.id, at_s=tx.now_s, hold=_hold_of(job, asker), by_uid=asker.uid))
@@ -337,7 +346,7 @@ def _hold_of(job: Job, asker: Asker) -> Hold:
 def release(tx: Transaction, asker: Asker, references: Iterable[str]) -> Outcome:
     """Let the named held jobs go."""
 
-    def one(job: Job, outcome: Outcome) -> None:
+    def one(tx: Transaction, job: Job, outcome: Outcome) -> None:
         if not can(job, Released):
             raise RequestError(f"cannot release job {job.display_id}: it is {job.state}")
         if job.hold is Hold.ADMIN and not asker.admin:
@@ -362,7 +371,7 @@ def requeue(
     with `special` that they are a special case.
     """
 
-    def one(job: Job, outcome: Outcome) -> None:
+    def one(tx: Transaction, job: Job, outcome: Outcome) -> None:
         if incomplete and job.state is JobState.COMPLETED:
             return
         not_before_s = tx.now_s + tx.world.config.controller.requeue_delay_s
@@ -399,10 +408,13 @@ def each_job(
     references: Iterable[str],
     filters: dict[str, str],
     what: str,
-    one: Callable[[Job, Outcome], None],
+    one: Change,
 ) -> Outcome:
-    """Call `one` for each job that is meant; a job that is refused does not keep the others from it."""
-    outcome = Outcome()
+    """Call `one` for each job that is meant. A refused job does not affect the others.
+
+    Of more than `JOBS_PER_TICK` jobs the rest is left in the outcome for `continued`.
+    """
+    outcome = Outcome(change=one)
     for reference in references:
         try:
             jobs = [job for job in find_jobs(tx.world, reference, asker.uid) if matches(job, filters)]
@@ -416,22 +428,41 @@ def each_job(
         except HpcschedError as error:
             outcome.refuse(reference, error)
             continue
-        refused = _doeach_job(jobs, one, outcome)
+        refused = _change_each(tx, jobs, one, outcome, reference if len(jobs) == 1 else "")
         if refused and len(refused) == len(jobs):  # of an array that is partly over, the rest is meant
             outcome.refuse(reference, refused[0])
     if filters and not list(references):
         # Of a bulk request others' jobs, and those that it cannot be done to, are simply not meant.
         mine = [job for job in tx.world.jobs.values() if job.state not in FINAL and asker.owns(job)]
-        _doeach_job([job for job in mine if matches(job, filters)], one, outcome)
+        _change_each(tx, [job for job in mine if matches(job, filters)], one, outcome)
     return outcome
 
 
-def _doeach_job(jobs: Iterable[Job], one: Callable[[Job, Outcome], None], outcome: Outcome) -> list[RequestError]:
-    """Call `one` for each job and note those it took effect on; return why it was refused for the others."""
+def continued(tx: Transaction, done: Outcome) -> Outcome:
+    """Return the outcome of the next part of a request that changes more jobs than a tick does."""
+    assert done.change is not None
+    outcome = Outcome(change=done.change)
+    for job_id, reference in done.remaining.items():
+        job = tx.world.jobs.get(job_id)
+        if job is None:  # it ended long enough ago to be forgotten
+            continue
+        refused = _change_each(tx, [job], done.change, outcome, reference)
+        if refused and reference:
+            outcome.refuse(reference, refused[0])
+    return outcome
+
+
+def _change_each(
+    tx: Transaction, jobs: Sequence[Job], one: Change, outcome: Outcome, reference: str = ""
+) -> list[RequestError]:
+    """Call `one` for each job, up to the limit of a tick, and note the changed ones. Return why others were refused."""
     refused: list[RequestError] = []
-    for job in jobs:
+    for i, job in enumerate(jobs):
+        if len(outcome.jobs) >= JOBS_PER_TICK:
+            outcome.remaining |= dict.fromkeys((later.id for later in jobs[i:]), reference)
+            break
         try:
-            one(job, outcome)
+            one(tx, job, outcome)
         except RequestError as error:
             refused.append(error)
         else:

@@ -16,7 +16,7 @@ from hpcsched.store.world import Transaction
 def suspend(tx: Transaction, asker: Asker, references: Iterable[str]) -> Outcome:
     """Have the named running jobs stand still. They keep what they hold."""
 
-    def one(job: Job, outcome: Outcome) -> None:
+    def one(tx: Transaction, job: Job, outcome: Outcome) -> None:
         asker.must_be_admin("suspend a job")
         if not can(job, Suspended):
             raise RequestError(f"cannot suspend job {job.display_id}: it is {job.state}")
@@ -28,7 +28,7 @@ def suspend(tx: Transaction, asker: Asker, references: Iterable[str]) -> Outcome
 def resume(tx: Transaction, asker: Asker, references: Iterable[str]) -> Outcome:
     """Have the named suspended jobs go on."""
 
-    def one(job: Job, outcome: Outcome) -> None:
+    def one(tx: Transaction, job: Job, outcome: Outcome) -> None:
         asker.must_be_admin("resume a job")
         if not can(job, Resumed):
             raise RequestError(f"cannot resume job {job.display_id}: it is {job.state}, not SUSPENDED")

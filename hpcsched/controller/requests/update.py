@@ -156,9 +156,8 @@ def update(tx: Transaction, asker: Asker, references: Iterable[str], changes: di
         near = nearest(min(unknown), known) if unknown else ""
         wrong = ", ".join(sorted(unknown)) or "nothing"
         raise RequestError(f"cannot change {wrong}{near or ': can change ' + ', '.join(known)}")
-    made: dict[int, int] = {}
 
-    def one(job: Job, outcome: Outcome) -> None:
+    def one(tx: Transaction, job: Job, outcome: Outcome) -> None:
         if not can(job, Changed):
             raise RequestError(f"cannot change job {job.display_id}: it is {job.state}")
         anew = {name: text for name, text in changes.items() if name in OPTIONS}
@@ -169,7 +168,7 @@ def update(tx: Transaction, asker: Asker, references: Iterable[str], changes: di
         if size is not None and not job.spec.elastic:
             del anew["num_nodes"]
         if anew:
-            job = respecify(tx, job, anew, asker.uid, made)
+            job = respecify(tx, job, anew, asker.uid, outcome.spec_ids)
         if changed is not None:
             job = tx.record(changed)
         if bounds is not None:

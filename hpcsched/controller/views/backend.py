@@ -8,6 +8,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -91,6 +92,7 @@ class ControllerBackend(Reading):
         self._started_at_s = started_at_s
         self._apply_config = apply_config
         self._database = database
+        self._changing: set[asyncio.Task[requests.Outcome]] = set()  # requests that take several ticks
         self._serves_all = os.getuid() == 0  # else all jobs run as the accounts that the nodes were added with
 
     def ping(self) -> Json:
@@ -220,13 +222,13 @@ class ControllerBackend(Reading):
             if not isinstance(changes, dict):
                 raise RequestError('cannot change the job: the body must have {"changes": {name: text}}')
             texts = {str(name): str(value) for name, value in changes.items()}
-            outcome = await self._change(lambda tx: update(tx, asker, references, texts))
+            outcome = await self._change_jobs(lambda tx: update(tx, asker, references, texts))
         elif verb == "requeue":
             how = {name: body.get(name) is True for name in ("incomplete", "held", "special")}
-            outcome = await self._change(lambda tx: requests.requeue(tx, asker, references, **how))
+            outcome = await self._change_jobs(lambda tx: requests.requeue(tx, asker, references, **how))
         else:
             work = _WORK[verb]
-            outcome = await self._change(lambda tx: work(tx, asker, references))
+            outcome = await self._change_jobs(lambda tx: work(tx, asker, references))
         return outcome.as_json()
 
     async def _cancel(self, asker: Asker, references: list[str], filters: dict[str, str], body: Json) -> Json:
@@ -245,7 +247,7 @@ class ControllerBackend(Reading):
                 outcome.add(requests.signal(tx, asker, meant.batch, filters, signum, True, False))
             return outcome
 
-        outcome = await self._change(work)
+        outcome = await self._change_jobs(work)
         self._controller.send_signals(outcome.signals)
         listener = self._controller.listener
         if meant.steps and listener is not None:
@@ -497,6 +499,27 @@ class ControllerBackend(Reading):
             raise RequestError(f"cannot write a backup to {path[:200]!r}: the path must be absolute")
         size = await asyncio.to_thread(back_up, self._database, Path(path))
         return {"path": path, "size": size}
+
+    async def _change_jobs(self, work: Callable[[Transaction], requests.Outcome]) -> requests.Outcome:
+        """Have `work` done in the next tick, and its remaining jobs in the ticks after that, also if the client leaves."""
+
+        async def all_parts() -> requests.Outcome:
+            outcome = await self._change(work)
+            while outcome.remaining:
+                part = await self._change(partial(requests.continued, done=outcome))
+                outcome.remaining = {}
+                outcome.add(part)
+            return outcome
+
+        task = asyncio.create_task(all_parts())
+        self._changing.add(task)
+        task.add_done_callback(self._changed)
+        return await asyncio.shield(task)
+
+    def _changed(self, task: asyncio.Task[requests.Outcome]) -> None:
+        self._changing.discard(task)
+        if not task.cancelled():
+            task.exception()  # whoever asked for it is told, or has gone
 
     async def _change(self, work: Callable[[Transaction], T]) -> T:
         """Have `work` done in the next tick, and return its result when it is on disk."""

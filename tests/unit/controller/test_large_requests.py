@@ -1,0 +1,127 @@
+"""A request for thousands of jobs is done in parts, a part in each tick; the jobs that have ended do not fill the memory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from jobs import spec
+from world import ANN, BOB, Cluster
+
+from hpcsched.controller import tick
+from hpcsched.controller.requests import jobs
+from hpcsched.controller.requests.jobs import JOBS_PER_TICK
+from hpcsched.model.job import JobState
+from hpcsched.model.spec import ArraySpec, Dependency, DependencyKind
+
+MANY = 2 * JOBS_PER_TICK + 100
+
+
+def array(size: int = MANY) -> ArraySpec:
+    return ArraySpec(indices=tuple(range(size)))
+
+
+async def ticking(cluster: Cluster, ask: Callable[[], Awaitable[Any]], seen: list[int]) -> Any:
+    """Return the answer; `seen` gets the number of waiting jobs after each tick that it took."""
+    asked = asyncio.ensure_future(ask())
+    await asyncio.sleep(0)
+    while not asked.done():
+        await asyncio.sleep(0)
+        cluster.tick()
+        seen.append(len(cluster.world.pending))
+        for _ in range(5):
+            await asyncio.sleep(0)
+    return asked.result()
+
+
+def test_a_large_cancel_changes_a_part_of_the_jobs_in_each_tick() -> None:
+    cluster = Cluster("n1")
+    first = cluster.submit(array=array(), hold=True)
+    seen: list[int] = []
+    answer = asyncio.run(ticking(cluster, lambda: cluster.backend().act(ANN, "cancel", {"jobs": [str(first)]}), seen))
+    assert sorted(answer["jobs"]) == list(range(first, first + MANY))
+    assert answer["errors"] == []
+    steps = [before - after for before, after in zip([MANY, *seen], seen, strict=False)]
+    assert max(steps) == JOBS_PER_TICK
+    assert sum(steps) == MANY
+
+
+def test_a_request_by_filter_is_done_in_parts_too() -> None:
+    cluster = Cluster("n1")
+    cluster.submit(array=array(), hold=True)
+    other = cluster.submit(BOB, hold=True)
+    body = {"jobs": [], "filters": {"state": "PENDING"}}
+    answer = asyncio.run(ticking(cluster, lambda: cluster.backend().act(ANN, "cancel", body), []))
+    assert len(answer["jobs"]) == MANY
+    assert list(cluster.world.pending) == [other]
+
+
+def test_all_parts_are_done_if_the_client_leaves_after_the_first() -> None:
+    cluster = Cluster("n1")
+    first = cluster.submit(array=array(), hold=True)
+
+    async def leave() -> None:
+        backend = cluster.backend()
+        asked = asyncio.ensure_future(backend.act(ANN, "cancel", {"jobs": [str(first)]}))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        cluster.tick()
+        asked.cancel()
+        while backend._changing:
+            await asyncio.sleep(0)
+            cluster.tick()
+
+    asyncio.run(leave())
+    assert not cluster.world.pending
+
+
+def test_a_job_that_is_named_and_refused_in_a_later_part_is_an_error() -> None:
+    cluster = Cluster("n1")
+    first = cluster.submit(array=array(JOBS_PER_TICK), hold=True)
+    ended = cluster.submit(hold=True)
+    cluster.ask(lambda tx: jobs.cancel(tx, ANN, [str(ended)], {}))
+    body = {"jobs": [str(first), str(ended)]}
+    answer = asyncio.run(ticking(cluster, lambda: cluster.backend().act(ANN, "cancel", body), []))
+    assert len(answer["jobs"]) == JOBS_PER_TICK
+    assert [error["job"] for error in answer["errors"]] == [str(ended)]
+
+
+def test_a_change_of_thousands_of_tasks_reaches_each_of_them() -> None:
+    cluster = Cluster("n1")
+    first = cluster.submit(array=array(), hold=True)
+    body = {"jobs": [str(first)], "changes": {"comment": "new"}}
+    answer = asyncio.run(ticking(cluster, lambda: cluster.backend().act(ANN, "update", body), []))
+    assert len(answer["jobs"]) == MANY
+    assert {cluster.job(job_id).spec.comment for job_id in cluster.world.pending} == {"new"}
+
+
+def test_two_large_requests_have_a_tick_each() -> None:
+    cluster = Cluster("n1")
+    answers: list[Any] = []
+    for _ in range(2):
+        one = jobs_of(cluster, array())
+        cluster.controller.ask(one, answers.append)
+    cluster.tick()
+    assert len(answers) == 1
+    assert len(cluster.world.pending) == MANY
+    cluster.tick()
+    assert len(answers) == 2
+    assert len(cluster.world.pending) == 2 * MANY
+
+
+def jobs_of(cluster: Cluster, of: ArraySpec) -> Any:
+    return lambda tx: jobs.submit(tx, ANN, "", [spec(array=of, hold=True)], cluster.store.request_jobs)
+
+
+def test_ended_jobs_beyond_the_limit_leave_the_memory_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tick, "ENDED_JOBS", 100)
+    cluster = Cluster("n1")
+    needed = cluster.submit(hold=True)
+    cluster.submit(hold=True, dependency=(Dependency(kind=DependencyKind.AFTER_NOT_OK, job_ids=(needed,)),))
+    first = cluster.submit(array=array(300), hold=True)
+    cluster.ask(lambda tx: jobs.cancel(tx, ANN, [str(needed)], {}))
+    cluster.ask(lambda tx: jobs.cancel(tx, ANN, [str(first)], {}))
+    ended = sorted(job.id for job in cluster.world.jobs.values() if job.state is JobState.CANCELLED)
+    assert ended == [needed, *range(first + 200, first + 300)]  # the last to end, and what a job waits for
