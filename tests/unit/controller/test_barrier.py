@@ -12,6 +12,7 @@ import pytest
 from jobs import spec
 from world import ANN, BOB, Cluster
 
+from hpcnode.wire import message as message_codec
 from hpcnode.wire import protocol
 from hpcsched import mishap
 from hpcsched.controller import tick
@@ -231,7 +232,7 @@ def test_a_launch_that_is_too_long_to_be_sent_fails_its_own_job(monkeypatch: pyt
         send(node, message, blob)
 
     monkeypatch.setattr(cluster.ports, "send", encode)
-    monkeypatch.setattr(protocol, "MAX_BLOB_BYTES", 100)
+    monkeypatch.setattr(message_codec, "MAX_BLOB_BYTES", 100)
     long, short = cluster.submit(script="#!/bin/sh\n" + 200 * "#"), cluster.submit(script="#!/bin/sh\n")
     cluster.tick()
     cluster.tick()
