@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from world import Cluster
 
+from hpcnode.wire import message as message_codec
 from hpcnode.wire import protocol
 from hpcsched.controller.stepping import Stepping
 from hpcsched.model.ids import JobId, LaunchToken, NodeName
@@ -143,9 +144,9 @@ def test_a_step_whose_launch_is_too_long_for_a_message_is_refused(monkeypatch: p
         send(node, message, blob)
 
     monkeypatch.setattr(cluster.ports, "send", encode)
-    monkeypatch.setattr(protocol, "MAX_JSON_BYTES", 20_000)
+    monkeypatch.setattr(message_codec, "MAX_JSON_BYTES", 20_000)
     stepping.on_from_stream(N1, _request(cluster, job_id, "true", *["x" * 1000] * 18), b"")
-    monkeypatch.setattr(protocol, "MAX_JSON_BYTES", 10_000)
+    monkeypatch.setattr(message_codec, "MAX_JSON_BYTES", 10_000)
     for _ in range(3):
         cluster.tick()
     (ended,) = [word for word in _words(cluster) if isinstance(word, protocol.StepEnded)]
