@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from hpcnode.wire.crowd import Bounds, Crowd, Rates
+from hpcnode.wire.connection_limits import Bounds, ConnectionLimits, Rates
 
 MAX_CONNECTIONS = 512  # of one account
 UNREAD_BYTES = 64 << 20  # of one account; one answer may be larger
@@ -50,7 +50,7 @@ class Doors:
         exempt: frozenset[int] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.crowd = Crowd(limits or bounds())
+        self.crowd = ConnectionLimits(limits or bounds())
         self._exempt = frozenset({0, os.getuid()}) if exempt is None else exempt
         self._clock = clock
         self._bytes = Rates(BYTES_PER_S, BYTES_AT_ONCE, clock)

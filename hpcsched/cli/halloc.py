@@ -261,7 +261,7 @@ class _Allocation:
             env={},
         )
 
-    def _wait_for_nodes(self) -> protocol.Allocated:
+    def _wait_for_nodes(self) -> protocol.JobAllocated:
         text, timeout_s = "", None
         given_up_s = None
         if "immediate" in self._values:
@@ -276,7 +276,7 @@ class _Allocation:
                     raise HallocError("Unable to allocate resources: Requested nodes are busy")
                 timeout_s = left_s if timeout_s is None else min(timeout_s, left_s)
             said = self._next(timeout_s)
-            if isinstance(said, protocol.Allocated):
+            if isinstance(said, protocol.JobAllocated):
                 return said
             if isinstance(said, protocol.StepEnded):
                 first = self._face.refused(said.error)
@@ -307,7 +307,7 @@ class _Allocation:
             (message for message in said if not isinstance(message, protocol.StepWaiting)), said[0] if said else None
         )
 
-    def _hold(self, allocated: protocol.Allocated) -> int:
+    def _hold(self, allocated: protocol.JobAllocated) -> int:
         """Run the command to its end, and return its exit status."""
         environ = _login_environment(self._values["get-user-env"]) if "get-user-env" in self._values else os.environ
         env = {name: value for name, value in environ.items() if _RESERVED.match(name) is None}

@@ -32,4 +32,4 @@ def _work(words: Words) -> int:
     job = client.call("GET", client.job_path(reference))["jobs"][0]
     node = [f"--nodelist={rest[0]}"] if rest else []
     step = [f"--jobid={job['id']}", "--overlap", "--overcommit", "-N1", "-n1", "--job-name=hsh", "--chdir=/", *node]
-    return hrun.main([*step, "--pty", *(rest[1:] or _SHELL)], hrun.Face("hsh"))
+    return hrun.main([*step, "--pty", *(rest[1:] or _SHELL)], hrun.CommandStyle("hsh"))

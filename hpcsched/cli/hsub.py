@@ -13,7 +13,7 @@ import time
 from collections import namedtuple
 from collections.abc import Callable, Mapping, Sequence
 
-from hpcnode.commands import slurm_help
+from hpcnode.commands import slurm_text
 from hpcnode.os import rlimits
 from hpcsched import client
 from hpcsched.cli.errors import Explain, complain, guarded, note, print_version
@@ -122,7 +122,7 @@ def help_text(name: str = NAME) -> str:
     """Return what ``--help`` prints."""
     known = {option.name: option for option in OPTIONS}
     lines = []
-    for title, names in slurm_help.groups(name, known):
+    for title, names in slurm_text.groups(name, known):
         lines += ["", f"{title or 'Options'}:"]
         for option in map(known.__getitem__, names):
             lines += option_lines(option.spelling, option.help, indented=not option.short)

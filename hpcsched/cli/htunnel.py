@@ -98,7 +98,7 @@ def _run_step(words: list[str], sock: socket.socket) -> NoReturn:
         os.dup2(sock.fileno(), 0)
         os.dup2(sock.fileno(), 1)
         sock.close()
-        code = hrun.main(words, hrun.Face(COMMAND.name))
+        code = hrun.main(words, hrun.CommandStyle(COMMAND.name))
     finally:
         sys.stderr.flush()
         os._exit(code)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import namedtuple
 from collections.abc import Iterable, Sequence
 
-from hpcnode.commands import slurm_help
+from hpcnode.commands import slurm_text
 from hpcsched.commands.options import Command, Option, split_list
 from hpcsched.errors import HpcschedError, NotFoundError, RequestError, UnavailableError, UsageError
 
@@ -48,7 +48,7 @@ def with_usage(face: Face) -> Command:
     """Return the face's command with ``--usage``, its options in Slurm's order."""
     options = {one.name: one for one in (*face.command.options, USAGE)}
     command: Command = face.command._replace(
-        options=tuple(options[one] for one in slurm_help.ordered(face.command.name, options))
+        options=tuple(options[one] for one in slurm_text.ordered(face.command.name, options))
     )
     return command
 
@@ -57,11 +57,11 @@ def usage_text(name: str, options: Iterable[Option | JobOption], *operands: str)
     """Return what ``--usage`` prints: each option with its value in brackets, in Slurm's order."""
     known = {option.name: option for option in options}
     words = [
-        slurm_help.usage_word(one.name, one.short, one.metavar)
-        for one in map(known.get, slurm_help.ordered(name, known))
+        slurm_text.usage_word(one.name, one.short, one.metavar)
+        for one in map(known.get, slurm_text.ordered(name, known))
         if one
     ]
-    return slurm_help.usage_text(name, [*words, *operands])
+    return slurm_text.usage_text(name, [*words, *operands])
 
 
 def explained(name: str, error: HpcschedError, contact: str) -> tuple[str, int]:

@@ -117,7 +117,7 @@ def on_batch_report(
             _on_refusal(tx, job, node, report)
         case protocol.LOST:
             lose_node(tx, job, node, f"node {node} lost the job: {report.why}")
-        case protocol.BARRED:
+        case protocol.REVOKED:
             # Of a job that is being ended JobGone follows, and releases the node. Any other was launched and never ran:
             # the node was rebooted in between, say. Its token never will.
             if job.state is not JobState.COMPLETING:

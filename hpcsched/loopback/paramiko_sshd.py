@@ -68,7 +68,7 @@ class Switch(TypedDict, total=False):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Account:
+class SshAccount:
     """The user that commands run as."""
 
     home: str
@@ -90,7 +90,7 @@ def server_command(
     return [sys.executable, "-P", __file__, json.dumps(asdict(settings))]
 
 
-def account_of(settings: Settings) -> Account:
+def account_of(settings: Settings) -> SshAccount:
     """Return how to run commands as the settings' user."""
     try:
         entry = pwd.getpwnam(settings.user)
@@ -99,7 +99,7 @@ def account_of(settings: Settings) -> Account:
     else:
         home, shell, switch = entry.pw_dir, entry.pw_shell, _switch_to(entry)
     environment = {"HOME": home, "USER": settings.user, "LOGNAME": settings.user, "SHELL": shell}
-    return Account(
+    return SshAccount(
         home=home if os.path.isdir(home) else "/",
         environment=environment | settings.environment,
         switch=switch,

@@ -14,7 +14,7 @@ Rules:
 - Every call may be repeated. `record` is called before the `send`s that rely on it: the caller commits in between.
 - After a restart of the controller, steps are found again by what the nodes say (`node_welcome`), by what their step
   commands' agents ask (`StepAsked`), and by their rows (`stepkept`). What no task has run of, or will, is asked for again
-  by its step command; what a node does not know of, and has not ended, is barred there first.
+  by its step command; what a node does not know of, and has not ended, is revoked there first.
 
 Sources: srun(1); the launch protocol in hpcnode.wire.protocol.
 """
@@ -157,7 +157,7 @@ def _run_fields(run: Run) -> dict[str, Any]:
     assert run.place is not None
     fields: dict[str, Any] = {"token": run.token, "place": asdict(run.place)}
     if run.ended:
-        fields |= {"codes": run.codes, "signals": run.signals, "usage": run.usage, "barred": run.barred}
+        fields |= {"codes": run.codes, "signals": run.signals, "usage": run.usage, "revoked": run.revoked}
     return fields
 
 
@@ -168,7 +168,7 @@ def _run_of(fields: dict[str, Any]) -> Run:
         "gpus": tuple(fields["place"]["gpus"]),
         "held_gpus": tuple(fields["place"]["held_gpus"]),
     }
-    ended = {name: fields[name] for name in ("codes", "signals", "usage", "barred") if name in fields}
+    ended = {name: fields[name] for name in ("codes", "signals", "usage", "revoked") if name in fields}
     return Run(node=NodeName(tasks["node"]), token=fields["token"], place=Place(**place), ended=bool(ended), **ended)
 
 
@@ -324,7 +324,7 @@ class Watching:
         to = protocol.Address(node=origin[0], stream=origin[1])
         for run in step.runs.values():
             if not run.ended:
-                self._send(run.node, protocol.Watch(token=run.token, to=to, on=on), b"")
+                self._send(run.node, protocol.WatchOutput(token=run.token, to=to, on=on), b"")
 
 
 _SIGKILL = 9
@@ -731,7 +731,7 @@ class StepService:
         self._end(step, "lost on another node")
 
     def _end_if_half_there(self, step: Step) -> None:
-        """Have a step of a controller before us barred if a node has spoken and not of its part of it."""
+        """Have a step of a controller before us revoked if a node has spoken and not of its part of it."""
         known = [run for run in step.runs.values() if run.node in self._welcomed and not run.ended]
         missing = next((run for run in known if not run.started), None)
         if step.found and not step.ending and missing is not None:

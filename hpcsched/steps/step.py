@@ -73,7 +73,7 @@ class Run:
     ready: bool = False  # waits for Go, or has had it
     released: bool = False
     ended: bool = False
-    barred: bool = False  # no task of it has run or will
+    revoked: bool = False  # no task of it has run or will
     codes: list[int] = field(default_factory=list)
     signals: list[int] = field(default_factory=list)
     usage: dict[str, float] = field(default_factory=dict)
@@ -111,10 +111,10 @@ class Step:
     def finish(self) -> None:
         """It is over. One whose start a restart of the controller has prevented, and nothing else, is asked for again."""
         self.finished = True
-        barred = [run.barred for run in self.runs.values()]
-        if not self.found or not any(barred) or self.error or self.state:
+        revoked = [run.revoked for run in self.runs.values()]
+        if not self.found or not any(revoked) or self.error or self.state:
             return
-        if self.is_whole and all(barred):
+        if self.is_whole and all(revoked):
             self.again, self.state = True, "CANCELLED"
         else:
             self.error = HALF_THERE
@@ -184,8 +184,8 @@ def take_end(step: Step, run: Run, report: protocol.Report) -> None:
             _take_codes(step, run, report)
         case protocol.REFUSED:
             no_word(step, run, f"cannot start the step on {run.node}: {report.why or 'refused'}")
-        case protocol.BARRED:
-            run.barred = True
+        case protocol.REVOKED:
+            run.revoked = True
             ended_for = "" if step.ending or step.found else "its job is being ended there"
             no_word(step, run, ended_for and f"cannot start the step on {run.node}: {ended_for}")
         case _:

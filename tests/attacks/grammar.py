@@ -326,7 +326,7 @@ class Grammar:
         job_id = int(parts[1])
         to = protocol.Address(node=self.pick([node, "", "n1"]), stream=self.random.randrange(4))
         status = self.pick([
-            protocol.CLAIMED, protocol.READY, protocol.STARTED, protocol.ENDED, protocol.BARRED, protocol.REFUSED,
+            protocol.CLAIMED, protocol.READY, protocol.STARTED, protocol.ENDED, protocol.REVOKED, protocol.REFUSED,
             protocol.LOST, "x",
         ])  # fmt: skip
         report = protocol.Report(

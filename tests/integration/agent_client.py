@@ -29,7 +29,7 @@ from hpcnode.wire import protocol
 PYTHON = os.environ.get("HPCSCHED_TEST_NODE_PYTHON", sys.executable)
 INCARNATION = "feedc0de"
 AS_ROOT = os.geteuid() == 0
-FINAL = {protocol.ENDED, protocol.BARRED, protocol.REFUSED, protocol.LOST}
+FINAL = {protocol.ENDED, protocol.REVOKED, protocol.REFUSED, protocol.LOST}
 
 
 def new_token(job: int = 1, attempt: int = 0, step: str = "batch", node: str = "n1") -> str:
@@ -39,7 +39,7 @@ def new_token(job: int = 1, attempt: int = 0, step: str = "batch", node: str = "
 
 def fill_done_log(root: Path) -> None:
     """Leave room for one more line in the log of what is over of the node below `root`, whose agent does not run."""
-    path = root / "spool" / "done"
+    path = root / "spool" / "done_log"
     path.parent.mkdir(mode=0o700, exist_ok=True)
     lines = path.read_text().split("\n") if path.exists() else []
     known = sum(bool(line.strip()) for line in lines)

@@ -150,7 +150,7 @@ class KillableCluster(LocalCluster):
             return None
         return pid if _is_program(pid) else None
 
-    def minders(self, node: str) -> list[int]:
+    def shepherds(self, node: str) -> list[int]:
         """Return the pids of the node's shepherds, those that wait for work included."""
         assert self.machines is not None
         agent = self.agent_pid(node)
@@ -163,7 +163,7 @@ class KillableCluster(LocalCluster):
 
     def kill_minder(self, node: str, rng: random.Random) -> bool:
         """SIGKILL one of the node's shepherds, if there is one."""
-        pids = self.minders(node)
+        pids = self.shepherds(node)
         return bool(pids) and self._killed("shepherd", node, rng.choice(pids))
 
     def _killed(self, what: str, node: str, pid: int) -> bool:

@@ -75,35 +75,35 @@ def test_a_token_launched_often_runs_once(node: NodeUnderTest, work: Path) -> No
     wait_until(lambda: not (node.root / "spool" / token).exists())
     controller.messages.clear()
     controller.send(launch, script_of("echo ran"))
-    assert controller.final(token).status == protocol.BARRED
+    assert controller.final(token).status == protocol.REVOKED
     node.kill()
     node.start()
     late = Controller(node)
     late.send(launch, script_of("echo ran"))
-    assert late.final(token).status == protocol.BARRED
+    assert late.final(token).status == protocol.REVOKED
     assert lines(work / "marker") == ["ran"]
 
 
-def test_a_barred_token_never_runs(node: NodeUnderTest, work: Path) -> None:
+def test_a_revoked_token_never_runs(node: NodeUnderTest, work: Path) -> None:
     controller = Controller(node)
     token = new_token()
     controller.send(protocol.EndStep(token, 1.0, "cancelled"))
-    assert controller.final(token).status == protocol.BARRED
+    assert controller.final(token).status == protocol.REVOKED
     controller.messages.clear()
     controller.launch(f"echo ran >> {work}/marker", token=token)
-    assert controller.final(token).status == protocol.BARRED
+    assert controller.final(token).status == protocol.REVOKED
     node.kill()
     node.start()
     again = Controller(node)
-    assert [r["status"] for r in again.welcome.inventory] == [protocol.BARRED]
+    assert [r["status"] for r in again.welcome.inventory] == [protocol.REVOKED]
     again.launch(f"echo ran >> {work}/marker", token=token)
     report = again.final(token)
-    assert report.status == protocol.BARRED
+    assert report.status == protocol.REVOKED
     again.ack(report)
     wait_until(lambda: not (node.root / "spool" / token).exists())
     again.messages.clear()
     again.launch(f"echo ran >> {work}/marker", token=token)
-    assert again.final(token).status == protocol.BARRED
+    assert again.final(token).status == protocol.REVOKED
     assert lines(work / "marker") == []
 
 
@@ -120,7 +120,7 @@ def test_an_ended_job_leaves_nothing_and_none_of_its_launches_start_later(node: 
     assert controller.final(step).signals == [signal.SIGTERM]
     for attempt in (1, 2):
         late = controller.launch(f"echo ran >> {work}/marker", token=new_token(job=3, attempt=attempt))
-        assert controller.final(late).status == protocol.BARRED
+        assert controller.final(late).status == protocol.REVOKED
     fresh = controller.launch(f"echo ran >> {work}/marker", token=new_token(job=3, attempt=3))
     assert controller.final(fresh).status == protocol.ENDED
     assert lines(work / "marker") == ["ran"]

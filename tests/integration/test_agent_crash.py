@@ -144,14 +144,14 @@ def test_a_launch_runs_once_whoever_is_killed_where(node: NodeUnderTest, place: 
     late = controller.connect() or controller.connect()
     assert late is not None
     late.send(launch, script_of("echo ran"))
-    assert late.final(token).status == protocol.BARRED
+    assert late.final(token).status == protocol.REVOKED
     late.send(protocol.EndJob(INCARNATION, 1, 0, 1.0))
     late.wait(lambda m: isinstance(m, protocol.JobGone))
     assert (marker.read_text().split() if marker.exists() else []) == runs
     assert node.job_processes() == []
 
 
-@pytest.mark.parametrize("point", ["bar.before", "bar.made", "final.before", "final.after"])
+@pytest.mark.parametrize("point", ["revoke.before", "revoke.made", "final.before", "final.after"])
 def test_a_bar_that_was_answered_holds_whoever_is_killed_where(node: NodeUnderTest, place: Path, point: str) -> None:
     node.start(crash_at=point)
     token = new_token()
@@ -169,7 +169,7 @@ def test_a_bar_that_was_answered_holds_whoever_is_killed_where(node: NodeUnderTe
         again.final(token)
     again.messages.clear()
     again.send(launch_of(token), script_of(f"echo ran >> {place}/marker"))
-    assert again.final(token).status == protocol.BARRED
+    assert again.final(token).status == protocol.REVOKED
     assert not (place / "marker").exists()
 
 

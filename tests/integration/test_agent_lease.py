@@ -97,9 +97,9 @@ def test_a_controller_that_does_not_answer_starts_nothing(node: NodeUnderTest, w
     controller.send(protocol.Ping(9))
     controller.wait(lambda message: message == protocol.Pong(9))
     controller.close()
-    wait_until(lambda: (node.root / "spool" / leased / "final").exists(), what="the launch to be barred")
+    wait_until(lambda: (node.root / "spool" / leased / "final").exists(), what="the launch to be revoked")
     again = Controller(node)
-    assert again.welcome.inventory[0]["status"] == protocol.BARRED
+    assert again.welcome.inventory[0]["status"] == protocol.REVOKED
     assert beats(work) == 0
     again.close()
 
@@ -151,12 +151,12 @@ def test_a_step_whose_task_is_killed_while_it_is_held_ends_after_go(node: NodeUn
     controller.close()
 
 
-def test_a_step_that_is_held_can_be_barred_and_says_early_what_it_lacks(node: NodeUnderTest, work: Path) -> None:
+def test_a_step_that_is_held_can_be_revoked_and_says_early_what_it_lacks(node: NodeUnderTest, work: Path) -> None:
     controller = Controller(node)
     held = controller.launch(argv=["touch", "ran"], work_dir=str(work), hold=True)
     controller.wait_status(held, protocol.READY)
     controller.send(protocol.EndStep(held, 5.0, "another node could not"))
-    assert controller.final(held).status == protocol.BARRED
+    assert controller.final(held).status == protocol.REVOKED
     lacking = controller.launch(argv=["true"], token=new_token(step="1"), work_dir=str(work / "none"), hold=True)
     assert controller.final(lacking).status == protocol.REFUSED
     assert not (work / "ran").exists()

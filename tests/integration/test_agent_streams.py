@@ -91,7 +91,7 @@ def test_output_comes_with_offsets_and_an_end_before_the_report(node: NodeUnderT
     wait_until(lambda: not (node.root / "spool" / token).exists(), what="the shepherd to go when all is taken")
 
 
-def test_one_worker_minds_many_steps_with_streams(node: NodeUnderTest) -> None:
+def test_one_process_supervises_many_steps_with_streams(node: NodeUnderTest) -> None:
     controller = Controller(node)
     workers = set()
     for number in range(6):

@@ -37,7 +37,7 @@ class Node:
             node="n1",
             boot_id=boot_id,
             spool=self.spool,
-            minders=self,
+            shepherds=self,
             send=self._send,
             find_account=lambda _name, _allow_uid_below: find_account("", os.geteuid()),
             log=lambda _text: None,
@@ -67,12 +67,12 @@ class Node:
         """Have the shepherd of the token record and tell its end."""
         final = TasksEnded(protocol.ENDED, 2.0, "", codes=[0], signals=[0])
         self.spool.write_final(token, record_of(final))
-        self.ledger.entries[token].minded = False
+        self.ledger.entries[token].supervised = False
         self.ledger.shepherd_ended(token, final)
 
     def adopt(self, token: str) -> None: ...
 
-    def is_minded(self, token: str) -> bool:
+    def is_supervised(self, token: str) -> bool:
         return False
 
     def send(self, token: str, message: protocol.Message, blob: bytes = b"") -> None: ...
@@ -91,7 +91,7 @@ def test_nothing_runs_twice_and_no_word_is_taken_back_whenever_the_power_fails(
     disk: LosingDisk, tmp_path: Path
 ) -> None:
     tokens = [new_token(job=job) for job in range(1, 7)]
-    ended, acknowledged, running, barred, over, later = tokens
+    ended, acknowledged, running, revoked, over, later = tokens
     node = Node(disk.path / "root", "boot-1")
 
     def did(what: str = "") -> None:
@@ -99,7 +99,7 @@ def test_nothing_runs_twice_and_no_word_is_taken_back_whenever_the_power_fails(
             disk.mark(promise)
         node.promises.clear()
 
-    assert node.ledger.terms.begin(INCARNATION, 1) == ""
+    assert node.ledger.epochs.begin(INCARNATION, 1) == ""
     did("epoch 1")
     for token in (ended, acknowledged, running):
         node.ledger.launch(launch_of(token, epoch=1), SCRIPT)
@@ -110,11 +110,11 @@ def test_nothing_runs_twice_and_no_word_is_taken_back_whenever_the_power_fails(
     disk.mark(f"acknowledged {acknowledged}")
     node.ledger.ack([report.seq for report in node.reports if report.token == acknowledged])
     node.ledger.forget_some()
-    node.ledger.end_step(protocol.EndStep(barred, 0.0, "cancelled"))
+    node.ledger.end_step(protocol.EndStep(revoked, 0.0, "cancelled"))
     did()
     node.ledger.end_job(protocol.EndJob(INCARNATION, 5, 0, 0.0))
     did()
-    assert node.ledger.terms.begin(INCARNATION, 2) == ""
+    assert node.ledger.epochs.begin(INCARNATION, 2) == ""
     did("epoch 2")
     node.ledger.launch(launch_of(later, epoch=2), SCRIPT)
     did()
@@ -137,8 +137,8 @@ def check(root: Path, marks: list[list[str]], tokens: list[str], over: str, wher
     after = Node(root, "boot-2")
     epoch = max((int(mark[1]) for mark in marks if mark[0] == "epoch"), default=0)
     if epoch > 1:
-        assert "of the past" in after.ledger.terms.begin(INCARNATION, epoch - 1), where
-    assert after.ledger.terms.begin(INCARNATION, 9) == "", where
+        assert "of the past" in after.ledger.epochs.begin(INCARNATION, epoch - 1), where
+    assert after.ledger.epochs.begin(INCARNATION, 9) == "", where
     for token in tokens:
         after.ledger.launch(launch_of(token, epoch=9), SCRIPT)
     released = {mark[1] for mark in marks if mark[0] == "released"}

@@ -67,7 +67,7 @@ class CrashingCluster(KillableCluster):
         assert self.machines is not None
         (self.machines.nodes[node].root / "crash-at").write_text(point)
         self.kill_agent(node)
-        wait_until(lambda: self.agent_pid(node) is None and not self.minders(node), PATIENCE_S, "the node to be idle")
+        wait_until(lambda: self.agent_pid(node) is None and not self.shepherds(node), PATIENCE_S, "the node to be idle")
         (self.agent_root(node) / "log").unlink(missing_ok=True)
         if point == "done.turned":
             fill_done_log(self.agent_root(node))

@@ -78,7 +78,7 @@ def test_a_line_cut_off_by_a_power_failure_says_nothing_and_spoils_nothing(tmp_p
     first, second, third = token(step="1"), token(step="2"), token(step="3")
     done = DoneLog(str(tmp_path), CrashPoints())
     done.add([first, second])
-    path = tmp_path / "done"
+    path = tmp_path / "done_log"
     path.write_bytes(path.read_bytes()[:-20])
     again = DoneLog(str(tmp_path), CrashPoints())
     again.add([third])
@@ -101,17 +101,17 @@ def test_epochs_and_numbers_survive(tmp_path: Path) -> None:
 def test_a_tombstone_is_exclusive_with_a_claim(tmp_path: Path) -> None:
     spool = Spool(str(tmp_path), CrashPoints())
     text = token()
-    assert spool.bar(text, {"status": "barred"})
-    assert not spool.bar(text, {"status": "other"})
+    assert spool.revoke(text, {"status": "revoked"})
+    assert not spool.revoke(text, {"status": "other"})
     found = spool.read(text)
-    assert (found.final, found.launch) == ({"status": "barred"}, None)
+    assert (found.final, found.launch) == ({"status": "revoked"}, None)
     spool.write_final(text, {"status": "ended"})
-    assert spool.read(text).final == {"status": "barred"}
+    assert spool.read(text).final == {"status": "revoked"}
 
 
 def test_a_claim_is_exclusive(tmp_path: Path) -> None:
     spool = Spool(str(tmp_path), CrashPoints())
-    text, barred = token(), token()
+    text, revoked = token(), token()
     owner = (os.geteuid(), os.getegid())
     assert spool.claim(launch_of(text, argv=["first"]), b"#!/bin/sh\n", "boot", owner)
     assert not spool.claim(launch_of(text, argv=["second"]), b"#!/bin/other\n", "boot", owner)
@@ -119,21 +119,21 @@ def test_a_claim_is_exclusive(tmp_path: Path) -> None:
     assert launch is not None
     assert (launch.argv, Path(spool.script(text)).read_text()) == (["first"], "#!/bin/sh\n")
     assert os.stat(spool.script(text)).st_mode & 0o777 == 0o500
-    spool.bar(barred, {"status": "barred"})
-    assert not spool.claim(launch_of(barred), b"#!/bin/sh\n", "boot", owner)
-    assert not Path(spool.script(barred)).exists()
+    spool.revoke(revoked, {"status": "revoked"})
+    assert not spool.claim(launch_of(revoked), b"#!/bin/sh\n", "boot", owner)
+    assert not Path(spool.script(revoked)).exists()
 
 
 def test_entries_are_private_and_half_made_ones_are_cleared_away(tmp_path: Path) -> None:
     spool = Spool(str(tmp_path), CrashPoints())
     text, half, over = token(), token(), token()
-    spool.bar(text, {"status": "barred"})
+    spool.revoke(text, {"status": "revoked"})
     os.mkdir(spool.entry(half))
     (Path(spool.entry(half)) / "spec.new").write_text("{")
-    spool.bar(over, {"status": "ended"})
+    spool.revoke(over, {"status": "ended"})
     spool.note_finished([over])
     assert [found.token for found in spool.load()] == [text]
-    assert sorted(os.listdir(spool.path)) == sorted([text, "done"])
+    assert sorted(os.listdir(spool.path)) == sorted([text, "done_log"])
     assert os.stat(spool.path).st_mode & 0o777 == 0o700
     assert os.stat(Path(spool.entry(text)) / "final").st_mode & 0o777 == 0o600
 
@@ -181,9 +181,9 @@ def test_a_script_whose_entry_a_power_failure_took_goes(tmp_path: Path) -> None:
 def test_an_entry_whose_launch_was_taken_back_starts_nothing(tmp_path: Path) -> None:
     spool = Spool(str(tmp_path), CrashPoints())
     launch = launch_of(token())
-    spool.void(launch.token)
+    spool.invalidate(launch.token)
     assert spool.claim(launch, b"#!/bin/sh\n", "boot", (os.getuid(), os.getgid()))
-    spool.void(launch.token)
+    spool.invalidate(launch.token)
     assert spool.read(launch.token).launch is None
     assert not spool.claim(launch, b"#!/bin/sh\n", "boot", (os.getuid(), os.getgid()))
 
@@ -201,7 +201,7 @@ def test_the_lock_is_one_file_with_the_spec(tmp_path: Path) -> None:
     again = spool.open_lock(text)
     with pytest.raises(BlockingIOError):
         fcntl.flock(again, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    spool.void(text)
+    spool.invalidate(text)
     with pytest.raises(BlockingIOError):
         fcntl.flock(again, fcntl.LOCK_EX | fcntl.LOCK_NB)
     for fd in (held, other, again):

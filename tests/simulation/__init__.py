@@ -7,7 +7,7 @@ log of what is over, and search for what a lost step left behind. What is simula
     points     the named points at which a process can be killed
     disk       a node's disk: what was not fsynced may go at a power failure; it can be full
     machine    a node: power, boots, processes (with pids that come round again), its disk
-    minding    the shepherd, step by step as `hpcnode.shepherd.shepherd` does it, and the agent's connection to it
+    shepherds  the shepherd, step by step as `hpcnode.shepherd.shepherd` does it, and the agent's connection to it
     agent      the agent around the ledger, as `hpcnode.agent.agent` does it
     wires      connections between controller and agents: cut, doubled, delayed, reordered, cut in half
     head       the controller's process around `Controller`: database, links, restarts

@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Any
 from hpcnode.agent.agent import FORGET_S, IDLE_S, TICK_S
 from hpcnode.agent.ledger import REPEAT_S, Ledger
 from hpcnode.lease import Renewals
-from hpcnode.os.account import Account
+from hpcnode.os.account import UserAccount
 from hpcnode.os.loop import Timer
 from hpcnode.spool import Spool
 from hpcnode.wire import protocol
 from hpcnode.wire.shepherd_messages import TasksEnded, TasksReady, TasksStarted
 from simulation.agenda import Process
 from simulation.machine import Machine
-from simulation.minding import UID, SimMinders
+from simulation.shepherds import UID, SimShepherdPool
 
 if TYPE_CHECKING:
     from simulation.wires import Connection
 
-ACCOUNT = Account("ann", UID, UID, [UID], "/home/ann", "/bin/sh")
+ACCOUNT = UserAccount("ann", UID, UID, [UID], "/home/ann", "/bin/sh")
 
 
 class SimAgent(Process):
@@ -35,7 +35,7 @@ class SimAgent(Process):
 
     def __init__(self, machine: Machine) -> None:
         self.machine, self.world = machine, machine.world
-        self.minders = SimMinders(self)
+        self.shepherds = SimShepherdPool(self)
         self.connection: Connection | None = None
         self.welcomed = False
         self.clients: dict[int, Any] = {}  # stream -> step command
@@ -54,7 +54,7 @@ class SimAgent(Process):
             node=machine.name,
             boot_id=machine.boot_id,
             spool=self.spool,
-            minders=self.minders,
+            shepherds=self.shepherds,
             send=self.say,
             find_account=lambda _name, _allow_uid_below: ACCOUNT,
             log=lambda text: self.world.tell(f"{machine.name}'s agent: {text}"),
@@ -86,7 +86,7 @@ class SimAgent(Process):
         self.alive = False
         if self.machine.agent is self:
             self.machine.agent = None
-        self.minders.agent_died()
+        self.shepherds.agent_died()
         if self.connection is not None:
             self.connection.agent_closed("the agent has gone")
 
@@ -94,7 +94,7 @@ class SimAgent(Process):
 
     def greeted(self, connection: Connection, hello: protocol.Hello) -> None:
         """Take a connection whose first frame is Hello as the controller's, if it may be that."""
-        why = self.ledger.terms.begin(hello.incarnation, hello.epoch)
+        why = self.ledger.epochs.begin(hello.incarnation, hello.epoch)
         if why:
             self.world.tell(f"{self} refuses a controller: {why}")
             connection.to_head(protocol.Goodbye(why))
@@ -111,7 +111,7 @@ class SimAgent(Process):
             boot_id=self.machine.boot_id,
             agent_version="simulated",
             pid=1,
-            epoch=self.ledger.terms.seen.epoch,
+            epoch=self.ledger.epochs.seen.epoch,
             inventory=self.ledger.inventory(),
             facts={
                 "machine_id": self.machine.name,
@@ -128,7 +128,7 @@ class SimAgent(Process):
         if self.connection is not None and self.welcomed:
             self.connection.to_head(message, blob)
 
-    def hears(self, connection: Connection, message: protocol.Message, blob: bytes) -> None:
+    def accepts_signal(self, connection: Connection, message: protocol.Message, blob: bytes) -> None:
         """Take one frame of a connection."""
         if isinstance(message, protocol.Hello):
             if connection is self.connection:

@@ -15,7 +15,7 @@ from typing import Any
 from hpcsched.model.spec import ArraySpec
 from simulation import edits
 from simulation.head import LOW
-from simulation.minding import WORDS, Behaviour
+from simulation.shepherds import WORDS, Behaviour
 from simulation.truth import Violation, as_violation
 from simulation.world import Stage, World, job_spec
 

@@ -45,8 +45,8 @@ _ON_NODES = {
     "shepherd: tasks.over": ("exited", _BEFORE),
     "shepherd: final.before": ("exited", _BEFORE),
     "shepherd: final.after": ("exited", _COMMITTED),
-    "agent: bar.before": ("bar", _BEFORE),
-    "agent: bar.made": ("bar", _BEFORE),
+    "agent: revoke.before": ("bar", _BEFORE),
+    "agent: revoke.made": ("bar", _BEFORE),
     "agent: fsync done": ("bar", _BEFORE),
     "agent: fsynced done": ("bar", _COMMITTED),
 }

@@ -20,7 +20,7 @@ from simulation.disk import ROOT, Disk
 
 if TYPE_CHECKING:
     from simulation.agent import SimAgent
-    from simulation.minding import SimShepherd
+    from simulation.shepherds import SimShepherd
     from simulation.world import World
 
 FIRST_PID, LAST_PID = 100, 140
@@ -78,7 +78,7 @@ class Machine:
 
     @property
     def spool(self) -> dict[str, object]:
-        """What `hpcnode.agent.identity` finds there."""
+        """What `hpcnode.spool` finds there."""
         machine = self.twins[0].key
         return {"id": self.root, "machine": machine, "inode": 1, "hardware": [machine], "upgraded": False}
 

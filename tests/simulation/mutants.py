@@ -46,7 +46,7 @@ def _starts_again(real: Any) -> Any:
     def gone(self: ledger.Ledger, token: str) -> None:
         entry = self.entries.get(token)
         if entry is not None and not entry.is_final and entry.launch is not None:
-            entry.minded, entry.status = False, protocol.CLAIMED
+            entry.supervised, entry.status = False, protocol.CLAIMED
             self._start(entry)
         else:
             real(self, token)
@@ -166,7 +166,7 @@ MUTANTS = (
     ),
     Mutant("how a step ended is not kept on its node", _instead(spool.Spool, "write_final", _keeps_nothing)),
     Mutant(
-        "what is barred leaves no tombstone",
+        "what is revoked leaves no tombstone",
         _instead(spool.Spool, "bar", _leaves_no_tombstone),
         story="the disk is full after 5 writes",
     ),

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from simulation.minding import Behaviour
+from simulation.shepherds import Behaviour
 from simulation.truth import Violation, as_violation
 from simulation.wires import DOWN, FAULTS, UP, MessageFault
 from simulation.world import Stage, World, job_spec

@@ -14,7 +14,7 @@
         between its end and the controller's hearing of it, nor for a step of the controller's clock
     end a job that is COMPLETED has run to its end, once; what a shepherd has put on disk of an end is what is recorded of it,
         and no word of its node makes that a loss (an admin's word, a lease that ran out, or a restored database may)
-    bar what a node was heard to have barred never runs there
+    bar what a node was heard to have revoked never runs there
     kill  nothing is killed for a step that it is not of
 
 The programs themselves count their executions; the ledger is read from the committed batches, and at each start of a
@@ -103,7 +103,7 @@ class Truth:
             str, tuple[Machine, dict[str, Any]]
         ] = {}  # token -> how it ended, as this machine's disk has it
         self._woken: set[tuple[JobId, int]] = set()  # attempts that are ended while another job has their cpus: see I6
-        self._barred: set[str] = set()  # tokens that a controller was told are barred
+        self._revoked: set[str] = set()  # tokens that a controller was told are revoked
         self._held_cpu_s: dict[JobId, float] = {}  # what each job has held
         self._counted_s: dict[JobId, tuple[float, float]] = {}  # until when that was counted, and can not be less
 
@@ -119,7 +119,7 @@ class Truth:
         self._world.tell(f"{self._world.words(program.token)} runs on {machine.name} (pid {program.pid})")
         if program.token in self.executions:
             self.broken("I1", f"{program.token} is executed a second time")
-        if program.token in self._barred:
+        if program.token in self._revoked:
             self.broken("bar", f"{program.token} runs on {machine.name}, which has said that it never will")
         execution = Execution(token, machine.name, 0)
         self.executions[program.token] = self._live[program.token] = execution
@@ -148,8 +148,8 @@ class Truth:
 
     def heard(self, machine: Machine, report: protocol.Report) -> None:
         """A controller hears a report. What a full disk could not keep of a refusal, the next agent may not know."""
-        if report.status == protocol.BARRED and not machine.disk.refused:
-            self._barred.add(report.token)
+        if report.status == protocol.REVOKED and not machine.disk.refused:
+            self._revoked.add(report.token)
 
     def killed_for(self, token: str, program: Program) -> None:
         """A program is about to be killed as what is left of `token`."""

@@ -24,9 +24,9 @@ from simulation.agent import SimAgent
 from simulation.disk import SimOs, simulated_disks
 from simulation.head import Database, Head
 from simulation.machine import Machine, ProcessTable, simulated_processes
-from simulation.minding import Behaviour, SimShepherd
 from simulation.people import People
 from simulation.points import Points
+from simulation.shepherds import Behaviour, SimShepherd
 from simulation.truth import Truth
 from simulation.wires import Wires
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from typing import Any, Dict, Iterator, Optional, Protocol, Set, Tuple
 
-from hpcnode.os.account import Account
+from hpcnode.os.account import UserAccount
 from hpcnode.wire import protocol
 from hpcnode.wire.shepherd_messages import FINAL_STATUSES
 from hpcnode.wire.tokens import Life, Token
@@ -24,13 +24,13 @@ RESULT = (
 )
 
 
-class Minding(Protocol):
+class ShepherdControl(Protocol):
     """What the ledger needs of the shepherds."""
 
-    def start(self, launch: protocol.Launch, account: Account, suspended: bool) -> None: ...
+    def start(self, launch: protocol.Launch, account: UserAccount, suspended: bool) -> None: ...
     def try_to_start(self) -> None: ...  # anything at all. Raises OSError if this node can have no more processes
     def adopt(self, token: str) -> None: ...
-    def is_minded(self, token: str) -> bool: ...
+    def is_supervised(self, token: str) -> bool: ...
     def send(self, token: str, message: protocol.Message, blob: bytes = b"") -> None: ...
     def kill_remains(self, started: Dict[str, Any]) -> bool: ...
 
@@ -46,7 +46,7 @@ class Entry:
         "status",
         "record",
         "account",
-        "minded",
+        "supervised",
         "starts",
         "seq",
         "acked",
@@ -64,8 +64,8 @@ class Entry:
         self.boot_id = boot_id
         self.status = protocol.CLAIMED
         self.record: Dict[str, Any] = {}
-        self.account: Optional[Account] = None
-        self.minded = False  # a shepherd lives
+        self.account: Optional[UserAccount] = None
+        self.supervised = False  # a shepherd lives
         self.starts = 0
         self.seq = 0
         self.acked = False
@@ -84,7 +84,7 @@ class Entry:
         """How long it may run without word of the controller; 0: for ever."""
         return self.launch.lease_s if self.launch is not None and self.launch.lease == protocol.KILL else 0.0
 
-    def hears(self, signum: int) -> bool:
+    def accepts_signal(self, signum: int) -> bool:
         """Whether a signal for the steps of its job is for this one.
 
         What a remote shell starts are mpirun's daemons, which many signals end; mpirun hands these on to its ranks itself.
@@ -126,7 +126,7 @@ class Entries(Dict[str, Entry]):
         batches = (e for e in self.of_job(key.job) if e.key.step == protocol.BATCH)
         return any(batch.is_final and batch.key.attempt >= key.attempt for batch in batches)
 
-    def may_tell(self, entry: Entry) -> bool:
+    def may_report(self, entry: Entry) -> bool:
         """Whether its state may be told: a batch step's end, only when nothing else of its attempt is left here."""
         if not entry.is_final or entry.key.step != protocol.BATCH:
             return True

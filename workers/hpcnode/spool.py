@@ -9,7 +9,7 @@
                      final    how it ended, or that it never will run
                      lease    when the controller was heard of last (see `lease`)
     ROOT/spool/identity       which spool this is (see `identity`)
-    ROOT/spool/done, done.1   tokens that are over and were acknowledged (see `done`)
+    ROOT/spool/done_log, .1     tokens that are over and were acknowledged
     ROOT/jobs/TOKEN           the batch script, its user's to read and to run
     ROOT/spare                files of removed entries, to be written anew: see below
 
@@ -20,7 +20,7 @@ What is durable when, and why that is enough for *never twice*:
 - `final` is durable before it is reported. A tombstone (bar) is durable before it is reported; on a full disk, instead of it,
   that the entry has no `spec` any more (`void`).
 - An epoch is durable before a command of that controller is obeyed.
-- An entry goes only when its final report was acknowledged, and after `done` has it.
+- An entry goes only when its final report was acknowledged, and after the log has it.
 
 To make a file takes some file systems longer than all the rest (ext4 looks through what was deleted of late), so what held
 `started` and `final` of a removed entry is lent to a later one, as `started.new` and `final.new`. Nobody reads those; they are
@@ -34,7 +34,7 @@ make or replace a name in them, so paths are safe here.
 from __future__ import annotations
 
 import os
-from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Set, Tuple
+from typing import Any, Dict, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Set, Tuple
 
 from hpcnode.lease import read_renewal, write_renewal
 from hpcnode.os.durable import read_object, sync_folder, sync_way_to, to_bytes, write_all, write_durably, write_plainly
@@ -43,12 +43,12 @@ from hpcnode.wire import protocol
 from hpcnode.wire.tokens import Life, Token, read_token
 
 # ----- what is over for good: the log that keeps a late, doubled Launch from running again after its entry has gone
-# Two kinds of lines, in `spool/done` and (older) `spool/done.1`:
+# Two kinds of lines, in `spool/done_log` and (older) `spool/done_log.1`:
 #     t TOKEN                       this token is over and was acknowledged
 #     j INCARNATION JOB ATTEMPT     nothing of this job's attempts up to this one may start here (ATTEMPT-STAY: see `tokens`)
 #
-# The log is durable before an entry is removed, and before an EndJob is obeyed. It is bounded: when `done` has LINES lines it
-# becomes `done.1` and that is dropped, so at least the last LINES facts are known. What makes a launch later than that
+# The log is durable before an entry is removed, and before an EndJob is obeyed. It is bounded: when `done_log` has LINES lines it
+# becomes `done_log.1` and that is dropped, so at least the last LINES facts are known. What makes a launch later than that
 # impossible is not this log but the channel: it keeps order, the controller sends an Ack only after it has committed the end of
 # that token and never launches it after that, an older controller is refused by its epoch, and a restored one is of another
 # incarnation. The log is for what remains: a frame that was doubled or delayed within one controller's term.
@@ -58,7 +58,7 @@ LINES = 32_768
 NEVER = (-1, 0)
 
 
-class _Part:
+class _DoneFile:
     """One of the two files, in memory."""
 
     def __init__(self) -> None:
@@ -93,11 +93,11 @@ class DoneLog:
 
     def __init__(self, folder: str, faults: CrashPoints, lines: int = LINES) -> None:
         self._folder = folder
-        self._path = os.path.join(folder, "done")
+        self._path = os.path.join(folder, "done_log")
         self._limit = lines
         self._faults = faults
-        self._older = _read(self._path + ".1")
-        self._newer = _read(self._path)
+        self._older = _read_done(self._path + ".1")
+        self._newer = _read_done(self._path)
 
     def is_over(self, token: Token) -> bool:
         """Return whether this token may not start because it, or its attempt, is over."""
@@ -143,7 +143,7 @@ class DoneLog:
         os.rename(self._path, self._path + ".1")
         sync_folder(self._folder)
         self._faults.reached("done.turned")
-        self._older, self._newer = self._newer, _Part()
+        self._older, self._newer = self._newer, _DoneFile()
 
 
 def _name(token: Token) -> bytes:
@@ -151,8 +151,8 @@ def _name(token: Token) -> bytes:
     return bytes.fromhex(token.nonce) + (b"%d" % token.stay if token.stay else b"")
 
 
-def _read(path: str) -> _Part:
-    part = _Part()
+def _read_done(path: str) -> _DoneFile:
+    part = _DoneFile()
     try:
         with open(path, encoding="ascii", errors="replace") as file:
             for line in file:
@@ -204,7 +204,7 @@ class Spool:
         os.makedirs(self.spare, 0o700, exist_ok=True)
         sync_way_to(os.path.abspath(root))  # what is durable below is only as durable as the way to it
         os.chmod(self.jobs, 0o711 if os.geteuid() == 0 else 0o700)
-        self.done = DoneLog(self.path, faults)
+        self.done_log = DoneLog(self.path, faults)
 
     # ----- the node's own numbers
 
@@ -238,7 +238,7 @@ class Spool:
         return os.path.join(self.jobs, token)
 
     def claim(self, launch: protocol.Launch, script: bytes, boot: str, owner: Tuple[int, int]) -> bool:
-        """Claim the token; False if it was claimed or barred before. The script is its user's to read and to run."""
+        """Claim the token; False if it was claimed or revoked before. The script is its user's to read and to run."""
         entry = self.entry(launch.token)
         self._faults.reached("claim.before")
         try:
@@ -253,10 +253,10 @@ class Spool:
         os.rename(os.path.join(entry, "spec.new"), os.path.join(entry, "spec"))
         self._faults.reached("claim.written")
         if launch.step != protocol.ALLOC:
-            self._lend(entry)
+            self._reuse_files(entry)
         return True
 
-    def _lend(self, entry: str) -> None:
+    def _reuse_files(self, entry: str) -> None:
         """Put spare files where the entry's records are going to be written, if there are some."""
         for record in RECORDS:
             self._spare_names = self._spare_names or os.listdir(self.spare)
@@ -273,18 +273,18 @@ class Spool:
         if os.geteuid() == 0:
             os.chown(path, *owner, follow_symlinks=False)
 
-    def bar(self, token: str, final: Dict[str, Any]) -> bool:
+    def revoke(self, token: str, final: Dict[str, Any]) -> bool:
         """Leave a tombstone for a token without a claim; False if there is an entry."""
-        self._faults.reached("bar.before")
+        self._faults.reached("revoke.before")
         try:
             os.mkdir(self.entry(token), 0o700)
         except FileExistsError:
             return False
-        self._faults.reached("bar.made")
+        self._faults.reached("revoke.made")
         self.write_final(token, final)
         return True
 
-    def void(self, token: str) -> None:
+    def invalidate(self, token: str) -> None:
         """Take the launch out of an entry, durably, so that no later agent starts it. Needs no room on the disk."""
         entry = self.entry(token)
         try:
@@ -369,7 +369,7 @@ class Spool:
         for name in empty:
             self._remove(name)
         left = [name for name in names if name not in empty]
-        over = [name for name in left if self.done.is_noted(name)]
+        over = [name for name in left if self.done_log.is_noted(name)]
         for name in over:
             self._remove(name)  # an agent before us had not come to it
         for name in set(os.listdir(self.jobs)).difference(left):
@@ -379,7 +379,7 @@ class Spool:
     def note_finished(self, tokens: List[str]) -> None:
         """Make durable that these acknowledged tokens are over: their entries may go."""
         self._faults.reached("forget.before")
-        self.done.add(tokens)
+        self.done_log.add(tokens)
         self._faults.reached("forget.noted")
 
     def remove(self, tokens: Iterable[str]) -> None:
@@ -419,3 +419,96 @@ def token_of(found: Found) -> Token:
     token = read_token(found.token)
     assert token is not None
     return token
+
+
+IDENTITY = "identity"
+MACHINE_IDS = ("/etc/machine-id", "/var/lib/dbus/machine-id")
+NETWORK = "/sys/class/net"
+PRODUCT_UUID = "/sys/class/dmi/id/product_uuid"
+
+
+def identity_of(spool: str, environ: Mapping[str, str]) -> Dict[str, Any]:
+    """Return the identity of the spool directory; make it if there is none. Raises OSError."""
+    path = os.path.join(spool, IDENTITY)
+    record = read_object(path)
+    if record is None:
+        make_identity(spool)
+        record = read_object(path) or {}
+    return {
+        "id": record.get("id", ""),
+        "upgraded": record.get("upgraded", False),
+        "inode": os.stat(path).st_ino,
+        "machine": machine_id(environ),
+        "hardware": hardware(environ),
+    }
+
+
+def make_identity(spool: str) -> None:
+    """Make the file, durably; one that another process has made meanwhile stays. Raises OSError."""
+    path = os.path.join(spool, IDENTITY)
+    upgraded = os.path.exists(os.path.join(os.path.dirname(spool), "epochs"))
+    data = to_bytes({"id": os.urandom(16).hex(), "upgraded": upgraded})
+    temporary = "%s.%s" % (path, os.urandom(8).hex())
+    try:
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            write_all(fd, data)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        try:
+            os.link(temporary, path, follow_symlinks=False)
+        except FileExistsError:
+            pass
+        except OSError:
+            os.rename(temporary, path)  # a file system without second names; the agent's lock keeps others away
+    finally:
+        _unlink(temporary)
+    sync_folder(spool)
+
+
+def machine_id(environ: Mapping[str, str]) -> str:
+    """Return what /etc/machine-id says, or the host's name where there is none.
+
+    HPCNODE_MACHINE_ID is for machines that are simulated on one.
+    """
+    if environ.get("HPCNODE_MACHINE_ID"):
+        return environ["HPCNODE_MACHINE_ID"]
+    for path in MACHINE_IDS:
+        found = _first_line(path)
+        if found:
+            return found
+    return "host " + os.uname().nodename
+
+
+def hardware(environ: Mapping[str, str]) -> List[str]:
+    """Return what the firmware and the network devices say of the machine; empty if nothing does."""
+    if environ.get("HPCNODE_MACHINE_ID"):
+        return ["simulated"]
+    return [mark for mark in (_first_line(PRODUCT_UUID), *sorted(_addresses())) if mark]
+
+
+def _addresses() -> Iterator[str]:
+    """Yield the addresses of network devices that are more than software."""
+    try:
+        names = os.listdir(NETWORK)
+    except OSError:
+        return
+    for name in names:
+        if os.path.exists(os.path.join(NETWORK, name, "device")):
+            yield _first_line(os.path.join(NETWORK, name, "address")) or ""
+
+
+def _first_line(path: str) -> Optional[str]:
+    try:
+        with open(path) as file:
+            return file.readline(256).strip()
+    except (OSError, ValueError):
+        return None
+
+
+def _unlink(path: str) -> None:
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        pass

@@ -155,7 +155,7 @@ def _former(spec: NodeSpec, reach: str) -> NodeSpec:
 
 
 class Spool(NamedTuple):
-    """What an agent's welcome says of its spool; see `hpcnode.agent.identity`. Texts are hashes, "" for what it does not say."""
+    """What an agent's welcome says of its spool; see `hpcnode.spool`. Texts are hashes, "" for what it does not say."""
 
     id: str = ""
     hardware: str = ""

@@ -72,7 +72,7 @@ class Shells:
     def job_running(self, job: Job) -> None:
         """The job has its nodes."""
         env = dict(self._ports.environment(job))
-        self._ports.reply(self._jobs[job.id], protocol.Allocated(job_id=job.id, env=env), b"")
+        self._ports.reply(self._jobs[job.id], protocol.JobAllocated(job_id=job.id, env=env), b"")
         if job.spec.no_shell:
             del self._jobs[job.id]
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from hpcnode.wire.crowd import Bounds, Crowd, Rates
+from hpcnode.wire.connection_limits import Bounds, ConnectionLimits, Rates
 from hpcsched.api.crowd import Doors, bounds
 
 WIDE = Bounds(10, 100, 1000, 10_000, 1000, 10_000)
@@ -26,7 +26,7 @@ class One:
 
 
 def test_one_more_closes_the_one_that_was_silent_longest_and_is_not_busy() -> None:
-    crowd = Crowd(WIDE._replace(connections=3))
+    crowd = ConnectionLimits(WIDE._replace(connections=3))
     busy, heard, silent = One(is_busy=True), One(), One()
     for one in (busy, heard, silent):
         assert crowd.comes(1, one)
@@ -39,7 +39,7 @@ def test_one_more_closes_the_one_that_was_silent_longest_and_is_not_busy() -> No
 
 
 def test_a_connection_whose_end_would_end_a_step_is_kept() -> None:
-    crowd = Crowd(WIDE._replace(connections=2))
+    crowd = ConnectionLimits(WIDE._replace(connections=2))
     step, answer = One(is_busy=True, is_lasting=True), One(is_busy=True)
     assert crowd.comes(1, step)
     assert crowd.comes(1, answer)
@@ -51,7 +51,7 @@ def test_a_connection_whose_end_would_end_a_step_is_kept() -> None:
 
 
 def test_of_too_many_in_all_the_account_with_most_gives_one_up() -> None:
-    crowd = Crowd(WIDE._replace(all_connections=5))
+    crowd = ConnectionLimits(WIDE._replace(all_connections=5))
     many = [One() for _ in range(4)]
     few = One()
     for uid, one in [(1, one) for one in many] + [(2, few)]:
@@ -63,7 +63,7 @@ def test_of_too_many_in_all_the_account_with_most_gives_one_up() -> None:
 
 
 def test_unfinished_requests_are_bounded_by_account_and_in_sum() -> None:
-    crowd = Crowd(WIDE._replace(unparsed_bytes=100, all_unparsed_bytes=250))
+    crowd = ConnectionLimits(WIDE._replace(unparsed_bytes=100, all_unparsed_bytes=250))
     first, second, other, third = One(), One(), One(), One()
     for uid, one in ((1, first), (1, second), (2, other), (3, third)):
         crowd.comes(uid, one)
@@ -79,7 +79,7 @@ def test_unfinished_requests_are_bounded_by_account_and_in_sum() -> None:
 
 
 def test_an_account_that_has_most_is_refused_itself() -> None:
-    crowd = Crowd(WIDE._replace(unparsed_bytes=1000, all_unparsed_bytes=100))
+    crowd = ConnectionLimits(WIDE._replace(unparsed_bytes=1000, all_unparsed_bytes=100))
     large, small = One(), One()
     crowd.comes(1, large)
     crowd.comes(2, small)
@@ -89,7 +89,7 @@ def test_an_account_that_has_most_is_refused_itself() -> None:
 
 
 def test_answers_that_were_read_meanwhile_do_not_count() -> None:
-    crowd = Crowd(WIDE._replace(unread_bytes=100, all_unread_bytes=150))
+    crowd = ConnectionLimits(WIDE._replace(unread_bytes=100, all_unread_bytes=150))
     one = One()
     crowd.comes(1, one)
     for _ in range(50):
@@ -99,7 +99,7 @@ def test_answers_that_were_read_meanwhile_do_not_count() -> None:
 
 
 def test_an_account_may_have_one_answer_of_any_size_and_others_are_closed_for_it() -> None:
-    crowd = Crowd(WIDE._replace(unread_bytes=100, all_unread_bytes=150))
+    crowd = ConnectionLimits(WIDE._replace(unread_bytes=100, all_unread_bytes=150))
     stalled, small, reader = One(unread_bytes=100), One(unread_bytes=10), One()
     for uid, one in ((1, stalled), (2, small), (3, reader)):
         crowd.comes(uid, one)

@@ -12,15 +12,15 @@ from hpcsched.model.ids import NodeName
 from hpcsched.model.job import JobState
 
 
-def test_a_launch_that_its_node_barred_unasked_is_not_waited_for() -> None:
+def test_a_launch_that_its_node_revoked_unasked_is_not_waited_for() -> None:
     cluster = Cluster("n1")
     job_id = cluster.submit(requeue=True)
-    barred = cluster.report(job_id, protocol.BARRED, why="the node was rebooted before it could start")
-    cluster.welcome("n1", boot_id="boot-2", inventory=(barred,))
+    revoked = cluster.report(job_id, protocol.REVOKED, why="the node was rebooted before it could start")
+    cluster.welcome("n1", boot_id="boot-2", inventory=(revoked,))
     cluster.tick(60.0)
     assert (cluster.job(job_id).state, cluster.job(job_id).attempt) == (JobState.CONFIGURING, 1)
     (again,) = [launch for _, launch in cluster.sent(protocol.Launch) if launch.attempt == 1]
-    assert again.token != barred.token
+    assert again.token != revoked.token
 
 
 def test_what_nodes_say_while_the_disk_is_full_counts_when_it_has_room_again() -> None:

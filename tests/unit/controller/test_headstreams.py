@@ -14,7 +14,7 @@ import pytest
 from waiting import PATIENCE_S, played
 
 from hpcnode.wire import protocol
-from hpcnode.wire.crowd import Bounds
+from hpcnode.wire.connection_limits import Bounds
 from hpcsched.api.crowd import Doors, bounds
 from hpcsched.controller import head_socket as heads_module
 from hpcsched.controller.head_socket import HeadStreams

@@ -227,7 +227,7 @@ def test_a_node_that_comes_back_is_another_stay_and_nothing_late_of_the_first_is
     to, again = cluster.sent(protocol.Launch)[-1]
     assert (to, again.step, again.token) == ("n2", "alloc", claim.token.replace(".0.alloc", ".0-1.alloc"))
     cluster.says("n2", gone)
-    cluster.says("n2", protocol.Report(seq=10, token=claim.token, status=protocol.BARRED, at_s=cluster.now_s))
+    cluster.says("n2", protocol.Report(seq=10, token=claim.token, status=protocol.REVOKED, at_s=cluster.now_s))
     assert [share.node for share in cluster.job(job_id).joining] == ["n2"], "these were of the stay before"
     cluster.says("n2", protocol.Report(seq=11, token=again.token, status=protocol.CLAIMED, at_s=cluster.now_s))
     assert nodes(cluster, job_id) == "n1 n2"

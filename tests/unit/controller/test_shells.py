@@ -46,7 +46,7 @@ def test_it_is_told_when_its_job_has_its_nodes_and_ends_it() -> None:
     world.asks()
     assert world.shells.holds(JobId(12))
     world.shells.job_running(a_job(12))
-    assert world.replies[-1] == (HALLOC, protocol.Allocated(12, {"SLURM_JOB_ID": "12"}))
+    assert world.replies[-1] == (HALLOC, protocol.JobAllocated(12, {"SLURM_JOB_ID": "12"}))
     world.shells.stream_closed((HEAD, 4))
     assert world.released == []
     world.shells.stream_closed(HALLOC)

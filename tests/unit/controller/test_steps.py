@@ -100,7 +100,7 @@ def test_a_node_that_refuses_ends_the_rest() -> None:
     (_, first), (_, second) = world.launches()
     world.service.on_report(N1, world.report(first.token, protocol.REFUSED, why="cannot enter /work"))
     assert [order.token for order in world.said_to(N2, protocol.EndStep)] == [second.token]
-    world.service.on_report(N2, world.report(second.token, protocol.BARRED))
+    world.service.on_report(N2, world.report(second.token, protocol.REVOKED))
     assert world.ended().error == "cannot start the step on n1: cannot enter /work"
 
 
@@ -238,7 +238,7 @@ def test_who_listens_to_a_step_gets_its_output_and_its_end() -> None:
     assert world.asks(origin=SECOND, attach="0") == started
     to = protocol.Address(node="n1", stream=6)
     for node, launch in ((N1, first), (N2, second)):
-        assert world.said_to(node, protocol.Watch) == [protocol.Watch(token=launch.token, to=to, on=True)]
+        assert world.said_to(node, protocol.WatchOutput) == [protocol.WatchOutput(token=launch.token, to=to, on=True)]
     output = protocol.Output(to=to, token=second.token, task=1, fd=1, offset=0, eof=False)
     assert world.service.output_origin(N2, output) == SECOND
     assert world.service.output_origin(N2, protocol.changed(output, to=protocol.Address("n1", 7))) is None
@@ -252,7 +252,7 @@ def test_who_stops_listening_does_the_step_nothing() -> None:
     world.asks(nodes="1")
     world.asks(origin=SECOND, attach="0")
     world.service.on_stream_closed(SECOND)
-    assert [order.on for order in world.said_to(N1, protocol.Watch)] == [True, False]
+    assert [order.on for order in world.said_to(N1, protocol.WatchOutput)] == [True, False]
     assert world.said_to(N1, protocol.EndStep) == []
     world.ends(world.launches()[0][1], 0)
     assert not world.has_ended(SECOND)
@@ -266,7 +266,7 @@ def test_listening_is_refused(step: str, uid: int, why: str) -> None:
     world = World()
     world.asks(nodes="1")
     assert why in world.asks(origin=(HEAD, 3), uid=uid, attach=step).error
-    assert world.said_to(N1, protocol.Watch) == []
+    assert world.said_to(N1, protocol.WatchOutput) == []
 
 
 # ----- waiting for cpus
@@ -602,7 +602,7 @@ def test_an_order_to_end_that_did_not_arrive_is_sent_again() -> None:
     assert [order.token for order in world.said_to(N1, protocol.EndStep)] == [launch.token] * 2
 
 
-def test_a_launch_that_did_not_arrive_is_barred_once_nobody_wants_it() -> None:
+def test_a_launch_that_did_not_arrive_is_revoked_once_nobody_wants_it() -> None:
     world = World()
     world.asks(nodes="1")
     ((_, launch),) = world.launches()
@@ -687,5 +687,5 @@ def test_a_node_that_cannot_keeps_all_from_going() -> None:
     world.service.on_report(N1, world.report(first.token, protocol.READY))
     assert gos(world) == []
     assert [message.token for message in world.said_to(N1, protocol.EndStep)] == [first.token]
-    world.service.on_report(N1, world.report(first.token, protocol.BARRED))
+    world.service.on_report(N1, world.report(first.token, protocol.REVOKED))
     assert "no such directory" in world.ended().error

@@ -87,11 +87,11 @@ def ready(world: World, launch: protocol.Launch, status: str = protocol.READY) -
     return inventory(world.report(launch.token, status, stream_to=launch.stream_to))
 
 
-def barred(world: World) -> None:
+def revoked(world: World) -> None:
     """Each node does as it is told: what is to end there ends before it has run."""
     for node in (N1, N2):
         for token in {order.token for order in world.said_to(node, protocol.EndStep)}:
-            world.service.on_report(node, world.report(token, protocol.BARRED, why="told to"))
+            world.service.on_report(node, world.report(token, protocol.REVOKED, why="told to"))
 
 
 def replies(world: World, kind: type, origin: Any = HRUN) -> list[Any]:
@@ -165,13 +165,13 @@ def test_what_was_not_ready_everywhere_is_ended_and_asked_for_again(there: tuple
     for node in (N1, N2):
         world.service.node_welcome(node, ready(world, launches[node]) if node in there else [])
     assert gos(world) == []
-    barred(world)
+    revoked(world)
     assert world.ended().again
     assert world.rows[(12, 0, "0")].state == "CANCELLED"
 
 
 def test_what_one_controller_has_ended_the_next_has_asked_for_again() -> None:
-    """The controller dies a second time, when a node has barred its part already."""
+    """The controller dies a second time, when a node has revoked its part already."""
     world = World()
     _, second = restarted(world)
     world.service.node_welcome(N2, ready(world, second))
@@ -179,9 +179,9 @@ def test_what_one_controller_has_ended_the_next_has_asked_for_again() -> None:
     world.restart()
     world.replies.clear()
     world.sent.clear()
-    world.service.node_welcome(N2, ready(world, second, protocol.BARRED))
+    world.service.node_welcome(N2, ready(world, second, protocol.REVOKED))
     world.service.node_welcome(N1, [])
-    barred(world)
+    revoked(world)
     assert world.ended().again
 
 
@@ -191,7 +191,7 @@ def test_a_step_that_a_user_has_cancelled_meanwhile_is_not_asked_for_again() -> 
     world.service.node_welcome(N1, ready(world, first))
     world.service.act_on(a_job(), 0, None, "bob")
     world.service.node_welcome(N2, [])
-    barred(world)
+    revoked(world)
     ended = world.ended()
     assert (ended.error, ended.again) == ("step 12.0 is ended: cancelled by bob", False)
 
@@ -219,7 +219,7 @@ def test_a_step_that_no_node_has_got_is_asked_for_again() -> None:
     world.says(HRUN, protocol.StepAsked())
     assert not world.has_ended()
     world.service.node_welcome(N2, [])
-    barred(world)
+    revoked(world)
     assert world.ended().again
 
 
@@ -229,7 +229,7 @@ def test_the_same_when_its_nodes_have_spoken_before() -> None:
     world.service.node_welcome(N1, [])
     world.service.node_welcome(N2, [])
     world.says(HRUN, protocol.StepAsked())
-    barred(world)
+    revoked(world)
     assert world.ended().again
 
 

@@ -7,14 +7,14 @@ import secrets
 from typing import Any
 
 from hpcnode.agent.ledger import Ledger
-from hpcnode.os.account import Account, UserError
+from hpcnode.os.account import UserAccount, UserError
 from hpcnode.spool import Epochs, Found
 from hpcnode.wire import protocol
 from hpcnode.wire.shepherd_messages import SuspendTasks, TasksEnded, TasksStarted, record_of
 from hpcnode.wire.tokens import Life, Token, read_token
 
 INCARNATION = "feedc0de"
-ACCOUNT = Account("ann", 1001, 1001, [1001], "/home/ann", "/bin/sh")
+ACCOUNT = UserAccount("ann", 1001, 1001, [1001], "/home/ann", "/bin/sh")
 
 
 def token(job: int = 1, attempt: int | str = 0, step: str = "batch") -> str:
@@ -53,7 +53,7 @@ class MemorySpool:
         self.over: set[str] = set()
         self.floors: dict[tuple[str, int], Life] = {}
         self.full = False
-        self.done = self
+        self.done_log = self
         self.renewals: dict[str, float] = {}
 
     def _write(self) -> None:
@@ -78,7 +78,7 @@ class MemorySpool:
         self.entries[spec.token] = {"launch": spec, "boot_id": boot}
         return True
 
-    def bar(self, text: str, final: dict[str, Any]) -> bool:
+    def revoke(self, text: str, final: dict[str, Any]) -> bool:
         self._write()
         if text in self.entries:
             return False
@@ -89,7 +89,7 @@ class MemorySpool:
         self._write()
         self.entries[text].setdefault("final", final)
 
-    def void(self, text: str) -> None:
+    def invalidate(self, text: str) -> None:
         if text in self.entries:
             self.entries[text]["launch"] = None
 
@@ -140,7 +140,7 @@ class NotedShepherds:
         if self.no_process:
             raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
 
-    def start(self, spec: protocol.Launch, account: Account, suspended: bool) -> None:
+    def start(self, spec: protocol.Launch, account: UserAccount, suspended: bool) -> None:
         self.try_to_start()
         if self.fails:
             raise OSError("no more processes")
@@ -153,7 +153,7 @@ class NotedShepherds:
     def adopt(self, text: str) -> None:
         assert text in self.living
 
-    def is_minded(self, text: str) -> bool:
+    def is_supervised(self, text: str) -> bool:
         return text in self.living
 
     def send(self, text: str, message: protocol.Message, blob: bytes = b"") -> None:
@@ -174,14 +174,14 @@ class World:
         self.boot_id = "boot"
         self.now_s = 500.0
         self.restart()
-        assert self.ledger.terms.begin(INCARNATION, 1) == ""
+        assert self.ledger.epochs.begin(INCARNATION, 1) == ""
 
     def restart(self) -> None:
         self.ledger = Ledger(
             node="n1",
             boot_id=self.boot_id,
             spool=self.spool,  # type: ignore[arg-type]
-            minders=self.shepherds,
+            shepherds=self.shepherds,
             send=self.sent.append,
             find_account=self.find_account,
             log=self.logged.append,
@@ -190,7 +190,7 @@ class World:
         )
         self.ledger.recover()
 
-    def find_account(self, name: str, allow_uid_below: int) -> Account:
+    def find_account(self, name: str, allow_uid_below: int) -> UserAccount:
         if name != "ann":
             raise UserError(f"cannot run as {name}: this node has no such account")
         return ACCOUNT

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import hpcnode
-from hpcnode.agent.identity import NAME, identity_of
+from hpcnode.spool import IDENTITY, identity_of
 
 HERE = {"HPCNODE_MACHINE_ID": "one"}
 
@@ -27,8 +27,8 @@ def test_a_spool_keeps_its_identity(tmp_path: Path) -> None:
     first = identity_of(spool, HERE)
     assert len(first["id"]) == 32
     assert identity_of(spool, HERE) == first
-    assert os.stat(os.path.join(spool, NAME)).st_mode & 0o777 == 0o600
-    assert os.listdir(spool) == [NAME]
+    assert os.stat(os.path.join(spool, IDENTITY)).st_mode & 0o777 == 0o600
+    assert os.listdir(spool) == [IDENTITY]
 
 
 def test_a_copy_and_another_machine_differ(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_a_spool_of_an_older_version_is_known_as_such(tmp_path: Path) -> None:
 def test_a_process_killed_at_any_call_leaves_a_whole_identity_or_none(tmp_path: Path) -> None:
     killed_at_s = """
 import os, sys
-from hpcnode.agent.identity import make_identity
+from hpcnode.spool import make_identity
 calls = 0
 def counted(name):
     real = getattr(os, name)
@@ -88,7 +88,7 @@ make_identity(sys.argv[1])
             capture_output=True,
             check=False,
         )
-        left = Path(spool, NAME)
+        left = Path(spool, IDENTITY)
         before = json.loads(left.read_bytes()) if left.exists() else None
         after = identity_of(spool, HERE)
         assert before is None or before["id"] == after["id"]

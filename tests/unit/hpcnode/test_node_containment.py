@@ -13,7 +13,7 @@ import pytest
 from nodeworld import launch, token
 
 from hpcnode.agent import command, shepherds
-from hpcnode.agent.command import LossyLog
+from hpcnode.agent.command import RateLimitedLog
 from hpcnode.os import process
 from hpcnode.os.faults import CrashPoints
 from hpcnode.os.loop import Loop, Stream
@@ -78,7 +78,7 @@ def test_a_shepherd_whose_word_cannot_be_taken_is_connected_again(
     monkeypatch.setattr(shepherds, "MAX_RETRY_S", 0.01)
     loop, spool, heard = Loop(contains_faults=True), Spool(str(tmp_path), CrashPoints()), []
     setting = Setting(spool, CrashPoints(), process.boot_id({}), "n1", str(tmp_path / "sock"), None, False)
-    ours = shepherds.Minders(loop, setting, MpiVariables(str(tmp_path), print))
+    ours = shepherds.ShepherdPool(loop, setting, MpiVariables(str(tmp_path), print))
     one, bad, good = token(1), InputTaken(0, 0), SignalOtherSteps(10)
     spool.claim(launch(one), b"#!/bin/sh\n", "boot", (os.geteuid(), os.getegid()))
     lock_fd = spool.open_lock(one)
@@ -117,7 +117,7 @@ def log(tmp_path: Path) -> tuple[Path, int]:
 
 def test_repeated_lines_are_counted(log: tuple[Path, int]) -> None:
     path, fd = log
-    ours = LossyLog(fd, str(path))
+    ours = RateLimitedLog(fd, str(path))
     for second in range(30):
         print(f"2026-01-01T00:00:{second:02}", "connection refused", file=ours)
     print("2026-01-01T00:01:00", "something else", file=ours)
@@ -131,7 +131,7 @@ def test_repeated_lines_are_counted(log: tuple[Path, int]) -> None:
 def test_lines_beyond_the_rate_are_counted(log: tuple[Path, int]) -> None:
     path, fd = log
     now = [0.0]
-    ours = LossyLog(fd, str(path), lambda: now[0])
+    ours = RateLimitedLog(fd, str(path), lambda: now[0])
     for i in range(10_000):
         print(f"line {i}", file=ours)
     assert len(path.read_text().splitlines()) == command.BURST_LINES
@@ -150,7 +150,7 @@ def test_a_long_log_is_put_aside_for_all_who_write_to_it(
     monkeypatch.setattr(command, "LOG_BYTES", 1000)
     monkeypatch.setattr(command, "LOOK_BYTES", 100)
     of_shepherd = os.dup(fd)
-    ours = LossyLog(fd, str(path), iter(range(100_000)).__next__)
+    ours = RateLimitedLog(fd, str(path), iter(range(100_000)).__next__)
     for i in range(300):
         print(f"line {i}", file=ours)
     os.write(of_shepherd, b"of a shepherd\n")

@@ -29,7 +29,7 @@ def test_a_launch_that_waits_for_its_lease_dies_with_its_connection() -> None:
     world = World()
     text = world.launch(token(), **KILL)
     world.ledger.disconnected()
-    assert world.statuses(text)[-1] == "barred"
+    assert world.statuses(text)[-1] == "revoked"
     world.ledger.renewed(501.0)
     world.launch(text, **KILL)
     assert world.shepherds.starts == []
@@ -39,7 +39,7 @@ def test_it_dies_with_its_agent_too() -> None:
     world = World()
     text = world.launch(token(), **KILL)
     world.restart()
-    assert world.statuses(text)[-1] == "barred"
+    assert world.statuses(text)[-1] == "revoked"
     world.ledger.renewed(501.0)
     assert world.shepherds.starts == []
 
@@ -76,7 +76,7 @@ def test_a_shepherd_that_died_is_not_followed_by_another_when_the_lease_is_over(
     world.ledger.renewed(500.0)
     world.now_s = 560.0
     world.gone(text)
-    assert (world.statuses(text)[-1], world.sent[-1].why) == ("barred", protocol.LEASE_OVER)
+    assert (world.statuses(text)[-1], world.sent[-1].why) == ("revoked", protocol.LEASE_OVER)
     assert world.shepherds.starts == [text]
 
 
@@ -156,10 +156,10 @@ def test_a_claim_without_a_program_is_kept_and_given_back() -> None:
     assert world.ledger.inventory()[0]["status"] == "claimed"
     world.sent.clear()
     world.ledger.end_job(protocol.EndJob(INCARNATION, 1, 0, 5.0))
-    assert world.statuses(text) == ["barred"]
+    assert world.statuses(text) == ["revoked"]
     assert protocol.JobGone(INCARNATION, 1, 0) in world.sent
     world.launch(token(step="alloc"))
-    assert world.statuses(text)[-1] == "barred"
+    assert world.statuses(text)[-1] == "revoked"
 
 
 def test_a_claim_is_not_told_again_by_each_step_that_ends() -> None:
@@ -187,7 +187,7 @@ def test_a_claim_does_not_outlive_the_machine() -> None:
     text = world.launch(token(step="alloc"))
     world.boot_id = "another boot"
     world.restart()
-    assert world.statuses(text)[-1] == "barred"
+    assert world.statuses(text)[-1] == "revoked"
 
 
 def test_a_user_whom_the_node_does_not_know_claims_nothing() -> None:
@@ -252,7 +252,7 @@ def test_a_full_disk_delays_the_word_that_a_job_is_gone_and_not_its_end() -> Non
     text = world.launch(token())
     world.started(text)
     noted = world.spool.end_attempts
-    world.spool.end_attempts = lambda *_: world.spool.bar("", {})  # type: ignore[method-assign,assignment]
+    world.spool.end_attempts = lambda *_: world.spool.revoke("", {})  # type: ignore[method-assign,assignment]
     world.spool.full = True
     gone = protocol.JobGone(INCARNATION, 1, 0)
     world.ledger.end_job(protocol.EndJob(INCARNATION, 1, 0, 5.0))
@@ -274,5 +274,5 @@ def test_a_controller_whose_term_cannot_be_noted_is_refused_in_words() -> None:
         raise OSError(28, "No space left on device")
 
     world.spool.store_epochs = fail  # type: ignore[method-assign]
-    assert "No space left on device" in world.ledger.terms.begin(INCARNATION, 2)
-    assert world.ledger.terms.seen.epoch == 1
+    assert "No space left on device" in world.ledger.epochs.begin(INCARNATION, 2)
+    assert world.ledger.epochs.seen.epoch == 1

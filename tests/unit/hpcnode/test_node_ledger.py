@@ -26,7 +26,7 @@ def test_a_launch_is_claimed_started_reported_and_forgotten() -> None:
     world.ack_all()
     assert (world.ledger.entries, world.spool.entries) == ({}, {})
     world.launch(text)
-    assert (world.statuses(text)[-1], world.shepherds.starts) == ("barred", [text])
+    assert (world.statuses(text)[-1], world.shepherds.starts) == ("revoked", [text])
 
 
 def test_every_report_has_a_higher_number_also_after_a_restart() -> None:
@@ -99,7 +99,7 @@ def test_a_shepherd_that_died_after_the_start_is_lost_once_its_tree_is_gone() ->
     assert not world.ledger.waits
 
 
-@pytest.mark.parametrize(("was_started", "expected"), [(False, "barred"), (True, "lost")])
+@pytest.mark.parametrize(("was_started", "expected"), [(False, "revoked"), (True, "lost")])
 def test_after_a_reboot_nothing_is_started_again(was_started: bool, expected: str) -> None:
     world = World()
     text = world.launch(token())
@@ -122,7 +122,7 @@ def test_after_a_reboot_the_end_of_one_step_starts_no_other_and_a_lost_launch_st
     world.shepherds.living.clear()
     world.boot_id = "another boot"
     world.restart()
-    assert [r["status"] for r in world.ledger.inventory()] == ["lost", "barred", "barred", "lost"]
+    assert [r["status"] for r in world.ledger.inventory()] == ["lost", "revoked", "revoked", "lost"]
     assert world.shepherds.starts == texts
 
 
@@ -137,7 +137,7 @@ def test_an_end_that_a_full_disk_does_not_take_starts_nothing_when_another_step_
     assert world.shepherds.starts == [first, second]
     world.spool.full = False
     world.ledger.tick()
-    assert world.statuses(second) == ["barred"]
+    assert world.statuses(second) == ["revoked"]
 
 
 def test_a_claim_is_ended_although_the_disk_was_full_at_first() -> None:
@@ -147,7 +147,7 @@ def test_a_claim_is_ended_although_the_disk_was_full_at_first() -> None:
     world.ledger.end_job(protocol.EndJob(INCARNATION, 1, 0, 1.0))
     world.spool.full = False
     world.ledger.tick()
-    assert world.statuses(claim) == ["claimed", "barred"]
+    assert world.statuses(claim) == ["claimed", "revoked"]
     assert protocol.JobGone(INCARNATION, 1, 0) in world.sent
 
 
@@ -158,7 +158,7 @@ def test_an_end_before_the_launch_bars_it() -> None:
     world.launch(text)
     world.restart()
     world.launch(text)
-    assert set(world.statuses(text)) == {"barred"}
+    assert set(world.statuses(text)) == {"revoked"}
     assert world.shepherds.starts == []
 
 
@@ -168,7 +168,7 @@ def test_an_end_reaches_the_shepherd_and_a_dead_one_is_barred() -> None:
     world.ledger.end_step(protocol.EndStep(text, 2.0, "cancelled"))
     assert world.shepherds.sent == [(text, EndTasks(2.0, "cancelled"))]
     world.gone(text)
-    assert world.statuses(text) == ["barred"]
+    assert world.statuses(text) == ["revoked"]
 
 
 def test_a_batch_step_is_over_only_with_the_rest_of_its_job() -> None:
@@ -230,7 +230,7 @@ def test_an_ended_job_is_answered_when_all_of_it_is_gone() -> None:
     world.ended(second)
     assert world.sent[-1] == gone
     late = world.launch(token(attempt=0))
-    assert world.statuses(late) == ["barred"]
+    assert world.statuses(late) == ["revoked"]
     assert world.launch(token(attempt=2)) == world.shepherds.starts[-1]
 
 
@@ -247,12 +247,12 @@ def test_a_node_that_is_given_to_the_same_attempt_again_takes_it_and_nothing_lat
     assert world.sent[-1] == protocol.JobGone(INCARNATION, 1, 1), "not of the stay that it is at"
     assert world.statuses(again) == ["claimed"]
     late = world.launch(token(attempt=1, step="4"))
-    assert (world.statuses(late), world.shepherds.starts) == (["barred"], [step])
+    assert (world.statuses(late), world.shepherds.starts) == (["revoked"], [step])
     world.ledger.end_job(protocol.changed(end, stay=1))
-    assert world.statuses(again) == ["claimed", "barred"]
+    assert world.statuses(again) == ["claimed", "revoked"]
     world.ended(step)
     assert world.sent[-1] == protocol.JobGone(INCARNATION, 1, 1, stay=1)
-    assert world.statuses(world.launch(token(attempt="1-1", step="6"))) == ["barred"]
+    assert world.statuses(world.launch(token(attempt="1-1", step="6"))) == ["revoked"]
 
 
 def test_a_newer_attempt_waits_until_the_older_one_is_gone() -> None:
@@ -268,13 +268,13 @@ def test_a_newer_attempt_waits_until_the_older_one_is_gone() -> None:
 
 def test_commands_of_an_older_epoch_or_another_incarnation_are_dropped() -> None:
     world = World()
-    assert world.ledger.terms.begin(INCARNATION, 5) == ""
-    assert "epoch 5" in world.ledger.terms.begin(INCARNATION, 4)
+    assert world.ledger.epochs.begin(INCARNATION, 5) == ""
+    assert "epoch 5" in world.ledger.epochs.begin(INCARNATION, 4)
     world.launch(token(), epoch=4)
     assert (world.sent, world.shepherds.starts) == ([], [])
     assert "dropped" in world.logged[-1]
-    assert world.ledger.terms.begin("0123456789", 1) == ""
-    assert "of the past" in world.ledger.terms.begin(INCARNATION, 9)
+    assert world.ledger.epochs.begin("0123456789", 1) == ""
+    assert "of the past" in world.ledger.epochs.begin(INCARNATION, 9)
     world.launch(token(), epoch=9)
     assert world.shepherds.starts == []
 
@@ -314,7 +314,7 @@ def test_what_was_refused_on_a_full_disk_is_not_started_by_the_next_agent(by: st
     world.restart()
     world.ledger.tick()
     assert len(world.shepherds.starts) == starts
-    assert world.statuses(text)[-1] == "barred"
+    assert world.statuses(text)[-1] == "revoked"
 
 
 def test_a_full_disk_does_not_make_an_end_be_forgotten() -> None:
@@ -335,9 +335,9 @@ def test_no_step_starts_where_the_jobs_batch_step_is_over() -> None:
     world.started(batch)
     world.ended(batch)
     late = world.launch(token(step="0"))
-    assert (world.statuses(late), world.shepherds.starts) == (["barred"], [batch])
+    assert (world.statuses(late), world.shepherds.starts) == (["revoked"], [batch])
     world.ack_all()
-    assert world.statuses(world.launch(token(step="1"))) == ["barred"]
+    assert world.statuses(world.launch(token(step="1"))) == ["revoked"]
     newer = world.launch(token(attempt=1, step="0"))
     assert newer in world.shepherds.living
 

@@ -8,14 +8,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from hpcnode.agent import link_speed
+from hpcnode.agent import probe
 
 
 @pytest.fixture
 def giver() -> Iterator[int]:
     """Give to who knows the token "right", in a thread, and return the port."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=link_speed.give_once, args=(listener, "right", 0.5))
+        thread = threading.Thread(target=probe.serve_zeros_once, args=(listener, "right", 0.5))
         thread.start()
         yield listener.getsockname()[1]
         thread.join()
@@ -24,14 +24,14 @@ def giver() -> Iterator[int]:
 def test_who_knows_the_token_gets_a_rate_and_others_nothing(giver: int) -> None:
     for wrong in ("wrong", "r" * 500):
         with pytest.raises((ValueError, OSError)):
-            link_speed.rate_mbps("127.0.0.1", giver, wrong, warm_up_s=0.0)
+            probe.rate_mbps("127.0.0.1", giver, wrong, warm_up_s=0.0)
     with socket.create_connection(("127.0.0.1", giver)):
         pass  # one who says nothing and goes
-    assert link_speed.rate_mbps("127.0.0.1", giver, "right", warm_up_s=0.0) >= 1
+    assert probe.rate_mbps("127.0.0.1", giver, "right", warm_up_s=0.0) >= 1
 
 
 def test_the_port_is_said_before_anybody_comes() -> None:
-    port = link_speed.found("right", "", 0)["link_port"]
-    assert link_speed.found("right", "127.0.0.1", port)["rate_mbps"] >= 1
+    port = probe.link_facts("right", "", 0)["link_port"]
+    assert probe.link_facts("right", "127.0.0.1", port)["rate_mbps"] >= 1
     with pytest.raises(OSError):  # it gave once
-        link_speed.rate_mbps("127.0.0.1", port, "right")
+        probe.rate_mbps("127.0.0.1", port, "right")

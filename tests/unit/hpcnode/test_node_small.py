@@ -16,7 +16,7 @@ import hpcsched
 from hpcnode import paths
 from hpcnode.agent import command, probe
 from hpcnode.agent import probe as speed
-from hpcnode.os.account import Account
+from hpcnode.os.account import UserAccount
 from hpcnode.shepherd import environment, streams
 from hpcnode.shepherd import task as files
 from hpcnode.wire import protocol
@@ -198,7 +198,7 @@ def test_the_environment_of_a_task() -> None:
         mem_mib=0,
         gpus=[],
     )
-    account = Account("ann", 1001, 1001, [], "/home/ann", "/bin/bash")
+    account = UserAccount("ann", 1001, 1001, [], "/home/ann", "/bin/bash")
     shared = environment.step_environment(launch, account, root="/r", socket_path="/r/s", has_gpus=True)
     env = environment.task_environment(shared, launch, 1)
     expected = {
@@ -231,7 +231,7 @@ def seen_gpus(gpus: list[int], **env: str) -> list[str]:
         token="t", job_id=1, attempt=0, step="0", epoch=1, user="", work_dir="/", argv=["x"], env=env,
         tasks=protocol.TaskSet(0, 2, 2, 0, 1), cpus=2, mem_mib=0, gpus=gpus,
     )  # fmt: skip
-    account = Account("ann", 1001, 1001, [], "/home/ann", "/bin/bash")
+    account = UserAccount("ann", 1001, 1001, [], "/home/ann", "/bin/bash")
     shared = environment.step_environment(launch, account, root="/r", socket_path="/r/s", has_gpus=True)
     tasks = [environment.task_environment(shared, launch, local_rank) for local_rank in (0, 1)]
     return [f"{task['CUDA_VISIBLE_DEVICES']} own={task.get('HPCSCHED_TASK_GPUS', '')}" for task in tasks]

@@ -24,20 +24,19 @@ import time
 from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple, Type, Union
 
 from hpcnode import paths
-from hpcnode.agent import helpers, link_speed, probe
-from hpcnode.agent.identity import identity_of
+from hpcnode.agent import helpers, probe
 from hpcnode.agent.ledger import FORGET_AT_ONCE, REPEAT_S, Ledger
-from hpcnode.agent.shepherds import Minders
-from hpcnode.agent.step_commands import Awaited, Clients, Frames, peer
+from hpcnode.agent.shepherds import ShepherdPool
+from hpcnode.agent.step_commands import Clients, Frames, ResumableClients, peer
 from hpcnode.lease import Renewals
 from hpcnode.os import account as user
 from hpcnode.os import cgroup, process
 from hpcnode.os.faults import CrashPoints, crash_points
 from hpcnode.os.loop import READ, Loop, Stream, Timer, log_exception, wake_on_signals
-from hpcnode.shepherd import allocation_file, environment
+from hpcnode.shepherd import environment
 from hpcnode.shepherd.assignment import Setting
 from hpcnode.shepherd.mpi import MpiVariables
-from hpcnode.spool import Spool
+from hpcnode.spool import Spool, identity_of
 from hpcnode.wire import protocol
 from hpcnode.wire.shepherd_messages import (
     ChangeTimeLimit,
@@ -95,20 +94,20 @@ class Agent:
             cgroup_base=cgroup_base,
             has_gpus=environment.node_has_gpus(),
         )
-        self._minders = Minders(self._loop, setting, MpiVariables(root, log))
+        self._shepherds = ShepherdPool(self._loop, setting, MpiVariables(root, log))
         self._ledger = Ledger(
             node=node,
             boot_id=self._boot_id,
             spool=self._spool,
-            minders=self._minders,
+            shepherds=self._shepherds,
             send=self.to_controller,
             find_account=self._find_account,
             log=log,
         )
         self._renewals = Renewals(self._loop, self._ledger.leases, self.to_controller)
-        self._accounts: Dict[Tuple[str, int], Tuple[float, user.Account]] = {}
+        self._accounts: Dict[Tuple[str, int], Tuple[float, user.UserAccount]] = {}
         self._helpers = helpers.Helpers(self._loop)
-        awaited = Awaited(root, self._boot_id)
+        awaited = ResumableClients(root, self._boot_id)
         self._clients = Clients(self._loop, self, self._spool.reserve_seqs()[0], awaited, log)
         self._handlers = self._make_handlers()
         self._controller: Optional[Stream] = None
@@ -123,12 +122,12 @@ class Agent:
     def run(self, ready_fd: int) -> None:
         """Serve until nobody needs us any more; a byte to `ready_fd` says that the socket answers."""
         paths.write_shims(self.root)
-        self._minders.on_message = self._from_shepherd
-        self._minders.on_gone = self._shepherd_gone
+        self._shepherds.on_message = self._from_shepherd
+        self._shepherds.on_gone = self._shepherd_gone
         wake_on_signals(
             self._loop,
             {
-                signal.SIGCHLD: self._minders.reap,
+                signal.SIGCHLD: self._shepherds.reap,
                 signal.SIGTERM: self._hand_over,
                 signal.SIGINT: self._hand_over,
                 signal.SIGHUP: lambda: None,
@@ -136,8 +135,8 @@ class Agent:
         )
         self._ledger.recover()
         if self._ledger.is_idle:
-            self._minders.forget_mpi_files()
-            allocation_file.forget_all(self.root)
+            self._shepherds.forget_mpi_files()
+            environment.remove_allocations(self.root)
         listener = self._listen()
         if ready_fd >= 0:
             os.write(ready_fd, b"ready\n")
@@ -240,7 +239,7 @@ class Agent:
         if (hello.cluster, hello.node) != (self.cluster, self.node):
             return "this is node %s of cluster %s" % (self.node, self.cluster)
         try:
-            return self._ledger.terms.begin(hello.incarnation, hello.epoch)
+            return self._ledger.epochs.begin(hello.incarnation, hello.epoch)
         except OSError as error:
             return "cannot keep the controller's term in %s: %s" % (self.root, error.strerror)
 
@@ -265,15 +264,15 @@ class Agent:
             boot_id=self._boot_id,
             agent_version=paths.version(),
             pid=os.getpid(),
-            epoch=self._ledger.terms.seen.epoch,
+            epoch=self._ledger.epochs.seen.epoch,
             inventory=self._ledger.inventory(),
             facts=facts,
         )
         stream.send(protocol.encode(welcome))
         self._welcomed = True
         self._clients.controller_came()
-        self._minders.resend()
-        self._minders.keep_one_ready()
+        self._shepherds.resend()
+        self._shepherds.keep_one_ready()
 
     def to_controller(self, message: protocol.Message, blob: bytes = b"") -> bool:
         """Send it if a controller listens; return whether one does."""
@@ -334,7 +333,7 @@ class Agent:
             protocol.Probe: lambda message, _blob: self._ask_for_facts(message, self.to_controller),
             protocol.ReadFile: lambda message, _blob: self._read_file(message),
             protocol.CompareProbe: lambda message, _blob: self._compare_probe(message),
-            protocol.Watch: lambda message, _blob: self._watch(message),
+            protocol.WatchOutput: lambda message, _blob: self._watch(message),
             protocol.ToStream: self._to_client,
             protocol.CloseStream: lambda message, _blob: self._clients.close(message.stream),
             protocol.Input: lambda message, blob: self.to_shepherd(
@@ -354,11 +353,11 @@ class Agent:
     def _taken(self, ack: protocol.OutputAck) -> None:
         self.to_shepherd(ack.token, OutputTaken(ack.task, ack.fd, ack.offset))
         if ack.again:
-            self.to_shepherd(ack.token, ResendOutput(self._minders.round))
+            self.to_shepherd(ack.token, ResendOutput(self._shepherds.round))
         if ack.again and ack.to is not None and self._ledger.is_forgotten(ack.token):
             self.to_controller(protocol.Output(ack.to, ack.token, protocol.ALL_TASKS, 0, 0, True))
 
-    def _watch(self, order: protocol.Watch) -> None:
+    def _watch(self, order: protocol.WatchOutput) -> None:
         others = [to for to in self._watchers.pop(order.token, ()) if to != order.to]
         if order.on and order.token in self._ledger.entries:
             others.append(order.to)
@@ -367,7 +366,7 @@ class Agent:
 
     def _note_allocation(self, order: protocol.Allocation) -> None:
         try:
-            news = allocation_file.note(self.root, order)
+            news = environment.write_allocation(self.root, order)
         except OSError as error:
             log("cannot note the nodes of job %d: %s" % (order.job_id, error))  # it comes again with each connection
             return
@@ -383,7 +382,7 @@ class Agent:
 
         def look() -> Dict[str, Any]:
             if order.link_token:
-                return link_speed.found(order.link_token, order.link_host, order.link_port)
+                return probe.link_facts(order.link_token, order.link_host, order.link_port)
             return probe.facts(self.root, self._environ, live, measure=order.measure)
 
         self._helpers.ask(
@@ -410,7 +409,7 @@ class Agent:
             lambda answer: self.to_controller(answer[0]),
         )
 
-    def _find_account(self, name: str, allow_uid_below: int = 0) -> user.Account:
+    def _find_account(self, name: str, allow_uid_below: int = 0) -> user.UserAccount:
         now_s = process.boot_clock_s()
         key = (name, allow_uid_below)
         known = self._accounts.get(key)
@@ -444,7 +443,7 @@ class Agent:
             return
         forwarded: protocol.Message
         if isinstance(message, TaskOutput):
-            if message.round != self._minders.round:
+            if message.round != self._shepherds.round:
                 return  # it was sent to an earlier reader; it comes again
             forwarded = protocol.Output(to, token, message.task, message.fd, message.offset, message.eof)
             for other in self._watchers.get(token, ()):
@@ -479,11 +478,11 @@ class Agent:
         """Have what streams to this step command from here, and was not acknowledged, sent again."""
         for token in self._ledger.entries:
             if self.owns_stream(token, stream):
-                self.to_shepherd(token, ResendOutput(self._minders.round))
+                self.to_shepherd(token, ResendOutput(self._shepherds.round))
 
     def to_shepherd(self, token: str, message: protocol.Message, blob: bytes = b"") -> None:
         """Send a message to the shepherd of a token, if it lives."""
-        self._minders.send(token, message, blob)
+        self._shepherds.send(token, message, blob)
 
     # ----- time
 
@@ -515,7 +514,7 @@ class Agent:
         unsent = self._controller.unsent if self._controller is not None else 0
         if (unsent > HIGH_WATER) != self._paused and (unsent > HIGH_WATER or unsent < LOW_WATER):
             self._paused = not self._paused
-            self._minders.pause(self._paused)
+            self._shepherds.pause(self._paused)
 
     def _tick(self) -> None:
         self._tick_timer = None

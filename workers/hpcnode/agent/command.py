@@ -27,7 +27,7 @@ LOOK_BYTES = 64 << 10  # written between looks at the log's size
 STAMP_CHARS = len("2026-01-01T00:00:00 ")
 
 
-class LossyLog(io.TextIOBase):
+class RateLimitedLog(io.TextIOBase):
     """Writes each line to a descriptor that was opened to append, or drops it."""
 
     def __init__(self, fd: int, path: str = "", clock: Callable[[], float] = time.monotonic) -> None:
@@ -118,7 +118,7 @@ def main(argv: List[str]) -> int:
     except ValueError as error:
         sys.stderr.write("cannot start the agent: %s\n%s\n" % (error, USAGE))
         return 2
-    sys.stderr = LossyLog(2, os.path.join(root, "log"))
+    sys.stderr = RateLimitedLog(2, os.path.join(root, "log"))
     say = functools.partial(_say_why, ready_fd)
     try:
         agent = Agent(root=root, cluster=cluster, node=node, idle_s=idle_s, environ=os.environ)

@@ -122,7 +122,7 @@ def _work_in_child(work: Callable[[], Answer], failed: Callable[[str], Answer], 
         os._exit(0)
 
 
-def read_file(order: protocol.ReadFile, account: user.Account) -> Answer:
+def read_file(order: protocol.ReadFile, account: user.UserAccount) -> Answer:
     """Read a part of a regular file as its user. To be called in a child: it becomes the user."""
     user.become(account)
     fd = os.open(order.path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)

@@ -1,11 +1,11 @@
 """What this node knows of every token, and what it answers: the agent's brain.
 
-It decides; it does no I/O of its own but through the spool (disk), the shepherds (`Minding`) and `send` (the controller),
+It decides; it does no I/O of its own but through the spool (disk), the shepherds (`ShepherdControl`) and `send` (the controller),
 and reads no clock: time comes in as an argument. So it can be driven on simulated ones.
 
     unknown --Launch--> claimed --shepherd--> started --> ended | lost
-       |                   +--> refused | barred
-       +--EndStep, EndJob--> barred
+       |                   +--> refused | revoked
+       +--EndStep, EndJob--> revoked
 
 Rules:
 - A token starts at most once: the claim is exclusive, and a shepherd is started again only when its lock is free and it had
@@ -21,9 +21,9 @@ import errno
 import time
 from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Set, Tuple
 
-from hpcnode.entry import Entries, Entry, Minding, mismatch, report_of
+from hpcnode.entry import Entries, Entry, ShepherdControl, mismatch, report_of
 from hpcnode.lease import Leases
-from hpcnode.os.account import Account, UserError
+from hpcnode.os.account import UserAccount, UserError
 from hpcnode.os.process import NO_PROCESS, boot_clock_s
 from hpcnode.spool import Epochs, Found, Spool, token_of
 from hpcnode.wire import protocol
@@ -48,7 +48,7 @@ ADVICE = (
 )
 
 
-class Terms:
+class SeenEpochs:
     """The controllers' terms that this node has seen; kept on disk."""
 
     def __init__(self, spool: Spool) -> None:
@@ -83,14 +83,18 @@ class Terms:
 # that no process can be forked: a node that refused every job would soon have had them all.
 
 
-class Unwritten:
+class PendingWrites:
     """What the spool of this node did not take yet."""
 
     def __init__(
-        self, spool: Spool, minders: Minding, send: Callable[[protocol.Message], object], log: Callable[[str], None]
+        self,
+        spool: Spool,
+        shepherds: ShepherdControl,
+        send: Callable[[protocol.Message], object],
+        log: Callable[[str], None],
     ) -> None:
         self._spool = spool
-        self._minders = minders
+        self._shepherds = shepherds
         self._send = send
         self._log = log
         self.fault = ""  # why this node can take no launches
@@ -117,7 +121,7 @@ class Unwritten:
             return
         try:
             self._spool.try_to_write()
-            self._minders.try_to_start()
+            self._shepherds.try_to_start()
         except OSError as error:
             self._log("nothing can be started here yet: %s" % error)
             return
@@ -126,10 +130,10 @@ class Unwritten:
 
     # ----- what is to be written
 
-    def bury(self, token: str, record: Dict[str, Any]) -> None:
+    def write_tombstone(self, token: str, record: Dict[str, Any]) -> None:
         """Make durable that the token never runs here; while that cannot be, this agent remembers it (`has`)."""
         try:
-            if not self._spool.bar(token, record):
+            if not self._spool.revoke(token, record):
                 self._spool.write_final(token, record)
             self._tombstones.pop(token, None)
         except OSError as error:
@@ -148,7 +152,7 @@ class Unwritten:
     def note_ended(self, order: protocol.EndJob) -> bool:
         """Make durable that nothing of the job may start; False: not yet, it is tried again and answered then."""
         try:
-            self._spool.done.end_attempts((order.incarnation, order.job_id), (order.attempt, order.stay))
+            self._spool.done_log.end_attempts((order.incarnation, order.job_id), (order.attempt, order.stay))
         except OSError as error:
             if order not in self._ended:
                 self._ended.append(order)
@@ -163,7 +167,7 @@ class Unwritten:
     def retry(self) -> List[protocol.EndJob]:
         """Try again to write the tombstones; return the orders to end a job that are to be carried out again."""
         for token, record in list(self._tombstones.items()):
-            self.bury(token, record)
+            self.write_tombstone(token, record)
         return list(self._ended)
 
 
@@ -200,9 +204,9 @@ class Reports:
         self._number(entry)
         self._send(self._report(entry))
 
-    def tell_over(self, token: str, why: str) -> None:
+    def report_over(self, token: str, why: str) -> None:
         """Answer for a token whose entry has gone: it will not run."""
-        self._send(protocol.Report(self._new_seq(), token, protocol.BARRED, self._wall_s(), why=why))
+        self._send(protocol.Report(self._new_seq(), token, protocol.REVOKED, self._wall_s(), why=why))
 
     def inventory(self, entries: Iterable[Entry]) -> List[Dict[str, Any]]:
         """Return a report of each of these entries, as `Welcome` has them."""
@@ -270,9 +274,9 @@ class Ledger:
         node: str,
         boot_id: str,
         spool: Spool,
-        minders: Minding,
+        shepherds: ShepherdControl,
         send: Callable[[protocol.Message], object],
-        find_account: Callable[[str, int], Account],
+        find_account: Callable[[str, int], UserAccount],
         log: Callable[[str], None],
         wall_s: Callable[[], float] = time.time,
         boot_s: Callable[[], float] = boot_clock_s,
@@ -280,20 +284,20 @@ class Ledger:
         self.node = node
         self.boot_id = boot_id
         self.entries = Entries()
-        self.terms = Terms(spool)
+        self.epochs = SeenEpochs(spool)
         self._spool = spool
-        self._minders = minders
+        self._shepherds = shepherds
         self._send = send
         self._find_account = find_account
         self._log = log
         self._wall_s = wall_s
         self._reports = Reports(spool=spool, send=send, boot_id=boot_id, wall_s=wall_s, boot_s=boot_s)
-        self._unwritten = Unwritten(spool, minders, send, log)
+        self._pending_writes = PendingWrites(spool, shepherds, send, log)
         self.leases = Leases(spool, log, boot_s)
         self._gone: List[_Gone] = []
         self._suspended: Dict[Tuple[str, int], int] = {}  # job -> its attempt that stands still, as this agent was told
         self._to_forget: Dict[str, None] = {}
-        self._stuck: Set[str] = set()  # neither final nor minded: `tick` looks again
+        self._stuck: Set[str] = set()  # neither final nor supervised: `tick` looks again
 
     # ----- start
 
@@ -303,10 +307,10 @@ class Ledger:
             entry = self._add(Entry(found.token, token_of(found), found.launch, found.boot_id))
             self._learn(entry, found)
         for entry in list(self.entries.values()):
-            if entry.minded:
-                self._minders.adopt(entry.token)
+            if entry.supervised:
+                self._shepherds.adopt(entry.token)
             elif entry.lease_s and entry.renewed_s is None and entry.status == protocol.CLAIMED:
-                self._write_end(entry, protocol.BARRED, "its lease had not begun when the agent ended")
+                self._write_end(entry, protocol.REVOKED, "its lease had not begun when the agent ended")
             elif not entry.is_final:
                 self.shepherd_gone(entry.token)
             else:
@@ -316,13 +320,13 @@ class Ledger:
                 self._end_other_steps(entry)  # the agent before may have been killed before it could
 
     def _learn(self, entry: Entry, found: Found) -> None:
-        entry.minded = found.boot_id in ("", self.boot_id) and self._minders.is_minded(entry.token)
+        entry.supervised = found.boot_id in ("", self.boot_id) and self._shepherds.is_supervised(entry.token)
         if found.started is not None:
             entry.status, entry.record = protocol.STARTED, found.started
         if entry.lease_s:
             entry.renewed_s = self._spool.renewed_s(entry.token)
-        # The end of a step that is still minded is told by its shepherd, when its output has gone before.
-        if found.final is not None and not entry.minded:
+        # The end of a step that is still supervised is told by its shepherd, when its output has gone before.
+        if found.final is not None and not entry.supervised:
             entry.status, entry.record = found.final["status"], found.final
 
     def _add(self, entry: Entry) -> Entry:
@@ -333,7 +337,7 @@ class Ledger:
     @property
     def fault(self) -> str:
         """Why this node can take no launches; "": it can."""
-        return self._unwritten.fault
+        return self._pending_writes.fault
 
     @property
     def is_idle(self) -> bool:
@@ -341,7 +345,8 @@ class Ledger:
         if self._gone or self.waits:
             return False
         return not any(
-            entry.minded or not (entry.is_final or entry.key.step == protocol.ALLOC) for entry in self.entries.values()
+            entry.supervised or not (entry.is_final or entry.key.step == protocol.ALLOC)
+            for entry in self.entries.values()
         )
 
     # ----- the controller: whether it is there
@@ -354,11 +359,11 @@ class Ledger:
     def disconnected(self) -> None:
         """The connection has ended: what waited for a lease on it gets none."""
         for entry in self.leases.disconnected():
-            self._write_end(entry, protocol.BARRED, "the connection to the controller ended before its lease began")
+            self._write_end(entry, protocol.REVOKED, "the connection to the controller ended before its lease began")
 
     def is_forgotten(self, token: str) -> bool:
         """Whether all is over with this token: reported, acknowledged, and its output taken."""
-        return token not in self.entries and self._spool.done.is_noted(token)
+        return token not in self.entries and self._spool.done_log.is_noted(token)
 
     def inventory(self) -> List[Dict[str, Any]]:
         """Return a report of everything that is known."""
@@ -372,19 +377,21 @@ class Ledger:
         if key is None or key.node != self.node:
             self._log("launch dropped: %.200r is no token of node %s" % (launch.token, self.node))
             return
-        if self.terms.is_past(key.incarnation, launch.epoch):
-            self._log("launch of %s dropped: of epoch %d, now %d" % (launch.token, launch.epoch, self.terms.seen.epoch))
+        if self.epochs.is_past(key.incarnation, launch.epoch):
+            self._log(
+                "launch of %s dropped: of epoch %d, now %d" % (launch.token, launch.epoch, self.epochs.seen.epoch)
+            )
             return
         entry = self.entries.get(launch.token)
         if entry is not None:
             if not (entry.key.step == protocol.ALLOC and entry.token in self._stuck):  # an older attempt is still there
                 self._publish(entry)
             return
-        if self._spool.done.is_over(key):
-            self._reports.tell_over(launch.token, "it is over and was acknowledged, or its attempt is")
+        if self._spool.done_log.is_over(key):
+            self._reports.report_over(launch.token, "it is over and was acknowledged, or its attempt is")
             return
         if key.step != protocol.BATCH and self.entries.batch_is_over(key):
-            self._reports.tell_over(launch.token, "the job's batch step is over")
+            self._reports.report_over(launch.token, "the job's batch step is over")
             return
         self._claim(launch, key, script)
 
@@ -397,7 +404,7 @@ class Ledger:
         except UserError as error:
             why, account = str(error), None
         if why or account is None:
-            self._bar(launch.token, key, protocol.REFUSED, why)
+            self._revoke(launch.token, key, protocol.REFUSED, why)
             return
         try:
             if not self._spool.claim(launch, script, self.boot_id, (account.uid, account.gid)):
@@ -426,7 +433,7 @@ class Ledger:
         launch = entry.launch
         assert launch is not None
         if entry.lease_s and not self.leases.holds(entry):
-            self._write_end(entry, protocol.BARRED, protocol.LEASE_OVER)
+            self._write_end(entry, protocol.REVOKED, protocol.LEASE_OVER)
             return
         try:
             if entry.account is None:
@@ -437,8 +444,8 @@ class Ledger:
                 return
             # In one word with the order: said after it, a quick shepherd has released its tasks by then.
             suspended = self._suspended.get(entry.key.job) == entry.key.attempt
-            self._minders.start(launch, entry.account, suspended)
-            entry.minded = True
+            self._shepherds.start(launch, entry.account, suspended)
+            entry.supervised = True
         except UserError as error:
             self._refuse(entry, str(error))
         except OSError as error:
@@ -447,7 +454,7 @@ class Ledger:
 
     def go(self, order: protocol.Go) -> None:
         """Let the tasks of a launch with `hold` go."""
-        self._minders.send(order.token, ReleaseTasks())
+        self._shepherds.send(order.token, ReleaseTasks())
 
     def signal_step(self, order: protocol.SignalStep) -> None:
         """Pass a signal to a step, or to the steps of its job."""
@@ -455,7 +462,7 @@ class Ledger:
         if entry is None:
             return
         if not order.steps:
-            self._minders.send(entry.token, SignalTasks(order.signum, order.batch_only, order.full))
+            self._shepherds.send(entry.token, SignalTasks(order.signum, order.batch_only, order.full))
         if order.steps or order.full:
             self.signal_steps(entry, order.signum)
 
@@ -463,15 +470,15 @@ class Ledger:
         """Pass a signal to all that runs here of the job's attempt, its batch shell included."""
         for entry in self.entries.of_job((incarnation, job_id)):
             if entry.key.attempt == attempt and entry.status == protocol.STARTED:
-                self._minders.send(entry.token, SignalTasks(signum))
+                self._shepherds.send(entry.token, SignalTasks(signum))
                 if entry.key.step == protocol.BATCH:
-                    self._minders.send(entry.token, SignalTasks(signum, batch_only=True))
+                    self._shepherds.send(entry.token, SignalTasks(signum, batch_only=True))
 
     def signal_steps(self, batch: Entry, signum: int) -> None:
         """Pass a signal to the other steps of the batch step's attempt on this node."""
         for other in self.entries.of_job(batch.key.job, batch.key.life):
-            if other is not batch and other.status == protocol.STARTED and other.hears(signum):
-                self._minders.send(other.token, SignalTasks(signum))
+            if other is not batch and other.status == protocol.STARTED and other.accepts_signal(signum):
+                self._shepherds.send(other.token, SignalTasks(signum))
 
     def end_step(self, order: protocol.EndStep) -> None:
         """Bar the token or end it; answered by its final report."""
@@ -481,12 +488,12 @@ class Ledger:
             return
         entry = self.entries.get(order.token)
         if entry is None:
-            if self._spool.done.is_over(key):
-                self._reports.tell_over(order.token, "it was over before")
+            if self._spool.done_log.is_over(key):
+                self._reports.report_over(order.token, "it was over before")
             else:
-                self._bar(order.token, key, protocol.BARRED, order.why)
+                self._revoke(order.token, key, protocol.REVOKED, order.why)
         elif entry.is_final:
-            self._minders.send(entry.token, EndTasks(0.0, order.why))  # nobody waits for its output any more
+            self._shepherds.send(entry.token, EndTasks(0.0, order.why))  # nobody waits for its output any more
             self._publish(entry)
         else:
             self._end(entry, order.grace_s, order.why)
@@ -494,12 +501,12 @@ class Ledger:
     def end_job(self, order: protocol.EndJob) -> None:
         """Leave nothing of the job's attempts up to this one; answered by JobGone."""
         job = (order.incarnation, order.job_id)
-        durable = self._unwritten.note_ended(order)
+        durable = self._pending_writes.note_ended(order)
         self._suspended.pop(job, None)
         life = order.attempt, order.stay
         for entry in self.entries.of_job(job, life):
             if not entry.is_final:
-                batch_only = order.batch_only or not entry.hears(order.signum)
+                batch_only = order.batch_only or not entry.accepts_signal(order.signum)
                 self._end(entry, order.grace_s, "the job is over", order.signum, batch_only)
         if durable:
             self._gone.append(_Gone(job, life))
@@ -514,13 +521,13 @@ class Ledger:
             del self._suspended[job]
         for entry in self.entries.of_job(job):
             if entry.key.attempt == order.attempt and not entry.is_final:
-                self._minders.send(entry.token, SuspendTasks(order.on))
+                self._shepherds.send(entry.token, SuspendTasks(order.on))
 
     def ack(self, seqs: List[int]) -> None:
         """These reports are committed."""
         for entry in self._reports.acknowledged(seqs):
             if entry.is_final and not entry.held:  # of one that is held it was the start that is acknowledged
-                self._minders.send(entry.token, EndCommitted())
+                self._shepherds.send(entry.token, EndCommitted())
                 self._forget_if_over(entry)
 
     # ----- the shepherds
@@ -545,7 +552,7 @@ class Ledger:
         if entry is None or entry.is_final:
             return
         record = record_of(ended)
-        if ended.status in (protocol.REFUSED, protocol.BARRED):
+        if ended.status in (protocol.REFUSED, protocol.REVOKED):
             self._finish_unstarted(entry, record)  # a full disk may have kept the shepherd from recording it
         else:
             self._finish(entry, record)
@@ -555,7 +562,7 @@ class Ledger:
         entry = self.entries.get(token)
         if entry is None:
             return
-        entry.minded = entry.prepared = False
+        entry.supervised = entry.prepared = False
         if entry.is_final:
             self._forget_if_over(entry)
             return
@@ -565,9 +572,9 @@ class Ledger:
         elif found.started is not None:
             self._lose(entry, found.started)
         elif entry.ending is not None:
-            self._write_end(entry, protocol.BARRED, entry.ending[1])
+            self._write_end(entry, protocol.REVOKED, entry.ending[1])
         elif found.launch is None or found.boot_id != self.boot_id:
-            self._write_end(entry, protocol.BARRED, "the node was rebooted before it could start")
+            self._write_end(entry, protocol.REVOKED, "the node was rebooted before it could start")
         elif entry.starts >= MAX_STARTS:
             self._write_end(entry, protocol.REFUSED, "its shepherd died %d times before it could start" % entry.starts)
         else:
@@ -576,7 +583,7 @@ class Ledger:
 
     def _lose(self, entry: Entry, started: Dict[str, Any]) -> None:
         entry.status, entry.record = protocol.STARTED, started
-        if not self._minders.kill_remains(dict(started, token=entry.token)):
+        if not self._shepherds.kill_remains(dict(started, token=entry.token)):
             self._stuck.add(entry.token)
             return
         rebooted = started.get("boot_id") != self.boot_id
@@ -589,24 +596,24 @@ class Ledger:
         """Do again what could not be done: ends that wait for processes to go, or for room on the disk."""
         for token in tuple(self._stuck):
             self._look_again(token)
-        for order in self._unwritten.retry():
+        for order in self._pending_writes.retry():
             self.end_job(order)
 
     def _look_again(self, token: str) -> None:
         self._stuck.discard(token)
         entry = self.entries.get(token)
-        if entry is not None and not entry.minded:
+        if entry is not None and not entry.supervised:
             self.shepherd_gone(token)
 
     @property
     def waits(self) -> bool:
         """Whether `tick` has something to try again soon."""
-        return bool(self._stuck) or self._unwritten.waits
+        return bool(self._stuck) or self._pending_writes.waits
 
     def repeat(self) -> None:
         """Send again the reports that have had no answer since the last call; look whether a fault is still there."""
         self._reports.repeat()
-        self._unwritten.look_again()  # after the refusals, or one of them would be the last word
+        self._pending_writes.look_again()  # after the refusals, or one of them would be the last word
 
     def forget_some(self) -> List[str]:
         """Forget what is over and acknowledged, with one fsync for all of it; returns the entries to be removed."""
@@ -630,16 +637,16 @@ class Ledger:
 
     def _end(self, entry: Entry, grace_s: float, why: str, signum: int = 0, batch_only: bool = False) -> None:
         entry.ending, entry.saving = (grace_s, why), signum != 0
-        if entry.minded:
-            self._minders.send(entry.token, EndTasks(grace_s, why, signum, batch_only))
+        if entry.supervised:
+            self._shepherds.send(entry.token, EndTasks(grace_s, why, signum, batch_only))
         elif entry.status == protocol.CLAIMED:
-            self._write_end(entry, protocol.BARRED, why)
+            self._write_end(entry, protocol.REVOKED, why)
 
-    def _bar(self, token: str, key: Token, status: str, why: str) -> None:
+    def _revoke(self, token: str, key: Token, status: str, why: str) -> None:
         """This token, of which there is no entry, never runs here."""
         entry = self._add(Entry(token, key, None, self.boot_id))
         record = self._final(status, why)
-        self._unwritten.bury(token, record)
+        self._pending_writes.write_tombstone(token, record)
         self._finish(entry, record)
 
     def _refuse(self, entry: Entry, why: str, node_fault: bool = False) -> None:
@@ -650,13 +657,13 @@ class Ledger:
 
     def _finish_unstarted(self, entry: Entry, record: Dict[str, Any]) -> None:
         """Say that it never runs, once no later agent would start it."""
-        self._unwritten.bury(entry.token, record)
-        if self._unwritten.has(entry.token):
+        self._pending_writes.write_tombstone(entry.token, record)
+        if self._pending_writes.has(entry.token):
             try:
-                self._spool.void(entry.token)
+                self._spool.invalidate(entry.token)
             except OSError as error:
                 self._log("cannot take back the claim of %s: %s" % (entry.token, error))
-                self._unwritten.drop(entry.token)
+                self._pending_writes.drop(entry.token)
                 entry.ending = (0.0, record["why"])
                 self._stuck.add(entry.token)  # not told before it is kept
                 return
@@ -680,7 +687,7 @@ class Ledger:
     def _finish(self, entry: Entry, record: Dict[str, Any]) -> None:
         entry.status, entry.record = record["status"], record
         if record.get("node_fault"):
-            self._unwritten.is_unwell(record["why"])
+            self._pending_writes.is_unwell(record["why"])
         if entry.key.step == protocol.BATCH:
             self._end_other_steps(entry)
         self._publish(entry)
@@ -707,13 +714,13 @@ class Ledger:
 
     def _forget_if_over(self, entry: Entry) -> None:
         told = entry.is_final and entry.acked and not entry.held
-        if told and not entry.minded and not self._unwritten.has(entry.token):
+        if told and not entry.supervised and not self._pending_writes.has(entry.token):
             self._to_forget[entry.token] = None
 
     # ----- reports
 
     def _publish(self, entry: Entry) -> None:
         """Report the entry's present state under a new number."""
-        entry.held = not self.entries.may_tell(entry)
+        entry.held = not self.entries.may_report(entry)
         if not entry.held:
             self._reports.send(entry)

@@ -1,8 +1,17 @@
-"""The agent's side of its shepherds: forks them, talks to them, finds those of an agent before it, notices their end.
+"""The agent's side of its shepherds: a pool of processes, the connections to them, and the end of a shepherd.
 
-Rules: the lock of an entry is taken here and handed to the worker that will mind it, so *the lock is free* means that no shepherd
-lives and nothing that it forked waits to be released. Only then is a shepherd gone.
-It does not decide anything about launches: that is the ledger's.
+    agent --StepOrder + two descriptors--> pool member == the shepherd of that step == frames == agent
+
+It decides nothing about launches: that is the ledger's.
+
+Rules:
+- The agent locks an entry, and passes the lock to the process that will supervise it. So a free lock means that no shepherd
+  lives and that nothing it forked waits for its release. Only then is a shepherd gone.
+- A member supervises one step at a time. Forking a Python process costs more than supervising a short job, so a member
+  whose step left nothing behind waits for the next one.
+- A member gets a step over its control socket, with the lock and the socket on which shepherd and agent talk. A descriptor
+  in flight keeps its lock, so the agent, the message or the member always holds it.
+- Without an agent an idle member ends; a busy one ends after its step.
 """
 
 from __future__ import annotations
@@ -16,7 +25,7 @@ import sys
 from typing import Any, Callable, Dict, List, NamedTuple, NoReturn, Optional, Tuple
 
 from hpcnode.os import cgroup, process
-from hpcnode.os.account import Account
+from hpcnode.os.account import UserAccount
 from hpcnode.os.loop import READ, Loop, Stream, Timer, wake_on_signals
 from hpcnode.shepherd.assignment import Assignment, Own, Setting
 from hpcnode.shepherd.environment import MARKER
@@ -27,52 +36,45 @@ from hpcnode.shepherd.task import touched_signals
 from hpcnode.wire import protocol, shepherd_messages
 from hpcnode.wire.message import Message, WireError
 
-# ----- a process of the agent that minds steps, one at a time: forked once, used for many short jobs
-# Forking a Python process costs more than minding a short job, so a worker whose step is over and has left nothing waits for
-# the next. It gets each step over its control socket, with two descriptors: the lock of the spool entry, taken by the agent, and
-# the socket on which shepherd and agent will talk. A descriptor in flight keeps its lock, so at every moment either the agent,
-# the message or the worker holds it. Without an agent a worker that is idle ends; one that minds a step ends after it.
-
-
 IDLE = b"i"
 MAX_ORDER = 128 << 10
 
 
-class Order(NamedTuple):
-    """A step to be minded; the rest is in its spool entry."""
+class StepOrder(NamedTuple):
+    """A step to be supervised. Its launch is in its spool entry."""
 
     token: str
-    account: Account
+    account: UserAccount
     environment: Dict[str, str]
     round: int
     suspended: bool
 
 
-def send_order(control: socket.socket, order: Order, lock_fd: int, talk: socket.socket) -> None:
-    """Hand a step to a worker. Raises OSError if the worker is gone."""
+def send_order(control: socket.socket, order: StepOrder, lock_fd: int, talk: socket.socket) -> None:
+    """Send a step to a pool member. Raises OSError if the member is gone."""
     socket.send_fds(control, [json.dumps(order).encode("utf-8", "surrogateescape")], [lock_fd, talk.fileno()])
 
 
-def worker_main(setting: Setting, control: socket.socket) -> NoReturn:
-    """Mind steps until the agent is gone. To be called in a child of the agent."""
+def member_main(setting: Setting, control: socket.socket) -> NoReturn:
+    """Supervise steps until the agent is gone. Call it in a child of the agent."""
     code = 1
     try:
         os.setsid()
         process.close_all_but([control.fileno()])
         process.become_subreaper()
-        _mind_steps(setting, control)
+        _supervise_steps(setting, control)
         code = 0
     except BaseException:
-        import traceback  # not before it is needed: see `agent` for what an import costs
+        import traceback  # see `agent` on the cost of imports
 
-        traceback.print_exc(file=sys.stderr)  # the agent's log; what is not on disk is found by the agent
+        traceback.print_exc(file=sys.stderr)  # to the agent's log
         sys.stderr.flush()
     finally:
         os._exit(code)
 
 
-class _Current:
-    """Whoever is to hear of signals."""
+class _SignalTarget:
+    """Forwards signals to the present shepherd."""
 
     def __init__(self) -> None:
         self.shepherd: Optional[Shepherd] = None
@@ -86,8 +88,8 @@ class _Current:
             self.shepherd.terminate()
 
 
-def _mind_steps(setting: Setting, control: socket.socket) -> None:
-    loop, current = Loop(contains_faults=True), _Current()
+def _supervise_steps(setting: Setting, control: socket.socket) -> None:
+    loop, current = Loop(contains_faults=True), _SignalTarget()
     calls: Dict[int, Callable[[], None]] = {signal.SIGCHLD: current.reap, signal.SIGTERM: current.terminate}
     wake_on_signals(loop, {**calls, signal.SIGINT: lambda: None, signal.SIGHUP: lambda: None})
     own = _own(setting)
@@ -132,45 +134,45 @@ def _next_order(setting: Setting, control: socket.socket) -> Optional[Tuple[Assi
     launch = setting.spool.read_launch(token)
     if launch is None:
         raise ValueError("no launch in the spool entry of %s" % token)
-    job = Assignment(launch, Account(*account), environment, round_, suspended)
+    job = Assignment(launch, UserAccount(*account), environment, round_, suspended)
     return job, fds[0], socket.socket(fileno=fds[1])
 
 
-MAX_IDLE = 8  # workers that wait for the next short job
-TRIM_S = 10.0  # jobs that end together are often followed by as many: until then all that minded them wait
-SPARE_S = 0.02  # after the last idle worker was given a step, another one is made ready
+MAX_IDLE = 8  # idle members that are kept for the next short jobs
+TRIM_S = 10.0  # after a burst of jobs, before surplus members go: another burst often follows
+SPARE_S = 0.02  # after the last idle member got a step, until another one is forked
 RETRY_S = 0.02
 MAX_RETRY_S = 1.0
 
 
-class _Worker:
-    """A process that minds steps, one at a time (see `worker`)."""
+class _Member:
+    """A process of the pool, as the agent sees it."""
 
     def __init__(self, control: socket.socket) -> None:
         self.control = control
         self.idle = True
 
 
-class Minders:
-    """The shepherds that live on this node."""
+class ShepherdPool:
+    """All shepherds of this node, and the idle processes of the pool."""
 
     def __init__(self, loop: Loop, setting: Setting, mpi: MpiVariables) -> None:
         self._loop = loop
         self._setting = setting
         self._mpi = mpi
         self._spool = setting.spool
-        self._workers: List[_Worker] = []
+        self._members: List[_Member] = []
         self._spare_timer: Optional[Timer] = None
         self._trim_timer: Optional[Timer] = None
         self._streams: Dict[str, Stream] = {}
-        self._unsaid: Dict[str, List[bytes]] = {}  # for shepherds that we know to live but have not reached yet
-        self.round = 0  # of the output's readers, see `local`
+        self._unsent_frames: Dict[str, List[bytes]] = {}  # for shepherds that live but are not connected yet
+        self.round = 0  # counts the readers of all output
         self.on_message: Callable[[str, Message, bytes], None] = lambda _token, _message, _blob: None
         self.on_gone: Callable[[str], None] = lambda _token: None
 
-    def start(self, launch: protocol.Launch, account: Account, suspended: bool) -> None:
-        """Give a claimed token to a worker; if its job is suspended, it waits. Raises OSError if the node cannot fork."""
-        order = Order(launch.token, account, self._mpi.variables(launch, account), self.round, suspended)
+    def start(self, launch: protocol.Launch, account: UserAccount, suspended: bool) -> None:
+        """Start the shepherd of a claimed token; a suspended job is not released. Raises OSError if the node cannot fork."""
+        order = StepOrder(launch.token, account, self._mpi.variables(launch, account), self.round, suspended)
         lock_fd = self._lock(launch.token)
         if lock_fd is None:
             raise OSError("its spool entry is locked by another shepherd")
@@ -188,47 +190,47 @@ class Minders:
             os.close(lock_fd)
         self._attach(launch.token, ours)
 
-    def _give(self, order: Order, lock_fd: int, talk: socket.socket) -> None:
-        for worker in [worker for worker in self._workers if worker.idle]:
+    def _give(self, order: StepOrder, lock_fd: int, talk: socket.socket) -> None:
+        for member in [member for member in self._members if member.idle]:
             try:
-                send_order(worker.control, order, lock_fd, talk)
+                send_order(member.control, order, lock_fd, talk)
             except OSError:
-                self._drop(worker)  # somebody killed it
+                self._drop(member)  # it was killed
                 continue
-            worker.idle = False
+            member.idle = False
             self._want_spare()
             return
-        worker = self._fork_worker()
-        worker.idle = False
-        send_order(worker.control, order, lock_fd, talk)
+        member = self._fork_member()
+        member.idle = False
+        send_order(member.control, order, lock_fd, talk)
         self._want_spare()
 
     def try_to_start(self) -> None:
-        """Find out whether this node can have one more process. Raises OSError if it cannot."""
+        """Fork and reap a process that does nothing. Raises OSError if this node cannot fork."""
         pid = os.fork()
         if pid == 0:
             os._exit(0)
         os.waitpid(pid, 0)
 
     def keep_one_ready(self) -> None:
-        """Have a worker at hand: the next launch need not wait for a fork and for the kernel to move it into its group."""
+        """Fork an idle member, so that the next launch waits neither for a fork nor for its cgroup."""
         self._spare_timer = None
-        if any(worker.idle for worker in self._workers):
+        if any(member.idle for member in self._members):
             return
         try:
-            self._fork_worker()
+            self._fork_member()
         except OSError:
-            pass  # the launch that needs one says so
+            pass  # the next launch reports it
 
     def _want_spare(self) -> None:
         if self._spare_timer is None:
             self._spare_timer = self._loop.later(SPARE_S, self.keep_one_ready)
 
     def forget_mpi_files(self) -> None:
-        """Remove the host files of allocations that are over; no job may be running."""
+        """Remove the host files of ended allocations. No job may be running."""
         self._mpi.remove_files()
 
-    def _fork_worker(self) -> _Worker:
+    def _fork_member(self) -> _Member:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             pid = os.fork()
@@ -237,41 +239,41 @@ class Minders:
             theirs.close()
             raise
         if pid == 0:
-            worker_main(self._setting, theirs)
+            member_main(self._setting, theirs)
         theirs.close()
-        worker = _Worker(ours)
-        self._workers.append(worker)
-        self._loop.watch(ours.fileno(), READ, lambda _events: self._heard(worker))
-        return worker
+        member = _Member(ours)
+        self._members.append(member)
+        self._loop.watch(ours.fileno(), READ, lambda _events: self._read_control(member))
+        return member
 
-    def _heard(self, worker: _Worker) -> None:
+    def _read_control(self, member: _Member) -> None:
         try:
-            said = worker.control.recv(16)
+            data = member.control.recv(16)
         except OSError:
-            said = b""
-        if not said:
-            self._drop(worker)
+            data = b""
+        if not data:
+            self._drop(member)
             return
-        worker.idle = True
+        member.idle = True
         if self._trim_timer is None:
             self._trim_timer = self._loop.later(TRIM_S, self._trim)
 
     def _trim(self) -> None:
-        """Let go of workers that a burst of jobs has left. They end when they find us gone."""
+        """Drop surplus idle members. They end when their control socket closes."""
         self._trim_timer = None
-        idle = [worker for worker in self._workers if worker.idle]
-        for worker in idle[MAX_IDLE:]:
-            self._drop(worker)
+        idle = [member for member in self._members if member.idle]
+        for member in idle[MAX_IDLE:]:
+            self._drop(member)
 
-    def _drop(self, worker: _Worker) -> None:
-        self._workers.remove(worker)
+    def _drop(self, member: _Member) -> None:
+        self._members.remove(member)
         if self._setting.cgroup_base is not None:
             cgroup.remove_empty(self._setting.cgroup_base)
-        self._loop.watch(worker.control.fileno(), 0, lambda _events: None)
-        worker.control.close()
+        self._loop.watch(member.control.fileno(), 0, lambda _events: None)
+        member.control.close()
 
-    def is_minded(self, token: str) -> bool:
-        """Return whether a shepherd of this token lives, by the lock in its entry."""
+    def is_supervised(self, token: str) -> bool:
+        """Return whether a shepherd of this token lives, judged by the lock in its entry."""
         lock_fd = self._lock(token)
         if lock_fd is None:
             return True
@@ -279,8 +281,8 @@ class Minders:
         return False
 
     def adopt(self, token: str) -> None:
-        """Connect to a shepherd that an agent before us has left; it listens as soon as it has noticed."""
-        self._unsaid.setdefault(token, [])
+        """Connect to a shepherd of an earlier agent. It listens as soon as it notices that agent's end."""
+        self._unsent_frames.setdefault(token, [])
         self._try_adopt(token, RETRY_S)
 
     def send(self, token: str, message: Message, blob: bytes = b"") -> None:
@@ -292,27 +294,27 @@ class Minders:
             return
         if token in self._streams:
             self._streams[token].send(frame)
-        elif token in self._unsaid:
-            self._unsaid[token].append(frame)
+        elif token in self._unsent_frames:
+            self._unsent_frames[token].append(frame)
 
     def resend(self) -> None:
-        """There is a new reader of all output."""
+        """Have all unacknowledged output sent again, to a new reader."""
         self.round += 1
-        for token in (*self._streams, *self._unsaid):
+        for token in (*self._streams, *self._unsent_frames):
             self.send(token, shepherd_messages.ResendOutput(self.round))
 
     def unsent(self, token: str) -> int:
-        """Return how many bytes wait for the shepherd to read them."""
+        """Return how many queued bytes the shepherd has not read."""
         stream = self._streams.get(token)
         return stream.unsent if stream is not None else 0
 
     def pause(self, paused: bool) -> None:
-        """Stop (or go on) listening to the shepherds: how a slow controller slows its tasks' output down."""
+        """Stop or resume reading from all shepherds: a slow controller slows down the tasks' output."""
         for stream in self._streams.values():
             stream.pause(paused)
 
     def reap(self) -> None:
-        """Collect ended children: workers, and orphans of those that were killed."""
+        """Collect ended children: members, and orphans of killed members."""
         while True:
             try:
                 pid = os.waitpid(-1, os.WNOHANG)[0]
@@ -322,7 +324,7 @@ class Minders:
                 return
 
     def kill_remains(self, started: Dict[str, Any]) -> bool:
-        """Kill what is left of a step whose shepherd is gone; return whether nothing was left."""
+        """Kill the remaining processes of a step whose shepherd is gone; return whether there were none."""
         if started.get("boot_id") != self._setting.boot_id:
             return True  # the node was rebooted since
         group = started.get("cgroup")
@@ -357,8 +359,8 @@ class Minders:
         def on_data(data: bytes) -> None:
             if not data:
                 del self._streams[token]
-                self._unsaid.setdefault(token, [])
-                if stream.failed:  # of something that it said: it lives, and is about to say it again
+                self._unsent_frames.setdefault(token, [])
+                if stream.failed:  # its message was bad: it lives, and sends again
                     self._loop.later(MAX_RETRY_S, lambda: self._try_adopt(token, MAX_RETRY_S))
                 else:
                     self._try_adopt(token, RETRY_S)
@@ -368,7 +370,7 @@ class Minders:
 
         stream = self._streams[token] = Stream(self._loop, sock, on_data)
         stream.what = "the connection of a shepherd"
-        for frame in self._unsaid.pop(token, ()):
+        for frame in self._unsent_frames.pop(token, ()):
             stream.send(frame)
 
     def _adopted(self, token: str, sock: socket.socket) -> None:
@@ -376,15 +378,15 @@ class Minders:
         self.send(token, shepherd_messages.ResendOutput(self.round))
 
     def _try_adopt(self, token: str, pause_s: float) -> None:
-        """Connect to the shepherd of a token, now or later; say that it is gone when its lock is free."""
+        """Connect to the shepherd of a token, now or later; call `on_gone` if its lock is free."""
         try:
             sock = connect_in(self._spool.entry(token))
         except OSError:
-            if self.is_minded(token):
+            if self.is_supervised(token):
                 again_s = min(2 * pause_s, MAX_RETRY_S)
                 self._loop.later(pause_s, lambda: self._try_adopt(token, again_s))
             else:
-                self._unsaid.pop(token, None)
+                self._unsent_frames.pop(token, None)
                 self.on_gone(token)
             return
         self._adopted(token, sock)

@@ -26,7 +26,7 @@ from hpcnode.os.durable import read_object, to_bytes, write_plainly
 from hpcnode.os.loop import Loop, Stream
 from hpcnode.os.process import boot_clock_s
 from hpcnode.wire import protocol
-from hpcnode.wire.crowd import Bounds, Crowd
+from hpcnode.wire.connection_limits import Bounds, ConnectionLimits
 from hpcnode.wire.shepherd_messages import OutputTaken, TaskInput
 
 # ----- which step commands have asked an agent for something, on disk: they may come back to the agent after it
@@ -35,7 +35,7 @@ from hpcnode.wire.shepherd_messages import OutputTaken, TaskInput
 # else can have it: not another of the same user, nor one that has got its pid. It does not know what was asked for.
 
 
-class Asker(NamedTuple):
+class ResumableClient(NamedTuple):
     """The process that asked on a stream, and the job that it did so for."""
 
     number: int
@@ -45,13 +45,13 @@ class Asker(NamedTuple):
     attempt: int
 
 
-class Awaited:
+class ResumableClients:
     """Who asked this agent, and whom of those that asked the one before it may still expect."""
 
     def __init__(self, root: str, boot_id: str) -> None:
         self._folder = os.path.join(root, "streams")
         self._boot_id = boot_id
-        self._awaited: Dict[int, Asker] = {}
+        self._awaited: Dict[int, ResumableClient] = {}
         os.makedirs(self._folder, 0o700, exist_ok=True)
         for name in os.listdir(self._folder):
             if name.isdigit():
@@ -78,7 +78,7 @@ class Awaited:
         except FileNotFoundError:
             pass
 
-    def back(self, pid: int, uid: int) -> Optional[Asker]:
+    def back(self, pid: int, uid: int) -> Optional[ResumableClient]:
         """Return what this process, which is here again, asked for last; None: nothing that is known."""
         who = process.identify(pid, self._boot_id)
         last = max((each for each in self._awaited.values() if (each.who, each.uid) == (who, uid)), default=None)
@@ -102,7 +102,7 @@ class Awaited:
             self.closed(number)
             return
         who = process.Identity(*record["who"])
-        self._awaited[number] = Asker(number, who, record["uid"], record["job_id"], record["attempt"])
+        self._awaited[number] = ResumableClient(number, who, record["uid"], record["job_id"], record["attempt"])
 
     def _path(self, number: int) -> str:
         return os.path.join(self._folder, str(number))
@@ -142,7 +142,7 @@ def bounds() -> Bounds:
     )
 
 
-class Home(Protocol):
+class AgentServices(Protocol):
     """What the clients need of the agent."""
 
     node: str
@@ -198,14 +198,16 @@ class Client:
 class Clients:
     """All step commands that are connected to this agent."""
 
-    def __init__(self, loop: Loop, home: Home, first_number: int, awaited: Awaited, log: Callable[[str], None]) -> None:
+    def __init__(
+        self, loop: Loop, home: AgentServices, first_number: int, awaited: ResumableClients, log: Callable[[str], None]
+    ) -> None:
         self._loop = loop
         self._home = home
         self._awaited = awaited
         self._log = log
         self._next = first_number  # never used before on this node: a stale answer finds nobody
         self._clients: Dict[int, Client] = {}
-        self._crowd = Crowd(bounds())
+        self._crowd = ConnectionLimits(bounds())
         self._closed_unseen: List[int] = []  # closed while no controller listened
         self._progresses = Progresses(loop, home)
         if len(awaited):

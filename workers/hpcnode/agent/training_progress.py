@@ -22,7 +22,7 @@ MAX_FAILURES = 64  # of one attempt
 LARGEST = 1 << 53
 
 
-class Home(Protocol):
+class ProgressServices(Protocol):
     """What is needed of the agent."""
 
     def to_controller(self, message: protocol.Message, blob: bytes = b"") -> bool: ...
@@ -55,7 +55,7 @@ class _Known:
 class Progresses:
     """The last words of this node's training programs."""
 
-    def __init__(self, loop: Loop, home: Home, clock: Callable[[], float] = boot_clock_s) -> None:
+    def __init__(self, loop: Loop, home: ProgressServices, clock: Callable[[], float] = boot_clock_s) -> None:
         self._loop = loop
         self._clock = clock
         self._home = home

@@ -30,7 +30,7 @@ OWN = (
 )
 
 
-def run(words: Sequence[str], face: hrun.Face, environ: Mapping[str, str]) -> int:
+def run(words: Sequence[str], face: hrun.CommandStyle, environ: Mapping[str, str]) -> int:
     """Run the step that the words ask for and return its exit code."""
     try:
         values, command = as_one(words, environ)

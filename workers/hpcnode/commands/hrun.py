@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, List, Mapping, NamedTuple
 from hpcnode import __version__
 from hpcnode.commands import options as stepoptions
 from hpcnode.commands import pty
-from hpcnode.commands.output import LineStream, Outlet, PartFiles, Target
+from hpcnode.commands.output import LineStream, Outlet, PartFiles, StreamTarget
 from hpcnode.commands.step_client import ConnectionLost, Front, StepClient, is_open
 from hpcnode.commands.user_env import exported, umask
 from hpcnode.os import process, rlimits
@@ -125,7 +125,7 @@ class TooLate(HrunError):
     """The step has not started within the time of --immediate."""
 
 
-class Face(NamedTuple):
+class CommandStyle(NamedTuple):
     """Under which name hrun runs, and what depends on it."""
 
     name: str = "hrun"
@@ -135,7 +135,7 @@ class Face(NamedTuple):
     slurms: bool = False  # --verbose prints Slurm's lines
 
 
-HRUN = Face()
+HRUN = CommandStyle()
 
 
 def option_lines(values: stepoptions.Values) -> List[str]:
@@ -162,7 +162,9 @@ def launch_lines(started: protocol.StepStarted, environ: Mapping[str, str], cpus
     return lines
 
 
-def main(argv: Optional[Sequence[str]] = None, face: Face = HRUN, environ: Optional[Mapping[str, str]] = None) -> int:
+def main(
+    argv: Optional[Sequence[str]] = None, face: CommandStyle = HRUN, environ: Optional[Mapping[str, str]] = None
+) -> int:
     """Run hrun with these words (default: the command line's) in this environment, and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     environ = os.environ if environ is None else environ
@@ -174,7 +176,7 @@ def main(argv: Optional[Sequence[str]] = None, face: Face = HRUN, environ: Optio
     return start(values, command, face, environ)
 
 
-def start(values: stepoptions.Values, command: List[str], face: Face, environ: Mapping[str, str]) -> int:
+def start(values: stepoptions.Values, command: List[str], face: CommandStyle, environ: Mapping[str, str]) -> int:
     """Run hrun with these options, completed from the environment, and return its exit code."""
     try:
         values = _completed(values, environ)
@@ -207,7 +209,7 @@ def _completed(values: stepoptions.Values, environ: Mapping[str, str]) -> stepop
     return values
 
 
-def _run_step(values: stepoptions.Values, command: List[str], face: Face, environ: Mapping[str, str]) -> int:
+def _run_step(values: stepoptions.Values, command: List[str], face: CommandStyle, environ: Mapping[str, str]) -> int:
     """Run the step, in a job that is made for it if need be, and return the exit code."""
     if face.slurms and values.get("verbose"):
         for line in option_lines(values):
@@ -242,7 +244,9 @@ def _no_allocate() -> str:
     return "cannot start tasks without a job: each step is accounted to one; leave --no-allocate out"
 
 
-def _in_allocation(values: stepoptions.Values, command: List[str], face: Face, environ: Mapping[str, str]) -> int:
+def _in_allocation(
+    values: stepoptions.Values, command: List[str], face: CommandStyle, environ: Mapping[str, str]
+) -> int:
     """Become halloc with this command in its job: what runs here before the step, or after it, needs the job's nodes."""
     if "parts" in values:
         raise HrunError("cannot take --bcast, --prolog or --epilog with A : B outside a job: use them in one")
@@ -262,7 +266,9 @@ def _words(values: stepoptions.Values) -> Dict[str, str]:
     return {name: "--" + name if value is True else "--%s=%s" % (name, value) for name, value in values.items()}
 
 
-def _with_scripts(values: stepoptions.Values, command: List[str], face: Face, environ: Mapping[str, str]) -> int:
+def _with_scripts(
+    values: stepoptions.Values, command: List[str], face: CommandStyle, environ: Mapping[str, str]
+) -> int:
     """Run the step of a job with what --bcast, --prolog and --epilog ask for before and after it."""
     bcast_to, prolog, epilog = (values.pop(name, "") for name in ("bcast", "prolog", "epilog"))
     given = command
@@ -278,7 +284,7 @@ def _with_scripts(values: stepoptions.Values, command: List[str], face: Face, en
         _run_script("epilog", _text(epilog, ""), given, face, environ)
 
 
-def _run_script(what: str, program: str, command: List[str], face: Face, environ: Mapping[str, str]) -> None:
+def _run_script(what: str, program: str, command: List[str], face: CommandStyle, environ: Mapping[str, str]) -> None:
     """Run a program here, whose end changes nothing; "" and none: none."""
     if program in ("", "none"):
         return
@@ -293,7 +299,7 @@ def _run_script(what: str, program: str, command: List[str], face: Face, environ
 
 
 def _broadcast(
-    destination: str, values: stepoptions.Values, command: List[str], face: Face, environ: Mapping[str, str]
+    destination: str, values: stepoptions.Values, command: List[str], face: CommandStyle, environ: Mapping[str, str]
 ) -> Tuple[List[str], int]:
     """Copy the command's program to the nodes of the job; return the command that runs the copy, and an exit code."""
     from hpcnode.commands import bcast  # few need it
@@ -316,7 +322,7 @@ class Hrun(Front):
     """One run of hrun."""
 
     def __init__(
-        self, values: stepoptions.Values, command: List[str], environ: Mapping[str, str], face: Face = HRUN
+        self, values: stepoptions.Values, command: List[str], environ: Mapping[str, str], face: CommandStyle = HRUN
     ) -> None:
         self._face = face
         self._values = values
@@ -335,8 +341,10 @@ class Hrun(Front):
             self._take_programs(command)
         streams = {name: str(values.get(name, "")) for name in ("output", "error")}
         self._part_files = PartFiles.read(_text(values.get("part-files"), ""), streams)
-        self._output, self._error = (Target(name, "" if self._part_files else text) for name, text in streams.items())
-        self._input = Target("input", str(values.get("input", "")))
+        self._output, self._error = (
+            StreamTarget(name, "" if self._part_files else text) for name, text in streams.items()
+        )
+        self._input = StreamTarget("input", str(values.get("input", "")))
 
     def run(self) -> int:
         """Ask for the step, be there while it runs, return the exit code."""
@@ -564,7 +572,7 @@ class Hrun(Front):
         return lambda task: files.get(task, usual)
 
     def _outlet(
-        self, target: Target, fd: int, started: protocol.StepStarted, opened: Dict[str, Outlet]
+        self, target: StreamTarget, fd: int, started: protocol.StepStarted, opened: Dict[str, Outlet]
     ) -> Optional[Outlet]:
         if not target.local_file:
             return Outlet(fd) if is_open(fd) else None
@@ -672,7 +680,7 @@ def _total(started: protocol.StepStarted) -> int:
     return sum(count for _, _, count, _ in started.tasks)
 
 
-def _immediate_answer(values: stepoptions.Values, face: Face) -> Optional[str]:
+def _immediate_answer(values: stepoptions.Values, face: CommandStyle) -> Optional[str]:
     """Return what to print for options that start no step. Raises UsageError."""
     stepoptions.refuse_windows(values)
     if values.get("help"):
@@ -749,12 +757,12 @@ def _text(value: object, default: str) -> str:
     return value if isinstance(value, str) and value else default
 
 
-def _say(face: Face, text: str) -> None:
+def _say(face: CommandStyle, text: str) -> None:
     sys.stderr.write("%s: %s\n" % (face.name, text))
     sys.stderr.flush()
 
 
-def _complain(face: Face, text: str) -> None:
+def _complain(face: CommandStyle, text: str) -> None:
     _say(face, "error: " + text)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Dict, Iterator, List, Mapping, NamedTuple, Sequence, Tuple, Union
 
-from hpcnode.commands import slurm_help
+from hpcnode.commands import slurm_text
 from hpcnode.os import rlimits
 
 FLAG, VALUE, OPTIONAL = "flag", "value", "optional"
@@ -321,7 +321,7 @@ def usage(command: str, operands: str, what: str, options: Sequence[Option] = OP
     """Return the text of --help."""
     lines = ["Usage: %s [OPTIONS] %s" % (command, operands), "", what]
     known = {option.name: option for option in options if not option.accepted}
-    for title, names in slurm_help.groups(command, known):
+    for title, names in slurm_text.groups(command, known):
         lines += ["", title + ":"] if title else [""]
         lines += ["  %-34s %s" % (_signature(known[name]), known[name].help) for name in names]
     accepted = ", ".join("--" + option.name for option in options if option.accepted)
@@ -331,9 +331,9 @@ def usage(command: str, operands: str, what: str, options: Sequence[Option] = OP
 def short_usage(name: str, operands: str, options: Sequence[Option] = OPTIONS) -> str:
     """Return the text of --usage: each option with its value in brackets."""
     known = {option.name: option for option in options if not option.accepted}
-    shown = [known[one] for one in slurm_help.ordered(name, known)]
-    words = [slurm_help.usage_word(option.name, option.short, option.metavar) for option in shown]
-    return slurm_help.usage_text(name, [*words, operands])
+    shown = [known[one] for one in slurm_text.ordered(name, known)]
+    words = [slurm_text.usage_word(option.name, option.short, option.metavar) for option in shown]
+    return slurm_text.usage_text(name, [*words, operands])
 
 
 def _signature(option: Option) -> str:

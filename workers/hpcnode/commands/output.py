@@ -157,7 +157,7 @@ _OF_TASK = re.compile(r"%(%|(\d{0,2})([tnN]))")
 STREAMS = {"output": 1, "error": 2}
 
 
-class Target:
+class StreamTarget:
     """Where one of the three streams goes: to or from hrun itself, a file of hrun's, or a file on the node."""
 
     def __init__(self, name: str, text: str) -> None:

@@ -16,7 +16,7 @@ from hpcnode import paths
 from hpcnode.commands import hrun, slurm_text
 
 SLURM_VERSION = "23.02.7"
-FACE = hrun.Face("srun", "slurm " + SLURM_VERSION, 1, slurm_text.of_step, slurms=True)
+FACE = hrun.CommandStyle("srun", "slurm " + SLURM_VERSION, 1, slurm_text.of_step, slurms=True)
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:

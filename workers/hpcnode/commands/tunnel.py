@@ -53,7 +53,7 @@ class Tunnel:
         self.on_refused: Callable[[str], None] = lambda why: None
         loop.after_turn = self._tell_taken
 
-    def say_ready(self) -> None:
+    def send_ready(self) -> None:
         """Tell the other end that connections may come."""
         self._say(0, READY)
 
@@ -150,7 +150,7 @@ def main(argv: Sequence[str]) -> int:
             loop.stopped = True
 
     loop.watch(0, READ, read)
-    tunnel.say_ready()
+    tunnel.send_ready()
     loop.run()
     return 0
 

@@ -27,7 +27,7 @@ class UserError(Exception):
     """This account cannot run here; the text says why."""
 
 
-class Account(NamedTuple):
+class UserAccount(NamedTuple):
     """An account of this node."""
 
     name: str
@@ -66,7 +66,7 @@ def _is_locked(entry: pwd.struct_passwd) -> bool:
     return password[:1] in ("!", "*")
 
 
-def find_account(name: str, agent_uid: int, allow_uid_below: int = 0) -> Account:
+def find_account(name: str, agent_uid: int, allow_uid_below: int = 0) -> UserAccount:
     """Return the account that a launch for `name` runs as. Raises UserError."""
     try:
         entry = pwd.getpwnam(name) if name else pwd.getpwuid(agent_uid)
@@ -82,7 +82,9 @@ def find_account(name: str, agent_uid: int, allow_uid_below: int = 0) -> Account
         if why:
             raise UserError("cannot run as %s: %s" % (entry.pw_name, why))
     groups = os.getgrouplist(entry.pw_name, entry.pw_gid) if agent_uid == 0 else []
-    return Account(entry.pw_name, entry.pw_uid, entry.pw_gid, groups, entry.pw_dir or "/", entry.pw_shell or "/bin/sh")
+    return UserAccount(
+        entry.pw_name, entry.pw_uid, entry.pw_gid, groups, entry.pw_dir or "/", entry.pw_shell or "/bin/sh"
+    )
 
 
 def _name_of(uid: int) -> str:
@@ -120,7 +122,7 @@ def read_policy(path: str) -> Dict[str, Any]:
     return policy
 
 
-def become(account: Account) -> None:
+def become(account: UserAccount) -> None:
     """Become the account for good, with its groups and no privilege. Raises UserError or OSError; then exit at once."""
     if os.geteuid() == 0:
         os.setgroups(account.groups)

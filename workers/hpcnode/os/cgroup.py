@@ -1,4 +1,4 @@
-"""Control groups (version 2), where we may make them: one for each worker and the tasks that it minds.
+"""Control groups (version 2), where we may make them: one for each worker and the tasks that it supervises.
 
 They make two things sure that a walk through /proc cannot: killing a tree whose shepherd is gone, and limiting memory.
 Where there are none (a plain user without delegation, an old kernel) everything else works without them.
@@ -73,7 +73,7 @@ def _can_use(base: str) -> bool:
 
 def enter_own(base: str) -> Optional[str]:
     """Move this process into a group of its own and return the group's path, None if that does not work (any more)."""
-    path = os.path.join(base, "worker-%d-%s" % (os.getpid(), os.urandom(4).hex()))  # a pid alone comes round again
+    path = os.path.join(base, "shepherd-%d-%s" % (os.getpid(), os.urandom(4).hex()))  # a pid alone comes round again
     try:
         os.mkdir(path)
     except OSError:
@@ -151,10 +151,10 @@ def remove(path: str) -> None:
 
 
 def remove_empty(base: str) -> None:
-    """Remove the groups of workers that are gone."""
+    """Remove the cgroups of shepherds that are gone."""
     for name in _children(base):
         path = os.path.join(base, name)
-        if name.startswith("worker-") and not is_populated(path):
+        if name.startswith("shepherd-") and not is_populated(path):
             remove(path)
 
 

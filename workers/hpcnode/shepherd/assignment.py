@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Dict, NamedTuple, Optional, Sequence
 
-from hpcnode.os.account import Account
+from hpcnode.os.account import UserAccount
 from hpcnode.os.faults import CrashPoints
 from hpcnode.os.process import Identity
 from hpcnode.spool import Spool
@@ -24,7 +24,7 @@ class Setting(NamedTuple):
 
 
 class Own(NamedTuple):
-    """What the process of a shepherd has of its own, the same for all steps that it minds one after the other."""
+    """What the process of a shepherd has of its own, the same for all steps that it supervises one after the other."""
 
     identity: Identity
     signals: Sequence[int]  # that it handles or ignores
@@ -36,7 +36,7 @@ class Assignment(NamedTuple):
     """What a shepherd has to know of its step."""
 
     launch: protocol.Launch
-    account: Account
+    account: UserAccount
     environment: Dict[str, str]  # to be added
     round: int  # of the output's readers, see `local`
     suspended: bool  # the job stands still: the tasks are not released before it goes on

@@ -5,13 +5,14 @@ Computed before the change of user and handed to exec as it is; nothing of the a
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from typing import Dict, List, Mapping
 
+from hpcnode import paths
 from hpcnode.os import rlimits
-from hpcnode.os.account import Account
-from hpcnode.shepherd import allocation_file
+from hpcnode.os.account import UserAccount
 from hpcnode.wire import gate, protocol
 
 SOCKET = "HPCSCHED_SOCKET"
@@ -28,7 +29,7 @@ DEFAULT_PATH = "/usr/local/bin:/usr/bin:/bin"
 
 
 def step_environment(
-    launch: protocol.Launch, account: Account, *, root: str, socket_path: str, has_gpus: bool
+    launch: protocol.Launch, account: UserAccount, *, root: str, socket_path: str, has_gpus: bool
 ) -> Dict[str, str]:
     """Return what all tasks of the step share."""
     env = dict(launch.env)
@@ -42,7 +43,7 @@ def step_environment(
     for prefix in ("SLURM_", "HPCSCHED_"):
         env.setdefault(prefix + "JOB_GID", str(account.gid))  # groups are the node's own
     incarnation = launch.token.partition(".")[0]
-    env[ALLOCATION_FILE] = allocation_file.path_of(root, incarnation, launch.job_id, launch.attempt)
+    env[ALLOCATION_FILE] = allocation_path(root, incarnation, launch.job_id, launch.attempt)
     env.update(HOME=account.home, USER=account.name, LOGNAME=account.name, SHELL=account.shell)
     if launch.gpus or has_gpus:
         env[visible_devices()] = ",".join(_devices(launch))
@@ -115,3 +116,38 @@ def task_environment(shared: Dict[str, str], launch: protocol.Launch, local_rank
 def node_has_gpus() -> bool:
     """Return whether this node has NVIDIA GPUs that a job without any must not see."""
     return os.path.exists("/proc/driver/nvidia/gpus") or os.path.exists("/dev/nvidia0")
+
+
+def allocation_path(root: str, incarnation: str, job_id: int, attempt: int) -> str:
+    """Return where the file of the attempt is."""
+    return os.path.join(root, "allocation", "%s.%d.%d" % (incarnation, job_id, attempt))
+
+
+def write_allocation(root: str, order: protocol.Allocation) -> bool:
+    """Write the file if it is news; return whether it is."""
+    path = allocation_path(root, order.incarnation, order.job_id, order.attempt)
+    if allocation_generation(path) >= order.generation:
+        return False
+    folder = os.path.dirname(path)
+    os.makedirs(folder, exist_ok=True)
+    os.chmod(folder, 0o755)  # noqa: S103 - users read it
+    with open(path + ".new", "w") as file:
+        json.dump({"generation": order.generation, "nodes": order.nodes, "wanted": order.wanted}, file)
+        file.write("\n")
+    os.chmod(path + ".new", 0o644)
+    os.replace(path + ".new", path)
+    return True
+
+
+def allocation_generation(path: str) -> int:
+    """Return of which generation the file is, 0 if there is none."""
+    try:
+        with open(path) as file:
+            return int(json.load(file)["generation"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
+
+
+def remove_allocations(root: str) -> None:
+    """Remove all files; no job may be running."""
+    paths.remove_tree(os.path.join(root, "allocation"))

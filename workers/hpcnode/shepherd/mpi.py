@@ -22,7 +22,7 @@ import struct
 from typing import Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from hpcnode import paths
-from hpcnode.os.account import Account
+from hpcnode.os.account import UserAccount
 from hpcnode.shepherd.environment import bin_dir
 from hpcnode.wire import protocol
 
@@ -254,7 +254,7 @@ class MpiVariables:
         self._log = log
         self._known: Dict[str, Dict[str, str]] = {}
 
-    def variables(self, launch: protocol.Launch, account: Account) -> Dict[str, str]:
+    def variables(self, launch: protocol.Launch, account: UserAccount) -> Dict[str, str]:
         """Return what to add to the environment of this launch."""
         if launch.step != protocol.BATCH or not launch.hosts:
             return {}
@@ -270,7 +270,7 @@ class MpiVariables:
         self._known.clear()
         paths.remove_tree(self._folder)
 
-    def _make(self, launch: protocol.Launch, account: Account) -> Dict[str, str]:
+    def _make(self, launch: protocol.Launch, account: UserAccount) -> Dict[str, str]:
         folder = os.path.join(self._folder, launch.token.rpartition(".")[2])  # its nonce: a name never used twice
         try:
             os.makedirs(folder, exist_ok=True)

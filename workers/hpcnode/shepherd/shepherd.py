@@ -424,7 +424,7 @@ class Shepherd:
         """
         self._why = self._why or why
         if self.state in BEFORE_RELEASE:
-            self._over_before_release(Event.END, protocol.BARRED)
+            self._over_before_release(Event.END, protocol.REVOKED)
         elif self.state in RUNNING:
             self._end_tasks(grace_s, signum, batch_only)
         else:

@@ -142,7 +142,7 @@ class StepStarted(Message):
         return [(node, mine, token) for (node, _, _, token), mine in zip(self.tasks, ranks)]
 
 
-class Allocated(Message):
+class JobAllocated(Message):
     """To halloc alone: its job has its nodes; `env` is what the scheduler sets for the command that holds it."""
 
     job_id: int
@@ -196,7 +196,7 @@ CLAIMED = "claimed"  # the spool entry exists, the program is not released yet
 READY = "ready"  # of a launch with `hold`: all is prepared, it waits for Go
 STARTED = "started"
 ENDED = "ended"  # with exit status; of a batch step also: nothing of the job is left on this node
-BARRED = "barred"  # it never ran here and never will
+REVOKED = "revoked"  # it never ran here and never will
 REFUSED = "refused"  # it could not be started; `why` says so. Final
 LOST = "lost"  # its record says started, but shepherd and processes are gone without an exit status
 
@@ -286,9 +286,7 @@ class Launch(Message):
     hosts: List[Tuple[str, int]] = fresh(list)  # (node, slots) of the whole allocation
     same_machine: bool = False  # the allocation's nodes are one machine posing as several
     allow_uid_below: int = 1000  # accounts of a lower uid are refused; see `hpcnode.os.account.why_refused`
-    task_prolog: str = (
-        ""  # a program that each task runs as its user before its own, see `hpcnode.shepherd.task_scripts`
-    )
+    task_prolog: str = ""  # a program that each task runs as its user before its own, see `hpcnode.shepherd.task`
     task_epilog: str = ""  # and after it
     wait_for_children: bool = False  # a task is over when all that it has started is
     remote_shell: bool = False  # what hrsh starts: signals for the job's steps are not for it (`Entry.hears`)
@@ -317,7 +315,7 @@ class SignalStep(Message):
 class EndStep(Message):
     """Bar `token`: if it never ran here it never will; if it runs: TERM, after `grace_s` KILL, until its tree is empty.
 
-    Answered by Report ENDED, BARRED, LOST or REFUSED (again, if it had ended before).
+    Answered by Report ENDED, REVOKED, LOST or REFUSED (again, if it had ended before).
     """
 
     token: str
@@ -387,7 +385,7 @@ class Probe(Message):
     """Look at the node again; answered by Facts with the same `request`. With `measure` its speed is measured too.
 
     With `link_token` only the network is: without `link_host` the answer is the `link_port` where zeros are given to who
-    knows the token (see hpcnode.agent.link_speed), with it the `rate_mbps` at which they came from there.
+    knows the token (see hpcnode.agent.probe), with it the `rate_mbps` at which they came from there.
     """
 
     request: int
@@ -432,7 +430,7 @@ class Input(Message):
     eof: bool
 
 
-class Watch(Message):
+class WatchOutput(Message):
     """Send the output of this token to this stream as well, from now on (or no more, if not `on`). It acknowledges nothing."""
 
     token: str
@@ -605,9 +603,9 @@ class Pong(Message):
 
 _MESSAGES = (
     Hello, Launch, Go, SignalStep, EndStep, EndJob, SuspendJob, TimeLimit, Allocation, Ack,
-    Probe, ReadFile, CompareProbe, Input, Watch, OutputAck, ToStream, CloseStream,
+    Probe, ReadFile, CompareProbe, Input, WatchOutput, OutputAck, ToStream, CloseStream,
     Ping, Welcome, Goodbye, Report, Condition, JobGone, Facts, FileData, ProbeCompared, Output, InputAck, FromStream, Pong,
-    StepRequest, StepAsked, StepBack, StepWaiting, StepStarted, Allocated, StepSignal, StepEnded, Progress, Failure,
+    StepRequest, StepAsked, StepBack, StepWaiting, StepStarted, JobAllocated, StepSignal, StepEnded, Progress, Failure,
     ApiRequest, ApiAnswer,
 )  # fmt: skip
 # Their texts are words for people: what is not UTF-8 in them is the name of a file that they are about.

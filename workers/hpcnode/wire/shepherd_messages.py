@@ -19,7 +19,7 @@ from hpcnode.wire.protocol import Address
 VERSION = 1
 MAX_SIGNAL = 64
 MAX_S = 1e10  # more than three centuries
-FINAL_STATUSES = frozenset({protocol.ENDED, protocol.BARRED, protocol.REFUSED, protocol.LOST})
+FINAL_STATUSES = frozenset({protocol.ENDED, protocol.REVOKED, protocol.REFUSED, protocol.LOST})
 
 
 # ----- agent -> shepherd

@@ -1,4 +1,4 @@
-"""How many workers an agent keeps for the next jobs. Nothing is forked: a worker is the other end of its socket."""
+"""How many pool members an agent keeps for the next jobs. Nothing is forked: a member is the other end of its socket."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ BURST = shepherds.MAX_IDLE + 4
 
 
 class Node:
-    """Minders over a spool below `root`, and the workers' ends."""
+    """ShepherdPool over a spool below `root`, and the members' ends."""
 
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.workers: list[socket.socket] = []
+        self.members: list[socket.socket] = []
         self.job = 0
         make_pair = socket.socketpair
 
         def pair(family: int, kind: int) -> tuple[socket.socket, socket.socket]:
             ours, theirs = make_pair(family, kind)
             if kind == socket.SOCK_SEQPACKET:
-                self.workers.append(theirs.dup())
+                self.members.append(theirs.dup())
             return ours, theirs
 
         monkeypatch.setattr(socket, "socketpair", pair)
@@ -41,7 +41,7 @@ class Node:
         self.loop = Loop()
         self.spool = Spool(str(root), CrashPoints())
         setting = Setting(self.spool, CrashPoints(), process.boot_id({}), "n1", str(root / "sock"), None, False)
-        self.minders = shepherds.Minders(self.loop, setting, MpiVariables(str(root), print))
+        self.shepherds = shepherds.ShepherdPool(self.loop, setting, MpiVariables(str(root), print))
 
     def start(self, count: int) -> None:
         """Start so many jobs at once."""
@@ -49,23 +49,23 @@ class Node:
             self.job += 1
             one = launch(token(self.job))
             self.spool.claim(one, b"#!/bin/sh\n", "boot", (os.geteuid(), os.getegid()))
-            self.minders.start(one, find_account("", os.geteuid()), suspended=False)
+            self.shepherds.start(one, find_account("", os.geteuid()), suspended=False)
 
     def end_all(self) -> None:
-        """Have all workers say that they are idle."""
-        for worker in self.workers:
-            worker.send(IDLE)
+        """Have all members say that they are idle."""
+        for member in self.members:
+            member.send(IDLE)
         self.loop.turn()
 
 
 def test_the_workers_of_a_burst_wait_for_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     node = Node(tmp_path, monkeypatch)
     node.start(BURST)
-    made = len(node.workers)
+    made = len(node.members)
     assert made >= BURST
     node.end_all()
     node.start(BURST)
-    assert len(node.workers) == made
+    assert len(node.members) == made
 
 
 def test_workers_that_nobody_needs_after_a_burst_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,16 +73,16 @@ def test_workers_that_nobody_needs_after_a_burst_go(tmp_path: Path, monkeypatch:
     node = Node(tmp_path, monkeypatch)
     node.start(BURST)
     node.end_all()
-    for worker in node.workers:
-        worker.setblocking(False)
-    left = [worker for worker in node.workers if _is_open(worker)]
+    for member in node.members:
+        member.setblocking(False)
+    left = [member for member in node.members if _is_open(member)]
     assert len(left) == shepherds.MAX_IDLE
 
 
-def _is_open(worker: socket.socket) -> bool:
-    """Whether the agent keeps its end; the worker may still have an order to read."""
+def _is_open(member: socket.socket) -> bool:
+    """Whether the agent keeps its end; the member may still have an order to read."""
     try:
-        while worker.recv(1 << 17):
+        while member.recv(1 << 17):
             pass
     except BlockingIOError:
         return True

@@ -1,10 +1,10 @@
-"""Shares a server's connections, memory and time among accounts, so that no account takes them from the others.
+"""Bounds on connections, memory and rates of each account, so that no account can exhaust a server.
 
-The server asks before it takes a connection, keeps bytes for one, or does work for an account. What a `Crowd` bounds, of one
-account and of all in sum: connections, bytes that clients have not read, and bytes of requests that are not complete or not yet
-read by us. `Rates` bounds how often an account asks. A bound in sum is at the cost of the account that has most.
+`ConnectionLimits` bounds, for one account and for all together: connections, bytes that clients have not read, and bytes of
+requests that are incomplete or not processed yet. If all together exceed a bound, the account that has most pays. `Rates`
+bounds how often an account may send requests. The server asks before it accepts a connection, keeps bytes or starts work.
 
-Used by the agent and by the controller: runs on Python 3.9 with the standard library only. Knows nothing of sockets.
+The agent and the controller use it. Runs on Python 3.9 with the standard library only. It knows nothing of sockets.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ FORGET_AT = 1000  # buckets
 
 
 class Bounds(NamedTuple):
-    """What a `Crowd` lets one account and all accounts have."""
+    """What a `ConnectionLimits` lets one account and all accounts have."""
 
     connections: int
     all_connections: int
@@ -46,7 +46,7 @@ class Guest(Protocol):
         """Close it now."""
 
 
-class Crowd:
+class ConnectionLimits:
     """The connections of each account, the one that was silent longest first."""
 
     def __init__(self, bounds: Bounds) -> None:

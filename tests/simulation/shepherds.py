@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpcnode.lease import LOOK_S, StepLease
 from hpcnode.os import process
-from hpcnode.os.account import Account
+from hpcnode.os.account import UserAccount
 from hpcnode.shepherd.environment import MARKER
 from hpcnode.shepherd.step_state import BEFORE_RELEASE, REPORTABLE, RUNNING, Event, State, after, allows
 from hpcnode.wire import protocol
@@ -89,7 +89,7 @@ class Wire:
         if self.open:
             self.open = False
             self._up_s = max(self._up_s, self.world.soon())
-            self.world.agenda.at(self._up_s, self.agent, self.agent.minders.hung_up, self.shepherd.token, self)
+            self.world.agenda.at(self._up_s, self.agent, self.agent.shepherds.hung_up, self.shepherd.token, self)
 
     def agent_ended(self) -> None:
         if self.open:
@@ -329,7 +329,7 @@ class SimShepherd(Process):
     def end(self, grace_s: float, why: str, signum: int = 15) -> None:
         self.why = self.why or why
         if self.state in BEFORE_RELEASE:
-            self.over_before_release(Event.END, protocol.BARRED)
+            self.over_before_release(Event.END, protocol.REVOKED)
             return
         was_ending = self.state is State.ENDING
         self._apply(Event.END)
@@ -485,8 +485,8 @@ class SimShepherd(Process):
         self.after_moves()
 
 
-class SimMinders:
-    """`hpcnode.entry.Minding` over simulated shepherds."""
+class SimShepherdPool:
+    """`hpcnode.entry.ShepherdControl` over simulated shepherds."""
 
     def __init__(self, agent: SimAgent) -> None:
         self._agent = agent
@@ -496,12 +496,12 @@ class SimMinders:
         self._unsent: dict[str, list[Message]] = {}
 
     def try_to_start(self) -> None:
-        """As `Minders.try_to_start`: a fork fails now and then only."""
+        """As `ShepherdPool.try_to_start`: a fork fails now and then only."""
 
-    def start(self, launch: protocol.Launch, account: Account, suspended: bool) -> None:
-        """As `Minders.start`: the lock, then the fork."""
+    def start(self, launch: protocol.Launch, account: UserAccount, suspended: bool) -> None:
+        """As `ShepherdPool.start`: the lock, then the fork."""
         token, machine = launch.token, self._machine
-        if self.is_minded(token):
+        if self.is_supervised(token):
             raise OSError("its spool entry is locked by another shepherd")
         self._world.points.reached("fork.before")
         if self._world.flip(self._world.fork_fails):
@@ -526,14 +526,14 @@ class SimMinders:
             wire = self._wires[token] = shepherd.agent_came(self._agent)
             for message in self._unsent.pop(token, ()):
                 wire.down(message)
-        elif self.is_minded(token):
+        elif self.is_supervised(token):
             self._world.agenda.later(0.02, self._agent, self._agent.do, self._try_adopt, token)
         else:
             self._unsent.pop(token, None)
             self._agent.ledger.shepherd_gone(token)
 
-    def is_minded(self, token: str) -> bool:
-        """As `Minders._lock`: the lock file is made if it is not there."""
+    def is_supervised(self, token: str) -> bool:
+        """As `ShepherdPool._lock`: the lock file is made if it is not there."""
         disk = self._machine.disk
         entry = disk.folder(["spool", token])
         if "lock" not in entry.names:
@@ -553,7 +553,7 @@ class SimMinders:
             self._agent.do(self._wait_for_lock, token)
 
     def _wait_for_lock(self, token: str) -> None:
-        if self.is_minded(token):
+        if self.is_supervised(token):
             self._world.agenda.later(0.02, self._agent, self._agent.do, self._wait_for_lock, token)
         else:
             self._agent.ledger.shepherd_gone(token)
@@ -564,7 +564,7 @@ class SimMinders:
             wire.agent_ended()
 
     def kill_remains(self, started: dict[str, Any]) -> bool:
-        """As `Minders.kill_remains`, by the real search."""
+        """As `ShepherdPool.kill_remains`, by the real search."""
         machine = self._machine
         if started.get("boot_id") != machine.boot_id:
             return True
