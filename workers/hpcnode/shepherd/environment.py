@@ -143,7 +143,7 @@ def allocation_generation(path: str) -> int:
     """Return of which generation the file is, 0 if there is none."""
     try:
         with open(path) as file:
-            return int(json.load(file)["generation"])
+            return int(json.load(file)["generation"])  # int: of our own file
     except (OSError, ValueError, KeyError, TypeError):
         return 0
 
