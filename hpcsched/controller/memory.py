@@ -70,7 +70,7 @@ class Rehearsed:
         self._default = next((partition.name for partition in partitions.values() if partition.default), "")
         self._no_limit_s = policy.default_time_limit_s
         self._views = views
-        self._rehearsal = ShadowEasy(self._size)
+        self._shadow = ShadowEasy(self._size)
         self._least_s = longest_wait_s
         self._open: dict[JobId, tuple[int, int]] = {}  # attempt, number there; of jobs that wait or run
         self._began: set[int] = set()
@@ -78,7 +78,7 @@ class Rehearsed:
 
     @property
     def longest_wait_s(self) -> float:
-        return max(self._least_s, self._rehearsal.longest_wait_s)
+        return max(self._least_s, self._shadow.longest_wait_s)
 
     def note(self, job: Job, now_s: float) -> None:
         """Take note of `job` as it is now."""
@@ -91,26 +91,26 @@ class Rehearsed:
             number = self._submit(job, now_s)
         if job.state in BEGUN and number not in self._began:
             self._began.add(number)
-            self._rehearsal.started(number, job.allocated_at_s if job.allocated_at_s is not None else now_s)
+            self._shadow.started(number, job.allocated_at_s if job.allocated_at_s is not None else now_s)
 
     def go_on(self, now_s: float) -> None:
         """Rehearse as far as what is known allows."""
-        self._rehearsal.go_on(max(self._now_s, now_s), more_may_come=True)
+        self._shadow.advance(max(self._now_s, now_s), more_may_come=True)
 
     def _submit(self, job: Job, now_s: float) -> int:
         request = pending_job(job, self._partitions, self._default, self._views).request
         amount = amount_of(least_of(request.shape), self._machine)
         procs = max(1, min(self._size, ceil(amount)))
         limit_s = known_limit_s(request.time_limit_s) or self._no_limit_s
-        number = self._rehearsal.submitted(procs, limit_s, now_s)
+        number = self._shadow.submitted(procs, limit_s, now_s)
         self._open[job.id] = job.attempt, number
         return number
 
     def _end(self, job_id: JobId, number: int, now_s: float) -> None:
         if number not in self._began:
-            self._rehearsal.started(number, now_s)
+            self._shadow.started(number, now_s)
         self._began.discard(number)
-        self._rehearsal.ended(number, now_s)
+        self._shadow.ended(number, now_s)
         del self._open[job_id]
 
 

@@ -28,11 +28,11 @@ from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import OVER_LIMIT, Hold, Job, JobState, Reason
 from hpcsched.model.node import Node
 from hpcsched.model.resources import Share
-from hpcsched.sched.decisions import Plan, Start
-from hpcsched.sched.plan import Planner
+from hpcsched.sched.decisions import Plan, Start, Wait
+from hpcsched.sched.plan import steps_of
 from hpcsched.sched.policy import Policy
 from hpcsched.sched.preempt.plan import full_plan, is_plain
-from hpcsched.sched.queue.eligible import Wait
+from hpcsched.sched.scheduling_pass import SchedulingPass
 from hpcsched.sched.snapshot import Promise, Snapshot
 from hpcsched.store.world import Transaction
 
@@ -126,16 +126,16 @@ class _Staged:
 
     def _make(self, pause: Pause) -> None:
         def make(snapshot: Snapshot, policy: Policy) -> Plan:
-            planner = Planner(snapshot, policy)
+            current = SchedulingPass(snapshot, policy)
             pause()
-            for _ in planner.steps:
+            for _ in steps_of(current):
                 pause()
-            return planner.plan()
+            return current.result()
 
         self._plan = full_plan(self._snapshot, self._policy, make)
         self.starts = list(self._plan.starts)
 
-    def plan(self) -> Plan:
+    def result(self) -> Plan:
         return self._plan
 
 
@@ -152,7 +152,7 @@ class _Run:
     ) -> None:
         self.plain = is_plain(snapshot, policy)
         self.steps = self._steps(snapshot, policy, monotonic_s)
-        self.planner: Planner | _Staged | None = None
+        self.current: SchedulingPass | _Staged | None = None
         self.applied = 0  # of its starts, so many have been handed on
         self.took_s = 0.0
         self.stale = False  # the world changed after it had begun
@@ -162,37 +162,42 @@ class _Run:
 
     @property
     def looked_at(self) -> int:
-        return self.planner.looked_at if self.planner is not None else 0
+        return self.current.looked_at if self.current is not None else 0
 
     @property
     def promises(self) -> Mapping[JobId, Promise]:
         """What it has promised so far."""
-        return self.planner.kept.promises if isinstance(self.planner, Planner) else {}
+        return self.current.placement.slots.promises if isinstance(self.current, SchedulingPass) else {}
 
     def new_starts(self) -> list[Start]:
         """Return what it has started since this was asked last."""
-        starts = self.planner.starts if self.planner is not None else []
+        starts = self.current.starts if self.current is not None else []
         new = starts[self.applied :]
         self.applied = len(starts)
         return new
 
     def plan(self) -> Plan:
         """Return the plan, once all steps are taken."""
-        if self.planner is None:
+        if self.current is None:
             raise InvariantError("a plan was asked for before it was made")
-        return self.planner.plan()
+        return self.current.result()
 
     def _steps(
         self, snapshot: Snapshot, policy: Policy, monotonic_s: Callable[[], float]
     ) -> Generator[None, None, None]:
-        self.planner = Planner(snapshot, policy) if self.plain else _Staged(snapshot, policy, monotonic_s)
+        if self.plain:
+            self.current = SchedulingPass(snapshot, policy)
+            steps = steps_of(self.current)
+        else:
+            self.current = _Staged(snapshot, policy, monotonic_s)
+            steps = self.current.steps
         yield
-        yield from self.planner.steps
+        yield from steps
 
     def absorb(self, start: Start, other: _Run) -> None:
         """Take account of what another plan has started."""
-        if isinstance(self.planner, Planner):
-            self.planner.absorb(start, other._views[start.job_id])
+        if isinstance(self.current, SchedulingPass):
+            self.current.absorb(start, other._views[start.job_id])
 
     def knows(self, job: Job | None) -> bool:
         """Say whether `job` is as it was when the plan began."""

@@ -52,7 +52,7 @@ def policy_of(config: Config) -> Policy:
     scheduler = config.scheduler
     return Policy(
         max_switch_wait_s=scheduler.max_switch_wait,
-        guard=replace(DEFAULT_GUARD, quick=replace(DEFAULT_GUARD.quick, part=scheduler.wait_guard)),
+        guard=replace(DEFAULT_GUARD, short=replace(DEFAULT_GUARD.short, wait_part=scheduler.wait_guard)),
         backfill=Backfill(scheduler.policy) if scheduler.policy != "fifo" else Backfill.NONE,
         weight_age=scheduler.weights.age,
         weight_partition=scheduler.weights.partition,

@@ -40,9 +40,8 @@ from hpcsched.model.node import Link
 from hpcsched.model.resources import Share
 from hpcsched.model.spec import JobSpec
 from hpcsched.model.trigger import Trigger
-from hpcsched.sched.decisions import Plan, Start
+from hpcsched.sched.decisions import Plan, Start, Wait
 from hpcsched.sched.policy import Policy
-from hpcsched.sched.queue.eligible import Wait
 from hpcsched.sched.snapshot import Promise, Snapshot, SnapshotCache, snapshot_of
 from hpcsched.store.store import Store
 from hpcsched.store.world import Transaction, World

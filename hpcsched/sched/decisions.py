@@ -1,6 +1,6 @@
-"""What a plan decides, as values: who starts on what, who makes room for whom, who changes in size, and why the others wait.
+"""The decisions of a plan, as values: starts, waits with reasons, preemptions, and changes in the size of elastic jobs.
 
-Knows nothing of how it came to that: see `plan`, `preempt` and `elastic`.
+Knows nothing of how they are made: see `plan`, `preempt.plan` and `preempt.elastic`.
 """
 
 from __future__ import annotations
@@ -10,24 +10,33 @@ from dataclasses import dataclass, field
 
 from hpcsched.model.accounting import PreemptMode
 from hpcsched.model.ids import JobId, NodeName
+from hpcsched.model.job import Reason
 from hpcsched.model.resources import Share
-from hpcsched.sched.queue.eligible import Wait
 from hpcsched.sched.snapshot import Promise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Wait:
+    """Why a job does not start now: Slurm's reason, a sentence for people, and the expected start (None: unknown)."""
+
+    reason: Reason
+    detail: str
+    expected_start_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """Start this job now with these shares (in the order of nodes)."""
+    """A job that starts now with these shares, in the order of nodes."""
 
     job_id: JobId
     shares: tuple[Share, ...]
-    partition: str = ""  # the one that it got, of those that it asked for
-    time_limit_s: int | None = None  # its time limit was lowered to this so that it fits
+    partition: str = ""  # the one of its partitions in which it starts
+    time_limit_s: int | None = None  # its time limit, lowered so that it fits; None: as requested
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Victim:
-    """A running job that makes room. `save_s`: it is told by a signal to save what it has, for so long."""
+    """A running job that is preempted. `save_s`: the grace period after the signal to save its work; None: none."""
 
     job_id: JobId
     mode: PreemptMode
@@ -36,7 +45,7 @@ class Victim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preemption:
-    """`victims` make room so that `job_id` can start on `shares`, which are kept for it."""
+    """`victims` are preempted so that `job_id` can start on `shares`, which are reserved for it."""
 
     job_id: JobId
     shares: tuple[Share, ...]
@@ -45,7 +54,7 @@ class Preemption:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resize:
-    """An elastic job is asked to `keep` only these of its nodes (all: no longer), or gets `add` as well."""
+    """An elastic job is asked to `keep` only these nodes (all: the request is withdrawn), or it also gets `add`."""
 
     job_id: JobId
     keep: tuple[NodeName, ...] = ()
@@ -55,10 +64,10 @@ class Resize:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Every waiting job of the snapshot is in `starts` or has its `waits` entry. Jobs that wait alike share one `Wait`.
+    """The decisions of one pass: each pending job of the snapshot is in `starts` or in `waits`.
 
-    What is beyond starts and waits is decided in `preempt`: who makes room for whom, which jobs that stand still go on, and
-    for which nothing is kept any more; which elastic jobs shrink and grow.
+    Jobs that wait for the same reason share one `Wait`. `preempt` decides the rest: preemptions, suspended jobs that
+    resume, reserved shares that are given up (`given_up`), and elastic jobs that shrink or grow.
     """
 
     starts: tuple[Start, ...]
@@ -67,5 +76,5 @@ class Plan:
     resumes: tuple[JobId, ...] = ()
     given_up: tuple[JobId, ...] = ()
     resizes: tuple[Resize, ...] = ()
-    priorities: Mapping[JobId, int] = field(default_factory=dict, compare=False)  # of the jobs that stood in line
-    promises: Mapping[JobId, Promise] = field(default_factory=dict)  # for the snapshot of the next plan
+    priorities: Mapping[JobId, int] = field(default_factory=dict, compare=False)  # of the jobs in the queue
+    promises: Mapping[JobId, Promise] = field(default_factory=dict)  # for the next pass

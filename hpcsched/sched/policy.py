@@ -1,4 +1,7 @@
-"""The administrator's choices that a plan follows: weights, backfill, depth. Read from the configuration elsewhere."""
+"""The settings of the administrator that a plan follows: weights, backfill, depth, preemption.
+
+`hpcsched.config` reads them from the configuration.
+"""
 
 from __future__ import annotations
 
@@ -8,78 +11,70 @@ from enum import StrEnum
 
 from hpcsched.model.accounting import PreemptMode, PreemptType, Qos
 
-# ----- which jobs are so little work that they may go ahead of everybody else, promises or not: for our own policy
-# Of the machines whose logs we have half of the jobs run for less than ten minutes. They are one per cent of the work, and make
-# nearly all of the mean slowdown. Most of them ask for little time, so no prediction is needed to find them; whoever asks for
-# less than he needs is ended at his limit. What goes ahead holds a small share of the machine at most, however many there are.
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShortJobs:
-    """When a job may go ahead of everybody."""
+    """The policy `default`: when a job asks for so little work that it goes ahead of all others, promises or not.
 
-    limit_s: float = 3600.0  # it asks for so little time,
-    work_s: float = 60.0  # and for so little of it if all of the machine were to do it;
-    share: float = 0.1  # with it such jobs hold no more than this part of the machine,
-    part: float = 0.9  # and nobody has waited for more than this part of the measure
+    In the logs that we have, half of the jobs run for less than ten minutes. They are one per cent of the work, and cause
+    nearly all of the mean slowdown. Most of them ask for little time, so no prediction is needed to find them; a job that
+    asks for less than it needs is ended at its limit.
+    """
 
-    def is_quick(self, limit_s: float, share: float) -> bool:
-        """Say whether a job of this time limit, which needs this share of the machine (0..1), is so little work."""
+    limit_s: float = 3600.0  # longest time limit of a short job
+    work_s: float = 60.0  # most time that it would take if the whole machine worked on it
+    share: float = 0.1  # short jobs hold at most this part of the machine
+    wait_part: float = 0.9  # they go ahead while no job has waited longer than this part of the bound
+
+    def is_short(self, limit_s: float, share: float) -> bool:
+        """Say whether a job with this time limit that needs this share of the machine (0..1) is short."""
         return limit_s <= self.limit_s and limit_s * share <= self.work_s
 
 
 class Backfill(StrEnum):
-    NONE = "none"  # strict order: nothing starts behind a job that cannot
-    EASY = "easy"  # a later job may start now if the first waiting job of each partition starts no later for it
-    EASY_SJBF = "easy-sjbf"  # the same, and of the later jobs those with the shortest time limits are tried first
-    DEFAULT = (
-        "default"  # short jobs first by expected run times, with a guard for those that have waited long; see `guard`
-    )
-    CONSERVATIVE = "conservative"  # every job that is looked at is promised a start, and none may delay another's
-    SLURM_LIKE = "slurm-like"  # the first few that wait are promised a start; later ones start if they touch no promise
+    NONE = "none"  # strict order: nothing starts behind a job that does not fit
+    EASY = "easy"  # a later job starts if it does not delay the first waiting job of any partition
+    EASY_SJBF = "easy-sjbf"  # as easy, and the later jobs are tried shortest time limit first
+    DEFAULT = "default"  # short jobs first by predicted run time, with a bound on waits; see `guard`
+    CONSERVATIVE = "conservative"  # every job that is looked at is promised a start, and no job delays a promise
+    SLURM_LIKE = "slurm-like"  # the first few waiting jobs are promised a start; later ones start if they delay none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Guard:
-    """How our own policy keeps jobs from being overtaken too long; see `guard`. One set for all machines."""
+    """How the policy `default` bounds waits; see `guard.decide`. One set of numbers for all machines."""
 
-    part: float = 0.5  # of plain EASY's longest wait: who has waited longer is old, and no longer overtaken
-    wide_bonus: float = (
-        0.4  # of that: who needs the whole machine counts as having waited so much longer, others by their share
-    )
-    old_s: float = 3600.0  # that wait counts as this at least
-    quick: ShortJobs = ShortJobs()  # who goes ahead of everybody
-    promises: int = 2  # so many old ones that do not fit are promised a start at once
-    first: int = 2  # so many of the young, the first in line, are promised a start
-    first_part: float = 0.9  # when they will have waited for this part
-    wide: float = 0.63  # of the machine: who needs as much is hard to find room for
-    wide_part: float = 0.06  # the first wide one is promised a start when it will have waited for this part
-    size_power: float = -0.3  # how a job's processors weigh against it in the order of the young
-    long_s: float = (
-        14400.0  # expected run times beyond this count as this, and beyond less when somebody has waited long:
-    )
-    long_least_s: float = 600.0  # this at least,
-    calm_part: float = 0.8  # of plain EASY's longest wait: what the first in line has not yet waited of it,
-    long_per_calm: float = 0.05  # so much of it is added
-    learning_s: float = 10 * 86400.0  # so long a machine's history says too little
-    learning_old_s: float = 329_000.0  # and nobody is old before this
-    learning_long_s: float = 14400.0  # in place of all these
-    learning_power: float = 0.5  # in place of `size_power`
-    distrust: float = (
-        0.2  # requests are not trusted if jobs use less than this part of the processor time they ask for:
-    )
-    distrust_times: float = 3.0  # then a job counts with so many times its expected run time,
-    distrust_part: float = 0.6  # in place of `part`,
-    distrust_promises: int = 1  # in place of `promises`,
-    distrust_wide: float = 2.0  # in place of `wide`; above 1: no wide job is promised an early start
+    overdue_part: float = 0.5  # of plain EASY's longest wait: a job that has waited longer is overdue
+    wide_bonus: float = 0.4  # of that wait: added to the wait of a job, times its share of the machine
+    least_easy_wait_s: float = 3600.0  # plain EASY's longest wait counts as this at least
+    short: ShortJobs = ShortJobs()
+    promises: int = 2  # promises to overdue jobs that do not fit
+    first: int = 2  # recent jobs, the first in the queue, that are promised a start
+    first_part: float = 0.9  # of plain EASY's longest wait: when they will have waited for it, the start is promised
+    wide: float = 0.63  # of the machine: a job that needs as much is wide
+    wide_part: float = 0.06  # as `first_part`, for the first wide job
+    size_power: float = -0.3  # exponent of a job's processors in the order of recent jobs
+    long_s: float = 14400.0  # predicted run times beyond this count alike, and beyond less if a job has waited long
+    long_least_s: float = 600.0  # but never beyond less than this
+    calm_part: float = 0.8  # of plain EASY's longest wait: what the first in the queue has not yet waited of this,
+    long_per_calm: float = 0.05  # times this, is added to `long_least_s`
+    learning_s: float = 10 * 86400.0  # the history of a machine says too little for so long
+    learning_overdue_s: float = 329_000.0  # until then no job is overdue before this,
+    learning_long_s: float = 14400.0  # this replaces `long_s`,
+    learning_power: float = 0.5  # and this replaces `size_power`
+    distrust: float = 0.2  # requests are not trusted if jobs use less than this part of the processor time they ask for
+    distrust_times: float = 3.0  # then a job counts with its predicted run time times this,
+    distrust_part: float = 0.6  # this replaces `overdue_part`,
+    distrust_promises: int = 1  # this replaces `promises`,
+    distrust_wide: float = 2.0  # and this replaces `wide`; above 1: no wide job is promised an early start
 
     def distrusts(self, request_use: float) -> bool:
-        """Say whether requests are not trusted on a machine whose jobs use this part of them."""
+        """Say whether requests are not trusted on a machine whose jobs use this part of them (0..1)."""
         return request_use < self.distrust
 
     def where_distrusted(self) -> Guard:
         """Return the guard with the numbers that hold where requests are not trusted."""
-        return replace(self, part=self.distrust_part, promises=self.distrust_promises, wide=self.distrust_wide)
+        return replace(self, overdue_part=self.distrust_part, promises=self.distrust_promises, wide=self.distrust_wide)
 
 
 DEFAULT_GUARD = Guard()
@@ -87,13 +82,13 @@ DEFAULT_GUARD = Guard()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreemptRules:
-    """Who may preempt whom, and how: the cluster's rules, and the QOS with theirs, by name."""
+    """Which jobs may preempt which, and how: the rules of the cluster, and those of each QOS by name."""
 
     type: PreemptType = PreemptType.NONE
     mode: PreemptMode = PreemptMode.REQUEUE
-    grace_s: float = 60.0  # what a job of mode "checkpoint" has to save what it has
-    exempt_s: float = 0.0  # for so long after its start a job is not preempted
-    requeue: bool = True  # whether a job that does not say may run again
+    grace_s: float = 60.0  # grace period of a job with mode "checkpoint"
+    exempt_s: float = 0.0  # a job is not preempted for so long after its start
+    requeue: bool = True  # whether jobs without --requeue or --no-requeue may be requeued
     qos: Mapping[str, Qos] = field(default_factory=dict)
 
 
@@ -101,8 +96,8 @@ class PreemptRules:
 class Policy:
     """How jobs are ordered and how far the planner looks.
 
-    A priority is `weight_site` plus the weighted factors (each 0..1) minus nice. The site's part only lifts all jobs, so
-    that a positive nice has something to be taken from.
+    A priority is `weight_site` plus the weighted factors (each 0..1) minus nice. `weight_site` raises all jobs alike, so
+    that a positive nice can be subtracted.
     """
 
     backfill: Backfill = Backfill.EASY
@@ -116,14 +111,14 @@ class Policy:
     weights_tres: tuple[tuple[str, float], ...] = ()
     favor_small: bool = False  # the size factor grows as the job gets smaller
     small_relative_to_time: bool = False  # size is cpus over the time limit in minutes
-    accrue_always: bool = False  # age counts from the submission on
-    age_max_s: float = 7 * 86400.0  # waiting longer than this adds nothing
-    default_time_limit_s: int = 365 * 86400  # what a job without any limit is taken to need
-    overdue_s: float = 30.0  # what is past its limit, or is being ended, is taken to end this much later
-    max_switch_wait_s: float = 300.0  # of jobs that want few switches and say no time of their own
-    backfill_depth: int = 1_000  # so many shapes of jobs are tried in vain behind the first one that waits; 0: all
-    promises: int = 100  # so many waiting jobs of each partition are promised a start with "slurm-like"
-    conservative_depth: int = 1_000  # and so many with "conservative"; those behind them wait
+    accrue_always: bool = False  # age counts from submission
+    age_max_s: float = 7 * 86400.0  # a longer wait adds nothing
+    default_time_limit_s: int = 365 * 86400  # expected run time of a job without any limit
+    overdue_s: float = 30.0  # a job past its limit, or being ended, is expected to end in this time
+    max_switch_wait_s: float = 300.0  # of jobs with --switches that name no time
+    backfill_depth: int = 1_000  # failed tries behind a head before the search ends; 0: no limit
+    promises: int = 100  # "slurm-like": waiting jobs of each partition with a slot
+    conservative_depth: int = 1_000  # "conservative": the same; later jobs wait
     preempt: PreemptRules = field(default_factory=PreemptRules)
-    estimate_depth: int = 10  # so many waiting jobs of the queue's front get an expected start
-    guard: Guard = DEFAULT_GUARD  # of "default"
+    estimate_depth: int = 10  # jobs without a slot that get an expected start
+    guard: Guard = DEFAULT_GUARD  # of the policy "default"

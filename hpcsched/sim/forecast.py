@@ -17,13 +17,12 @@ from heapq import heappop, heappush
 from hpcsched.model.ids import JobId, NodeName
 from hpcsched.model.job import JobState, Reason
 from hpcsched.model.node import Partition
-from hpcsched.sched.decisions import Plan
+from hpcsched.sched.decisions import Plan, Wait
 from hpcsched.sched.explain.what_would_start import as_running
 from hpcsched.sched.guard.predict import Expected
 from hpcsched.sched.place.reserved_intervals import NEVER_S, reserved_intervals_of
 from hpcsched.sched.plan import plan
 from hpcsched.sched.policy import Policy, PreemptRules
-from hpcsched.sched.queue.eligible import Wait
 from hpcsched.sched.snapshot import NodeView, PendingJob, RunningJob, Snapshot
 
 SHORTEST_S = 1.0

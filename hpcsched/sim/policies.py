@@ -283,16 +283,16 @@ class PlannedLine:
         self._running: dict[int, RunningJob] = {}
         self._history = History()
         self._request_use = RequestUse()
-        self._rehearsal: ShadowEasy | None = None  # for whom it matters
+        self._shadow: ShadowEasy | None = None  # only the policy `default` needs it
         if kind is Backfill.DEFAULT:
-            self._rehearsal = ShadowEasy(size)
+            self._shadow = ShadowEasy(size)
 
     def submit(self, job: int, now_s: float) -> Sequence[int]:
         """Let `job` wait from now on. If it fits in what is free, or has to be promised a start, return what is to start."""
         self._waiting[job] = self._pending(job, now_s)
-        if self._rehearsal is not None:
-            self._rehearsal.submitted(self._jobs[job].procs, self._jobs[job].asked_s, now_s)
-            self._rehearsal.go_on(now_s, more_may_come=True)
+        if self._shadow is not None:
+            self._shadow.submitted(self._jobs[job].procs, self._jobs[job].asked_s, now_s)
+            self._shadow.advance(now_s, more_may_come=True)
         held = sum(other.shares[0].cpus for other in self._held(now_s))
         fits = self._jobs[job].procs <= self._size - held
         return self._plan(now_s) if fits or self._policy.backfill is Backfill.CONSERVATIVE else []
@@ -303,9 +303,9 @@ class PlannedLine:
         run_s = now_s - ended.began_at_s
         self._history.record(ended.uid, run_s)
         self._request_use.record(run_s, self._jobs[job].asked_s, self._jobs[job].procs)
-        if self._rehearsal is not None:
-            self._rehearsal.ended(job, now_s)
-            self._rehearsal.go_on(now_s, more_may_come=False)
+        if self._shadow is not None:
+            self._shadow.ended(job, now_s)
+            self._shadow.advance(now_s, more_may_come=False)
         return self._plan(now_s) if self._waiting else []
 
     def _held(self, now_s: float) -> list[RunningJob]:
@@ -322,7 +322,7 @@ class PlannedLine:
             promises=self.last_plan.promises,
             experience=Experience(
                 longest_runs_s=self._history.longest_s,
-                easy_wait_s=self._rehearsal.longest_wait_s if self._rehearsal is not None else 0.0,
+                easy_wait_s=self._shadow.longest_wait_s if self._shadow is not None else 0.0,
                 began_s=self._jobs[0].submit_s,
                 request_use=self._request_use.part,
             ),
@@ -341,8 +341,8 @@ class PlannedLine:
                 uid=view.uid,
                 partition=view.partition,
             )
-            if self._rehearsal is not None:
-                self._rehearsal.started(int(start.job_id), now_s)
+            if self._shadow is not None:
+                self._shadow.started(int(start.job_id), now_s)
             started.append(int(start.job_id))
         return started
 

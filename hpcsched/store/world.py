@@ -28,7 +28,7 @@ from hpcsched.model.resources import Share
 from hpcsched.model.spec import JobSpec
 from hpcsched.model.training import RankFailure, TrainingStatus
 from hpcsched.model.trigger import Trigger
-from hpcsched.sched.queue.eligible import Wait
+from hpcsched.sched.decisions import Wait
 from hpcsched.sched.queue.usage import UsedResources, at, charge_of, plus, weights_of
 from hpcsched.store.rows import StepRow
 from hpcsched.store.scripts import ScriptUses, set_apart

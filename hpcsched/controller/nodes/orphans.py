@@ -25,7 +25,7 @@ from hpcsched.lifecycle.events import Adopted, Claimed, Started
 from hpcsched.lifecycle.job import can
 from hpcsched.model.ids import ALLOC_STEP, BATCH_STEP, JobId, LaunchToken, NodeName
 from hpcsched.model.job import Job, JobState, Reason
-from hpcsched.sched.queue.eligible import Wait
+from hpcsched.sched.decisions import Wait
 from hpcsched.store.world import Kept, Transaction, World, is_attempt_of
 
 LIVING = (protocol.CLAIMED, protocol.READY, protocol.STARTED)

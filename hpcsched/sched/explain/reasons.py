@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 
 from hpcsched.model.job import Reason
 from hpcsched.model.node import Partition, PartitionState
+from hpcsched.sched.decisions import Wait
 from hpcsched.sched.explain.sentences import listed, needs, plural
 from hpcsched.sched.place.feasible import impossible_shape
 from hpcsched.sched.place.node_fit import Seat
 from hpcsched.sched.place.request import LicenseCounts, Shape
-from hpcsched.sched.queue.eligible import Wait
 from hpcsched.sched.snapshot import NodeView, allows
 
 

@@ -25,10 +25,11 @@ from hpcsched.model.units import MINUTE_S, UNLIMITED_S, format_mem, format_time_
 from hpcsched.sched.decisions import Plan, Start
 from hpcsched.sched.place.request import GpuCounts, ResourceRequest, Shape
 from hpcsched.sched.place.reserved_intervals import NEVER_S
-from hpcsched.sched.plan import Planner
+from hpcsched.sched.plan import steps_of
 from hpcsched.sched.policy import Backfill, Policy
 from hpcsched.sched.queue.priority import in_order, scale_of
 from hpcsched.sched.queue.reservations import cut_short_s
+from hpcsched.sched.scheduling_pass import SchedulingPass
 from hpcsched.sched.snapshot import PendingJob, RunningJob, Snapshot
 
 LONGEST_MINUTES = 30 * 24 * 60  # what is tried of a job that has no limit
@@ -65,8 +66,9 @@ class WhatIf:
         before = {view.id for view in (queue[:first] if in_order_of_starts else queue)} - {job.id}
         before |= snapshot.promises.keys() - {job.id}  # what was promised to those behind it is not its own either
         ahead = tuple(other for other in snapshot.pending if other.id in before)
-        self._planner = Planner(replace(snapshot, pending=ahead), policy)
-        self._planner.plan()
+        self._current = SchedulingPass(replace(snapshot, pending=ahead), policy)
+        for _ in steps_of(self._current):
+            pass
 
     def place(self) -> ExpectedPlace | None:
         """Return where and when the job can start at the earliest, if all that runs lasts to its limit; None: not known."""
@@ -78,24 +80,24 @@ class WhatIf:
         few = FEW_OUT_OF_ORDER if self._policy.backfill is Backfill.DEFAULT else FEW
         if len(self._snapshot.pending) + len(self._snapshot.running) + len(self._snapshot.nodes) <= few:
             return self._starts_in_a_plan(request)
-        return any(self._planner.offer(replace(view, request=request)) is not None for view in self._views)
+        return any(self._current.offer(replace(view, request=request)) is not None for view in self._views)
 
     def _starts_in_a_plan(self, request: ResourceRequest) -> bool:
         mine = self._job
         others = tuple(replace(view, request=request) for view in mine.others)
         changed = replace(mine, request=request, others=others)
         pending = tuple(changed if job.id == mine.id else job for job in self._snapshot.pending)
-        planner = Planner(replace(self._snapshot, pending=pending), self._policy)
+        current = SchedulingPass(replace(self._snapshot, pending=pending), self._policy)
         final = not others and self._policy.backfill is not Backfill.DEFAULT  # what a look at it comes to
-        for _ in planner.steps:
-            if planner.starts and planner.starts[-1].job_id == mine.id:
+        for _ in steps_of(current):
+            if current.starts and current.starts[-1].job_id == mine.id:
                 return True
-            if planner.decided or (final and mine.id in planner.waits):
+            if current.starts_are_final or (final and mine.id in current.waits):
                 break
-        return any(start.job_id == mine.id for start in planner.starts)
+        return any(start.job_id == mine.id for start in current.starts)
 
     def _place(self, view: PendingJob) -> ExpectedPlace | None:
-        found = self._planner.expected(view)
+        found = self._current.expected(view)
         if found is None:
             return None
         start_s, parts = found
@@ -111,7 +113,7 @@ class WhatIf:
         """Return the running jobs on these nodes that are to have ended by `start_s`, the last to end first."""
         if start_s <= self._snapshot.now_s:
             return ()
-        timeline = self._planner.timeline
+        timeline = self._current.placement.timeline
         held = [job for job in self._snapshot.running if any(share.node in nodes for share in job.shares)]
         ends = sorted(((timeline.end_of(job), job.display_id) for job in held), reverse=True)
         return tuple((display_id, end_s) for end_s, display_id in ends if end_s <= start_s)

@@ -1,33 +1,34 @@
-"""Our own policy, `default`: short jobs first by prediction, and a guard that keeps jobs from waiting much longer than EASY.
+"""The policy `default`: short jobs first by predicted run time, with a bound on how long others wait.
 
-Its measure is plain EASY's longest wait so far on the same jobs (see `rehearsal`): certain, and it only grows. Who has waited
-for a part of it is *old*. Wide jobs, for which room is hardest to find, count as having waited longer by their share of the
-machine: it is they that wait longest under plain EASY. The old come first, in the order of what they count as having waited:
-those that fit start, the first few that do not are promised the earliest start that the requests of what runs allow, and the
-others start if they touch no promise. The young come by the time they have waited over the time that they are expected to run
-(see `predict`), weighed by their size: whoever waits moves up, a short job quickly. They start if they fit and touch no promise.
+The bound is the longest wait so far under plain EASY backfill for the same jobs (`shadow_easy`): it is certain, and it only
+grows. A job that has waited for a part of it is *overdue*. Wide jobs count as having waited longer, by the share of the machine
+that they need, because they wait longest under plain EASY.
 
-The work of those who overtake is what keeps the others waiting. So the nearer the one who has waited longest is to the measure,
-the shorter a job must be to be preferred: expected times beyond `WaitBound.long_s` count alike,
-and such jobs keep their order of arrival.
+1. *Short* jobs ask for very little work (`ShortJobs`). They go ahead of all others, promises or not, while no job has waited
+   nearly as long as the bound. So a promise can be late, but not for many jobs at once: short jobs hold a small share of the
+   machine.
+2. Overdue jobs come next, the longest counted wait first. Those that fit start; the first few that do not fit are promised the
+   earliest start that the requests of the running jobs allow; the others start if they delay no promise.
+3. *Recent* jobs follow, by the ratio of wait to predicted run time (see `predict`), weighted by size. So every waiting job moves
+   up, a short one quickly. They start if they fit and delay no promise.
 
-Jobs that ask for next to nothing (see `quick`) go ahead of all, promises or not, while nobody has waited for nearly as long as
-the measure. So a promise can be late, but not for many at once: what goes ahead holds a small share of the machine.
+The work of overtaking jobs is what keeps the others waiting. So the nearer the longest wait is to the bound, the shorter a job
+must be to be preferred: predicted times beyond `WaitBound.long_s` count alike, and such jobs keep their order of arrival.
 
-A few of the young are promised a start as well, for what is begun before they are old would still be in their way then: the
-first in line, for a late one, and the first of those that need much of the machine, for an early one. Before there is a
-measure, in the first days of a machine, nobody is old before a fixed time, and the first in the second order is promised a start.
+A few recent jobs are promised a start too, because jobs that begin before they are overdue would still be in their way then:
+the first in the queue get a late start, and the first that needs much of the machine gets an early one. In the first days of a
+machine there is no bound yet: then a job is overdue after a fixed time, and the first of the recent jobs is promised a start.
 
-A prediction only orders jobs, promises count with requests: one that proves short delays no promise. On a machine whose requests
-are not trusted (`Guard.distrusts`) promises count with `predict.Needed`, and a job that outlasts its prediction may delay them.
+A prediction only orders jobs; promises count with requests, so a wrong prediction delays no promise. On a machine whose
+requests are not trusted (`Guard.distrusts`), promises count with `predict.Needed`, and a job that outlasts its prediction may
+delay them.
 
-What is proven: with `Guard.part` and `old_s` 0 (everybody is old, and no width counts), one promise and nothing quick the
-schedule is plain EASY's, and those that went ahead hold no more than their share of the machine. What is not: that the longest
-wait stays below plain EASY's. As soon as one job starts elsewhere than under EASY all later ones do, and the longest of many
-thousand waits falls as luck has it: see man/adr/0011-the-guard-of-the-default-policy.md for how often it is above.
+Proven: if all jobs are overdue (`Guard.overdue_part` and `least_easy_wait_s` are 0, and width does not count), with one promise
+and no short jobs, the schedule is plain EASY's. Not proven: that the longest wait stays below plain EASY's. See
+man/adr/0011-the-guard-of-the-default-policy.md for how often it does not.
 
-Here is what is decided, for whoever knows what is free: `guarded` on a pool of alike processors, `guardplan` on the nodes of a
-plan. Where jobs stand in several lines, each with a part of the machine, what is said of the first ones holds for each line.
+Knows nothing of nodes: `on_pool` follows these decisions on a pool of equal processors, `on_nodes` in a scheduling pass. If
+jobs are in several queues, each with a part of the machine, what is said of first jobs holds for each queue.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from hpcsched.sched.policy import Guard
 
-SHORTEST_S = 10.0  # as bounded slowdown counts: shorter is not worth preferring
+SHORTEST_S = 10.0  # the floor of bounded slowdown: a shorter run time is no advantage
 
 Job = TypeVar("Job")
 
@@ -46,38 +47,38 @@ Job = TypeVar("Job")
 class Candidate(NamedTuple, Generic[Job]):
     """A waiting job as the guard sees it."""
 
-    number: int  # its place in line, which decides between equals
-    since_s: float  # since when it waits
+    number: int  # its place in the queue, which decides between equal jobs
+    since_s: float  # it has waited since then
     limit_s: float
-    user: int  # negative: nobody
-    amount: float  # of processors that it needs, or of their number what it needs more of
-    part: float  # of its line's machine, 0..1
-    is_quick: bool
-    line: Hashable
+    user: int  # negative: unknown
+    amount: float  # processors that it needs, or as many as its largest other resource is worth
+    part: float  # of the machine of its queue, 0..1
+    is_short: bool
+    queue: Hashable
     job: Job
 
 
 class Capacity(Protocol[Job]):
-    """What is free, and who has it."""
+    """What is free for the decisions of one pass; keeps account of starts and promises."""
 
     def most(self) -> float:
         """Return the largest amount that is worth trying."""
 
-    def has_for_quick(self, one: Candidate[Job]) -> bool:
-        """Say whether what quick jobs may have has room for one more."""
+    def has_for_short(self, candidate: Candidate[Job]) -> bool:
+        """Say whether the share of the machine for short jobs has room for `candidate`."""
 
-    def start(self, one: Candidate[Job]) -> bool:
-        """Start `one` if it fits now and touches no promise but its own; say whether it runs."""
+    def start(self, candidate: Candidate[Job]) -> bool:
+        """Start `candidate` if it fits now and delays no promise to others; say whether it runs."""
 
-    def promise(self, one: Candidate[Job], from_s: float) -> None:
-        """Keep room for `one`, which does not fit now, from the first time at or after `from_s` at which it fits."""
+    def promise(self, candidate: Candidate[Job], from_s: float) -> None:
+        """Reserve a slot for `candidate`, which does not fit now, at `from_s` or the first time after it that fits."""
 
 
 class WaitBound:
-    """The guard's numbers at one moment: who is old, and what counts as long.
+    """The numbers of the guard at one time: when a job is overdue, and which predicted times count alike.
 
-    `easy_wait_s`: plain EASY's longest wait so far; `learning`: that says too little yet; `first_waited_s`: for so long the one
-    has waited who came first; `longest_s`: of each user's last runs.
+    `easy_wait_s`: longest wait so far under plain EASY. `learning`: that is not known for long enough yet.
+    `first_waited_s`: how long the first job of the queue has waited. `longest_s`: longest of each user's last runs.
     """
 
     def __init__(
@@ -93,104 +94,128 @@ class WaitBound:
         self.guard = guard
         self.now_s = now_s
         self.learning = learning
-        self.measure_s = max(guard.old_s, easy_wait_s)
-        self.old_after_s = guard.part * self.measure_s
-        self.bonus_s = guard.wide_bonus * self.old_after_s
-        patience_s = self.measure_s
+        self.easy_max_wait_s = max(guard.least_easy_wait_s, easy_wait_s)
+        self.overdue_after_s = guard.overdue_part * self.easy_max_wait_s
+        self.bonus_s = guard.wide_bonus * self.overdue_after_s
+        patience_s = self.easy_max_wait_s
         if learning:
             self.long_s = guard.learning_long_s
-            self.old_after_s, self.bonus_s = max(self.old_after_s, guard.learning_old_s), 0.0
-            patience_s = max(patience_s, guard.learning_old_s)
+            self.overdue_after_s, self.bonus_s = max(self.overdue_after_s, guard.learning_overdue_s), 0.0
+            patience_s = max(patience_s, guard.learning_overdue_s)
         else:
-            calm_s = max(0.0, guard.calm_part * self.measure_s - first_waited_s)
+            calm_s = max(0.0, guard.calm_part * self.easy_max_wait_s - first_waited_s)
             self.long_s = min(guard.long_s, guard.long_least_s + guard.long_per_calm * calm_s)
-        self.quick_go = first_waited_s <= guard.quick.part * patience_s
+        self.short_jobs_go_ahead = first_waited_s <= guard.short.wait_part * patience_s
         self._longest_s = longest_s
 
-    def by_age(self, line: Iterable[Candidate[Job]]) -> tuple[list[Candidate[Job]], list[Candidate[Job]]]:
-        """Return the old, who counts as having waited longest first, and the young in the order of `line`."""
-        since_s, bonus_s = self.now_s - self.old_after_s, self.bonus_s
-        old: list[tuple[float, int, Candidate[Job]]] = []
-        young: list[Candidate[Job]] = []
-        for one in line:
-            counted_s = one[1] - bonus_s * one[5]
+    def split(self, queue: Iterable[Candidate[Job]]) -> tuple[list[Candidate[Job]], list[Candidate[Job]]]:
+        """Return the overdue candidates, the longest counted wait first, and the recent ones in the order of `queue`."""
+        since_s, bonus_s = self.now_s - self.overdue_after_s, self.bonus_s
+        overdue: list[tuple[float, int, Candidate[Job]]] = []
+        recent: list[Candidate[Job]] = []
+        for candidate in queue:
+            counted_s = candidate[1] - bonus_s * candidate[5]  # indices: this loop is hot
             if counted_s <= since_s:
-                old.append((counted_s, one[0], one))
+                overdue.append((counted_s, candidate[0], candidate))
             else:
-                young.append(one)
-        old.sort()
-        return [one for _, _, one in old], young
+                recent.append(candidate)
+        overdue.sort()
+        return [candidate for _, _, candidate in overdue], recent
 
-    def ranked(self, jobs: Iterable[Candidate[Job]], power: float) -> list[Candidate[Job]]:
-        """Return `jobs` with the one first that has waited most for its size, which weighs by `power`."""
+    def ranked(self, candidates: Iterable[Candidate[Job]], power: float) -> list[Candidate[Job]]:
+        """Return `candidates` by wait over predicted run time and size to the `power`, the largest ratio first."""
         now_s, long_s, longest_s = self.now_s, self.long_s, self._longest_s
         ranked = []
-        for one in jobs:
-            number, since_s, limit_s, user, amount = one[:5]
+        for candidate in candidates:
+            number, since_s, limit_s, user, amount = candidate[:5]
             expected_s = min(limit_s, longest_s.get(user, limit_s))
             expected_s = min(long_s, max(SHORTEST_S, expected_s))
-            ranked.append(((since_s - now_s) / (expected_s * amount**power), expected_s, number, one))
-        ranked.sort()  # of those that have only just come the shortest is first
-        return [one for _, _, _, one in ranked]
+            ranked.append(((since_s - now_s) / (expected_s * amount**power), expected_s, number, candidate))
+        ranked.sort()  # of jobs that have not waited yet, the shortest is first
+        return [candidate for _, _, _, candidate in ranked]
 
-    def promised(self, young: Sequence[Candidate[Job]]) -> Iterator[tuple[Candidate[Job], float]]:
-        """Yield who of the young is promised a start, and from when on: the first wide one of each line and its first few."""
+    def promised(self, recent: Sequence[Candidate[Job]]) -> Iterator[tuple[Candidate[Job], float]]:
+        """Yield the recent candidates that are promised a start, and from when: of each queue the first wide and few first."""
         guard = self.guard
         wide: dict[Hashable, Candidate[Job]] = {}
         first: dict[Hashable, list[Candidate[Job]]] = {}
-        for one in young:
-            of_line = first.setdefault(one.line, [])
-            if len(of_line) < guard.first:
-                of_line.append(one)
-            if one.part >= guard.wide and one.line not in wide:
-                wide[one.line] = one
-        for line, ones in first.items():
-            widest = wide.get(line)
+        for candidate in recent:
+            of_queue = first.setdefault(candidate.queue, [])
+            if len(of_queue) < guard.first:
+                of_queue.append(candidate)
+            if candidate.part >= guard.wide and candidate.queue not in wide:
+                wide[candidate.queue] = candidate
+        for queue, candidates in first.items():
+            widest = wide.get(queue)
             if widest is not None:
                 yield widest, self._late_s(widest, guard.wide_part)
-            for one in ones:
-                if one is not widest:
-                    yield one, self._late_s(one, guard.first_part * (1 - guard.wide_bonus * one.part))
+            for candidate in candidates:
+                if candidate is not widest:
+                    yield candidate, self._late_s(candidate, guard.first_part * (1 - guard.wide_bonus * candidate.part))
 
-    def _late_s(self, one: Candidate[Job], part: float) -> float:
-        return max(self.now_s, one.since_s + part * self.measure_s)
+    def _late_s(self, candidate: Candidate[Job], part: float) -> float:
+        return max(self.now_s, candidate.since_s + part * self.easy_max_wait_s)
 
 
-def decide(line: Sequence[Candidate[Job]], moment: WaitBound, room: Capacity[Job]) -> Iterator[None]:
-    """Start jobs of `line` (as they stand in it) in `room`, and promise others a start; each step is a look at one job."""
-    guard = moment.guard
-    gone: set[int] = set()
-    if moment.quick_go:
-        for one in moment.ranked([one for one in line if one.is_quick and one.amount <= room.most()], guard.size_power):
-            if room.has_for_quick(one) and room.start(one):
-                gone.add(one.number)
-            yield
-    old, young = moment.by_age([one for one in line if one.number not in gone] if gone else line)
+def decide(queue: Sequence[Candidate[Job]], bound: WaitBound, capacity: Capacity[Job]) -> Iterator[None]:
+    """Start candidates of `queue` in `capacity`, and promise others a start; each step looks at one candidate."""
+    started: set[int] = set()
+    if bound.short_jobs_go_ahead:
+        yield from _start_short(queue, bound, capacity, started)
+    overdue, recent = bound.split(
+        [candidate for candidate in queue if candidate.number not in started] if started else queue
+    )
     promises: Counter[Hashable] = Counter()
-    for one in old:
-        if room.most() <= 0:
-            return
-        if not room.start(one) and promises[one.line] < guard.promises:
-            promises[one.line] += 1
-            room.promise(one, moment.now_s)
-        yield
-    if moment.learning:
-        for one in moment.ranked(
-            [one for one in young if one.amount <= room.most() or not promises[one.line]], guard.learning_power
-        ):
-            if room.most() <= 0:
-                return
-            if not room.start(one) and not promises[one.line]:
-                promises[one.line] += 1
-                room.promise(one, moment.now_s)
-            yield
+    yield from _start_in_order(overdue, bound, capacity, promises, bound.guard.promises)
+    if capacity.most() <= 0:
         return
-    if ranked := moment.ranked([one for one in young if one.amount <= room.most()], guard.size_power):
-        for one, from_s in moment.promised(young):
-            room.promise(one, from_s)
-            yield
-        for one in ranked:
-            if room.most() <= 0:
-                return
-            room.start(one)
-            yield
+    if bound.learning:
+        worth_trying = [each for each in recent if each.amount <= capacity.most() or not promises[each.queue]]
+        ranked = bound.ranked(worth_trying, bound.guard.learning_power)
+        yield from _start_in_order(ranked, bound, capacity, promises, 1)
+    else:
+        yield from _start_recent(recent, bound, capacity)
+
+
+def _start_short(
+    queue: Sequence[Candidate[Job]], bound: WaitBound, capacity: Capacity[Job], started: set[int]
+) -> Iterator[None]:
+    """Start short jobs, and note their numbers in `started`."""
+    short = [candidate for candidate in queue if candidate.is_short and candidate.amount <= capacity.most()]
+    for candidate in bound.ranked(short, bound.guard.size_power):
+        if capacity.has_for_short(candidate) and capacity.start(candidate):
+            started.add(candidate.number)
+        yield
+
+
+def _start_in_order(
+    candidates: Sequence[Candidate[Job]],
+    bound: WaitBound,
+    capacity: Capacity[Job],
+    promises: Counter[Hashable],
+    most_promises: int,
+) -> Iterator[None]:
+    """Start candidates in this order; promise the first that do not fit a start, up to `most_promises` in each queue."""
+    for candidate in candidates:
+        if capacity.most() <= 0:
+            return
+        if not capacity.start(candidate) and promises[candidate.queue] < most_promises:
+            promises[candidate.queue] += 1
+            capacity.promise(candidate, bound.now_s)
+        yield
+
+
+def _start_recent(recent: Sequence[Candidate[Job]], bound: WaitBound, capacity: Capacity[Job]) -> Iterator[None]:
+    """Promise some recent candidates a start, then start those that fit, in the order of their rank."""
+    worth_trying = [candidate for candidate in recent if candidate.amount <= capacity.most()]
+    ranked = bound.ranked(worth_trying, bound.guard.size_power)
+    if not ranked:
+        return
+    for candidate, from_s in bound.promised(recent):
+        capacity.promise(candidate, from_s)
+        yield
+    for candidate in ranked:
+        if capacity.most() <= 0:
+            return
+        capacity.start(candidate)
+        yield

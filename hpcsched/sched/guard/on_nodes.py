@@ -1,10 +1,11 @@
-"""Our own policy (see `guard`) on the nodes of a plan: the very same decisions, where jobs need more than processors.
+"""The policy `default` in a scheduling pass: the decisions of `decide`, for jobs that need more than processors.
 
-A job needs so many processors of its line's machine as the largest part of cpus, memory or GPUs that it asks for; an exclusive
-one counts by its nodes. Partitions of a higher tier come first, each tier by itself. The order of a line is that of priorities.
-Where these are more than age, while somebody waits in a line who is worth less, the first of the others have EASY's promise:
-they start while they fit, the first that does not is promised its start before anything else is tried, quick or not. So
-what an administrator or a fair share puts first stays first; among equals the guard decides alone.
+A job counts as needing so many processors as the largest part of cpus, memory or GPUs that it asks for is worth; an exclusive
+job counts by its nodes. Partitions of a higher tier come first, each tier by itself. A queue is in the order of priorities.
+
+Priorities may be more than age. Then, while jobs of lower worth wait in a queue, the first of the others are treated as under
+EASY: they start while they fit, and the first that does not fit is promised its start before anything else is tried, also
+before short jobs. So what an administrator or a fair share puts first stays first; among equals the guard alone decides.
 """
 
 from __future__ import annotations
@@ -25,173 +26,183 @@ from hpcsched.sched.queue.queues import PartitionQueues
 from hpcsched.sched.run_time import RunTimes
 from hpcsched.sched.snapshot import NodeView, PendingJob, RunningJob, Snapshot
 
-ALL = float("inf")
+UNLIMITED = float("inf")
+QueueKey = tuple[str, str]  # partition, reservation
 
 
-class PlanUnderWay(Protocol):
-    """What the policy uses of the plan that it decides for."""
+class PassUnderWay(Protocol):
+    """What the policy uses of a scheduling pass."""
 
     snapshot: Snapshot
     policy: Policy
     guard: Guard
     needed: Needed | None
     priorities: dict[JobId, int]
-    lanes: PartitionQueues
-    lasting: RunTimes
-    tally: LimitCounts
-    gone: set[JobId]
+    limits: LimitCounts
+    started_ids: set[JobId]
+
+    @property
+    def queues(self) -> PartitionQueues: ...
+
+    @property
+    def run_times(self) -> RunTimes: ...
 
     def start_now(self, job: PendingJob) -> bool:
-        """Start `job` if it fits and touches no promise but its own; say whether it does."""
+        """Start `job` if it fits beside the slots of others; say whether it starts."""
 
-    def keep_from(self, job: PendingJob, from_s: float) -> bool:
-        """Keep room for `job` from the first time at or after `from_s` at which it fits; say whether some is kept."""
+    def reserve_from(self, job: PendingJob, from_s: float) -> bool:
+        """Reserve a slot for `job` at `from_s` or the first time after it at which it fits; say whether it has a slot."""
 
 
-def guarded(planner: PlanUnderWay, queue: Sequence[PendingJob]) -> Iterator[None]:
-    """Start jobs of `queue`, in the order of priorities, and promise others a start; each step is a look at one job."""
-    room = _PlanRoom(planner)
-    partitions = planner.snapshot.partitions
-    within_limits = [job for job in queue if planner.tally.why_not(job) is None]  # the others hold nobody up
+def guarded(current: PassUnderWay, queue: Sequence[PendingJob]) -> Iterator[None]:
+    """Start jobs of `queue` (in the order of priorities), and promise others a start; each step looks at one job."""
+    capacity = _NodeCapacity(current)
+    partitions = current.snapshot.partitions
+    within_limits = [job for job in queue if current.limits.why_not(job) is None]  # the others delay no job
     for _, jobs in groupby(within_limits, lambda job: partitions[job.partition].priority_tier):
         tier = tuple(jobs)
-        yield from _those_ahead(planner, tier)
-        line = [room.candidate(number, job) for number, job in enumerate(tier)]
+        yield from _start_first_by_priority(current, tier)
+        candidates = [capacity.candidate(number, job) for number, job in enumerate(tier)]
         yield
-        yield from decide(line, _moment(planner, line), room)
+        yield from decide(candidates, _wait_bound(current, candidates), capacity)
 
 
 def trusting(snapshot: Snapshot, policy: Policy) -> tuple[Guard, Needed | None]:
-    """Return the guard of a plan, and what jobs are expected to need if their requests are not to be trusted."""
+    """Return the guard of a pass, and how long jobs are expected to need if their requests are not trusted."""
     guard, experience = policy.guard, snapshot.experience
     if policy.backfill is not Backfill.DEFAULT or not guard.distrusts(experience.request_use):
         return guard, None
     return guard.where_distrusted(), Needed(experience.longest_runs_s, guard.distrust_times)
 
 
-def _those_ahead(planner: PlanUnderWay, queue: Sequence[PendingJob]) -> Iterator[None]:
-    """Start, or promise a start to, those of each line that are first in it by more than their age."""
-    policy, scale = planner.policy, scale_of(planner.snapshot)
-    worth = [without_age(job, planner.priorities[job.id], scale, policy) for job in queue]
-    least: dict[tuple[str, str], int] = {}
-    for job, its in zip(queue, worth, strict=True):
-        line = _line(job)
-        least[line] = min(its, least.get(line, its))
-    open_lines = set(least)
-    for job, its in zip(queue, worth, strict=True):
-        line = _line(job)
-        if line not in open_lines:
+def _start_first_by_priority(current: PassUnderWay, jobs: Sequence[PendingJob]) -> Iterator[None]:
+    """Start, or promise a start to, the jobs that are first in their queue by more than their age."""
+    policy, scale = current.policy, scale_of(current.snapshot)
+    worths = [without_age(job, current.priorities[job.id], scale, policy) for job in jobs]
+    least: dict[QueueKey, int] = {}
+    for job, worth in zip(jobs, worths, strict=True):
+        key = _queue_key(job)
+        least[key] = min(worth, least.get(key, worth))
+    open_queues = set(least)
+    for job, worth in zip(jobs, worths, strict=True):
+        key = _queue_key(job)
+        if key not in open_queues:
             continue
-        waits = its > least[line] and not planner.start_now(job)
-        if its <= least[line] or (waits and planner.keep_from(job, planner.snapshot.now_s)):
-            open_lines.discard(line)
+        waits = worth > least[key] and not current.start_now(job)
+        if worth <= least[key] or (waits and current.reserve_from(job, current.snapshot.now_s)):
+            open_queues.discard(key)
         yield
 
 
-def _moment(planner: PlanUnderWay, line: Sequence[Candidate[PendingJob]]) -> WaitBound:
-    now_s, guard, experience = planner.snapshot.now_s, planner.guard, planner.snapshot.experience
+def _wait_bound(current: PassUnderWay, candidates: Sequence[Candidate[PendingJob]]) -> WaitBound:
+    now_s, guard, experience = current.snapshot.now_s, current.guard, current.snapshot.experience
     return WaitBound(
         guard,
         now_s,
         experience.easy_wait_s,
         learning=experience.began_s is None or now_s < experience.began_s + guard.learning_s,
-        first_waited_s=now_s - min(one.since_s for one in line),
+        first_waited_s=now_s - min(candidate.since_s for candidate in candidates),
         longest_s=experience.longest_runs_s,
     )
 
 
-def _line(job: PendingJob) -> tuple[str, str]:
+def _queue_key(job: PendingJob) -> QueueKey:
     return job.partition, job.reservation
 
 
-class _PlanRoom:
-    """What a plan has to give; see `guard.Room`."""
+class _NodeCapacity:
+    """What is free in a pass; see `decide.Capacity`."""
 
-    def __init__(self, planner: PlanUnderWay) -> None:
-        self._planner = planner
-        self._machines: dict[tuple[str, str], Held] = {}  # by line: its nodes together
-        self._amounts: dict[tuple[str, str, int], float] = {}  # by line and shape
-        self._quick_held: dict[str, float] = {}  # by partition
-        nodes = {node.name: node for node in planner.snapshot.nodes}
-        for job in planner.snapshot.running:
-            self._count_if_quick(job, nodes)
+    def __init__(self, current: PassUnderWay) -> None:
+        self._current = current
+        self._machines: dict[QueueKey, Held] = {}  # all nodes of the queue together
+        self._amounts: dict[tuple[str, str, int], float] = {}  # by queue and shape
+        self._held_by_short: dict[str, float] = {}  # by partition
+        nodes = {node.name: node for node in current.snapshot.nodes}
+        for job in current.snapshot.running:
+            self._count_if_short(job, nodes)
 
     def candidate(self, number: int, job: PendingJob) -> Candidate[PendingJob]:
-        """Return `job`, the one of this number, as the guard sees it."""
-        planner, line = self._planner, _line(job)
+        """Return `job` as the guard sees it; `number` is its place in the queue."""
+        current, queue = self._current, _queue_key(job)
         amount = self._amount(job)
-        part = amount / max(1.0, self._machine(line)[CPU])
-        limit_s = planner.lasting.limit_s(job)
-        length_s = limit_s if planner.needed is None else planner.lasting.needed_s(job, planner.snapshot.now_s)
+        part = amount / max(1.0, self._machine(queue)[CPU])
+        limit_s = current.run_times.limit_s(job)
+        length_s = limit_s if current.needed is None else current.run_times.needed_s(job, current.snapshot.now_s)
         return Candidate(
             number=number,
-            since_s=job.since_s if job.since_s is not None else planner.snapshot.now_s,
+            since_s=job.since_s if job.since_s is not None else current.snapshot.now_s,
             limit_s=limit_s,
             user=job.uid,
             amount=amount,
             part=part,
-            is_quick=planner.guard.quick.is_quick(length_s, part),
-            line=line,
+            is_short=current.guard.short.is_short(length_s, part),
+            queue=queue,
             job=job,
         )
 
     def most(self) -> float:
-        return ALL
+        return UNLIMITED
 
-    def has_for_quick(self, one: Candidate[PendingJob]) -> bool:
-        held = self._quick_held.get(one.job.partition, 0)
-        return held + one.amount <= self._planner.guard.quick.share * self._machine(_line(one.job))[CPU]
+    def has_for_short(self, candidate: Candidate[PendingJob]) -> bool:
+        held = self._held_by_short.get(candidate.job.partition, 0)
+        return (
+            held + candidate.amount <= self._current.guard.short.share * self._machine(_queue_key(candidate.job))[CPU]
+        )
 
-    def start(self, one: Candidate[PendingJob]) -> bool:
-        if one.job.id in self._planner.gone:  # in another of its partitions, or by another plan
+    def start(self, candidate: Candidate[PendingJob]) -> bool:
+        job = candidate.job
+        if job.id in self._current.started_ids:  # in another of its partitions, or by another plan
             return True
-        started = self._planner.start_now(one.job)
-        if started and one.is_quick:
-            self._quick_held[one.job.partition] = self._quick_held.get(one.job.partition, 0) + one.amount
+        started = self._current.start_now(job)
+        if started and candidate.is_short:
+            self._held_by_short[job.partition] = self._held_by_short.get(job.partition, 0) + candidate.amount
         return started
 
-    def promise(self, one: Candidate[PendingJob], from_s: float) -> None:
-        self._planner.keep_from(one.job, from_s)
+    def promise(self, candidate: Candidate[PendingJob], from_s: float) -> None:
+        self._current.reserve_from(candidate.job, from_s)
 
-    def _machine(self, line: tuple[str, str]) -> Held:
-        """Return what the nodes of `line` have together."""
-        machine = self._machines.get(line)
+    def _machine(self, queue: QueueKey) -> Held:
+        """Return what the nodes of `queue` have together."""
+        machine = self._machines.get(queue)
         if machine is None:
-            nodes = self._planner.snapshot.nodes
-            machine = self._machines[line] = all_of(nodes[at] for at in self._planner.lanes.at(*line).nodes)
+            nodes = self._current.snapshot.nodes
+            machine = self._machines[queue] = all_of(nodes[at] for at in self._current.queues.at(*queue).nodes)
         return machine
 
     def _amount(self, job: PendingJob) -> float:
-        line, shape = _line(job), job.request.shape
-        key = *line, id(shape)
+        queue, shape = _queue_key(job), job.request.shape
+        key = *queue, id(shape)
         amount = self._amounts.get(key)
         if amount is None:
-            machine = self._machine(line)
+            machine = self._machine(queue)
             amount = amount_of(least_of(shape), machine)
-            empty = sum(one.nodes_min for one in shape.each if one.exclusive)
+            empty = sum(component.nodes_min for component in shape.each if component.exclusive)
             if empty:
-                amount = max(amount, machine[CPU] * empty / max(1, len(self._planner.lanes.at(*line).nodes)))
+                nodes = len(self._current.queues.at(*queue).nodes)
+                amount = max(amount, machine[CPU] * empty / max(1, nodes))
             self._amounts[key] = amount
         return amount
 
-    def _count_if_quick(self, job: RunningJob, nodes: Mapping[NodeName, NodeView]) -> None:
-        needed, no_limit_s = self._planner.needed, self._planner.policy.default_time_limit_s
-        if job.partition not in self._planner.snapshot.partitions:
+    def _count_if_short(self, job: RunningJob, nodes: Mapping[NodeName, NodeView]) -> None:
+        current = self._current
+        needed, no_limit_s = current.needed, current.policy.default_time_limit_s
+        if job.partition not in current.snapshot.partitions:
             return
         length_s = job.ends_at_s - job.began_at_s if job.ends_at_s is not None else float(no_limit_s)
         if needed is not None:
             length_s = needed.length_s(job.uid, length_s)
         machine = self._machine((job.partition, ""))
         amount = amount_of(held_by(job.shares, nodes), machine)
-        if self._planner.guard.quick.is_quick(length_s, amount / max(1.0, machine[CPU])):
-            self._quick_held[job.partition] = self._quick_held.get(job.partition, 0) + amount
+        if current.guard.short.is_short(length_s, amount / max(1.0, machine[CPU])):
+            self._held_by_short[job.partition] = self._held_by_short.get(job.partition, 0) + amount
 
 
 def amount_of(held: Held, machine: Held) -> float:
-    """Return how many cpus of `machine` the largest part is that `held` is of one of its resources."""
+    """Return the largest part of one resource of `machine` that `held` takes, in cpus of the machine."""
     others = [
-        its / machine[name] * machine[CPU]
-        for name, its in held.items()
+        amount / machine[name] * machine[CPU]
+        for name, amount in held.items()
         if (name == MEM or name.startswith(GPU)) and machine.get(name)
     ]
     return max(held[CPU], *others, 0)

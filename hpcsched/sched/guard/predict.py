@@ -1,11 +1,13 @@
-"""How long a job will run, from what its user's last jobs ran.
+"""How long a job will run, predicted from the last jobs of its user.
 
-People ask for far more time than they need, but each runs the same kind of job again and again. The longest of a user's last
-few runs says more than the request; it is never more than the request, and the request stands where there is no history or
-nobody is named. As a rule a prediction only puts jobs in order, and promises are counted by requests. On a machine whose jobs
-use a small part of the processor time that they ask for (`RequestUse`), requests say nothing. There promises are counted by
-`Needed`, a multiple of the prediction, which is raised when a job outlasts it. Source: after Tsafrir, Etsion and Feitelson,
-"Backfilling using system-generated predictions rather than user runtime estimates" (2007), who take the mean of the last two.
+Users ask for far more time than they need, but each runs the same kind of job again and again. So the longest of a user's last
+few runs says more than the request. A prediction is never longer than the request, and equals it if there is no history or no
+user. Usually a prediction only orders jobs, and promises count with requests. On a machine whose jobs use a small part of the
+processor time that they ask for (`RequestUse`), requests say nothing: there, promises count with `Needed`, a multiple of the
+prediction, which is raised when a job outlasts it.
+
+Source: after Tsafrir, Etsion and Feitelson, "Backfilling using system-generated predictions rather than user runtime estimates"
+(2007), who take the mean of the last two runs.
 """
 
 from __future__ import annotations
@@ -16,20 +18,20 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 REMEMBERED = 3
-LEAST_JOBS = 200  # after so many ended jobs their use of requests says something of the next
-FORGETS_JOBS = 5000  # a job counts 1/e of a new one after so many
+LEAST_JOBS = 200  # ended jobs before their use of requests predicts that of later jobs
+FORGETS_JOBS = 5000  # later jobs after which a job counts 1/e of a new one
 LEAST_NEED_S = 60.0  # no job is expected to need less than this
 
 
 class History:
-    """What users' last jobs ran."""
+    """The run times of each user's last jobs."""
 
     def __init__(self) -> None:
         self._last: dict[int, deque[float]] = {}
         self.longest_s: dict[int, float] = {}  # of the last few runs, by user
 
     def record(self, user: int, run_s: float) -> None:
-        """Note that a job of `user` ran for `run_s`; a negative user is nobody."""
+        """Note that a job of `user` ran for `run_s`; a negative user is unknown and is ignored."""
         if user < 0:
             return
         last = self._last.get(user)
@@ -40,7 +42,7 @@ class History:
 
 
 class RequestUse:
-    """The part of the requested processor time that ended jobs used; older jobs count less and less."""
+    """The part of the requested processor time that ended jobs used; the older a job, the less it counts."""
 
     def __init__(self) -> None:
         self._jobs = 0
@@ -56,16 +58,16 @@ class RequestUse:
 
     @property
     def part(self) -> float:
-        """Return the part, 0..1; 1 as long as too few jobs have ended."""
+        """Return the part, 0..1; 1 until enough jobs have ended."""
         if self._jobs < LEAST_JOBS or self._used >= self._asked:
             return 1.0
         return self._used / self._asked
 
 
 class Needed:
-    """How long jobs need processors where requests are not trusted: `times` the longest of their user's last runs.
+    """How long jobs need their processors if requests are not trusted: `times` the longest of their user's last runs.
 
-    Never longer than the request. A running job that outlasts this is expected to run for as long again.
+    Never longer than the request. A running job that outlasts this is expected to run as long again.
     """
 
     def __init__(self, longest_s: Mapping[int, float], times: float) -> None:
@@ -78,7 +80,7 @@ class Needed:
         return limit_s if longest_s is None else min(limit_s, max(LEAST_NEED_S, self._times * longest_s))
 
     def end_s(self, user: int, began_s: float, limit_end_s: float, now_s: float) -> float:
-        """Return when a running job is expected to end that began at `began_s` and is at its limit at `limit_end_s`."""
+        """Return the expected end of a job that began at `began_s` and reaches its limit at `limit_end_s`."""
         longest_s = self._longest_s.get(user)
         if longest_s is None:
             return limit_end_s
@@ -91,9 +93,9 @@ class Needed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experience:
-    """What is remembered: the longest of each user's last few runs, by uid, and how plain EASY would have served all jobs.
+    """The history of a machine: the longest of each user's last few runs, by uid, and the waits under plain EASY.
 
-    `easy_wait_s`: its longest wait so far (see `rehearsal`); `began_s`: when the first job came, None: none has;
+    `easy_wait_s`: the longest of these waits so far (see `shadow_easy`). `began_s`: first submission; None: no job yet.
     `request_use`: the part of the requested processor time that jobs used (see `RequestUse`).
     """
 
@@ -107,7 +109,7 @@ NO_EXPERIENCE = Experience()
 
 
 class Expected:
-    """How long jobs are expected to run by `experience`, where `running` (users, and for how long) does not prove it wrong."""
+    """Predicted run times by `experience`, raised by those of `running` jobs (user, run time so far) that outlast them."""
 
     def __init__(self, experience: Experience, running: Iterable[tuple[int, float]]) -> None:
         self._longest_s = dict(experience.longest_runs_s)
@@ -116,5 +118,5 @@ class Expected:
                 self._longest_s[uid] = so_far_s
 
     def run_s(self, uid: int, limit_s: float) -> float:
-        """Return how long a job of this user and limit is expected to run: never longer than its limit."""
+        """Return how long a job of this user with this limit is expected to run: never longer than its limit."""
         return min(limit_s, self._longest_s.get(uid, limit_s))

@@ -1,10 +1,9 @@
-"""How long the unluckiest job would have waited under plain EASY backfill: the measure that our own policy is held to.
+"""Plain EASY backfill of the same jobs, simulated beside the real schedule: the bound of the policy `default`.
 
-The same jobs are scheduled once more by an `EasyPool`, as if on a second machine. It needs to know how long each job runs, and
-knows it only once the job has ended on the real one. So it is behind the real clock: it goes on until something could depend on
-an end that nobody knows yet. What it has found by then is certain: plain EASY's longest wait is at least `longest_wait_s`, and it
-only grows. A real wait below it is one that plain EASY would not have spared everybody. A job is forgotten once it has started
-here and ended on the real machine: a daemon rehearses for years.
+The same jobs are scheduled once more by an `EasyPool`, as if on a second machine. The run time of a job is known only when it
+has ended on the real machine. So the simulation is behind the real clock: it advances until something could depend on an end
+that is not known yet. What it has found is certain: the longest wait under plain EASY is at least `longest_wait_s`, and only
+grows. A job is forgotten once it has started here and ended on the real machine, because a daemon runs for years.
 """
 
 from __future__ import annotations
@@ -17,26 +16,26 @@ from hpcsched.sched.pool.easy import EasyPool
 
 
 class ShadowEasy:
-    """Plain EASY on the jobs that have come so far to a machine of `size` processors, as far as it is known.
+    """Plain EASY on a machine of `size` processors, for the jobs submitted so far, as far as their run times are known.
 
-    Jobs are known by their number in the order of submission.
+    A job is identified by its number in the order of submission.
     """
 
     def __init__(self, size: int) -> None:
         self.longest_wait_s = 0.0
-        self._procs: dict[int, int] = {}  # here and in the next two: of jobs that have not started here
+        self._procs: dict[int, int] = {}  # this and the next two: of jobs that have not started here
         self._limits_s: dict[int, float] = {}
         self._submits_s: dict[int, float] = {}
         self._pool = EasyPool(size, self._procs, self._limits_s)
         self._submitted = 0
-        self._coming: deque[tuple[float, int]] = deque()  # submissions that are not rehearsed yet
-        self._starts_s: dict[int, float] = {}  # here, of jobs that run here
-        self._ends: list[tuple[float, int, int]] = []  # here, of those whose run time is known
+        self._coming: deque[tuple[float, int]] = deque()  # submissions that are not simulated yet
+        self._starts_s: dict[int, float] = {}  # of jobs that run here
+        self._ends: list[tuple[float, int, int]] = []  # ends of jobs that run here and whose run time is known
         self._count = 0
-        self._made: dict[int, int] = {}  # the order of starts here: ends of one second are taken in it
+        self._made: dict[int, int] = {}  # order of starts here: ends of the same second are taken in it
         self._real_starts_s: dict[int, float] = {}
         self._runs_s: dict[int, float] = {}
-        self._unknown: set[int] = set()  # running here, and not known for how long
+        self._unknown: set[int] = set()  # jobs that run here and whose run time is not known
         self._blocker = -1
 
     def submitted(self, procs: int, limit_s: float, now_s: float) -> int:
@@ -48,18 +47,18 @@ class ShadowEasy:
         return job
 
     def started(self, job: int, now_s: float) -> None:
-        """Note that `job` has really started."""
+        """Note that `job` has started on the real machine."""
         self._real_starts_s[job] = now_s
 
     def ended(self, job: int, now_s: float) -> None:
-        """Note that `job` has really ended."""
+        """Note that `job` has ended on the real machine."""
         self._runs_s[job] = run_s = now_s - self._real_starts_s.pop(job)
         if job in self._unknown:
             self._unknown.discard(job)
             heappush(self._ends, (self._starts_s[job] + run_s, self._made[job], job))
 
-    def go_on(self, now_s: float, *, more_may_come: bool) -> None:
-        """Rehearse as far as what is known at `now_s` allows; ends of this second not if `more_may_come` in it."""
+    def advance(self, now_s: float, *, more_may_come: bool) -> None:
+        """Simulate as far as the known run times allow; if `more_may_come` in this second, without the ends in it."""
         ends, coming = self._ends, self._coming
         while True:
             submit_s = coming[0][0] if coming else None
@@ -80,7 +79,7 @@ class ShadowEasy:
                 break
 
     def _unsure(self, at_s: float, now_s: float, *, or_then: bool = False) -> bool:
-        """Say whether a job whose run time is not known yet could end here before `at_s` (`or_then`: or just then)."""
+        """Say whether a job of unknown run time could end here before `at_s` (with `or_then`: or at `at_s`)."""
         if self._blocker in self._unknown and self._may_end(self._blocker, at_s, now_s, or_then):
             return True
         for job in self._unknown:
@@ -90,7 +89,7 @@ class ShadowEasy:
         return False
 
     def _may_end(self, job: int, at_s: float, now_s: float, or_then: bool) -> bool:
-        # It runs here for as long at least as it has run in reality.
+        # It runs here at least as long as it has run on the real machine.
         least_s = self._starts_s[job] + now_s - self._real_starts_s.get(job, now_s)
         return least_s < at_s or (or_then and least_s == at_s)
 
@@ -108,6 +107,6 @@ class ShadowEasy:
                 heappush(self._ends, (at_s + run_s, self._made[job], job))
 
     def _look(self, at_s: float) -> None:
-        """Count the wait of the first in line, which has waited longest."""
+        """Take account of the wait of the first job in the queue, which has waited longest."""
         if self._pool.queue:
             self.longest_wait_s = max(self.longest_wait_s, at_s - self._submits_s[self._pool.queue[0][2]])

@@ -18,6 +18,7 @@ from hpcsched.model.ids import JobId
 from hpcsched.model.job import Reason
 from hpcsched.model.node import Partition
 from hpcsched.model.units import MINUTE_S, known_limit_s
+from hpcsched.sched.decisions import Wait
 from hpcsched.sched.explain.reasons import at_array_limit
 from hpcsched.sched.explain.sentences import listed
 from hpcsched.sched.limits.rules import (
@@ -36,7 +37,6 @@ from hpcsched.sched.limits.rules import (
 )
 from hpcsched.sched.limits.tres import Held, held_by, least_there, with_billing
 from hpcsched.sched.place.request import Shape
-from hpcsched.sched.queue.eligible import Wait
 from hpcsched.sched.queue.usage import factor_of, weights_of
 from hpcsched.sched.snapshot import PendingJob, RunningJob, Snapshot
 

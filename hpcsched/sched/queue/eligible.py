@@ -9,24 +9,14 @@ satisfied. A job that has a deadline and could not end by it even if it started 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import Enum
 
 from hpcsched.model.ids import JobId
 from hpcsched.model.job import ACTIVE, FINAL, Hold, JobState, Reason
 from hpcsched.model.spec import Dependency, DependencyKind
 from hpcsched.model.units import format_time_s
+from hpcsched.sched.decisions import Wait
 from hpcsched.sched.snapshot import JobFact, PendingJob, RunningJob, Snapshot
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wait:
-    """Why a job does not start now: Slurm's word, one sentence for people, and when it is expected to (None: unknown)."""
-
-    reason: Reason
-    detail: str
-    expected_start_s: float | None = None
-
 
 HELD_BY_ADMIN = Wait(reason=Reason.HELD_ADMIN, detail="held by an administrator")
 HELD_BY_USER = Wait(reason=Reason.HELD_USER, detail="held by its user")

@@ -148,7 +148,7 @@ def in_order(
     found: dict[JobId, int] | None = None,
 ) -> list[PendingJob]:
     """Return `jobs` in the order in which they are looked at; note their priorities in `found`."""
-    steps = putting_in_order(jobs, partitions, scale, policy, found)
+    steps = order_in_steps(jobs, partitions, scale, policy, found)
     while True:
         try:
             next(steps)
@@ -157,7 +157,7 @@ def in_order(
             return ordered
 
 
-def putting_in_order(
+def order_in_steps(
     jobs: Iterable[PendingJob],
     partitions: Mapping[str, Partition],
     scale: Scale,

@@ -1,6 +1,6 @@
-"""Reservations in a plan: why a job of one waits for it, and which of them keeps a job of none waiting.
+"""Reservations in a pass: why a job in a reservation waits for it, and which reservation keeps another job waiting.
 
-Where and when which nodes are set aside is `blocks`; the planner keeps to that. Here are the reasons, in words.
+`place.reserved_intervals` has when which nodes are closed. Here are the reasons, in words.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from hpcsched.model.ids import NodeName
 from hpcsched.model.job import Reason
 from hpcsched.model.reservation import MAX_PERIOD_S, Interval, Reservation, occurrences
 from hpcsched.model.units import format_time_s
+from hpcsched.sched.decisions import Wait
 from hpcsched.sched.explain.sentences import listed
 from hpcsched.sched.place.reserved_intervals import HORIZON_S, NEVER_S
-from hpcsched.sched.queue.eligible import Wait
 from hpcsched.sched.snapshot import PendingJob, Snapshot
 
 
 def not_now(job: PendingJob, reservations: Mapping[str, Reservation], now_s: float) -> Wait | None:
-    """Return why a job may not start in its reservation now, whatever is free there; None: it may, or it is in none."""
+    """Return why `job` cannot start in its reservation now, whatever is free there; None: it can, or it has none."""
     if not job.reservation:
         return None
     reservation = reservations.get(job.reservation)
@@ -33,9 +33,9 @@ def not_now(job: PendingJob, reservations: Mapping[str, Reservation], now_s: flo
 
 
 def cut_short_s(job: PendingJob, reservations: Mapping[str, Reservation]) -> float:
-    """Return when `job` is ended if it runs by then, whatever is left of its time limit; NEVER_S: that alone ends it.
+    """Return when `job` is ended even if its time limit is not reached; `NEVER_S`: only its limit ends it.
 
-    With the present or next occurrence of its reservation; and at its deadline, if it asked for no time limit.
+    That is the end of the current or next occurrence of its reservation, and its deadline if it asked for no time limit.
     """
     cut_s = reservations[job.reservation].end_s if job.reservation in reservations else NEVER_S
     if job.deadline_at_s is not None and job.time_min_s is not None:
@@ -43,11 +43,11 @@ def cut_short_s(job: PendingJob, reservations: Mapping[str, Reservation]) -> flo
     return cut_s
 
 
-def kept_by(snapshot: Snapshot, job: PendingJob, nodes: Sequence[int], end_s: float) -> Wait | None:
-    """Return the wait of a job that could run on `nodes` until `end_s` but for reservations of others: for the first of them."""
+def wait_for_reservation(snapshot: Snapshot, job: PendingJob, nodes: Sequence[int], end_s: float) -> Wait | None:
+    """Return the wait for the first reservation that keeps `job` off `nodes` before `end_s`; None: no reservation does."""
     now_s = snapshot.now_s
     wanted = {snapshot.nodes[node].name for node in nodes}
-    for reservation in sorted(snapshot.reservations, key=lambda one: (one.start_s, one.name)):
+    for reservation in sorted(snapshot.reservations, key=lambda reservation: (reservation.start_s, reservation.name)):
         interval = next(occurrences(reservation, now_s, end_s), None)
         if reservation.name != job.reservation and interval and not wanted.isdisjoint(reservation.nodes):
             return _reserved(reservation, sorted(wanted.intersection(reservation.nodes)), interval, now_s)
@@ -55,8 +55,8 @@ def kept_by(snapshot: Snapshot, job: PendingJob, nodes: Sequence[int], end_s: fl
 
 
 def certain_until_s(reservations: Iterable[Reservation], now_s: float) -> float:
-    """Return until when a start that a plan expects is sure to meet no reservation: those that repeat go on beyond it."""
-    return now_s + HORIZON_S - MAX_PERIOD_S if any(one.repeats for one in reservations) else NEVER_S
+    """Return the time beyond which expected starts may meet occurrences of repeating reservations that are not known yet."""
+    return now_s + HORIZON_S - MAX_PERIOD_S if any(reservation.repeats for reservation in reservations) else NEVER_S
 
 
 def _reserved(reservation: Reservation, nodes: list[NodeName], interval: Interval, now_s: float) -> Wait:

@@ -16,7 +16,7 @@ from hpcsched.controller.views import queue
 from hpcsched.controller.views.queue import QueueRows, queue_text
 from hpcsched.model.job import Hold, Reason
 from hpcsched.model.spec import ArraySpec
-from hpcsched.sched.queue.eligible import Wait
+from hpcsched.sched.decisions import Wait
 
 DEFAULT = {"format": "%i %P %j %u %t %M %D %R"}
 QUERIES: tuple[dict[str, str], ...] = (

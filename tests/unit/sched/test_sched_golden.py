@@ -79,7 +79,7 @@ def guarded_cluster() -> World:
         ],
         partitions={"main": "n1,n2,n3,n4", "first": "n4"},
         backfill=Backfill.DEFAULT,
-        guard=Guard(quick=ShortJobs(share=0.04)),
+        guard=Guard(short=ShortJobs(share=0.04)),
     )
     sketch.partitions[1] = replace(sketch.partitions[1], priority_tier=2)
     sketch.now_s = 500.0

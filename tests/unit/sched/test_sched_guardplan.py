@@ -22,7 +22,7 @@ def reservation_of_all_nodes(made: World, start_s: float, end_s: float) -> dict[
 
 
 # Nobody is quick, and only the old are promised anything.
-GUARD = Guard(quick=ShortJobs(share=0), first=0, wide=2)
+GUARD = Guard(short=ShortJobs(share=0), first=0, wide=2)
 
 # Four cpus, two of them busy until 1000: job 2 needs all, and for the two that are free others compete.
 SKETCH = {"nodes": "1x4", "running": ["1: n1 2c 1000s"]}
@@ -105,15 +105,15 @@ def test_who_was_promised_this_moment_starts_in_it() -> None:
 
 def quick_world(**changes: object) -> World:
     """Job 2 is old and waits for 1000; job 3, of one of four cpus, would not be over then."""
-    quick = ShortJobs(limit_s=1200, work_s=300, share=0.25, part=0.9)
-    made = sketch("3: 1c 1200s", guard=replace(GUARD, quick=replace(quick, **changes)))
+    short = ShortJobs(limit_s=1200, work_s=300, share=0.25, wait_part=0.9)
+    made = sketch("3: 1c 1200s", guard=replace(GUARD, short=replace(short, **changes)))
     made.now_s = 2000.0
     return made.change(1, time_limit_s=3000).change(2, eligible_at_s=0.0).change(3, eligible_at_s=1990.0)
 
 
 def test_a_quick_job_goes_ahead_of_promises() -> None:
     assert started(quick_world()) == [3]
-    for never in ({"limit_s": 1100}, {"work_s": 299}, {"share": 0.24}, {"part": 0.5}):
+    for never in ({"limit_s": 1100}, {"work_s": 299}, {"share": 0.24}, {"wait_part": 0.5}):
         assert started(quick_world(**never)) == [], never
 
 
@@ -161,7 +161,7 @@ def test_part_of_the_gpus_counts_as_so_much_of_the_machine() -> None:
         waiting=["2: 4c 600s", "3: 1c 1000s", "4: 1c 1g 1100s"],
         running=["1: n1 2c 1000s"],
         backfill=Backfill.DEFAULT,
-        guard=replace(GUARD, quick=ShortJobs(limit_s=1200, work_s=300, share=0.6)),
+        guard=replace(GUARD, short=ShortJobs(limit_s=1200, work_s=300, share=0.6)),
     )
     made.now_s = 2000.0
     made.change(1, time_limit_s=2500).change(2, eligible_at_s=0.0)

@@ -8,8 +8,9 @@ from unit.sched.world import World, spec_of, world
 
 from hpcsched.model.accounting import Accounting, Limits, UserRules
 from hpcsched.sched.decisions import Plan
-from hpcsched.sched.plan import Planner, plan
+from hpcsched.sched.plan import plan
 from hpcsched.sched.policy import Backfill
+from hpcsched.sched.scheduling_pass import SchedulingPass
 from hpcsched.sched.snapshot import UsageLedger
 
 
@@ -103,12 +104,12 @@ def test_room_is_kept_in_the_partition_where_a_job_can_start_first() -> None:
 def test_who_is_asked_about_again_is_kept_what_was_kept_for_it_for_later() -> None:
     sketch = world("1x4", waiting=["10: 4c 100s"], backfill=Backfill.DEFAULT)
     snapshot = sketch.snapshot()
-    planner, job = Planner(snapshot, sketch.policy), snapshot.pending[0]
-    assert planner.keep_from(job, 50.0)
-    assert planner.keep_from(job, 50.0)
-    room = planner.kept.of(job)
-    assert room is not None
-    assert room.start_s == 50.0
+    current, job = SchedulingPass(snapshot, sketch.policy), snapshot.pending[0]
+    assert current.reserve_from(job, 50.0)
+    assert current.reserve_from(job, 50.0)
+    slot = current.placement.slots.of(job)
+    assert slot is not None
+    assert slot.start_s == 50.0
 
 
 def test_a_promise_to_a_job_that_is_over_its_limit_by_now_lapses() -> None:

@@ -14,7 +14,7 @@ from unit.sim.traces import PROCS, SMALL, job, traces
 
 from hpcsched.errors import RequestError
 from hpcsched.sched.guard.decide import Candidate
-from hpcsched.sched.guard.on_pool import GuardedPool, PoolRoom
+from hpcsched.sched.guard.on_pool import GuardedPool, PoolCapacity
 from hpcsched.sched.guard.predict import Needed, RequestUse
 from hpcsched.sched.guard.shadow_easy import ShadowEasy
 from hpcsched.sched.policy import Backfill, Guard, ShortJobs
@@ -63,7 +63,7 @@ def test_default_lets_the_user_of_short_jobs_go_first() -> None:
     assert starts("default", jobs) == [0, 10, 102, 100]
 
 
-NOT_QUICK = ShortJobs(share=0)
+NO_SHORT_JOBS = ShortJobs(share=0)
 ALWAYS = 2.0  # no machine's jobs use twice of what they ask for: requests are never trusted
 
 
@@ -87,20 +87,31 @@ def test_a_job_that_asked_for_no_time_holds_nothing() -> None:
 @given(traces(most=40))
 @settings(max_examples=200, deadline=None)
 def test_default_is_plain_easy_if_everybody_is_old(jobs: list[TraceJob]) -> None:
-    assert guarded(jobs, Guard(part=0, old_s=0, learning_s=0, promises=1, quick=NOT_QUICK)) == starts("easy", jobs)
+    assert guarded(
+        jobs, Guard(overdue_part=0, least_easy_wait_s=0, learning_s=0, promises=1, short=NO_SHORT_JOBS)
+    ) == starts("easy", jobs)
 
 
 @given(traces(most=40))
 @settings(max_examples=100, deadline=None)
 def test_the_guard_lets_every_job_start_whatever_its_numbers(jobs: list[TraceJob]) -> None:
-    for guard in (Guard(learning_s=0), Guard(old_s=20, learning_s=0), Guard(learning_s=5), Guard()):
+    for guard in (Guard(learning_s=0), Guard(least_easy_wait_s=20, learning_s=0), Guard(learning_s=5), Guard()):
         assert all(at_s >= one.submit_s for one, at_s in zip(jobs, guarded(jobs, guard), strict=True))
 
 
 def test_nothing_that_begins_before_a_job_is_old_keeps_it_waiting_after() -> None:
     # Job 2 needs all and is old at 45. Job 3 would run until 102; job 4 is over by then.
     jobs = [job(1, 0, 30, 5), job(2, 1, 10, 10), job(3, 2, 100, 5), job(4, 3, 20, 5)]
-    guard = Guard(quick=NOT_QUICK, promises=1, part=0.5, old_s=100, first=1, first_part=0.5, wide=2, learning_s=0)
+    guard = Guard(
+        short=NO_SHORT_JOBS,
+        promises=1,
+        overdue_part=0.5,
+        least_easy_wait_s=100,
+        first=1,
+        first_part=0.5,
+        wide=2,
+        learning_s=0,
+    )
     assert guarded(jobs, guard) == [0, 30, 40, 3]
     assert guarded(jobs, replace(guard, first=0)) == [0, 102, 2, 30]
     wide = replace(guard, first=0, wide=0.8, wide_part=0.5)
@@ -110,7 +121,7 @@ def test_nothing_that_begins_before_a_job_is_old_keeps_it_waiting_after() -> Non
 def test_of_the_old_the_wide_one_counts_as_having_waited_longer() -> None:
     # Both are old at 30. Job 3 needs all, which counts as 10 s more; job 2 half, which counts as 5 s more.
     jobs = [job(1, 0, 30, 10), job(2, 1, 30, 5), job(3, 2, 10, 10)]
-    guard = Guard(quick=NOT_QUICK, promises=1, part=0.1, old_s=100, wide_bonus=1, learning_s=0)
+    guard = Guard(short=NO_SHORT_JOBS, promises=1, overdue_part=0.1, least_easy_wait_s=100, wide_bonus=1, learning_s=0)
     assert guarded(jobs, guard) == [0, 40, 30]
     assert guarded(jobs, replace(guard, wide_bonus=0)) == [0, 30, 60]
 
@@ -118,7 +129,16 @@ def test_of_the_old_the_wide_one_counts_as_having_waited_longer() -> None:
 def test_a_wide_one_is_old_before_a_narrow_one_that_came_with_it() -> None:
     # At 8 job 2 is old for its size, having come at 1, and job 3, which is shorter, is not.
     jobs = [job(1, 0, 8, 10, 8, 1), job(2, 1, 50, 10, 50, 2), job(3, 1, 10, 5, 10, 3)]
-    guard = Guard(quick=NOT_QUICK, promises=1, part=0.1, old_s=100, wide_bonus=0.5, first=0, wide=2, learning_s=0)
+    guard = Guard(
+        short=NO_SHORT_JOBS,
+        promises=1,
+        overdue_part=0.1,
+        least_easy_wait_s=100,
+        wide_bonus=0.5,
+        first=0,
+        wide=2,
+        learning_s=0,
+    )
     assert guarded(jobs, guard) == [0, 8, 58]
     assert guarded(jobs, replace(guard, wide_bonus=0)) == [0, 18, 8]
 
@@ -126,10 +146,10 @@ def test_a_wide_one_is_old_before_a_narrow_one_that_came_with_it() -> None:
 def test_long_jobs_are_not_overtaken_for_their_length_once_somebody_has_waited_long() -> None:
     jobs = [job(1, 0, 100, 10, 100, 1), job(2, 10, 50, 8, 1000, 2), job(3, 20, 50, 8, 100, 3)]
     guard = Guard(
-        quick=NOT_QUICK,
+        short=NO_SHORT_JOBS,
         promises=1,
-        part=0.9,
-        old_s=10_000,
+        overdue_part=0.9,
+        least_easy_wait_s=10_000,
         first=0,
         wide=2,
         learning_s=0,
@@ -143,26 +163,31 @@ def test_long_jobs_are_not_overtaken_for_their_length_once_somebody_has_waited_l
 def test_a_quick_job_goes_ahead_of_the_first_in_line() -> None:
     # All are old, so all else is EASY's. Job 3 asks for 5 s of 2 processors: 1 s of the machine.
     jobs = [job(1, 0, 30, 10), job(2, 1, 50, 10), job(3, 2, 4, 2, 5)]
-    quick = ShortJobs(limit_s=5, work_s=1, share=0.2, part=0.03)
-    at = lambda quick: guarded(jobs, Guard(part=0, old_s=1000, learning_s=0, promises=1, quick=quick))  # noqa: E731
-    assert at(quick) == [0, 34, 30]
-    for never in ({"limit_s": 4}, {"work_s": 0.9}, {"share": 0.1}, {"part": 0.028}):  # job 2 has waited for 29 s
-        assert at(replace(quick, **never)) == [0, 30, 80], never
+    short = ShortJobs(limit_s=5, work_s=1, share=0.2, wait_part=0.03)
+    at = lambda short: guarded(  # noqa: E731
+        jobs, Guard(overdue_part=0, least_easy_wait_s=1000, learning_s=0, promises=1, short=short)
+    )
+    assert at(short) == [0, 34, 30]
+    for never in ({"limit_s": 4}, {"work_s": 0.9}, {"share": 0.1}, {"wait_part": 0.028}):  # job 2 has waited for 29 s
+        assert at(replace(short, **never)) == [0, 30, 80], never
 
 
 @given(traces(most=40))
 @settings(max_examples=200, deadline=None)
 def test_those_that_went_ahead_hold_no_more_than_their_share(jobs: list[TraceJob]) -> None:
-    line = guarded_pool(jobs, Guard(part=0, old_s=60, learning_s=0, quick=ShortJobs(limit_s=10, work_s=5, share=0.4)))
-    has_for_quick = PoolRoom.has_for_quick
+    line = guarded_pool(
+        jobs,
+        Guard(overdue_part=0, least_easy_wait_s=60, learning_s=0, short=ShortJobs(limit_s=10, work_s=5, share=0.4)),
+    )
+    has_for_short = PoolCapacity.has_for_short
 
-    def watched(room: PoolRoom, one: Candidate[Waiting]) -> bool:
-        allowed = has_for_quick(room, one)
-        held = sum(jobs[at].procs for at, end_s in line.ends_of.items() if line.is_quick(at) and end_s > room.now_s)
+    def watched(room: PoolCapacity, one: Candidate[Waiting]) -> bool:
+        allowed = has_for_short(room, one)
+        held = sum(jobs[at].procs for at, end_s in line.ends_of.items() if line.is_short(at) and end_s > room.now_s)
         assert not allowed or held + one.amount <= 0.4 * PROCS
         return allowed
 
-    with mock.patch.object(PoolRoom, "has_for_quick", watched):
+    with mock.patch.object(PoolCapacity, "has_for_short", watched):
         replay(jobs, line)
 
 
@@ -174,7 +199,15 @@ def test_where_requests_are_not_trusted_short_jobs_of_long_requests_fill_holes()
         job(3, 150, 50, 10, 50, 3),
         job(4, 160, 100, 5, 5000, 1),
     ]
-    guard = Guard(part=0, old_s=0, learning_s=0, promises=1, quick=NOT_QUICK, distrust_part=0, distrust_times=2)
+    guard = Guard(
+        overdue_part=0,
+        least_easy_wait_s=0,
+        learning_s=0,
+        promises=1,
+        short=NO_SHORT_JOBS,
+        distrust_part=0,
+        distrust_times=2,
+    )
     assert guarded(jobs, guard) == [0, 0, 400, 450]
     assert guarded(jobs, replace(guard, distrust=ALWAYS)) == [0, 0, 400, 160]
     assert guarded(jobs, replace(guard, distrust=ALWAYS, distrust_times=3)) == [0, 0, 400, 450]  # it may need 300 s
@@ -221,7 +254,7 @@ def test_exact_predictions_are_as_good_as_exact_requests(jobs: list[TraceJob]) -
     # Each job has a user of its own whose run time is known: then to distrust requests is EASY with exact requests.
     jobs = [one._replace(user=at, run_s=max(60, one.run_s)) for at, one in enumerate(jobs)]
     jobs = [one._replace(asked_s=max(one.asked_s, one.run_s)) for one in jobs]
-    guard = Guard(part=0, old_s=0, learning_s=0, promises=1, quick=NOT_QUICK)
+    guard = Guard(overdue_part=0, least_easy_wait_s=0, learning_s=0, promises=1, short=NO_SHORT_JOBS)
     line = guarded_pool(jobs, replace(guard, distrust=ALWAYS, distrust_part=0, distrust_times=1))
     line.history.longest_s = {at: one.run_s for at, one in enumerate(jobs)}
     exact = [one._replace(asked_s=one.run_s) for one in jobs]
@@ -231,8 +264,8 @@ def test_exact_predictions_are_as_good_as_exact_requests(jobs: list[TraceJob]) -
 def test_a_job_that_takes_no_time_is_not_passed_for_ever() -> None:
     # It needs all; the others take turns on half of the machine each, and their limits are up together at no time.
     jobs = [job(1, 0, 10, 5), job(2, 1, 0, 10)] + [job(3 + at, 2 + 5 * at, 10, 5) for at in range(20)]
-    assert guarded(jobs, Guard(part=0, old_s=0, learning_s=0))[1] == 10
-    assert guarded(jobs, Guard(part=0.1, old_s=50, learning_s=0))[1] < 30
+    assert guarded(jobs, Guard(overdue_part=0, least_easy_wait_s=0, learning_s=0))[1] == 10
+    assert guarded(jobs, Guard(overdue_part=0.1, least_easy_wait_s=50, learning_s=0))[1] < 30
 
 
 @given(traces())
@@ -246,11 +279,17 @@ def test_the_quick_way_decides_as_the_planner_does(jobs: list[TraceJob]) -> None
 GUARDS = (
     Guard(),
     Guard(learning_s=0),
-    Guard(learning_s=40, learning_old_s=30, old_s=30),
-    Guard(learning_s=0, old_s=20, quick=ShortJobs(limit_s=10, work_s=5, share=0.4)),
-    Guard(learning_s=0, old_s=60, part=0.3, first_part=0.2, promises=1, long_s=30, long_least_s=10),
-    Guard(learning_s=0, old_s=20, distrust=ALWAYS),
-    Guard(learning_s=20, old_s=20, distrust=ALWAYS, distrust_times=1, quick=ShortJobs(limit_s=10, work_s=5, share=0.4)),
+    Guard(learning_s=40, learning_overdue_s=30, least_easy_wait_s=30),
+    Guard(learning_s=0, least_easy_wait_s=20, short=ShortJobs(limit_s=10, work_s=5, share=0.4)),
+    Guard(learning_s=0, least_easy_wait_s=60, overdue_part=0.3, first_part=0.2, promises=1, long_s=30, long_least_s=10),
+    Guard(learning_s=0, least_easy_wait_s=20, distrust=ALWAYS),
+    Guard(
+        learning_s=20,
+        least_easy_wait_s=20,
+        distrust=ALWAYS,
+        distrust_times=1,
+        short=ShortJobs(limit_s=10, work_s=5, share=0.4),
+    ),
 )
 
 
@@ -339,43 +378,43 @@ def test_no_promised_start_slips(jobs: list[TraceJob]) -> None:
 
 @given(traces(most=40))
 @settings(max_examples=150, deadline=None)
-def test_the_rehearsal_never_claims_more_than_easy_did_and_in_the_end_as_much(jobs: list[TraceJob]) -> None:
+def test_the_shadow_schedule_never_claims_more_than_easy_did_and_in_the_end_as_much(jobs: list[TraceJob]) -> None:
     truth_s = max(start_s - one.submit_s for one, start_s in zip(jobs, starts("easy", jobs), strict=True))
     procs, limits_s = [one.procs for one in jobs], [one.asked_s for one in jobs]
-    rehearsal = ShadowEasy(PROCS)
+    shadow = ShadowEasy(PROCS)
 
     class Heard(ConservativePool):
         def submit(self, at: int, now_s: float) -> Sequence[int]:
-            rehearsal.submitted(procs[at], limits_s[at], now_s)
-            rehearsal.go_on(now_s, more_may_come=True)
+            shadow.submitted(procs[at], limits_s[at], now_s)
+            shadow.advance(now_s, more_may_come=True)
             return self.heard(super().submit(at, now_s), now_s)
 
         def end(self, at: int, now_s: float) -> Sequence[int]:
-            rehearsal.ended(at, now_s)
-            rehearsal.go_on(now_s, more_may_come=False)
-            assert rehearsal.longest_wait_s <= truth_s
+            shadow.ended(at, now_s)
+            shadow.advance(now_s, more_may_come=False)
+            assert shadow.longest_wait_s <= truth_s
             return self.heard(super().end(at, now_s), now_s)
 
         def heard(self, started: Sequence[int], now_s: float) -> Sequence[int]:
             for at in started:
-                rehearsal.started(at, now_s)
+                shadow.started(at, now_s)
             return started
 
     replay(jobs, Heard(PROCS, procs, limits_s))
-    rehearsal.go_on(1e9, more_may_come=False)
-    assert rehearsal.longest_wait_s == truth_s
+    shadow.advance(1e9, more_may_come=False)
+    assert shadow.longest_wait_s == truth_s
 
 
-def test_the_rehearsal_forgets_a_job_that_has_started_there_and_ended_here() -> None:
-    rehearsal = ShadowEasy(PROCS)
+def test_the_shadow_schedule_forgets_a_job_that_has_started_there_and_ended_here() -> None:
+    shadow = ShadowEasy(PROCS)
     sizes = []
     for at in range(200):
         at_s = 10.0 * at
-        number = rehearsal.submitted(PROCS, 10.0, at_s)
-        rehearsal.started(number, at_s)
-        rehearsal.ended(number, at_s + 5)
-        rehearsal.go_on(at_s + 6, more_may_come=False)
-        sizes.append(len(pickle.dumps(rehearsal)))
+        number = shadow.submitted(PROCS, 10.0, at_s)
+        shadow.started(number, at_s)
+        shadow.ended(number, at_s + 5)
+        shadow.advance(at_s + 6, more_may_come=False)
+        sizes.append(len(pickle.dumps(shadow)))
     assert sizes[-1] < sizes[20] + 64
 
 
