@@ -6,7 +6,7 @@ snapshot of ten thousand waiting jobs costs no more than looking at each. Times 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -30,7 +30,7 @@ from hpcsched.sched.queue.usage import UsedResources
 
 UNKNOWN_TMP_MIB = 1 << 53  # of a node without tmp_disk: --tmp does not rule it out
 LEAST_LIMIT_S = 1  # a deadline does not cut a time limit to less
-_ON_ITS_WAY = frozenset({JobState.CONFIGURING, JobState.RUNNING, JobState.SUSPENDED})
+_NOT_ENDING = frozenset({JobState.CONFIGURING, JobState.RUNNING, JobState.SUSPENDED})
 
 
 @dataclass(frozen=True, kw_only=True)  # no __slots__: what its GPUs come to is worked out once
@@ -280,34 +280,52 @@ def snapshot_of(
     parts = {partition.name: partition for partition in partitions}
     default = default_of(parts)
     cache.follow(parts)
-    known_ones = tuple(at(reservation, now_s) for reservation in reservations)
-    by_name = {reservation.name: reservation for reservation in known_ones}
-    waiting: dict[JobId, tuple[Job, PendingJob]] = {}
-    running = []
-    for job in jobs:
-        if job.state is JobState.PENDING and not job.held_nodes:
-            known = cache.pending.get(job.id)
-            if known is None or known[0] is not job:
-                known = (job, pending_job(job, parts, default, cache))
-            waiting[job.id] = known
-        elif job.state in ACTIVE or job.held_nodes:
-            view = running_job(job, parts, default, now_s, by_name.get(job.reservation))
-            running.append(replace(view, elastic=_elastic(job, view, parts, cache)) if job.spec.elastic else view)
-    cache.keep_only(waiting)
-    pending = tuple(view for _, view in waiting.values())
+    current = tuple(at(reservation, now_s) for reservation in reservations)
+    pending = _pending_jobs(jobs, parts, default, cache)
     return Snapshot(
         now_s=now_s,
         nodes=tuple(node_view(node) for node in nodes),
         partitions=parts,
-        running=tuple(running),
+        running=_running_jobs(jobs, parts, default, now_s, current, cache),
         pending=pending,
         facts=_facts(jobs, pending),
         ledger=ledger,
-        reservations=known_ones,
-        reserved_intervals=reserved_intervals_of(known_ones, now_s),
+        reservations=current,
+        reserved_intervals=reserved_intervals_of(current, now_s),
         promises=promises,
         experience=experience,
     )
+
+
+def _pending_jobs(
+    jobs: Sequence[Job], partitions: Mapping[str, Partition], default: str, cache: SnapshotCache
+) -> tuple[PendingJob, ...]:
+    waiting: dict[JobId, tuple[Job, PendingJob]] = {}
+    for job in jobs:
+        if job.state is JobState.PENDING and not job.held_nodes:
+            known = cache.pending.get(job.id)
+            if known is None or known[0] is not job:
+                known = (job, pending_job(job, partitions, default, cache))
+            waiting[job.id] = known
+    cache.keep_only(waiting)
+    return tuple([view for _, view in waiting.values()])
+
+
+def _running_jobs(
+    jobs: Sequence[Job],
+    partitions: Mapping[str, Partition],
+    default: str,
+    now_s: float,
+    reservations: Iterable[Reservation],
+    cache: SnapshotCache,
+) -> tuple[RunningJob, ...]:
+    by_name = {reservation.name: reservation for reservation in reservations}
+    running = []
+    for job in jobs:
+        if job.state in ACTIVE or job.held_nodes:
+            view = running_job(job, partitions, default, now_s, by_name.get(job.reservation))
+            running.append(replace(view, elastic=_elastic(job, view, partitions, cache)) if job.spec.elastic else view)
+    return tuple(running)
 
 
 def relaxed(job: PendingJob, now_s: float, max_switch_wait_s: float) -> PendingJob:
@@ -422,17 +440,7 @@ def running_job(
     """Return what the planner needs to know of a job that holds nodes, in `reservation`. One that is being ended ends now."""
     held = set(job.held_nodes)
     began_at_s = next((at_s for at_s in (job.started_at_s, job.allocated_at_s) if at_s is not None), now_s)
-    if job.state in _ON_ITS_WAY:
-        limit_s = job.time_limit_s if job.time_limit_s is not None else job.spec.time_limit_s
-        partition = partitions.get(job.partition or job.spec.partition or default)
-        if partition is not None:
-            limit_s = time_limit_in(partition, limit_s)
-        limit_s = known_limit_s(limit_s)
-        ends_at_s = began_at_s + suspended_s(job, now_s) + limit_s if limit_s is not None else None
-        cut_s = cut_at_s(job, reservation)
-        ends_at_s = min((end_s for end_s in (ends_at_s, cut_s) if end_s is not None), default=None)
-    else:
-        ends_at_s = now_s
+    partition = partitions.get(job.partition or job.spec.partition or default)
     return RunningJob(
         id=job.id,
         display_id=job.display_id,
@@ -442,7 +450,7 @@ def running_job(
         ending=job.state is JobState.COMPLETING,
         may_run_again=job.spec.requeue if job.spec.has_script else False,
         began_at_s=began_at_s,
-        ends_at_s=ends_at_s,
+        ends_at_s=_ends_at_s(job, partition, began_at_s, now_s, reservation),
         array_job_id=job.array_job_id,
         uid=job.uid,
         name=job.spec.name,
@@ -452,6 +460,21 @@ def running_job(
         partition=job.partition or job.spec.partition or default,
         licenses=job.spec.licenses,
     )
+
+
+def _ends_at_s(
+    job: Job, partition: Partition | None, began_at_s: float, now_s: float, reservation: Reservation | None
+) -> float | None:
+    """Return when the job is at its limit, or is cut short; None: never. A job that is being ended ends now."""
+    if job.state not in _NOT_ENDING:
+        return now_s
+    limit_s = job.time_limit_s if job.time_limit_s is not None else job.spec.time_limit_s
+    if partition is not None:
+        limit_s = time_limit_in(partition, limit_s)
+    limit_s = known_limit_s(limit_s)
+    limit_ends_s = began_at_s + suspended_s(job, now_s) + limit_s if limit_s is not None else None
+    cut_s = cut_at_s(job, reservation)
+    return min((end_s for end_s in (limit_ends_s, cut_s) if end_s is not None), default=None)
 
 
 def _elastic(job: Job, view: RunningJob, partitions: Mapping[str, Partition], cache: SnapshotCache) -> ElasticSize:

@@ -1,13 +1,13 @@
-"""Why does my job wait? In words with numbers: what it needs, who is ahead, what each node lacks, when it may start and why then.
+"""Why a job waits, in words with numbers: its needs, the jobs ahead, what each node lacks, when it may start and why then.
 
-Reads a snapshot and the plan that was made of it; decides nothing. Node by node it asks what is free now; a node that is free
-for a job which still waits is kept for one ahead of it. What smaller request would start now is asked of the scheduler
-itself (`turn`).
+Reads a snapshot and the plan of that snapshot; decides nothing. For each node it looks at what is free now; a node that is free
+for a job that still waits is reserved for a job ahead of it. Which smaller request would start now is asked of the
+scheduler itself (`what_would_start`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hpcsched.model.ids import JobId
@@ -17,67 +17,68 @@ from hpcsched.sched.decisions import Plan
 from hpcsched.sched.explain.sentences import lacks, listed, needs
 from hpcsched.sched.explain.what_would_start import ExpectedPlace, WhatIf, smaller_requests
 from hpcsched.sched.place.request import ResourceRequest
+from hpcsched.sched.place.reserved_intervals import ReservedInterval
 from hpcsched.sched.place.timeline import Timeline
 from hpcsched.sched.policy import Backfill, Policy
 from hpcsched.sched.queue.priority import in_order, scale_of
 from hpcsched.sched.snapshot import NodeView, PendingJob, Snapshot
 
-_IN_LINE = frozenset({Reason.RESOURCES, Reason.PRIORITY, Reason.RESERVATION})
-# Waits that another request might not have had.
-_OF_REQUEST = frozenset({*_IN_LINE, Reason.NODES_UNAVAILABLE})
+_IN_QUEUE = frozenset({Reason.RESOURCES, Reason.PRIORITY, Reason.RESERVATION})
+NEAREST = 3
+# Reasons that do not apply to every request of the user.
+_DEPENDS_ON_REQUEST = frozenset({*_IN_QUEUE, Reason.NODES_UNAVAILABLE})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """Why a job waits. `position` is its place among those that wait for resources in its partition (0: it is not in line)."""
+    """Why a job waits. `position` is its place among the jobs that wait for resources in its partition (0: none)."""
 
     job_id: JobId
     reason: Reason
     detail: str
     needs: str
     position: int = 0
-    ahead: tuple[str, ...] = ()  # display ids, first one first
-    nodes: Mapping[str, str]  # what each node that it may get lacks now; empty: it could take a share
-    nearest: tuple[str, ...] = ()  # of these nodes, those that lack least
+    ahead: tuple[str, ...] = ()  # display ids, in order
+    nodes: Mapping[str, str]  # what each node that it may use lacks now; "": the node could take a share
+    nearest: tuple[str, ...] = ()  # the nodes that lack least
     expected_start_s: float | None = None
-    firm: bool = False  # it starts no later than that if running jobs last to their time limits
-    place: ExpectedPlace | None = None  # what that start is based on
-    smaller: tuple[str, ...] | None = None  # what would start now instead; None: was not asked, it is no matter of size
+    firm: bool = False  # it starts no later if running jobs last to their time limits
+    place: ExpectedPlace | None = None  # where it starts then, and which jobs end before
+    smaller: tuple[str, ...] | None = None  # smaller requests that would start now; None: its size is not the reason
 
 
 def explain(snapshot: Snapshot, policy: Policy, the_plan: Plan, job_id: JobId) -> Explanation | None:
-    """Return why job `job_id` waits by `the_plan` of `snapshot`; None if it does not wait."""
+    """Return why job `job_id` waits, by `the_plan` of `snapshot`; None if it does not wait."""
     wait = the_plan.waits.get(job_id)
     job = next((job for job in snapshot.pending if job.id == job_id), None)
     if wait is None or job is None:
         return None
     early = _is_early(job, snapshot)
-    ahead = _ahead(snapshot, policy, the_plan, job) if wait.reason in _IN_LINE and not early else None
-    turn = WhatIf(snapshot, policy, job) if wait.reason in _OF_REQUEST and not early else None
-    place = turn.place() if turn is not None else None
-    verdicts = _verdicts(snapshot, policy, job)
+    ahead = _ahead(snapshot, policy, the_plan, job) if wait.reason in _IN_QUEUE and not early else None
+    what_if = WhatIf(snapshot, policy, job) if wait.reason in _DEPENDS_ON_REQUEST and not early else None
+    place = what_if.place() if what_if is not None else None
+    lacking = _lacking(snapshot, policy, job)
     expected_s = wait.expected_start_s
+    if expected_s is None and place is not None:
+        expected_s = place.start_s
     return Explanation(
         job_id=job_id,
         reason=wait.reason,
         detail=wait.detail,
         needs=_needs(job.request),
         position=len(ahead) + 1 if ahead is not None else 0,
-        ahead=tuple(other.display_id for other in ahead or ()),
-        nodes={name: listed(missing) for name, missing in verdicts.items()},
-        nearest=tuple(sorted(verdicts, key=lambda name: len(verdicts[name]))[:NEAREST]),
-        expected_start_s=place.start_s if expected_s is None and place is not None else expected_s,
+        ahead=tuple([other.display_id for other in ahead or ()]),
+        nodes={name: listed(missing) for name, missing in lacking.items()},
+        nearest=tuple(sorted(lacking, key=lambda name: len(lacking[name]))[:NEAREST]),
+        expected_start_s=expected_s,
         firm=wait.reason is Reason.RESOURCES and policy.backfill is not Backfill.DEFAULT,
         place=place,
-        smaller=smaller_requests(turn, job.request) if turn is not None else None,
+        smaller=smaller_requests(what_if, job.request) if what_if is not None else None,
     )
 
 
-NEAREST = 3
-
-
 def in_words(explanation: Explanation, now_s: float) -> str:
-    """Return the explanation as text: one line for each thing, nodes last."""
+    """Return the explanation as text: one line for each fact, nodes last."""
     lines = [f"{explanation.reason}: {explanation.detail}.", f"It needs {explanation.needs}."]
     if explanation.position:
         ahead = f", behind {listed(explanation.ahead)}" if explanation.ahead else ", the first"
@@ -110,7 +111,7 @@ def _start_words(explanation: Explanation, now_s: float) -> str:
     in_s = max(0.0, explanation.expected_start_s - now_s)
     basis = "at the latest" if explanation.firm else "or so"
     place = explanation.place
-    if explanation.reason not in _IN_LINE or (explanation.reason is Reason.RESERVATION and place is None):
+    if explanation.reason not in _IN_QUEUE or (explanation.reason is Reason.RESERVATION and place is None):
         return f"It may start in {format_time_s(in_s)}."
     if place is not None and place.start_s == explanation.expected_start_s:
         return f"It starts in {format_time_s(in_s)} {basis}, on {listed(place.nodes)}, {_basis(place, explanation, now_s)}."
@@ -118,7 +119,7 @@ def _start_words(explanation: Explanation, now_s: float) -> str:
 
 
 def _basis(place: ExpectedPlace, explanation: Explanation, now_s: float) -> str:
-    """Return whose ends the start waits for."""
+    """Return which jobs must end before the start."""
     ids = [display_id for display_id, _ in place.until_ended]
     if not ids:
         if explanation.ahead:
@@ -131,9 +132,9 @@ def _basis(place: ExpectedPlace, explanation: Explanation, now_s: float) -> str:
 
 
 def _is_early(job: PendingJob, snapshot: Snapshot) -> bool:
-    """Say whether the job is in a reservation that has not begun: until then no request would start."""
-    mine = next((one for one in snapshot.reservations if one.name == job.reservation), None)
-    return bool(job.reservation) and (mine is None or not mine.is_active(snapshot.now_s))
+    """Say whether the job is in a reservation that has not begun: until then no request starts."""
+    own = next((each for each in snapshot.reservations if each.name == job.reservation), None)
+    return bool(job.reservation) and (own is None or not own.is_active(snapshot.now_s))
 
 
 def _ahead(snapshot: Snapshot, policy: Policy, the_plan: Plan, job: PendingJob) -> list[PendingJob]:
@@ -142,21 +143,21 @@ def _ahead(snapshot: Snapshot, policy: Policy, the_plan: Plan, job: PendingJob) 
         for other in snapshot.pending
         if (other.partition, other.reservation) == (job.partition, job.reservation)
         and (wait := the_plan.waits.get(other.id)) is not None
-        and wait.reason in _IN_LINE
+        and wait.reason in _IN_QUEUE
     ]
     ordered = in_order(in_line, snapshot.partitions, scale_of(snapshot), policy)
     return ordered[: next(at for at, other in enumerate(ordered) if other.id == job.id)]
 
 
-def _verdicts(snapshot: Snapshot, policy: Policy, job: PendingJob) -> dict[str, list[str]]:
-    """Return what each node that it may get of its partitions lacks for a share of it."""
+def _lacking(snapshot: Snapshot, policy: Policy, job: PendingJob) -> dict[str, list[str]]:
+    """Return what each node of its partitions that it may use lacks for a share of the job."""
     timeline = Timeline(snapshot, policy)
     found: dict[str, list[str]] = {}
     for view in (job, *job.others):
         partition = snapshot.partitions.get(view.partition)
         names = set(partition.nodes) if partition is not None else set()
         if len(view.request.shape.nodelist) == view.request.shape.nodes_max:
-            names &= set(view.request.shape.nodelist)  # they are all that it wants
+            names &= set(view.request.shape.nodelist)  # it can use no other node
         for at, node in enumerate(snapshot.nodes):
             if node.name in names and node.name not in found:
                 missing = lacks(view.request.shape, node, timeline.types[at], timeline.profiles[at].rooms[0])
@@ -165,26 +166,31 @@ def _verdicts(snapshot: Snapshot, policy: Policy, job: PendingJob) -> dict[str, 
 
 
 def _reserved(job: PendingJob, node: NodeView, snapshot: Snapshot) -> list[str]:
-    """Return in words which reservation keeps the job from the node, as a list of one; empty: none does."""
+    """Return in words which reservation keeps the job off the node, as a list of one; empty: none does."""
     now_s = snapshot.now_s
-    ends_s = now_s + (job.request.time_limit_s or UNLIMITED_S)
-    own = [block for block in snapshot.reserved_intervals if block.name == job.reservation]
-    ends_s = min([ends_s, *(block.end_s for block in own)])
-    if job.reservation and not any(node.name in block.nodes for block in own):
-        return [f"is not in reservation {job.reservation}"]
-    mine = [block for block in own if node.name in block.nodes and block.end_s > now_s]
-    if mine and (begins_s := min(block.start_s for block in mine)) > now_s:
-        return [f"is not reserved for it yet: in {format_time_s(int(begins_s - now_s))}"]
-    if any(block.overrides for block in own):
+    own = [interval for interval in snapshot.reserved_intervals if interval.name == job.reservation]
+    if job.reservation and (text := _outside_own(job, node, own, now_s)):
+        return [text]
+    if any(interval.overrides for interval in own):
         return []
-    blocks = [
-        block for block in snapshot.reserved_intervals if block.name != job.reservation and node.name in block.nodes
+    ends_s = min([now_s + (job.request.time_limit_s or UNLIMITED_S), *(interval.end_s for interval in own)])
+    others = [
+        interval
+        for interval in snapshot.reserved_intervals
+        if interval.name != job.reservation and node.name in interval.nodes and interval.start_s < ends_s
     ]
-    first = min((block for block in blocks if block.start_s < ends_s), key=lambda block: block.start_s, default=None)
-    if first is None:
+    if not others:
         return []
+    first = min(others, key=lambda interval: interval.start_s)
     if first.start_s <= now_s:
         return [f"is reserved ({first.name}) for another {format_time_s(int(first.end_s - now_s))}"]
-    return [
-        f"is reserved ({first.name}) in {format_time_s(int(first.start_s - now_s))}, before the job would have ended"
-    ]
+    in_s = format_time_s(int(first.start_s - now_s))
+    return [f"is reserved ({first.name}) in {in_s}, before the job would have ended"]
+
+
+def _outside_own(job: PendingJob, node: NodeView, own: Sequence[ReservedInterval], now_s: float) -> str:
+    """Return why the node is not in the job's `own` reservation, or not yet; "" if it is."""
+    if not any(node.name in interval.nodes for interval in own):
+        return f"is not in reservation {job.reservation}"
+    begins_s = min((i.start_s for i in own if node.name in i.nodes and i.end_s > now_s), default=now_s)
+    return f"is not reserved for it yet: in {format_time_s(int(begins_s - now_s))}" if begins_s > now_s else ""

@@ -1,4 +1,4 @@
-"""Why jobs wait, in Slurm's word and one sentence: made here, chosen in `plan`."""
+"""Why jobs wait: Slurm's reason and one sentence for each. `plan` chooses among them."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from hpcsched.sched.snapshot import NodeView, allows
 
 
 def partition_closed(partition: Partition) -> Wait:
-    """Return the wait of the jobs of a partition that starts none."""
+    """Return the wait of the jobs in a partition that starts no jobs."""
     if partition.state is PartitionState.INACTIVE:
         return Wait(reason=Reason.PARTITION_INACTIVE, detail=f"partition {partition.name!r} is inactive")
     return Wait(reason=Reason.PARTITION_DOWN, detail=f"partition {partition.name!r} is down")
 
 
 def partition_unknown(name: str) -> Wait:
-    """Return the wait of the jobs of a partition that was taken out of the configuration."""
+    """Return the wait of the jobs in a partition that was removed from the configuration."""
     return Wait(reason=Reason.PARTITION_DOWN, detail=f"partition {name!r} is not in the configuration any more")
 
 
 def at_array_limit(limit: int) -> Wait:
-    """Return the wait of an array task that has to wait for others of its array."""
+    """Return the wait of an array task whose array runs as many tasks as it may."""
     return Wait(reason=Reason.ARRAY_LIMIT, detail=f"{plural(limit, 'task')} of its array run at a time, its own limit")
 
 
@@ -37,9 +37,9 @@ def behind_head(display_id: str, partition: str) -> Wait:
 
 
 def shortfall(shape: Shape, seats: Sequence[Seat], missing: Sequence[str], promised_to: Sequence[str] = ()) -> str:
-    """Return what a head needs and what is free of it: the `seats` that it could have now, the required nodes `missing`.
+    """Return what a head needs and what of that is free.
 
-    Of these seats some are `promised_to` other jobs.
+    `seats`: nodes that it could have now. `missing`: required nodes that are not free. `promised_to`: jobs with slots there.
     """
     if promised_to:
         jobs = f"job {promised_to[0]}" if len(promised_to) == 1 else f"jobs {listed(promised_to)}"
@@ -64,7 +64,7 @@ def _shortfall(shape: Shape, seats: Sequence[Seat], missing: Sequence[str], *, e
 
 
 def _not_together(shape: Shape) -> str:
-    """Return why as many nodes as `shape` needs do not do: what it asks of them together."""
+    """Return what `shape` asks of its nodes together and does not get, though enough nodes are free; "" if nothing."""
     if shape.counts or shape.alike:
         return f", but not as {shape.constraint} asks for"
     if shape.contiguous:
@@ -75,14 +75,14 @@ def _not_together(shape: Shape) -> str:
 
 
 def not_available(shape: Shape, partition: Partition, nodes: Sequence[NodeView]) -> Wait:
-    """Return the wait of a job that could not start on the nodes that answer even if they were empty."""
+    """Return the wait of a job that cannot start on the nodes that answer, even if they are empty."""
     never = impossible_shape(shape, nodes, partition)
     if never is not None:  # the configuration has changed since it was submitted
         return Wait(reason=Reason.NODES_UNAVAILABLE, detail=never)
     names = set(partition.nodes)
-    its = [node for node in nodes if node.name in names]
-    away = [f"{node.name} {node.why_not}" for node in its if not node.usable and allows(shape, node)]
-    of = f"of the {plural(len(its), 'node')} of partition {partition.name!r}"
+    present = [node for node in nodes if node.name in names]
+    away = [f"{node.name} {node.why_not}" for node in present if not node.usable and allows(shape, node)]
+    of = f"of the {plural(len(present), 'node')} of partition {partition.name!r}"
     return Wait(reason=Reason.NODES_UNAVAILABLE, detail=f"needs {needs(shape)}; {of} {listed(away)}")
 
 
@@ -91,7 +91,7 @@ def _are(count: int) -> str:
 
 
 def no_licenses(wanted: LicenseCounts, free: Mapping[str, int], there: Mapping[str, int]) -> Wait:
-    """Return that a job waits for licences: which, and how many are free of how many."""
+    """Return the wait for licences: which ones, and how many of how many are free."""
     gone = [name for name, _ in wanted if name not in there]
     if gone:
         return Wait(reason=Reason.LICENSES, detail=f"the cluster has no licence {gone[0]!r} any more")

@@ -1,4 +1,4 @@
-"""The sentences about what jobs need and nodes have, the same everywhere: wait details, refusals, `hwhy`. Pure text."""
+"""The sentences about what jobs need and nodes have, used in wait reasons, rejections and `hwhy`. Pure text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SMALL = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", 
 
 
 def spelled(number: int) -> str:
-    """Return a number as running text has it: ``nine``, ``13``."""
+    """Return a number as text: up to twelve as a word, ``nine``, then as digits, ``13``."""
     return _SMALL[number] if 0 <= number < len(_SMALL) else str(number)
 
 
@@ -27,7 +27,7 @@ def plural(number: int, noun: str) -> str:
 
 
 def listed(items: Sequence[str], most: int = 5) -> str:
-    """Return ``a, b and c``; of many the first few and how many more there are."""
+    """Return ``a, b and c``; of more than `most` items, the first ones and the number of the others."""
     if len(items) > most:
         return f"{', '.join(items[:most])} and {len(items) - most} more"
     return " and ".join([", ".join(items[:-1]), items[-1]] if len(items) > 1 else list(items))
@@ -68,63 +68,71 @@ def needs(shape: Shape) -> str:
     return ", ".join([whole, *extras])
 
 
-def lacks(shape: Shape, node: NodeView, types: tuple[GpuSlot, ...], room: NodeResources) -> list[str]:
-    """Return what `node`, with `room` free, lacks to take one share of `shape`; empty if it can."""
+def lacks(shape: Shape, node: NodeView, types: tuple[GpuSlot, ...], free: NodeResources) -> list[str]:
+    """Return what `node`, with `free` resources, lacks to take one share of `shape`; empty if it can."""
     if shape.components:
-        return min((lacks(one, node, types, room) for one in shape.components), key=len)
+        return min((lacks(component, node, types, free) for component in shape.components), key=len)
+    unsuitable = _unsuitable(shape, node)
+    if unsuitable:
+        return [unsuitable]
+    missing = []
+    if shape.exclusive and free[0] < node.cpus:
+        missing.append("is not empty")
+    elif free[0] < shape.cpus_least:
+        missing.append(f"{_has(node.cpus, free[0])} cpus free")
+    mem_mib = mem_least(shape, node)
+    if free[1] < mem_mib:
+        has = f"has {format_mem(max(0, free[1]))} of {format_mem(node.mem_mib)} memory free"
+        missing.append(f"{has}, not {format_mem(mem_mib)}")
+    asked = gpus_least(shape)
+    if asked and gpus_taken(asked, types, free[2]) is None:
+        missing.append(_gpus_free(asked, types, node, free))
+    if shape.shards and not shard_choices(shape.shards, types, free[2]):
+        missing.append(_shards_free(shape.shards, types, free))
+    return missing
+
+
+def _unsuitable(shape: Shape, node: NodeView) -> str:
+    """Return why `shape` cannot use `node` even if it is empty; "" if it can."""
     if shape.exclude and node.name in shape.exclude:
-        return ["is excluded by the job"]
+        return "is excluded by the job"
     if shape.features and not matches(shape.features, node.features):
-        return [f"lacks feature {shape.constraint}"]
+        return f"lacks feature {shape.constraint}"
     kinds = [*shape.alike, *(kind for kind, _ in shape.counts)]
     if kinds and not any(matches(kind, node.features) for kind in kinds) and len(shape.counts) != 1:
-        return [f"is none of the kinds of {shape.constraint}"]
+        return f"is none of the kinds of {shape.constraint}"
     if node.cpus < shape.mincpus:
-        return [f"has {plural(node.cpus, 'cpu')}, not {shape.mincpus}"]
+        return f"has {plural(node.cpus, 'cpu')}, not {shape.mincpus}"
     if node.tmp_mib < shape.tmp_mib:
-        return [f"has {format_mem(node.tmp_mib)} for temporary files, not {format_mem(shape.tmp_mib)}"]
-    missing = []
-    if shape.exclusive and room[0] < node.cpus:
-        missing.append("is not empty")
-    elif room[0] < shape.cpus_least:
-        missing.append(f"{_has(node.cpus, room[0])} cpus free")
-    mem_mib = mem_least(shape, node)
-    if room[1] < mem_mib:
-        free = f"has {format_mem(max(0, room[1]))} of {format_mem(node.mem_mib)} memory free"
-        missing.append(f"{free}, not {format_mem(mem_mib)}")
-    asked = gpus_least(shape)
-    if asked and gpus_taken(asked, types, room[2]) is None:
-        missing.append(_gpus_free(asked, types, node, room))
-    if shape.shards and not shard_choices(shape.shards, types, room[2]):
-        missing.append(_shards_free(shape.shards, types, room))
-    return missing
+        return f"has {format_mem(node.tmp_mib)} for temporary files, not {format_mem(shape.tmp_mib)}"
+    return ""
 
 
 def _has(whole: int, free: int) -> str:
     return f"has {max(0, free)} of {whole}"
 
 
-def _gpus_free(asked: GpuCounts, types: tuple[GpuSlot, ...], node: NodeView, room: NodeResources) -> str:
+def _gpus_free(asked: GpuCounts, types: tuple[GpuSlot, ...], node: NodeView, free: NodeResources) -> str:
     kinds = [kind for kind, _ in asked if kind != ANY_GPU]
     for kind in kinds:
         if kind not in [slot.type for slot in types]:
             return f"has no {kind} GPU"
     if not kinds:
-        return f"{_has(len(node.gpus), whole_gpus(types, room[2]))} GPUs free" if node.gpus else "has no GPU"
-    free = whole_gpus(types, room[2], kinds[0])
-    return f"{_has(sum(gpu.type.lower() == kinds[0] for gpu in node.gpus), free)} {kinds[0]} GPUs free"
+        return f"{_has(len(node.gpus), whole_gpus(types, free[2]))} GPUs free" if node.gpus else "has no GPU"
+    count = whole_gpus(types, free[2], kinds[0])
+    return f"{_has(sum(gpu.type.lower() == kinds[0] for gpu in node.gpus), count)} {kinds[0]} GPUs free"
 
 
-def _shards_free(asked: GpuCounts, types: tuple[GpuSlot, ...], room: NodeResources) -> str:
-    """Return what a node lacks that has no GPU with so many shards free."""
+def _shards_free(asked: GpuCounts, types: tuple[GpuSlot, ...], free: NodeResources) -> str:
+    """Return how many shards are free on the best GPU of a node that has too few."""
     kind = asked[0][0]
-    free = [
+    counts = [
         count
-        for slot, count in zip(types, room[2], strict=True)
+        for slot, count in zip(types, free[2], strict=True)
         if slot.gpu_index >= 0 and kind in (ANY_GPU, slot.type)
     ]
     of = f" {kind}" if kind != ANY_GPU else ""
-    return f"has at most {plural(max(free), 'shard')} free of one{of} GPU" if free else f"shares no{of} GPU"
+    return f"has at most {plural(max(counts), 'shard')} free of one{of} GPU" if counts else f"shares no{of} GPU"
 
 
 def _nodes(shape: Shape) -> str:
@@ -166,7 +174,7 @@ def _by_node(shape: Shape) -> bool:
 
 
 def _memory(shape: Shape, cpus: int) -> list[str]:
-    """Return the words for the memory that was asked for; defaults are not worth a word."""
+    """Return the memory that the job asks for as text; empty for a default."""
     if shape.mem_all:
         return ["all memory"]
     if not shape.mem_asked:

@@ -1,10 +1,11 @@
-"""Which limits a job is under, what breaks them, and how that is said: Slurm's word and a sentence.
+"""The limits that a job is under, what breaks them, and the sentence and Slurm's reason for it.
 
-A *rule* is one number that one *holder* (an account, a user, a QOS, a partition) sets. What an account sets for each of its
-users holds unless a user, or a nearer account, sets another. ``grp_`` limits hold at each account up to the root. Partitions'
-limits have the QOS's words, as Slurm's partition QOS. Knows nothing of what runs: `hpcsched.sched.limits.quota` counts that.
+A *rule* is one number that one *holder* (an account, a user, a QOS, a partition) sets. A limit that an account sets for each of
+its users holds unless a user, or a nearer account, sets another. ``grp_`` limits hold at each account up to the root. Limits
+of partitions use the names of QOS limits, as Slurm's partition QOS.
 
-Source: resource_limits.html, qos.html, job_reason_codes.html of Slurm's documentation.
+Knows nothing of running jobs: `limits.quota` counts them. Source: resource_limits.html, qos.html, job_reason_codes.html of
+Slurm's documentation.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ class Kind(Enum):
     GRP_MINUTES = "grp_tres_mins"
 
 
-EACH_USER = frozenset({Kind.MAX_SUBMIT, Kind.MAX_JOBS, Kind.PER_USER})  # counted for each user of the holder apart
-SUBMISSION = frozenset({Kind.MAX_SUBMIT, Kind.GRP_SUBMIT})  # looked at when a job comes in, and not again
+EACH_USER = frozenset({Kind.MAX_SUBMIT, Kind.MAX_JOBS, Kind.PER_USER})  # counted for each user of the holder separately
+SUBMISSION = frozenset({Kind.MAX_SUBMIT, Kind.GRP_SUBMIT})  # checked only at submission
 TIMED = frozenset({Kind.WALL, Kind.JOB_MINUTES, Kind.GRP_MINUTES})
 GROUP = frozenset({Kind.GRP_SUBMIT, Kind.GRP_JOBS, Kind.GRP, Kind.GRP_MINUTES})
 
@@ -48,7 +49,7 @@ class Holder(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LimitRule:
-    """At most `most` of `resource` ("": of jobs, or of seconds), says the holder."""
+    """One limit of a holder: at most `most` of `resource` ("": of jobs, or of seconds)."""
 
     kind: Kind
     holder: Holder
@@ -58,18 +59,18 @@ class LimitRule:
 
     @property
     def reason(self) -> Reason:
-        """Return Slurm's word for a job that waits for this."""
+        """Return Slurm's reason for a job that waits for this limit."""
         return _reason(self)
 
     @property
     def where(self) -> str:
-        """Return the holder as people call it: ``QOS 'high'``."""
+        """Return the holder as text: ``QOS 'high'``."""
         return f"{self.holder.value} {self.name!r}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Whose:
-    """What of a job says which rules it is under."""
+    """The fields of a job that select its rules."""
 
     partition: str
     account: str
@@ -78,7 +79,7 @@ class Whose:
 
 
 def rules_of(accounting: Accounting, partition: Partition | None, whose: Whose) -> tuple[LimitRule, ...]:
-    """Return the rules that such jobs are under: of the QOS, the partition, the user and the accounts."""
+    """Return the rules of such jobs: of the QOS, the partition, the user and the accounts, in this order."""
     rules: list[LimitRule] = []
     qos = accounting.quality(whose.qos)
     if qos is not None:
@@ -108,21 +109,18 @@ def _all(limits: Limits, holder: Holder, name: str) -> Iterator[LimitRule]:
             yield LimitRule(kind=kind, holder=holder, name=name, most=value)
 
 
-# ----- what can never be
-
-
 def why_never(
     rules: tuple[LimitRule, ...], held: Mapping[str, float], limit_s: float | None, factor: float
 ) -> LimitRule | None:
     """Return the rule that a job with `held` and this time limit breaks by itself, whatever else runs; None: none.
 
-    `factor`: how many times what it uses is charged (only limits on what has been used in all ask for that).
+    `factor`: the usage factor of its QOS, for limits on past usage.
     """
     return next((rule for rule in rules if _alone(rule, held, limit_s, factor) > rule.most), None)
 
 
 def _alone(rule: LimitRule, held: Mapping[str, float], limit_s: float | None, factor: float) -> float:
-    """Return what the job adds to what the rule bounds."""
+    """Return the amount that the job alone adds to what the rule limits."""
     match rule.kind:
         case Kind.WALL:
             return limit_s if limit_s is not None else float("inf")
@@ -137,7 +135,7 @@ def _alone(rule: LimitRule, held: Mapping[str, float], limit_s: float | None, fa
 
 
 def minutes(amount: float, limit_s: float | None) -> float:
-    """Return the resource-minutes of `amount` until the time limit."""
+    """Return the resource-minutes of `amount` until the time limit; infinite without a limit."""
     if not amount:
         return 0.0
     return amount * limit_s / MINUTE_S if limit_s is not None else float("inf")
@@ -160,20 +158,20 @@ def never_text(rule: LimitRule, held: Mapping[str, float], limit_s: float | None
 
 
 def now_text(rule: LimitRule, user: str, have: float, more: float) -> str:
-    """Return the sentence about a job that would need `more` while so much is taken already."""
-    who = f"{user}'s jobs" if rule.kind in EACH_USER else "its jobs"
+    """Return the sentence about a job that needs `more` while others have `have` of the limit."""
+    jobs = f"{user}'s jobs" if rule.kind in EACH_USER else "its jobs"
     bound = "each user" if rule.kind in EACH_USER else "all jobs together"
     if rule.kind in (Kind.MAX_JOBS, Kind.GRP_JOBS):
         return f"{rule.where} allows {bound} {plural(int(rule.most), 'running job')}, and {int(have)} run"
     verb = "have used, or may yet use," if rule.kind is Kind.GRP_MINUTES else "have"
     return (
-        f"{rule.where} allows {bound} {amount_text(rule, rule.most)}; {who} {verb} {amount_text(rule, have)}, "
+        f"{rule.where} allows {bound} {amount_text(rule, rule.most)}; {jobs} {verb} {amount_text(rule, have)}, "
         f"and this one needs {amount_text(rule, more)}"
     )
 
 
 def amount_text(rule: LimitRule, amount: float) -> str:
-    """Return an amount of the rule's resource in words: ``8 cpus``, ``120 GPU-minutes``."""
+    """Return an amount of the rule's resource as text: ``8 cpus``, ``120 GPU-minutes``."""
     timed = rule.kind in (Kind.GRP_MINUTES, Kind.JOB_MINUTES)
     number = f"{amount:.0f}"
     if timed:
@@ -190,46 +188,34 @@ def amount_text(rule: LimitRule, amount: float) -> str:
 _NOUNS = {CPU: "cpu", MEM: "MiB", NODE: "node", GPU: "GPU", BILLING: "billing"}
 
 
-# ----- Slurm's words
-
-
-def _reason(rule: LimitRule) -> Reason:
-    side = "QOS" if rule.holder in (Holder.QOS, Holder.PARTITION) else "Assoc"
-    what = GPU if rule.resource.startswith(GPU) else LICENSE if rule.resource.startswith(LICENSE) else rule.resource
-    memory = "Memory" if side == "QOS" else "Mem"
-    if rule.kind is Kind.PER_USER and side == "Assoc":  # Slurm has it as the GrpTRES of the user's association
-        return Reason(side + _GRP[what])
-    per_job = {CPU: "MaxCpu", MEM: f"Max{memory}", NODE: "MaxNode", GPU: "MaxGRES", BILLING: "MaxBilling",
-               LICENSE: "MaxLicense"}.get(what, "")  # fmt: skip
-    limit = "Limit" if what in (CPU, NODE) else ""
-    match rule.kind:
-        case Kind.MAX_SUBMIT:
-            word = "MaxSubmitJobPerUserLimit" if side == "QOS" else "MaxSubmitJobLimit"
-        case Kind.MAX_JOBS:
-            word = "MaxJobsPerUserLimit" if side == "QOS" else "MaxJobsLimit"
-        case Kind.GRP_SUBMIT:
-            word = "GrpSubmitJobsLimit"
-        case Kind.GRP_JOBS:
-            word = "GrpJobsLimit"
-        case Kind.WALL:
-            word = "MaxWallDurationPerJobLimit"
-        case Kind.PER_JOB:
-            word = f"{per_job}PerJob{limit}"
-        case Kind.PER_USER:
-            word = f"{per_job}PerUser{limit}"
-        case Kind.JOB_MINUTES:
-            word = f"{per_job}MinutesPerJob{limit}"
-        case Kind.GRP:
-            word = _GRP[what]
-        case Kind.GRP_MINUTES:
-            word = {
-                CPU: "GrpCPUMinutesLimit",
-                MEM: "GrpMemMinutes",
-                GPU: "GrpGRESMinutes",
-                BILLING: "GrpBillingMinutes",
-            }[what]
-    return Reason(side + word)
-
+# ----- Slurm's wait reasons: of QOS and partitions, and of associations (accounts and users)
 
 _GRP = {CPU: "GrpCpuLimit", MEM: "GrpMemLimit", NODE: "GrpNodeLimit", GPU: "GrpGRES", BILLING: "GrpBilling",
         LICENSE: "GrpLicense"}  # fmt: skip
+_GRP_MINUTES = {CPU: "GrpCPUMinutesLimit", MEM: "GrpMemMinutes", GPU: "GrpGRESMinutes", BILLING: "GrpBillingMinutes"}
+_QOS_MAX = {CPU: "MaxCpu", MEM: "MaxMemory", NODE: "MaxNode", GPU: "MaxGRES", BILLING: "MaxBilling",
+            LICENSE: "MaxLicense"}  # fmt: skip
+_ASSOC_MAX = _QOS_MAX | {MEM: "MaxMem"}
+_QOS_JOBS = {
+    Kind.MAX_SUBMIT: "MaxSubmitJobPerUserLimit",
+    Kind.MAX_JOBS: "MaxJobsPerUserLimit",
+    Kind.GRP_SUBMIT: "GrpSubmitJobsLimit",
+    Kind.GRP_JOBS: "GrpJobsLimit",
+    Kind.WALL: "MaxWallDurationPerJobLimit",
+}
+_ASSOC_JOBS = _QOS_JOBS | {Kind.MAX_SUBMIT: "MaxSubmitJobLimit", Kind.MAX_JOBS: "MaxJobsLimit"}
+_PER = {Kind.PER_JOB: "PerJob", Kind.PER_USER: "PerUser", Kind.JOB_MINUTES: "MinutesPerJob"}
+
+
+def _reason(rule: LimitRule) -> Reason:
+    resource = next((name for name in (GPU, LICENSE) if rule.resource.startswith(name)), rule.resource)
+    of_qos = rule.holder in (Holder.QOS, Holder.PARTITION)
+    side, of_jobs, most = ("QOS", _QOS_JOBS, _QOS_MAX) if of_qos else ("Assoc", _ASSOC_JOBS, _ASSOC_MAX)
+    if rule.kind in of_jobs:
+        return Reason(side + of_jobs[rule.kind])
+    if rule.kind is Kind.GRP_MINUTES:
+        return Reason(side + _GRP_MINUTES[resource])
+    # Slurm has no limit of an association for each user: it is the GrpTRES of the user's association.
+    if rule.kind is Kind.GRP or (rule.kind is Kind.PER_USER and not of_qos):
+        return Reason(side + _GRP[resource])
+    return Reason(side + most.get(resource, "") + _PER[rule.kind] + ("Limit" if resource in (CPU, NODE) else ""))

@@ -1,12 +1,12 @@
-"""Could a job ever run here? Asked at submission: what never can is refused with the numbers.
+"""Whether a job can ever run here. Asked at submission: a job that never can is rejected, with the numbers.
 
-All nodes of the partition count, empty and able, whether or not they answer today.
+All nodes of the partition count as empty and usable, whether or not they answer now.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from hpcsched.model.ids import NodeName
 from hpcsched.model.node import Node, Partition
@@ -22,12 +22,12 @@ from hpcsched.sched.snapshot import NodeView, allows, node_view
 
 
 def never_fits(shape: Shape, nodes: Sequence[NodeView]) -> bool:
-    """Say whether `shape` would not fit even if all of `nodes` (those that it may use) were empty.
+    """Say whether `shape` does not fit even if all of `nodes` (those that it may use) are empty.
 
-    How many switches they hang on does not count: with time more will do.
+    The number of their switches does not count, because a job accepts more switches after some time.
     """
     if shape.components:
-        return _never_apart(shape.components, nodes)
+        return _components_never_fit(shape.components, nodes)
     if shape.switches:
         shape = replace(shape, switches=0)
     if shape.ntasks is None and not shape.gpus_total and not shape.nodelist and shape.any_nodes:
@@ -37,13 +37,14 @@ def never_fits(shape: Shape, nodes: Sequence[NodeView]) -> bool:
     return choose(shape, sorted(_seats(shape, nodes)), required) is None
 
 
-def _never_apart(components: Sequence[Shape], nodes: Sequence[NodeView]) -> bool:
-    """Say whether the components would not fit on nodes of their own even if all of `nodes` were empty."""
+def _components_never_fit(components: Sequence[Shape], nodes: Sequence[NodeView]) -> bool:
+    """Say whether the components do not fit on separate nodes even if all of `nodes` are empty."""
     places = {node.name: at for at, node in enumerate(nodes)}
-    required = [frozenset(places.get(name, -1) for name in one.nodelist) for one in components]
+    required = [frozenset(places.get(name, -1) for name in component.nodelist) for component in components]
     seats = [
-        sorted([seat for seat in _seats(one, nodes) if allows(one, nodes[seat.node])]) for one in components
-    ]  # `nodes` are those that any of them may use
+        sorted([seat for seat in _seats(component, nodes) if allows(component, nodes[seat.node])])
+        for component in components
+    ]  # `nodes` are those that any component may use
 
     def pick(at: int, taken: frozenset[int]) -> list[Seat] | None:
         return choose(components[at], [seat for seat in seats[at] if seat.node not in taken], required[at])
@@ -52,7 +53,7 @@ def _never_apart(components: Sequence[Shape], nodes: Sequence[NodeView]) -> bool
 
 
 def impossible(request: ResourceRequest, nodes: Iterable[Node | NodeView], partition: Partition) -> str | None:
-    """Return why a job that asks for `request` can never run in `partition`, in a sentence with the numbers; None: it can."""
+    """Return a sentence, with numbers, why a job with `request` can never run in `partition`; None: it can."""
     views = [node if isinstance(node, NodeView) else node_view(node) for node in nodes]
     return _too_long(request, partition) or impossible_shape(request.shape, views, partition)
 
@@ -60,19 +61,19 @@ def impossible(request: ResourceRequest, nodes: Iterable[Node | NodeView], parti
 def impossible_shape(shape: Shape, nodes: Iterable[NodeView], partition: Partition) -> str | None:
     """Return why no job of `shape`, however short, can ever run in `partition`; None: it can."""
     names = set(partition.nodes)
-    its = [node for node in nodes if node.name in names]
+    present = [node for node in nodes if node.name in names]
     if shape.components:
-        return _impossible_components(shape, its, partition)
-    return _wrong_nodes(shape, its, partition) or _too_much(shape, its, partition)
+        return _impossible_components(shape, present, partition)
+    return _wrong_nodes(shape, present, partition) or _too_much(shape, present, partition)
 
 
 def _impossible_components(shape: Shape, nodes: list[NodeView], partition: Partition) -> str | None:
-    """Return which component can never run, or that they cannot beside each other."""
-    for number, one in enumerate(shape.components):
-        why = _wrong_nodes(one, nodes, partition) or _too_much(one, nodes, partition)
+    """Return which component can never run, or that all of them cannot run at the same time."""
+    for number, component in enumerate(shape.components):
+        why = _wrong_nodes(component, nodes, partition) or _too_much(component, nodes, partition)
         if why is not None:
             return f"component {number}: {why}"
-    if _never_apart(shape.components, nodes):
+    if _components_never_fit(shape.components, nodes):
         return (
             f"cannot give job {needs(shape)}: its components run on nodes of their own, and partition {partition.name!r} "
             f"has {plural(len(nodes), 'node')}, not enough for all of them at a time"
@@ -89,27 +90,27 @@ def _too_long(request: ResourceRequest, partition: Partition) -> str | None:
 
 
 def _wrong_nodes(shape: Shape, nodes: list[NodeView], partition: Partition) -> str | None:
-    """Return what is wrong with how many and which nodes it wants, whatever they have."""
+    """Return what is wrong with the number or the choice of nodes, whatever resources they have."""
     where = f"partition {partition.name!r}"
     wanted = f"cannot give job {_count(shape.nodes_min)}"
     if partition.max_nodes is not None and shape.nodes_min > partition.max_nodes:
         return f"{wanted}: {where} allows {partition.max_nodes} to one job"
     if shape.nodes_min > len(nodes):
         return f"{wanted}: {where} has {len(nodes)}"
-    kept = [node for node in nodes if node.name not in shape.exclude]
-    if shape.nodes_min > len(kept):
-        return f"{wanted}: {where} has {len(nodes)}, and the request excludes {len(nodes) - len(kept)} of them"
-    fit = [node for node in kept if matches(shape.features, node.features)]
+    left = [node for node in nodes if node.name not in shape.exclude]
+    if shape.nodes_min > len(left):
+        return f"{wanted}: {where} has {len(nodes)}, and the request excludes {len(nodes) - len(left)} of them"
+    fit = [node for node in left if matches(shape.features, node.features)]
     if shape.nodes_min > len(fit):
-        return f"{wanted} with feature {shape.constraint}: {_nodes_with_feature(fit, kept, where)}"
-    wrong = _wrong_kinds(shape, fit, where) or _wrong_floors(shape, fit, where)
+        return f"{wanted} with feature {shape.constraint}: {_nodes_with_feature(fit, left, where)}"
+    wrong = _wrong_kinds(shape, fit, where) or _too_small(shape, fit, where)
     if wrong is not None:
         return wrong
     return _wrong_list(shape, {node.name for node in nodes}, {node.name for node in fit}, where)
 
 
 def _nodes_with_feature(fit: list[NodeView], nodes: list[NodeView], where: str) -> str:
-    """Return how many nodes of `where` have the features asked for; if none has, which features there are."""
+    """Return how many nodes of `where` have the features; if none has them, which features exist."""
     if fit:
         return f"{where} has {len(fit)}"
     there = sorted({feature for node in nodes for feature in node.features})
@@ -117,32 +118,32 @@ def _nodes_with_feature(fit: list[NodeView], nodes: list[NodeView], where: str) 
 
 
 def _wrong_kinds(shape: Shape, nodes: list[NodeView], where: str) -> str | None:
-    """Return of which kind there are too few nodes, of those that it asks for beside what each must be."""
+    """Return the kind of node of which there are too few (`Shape.alike`, `Shape.counts`)."""
     if shape.alike:
         most = max(sum(matches(kind, node.features) for node in nodes) for kind in shape.alike)
         if most < shape.nodes_min:
             return f"cannot give job {_count(shape.nodes_min)} of one kind of {shape.constraint}: {where} has at most {most}"
     for kind, count in shape.counts:
-        its = sum(matches(kind, node.features) for node in nodes)
-        if its < count:
-            return f"cannot give job {_count(count)} of a kind of {shape.constraint}: {where} has {its}"
+        there = sum(matches(kind, node.features) for node in nodes)
+        if there < count:
+            return f"cannot give job {_count(count)} of a kind of {shape.constraint}: {where} has {there}"
     return None
 
 
-def _wrong_floors(shape: Shape, nodes: list[NodeView], where: str) -> str | None:
-    """Return of what too few nodes have at least so much as it asks, taken or not."""
+def _too_small(shape: Shape, nodes: list[NodeView], where: str) -> str | None:
+    """Return which minimum of each node (``--mincpus``, ``--tmp``) too few nodes reach, free or not."""
     for least, what, has in (
         (shape.mincpus, plural(shape.mincpus, "cpu"), [node.cpus for node in nodes]),
         (shape.tmp_mib, f"{format_mem(shape.tmp_mib)} for temporary files", [node.tmp_mib for node in nodes]),
     ):
-        enough = sum(its >= least for its in has)
+        enough = sum(amount >= least for amount in has)
         if least and enough < shape.nodes_min:
             return f"cannot give job {_count(shape.nodes_min)} with {what}: {where} has {enough}"
     return None
 
 
 def _wrong_list(shape: Shape, known: set[NodeName], fit: set[NodeName], where: str) -> str | None:
-    """Return what is wrong with its node list."""
+    """Return what is wrong with the node list."""
     if len(shape.nodelist) > shape.nodes_max:
         return f"cannot give job {_count(shape.nodes_max)}: its node list names {len(shape.nodelist)}"
     for name in shape.nodelist:
@@ -156,77 +157,127 @@ def _wrong_list(shape: Shape, known: set[NodeName], fit: set[NodeName], where: s
 
 
 def _too_much(shape: Shape, nodes: list[NodeView], partition: Partition) -> str | None:
-    """Return of what the nodes that it may use have too little."""
+    """Return the resource of which the nodes that `shape` may use have too little."""
     able = [node for node in nodes if allows(shape, node)]
     if not never_fits(shape, able):
         return None
     words = [f"with feature {shape.constraint}"] if shape.constraint else []
-    kept = f" {listed([*words, *(['not excluded'] if shape.exclude else [])])}" if words or shape.exclude else ""
-    where = f"partition {partition.name!r}"
-    return _one_thing(shape, able, where, kept) or _in_all(shape, able, where, f" in nodes{kept}" if kept else "")
+    words += ["not excluded"] if shape.exclude else []
+    only = f" {listed(words)}" if words else ""
+    judged = _Judged(shape=shape, nodes=able, where=f"partition {partition.name!r}", only=only)
+    return _one_resource(judged) or _together(judged)
 
 
-def _one_thing(shape: Shape, nodes: list[NodeView], where: str, kept: str) -> str | None:
-    """Return the one resource of which too few nodes have enough; `kept` says which nodes it may use of the partition."""
-    cpus, floors = shape.cpus_least, [mem_least(shape, node) for node in nodes]
-    most = max((node.cpus for node in nodes), default=0)
-    short = _short(shape, [node.cpus >= cpus for node in nodes], plural(cpus, "cpu"), f"more than {most}", where, kept)
-    if short is None:
-        most = max((node.mem_mib for node in nodes), default=0)
-        enough = [node.mem_mib >= floor for node, floor in zip(nodes, floors, strict=True)]
-        asked, best = f"{format_mem(max(floors, default=0))} memory", f"more than {format_mem(most)}"
-        short = _short(shape, enough, asked, best, where, kept)
-    for kind, count in gpus_least(shape) if short is None else ():
-        had = [_of_kind(node, kind) for node in nodes]
-        best = f"more than {max(had)}" if any(had) else f"any {kind} GPU".replace("  ", " ")
-        short = short or _short(shape, [its >= count for its in had], gpu_words(((kind, count),)), best, where, kept)
-    if short is None and shape.shards:
-        kind, count = shape.shards[0]
-        cut = [max((gpu.shards for gpu in node.gpus if _is(gpu, kind) and gpu.shards > 1), default=0) for node in nodes]
-        best = (
-            f"more than {plural(max(cut), 'shard')} of a GPU" if any(cut) else f"shared {kind} GPUs".replace("  ", " ")
-        )
-        short = _short(shape, [its >= count for its in cut], shard_words(shape.shards), best, where, kept)
-    return short
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Judged:
+    """The nodes that a shape may use, and how messages name them."""
+
+    shape: Shape
+    nodes: list[NodeView]
+    where: str  # the partition
+    only: str  # which of its nodes the shape may use; empty: all
 
 
-def _short(shape: Shape, enough: list[bool], asked: str, best: str, where: str, kept: str) -> str | None:
-    """Return the sentence for one resource if too few nodes have enough of it."""
-    if sum(enough) >= shape.nodes_min:
+def _one_resource(judged: _Judged) -> str | None:
+    """Return the sentence about the one resource of which too few nodes have enough; None: no single resource is short."""
+    return _cpus(judged) or _memory(judged) or _gpus(judged) or _shards(judged)
+
+
+def _cpus(judged: _Judged) -> str | None:
+    least = judged.shape.cpus_least
+    most = max((node.cpus for node in judged.nodes), default=0)
+    return _short(judged, [node.cpus >= least for node in judged.nodes], plural(least, "cpu"), f"more than {most}")
+
+
+def _memory(judged: _Judged) -> str | None:
+    least = [mem_least(judged.shape, node) for node in judged.nodes]
+    most = max((node.mem_mib for node in judged.nodes), default=0)
+    enough = [node.mem_mib >= mem_mib for node, mem_mib in zip(judged.nodes, least, strict=True)]
+    asked = f"{format_mem(max(least, default=0))} memory"
+    return _short(judged, enough, asked, f"more than {format_mem(most)}")
+
+
+def _gpus(judged: _Judged) -> str | None:
+    for kind, count in gpus_least(judged.shape):
+        counts = [_of_kind(node, kind) for node in judged.nodes]
+        best = f"more than {max(counts)}" if any(counts) else f"any {kind} GPU".replace("  ", " ")
+        short = _short(judged, [has >= count for has in counts], gpu_words(((kind, count),)), best)
+        if short is not None:
+            return short
+    return None
+
+
+def _shards(judged: _Judged) -> str | None:
+    if not judged.shape.shards:
         return None
-    wanted = f"cannot give job {_count(shape.nodes_min)} with {asked}{' each' if shape.nodes_min > 1 else ''}"
+    kind, count = judged.shape.shards[0]
+    most = [
+        max((gpu.shards for gpu in node.gpus if _is(gpu, kind) and gpu.shards > 1), default=0) for node in judged.nodes
+    ]
+    best = f"more than {plural(max(most), 'shard')} of a GPU" if any(most) else f"shared {kind} GPUs".replace("  ", " ")
+    return _short(judged, [has >= count for has in most], shard_words(judged.shape.shards), best)
+
+
+def _short(judged: _Judged, enough: list[bool], asked: str, best: str) -> str | None:
+    """Return the sentence for one resource if too few nodes have `enough` of it; `best` is what no node exceeds."""
+    least = judged.shape.nodes_min
+    if sum(enough) >= least:
+        return None
+    wanted = f"cannot give job {_count(least)} with {asked}{' each' if least > 1 else ''}"
     if any(enough):
-        return f"{wanted}: {where} has {sum(enough)}{kept}"
-    return f"{wanted}: no node{kept} of {where} has {best}"
+        return f"{wanted}: {judged.where} has {sum(enough)}{judged.only}"
+    return f"{wanted}: no node{judged.only} of {judged.where} has {best}"
 
 
-def _in_all(shape: Shape, nodes: list[NodeView], where: str, among: str) -> str:
-    """Return what is lacking taken together: each thing alone would do."""
+def _together(judged: _Judged) -> str:
+    """Return the sentence for a shape that has enough of each resource alone, but not of all together."""
+    shape, nodes, where = judged.shape, judged.nodes, judged.where
     seats = _seats(shape, nodes)
-    if shape.gpus_total:
-        have = sum(seat.gpus for seat in sorted(seats, key=lambda seat: -seat.gpus)[: shape.nodes_max])
-        if have < gpu_count(shape.gpus_total):
-            on = f" on {plural(shape.nodes_max, 'node')}" if shape.nodes_max < len(nodes) else ""
-            return f"cannot give job {gpu_words(shape.gpus_total)}: {where} has at most {have}{on}{among}"
-    if shape.ntasks is not None and len(seats) >= shape.nodes_min:
-        room = sum(sorted((seat.tasks for seat in seats), reverse=True)[: shape.nodes_max])
-        if room < shape.ntasks:
-            on = f" on {plural(shape.nodes_max, 'node')}" if shape.nodes_max < len(nodes) else ""
-            return f"cannot give job {needs(shape)}: {where} has room for {room}{on}{among}"
+    short = _gpus_in_all(judged, seats) or _tasks_in_all(judged, seats)
+    if short is not None:
+        return short
     fit = {nodes[seat.node].name for seat in seats}
     missing = [name for name in shape.nodelist if name not in fit]
     if missing:
         return f"cannot give job {needs(shape)}: {listed(missing)} {'has' if len(missing) == 1 else 'have'} not so much"
     if shape.alike or shape.counts:
         return f"cannot give job {needs(shape)}: {where} has no nodes that are all of that together"
-    return f"cannot give job {needs(shape)}: {where} has {plural(len(seats), 'node')} with all of that{among}"
+    return f"cannot give job {needs(shape)}: {where} has {plural(len(seats), 'node')} with all of that{_among(judged)}"
 
 
-# ----- small pieces
+def _gpus_in_all(judged: _Judged, seats: Sequence[Seat]) -> str | None:
+    """Return the sentence for a shape whose nodes have too few GPUs in all."""
+    shape = judged.shape
+    have = sum(sorted((seat.gpus for seat in seats), reverse=True)[: shape.nodes_max])
+    if have >= gpu_count(shape.gpus_total):
+        return None
+    return (
+        f"cannot give job {gpu_words(shape.gpus_total)}: {judged.where} has at most {have}{_on(judged)}{_among(judged)}"
+    )
+
+
+def _tasks_in_all(judged: _Judged, seats: Sequence[Seat]) -> str | None:
+    """Return the sentence for a shape whose nodes have too little room for its tasks in all."""
+    shape = judged.shape
+    if shape.ntasks is None or len(seats) < shape.nodes_min:
+        return None
+    room = sum(sorted((seat.tasks for seat in seats), reverse=True)[: shape.nodes_max])
+    if room >= shape.ntasks:
+        return None
+    return f"cannot give job {needs(shape)}: {judged.where} has room for {room}{_on(judged)}{_among(judged)}"
+
+
+def _on(judged: _Judged) -> str:
+    most = judged.shape.nodes_max
+    return f" on {plural(most, 'node')}" if most < len(judged.nodes) else ""
+
+
+def _among(judged: _Judged) -> str:
+    return f" in nodes{judged.only}" if judged.only else ""
 
 
 def _has_seats(shape: Shape, nodes: Sequence[NodeView], wanted: int) -> bool:
-    """Say whether at least `wanted` of `nodes` could take a share of `shape`; stops looking when they are found."""
+    """Say whether at least `wanted` of `nodes` can take a share of `shape`; the search stops there."""
     for node in nodes:
         wanted -= tasks_that_fit(shape, node, node.slots, whole(node)) > 0
         if wanted <= 0:

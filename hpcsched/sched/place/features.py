@@ -1,10 +1,11 @@
-"""Feature expressions: ``--constraint="a&(b|c)"``, read once and asked of many nodes.
+"""Feature expressions: ``--constraint="a&(b|c)"``, parsed once and evaluated for many nodes.
 
-An expression is kept as a postfix tuple (``("a", "b", "c", "|", "&")``): flat, hashable, and read and evaluated without
-recursion, so that a hostile one costs no more than its length. A constraint is an expression that every node must satisfy, and
-perhaps something of the nodes together: so many of each of some kinds (``[a*2&b*1]``, ``a*2``), or one of some kinds for all of
-them (``[a|b|c]``). Errors name the place in the text. Knows nothing of nodes or jobs. Syntax: sbatch(1), --constraint; there
-is no "not" in it.
+An expression is a postfix tuple (``("a", "b", "c", "|", "&")``): flat and hashable, parsed and evaluated without recursion, so
+that a hostile one costs no more than its length. A constraint is an expression that every node must satisfy, and optionally a
+condition on all nodes together: so many nodes of some kinds (``[a*2&b*1]``, ``a*2``), or all of one kind (``[a|b|c]``).
+Errors name the place in the text. There is no "not".
+
+Knows nothing of nodes or jobs. Syntax: sbatch(1), --constraint.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _CLOSES = {"(": ")", "[": "]"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraint:
-    """What the nodes of a job must be: each `every`, all together one of `alike`, and so many each of `counts`."""
+    """The kinds of nodes of a job: each node satisfies `every`, all of them one of `alike`, and so many each of `counts`."""
 
     every: Expression = ()
     alike: tuple[Expression, ...] = ()
@@ -41,51 +42,60 @@ class _Token(NamedTuple):
 
 
 def parse_constraint(text: str) -> Constraint:
-    """Return the constraint that `text` spells. Raises RequestError where it is not one, with the place."""
+    """Return the constraint that `text` spells. Raises RequestError, with the place, if it is malformed."""
     if not text:
         return Constraint()
-    every: list[Expression] = []
-    alike: tuple[Expression, ...] = ()
-    counts: list[tuple[Expression, int]] = []
     tokens = _tokens(text)
     if not any(token.text in "[*" for token in tokens):
         return Constraint(every=_postfix(tokens, text))
     parts = _split(tokens, "&", text)
-    for part in parts:
-        for token in part if len(parts) > 1 and len(_split(part, "|", text)) > 1 else ():
-            if token.text == "|":
-                raise _wrong(text, token, "beside counts and brackets it needs parentheses around it")
-        if part[0].text == "[" and part[-1].text == "]":
-            inside = part[1:-1]
-            if not inside:
-                raise _wrong(text, part[0], "brackets with nothing in them")
-            kinds = _split(inside, "|", text)
-            if len(kinds) == 1:
-                counts += [_counted(kind, text) for kind in _split(inside, "&", text)]
-            elif alike:
-                raise _wrong(text, part[0], "brackets with | a second time")
-            else:
-                alike = tuple([_postfix(kind, text) for kind in kinds])
-        elif len(part) > 1 and part[-2].text == "*":
-            counts.append(_counted(part, text))
-        else:
-            every.append(_postfix(part, text))
-    if max(len(alike), len(counts)) > MAX_KINDS:
-        raise RequestError(f"cannot read constraint {text!r}: it tells more than {MAX_KINDS} kinds of nodes apart")
-    if alike and counts:
+    if len(parts) > 1:
+        _refuse_bare_alternatives(parts, text)
+    read = [_read_part(part, text) for part in parts]
+    alike = [(part, one.alike) for part, one in zip(parts, read, strict=True) if one.alike]
+    counts = tuple([count for one in read for count in one.counts])
+    if len(alike) > 1:
+        raise _wrong(text, alike[1][0][0], "brackets with | a second time")
+    kinds = alike[0][1] if alike else ()
+    if max(len(kinds), len(counts)) > MAX_KINDS:
+        raise RequestError(f"cannot read constraint {text!r}: it names more than {MAX_KINDS} kinds of nodes")
+    if kinds and counts:
         raise RequestError(f"cannot read constraint {text!r}: [a|b] and counts exclude each other")
-    return Constraint(every=_all_of(every), alike=alike, counts=tuple(counts))
+    return Constraint(every=_all_of([one.every for one in read if one.every]), alike=kinds, counts=counts)
+
+
+def _refuse_bare_alternatives(parts: Sequence[Sequence[_Token]], text: str) -> None:
+    """Raise RequestError if one of several `parts` has a ``|`` outside parentheses and brackets."""
+    for part in parts:
+        if len(_split(part, "|", text)) > 1:
+            bar = next(token for token in part if token.text == "|")
+            raise _wrong(text, bar, "beside counts and brackets it needs parentheses around it")
+
+
+def _read_part(part: list[_Token], text: str) -> Constraint:
+    """Return one part of a constraint: brackets, a count, or an expression for every node."""
+    if part[0].text == "[" and part[-1].text == "]":
+        inside = part[1:-1]
+        if not inside:
+            raise _wrong(text, part[0], "brackets with nothing in them")
+        kinds = _split(inside, "|", text)
+        if len(kinds) == 1:
+            return Constraint(counts=tuple([_counted(kind, text) for kind in _split(inside, "&", text)]))
+        return Constraint(alike=tuple([_postfix(kind, text) for kind in kinds]))
+    if len(part) > 1 and part[-2].text == "*":
+        return Constraint(counts=(_counted(part, text),))
+    return Constraint(every=_postfix(part, text))
 
 
 def parse_features(text: str) -> Expression:
-    """Return the expression that `text` spells, one that each node is asked alone; empty for empty text.
+    """Return the expression that `text` spells, for each node separately; empty for empty text.
 
-    Raises RequestError where it is not one.
+    Raises RequestError, with the place, if it is malformed or has counts or brackets.
     """
     tokens = _tokens(text)
     for token in tokens:
         if token.text in "[]*":
-            raise _wrong(text, token, "what concerns several nodes together cannot be asked here")
+            raise _wrong(text, token, "counts and brackets cannot be used here")
     return _postfix(tokens, text)
 
 
@@ -101,9 +111,6 @@ def matches(expression: Expression, features: Collection[str]) -> bool:
     return stack[-1] if stack else True
 
 
-# ----- the text in pieces
-
-
 def _tokens(text: str) -> list[_Token]:
     if len(text) > MAX_CHARS:
         raise RequestError(f"cannot use constraint of {len(text)} characters: the longest is {MAX_CHARS}")
@@ -116,7 +123,7 @@ def _tokens(text: str) -> list[_Token]:
             why = (
                 "there is no 'not', exclude nodes by --exclude"
                 if text[at] == "!"
-                else "it is no feature name, & | ( ) [ ] *"
+                else "it is not a feature name or one of & | ( ) [ ] *"
             )
             raise _wrong(text, _Token(text[at], at + 1), why)
         tokens.append(_Token(match.group(1), match.start(1) + 1))
@@ -125,7 +132,7 @@ def _tokens(text: str) -> list[_Token]:
 
 
 def _split(tokens: Sequence[_Token], operator: str, text: str) -> list[list[_Token]]:
-    """Return the parts of `tokens` between those `operator`s that are in no parentheses or brackets."""
+    """Return the parts of `tokens` between the `operator`s outside parentheses and brackets."""
     parts: list[list[_Token]] = [[]]
     expected: list[str] = []
     for token in tokens:
@@ -145,7 +152,7 @@ def _split(tokens: Sequence[_Token], operator: str, text: str) -> list[list[_Tok
         )
     for part in parts:
         if not part:
-            raise RequestError(f"cannot read constraint {text!r}: nothing stands on one side of a {operator}")
+            raise RequestError(f"cannot read constraint {text!r}: one side of a {operator} is empty")
     return parts
 
 
@@ -155,7 +162,7 @@ def _counted(tokens: list[_Token], text: str) -> tuple[Expression, int]:
         raise _wrong(text, tokens[0], "say how many nodes of it, as a*2, or give alternatives for all nodes, as [a|b]")
     count = tokens[-1].text
     if not (count.isascii() and count.isdigit()) or not 1 <= int(count) <= 10**6:
-        raise _wrong(text, tokens[-1], "it is no number of nodes")
+        raise _wrong(text, tokens[-1], "it is not a number of nodes")
     kind = tokens[:-2]
     if len(kind) > 1 and (kind[0].text != "(" or kind[-1].text != ")"):
         raise _wrong(text, tokens[-2], "a count goes with one feature, or with several in parentheses")
@@ -163,10 +170,10 @@ def _counted(tokens: list[_Token], text: str) -> tuple[Expression, int]:
 
 
 def _all_of(expressions: Sequence[Expression]) -> Expression:
-    """Return what is true where all of `expressions` are."""
+    """Return the expression that is true if all of `expressions` are."""
     joined: Expression = expressions[0] if expressions else ()
-    for one in expressions[1:]:
-        joined = (*joined, *one, "&")
+    for expression in expressions[1:]:
+        joined = (*joined, *expression, "&")
     return joined
 
 

@@ -1,11 +1,11 @@
-"""Which of the nodes that have room make up a gang: all that a job needs, or none.
+"""Which of the nodes that fit form a gang: all nodes that a job needs, or none.
 
-Whether a gang fits is decided exactly for node counts, tasks, GPUs and kinds of nodes. Which it is, is a choice: as many nodes as
-it may have or its tasks need, then nodes of like speed if the job is synchronous, then the fewest switches, then the
-seats' own order of preference. A contiguous job, and one to be spread, do not choose by speed and switches. Of the switches
-that can hold it alone the one with fewest seats is taken.
+Whether a gang fits is decided exactly for node counts, tasks, GPUs and kinds of nodes. Which gang it is, is a choice: as many
+nodes as the job may have or its tasks need, then nodes of similar speed if the job is synchronous, then the fewest switches,
+then the seats' order of preference. A contiguous job, or one that is spread, does not choose by speed and switches. Of the
+switches that can hold it alone, the one with the fewest seats is taken.
 
-Knows seats (see `placement`), no time and no queue. Sources: topology.conf(5), sbatch(1) --switches and --constraint.
+Knows seats (see `node_fit`), no time and no queue. Sources: topology.conf(5), sbatch(1) --switches and --constraint.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from hpcsched.sched.place.features import Expression, matches
 from hpcsched.sched.place.node_fit import Seat
 from hpcsched.sched.place.request import Shape, gpu_count
 
-LIKE = 0.9  # nodes are of like speed if the slowest has so much of the fastest's
+SIMILAR = 0.9  # speeds are similar if the slowest is at least this part of the fastest
 
 _Choice = Callable[[Sequence[Seat]], list[Seat] | None]
 
 
 def choose(shape: Shape, seats: Sequence[Seat], required: frozenset[int] = frozenset()) -> list[Seat] | None:
-    """Return the seats that `shape` gets of `seats` (in order of preference), in the order of nodes, or None if they do not do.
+    """Return the seats that `shape` gets of `seats` (in order of preference), in the order of nodes; None: it does not fit.
 
-    `required` are the nodes of its node list: all of them, or None.
+    `required`: the nodes of its node list, all of which it gets.
     """
     for kind in shape.alike or ((),):
         able = [seat for seat in seats if matches(kind, seat.view.features)] if kind else seats
@@ -36,11 +36,8 @@ def choose(shape: Shape, seats: Sequence[Seat], required: frozenset[int] = froze
     return None
 
 
-# ----- close to each other, and alike
-
-
 def _closest(shape: Shape, seats: Sequence[Seat], required: frozenset[int]) -> list[Seat] | None:
-    """Return the gang of `seats` that lies closest, of the most nodes that it can have."""
+    """Return the gang of the most nodes that `shape` can have, on the fewest switches."""
     if shape.nodes_max == 1:
         return _gang(shape, seats, required, 1, 1)
     if shape.contiguous:
@@ -55,20 +52,20 @@ def _closest(shape: Shape, seats: Sequence[Seat], required: frozenset[int]) -> l
         near = _near(shape, among, lambda some: _gang(shape, some, required, count, count))
         if near is not None:
             return near
-    if shape.switches:  # fewer nodes may do within its switches
+    if shape.switches:  # fewer nodes may fit within its switches
         return _near(shape, seats, lambda some: _gang(shape, some, required, shape.nodes_min, shape.nodes_max))
     return chosen
 
 
 def _widest(shape: Shape, seats: Sequence[Seat], required: frozenset[int]) -> list[Seat] | None:
-    """Return the gang of the most nodes that it may have and that its tasks can be spread over."""
+    """Return the gang of the most nodes over which its tasks can be spread."""
     most = min(shape.nodes_max, len(seats), shape.ntasks or shape.nodes_max)
     counts = range(most, shape.nodes_min - 1, -1)
     return next(filter(None, (_gang(shape, seats, required, count, count) for count in counts)), None)
 
 
 def _contiguous(shape: Shape, seats: Sequence[Seat], required: frozenset[int]) -> list[Seat] | None:
-    """Return a gang of nodes that follow each other: the most of them, or if it has tasks to place the fewest that do."""
+    """Return a gang of adjacent nodes: as many as possible, or the fewest that hold its tasks if it has any."""
     runs: list[list[Seat]] = []
     for seat in sorted(seats, key=lambda seat: seat.node):
         if not runs or runs[-1][-1].node != seat.node - 1:
@@ -86,7 +83,7 @@ def _contiguous(shape: Shape, seats: Sequence[Seat], required: frozenset[int]) -
 
 
 def _windows(shape: Shape, runs: Sequence[list[Seat]], required: frozenset[int], count: int) -> Iterator[list[Seat]]:
-    """Yield what is `count` long of the runs, has room for all tasks and all GPUs of the total, and all that is required."""
+    """Yield windows of `count` seats of the runs that hold all tasks, all GPUs of the total and all required nodes."""
     tasks, gpus = shape.ntasks or 0, gpu_count(shape.gpus_total)
     for run in runs:
         tasks_until = list(accumulate((seat.tasks for seat in run), initial=0))
@@ -102,11 +99,11 @@ def _windows(shape: Shape, runs: Sequence[list[Seat]], required: frozenset[int],
 
 
 def _bands(seats: Sequence[Seat], count: int) -> Iterator[list[Seat]]:
-    """Yield the sets of at least `count` seats whose speeds are alike, the fastest first."""
+    """Yield the sets of at least `count` seats with similar speeds, the fastest first."""
     speeds = sorted({seat.view.speed for seat in seats if seat.view.speed > 0}, reverse=True)
     lowest = 0.0
     for fastest in speeds:
-        band = [seat for seat in seats if fastest * LIKE <= seat.view.speed <= fastest]
+        band = [seat for seat in seats if fastest * SIMILAR <= seat.view.speed <= fastest]
         slowest = min(seat.view.speed for seat in band)
         if len(band) >= count and slowest != lowest:  # else the band before has all of these
             yield band
@@ -114,7 +111,7 @@ def _bands(seats: Sequence[Seat], count: int) -> Iterator[list[Seat]]:
 
 
 def _near(shape: Shape, seats: Sequence[Seat], choice: _Choice) -> list[Seat] | None:
-    """Return `choice` of the seats of as few switches as do, and of no more than the shape's limit if it has one."""
+    """Return `choice` of the seats on the fewest switches that suffice, within the shape's limit if it has one."""
     leaves: dict[str, list[Seat]] = {}
     for seat in seats:
         leaves.setdefault(seat.view.switch, []).append(seat)
@@ -136,48 +133,49 @@ def _near(shape: Shape, seats: Sequence[Seat], choice: _Choice) -> list[Seat] | 
     return None
 
 
-# ----- enough of all that it needs
-
-
 def _gang(shape: Shape, seats: Sequence[Seat], required: frozenset[int], low: int, high: int) -> list[Seat] | None:
-    """Return the preferred seats for a gang of `low` to `high` nodes, or None."""
-    if len(seats) < low or len(required) > high:
+    """Return the preferred seats for a gang of `low` to `high` nodes; None: there is no such gang."""
+    must_have = _seats_it_must_have(shape, seats, required) if len(seats) >= low and len(required) <= high else None
+    if must_have is None or len(must_have) > high:
         return None
-    first = [seat for seat in seats if seat.node in required] if required else []
-    if len(first) < len(required):
-        return None
-    asked = required
-    if shape.counts:
-        kinds = _of_each(shape.counts, [*first, *(seat for seat in seats if seat.node not in required)])
-        if kinds is None:
-            return None
-        required = required.union(seat.node for seat in kinds)
-        first = [seat for seat in seats if seat.node in required]
-        if len(first) > high:
-            return None
-    rest = [seat for seat in seats if seat.node not in required] if required else list(seats)
+    names = {seat.node for seat in must_have}
+    rest = [seat for seat in seats if seat.node not in names] if names else list(seats)
     if shape.ntasks is None and not shape.gpus_total:
-        return first + rest[: high - len(first)]
-    if not required and low == 1 and not shape.gpus_total:
+        return must_have + rest[: high - len(must_have)]
+    if not must_have and low == 1 and not shape.gpus_total:
         single = next((seat for seat in rest if seat.tasks >= (shape.ntasks or 0)), None)
         if single is not None:
             return [single]
-    chosen = _fewest(shape, first, rest, low, high)
+    chosen = _fewest(shape, must_have, rest, low, high)
     if chosen is None and shape.counts and shape.ntasks is not None:
-        return _largest_of_each(shape, seats, asked, low, high)
+        return _largest_of_each(shape, seats, required, low, high)
     return chosen
 
 
-def _of_each(counts: Sequence[tuple[Expression, int]], seats: Sequence[Seat]) -> list[Seat] | None:
-    """Return the preferred seats of which so many are of each kind, each seat counted for one kind only; None: there are none.
+def _seats_it_must_have(shape: Shape, seats: Sequence[Seat], required: frozenset[int]) -> list[Seat] | None:
+    """Return the seats on the `required` nodes and of the kinds that `shape` counts; None: some are missing."""
+    listed = [seat for seat in seats if seat.node in required] if required else []
+    if len(listed) < len(required):
+        return None
+    if not shape.counts:
+        return listed
+    kinds = _of_each(shape.counts, [*listed, *(seat for seat in seats if seat.node not in required)])
+    if kinds is None:
+        return None
+    names = required.union(seat.node for seat in kinds)
+    return [seat for seat in seats if seat.node in names]
 
-    The sets of seats that can be spread over kinds form a transversal matroid: taking seats in order of preference, each if
-    those taken before can be rearranged to let it in, is exact and takes the most preferred.
+
+def _of_each(counts: Sequence[tuple[Expression, int]], seats: Sequence[Seat]) -> list[Seat] | None:
+    """Return the preferred seats with the required number of each kind, each seat counted once; None: there are too few.
+
+    The sets of seats that can be assigned to kinds form a transversal matroid. So it is exact, and takes the most preferred
+    seats, to add each seat in order of preference if the seats taken before can be rearranged to admit it.
     """
     fits: dict[frozenset[str], list[int]] = {}
     taken: list[list[Seat]] = [[] for _ in counts]
 
-    def let_in(seat: Seat, seen: set[int]) -> bool:
+    def admit(seat: Seat, seen: set[int]) -> bool:
         features = seat.view.features
         kinds = fits.get(features)
         if kinds is None:
@@ -190,14 +188,14 @@ def _of_each(counts: Sequence[tuple[Expression, int]], seats: Sequence[Seat]) ->
                 taken[kind].append(seat)
                 return True
             for at, other in enumerate(taken[kind]):
-                if let_in(other, seen):
+                if admit(other, seen):
                     taken[kind][at] = seat
                     return True
         return False
 
     missing = sum(count for _, count in counts)
     for seat in seats:
-        missing -= let_in(seat, set())
+        missing -= admit(seat, set())
         if not missing:
             return [seat for of_kind in taken for seat in of_kind]
     return None
@@ -206,7 +204,7 @@ def _of_each(counts: Sequence[tuple[Expression, int]], seats: Sequence[Seat]) ->
 def _largest_of_each(
     shape: Shape, seats: Sequence[Seat], required: frozenset[int], low: int, high: int
 ) -> list[Seat] | None:
-    """Return a gang for tasks and kinds that takes the seats with room for most tasks, or None if even those do not do."""
+    """Return a gang for tasks and kinds, of the seats with room for most tasks; None: even those do not suffice."""
     by_size = sorted(seats, key=lambda seat: (seat.node not in required, -seat.tasks, seat))
     kinds = _of_each(shape.counts, by_size)
     names = {seat.node for seat in kinds or ()} | required
@@ -233,27 +231,27 @@ def _fewest(shape: Shape, first: list[Seat], rest: list[Seat], low: int, high: i
 
 
 def _enough(first: list[int], rest: list[int], wanted: int) -> int | None:
-    """Return how many nodes it takes at least to reach `wanted`, with all of `first`; None if all are not enough."""
+    """Return the fewest nodes that reach `wanted`, including all of `first`; None: all are not enough."""
     reached = list(accumulate(sorted(rest, reverse=True), initial=sum(first)))
     at = bisect_left(reached, wanted)
     return len(first) + at if at < len(reached) else None
 
 
 def _pick(rest: list[Seat], count: int, wanted_tasks: int, wanted_gpus: int, by: str, first: list[Seat]) -> list[Seat]:
-    """Return `count` of `rest` that reach what is wanted (of tasks or GPUs, `by`), the preferred ones where there is a choice.
+    """Return `count` of `rest` that reach what is wanted (of tasks or GPUs, `by`), the preferred ones if there is a choice.
 
-    For each place in turn: the most preferred seat with which the largest others can still make up the rest.
+    For each place in turn: the most preferred seat with which the largest other seats still reach the total.
     """
     value: Callable[[Seat], int] = (lambda seat: seat.gpus) if by == "gpus" else (lambda seat: seat.tasks)
     missing = (wanted_gpus if by == "gpus" else wanted_tasks) - sum(value(seat) for seat in first)
     open_seats = list(rest)
     sizes = sorted(value(seat) for seat in rest)  # ascending
     chosen: list[Seat] = []
-    top = sum(sizes[len(sizes) - count + 1 :]) if count > 1 else 0  # the largest count-1 that are still open
+    top = sum(sizes[len(sizes) - count + 1 :]) if count > 1 else 0  # the largest count-1 that are left
     while len(chosen) < count:
         floor = missing - top
         fit: Iterator[int] = (at for at, seat in enumerate(open_seats) if value(seat) >= floor)
-        if len(chosen) == count - 1:  # the last one: the tightest that has enough
+        if len(chosen) == count - 1:  # the last place: the smallest seat that suffices
             fit = iter(sorted(fit, key=lambda at: (*open_seats[at].preference[:-3], value(open_seats[at]), at)))
         at = next(fit, None)
         if at is None:
@@ -268,29 +266,29 @@ def _pick(rest: list[Seat], count: int, wanted_tasks: int, wanted_gpus: int, by:
     return chosen
 
 
-# ----- a heterogeneous job's components get nodes apart from each other: all of them, or none does
-# They choose one after the other, each of what those before it have left. Whether that works out may hang on whose turn
-# comes first, so the turns are changed until it does; components that ask alike need no turns. For components of one node each
-# that is exact: if there is a place for all, some order of turns finds one (serial dictatorship reaches every Pareto-optimal
-# assignment; Abdulkadiroglu and Soenmez, Econometrica 66, 1998). Of very many orders the first have to do: see `MOST_TRIES`.
+# ----- the components of a heterogeneous job get separate nodes: all components, or none
+# They choose one after the other, each of the nodes that earlier ones left. Whether all fit may depend on the order, so other
+# orders are tried until they do; equal components need no other order. For components of one node each this is exact: if all
+# fit, some order finds it (serial dictatorship reaches every Pareto-optimal assignment; Abdulkadiroglu and Soenmez,
+# Econometrica 66, 1998). Of very many orders only the first are tried: see `MOST_TRIES`.
 #
-# Knows shapes and seats, no time and no queue. Source: "Heterogeneous Job Support" of Slurm's documentation.
+# Source: "Heterogeneous Job Support" of Slurm's documentation.
 
 
 MOST_TRIES = 2_000
 
 Pick = Callable[[int, frozenset[int]], "list[Seat] | None"]
-"""The seats that component number `at` chooses beside the nodes that are taken, None if what is left does not do."""
+"""(component, nodes that are taken) -> the seats that it chooses of the others; None: it does not fit there."""
 
 
 def seats_apart(shapes: Sequence[Shape], pick: Pick) -> list[list[Seat]] | None:
-    """Return the seats of each component, no node twice; None: they do not all fit."""
+    """Return the seats of each component, no node twice; None: not all of them fit."""
     chosen = _Search(shapes, pick).seats(tuple(range(len(shapes))), frozenset())
     return None if chosen is None else [chosen[at] for at in range(len(shapes))]
 
 
 class _Search:
-    """The turns that have been tried."""
+    """The search for an order of components; counts the tries."""
 
     def __init__(self, shapes: Sequence[Shape], pick: Pick) -> None:
         self._shapes = shapes
@@ -298,19 +296,19 @@ class _Search:
         self._tries = 0
 
     def seats(self, left: tuple[int, ...], taken: frozenset[int]) -> dict[int, list[Seat]] | None:
-        """Return the seats of the components that are `left`, beside the nodes that are taken."""
+        """Return the seats of the components that are `left`, on nodes that are not taken."""
         if not left:
             return {}
-        turns: dict[Shape, tuple[int, list[Seat]]] = {}
+        next_choices: dict[Shape, tuple[int, list[Seat]]] = {}
         for at in left:
-            if self._shapes[at] in turns:
+            if self._shapes[at] in next_choices:
                 continue
             chosen = self._pick(at, taken)
             self._tries += 1
             if chosen is None:
-                return None  # the turns of others would leave it less
-            turns[self._shapes[at]] = at, chosen
-        for at, chosen in turns.values():
+                return None  # if others chose first, they would leave it less
+            next_choices[self._shapes[at]] = at, chosen
+        for at, chosen in next_choices.values():
             others = tuple([other for other in left if other != at])
             rest = self.seats(others, taken.union([seat.node for seat in chosen]))
             if rest is not None:

@@ -64,17 +64,8 @@ def tasks_that_fit(shape: Shape, node: NodeView, types: tuple[GpuSlot, ...], roo
         tasks = shape.tasks_max
     if tasks < shape.tasks_min:
         return 0
-    if shape.mem_all or (shape.exclusive and not shape.mem_asked):
-        if mem_mib < node.mem_mib:
-            return 0
-    elif shape.mem_per_node_mib is not None:
-        if mem_mib < shape.mem_per_node_mib:
-            return 0
-    else:
-        mem_per_task = _mem_per_cpu(shape, node) * shape.cpus_per_task
-        if mem_per_task:
-            tasks = min(tasks, mem_mib // mem_per_task)
-    if shape.gpus_per_node or shape.gpus_per_task or shape.gpus_total or shape.shards:
+    tasks = min(tasks, _tasks_by_memory(shape, node, mem_mib))
+    if tasks and (shape.gpus_per_node or shape.gpus_per_task or shape.gpus_total or shape.shards):
         tasks = min(tasks, _tasks_by_gpus(shape, types, gpus))
     return tasks if tasks >= shape.tasks_min else 0
 
@@ -154,6 +145,16 @@ def _mem_per_cpu(shape: Shape, node: NodeView) -> int:
     if shape.mem_per_cpu_mib is not None:
         return shape.mem_per_cpu_mib
     return node.mem_mib // node.cpus if node.cpus else 0
+
+
+def _tasks_by_memory(shape: Shape, node: NodeView, free_mib: int) -> int:
+    """Return how many tasks the free memory allows."""
+    if shape.mem_all or (shape.exclusive and not shape.mem_asked):
+        return UNBOUNDED if free_mib >= node.mem_mib else 0
+    if shape.mem_per_node_mib is not None:
+        return UNBOUNDED if free_mib >= shape.mem_per_node_mib else 0
+    mem_per_task_mib = _mem_per_cpu(shape, node) * shape.cpus_per_task
+    return free_mib // mem_per_task_mib if mem_per_task_mib else UNBOUNDED
 
 
 def _tasks_by_gpus(shape: Shape, types: tuple[GpuSlot, ...], free: Units) -> int:

@@ -70,16 +70,24 @@ class Openings:
         self._seen = len(timeline.taken)
         self._seen_given = len(timeline.given)
         self._floors = Floors()
+        self._endless: list[tuple[float, int]] = []  # begin and node of the spans that never end, ascending
+        self._holes: list[tuple[float, float, int]] = []  # end, begin and node of the others, ascending
         for node in nodes:
             self._spans[node] = without(self._spans_of(node), closed.get(node, ()))
-        self._endless = [(spans[-1][0], node) for node, spans in self._spans.items() if spans and _endless(spans[-1])]
-        self._holes = [
-            (span[1], span[0], node) for node, spans in self._spans.items() for span in spans if not _endless(span)
-        ]
+        self._index_spans()
+
+    def _index_spans(self) -> None:
+        now_s = self._timeline.now_s
+        for node, spans in self._spans.items():
+            if spans and spans[0][0] <= now_s:
+                self.until_s[node] = spans[0][1]
+            for from_s, until_s in spans:
+                if until_s == NEVER_S:
+                    self._endless.append((from_s, node))
+                else:
+                    self._holes.append((until_s, from_s, node))
         self._endless.sort()
         self._holes.sort()
-        now_s = timeline.now_s
-        self.until_s = {node: spans[0][1] for node, spans in self._spans.items() if spans and spans[0][0] <= now_s}
 
     def catch_up(self) -> None:
         """Take account of what was taken since the last time."""

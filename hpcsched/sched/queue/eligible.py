@@ -1,9 +1,9 @@
-"""May a job start at all, whatever is free? Holds, begin times, dependencies, singletons.
+"""Which jobs may start at all, whatever is free: holds, begin times, deadlines, dependencies, singletons.
 
 Dependencies follow sbatch(1). On an array: `afterok` wants all its tasks completed, `afternotok` all ended and not all
 completed, `afterany` all ended, `aftercorr` the task of the same number; ``12_3`` is about that task alone. A job that is not
-known any more counts as ended long ago; how it ended nobody can say, so `afterok`, `afternotok` and `aftercorr` on it are never
-satisfied. A job that has a deadline and could not end by it even if it started now will never start: its end is near.
+known any more counts as ended long ago, with an unknown outcome: `afterok`, `afternotok` and `aftercorr` on it are never
+satisfied. A job that could not end by its deadline even if it started now never starts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Met(Enum):
 
 
 class Eligibility:
-    """Judges the jobs of one snapshot, each dependency only once however many jobs share it."""
+    """Judges the jobs of one snapshot; a dependency that many jobs share is judged once."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
@@ -39,7 +39,7 @@ class Eligibility:
         self._verdicts: dict[tuple[Dependency, int], Met] = {}
 
     def why_not(self, job: PendingJob) -> Wait | None:
-        """Return why `job` may not start whatever is free, or None if only resources (and array limits) decide."""
+        """Return why `job` may not start whatever is free; None: only resources and limits decide."""
         if job.free_to_go:
             return None
         if job.deadline_at_s is not None and (wait := self._too_late(job, job.deadline_at_s)) is not None:
@@ -56,7 +56,7 @@ class Eligibility:
         return self._unmet(job) if job.dependency else None
 
     def _too_late(self, job: PendingJob, deadline_at_s: float) -> Wait | None:
-        """Return the wait of a job that could not end by its deadline if it started now."""
+        """Return the wait of a job that cannot end by its deadline, even if it starts now; None: it can."""
         least_s = job.time_min_s if job.time_min_s is not None else job.request.time_limit_s or 0
         left_s = deadline_at_s - self._snapshot.now_s
         if least_s <= left_s:
@@ -69,20 +69,20 @@ class Eligibility:
         )
 
     def _unmet(self, job: PendingJob) -> Wait | None:
-        """Judge all that it depends on: one is enough with `dependency_any`, else each is needed."""
+        """Return the wait for the dependencies of `job`; None: all are met, or one with `dependency_any`."""
         verdicts = [verdict for term in job.dependency for verdict in self._term(term, job)]
         found = {met for met, _ in verdicts}
         if Met.YES in found if job.dependency_any else found == {Met.YES}:
             return None
         never = found == {Met.NEVER} if job.dependency_any else Met.NEVER in found
-        telling = Met.NEVER if never else Met.NOT_YET
-        why = next(words for met, words in verdicts if met is telling)
+        verdict = Met.NEVER if never else Met.NOT_YET
+        why = next(words for met, words in verdicts if met is verdict)
         if never:
             return Wait(reason=Reason.DEPENDENCY_NEVER, detail=why)
         return Wait(reason=Reason.DEPENDENCY, detail=why, expected_start_s=self._due_s(job))
 
     def _term(self, term: Dependency, job: PendingJob) -> list[tuple[Met, str]]:
-        """Judge each job that `term` names."""
+        """Return the verdict on each job that `term` names, and the sentence for it."""
         if term.kind is DependencyKind.SINGLETON:
             first = self._first_named(job)
             if first < job.id:
@@ -92,7 +92,7 @@ class Eligibility:
         return [(verdict, "" if verdict is Met.YES else _words(term, job_id, verdict)) for job_id, verdict in met]
 
     def _due_s(self, job: PendingJob) -> float | None:
-        """Return when the delays (``after:12+5``) of jobs that have begun are over: when to look again."""
+        """Return when the first delay (``after:12+5``) of a job that has begun is over; None: no delay runs."""
         due = [
             since_s + term.delay_s
             for term in job.dependency
@@ -121,7 +121,7 @@ class Eligibility:
         return known
 
     def _first_named(self, job: PendingJob) -> JobId:
-        """Return the first unfinished job of the same name and user: `job` itself, or one before it."""
+        """Return the first unfinished job of the same name and user: `job` itself, or an earlier one."""
         if self._first_by_name is None:
             self._first_by_name = {}
             others: Sequence[RunningJob | PendingJob] = (*self._snapshot.running, *self._snapshot.pending)
@@ -132,13 +132,13 @@ class Eligibility:
 
 
 def _judge(term: Dependency, facts: Sequence[JobFact], now_s: float) -> Met:
-    """Judge one term on one job, or on the tasks of one array."""
+    """Return the verdict of one term on one job, or on the tasks of one array."""
     if term.kind is DependencyKind.AFTER:
         return Met.YES if all(_begun(fact, term.delay_s, now_s) for fact in facts) else Met.NOT_YET
     ended = all(fact.state in FINAL for fact in facts)
     if term.kind is DependencyKind.AFTER_ANY:
         return Met.YES if ended else Met.NOT_YET
-    failed = not facts or any(fact.state in FINAL and fact.state is not JobState.COMPLETED for fact in facts)
+    failed = not facts or any(_has_failed(fact) for fact in facts)
     if term.kind is DependencyKind.AFTER_NOT_OK:
         if not ended:
             return Met.NOT_YET
@@ -148,8 +148,12 @@ def _judge(term: Dependency, facts: Sequence[JobFact], now_s: float) -> Met:
     return Met.YES if ended else Met.NOT_YET
 
 
+def _has_failed(fact: JobFact) -> bool:
+    return fact.state in FINAL and fact.state is not JobState.COMPLETED
+
+
 def _begun(fact: JobFact, delay_s: int, now_s: float) -> bool:
-    """Say whether the job started (or ended without) at least `delay_s` ago."""
+    """Say whether the job started, or ended without a start, at least `delay_s` ago."""
     since_s = _began_at_s(fact)
     return _is_begun(fact) and (since_s is None or now_s >= since_s + delay_s)
 
