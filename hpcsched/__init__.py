@@ -2,8 +2,9 @@
 
 Follow one job through the code:
 
-1. ``hsub job.sh``           cli/submit.py hands over script and words through client.py, jobscript/ reads them
-2. the controller is asked   api/app.py (routes), api/identity.py (who asks), controller/views/backend.py
+1. ``hsub job.sh``           cli/thin.c (or cli/thin.py) sends words, script and environment to the controller
+2. they become a job         api/command.py runs commands/submit.py, jobscript/ reads the options;
+                             api/identity.py (who asks), controller/views/backend.py
 3. it becomes an event       controller/requests/jobs.py, inside a tick: controller/tick.py
 4. the event changes the job lifecycle/job.py, the only table of what may become what
 5. it goes on disk           store/store.py, one commit for all that came in; then the id is answered

@@ -351,10 +351,4 @@ def _error(response: Response) -> errors.HpcschedError:
     answer = _json(response)
     if not isinstance(answer, dict):
         return errors.ProtocolError(f"cannot read the controller's answer (status {response.status})")
-    kind = getattr(errors, str(answer.get("kind")), errors.RequestError)
-    if not (isinstance(kind, type) and issubclass(kind, errors.HpcschedError)):
-        kind = errors.RequestError
-    error = kind(str(answer.get("error")))
-    error.by_controller = True
-    error.at = answer.get("at")
-    return error
+    return errors.error_of(answer)

@@ -55,3 +55,16 @@ class ProtocolError(HpcschedError):
 
 class InvariantError(Exception):
     """Our own ledger is wrong. The controller stops: it does not go on with it."""
+
+
+def error_of(answer: object) -> HpcschedError:
+    """Return the error that the API answered: a JSON object with the class as ``kind``, the text, and ``at``."""
+    if not isinstance(answer, dict):
+        return ProtocolError("cannot read the controller's answer: it is not a JSON object")
+    kind = globals().get(str(answer.get("kind")))
+    if not (isinstance(kind, type) and issubclass(kind, HpcschedError)):
+        kind = RequestError
+    error = kind(str(answer.get("error")))
+    error.by_controller = True
+    error.at = answer.get("at")
+    return error

@@ -10,7 +10,6 @@ import asyncio
 import gc
 import json
 import logging
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -23,6 +22,7 @@ from hpcsched.api.crowd import Breaks, Doors, Turns
 from hpcsched.api.identity import Asker, asker_of, peer_uid
 from hpcsched.api.jobview import json_text
 from hpcsched.api.views import VERSION
+from hpcsched.commands.call import OwnProcessError
 from hpcsched.errors import (
     HpcschedError,
     NotFoundError,
@@ -126,6 +126,7 @@ def make_server(reader: Reader, coming: asyncio.Future[Backend], doors: Doors | 
     found = [
         web.get("/v1/ping", routes.ping),
         web.post("/v1/submit", routes.submit),
+        web.post("/v1/command", routes.command),
         web.post("/v1/test", routes.in_turn(routes.test)),
         web.get("/v1/jobs", routes.in_turn(routes.jobs, early=True)),
         web.get("/v1/queue", routes.in_turn(routes.queue, early=True)),
@@ -157,10 +158,13 @@ def make_server(reader: Reader, coming: asyncio.Future[Backend], doors: Doors | 
         web.post("/v1/{verb:cancel|hold|release|requeue|suspend|resume|update}", routes.act),
     ]
     routed = web.Router(web.Route(one.method, one.path, _with_errors(one.handler)) for one in found)
+    routes.router = routed
     return web.Server(routed, _refusal, doors)
 
 
 class _Routes:
+    router: web.Router
+
     def __init__(self, reader: Reader, coming: asyncio.Future[Backend]) -> None:
         self._reader = reader
         self._coming = coming
@@ -201,8 +205,6 @@ class _Routes:
         body = await self._body(request)
         jobs = body.get("jobs")
         request_id = body.get("request_id", "")
-        if "words" in body and jobs is None:
-            return await self._submit_words(request, request_id, body["words"])
         if not isinstance(jobs, list) or not jobs or not isinstance(request_id, str):
             raise RequestError('cannot submit: the body must be {"request_id": text, "jobs": [...]}')
         if len(jobs) > MAX_JOBS:
@@ -219,14 +221,28 @@ class _Routes:
                     await breaks.take()
             return answer(await self._submit(request, request_id, specs))
 
-    async def _submit_words(self, request: web.Request, request_id: object, words: object) -> web.Response:
-        """Submit what a command was called with, read in its place."""
-        from hpcsched.jobscript.submission import manners, read_remote, words_from_json  # a start answers without it
+    async def command(self, request: web.Request) -> web.Response:
+        """Run hsub, hqueue or hcancel in the place of the client that sent its words."""
+        from hpcsched.api import command  # a start answers without it
 
-        read = read_remote(words_from_json(words), time.time())
-        done = await self._submit(request, request_id, [read.built.spec])
-        notes = [*read.built.notes, *done["notes"]]
-        return answer({**done, "notes": notes, "manners": manners(read)})
+        body = await self._body(request)
+        try:
+            words = command.read_words(body)
+        except OwnProcessError:
+            return web.Response(b"python\n", content_type="application/octet-stream")
+        asker = self._asker(request)
+
+        async def submit(request_id: str, spec: JobSpec) -> Json:
+            return {"version": VERSION, **await self._submit(request, request_id, [spec])}
+
+        def job_id_of(reference: str) -> int:
+            if not self._coming.done():
+                raise UnavailableError("cannot look for jobs yet: the controller is starting; try again")
+            job = self._coming.result().job(asker, reference)["jobs"][0]
+            return int(job["array_job_id"] or job["id"])  # int: our own
+
+        api = command.Routed(request, self.router.find, submit, job_id_of)
+        return web.Response(await command.answer(words, asker, api), content_type="application/octet-stream")
 
     async def _submit(self, request: web.Request, request_id: object, specs: list[JobSpec]) -> Json:
         if not isinstance(request_id, str):

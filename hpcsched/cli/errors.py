@@ -11,11 +11,10 @@ import sys
 from collections.abc import Callable, Sequence
 
 import hpcsched
-from hpcsched.commands.options import Command, UsageError, Words, help_text, read_words
+from hpcsched.commands.options import FAILED as FAILED
+from hpcsched.commands.options import Command, Words, explained, header_note, help_text, read_words
 from hpcsched.errors import HpcschedError
 
-FAILED = 1
-USAGE = 2
 INTERRUPTED = 130
 
 
@@ -44,7 +43,7 @@ def run_command(
             (version or print_version)(command.name)
             return 0
         if list(words) == ["-h"] and read.has("noheader") and explain is None:
-            note(command.name, f"-h leaves the header out, as in Slurm; for help: {command.name} --help")
+            note(command.name, header_note(command.name))
         return work(read)
 
     return guarded(command.name, body, argv, explain=explain)
@@ -74,11 +73,6 @@ def guarded(
         # Who read our output has seen enough. What is still in the buffer must not fail again when Python ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
-
-
-def explained(name: str, error: HpcschedError) -> tuple[str, int]:
-    """Return what an error says on standard error, and the exit status."""
-    return f"{name}: error: {error}", USAGE if isinstance(error, UsageError) else FAILED
 
 
 def complain(name: str, text: str) -> None:

@@ -1,8 +1,6 @@
-"""hsub, and sbatch: a script (a file, standard input, or --wrap) becomes a job.
+"""hsub in its own process: what waits, asks or reads many files (--wait, --test-only, --dry-run, --each), and help.
 
-Its options are those of job scripts (`hpcsched.jobscript`): command line over environment over the script's lines. Every
-submission bears a request id, so that one which is sent again after a lost connection is still one job. Most submissions get
-by without this module, which takes long to import: `hpcsched.cli.submit`.
+The rest is `hpcsched.commands.submit`, the same code for the controller and for here.
 """
 
 from __future__ import annotations
@@ -10,31 +8,37 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections import namedtuple
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 from hpcnode.commands import slurm_text
-from hpcnode.os import rlimits
 from hpcsched import client
-from hpcsched.cli.errors import Explain, complain, guarded, note, print_version
+from hpcsched.cli.errors import complain, guarded, note, print_version
 from hpcsched.cli.output import clean, print_json
-from hpcsched.cli.slurm import own_cluster
+from hpcsched.cli.process import finish, own_call, work_dir
 from hpcsched.client import Json
+from hpcsched.commands.call import Call
 from hpcsched.commands.options import UsageError, option_lines
-from hpcsched.commands.slurm import clusters_of, refuse_others
+from hpcsched.commands.slurm import SLURM_VERSION
+from hpcsched.commands.submit import (
+    HSUB,
+    STDIN,
+    Options,
+    Setup,
+    Submission,
+    parse_words,
+    read,
+    send,
+    write_notes,
+    write_options,
+)
 from hpcsched.errors import HpcschedError, NotFoundError, RequestError, UnavailableError
-from hpcsched.jobscript.build import Built
 from hpcsched.jobscript.layers import is_set, last
 from hpcsched.jobscript.options import OPTIONS
-from hpcsched.jobscript.scan import CommandLine, parse_command_line
-from hpcsched.jobscript.script import MAX_SCRIPT_BYTES
-from hpcsched.jobscript.submission import SubmissionWords, read_submission
+from hpcsched.jobscript.scan import CommandLine
 from hpcsched.listing.states import ENDED_STATES
 from hpcsched.listing.text import start_words
 from hpcsched.model.codec import spec_to_json
 
-NAME = "hsub"
-STDIN = ("-", "/dev/stdin")
 FIRST_POLL_S = 0.05
 LAST_POLL_S = 1.0
 
@@ -51,74 +55,42 @@ HSUB_* and SBATCH_* variables, and these over the script's. What follows the scr
 HELP_TAIL = """
 File names may have %j (job id), %x (name), %u (user), %N (node), %A and %a (array and task), %t (task of a step).
 """
+REQUEST_ID = "HPCSCHED_REQUEST_ID"  # of a submission that another client has begun, and whose answer was lost
 
 
-class Face(
-    namedtuple(
-        "Face",
-        "name version explain cluster",
-        defaults=(
-            None,
-            False,
-        ),
-    )
-):
-    """The name that the command goes by, and how it says its version and its errors."""
-
-    __slots__ = ()
-
-    name: str
-    version: Callable[[str], None]
-    explain: Explain | None
-    cluster: bool  # --parsable with --clusters writes the cluster's name behind the id
-
-
-OURS = Face(NAME, print_version)
-
-
-def main(argv: Sequence[str] | None = None, face: Face = OURS) -> int:
+def main(argv: Sequence[str] | None = None, setup: Setup = HSUB) -> int:
     """Run the command and return its exit status."""
-    return guarded(face.name, lambda words: _work(words, face), argv, explain=face.explain)
+    return guarded(setup.name, lambda words: _work(words, setup), argv, explain=setup.explain)
 
 
-def _work(argv: Sequence[str], face: Face) -> int:
-    try:
-        line = parse_command_line(argv)
-    except UsageError:
-        raise
-    except RequestError as error:
-        raise UsageError(str(error)) from None
+def _work(argv: Sequence[str], setup: Setup) -> int:
+    line = parse_words(argv)
     if is_set(line.options, "help"):
-        sys.stdout.write(help_text(face.name))
+        sys.stdout.write(help_text(setup.name))
         return 0
     if is_set(line.options, "version"):
-        face.version(face.name)
+        if setup.slurms:
+            print(f"slurm {SLURM_VERSION}")
+        else:
+            print_version(setup.name)
         return 0
+    request_id = os.environ.pop(REQUEST_ID, "") or os.urandom(16).hex()
     if is_set(line.options, "each"):
-        return submit_each(face, line, argv)
-    options, built = build(line, argv, face)
-    if face.cluster and "verbose" in options:
-        for text in option_block(options):
-            print(f"{face.name}: {clean(text)}", file=sys.stderr)
-    if not is_set(options, "quiet"):
-        tell(face, built.notes, aloud="verbose" in options)
-    job = spec_to_json(built.spec)
-    if is_set(options, "dry-run"):
-        print_json({"version": 1, "job": job, "notes": list(built.notes)})
+        return submit_each(setup, line, argv, request_id)
+    call = own_call(work_dir())
+    request = finish(read(line, argv, call, setup, time.time()))
+    write_options(request, call, setup)
+    if is_set(request.options, "dry-run"):
+        print_json({"version": 1, "job": spec_to_json(request.built.spec), "notes": list(request.built.notes)})
         return 0
-    if is_set(options, "test-only"):
-        return _test(face, job, options)
-    return _submit(face, job, options)
+    if is_set(request.options, "test-only"):
+        return _test(setup, request)
+    job_id = finish(send(request, call, setup, request_id=request_id))
+    sys.stdout.flush()
+    return wait_for(setup, job_id) if is_set(request.options, "wait") else 0
 
 
-def option_block(options: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return the lines in which sbatch --verbose lists the options that were given, in any place."""
-    rule = f"{'-' * 20} {'-' * 20}"
-    given = [f"{name:<20}: {','.join(values) or 'set'}" for name, values in sorted(options.items())]
-    return ["defined options", rule, *given, rule, "end of defined options"]
-
-
-def help_text(name: str = NAME) -> str:
+def help_text(name: str = HSUB.name) -> str:
     """Return what ``--help`` prints."""
     known = {option.name: option for option in OPTIONS}
     lines = []
@@ -129,93 +101,16 @@ def help_text(name: str = NAME) -> str:
     return HELP_HEAD.replace("NAME", name) + "\n".join(lines) + "\n" + HELP_TAIL
 
 
-def build(line: CommandLine, argv: Sequence[str], face: Face) -> tuple[Mapping[str, Sequence[str]], Built]:
-    """Return the options of all layers, and the job that they ask for."""
-    script = _read(face, line.script) if last(line.options, "wrap") is None else None
-    try:
-        work_dir = os.getcwd()
-    except OSError as error:
-        raise RequestError(f"cannot submit from this directory: {error.strerror}") from None
-    words = SubmissionWords(
-        command=face.name,
-        argv=tuple(argv),
-        script=script,
-        script_path=_path(line.script),
-        environ=rlimits.environment(),
-        work_dir=work_dir,
-        host=os.uname().nodename,
-    )
-    read = read_submission(words, line, time.time(), _job_id_of)
-    if face.cluster and (named := clusters_of(last(read.options, "clusters") or "")):
-        refuse_others(named, own_cluster())
-    return read.options, read.built
-
-
-def _job_id_of(reference: str) -> int:
-    """Return the number that was printed when the job `reference` (its name, or ``last``) was submitted."""
-    job = client.call("GET", client.job_path(reference))["jobs"][0]
-    return int(job["array_job_id"] or job["id"])
-
-
-def _path(script: str | None) -> str:
-    """Return the script's whole path; "" if it was in no file, or in one whose path cannot be written down."""
-    path = "" if script is None or script in STDIN else os.path.abspath(script)
-    return path if path.isprintable() else ""
-
-
-def _read(face: Face, path: str | None) -> str:
-    """Return the script's text; bytes that are no UTF-8 are kept for the check to name them."""
-    try:
-        if path is None or path in STDIN:
-            if sys.stdin.isatty():
-                note(face.name, "reading the script from the terminal; end it with Ctrl-D")
-            data = sys.stdin.buffer.read(MAX_SCRIPT_BYTES + 1)
-        else:
-            with open(path, "rb") as stream:
-                data = stream.read(MAX_SCRIPT_BYTES + 1)
-    except OSError as error:
-        raise RequestError(f"cannot read script {clean(path)}: {error.strerror}") from None
-    return data.decode("utf-8", "surrogateescape")
-
-
-def tell(face: Face, notes: Sequence[str], *, aloud: bool) -> None:
-    for text in notes:
-        if aloud:
-            print(f"{face.name}: {clean(text)}", file=sys.stderr)
-        else:
-            note(face.name, clean(text))
-
-
-def _test(face: Face, job: Json, options: Mapping[str, Sequence[str]]) -> int:
-    answer = client.call("POST", "/v1/test", {"job": job})
-    if is_set(options, "json"):
+def _test(setup: Setup, request: Submission) -> int:
+    answer = client.call("POST", "/v1/test", {"job": spec_to_json(request.built.spec)})
+    if is_set(request.options, "json"):
         print_json(answer)
     else:
-        print(f"{face.name}: {start_words(answer)}", file=sys.stderr)
+        print(f"{setup.name}: {start_words(answer)}", file=sys.stderr)
     return 0
 
 
-def _submit(face: Face, job: Json, options: Mapping[str, Sequence[str]]) -> int:
-    request_id = last(options, "request-id") or os.urandom(16).hex()
-    try:
-        answer = client.call_again("POST", "/v1/submit", {"request_id": request_id, "jobs": [job]})
-    except client.BrokenConnectionError as error:
-        raise UnavailableError(
-            f"{error}; the job may be in the queue already: to submit it for sure and once, add --request-id={request_id}"
-        ) from None
-    job_id = answer["jobs"][0]["job_id"]
-    if is_set(options, "json"):
-        print_json(answer)
-    elif is_set(options, "parsable"):
-        print(f"{job_id};{own_cluster()}" if face.cluster and last(options, "clusters") else job_id)
-    elif not is_set(options, "quiet"):
-        print(f"Submitted batch job {job_id}")
-    sys.stdout.flush()
-    tell(face, answer.get("notes", ()), aloud="verbose" in options)
-    return wait_for(face, job_id) if is_set(options, "wait") else 0
-
-
-def wait_for(face: Face, job_id: int) -> int:
+def wait_for(setup: Setup, job_id: int) -> int:
     """Wait until the job (of an array: all its tasks) is over; return the highest exit code."""
     pause_s = FIRST_POLL_S
     told = False
@@ -224,11 +119,11 @@ def wait_for(face: Face, job_id: int) -> int:
             jobs = _look(job_id)
         except UnavailableError as error:  # the job goes on without the controller
             if not told:
-                note(face.name, f"{error}; waiting for it")
+                note(setup.name, f"{error}; waiting for it")
             told = True
         else:
             if all(job["state"] in ENDED_STATES for job in jobs):
-                return _exit_status(face, jobs)
+                return _exit_status(setup, jobs)
         time.sleep(pause_s)
         pause_s = min(pause_s * 1.3, LAST_POLL_S)
 
@@ -241,43 +136,41 @@ def _look(job_id: int) -> list[Json]:
     return [job for job in jobs if not job.get("het_offset")]  # the others' state is that of the first component
 
 
-def _exit_status(face: Face, jobs: Sequence[Json]) -> int:
+def _exit_status(setup: Setup, jobs: Sequence[Json]) -> int:
     statuses = []
     for job in jobs:
         status = 128 + job["exit_signal"] if job["exit_signal"] else job["exit_code"] or 0
         failed_by_itself = job["state"] == "FAILED" and job["started_at_s"] is not None
         if job["state"] != "COMPLETED" and not (failed_by_itself and status):  # else the status does not say it
             why = f": {clean(job['reason_detail'])}" if job["reason_detail"] else ""
-            complain(face.name, f"job {job['display_id']} ended as {job['state']}{why}")
+            complain(setup.name, f"job {job['display_id']} ended as {job['state']}{why}")
         statuses.append(status or int(job["state"] != "COMPLETED"))
     return max(statuses)
 
 
 # ----- `hsub --each`: many scripts in one call
-# All are read before the first one is sent. They are sent in parts, each of them one transaction of the controller: its jobs
-# are on disk, all of them, before their ids are printed. A part bears the request id of the call with its number behind it, so
-# that a call that broke off can be repeated under the same id.
+# All are read before the first one is sent. They are sent in parts, and each part is one transaction of the controller: all
+# its jobs are on disk before their ids are printed. A part has the request id of the call with its number behind it, so that
+# a call that broke off can be repeated under the same id.
 
 
-PART_JOBS = 500  # others wait while a part is checked
-
-Options = Mapping[str, Sequence[str]]
+PART_JOBS = 500  # other requests wait while a part is checked
 
 
-def submit_each(face: Face, line: CommandLine, argv: Sequence[str]) -> int:
+def submit_each(setup: Setup, line: CommandLine, argv: Sequence[str], request_id: str) -> int:
     """Submit each of the scripts that `line` names, and return the exit status. Raises UsageError, HpcschedError."""
     paths = _paths(line)
-    read = _read_each(face, line, paths, argv[: len(argv) - len(paths)])
-    options = [its_options for its_options, _ in read]
+    call = own_call(work_dir())
+    requests = _read_each(setup, line, paths, argv[: len(argv) - len(paths)], call)
 
     def wanted(name: str) -> bool:
-        return any(is_set(one, name) for one in options)
+        return any(is_set(request.options, name) for request in requests)
 
-    request_id = last(line.options, "request-id") or os.urandom(16).hex()
+    request_id = last(line.options, "request-id") or request_id
     answered: list[Json] = []
     notes: list[str] = []
-    for number, at in enumerate(range(0, len(read), PART_JOBS)):
-        jobs = [spec_to_json(built.spec) for _, built in read[at : at + PART_JOBS]]
+    for number, at in enumerate(range(0, len(requests), PART_JOBS)):
+        jobs = [spec_to_json(request.built.spec) for request in requests[at : at + PART_JOBS]]
         try:
             answer = client.call_again("POST", "/v1/submit", {"request_id": f"{request_id}.{number}", "jobs": jobs})
         except HpcschedError as error:
@@ -289,9 +182,9 @@ def submit_each(face: Face, line: CommandLine, argv: Sequence[str]) -> int:
     if wanted("json"):
         print_json({"version": 1, "jobs": answered, "notes": notes})
     sys.stdout.flush()
-    if not wanted("quiet"):
-        tell(face, notes, aloud=wanted("verbose"))
-    return max(wait_for(face, job["job_id"]) for job in answered) if wanted("wait") else 0
+    flags: Options = {name: [""] for name in ("quiet", "verbose") if wanted(name)}
+    write_notes(notes, flags, call, setup)
+    return max(wait_for(setup, job["job_id"]) for job in answered) if wanted("wait") else 0
 
 
 def _paths(line: CommandLine) -> tuple[str, ...]:
@@ -307,20 +200,19 @@ def _paths(line: CommandLine) -> tuple[str, ...]:
 
 
 def _read_each(
-    face: Face, line: CommandLine, paths: Sequence[str], words: Sequence[str]
-) -> list[tuple[Options, Built]]:
-    """Return the options and the job of each script; `words` are those of the command line before them."""
-    read = []
+    setup: Setup, line: CommandLine, paths: Sequence[str], words: Sequence[str], call: Call
+) -> list[Submission]:
+    """Return the job of each script; `words` are those of the command line before them."""
+    requests = []
     for path in paths:
         try:
             one = CommandLine(options=line.options, script=path, args=(), further=line.further)
-            options, built = build(one, [*words, path], face)
+            request = finish(read(one, [*words, path], call, setup, time.time()))
         except RequestError as error:
             raise RequestError(f"{clean(path)}: {error}; nothing was submitted") from None
-        if not is_set(options, "quiet"):
-            tell(face, [f"{path}: {text}" for text in built.notes], aloud="verbose" in options)
-        read.append((options, built))
-    return read
+        write_notes([f"{path}: {text}" for text in request.built.notes], request.options, call, setup)
+        requests.append(request)
+    return requests
 
 
 def _about(error: HpcschedError, paths: Sequence[str], at: int, request_id: str) -> HpcschedError:

@@ -13,10 +13,13 @@ from __future__ import annotations
 from collections import namedtuple
 from collections.abc import Iterable, Sequence
 
+from hpcsched.errors import HpcschedError
 from hpcsched.errors import UsageError as UsageError
 from hpcsched.listing.text import nearest as nearest
 from hpcsched.listing.text import split_list as split_list
 
+FAILED = 1  # exit statuses
+USAGE = 2
 HELP_WIDTH = 100
 HELP_COLUMN = 28
 
@@ -203,3 +206,13 @@ def _wrapped(text: str, first: str, later: str) -> list[str]:
     import textwrap  # only ever needed for a help text
 
     return textwrap.wrap(text, HELP_WIDTH, initial_indent=first, subsequent_indent=later, break_on_hyphens=False)
+
+
+def header_note(name: str) -> str:
+    """Return the note for people who ask for help with ``-h`` alone."""
+    return f"-h leaves the header out, as in Slurm; for help: {name} --help"
+
+
+def explained(name: str, error: HpcschedError) -> tuple[str, int]:
+    """Return what an error says on standard error, and the exit status."""
+    return f"{name}: error: {error}", USAGE if isinstance(error, UsageError) else FAILED

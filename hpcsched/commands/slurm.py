@@ -12,17 +12,17 @@ from collections import namedtuple
 from collections.abc import Iterable, Sequence
 
 from hpcnode.commands import slurm_text
-from hpcsched.commands.options import Command, Option, split_list
+from hpcsched.commands.options import FAILED, Command, Option, Words, split_list
 from hpcsched.errors import HpcschedError, NotFoundError, RequestError, UnavailableError, UsageError
 
 TYPE_CHECKING = False  # type checkers know the name; typing's own costs a command a tenth of its start
 if TYPE_CHECKING:
+    from hpcsched.commands.call import Call
     from hpcsched.jobscript.options import ScriptOption as JobOption
 
 SLURM_VERSION = "23.02.7"
 NO_CONTACT = "Unable to contact slurm controller (connect failure)"
 INVALID_JOB = "Invalid job id specified"
-FAILED = 1
 
 # Options that every command takes and that mean nothing in a cluster that is alone.
 ELSEWHERE = (
@@ -92,3 +92,15 @@ def refuse_others(names: Iterable[str], own: str) -> None:
     other = next((name for name in names if name != own), None)
     if other is not None:
         raise RequestError(f"No cluster '{other[:60]}' known by database.")
+
+
+async def refuse_other_clusters(text: str, call: Call) -> None:
+    """Raise RequestError if the value of ``--clusters`` names another cluster than the controller's."""
+    if named := clusters_of(text):
+        refuse_others(named, str((await call.api.get("/v1/ping"))["cluster"]))
+
+
+def refuse_operands(words: Words) -> None:
+    """Raise UsageError if there are operands."""
+    if words.operands:
+        raise UsageError("", getopt=f"error: Unrecognized option: {words.operands[0][:60]}")

@@ -24,7 +24,8 @@ log = logging.getLogger("hpcsched.relaying")
 
 # What a job may ask to be changed: jobs, and nothing of the cluster. To look at, there is all that its owner may see.
 CHANGES = frozenset(
-    f"/v1/{verb}" for verb in ("submit", "test", "cancel", "hold", "release", "requeue", "suspend", "resume", "update")
+    f"/v1/{verb}"
+    for verb in ("submit", "command", "test", "cancel", "hold", "release", "requeue", "suspend", "resume", "update")
 )
 
 Send = Callable[[NodeName, protocol.Message, bytes], None]

@@ -1,9 +1,7 @@
 """A whole submission: the words of the command line, the script and the environment to a `JobSpec`.
 
-The same for a command that makes the specification itself and for the controller, to which `hsub` may hand all three as they
-are: importing what reads them takes a command longer than all the rest of it. Knows no files and no clock. What the
-controller cannot do in a command's place (wait, answer questions, know the user's time zone) it refuses by
-an error, and the command then does it itself.
+The same for the command's own process and for the controller. Knows no files and no clock. Dates mean what the time zone of
+the process makes of them.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from hpcsched.jobscript.check import check_spec
 from hpcsched.jobscript.dependency import with_job_ids
 from hpcsched.jobscript.layers import environment_options, is_set, last, merge_layers
 from hpcsched.jobscript.options import Use, by_name
-from hpcsched.jobscript.scan import CommandLine, Settings, parse_command_line
+from hpcsched.jobscript.scan import CommandLine, Settings
 from hpcsched.jobscript.script import foreign_options, read_script, wrap_script
 from hpcsched.model.frozen import replace
 from hpcsched.model.spec import JobSpec
@@ -74,15 +72,9 @@ def _check(options: Settings, first: Mapping[str, Sequence[str]]) -> None:
             )
 
 
-# --wait and these are the command's own business; a date means what the user's time zone makes of it.
-_NOT_REMOTE = (
-    "help", "version", "dry-run", "test-only", "wait", "each", "json", "request-id", "begin", "deadline", "clusters",
-)  # fmt: skip
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubmissionWords:
-    """What a command was called with. `script` None: its text is that of --wrap."""
+    """What a command was called with. `script`: the text of the file or of standard input, None if --wrap has it."""
 
     command: str
     argv: tuple[str, ...]
@@ -94,19 +86,18 @@ class SubmissionWords:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Submission:
-    """What became of the words: the options of all layers, and the job that they ask for."""
+class Layers:
+    """The script, and the options of all places, before their values are understood."""
 
-    options: Mapping[str, Sequence[str]]
-    built: Built
+    script: str
+    options: Settings
+    further: tuple[Settings, ...]  # of the script's other components
+    notes: tuple[str, ...]
 
 
-def read_submission(
-    words: SubmissionWords, line: CommandLine, now_s: float, find_job: Callable[[str], int] | None = None
-) -> Submission:
-    """Return the job that `words` ask for; `line` is what `parse_command_line` made of them.
+def read_layers(words: SubmissionWords, line: CommandLine) -> Layers:
+    """Return the script and the options of all places; `line` is what `parse_command_line` made of the words.
 
-    `find_job` returns the id of the job that a name, or ``last``, in a dependency means; without it names are refused.
     Raises RequestError.
     """
     wrapped = last(line.options, "wrap")
@@ -117,63 +108,41 @@ def read_submission(
     options = merge_layers(directives.options, environment_options(words.environ), line.options)
     if directives.foreign_lines and not is_set(options, "ignore-pbs"):
         options = merge_layers(foreign_options(directives.foreign_lines), options)
-    if find_job is not None and "dependency" in options:
-        options["dependency"] = [with_job_ids(text, find_job) for text in options["dependency"]]
-    built = build_spec(
-        options,
-        script=script,
-        default_name=script_name(line.options, line.script),
-        work_dir=words.work_dir,
-        environ=words.environ,
-        now_s=now_s,
-        script_args=line.args,
-        script_path=words.script_path if wrapped is None else "",
-        submit_line=shlex.join([words.command, *words.argv]),
-        submit_host=words.host,
-    )
-    spec = with_components(built.spec, options, directives.further, line.further)
-    check_spec(spec)
     late = [f"line {number} of the script is not read: it stands behind a command" for number in directives.late_lines]
     misspelled = [
         f"line {number} of the script is a comment, but looks like a directive: those begin with #SBATCH or #HSUB"
         for number in directives.misspelled_lines
     ]
-    return Submission(options=options, built=Built(spec=spec, notes=(*built.notes, *late, *misspelled)))
+    return Layers(script=script, options=options, further=directives.further, notes=(*late, *misspelled))
 
 
-def read_remote(words: SubmissionWords, now_s: float) -> Submission:
-    """Return the job that `words` ask for, in the command's place. Raises RequestError."""
-    line = parse_command_line(words.argv)
-    if words.script is None and last(line.options, "wrap") is None:
-        raise RequestError("cannot submit: neither a script nor --wrap")
-    found = read_submission(words, line, now_s)
-    for name in _NOT_REMOTE:
-        if any(name in options for options in (found.options, *line.further)):
-            raise RequestError(f"cannot submit the words of a command with --{name}: it has to read them itself")
-    return found
+def build_submission(
+    words: SubmissionWords,
+    line: CommandLine,
+    layers: Layers,
+    now_s: float,
+    find_job: Callable[[str], int] | None = None,
+) -> Built:
+    """Return the job that the layers ask for, with notes.
 
-
-def words_from_json(obj: object) -> SubmissionWords:
-    """Return the words that a command has sent. Raises RequestError."""
-    if not isinstance(obj, dict) or set(obj) - {field for field in SubmissionWords.__dataclass_fields__}:
-        raise RequestError('cannot submit: "words" has unknown fields, or is no object')
-    argv, environ = obj.get("argv"), obj.get("environ")
-    if not isinstance(argv, list) or not all(isinstance(word, str) for word in argv):
-        raise RequestError('cannot submit: "argv" is no list of words')
-    if not isinstance(environ, dict) or not all(isinstance(value, str) for value in environ.values()):
-        raise RequestError('cannot submit: "environ" is no object of texts')
-    texts = {name: obj.get(name, "") for name in ("command", "script_path", "work_dir", "host")}
-    script = obj.get("script")
-    if not all(isinstance(text, str) for text in texts.values()) or not isinstance(script, str | None):
-        raise RequestError('cannot submit: a field of "words" is no text')
-    return SubmissionWords(argv=tuple(argv), environ=environ, script=script, **texts)
-
-
-def manners(submission: Submission) -> dict[str, bool]:
-    """Return what the options, of all layers, say of how the command answers."""
-    options = submission.options
-    return {
-        "quiet": is_set(options, "quiet"),
-        "verbose": "verbose" in options,
-        "parsable": is_set(options, "parsable"),
-    }
+    `find_job` returns the id of the job that a name, or ``last``, in a dependency means; without it names are refused.
+    Raises RequestError.
+    """
+    options = layers.options
+    if find_job is not None and "dependency" in options:
+        options = {**options, "dependency": [with_job_ids(text, find_job) for text in options["dependency"]]}
+    built = build_spec(
+        options,
+        script=layers.script,
+        default_name=script_name(line.options, line.script),
+        work_dir=words.work_dir,
+        environ=words.environ,
+        now_s=now_s,
+        script_args=line.args,
+        script_path=words.script_path if last(line.options, "wrap") is None else "",
+        submit_line=shlex.join([words.command, *words.argv]),
+        submit_host=words.host,
+    )
+    spec = with_components(built.spec, options, layers.further, line.further)
+    check_spec(spec)
+    return Built(spec=spec, notes=(*built.notes, *layers.notes))

@@ -42,7 +42,8 @@ def exists(target: str) -> bool:
         return False
 
 
-COMMANDS = [name for name, target in SCRIPTS.items() if exists(target)]
+# Users do not type hpcsched-command: the compiled clients execute it.
+COMMANDS = [name for name, target in SCRIPTS.items() if exists(target) and name != "hpcsched-command"]
 
 
 def page_of(name: str) -> Path:

@@ -20,9 +20,9 @@ from hpcsched.errors import ConfigError
 
 # Slurm's name -> the module whose main() it is.
 COMMANDS = {
-    "sbatch": "hpcsched.cli.slurm.sbatch",
-    "squeue": "hpcsched.cli.slurm.squeue",
-    "scancel": "hpcsched.cli.slurm.scancel",
+    "sbatch": "hpcsched.cli.thin",
+    "squeue": "hpcsched.cli.thin",
+    "scancel": "hpcsched.cli.thin",
     "sacct": "hpcsched.cli.slurm.sacct",
     "sinfo": "hpcsched.cli.slurm.sinfo",
     "scontrol": "hpcsched.cli.slurm.scontrol",

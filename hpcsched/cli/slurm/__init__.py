@@ -13,8 +13,16 @@ from collections.abc import Callable, Sequence
 from hpcsched import client
 from hpcsched.cli.errors import run_command
 from hpcsched.commands.options import Words
-from hpcsched.commands.slurm import SLURM_VERSION, Face, clusters_of, explained, refuse_others, usage_text, with_usage
-from hpcsched.errors import UsageError
+from hpcsched.commands.slurm import (
+    SLURM_VERSION,
+    Face,
+    clusters_of,
+    explained,
+    refuse_operands,
+    refuse_others,
+    usage_text,
+    with_usage,
+)
 
 
 def run_face(face: Face, work: Callable[[Words], int], argv: Sequence[str] | None) -> int:
@@ -45,8 +53,7 @@ def own_cluster() -> str:
 
 def look_again(words: Words, look: Callable[[Words], int]) -> int:
     """Look once, or with --iterate again and again until interrupted; there are no operands. Raises UsageError."""
-    if words.operands:
-        raise UsageError("", getopt=f"error: Unrecognized option: {words.operands[0][:60]}")
+    refuse_operands(words)
     if not words.has("iterate"):
         return look(words)
     pause_s = words.number("iterate", 1, at_least=1)

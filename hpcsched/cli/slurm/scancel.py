@@ -6,18 +6,11 @@ from collections.abc import Sequence
 
 from hpcsched.cli import hcancel
 from hpcsched.cli.slurm import run_face
-from hpcsched.commands.options import Option
-from hpcsched.commands.slurm import ELSEWHERE, Face
+from hpcsched.commands.cancel import SCANCEL
 
-FACE = Face(
-    hcancel.COMMAND._replace(
-        name="scancel", accepted=(*ELSEWHERE, Option("hurry", "H"), Option("ctld"), Option("wckey", "", "KEY"))
-    ),
-    "scancel: error: Kill job error",
-)
-MANNERS = hcancel.Manners(FACE.command, lambda work, argv: run_face(FACE, work, argv), slurms=True)
+FACE = SCANCEL
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    return hcancel.main(argv, MANNERS)
+    return run_face(SCANCEL, lambda words: hcancel.work(words, slurms=True), argv)

@@ -129,7 +129,7 @@ def _job(line: CronLine, user: str) -> Json:
 
     from hpcsched.jobscript.scan import parse_command_line
     from hpcsched.jobscript.submission import SubmissionWords as Submitted
-    from hpcsched.jobscript.submission import read_submission
+    from hpcsched.jobscript.submission import build_submission, read_layers
     from hpcsched.model.codec import spec_to_json
 
     try:
@@ -155,6 +155,7 @@ def _job(line: CronLine, user: str) -> Json:
         host=os.uname().nodename,
     )
     try:
-        return spec_to_json(read_submission(submitted, parse_command_line(argv), time.time()).built.spec)
+        read = parse_command_line(argv)
+        return spec_to_json(build_submission(submitted, read, read_layers(submitted, read), time.time()).spec)
     except RequestError as error:
         raise RequestError(f"cannot take line {line.number} of the crontab: {error}") from None

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hpcsched.cli import hqueue
 from hpcsched.cli.admin import completion
+from hpcsched.commands import queue
 from hpcsched.errors import ConfigError
 from hpcsched.jobscript.options import OPTIONS
 
@@ -98,7 +98,7 @@ def test_fish_has_every_option_of_a_command() -> None:
     lines = completion.text_for("fish").splitlines()
     mine = [line for line in lines if line.startswith("complete -c hqueue ")]
     assert {line.split(" -l ")[1].split()[0] for line in mine if " -l " in line} == {
-        one.name for one in hqueue.COMMAND.options
+        one.name for one in queue.HQUEUE.options
     }
     assert all(line.count("'") % 2 == line.count("\\'") % 2 for line in lines if line.startswith("complete"))
 

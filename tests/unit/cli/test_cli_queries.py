@@ -15,6 +15,7 @@ from waiting import wait_until
 
 from hpcsched import client
 from hpcsched.cli import hacct, hctl, hinfo, hqueue, hwhy
+from hpcsched.commands import queue
 from hpcsched.errors import UsageError
 
 ME = client.my_name()
@@ -52,11 +53,11 @@ def test_hqueue_asks_for_the_jobs_that_are_meant(argv: list[str], asked: dict[st
 @pytest.mark.parametrize(
     ("argv", "asked"),
     [
-        ([], {"ended": "1", "others": "1", "format": hqueue.DEFAULT_COLUMNS, "order": "phase", "fit": "1", "fold": "1"}),
-        (["-l"], {"ended": "1", "others": "1", "format": hqueue.LONG_COLUMNS, "order": "phase", "fit": "1", "fold": "1"}),
-        (["--start"], {"format": hqueue.START_COLUMNS, "order": "phase", "fit": "1", "fold": "1"}),
+        ([], {"ended": "1", "others": "1", "format": queue.DEFAULT_COLUMNS, "order": "phase", "fit": "1", "fold": "1"}),
+        (["-l"], {"ended": "1", "others": "1", "format": queue.LONG_COLUMNS, "order": "phase", "fit": "1", "fold": "1"}),
+        (["--start"], {"format": queue.START_COLUMNS, "order": "phase", "fit": "1", "fold": "1"}),
         (["-r", "-S", "-time,id"],
-         {"ended": "1", "format": hqueue.DEFAULT_COLUMNS, "order": "-time,id,phase", "fit": "1", "fold": "1", "array": "1"}),
+         {"ended": "1", "format": queue.DEFAULT_COLUMNS, "order": "-time,id,phase", "fit": "1", "fold": "1", "array": "1"}),
         (["-O", "JobID:8"], {"format": "JobID:8", "order": "phase", "fit": "1", "fold": "1", "long": "1"}),
         (["-q"], {"format": "%i", "order": "phase", "fit": "1", "fold": "1", "array": "1", "noheader": "1"}),
     ],

@@ -15,6 +15,7 @@ from fake_api import NOW_S, FakeApi, ended, job, node, partition, running, step,
 from hpcnode.commands import slurm_text
 from hpcsched.cli import hqueue
 from hpcsched.cli.slurm import sacct, sacctmgr, sbatch, scancel, scontrol, sdiag, sinfo, sprio, squeue, sshare, sstat
+from hpcsched.commands import queue
 from hpcsched.errors import UsageError
 
 Out = pytest.CaptureFixture[str]
@@ -84,8 +85,8 @@ def test_without_a_controller_the_first_words_are_slurms(
 @pytest.mark.parametrize(
     ("argv", "asked"),
     [
-        ([], {"format": squeue.FORMAT, "order": "P,t,-p"}),
-        (["-l"], {"format": squeue.LONG_FORMAT, "order": "P,t,-p", "dated": "1"}),
+        ([], {"format": queue.FORMAT, "order": "P,t,-p"}),
+        (["-l"], {"format": queue.LONG_FORMAT, "order": "P,t,-p", "dated": "1"}),
         (["-h", "-j", "12", "-o", "%i %t"], {"format": "%i %t", "id": "12", "noheader": "1", "order": "P,t,-p"}),
         (["--noheader", "--format=%i|%T", "--states=all", "--name", "x"],
          {"format": "%i|%T", "noheader": "1", "state": "ALL", "name": "x", "order": "P,t,-p"}),
@@ -93,11 +94,11 @@ def test_without_a_controller_the_first_words_are_slurms(
          {"format": "JobArrayID,StateCompact,Reason", "long": "1", "state": "PENDING,COMPLETING", "user": str(os.getuid()),
           "order": "P,t,-p"}),
         (["-a", "-r", "-h", "-o %A|%a"], {"format": " %A|%a", "array": "1", "noheader": "1", "order": "P,t,-p"}),
-        (["--start", "-j12,13"], {"format": squeue.START_FORMAT, "id": "12,13", "order": "S", "expected": "1"}),
+        (["--start", "-j12,13"], {"format": queue.START_FORMAT, "id": "12,13", "order": "S", "expected": "1"}),
         (["-u", "ann,bob", "-p", "a", "-A", "x", "-q", "y", "-w", "n[1-2]", "-S", "-V", "-M", "all", "--only-job-state"],
-         {"format": squeue.FORMAT, "user": "ann,bob", "partition": "a", "account": "x", "qos": "y", "nodes": "n[1-2]",
+         {"format": queue.FORMAT, "user": "ann,bob", "partition": "a", "account": "x", "qos": "y", "nodes": "n[1-2]",
           "order": "-V"}),
-        (["--job=1,1"], {"format": squeue.FORMAT, "id": "1,1", "order": "P,t,-p"}),
+        (["--job=1,1"], {"format": queue.FORMAT, "id": "1,1", "order": "P,t,-p"}),
     ],
 )  # fmt: skip
 def test_squeue_asks_for_the_lines_that_are_meant(

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import pytest
-from submitted_words import WORDS
+from submitted_words import built
 
 from hpcsched.errors import RequestError
 from hpcsched.jobscript.scan import parse_command_line
-from hpcsched.jobscript.submission import read_remote, words_from_json
 from hpcsched.model.codec import spec_from_json, spec_to_json
 from hpcsched.model.spec import JobSpec
 
 
 def made(*argv: str, lines: str = "") -> JobSpec:
     script = "#!/bin/sh\n" + "".join(f"#SBATCH {line}\n" for line in lines.split(";") if line) + "true\n"
-    words = WORDS | {"argv": [*argv, "job.sh", "an argument"], "script": script}
-    return read_remote(words_from_json(words), 0.0).built.spec
+    return built(argv=(*argv, "job.sh", "an argument"), script=script).spec
 
 
 def counts(spec: JobSpec) -> list[tuple[str, int, int | None, int]]:

@@ -5,18 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import submitted_words
 
 from hpcsched.errors import RequestError
-from hpcsched.jobscript.scan import parse_command_line
-from hpcsched.jobscript.submission import SubmissionWords, read_submission
 from hpcsched.model.spec import JobSpec
 
 
 def built(script: str, *argv: str, **environ: str) -> JobSpec:
-    words = SubmissionWords(
-        command="sbatch", argv=argv, script=script, script_path="", environ=environ, work_dir="/home/ann", host="head"
-    )
-    return read_submission(words, parse_command_line(argv), 1_800_000_000.0).built.spec
+    return submitted_words.built(argv=argv, script=script, environ=environ).spec
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "cli"))
 
 from fake_api import NOW_S, ended, job, running, task
 
-from hpcsched.cli.hqueue import DEFAULT_COLUMNS
+from hpcsched.commands.queue import DEFAULT_COLUMNS
 from hpcsched.errors import UsageError
 from hpcsched.listing.formats import Look, format_lines, relative_text
 from hpcsched.listing.job_detail import detail_lines

@@ -1,0 +1,248 @@
+"""POST /v1/command: the words of hsub, hqueue and hcancel, or of their Slurm names, are read and obeyed here.
+
+The client sends what the kernel and its environment tell it: words, script, environment, directory, terminal. The answer is
+what the command prints, and its exit status; so a client needs no options, no formats and no JSON. The same code runs in the
+command's own process (`hpcsched.commands`).
+
+Rules: nothing that the client says is trusted. The kernel says who asks; a command reaches jobs by the API's own routes, with
+their checks; what would take long to read, or needs the client's files, terminal or time zone, is left to the client.
+
+The answer: ``1 LENGTH`` and ``2 LENGTH`` lines, each followed by so many bytes for standard output or error; then
+``exit STATUS``, or alone ``script PLACE`` (send the script that is the word at this place, -1: standard input) or ``python``
+(let the whole command do it: nothing was done here).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import NamedTuple
+from urllib.parse import quote
+
+from hpcsched.api import web
+from hpcsched.api.identity import Asker, is_account
+from hpcsched.commands import cancel, queue, submit
+from hpcsched.commands.call import Call, Caller, Collected, Entrance, Json, OwnProcessError, ScriptError
+from hpcsched.commands.options import explained
+from hpcsched.commands.slurm import explained as slurm_explained
+from hpcsched.errors import HpcschedError, RequestError, error_of
+from hpcsched.model.spec import JobSpec
+
+MAX_WORDS = 1_000
+MAX_WORD_CHARS = 32 << 10  # of all words
+MAX_VARIABLES = 2_000
+MAX_SCRIPT_CHARS = 256 << 10
+MAX_COMMENTS = 500  # lines of the script that begin with #: each may be an option, or look like one
+MAX_ACCOUNTS = 8  # to be looked up, each perhaps by a directory service
+
+Explain = Callable[[str, HpcschedError], tuple[str, int]]
+Submit = Callable[[str, JobSpec], Awaitable[Json]]
+
+
+class CommandWords(NamedTuple):
+    """What a client sent."""
+
+    command: str
+    argv: tuple[str, ...]
+    environ: dict[str, str]
+    work_dir: str
+    host: str
+    request_id: str
+    script: str | None
+    script_at: int | None  # the script's place among the words, -1: standard input
+    width: int
+    out_is_terminal: bool
+    err_is_terminal: bool
+    utc_offset_s: int
+
+
+class _Command(NamedTuple):
+    """A command that the controller can run."""
+
+    run: Entrance
+    explain: Explain
+
+
+def read_words(body: Json) -> CommandWords:
+    """Return what a client sent. Raises RequestError, OwnProcessError for more than is read here."""
+    wrong = set(body) ^ (set(CommandWords._fields) - (set() if "script" in body else {"script", "script_at"}))
+    if wrong:
+        raise RequestError(f"cannot run the command: unknown or missing fields: {', '.join(sorted(wrong))[:200]}")
+    for name in ("command", "work_dir", "host", "request_id"):
+        if not isinstance(body[name], str):
+            raise RequestError(f'cannot run the command: "{name}" is not a text')
+    for name in ("argv", "environ"):
+        if not isinstance(body[name], list) or not all(isinstance(item, str) for item in body[name]):
+            raise RequestError(f'cannot run the command: "{name}" is not a list of texts')
+    for name in ("width", "utc_offset_s", *(["script_at"] if "script" in body else [])):
+        if type(body[name]) is not int:
+            raise RequestError(f'cannot run the command: "{name}" is not a whole number')
+    for name in ("out_is_terminal", "err_is_terminal"):
+        if type(body[name]) is not bool:
+            raise RequestError(f'cannot run the command: "{name}" is not true or false')
+    script = body.get("script")
+    if not isinstance(script, str | None):
+        raise RequestError('cannot run the command: "script" is not a text')
+    _check_sizes(body["argv"], body["environ"], script or "")
+    environ: dict[str, str] = {}
+    for item in body["environ"]:
+        name, equals, value = item.partition("=")
+        if equals:
+            environ.setdefault(name, value)  # of two of one name the first counts, as in Python
+    texts = {"argv": tuple(body["argv"]), "environ": environ, "script": script, "script_at": body.get("script_at")}
+    return CommandWords(**{**body, **texts})
+
+
+def _check_sizes(argv: Sequence[str], environ: Sequence[str], script: str) -> None:
+    """Leave what would keep the event loop for long to the client."""
+    if (
+        len(argv) > MAX_WORDS
+        or sum(map(len, argv)) > MAX_WORD_CHARS
+        or len(environ) > MAX_VARIABLES
+        or len(script) > MAX_SCRIPT_CHARS
+        or script.count("\n#") > MAX_COMMENTS
+    ):
+        raise OwnProcessError
+
+
+def can_show(environ: Mapping[str, str]) -> bool:
+    """Say whether the caller's output is UTF-8, as Python would choose it by the environment."""
+    if environ.get("PYTHONIOENCODING") or "0" in (environ.get("PYTHONUTF8"), environ.get("PYTHONCOERCECLOCALE")):
+        return False
+    name = environ.get("LC_ALL") or environ.get("LC_CTYPE") or environ.get("LANG") or "C"
+    encoding = name.partition(".")[2].partition("@")[0]
+    return name in ("C", "POSIX") or encoding.replace("-", "").lower() == "utf8"
+
+
+async def answer(words: CommandWords, asker: Asker, api: Routed) -> bytes:
+    """Run the command for the client; return the answer's body. Raises RequestError for an unknown command."""
+    command = _command(words)
+    output = Collected()
+    caller = Caller(
+        environ=words.environ,
+        uid=asker.uid,
+        user=asker.user,
+        host=words.host,
+        work_dir=words.work_dir,
+        width=words.width,
+        out_is_terminal=words.out_is_terminal,
+        err_is_terminal=words.err_is_terminal,
+        in_our_zone=words.environ.get("TZ") == os.environ.get("TZ")
+        and words.utc_offset_s == time.localtime().tm_gmtoff,
+    )
+    call = Call(caller=caller, api=api, output=output, script=_script_of(words), in_own_process=False)
+    try:
+        if not can_show(words.environ):
+            raise OwnProcessError
+        status = await command.run(words.argv, call)
+    except OwnProcessError:
+        return b"python\n"
+    except ScriptError as error:
+        return b"script %d\n" % (-1 if error.at is None else error.at)
+    except HpcschedError as error:
+        text, status = command.explain(words.command, error)
+        output.err(text + "\n")
+    return _framed(output.parts) + b"exit %d\n" % status
+
+
+def _framed(parts: Sequence[tuple[int, str]]) -> bytes:
+    encoded = [(stream, text.encode("utf-8", "backslashreplace")) for stream, text in parts if text]
+    return b"".join([b"%d %d\n%b" % (stream, len(data), data) for stream, data in encoded])
+
+
+def _script_of(words: CommandWords) -> Callable[[str | None, int | None], str]:
+    """Return what gives the command the script that the client sent, if that is the one."""
+
+    def script(_path: str | None, at: int | None) -> str:
+        if words.script is None or words.script_at != (-1 if at is None else at):
+            raise ScriptError(at)
+        return words.script
+
+    return script
+
+
+def _command(words: CommandWords) -> _Command:
+    match words.command:
+        case "hsub" | "sbatch":
+            setup = submit.SBATCH if words.command == "sbatch" else submit.HSUB
+
+            async def run(argv: Sequence[str], call: Call) -> int:
+                return await submit.submit(argv, call, setup, request_id=words.request_id, now_s=time.time())
+
+            return _Command(run, setup.explain)
+        case "hqueue":
+            return _Command(queue.hqueue, explained)
+        case "hcancel":
+            return _Command(cancel.hcancel, explained)
+        case "squeue":
+            return _Command(queue.squeue, _slurms(queue.SQUEUE.contact))
+        case "scancel":
+            return _Command(cancel.scancel, _slurms(cancel.SCANCEL.contact))
+    raise RequestError(
+        f"cannot run the command {words.command[:60]!r}: only hsub, hqueue, hcancel and their Slurm names"
+    )
+
+
+def _slurms(contact: str) -> Explain:
+    return lambda name, error: slurm_explained(name, error, contact)
+
+
+class Routed:
+    """The API as a command asks it: each request goes to the route that would answer it, for the same account."""
+
+    def __init__(
+        self,
+        request: web.Request,
+        find: Callable[[web.Request], web.Handler],
+        submit: Submit,
+        job_id_of: Callable[[str], int],
+    ) -> None:
+        self._request = request
+        self._find = find
+        self._submit = submit
+        self._job_id_of = job_id_of
+        self._accounts = 0
+
+    async def get(self, path: str, parameters: Mapping[str, str] | None = None) -> Json:
+        answer: Json = json.loads(await self._answer("GET", path, parameters or {}))
+        return answer
+
+    async def text(self, path: str, parameters: Mapping[str, str]) -> str:
+        return (await self._answer("GET", path, parameters)).decode("utf-8", "replace")
+
+    async def job(self, reference: str) -> Json:
+        return await self.get(f"/v1/job/{quote(reference, safe='')}")
+
+    async def cancel(self, body: Json) -> Json:
+        answer: Json = json.loads(await self._answer("POST", "/v1/cancel", {}, json.dumps(body).encode()))
+        return answer
+
+    async def submit(self, request_id: str, spec: JobSpec) -> Json:
+        try:
+            return await self._submit(request_id, spec)
+        except HpcschedError as error:
+            error.by_controller = True
+            raise
+
+    def job_id_of(self, reference: str) -> int:
+        try:
+            return self._job_id_of(reference)
+        except HpcschedError as error:
+            error.by_controller = True
+            raise
+
+    def is_account(self, name: str) -> bool:
+        self._accounts += 1
+        if self._accounts > MAX_ACCOUNTS:
+            raise OwnProcessError
+        return is_account(name)
+
+    async def _answer(self, method: str, path: str, parameters: Mapping[str, str], body: bytes = b"") -> bytes:
+        query = {name: value for name, value in parameters.items() if value}
+        asked = web.Request(method, path, query, {}, body, peer=self._request.peer, uid=self._request.uid)
+        response = await self._find(asked)(asked)
+        if response.status != 200:
+            raise error_of(json.loads(response.body))
+        return response.body

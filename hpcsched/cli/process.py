@@ -1,0 +1,120 @@
+"""A call of hsub, hqueue or hcancel in the command's own process: its environment, its terminal, the API by the socket."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import sys
+from collections.abc import Coroutine, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+from hpcnode.os import rlimits
+from hpcsched import client
+from hpcsched.cli.errors import note
+from hpcsched.cli.output import clean, is_terminal, outlive_its_end, terminal_width
+from hpcsched.commands.call import Call, Caller, Json
+from hpcsched.errors import RequestError, UnavailableError
+from hpcsched.jobscript.script import MAX_SCRIPT_BYTES
+from hpcsched.model.codec import spec_to_json
+from hpcsched.model.spec import JobSpec
+
+T = TypeVar("T")
+
+
+def own_call(work_dir: str = "") -> Call:
+    """Return a call by this process. `work_dir`: its directory, for commands that need it."""
+    caller = Caller(
+        environ=rlimits.environment(),
+        uid=os.getuid(),
+        user=client.my_name(),
+        host=os.uname().nodename,
+        work_dir=work_dir,
+        width=terminal_width(),
+        out_is_terminal=is_terminal(),
+        err_is_terminal=sys.stderr.isatty(),
+        in_our_zone=True,
+    )
+    return Call(caller=caller, api=_Socket(), output=_Standard(), script=_read_script, in_own_process=True)
+
+
+def finish(work: Coroutine[object, object, T]) -> T:
+    """Return what `work` comes to. It must wait for nothing: in a process of its own everything is asked at once."""
+    try:
+        work.send(None)
+    except StopIteration as done:
+        result: T = done.value
+        return result
+    raise RuntimeError("a command waits for something in its own process")
+
+
+def work_dir() -> str:
+    """Return the directory that this process runs in. Raises RequestError."""
+    try:
+        return os.getcwd()
+    except OSError as error:
+        raise RequestError(f"cannot submit from this directory: {error.strerror}") from None
+
+
+def _read_script(path: str | None, at: int | None) -> str:
+    """Return the script's text; bytes that are not UTF-8 are kept, so that the check can name them."""
+    try:
+        if at is None or path is None:
+            if sys.stdin.isatty():
+                note(Path(sys.argv[0]).name, "reading the script from the terminal; end it with Ctrl-D")
+            data = sys.stdin.buffer.read(MAX_SCRIPT_BYTES + 1)
+        else:
+            with open(path, "rb") as stream:
+                data = stream.read(MAX_SCRIPT_BYTES + 1)
+    except OSError as error:
+        raise RequestError(f"cannot read script {clean(path)}: {error.strerror}") from None
+    return data.decode("utf-8", "surrogateescape")
+
+
+class _Standard:
+    """The standard output and error of this process."""
+
+    def out(self, text: str) -> None:
+        sys.stdout.write(text)
+
+    def err(self, text: str) -> None:
+        sys.stdout.flush()
+        sys.stderr.write(text)
+
+
+class _Socket:
+    """The API, by the controller's socket. Raises as `hpcsched.client` does."""
+
+    async def get(self, path: str, parameters: Mapping[str, str] | None = None) -> Json:
+        return client.call("GET", client.query(path, **(parameters or {})))
+
+    async def text(self, path: str, parameters: Mapping[str, str]) -> str:
+        return client.fetch_text(client.query(path, **parameters))
+
+    async def job(self, reference: str) -> Json:
+        return client.call("GET", client.job_path(reference))
+
+    async def cancel(self, body: Json) -> Json:
+        if body["signal"] is None:
+            outlive_its_end()
+        return client.call("POST", "/v1/cancel", body)
+
+    async def submit(self, request_id: str, spec: JobSpec) -> Json:
+        try:
+            return client.call_again("POST", "/v1/submit", {"request_id": request_id, "jobs": [spec_to_json(spec)]})
+        except client.BrokenConnectionError as error:
+            raise UnavailableError(
+                f"{error}; the job may be in the queue already: to submit it for sure and once, "
+                f"add --request-id={request_id}"
+            ) from None
+
+    def is_account(self, name: str) -> bool:
+        try:
+            pwd.getpwnam(name)
+        except KeyError:
+            return False
+        return True
+
+    def job_id_of(self, reference: str) -> int:
+        job = client.call("GET", client.job_path(reference))["jobs"][0]
+        return int(job["array_job_id"] or job["id"])

@@ -1,0 +1,125 @@
+"""One call of hsub, hqueue or hcancel: the process that called it, what it may ask, and where its output goes.
+
+The same code runs in the command's own process (`hpcsched.cli.process`) and in the controller on its behalf
+(`hpcsched.api.command`), so nothing here or in the commands reads a file, a variable, a clock, a terminal or an account
+of the process that it runs in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from hpcsched.commands.options import Words
+from hpcsched.model.spec import JobSpec
+
+Json = dict[str, Any]
+
+
+class OwnProcessError(Exception):
+    """Only the command's own process can do this: it has the terminal, the files or the time zone. Nothing was done yet."""
+
+
+class ScriptError(Exception):
+    """The job script is needed. `at`: its place among the words, None if it comes from standard input."""
+
+    def __init__(self, at: int | None) -> None:
+        super().__init__(at)
+        self.at = at
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caller:
+    """The process that called a command."""
+
+    environ: Mapping[str, str]
+    uid: int
+    user: str  # the account's name, or its number if it has none
+    host: str
+    work_dir: str
+    width: int  # columns of the terminal that shows its output, 0: unknown
+    out_is_terminal: bool
+    err_is_terminal: bool
+    in_our_zone: bool  # its local time is that of the process that this runs in
+
+    @property
+    def wants_colour(self) -> bool:
+        """Whether the output may have colours: on a terminal that knows them, unless NO_COLOR is set."""
+        environ = self.environ
+        return self.out_is_terminal and not environ.get("NO_COLOR") and environ.get("TERM", "dumb") != "dumb"
+
+
+class Api(Protocol):
+    """What commands ask of the API. All methods raise HpcschedError, with `by_controller` set for the API's own answer."""
+
+    async def get(self, path: str, parameters: Mapping[str, str] = ...) -> Json: ...
+    async def text(self, path: str, parameters: Mapping[str, str]) -> str: ...
+    async def job(self, reference: str) -> Json: ...
+    async def cancel(self, body: Json) -> Json: ...
+    async def submit(self, request_id: str, spec: JobSpec) -> Json: ...
+    def is_account(self, name: str) -> bool: ...
+    def job_id_of(self, reference: str) -> int:
+        """Return the id that was printed when the job `reference` (its name, or ``last``) was submitted."""
+        ...
+
+
+# Returns the text of a script: of the word with this place among the words, None and None: of standard input. Raises
+# ScriptError, RequestError.
+ReadScript = Callable[[str | None, int | None], str]
+
+
+class CommandOutput(Protocol):
+    """Takes what a command writes, with the ends of lines."""
+
+    def out(self, text: str) -> None: ...
+    def err(self, text: str) -> None: ...
+
+
+class Collected:
+    """CommandOutput that is kept, in the order in which it was written: file descriptors 1 and 2, and texts."""
+
+    def __init__(self) -> None:
+        self.parts: list[tuple[int, str]] = []
+
+    def out(self, text: str) -> None:
+        self.parts.append((1, text))
+
+    def err(self, text: str) -> None:
+        self.parts.append((2, text))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One call of a command. `in_own_process`: options that need files, the terminal or the time zone can be obeyed."""
+
+    caller: Caller
+    api: Api
+    output: CommandOutput
+    script: ReadScript
+    in_own_process: bool
+
+    def only_in_own_process(self, words: Words, *options: str) -> None:
+        """Raise OwnProcessError if one of these options was given to a call that the controller answers."""
+        if not self.in_own_process and any(words.has(option) for option in options):
+            raise OwnProcessError
+
+    def needs_local_time(self) -> None:
+        """Raise OwnProcessError if this process does not know the local time of the caller."""
+        if not (self.in_own_process or self.caller.in_our_zone):
+            raise OwnProcessError
+
+    def complain(self, name: str, text: str) -> None:
+        """Write an error as all commands do."""
+        self.output.err(f"{name}: error: {text}\n")
+
+    def note(self, name: str, text: str) -> None:
+        """Write something that a person may want to know; nothing if standard error is not a terminal."""
+        if self.caller.err_is_terminal:
+            self.output.err(f"{name}: {text}\n")
+
+
+class Entrance(Protocol):
+    """A command: runs one call and returns its exit status. Raises HpcschedError, OwnProcessError, ScriptError."""
+
+    async def __call__(self, argv: Sequence[str], call: Call) -> int: ...
