@@ -128,7 +128,7 @@ class SimAgent(Process):
         if self.connection is not None and self.welcomed:
             self.connection.to_head(message, blob)
 
-    def accepts_signal(self, connection: Connection, message: protocol.Message, blob: bytes) -> None:
+    def receive(self, connection: Connection, message: protocol.Message, blob: bytes) -> None:
         """Take one frame of a connection."""
         if isinstance(message, protocol.Hello):
             if connection is self.connection:

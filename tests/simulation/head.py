@@ -158,7 +158,7 @@ class Link:
         if connection is self._connection and not self.up:
             self._fail("no welcome")
 
-    def accepts_signal(self, connection: Connection, message: Any, blob: bytes) -> None:
+    def receive(self, connection: Connection, message: Any, blob: bytes) -> None:
         """Take one frame of the agent."""
         if connection is not self._connection or self.closed:
             return
