@@ -45,13 +45,21 @@ from hpcsched.store.world import World
 # ----- when the next tick is: at the earliest of the times that were asked for. Knows the event loop, not what a tick does
 
 
+LONG_TICK_S = 0.010
+PASSES = 5  # of the loop: a connection is accepted, set up, read, answered
+
+
 class Alarm:
-    """Has `tick` called by the event loop when it was asked for, once for all who asked for the same time or a later one."""
+    """Has `tick` called by the event loop when it was asked for, once for all who asked for the same time or a later one.
+
+    After a long tick the loop makes some passes before the next one, so that short requests are answered between long ticks.
+    """
 
     def __init__(self, tick: Callable[[], None]) -> None:
         self._tick = tick
         self._timer: asyncio.TimerHandle | None = None
         self._soon = False
+        self._passes = 0  # that are left until the next tick
 
     def wake(self, after_s: float) -> None:
         """Tick as soon as the loop has taken in what is there now, or in `after_s` seconds, whichever is earlier."""
@@ -72,8 +80,15 @@ class Alarm:
         self.wake(0.0)
 
     def _go(self) -> None:
+        if self._passes:
+            self._passes -= 1
+            asyncio.get_running_loop().call_soon(self._go)
+            return
         self._soon = False
+        began_s = time.monotonic()
         self._tick()
+        if time.monotonic() - began_s >= LONG_TICK_S:
+            self._passes = PASSES
 
 
 log = logging.getLogger("hpcsched.daemon")

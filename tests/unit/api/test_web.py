@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import socket
+import weakref
 from collections.abc import Sequence
 
 import pytest
@@ -342,3 +344,25 @@ async def test_bodies_that_are_not_complete_are_bounded_in_sum() -> None:
     await server.close()
     for one in clients:
         one.close()
+
+
+@played
+async def test_the_body_of_a_lost_connection_is_freed_without_garbage_collection() -> None:
+    server = web.Server(web.Router(ROUTES), _refusal)
+    ours, theirs = socket.socketpair()
+    loop = asyncio.get_running_loop()
+    gc.disable()
+    try:
+        with ours:
+            _, connection = await loop.connect_accepted_socket(lambda: web.Connection(server), theirs)
+            await loop.sock_sendall(ours, b"POST /echo HTTP/1.1\r\nContent-Length: 100000\r\n\r\n" + 1000 * b"x")
+            while connection._coming is None:
+                await asyncio.sleep(0)
+            lost = weakref.ref(connection)
+            del connection
+        while server.connections:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert lost() is None
+    finally:
+        gc.enable()

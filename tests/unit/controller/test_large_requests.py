@@ -10,7 +10,7 @@ import pytest
 from jobs import spec
 from world import ANN, BOB, Cluster
 
-from hpcsched.controller import tick
+from hpcsched.controller import daemon, tick
 from hpcsched.controller.requests import jobs
 from hpcsched.controller.requests.jobs import JOBS_PER_TICK
 from hpcsched.model.job import JobState
@@ -125,3 +125,26 @@ def test_ended_jobs_beyond_the_limit_leave_the_memory_at_once(monkeypatch: pytes
     cluster.ask(lambda tx: jobs.cancel(tx, ANN, [str(first)], {}))
     ended = sorted(job.id for job in cluster.world.jobs.values() if job.state is JobState.CANCELLED)
     assert ended == [needed, *range(first + 200, first + 300)]  # the last to end, and what a job waits for
+
+
+def test_between_long_ticks_the_loop_answers_a_new_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(daemon, "LONG_TICK_S", 0.0)
+
+    async def turns_between_ticks() -> list[int]:
+        at: list[int] = []
+        turns = 0
+
+        def tick() -> None:
+            at.append(turns)
+            alarm.wake(0.0)
+
+        alarm = daemon.Alarm(tick)
+        alarm.wake(0.0)
+        while len(at) < 3:
+            await asyncio.sleep(0)
+            turns += 1
+        return at
+
+    first, second, third = asyncio.run(turns_between_ticks())
+    assert second - first > daemon.PASSES
+    assert third - second > daemon.PASSES
