@@ -105,21 +105,8 @@ def build_spec(
     env, env_notes = exported(values.get("export", Export(everything=True)), environ)
     if "propagate" in values:
         env[rlimits.VARIABLE] = rlimits.chosen(env.get(rlimits.VARIABLE, ""), values["propagate"])
-    fields: dict[str, Any] = {field: values[name] for name, field in DIRECT.items() if name in values}
+    fields = _fields_of(values, work_dir, now_s)
     fields.setdefault("name", default_name)
-    fields["cpus_per_task_given"] = "cpus-per-task" in values
-    fields["mail_type"] = tuple(dict.fromkeys(event for events in values.get("mail-type", ()) for event in events))
-    fields["work_dir"] = posixpath.join(work_dir, values["chdir"]) if "chdir" in values else work_dir
-    if "begin" in values:
-        fields["begin_at_s"] = int(parse_when(values["begin"], now_s))
-    if "deadline" in values:
-        fields["deadline_at_s"] = int(parse_when(values["deadline"], now_s))
-    if "dependency" in values:
-        fields["dependency"], fields["dependency_any"] = parse_dependency(values["dependency"])
-    parse_constraint(values.get("constraint", ""))
-    parse_features(values.get("prefer", ""))
-    if "switches" in values:
-        fields["switches"], fields["switches_wait_s"] = values["switches"]
     notes += [*_time_notes(options, values), *_set_nodes(fields, values)]
     _set_gpus(fields, values)
     spec = JobSpec(
@@ -137,6 +124,25 @@ def build_spec(
         raise RequestError(ELASTIC_NEEDS)
     check_spec(spec)
     return Built(spec=spec, notes=(*notes, *env_notes))
+
+
+def _fields_of(values: Mapping[str, Any], work_dir: str, now_s: float) -> dict[str, Any]:
+    """Return the fields of a job that follow from one option each. Raises RequestError."""
+    fields: dict[str, Any] = {field: values[name] for name, field in DIRECT.items() if name in values}
+    fields["cpus_per_task_given"] = "cpus-per-task" in values
+    fields["mail_type"] = tuple(dict.fromkeys(event for events in values.get("mail-type", ()) for event in events))
+    fields["work_dir"] = posixpath.join(work_dir, values["chdir"]) if "chdir" in values else work_dir
+    if "begin" in values:
+        fields["begin_at_s"] = int(parse_when(values["begin"], now_s))
+    if "deadline" in values:
+        fields["deadline_at_s"] = int(parse_when(values["deadline"], now_s))
+    if "dependency" in values:
+        fields["dependency"], fields["dependency_any"] = parse_dependency(values["dependency"])
+    parse_constraint(values.get("constraint", ""))
+    parse_features(values.get("prefer", ""))
+    if "switches" in values:
+        fields["switches"], fields["switches_wait_s"] = values["switches"]
+    return fields
 
 
 def _time_notes(options: Mapping[str, Sequence[str]], values: Mapping[str, Any]) -> list[str]:

@@ -106,16 +106,8 @@ def check_time_min(time_min_s: int | None, time_limit_s: int | None) -> None:
 def _check_texts(spec: JobSpec) -> None:
     for field in _TEXTS:
         text = getattr(spec, field)
-        if len(text) <= MAX_NAME and text.isprintable():  # as nearly all are: neither control characters nor surrogates
-            continue
-        most = {"name": MAX_NAME, "submit_line": 1 << 20}.get(field, MAX_TEXT)
-        what = "--" + {"stdout": "output", "stderr": "error", "stdin": "input"}.get(field, field.replace("_", "-"))
-        if len(text) > most:
-            raise RequestError(f"cannot take {what} of {len(text)} characters: the most is {most}")
-        if field != "submit_line" and any(char < " " or char == "\x7f" for char in text):
-            raise RequestError(f"cannot take {what} {short(text)}: it has control characters")
-        if "\0" in text or not _is_utf8(text):
-            raise RequestError(f"cannot take {what} {short(text)}: it is no UTF-8 text")
+        if len(text) > MAX_NAME or not text.isprintable():  # else: neither control characters nor surrogates
+            _check_text(field, text)
     if not spec.name:
         raise RequestError("cannot submit a job without a name")
     if not spec.work_dir.startswith("/"):
@@ -130,6 +122,17 @@ def _check_texts(spec: JobSpec) -> None:
         _check_word("hint", hint, HINTS)
     for event in spec.mail_type:
         _check_word("mail-type", event, MAIL_TYPES)
+
+
+def _check_text(field: str, text: str) -> None:
+    most = {"name": MAX_NAME, "submit_line": 1 << 20}.get(field, MAX_TEXT)
+    what = "--" + {"stdout": "output", "stderr": "error", "stdin": "input"}.get(field, field.replace("_", "-"))
+    if len(text) > most:
+        raise RequestError(f"cannot take {what} of {len(text)} characters: the most is {most}")
+    if field != "submit_line" and any(char < " " or char == "\x7f" for char in text):
+        raise RequestError(f"cannot take {what} {short(text)}: it has control characters")
+    if "\0" in text or not _is_utf8(text):
+        raise RequestError(f"cannot take {what} {short(text)}: it is not UTF-8 text")
 
 
 def _is_utf8(text: str) -> bool:
@@ -199,22 +202,34 @@ def _check_numbers(spec: JobSpec) -> None:
         if value is not None:
             _check_range(option, value, low, high)
     check_time_min(spec.time_min_s, spec.time_limit_s)
+    _check_together(spec)
+
+
+def _check_together(spec: JobSpec) -> None:
+    """Raise RequestError if two numbers of `spec` exclude each other."""
     if spec.mem_per_node_mib is not None and spec.mem_per_cpu_mib is not None:
         raise RequestError("cannot take both --mem and --mem-per-cpu: they exclude each other")
-    per_node, nodes = spec.ntasks_per_node, spec.nodes_max
-    most = nodes * per_node if spec.nodes_given and per_node is not None and not spec.overcommit else None
-    if spec.ntasks is not None and most is not None and spec.ntasks > most:
-        raise RequestError(
-            f"cannot give job {spec.ntasks} tasks: --nodes={nodes} with --ntasks-per-node={per_node} allows {most}"
-        )
+    _check_task_counts(spec)
     if spec.elastic and not spec.has_script:
         raise RequestError(ELASTIC_NEEDS)
     if spec.elastic and (spec.ntasks is not None or spec.gpus_total):
         raise RequestError(
             "cannot resize the job while it runs: with --elastic say --ntasks-per-node and --gpus-per-node"
         )
-    if spec.nodes_given and len(spec.nodelist) > nodes:
-        raise RequestError(f"cannot give job {nodes} nodes: --nodelist names {len(spec.nodelist)}, and takes them all")
+    if spec.nodes_given and len(spec.nodelist) > spec.nodes_max:
+        raise RequestError(
+            f"cannot give job {spec.nodes_max} nodes: --nodelist names {len(spec.nodelist)}, and takes them all"
+        )
+
+
+def _check_task_counts(spec: JobSpec) -> None:
+    """Raise RequestError if the nodes of `spec` cannot have all its tasks."""
+    per_node, nodes = spec.ntasks_per_node, spec.nodes_max
+    most = nodes * per_node if spec.nodes_given and per_node is not None and not spec.overcommit else None
+    if spec.ntasks is not None and most is not None and spec.ntasks > most:
+        raise RequestError(
+            f"cannot give job {spec.ntasks} tasks: --nodes={nodes} with --ntasks-per-node={per_node} allows {most}"
+        )
 
 
 def _check_range(option: str, value: int, low: int, high: int) -> None:

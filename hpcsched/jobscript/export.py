@@ -91,15 +91,21 @@ def _items(text: str) -> list[str]:
     return [item for item in items if item]
 
 
+def _names_to_take(export: Export, environ: Mapping[str, str]) -> list[str]:
+    """Return the names in `environ` that `export` asks for; within a job, without the variables of that job."""
+    if not export.everything:
+        return [name for name in export.names if name in environ and name != "_"]
+    within_job = "HPCSCHED_JOB_ID" in environ or "SLURM_JOB_ID" in environ
+    # bash's $_ names the command that ran hsub.
+    return [name for name in environ if name != "_" and not (within_job and _is_of_a_job(name))]
+
+
 def exported(export: Export, environ: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
     """Return the variables that the job takes along, and notes on those of `environ` that it cannot."""
-    within_job = "HPCSCHED_JOB_ID" in environ or "SLURM_JOB_ID" in environ
     taken: dict[str, str] = {}
     left_out: list[str] = []
-    for name in environ if export.everything else export.names:
-        value = environ.get(name)
-        if value is None or name == "_" or (export.everything and within_job and _is_of_a_job(name)):
-            continue  # bash's $_ names the command that ran hsub
+    for name in _names_to_take(export, environ):
+        value = environ[name]
         if why_not_a_variable(name, value):
             left_out.append(name)
         else:

@@ -26,6 +26,18 @@ _LSF_NAME = re.compile(r"([^\[\]]*)(?:\[([0-9,:-]+)\](%\d+)?)?\Z")
 _LSF_LIMIT = re.compile(r"(\d{1,6}):(\d{1,2})\Z")
 _LSF_HOSTS = re.compile(r"span\[\s*hosts\s*=\s*(\d{1,6})\s*\]")
 
+# Options whose value is that of an option of sbatch.
+_PBS_NAMES = {
+    "-A": "account",
+    "-P": "account",
+    "-d": "chdir",
+    "-D": "chdir",
+    "-J": "array",
+    "-t": "array",
+    "-N": "job-name",
+}
+_BSUB_NAMES = {"-U": "reservation", "-u": "mail-user", "-cwd": "chdir", "-b": "begin"}
+
 Give = Callable[[str, str], None]  # the name of an option, and its value
 
 
@@ -55,27 +67,23 @@ def _read_pbs(words: Sequence[str], give: Give) -> None:
     if rest:
         raise RequestError(f"cannot understand {short(rest[0])}: it is neither an option nor the value of one")
     for option, value in options:
+        name = _PBS_NAMES.get(option)
+        if name is not None:
+            give(name, value)
+            continue
         match option:
-            case "-A" | "-P":
-                give("account", value)
             case "-a":
                 give("begin", _pbs_time(value))
-            case "-d" | "-D":
-                give("chdir", value)
             case "-e" | "-o":
                 give("error" if option == "-e" else "output", _path(value))
             case "-h":
                 give("hold", "")
-            case "-J" | "-t":
-                give("array", value)
             case "-l":
                 _read_resources(value, give)
             case "-m":
                 give("mail-type", ",".join(_MAIL[letter] for letter in value if letter in _MAIL) or "NONE")
             case "-M":
                 give("mail-user", value.split(",")[0])
-            case "-N":
-                give("job-name", value)
             case "-q":
                 give("partition", value.partition("@")[0])
             case "-r":
@@ -223,16 +231,13 @@ def _read_bsub_flag(option: str, give: Give) -> None:
 
 
 def _read_bsub_option(option: str, value: str, give: Give) -> None:
+    name = _BSUB_NAMES.get(option)
+    if name is not None:
+        give(name, value)
+        return
     match option:
         case "-J":
-            match_ = _LSF_NAME.match(value)
-            if match_ is None:
-                raise RequestError(f"cannot read name {short(value)}: write NAME or NAME[1-10]%2")
-            name, indices, limit = match_.groups()
-            if name:
-                give("job-name", name)
-            if indices:
-                give("array", indices + (limit or ""))
+            _read_bsub_name(value, give)
         case "-o" | "-oo" | "-e" | "-eo" | "-i" | "-is":
             give(_FILES[option], value.replace("%J", "%A" if "%I" in value else "%j").replace("%I", "%a"))
         case "-n":
@@ -248,19 +253,22 @@ def _read_bsub_option(option: str, value: str, give: Give) -> None:
         case "-m":
             give("nodelist", ",".join(value.split()))
         case "-R":
-            hosts = _LSF_HOSTS.search(value)
-            if hosts is not None:
+            if hosts := _LSF_HOSTS.search(value):
                 give("nodes", hosts[1])
-        case "-U":
-            give("reservation", value)
-        case "-u":
-            give("mail-user", value)
-        case "-cwd":
-            give("chdir", value)
-        case "-b":
-            give("begin", value)
         case "-gpu":
             count = re.search(r"num=(\d{1,6})", value)
             give("gres", f"gpu:{count[1] if count else 1}")
         case "-w":
             raise RequestError(f"cannot read -w {short(value)}: say --dependency on an #SBATCH line instead")
+
+
+def _read_bsub_name(value: str, give: Give) -> None:
+    """Read ``-J NAME[INDICES]%LIMIT``: the name of the job, and its array."""
+    match = _LSF_NAME.match(value)
+    if match is None:
+        raise RequestError(f"cannot read name {short(value)}: write NAME or NAME[1-10]%2")
+    name, indices, limit = match.groups()
+    if name:
+        give("job-name", name)
+    if indices:
+        give("array", indices + (limit or ""))

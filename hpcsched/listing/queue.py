@@ -120,18 +120,23 @@ def queue_text(rows: Sequence[QueueRow], listing: Listing, look: Look) -> str:
     for at, (_, reverse) in reversed(list(enumerate(listing.order))):
         made.sort(key=_rank_at(at), reverse=reverse)
     if listing.fit:
-        headers: Sequence[str] = [header_text(cell) for cell in listing.cells] if listing.header else []
-        right: Sequence[bool] = [cell.right for cell in listing.cells]
-        colours = [row.colour for row in made] if listing.colour else ()
-        cells: Sequence[Sequence[str]] = [row[2] for row in made]
-        if listing.width and made:
-            names = [cell.field.name for cell in listing.cells if cell.field is not None]
-            headers, cells, right = _narrowed(names, headers, cells, right, listing.width)
-        return columns(headers, cells, right=[at for at, is_right in enumerate(right) if is_right], colours=colours)
+        return _fitted(made, listing)
     lines = [time.strftime("%a %b %d %H:%M:%S %Y", time.localtime(look.now_s))] if listing.dated else []
     lines += format_lines(listing.cells, (), look, header=listing.header)
     lines += [row[2][0] for row in made]
     return "".join([f"{line}\n" for line in lines])
+
+
+def _fitted(rows: Sequence[QueueRow], listing: Listing) -> str:
+    """Return `rows` in columns as wide as their contents, within the width of `listing`."""
+    headers: Sequence[str] = [header_text(cell) for cell in listing.cells] if listing.header else []
+    right: Sequence[bool] = [cell.right for cell in listing.cells]
+    colours = [row.colour for row in rows] if listing.colour else ()
+    cells: Sequence[Sequence[str]] = [row[2] for row in rows]
+    if listing.width and rows:
+        names = [cell.field.name for cell in listing.cells if cell.field is not None]
+        headers, cells, right = _narrowed(names, headers, cells, right, listing.width)
+    return columns(headers, cells, right=[at for at, is_right in enumerate(right) if is_right], colours=colours)
 
 
 def _narrowed(

@@ -214,25 +214,40 @@ def _account(accounting: Accounting, user: str, account: str) -> str:
 
 
 def _qos(accounting: Accounting, user: str, account: str, qos: str) -> str:
-    rules = accounting.rules(user)
-    lines = list(accounting.lineage(account))
     names = [known.name for known in accounting.qos]
-    defaults = (rules.default_qos if rules else "", *(line.default_qos for line in lines))
-    default = next((own for own in defaults if own), "")
-    # As in Slurm a QOS is closed to those who do not have it in their list: only the normal one is everybody's.
-    listed = next((own for own in (rules.qos if rules else (), *(line.qos for line in lines)) if own), (NORMAL,))
+    default, listed = _default_and_listed_qos(accounting, user, account)
     if not qos:
         return default or (NORMAL if NORMAL in listed and NORMAL in names else "")
     if qos in names and (qos in listed or qos == default):
         return qos
     if qos == NORMAL and NORMAL not in names and NORMAL in listed:  # Slurm always has a QOS of that name
         return NORMAL if not names else ""
+    raise _qos_error(accounting, user, account, qos)
+
+
+def _default_and_listed_qos(accounting: Accounting, user: str, account: str) -> tuple[str, tuple[str, ...]]:
+    """Return the default QOS of the user in the account ("": none), and the QOS that the user may use.
+
+    The user's own settings count, else those of the nearest account that has any. As in Slurm, a user may use only listed
+    QOS; without a list that is the normal one.
+    """
+    rules = accounting.rules(user)
+    levels: list[UserRules | Account] = [rules] if rules is not None else []
+    levels += accounting.lineage(account)
+    default = next((level.default_qos for level in levels if level.default_qos), "")
+    return default, next((level.qos for level in levels if level.qos), (NORMAL,))
+
+
+def _qos_error(accounting: Accounting, user: str, account: str, qos: str) -> RequestError:
+    """Return the error for a QOS that the user may not use, with those that the user may."""
+    names = [known.name for known in accounting.qos]
     cannot = f"cannot use QOS {qos[:63]!r}: Invalid qos specification"
     if not names:
-        raise RequestError(f"{cannot}: none is configured; leave it out, or ask an admin for one")
+        return RequestError(f"{cannot}: none is configured; leave it out, or ask an admin for one")
+    default, listed = _default_and_listed_qos(accounting, user, account)
     allowed = tuple(dict.fromkeys(name for name in (*listed, default) if name in names))
     may = f"{user} may use {', '.join(allowed) or 'no QOS by name'}"
     if qos not in names:
-        raise RequestError(f"{cannot}: there is no such QOS{nearest(qos, names)}; {may}")
+        return RequestError(f"{cannot}: there is no such QOS{nearest(qos, names)}; {may}")
     where = f"[accounts.{account}]" if accounting.accounts else f"[users.{user}]"
-    raise RequestError(f"{cannot}: {may}; an admin opens it by adding {qos!r} to qos in {where} of hpcsched.toml")
+    return RequestError(f"{cannot}: {may}; an admin opens it by adding {qos!r} to qos in {where} of hpcsched.toml")

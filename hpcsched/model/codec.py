@@ -103,14 +103,9 @@ def _said(spec: JobSpec) -> dict[str, Any]:
 
 
 def _class_reader(cls: type, readers: dict[str, _Read]) -> _Read:
-    required = frozenset(
-        field.name
-        for field in dataclasses.fields(cls)
-        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-    )
-    plain = {name: reader.kind for name, reader in readers.items() if isinstance(reader, _Plain)}
-    null = {field.name for field in dataclasses.fields(cls) if field.default is None}
-    empty = {field.name for field in dataclasses.fields(cls) if field.default == ()}
+    required = _fields_with_default(cls, dataclasses.MISSING)
+    plain = {name: reader.kind for name, reader in readers.items() if isinstance(reader, _PlainReader)}
+    null, empty = _fields_with_default(cls, None), _fields_with_default(cls, ())
 
     def read(obj: Any) -> Any:
         if type(obj) is not dict:
@@ -119,7 +114,7 @@ def _class_reader(cls: type, readers: dict[str, _Read]) -> _Read:
             raise _Mismatch(f"it has no {min(required - obj.keys())!r}")
         kwargs = {}
         for name, value in obj.items():
-            # The controller reads ten thousand of these before it answers anybody: most fields are as they always are.
+            # The controller reads ten thousand of these when it starts: most fields are plain, or have their default.
             if plain.get(name) is type(value):
                 kwargs[name] = value
                 continue
@@ -137,7 +132,16 @@ def _class_reader(cls: type, readers: dict[str, _Read]) -> _Read:
     return read
 
 
-class _Plain:
+def _fields_with_default(cls: type, default: object) -> frozenset[str]:
+    """Return the names of the fields with this default; `MISSING`: of the fields without one."""
+    return frozenset(
+        field.name
+        for field in dataclasses.fields(cls)
+        if field.default == default and field.default_factory is dataclasses.MISSING
+    )
+
+
+class _PlainReader:
     """Reads a value that is its own JSON value."""
 
     def __init__(self, kind: type) -> None:
@@ -276,34 +280,40 @@ def _converters(hint: Any, inside: frozenset[type] = frozenset()) -> tuple[_Read
     """
     if isinstance(hint, NewType):
         return _converters(hint.__supertype__)
-    if get_origin(hint) in (Union, types.UnionType):
-        inner = [part for part in get_args(hint) if part is not type(None)]
-        if len(inner) != 1:
-            raise TypeError(f"no converter for {hint}")
-        reader, writer = _converters(inner[0], inside)
-        return _optional_reader(reader), _optional_writer(writer)
-    if get_origin(hint) is tuple:
-        return _tuple_converters(get_args(hint), inside)
-    if isinstance(hint, type) and issubclass(hint, tuple) and hasattr(hint, "_fields"):
-        return _named_tuple_converters(hint, inside)
-    if get_origin(hint) is Mapping:
-        key, item = get_args(hint)
-        key = getattr(key, "__supertype__", key)
-        reader, writer = _converters(item, inside)
-        return _mapping_reader(key, reader), _mapping_writer(writer)
-    if hint == frozenset[str]:
-        return _set_reader, sorted
-    if isinstance(hint, type) and issubclass(hint, Enum):
-        return _enum_reader(hint), _enum_writer
-    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-        if hint in inside:
-            return lambda obj: _class_converters(hint)[0](obj), lambda value: _class_converters(hint)[1](value)
-        return _class_converters(hint, inside)
     if hint is float:
         return _float_reader, None
     if hint in _WORDS:
-        return _Plain(hint), None
-    raise TypeError(f"no converter for {hint}")
+        return _PlainReader(hint), None
+    if hint == frozenset[str]:
+        return _set_reader, sorted
+    if get_origin(hint) is not None:
+        return _generic_converters(hint, inside)
+    if issubclass(hint, tuple) and hasattr(hint, "_fields"):
+        return _named_tuple_converters(hint, inside)
+    if issubclass(hint, Enum):
+        return _enum_reader(hint), _enum_writer
+    if not (isinstance(hint, type) and dataclasses.is_dataclass(hint)):
+        raise TypeError(f"no converter for {hint}")
+    cls = hint
+    if cls in inside:
+        return lambda obj: _class_converters(cls)[0](obj), lambda value: _class_converters(cls)[1](value)
+    return _class_converters(cls, inside)
+
+
+def _generic_converters(hint: Any, inside: frozenset[type]) -> tuple[_Read, _Write | None]:
+    """Return how a tuple, a mapping or an optional value is read and written."""
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin is tuple:
+        return _tuple_converters(parts, inside)
+    if origin is Mapping:
+        key, item = parts
+        reader, writer = _converters(item, inside)
+        return _mapping_reader(getattr(key, "__supertype__", key), reader), _mapping_writer(writer)
+    inner = [part for part in parts if part is not type(None)]
+    if origin not in (Union, types.UnionType) or len(inner) != 1:
+        raise TypeError(f"no converter for {hint}")
+    reader, writer = _converters(inner[0], inside)
+    return _optional_reader(reader), _optional_writer(writer)
 
 
 def _named_tuple_converters(hint: Any, inside: frozenset[type]) -> tuple[_Read, _Write]:

@@ -49,13 +49,12 @@ class Explanation:
 
 def explain(snapshot: Snapshot, policy: Policy, the_plan: Plan, job_id: JobId) -> Explanation | None:
     """Return why job `job_id` waits, by `the_plan` of `snapshot`; None if it does not wait."""
-    wait = the_plan.waits.get(job_id)
-    job = next((job for job in snapshot.pending if job.id == job_id), None)
+    wait, job = the_plan.waits.get(job_id), _pending(snapshot, job_id)
     if wait is None or job is None:
         return None
-    early = _is_early(job, snapshot)
-    ahead = _ahead(snapshot, policy, the_plan, job) if wait.reason in _IN_QUEUE and not early else None
-    what_if = WhatIf(snapshot, policy, job) if wait.reason in _DEPENDS_ON_REQUEST and not early else None
+    reason = None if _is_early(job, snapshot) else wait.reason
+    ahead = _ahead(snapshot, policy, the_plan, job) if reason in _IN_QUEUE else None
+    what_if = WhatIf(snapshot, policy, job) if reason in _DEPENDS_ON_REQUEST else None
     place = what_if.place() if what_if is not None else None
     lacking = _lacking(snapshot, policy, job)
     expected_s = wait.expected_start_s
@@ -67,7 +66,7 @@ def explain(snapshot: Snapshot, policy: Policy, the_plan: Plan, job_id: JobId) -
         detail=wait.detail,
         needs=_needs(job.request),
         position=len(ahead) + 1 if ahead is not None else 0,
-        ahead=tuple([other.display_id for other in ahead or ()]),
+        ahead=tuple(map(_display_id, ahead or ())),
         nodes={name: listed(missing) for name, missing in lacking.items()},
         nearest=tuple(sorted(lacking, key=lambda name: len(lacking[name]))[:NEAREST]),
         expected_start_s=expected_s,
@@ -98,6 +97,14 @@ def _either(options: tuple[str, ...]) -> str:
     more = [option for option in options if option.startswith("without")]
     words = ([f"with {less[0]}", *less[1:]] if less else []) + more
     return " or ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
+
+
+def _pending(snapshot: Snapshot, job_id: JobId) -> PendingJob | None:
+    return next((job for job in snapshot.pending if job.id == job_id), None)
+
+
+def _display_id(job: PendingJob) -> str:
+    return job.display_id
 
 
 def _needs(request: ResourceRequest) -> str:

@@ -51,17 +51,23 @@ def parse_constraint(text: str) -> Constraint:
     parts = _split(tokens, "&", text)
     if len(parts) > 1:
         _refuse_bare_alternatives(parts, text)
-    read = [_read_part(part, text) for part in parts]
-    alike = [(part, one.alike) for part, one in zip(parts, read, strict=True) if one.alike]
-    counts = tuple([count for one in read for count in one.counts])
-    if len(alike) > 1:
-        raise _wrong(text, alike[1][0][0], "brackets with | a second time")
-    kinds = alike[0][1] if alike else ()
-    if max(len(kinds), len(counts)) > MAX_KINDS:
+    read = [(part[0], _read_part(part, text)) for part in parts]
+    every = _all_of([constraint.every for _, constraint in read if constraint.every])
+    counts = tuple([count for _, constraint in read for count in constraint.counts])
+    return Constraint(every=every, alike=_only_alike(read, len(counts), text), counts=counts)
+
+
+def _only_alike(read: Sequence[tuple[_Token, Constraint]], counts: int, text: str) -> tuple[Expression, ...]:
+    """Return the alternatives of the one part that has them. Raises RequestError for two such parts, or for too much."""
+    found = [(first, constraint.alike) for first, constraint in read if constraint.alike]
+    if len(found) > 1:
+        raise _wrong(text, found[1][0], "brackets with | a second time")
+    alike = found[0][1] if found else ()
+    if max(len(alike), counts) > MAX_KINDS:
         raise RequestError(f"cannot read constraint {text!r}: it names more than {MAX_KINDS} kinds of nodes")
-    if kinds and counts:
+    if alike and counts:
         raise RequestError(f"cannot read constraint {text!r}: [a|b] and counts exclude each other")
-    return Constraint(every=_all_of([one.every for one in read if one.every]), alike=kinds, counts=counts)
+    return alike
 
 
 def _refuse_bare_alternatives(parts: Sequence[Sequence[_Token]], text: str) -> None:

@@ -135,21 +135,25 @@ def _near(shape: Shape, seats: Sequence[Seat], choice: _Choice) -> list[Seat] | 
 
 def _gang(shape: Shape, seats: Sequence[Seat], required: frozenset[int], low: int, high: int) -> list[Seat] | None:
     """Return the preferred seats for a gang of `low` to `high` nodes; None: there is no such gang."""
-    must_have = _seats_it_must_have(shape, seats, required) if len(seats) >= low and len(required) <= high else None
+    if len(seats) < low or len(required) > high:
+        return None
+    must_have = _seats_it_must_have(shape, seats, required)
     if must_have is None or len(must_have) > high:
         return None
     names = {seat.node for seat in must_have}
     rest = [seat for seat in seats if seat.node not in names] if names else list(seats)
     if shape.ntasks is None and not shape.gpus_total:
         return must_have + rest[: high - len(must_have)]
-    if not must_have and low == 1 and not shape.gpus_total:
-        single = next((seat for seat in rest if seat.tasks >= (shape.ntasks or 0)), None)
-        if single is not None:
-            return [single]
-    chosen = _fewest(shape, must_have, rest, low, high)
-    if chosen is None and shape.counts and shape.ntasks is not None:
-        return _largest_of_each(shape, seats, required, low, high)
-    return chosen
+    single = _single(shape, rest) if not must_have and low == 1 else None
+    chosen = [single] if single is not None else _fewest(shape, must_have, rest, low, high)
+    return _largest_of_each(shape, seats, required, low, high) if chosen is None else chosen
+
+
+def _single(shape: Shape, seats: Sequence[Seat]) -> Seat | None:
+    """Return the preferred seat that holds all tasks of `shape`; None: there is none, or GPUs count too."""
+    if shape.gpus_total:
+        return None
+    return next((seat for seat in seats if seat.tasks >= (shape.ntasks or 0)), None)
 
 
 def _seats_it_must_have(shape: Shape, seats: Sequence[Seat], required: frozenset[int]) -> list[Seat] | None:
@@ -205,6 +209,8 @@ def _largest_of_each(
     shape: Shape, seats: Sequence[Seat], required: frozenset[int], low: int, high: int
 ) -> list[Seat] | None:
     """Return a gang for tasks and kinds, of the seats with room for most tasks; None: even those do not suffice."""
+    if not shape.counts or shape.ntasks is None:
+        return None
     by_size = sorted(seats, key=lambda seat: (seat.node not in required, -seat.tasks, seat))
     kinds = _of_each(shape.counts, by_size)
     names = {seat.node for seat in kinds or ()} | required
