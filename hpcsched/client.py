@@ -116,9 +116,9 @@ def controller_pid() -> int:
         sock.close()
 
 
-def fetch_text(path: str) -> str:
+def fetch_text(path: str, *, timeout_s: float = TIMEOUT_S) -> str:
     """Return the text at `path` of the API. Raises as `call` does."""
-    response = request("GET", path)
+    response = request("GET", path, timeout_s=timeout_s)
     if response.status != 200:
         raise _error(response)
     return response.body.decode("utf-8", "replace")
@@ -147,14 +147,20 @@ def call_again(method: str, path: str, body: Json | None = None, *, timeout_s: f
 
 
 def fetch_log(
-    reference: str, *, stream: str = "out", offset: int = 0, limit_bytes: int | None = None, wait_s: float = 0
+    reference: str,
+    *,
+    stream: str = "out",
+    offset: int = 0,
+    limit_bytes: int | None = None,
+    wait_s: float = 0,
+    timeout_s: float = TIMEOUT_S,
 ) -> LogPart:
     """Return a piece of a job's output, ``out`` or ``err``, from `offset` on; a negative one counts from the end.
 
     Waits up to `wait_s` for data beyond `offset`. Raises as `call` does.
     """
     path = query("/v1/log", job=reference, stream=stream, offset=offset, limit=limit_bytes, wait_s=wait_s or None)
-    response = request("GET", path, timeout_s=TIMEOUT_S + wait_s)
+    response = request("GET", path, timeout_s=timeout_s + wait_s)
     if response.status != 200:
         raise _error(response)
     headers = response.headers

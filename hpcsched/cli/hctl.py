@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from hpcsched import client
 from hpcsched.cli.errors import FAILED, complain, run_command
 from hpcsched.cli.output import clean, date_text, outlive_its_end, print_json
-from hpcsched.cli.render import show_text
+from hpcsched.cli.render import job_fields, show_text
 from hpcsched.client import Json
 from hpcsched.commands.options import HELP, VERSION, Command, Option, UsageError, Words, nearest, split_list
 from hpcsched.errors import NotFoundError, RequestError
@@ -370,7 +370,7 @@ def _show_job(rest: Sequence[str], words: Words) -> int:
     answers = [client.call("GET", client.job_path(reference)) for operand in rest for reference in split_list(operand)]
     answers = answers or [client.call("GET", "/v1/jobs")]
     answer = {**answers[0], "jobs": [job for one in answers for job in one["jobs"]]}
-    return _print_records(answer, "jobs", show_text.job_lines, words)
+    return _print_records(answer, "jobs", job_fields.hctl_lines, words)
 
 
 def _show_node(rest: Sequence[str], words: Words) -> int:

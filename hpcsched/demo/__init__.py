@@ -1,5 +1,4 @@
-"""Machines that are not there: nodes on loopback, for the demo and for the tests, and the demo's story.
+"""The demo: a cluster on this machine trains a model, loses its controller and a node, and completes the training.
 
-`nodes` starts and stops them, `supervise` is the power supply of one of them, `embedded` stands in for OpenSSH's sshd
-where that is not installed. None of them knows what hpcsched runs on its nodes.
+`show` runs the demo from start to end, `story` is what happens, `keeper` is the process that owns the cluster.
 """

@@ -1,14 +1,13 @@
-"""The process that owns the demo's cluster, so that nothing is left whatever happens to the one that shows it.
+"""The process that owns the demo's cluster, so that nothing is left behind, however the demo ends.
 
-The demo starts it as `python -m hpcsched.demo.keeper SETTINGS` and talks to it in lines of JSON over its stdin and stdout
-(`Keeper`). When its stdin ends, or on SIGTERM, it stops the controller and the nodes and removes their directory; only
-after `keep` it goes on without anyone, until `stop_kept` ends it.
-
-It does not know the story; it is in a session of its own, so that Ctrl-C is for the demo alone.
+The demo starts it as `python -m hpcsched.demo.keeper SETTINGS` and talks to it in lines of JSON through pipes (`Keeper`).
+When its stdin ends, or on SIGTERM, it stops controller and nodes and removes their directory; after `keep` it stays until
+`stop_kept` ends it. It runs in a session of its own, so that Ctrl-C reaches only the demo. It does not know the story.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -16,9 +15,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,23 +37,22 @@ SETTINGS = {
 }
 
 Json = dict[str, Any]
+Server = Literal["auto", "sshd", "embedded"]
 
 
-def demo_cluster(base: Path, server: Literal["auto", "sshd", "embedded"] = "auto") -> LocalCluster:
+def demo_cluster(base: Path, server: Server = "auto") -> LocalCluster:
     """Return the demo's cluster below `base`, not started."""
     return LocalCluster(base, server=server, settings=SETTINGS)
 
 
-# ----- the demo's end
+# ----- the demo's side
 
 
-class Keeper:
-    """Starts the process and asks it to do things. Used from one thread at a time, but for `end`."""
+class ClusterKeeper:
+    """Starts the keeper's process and sends it requests, one at a time."""
 
-    def __init__(self, base: Path, server: Literal["auto", "sshd", "embedded"]) -> None:
-        self._base = base
-        self._log = base / LOG
-        self._lock = threading.Lock()
+    def __init__(self, base: Path, server: Server) -> None:
+        self._base, self._log = base, base / LOG
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "hpcsched.demo.keeper", json.dumps({"base": str(base), "server": server})],
@@ -67,18 +63,19 @@ class Keeper:
             )
 
     def ask(self, action: str, *arguments: str) -> Json:
-        """Have `action` done and return what came of it. Raises UnavailableError."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        with self._lock:
-            try:
-                self._process.stdin.write(json.dumps([action, *arguments]).encode() + b"\n")
-                self._process.stdin.flush()
-            except (BrokenPipeError, ValueError):
-                raise UnavailableError(f"cannot {action}: the cluster's keeper has ended (see {self._log})") from None
-            if not select.select([self._process.stdout], [], [], ANSWER_S)[0]:
-                raise UnavailableError(f"cannot {action}: no answer of the cluster's keeper within {ANSWER_S:g} s")
-            line = self._process.stdout.readline()
+        """Have `action` done and return its result. Raises UnavailableError."""
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        line = b""
+        try:
+            stdin.write(json.dumps([action, *arguments]).encode() + b"\n")
+            stdin.flush()
+            if not select.select([stdout], [], [], ANSWER_S)[0]:
+                raise UnavailableError(f"cannot {action}: no answer from the cluster's keeper within {ANSWER_S:g} s")
+            line = stdout.readline()
+        except (BrokenPipeError, ValueError):
+            pass
         if not line:
             raise UnavailableError(f"cannot {action}: the cluster's keeper has ended (see {self._log})")
         answer: Json = json.loads(line)
@@ -87,7 +84,7 @@ class Keeper:
         return answer
 
     def end(self) -> None:
-        """Have everything stopped and removed (unless `keep` was asked for), and wait for it."""
+        """Have everything stopped and removed (unless kept), and wait for that. Raises UnavailableError."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.close()
@@ -100,12 +97,8 @@ class Keeper:
             self._process.wait()
             end_cluster(demo_cluster(self._base))
             raise UnavailableError(
-                f"cannot tidy up {self._base} in order: its keeper did not end within {END_S:g} s and was killed"
+                f"cannot remove {self._base} cleanly: its keeper did not end within {END_S:g} s and was killed"
             ) from None
-
-    def keep(self) -> None:
-        """Leave the cluster up, whatever becomes of this process."""
-        self.ask("keep")
 
 
 def stop_kept(base: Path) -> None:
@@ -122,12 +115,12 @@ def stop_kept(base: Path) -> None:
             if time.monotonic() > deadline_s:
                 raise UnavailableError(f"cannot stop the demo in {base}: process {pid} does not end; see {base / LOG}")
             time.sleep(0.05)
-    if (base / MARK).exists():  # its keeper was killed, and the nodes with it: the controller may be there still
+    if (base / MARK).exists():  # the keeper was killed, and the nodes with it: the controller may still run
         end_cluster(demo_cluster(base))
 
 
 def _started(pid: int) -> str | None:
-    """Return when the process was started, in ticks; None if there is none."""
+    """Return the start time of a process, in ticks; None if there is none."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as stream:
             fields = stream.read().rpartition(b")")[2].split()
@@ -136,16 +129,16 @@ def _started(pid: int) -> str | None:
     return None if fields[0] == b"Z" else fields[19].decode()
 
 
-# ----- the keeper's end
+# ----- the keeper's side
 
 
-Identity = tuple[int, str | None]  # pid and start in ticks
+Identity = tuple[int, str | None]  # pid and start time in ticks
 
 
 def end_cluster(cluster: LocalCluster, controller: Identity | None = None) -> None:
-    """Stop all of the cluster and remove its directory; what cannot be done is said on stderr.
+    """Stop the cluster and remove its directory; report failures on stderr.
 
-    `controller` is killed if it is there after that: it may not answer, or its files may be gone.
+    Afterwards kill `controller` if it still runs: it may not answer, or its files may be gone.
     """
     controller = _controller(cluster) or controller
     try:
@@ -158,7 +151,7 @@ def end_cluster(cluster: LocalCluster, controller: Identity | None = None) -> No
 
 
 def _controller(cluster: LocalCluster) -> Identity | None:
-    """Return which process answers as the controller, None if none does."""
+    """Return the process that answers as the controller, None if there is none."""
     try:
         pid = int(cluster.api("GET", "/v1/ping")["pid"])
     except HpcschedError:
@@ -167,79 +160,51 @@ def _controller(cluster: LocalCluster) -> Identity | None:
 
 
 class _Service:
-    """What the demo may ask for."""
+    """The requests that the keeper understands."""
 
     def __init__(self, cluster: LocalCluster) -> None:
         self._cluster = cluster
         self.kept = False
-        self.controller: Identity | None = None  # the last one that was started
-
-    def machines(self) -> Json:
-        nodes = self._cluster.start_machines()
-        self._cluster.write_config()
-        return {"server": nodes.server, "own_hostnames": all(node.own_hostname for node in nodes.nodes.values())}
-
-    def up(self) -> Json:
-        self._cluster.up()
-        self.controller = _controller(self._cluster)
-        return {}
-
-    def connect(self) -> Json:
-        self._cluster.wait_for_nodes()
-        return {}
-
-    def power_off(self, name: str) -> Json:
-        assert self._cluster.machines is not None
-        count = len(self._cluster.machines.processes(name))
-        self._cluster.machines.power_off(name)
-        return {"killed": count}
-
-    def power_on(self, name: str) -> Json:
-        assert self._cluster.machines is not None
-        self._cluster.machines.power_on(name)
-        return {"boot_id": self._cluster.machines.boot_id(name)}
-
-    def kill_controller(self) -> Json:
-        pid = int(self._cluster.api("GET", "/v1/ping")["pid"])
-        os.kill(pid, signal.SIGKILL)
-        return {"pid": pid}
-
-    def keep(self) -> Json:
-        self.kept = True
-        return {}
+        self.controller: Identity | None = None  # the last one started
 
     def answer(self, line: bytes) -> Json:
-        """Return what comes of one request."""
-        action, *arguments = json.loads(line)
-        actions: dict[str, Callable[..., Json]] = {
-            "machines": self.machines,
-            "up": self.up,
-            "connect": self.connect,
-            "power_off": self.power_off,
-            "power_on": self.power_on,
-            "kill_controller": self.kill_controller,
-            "keep": self.keep,
-        }
+        """Do what one request asks for and return its result."""
         try:
-            return actions[action](*arguments)
+            return self._do(*json.loads(line))
         except (HpcschedError, OSError, subprocess.TimeoutExpired) as error:
             return {"error": str(error)}
+
+    def _do(self, action: str, node: str = "") -> Json:
+        cluster, machines = self._cluster, self._cluster.machines
+        match action:
+            case "machines":
+                server = cluster.start_machines().server
+                cluster.write_config()
+                return {"server": server}
+            case "up":
+                cluster.up()
+                self.controller = _controller(cluster)
+            case "connect":
+                cluster.wait_for_nodes()
+            case "power_off" if machines is not None:
+                count = len(machines.processes(node))
+                machines.power_off(node)
+                return {"killed": count}
+            case "power_on" if machines is not None:
+                machines.power_on(node)
+            case "kill_controller":
+                pid = int(cluster.api("GET", "/v1/ping")["pid"])
+                os.kill(pid, signal.SIGKILL)
+                return {"pid": pid}
+            case "keep":
+                self.kept = True
+            case _:
+                return {"error": f"cannot {action}: unknown, or the nodes have not been started"}
+        return {}
 
 
 class _Ended(BaseException):
     """SIGTERM came."""
-
-
-def _serve(service: _Service) -> None:
-    for line in sys.stdin.buffer:
-        answer = json.dumps(service.answer(line)).encode() + b"\n"
-        try:
-            sys.stdout.buffer.write(answer)
-            sys.stdout.buffer.flush()
-        except BrokenPipeError:
-            break
-    while service.kept:
-        signal.pause()
 
 
 def main() -> None:
@@ -254,9 +219,13 @@ def main() -> None:
     cluster = demo_cluster(Path(settings["base"]), settings["server"])
     service = _Service(cluster)
     try:
-        mark = {"pid": os.getpid(), "started": _started(os.getpid())}
-        (cluster.base / MARK).write_text(json.dumps(mark))
-        _serve(service)
+        (cluster.base / MARK).write_text(json.dumps({"pid": os.getpid(), "started": _started(os.getpid())}))
+        with contextlib.suppress(BrokenPipeError):
+            for line in sys.stdin.buffer:
+                sys.stdout.buffer.write(json.dumps(service.answer(line)).encode() + b"\n")
+                sys.stdout.buffer.flush()
+        while service.kept:
+            signal.pause()
     except _Ended:
         pass
     finally:

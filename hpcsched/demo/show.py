@@ -1,13 +1,14 @@
-"""A whole performance: keeper, story and closing, and an orderly end whatever happens.
+"""`hpcsched demo` from start to end: the story on a terminal or as plain lines, its results, and a clean end.
 
-Knows what has to be ended and in which order; not what is played (`story`) nor what it looks like (`stage`, `closing`).
-Rules: the first signal ends the performance, those that come while it is being tidied up change nothing.
+Knows what must be ended, and in which order; not what happens in the story (`story`). Rule: the first signal ends the demo,
+later ones are ignored while it cleans up.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
 import shutil
 import signal
 import subprocess
@@ -17,204 +18,198 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Literal
 
 from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 
-from hpcsched.demo.keeper import Keeper, demo_cluster
-from hpcsched.demo.story import OUT_DIR, TRAIN_NAME, Outcome, Plan, Stage, Story, make_stage, training_options
-from hpcsched.demo.view import clock, size_text, tail_lines
+from hpcsched.cli.admin.top import ClusterReader, is_live
+from hpcsched.cli.output import clean
+from hpcsched.cli.render.screen import ClusterScreen, StoryLine, clock, picture, size_text, story_text
+from hpcsched.cli.render.training_run import SavedCheckpoint, TrainingRun
+from hpcsched.demo.keeper import ClusterKeeper, Server, demo_cluster
+from hpcsched.demo.story import OUT_DIR, TRAIN_NAME, Story, StoryPlan, StoryResult, read_end, training_options
 from hpcsched.errors import ConfigError, HpcschedError, RequestError, UnavailableError
 from hpcsched.loopback.cluster import LocalCluster
-
-# ----- what is left when the story is over: files in ./demo-out, a sample of what the model writes, a table of figures
-# Knows the share's files and the outcome's numbers; starts only the program that draws the loss curve.
-
-
-PLOT_TIMEOUT_S = 120.0
-SAMPLE_LINES = 14
-SAMPLE_WIDTH = 90
-SAMPLE_BEGIN, SAMPLE_END = "--- sample ---", "--- end ---"
-
-
-def save_results(share: Path, job_id: int, directory: Path) -> dict[str, Path]:
-    """Copy model, metrics, log and other jobs' output from the share, draw the curve, and return where each lies.
-
-    Raises UnavailableError where the directory cannot be written or the picture cannot be drawn.
-    """
-    kept = {
-        "picture": directory / "loss.png",
-        "model": directory / "model.pt",
-        "metrics": directory / "metrics.jsonl",
-        "log": directory / f"{TRAIN_NAME}.out",
-    }
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(share / OUT_DIR / "model.pt", kept["model"])
-        shutil.copyfile(share / OUT_DIR / "metrics.jsonl", kept["metrics"])
-        shutil.copyfile(share / f"{TRAIN_NAME}-{job_id}.out", kept["log"])
-    except OSError as error:
-        raise UnavailableError(f"cannot keep the results in {directory}: {error.strerror or error}") from None
-    draw_curve(kept["metrics"], kept["picture"])
-    return kept
-
-
-def draw_curve(metrics: Path, picture: Path) -> None:
-    """Draw the loss curve as a PNG. Raises UnavailableError."""
-    command = [sys.executable, "-P", "-m", "hpctrain.plot", str(metrics), "-o", str(picture)]
-    done = subprocess.run(
-        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PLOT_TIMEOUT_S, check=False
-    )
-    if done.returncode != 0 or not picture.exists():
-        raise UnavailableError(f"cannot draw the loss curve: {(done.stderr or done.stdout).strip()}")
-
-
-def sample_of(log: Path) -> list[str]:
-    """Return the last text that the model wrote at the end of its training."""
-    lines = list(tail_lines(log, 1 << 20))
-    if SAMPLE_BEGIN not in lines:
-        return []
-    start = len(lines) - lines[::-1].index(SAMPLE_BEGIN)
-    text = lines[start:]
-    if SAMPLE_END in text:
-        text = text[: text.index(SAMPLE_END)]
-    clean = ["".join(char if char.isprintable() else " " for char in line[:SAMPLE_WIDTH]).rstrip() for line in text]
-    return [line for line in clean if line][:SAMPLE_LINES]
-
-
-def closing_rows(outcome: Outcome) -> list[tuple[str, str]]:
-    """Return (name, value) of each figure."""
-    training = outcome.training
-    validation = training.kept_validation
-    made = training.checkpoints
-    full = [item.size_bytes for item in made if item.is_base]
-    increments = [item.size_bytes for item in made if not item.is_base]
-    loss = f"{validation[0].loss:.2f} -> {validation[-1].loss:.2f}" if validation else "-"
-    return [
-        ("cluster up", f"{outcome.cluster_up_s:.1f} s: three nodes, {outcome.server}"),
-        ("job started", f"{outcome.start_s * 1e3:.0f} ms after it was submitted"),
-        ("training", f"{training.step} steps on {training.world} ranks ({training.backend}), validation loss {loss}"),
-        ("attempts", f"{1 + len(training.resumes)}"),
-        (
-            "lost and repeated",
-            f"{len(training.lost)} steps (at step {outcome.lost_at}, resumed from {outcome.resumed_from})",
-        ),
-        ("checkpoints", f"{len(made)}: {_sizes(full, 'full')}, {_sizes(increments, 'increments')}"),
-        (
-            "controller killed",
-            f"away for {outcome.controller_away_s:.1f} s, {outcome.steps_without_controller} steps done meanwhile",
-        ),
-        (
-            "node lost",
-            f"{outcome.lost_node} seen DOWN after {outcome.detect_s:.1f} s, off for {outcome.down_for_s:.1f} s",
-        ),
-        (
-            "back at work",
-            f"job running {outcome.requeue_s:.1f} s, first new step {outcome.resume_s:.1f} s after the power",
-        ),
-        ("the whole story", clock(outcome.total_s)),
-    ]
-
-
-def _sizes(sizes: Sequence[int], name: str) -> str:
-    return f"{len(sizes)} {name} of {size_text(sum(sizes) / len(sizes))}" if sizes else f"no {name}"
-
-
-def failure_logs(base: Path, share: Path, job_id: int) -> list[tuple[Path, tuple[str, ...]]]:
-    """Return the tails of the logs that tell why something failed: of the job, the controller, the nodes."""
-    paths = [
-        share / f"{TRAIN_NAME}-{job_id}.out",
-        base / "etc/state/hpcschedd.log",
-        base / "keeper.log",
-        *sorted((base / "nodes").glob("*/agent/log")),
-    ]
-    found = [(path, tail_lines(path, 2000)[-15:]) for path in paths]
-    return [(path, lines) for path, lines in found if lines]
-
 
 RESULTS = Path("demo-out")
 CHECKPOINT_EVERY = 25
 PACKAGES = ("torch", "numpy", "blake3", "numcodecs", "mpi4py", "matplotlib")
 SOCKET_PATH_MAX = 107  # unix(7), without the final zero
 LONGEST_BELOW = "/etc/state/run/steps.sock"
-ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 READ_S = 4.0
+PLOT_TIMEOUT_S = 120.0
+SAMPLE_BEGIN, SAMPLE_END = "--- sample ---", "--- end ---"
+SAMPLE_LINES, SAMPLE_WIDTH = 14, 90
+PLAIN_EVERY_STEPS = 10
+PLAIN_LINES_MAX = 60  # of a long training, fewer steps are printed
 
 
-class _Terminated(BaseException):
-    """A signal asked us to end."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DemoOptions:
+    """The options of the command line. `training` are further options of the training program."""
+
+    keep: bool
+    directory: Path | None
+    server: Server
+    seconds: float
+    plain: bool
+    training: tuple[str, ...] = ()
+
+
+# ----- where the story is shown
+
+
+class DemoStage:
+    """The terminal's other screen, redrawn in place, or plain lines with times.
+
+    While the other screen covers the ordinary one, lines of the story are held back; `close` prints them.
+    """
+
+    def __init__(self, console: Console, *, plain: bool) -> None:
+        self.plain = plain or not is_live(console)
+        self._console = console
+        self._live: Live | None = None
+        self._held: list[StoryLine] = []
+        self._printed = (0, 0)  # attempt and step of the last plain line
+
+    def tell(self, line: StoryLine) -> None:
+        """Show one line of the story."""
+        if self._live is not None:
+            self._held.append(line)
+        else:
+            self._print(Text(f"{clock(line.at_s):>5} {line.text}") if self.plain else story_text(line))
+
+    def show(self, lines: Sequence[str]) -> None:
+        """Show lines of text as they are: a script, a sample."""
+        for line in lines if self._live is None else ():
+            style = "" if self.plain else "cyan" if line.startswith("#HSUB") else "dim"
+            self._print(Text(f"      {'|' if self.plain else ' │'} {clean(line)}", style=style))
+
+    def frame(self, screen: ClusterScreen, elapsed_s: float) -> None:
+        """Show the cluster as it is now; in plain lines, every tenth step of the training."""
+        if self.plain:
+            self._print_step(screen.run, elapsed_s)
+            return
+        if self._live is None:
+            self._live = Live(console=self._console, screen=True, auto_refresh=False)
+            self._live.start()
+        self._live.update(picture(screen, *self._console.size), refresh=True)
+
+    def _print_step(self, run: TrainingRun, elapsed_s: float) -> None:
+        every = max(PLAIN_EVERY_STEPS, -(-(run.total_steps or 0) // PLAIN_LINES_MAX))
+        attempt, step = self._printed
+        is_due = run.step >= step + every or run.attempt > attempt or run.step < step
+        if run.points and (is_due or step < run.step == run.total_steps):
+            self._printed = (run.attempt, run.step)
+            self._print(Text(f"{clock(elapsed_s):>5} {loss_line(run)}"))
+
+    def close(self) -> None:
+        """End the live view; what follows is ordinary output."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+            for line in self._held:
+                self._print(story_text(line))
+            self._held.clear()
+
+    def heading(self, text: str) -> None:
+        """Print a heading."""
+        self._print(Text(text) if self.plain else Text("\n" + text, style="bold"))
+
+    def table(self, rows: Sequence[tuple[str, str]]) -> None:
+        """Print names and values."""
+        if self.plain:
+            for name, value in rows:
+                self._print(Text(f"{name:<18} {value}"))
+            return
+        table = Table.grid(padding=(0, 2, 0, 0))
+        table.add_column(style="cyan", no_wrap=True)
+        for name, value in rows:
+            table.add_row(f"  {name}", Text(value))
+        self._console.print(table)
+
+    def _print(self, text: Text) -> None:
+        self._console.print(text, soft_wrap=True)
+
+
+def loss_line(run: TrainingRun) -> str:
+    """Return the last step as one plain line."""
+    text = f"step {run.step}/{run.total_steps or '?'}  loss {run.points[-1].loss:.3f}"
+    if run.counted_validation:
+        text += f"  validation {run.counted_validation[-1].loss:.3f}"
+    if run.checkpoints:
+        text += f"  last checkpoint: step {run.checkpoints[-1].step}"
+    return text
+
+
+# ----- the demo
+
+
+class _Signalled(BaseException):
+    """A signal asked the demo to end."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(signum)
         self.signum = signum
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Wishes:
-    """What the command line asked for. `training` are further options of the training program."""
-
-    keep: bool
-    directory: Path | None
-    server: Literal["auto", "sshd", "embedded"]
-    seconds: float
-    plain: bool
-    training: tuple[str, ...] = ()
-
-
-def perform(wishes: Wishes) -> int:
-    """Play the story and tidy up; return the exit status. Raises RequestError or ConfigError if it cannot begin."""
+def perform(options: DemoOptions) -> int:
+    """Play the story and clean up; return the exit status. Raises RequestError or ConfigError if it cannot begin."""
     check_packages()
-    console = Console(highlight=False)
-    stage = make_stage(console, plain=wishes.plain)
+    stage = DemoStage(Console(highlight=False), plain=options.plain)
     with _signals_raise():
-        base = make_directory(wishes.directory)
-        cluster = demo_cluster(base, wishes.server)
-        keeper: Keeper | None = None
+        base = make_directory(options.directory)
+        cluster = demo_cluster(base, options.server)
+        keeper: ClusterKeeper | None = None
         story: Story | None = None
         kept = False
         try:
             check_mpirun(cluster.env["PATH"])
-            keeper = Keeper(base, wishes.server)
-            story = Story(cluster, keeper, stage, plan_of(wishes, watched=not stage.plain))
-            outcome = story.run()
-            stage.curtain()
-            close(stage, cluster, outcome)
-            if wishes.keep:
-                keeper.keep()
+            keeper = ClusterKeeper(base, options.server)
+            os.environ["HPCSCHED_API"] = str(cluster.api_socket)  # from now on, client asks this cluster
+            reader = ClusterReader(cluster.share / OUT_DIR / "metrics.jsonl")
+            story = Story(cluster, keeper, reader, stage, plan_of(options, watched=not stage.plain))
+            result = story.run()
+            stage.close()
+            show_results(stage, cluster, result)
+            if options.keep:
+                keeper.ask("keep")
                 kept = True
                 stage.heading("the cluster is up; to use it, here or in another terminal:")
                 stage.show(how_to_use(cluster))
             return 0
         except KeyboardInterrupt:
-            return _cut_short(stage, "interrupted", 130)
-        except _Terminated as ended:
-            return _cut_short(stage, signal.Signals(ended.signum).name, 128 + ended.signum)
+            return _interrupted(stage, "interrupted", 130)
+        except _Signalled as signalled:
+            return _interrupted(stage, signal.Signals(signalled.signum).name, 128 + signalled.signum)
         except HpcschedError as error:
-            stage.curtain()
-            tell_failure(error, cluster, story.job_id if story is not None else 0)
+            stage.close()
+            report_failure(error, cluster, story.result.job_id if story is not None else 0)
             return 1
         finally:
             if not kept:
-                _tidy_up(stage, keeper, base)
+                _clean_up(stage, keeper, base)
 
 
-def plan_of(wishes: Wishes, *, watched: bool) -> Plan:
-    """Return what is played. `watched`: a person looks on, who wants to read."""
-    options = (*training_options(wishes.seconds, CHECKPOINT_EVERY), *wishes.training)
-    every = [option.split()[1] for option in options if option.startswith("--checkpoint-every ")]
-    return Plan(
+def plan_of(options: DemoOptions, *, watched: bool) -> StoryPlan:
+    """Return the plan of the story. `watched`: give a person time to read."""
+    training = (*training_options(options.seconds, CHECKPOINT_EVERY), *options.training)
+    every = [option.split()[1] for option in training if option.startswith("--checkpoint-every ")]
+    return StoryPlan(
         python=python_name(),
-        training_options=options,
-        side_tasks=max(4, min(40, round(wishes.seconds / 5) * 2)),
+        training_options=training,
+        small_tasks=max(4, min(40, round(options.seconds / 5) * 2)),
         checkpoint_every=int(every[-1]),
-        controller_away_s=min(4.0, wishes.seconds / 10),
+        controller_away_s=min(4.0, options.seconds / 10),
         limbo_s=7.0 if watched else 3.0,
         read_s=READ_S if watched else 0.0,
     )
 
 
 def python_name() -> str:
-    """Return what this interpreter is called in a job, whose PATH begins with its directory."""
+    """Return the name of this interpreter in a job, whose PATH begins with its directory."""
     plain = Path(sys.executable).with_name("python3")
     return plain.name if plain.exists() and plain.samefile(sys.executable) else Path(sys.executable).name
 
@@ -236,7 +231,7 @@ def check_mpirun(path: str) -> None:
 
 
 def make_directory(wanted: Path | None) -> Path:
-    """Return the cluster's directory: a new one, or `wanted`, which must be empty or not there."""
+    """Return the cluster's directory: a new one, or `wanted`, which must be empty or missing."""
     try:
         if wanted is None:
             base = Path(tempfile.mkdtemp(prefix="hpcsched-demo-")).resolve()
@@ -256,48 +251,42 @@ def make_directory(wanted: Path | None) -> Path:
     return base
 
 
-def close(stage: Stage, cluster: LocalCluster, outcome: Outcome) -> None:
-    """Show what came of it: a sample, the table, where the files are."""
-    kept = save_results(cluster.share, outcome.job_id, RESULTS.absolute())
-    stage.heading("what the model writes after this little training")
-    stage.show(sample_of(kept["log"]))
-    stage.heading("what happened")
-    stage.table(closing_rows(outcome))
-    stage.heading("what is left")
-    others = ", ".join(path.name for name, path in kept.items() if name != "picture")
-    stage.table([("loss curve", str(kept["picture"])), ("beside it", others)])
-
-
 def how_to_use(cluster: LocalCluster) -> Sequence[str]:
-    """Return what to type next in a cluster that was kept."""
-    bin_dir = Path(sys.executable).parent
+    """Return the commands to use a cluster that was kept."""
     return [
         f"export HPCSCHED_CONFIG={cluster.config_dir}",
-        f"export PATH={bin_dir}:$PATH",
+        f"export PATH={Path(sys.executable).parent}:$PATH",
         f"cd {cluster.share}",
-        "hinfo; hqueue; hsub chargpt.sh; hlogs -f last; hacct; hrun -N3 hostname",
+        "hinfo; hqueue; hpcsched top; hsub chargpt.sh; hlogs -f last; hacct; hrun -N3 hostname",
         "",
         f"hpcsched demo --stop {cluster.base}     ends and removes it",
     ]
 
 
-def tell_failure(error: HpcschedError, cluster: LocalCluster, job_id: int) -> None:
-    """Say on stderr why the story ended early: the ends of the logs, and then the reason."""
-    for path, lines in failure_logs(cluster.base, cluster.share, job_id):
-        print(f"\n{path} ends:", *lines, sep="\n  ", file=sys.stderr)
+def report_failure(error: HpcschedError, cluster: LocalCluster, job_id: int) -> None:
+    """Print on stderr the ends of the logs of job, controller and nodes, then the error."""
+    paths = [
+        cluster.share / f"{TRAIN_NAME}-{job_id}.out",
+        cluster.base / "etc/state/hpcschedd.log",
+        cluster.base / "keeper.log",
+        *sorted((cluster.base / "nodes").glob("*/agent/log")),
+    ]
+    for path in paths:
+        if lines := read_end(path).splitlines()[-15:]:
+            print(f"\n{path} ends:", *lines, sep="\n  ", file=sys.stderr)
     print(f"\nhpcsched demo: {error}", file=sys.stderr)
 
 
-def _cut_short(stage: Stage, why: str, status: int) -> int:
-    stage.curtain()
+def _interrupted(stage: DemoStage, why: str, status: int) -> int:
+    stage.close()
     print(f"\nhpcsched demo: {why}: stopping and removing everything", file=sys.stderr)
     return status
 
 
-def _tidy_up(stage: Stage, keeper: Keeper | None, base: Path) -> None:
-    for number in (signal.SIGINT, *ENDING_SIGNALS):
+def _clean_up(stage: DemoStage, keeper: ClusterKeeper | None, base: Path) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    stage.curtain()
+    stage.close()
     try:
         if keeper is not None:
             keeper.end()
@@ -309,12 +298,91 @@ def _tidy_up(stage: Stage, keeper: Keeper | None, base: Path) -> None:
 @contextlib.contextmanager
 def _signals_raise() -> Iterator[None]:
     def end(signum: int, frame: FrameType | None) -> None:
-        raise _Terminated(signum)
+        raise _Signalled(signum)
 
-    before = {number: signal.signal(number, end) for number in ENDING_SIGNALS}
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
     before[signal.SIGINT] = signal.getsignal(signal.SIGINT)
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+# ----- the results: files in ./demo-out, a sample of the model's text, a table of figures
+
+
+def show_results(stage: DemoStage, cluster: LocalCluster, result: StoryResult) -> None:
+    """Save the files, and print a sample, the figures, and the paths."""
+    saved = save_results(cluster.share, result.job_id, RESULTS.absolute())
+    stage.heading("what the model writes after this short training")
+    stage.show(sample_of(saved["log"]))
+    stage.heading("what happened")
+    stage.table(closing_rows(result))
+    stage.heading("files")
+    others = ", ".join(path.name for name, path in saved.items() if name != "picture")
+    stage.table([("loss curve", str(saved["picture"])), ("same directory", others)])
+
+
+def save_results(share: Path, job_id: int, directory: Path) -> dict[str, Path]:
+    """Copy model, metrics and log from the share, draw the curve, and return the paths.
+
+    Raises UnavailableError if the directory cannot be written or the curve cannot be drawn.
+    """
+    saved = {
+        "picture": directory / "loss.png",
+        "model": directory / "model.pt",
+        "metrics": directory / "metrics.jsonl",
+        "log": directory / f"{TRAIN_NAME}.out",
+    }
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(share / OUT_DIR / "model.pt", saved["model"])
+        shutil.copyfile(share / OUT_DIR / "metrics.jsonl", saved["metrics"])
+        shutil.copyfile(share / f"{TRAIN_NAME}-{job_id}.out", saved["log"])
+    except OSError as error:
+        raise UnavailableError(f"cannot save the results in {directory}: {error.strerror or error}") from None
+    command = [sys.executable, "-P", "-m", "hpctrain.plot", str(saved["metrics"]), "-o", str(saved["picture"])]
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PLOT_TIMEOUT_S, check=False
+    )
+    if done.returncode != 0 or not saved["picture"].exists():
+        raise UnavailableError(f"cannot draw the loss curve: {(done.stderr or done.stdout).strip()}")
+    return saved
+
+
+def sample_of(log: Path) -> list[str]:
+    """Return the last text that the model wrote at the end of its training."""
+    _, begin, text = read_end(log, 1 << 20).rpartition(SAMPLE_BEGIN + "\n")
+    lines = text.partition(SAMPLE_END)[0].splitlines() if begin else []
+    return [clean(line[:SAMPLE_WIDTH]).rstrip() for line in lines if line.strip()][:SAMPLE_LINES]
+
+
+def closing_rows(result: StoryResult) -> list[tuple[str, str]]:
+    """Return name and value of each figure."""
+    run = result.run
+    validation = run.counted_validation
+    loss = f"{validation[0].loss:.2f} -> {validation[-1].loss:.2f}" if validation else "-"
+    full = [made for made in run.checkpoints if made.is_base]
+    increments = [made for made in run.checkpoints if not made.is_base]
+    resumed = f"at step {result.lost_at}, resumed from {result.resumed_from}"
+    away = f"{result.controller_away_s:.1f} s, {result.steps_without_controller} steps done meanwhile"
+    lost = f"{result.lost_node} seen DOWN after {result.detect_s:.1f} s, off for {result.down_for_s:.1f} s"
+    back = f"job running {result.requeue_s:.1f} s, first new step {result.resume_s:.1f} s after the power"
+    return [
+        ("cluster up", f"{result.cluster_up_s:.1f} s: three nodes, {result.server}"),
+        ("job started", f"{result.start_s * 1e3:.0f} ms after it was submitted"),
+        ("training", f"{run.step} steps on {run.world} ranks ({run.backend}), validation loss {loss}"),
+        ("attempts", f"{1 + len(run.resumes)}"),
+        ("lost and repeated", f"{len(run.lost)} steps ({resumed})"),
+        ("checkpoints", f"{len(run.checkpoints)}: {_sizes(full, 'full')}, {_sizes(increments, 'increments')}"),
+        ("controller killed", f"away for {away}"),
+        ("node lost", lost),
+        ("back at work", back),
+        ("the whole story", clock(result.total_s)),
+    ]
+
+
+def _sizes(made: Sequence[SavedCheckpoint], name: str) -> str:
+    size = sum(one.size_bytes for one in made) / max(1, len(made))
+    return f"{len(made)} {name} of {size_text(size)}" if made else f"no {name}"

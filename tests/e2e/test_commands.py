@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import getpass
 import json
+import os
 import re
+import select
+import subprocess
+import termios
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from waiting import wait_until
+from waiting import PATIENCE_S, wait_until
 
 from hpcsched.loopback.cluster import LocalCluster
 from hpcsched.model.codec import spec_to_json
@@ -66,6 +71,36 @@ def test_the_queue_the_nodes_and_a_job_are_shown(cluster: LocalCluster, sub: Sub
     assert "shown" in cluster.run("hqueue", str(job_id)).stdout
     assert "free" in cluster.run("hwhy", str(waiting)).stdout
     cluster.run("hcancel", str(job_id), str(waiting))
+
+
+def test_top_shows_nodes_queue_and_a_job_until_q_is_pressed(cluster: LocalCluster, sub: Sub, running: Any) -> None:
+    job_id = sub("echo step 7 of it; sleep 600", "--job-name=watched", "--time=5")
+    running(job_id)
+    wait_until(lambda: "step 7" in cluster.run("hlogs", str(job_id)).stdout, what="the job's output")
+    once = cluster.run("hpcsched", "top", str(job_id)).stdout
+    for part in ("node n1", "hpcschedd", f"job {job_id}  watched", "| step 7 of it"):
+        assert part in once
+    assert "\x1b" not in once
+    assert cluster.run("hpcsched", "top", "no-such-job", check=False).returncode == 1
+    controller_end, terminal = os.openpty()
+    termios.tcsetwinsize(terminal, (24, 80))
+    env = cluster.env | {"TERM": "xterm", "LANG": "C.UTF-8", "PYTHONUTF8": "1"}
+    seen = b""
+    with subprocess.Popen(["hpcsched", "top"], stdin=terminal, stdout=terminal, stderr=terminal, env=env) as process:
+        os.close(terminal)
+        deadline_s = time.monotonic() + PATIENCE_S
+        while not (b"watched" in seen and b"step 7 of it" in seen and b"n3" in seen):
+            assert select.select([controller_end], [], [], deadline_s - time.monotonic())[0], seen.decode()
+            seen += os.read(controller_end, 65536)
+        os.write(controller_end, b"jkq")
+        while select.select([controller_end], [], [], PATIENCE_S)[0]:  # else it could not write the last screen
+            try:
+                os.read(controller_end, 65536)
+            except OSError:  # the terminal was closed
+                break
+        assert process.wait(PATIENCE_S) == 0
+    os.close(controller_end)
+    cluster.run("hcancel", str(job_id))
 
 
 def test_the_log_is_followed_to_its_end(cluster: LocalCluster, sub: Sub) -> None:

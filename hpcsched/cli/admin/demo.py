@@ -1,4 +1,4 @@
-"""`hpcsched demo`: a small cluster on this machine trains a model, loses its controller and a node, and goes on."""
+"""`hpcsched demo`: a small cluster on this machine trains a model and survives the loss of its controller and a node."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from typing import Literal
 
 import click
 
+from hpcsched.demo.keeper import stop_kept
+from hpcsched.demo.show import DemoOptions, perform
+
 DEFAULT_SECONDS = 100.0
 _DIRECTORY = click.Path(file_okay=False, path_type=Path)
 
 
 @click.command()
-@click.option("--keep", is_flag=True, help="Leave the cluster up at the end, and say how to use and end it.")
-@click.option("--stop", metavar="DIR", type=_DIRECTORY, help="End the cluster that --keep left in DIR, and do no more.")
+@click.option("--keep", is_flag=True, help="Leave the cluster running at the end, and print how to use and end it.")
+@click.option("--stop", metavar="DIR", type=_DIRECTORY, help="End the cluster that --keep left in DIR, and exit.")
 @click.option(
     "--dir", "directory", metavar="DIR", type=_DIRECTORY, help="The cluster's directory.  [default: a new one]"
 )
@@ -23,7 +26,7 @@ _DIRECTORY = click.Path(file_okay=False, path_type=Path)
     type=click.Choice(["auto", "sshd", "embedded"]),
     default="auto",
     show_default=True,
-    help="The nodes' SSH server: OpenSSH's sshd, or the one that hpcsched brings.",
+    help="SSH server of the nodes: OpenSSH's sshd, or the one included in hpcsched.",
 )
 @click.option(
     "--seconds",
@@ -31,9 +34,9 @@ _DIRECTORY = click.Path(file_okay=False, path_type=Path)
     type=click.FloatRange(min=1),
     default=DEFAULT_SECONDS,
     show_default=True,
-    help="How long the training should take.",
+    help="How long the training takes.",
 )
-@click.option("--plain", is_flag=True, help="Plain lines with times, as when the output is no terminal.")
+@click.option("--plain", is_flag=True, help="Print plain lines with times, as if the output is not a terminal.")
 @click.option("--training", hidden=True, default="", help="Further options of the training program.")
 def demo(
     keep: bool,
@@ -46,20 +49,16 @@ def demo(
 ) -> int:
     """Show a small cluster at work on this machine, then remove it.
 
-    Three nodes on loopback are reached through SSH, and two of them train a model. The controller is killed in passing,
-    and half-way a node loses its power: the training goes on from its last checkpoint. This takes about three minutes.
-    What came of it is left in ./demo-out.
+    Three nodes on loopback are reached through SSH, and two of them train a model. During the training the controller is
+    killed, then a node loses power, and the training resumes from its last checkpoint. This takes about three minutes.
+    The results are left in ./demo-out.
     """
     if stop is not None:
-        from hpcsched.demo.keeper import stop_kept
-
         stop_kept(stop.absolute())
         click.echo(f"the demo's cluster has ended, and {stop} is removed")
         return 0
-    from hpcsched.demo.show import Wishes, perform
-
     return perform(
-        Wishes(
+        DemoOptions(
             keep=keep,
             directory=directory,
             server=server,
@@ -71,7 +70,7 @@ def demo(
 
 
 def _grouped(words: list[str]) -> tuple[str, ...]:
-    """Return options with their values, each as one text."""
+    """Return each option with its value as one text."""
     options: list[str] = []
     for word in words:
         if word.startswith("--") or not options:

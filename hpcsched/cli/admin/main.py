@@ -27,6 +27,7 @@ COMMANDS = {
         "Print the directory of the commands with Slurm's names.",
     ),
     "completion": ("hpcsched.cli.admin.completion:completion", "Complete the commands in bash, zsh or fish."),
+    "top": ("hpcsched.cli.admin.top:top", "Show nodes, queue, and a job's training curve and log, live."),
     "demo": ("hpcsched.cli.admin.demo:demo", "Show a small cluster at work on this machine, then remove it."),
 }
 

@@ -6,148 +6,11 @@ that Slurm shows where it is unused. The values are the API's JSON objects. Sour
 
 from __future__ import annotations
 
-from hpcsched.cli.render.show_text import Words, het_words
+from hpcsched.cli.render.show_text import Verbatim, Words
 from hpcsched.client import Json
-from hpcsched.listing.jobs import end_s, exit_text, gres_of_node, memory_asked, reason, start_s, tres_text
-from hpcsched.listing.states import shown_state
-from hpcsched.listing.text import clean, date_text
+from hpcsched.listing.text import date_text
 from hpcsched.model.hostlist import compress_hostlist
 from hpcsched.model.units import format_mem, format_time_s
-
-
-class Text(str):
-    """A value that stands as it is, though it is empty."""
-
-
-def record(lines: list[Words], *, one_line: bool) -> str:
-    """Return the words, as lines indented under the first one and an empty line, or all on one line."""
-    texts = [" ".join(f"{name}={_value(value)}" for name, value in words) for words in lines if words]
-    return " ".join(texts) if one_line else "\n   ".join(texts) + "\n"
-
-
-def _value(value: object) -> str:
-    if isinstance(value, Text):
-        return clean(value)
-    if isinstance(value, bool):
-        return "1" if value else "0"
-    return "(null)" if value in (None, "") else clean(value)
-
-
-def ids(user: str, uid: int) -> tuple[str, str]:
-    """Return ``ann(1000)`` and ``users(100)``."""
-    import grp  # these two for no other command
-    import pwd
-
-    try:
-        gid = pwd.getpwnam(user).pw_gid
-    except KeyError:
-        return f"{user}({uid})", f"{uid}({uid})"
-    try:
-        return f"{user}({uid})", f"{grp.getgrgid(gid).gr_name}({gid})"
-    except KeyError:
-        return f"{user}({uid})", f"{gid}({gid})"
-
-
-def job_lines(job: Json, *, detailed: bool) -> list[Words]:
-    """Return the lines of a job; `detailed`: with what it has of each node."""
-    user, group = ids(job["user"], job["uid"])
-    array = [("ArrayJobId", job["array_job_id"]), ("ArrayTaskId", job["array_task_id"])]
-    array += [("ArrayTaskThrottle", job["array_limit"])] if job.get("array_limit") else []
-    tres = Text(tres_text(job, billing=True))
-    suspended_s = job.get("suspended_s") or 0
-    lines: list[Words] = [
-        [
-            ("JobId", job["id"]),
-            *(array if job["array_job_id"] is not None else []),
-            *het_words(job),
-            ("JobName", job["name"]),
-        ],
-        [("HetJobIdSet", job["het_job_ids"])] if job.get("het_job_ids") else (),
-        [("UserId", user), ("GroupId", group), ("MCS_label", "N/A")],
-        [
-            ("Priority", 0 if job["hold"] != "none" else job["priority"] or 0),
-            ("Nice", job["nice"]),
-            ("Account", job["account"]),
-            ("QOS", job["qos"] or "normal"),
-        ],
-        [("JobState", shown_state(job)), ("Reason", reason(job)), ("Dependency", job["dependency"])],
-        [
-            ("Requeue", job["requeue"]),
-            ("Restarts", job["restarts"]),
-            ("BatchFlag", bool(job["command"] or job["submit_line"])),
-            ("Reboot", 0),
-            ("ExitCode", exit_text(job)),
-        ],
-        [
-            ("RunTime", format_time_s(job["elapsed_s"], full=True)),
-            ("TimeLimit", format_time_s(job["time_limit_s"], full=True)),
-            ("TimeMin", format_time_s(job["time_min_s"], full=True) if job.get("time_min_s") else "N/A"),
-        ],
-        [
-            ("SubmitTime", date_text(job["submitted_at_s"])),
-            ("EligibleTime", date_text(job["eligible_at_s"], "Unknown")),
-        ],
-        [("AccrueTime", date_text(job["eligible_at_s"], "Unknown"))],
-        [
-            ("StartTime", date_text(start_s(job), "Unknown")),
-            ("EndTime", date_text(end_s(job), "Unknown")),
-            ("Deadline", date_text(job.get("deadline_at_s"))),
-        ],
-        [
-            ("SuspendTime", "None"),
-            ("SecsPreSuspend", int(suspended_s)),
-            ("LastSchedEval", date_text(job["submitted_at_s"])),
-            ("Scheduler", "Backfill"),
-        ],
-        [("Partition", job["partition"]), ("AllocNode:Sid", f"{job.get('submit_host') or 'N/A'}:0")],
-        [
-            ("ReqNodeList", compress_hostlist(job.get("asked_nodes") or ())),
-            ("ExcNodeList", compress_hostlist(job.get("excluded_nodes") or ())),
-        ],
-        [("NodeList", job["node_list"])],
-        [("BatchHost", job["nodes"][0])] if job["nodes"] else (),
-        [
-            ("NumNodes", job["num_nodes"]),
-            ("NumCPUs", job["num_cpus"]),
-            ("NumTasks", job["num_tasks"]),
-            ("CPUs/Task", job["cpus_per_task"]),
-            ("ReqB:S:C:T", "0:0:*:*"),
-        ],
-        [("TRES", tres)] if not job["node_list"] else [("ReqTRES", tres)],
-        [("AllocTRES", tres)] if job["node_list"] else (),
-        [("Socks/Node", "*"), ("NtasksPerN:B:S:C", f"{job['ntasks_per_node'] or 0}:0:*:*"), ("CoreSpec", "*")],
-        *(_share(share) for share in job["shares"] if detailed),
-        [
-            ("MinCPUsNode", max(1, job.get("mincpus") or 0)),
-            ("MinMemoryCPU" if job.get("mem_per_cpu_mib") else "MinMemoryNode", memory_asked(job)),
-            ("MinTmpDiskNode", format_mem(job.get("tmp_mib") or 0)),
-        ],
-        [("Features", job["constraint"]), ("DelayBoot", "00:00:00")],
-        [("Reservation", job["reservation"])] if job.get("reservation") else (),
-        [
-            ("OverSubscribe", "NO" if job["exclusive"] else "OK"),
-            ("Contiguous", int(bool(job.get("contiguous")))),
-            ("Licenses", ",".join(f"{name}:{count}" for name, count in (job.get("licenses") or {}).items())),
-            ("Network", None),
-        ],
-        [("Command", job["command"])],
-        [("WorkDir", job["work_dir"])],
-        [("Comment", job["comment"])] if job["comment"] else (),
-        [("StdErr", job["stderr"])],
-        [("StdIn", job["stdin"] or "/dev/null")],
-        [("StdOut", job["stdout"])],
-        [("Power", Text(""))],
-        [("TresPerNode", gres_of_node(job))] if job["gpus"] or job.get("shards") else (),
-    ]
-    return lines
-
-
-def _share(share: Json) -> Words:
-    gpus = f"gpu:{len(share['gpus'])}(IDX:{','.join(map(str, share['gpus']))})" if share["gpus"] else ""
-    last = share["cpus"] - 1
-    cpus = "0" if last <= 0 else f"0-{last}"
-    return [("  Nodes", share["node"]), ("CPU_IDs", cpus), ("Mem", share["mem_mib"]), ("GRES", Text(gpus))]
-
 
 _STATES = {"UNKNOWN": "UNKNOWN", "DRAINED": "IDLE+DRAIN", "MAINT": "IDLE+MAINTENANCE"}
 
@@ -213,8 +76,8 @@ def node_lines(node: Json) -> list[Words]:
         [("Partitions", ",".join(node["partitions"]))],
         [("BootTime", "None"), ("SlurmdStartTime", date_text(node["link_since_s"] or None, "None"))],
         [("LastBusyTime", date_text(node["link_since_s"] or None, "None"))],
-        [("CfgTRES", Text(tres))],
-        [("AllocTRES", Text(alloc))],
+        [("CfgTRES", Verbatim(tres))],
+        [("AllocTRES", Verbatim(alloc))],
         [("CapWatts", "n/a")],
         [("CurrentWatts", 0), ("AveWatts", 0)],
         [("ExtSensorsJoules", "n/s"), ("ExtSensorsWatts", 0), ("ExtSensorsTemp", "n/s")],
@@ -273,7 +136,7 @@ def partition_lines(partition: Json, nodes: list[Json]) -> list[Words]:
         ],
         [("JobDefaults", None)],
         [("DefMemPerNode", "UNLIMITED"), ("MaxMemPerNode", "UNLIMITED")],
-        [("TRES", Text(tres_of_nodes(partition, nodes)))],
+        [("TRES", Verbatim(tres_of_nodes(partition, nodes)))],
     ]
 
 
@@ -289,7 +152,7 @@ def step_lines(step: Json) -> list[Words]:
             ("StartTime", date_text(step["started_at_s"], "Unknown")),
             ("TimeLimit", format_time_s(job["time_limit_s"], full=True)),
         ],
-        [("State", step["state"]), ("Partition", job["partition"]), ("NodeList", nodes), ("Gres", Text(""))],
+        [("State", step["state"]), ("Partition", job["partition"]), ("NodeList", nodes), ("Gres", Verbatim(""))],
         [
             ("Nodes", len(step["nodes"])),
             ("CPUs", cpus),
@@ -297,7 +160,7 @@ def step_lines(step: Json) -> list[Words]:
             ("Name", step["name"] or step["step"]),
             ("Network", None),
         ],
-        [("TRES", Text(f"cpu={cpus},node={len(step['nodes'])}"))],
+        [("TRES", Verbatim(f"cpu={cpus},node={len(step['nodes'])}"))],
         [("ResvPorts", None)],
         [("CPUFreqReq", "Default"), ("Dist", "Block")],
     ]

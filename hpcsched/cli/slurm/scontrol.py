@@ -16,7 +16,7 @@ from hpcsched import client
 from hpcsched.cli import hctl
 from hpcsched.cli.errors import FAILED
 from hpcsched.cli.output import outlive_its_end, print_json
-from hpcsched.cli.render import show_text
+from hpcsched.cli.render import job_fields, show_text, slurm_json, slurm_records
 from hpcsched.cli.slurm import run_face
 from hpcsched.client import Json
 from hpcsched.commands.options import HELP, VERSION, Command, Option, Words, split_list
@@ -129,10 +129,8 @@ def _show(rest: Sequence[str], words: Words) -> int:
 
 
 def _print(records: Sequence[list[show_text.Words]], words: Words) -> int:
-    from hpcsched.cli.render.slurm_records import record
-
     for lines in records:
-        print(record(lines, one_line=words.has("oneliner")))
+        print(show_text.record_text(lines, one_line=words.has("oneliner")))
     return 0
 
 
@@ -142,15 +140,11 @@ def _show_job(rest: Sequence[str], words: Words) -> int:
     answers = answers or [client.call("GET", "/v1/jobs")]
     jobs = [job for one in answers for job in one["jobs"]]
     if words.has("json"):
-        from hpcsched.cli.render.slurm_json import print_jobs
-
-        return print_jobs({**answers[0], "jobs": jobs})
+        return slurm_json.print_jobs({**answers[0], "jobs": jobs})
     if not jobs:
         print("No jobs in the system")
         return 0
-    from hpcsched.cli.render.slurm_records import job_lines
-
-    return _print([job_lines(job, detailed=words.has("details")) for job in _folded(jobs)], words)
+    return _print([job_fields.scontrol_lines(job, detailed=words.has("details")) for job in _folded(jobs)], words)
 
 
 def _folded(jobs: Sequence[Json]) -> list[Json]:
@@ -193,8 +187,6 @@ def _show_chosen(answer: Json, key: str, wanted: Sequence[str], what: str, words
 
 
 def _print_json(key: str, chosen: Sequence[Json]) -> None:
-    from hpcsched.cli.render import slurm_json  # few ask for it
-
     if key == "nodes":
         slurm_json.print_nodes(chosen)
     else:
@@ -202,8 +194,6 @@ def _print_json(key: str, chosen: Sequence[Json]) -> None:
 
 
 def _lines(key: str, one: Json) -> list[show_text.Words]:
-    from hpcsched.cli.render import slurm_records
-
     if key == "nodes":
         return slurm_records.node_lines(one)
     nodes = client.call("GET", "/v1/nodes")["nodes"]
@@ -211,14 +201,13 @@ def _lines(key: str, one: Json) -> list[show_text.Words]:
 
 
 def _show_step(rest: Sequence[str], words: Words) -> int:
-    from hpcsched.cli.render.slurm_records import step_lines
     from hpcsched.cli.render.steps import running_steps
 
     wanted = [word for operand in rest for word in split_list(operand)]
     _, steps = running_steps(wanted)
     if wanted and not steps:
         raise NotFoundError(INVALID_JOB)
-    return _print([step_lines(step) for step in steps], words)
+    return _print([slurm_records.step_lines(step) for step in steps], words)
 
 
 def _show_reservation(rest: Sequence[str], words: Words) -> int:

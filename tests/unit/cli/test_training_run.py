@@ -1,12 +1,13 @@
-"""What a metrics file tells, read while it grows."""
+"""The metrics of a training run, read while the file grows."""
 
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
-from hpcsched.demo.training import MetricsReader
+from hpcsched.cli.render.training_run import MetricsReader
 
 
 def write(path: Path, *lines: dict[str, Any]) -> None:
@@ -23,12 +24,12 @@ def saved(number: int, kind: str, attempt: int = 0) -> dict[str, Any]:
     return facts | {"step": number, "attempt": attempt}
 
 
-def test_no_file_is_a_run_that_has_not_begun(tmp_path: Path) -> None:
+def test_a_missing_file_is_a_run_that_has_not_begun(tmp_path: Path) -> None:
     training = MetricsReader(tmp_path / "none").read()
     assert (training.step, training.points, training.done) == (0, (), 0.0)
 
 
-def test_half_a_line_counts_when_it_is_whole(tmp_path: Path) -> None:
+def test_an_incomplete_line_counts_once_it_is_complete(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     reader = MetricsReader(path)
     whole = json.dumps(step(1)) + "\n"
@@ -38,7 +39,7 @@ def test_half_a_line_counts_when_it_is_whole(tmp_path: Path) -> None:
     assert reader.read().step == 1
 
 
-def test_half_a_line_of_a_killed_writer_is_passed_over(tmp_path: Path) -> None:
+def test_an_incomplete_line_of_a_killed_writer_is_ignored(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     write(path, step(1))
     with path.open("a") as stream:
@@ -48,7 +49,7 @@ def test_half_a_line_of_a_killed_writer_is_passed_over(tmp_path: Path) -> None:
     assert [(point.step, point.attempt) for point in training.points] == [(1, 0), (2, 1)]
 
 
-def test_steps_beyond_the_checkpoint_that_was_resumed_from_are_lost(tmp_path: Path) -> None:
+def test_steps_after_the_checkpoint_of_a_resume_are_lost(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     write(path, *(step(n) for n in range(1, 7)), saved(4, "base"))
     reader = MetricsReader(path)
@@ -56,14 +57,14 @@ def test_steps_beyond_the_checkpoint_that_was_resumed_from_are_lost(tmp_path: Pa
     write(path, step(5, 1, resumed_from=4), step(6, 1), step(7, 1))
     training = reader.read()
     assert [point.step for point in training.lost] == [5, 6]
-    assert [(point.step, point.attempt) for point in training.kept] == [
+    assert [(point.step, point.attempt) for point in training.counted] == [
         (1, 0), (2, 0), (3, 0), (4, 0), (5, 1), (6, 1), (7, 1),
     ]  # fmt: skip
-    assert training.resumes == ((1, 4, 7.0),)
+    assert training.resumes == ((1, 4),)
     assert (training.attempt, training.done) == (1, 0.7)
 
 
-def test_an_attempt_without_a_checkpoint_to_resume_from_loses_all(tmp_path: Path) -> None:
+def test_an_attempt_without_a_checkpoint_loses_all_steps(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     write(path, step(1), step(2), step(1, 1))
     training = MetricsReader(path).read()
@@ -75,3 +76,21 @@ def test_checkpoints_that_failed_do_not_count(tmp_path: Path) -> None:
     write(path, saved(2, "base"), saved(4, "delta"), saved(6, "delta") | {"checkpoint_error": "no space left"})
     made = MetricsReader(path).read().checkpoints
     assert [(item.step, item.is_base) for item in made] == [(2, True), (4, False)]
+
+
+def test_lines_of_other_programs_are_ignored(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": "x", "loss": 1}\n[1]\n{"step": 1, "loss": NaN}\n{"step": 2, "loss": "?"}\nhello\n')
+    assert MetricsReader(path).read().points == ()
+
+
+def test_a_pipe_in_place_of_the_file_does_not_block(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    assert MetricsReader(tmp_path / "metrics.jsonl").read().points == ()
+
+
+def test_reports_make_a_curve_if_the_file_cannot_be_read() -> None:
+    reader = MetricsReader(None)
+    for number in (1, 2, 2, 3):
+        reader.add_report({"step": number, "loss": 2.0, "attempt": 0, "checkpoint_step": None, "total_steps": None})
+    assert [point.step for point in reader.read().points] == [1, 2, 3]
