@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from hpcsched import client
 from hpcsched.cli.errors import run_command
 from hpcsched.cli.output import clean, fitted, print_json
-from hpcsched.cli.render.acct_fields import Column, Row, columns_of, field_names, job_rows
+from hpcsched.cli.render.acct_fields import HistoryColumn, HistoryRow, columns_of, field_names, job_rows
 from hpcsched.client import Json
 from hpcsched.commands.options import HELP, VERSION, Command, Option, UsageError, Words
 from hpcsched.listing.states import parse_states
@@ -31,32 +31,32 @@ DAY_S = 86_400
 COMMAND = Command(
     "hacct",
     ("[OPTIONS]",),
-    "Show jobs and their steps from the history: those that are named with --jobs, else yours of the last day.",
+    "Show jobs and their steps from the history: the jobs named with --jobs, or yours of the last day.",
     (
         Option("accounts", "A", "LIST", "show jobs of these accounts", aliases=("account",)),
-        Option("allocations", "X", help="show jobs alone, not their steps"),
-        Option("allusers", "a", help="show everybody's jobs"),
-        Option("delimiter", "", "TEXT", "put this between columns instead of |, with --parsable or --parsable2"),
+        Option("allocations", "X", help="show jobs without their steps"),
+        Option("allusers", "a", help="show the jobs of all users"),
+        Option("delimiter", "", "TEXT", "separate columns with TEXT instead of |, with --parsable or --parsable2"),
         Option(
-            "eff", help="show how much of its time, cpus and memory each job used, and what to ask for the next time"
+            "eff", help="show how much of its time, CPUs and memory each job used, and what to request next time"
         ),
-        Option("endtime", "E", "TIME", "show jobs that were submitted before: now, 16:00, 2027-01-20T12:34"),
-        Option("format", "o", "LIST", "show these columns, each with a width if wanted: JobID,State%20,NodeList"),
+        Option("endtime", "E", "TIME", "show jobs submitted before TIME: now, 16:00, 2027-01-20T12:34"),
+        Option("format", "o", "LIST", "show these columns, optionally with widths: JobID,State%20,NodeList"),
         Option("helpformat", "e", help="list the columns"),
         Option("jobs", "j", "LIST", "show these jobs: 12, 10_3, 10_[1-3], 'last'"),
         Option("json", help="print jobs and steps as JSON, version 1"),
-        Option("name", "", "LIST", "show jobs of these names"),
+        Option("name", "", "LIST", "show jobs with these names"),
         Option("nodelist", "N", "HOSTS", "show jobs that ran on some of these nodes: n[1-3],m7"),
-        Option("noheader", "n", help="print no line of headers"),
-        Option("parsable", "p", help="put | behind each column", aliases=("parseable",)),
-        Option("parsable2", "P", help="put | between the columns", aliases=("parseable2",)),
-        Option("partition", "r", "LIST", "show jobs of these partitions"),
-        Option("qos", "q", "LIST", "show jobs of these qualities of service"),
+        Option("noheader", "n", help="do not print headers"),
+        Option("parsable", "p", help="end each column with |", aliases=("parseable",)),
+        Option("parsable2", "P", help="separate columns with |", aliases=("parseable2",)),
+        Option("partition", "r", "LIST", "show jobs in these partitions"),
+        Option("qos", "q", "LIST", "show jobs with these QOS"),
         Option(
-            "starttime", "S", "TIME", "show jobs that had not ended by then: now-2days, 2027-01-20; default: now-1day"
+            "starttime", "S", "TIME", "show jobs that ended after TIME or have not ended: now-2days, 2027-01-20; default: now-1day"
         ),
         Option("state", "s", "LIST", "show jobs in these states: COMPLETED,FAILED or CD,F"),
-        Option("units", "", "UNIT", "write sizes of memory in K, M, G or T"),
+        Option("units", "", "UNIT", "print memory sizes in K, M, G or T"),
         Option("user", "u", "LIST", "show jobs of these users", aliases=("uid",)),
         HELP,
         VERSION,
@@ -64,9 +64,9 @@ COMMAND = Command(
 )
 
 
-class Manners(
+class HistoryStyle(
     namedtuple(
-        "Manners",
+        "HistoryStyle",
         "run fields columns fixed since_s everybody print_json jobs",
         defaults=(
             DEFAULT_FIELDS,
@@ -85,7 +85,7 @@ class Manners(
 
     run: Callable[[Callable[[Words], int], Sequence[str] | None], int]
     fields: str
-    columns: Callable[[], Sequence[Column]]  # other columns than hacct has; none: those
+    columns: Callable[[], Sequence[HistoryColumn]]  # other columns than hacct has; none: those
     fixed: bool  # columns have sacct's widths instead of those that they need
     since_s: Callable[[float], float]
     everybody: bool  # where nobody is named, everybody is meant
@@ -112,29 +112,29 @@ def _ended_by(job: Json) -> str | None:
         return str(uid)
 
 
-NATIVE = Manners(_run, OUR_FIELDS, jobs=_with_names)
+NATIVE = HistoryStyle(_run, OUR_FIELDS, jobs=_with_names)
 
 
-def main(argv: Sequence[str] | None = None, manners: Manners = NATIVE) -> int:
+def main(argv: Sequence[str] | None = None, style: HistoryStyle = NATIVE) -> int:
     """Run the command and return its exit status."""
-    return manners.run(lambda words: _work(words, manners), argv)
+    return style.run(lambda words: _work(words, style), argv)
 
 
-def _work(words: Words, manners: Manners) -> int:
+def _work(words: Words, style: HistoryStyle) -> int:
     if words.operands:
         raise UsageError(f"cannot understand {words.operands[0][:60]!r}: to see one job write -j JOB")
     if words.has("helpformat"):
-        sys.stdout.write("\n".join(field_names(manners.columns())) + "\n")
+        sys.stdout.write("\n".join(field_names(style.columns())) + "\n")
         return 0
-    fields = EFFICIENCY if words.has("eff") else manners.fields
-    shown = columns_of(",".join(words.given.get("format", [fields])), manners.columns())
-    if manners.fixed:
+    fields = EFFICIENCY if words.has("eff") else style.fields
+    shown = columns_of(",".join(words.given.get("format", [fields])), style.columns())
+    if style.fixed:
         shown = [column if column.width else column._replace(width=column.slurms) for column in shown]
     shown = _in_units(shown, words.last("units"))
-    answer = _ask(words, time.time(), manners)
-    answer["jobs"] = manners.jobs(answer["jobs"], words)
+    answer = _ask(words, time.time(), style)
+    answer["jobs"] = style.jobs(answer["jobs"], words)
     if words.has("json"):
-        manners.print_json(answer)
+        style.print_json(answer)
         return 0
     rows = [row for job in answer["jobs"] for row in job_rows(job, steps=_wants_steps(words))]
     rows = _of_steps(rows, words.listed("jobs"))
@@ -142,11 +142,11 @@ def _work(words: Words, manners: Manners) -> int:
     if words.has("parsable") or words.has("parsable2"):
         sys.stdout.write(_parsable(shown, rows, words, header))
     else:
-        sys.stdout.write(_table(shown, rows, header, manners))
+        sys.stdout.write(_table(shown, rows, header, style))
     return 0
 
 
-def _of_steps(rows: list[Row], references: Sequence[str]) -> list[Row]:
+def _of_steps(rows: list[HistoryRow], references: Sequence[str]) -> list[HistoryRow]:
     """Return the rows without those that are not meant where steps are named: ``12.0``."""
     jobs = {reference for reference in references if "." not in reference}
     named = {tuple(reference.split(".", 1)) for reference in references if "." in reference}
@@ -169,7 +169,7 @@ _SIZES = ("MaxRSS", "AveRSS", "ReqMem", "AveDiskRead", "AveDiskWrite", "MaxDiskR
 _UNITS = "KMGTP"
 
 
-def _in_units(shown: Sequence[Column], unit: str) -> list[Column]:
+def _in_units(shown: Sequence[HistoryColumn], unit: str) -> list[HistoryColumn]:
     """Return the columns with sizes of memory written in `unit` ("": as they are)."""
     if not unit:
         return list(shown)
@@ -181,7 +181,7 @@ def _in_units(shown: Sequence[Column], unit: str) -> list[Column]:
     ]
 
 
-def _in_unit(text: Callable[[Row], str], letter: str) -> Callable[[Row], str]:
+def _in_unit(text: Callable[[HistoryRow], str], letter: str) -> Callable[[HistoryRow], str]:
     return lambda row: _converted(text(row), letter)
 
 
@@ -193,12 +193,12 @@ def _converted(size: str, letter: str) -> str:
     return (f"{size_in:.0f}" if size_in == int(size_in) else f"{size_in:.2f}") + letter
 
 
-def _ask(words: Words, now_s: float, manners: Manners) -> Json:
+def _ask(words: Words, now_s: float, style: HistoryStyle) -> Json:
     """Return the API's answer: the jobs that the words ask for, in the order of their ids."""
     references = words.listed("jobs")
     wanted = [_known(reference) for reference in references]
-    named = bool(references) or words.has("allusers") or words.has("user") or manners.everybody
-    since_s = None if references else manners.since_s(now_s)
+    named = bool(references) or words.has("allusers") or words.has("user") or style.everybody
+    since_s = None if references else style.since_s(now_s)
     if words.has("starttime"):
         since_s = parse_when(words.last("starttime"), now_s, past=True)
     path = client.query(
@@ -219,8 +219,6 @@ def _user_name(word: str) -> str:
     """Return the account's name, of a number that of this uid."""
     if not word.isdigit():
         return word
-    import pwd
-
     try:
         return pwd.getpwuid(int(word)).pw_name
     except KeyError:
@@ -263,7 +261,7 @@ def _is_among(index: int, ranges: str) -> bool:
     return False
 
 
-def _parsable(shown: Sequence[Column], rows: Sequence[Row], words: Words, header: bool) -> str:
+def _parsable(shown: Sequence[HistoryColumn], rows: Sequence[HistoryRow], words: Words, header: bool) -> str:
     between = words.last("delimiter", "|")
     end = between if words.has("parsable") and not words.has("parsable2") else ""
     lines = [[column.name for column in shown]] if header else []
@@ -271,17 +269,17 @@ def _parsable(shown: Sequence[Column], rows: Sequence[Row], words: Words, header
     return "".join(between.join(line) + end + "\n" for line in lines)
 
 
-def _table(shown: Sequence[Column], rows: Sequence[Row], header: bool, manners: Manners) -> str:
+def _table(shown: Sequence[HistoryColumn], rows: Sequence[HistoryRow], header: bool, style: HistoryStyle) -> str:
     cells = [[_in_width(column, clean(column.text(row))) for column in shown] for row in rows]
     headers = [_in_width(column, column.name) for column in shown] if header else []
-    if manners.fixed:  # each column with a space behind it, the last one as well
+    if style.fixed:  # each column with a space behind it, the last one as well
         lines = [headers, ["-" * column.width for column in shown], *cells] if header else cells
         return "".join("".join(f"{cell} " for cell in line) + "\n" for line in lines)
     right = [at for at, column in enumerate(shown) if column.right]
     return columns(headers, cells, right=right, rule=True)
 
 
-def _in_width(column: Column, text: str) -> str:
+def _in_width(column: HistoryColumn, text: str) -> str:
     """Return `text` in the column's width, if it has one; cut text ends in a +, as sacct's."""
     if not column.width:
         return text

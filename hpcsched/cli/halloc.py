@@ -39,7 +39,7 @@ _DOES = {
     "chdir": "run the command in DIR; default: here",
     "job-name": "name of the job; default: the command's",
     "signal": "send the job's steps a signal S (60) seconds before the time limit",
-    "propagate": "resource limits that the job's steps get from the command: ALL, NONE, NOFILE,STACK ...",
+    "propagate": "resource limits that the job's steps inherit from the command: ALL, NONE, NOFILE,STACK ...",
 }
 _HERE_ONLY = {
     "chdir",
@@ -83,20 +83,20 @@ OPTIONS = (
             "",
             stepoptions.OPTIONAL,
             "[SECONDS][S|L]",
-            "the command gets the environment of a login shell (S: of a shell)",
+            "run the command with the environment of a login shell (S: of a plain shell)",
         ),
         stepoptions.Option(
             "kill-command",
             "K",
             stepoptions.OPTIONAL,
             "SIGNAL",
-            "how the command is told that the job has ended; default of SIGNAL: TERM; unsaid: HUP",
+            "signal for the command when the job ends: TERM, or SIGNAL; without the option, HUP",
         ),
         stepoptions.Option(
-            "no-shell", "", stepoptions.FLAG, "", "run nothing: the job stays until it is cancelled or its time is up"
+            "no-shell", "", stepoptions.FLAG, "", "run no command: the job lasts until it is cancelled or reaches its time limit"
         ),
         stepoptions.Option(
-            "wait", "W", stepoptions.VALUE, "SECONDS", "wait so long for the nodes at most: --immediate=SECONDS"
+            "wait", "W", stepoptions.VALUE, "SECONDS", "wait at most this long for the nodes, like --immediate=SECONDS"
         ),
     )
     + tuple(
@@ -132,7 +132,7 @@ def main(argv: Sequence[str] | None = None, face: Face = HALLOC) -> int:
     except stepoptions.UsageError as error:
         return _complain(face, error.text(face.name), face.usage_code)
     if values.get("help"):
-        what = "Hold the nodes of a job while a command (or a shell) runs here."
+        what = "Allocate the nodes of a job while a command (by default a shell) runs on this machine."
         sys.stdout.write(stepoptions.usage(face.name, "[: OPTIONS]... [COMMAND [ARGUMENT...]]", what, OPTIONS))
         return 0
     if values.get("usage"):
@@ -165,6 +165,23 @@ def _change_user(values: stepoptions.Values) -> None:
 def _parse(argv: Sequence[str]) -> tuple[stepoptions.Values, list[str]]:
     """Return the options and the command; of A : B the components behind the first one as an option. Raises UsageError."""
     values, command = stepoptions.parse(argv, OPTIONS)
+    components, command = _components(values, command)
+    for option in OPTIONS:
+        found = next(filter(None, map(os.environ.get, option.env)), "")
+        if found and option.name not in values:
+            on = option.kind == stepoptions.VALUE or found.lower() not in ("0", "no", "false")
+            values.update({option.name: found if option.kind != stepoptions.FLAG else True} if on else {})
+    stepoptions.refuse_windows(values)
+    if "wait" in values:
+        values.setdefault("immediate", values["wait"])
+    if "propagate" in values:
+        given = values["propagate"]
+        values["propagate"] = stepoptions.resource_limits(given if isinstance(given, str) else rlimits.ALL)
+    return ({**values, "components": json.dumps(components)} if components else values), command
+
+
+def _components(values: stepoptions.Values, command: list[str]) -> tuple[list[stepoptions.Values], list[str]]:
+    """Return the options of each component after the first one, and the command. Raises UsageError."""
     components: list[stepoptions.Values] = []
     while command[:1] == [":"]:
         own, command = stepoptions.parse(command[1:], OPTIONS)
@@ -180,18 +197,7 @@ def _parse(argv: Sequence[str]) -> tuple[stepoptions.Values, list[str]]:
                 "first one; leave it out"
             )
         components.append({name: True if name == "exclusive" else value for name, value in own.items()})
-    for option in OPTIONS:
-        found = next(filter(None, map(os.environ.get, option.env)), "")
-        if found and option.name not in values:
-            on = option.kind == stepoptions.VALUE or found.lower() not in ("0", "no", "false")
-            values.update({option.name: found if option.kind != stepoptions.FLAG else True} if on else {})
-    stepoptions.refuse_windows(values)
-    if "wait" in values:
-        values.setdefault("immediate", values["wait"])
-    if "propagate" in values:
-        given = values["propagate"]
-        values["propagate"] = stepoptions.resource_limits(given if isinstance(given, str) else rlimits.ALL)
-    return ({**values, "components": json.dumps(components)} if components else values), command
+    return components, command
 
 
 class _Allocation:
@@ -309,11 +315,7 @@ class _Allocation:
 
     def _hold(self, allocated: protocol.JobAllocated) -> int:
         """Run the command to its end, and return its exit status."""
-        environ = _login_environment(self._values["get-user-env"]) if "get-user-env" in self._values else os.environ
-        env = {name: value for name, value in environ.items() if _RESERVED.match(name) is None}
-        if "propagate" in self._values:
-            env["SLURM_PROPAGATE"] = str(self._values["propagate"])
-        self._child = self._start({**env, **allocated.env})
+        self._child = self._start(self._environment(allocated))
         for number in _TERMINAL:
             signal.signal(number, signal.SIG_IGN)  # the terminal's signals are the command's
         revoked = False
@@ -325,14 +327,23 @@ class _Allocation:
             for signum in [signum for signum in self._signals if signum in _ENDING]:
                 os.kill(self._child, signum)
             self._signals.clear()
-            said = None if revoked else self._next(None)
             if revoked:
                 select.select([self._wakeup], [], [])
                 self._wakeup.recv(512)
+                continue
+            said = self._next(None)
             if isinstance(said, protocol.StepEnded):
                 revoked = True
                 _complain(self._face, said.error, 1)
                 self._hang_up()
+
+    def _environment(self, allocated: protocol.Allocated) -> dict[str, str]:
+        """Return the environment of the command."""
+        environ = _login_environment(self._values["get-user-env"]) if "get-user-env" in self._values else os.environ
+        env = {name: value for name, value in environ.items() if _RESERVED.match(name) is None}
+        if "propagate" in self._values:
+            env["SLURM_PROPAGATE"] = str(self._values["propagate"])
+        return {**env, **allocated.env}
 
     def _start(self, env: Mapping[str, str]) -> int:
         try:

@@ -187,27 +187,25 @@ COMMAND = Command(
         "checkpoint list|verify|prune|export JOB|DIRECTORY [FILE] [NAME=VALUE...]",
         "ping | reconfigure [NODES]",
     ),
-    "Look at jobs, nodes, partitions and the configuration, and change them. 'update' changes a job's time_limit, "
-    "time_min, partition, nice, priority, site_factor, begin, deadline, dependency, reservation, account, qos, "
-    "array_task_throttle, name, comment, mail_user or requeue, and of one that waits also num_nodes, num_cpus, "
-    "ntasks, ntasks_per_node, cpus_per_task, mem, mem_per_cpu, gres, constraint, prefer, nodelist, exclude, mincpus, tmp, "
-    "licenses and work_dir; 'create', 'update' and "
-    "'delete' are also for reservations: ReservationName= StartTime= EndTime= Duration= Users= Accounts= Nodes= NodeCnt= "
-    "Features= PartitionName= Flags=. 'story' tells all that happened to a job. 'suspend' "
-    "has a running job stand still, with all that it holds, until 'resume JOB'. 'drain' lets no new job start on nodes, "
-    "'resume NODES' does again. 'fence' is your word that a node which does not answer runs nothing any more: its jobs go on "
-    "without it. 'backup' copies database, configuration, node files and keys into DIR, or the database to a new FILE, for "
-    "'hpcsched restore'. "
-    "'reconfigure' reads the configuration again; NODES are the same machines at new addresses, although jobs are held there. "
-    "'snapshot' writes the world as the planner sees it to a file ('-': standard output) for 'hsim replay' and 'hsim whatif'. "
-    "'strays' lists what nodes run from before a restore that asks, 'strays adopt' goes on with it as the job that it is, "
-    "'strays end' ends it. 'checkpoint' looks at "
-    "a training job's checkpoints, here and as you: prune takes keep=K every=HOURS, export step=N all=yes and a FILE "
-    "(.safetensors, or else for torch.load). 'reset usage' has what was used until now count no more for fair share and limits.",
+    "Show and change jobs, nodes, partitions, reservations and the configuration. 'hctl VERB --help' describes one verb. "
+    "'update' changes a job: time_limit, time_min, partition, nice, priority, site_factor, begin, deadline, dependency, "
+    "reservation, account, qos, array_task_throttle, name, comment, mail_user, requeue; of a waiting job also num_nodes, "
+    "num_cpus, ntasks, ntasks_per_node, cpus_per_task, mem, mem_per_cpu, gres, constraint, prefer, nodelist, exclude, "
+    "mincpus, tmp, licenses, work_dir. 'create', 'update' and 'delete' also manage reservations: ReservationName= StartTime= "
+    "EndTime= Duration= Users= Accounts= Nodes= NodeCnt= Features= PartitionName= Flags=. 'story' prints the history of a job. "
+    "'suspend' pauses a running job, which keeps its resources until 'resume JOB'. 'drain' stops new jobs from starting on "
+    "nodes until 'resume NODES'. 'fence' asserts that an unreachable node is no longer running anything, so that its jobs can be "
+    "requeued or ended. 'backup' copies database, configuration, node files and keys into DIR, or only the database to a new "
+    "FILE, for 'hpcsched restore'. 'reconfigure' reads the configuration again; NODES are the same machines at new addresses, "
+    "even if they hold jobs. 'snapshot' writes the cluster state that the planner sees to a file ('-': standard output), for "
+    "'hsim replay' and 'hsim whatif'. 'strays' lists launches on nodes from before a restore: 'strays adopt' keeps them as their "
+    "job, 'strays end' ends them. 'checkpoint' lists, verifies, prunes (keep=K every=HOURS) or exports (step=N all=yes) the "
+    "checkpoints of a training job, on this machine and as you; the FILE is .safetensors, or else for torch.load. "
+    "'reset usage' clears past usage for fair share and limits.",
     (
         Option("json", help="print as JSON, version 1"),
         Option("oneliner", "o", help="print each record on one line"),
-        Option("reason", "", "TEXT", "why nodes are drained or fenced, instead of WHY"),
+        Option("reason", "", "TEXT", "the reason for drain or fence, instead of WHY"),
         HELP,
         VERSION,
     ),
@@ -229,14 +227,14 @@ HELPS: dict[str, tuple[tuple[str, ...], str]] = {
             "show hostnames LIST",
             "show hostlist NAME...",
         ),
-        "Show records in full: all of a kind, or those that are named. 'hostnames' writes a host list out, 'hostlist' puts "
-        "names together.",
+        "Show full records: all of a kind, or the named ones. 'hostnames' expands a host list, 'hostlist' compresses names "
+        "to a host list.",
     ),
     "hold": (("hold JOB...",), "Keep waiting jobs from starting until 'release'."),
     "release": (("release JOB...",), "Let held jobs start."),
     "requeue": (
         ("requeue JOB...",),
-        "Put jobs back into the queue: ended ones at once, running ones after they have been ended.",
+        "Put jobs back into the queue: ended jobs at once, running jobs after they are ended.",
     ),
     "suspend": (("suspend JOB...",), "Pause running jobs until 'resume'; they keep their resources. For admins."),
     "resume": (
@@ -253,8 +251,8 @@ HELPS: dict[str, tuple[tuple[str, ...], str]] = {
         "Change jobs: time_limit, time_min, partition, nice, priority, site_factor, begin, deadline, dependency, reservation, "
         "account, qos, array_task_throttle, name, comment, mail_user, requeue, and of waiting jobs num_nodes, num_cpus, "
         "ntasks, ntasks_per_node, cpus_per_task, mem, mem_per_cpu, gres, constraint, prefer, nodelist, exclude, mincpus, "
-        "tmp, licenses, work_dir. A partition that is DOWN takes jobs and starts none, in DRAIN it starts those that it has "
-        "and takes none, INACTIVE does neither; the state is kept over restarts.",
+        "tmp, licenses, work_dir. A partition in state DOWN accepts jobs but starts none; in DRAIN it starts its queued jobs but "
+        "accepts none; INACTIVE does neither. The state survives restarts.",
     ),
     "create": (
         ("create reservation NAME=VALUE...",),
@@ -262,34 +260,35 @@ HELPS: dict[str, tuple[tuple[str, ...], str]] = {
         "PartitionName= Flags=. For admins.",
     ),
     "delete": (("delete reservation NAME",), "Delete a reservation. For admins."),
-    "story": (("story JOB",), "Tell all that happened to a job, and what it waits for now or how it ended."),
+    "story": (("story JOB",), "Print the history of a job, and what it waits for now or how it ended."),
     "drain": (
         ("drain NODES WHY", "drain NODES --reason=WHY"),
-        "Let no new job start on nodes; running jobs continue. Others see the reason. For admins.",
+        "Stop new jobs from starting on nodes; running jobs continue. Other users see the reason. For admins.",
     ),
     "fence": (
         ("fence NODES [WHY]", "fence NODES [--reason=WHY]"),
-        "State that nodes which do not answer run nothing any more: their jobs are requeued or ended without them. If that "
-        "is wrong, a job may run twice. For admins.",
+        "Assert that unreachable nodes are no longer running anything, so that their jobs can be requeued or ended. If this is "
+        "wrong, a job may run twice. For admins.",
     ),
     "backup": (
         ("backup DIR [keep=N]", "backup FILE"),
-        "DIR, a directory that is there: write a new directory into it, for 'hpcsched restore' on this head or another. In it: "
-        "the database with queue, history and job scripts; hpcsched.toml, conf.d and nodes.d; the launch key; the keys that node "
-        "files name (identity_file), and ssh_config. Not in it: output files, checkpoints, known_hosts, users' accounts. With "
-        "keep=N all but the newest N backups of this cluster there are deleted. FILE, a new file: copy the database alone.",
+        "DIR, an existing directory: write a new directory into it, for 'hpcsched restore' on this head or another. It "
+        "contains the database with queue, history and job scripts; hpcsched.toml, conf.d and nodes.d; the launch key; the keys "
+        "that node files name (identity_file), and ssh_config. It does not contain output files, checkpoints, known_hosts or "
+        "user accounts. With keep=N, only the newest N backups of this cluster stay in DIR. FILE, a new file: copy only the "
+        "database.",
     ),
     "snapshot": (
         ("snapshot FILE",),
-        "Write the world as the planner sees it to a file ('-': standard output) for 'hsim replay' and 'hsim whatif'.",
+        "Write the cluster state that the planner sees to a file ('-': standard output), for 'hsim replay' and 'hsim whatif'.",
     ),
     "strays": (
         ("strays", "strays adopt TOKEN...|all", "strays end TOKEN...|all"),
-        "List what nodes run from before a restore; adopt it as the job that it is, or end it. For admins.",
+        "List launches on nodes from before a restore; adopt them as their job, or end them. For admins.",
     ),
     "reset": (
         ("reset usage all", "reset usage [Account=LIST] [User=LIST]"),
-        "Set what has been used until now to 0, for fair share and limits. For admins.",
+        "Clear past usage, for fair share and limits. For admins.",
     ),
     "checkpoint": (
         (
@@ -298,12 +297,12 @@ HELPS: dict[str, tuple[tuple[str, ...], str]] = {
             "checkpoint prune JOB|DIRECTORY [keep=K] [every=HOURS]",
             "checkpoint export JOB|DIRECTORY FILE [step=N] [all=yes]",
         ),
-        "Look at a training job's checkpoints, on this machine and as you. FILE ends in .safetensors, or is for torch.load.",
+        "Manage the checkpoints of a training job, on this machine and as you. FILE ends in .safetensors, or is for torch.load.",
     ),
-    "ping": (("ping",), "Say whether the controller runs."),
+    "ping": (("ping",), "Report whether the controller is running."),
     "reconfigure": (
         ("reconfigure [NODES]",),
-        "Read the configuration again. NODES are the same machines at new addresses, although jobs are held there. "
+        "Read the configuration again. NODES are the same machines at new addresses, even if they hold jobs. "
         "For admins.",
     ),
 }

@@ -27,14 +27,14 @@ COMMAND = Command(
     usage=("[options]",),
     about="Check the database, the share, the clock, the controller and every node.",
     options=(
-        Option("quiet", "q", help="print nothing that is well"),
+        Option("quiet", "q", help="print only problems"),
         Option("json", help="print everything as one JSON object"),
         Option("drain", help="drain nodes that fail, with the reason"),
-        Option("resume", help="resume nodes that hhealth drained and that are well again"),
+        Option("resume", help="resume nodes that hhealth drained and that pass the checks again"),
         HELP,
         VERSION,
     ),
-    notes=("Exit status: 0 all is well; 1 a warning; 2 something is broken; 3 something could not be checked.",),
+    notes=("Exit status: 0 no problems; 1 a warning; 2 something is broken; 3 something could not be checked.",),
 )
 
 

@@ -25,12 +25,12 @@ RECONNECT_S = 1.0
 COMMAND = Command(
     "hlogs",
     ("[OPTIONS] JOB",),
-    "Print the output of a job, wherever it runs. With --follow go on until the job is over; a job that has not started "
-    "is waited for.",
+    "Print the output of a job, wherever it runs. With --follow, wait for the job to start, and print its output until it "
+    "ends.",
     (
-        Option("err", "e", help="print standard error instead of standard output (they are one file unless asked)"),
-        Option("follow", "f", help="go on as the job writes more, until it is over"),
-        Option("lines", "n", "N", "begin with the last N lines"),
+        Option("err", "e", help="print standard error instead of standard output (they are one file by default)"),
+        Option("follow", "f", help="keep printing new output until the job ends"),
+        Option("lines", "n", "N", "start with the last N lines"),
         HELP,
         VERSION,
     ),

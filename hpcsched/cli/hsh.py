@@ -12,8 +12,8 @@ from hpcsched.commands.options import HELP, VERSION, Command, UsageError, Words
 COMMAND = Command(
     "hsh",
     ("JOB [NODE [COMMAND [ARGUMENT...]]]",),
-    "Open a shell on a node of a running job (its first, unless NODE says which), or run a command at a terminal there. It "
-    "shares the job's cpus and GPUs with what runs already.",
+    "Open a shell on a node of a running job (by default its first), or run a command there with a terminal. It shares the "
+    "CPUs and GPUs of the job with the processes that are already running.",
     (HELP, VERSION),
     ("A JOB is a number, a task of an array (10_3), the name of one of your jobs, or 'last'.",),
 )

@@ -18,18 +18,18 @@ from hpcsched.listing.table import columns
 COMMAND = Command(
     "hshare",
     ("[OPTIONS]",),
-    "Show the shares of accounts and users, what they have used of late, and the fair-share factors that follow.",
+    "Show the shares of accounts and users, their recent usage, and the resulting fair-share factors.",
     (
         Option("accounts", "A", "LIST", "show these accounts and their users"),
-        Option("all", "a", help="show all users, not only yourself"),
+        Option("all", "a", help="show all users, not only you"),
         Option("format", "o", "LIST", "show these columns: Account,User%12,FairShare"),
         Option("json", help="print the tree as JSON, version 1"),
-        Option("long", "l", help="show also the part of all usage, LevelFS, and the hours of cpus and GPUs"),
-        Option("noheader", "n", help="print no line of headers"),
-        Option("parsable", "p", help="print columns with | between them and at the end"),
-        Option("parsable2", "P", help="print columns with | between them"),
+        Option("long", "l", help="also show the fraction of all usage, LevelFS, and CPU and GPU hours"),
+        Option("noheader", "n", help="do not print headers"),
+        Option("parsable", "p", help="end each column with |"),
+        Option("parsable2", "P", help="separate columns with |"),
         Option("user", "u", "LIST", "show these users"),
-        Option("Users", "U", help="show users only, no accounts"),
+        Option("Users", "U", help="show only users, no accounts"),
         HELP,
         VERSION,
     ),
@@ -78,18 +78,25 @@ def show(words: Words, widths: Mapping[str, int] | None = None) -> int:
         return 0
     header = [] if words.has("noheader") else [name for name, _ in chosen]
     if words.has("parsable") or words.has("parsable2"):
-        end = "|" if words.has("parsable") else ""
-        rows = [header] * bool(header) + [[_COLUMNS[name](line) for name, _ in chosen] for line in lines]
-        sys.stdout.write("".join("|".join(row) + end + "\n" for row in rows))
-        return 0
-    if widths is not None:
-        sys.stdout.write(_fixed(header, lines, [(name, width or widths.get(name, 10)) for name, width in chosen]))
-        return 0
+        text = _parsable(header, lines, chosen, end="|" if words.has("parsable") else "")
+    elif widths is not None:
+        text = _fixed(header, lines, [(name, width or widths.get(name, 10)) for name, width in chosen])
+    else:
+        text = _aligned(header, lines, chosen)
+    sys.stdout.write(text)
+    return 0
+
+
+def _parsable(header: list[str], lines: Sequence[Json], chosen: Sequence[tuple[str, int]], *, end: str) -> str:
+    rows = [header] * bool(header) + [[_COLUMNS[name](line) for name, _ in chosen] for line in lines]
+    return "".join("|".join(row) + end + "\n" for row in rows)
+
+
+def _aligned(header: Sequence[str], lines: Sequence[Json], chosen: Sequence[tuple[str, int]]) -> str:
     rows = [[_cell(line, name, width) for name, width in chosen] for line in lines]
     headers = [fitted(name, width) if width else name for name, width in chosen] if header else []
     right = [at for at, (name, _) in enumerate(chosen) if name not in _LEFT]
-    sys.stdout.write(columns(headers, rows, right=right))
-    return 0
+    return columns(headers, rows, right=right)
 
 
 def _fixed(header: Sequence[str], lines: Sequence[Json], chosen: Sequence[tuple[str, int]]) -> str:

@@ -19,11 +19,11 @@ from hpcsched.errors import RequestError
 COMMAND = Command(
     "htunnel",
     ("[OPTIONS] JOB PORT",),
-    "Make a port of a running job's node (its first, unless --node says which) reachable as a port of this machine, until it is "
-    "interrupted or the job ends. For a notebook or a dashboard that a job serves.",
+    "Forward a port of this machine to a port on a node of a running job (by default its first), until interrupted or until the "
+    "job ends. Use it for a notebook or a dashboard served by a job.",
     (
-        Option("host", "", "HOST", "whom the node connects to; default: localhost"),
-        Option("local", "l", "PORT", "the port here; default: the same number, another one if that is taken"),
+        Option("host", "", "HOST", "the host that the node connects to; default: localhost"),
+        Option("local", "l", "PORT", "the local port; default: the same number, or another one if that is in use"),
         Option("node", "w", "NODE", "the node; default: the job's first"),
         HELP,
         VERSION,

@@ -19,10 +19,10 @@ FEW_NODES = 8
 COMMAND = Command(
     "hwhy",
     ("[OPTIONS] JOB",),
-    "Say what a job waits for, with the numbers, and when it is expected to start; of a job that is over, how it ended.",
+    "Explain why a job is waiting, with numbers, and when it is expected to start; for an ended job, how it ended.",
     (
         Option("json", help="print the answer as JSON, version 1"),
-        Option("verbose", "v", help=f"say of every node what it lacks, also if there are more than {FEW_NODES}"),
+        Option("verbose", "v", help=f"show what each node lacks, even if there are more than {FEW_NODES} nodes"),
         HELP,
         VERSION,
     ),

@@ -45,7 +45,7 @@ class Completed(namedtuple("Completed", "name options verbs", defaults=((),))):
 
 @click.command("completion")
 @click.argument("shell", type=click.Choice(SHELLS))
-@click.option("--install", is_flag=True, help="Write it where the shell looks for it, instead of printing it.")
+@click.option("--install", is_flag=True, help="Install it for the shell instead of printing it.")
 def completion(shell: str, install: bool) -> None:
     """Print what SHELL needs to complete the commands: source <(hpcsched completion bash)."""
     if not install:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ import click
 from hpcsched import client, paths
 from hpcsched.cli.output import clean
 from hpcsched.errors import ConfigError, PermissionDeniedError, UnavailableError
+from hpcsched.model.units import format_time_s
 
 START_S = 20.0
 STOP_S = 20.0
@@ -149,8 +151,6 @@ def status(as_json: bool) -> None:
     """Say whether the controller runs, and what it has to do. Exit status 0 if it runs, 1 if not."""
     answer = client.call("GET", "/v1/ping")
     if as_json:
-        import json
-
         click.echo(json.dumps(answer))
         return
     click.echo(f"cluster {answer['cluster']}: hpcschedd {answer['hpcsched']} runs (process {answer['pid']})")
@@ -183,8 +183,6 @@ def _counts(counts: dict[str, int]) -> str:
 
 
 def _duration(seconds: float) -> str:
-    from hpcsched.model.units import format_time_s
-
     return format_time_s(int(seconds))
 
 

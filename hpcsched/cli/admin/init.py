@@ -19,13 +19,13 @@ from hpcsched.errors import ConfigError
 
 @click.command()
 @click.option(
-    "--share", metavar="DIR", help="A directory that all nodes see under this path: for checkpoints and outputs."
+    "--share", metavar="DIR", help="A directory that all nodes see under this path, for checkpoints and output."
 )
-@click.option("--name", metavar="NAME", default="cluster", show_default=True, help="What the cluster is called.")
+@click.option("--name", metavar="NAME", default="cluster", show_default=True, help="Name of the cluster.")
 @click.option(
-    "--force", is_flag=True, help="Write hpcsched.toml anew; the old one is kept as hpcsched.toml.old. Nothing else."
+    "--force", is_flag=True, help="Rewrite only hpcsched.toml; the old file is kept as hpcsched.toml.old."
 )
-@click.option("--database", "only_database", is_flag=True, help="Make the database alone, where it is missing.")
+@click.option("--database", "only_database", is_flag=True, help="Create only the database, if it is missing.")
 def init(share: str | None, name: str, force: bool, only_database: bool) -> None:
     """Make a cluster's configuration, database and launch key, and say what each is."""
     if only_database:

@@ -38,7 +38,7 @@ STRAYS = {
 
 @click.command("backup")
 @click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
-@click.option("--keep", metavar="N", type=click.IntRange(1), help="Keep the newest N backups of this cluster there.")
+@click.option("--keep", metavar="N", type=click.IntRange(1), help="Keep only the newest N backups of this cluster in DIR.")
 def back_up(directory: Path, keep: int | None) -> None:
     """Back up the cluster into a new directory below DIR.
 
@@ -54,7 +54,7 @@ def back_up(directory: Path, keep: int | None) -> None:
 
 @click.command()
 @click.argument("source", metavar="DIR|FILE", type=click.Path(path_type=Path))
-@click.option("--force", is_flag=True, help="Even if a configuration or whole database is here: both are set aside.")
+@click.option("--force", is_flag=True, help="Restore even if there is a configuration or a database with jobs: both are set aside.")
 @click.option(
     "--strays",
     type=click.Choice(list(STRAYS)),

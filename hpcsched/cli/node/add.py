@@ -19,21 +19,26 @@ from typing import Any
 
 import click
 
-from hpcsched import paths
+from hpcsched import client, paths
 from hpcsched.cli.admin.init import write_file
 from hpcsched.cli.output import clean
 from hpcsched.config.kinds import LOCAL_HOST, BadValue, host, user
 from hpcsched.config.load import Config, node_from
 from hpcsched.config.template import render_node
 from hpcsched.errors import ConfigError, RequestError, UnavailableError
-from hpcsched.launch import dial_for
+from hpcsched.launch import dial_for, ssh_settings
 from hpcsched.launch.bundle import build_bundle
 from hpcsched.launch.greeting import ControllerIdentity
+from hpcsched.launch.hostkeys import fingerprint, spelled
+from hpcsched.launch.pipe import Abort
+from hpcsched.launch.ssh import peek_host_key
 from hpcsched.launch.visit import Visit, visit
 from hpcsched.model.ids import NODE_NAME, NodeName
 from hpcsched.model.node import OURSELVES, NodeSpec
 from hpcsched.model.units import format_mem
 from hpcsched.shareprobe import share_probe
+from hpcsched.store.engine import current_epoch, incarnation, open_read_only
+from hpcsched.store.store import Store
 
 VISIT_S = 60.0
 CLOCK_OFF_S = 2.0
@@ -44,7 +49,7 @@ _TARGET = re.compile(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class SshTarget:
     """``user@host:port`` in its parts."""
 
     user: str | None
@@ -53,7 +58,7 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wishes:
+class NodeOptions:
     """What the command line said; `given` are keys of the node's file."""
 
     name: str | None
@@ -62,16 +67,16 @@ class Wishes:
     fingerprint: str | None
 
 
-def add_node(config: Config, target: Target, wishes: Wishes) -> Visit:
+def add_node(config: Config, target: SshTarget, options: NodeOptions) -> Visit:
     """Add the node, telling what is done and found. Raises HpcschedError; then nothing was written."""
-    name = default_name(target) if wishes.name is None else wishes.name
+    name = default_name(target) if options.name is None else options.name
     path = config.config_dir / paths.NODES_DIR / f"{name}.toml"
     _refuse_double(config, target, name)
-    keys = {"host": target.host, "port": target.port, "user": target.user} | dict(wishes.given)
+    keys = {"host": target.host, "port": target.port, "user": target.user} | dict(options.given)
     keys = {key: value for key, value in keys.items() if value not in (None, (), [])}
     spec = _provisional(path, keys)
     if target.host != LOCAL_HOST:
-        keys["host_key"] = pin(config, spec, wishes)
+        keys["host_key"] = pin(config, spec, options)
         spec = replace(spec, host_key=keys["host_key"])
     found = look_at(config, spec)
     if found.facts.get("python_for_all") and "python" not in keys:
@@ -92,7 +97,7 @@ def add_node(config: Config, target: Target, wishes: Wishes) -> Visit:
     return found
 
 
-def parse_target(text: str) -> Target:
+def parse_target(text: str) -> SshTarget:
     """Return the parts of ``[user@]host[:port]``; an IPv6 address with a port stands in brackets."""
     match = _TARGET.match(text)
     advice = "write user@host or user@host:port, or local for this machine"
@@ -103,10 +108,10 @@ def parse_target(text: str) -> Target:
         its_user = user(match["user"]) if match["user"] is not None else None
     except BadValue as error:
         raise RequestError(f"cannot read {text[:100]!r}: it {error}; {advice}") from None
-    return Target(user=its_user, host=its_host, port=int(match["port"]) if match["port"] else None)
+    return SshTarget(user=its_user, host=its_host, port=int(match["port"]) if match["port"] else None)
 
 
-def default_name(target: Target) -> str:
+def default_name(target: SshTarget) -> str:
     """Return the name that a node gets if none is given: the host's first label, or its address with dashes."""
     try:
         ipaddress.ip_address(target.host)
@@ -118,7 +123,7 @@ def default_name(target: Target) -> str:
     return name
 
 
-def _refuse_double(config: Config, target: Target, name: str) -> None:
+def _refuse_double(config: Config, target: SshTarget, name: str) -> None:
     if not NODE_NAME.match(name):
         raise RequestError(f"cannot name a node {name!r}: letters, digits, _ and -, at most 63")
     for node in config.nodes:
@@ -144,22 +149,17 @@ def _provisional(path: Path, keys: Mapping[str, Any]) -> NodeSpec:
     return replace(spec, host=str(keys["host"]), name=NodeName(path.stem))
 
 
-def pin(config: Config, spec: NodeSpec, wishes: Wishes) -> str:
+def pin(config: Config, spec: NodeSpec, options: NodeOptions) -> str:
     """Show the host key that the machine has, and return it if it is believed."""
-    from hpcsched.launch import ssh_settings
-    from hpcsched.launch.hostkeys import fingerprint, spelled
-    from hpcsched.launch.pipe import Abort
-    from hpcsched.launch.ssh import peek_host_key
-
     key = peek_host_key(spec, ssh_settings(config), Abort())
     shown = fingerprint(key)
     click.echo(f"{spec.name} ({spec.host}) shows the host key {key.get_name()} {shown}")
-    if wishes.fingerprint is not None:
-        if wishes.fingerprint != shown:
+    if options.fingerprint is not None:
+        if options.fingerprint != shown:
             raise RequestError(
-                f"cannot trust {spec.host}: its host key is {shown}, not {wishes.fingerprint} as you said"
+                f"cannot trust {spec.host}: its host key is {shown}, not {options.fingerprint} as you said"
             )
-    elif not wishes.yes:
+    elif not options.yes:
         _ask(spec, key.get_name(), shown)
     return spelled(key)
 
@@ -212,10 +212,6 @@ def users_home() -> str:
 
 def still_drained(config: Config, name: str) -> Iterator[str]:
     """Yield that a node which was drained when it was removed is drained still, if it is so."""
-    from hpcsched import client
-    from hpcsched.store.engine import open_read_only
-    from hpcsched.store.store import Store
-
     try:
         views = [view for view in client.call("GET", "/v1/nodes")["nodes"] if view["name"] == name]
         drained = [(view["drained_by"], view["drained_why"]) for view in views if view["drained"]]
@@ -233,16 +229,12 @@ def still_drained(config: Config, name: str) -> Iterator[str]:
 
 def identity_of(config: Config) -> ControllerIdentity:
     """Return who the cluster's controller is: as it says itself, or from its database if it does not run."""
-    from hpcsched import client
-
     try:
         running = client.call("GET", "/v1/ping")
         if running["cluster"] == config.name:
             return ControllerIdentity(cluster=config.name, incarnation=running["incarnation"], epoch=running["epoch"])
     except UnavailableError:
         pass
-    from hpcsched.store.engine import current_epoch, incarnation, open_read_only
-
     path = config.controller.state_dir / paths.DATABASE_FILE
     if not path.exists():
         raise ConfigError(f"cannot find the database {path}: run hpcsched init first")

@@ -12,6 +12,7 @@ from hpcsched.cli.output import print_json
 from hpcsched.config.load import Config, load_config
 from hpcsched.errors import UnavailableError
 from hpcsched.listing.table import columns
+from hpcsched.model.units import format_mem
 
 
 @click.group()
@@ -21,26 +22,26 @@ def node() -> None:
 
 @node.command()
 @click.argument("target", metavar="[USER@]HOST[:PORT]")
-@click.option("--name", metavar="NAME", help="What the node is called. Default: the host's first label.")
-@click.option("--identity", metavar="FILE", help="The private key to log in with, instead of the launch key.")
-@click.option("--cpus", metavar="N", type=click.IntRange(1), help="How many cpus jobs may have. Default: all.")
-@click.option("--memory", metavar="SIZE", help="How much memory jobs may have, as 64G. Default: all.")
-@click.option("--gpus", metavar="TYPE[:N],...", help="Its GPUs, in the order of their indices. Default: what it has.")
-@click.option("--features", metavar="WORD,...", help="Words that --constraint can ask for.")
-@click.option("--partition", metavar="NAME,...", help="Partitions to put it into, beside those that name it.")
+@click.option("--name", metavar="NAME", help="Name of the node. Default: the first label of the host name.")
+@click.option("--identity", metavar="FILE", help="Private key for the login, instead of the launch key.")
+@click.option("--cpus", metavar="N", type=click.IntRange(1), help="Number of CPUs for jobs. Default: all.")
+@click.option("--memory", metavar="SIZE", help="Memory for jobs, for example 64G. Default: all.")
+@click.option("--gpus", metavar="TYPE[:N],...", help="GPUs of the node, in the order of their indices. Default: as detected.")
+@click.option("--features", metavar="WORD,...", help="Features that jobs can request with --constraint.")
+@click.option("--partition", metavar="NAME,...", help="Partitions for the node, in addition to those that list it.")
 @click.option(
-    "--root", metavar="DIR", help="The agent's directory there, on a local disk. Default: the agent's choice."
+    "--root", metavar="DIR", help="Directory of the agent on the node, on a local disk. Default: chosen by the agent."
 )
-@click.option("--python", metavar="PATH", help="The Python there, 3.9 or newer. Default: python3.")
-@click.option("--weight", metavar="N", type=click.IntRange(0), help="Nodes of a lower weight are used first.")
-@click.option("--accept-fingerprint", metavar="SHA256:...", help="Believe the host key with this fingerprint.")
-@click.option("--yes", is_flag=True, help="Believe whatever host key it shows.")
+@click.option("--python", metavar="PATH", help="Python on the node, 3.9 or newer. Default: python3.")
+@click.option("--weight", metavar="N", type=click.IntRange(0), help="Nodes with a lower weight are used first.")
+@click.option("--accept-fingerprint", metavar="SHA256:...", help="Accept the host key with this fingerprint, and no other.")
+@click.option("--yes", is_flag=True, help="Accept any host key.")
 def add(target: str, name: str | None, accept_fingerprint: str | None, yes: bool, **options: Any) -> None:
     """Add a machine: pin its host key, look what it has, write its file, and tell the controller.
 
     HOST may also be a Host of ~/.ssh/config, or "local" for this machine without SSH.
     """
-    from hpcsched.cli.node.add import Wishes, add_node, default_name, parse_target, still_drained
+    from hpcsched.cli.node.add import NodeOptions, add_node, default_name, parse_target, still_drained
 
     given = {
         "identity_file": os.path.abspath(options["identity"]) if options["identity"] else None,
@@ -53,10 +54,10 @@ def add(target: str, name: str | None, accept_fingerprint: str | None, yes: bool
         "python": options["python"],
         "weight": options["weight"],
     }
-    wishes = Wishes(name=name, given=given, yes=yes, fingerprint=accept_fingerprint)
+    wanted = NodeOptions(name=name, given=given, yes=yes, fingerprint=accept_fingerprint)
     where = parse_target(target)
     config = _config()
-    add_node(config, where, wishes)
+    add_node(config, where, wanted)
     _tell_controller()
     for line in still_drained(config, name or default_name(where)):
         click.echo(line)
@@ -64,14 +65,14 @@ def add(target: str, name: str | None, accept_fingerprint: str | None, yes: bool
 
 @node.command()
 @click.argument("name")
-@click.option("--accept-fingerprint", metavar="SHA256:...", help="Believe the host key with this fingerprint.")
-@click.option("--yes", is_flag=True, help="Believe whatever host key it shows.")
+@click.option("--accept-fingerprint", metavar="SHA256:...", help="Accept the host key with this fingerprint, and no other.")
+@click.option("--yes", is_flag=True, help="Accept any host key.")
 def rekey(name: str, accept_fingerprint: str | None, yes: bool) -> None:
     """Pin the host key that a machine shows since it was set up anew; all else in its file stays as it is."""
-    from hpcsched.cli.node.add import Wishes
+    from hpcsched.cli.node.add import NodeOptions
     from hpcsched.cli.node.rekey import rekey_node
 
-    rekey_node(_config(), name, Wishes(name=name, given={}, yes=yes, fingerprint=accept_fingerprint))
+    rekey_node(_config(), name, NodeOptions(name=name, given={}, yes=yes, fingerprint=accept_fingerprint))
 
 
 @node.command("list")
@@ -106,7 +107,7 @@ def list_(as_json: bool) -> None:
 
 @node.command()
 @click.argument("names", metavar="NAME...", nargs=-1, required=True)
-@click.option("--links", is_flag=True, help="Measure the network instead, by sending from node to node.")
+@click.option("--links", is_flag=True, help="Measure the network between the nodes instead.")
 def probe(names: tuple[str, ...], links: bool) -> None:
     """Measure nodes again: speed, network and disk for temporary files go into their files.
 
@@ -125,7 +126,7 @@ def probe(names: tuple[str, ...], links: bool) -> None:
 
 @node.command()
 @click.argument("name")
-@click.option("--force", is_flag=True, help="Even if jobs are held there: they are ended, or given up if it is dead.")
+@click.option("--force", is_flag=True, help="Remove the node even if it holds jobs: they are ended, or fenced if the node is dead.")
 def remove(name: str, force: bool) -> None:
     """Take a node out of the cluster. Nothing is deleted on the machine itself."""
     from hpcsched.cli.node.remove import remove_node
@@ -142,8 +143,6 @@ def _words(text: str | None) -> list[str] | None:
 
 
 def _row(row: dict[str, Any]) -> list[str]:
-    from hpcsched.model.units import format_mem
-
     host = row["host"] if row["port"] is None else f"{row['host']}:{row['port']}"
     where = host if row["user"] is None else f"{row['user']}@{host}"
     words = [row["name"], where, str(row["cpus"]), format_mem(row["mem_mib"]), ",".join(row["gpus"]) or "-"]

@@ -13,14 +13,14 @@ import click
 
 from hpcsched import client, paths
 from hpcsched.cli.admin.init import write_file
-from hpcsched.cli.node.add import Wishes, look_at, pin
+from hpcsched.cli.node.add import NodeOptions, look_at, pin
 from hpcsched.cli.node.probe import with_keys
 from hpcsched.config.kinds import LOCAL_HOST
 from hpcsched.config.load import Config, node_from
 from hpcsched.errors import HpcschedError, NotFoundError, RequestError
 
 
-def rekey_node(config: Config, name: str, wishes: Wishes) -> None:
+def rekey_node(config: Config, name: str, options: NodeOptions) -> None:
     """Pin the host key that node `name` shows, if it is believed. Raises HpcschedError; then its file is as it was."""
     spec = next((spec for spec in config.nodes if spec.name == name), None)
     if spec is None:
@@ -28,7 +28,7 @@ def rekey_node(config: Config, name: str, wishes: Wishes) -> None:
         raise NotFoundError(f"cannot rekey {name[:60]!r}: there is no node of that name; there are: {there}")
     if spec.host == LOCAL_HOST:
         raise RequestError(f"cannot rekey {name}: it is this machine, without SSH")
-    key = pin(config, replace(spec, host_key=""), wishes)
+    key = pin(config, replace(spec, host_key=""), options)
     if key == spec.host_key:
         click.echo(f"{name} has the pinned host key: nothing has changed")
         return

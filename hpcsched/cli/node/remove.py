@@ -18,7 +18,10 @@ from hpcsched import client, paths
 from hpcsched.api.identity import user_name
 from hpcsched.cli.output import clean
 from hpcsched.config.load import Config, load_config
+from hpcsched.controller.lock import StateLock
 from hpcsched.errors import HpcschedError, NotFoundError, RequestError, UnavailableError
+from hpcsched.store.engine import open_database
+from hpcsched.store.store import Store
 
 ENDING_S = 30.0  # beyond the grace time that jobs get
 ASK_EVERY_S = 0.3
@@ -96,10 +99,6 @@ def _delete(path: Path, name: str) -> None:
 
 def _note_for_next_start(config: Config, name: str, *, force: bool) -> None:
     """Refuse if jobs are held there; with `force`, have the next controller give them up by this admin's word."""
-    from hpcsched.controller.lock import StateLock
-    from hpcsched.store.engine import open_database
-    from hpcsched.store.store import Store
-
     state_dir = config.controller.state_dir
     database = state_dir / paths.DATABASE_FILE
     if not database.exists():

@@ -21,7 +21,7 @@ from hpcsched.model.hostlist import compress_hostlist
 from hpcsched.model.units import format_mem, format_time_s
 
 
-class Row(namedtuple("Row", "job step")):
+class HistoryRow(namedtuple("HistoryRow", "job step")):
     """A line: a job (`step` None), or one of its steps."""
 
     __slots__ = ()
@@ -30,36 +30,36 @@ class Row(namedtuple("Row", "job step")):
     step: Json | None
 
 
-class Column(namedtuple("Column", "name text right width slurms", defaults=(0, 10))):
+class HistoryColumn(namedtuple("HistoryColumn", "name text right width slurms", defaults=(0, 10))):
     """A column as it is asked for; `width` 0 is as wide as it needs to be. `slurms`: how wide sacct's is by itself."""
 
     __slots__ = ()
 
     name: str
-    text: Callable[[Row], str]
+    text: Callable[[HistoryRow], str]
     right: bool
     width: int
     slurms: int
 
 
-def job_rows(job: Json, *, steps: bool) -> list[Row]:
+def job_rows(job: Json, *, steps: bool) -> list[HistoryRow]:
     """Return the rows of a job: with its `steps`, those of its last attempt, the batch step first."""
     mine = [step for step in job["steps"] if step.get("attempt", job["attempt"]) == job["attempt"]] if steps else []
     mine.sort(key=lambda step: -1 if step["step"] == "batch" else int(step["step"]))
-    return [Row(job, None), *(Row(job, step) for step in mine)]
+    return [HistoryRow(job, None), *(HistoryRow(job, step) for step in mine)]
 
 
-def columns_of(text: str, known: Sequence[Column] = ()) -> list[Column]:
+def columns_of(text: str, known: Sequence[HistoryColumn] = ()) -> list[HistoryColumn]:
     """Return the columns that a list of names, each with a width or without, asks for. Raises UsageError."""
     return [_column(word, known or _COLUMNS) for word in split_list(text)]
 
 
-def field_names(known: Sequence[Column] = ()) -> list[str]:
+def field_names(known: Sequence[HistoryColumn] = ()) -> list[str]:
     """Return the names of all columns."""
     return [column.name for column in known or _COLUMNS]
 
 
-def _column(word: str, known: Sequence[Column]) -> Column:
+def _column(word: str, known: Sequence[HistoryColumn]) -> HistoryColumn:
     name, percent, width = word.partition("%")
     for column in known:
         if column.name.lower() == name.strip().lower():
@@ -77,41 +77,41 @@ def _column(word: str, known: Sequence[Column]) -> Column:
 # ----- how a row is written
 
 
-def _id(row: Row) -> str:
+def _id(row: HistoryRow) -> str:
     return row.job["display_id"] + (f".{row.step['step']}" if row.step else "")
 
 
-def _raw_id(row: Row) -> str:
+def _raw_id(row: HistoryRow) -> str:
     return str(row.job["id"]) + (f".{row.step['step']}" if row.step else "")
 
 
-def _state(row: Row) -> str:
+def _state(row: HistoryRow) -> str:
     state = str(row.step["state"] if row.step else row.job["state"])
     by = row.job.get("ended_by", row.job.get("ended_by_uid"))  # a name where the command has looked it up
     return f"CANCELLED by {by}" if state == "CANCELLED" and by is not None and not row.step else state
 
 
-def _exit(row: Row) -> str:
+def _exit(row: HistoryRow) -> str:
     return exit_text(row.step or row.job)
 
 
-def _nodes(row: Row) -> list[str]:
+def _nodes(row: HistoryRow) -> list[str]:
     return row.step["nodes"] if row.step else row.job["nodes"]
 
 
-def _node_list(row: Row) -> str:
+def _node_list(row: HistoryRow) -> str:
     return compress_hostlist(_nodes(row)) or "None assigned"
 
 
-def _start_s(row: Row) -> float | None:
+def _start_s(row: HistoryRow) -> float | None:
     return (row.step or row.job)["started_at_s"]
 
 
-def _end_s(row: Row) -> float | None:
+def _end_s(row: HistoryRow) -> float | None:
     return (row.step or row.job)["ended_at_s"]
 
 
-def _elapsed_s(row: Row) -> float:
+def _elapsed_s(row: HistoryRow) -> float:
     if row.step is None:
         return row.job["elapsed_s"]
     start_s, end_s = _start_s(row), _end_s(row)
@@ -122,7 +122,7 @@ def _elapsed_s(row: Row) -> float:
     return max(0.0, end_s - start_s)
 
 
-def _cpu_s(row: Row, *keys: str) -> float:
+def _cpu_s(row: HistoryRow, *keys: str) -> float:
     """Return the cpu time of a step, of a job that of its steps."""
     steps = [row.step] if row.step else [one.step for one in job_rows(row.job, steps=True)[1:] if one.step]
     return sum(step[key] or 0.0 for step in steps for key in keys)
@@ -136,20 +136,20 @@ def _cpu_text(seconds: float) -> str:
     return f"{minutes:02}:{millis // 1000:02}.{millis % 1000:03}"
 
 
-def _max_rss(row: Row) -> str:
+def _max_rss(row: HistoryRow) -> str:
     return f"{row.step['max_rss_kib']}K" if row.step and row.step["max_rss_kib"] else ""
 
 
-def _of_job(key: str, none: str = "") -> Callable[[Row], str]:
+def _of_job(key: str, none: str = "") -> Callable[[HistoryRow], str]:
     """Return the writer of a value that a step has of its job."""
     return lambda row: none if row.job[key] in (None, "") else str(row.job[key])
 
 
-def _only_job(key: str) -> Callable[[Row], str]:
+def _only_job(key: str) -> Callable[[HistoryRow], str]:
     return lambda row: "" if row.step or row.job[key] in (None, "") else str(row.job[key])
 
 
-def _alloc_cpus(row: Row) -> str:
+def _alloc_cpus(row: HistoryRow) -> str:
     if not row.job["nodes"]:
         return "0"
     if row.step is None:
@@ -160,15 +160,15 @@ def _alloc_cpus(row: Row) -> str:
     )
 
 
-def _name(row: Row) -> str:
+def _name(row: HistoryRow) -> str:
     return str(row.step["name"] or row.step["step"]) if row.step else str(row.job["name"])
 
 
-def _reason(row: Row) -> str:
+def _reason(row: HistoryRow) -> str:
     return "" if row.step else row.job["reason"] or "None"
 
 
-def _meaning(row: Row) -> str:
+def _meaning(row: HistoryRow) -> str:
     """Return what the exit status means, and what else is known of how the job ended."""
     if row.step:
         return exit_words(row.step["exit_code"] or 0, row.step["exit_signal"] or 0)
@@ -178,11 +178,11 @@ def _meaning(row: Row) -> str:
     return "; ".join(filter(None, (words, known)))
 
 
-def _trained(row: Row, key: str) -> str:
+def _trained(row: HistoryRow, key: str) -> str:
     return str((row.job.get("training") or {}).get(key) or "")
 
 
-def _tres(row: Row) -> str:
+def _tres(row: HistoryRow) -> str:
     """Return what a job or a step had, in sacct's order, which is the alphabet's."""
     job = row.job
     if not job["nodes"]:
@@ -194,7 +194,7 @@ def _tres(row: Row) -> str:
     return _in_order({"cpu": _alloc_cpus(row), "mem": format_mem(mem_mib), "node": str(nodes)})
 
 
-def _req_tres(row: Row) -> str:
+def _req_tres(row: HistoryRow) -> str:
     if row.step:
         return ""
     return _in_order(_amounts(row.job, 0) | {"mem": memory_in_all(row.job)})
@@ -211,21 +211,21 @@ def _in_order(amounts: dict[str, str]) -> str:
     return ",".join(f"{name}={amount}" for name, amount in sorted(amounts.items()))
 
 
-def _req_cpus(row: Row) -> str:
+def _req_cpus(row: HistoryRow) -> str:
     return str(row.job["num_cpus"]) if row.step is None else _alloc_cpus(row)
 
 
-def _cpu_time_s(row: Row) -> float:
+def _cpu_time_s(row: HistoryRow) -> float:
     return _elapsed_s(row) * int(_alloc_cpus(row))
 
 
-def _waited_s(row: Row) -> float:
+def _waited_s(row: HistoryRow) -> float:
     until_s = row.job["started_at_s"] or row.job["ended_at_s"]
     since_s = row.job["eligible_at_s"] or row.job["submitted_at_s"]
     return max(0.0, until_s - since_s) if until_s is not None and row.step is None else 0.0
 
 
-def _derived_exit(row: Row) -> str:
+def _derived_exit(row: HistoryRow) -> str:
     """Return the highest exit code of the job's steps but the batch step."""
     steps = [one.step for one in job_rows(row.job, steps=True)[1:] if one.step and one.step["step"] != "batch"]
     return f"{max((step['exit_code'] or 0 for step in steps), default=0)}:0"
@@ -235,7 +235,7 @@ def _time(seconds: float) -> str:
     return format_time_s(seconds, full=True)
 
 
-def _job_text(text: Callable[[Json], str]) -> Callable[[Row], str]:
+def _job_text(text: Callable[[Json], str]) -> Callable[[HistoryRow], str]:
     return lambda row: "" if row.step else text(row.job)
 
 
@@ -246,10 +246,10 @@ def _group(job: Json, *, number: bool) -> str:
     return next(field for field in jobfields.FIELDS if field.name == name).text(job, Look(0.0))
 
 
-def _moved(key: str, *, each: bool = False) -> Callable[[Row], str]:
+def _moved(key: str, *, each: bool = False) -> Callable[[HistoryRow], str]:
     """Return the writer of what a step has read or written in all, or `each` of its tasks on average."""
 
-    def text(row: Row) -> str:
+    def text(row: HistoryRow) -> str:
         count = row.step.get(key) if row.step else None  # of the controller before this one: none
         return "" if count is None or row.step is None else size_text(count / (row.step["ntasks"] if each else 1))
 
@@ -266,7 +266,7 @@ def size_text(count: float) -> str:
     return (f"{size:.0f}" if size == int(size) else f"{size:.2f}") + unit
 
 
-def _tres_usage(row: Row, *, tasks: int, out: bool = False) -> str:
+def _tres_usage(row: HistoryRow, *, tasks: int, out: bool = False) -> str:
     """Return what a step has used as sacct's TRESUsage columns: cpu and bytes divided by `tasks`, and the memory of one task."""
     step = row.step
     if not step or step["cpu_user_s"] is None:
@@ -279,11 +279,11 @@ def _tres_usage(row: Row, *, tasks: int, out: bool = False) -> str:
     return ",".join([f"cpu={_time(_cpu_s(row, 'cpu_user_s', 'cpu_system_s') / tasks)}", *disk, *memory])
 
 
-def _usage(*, each: bool, out: bool = False) -> Callable[[Row], str]:
+def _usage(*, each: bool, out: bool = False) -> Callable[[HistoryRow], str]:
     return lambda row: _tres_usage(row, tasks=max(1, row.step["ntasks"]) if each and row.step else 1, out=out)
 
 
-def _average_cpu(row: Row) -> str:
+def _average_cpu(row: HistoryRow) -> str:
     if not row.step or row.step["cpu_user_s"] is None:
         return ""
     return _time(_cpu_s(row, "cpu_user_s", "cpu_system_s") / max(1, row.step["ntasks"]))
@@ -293,85 +293,85 @@ def _flags(job: Json) -> str:
     return "SchedBackfill" if job["started_at_s"] is not None else ""
 
 
-def _part(part: Callable[[Json], float | None]) -> Callable[[Row], str]:
+def _part(part: Callable[[Json], float | None]) -> Callable[[HistoryRow], str]:
     return lambda row: "" if row.step else efficiency.part_text(part(row.job))
 
 
 # fmt: off
 _COLUMNS = (
-    Column("Account", _of_job("account"), True),
-    Column("Advice", lambda row: "" if row.step else efficiency.advice(row.job), False),
-    Column("AllocCPUS", _alloc_cpus, True),
-    Column("AllocNodes", lambda row: str(len(_nodes(row))), True),
-    Column("AllocTRES", _tres, True),
-    Column("AveCPU", _average_cpu, True),
-    Column("AveDiskRead", _moved("disk_read_bytes", each=True), True, slurms=14),
-    Column("AveDiskWrite", _moved("disk_write_bytes", each=True), True, slurms=14),
-    Column("AveRSS", _max_rss, True),
-    Column("Comment", _only_job("comment"), True, slurms=14),
-    Column("Constraints", _only_job("constraint"), True, slurms=18),
-    Column("CPUEff", _part(efficiency.cpu_part), True),
-    Column("CPUTime", lambda row: _time(_cpu_time_s(row)), True),
-    Column("CPUTimeRAW", lambda row: str(int(_cpu_time_s(row))), True),
-    Column("DerivedExitCode", lambda row: "" if row.step else _derived_exit(row), True, slurms=15),
-    Column("Elapsed", lambda row: _time(_elapsed_s(row)), True),
-    Column("ElapsedRaw", lambda row: str(int(_elapsed_s(row))), True),
-    Column("Eligible", lambda row: date_text(row.job["eligible_at_s"], "Unknown"), True, slurms=19),
-    Column("End", lambda row: date_text(_end_s(row), "Unknown"), True, slurms=19),
-    Column("ExitCode", _exit, True, slurms=8),
-    Column("Flags", _job_text(_flags), True, slurms=15),
-    Column("GID", _job_text(lambda job: _group(job, number=True)), True, slurms=6),
-    Column("Group", _job_text(lambda job: _group(job, number=False)), True, slurms=9),
-    Column("JobID", _id, False, slurms=12),
-    Column("JobIDRaw", _raw_id, False, slurms=12),
-    Column("JobName", _name, True),
-    Column("MaxDiskRead", _moved("disk_read_bytes", each=True), True, slurms=12),
-    Column("MaxDiskWrite", _moved("disk_write_bytes", each=True), True, slurms=12),
-    Column("MaxRSS", _max_rss, True),
-    Column("Meaning", _meaning, False),
-    Column("MemEff", _part(efficiency.mem_part), True),
-    Column("NCPUS", _alloc_cpus, True),
-    Column("NNodes", lambda row: str(len(_nodes(row)) or row.job["num_nodes"]), True, slurms=8),
-    Column("NodeList", _node_list, True, slurms=15),
-    Column("NTasks", lambda row: str(row.step["ntasks"]) if row.step else "", True, slurms=8),
-    Column("Partition", _only_job("partition"), True),
-    Column("Planned", lambda row: "" if row.step else _time(_waited_s(row)), True),
-    Column("PreemptedBy", lambda row: "" if row.step else str(row.job.get("preempted_by") or ""), True),
-    Column("Priority", _only_job("priority"), True),
-    Column("QOS", _only_job("qos"), True),
-    Column("Reason", _reason, True, slurms=22),
-    Column("ReqCPUS", _req_cpus, True, slurms=8),
-    Column("ReqMem", lambda row: "" if row.step else memory_in_all(row.job), True),
-    Column("ReqNodes", lambda row: str(row.job["num_nodes"]) if row.step is None else "", True, slurms=8),
-    Column("ReqTRES", _req_tres, True),
-    Column("Reservation", _only_job("reservation"), True, slurms=20),
-    Column("Reserved", lambda row: "" if row.step else _time(_waited_s(row)), True),
-    Column("Restarts", _only_job("restarts"), True),
-    Column("Start", lambda row: date_text(_start_s(row), "Unknown"), True, slurms=19),
-    Column("State", _state, True),
-    Column("Submit", lambda row: date_text(row.job["submitted_at_s"], "Unknown"), True, slurms=19),
-    Column("SubmitLine", _only_job("submit_line"), True, slurms=20),
-    Column("Suspended", _job_text(lambda job: _time(job.get("suspended_s", 0.0))), True),
-    Column("SystemCPU", lambda row: _cpu_text(_cpu_s(row, "cpu_system_s")), True),
-    Column("TimeEff", _part(efficiency.time_part), True),
-    Column("Timelimit", _job_text(lambda job: format_time_s(job["time_limit_s"], full=True)), True),
-    Column("TimelimitRaw", _job_text(lambda job: str((job["time_limit_s"] or 0) // 60 or "UNLIMITED")), True),
-    Column("TotalCPU", lambda row: _cpu_text(_cpu_s(row, "cpu_user_s", "cpu_system_s")), True),
-    Column("TRESUsageInAve", _usage(each=True), True, slurms=14),
-    Column("TRESUsageInMax", _usage(each=True), True, slurms=14),
-    Column("TRESUsageInTot", _usage(each=False), True, slurms=14),
-    Column("TRESUsageOutAve", _usage(each=True, out=True), True, slurms=15),
-    Column("TRESUsageOutMax", _usage(each=True, out=True), True, slurms=15),
-    Column("TRESUsageOutTot", _usage(each=False, out=True), True, slurms=15),
-    Column("TrainCheckpoint", lambda row: "" if row.step else _trained(row, "checkpoint_step"), True),
-    Column("TrainGoodput", lambda row: "" if row.step else goodput_text(row.job).replace("N/A", ""), True),
-    Column("TrainLoss", lambda row: "" if row.step else loss_text(row.job).replace("N/A", ""), True),
-    Column("TrainSamplesPerSec", lambda row: "" if row.step else rate_text(row.job).replace("N/A", ""), True),
-    Column("TrainSteps", lambda row: "" if row.step else step_text(row.job).replace("N/A", ""), True),
-    Column("UID", _only_job("uid"), True, slurms=6),
-    Column("User", _only_job("user"), True, slurms=9),
-    Column("UserCPU", lambda row: _cpu_text(_cpu_s(row, "cpu_user_s")), True),
-    Column("WorkDir", _only_job("work_dir"), True, slurms=20),
+    HistoryColumn("Account", _of_job("account"), True),
+    HistoryColumn("Advice", lambda row: "" if row.step else efficiency.advice(row.job), False),
+    HistoryColumn("AllocCPUS", _alloc_cpus, True),
+    HistoryColumn("AllocNodes", lambda row: str(len(_nodes(row))), True),
+    HistoryColumn("AllocTRES", _tres, True),
+    HistoryColumn("AveCPU", _average_cpu, True),
+    HistoryColumn("AveDiskRead", _moved("disk_read_bytes", each=True), True, slurms=14),
+    HistoryColumn("AveDiskWrite", _moved("disk_write_bytes", each=True), True, slurms=14),
+    HistoryColumn("AveRSS", _max_rss, True),
+    HistoryColumn("Comment", _only_job("comment"), True, slurms=14),
+    HistoryColumn("Constraints", _only_job("constraint"), True, slurms=18),
+    HistoryColumn("CPUEff", _part(efficiency.cpu_part), True),
+    HistoryColumn("CPUTime", lambda row: _time(_cpu_time_s(row)), True),
+    HistoryColumn("CPUTimeRAW", lambda row: str(int(_cpu_time_s(row))), True),
+    HistoryColumn("DerivedExitCode", lambda row: "" if row.step else _derived_exit(row), True, slurms=15),
+    HistoryColumn("Elapsed", lambda row: _time(_elapsed_s(row)), True),
+    HistoryColumn("ElapsedRaw", lambda row: str(int(_elapsed_s(row))), True),
+    HistoryColumn("Eligible", lambda row: date_text(row.job["eligible_at_s"], "Unknown"), True, slurms=19),
+    HistoryColumn("End", lambda row: date_text(_end_s(row), "Unknown"), True, slurms=19),
+    HistoryColumn("ExitCode", _exit, True, slurms=8),
+    HistoryColumn("Flags", _job_text(_flags), True, slurms=15),
+    HistoryColumn("GID", _job_text(lambda job: _group(job, number=True)), True, slurms=6),
+    HistoryColumn("Group", _job_text(lambda job: _group(job, number=False)), True, slurms=9),
+    HistoryColumn("JobID", _id, False, slurms=12),
+    HistoryColumn("JobIDRaw", _raw_id, False, slurms=12),
+    HistoryColumn("JobName", _name, True),
+    HistoryColumn("MaxDiskRead", _moved("disk_read_bytes", each=True), True, slurms=12),
+    HistoryColumn("MaxDiskWrite", _moved("disk_write_bytes", each=True), True, slurms=12),
+    HistoryColumn("MaxRSS", _max_rss, True),
+    HistoryColumn("Meaning", _meaning, False),
+    HistoryColumn("MemEff", _part(efficiency.mem_part), True),
+    HistoryColumn("NCPUS", _alloc_cpus, True),
+    HistoryColumn("NNodes", lambda row: str(len(_nodes(row)) or row.job["num_nodes"]), True, slurms=8),
+    HistoryColumn("NodeList", _node_list, True, slurms=15),
+    HistoryColumn("NTasks", lambda row: str(row.step["ntasks"]) if row.step else "", True, slurms=8),
+    HistoryColumn("Partition", _only_job("partition"), True),
+    HistoryColumn("Planned", lambda row: "" if row.step else _time(_waited_s(row)), True),
+    HistoryColumn("PreemptedBy", lambda row: "" if row.step else str(row.job.get("preempted_by") or ""), True),
+    HistoryColumn("Priority", _only_job("priority"), True),
+    HistoryColumn("QOS", _only_job("qos"), True),
+    HistoryColumn("Reason", _reason, True, slurms=22),
+    HistoryColumn("ReqCPUS", _req_cpus, True, slurms=8),
+    HistoryColumn("ReqMem", lambda row: "" if row.step else memory_in_all(row.job), True),
+    HistoryColumn("ReqNodes", lambda row: str(row.job["num_nodes"]) if row.step is None else "", True, slurms=8),
+    HistoryColumn("ReqTRES", _req_tres, True),
+    HistoryColumn("Reservation", _only_job("reservation"), True, slurms=20),
+    HistoryColumn("Reserved", lambda row: "" if row.step else _time(_waited_s(row)), True),
+    HistoryColumn("Restarts", _only_job("restarts"), True),
+    HistoryColumn("Start", lambda row: date_text(_start_s(row), "Unknown"), True, slurms=19),
+    HistoryColumn("State", _state, True),
+    HistoryColumn("Submit", lambda row: date_text(row.job["submitted_at_s"], "Unknown"), True, slurms=19),
+    HistoryColumn("SubmitLine", _only_job("submit_line"), True, slurms=20),
+    HistoryColumn("Suspended", _job_text(lambda job: _time(job.get("suspended_s", 0.0))), True),
+    HistoryColumn("SystemCPU", lambda row: _cpu_text(_cpu_s(row, "cpu_system_s")), True),
+    HistoryColumn("TimeEff", _part(efficiency.time_part), True),
+    HistoryColumn("Timelimit", _job_text(lambda job: format_time_s(job["time_limit_s"], full=True)), True),
+    HistoryColumn("TimelimitRaw", _job_text(lambda job: str((job["time_limit_s"] or 0) // 60 or "UNLIMITED")), True),
+    HistoryColumn("TotalCPU", lambda row: _cpu_text(_cpu_s(row, "cpu_user_s", "cpu_system_s")), True),
+    HistoryColumn("TRESUsageInAve", _usage(each=True), True, slurms=14),
+    HistoryColumn("TRESUsageInMax", _usage(each=True), True, slurms=14),
+    HistoryColumn("TRESUsageInTot", _usage(each=False), True, slurms=14),
+    HistoryColumn("TRESUsageOutAve", _usage(each=True, out=True), True, slurms=15),
+    HistoryColumn("TRESUsageOutMax", _usage(each=True, out=True), True, slurms=15),
+    HistoryColumn("TRESUsageOutTot", _usage(each=False, out=True), True, slurms=15),
+    HistoryColumn("TrainCheckpoint", lambda row: "" if row.step else _trained(row, "checkpoint_step"), True),
+    HistoryColumn("TrainGoodput", lambda row: "" if row.step else goodput_text(row.job).replace("N/A", ""), True),
+    HistoryColumn("TrainLoss", lambda row: "" if row.step else loss_text(row.job).replace("N/A", ""), True),
+    HistoryColumn("TrainSamplesPerSec", lambda row: "" if row.step else rate_text(row.job).replace("N/A", ""), True),
+    HistoryColumn("TrainSteps", lambda row: "" if row.step else step_text(row.job).replace("N/A", ""), True),
+    HistoryColumn("UID", _only_job("uid"), True, slurms=6),
+    HistoryColumn("User", _only_job("user"), True, slurms=9),
+    HistoryColumn("UserCPU", lambda row: _cpu_text(_cpu_s(row, "cpu_user_s")), True),
+    HistoryColumn("WorkDir", _only_job("work_dir"), True, slurms=20),
 )
 
 # What sacct has and what is not counted here: known, and empty.
@@ -386,10 +386,13 @@ _EMPTY = (
     "WCKeyID"
 )
 # fmt: on
-_OTHERS = (Column("Cluster", lambda row: "", True), *(Column(name, lambda row: "", True) for name in _EMPTY.split()))
+_OTHERS = (
+    HistoryColumn("Cluster", lambda row: "", True),
+    *(HistoryColumn(name, lambda row: "", True) for name in _EMPTY.split()),
+)
 
 
-def slurms_columns(cluster: str) -> tuple[Column, ...]:
+def slurms_columns(cluster: str) -> tuple[HistoryColumn, ...]:
     """Return all columns that sacct has, and ours; `cluster` is the name of the cluster."""
     others = [one._replace(text=lambda row: cluster) if one.name == "Cluster" else one for one in _OTHERS]
     return tuple(sorted((*_COLUMNS, *others), key=lambda column: column.name.lower()))

@@ -8,6 +8,8 @@ Sources: scontrol of Slurm 22.05, "show job"; data_parser v0.0.39 (Slurm 23.02).
 
 from __future__ import annotations
 
+import grp
+import pwd
 from collections import namedtuple
 from collections.abc import Callable, Sequence
 
@@ -82,9 +84,6 @@ def text_or_empty(value: object) -> object:
 
 def ids(user: str, uid: int) -> tuple[str, str]:
     """Return ``ann(1000)`` and ``users(100)``."""
-    import grp  # these two only for records
-    import pwd
-
     try:
         gid = pwd.getpwnam(user).pw_gid
     except KeyError:

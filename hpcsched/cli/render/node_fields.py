@@ -22,7 +22,7 @@ IN_USE = ("ALLOCATED", "MIXED", "DRAINING")
 OUT = ("DOWN", "DRAINED", "UNKNOWN")
 
 
-class Group(namedtuple("Group", "partition nodes")):
+class NodeGroup(namedtuple("NodeGroup", "partition nodes")):
     """A line: nodes, and their partition (None: of whatever partition)."""
 
     __slots__ = ()
@@ -98,32 +98,32 @@ def avail_text(partition: Partition) -> str:
     return {"INACTIVE": "inact"}.get(state, state.lower())
 
 
-def _partition(text: Callable[[Partition], str]) -> Callable[[Group, Look], str]:
+def _partition(text: Callable[[Partition], str]) -> Callable[[NodeGroup, Look], str]:
     return lambda group, look: "n/a" if group.partition is None else text(group.partition)
 
 
-def _each(text: Callable[[Node], str]) -> Callable[[Group, Look], str]:
+def _each(text: Callable[[Node], str]) -> Callable[[NodeGroup, Look], str]:
     """Return the writer of what all nodes of a group have in common."""
     return lambda group, look: text(group.nodes[0]) if group.nodes else "n/a"
 
 
-def _least(number: Callable[[Node], int]) -> Callable[[Group, Look], str]:
-    def text(group: Group, look: Look) -> str:
+def _least(number: Callable[[Node], int]) -> Callable[[NodeGroup, Look], str]:
+    def text(group: NodeGroup, look: Look) -> str:
         numbers = [number(node) for node in group.nodes] or [0]
         return f"{min(numbers)}{'+' if min(numbers) != max(numbers) else ''}"
 
     return text
 
 
-def _slashes(counts: Callable[[Sequence[Node]], tuple[int, ...]], of: int = 4) -> Callable[[Group, Look], str]:
+def _slashes(counts: Callable[[Sequence[Node]], tuple[int, ...]], of: int = 4) -> Callable[[NodeGroup, Look], str]:
     return lambda group, look: "/".join(map(str, counts(group.nodes)[:of]))
 
 
-def _one(text: str) -> Callable[[Group, Look], str]:
+def _one(text: str) -> Callable[[NodeGroup, Look], str]:
     return lambda group, look: text
 
 
-def _names(group: Group, look: Look) -> str:
+def _names(group: NodeGroup, look: Look) -> str:
     return compress_hostlist(node["name"] for node in group.nodes)
 
 
@@ -206,7 +206,7 @@ FIELDS = (*_OF_PARTITION, *_OF_NODE, *_BY_NAME, *_OF_GROUP)
 
 def groups_of(
     cells: Sequence[Cell], partitions: Sequence[Partition], nodes: Sequence[Node], *, each: bool = False
-) -> list[Group]:
+) -> list[NodeGroup]:
     """Return the lines that show `nodes`: those that the format tells apart, with `each` every node by itself."""
     shown = [cell.field for cell in cells if cell.field is not None]
     apart = [field for field in shown if field in _OF_NODE]
@@ -215,19 +215,19 @@ def groups_of(
     by_name = {node["name"]: node for node in nodes}
     if not any(field in _OF_PARTITION for field in shown):
         return _grouped(None, list(nodes), apart, look, each=each)
-    found: list[Group] = []
+    found: list[NodeGroup] = []
     for partition in partitions:
         mine = [by_name[name] for name in partition["nodes"] if name in by_name]
-        found += _grouped(partition, mine, apart, look, each=each) or ([] if each else [Group(partition, [])])
+        found += _grouped(partition, mine, apart, look, each=each) or ([] if each else [NodeGroup(partition, [])])
     return found
 
 
 def _grouped(
     partition: Partition | None, nodes: Sequence[Node], apart: Sequence[FormatField], look: Look, *, each: bool
-) -> list[Group]:
+) -> list[NodeGroup]:
     groups: dict[tuple[str, ...], list[Node]] = {}
     for node in nodes:
-        alone = Group(partition, [node])
+        alone = NodeGroup(partition, [node])
         key = tuple(field.text(alone, look) for field in apart) + ((node["name"],) if each else ())
         groups.setdefault(key, []).append(node)
-    return [Group(partition, mine) for mine in groups.values()]
+    return [NodeGroup(partition, mine) for mine in groups.values()]

@@ -43,17 +43,11 @@ _CAPABILITY = (("Switch", "switch"), ("Speed", "speed"), ("LinkMbps", "link_mbps
 def node_lines(node: Json) -> list[Words]:
     """Return a node much as ``scontrol show node`` does."""
     state = node["state"] + ("+DRAIN" if node["drained"] and node["state"] == "DOWN" else "")
-    gres = f"gpu:{len(node['gpus'])}" if node["gpus"] else None
-    used = f"gpu:{node['gpus_alloc']}"
-    if gres and (shards := sum(gpu.get("shards", 1) for gpu in node["gpus"])) > len(node["gpus"]):
-        gres += f",shard:{shards}"
-        used += f",shard:{node['shards_alloc']}"
-    types = ",".join(f"{gpu['index']}:{gpu['type']}" for gpu in node["gpus"])
     lines: list[Words] = [
         [("NodeName", node["name"]), ("State", state), ("NodeAddr", node["host"]), ("Port", node["port"] or 22)],
         [("CPUAlloc", node["cpus_alloc"]), ("CPUTot", node["cpus"])],
         [("RealMemory", node["mem_mib"]), ("AllocMem", node["mem_alloc_mib"])],
-        [("Gres", gres), ("GresUsed", used), ("GresTypes", types)] if gres else [("Gres", gres)],
+        _gres(node),
         [("AvailableFeatures", ",".join(node["features"])), ("Weight", node["weight"])],
         [(word, node[key]) for word, key in _CAPABILITY if node.get(key)],
         [("Partitions", ",".join(node["partitions"])), ("Jobs", ",".join(map(str, node["jobs"])))],
@@ -67,6 +61,19 @@ def node_lines(node: Json) -> list[Words]:
     if node["drained"]:
         lines.append([("Reason", f"{node['drained_why']} [{node['drained_by']}@{date_text(node['drained_at_s'])}]")])
     return lines
+
+
+def _gres(node: Json) -> Words:
+    """Return the GPUs of a node, those in use, and their types."""
+    gpus = node["gpus"]
+    if not gpus:
+        return [("Gres", None)]
+    gres, used = f"gpu:{len(gpus)}", f"gpu:{node['gpus_alloc']}"
+    if (shards := sum(gpu.get("shards", 1) for gpu in gpus)) > len(gpus):
+        gres += f",shard:{shards}"
+        used += f",shard:{node['shards_alloc']}"
+    types = ",".join(f"{gpu['index']}:{gpu['type']}" for gpu in gpus)
+    return [("Gres", gres), ("GresUsed", used), ("GresTypes", types)]
 
 
 def _all_or(names: list[str]) -> str:

@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 
 from hpcsched.cli import hacct
 from hpcsched.cli.errors import FAILED
-from hpcsched.cli.render.acct_fields import Column, field_names, slurms_columns
-from hpcsched.cli.slurm import run_face
+from hpcsched.cli.render.acct_fields import HistoryColumn, field_names, slurms_columns
+from hpcsched.cli.render.slurm_json import print_accounting
+from hpcsched.cli.slurm import own_cluster, run_face
 from hpcsched.client import Json
 from hpcsched.commands.options import HELP, VERSION, Command, Option, Words, split_list
 from hpcsched.commands.slurm import ELSEWHERE, Face, with_names
@@ -72,7 +73,7 @@ def _run(work: Callable[[Words], int], argv: Sequence[str] | None) -> int:
     return run_face(FACE, shaped, argv)
 
 
-def _columns() -> Sequence[Column]:
+def _columns() -> Sequence[HistoryColumn]:
     return slurms_columns(_cluster())
 
 
@@ -85,9 +86,6 @@ def _midnight_s(now_s: float) -> float:
 
 
 def _print_json(answer: Json) -> None:
-    from hpcsched.cli.render.slurm_json import print_accounting
-    from hpcsched.cli.slurm import own_cluster
-
     print_accounting(answer, own_cluster())
 
 
@@ -113,7 +111,7 @@ def _folded(tasks: list[Json]) -> Json:
     return one | {"id": one["array_job_id"], "display_id": f"{one['array_job_id']}_[{indices}{limit}]"}
 
 
-MANNERS = hacct.Manners(
+STYLE = hacct.HistoryStyle(
     _run,
     columns=_columns,
     fixed=True,
@@ -126,4 +124,4 @@ MANNERS = hacct.Manners(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    return hacct.main(argv, MANNERS)
+    return hacct.main(argv, STYLE)

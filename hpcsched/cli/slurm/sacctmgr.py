@@ -81,27 +81,31 @@ def _associations() -> list[Json]:
     cluster, accounting = own_cluster(), _accounting()
     every_qos = ",".join(sorted({"normal", *(one["name"] for one in accounting.get("qos", ()))}))
     rows = []
-    for one in _shares():
-        account = _named(accounting.get("accounts", ()), one["account"])
-        rules = _named(accounting.get("users", ()), one["user"]) if one["user"] else {}
-        rows.append(
-            {
-                "cluster": cluster,
-                "account": one["account"] or "root",
-                "user": one["user"],
-                "name": one["user"] or one["account"],
-                "share": one["shares"],
-                "parentname": "" if one["user"] else account.get("parent") or ("root" if one["account"] else ""),
-                "defaultaccount": rules.get("default_account") or one["account"] or "root",
-                "descr": one["account"] or "root",
-                "org": one["account"] or "root",
-                "admin": "None",
-                "qos": ",".join(rules.get("qos") or account.get("qos") or ()) or every_qos,
-                "defaultqos": rules.get("default_qos") or account.get("default_qos") or "",
-                **_limits((rules if one["user"] else account).get("limits")),
-            }
-        )
+    for share in _shares():
+        account = _named(accounting.get("accounts", ()), share["account"])
+        user = _named(accounting.get("users", ()), share["user"]) if share["user"] else {}
+        rows.append({"cluster": cluster, **_association(share, account, user, every_qos)})
     return rows
+
+
+def _association(share: Json, account: Json, user: Json, every_qos: str) -> Json:
+    """Return one association; `account` and `user` are their rules, `user` is empty for that of the account itself."""
+    name = share["account"] or "root"
+    parent = "root" if share["account"] else ""
+    return {
+        "account": name,
+        "user": share["user"],
+        "name": share["user"] or share["account"],
+        "share": share["shares"],
+        "parentname": "" if share["user"] else account.get("parent") or parent,
+        "defaultaccount": user.get("default_account") or name,
+        "descr": name,
+        "org": name,
+        "admin": "None",
+        "qos": ",".join(user.get("qos") or account.get("qos") or ()) or every_qos,
+        "defaultqos": user.get("default_qos") or account.get("default_qos") or "",
+        **_limits((user if share["user"] else account).get("limits")),
+    }
 
 
 def _users() -> list[Json]:

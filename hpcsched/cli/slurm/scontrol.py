@@ -17,7 +17,9 @@ from hpcsched.cli import hctl
 from hpcsched.cli.errors import FAILED
 from hpcsched.cli.output import outlive_its_end, print_json
 from hpcsched.cli.render import job_fields, show_text, slurm_json, slurm_records
+from hpcsched.cli.render.steps import running_steps
 from hpcsched.cli.slurm import run_face
+from hpcsched.cli.slurm.sacctmgr import RECORDS
 from hpcsched.client import Json
 from hpcsched.commands.options import HELP, VERSION, Command, Option, Words, split_list
 from hpcsched.commands.slurm import ELSEWHERE, INVALID_JOB, SLURM_VERSION, Face, explained
@@ -27,6 +29,7 @@ from hpcsched.listing.states import ENDED_STATES
 from hpcsched.listing.text import clean, date_text
 from hpcsched.model.hostlist import compress_hostlist, expand_hostlist
 from hpcsched.model.units import format_time_s
+from hpcsched.steps.layout import tasks_per_node_text
 
 POLL_S = 1.0
 
@@ -201,8 +204,6 @@ def _lines(key: str, one: Json) -> list[show_text.Words]:
 
 
 def _show_step(rest: Sequence[str], words: Words) -> int:
-    from hpcsched.cli.render.steps import running_steps
-
     wanted = [word for operand in rest for word in split_list(operand)]
     _, steps = running_steps(wanted)
     if wanted and not steps:
@@ -463,8 +464,6 @@ def _write_resized(job: Json, words: Words) -> None:
     """Write the scripts by which the shell of a running job that was resized gets the new variables."""
     if job["state"] != "RUNNING":
         return
-    from hpcsched.steps.layout import tasks_per_node_text  # few need it
-
     shares = job["shares"]
     facts = {
         "NODELIST": job["node_list"],
@@ -604,8 +603,6 @@ def _help(rest: Sequence[str], words: Words) -> int:
 
 
 def _show_assoc_mgr(rest: Sequence[str], words: Words) -> int:
-    from hpcsched.cli.slurm.sacctmgr import RECORDS
-
     print("Current Association Manager state\n")
     for title, name, key in (("User Records", "user", "UserName"), ("Association Records", "association", "Name"),
                              ("QOS Records", "qos", "QOS")):  # fmt: skip

@@ -7,7 +7,9 @@ text. Source: scrontab(1).
 from __future__ import annotations
 
 import os
+import pwd
 import sys
+import time
 from collections.abc import Sequence
 
 from hpcsched import client
@@ -124,9 +126,6 @@ def _install(text: str, user: str) -> None:
 
 def _job(line: CronLine, user: str) -> Json:
     """Return the job of an entry. Raises RequestError with the number of the line."""
-    import pwd
-    import time
-
     from hpcsched.jobscript.scan import parse_command_line
     from hpcsched.jobscript.submission import SubmissionWords as Submitted
     from hpcsched.jobscript.submission import build_submission, read_layers

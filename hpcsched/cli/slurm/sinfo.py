@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from hpcsched import client
 from hpcsched.cli import hctl, hinfo
-from hpcsched.cli.render.node_fields import FIELDS, Group, groups_of
+from hpcsched.cli.render.node_fields import FIELDS, NodeGroup, groups_of
 from hpcsched.cli.slurm import look_again, run_face
 from hpcsched.client import Json
 from hpcsched.commands.options import HELP_LONG, VERSION, Command, Option, UsageError, Words
@@ -69,12 +69,9 @@ def _work(words: Words) -> int:
 
 
 def _look(words: Words) -> int:
-    header = not words.has("noheader")
     if words.has("reservation"):
-        answer = hctl.fetch([])
-        none = "No reservations in the system\n"
-        sys.stdout.write(hctl.table(answer["reservations"], header=header) if answer["reservations"] else none)
-        return 0
+        return _show_reservations(words)
+    header = not words.has("noheader")
     cells = _cells(words)
     answer = client.call("GET", "/v1/nodes")
     partitions = client.call("GET", "/v1/partitions")["partitions"]
@@ -83,7 +80,7 @@ def _look(words: Words) -> int:
         partitions = [one for one in partitions if one["name"] in wanted]
     nodes = [node for node in answer["nodes"] if _is_shown(node, words, partitions)]
     if words.has("json"):
-        from hpcsched.cli.render.slurm_json import print_nodes  # polling does without it
+        from hpcsched.cli.render.slurm_json import print_nodes  # polling does not need it
 
         print_nodes(nodes)
         return 0
@@ -94,6 +91,13 @@ def _look(words: Words) -> int:
         print(time.strftime("%a %b %d %H:%M:%S %Y", time.localtime(look.now_s)))
     for line in format_lines(_fitted(cells, groups, words, look), groups, look, header=header):
         print(line)
+    return 0
+
+
+def _show_reservations(words: Words) -> int:
+    reservations = hctl.fetch([])["reservations"]
+    none = "No reservations in the system\n"
+    sys.stdout.write(hctl.table(reservations, header=not words.has("noheader")) if reservations else none)
     return 0
 
 
@@ -114,7 +118,7 @@ def _cells(words: Words) -> list[Cell]:
     return parse_percent(text, FIELDS)
 
 
-def _fitted(cells: Sequence[Cell], groups: Sequence[Group], words: Words, look: Look) -> Sequence[Cell]:
+def _fitted(cells: Sequence[Cell], groups: Sequence[NodeGroup], words: Words, look: Look) -> Sequence[Cell]:
     """Return the cells of -N with its first columns as wide as they need to be; other formats as they are."""
     if not words.has("Node") or words.has("format") or words.has("Format"):
         return cells
@@ -167,12 +171,12 @@ def _is_in(node: Json, word: str) -> bool:
     return node["state"] in states
 
 
-def _text_of(field: FormatField) -> Callable[[Group], str]:
+def _text_of(field: FormatField) -> Callable[[NodeGroup], str]:
     look = Look(0.0)
     return lambda group: field.text(group, look)
 
 
-def _sorted(groups: Sequence[Group], words: Words) -> list[Group]:
+def _sorted(groups: Sequence[NodeGroup], words: Words) -> list[NodeGroup]:
     """Return the lines in the order asked for; else as the partitions stand, those out of use first, as in sinfo."""
     made = list(groups)
     keys = words.listed("sort") or ([] if words.has("Node") else ["-st"])
@@ -192,5 +196,5 @@ def _sorted(groups: Sequence[Group], words: Words) -> list[Group]:
 _RANKS = ("DOWN", "UNKNOWN", "DRAINED", "DRAINING", "MAINT", "RESERVED", "MIXED", "ALLOCATED", "IDLE")
 
 
-def _rank(group: Group) -> int:
+def _rank(group: NodeGroup) -> int:
     return _RANKS.index(group.nodes[0]["state"]) if group.nodes else 0

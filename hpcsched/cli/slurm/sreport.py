@@ -69,7 +69,7 @@ NODE_TRES: Mapping[str, Callable[[Json], float]] = {
 }
 
 
-class Column(NamedTuple):
+class ReportColumn(NamedTuple):
     """A column of a report: its title, and its width where it is not parsable."""
 
     title: str
@@ -177,8 +177,8 @@ def _utilization(period: Period, tres: Sequence[str], given: Mapping[str, str]) 
         allocated_s = sum(sums[0] for sums in _used(period, jobs, [name]).values())
         idle_s = max(0.0, reported_s - down_s - allocated_s)
         rows.append(([own_cluster()], name, [allocated_s, down_s, 0.0, idle_s, 0.0, reported_s]))
-    columns = [Column("Cluster", 9)]
-    values = [Column(title, 8) for title in ("Allocated", "Down", "PLND Down", "Idle", "Planned", "Reported")]
+    columns = [ReportColumn("Cluster", 9)]
+    values = [ReportColumn(title, 8) for title in ("Allocated", "Down", "PLND Down", "Idle", "Planned", "Reported")]
     return f"Cluster Utilization {_span(period)}\n{DOWN_MEANS}", (columns, values), rows
 
 
@@ -194,7 +194,12 @@ def _by_account(period: Period, tres: Sequence[str], given: Mapping[str, str]) -
                 ([own_cluster(), account, user, _full_name(user)], name, [mine[user][at], 0.0])
                 for at, name in enumerate(tres)
             ]
-    columns = [Column("Cluster", 9), Column("Account", 15), Column("Login", 9), Column("Proper Name", 15)]
+    columns = [
+        ReportColumn("Cluster", 9),
+        ReportColumn("Account", 15),
+        ReportColumn("Login", 9),
+        ReportColumn("Proper Name", 15),
+    ]
     return f"Cluster/Account/User Utilization {_span(period, seconds=True)}", (columns, _VALUES), rows
 
 
@@ -222,8 +227,13 @@ def _top(period: Period, tres: Sequence[str], given: Mapping[str, str]) -> tuple
     return f"Top {count} Users {_span(period, seconds=True)}", (_USER_COLUMNS, _VALUES), rows
 
 
-_VALUES = [Column("Used", 8), Column("Energy", 8)]
-_USER_COLUMNS = [Column("Cluster", 9), Column("Login", 9), Column("Proper Name", 15), Column("Account", 15)]
+_VALUES = [ReportColumn("Used", 8), ReportColumn("Energy", 8)]
+_USER_COLUMNS = [
+    ReportColumn("Cluster", 9),
+    ReportColumn("Login", 9),
+    ReportColumn("Proper Name", 15),
+    ReportColumn("Account", 15),
+]
 REPORTS: Mapping[str, Callable] = {
     "cluster utilization": _utilization,
     "cluster accountutilizationbyuser": _by_account,
@@ -277,24 +287,29 @@ def _print(title: str, shown: tuple, rows: Sequence[tuple], words: Words, tres: 
     texts, values = shown
     unit, write = scale
     by_tres = words.has("tres")
-    columns = [*texts, *([Column("TRES Name", 15)] if by_tres else []), *values]
+    columns = [*texts, *([ReportColumn("TRES Name", 15)] if by_tres else []), *values]
     whole = {name: sum(numbers[0] for _, one, numbers in rows if one == name) for name in tres}
-    parsable = words.has("parsable") or words.has("parsable2")
-    tail = "|" if words.has("parsable") else ""
+    table = []
+    for names, tres_name, numbers in rows:
+        total = numbers[-1] if len(values) > 2 else whole[tres_name]
+        numbers_text = [write(number, total) for number in numbers]
+        table.append([*map(clean, names), *([tres_name] if by_tres else []), *numbers_text])
     if not words.has("noheader"):
         if not words.has("quiet"):
             what = "TRES" if by_tres else TRES[tres[0]][0]
             print(f"{RULE}\n{title}\nUsage reported in {what} {unit}\n{RULE}")
-        if parsable:
-            print("|".join(column.title for column in columns) + tail)
-        else:
-            print("".join(f"{column.title[: column.width]:>{column.width}} " for column in columns))
-            print("".join("-" * column.width + " " for column in columns))
-    for names, tres_name, numbers in rows:
-        total = numbers[-1] if len(values) > 2 else whole[tres_name]
-        cells = [*map(clean, names), *([tres_name] if by_tres else []), *(write(number, total) for number in numbers)]
-        if parsable:
+        table.insert(0, [column.title for column in columns])
+    _print_table(table, columns, words)
+
+
+def _print_table(table: Sequence[Sequence[str]], columns: Sequence[ReportColumn], words: Words) -> None:
+    """Print rows of cells, the first one the header if there is one, with bars between them or in columns."""
+    if words.has("parsable") or words.has("parsable2"):
+        tail = "|" if words.has("parsable") else ""
+        for cells in table:
             print("|".join(cells) + tail)
-        else:
-            fitted = (f"{cell[: column.width]:>{column.width}} " for cell, column in zip(cells, columns, strict=True))
-            print("".join(fitted))
+        return
+    for at, cells in enumerate(table):
+        print("".join(f"{cell[: one.width]:>{one.width}} " for cell, one in zip(cells, columns, strict=True)))
+        if at == 0 and not words.has("noheader"):
+            print("".join("-" * column.width + " " for column in columns))

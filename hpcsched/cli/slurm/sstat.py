@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from hpcsched.cli.render.acct_fields import Row, columns_of, field_names, slurms_columns
+from hpcsched.cli.render.acct_fields import HistoryRow, columns_of, field_names, slurms_columns
 from hpcsched.cli.render.steps import running_steps
 from hpcsched.cli.slurm import run_face
+from hpcsched.client import Json
 from hpcsched.commands.options import HELP, VERSION, Command, Option, Words
 from hpcsched.commands.slurm import ELSEWHERE, INVALID_JOB, Face
 from hpcsched.errors import NotFoundError, RequestError
@@ -47,18 +48,10 @@ def _work(words: Words) -> int:
     if words.has("helpformat"):
         print("\n".join(field_names(known)))
         return 0
-    wanted = [*words.listed("jobs"), *words.operands]
-    if not wanted:
-        raise RequestError("You didn't give me any jobs to stat.")
-    _, steps = running_steps(wanted)
-    if not steps:
-        raise NotFoundError(f"{INVALID_JOB}: no running steps found for job {wanted[0]}")
-    if not words.has("allsteps") and not any("." in one for one in wanted):
-        last = {step["job"]["id"]: step for step in steps}
-        steps = list(last.values())
+    steps = _steps(words)
     shown = columns_of(",".join(words.given.get("format", [FIELDS])), known)
     lines = [] if words.has("noheader") else [[column.name for column in shown]]
-    lines += [[clean(column.text(Row(step["job"], step))) for column in shown] for step in steps]
+    lines += [[clean(column.text(HistoryRow(step["job"], step))) for column in shown] for step in steps]
     if words.has("parsable") or words.has("parsable2"):
         end = "|" if words.has("parsable") else ""
         sys.stdout.write("".join("|".join(line) + end + "\n" for line in lines))
@@ -67,3 +60,17 @@ def _work(words: Words) -> int:
         pairs = zip(shown, line, strict=True)
         print("".join(fitted(text, column.width or column.slurms, right=column.right) + " " for column, text in pairs))
     return 0
+
+
+def _steps(words: Words) -> list[Json]:
+    """Return the running steps that the words name: of a job alone, its last one. Raises RequestError, NotFoundError."""
+    wanted = [*words.listed("jobs"), *words.operands]
+    if not wanted:
+        raise RequestError("You didn't give me any jobs to stat.")
+    _, steps = running_steps(wanted)
+    if not steps:
+        raise NotFoundError(f"{INVALID_JOB}: no running steps found for job {wanted[0]}")
+    if not words.has("allsteps") and not any("." in one for one in wanted):
+        last = {step["job"]["id"]: step for step in steps}
+        return list(last.values())
+    return list(steps)
