@@ -22,8 +22,8 @@ from rich.table import Table
 from rich.text import Text
 
 from hpcsched.cli.output import clean
-from hpcsched.cli.render.job_detail import detail_lines
 from hpcsched.cli.render.training_run import LossPoint, SavedCheckpoint, TrainingRun
+from hpcsched.listing.job_detail import detail_lines
 from hpcsched.listing.states import ACTIVE_STATES
 
 STATE_STYLES = {
