@@ -1,1 +1,1 @@
-"""The commands: one file each. They start fast: nothing heavy is imported before it is needed."""
+"""The commands, one file each. They start fast: heavy modules are imported only when needed."""

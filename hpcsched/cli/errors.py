@@ -1,7 +1,7 @@
-"""The outermost edge of a command: errors become one line on standard error and an exit status.
+"""The outermost layer of a command: turns errors into one line on standard error and an exit status.
 
-Exit statuses: 0 all went well; 1 it did not; 2 the command line was not understood; 130 interrupted from the terminal.
-Knows no command. An error that is a bug of ours keeps its traceback.
+Exit statuses: 0 success; 1 failure; 2 usage error; 130 interrupted from the terminal. Knows no command. Rule: a bug keeps its
+traceback.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def run_command(
 ) -> int:
     """Read the words of `command` (default: those of this process), do its work and return its exit status.
 
-    `explain` writes its errors and `version` its version where that is not done as our own commands do.
+    `explain` writes its errors and `version` its version, if they differ from those of our own commands.
     """
 
     def body(words: Sequence[str]) -> int:
@@ -52,9 +52,9 @@ def run_command(
 def guarded(
     name: str, body: Callable[[Sequence[str]], int], argv: Sequence[str] | None, *, explain: Explain | None = None
 ) -> int:
-    """Call `body` with the words of the command line; return its status, or that of the error that it raised."""
+    """Call `body` with the words of the command line; return its status, or the status of its error."""
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # a name that the locale has no letters for is no reason to fail
+        if hasattr(stream, "reconfigure"):  # names may have characters that the locale lacks
             stream.reconfigure(errors="backslashreplace")
     try:
         status = body(sys.argv[1:] if argv is None else argv)
@@ -64,28 +64,28 @@ def guarded(
         text, status = (explain or explained)(name, error)
         print(text, file=sys.stderr)
         return status
-    except PermissionError as error:  # of a file of the cluster: of its configuration, say
+    except PermissionError as error:  # a file of the cluster, such as its configuration
         complain(name, f"cannot use {error.filename}: {error.strerror}; only its owner and root may")
         return FAILED
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # Who read our output has seen enough. What is still in the buffer must not fail again when Python ends.
+        # The reader of our output is gone. Flushing the buffer at exit must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
 
 
 def complain(name: str, text: str) -> None:
-    """Write an error as all commands do."""
+    """Print an error to standard error."""
     print(f"{name}: error: {text}", file=sys.stderr)
 
 
 def note(name: str, text: str) -> None:
-    """Write something that a person may want to know; nothing where standard error is no terminal."""
+    """Print a note to standard error if it is a terminal."""
     if sys.stderr.isatty():
         print(f"{name}: {text}", file=sys.stderr)
 
 
 def print_version(name: str) -> None:
-    """Print the version as all commands do."""
+    """Print the version."""
     print(f"{name} (hpcsched) {hpcsched.__version__}")

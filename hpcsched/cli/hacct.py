@@ -1,7 +1,7 @@
-"""hacct, and sacct: jobs and their steps as the history has them: how they ended, how long they took, what they used.
+"""hacct and sacct: jobs and their steps from the history: how they ended, how long they ran, what they used.
 
-The grammar is sacct's. Columns are as wide as they need to be unless a width is asked for (``State%20``, ``-20`` to the
-left); --parsable2 is for programs.
+The grammar is sacct's. Columns are as wide as their content unless a width is given (``State%20``, ``%-20`` aligns left);
+--parsable2 is for programs.
 """
 
 from __future__ import annotations
@@ -37,9 +37,7 @@ COMMAND = Command(
         Option("allocations", "X", help="show jobs without their steps"),
         Option("allusers", "a", help="show the jobs of all users"),
         Option("delimiter", "", "TEXT", "separate columns with TEXT instead of |, with --parsable or --parsable2"),
-        Option(
-            "eff", help="show how much of its time, CPUs and memory each job used, and what to request next time"
-        ),
+        Option("eff", help="show how much of its time, CPUs and memory each job used, and what to request next time"),
         Option("endtime", "E", "TIME", "show jobs submitted before TIME: now, 16:00, 2027-01-20T12:34"),
         Option("format", "o", "LIST", "show these columns, optionally with widths: JobID,State%20,NodeList"),
         Option("helpformat", "e", help="list the columns"),
@@ -53,7 +51,7 @@ COMMAND = Command(
         Option("partition", "r", "LIST", "show jobs in these partitions"),
         Option("qos", "q", "LIST", "show jobs with these QOS"),
         Option(
-            "starttime", "S", "TIME", "show jobs that ended after TIME or have not ended: now-2days, 2027-01-20; default: now-1day"
+            "starttime", "S", "TIME", "show jobs that had not ended by TIME: now-2days, 2027-01-20; default: now-1day"
         ),
         Option("state", "s", "LIST", "show jobs in these states: COMPLETED,FAILED or CD,F"),
         Option("units", "", "UNIT", "print memory sizes in K, M, G or T"),
@@ -79,18 +77,18 @@ class HistoryStyle(
         ),
     )
 ):
-    """What the native command and Slurm's do differently. `fields`: the columns by default; `since_s`: from when on."""
+    """The differences between hacct and sacct. `fields` are the default columns, `since_s` the start of the default period."""
 
     __slots__ = ()
 
     run: Callable[[Callable[[Words], int], Sequence[str] | None], int]
     fields: str
-    columns: Callable[[], Sequence[HistoryColumn]]  # other columns than hacct has; none: those
-    fixed: bool  # columns have sacct's widths instead of those that they need
+    columns: Callable[[], Sequence[HistoryColumn]]  # other columns than those of hacct, if any
+    fixed: bool  # columns have the widths of sacct, not of their content
     since_s: Callable[[float], float]
-    everybody: bool  # where nobody is named, everybody is meant
+    everybody: bool  # without a user, show the jobs of all users
     print_json: Callable[[Json], object]
-    jobs: Callable[[list[Json], Words], list[Json]]  # those that were found, as they shall be shown
+    jobs: Callable[[list[Json], Words], list[Json]]  # the jobs found, as they are shown
 
 
 def _run(work: Callable[[Words], int], argv: Sequence[str] | None) -> int:
@@ -147,7 +145,7 @@ def _work(words: Words, style: HistoryStyle) -> int:
 
 
 def _of_steps(rows: list[HistoryRow], references: Sequence[str]) -> list[HistoryRow]:
-    """Return the rows without those that are not meant where steps are named: ``12.0``."""
+    """Return only the rows of the named steps, if steps are named: ``12.0``."""
     jobs = {reference for reference in references if "." not in reference}
     named = {tuple(reference.split(".", 1)) for reference in references if "." in reference}
     if not named or jobs:
@@ -170,7 +168,7 @@ _UNITS = "KMGTP"
 
 
 def _in_units(shown: Sequence[HistoryColumn], unit: str) -> list[HistoryColumn]:
-    """Return the columns with sizes of memory written in `unit` ("": as they are)."""
+    """Return the columns with memory sizes in `unit`; "" leaves them unchanged."""
     if not unit:
         return list(shown)
     letter = unit[:1].upper()
@@ -194,7 +192,7 @@ def _converted(size: str, letter: str) -> str:
 
 
 def _ask(words: Words, now_s: float, style: HistoryStyle) -> Json:
-    """Return the API's answer: the jobs that the words ask for, in the order of their ids."""
+    """Return the API's answer with the requested jobs, in the order of their ids."""
     references = words.listed("jobs")
     wanted = [_known(reference) for reference in references]
     named = bool(references) or words.has("allusers") or words.has("user") or style.everybody
@@ -216,7 +214,7 @@ def _ask(words: Words, now_s: float, style: HistoryStyle) -> Json:
 
 
 def _user_name(word: str) -> str:
-    """Return the account's name, of a number that of this uid."""
+    """Return the name of the account; `text` may be a uid."""
     if not word.isdigit():
         return word
     try:
@@ -226,7 +224,7 @@ def _user_name(word: str) -> str:
 
 
 def _filtered(jobs: list[Json], words: Words) -> list[Json]:
-    """Return those of `jobs` with one of the accounts, partitions, qualities of service and nodes asked for."""
+    """Return the jobs with one of the requested accounts, partitions, QOS and nodes."""
     for option, key in (("accounts", "account"), ("partition", "partition"), ("qos", "qos")):
         if wanted := words.listed(option):
             jobs = [job for job in jobs if not set(str(job[key]).split(",")).isdisjoint(wanted)]
@@ -237,7 +235,7 @@ def _filtered(jobs: list[Json], words: Words) -> list[Json]:
 
 
 def _known(reference: str) -> str:
-    """Return the reference as ``12``, ``10_3``, ``10_[1-3]`` or ``12+1``; a name, or 'last', is asked for."""
+    """Return the reference as ``12``, ``10_3``, ``10_[1-3]`` or ``12+1``; the controller resolves a name or 'last'."""
     number = reference.split(".")[0].removesuffix("+0")
     if number.partition("_")[0].partition("+")[0].isdigit():
         return number
@@ -272,7 +270,7 @@ def _parsable(shown: Sequence[HistoryColumn], rows: Sequence[HistoryRow], words:
 def _table(shown: Sequence[HistoryColumn], rows: Sequence[HistoryRow], header: bool, style: HistoryStyle) -> str:
     cells = [[_in_width(column, clean(column.text(row))) for column in shown] for row in rows]
     headers = [_in_width(column, column.name) for column in shown] if header else []
-    if style.fixed:  # each column with a space behind it, the last one as well
+    if style.fixed:  # every column ends with a space, including the last one
         lines = [headers, ["-" * column.width for column in shown], *cells] if header else cells
         return "".join("".join(f"{cell} " for cell in line) + "\n" for line in lines)
     right = [at for at, column in enumerate(shown) if column.right]
@@ -280,7 +278,7 @@ def _table(shown: Sequence[HistoryColumn], rows: Sequence[HistoryRow], header: b
 
 
 def _in_width(column: HistoryColumn, text: str) -> str:
-    """Return `text` in the column's width, if it has one; cut text ends in a +, as sacct's."""
+    """Return `text` in the width of the column, if it has one; like in sacct, truncated text ends in a +."""
     if not column.width:
         return text
     cut = text if len(text) <= column.width else text[: column.width - 1] + "+"

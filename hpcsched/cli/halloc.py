@@ -1,7 +1,7 @@
-"""halloc: a job whose nodes are held while a command runs here, on the head: a shell, or what is named.
+"""halloc: allocates nodes to a job while a command, by default a shell, runs on this machine.
 
-The command has the job's environment, so `hrun` in it starts steps on the nodes. When it ends, or halloc does, the job is over;
-when the job is ended (its time limit, hcancel), the command is hung up. Options are those of `hrun` that ask for a job.
+The command has the environment of the job, so that `hrun` starts steps on its nodes. When the command or halloc ends, the job
+ends; when the job is ended (time limit, hcancel), the command gets SIGHUP. The options are those of `hrun` that request a job.
 
 Source: salloc(1), and its texts.
 """
@@ -55,7 +55,7 @@ _HERE_ONLY = {
     "version",
     "wait",
     "x11",
-}  # of these the controller is not told
+}  # not sent to the controller
 _OF_STEPS = {"label", "mpi", "unbuffered", "wait", "kill-on-bad-exit", "external-launcher", "no-kill"}
 _VARIABLES = {"gres": "GRES", "switches": "REQ_SWITCH", "time": "TIMELIMIT", "verbose": "DEBUG"}
 _WITH_VARIABLES = frozenset((
@@ -65,7 +65,7 @@ _WITH_VARIABLES = frozenset((
 
 
 def _variables(option: stepoptions.Option) -> tuple[str, ...]:
-    """Return the variable that gives an option's default."""
+    """Return the variable with the default of an option."""
     if option.name not in _WITH_VARIABLES:
         return ()
     return ("SALLOC_" + _VARIABLES.get(option.name, option.name.upper().replace("-", "_")),)
@@ -93,7 +93,11 @@ OPTIONS = (
             "signal for the command when the job ends: TERM, or SIGNAL; without the option, HUP",
         ),
         stepoptions.Option(
-            "no-shell", "", stepoptions.FLAG, "", "run no command: the job lasts until it is cancelled or reaches its time limit"
+            "no-shell",
+            "",
+            stepoptions.FLAG,
+            "",
+            "run no command: the job lasts until it is cancelled or reaches its time limit",
         ),
         stepoptions.Option(
             "wait", "W", stepoptions.VALUE, "SECONDS", "wait at most this long for the nodes, like --immediate=SECONDS"
@@ -117,16 +121,16 @@ _TERMINAL = (signal.SIGINT, signal.SIGQUIT, signal.SIGTSTP, signal.SIGTTOU)
 
 Face = namedtuple(
     "Face", "name version usage_code refused"
-)  # refused: what is said first of a job that was, of the error
+)  # refused: the first words about a refused job, from the error
 HALLOC = Face("halloc", None, 2, lambda text: "")
 
 
 class HallocError(Exception):
-    """It cannot go on; the text is for the user."""
+    """The allocation failed; the text is for the user."""
 
 
 def main(argv: Sequence[str] | None = None, face: Face = HALLOC) -> int:
-    """Run the command and return its exit status: that of what ran in the job."""
+    """Run halloc and return the exit status of its command."""
     try:
         values, command = _parse(sys.argv[1:] if argv is None else argv)
     except stepoptions.UsageError as error:
@@ -149,7 +153,7 @@ def main(argv: Sequence[str] | None = None, face: Face = HALLOC) -> int:
 
 
 def hold_for_step() -> int:
-    """Run for a step command with its name as the first word: srun --prolog and others that need a job before the step."""
+    """Run on behalf of a step command, named by the first word: for srun options that need a job before the step."""
     name, *words = sys.argv[1:]
     return main(words, HALLOC._replace(name=name, usage_code=1, refused=lambda text: slurm_text.of_step(0, text)))
 
@@ -158,12 +162,12 @@ def _change_user(values: stepoptions.Values) -> None:
     if "gid" in values:
         user.refuse_group()
     if "uid" in values:
-        sockets.steps_socket(os.environ, os.getuid())  # what that needs to import, another user may not be able to read
+        sockets.steps_socket(os.environ, os.getuid())  # another user may be unable to read the modules that it imports
         user.change(str(values["uid"]))
 
 
 def _parse(argv: Sequence[str]) -> tuple[stepoptions.Values, list[str]]:
-    """Return the options and the command; of A : B the components behind the first one as an option. Raises UsageError."""
+    """Return options and command; in A : B, the later components become an option. Raises UsageError."""
     values, command = stepoptions.parse(argv, OPTIONS)
     components, command = _components(values, command)
     for option in OPTIONS:
@@ -201,7 +205,7 @@ def _components(values: stepoptions.Values, command: list[str]) -> tuple[list[st
 
 
 class _Allocation:
-    """One run: ask, wait, run the command, let go."""
+    """One allocation: request it, wait for it, run the command, release it."""
 
     def __init__(self, face: Face, values: stepoptions.Values, command: Sequence[str]) -> None:
         self._face = face
@@ -212,7 +216,7 @@ class _Allocation:
         self._work_dir = os.path.abspath(str(values.get("chdir", "")) or os.getcwd())
         self._framer = protocol.Framer()
         self._wakeup, wakeup_in = socket.socketpair()
-        self._wakeup_in = wakeup_in  # kept open
+        self._wakeup_in = wakeup_in  # keep it open
         for end in (self._wakeup, wakeup_in):
             end.setblocking(False)
         signal.set_wakeup_fd(wakeup_in.fileno(), warn_on_full_buffer=False)
@@ -298,7 +302,7 @@ class _Allocation:
                 raise HallocError("cancelled while waiting for the job's nodes")
 
     def _next(self, timeout_s: float | None) -> protocol.Message | None:
-        """Return what the controller says next; None: a signal came, or the time is over."""
+        """Return the next message of the controller; None after a signal or at the deadline."""
         ready, _, _ = select.select([self._sock, self._wakeup], [], [], timeout_s)
         if self._wakeup in ready:
             self._wakeup.recv(512)
@@ -317,7 +321,7 @@ class _Allocation:
         """Run the command to its end, and return its exit status."""
         self._child = self._start(self._environment(allocated))
         for number in _TERMINAL:
-            signal.signal(number, signal.SIG_IGN)  # the terminal's signals are the command's
+            signal.signal(number, signal.SIG_IGN)  # the signals of the terminal are for the command
         revoked = False
         while True:
             pid, status = os.waitpid(self._child, os.WNOHANG)
@@ -337,7 +341,7 @@ class _Allocation:
                 _complain(self._face, said.error, 1)
                 self._hang_up()
 
-    def _environment(self, allocated: protocol.Allocated) -> dict[str, str]:
+    def _environment(self, allocated: protocol.JobAllocated) -> dict[str, str]:
         """Return the environment of the command."""
         environ = _login_environment(self._values["get-user-env"]) if "get-user-env" in self._values else os.environ
         env = {name: value for name, value in environ.items() if _RESERVED.match(name) is None}
@@ -365,8 +369,8 @@ class _Allocation:
 
 
 def _login_environment(how: str | bool) -> dict[str, str]:
-    """Return what a login shell of this user has in its environment; `how`: [SECONDS][S|L]. Raises HallocError."""
-    import subprocess  # few need it
+    """Return the environment of a login shell of this user; `how` is [SECONDS][S|L]. Raises HallocError."""
+    import subprocess  # rarely needed
 
     found = _USER_ENV.fullmatch(how) if isinstance(how, str) else _USER_ENV.fullmatch("")
     if found is None:

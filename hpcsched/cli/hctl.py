@@ -1,7 +1,7 @@
-"""hctl: looks at and changes what the controller has: jobs, nodes, partitions, its configuration.
+"""hctl: shows and changes jobs, nodes, partitions, reservations and the configuration.
 
-The grammar is scontrol's (``hctl show job 12``, ``hctl update JobId=12 TimeLimit=1:00:00``); host lists are written out
-and together without a controller. What a verb does is a function of its words here; who may do it the controller says.
+The grammar is scontrol's (``hctl show job 12``, ``hctl update JobId=12 TimeLimit=1:00:00``). Host lists are expanded and
+compressed without a controller. Each verb is a function of its words; the controller decides about permissions.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from hpcsched.listing.table import columns
 from hpcsched.model.hostlist import compress_hostlist, expand_hostlist
 from hpcsched.model.units import format_time_s
 
-# ----- hctl's words about reservations: create, update, delete, show, in scontrol's grammar and with its names
-# What a ``Name=value`` means is for the controller to say; here it only becomes a request, and the answer text.
+# ----- reservations: create, update, delete, show, with the grammar and names of scontrol
+# The controller interprets ``Name=value``; here it becomes a request, and the answer becomes text.
 
 
 RecordWords = Sequence[tuple[str, object]]
@@ -32,7 +32,7 @@ NAMES = ("reservationname", "reservation")
 
 
 def is_reservation(rest: Sequence[str]) -> bool:
-    """Say whether the words behind a verb are about a reservation: by its first word, or by its name and no job's."""
+    """Return whether the words after a verb name a reservation, and no job."""
     if rest[0].lower() in ("reservation", "res"):
         return True
     keys = [key.lower() if equals else "" for key, equals, _ in (word.partition("=") for word in rest)]
@@ -40,7 +40,7 @@ def is_reservation(rest: Sequence[str]) -> bool:
 
 
 def create_reservation(rest: Sequence[str], words: Words) -> int:
-    """Make a reservation and print its name."""
+    """Create a reservation and print its name."""
     name, changes = _read(rest)
     answer = client.call("POST", "/v1/reservations/create", {"name": name, "changes": changes})
     if words.has("json"):
@@ -71,7 +71,7 @@ def delete_reservation(rest: Sequence[str], words: Words) -> int:
 
 
 def fetch(names: Sequence[str]) -> Json:
-    """Return the controller's answer with the reservations of these names, all if there are none."""
+    """Return the controller's answer with the named reservations, by default all."""
     answer = client.call("GET", "/v1/reservations")
     wanted = [name for word in names for name in split_list(word)]
     by_name = {one["name"]: one for one in answer["reservations"]}
@@ -148,13 +148,13 @@ def _read(rest: Sequence[str]) -> tuple[str, dict[str, str]]:
     return name, changes
 
 
-# What may be cut, as in scontrol: ``start=now`` is StartTime.
+# Names that may be abbreviated, as in scontrol: ``start=now`` is StartTime.
 _KEYS = ("StartTime", "EndTime", "Duration", "Users", "Accounts", "Nodes", "NodeCnt", "CoreCnt", "Features",
          "PartitionName", "Flags", "Licenses")  # fmt: skip
 
 
 def _whole_name(key: str) -> str:
-    """Return the whole name that a key means, with its + or -; a key that begins none, or several, as it is."""
+    """Return the full name of an abbreviated key, with its + or -; an unknown or ambiguous key is unchanged."""
     bare = key.rstrip("+-").lower()
     found = [name for name in _KEYS if name.lower() == bare] or [
         name for name in _KEYS if bare and name.lower().startswith(bare)
@@ -216,7 +216,7 @@ COMMAND = Command(
 )
 
 
-# What `hctl VERB --help` says: the verb's forms, and what it does.
+# The help of `hctl VERB --help`: usage and description.
 HELPS: dict[str, tuple[tuple[str, ...], str]] = {
     "show": (
         (
@@ -309,7 +309,7 @@ HELPS: dict[str, tuple[tuple[str, ...], str]] = {
 
 
 def command_of(argv: Sequence[str]) -> Command:
-    """Return the command as ``--help`` shows it: with a verb in `argv`, of that verb alone."""
+    """Return the command as ``--help`` shows it; with a verb in `argv`, only that verb."""
     verb = next((word.lower() for word in argv if not word.startswith("-")), "")
     if verb not in HELPS:
         return COMMAND
@@ -335,7 +335,7 @@ def _work(words: Words) -> int:
 
 
 def _reason(rest: Sequence[str], words: Words) -> str:
-    """Return why nodes are drained or fenced: the words behind them, or --reason."""
+    """Return the reason for drain or fence: the words after the nodes, or --reason."""
     text = " ".join(rest).strip()
     if words.has("reason") and text:
         raise UsageError(f"cannot take two reasons: write {text[:60]!r} or --reason, not both")
@@ -521,7 +521,7 @@ def _report(answer: Json, words: Words) -> int:
     return FAILED if answer["errors"] else 0
 
 
-_CHANGES = {  # Slurm's names, without regard to case and _
+_CHANGES = {  # Slurm's names; case and _ are ignored
     "numnodes": "num_nodes",
     "reqnodes": "num_nodes",
     "numcpus": "num_cpus",
@@ -582,7 +582,7 @@ def _update(rest: Sequence[str], words: Words) -> int:
 
 
 def job_changes(rest: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Return the jobs and the changes in ``[job] JOB... NAME=VALUE...``; a job may be ``JobId=12`` as well."""
+    """Return the jobs and the changes in ``[job] JOB... NAME=VALUE...``; ``JobId=12`` is a job too."""
     changes: dict[str, str] = {}
     jobs: list[str] = []
     for word in rest[1:] if rest[0].lower() == "job" else rest:
@@ -598,13 +598,13 @@ def job_changes(rest: Sequence[str]) -> tuple[list[str], dict[str, str]]:
 
 
 def is_partition(rest: Sequence[str]) -> bool:
-    """Say whether the words are about a partition, not about the jobs in it."""
+    """Return whether the words name a partition, not the jobs in it."""
     keys = {word.partition("=")[0].lower() for word in rest}
     return "partitionname" in keys and not keys & {"jobid", "job", "reservationname", "reservation"} and "state" in keys
 
 
 def update_partition(rest: Sequence[str], words: Words) -> int:
-    """Do what ``update PartitionName=main State=DRAIN`` asks for."""
+    """Execute ``update PartitionName=main State=DRAIN``."""
     changes = {name.lower(): value for name, _, value in (word.partition("=") for word in rest)}
     names, state = split_list(changes.pop("partitionname")), changes.pop("state")
     if changes:
@@ -621,7 +621,7 @@ def update_partition(rest: Sequence[str], words: Words) -> int:
 
 
 def update_node(rest: Sequence[str], words: Words) -> int:
-    """Do what ``update NodeName=n1 State=DRAIN Reason=why`` asks for."""
+    """Execute ``update NodeName=n1 State=DRAIN Reason=why``."""
     changes = {name.lower(): value for name, _, value in (word.partition("=") for word in rest)}
     nodes, state, why = (changes.pop(name, "") for name in ("nodename", "state", "reason"))
     if changes or state.upper() not in ("DRAIN", "RESUME", "UNDRAIN", "IDLE"):
@@ -670,7 +670,7 @@ def _said(answer: Json, what: str, words: Words) -> int:
 
 
 def _resume_jobs_or_nodes(rest: Sequence[str], words: Words) -> int:
-    """Resume jobs where the operands are their numbers, else nodes: no node is called 12 or 10_3."""
+    """Resume jobs if the operands are job numbers, else nodes: no node is called 12 or 10_3."""
     _needs(rest, "the jobs or nodes")
     if all(part[:1].isdigit() or part == "last" for operand in rest for part in split_list(operand)):
         return _act("resume")(rest, words)
@@ -851,22 +851,21 @@ VERBS: dict[str, Callable[[Sequence[str], Words], int]] = {
     "checkpoint": _checkpoint,
 }
 
-# ----- hctl's words about checkpoints: list, verify, prune, export, of a training job or in a directory
-# The program of a job says where its checkpoints are; else the directory is found by the claims that attempts leave there
-# (hpcsched-checkpoint(5)). What is in it the training package reads,
-# in a process of its own: this one stays small.
+# ----- checkpoints: list, verify, prune, export, of a training job or in a directory
+# The job reports the directory of its checkpoints; else it is found by the claims that attempts leave there
+# (hpcsched-checkpoint(5)). A separate process reads it with hpctrain, so that this one does not load torch.
 
 
-# What each takes beside the directory: NAME=VALUE words, and whether a file.
+# The operands of each verb besides the directory: NAME=VALUE words, and whether a file.
 CHECKPOINT_VERBS = {"list": (), "verify": ("step",), "prune": ("keep", "every"), "export": ("step", "all")}
 WITH_JSON = ("list", "verify")
 YES, NO = frozenset({"1", "yes", "true"}), frozenset({"0", "no", "false"})
-SOME = 4  # tasks of an array that are named to choose from
-DEEP = 4  # directories below the job's own in which its checkpoints are looked for
+SOME = 4  # at most this many tasks of an array are listed
+DEEP = 4  # levels below the job's directory that are searched for checkpoints
 
 
 def _on_checkpoints(rest: Sequence[str], as_json: bool) -> int:
-    """Do what the words say, and return the exit status."""
+    """Execute a checkpoint verb and return the exit status."""
     if len(rest) < 2 or rest[0] not in CHECKPOINT_VERBS:
         raise UsageError(
             f"cannot tell what to do with checkpoints: hctl checkpoint {'|'.join(CHECKPOINT_VERBS)} JOB|DIRECTORY ..."
@@ -887,10 +886,10 @@ def _on_checkpoints(rest: Sequence[str], as_json: bool) -> int:
         directory,
         *_files(verb, more),
     ]
-    import subprocess  # nothing else here needs it, and it takes long to import
+    import subprocess  # slow to import, and needed only here
 
     status = subprocess.run(command, check=False).returncode
-    return status if status >= 0 else 128 - status  # of who was ended by a signal, as a shell says it
+    return status if status >= 0 else 128 - status  # killed by a signal: the status that a shell reports
 
 
 def _files(verb: str, words: Sequence[str]) -> list[str]:
@@ -917,7 +916,7 @@ def _option(verb: str, word: str) -> list[str]:
 
 
 def _of_job(reference: str, verb: str) -> str:
-    """Return the directory of the job's checkpoints, as its program said, else as the claims in its directory say."""
+    """Return the directory of the job's checkpoints: as reported, else found by the claims in its directory."""
     job, *others = client.call("GET", client.job_path(reference))["jobs"]
     if others:
         some = ", ".join(one["display_id"] for one in (job, *others)[:SOME])
@@ -959,7 +958,7 @@ def _claimed_by(directory: str, job: str) -> bool:
             with open(os.path.join(directory, name), "rb") as file:
                 note = json.loads(file.read())
         except (OSError, ValueError):
-            continue  # its writer died in it
+            continue  # its writer died while writing it
         if isinstance(note, dict) and note.get("job") == job:
             return True
     return False

@@ -1,4 +1,4 @@
-"""`hhealth`: one line per check, an exit status for cron and monitoring; drains and resumes nodes when asked to."""
+"""`hhealth`: one line per check, and an exit status for cron and monitoring; optionally drains and resumes nodes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ COMMAND = Command(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run `hhealth` and exit."""
+    """Run the command and exit."""
     sys.exit(run_command(COMMAND, _work, argv))
 
 
@@ -63,7 +63,7 @@ def _work(words: Words) -> int:
 
 
 def look() -> tuple[list[Check], list[Json]]:
-    """Return all checks, and the controller's view of the nodes (empty if it does not answer)."""
+    """Return all checks, and the controller's view of the nodes, empty if it does not answer."""
     from hpcsched.config.load import load_config
 
     started = time.time(), time.monotonic()
@@ -92,7 +92,7 @@ def look() -> tuple[list[Check], list[Json]]:
 
 
 def _views(share: str) -> list[Json]:
-    """Have all nodes look at themselves, and compare a file that was just written to the share."""
+    """Probe all nodes; each also compares a file that was just written to the share."""
     if not share:
         return _ask(None)
     with share_probe(share) as probe:

@@ -1,7 +1,7 @@
-"""hinfo: partitions and nodes: what is free, what is down, and why and since when.
+"""hinfo: partitions and nodes: free resources, and why and since when nodes are down.
 
-Rows are partitions' nodes in the same state, as in sinfo; nodes that are down or drained also by why and since when, so
-that nothing needs to be asked a second time.
+Like in sinfo, a row is the nodes of a partition in one state; nodes that are down or drained are also grouped by reason and
+time.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _work(words: Words) -> int:
 
 
 def _formatted(words: Words, partitions: Sequence[Partition], nodes: Sequence[Node], header: bool) -> str:
-    """Return the lines of a format: those of sinfo's as they are, our own ones with columns as wide as they need to be."""
+    """Return the lines of a format: sinfo's have fixed widths, our own columns are as wide as their content."""
     look = Look(0.0)
     given = words.last("format")
     if words.has("Format"):
@@ -147,7 +147,7 @@ def _is_shown(node: Node, words: Words, partitions: Sequence[Partition], states:
 
 
 def why_text(node: Node) -> str:
-    """Return why a node takes no jobs, and since when; "" if it does."""
+    """Return why a node accepts no jobs, and since when; "" if it does."""
     why, since_s = _why(node)
     return f"{why or 'no reason known'} (since {date_text(since_s, 'unknown')})" if _is_out(node) else ""
 

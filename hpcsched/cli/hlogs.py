@@ -1,7 +1,6 @@
-"""hlogs: a job's output, wherever it was written, as far as it has been; with -f on, as it is written, to the job's end.
+"""hlogs: prints the output of a job, on whichever node it is; with -f until the job ends.
 
-Bytes go through as they are. A file that became shorter (a job that was queued again and began anew) is shown from its
-beginning again.
+Rules: bytes are not changed; a file that became shorter (of a requeued job) is printed from its start again.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ def _work(words: Words) -> int:
 
 
 def _tell_failures(reference: str) -> bool:
-    """Say on stderr what went wrong with an ended job, and why its ranks failed, the first cause first.
+    """Print on stderr why an ended job and its ranks failed, the first cause first.
 
     Return whether the job has ended.
     """
@@ -87,7 +86,7 @@ def _say(text: str) -> None:
 
 
 def _print_last_lines(reference: str, stream: str, count: int) -> int:
-    """Print the last `count` lines; return where the file ends."""
+    """Print the last `count` lines; return the offset of the end of the file."""
     taken = FAR_END_BYTES
     while True:
         data, start, size = _far_end(reference, stream, taken)
@@ -99,7 +98,7 @@ def _print_last_lines(reference: str, stream: str, count: int) -> int:
 
 
 def _far_end(reference: str, stream: str, length: int) -> tuple[bytes, int, int]:
-    """Return the last `length` bytes of the output, where they begin, and its size."""
+    """Return the last `length` bytes of the output, their offset, and the size of the file."""
     part = client.fetch_log(reference, stream=stream, offset=-length)
     data, start, size = part.data, part.offset, part.size
     while data and start + len(data) < size:  # longer than one answer
@@ -111,7 +110,7 @@ def _far_end(reference: str, stream: str, length: int) -> tuple[bytes, int, int]
 
 
 def last_lines(data: bytes, count: int) -> bytes:
-    """Return the last `count` lines of `data`; what stands behind the last newline is a line."""
+    """Return the last `count` lines of `data`; text after the last newline is a line."""
     if count <= 0:
         return b""
     at = len(data) - 1 if data.endswith(b"\n") else len(data)
@@ -123,12 +122,12 @@ def last_lines(data: bytes, count: int) -> bytes:
 
 
 def _print_from(reference: str, stream: str, offset: int, *, follow: bool) -> None:
-    """Print the output from `offset` on, to its end or, to `follow`, to the job's end."""
+    """Print the output from `offset` to its end, or with `follow` until the job ends."""
     begun = bool(offset)
     while True:
         part = _part(reference, stream, offset, follow=follow, patient=follow and begun)
         begun = True
-        if 0 < part.size < offset:  # began anew; a size of 0 may as well say that it could not be looked at just now
+        if 0 < part.size < offset:  # it was truncated; a size of 0 may also mean that it cannot be read at the moment
             offset = 0
             continue
         _write(part.data)
@@ -141,12 +140,12 @@ def _print_from(reference: str, stream: str, offset: int, *, follow: bool) -> No
         job = client.call("GET", client.job_path(reference))["jobs"][0]
         if job["started_at_s"] is not None:
             note(COMMAND.name, f"nothing has been written to {clean(part.path)}")
-        elif job["state"] not in ENDED_STATES:  # of one that has ended it has been told
+        elif job["state"] not in ENDED_STATES:  # of an ended job, `_tell_failures` has printed it
             _say(_why_nothing(job))
 
 
 def _why_nothing(job: Json) -> str:
-    """Return why there is no output at all of a job that has not started."""
+    """Return why a job without a start has no output."""
     which = f"job {job['display_id']}"
     if job["state"] == "PENDING":
         return f"{which} has not started; hwhy {job['display_id']} says what it waits for"
@@ -155,7 +154,7 @@ def _why_nothing(job: Json) -> str:
 
 
 def _part(reference: str, stream: str, offset: int, *, follow: bool, patient: bool) -> client.LogPart:
-    """Return the next piece; if `patient`, wait for a controller or a node that does not answer at the moment."""
+    """Return the next piece; if `patient`, wait for a controller or node that does not answer."""
     told = False
     while True:
         try:

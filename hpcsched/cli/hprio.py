@@ -1,7 +1,7 @@
-"""hprio: the priorities of the jobs that wait, and what each is made of, as sprio shows them.
+"""hprio: the priorities of waiting jobs and their factors, like sprio.
 
-A column for each factor that has a weight, all of them with --long: weighted, as they add up to the priority, or with --norm
-as they are before that, from 0 to 1.
+One column for each factor with a weight, or for all with --long: weighted, so that they add up to the priority, or with
+--norm before weighting, from 0 to 1.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _weighted(name: str) -> Callable[..., str]:
 
 
 def _factor(name: str, letter: str, key: str) -> tuple[FormatField, FormatField]:
-    """Return the columns of a factor: weighted, and with the small letter as it was before."""
+    """Return the columns of a factor: weighted, and before weighting (the lower-case letter)."""
     header = _HEADERS[key]
     weighted = FormatField(name, letter, header, _weighted(key))
     return weighted, FormatField(f"norm{name}", letter.lower(), header, _norm(key))
@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def show(words: Words, usual: Callable[[Words, Json], str] | None = None) -> int:
-    """Print what the words ask for; return the exit status. `usual`: the format for these weights, if there is a usual one."""
+    """Print the priorities and return the exit status. `usual` gives the default format for the weights, if any."""
     if words.operands:
         raise UsageError(f"cannot understand {words.operands[0][:60]!r}: to see one job write -j JOB")
     query = {key: ",".join(words.given[name]) for name, key in _QUERY.items() if words.has(name)}

@@ -1,4 +1,4 @@
-"""hsh: a shell, or a command, at a terminal on a node of a running job: a step beside those that run there already."""
+"""hsh: runs a shell or a command with a terminal on a node of a running job, as a step of the job."""
 
 from __future__ import annotations
 

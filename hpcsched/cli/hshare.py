@@ -1,6 +1,6 @@
-"""hshare: the tree of accounts and users with what each may have and what each has had, as sshare shows it.
+"""hshare: the tree of accounts and users with their shares and usage, like sshare.
 
-Raw usage is in billing-seconds (what a second of each resource costs is in hpcsched.toml), as it counts now: it decays.
+Raw usage is in billing seconds (hpcsched.toml has the price of each resource), after decay.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def show(words: Words, widths: Mapping[str, int] | None = None) -> int:
-    """Print what the words ask for; return the exit status. `widths`: of the columns, where they are not as wide as need be."""
+    """Print the shares and return the exit status. `widths` are those of the columns, if they are fixed."""
     if words.operands:
         raise UsageError(f"cannot understand {words.operands[0][:60]!r}: to see one user write -u USER")
     chosen = _chosen(words)
@@ -100,7 +100,7 @@ def _aligned(header: Sequence[str], lines: Sequence[Json], chosen: Sequence[tupl
 
 
 def _fixed(header: Sequence[str], lines: Sequence[Json], chosen: Sequence[tuple[str, int]]) -> str:
-    """Return columns of these widths, as Slurm's accounting commands write them: a line of dashes, a blank behind each cell."""
+    """Return columns of fixed widths like Slurm's accounting commands: a line of dashes, a space after each cell."""
     rows = [[_cell(line, name, 0) for name, _ in chosen] for line in lines]
     rows = [list(header), ["-" * width for _, width in chosen], *rows] if header else rows
     return "".join(
@@ -113,7 +113,7 @@ def _fixed(header: Sequence[str], lines: Sequence[Json], chosen: Sequence[tuple[
 
 
 def _chosen(words: Words) -> list[tuple[str, int]]:
-    """Return the columns with their widths; 0: as wide as it needs to be."""
+    """Return the columns with their widths; 0 is as wide as the content."""
     if not words.has("format"):
         return [(name, 0) for name in (_COLUMNS if words.has("long") else _BRIEF)]
     known = {name.lower(): name for name in _COLUMNS}
@@ -127,7 +127,7 @@ def _chosen(words: Words) -> list[tuple[str, int]]:
 
 
 def _filtered(lines: Sequence[Json], words: Words) -> list[Json]:
-    """Return the lines of the wanted accounts and users; of the others the accounts, so that the tree can be read."""
+    """Return the lines of the requested accounts and users, and the other accounts, so that the tree is complete."""
     users = words.listed("user") if words.has("user") else [] if words.has("all") else [client.my_name()]
     accounts = words.listed("accounts")
     return [

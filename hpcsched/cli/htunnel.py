@@ -1,4 +1,4 @@
-"""htunnel: a port of a running job's node, reached from here: a step of the job carries the connections."""
+"""htunnel: forwards a local port to a node of a running job, through a step of the job."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _work(words: Words) -> int:
 
 
 def _serve(listener: socket.socket, step: list[str], what: str) -> int:
-    """Carry the connections that come to `listener` through the step, until it ends; return its exit status."""
+    """Forward the connections of `listener` through the step until it ends; return its exit status."""
     ours, theirs = socket.socketpair()
     child = os.fork()
     if child == 0:
@@ -91,7 +91,7 @@ def _stop(loop: Loop) -> None:
 
 
 def _run_step(words: list[str], sock: socket.socket) -> NoReturn:
-    """Be hrun, with the tunnel at standard input and output. Away from the terminal: an interrupt is for its parent."""
+    """Become hrun, with the tunnel as stdin and stdout, in a session of its own: Ctrl-C is for the parent."""
     code = 1
     try:
         os.setsid()
@@ -105,7 +105,7 @@ def _run_step(words: list[str], sock: socket.socket) -> NoReturn:
 
 
 def _listen(local: int | None, port: int) -> socket.socket:
-    """Return a socket that listens on this machine alone, at port `local`; without one at `port`, or any that is free."""
+    """Return a socket that listens only on this machine: at `local`, or else at `port` or any free port."""
     for wanted in (local,) if local is not None else (port, 0):
         try:
             return socket.create_server(("127.0.0.1", wanted))

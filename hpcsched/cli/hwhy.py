@@ -1,7 +1,7 @@
-"""hwhy: in words, what a job waits for and when it is expected to start, or how it came to its end.
+"""hwhy: explains why a job waits and when it is expected to start, or how it ended.
 
-The words are the controller's (`hpcsched.sched.explain.explain`): of a job that waits also its place in line, and node by node
-what is lacking, for a few nodes or if asked.
+The sentences come from the controller (`hpcsched.sched.explain.explain`): for a waiting job also its position in the queue, and
+what each node lacks, for a few nodes or if asked.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _lines(answer: Json, *, all_nodes: bool) -> list[str]:
 
 
 def _which(answer: Json) -> list[str]:
-    """Return which job of an array the answer is about."""
+    """Return the job of an array that the answer is about."""
     if answer.get("of", 1) == 1 or not answer["waiting"]:
         return []
     return [f"Of {answer['of']} tasks {answer['waiting']} wait; of job {answer['job']}, the first of them:"]

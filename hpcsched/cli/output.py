@@ -1,7 +1,7 @@
-"""How commands write: colour or none, JSON, times. Plain text; colour and bars only on a terminal.
+"""Output of commands: colour, JSON, times. Plain text; colour and bars only on a terminal.
 
-What a user chose (a job's name, a reason) may hold anything: `clean` keeps it from moving the terminal's cursor or from
-looking like a second line. Nothing is ever cut, wrapped or coloured where the output is no terminal. Knows no jobs or nodes.
+Rules: texts that users chose (job names, reasons) are printed through `clean`, so that they cannot move the cursor or look like
+a second line; text is truncated, wrapped and coloured only on a terminal. Knows no jobs or nodes.
 Source: NO_COLOR (no-color.org).
 """
 
@@ -19,12 +19,12 @@ from hpcsched.listing.text import when_text as when_text
 
 
 def is_terminal() -> bool:
-    """Say whether a person sees the output."""
+    """Return whether the output is a terminal."""
     return sys.stdout.isatty()
 
 
 def terminal_width() -> int:
-    """Return how many columns the terminal has that shows the output, 0 if that is not known."""
+    """Return the number of columns of the terminal, 0 if it is not known."""
     try:
         return os.get_terminal_size(sys.stdout.fileno()).columns
     except (OSError, ValueError):
@@ -32,32 +32,32 @@ def terminal_width() -> int:
 
 
 def wants_colour() -> bool:
-    """Say whether the output may have colours: on a terminal that knows them, unless NO_COLOR is set."""
+    """Return whether the output may be coloured: on a terminal with colours, unless NO_COLOR is set."""
     return is_terminal() and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "dumb") != "dumb"
 
 
 def print_json(answer: Json) -> None:
-    """Print an answer as JSON: on one line, spread out on a terminal."""
+    """Print an answer as JSON: on one line, indented on a terminal."""
     json.dump(answer, sys.stdout, indent=2 if is_terminal() else None)
     sys.stdout.write("\n")
 
 
 def bar(part: float, whole: float, width: int = 10) -> str:
-    """Return how much of `whole` is in use: ``[####------]``."""
+    """Return a bar with the used fraction of `whole`: ``[####------]``."""
     filled = 0 if whole <= 0 else min(width, round(width * part / whole))
     if part > 0 and filled == 0:
         filled = 1
     return "[" + "#" * filled + "-" * (width - filled) + "]"
 
 
-# ----- a command that ends or requeues the very job that it runs in
-# The job's processes get SIGTERM at once, the command among them, perhaps before it has read its answer: whoever called it
-# would take that for a failure of the request. So it lets that signal pass; what does not end by itself is killed later.
+# ----- a command that ends or requeues its own job
+# The job's processes, including the command, get SIGTERM at once, perhaps before the command has read its answer: its caller
+# would see a failure of a request that succeeded. So the command ignores the signal; the job is killed later if need be.
 
 
 def outlive_its_end() -> None:
-    """From now on SIGTERM does not end this command, if it runs in a job."""
+    """Ignore SIGTERM from now on, if this command runs in a job."""
     if os.environ.get("HPCSCHED_JOB_ID") or os.environ.get("SLURM_JOB_ID"):
-        import signal  # takes as long as a tenth of Python's start
+        import signal  # its import takes a tenth of the start of Python
 
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

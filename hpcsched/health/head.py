@@ -185,7 +185,7 @@ def check_controller() -> Check:
         return Check(name="controller", status=Status.CRITICAL, text=str(error))
     took_s = time.monotonic() - started_s
     jobs = sum(answer["counts"].values())
-    text = f"process {answer['pid']} answers in {took_s * 1000:.0f} ms; term {answer['epoch']}, {plural(jobs, 'job')} in reach"
+    text = f"process {answer['pid']} answers in {took_s * 1000:.0f} ms; epoch {answer['epoch']}, {plural(jobs, 'job')} in reach"
     numbers = {"took_s": took_s, "jobs": jobs}
     if left := _of_before(answer):
         return Check(name="controller", status=Status.WARN, text=f"{text}; {left}", numbers=numbers)

@@ -154,7 +154,7 @@ def status(as_json: bool) -> None:
         click.echo(json.dumps(answer))
         return
     click.echo(f"cluster {answer['cluster']}: hpcschedd {answer['hpcsched']} runs (process {answer['pid']})")
-    click.echo(f"  up for  {_duration(answer['now_s'] - answer['started_at_s'])}, term {answer['epoch']}")
+    click.echo(f"  up for  {_duration(answer['now_s'] - answer['started_at_s'])}, epoch {answer['epoch']}")
     click.echo(f"  nodes   {_counts(answer['nodes'])}")
     click.echo(f"  jobs    {_counts(answer['counts'])}")
     for note in answer.get("not_taken", ()):

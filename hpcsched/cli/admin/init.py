@@ -22,9 +22,7 @@ from hpcsched.errors import ConfigError
     "--share", metavar="DIR", help="A directory that all nodes see under this path, for checkpoints and output."
 )
 @click.option("--name", metavar="NAME", default="cluster", show_default=True, help="Name of the cluster.")
-@click.option(
-    "--force", is_flag=True, help="Rewrite only hpcsched.toml; the old file is kept as hpcsched.toml.old."
-)
+@click.option("--force", is_flag=True, help="Rewrite only hpcsched.toml; the old file is kept as hpcsched.toml.old.")
 @click.option("--database", "only_database", is_flag=True, help="Create only the database, if it is missing.")
 def init(share: str | None, name: str, force: bool, only_database: bool) -> None:
     """Make a cluster's configuration, database and launch key, and say what each is."""

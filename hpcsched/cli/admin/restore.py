@@ -1,4 +1,4 @@
-"""`hpcsched backup` and `hpcsched restore`: a whole cluster into a directory, and back; or the database alone, back.
+"""`hpcsched backup` and `hpcsched restore`: back up a whole cluster; restore it, or only its database.
 
 A restored database is another incarnation of the cluster (man/adr/0003).
 """
@@ -38,12 +38,15 @@ STRAYS = {
 
 @click.command("backup")
 @click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
-@click.option("--keep", metavar="N", type=click.IntRange(1), help="Keep only the newest N backups of this cluster in DIR.")
+@click.option(
+    "--keep", metavar="N", type=click.IntRange(1), help="Keep only the newest N backups of this cluster in DIR."
+)
 def back_up(directory: Path, keep: int | None) -> None:
     """Back up the cluster into a new directory below DIR.
 
-    In it: the database with queue, history and job scripts; hpcsched.toml, conf.d and nodes.d; the launch key; the keys that
-    node files name (identity_file), and ssh_config. Not in it: output files, checkpoints, known_hosts, users' accounts.
+    A backup contains the database with queue, history and job scripts; hpcsched.toml, conf.d and nodes.d; the launch key;
+    the keys that node files name (identity_file), and ssh_config. It does not contain output files, checkpoints, known_hosts or
+    user accounts.
     """
     config = load_config(paths.find_config_dir(os.environ, os.getuid()))
     if not directory.is_dir():
@@ -54,7 +57,7 @@ def back_up(directory: Path, keep: int | None) -> None:
 
 @click.command()
 @click.argument("source", metavar="DIR|FILE", type=click.Path(path_type=Path))
-@click.option("--force", is_flag=True, help="Restore even if there is a configuration or a database with jobs: both are set aside.")
+@click.option("--force", is_flag=True, help="Set aside an existing configuration, or a database with jobs.")
 @click.option(
     "--strays",
     type=click.Choice(list(STRAYS)),
@@ -64,10 +67,10 @@ def back_up(directory: Path, keep: int | None) -> None:
     "all of it waits; or all of it is ended.",
 )
 def restore(source: Path, force: bool, strays: str) -> None:
-    """Put a backup in the place of the cluster's files (DIR) or of its database alone (FILE).
+    """Restore the files of a cluster from a backup (DIR), or only its database (FILE).
 
-    The controller must be down. DIR is a backup that hctl backup or hpcsched backup made, or a directory of such backups: then
-    the newest of them.
+    The controller must be down. DIR is a backup made by hctl backup or hpcsched backup, or a directory of such backups: then
+    the newest one is restored.
     """
     now = datetime.now()
     if source.is_dir():
@@ -95,13 +98,13 @@ def _newest(directory: Path) -> Path:
 
 
 def _restore_cluster(source: Path, now: datetime, *, force: bool, strays: str) -> None:
-    """Put all of a backup in its place: the configuration where this user's commands read it, and the database."""
+    """Restore all of a backup: the configuration, where this user's commands read it, and the database."""
     cluster_backup.verify(source)
     manifest = cluster_backup.read_manifest(source)
     load_config(source / cluster_backup.ETC)
     config_dir = paths.own_config_dir(os.environ, os.getuid()).absolute()
     while any(config_dir.glob(f"*.{(aside := f'before-{now:%Y%m%dT%H%M%S}')}")):
-        now += timedelta(seconds=1)  # two restores within a second: what the first one set aside is kept
+        now += timedelta(seconds=1)  # two restores within a second: keep the files that the first one set aside
     with ExitStack() as held:
         former = _former_config(config_dir)
         if former is not None:
@@ -125,7 +128,7 @@ def _restore_cluster(source: Path, now: datetime, *, force: bool, strays: str) -
 
 
 def _place_named(source: Path, named: dict[str, str], config: Config) -> None:
-    """Put back the files outside the configuration directory that it names, where there are none. Others are left alone."""
+    """Restore missing files outside the configuration directory that it names. Existing ones are not changed."""
     wanted = {
         str(path) for path in (*cluster_backup.named_files(config), *cluster_backup.named_files(config, missing=True))
     }
@@ -147,12 +150,12 @@ def _place_named(source: Path, named: dict[str, str], config: Config) -> None:
 
 
 def _former_config(config_dir: Path) -> Config | None:
-    """Return the configuration that is there, None if there is none. One that cannot be read is refused."""
+    """Return the existing configuration, None if there is none. Raises ConfigError if it cannot be read."""
     return load_config(config_dir) if any(cluster_backup.configuration_files(config_dir)) else None
 
 
 def _place_configuration(source: Path, config_dir: Path, aside: str, undo: ExitStack) -> None:
-    """Put the files of a backup into `config_dir`; those that are there get another name. `undo` puts them back."""
+    """Copy the files of a backup into `config_dir`; existing files are renamed. `undo` renames them back."""
     public = 0o755 if os.getuid() == 0 else 0o700
     try:
         config_dir.mkdir(mode=public, parents=True, exist_ok=True)
@@ -168,7 +171,7 @@ def _place_configuration(source: Path, config_dir: Path, aside: str, undo: ExitS
             target.parent.mkdir(mode=public, exist_ok=True)
             cluster_backup.write_private(target, path.read_bytes())
             if path.name != paths.LAUNCH_KEY:
-                target.chmod(0o644)  # as node add and init write them; users' commands read hpcsched.toml
+                target.chmod(0o644)  # like node add and init; commands of users read hpcsched.toml
         (config_dir / paths.NODES_DIR).mkdir(mode=public, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"cannot write {error.filename or config_dir}: {error.strerror}") from None
@@ -231,11 +234,11 @@ def _public_key(config: Config) -> str:
 
 
 def _check_nothing_is_lost(database: Path) -> None:
-    """Refuse to set aside a whole database that has jobs. Raises RequestError."""
+    """Raise RequestError if there is an intact database with jobs."""
     try:
         present = backup.contents_of(database)
     except HpcschedError:
-        return  # it is not there, or damaged: that is what backups are for
+        return  # missing or damaged: a reason to restore
     if present.jobs:
         at = datetime.fromtimestamp(present.last_event_at_s).strftime("%Y-%m-%d %H:%M:%S")
         raise RequestError(

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.live import Live
 
 from hpcsched import client
-from hpcsched.cli.render.screen import ClusterScreen, QueuedJob, picture, plain_lines
+from hpcsched.cli.render.screen import ClusterScreen, QueuedJob, picture, plain_text
 from hpcsched.cli.render.training_run import MetricsReader
 from hpcsched.errors import HpcschedError, NotFoundError, UnavailableError
 from hpcsched.listing.states import ACTIVE_STATES
@@ -60,7 +60,7 @@ def top(job: str, once: bool, interval: float) -> int:
         screen = reader.look(job or None)
         if screen.controller is None:
             raise UnavailableError(screen.trouble)
-        click.echo("\n".join(plain_lines(screen)))
+        click.echo(plain_text(screen), nl=False)
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the terminal is restored on the way
     with contextlib.suppress(KeyboardInterrupt):

@@ -1,4 +1,4 @@
-"""`hpcsched node add | rekey | list | probe | remove`: the machines of the cluster, one file each in nodes.d/."""
+"""`hpcsched node add | rekey | list | probe | remove`: the nodes of the cluster, one file each in nodes.d/."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ def node() -> None:
 @click.option("--identity", metavar="FILE", help="Private key for the login, instead of the launch key.")
 @click.option("--cpus", metavar="N", type=click.IntRange(1), help="Number of CPUs for jobs. Default: all.")
 @click.option("--memory", metavar="SIZE", help="Memory for jobs, for example 64G. Default: all.")
-@click.option("--gpus", metavar="TYPE[:N],...", help="GPUs of the node, in the order of their indices. Default: as detected.")
+@click.option(
+    "--gpus", metavar="TYPE[:N],...", help="GPUs of the node, in the order of their indices. Default: as detected."
+)
 @click.option("--features", metavar="WORD,...", help="Features that jobs can request with --constraint.")
 @click.option("--partition", metavar="NAME,...", help="Partitions for the node, in addition to those that list it.")
 @click.option(
@@ -34,12 +36,14 @@ def node() -> None:
 )
 @click.option("--python", metavar="PATH", help="Python on the node, 3.9 or newer. Default: python3.")
 @click.option("--weight", metavar="N", type=click.IntRange(0), help="Nodes with a lower weight are used first.")
-@click.option("--accept-fingerprint", metavar="SHA256:...", help="Accept the host key with this fingerprint, and no other.")
+@click.option(
+    "--accept-fingerprint", metavar="SHA256:...", help="Accept the host key with this fingerprint, and no other."
+)
 @click.option("--yes", is_flag=True, help="Accept any host key.")
 def add(target: str, name: str | None, accept_fingerprint: str | None, yes: bool, **options: Any) -> None:
-    """Add a machine: pin its host key, look what it has, write its file, and tell the controller.
+    """Add a machine: pin its host key, detect its resources, write its file, and notify the controller.
 
-    HOST may also be a Host of ~/.ssh/config, or "local" for this machine without SSH.
+    HOST can also be a Host of ~/.ssh/config, or "local" for this machine without SSH.
     """
     from hpcsched.cli.node.add import NodeOptions, add_node, default_name, parse_target, still_drained
 
@@ -65,10 +69,12 @@ def add(target: str, name: str | None, accept_fingerprint: str | None, yes: bool
 
 @node.command()
 @click.argument("name")
-@click.option("--accept-fingerprint", metavar="SHA256:...", help="Accept the host key with this fingerprint, and no other.")
+@click.option(
+    "--accept-fingerprint", metavar="SHA256:...", help="Accept the host key with this fingerprint, and no other."
+)
 @click.option("--yes", is_flag=True, help="Accept any host key.")
 def rekey(name: str, accept_fingerprint: str | None, yes: bool) -> None:
-    """Pin the host key that a machine shows since it was set up anew; all else in its file stays as it is."""
+    """Pin the new host key of a reinstalled machine; the rest of its file is unchanged."""
     from hpcsched.cli.node.add import NodeOptions
     from hpcsched.cli.node.rekey import rekey_node
 
@@ -78,7 +84,7 @@ def rekey(name: str, accept_fingerprint: str | None, yes: bool) -> None:
 @node.command("list")
 @click.option("--json", "as_json", is_flag=True, help="Print the nodes as JSON.")
 def list_(as_json: bool) -> None:
-    """Show the nodes of the configuration, and what the controller says of each."""
+    """Show the configured nodes with the state that the controller reports."""
     config = _config()
     states = _states()
     rows = [
@@ -109,9 +115,9 @@ def list_(as_json: bool) -> None:
 @click.argument("names", metavar="NAME...", nargs=-1, required=True)
 @click.option("--links", is_flag=True, help="Measure the network between the nodes instead.")
 def probe(names: tuple[str, ...], links: bool) -> None:
-    """Measure nodes again: speed, network and disk for temporary files go into their files.
+    """Measure the speed, network and temporary disk of nodes again, and write them into their files.
 
-    A node that runs jobs is measured beside them: better when it is idle.
+    Measure idle nodes: jobs that are running change the result.
     """
     from hpcsched.cli.node.probe import probe_links, probe_node
 
@@ -126,9 +132,9 @@ def probe(names: tuple[str, ...], links: bool) -> None:
 
 @node.command()
 @click.argument("name")
-@click.option("--force", is_flag=True, help="Remove the node even if it holds jobs: they are ended, or fenced if the node is dead.")
+@click.option("--force", is_flag=True, help="Remove the node even if it holds jobs; they are ended.")
 def remove(name: str, force: bool) -> None:
-    """Take a node out of the cluster. Nothing is deleted on the machine itself."""
+    """Remove a node from the cluster. Nothing is deleted on the machine itself."""
     from hpcsched.cli.node.remove import remove_node
 
     remove_node(_config(), name, force=force)

@@ -25,6 +25,7 @@ from hpcsched.cli.output import clean
 from hpcsched.cli.render.training_run import LossPoint, SavedCheckpoint, TrainingRun
 from hpcsched.listing.job_detail import detail_lines
 from hpcsched.listing.states import ACTIVE_STATES
+from hpcsched.listing.table import columns
 
 STATE_STYLES = {
     "IDLE": "green",
@@ -422,22 +423,30 @@ def _part(value: float, span: Span) -> float:
 # ----- without a terminal
 
 
-def plain_lines(screen: ClusterScreen) -> list[str]:
-    """Return the screen as plain text: a line for each node and job, then the selected job and its log."""
-    lines = []
-    if screen.controller is not None:
-        ping = screen.controller
-        lines.append(f"hpcschedd  pid {ping['pid']}, up {clock(ping['now_s'] - ping['started_at_s'])}")
+def plain_text(screen: ClusterScreen) -> str:
+    """Return the screen as plain text: tables of nodes and jobs, then the selected job and the end of its log."""
+    ping = screen.controller
+    if ping is None:
+        text = f"hpcschedd does not answer: {clean(screen.trouble)}\n"
     else:
-        lines.append(f"hpcschedd  does not answer: {clean(screen.trouble)}")
-    for node in screen.nodes:
-        why = f"  {clean(node['link_why'])}" if node["state"] == "DOWN" else ""
-        lines.append(f"node {clean(node['name'])}  {node['state']}  {node['cpus_alloc']}/{node['cpus']} cpus{why}")
-    for job in screen.queue:
-        state = "LIMBO" if job.is_in_limbo else job.state
-        facts = (job.display_id, job.name, job.user, state, job.time, job.where)
-        lines.append("job " + "  ".join(clean(fact) for fact in facts))
+        text = f"hpcschedd is running (process {ping['pid']}, for {clock(ping['now_s'] - ping['started_at_s'])})\n"
+    nodes = [
+        (clean(node["name"]), str(node["state"]), f"{node['cpus_alloc']}/{node['cpus']}", clean(node["link_why"]))
+        for node in screen.nodes
+    ]
+    jobs = [
+        (clean(job.display_id), clean(job.name), clean(job.user), _shown_state(job), job.time, clean(job.where))
+        for job in screen.queue
+    ]
+    if nodes:
+        text += "\n" + columns(("NODE", "STATE", "CPUS", "WHY"), nodes)
+    header = ("JOBID", "NAME", "USER", "STATE", "TIME", "NODELIST(REASON)")
+    if jobs:
+        text += "\n" + columns(header, jobs, right=(0, 4))
     if screen.job is not None:
-        lines += detail_lines(dict(screen.job), screen.now_s)
-    lines += [f"| {clean(line)}" for line in screen.log[-10:]]
-    return lines
+        text += "\n" + "\n".join(detail_lines(dict(screen.job), screen.now_s)) + "\n"
+    return text + "".join(f"  | {clean(line)}\n" for line in screen.log[-10:])
+
+
+def _shown_state(job: QueuedJob) -> str:
+    return "LIMBO" if job.is_in_limbo else job.state

@@ -11,7 +11,7 @@ from rich.console import Console
 from screens import job, node, queued, training, whole_screen
 
 from hpcsched.cli.admin.top import ClusterReader
-from hpcsched.cli.render.screen import BrailleCanvas, ClusterScreen, checkpoint_lines, picture, plain_lines, smoothed
+from hpcsched.cli.render.screen import BrailleCanvas, ClusterScreen, checkpoint_lines, picture, plain_text, smoothed
 from hpcsched.cli.render.training_run import TrainingRun
 
 LIMBO = "node n1 does not answer (connection refused); the job may still run there"
@@ -105,7 +105,7 @@ def test_texts_of_others_cannot_move_the_cursor() -> None:
     assert "\x1b" not in text
     assert "\x07" not in text
     assert "[bold]x[/bold]" in text
-    assert "\x1b" not in "".join(plain_lines(dataclasses.replace(screen, job=None)))
+    assert "\x1b" not in plain_text(dataclasses.replace(screen, job=None))
 
 
 def test_lost_steps_are_told_from_those_that_count() -> None:
