@@ -10,7 +10,8 @@
 # make elastic-rounds  a rank of an elastic run is killed in each exchange that the run has, once
 # make fuzz    random requests at all sockets, and a hostile node, for MINUTES=60 or until something is found (SEED=1)
 # make compat  the clients of Slurm that take minutes as well, unmodified, against a cluster on this machine
-# make lint    style, architecture and types
+# make lint    style, architecture, types, and the links of the documentation
+# make docs    the documentation as a site, in site/
 # make clean   remove what make made
 
 PYTHON ?= python3
@@ -28,7 +29,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # instead, whose imports take as long as Python's start, at the start of every command.
 PLAIN_PATHS := --config-settings editable_mode=compat
 
-.PHONY: venv demo test check compat bench sim kill-rounds checkpoint-rounds elastic-rounds fuzz lint clean
+.PHONY: venv demo test check compat bench sim kill-rounds checkpoint-rounds elastic-rounds fuzz lint docs clean
 
 venv: $(VENV)/.done
 
@@ -84,7 +85,16 @@ lint: venv
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q -p no:cacheprovider tests/manners/test_bounded_numbers.py
+	$(BIN)/python -m pytest -q -p no:cacheprovider tests/manners/test_bounded_numbers.py tests/manners/test_docs.py
+
+docs: $(VENV)-docs/.done
+	$(VENV)-docs/bin/mkdocs build --strict --quiet
+	@echo 'site/index.html'
+
+$(VENV)-docs/.done: pyproject.toml
+	$(PYTHON) -m venv $(VENV)-docs
+	$(VENV)-docs/bin/python -m pip install --quiet --disable-pip-version-check '.[docs]'
+	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-openmpi build dist demo-out bench-out sim-out *.egg-info
+	rm -rf $(VENV) $(VENV)-openmpi $(VENV)-docs site build dist demo-out bench-out sim-out *.egg-info
