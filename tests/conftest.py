@@ -45,7 +45,7 @@ LONGEST = (
     "integration/test_restore.py",
     "train/test_train_zero.py",
     "integration/test_edited_cluster.py",
-    "train/test_train_readme.py",
+    "train/test_train_guide.py",
     "e2e/test_elastic_job.py",
     "train/test_train_elastic_rounds.py",
     "integration/test_disk_database.py",

@@ -57,10 +57,18 @@ def play() -> str:
     leader, follower = pty.openpty()
     fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", LINES, COLUMNS, 0, 0))
     command = [Path(sys.executable).with_name("hpcsched"), "demo"]
-    env = {**os.environ, "TERM": "xterm-256color", "COLORTERM": "truecolor", "COLUMNS": str(COLUMNS), "LINES": str(LINES)}
+    env = {
+        **os.environ,
+        "TERM": "xterm-256color",
+        "COLORTERM": "truecolor",
+        "COLUMNS": str(COLUMNS),
+        "LINES": str(LINES),
+    }
     received = bytearray()
     with tempfile.TemporaryDirectory(prefix="hp") as directory:
-        with subprocess.Popen(command, stdin=follower, stdout=follower, stderr=follower, cwd=directory, env=env) as demo:
+        with subprocess.Popen(
+            command, stdin=follower, stdout=follower, stderr=follower, cwd=directory, env=env
+        ) as demo:
             os.close(follower)
             try:
                 while data := os.read(leader, 1 << 16):
@@ -99,7 +107,9 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, metavar="FILE", help="write what the terminal received to FILE")
     parser.add_argument("--from", dest="source", type=Path, metavar="FILE", help="read it from FILE")
     parser.add_argument("--at", default="RUNNING", metavar="TEXT", help="draw the last screen with TEXT (%(default)s)")
-    parser.add_argument("--back", type=int, default=30, metavar="N", help="draw the screen N screens before that (%(default)s)")
+    parser.add_argument(
+        "--back", type=int, default=30, metavar="N", help="draw the screen N screens before that (%(default)s)"
+    )
     parser.add_argument("--out", type=Path, default=TARGET, help="default: %(default)s")
     options = parser.parse_args()
     received = options.source.read_text() if options.source else play()
